@@ -1,0 +1,19 @@
+"""A reference implementation of fully sharded data parallel training, written to be read.
+
+The names and signatures are those of ``torch.distributed.fsdp``.
+"""
+
+from fsdp_impl.common.clip import clip_grad_norm_
+from fsdp_impl.common.policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from fsdp_impl.per_parameter import FSDPModule, UnshardHandle, fully_shard
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "DataParallelMeshDims",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "UnshardHandle",
+    "clip_grad_norm_",
+    "fully_shard",
+]

@@ -1,0 +1,219 @@
+"""A group of parameters that are gathered by one collective: unshard and reshard."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum, auto
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.profiler import record_function
+
+from fsdp_impl.common import collectives, streams, unsharded
+from fsdp_impl.common.layout import Layout, split_sizes
+from fsdp_impl.common.mesh import ShardMesh
+from fsdp_impl.common.streams import Event
+from fsdp_impl.per_parameter.context import CommContext
+from fsdp_impl.per_parameter.param import Owner
+from fsdp_impl.per_parameter.shards import Shards
+from fsdp_impl.per_parameter.smaller import SmallerShards
+
+
+class Phase(Enum):
+    """Where a unit or group stands in an iteration."""
+
+    IDLE = auto()
+    FORWARD = auto()  # from pre-forward to post-forward
+    PRE_BACKWARD = auto()  # from the gradient of an output to the gradients of the inputs
+    POST_BACKWARD = auto()  # from there to the end of backward
+
+
+class Residence(Enum):
+    """Which parameters the modules hold."""
+
+    SHARDED = auto()
+    SMALLER = auto()  # sharded over fewer ranks, between forward and backward
+    UNSHARDED = auto()
+
+
+class PendingGather(NamedTuple):
+    """A gather that was issued and not waited for.
+
+    ``source`` is kept because an asynchronous gather may still be reading it. At shard size 1 nothing is in flight and
+    ``output`` is the source.
+    """
+
+    source: torch.Tensor
+    output: torch.Tensor
+    layout: Layout
+    event: Event
+    work: dist.Work | None
+
+
+class ParamGroup:
+    """Parameters that are unsharded and resharded together.
+
+    Attributes:
+        label: names the unit in seams, profiles and errors.
+        shards: the sharded parameters and their buffer.
+        after_forward: what forward leaves: ``None`` unsharded parameters, ``mesh`` itself sharded ones, another mesh
+            parameters sharded over fewer ranks.
+        phase: see :class:`Phase`.
+        forward_indices: this group's places in the shared ``forward_order``.
+    """
+
+    def __init__(
+        self,
+        originals: Sequence[nn.Parameter],
+        owners: Sequence[list[Owner]],
+        mesh: ShardMesh,
+        after_forward: ShardMesh | None,
+        device: torch.device,
+    ) -> None:
+        self.label = "(not yet run)"
+        self.mesh = mesh
+        self.after_forward = after_forward
+        self.device = device
+        self.shards = Shards(originals, owners, mesh)
+        self.phase = Phase.IDLE
+        self.residence = Residence.SHARDED
+        self.comm = CommContext(device)
+        self.forward_indices: list[int] = []
+        self._pending: PendingGather | None = None
+        self._smaller: SmallerShards | None = None
+        self._unsharded: unsharded.UnshardedBuffer | None = None
+        self._unsharded_layout: Layout | None = None
+
+    @contextmanager
+    def during(self, phase: Phase) -> Iterator[None]:
+        """Act inside the block as in ``phase``, for another group's sake."""
+        before, self.phase = self.phase, phase
+        try:
+            yield
+        finally:
+            self.phase = before
+
+    def unshard(self, *, async_op: bool = False) -> None:
+        """Issue the gather; nothing if it is in flight or the parameters are unsharded."""
+        if self._pending is not None or self.residence is Residence.UNSHARDED:
+            return
+        implicit = not async_op and self.phase in (Phase.FORWARD, Phase.PRE_BACKWARD)
+        current = streams.current(self.device)
+        stream = self.comm.gather_stream if implicit else current
+        if self.refresh():
+            streams.join(stream, current)
+        with record_function(f"FSDP::gather ({self.label})"), torch.no_grad(), streams.use(stream):
+            source, layout, mesh = self._gather_source(stream)
+            if mesh.size == 1:
+                self._pending = PendingGather(source, source, layout, streams.record(stream), None)
+                return
+            # Allocated in the memory of `stream`; see wait_for_unshard for when it may be freed.
+            output = torch.empty(mesh.size * layout.numel, dtype=layout.dtype, device=self.device)
+            work = collectives.gather(output, source, mesh.group, unit=self.label, async_op=async_op)
+            self._pending = PendingGather(source, output, layout, streams.record(stream), work if async_op else None)
+
+    def wait_for_unshard(self) -> None:
+        """Copy the gathered parameters out and register them; nothing if no gather is in flight."""
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        if self.phase is Phase.FORWARD:
+            # The group before this one: this group's gather is issued and has memory of its own.
+            self.comm.release_output()
+        current = streams.current(self.device)
+        if pending.work is not None:
+            pending.work.wait()
+        streams.wait(current, pending.event)
+        with record_function(f"FSDP::copy_out ({self.label})"), torch.no_grad():
+            self._copy_out(pending)
+        self._register_unsharded()
+        copied_out = streams.record(current)
+        if pending.work is None and self.phase is Phase.FORWARD:
+            self.comm.hold_output(pending.output, copied_out)
+        else:
+            # `pending` dies here and its output returns to the memory of the gather stream, or of the current one for
+            # an explicit unshard. Whoever takes it there next must do so after the copy-out.
+            streams.wait(self.comm.gather_stream, copied_out)
+
+    def reshard(self) -> None:
+        """Free the unsharded parameters and register the sharded ones, or after forward what `after_forward` says."""
+        if self.phase is Phase.FORWARD:
+            if self.after_forward is None:
+                return
+            if self.after_forward is not self.mesh:
+                self._to_smaller(self.after_forward)
+                return
+        self.to_sharded()
+
+    def to_sharded(self) -> None:
+        """Free the unsharded parameters and register the sharded ones, whatever the phase."""
+        if self.residence is Residence.SHARDED:
+            return
+        for param in self.shards.params:
+            param.register(param.sharded)
+        self._free_unsharded()
+        self._smaller = None
+        self.residence = Residence.SHARDED
+
+    def drop_pending(self) -> None:
+        """Forget a gather in flight: its values would be those of before whatever comes next."""
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        if pending.work is not None:
+            pending.work.wait()
+        # The optimizer may write to the source, and others may take the memory of the output, once it has run.
+        streams.wait(streams.current(self.device), pending.event)
+
+    def refresh(self) -> bool:
+        """Notice sharded parameters that were moved or replaced; whether the current stream wrote a new buffer."""
+        return self.residence is Residence.SHARDED and self.shards.refresh()
+
+    def _gather_source(self, stream: streams.Stream) -> tuple[torch.Tensor, Layout, ShardMesh]:
+        """What to gather, laid out how, over which ranks."""
+        if self._smaller is not None:
+            # Its buffer was written on the current stream, at post-forward.
+            streams.wait(stream, self._smaller.written)
+            return self._smaller.buffer, self._smaller.layout, self._smaller.mesh
+        return self.shards.gather_input(), self.shards.layout, self.mesh
+
+    def _copy_out(self, pending: PendingGather) -> None:
+        if self._unsharded is None or self._unsharded_layout is not self.shards.layout:
+            self._make_unsharded()
+        assert self._unsharded is not None
+        self._unsharded.allocate()
+        rows = pending.output.view(pending.layout.world, -1)
+        targets = self._unsharded.targets(pending.layout)
+        torch.split_with_sizes_copy(rows, split_sizes(pending.layout), dim=1, out=targets)
+
+    def _make_unsharded(self) -> None:
+        layout = self.shards.layout
+        sizes = [param.size for param in self.shards.params]
+        self._unsharded, self._unsharded_layout = unsharded.UnshardedBuffer(sizes, layout, self.device), layout
+        with torch.inference_mode(False):
+            for param, tensor in zip(self.shards.params, self._unsharded.tensors, strict=True):
+                param.unsharded = nn.Parameter(tensor, requires_grad=False)
+
+    def _register_unsharded(self) -> None:
+        for param in self.shards.params:
+            assert param.unsharded is not None
+            param.sync_requires_grad()
+            param.register(param.unsharded)
+        # The copy-out is queued behind the gather on the current stream, so nothing reads the smaller shards any more.
+        self._smaller = None
+        self.residence = Residence.UNSHARDED
+
+    def _to_smaller(self, mesh: ShardMesh) -> None:
+        if self.residence is not Residence.UNSHARDED:
+            return
+        self._smaller = SmallerShards(self.shards.params, mesh, self.device)
+        self._free_unsharded()
+        self.residence = Residence.SMALLER
+
+    def _free_unsharded(self) -> None:
+        if self._unsharded is not None:
+            unsharded.reshard(self._unsharded, unit=self.label)
+
+    def __repr__(self) -> str:
+        return f"ParamGroup({self.label})"

@@ -1,0 +1,59 @@
+"""Where autograd calls back."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch.autograd import Variable
+
+from fsdp_impl.common.containers import map_tensors, tensors_requiring_grad
+
+
+class _CallOnBackward(torch.autograd.Function):
+    """Identity whose backward calls ``callback`` once the gradients of all its inputs are known."""
+
+    @staticmethod
+    def forward(ctx: Any, callback: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.callback = callback
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.callback()
+        return (None, *grads)
+
+
+def call_after_backward(callback: Callable[[], None], inputs: Any) -> Any:
+    """Call ``callback`` when backward has passed the module that ``inputs`` are given to; returns inputs to give.
+
+    Never called if no tensor of ``inputs`` requires grad: the end of backward must then do.
+    """
+    if not torch.is_grad_enabled():
+        return inputs
+    tensors = tensors_requiring_grad(inputs)
+    if not tensors:
+        return inputs
+    replaced = iter(cast(Any, _CallOnBackward).apply(callback, *tensors))
+    return map_tensors(lambda tensor: next(replaced) if tensor.requires_grad else tensor, inputs)
+
+
+def call_before_backward(callback: Callable[[], None], outputs: Any) -> None:
+    """Call ``callback`` when backward reaches any tensor of ``outputs``, so before the module that made them."""
+    if not torch.is_grad_enabled():
+        return
+
+    def on_grad(_: torch.Tensor) -> None:
+        callback()
+
+    for tensor in tensors_requiring_grad(outputs):
+        tensor.register_hook(on_grad)
+
+
+def call_at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the running backward has computed all gradients."""
+    cast(Any, Variable)._execution_engine.queue_callback(callback)
+
+
+def in_backward() -> bool:
+    """Whether autograd is running, as during the recomputation of activation checkpointing."""
+    return bool(torch._C._current_graph_task_id() != -1)
