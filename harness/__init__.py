@@ -1,0 +1,10 @@
+"""The harness of shardproof: worlds of ranks, parity with a baseline, and verdicts with reasons.
+
+What a case module imports lives here and is light: no torch, because pytest loads the
+plugin in every run of an environment that has shardproof installed.
+"""
+
+from harness.adapters.capability import Capability, Hardware
+from harness.marks import contract, deadline, needs, world
+
+__all__ = ["Capability", "Hardware", "contract", "deadline", "needs", "world"]

@@ -1,0 +1,1 @@
+"""Adapters: the small classes through which the harness drives one implementation each."""

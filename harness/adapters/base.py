@@ -1,0 +1,223 @@
+"""The protocol that every adapter implements, and what it declares about itself.
+
+It fits implementations that wrap modules, that only rewrite parameters, and engines that own
+backward, clipping and the step. The harness calls, per training step::
+
+    for each microbatch:
+        with adapter.microbatch(is_last=...):
+            output = adapter.forward(*inputs)
+            adapter.backward(loss)
+    adapter.gradients()          # a picture, before anything clips
+    adapter.clip()               # traits.clips == "call" only
+    adapter.gradients()          # the picture after
+    adapter.step()
+    adapter.norm_after_step()    # traits.clips == "step" only
+    adapter.parameters()
+    adapter.zero_grad(set_to_none=...)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from harness.adapters.capability import Capability
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+Units = tuple[tuple[str, ...], ...]
+
+
+def padded_to_rows(shape: torch.Size, size: int) -> int:
+    """Elements a rank holds of a tensor whose dimension 0 is padded to a multiple of ``size``."""
+    if not shape:
+        return 1
+    return math.ceil(shape[0] / size) * math.prod(shape[1:])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Traits:
+    """How an implementation differs from the plain case, where no verdict depends on it."""
+
+    shards: frozenset[Literal["parameters", "gradients", "optimizer"]] = frozenset()
+    """What is divided among the ranks; checked against the bytes that a rank holds."""
+
+    local_numel: Callable[[torch.Size, int], int] = padded_to_rows
+    """Elements that a rank holds at most of one parameter, padding included: (shape, world size)."""
+
+    collective_padding: int = 0
+    """Further elements by which a unit's flat buffer may be padded on each rank."""
+
+    clips: Literal["call", "step"] = "call"
+    """Whether clipping is a call of its own or part of the step, set up in advance."""
+
+    divides_by_microbatches: bool = False
+    """Whether gradients are averaged over microbatches too; the harness scales the loss back."""
+
+    unused_gradient: Literal["none", "zero"] = "none"
+    """What a parameter that no rank used has for a gradient."""
+
+    process_groups: Literal["none", "kept", "abandoned"] = "none"
+    """What becomes of groups that it makes: kept for reuse as long as the process lives, or left to
+    the harness, which destroys them after the case."""
+
+    isolation: Literal["shared", "adapter", "case"] = "shared"
+    """Which cases may run in the same processes: all, this adapter's only, or each alone."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Clip:
+    """Clip the norm of all gradients together: ``max_norm`` > 0, ``norm_type`` > 0 or inf."""
+
+    max_norm: float
+    norm_type: float = 2.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """How a case wants the model sharded; equal for every implementation."""
+
+    mesh: DeviceMesh
+    """The 1-D mesh over which parameters are sharded and gradients averaged."""
+
+    units: Units = ()
+    """Each entry names the modules gathered by one collective; the root's own unit is implicit."""
+
+    reshard_after_forward: bool | int | None = None
+    """``None`` leaves it to the implementation's default."""
+
+    microbatches: int = 1
+    """Microbatches in one optimizer step."""
+
+    clip: Clip | None = None
+
+    find_unused: bool = False
+    """Some parameters may get no gradient in a step."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """What one rank holds of one named tensor.
+
+    ``tensor`` has any shape; ``cut`` takes a tensor of the full, unsharded shape and returns
+    the same elements in the same shape, so that a baseline is cut instead of shards gathered.
+    """
+
+    tensor: torch.Tensor
+    cut: Callable[[torch.Tensor], torch.Tensor]
+
+
+def whole(tensor: torch.Tensor) -> Piece:
+    """The piece of a rank that holds the full tensor."""
+    return Piece(tensor, lambda full: full)
+
+
+class Adapter(ABC):
+    """One model, sharded by one implementation, on one rank.
+
+    Subclasses shard in ``__init__`` (a collective over ``config.mesh``) and set ``module``, what
+    the training loop calls, and ``optimizer``. The model arrives in float32 on ``config.mesh``'s
+    device and belongs to the adapter.
+    """
+
+    name: ClassVar[str]
+    traits: ClassVar[Traits] = Traits()
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer | None
+
+    @classmethod
+    @abstractmethod
+    def availability(cls, device_type: str) -> str | None:
+        """Why the implementation cannot run here on ``device_type``, in one line, or None."""
+
+    @classmethod
+    @abstractmethod
+    def capabilities(cls) -> frozenset[Capability]:
+        """What it can do, by the versions installed here."""
+
+    @classmethod
+    def version(cls) -> str:
+        """The version of what is driven, for the run file."""
+        return torch.__version__
+
+    @abstractmethod
+    def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
+        self.config = config
+
+    # one training step -------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def microbatch(self, *, is_last: bool) -> Iterator[None]:
+        """The context of one microbatch's forward and backward."""
+        yield
+
+    def submodule(self, name: str) -> nn.Module:
+        """What a training loop calls to run only the module ``name`` ("" is the root)."""
+        return self.module.get_submodule(name)
+
+    def forward(self, *args: Any, submodule: str = "") -> Any:
+        """Run forward of the root or of one submodule."""
+        return self.submodule(submodule)(*args)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Run backward from a scalar loss; gradients are averaged over the data-parallel ranks."""
+        loss.backward()
+
+    def clip(self) -> torch.Tensor:
+        """Clip as ``config.clip`` says; the total norm, a scalar equal on all ranks."""
+        assert self.config.clip is not None
+        clip = self.config.clip
+        return nn.utils.clip_grad_norm_(self.module.parameters(), clip.max_norm, clip.norm_type)
+
+    def step(self) -> None:
+        """Run the optimizer."""
+        if self.optimizer is not None:
+            self.optimizer.step()
+
+    def norm_after_step(self) -> torch.Tensor | None:
+        """The total norm that the step clipped by, where ``traits.clips`` is "step"."""
+        return None
+
+    def zero_grad(self, *, set_to_none: bool) -> None:
+        """Forget the gradients, or fill them with zeros."""
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=set_to_none)
+        else:
+            self.module.zero_grad(set_to_none=set_to_none)
+
+    # pictures, taken outside the trace -----------------------------------------------------
+
+    @abstractmethod
+    def gradients(self) -> dict[str, Piece | None]:
+        """Per parameter name of the original model, what this rank holds; None: no gradient."""
+
+    @abstractmethod
+    def parameters(self) -> dict[str, Piece]:
+        """Per parameter name of the original model, what this rank holds of its value."""
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """The registered parameters by the original model's names."""
+        return dict(self.module.named_parameters())
+
+    def gathered(self) -> dict[str, bool]:
+        """Per parameter name, whether ``module.parameters()`` shows it gathered.
+
+        Needs :attr:`Capability.REGISTERED_STATE`.
+        """
+        raise AssertionError(f"{self.name} does not declare {Capability.REGISTERED_STATE!r}")
+
+    def reshard(self) -> None:
+        """Free all gathered parameters. Needs :attr:`Capability.MANUAL_RESHARD`."""
+        raise AssertionError(f"{self.name} does not declare {Capability.MANUAL_RESHARD!r}")
+
+    def teardown(self) -> None:
+        """Undo what the implementation keeps outside the model."""
+        return None

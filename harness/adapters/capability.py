@@ -1,0 +1,73 @@
+"""What an adapter can declare, and what a machine can have. Light: imports no torch."""
+
+from __future__ import annotations
+
+import enum
+
+
+class Capability(enum.StrEnum):
+    """A named feature of an implementation; a case that needs one the adapter lacks is ``unsupported``."""
+
+    SHARDED = "sharded"
+    """At least the parameters are divided among the ranks."""
+
+    RESHARD_AFTER_FORWARD = "reshard-after-forward"
+    """``True`` and ``False`` can be chosen for whether parameters are freed after forward."""
+
+    RESHARD_TO_SIZE = "reshard-to-size"
+    """An int smaller than the shard group reshards after forward to groups of that size."""
+
+    ROOT_RESHARD = "root-reshard"
+    """``True`` frees the root's own unit after forward as well."""
+
+    GROUPED_UNIT = "grouped-unit"
+    """Several modules can form one unit."""
+
+    UNUSED_OUTPUT = "unused-output"
+    """A forward output that the loss ignores keeps the other gradients right."""
+
+    UNUSED_MODULE = "unused-module"
+    """A module that never ran gets no gradient and does not disturb the rest."""
+
+    CONTAINER_OUTPUT = "container-output"
+    """Units may return any container of tensors: tuple, list, dict, namedtuple, dataclass."""
+
+    POST_ACCUMULATE_GRAD_HOOK = "post-accumulate-grad-hook"
+    """Hooks of ``register_post_accumulate_grad_hook`` run once the reduced gradient is there."""
+
+    NON_ROOT_FORWARD = "non-root-forward"
+    """A unit below the root can be trained by calling it directly."""
+
+    MULTIPLE_FORWARD = "multiple-forward"
+    """A unit may run several times in one forward."""
+
+    CAST_AFTER_INIT = "cast-after-init"
+    """The sharded module can be cast to another dtype before the first forward."""
+
+    REGISTERED_STATE = "registered-state"
+    """``module.parameters()`` shows which parameters are sharded and which are gathered."""
+
+    MANUAL_RESHARD = "manual-reshard"
+    """``unshard()`` and ``reshard()`` can be called on a unit."""
+
+    CLIP_BY_CALL = "clip-by-call"
+    """Gradients are clipped by a call between backward and step, for the 2-norm."""
+
+    CLIP_ANY_NORM = "clip-any-norm"
+    """Clipping takes any norm: 1, 2, inf."""
+
+    COUNTED_UNITS = "counted-units"
+    """Each unit is gathered by one collective and reduced by one, so that counts follow a formula."""
+
+    SINGLE_RANK = "single-rank"
+    """A world of one rank works and issues no collective."""
+
+    ADAM = "adam"
+    """Works with optimizers that keep more state than momentum."""
+
+
+class Hardware(enum.StrEnum):
+    """What a host may lack; a case that needs it is ``unmet`` there."""
+
+    STREAMS = "streams"
+    """Real device streams: delays in one must not stop the others."""

@@ -1,0 +1,20 @@
+"""Adapter for the reference implementation."""
+
+from __future__ import annotations
+
+import torch
+
+import fsdp_impl
+from harness.adapters.dtensor import DTensorAdapter
+
+
+class ReferenceAdapter(DTensorAdapter):
+    """``fsdp_impl.fully_shard``, with its own clipping."""
+
+    name = "reference"
+    fully_shard = staticmethod(fsdp_impl.fully_shard)
+
+    def clip(self) -> torch.Tensor:
+        assert self.config.clip is not None
+        clip = self.config.clip
+        return fsdp_impl.clip_grad_norm_(self.module.parameters(), clip.max_norm, clip.norm_type)

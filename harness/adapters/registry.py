@@ -1,0 +1,66 @@
+"""Finds adapters by name: the built-in ones, and classes named as ``module:Class``.
+
+Light until an adapter is asked for: the built-in modules import torch and their implementation.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from harness.adapters.base import Adapter
+
+BUILT_IN = {
+    "reference": "harness.adapters.reference:ReferenceAdapter",
+    "torch.fully_shard": "harness.adapters.torch_fully_shard:TorchFullyShardAdapter",
+    "torch.fsdp": "harness.adapters.torch_fsdp:TorchFsdpAdapter",
+    "deepspeed.zero3": "harness.adapters.deepspeed_zero3:DeepSpeedZero3Adapter",
+    "ddp": "harness.adapters.replicas:DdpAdapter",
+}
+
+
+def load(name: str) -> type[Adapter]:
+    """The adapter class called ``name``, a built-in name or ``module:Class``.
+
+    Raises:
+        ValueError: there is no such adapter; one line that names what was given and what is near.
+    """
+    target = BUILT_IN.get(name, name)
+    module_name, colon, class_name = target.partition(":")
+    if not colon or not module_name or not class_name:
+        raise ValueError(f"unknown implementation {name!r}: {_suggest(name)}")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise ValueError(
+            f"implementation {name!r}: module {module_name!r} does not import: {type(error).__name__}: {error}"
+        ) from error
+    adapter = getattr(module, class_name, None)
+    if adapter is None:
+        near = difflib.get_close_matches(class_name, _adapters_of(module), n=3, cutoff=0.0)
+        raise ValueError(
+            f"implementation {name!r}: module {module_name!r} has no {class_name!r}"
+            + (f"; it has {', '.join(near)}" if near else " and no other adapter")
+        )
+    from harness.adapters.base import Adapter
+
+    if not (isinstance(adapter, type) and issubclass(adapter, Adapter)) or inspect.isabstract(adapter):
+        raise ValueError(
+            f"implementation {name!r}: {class_name!r} is not a complete subclass of harness.adapters.base.Adapter"
+        )
+    return adapter
+
+
+def _suggest(name: str) -> str:
+    near = difflib.get_close_matches(name, BUILT_IN, n=3, cutoff=0.4)
+    known = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(BUILT_IN)}"
+    return f"{known} Your own adapter is given as module:Class"
+
+
+def _adapters_of(module: object) -> list[str]:
+    from harness.adapters.base import Adapter
+
+    return [name for name, value in vars(module).items() if isinstance(value, type) and issubclass(value, Adapter)]

@@ -1,0 +1,122 @@
+"""Unsharded training, every rank with a full copy: the two baselines, one of them a control too."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from harness.adapters.base import Adapter, Config, OptimizerFactory, Piece, whole
+from harness.adapters.capability import Capability
+
+_UNSHARDED = frozenset(
+    {
+        Capability.UNUSED_MODULE,
+        Capability.CONTAINER_OUTPUT,
+        Capability.MULTIPLE_FORWARD,
+        Capability.CLIP_BY_CALL,
+        Capability.CLIP_ANY_NORM,
+        Capability.ADAM,
+    }
+)
+
+
+class _Replica(Adapter):
+    """What every full copy has in common: its pictures are the parameters themselves."""
+
+    @classmethod
+    def availability(cls, device_type: str) -> str | None:
+        return None
+
+    def gradients(self) -> dict[str, Piece | None]:
+        return {
+            name: None if parameter.grad is None else whole(parameter.grad)
+            for name, parameter in self.named_parameters().items()
+        }
+
+    def parameters(self) -> dict[str, Piece]:
+        return {name: whole(parameter.detach()) for name, parameter in self.named_parameters().items()}
+
+
+class ReplicatedAdapter(_Replica):
+    """Plain copies whose gradients are averaged over the data-parallel group after the last microbatch.
+
+    The baseline where DDP cannot express the case. It averages by a sum and a division of its own,
+    so that it shares no reduction with what it judges.
+    """
+
+    name = "replicated"
+
+    @classmethod
+    def capabilities(cls) -> frozenset[Capability]:
+        return _UNSHARDED | {Capability.UNUSED_OUTPUT, Capability.NON_ROOT_FORWARD}
+
+    def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
+        super().__init__(model, optimizer=optimizer, config=config)
+        self.module = model
+        self.optimizer = optimizer(model.parameters()) if optimizer else None
+
+    @contextlib.contextmanager
+    def microbatch(self, *, is_last: bool) -> Iterator[None]:
+        yield
+        if is_last:
+            self._average_gradients()
+
+    def _average_gradients(self) -> None:
+        group = self.config.mesh.get_group()
+        for parameter in self.module.parameters():
+            if parameter.requires_grad and _has_gradient_on_any_rank(parameter, group):
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                dist.all_reduce(gradient, group=group)
+                parameter.grad = gradient.div_(self.config.mesh.size())
+
+
+def _has_gradient_on_any_rank(parameter: nn.Parameter, group: dist.ProcessGroup) -> bool:
+    used = torch.tensor(float(parameter.grad is not None), device=parameter.device)
+    dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
+    return bool(used)
+
+
+class DdpAdapter(_Replica):
+    """``DistributedDataParallel`` with ``broadcast_buffers=False``: the usual baseline.
+
+    As an implementation under test it is the control: it shards nothing and must part from nothing.
+    """
+
+    name = "ddp"
+
+    @classmethod
+    def capabilities(cls) -> frozenset[Capability]:
+        return _UNSHARDED
+
+    def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
+        super().__init__(model, optimizer=optimizer, config=config)
+        device = config.mesh.device_type
+        with warnings.catch_warnings():
+            # torch 2.13 deprecates the name in favour of one that 2.11 does not have, and that also syncs at init.
+            warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
+            self.module = DistributedDataParallel(
+                model,
+                device_ids=None if device == "cpu" else [torch.accelerator.current_device_index()],
+                process_group=config.mesh.get_group(),
+                broadcast_buffers=False,
+                find_unused_parameters=config.find_unused,
+            )
+        self.optimizer = optimizer(self.module.parameters()) if optimizer else None
+
+    @contextlib.contextmanager
+    def microbatch(self, *, is_last: bool) -> Iterator[None]:
+        with contextlib.nullcontext() if is_last else self.module.no_sync():
+            yield
+
+    def submodule(self, name: str) -> nn.Module:
+        assert not name, "DDP reduces gradients of the root's forward only"
+        return self.module
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self.module.module.named_parameters())

@@ -1,0 +1,205 @@
+"""Compares the pictures of one step, stage by stage, and finds the first place where they part."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from harness.adapters.base import Piece
+from harness.errors import Place
+from harness.explain import guess_gradient, guess_norm
+from harness.numerics import ADAM_NOISE_ULPS, Distance, OracleStep, distance, ulp
+from harness.training import Pieces, StepPicture
+from harness.trees import tensors_of
+
+#: A baseline that errs more than this judges nothing: the case is ill-conditioned, and says so.
+BASELINE_LIMIT_ULPS = 4096.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One comparison that failed."""
+
+    place: Place
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """One comparison, for the run file."""
+
+    stage: str
+    step: int
+    name: str
+    distance: Distance
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Context:
+    """What every comparison of a step needs to know besides the tensors."""
+
+    step: int
+    rank: int
+    size: int
+    norm_type: float = 2.0
+    unused_is_zero: bool = False
+    adaptive: bool = False
+
+
+class StepComparison:
+    """The sharded run's step beside the baseline's and the oracle's, on one rank."""
+
+    def __init__(self, sharded: StepPicture, baseline: StepPicture, oracle: OracleStep, context: Context) -> None:
+        self.sharded = sharded
+        self.baseline = baseline
+        self.oracle = oracle
+        self.context = context
+        self.measured: list[Measured] = []
+
+    def first_finding(self) -> Finding | None:
+        """Compare in the order of the stages; stop at the first stage that parts."""
+        return next(self._findings(), None)
+
+    def _findings(self) -> Iterator[Finding]:
+        rank = self.context.rank
+        for number, outputs in enumerate(self.sharded.outputs):
+            expected = [*tensors_of(self.oracle.outputs[rank][number])]
+            for index, triple in enumerate(zip(outputs, self.baseline.outputs[number], expected, strict=True)):
+                if triple[0].is_floating_point():
+                    yield from self._scalar_or_tensor("output", f"microbatch {number}, tensor {index}", *triple)
+            loss = self.sharded.losses[number], self.baseline.losses[number], self.oracle.losses[rank][number]
+            yield from self._scalar_or_tensor("loss", f"microbatch {number}", *loss)
+        yield from self._pieces("gradient", self.sharded.gradients, self.baseline.gradients, self.oracle.gradients)
+        yield from self._norm()
+        if self.sharded.clipped is not None and self.baseline.clipped is not None:
+            yield from self._pieces(
+                "clipped gradient", self.sharded.clipped, self.baseline.clipped, self.oracle.clipped
+            )
+        yield from self._pieces(
+            "parameter after step", self.sharded.parameters, self.baseline.parameters, self.oracle.parameters
+        )
+
+    def _norm(self) -> Iterator[Finding]:
+        norms = self.sharded.norm, self.baseline.norm, self.oracle.norm
+        if any(norm is None for norm in norms):
+            return
+        held = [piece.tensor.flatten().double() for piece in self.sharded.gradients.values() if piece is not None]
+        local = torch.linalg.vector_norm(torch.cat(held), self.context.norm_type) if held else torch.zeros(())
+        for finding in self._scalar_or_tensor("total norm", f"the {self.context.norm_type:g}-norm", *norms):
+            why = guess_norm(
+                float(norms[0]), float(norms[2]), float(local), self.context.size, self.context.norm_type
+            )
+            yield dataclasses.replace(finding, text=_with_reason(finding.text, why))
+
+    def _scalar_or_tensor(
+        self, stage: str, name: str, sharded: torch.Tensor, baseline: torch.Tensor, oracle: torch.Tensor
+    ) -> Iterator[Finding]:
+        if sharded.shape != oracle.shape:
+            yield self._finding(stage, name, None, f"has shape {tuple(sharded.shape)}, not {tuple(oracle.shape)}")
+            return
+        yield from self._judge(stage, name, Piece(sharded, lambda full: full), baseline, oracle)
+
+    def _pieces(
+        self, stage: str, sharded: Pieces, baseline: Pieces, oracle: Mapping[str, torch.Tensor | None]
+    ) -> Iterator[Finding]:
+        if sharded.keys() != oracle.keys():
+            missing, extra = sorted(oracle.keys() - sharded.keys()), sorted(sharded.keys() - oracle.keys())
+            yield self._finding(stage, "", None, f"parameters missing: {missing or 'none'}; unknown: {extra or 'none'}")
+            return
+        for name in sharded:
+            mine, full, reference = sharded[name], oracle[name], baseline[name]
+            if mine is None or full is None or reference is None:
+                yield from self._absent(stage, name, mine, full)
+            else:
+                yield from self._judge(stage, name, mine, reference.tensor, full)
+
+    def _absent(self, stage: str, name: str, mine: Piece | None, full: torch.Tensor | None) -> Iterator[Finding]:
+        if mine is None and full is None:
+            return
+        if full is not None:
+            yield self._finding(stage, name, None, "there is none, and the baseline has one")
+        elif mine is not None and not (self.context.unused_is_zero and not bool(mine.tensor.any())):
+            yield self._finding(stage, name, None, "there is one, and no rank used the parameter")
+
+    def _judge(
+        self, stage: str, name: str, mine: Piece, baseline: torch.Tensor, oracle: torch.Tensor
+    ) -> Iterator[Finding]:
+        expected = mine.cut(oracle)
+        if mine.tensor.shape != expected.shape:
+            shapes = f"{tuple(mine.tensor.shape)} of {tuple(oracle.shape)}; this rank's share is {tuple(expected.shape)}"
+            yield self._finding(stage, name, None, f"the local shard has shape {shapes}")
+            return
+        magnitude = float(oracle.abs().max()) if oracle.numel() else 0.0
+        value, other = mine.tensor.detach(), mine.cut(baseline.detach())
+        if stage == "parameter after step" and self.context.adaptive:
+            value, other, expected = self._without_noise(name, mine, value, other, expected)
+        result = distance(value, other, expected, magnitude=magnitude)
+        self.measured.append(Measured(stage, self.context.step, name, result))
+        if result.baseline_ulps > BASELINE_LIMIT_ULPS:
+            raise RuntimeError(
+                f"{stage} of {name!r}: the baseline itself is {result.baseline_ulps:.3g} ulps from the oracle, over "
+                f"{BASELINE_LIMIT_ULPS:g}; the case is ill-conditioned and judges nothing"
+            )
+        if result.is_too_far:
+            yield self._too_far(stage, name, mine, value, other, expected, result, oracle)
+
+    def _without_noise(self, name: str, mine: Piece, *values: torch.Tensor) -> list[torch.Tensor]:
+        """Adam moves an element by about lr whatever its gradient, so those made of rounding go anywhere."""
+        gradient = self.oracle.gradients[name]
+        assert gradient is not None
+        floor = ADAM_NOISE_ULPS * ulp(float(gradient.abs().max()), mine.tensor.dtype)
+        loud = mine.cut(gradient).abs() > floor
+        return [torch.where(loud, value, torch.zeros_like(value)) for value in values]
+
+    def _too_far(
+        self, stage: str, name: str, mine: Piece, value: torch.Tensor, other: torch.Tensor,
+        expected: torch.Tensor, result: Distance, oracle: torch.Tensor,
+    ) -> Finding:  # fmt: skip
+        element = _global_index(mine, oracle, result.index)
+        numbers = ", ".join(
+            f"{who} {float(tensor.flatten()[result.index]):.9g}"
+            for who, tensor in (("sharded", value), ("baseline", other), ("oracle", expected))
+        )
+        text = (
+            f"{numbers}\n  off by {_number(result.sharded_ulps)} ulps of {result.unit:.3g}; the baseline is off by "
+            f"{_number(result.baseline_ulps)}, which allows {_number(result.allowed_ulps)}"
+        )
+        why = self._guess(name, mine, value, expected) if stage == "gradient" else None
+        return self._finding(stage, name, element, _with_reason(text, why))
+
+    def _guess(self, name: str, mine: Piece, value: torch.Tensor, expected: torch.Tensor) -> str | None:
+        full = [one[name] for one in self.oracle.own_gradients]
+        own = [None if gradient is None else mine.cut(gradient) for gradient in full]
+        return guess_gradient(value, expected, own, self.context.rank)
+
+    def _finding(self, stage: str, name: str, element: tuple[int, ...] | None, text: str) -> Finding:
+        place = Place(stage=stage, step=self.context.step, rank=self.context.rank, name=name, element=element)
+        return Finding(place, text)
+
+
+def _global_index(piece: Piece, full: torch.Tensor, index: int) -> tuple[int, ...]:
+    """Where the piece's element ``index`` lies in the full tensor: cut a tensor of positions the same way."""
+    positions = torch.arange(full.numel(), device=full.device).view(full.shape)
+    position = int(piece.cut(positions).flatten()[index])
+    return tuple(int(part) for part in torch.unravel_index(torch.tensor(position), full.shape))
+
+
+def _with_reason(text: str, why: str | None) -> str:
+    return f"{text}\n  {why}" if why else text
+
+
+def _number(value: float) -> str:
+    return f"{value:.3g}" if math.isfinite(value) else "infinitely many"
+
+
+def exact_difference(first: Any, second: Any) -> tuple[tuple[int, ...], float, float] | None:
+    """The first element where two tensors of one shape are not bitwise equal, with both values."""
+    if torch.equal(first, second):
+        return None
+    unequal = (first != second) | (first.isnan() != second.isnan())
+    index = tuple(int(part) for part in unequal.nonzero()[0])
+    return index, float(first[index]), float(second[index])

@@ -1,0 +1,85 @@
+"""What the controller and its ranks say to each other. Light: imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from typing import Any
+
+from harness.observations import Observations
+
+
+@dataclasses.dataclass(frozen=True)
+class WorldKey:
+    """What makes two cases share ranks; ``isolation`` is empty for those that share with all."""
+
+    size: int
+    device: str
+    debug_level: str = "OFF"
+    isolation: str = ""
+
+    def __str__(self) -> str:
+        extras = "".join(f", {extra}" for extra in (self.isolation,) if extra)
+        return f"{self.size} ranks on {self.device}{extras}"
+
+
+@dataclasses.dataclass(frozen=True)
+class RankSpec:
+    """How one rank process starts."""
+
+    key: WorldKey
+    index: int
+    directory: str
+    """Private to the world: the rendezvous file and the ranks' outputs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One case, as every rank of a world receives it.
+
+    ``parameters`` is pickled by the controller and unpickled after the case's module was imported
+    under the controller's name for it, so that classes of that module are found.
+    """
+
+    number: int
+    module: str
+    path: str
+    function: str
+    implementation: str
+    parameters: bytes
+    init_seed: int
+    data_seed: int
+    tmp_path: str
+
+
+@dataclasses.dataclass
+class Result:
+    """What one rank says of one job; only built-in types inside, so that it always unpickles."""
+
+    number: int
+    rank: int
+    verdict: str
+    text: str = ""
+    place: dict[str, Any] = dataclasses.field(default_factory=dict)
+    agreed: bool = False
+    """All ranks failed alike and are still in step."""
+    left_behind: list[str] = dataclasses.field(default_factory=list)
+    missing: list[str] = dataclasses.field(default_factory=list)
+    observations: Observations = dataclasses.field(default_factory=Observations)
+
+
+def dump_parameters(parameters: dict[str, Any]) -> bytes:
+    """Pickle a case's parameters.
+
+    Raises:
+        ValueError: one cannot cross processes; names it.
+    """
+    for name, value in parameters.items():
+        try:
+            pickle.dumps(value)
+        except Exception as error:
+            raise ValueError(
+                f"parameter {name!r} = {value!r} cannot cross processes ({error}); use a plain value or a function "
+                "or class at the top level of the case's module"
+            ) from None
+    return pickle.dumps(parameters)

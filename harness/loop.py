@@ -1,0 +1,190 @@
+"""What runs inside a rank process: the start of its world, and the loop over jobs."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import datetime
+import faulthandler
+import functools
+import gc
+import importlib
+import os
+import pathlib
+import pickle
+import random
+import signal
+import sys
+import traceback
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from harness import casefile, leftovers
+from harness.adapters import registry
+from harness.errors import Divergence
+from harness.jobs import Job, RankSpec, Result
+from harness.rank import Rank, Seeds, World
+from harness.verdict import Verdict
+
+_PR_SET_PDEATHSIG = 1
+
+#: A collective that waits longer is not slow but stuck; the controller's deadline comes first.
+_TIMEOUT = datetime.timedelta(minutes=30)
+
+
+def main(connection: Connection, spec: RankSpec) -> None:
+    """Start this rank, say so, and run jobs until the connection closes."""
+    _leave_with_the_controller()
+    log = _redirect_output(pathlib.Path(spec.directory) / f"rank{spec.index}.out")
+    faulthandler.enable(log)
+    faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
+    try:
+        world = _start(spec)
+    except Exception:
+        connection.send(("failed", traceback.format_exc()))
+        return
+    gc.collect()
+    gc.freeze()
+    connection.send(("ready", os.getpid()))
+    with contextlib.suppress(EOFError, OSError):
+        while (job := connection.recv()) is not None:
+            connection.send(run_job(world, job))
+            _flush()
+
+
+def _leave_with_the_controller() -> None:
+    # The controller decides about interrupts. The forkserver dies with it, and its children with the forkserver.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _redirect_output(path: pathlib.Path) -> Any:
+    """Send both standard streams, of C code too, to a file that the controller reads."""
+    log = path.open("ab", buffering=0)
+    for number in (1, 2):
+        os.dup2(log.fileno(), number)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    return log
+
+
+def _start(spec: RankSpec) -> World:
+    key = spec.key
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = key.debug_level
+    dist.set_debug_level_from_env()
+    torch.set_num_threads(1)
+    device = torch.device(key.device, spec.index) if key.device != "cpu" else torch.device("cpu")
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(spec.index)
+    dist.init_process_group(
+        backend="gloo" if device.type == "cpu" else "nccl",
+        init_method=f"file://{spec.directory}/rendezvous",
+        rank=spec.index,
+        world_size=key.size,
+        timeout=_TIMEOUT,
+        device_id=None if device.type == "cpu" else device,
+    )
+    control = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+    world = World(index=spec.index, size=key.size, device=device, control=control)
+    world.mesh((key.size,), ("dp",))
+    dist.barrier(group=control)
+    return world
+
+
+def run_job(world: World, job: Job) -> Result:
+    """Run one case on this rank; everything it does wrong becomes part of the result."""
+    result = Result(job.number, world.index, Verdict.PASS)
+    try:
+        function, parameters, implementation = _prepare(job)
+    except Exception:
+        result.verdict, result.text = Verdict.HARNESS_ERROR, traceback.format_exc()
+        return result
+    groups = world.foreign_groups()
+    before = leftovers.picture(world.device.type, groups=len(groups))
+    seeds = Seeds(job.init_seed, job.data_seed)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        rank = Rank(
+            world, implementation=implementation, seeds=seeds, tmp_path=pathlib.Path(job.tmp_path), monkeypatch=monkeypatch
+        )  # fmt: skip
+        _seed(job.init_seed)
+        with _outcome(result):
+            function(rank, **parameters)
+        with _outcome(result):
+            rank.finish()
+    result.observations = rank.record
+    found = _settle_groups(world, implementation.traits.process_groups, groups)
+    result.left_behind = leftovers.differences(before, leftovers.picture(world.device.type, groups=found))
+    return result
+
+
+def _settle_groups(world: World, policy: str, before: set[dist.ProcessGroup]) -> int:
+    """Destroy the groups that an implementation abandons; how many count as left behind or before."""
+    new = world.foreign_groups() - before
+    if policy == "abandoned":
+        # By name, because every rank must destroy the same groups in the same order.
+        for group in sorted(new, key=lambda group: group.group_name):
+            dist.destroy_process_group(group)
+        new = world.foreign_groups() - before
+    return len(before) + (0 if policy == "kept" else len(new))
+
+
+def _prepare(job: Job) -> tuple[Any, dict[str, Any], Any]:
+    module = casefile.load(job.module, pathlib.Path(job.path))
+    function = functools.reduce(getattr, job.function.split("."), module)
+    return function, pickle.loads(job.parameters), registry.load(job.implementation)
+
+
+@contextlib.contextmanager
+def _outcome(result: Result) -> Iterator[None]:
+    """Turn what is raised inside into the result; the first failure stands."""
+    try:
+        yield
+    except BaseException as error:
+        if result.verdict != Verdict.PASS:
+            return
+        result.verdict, result.text = Verdict.FAIL, _describe(error)
+        if isinstance(error, Divergence):
+            result.agreed = True
+            result.place = dataclasses.asdict(error.place)
+        if isinstance(error, pytest.skip.Exception):
+            result.text = f"a case must not skip by itself: use @needs ({error})"
+
+
+def _describe(error: BaseException) -> str:
+    if isinstance(error, Divergence):
+        return str(error)
+    # The frames of this file say nothing about the case.
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    try:
+        return "".join(traceback.format_exception(type(error), error, frames))
+    except Exception as broken:
+        return f"{type(error).__name__} (its own text cannot be made: {type(broken).__name__})"
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def preload() -> None:
+    """Import in the forkserver what every rank needs, so that a rank costs a fork. Touches no device."""
+    # torch._dynamo: the first optimizer step imports it, half a second in every rank otherwise.
+    for name in ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "harness.models"):
+        importlib.import_module(name)
+
+
+preload()

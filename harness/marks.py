@@ -1,0 +1,57 @@
+"""The marks with which a case says what it is about and what it needs.
+
+They are ordinary pytest marks, so ``-m``, ``pytest.param(..., marks=...)`` and inheritance
+from a module's ``pytestmark`` mean what they always mean.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.adapters.capability import Capability, Hardware
+
+#: Registered with pytest by the plugin, so that ``--strict-markers`` knows them.
+MARKER_LINES = (
+    "contract(*ids): the requirements of docs/contract.md that the case checks",
+    "world(*sizes): the numbers of ranks that the case runs on, one pytest item each",
+    "needs(*names): the capabilities and the hardware without which the case is skipped",
+    "deadline(seconds): how long the case may take before its verdict is hang",
+)
+
+
+def contract(*ids: str) -> pytest.MarkDecorator:
+    """Name the requirements of ``docs/contract.md`` that the case checks."""
+    return pytest.mark.contract(*ids)
+
+
+def world(*sizes: int) -> pytest.MarkDecorator:
+    """Run the case once for each of these numbers of ranks.
+
+    Raises:
+        ValueError: a size is not a positive integer, or is given twice.
+    """
+    for size in sizes:
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"world({size!r}): a world's size is a positive integer")
+    if len(set(sizes)) != len(sizes):
+        raise ValueError(f"world{sizes}: each size may be given once")
+    return pytest.mark.world(*sizes)
+
+
+def needs(*names: Capability | Hardware) -> pytest.MarkDecorator:
+    """Skip the case, with the name of what is missing, unless all of these are there.
+
+    A missing :class:`Capability` of the implementation gives the verdict ``unsupported``;
+    missing :class:`Hardware` gives ``unmet``.
+    """
+    for name in names:
+        if not isinstance(name, (Capability, Hardware)):
+            raise ValueError(f"needs({name!r}): expected a member of Capability or Hardware")
+    return pytest.mark.needs(*names)
+
+
+def deadline(seconds: float) -> pytest.MarkDecorator:
+    """Give the case its own deadline in seconds instead of the run's."""
+    if seconds <= 0:
+        raise ValueError(f"deadline({seconds!r}): expected a positive number of seconds")
+    return pytest.mark.deadline(seconds)

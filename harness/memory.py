@@ -1,0 +1,37 @@
+"""How many bytes of tensors a rank holds: by the allocator on CUDA, by a census of storages on the CPU."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+
+def held_bytes(device: torch.device) -> int:
+    """Bytes of the tensors alive on ``device``, after a garbage collection.
+
+    On CUDA what was asked of the caching allocator, without its rounding to blocks. On the CPU the storages of all tensors
+    that the garbage collector knows, each once; a storage that only C++ holds is not seen.
+    """
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        return int(torch.cuda.memory_stats(device)["requested_bytes.all.current"])
+    return sum(_storages(device).values())
+
+
+def _storages(device: torch.device) -> dict[int, int]:
+    sizes: dict[int, int] = {}
+    for found in gc.get_objects():
+        # ``type`` and not ``isinstance``: lazy proxies elsewhere in the process run code when asked for their class.
+        if issubclass(type(found), torch.Tensor) and _has_storage(found) and found.device == device:
+            storage = found.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+    sizes.pop(0, None)
+    return sizes
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    # A wrapper such as DTensor has no memory of its own; its inner tensor is found by itself.
+    return tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)

@@ -1,0 +1,224 @@
+"""The small models that cases train.
+
+Smooth unless a kink is the point: a ReLU turns an ulp of difference near zero into a different
+gradient. Widths are uneven on purpose where a default is given: most bugs of sharded layouts
+hide behind sizes that divide.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class TwoHeads(nn.Module):
+    """Two Linear(dim, dim) on one input; returns (tanh(head0 x), tanh(head1 x)), each (batch, dim)."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.head0 = nn.Linear(dim, dim)
+        self.head1 = nn.Linear(dim, dim)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.tanh(self.head0(x)), torch.tanh(self.head1(x))
+
+
+class SkippedModule(nn.Module):
+    """As :class:`TwoHeads` but ``head1`` never runs; returns (batch, dim)."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.head0 = nn.Linear(dim, dim)
+        self.head1 = nn.Linear(dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.head0(x))
+
+
+class MLP(nn.Module):
+    """dim -> multiplier x dim -> dim with GELU and a final tanh; (batch, dim) to (batch, dim)."""
+
+    def __init__(self, dim: int, multiplier: int = 4) -> None:
+        super().__init__()
+        self.in_proj = nn.Linear(dim, multiplier * dim)
+        self.out_proj = nn.Linear(multiplier * dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.out_proj(F.gelu(self.in_proj(x))))
+
+
+def mlp_stack(dim: int, depth: int) -> nn.Sequential:
+    """``depth`` MLPs in a row with multipliers 2, 3, 4, ..., so that every unit has its own size."""
+    return nn.Sequential(*(MLP(dim, multiplier=2 + index) for index in range(depth)))
+
+
+class ReusedInner(nn.Module):
+    """Runs ``inner`` Linear(dim, dim) twice and ``outer`` Linear(dim, dim + 1) once."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(dim, dim)
+        self.outer = nn.Linear(dim, dim + 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(torch.tanh(self.inner(torch.tanh(self.inner(x)))))
+
+
+Container = Literal["list", "tuple", "dict", "namedtuple", "dataclass"]
+Pair = collections.namedtuple("Pair", ["x", "y"])
+
+
+@dataclasses.dataclass
+class Record:
+    """A dataclass between units: ``x`` is trained, ``y`` needs no gradient."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+class Packed(nn.Module):
+    """Two Linear(dim, dim) on the tensor ``x`` inside a container, which is rebuilt around the result."""
+
+    def __init__(self, dim: int, container: Container) -> None:
+        super().__init__()
+        self.lin1 = nn.Linear(dim, dim)
+        self.lin2 = nn.Linear(dim, dim)
+        self.container = container
+
+    def forward(self, packed: Any) -> Any:
+        hidden = torch.tanh(self.lin1(unpack(packed, self.container)))
+        return pack(torch.tanh(self.lin2(hidden)), self.container)
+
+
+class Packing(nn.Module):
+    """Without parameters: a tensor to its container, or back."""
+
+    def __init__(self, container: Container, *, inverse: bool = False) -> None:
+        super().__init__()
+        self.container = container
+        self.inverse = inverse
+
+    def forward(self, value: Any) -> Any:
+        return unpack(value, self.container) if self.inverse else pack(value, self.container)
+
+
+def packed_stack(dim: int, container: Container, depth: int = 3) -> nn.Sequential:
+    """Packing, ``depth`` Packed blocks, unpacking: only containers pass between the blocks."""
+    blocks = [Packed(dim, container) for _ in range(depth)]
+    return nn.Sequential(Packing(container), *blocks, Packing(container, inverse=True))
+
+
+def pack(x: torch.Tensor, container: Container) -> Any:
+    """``x`` in a container, beside a tensor that needs no gradient where the container has room."""
+    constant = torch.ones_like(x)
+    return {
+        "list": lambda: [x],
+        "tuple": lambda: (x,),
+        "dict": lambda: {"x": x},
+        "namedtuple": lambda: Pair(x, constant),
+        "dataclass": lambda: Record(x, constant),
+    }[container]()
+
+
+def unpack(packed: Any, container: Container) -> torch.Tensor:
+    """The trained tensor in the container.
+
+    Raises:
+        AssertionError: a unit changed the container's type on the way.
+    """
+    kind = {"list": list, "tuple": tuple, "dict": dict, "namedtuple": Pair, "dataclass": Record}[container]
+    assert type(packed) is kind, f"expected {kind.__name__} between units, got {type(packed).__name__}"
+    if container == "dict":
+        return packed["x"]
+    return packed[0] if container in ("list", "tuple") else packed.x
+
+
+@dataclasses.dataclass(frozen=True)
+class TransformerConfig:
+    """Sizes of :class:`Transformer`; the defaults give a few thousand parameters."""
+
+    layers: int = 2
+    vocabulary: int = 11
+    length: int = 8
+    dim: int = 12
+    heads: int = 3
+
+
+class Block(nn.Module):
+    """Pre-norm causal attention without biases and a GELU feed-forward with them; (batch, length, dim)."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(dim)
+        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
+        self.out = nn.Linear(dim, dim, bias=False)
+        self.feed_forward_norm = nn.LayerNorm(dim)
+        self.w1 = nn.Linear(dim, 4 * dim)
+        self.w2 = nn.Linear(4 * dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.out(self._attend(self.qkv(self.attention_norm(x))))
+        return x + self.w2(F.gelu(self.w1(self.feed_forward_norm(x))))
+
+    def _attend(self, qkv: torch.Tensor) -> torch.Tensor:
+        # Written out: fused kernels differ between devices and dtypes, and the oracle runs in float64.
+        batch, length, _ = qkv.shape
+        q, k, v = (part.view(batch, length, self.heads, -1).transpose(1, 2) for part in qkv.chunk(3, dim=-1))
+        scores = (q @ k.transpose(-2, -1)) * q.shape[-1] ** -0.5
+        future = torch.ones(length, length, dtype=torch.bool, device=qkv.device).triu(1)
+        mixed = scores.masked_fill(future, float("-inf")).softmax(-1) @ v
+        return mixed.transpose(1, 2).reshape(batch, length, -1)
+
+
+class Transformer(nn.Module):
+    """A causal language model: int64 tokens (batch, length) to logits (batch, length, vocabulary)."""
+
+    def __init__(self, config: TransformerConfig | None = None) -> None:
+        super().__init__()
+        config = config or TransformerConfig()
+        self.config = config
+        self.tokens = nn.Embedding(config.vocabulary, config.dim)
+        self.positions = nn.Embedding(config.length, config.dim)
+        self.layers = nn.ModuleList(Block(config.dim, config.heads) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.dim)
+        self.output = nn.Linear(config.dim, config.vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        for layer in self.layers:
+            x = layer(x)
+        return self.output(self.norm(x))
+
+    def units(self) -> list[list[str]]:
+        """One unit for each layer; the embeddings, the last norm and the output are the root's."""
+        return [[f"layers.{index}"] for index in range(len(self.layers))]
+
+
+def copy_of(model: nn.Module) -> nn.Module:
+    """A deep copy, for a case that trains twins."""
+    return copy.deepcopy(model)
+
+
+# losses ------------------------------------------------------------------------------------
+
+
+def mean_square(output: torch.Tensor) -> torch.Tensor:
+    """The mean of the squares: every element pulls on every parameter, none cancels."""
+    return output.square().mean()
+
+
+def both_heads(outputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Uses both outputs of :class:`TwoHeads`."""
+    return (outputs[0] * outputs[1]).mean() + mean_square(outputs[0])
+
+
+def first_head(outputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Ignores the second output of :class:`TwoHeads`."""
+    return mean_square(outputs[0])

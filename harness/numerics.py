@@ -1,0 +1,198 @@
+"""The oracle, and when two numbers agree.
+
+The error of a tensor is its largest absolute difference to the oracle (float64, one process), in
+ulps of its own dtype at the oracle's largest magnitude: one number that does not depend on the
+scale of the values. A sharded run may err ``BASELINE_FACTOR`` times as much as the unsharded
+baseline of the same dtype did, plus ``SLACK_ULPS``.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from harness.adapters.base import Clip, OptimizerFactory
+from harness.trees import map_tensors
+
+#: How many times the baseline's own error the sharded run's may be. Sharding changes the order of
+#: sums only, so both errors are samples of one distribution; docs/numerics.md has the measurement.
+BASELINE_FACTOR = 4.0
+
+#: What a baseline that happened to hit the oracle still leaves: a few roundings in the last place.
+SLACK_ULPS = 8.0
+
+#: Gradient elements below this many ulps of their tensor are noise, and Adam divides noise by noise.
+ADAM_NOISE_ULPS = 64.0
+
+
+def ulp(magnitude: float, dtype: torch.dtype) -> float:
+    """The spacing of ``dtype`` at ``magnitude``: eps x 2^floor(log2(magnitude)); at 0, the smallest normal's."""
+    info = torch.finfo(dtype)
+    magnitude = max(magnitude, info.tiny)
+    return float(info.eps) * 2.0 ** math.floor(math.log2(magnitude))
+
+
+@dataclasses.dataclass(frozen=True)
+class Distance:
+    """How far one tensor of two runs is from the oracle, and whether that is too far.
+
+    ``index`` is the flat index of the worst element of the sharded run, -1 where there is none.
+    """
+
+    sharded_ulps: float
+    baseline_ulps: float
+    index: int
+    unit: float
+
+    @property
+    def allowed_ulps(self) -> float:
+        """What the sharded run may err at most."""
+        return BASELINE_FACTOR * self.baseline_ulps + SLACK_ULPS
+
+    @property
+    def is_too_far(self) -> bool:
+        """Whether the sharded run is outside, a NaN included."""
+        return not self.sharded_ulps <= self.allowed_ulps
+
+
+def distance(sharded: torch.Tensor, baseline: torch.Tensor, oracle: torch.Tensor, *, magnitude: float) -> Distance:
+    """Compare equal pieces of one tensor; ``magnitude`` is the oracle's largest in the whole tensor.
+
+    Args:
+        sharded: any shape, any floating dtype, whose ulp counts.
+        baseline: the same shape.
+        oracle: the same shape, float64.
+        magnitude: largest absolute value of the full oracle tensor, so that every rank of a sharded
+            tensor measures with the same unit.
+    """
+    unit = ulp(magnitude, sharded.dtype)
+    if sharded.numel() == 0:
+        return Distance(0.0, 0.0, -1, unit)
+    error = _error(sharded, oracle)
+    worst = int(error.argmax())
+    return Distance(float(error.flatten()[worst]) / unit, float(_error(baseline, oracle).max()) / unit, worst, unit)
+
+
+def _error(value: torch.Tensor, oracle: torch.Tensor) -> torch.Tensor:
+    """|value - oracle| in float64; inf where only one is finite or a NaN is on one side only."""
+    value = value.double()
+    same = (value == oracle) | (value.isnan() & oracle.isnan())
+    return (value - oracle).abs().nan_to_num(nan=math.inf).masked_fill(same, 0.0)
+
+
+@dataclasses.dataclass
+class OracleStep:
+    """What one step of the oracle computed; every tensor float64 and full, keyed by parameter name.
+
+    ``outputs`` and ``losses`` are per data-parallel rank and microbatch; ``own_gradients`` are per
+    rank, before the average; ``clipped`` equals ``gradients`` where nothing clips.
+    """
+
+    outputs: list[list[Any]]
+    losses: list[list[torch.Tensor]]
+    own_gradients: list[dict[str, torch.Tensor | None]]
+    gradients: dict[str, torch.Tensor | None]
+    norm: torch.Tensor | None
+    clipped: dict[str, torch.Tensor | None]
+    parameters: dict[str, torch.Tensor]
+
+
+class Oracle:
+    """One process, float64: every rank's microbatches replayed one by one, gradients averaged."""
+
+    def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, clip: Clip | None) -> None:
+        self.model = copy.deepcopy(model).double()
+        self.optimizer = optimizer(self.model.parameters()) if optimizer else None
+        self.clip = clip
+        self._names = dict(self.model.named_parameters())
+
+    def step(
+        self,
+        batches: Sequence[Sequence[tuple[Any, ...]]],
+        *,
+        loss: Callable[[Any], torch.Tensor],
+        submodule: str = "",
+        set_to_none: bool = True,
+    ) -> OracleStep:
+        """Train one step on ``batches[rank][microbatch]``, each the arguments of one forward."""
+        module = self.model.get_submodule(submodule)
+        outputs: list[list[Any]] = []
+        losses: list[list[torch.Tensor]] = []
+        own: list[dict[str, torch.Tensor | None]] = []
+        for microbatches in batches:
+            outputs.append([])
+            losses.append([])
+            own.append(dict.fromkeys(self._names))
+            for arguments in microbatches:
+                output = module(*map_tensors(_to_double, arguments))
+                value = loss(output)
+                outputs[-1].append(map_tensors(torch.Tensor.detach, output))
+                losses[-1].append(value.detach())
+                own[-1] = self._add(own[-1], value)
+        average = {name: _average([one[name] for one in own]) for name in self._names}
+        gradients = self._accumulated(average)
+        norm, clipped = self._clipped(gradients)
+        if self.optimizer is not None:
+            self.optimizer.step()
+        parameters = {name: value.detach().clone() for name, value in self._names.items()}
+        self.model.zero_grad(set_to_none=set_to_none)
+        return OracleStep(outputs, losses, own, gradients, norm, clipped, parameters)
+
+    def _add(
+        self, gradients: dict[str, torch.Tensor | None], loss: torch.Tensor
+    ) -> dict[str, torch.Tensor | None]:
+        trained = {name: value for name, value in self._names.items() if value.requires_grad}
+        new = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+        return gradients | {
+            name: _sum(gradients[name], gradient) for name, gradient in zip(trained, new, strict=True)
+        }
+
+    def _accumulated(self, average: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
+        """Add the averages to what zero_grad left, as backward adds to ``.grad``; a copy of the result."""
+        for name, value in self._names.items():
+            value.grad = _sum(value.grad, average[name])
+        return self._picture()
+
+    def _picture(self) -> dict[str, torch.Tensor | None]:
+        return {name: None if value.grad is None else value.grad.clone() for name, value in self._names.items()}
+
+    def _clipped(
+        self, gradients: dict[str, torch.Tensor | None]
+    ) -> tuple[torch.Tensor | None, dict[str, torch.Tensor | None]]:
+        if self.clip is None:
+            return None, gradients
+        present = [value.grad for value in self._names.values() if value.grad is not None]
+        norm = total_norm(present, self.clip.norm_type)
+        # torch clips by max_norm / (norm + 1e-6), never up: the published formula of clip_grad_norm_.
+        factor = min(1.0, self.clip.max_norm / (float(norm) + 1e-6))
+        for gradient in present:
+            gradient.mul_(factor)
+        return norm, self._picture()
+
+
+def total_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """(sum over all elements |g|^p)^(1/p), or the largest |g| for p = inf; float64 scalar."""
+    flat = torch.cat([gradient.flatten().double() for gradient in gradients])
+    return torch.linalg.vector_norm(flat, norm_type)
+
+
+def _to_double(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def _sum(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return first + second
+
+
+def _average(gradients: list[torch.Tensor | None]) -> torch.Tensor | None:
+    """The mean over ranks; a rank without a gradient counts as zeros unless none has one."""
+    present = [gradient for gradient in gradients if gradient is not None]
+    return torch.stack(present).sum(0) / len(gradients) if present else None

@@ -1,0 +1,210 @@
+"""Side by side: a sharded run, its baseline and the oracle through the same steps on the same data."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from harness import memory
+from harness.adapters.base import Adapter, Config, OptimizerFactory
+from harness.adapters.replicas import DdpAdapter, ReplicatedAdapter
+from harness.collectives import first_difference
+from harness.compare import Context, Finding, StepComparison, exact_difference
+from harness.errors import Divergence, Place
+from harness.models import mean_square
+from harness.numerics import Oracle, OracleStep
+from harness.perturb import Delay
+from harness.training import Batch, Loss, Run, StepPicture, as_microbatches
+from harness.trees import map_tensors
+from harness.units import Unit
+
+if TYPE_CHECKING:
+    from harness.rank import Rank
+
+Baseline = Literal["ddp", "replicated"]
+_BASELINES: dict[Baseline, type[Adapter]] = {"ddp": DdpAdapter, "replicated": ReplicatedAdapter}
+
+
+class Pair:
+    """The implementation under test beside its baseline and the oracle.
+
+    All three start from copies of one model and see the same data. ``step`` takes pictures,
+    ``check`` compares them; both are called by every rank.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        model: nn.Module,
+        *,
+        config: Config,
+        baseline: Baseline,
+        optimizer: OptimizerFactory,
+        delays: Sequence[Delay],
+    ) -> None:
+        self._rank = rank
+        self.oracle = Oracle(model, optimizer=optimizer, clip=config.clip)
+        self._adaptive = not isinstance(self.oracle.optimizer, torch.optim.SGD)
+        self.baseline = Run(
+            _BASELINES[baseline], copy.deepcopy(model), optimizer=optimizer, config=config, rank=rank.index
+        )
+        self.sharded = sharded_run(rank, model, config=config, optimizer=optimizer, delays=delays)
+        self._unchecked: list[tuple[int, StepPicture, StepPicture, OracleStep]] = []
+        self._steps = 0
+        rank.watch(self)
+
+    @property
+    def adapter(self) -> Adapter:
+        """The adapter of the sharded run, for what a case asks beyond training."""
+        return self.sharded.adapter
+
+    @property
+    def units(self) -> list[Unit]:
+        """The units of the sharded run, the root's own last."""
+        return self.sharded.units
+
+    def step(self, batch: Any, *, loss: Loss = mean_square, submodule: str = "", set_to_none: bool = True) -> None:
+        """Train one step of all three.
+
+        Args:
+            batch: the arguments of one forward (a tuple, or one tensor), or a list of such, one a
+                microbatch; this rank's own.
+            loss: from the output to a scalar.
+            submodule: train this module alone, called directly; the baseline must be "replicated".
+            set_to_none: how gradients are zeroed after the step.
+        """
+        mine = as_microbatches(batch)
+        assert len(mine) == self.adapter.config.microbatches, (
+            f"a step of {len(mine)} microbatches in a pair made for {self.adapter.config.microbatches}"
+        )
+        options = {"loss": loss, "submodule": submodule, "set_to_none": set_to_none}
+        sharded = self.sharded.step(_copies(mine), **options)
+        baseline = self.baseline.step(_copies(mine), **options)
+        everyone = self._rank.exchange_tensors(mine)
+        oracle = self.oracle.step(everyone, **options)
+        self._unchecked.append((self._steps, sharded, baseline, oracle))
+        self._steps += 1
+        self._rank.record.add_losses(
+            sharded=self.sharded.losses[-1],
+            baseline=self.baseline.losses[-1],
+            oracle=sum(float(value) for value in oracle.losses[self._rank.index]),
+        )
+
+    def check(self) -> None:
+        """Compare all steps since the last check, stage by stage.
+
+        Raises:
+            Divergence: on every rank, at the first place where any rank's run parts.
+        """
+        assert self._unchecked, "nothing to check: no step since the last check"
+        finding = None
+        for step, sharded, baseline, oracle in self._unchecked:
+            comparison = StepComparison(sharded, baseline, oracle, self._context(step))
+            finding = comparison.first_finding()
+            self._rank.record.add_distances(comparison.measured)
+            if finding is not None:
+                break
+        self._unchecked.clear()
+        self._rank.agree(finding, title="the sharded run parts from the baseline")
+        self._check_same_collectives()
+        self.sharded.perturbation.assert_met()
+
+    def _context(self, step: int) -> Context:
+        assert not (self._adaptive and step), (
+            "under an adaptive optimizer parameters are comparable after one step only; use SGD"
+        )
+        config = self.adapter.config
+        return Context(
+            step=step,
+            rank=self._rank.index,
+            size=self._rank.world_size,
+            norm_type=config.clip.norm_type if config.clip else 2.0,
+            unused_is_zero=self.adapter.traits.unused_gradient == "zero",
+            adaptive=self._adaptive,
+        )
+
+    def _check_same_collectives(self) -> None:
+        """Every rank of a group issues the same sequence on it, or some collective never completes."""
+        difference = first_difference(self._rank.exchange(self.sharded.trace))
+        if difference:
+            raise Divergence(f"collectives differ between ranks: {difference}", Place(stage="collectives"))
+
+
+def sharded_run(
+    rank: Rank, model: nn.Module, *, config: Config, optimizer: OptimizerFactory | None, delays: Sequence[Delay] = ()
+) -> Run:
+    """A run of the implementation under test, proven to be sharded where its adapter says so.
+
+    Raises:
+        Divergence: on every rank, if any holds more parameter bytes than its share.
+    """
+    parameters = {id(value): value for value in model.parameters()}.values()
+    full = sum(value.numel() * value.element_size() for value in parameters)
+    traits = rank.implementation.traits
+    itemsize = max(value.element_size() for value in parameters)
+    share = itemsize * (sum(traits.local_numel(value.shape, rank.world_size) for value in parameters))
+    del parameters
+    before = memory.held_bytes(rank.device)
+    run = Run(rank.implementation, model, optimizer=optimizer, config=config, rank=rank.index, delays=delays)
+    if "parameters" in traits.shards and rank.world_size > 1:
+        share += itemsize * traits.collective_padding * len(run.units)
+        held = full + memory.held_bytes(rank.device) - before
+        # Half of what sharding saves: bookkeeping tensors are small, an unsharded model is not.
+        limit = share + max(full - share, 0) // 2
+        text = f"holds {held} bytes of parameters after sharding; its share of {full} is {share}"
+        finding = Finding(Place(stage="sharding", rank=rank.index), text) if held > limit else None
+        rank.agree(finding, title="the model is not sharded")
+    return run
+
+
+def check_exact(rank: Rank, first: StepPicture, second: StepPicture, *, step: int, why: str) -> None:
+    """Two runs of the same implementation agree bitwise.
+
+    Args:
+        why: the reason for which the arithmetic is the same by construction.
+
+    Raises:
+        Divergence: on every rank, naming the first tensor that differs.
+    """
+    finding = None
+    for stage, name, one, other in _exact_pairs(first, second):
+        difference = exact_difference(one, other)
+        if difference:
+            index, a, b = difference
+            place = Place(stage=stage, step=step, rank=rank.index, name=name, element=index)
+            finding = Finding(place, f"{a!r} and {b!r} (element of the local shard); expected equal bits: {why}")
+            break
+    rank.agree(finding, title="two runs that should be the same part")
+
+
+def _exact_pairs(first: StepPicture, second: StepPicture) -> Any:
+    for number, (one, other) in enumerate(zip(first.losses, second.losses, strict=True)):
+        yield "loss", f"microbatch {number}", one, other
+    assert first.parameters.keys() == second.parameters.keys()
+    for name, piece in first.parameters.items():
+        counterpart = second.parameters[name]
+        assert piece is not None and counterpart is not None
+        yield "parameter after step", name, piece.tensor, counterpart.tensor
+
+
+def _copies(microbatches: list[Batch]) -> list[Batch]:
+    """An implementation that writes to its input must not change what the others see."""
+    return [map_tensors(torch.clone, arguments) for arguments in microbatches]
+
+
+def render(finding: Finding, *, title: str, also: Sequence[int]) -> str:
+    """The text of a failed comparison: where, by how much, and who else."""
+    place = finding.place
+    where = [place.stage or "", f"of {place.name!r}" if place.name else ""]
+    where += [f"at step {place.step}" if place.step is not None else ""]
+    where += [f"on rank {place.rank}" if place.rank is not None else ""]
+    where += [f"element {list(place.element)}" if place.element is not None else ""]
+    lines = [f"{title}: {' '.join(filter(None, where))}", f"  {finding.text}"]
+    if also:
+        lines.append(f"  the same stage parts on rank{'s' * (len(also) > 1)} {', '.join(map(str, also))} as well")
+    return "\n".join(lines)
+

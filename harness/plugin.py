@@ -1,0 +1,208 @@
+"""The pytest plugin: options, collection of cases, and their reports. What they mean is elsewhere."""
+
+from __future__ import annotations
+
+import collections
+import pathlib
+import sys
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+
+from harness import cases, forkserver, marks, selection
+from harness.pool import Pool
+from harness.record import CaseRecord, RunFile
+from harness.verdict import Verdict
+
+_OPTIONS = ("impl", "device", "world", "report", "deadline")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The options of a conformance run; none of them changes what other tests do."""
+    group = parser.getgroup("shardproof", "conformance of sharded data parallel training")
+    group.addoption(
+        "--impl",
+        metavar="NAMES",
+        help="comma-separated implementations: built-in names, or module:Class (default: "
+        f"{','.join(selection.DEFAULT_IMPLEMENTATIONS)})",
+    )
+    group.addoption(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="where ranks run; auto takes CUDA with NCCL where there are two devices or more, else the CPU with gloo",
+    )
+    group.addoption("--world", metavar="SIZES", help="run only cases with these numbers of ranks, such as 2,4")
+    group.addoption("--report", metavar="FILE", help="write the run file, as JSON, here")
+    group.addoption(
+        "--deadline", type=float, metavar="SECONDS", help="per case (default: 60 on the CPU, 30 on CUDA)"
+    )
+
+
+class State:
+    """The plugin's state in one pytest process, made when first needed."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._selection: selection.Selection | None = None
+        self.pool = Pool()
+        self.started = 0
+        self.run_file: RunFile | None = None
+        self.verdicts: collections.Counter[tuple[str, str]] = collections.Counter()
+
+    @property
+    def selection(self) -> selection.Selection:
+        """The checked options.
+
+        Raises:
+            pytest.UsageError: something asked for cannot exist.
+        """
+        if self._selection is None:
+            option = self._config.option
+            try:
+                self._selection = selection.resolve(
+                    implementations=option.impl, device=option.device, worlds=option.world, deadline=option.deadline
+                )
+            except ValueError as error:
+                raise pytest.UsageError(str(error)) from None
+        return self._selection
+
+    def add(self, case: dict[str, Any]) -> None:
+        """Keep a record that a report brought."""
+        if self.run_file is None:
+            self.run_file = RunFile(self.selection, command=[pathlib.Path(sys.argv[0]).name, *sys.argv[1:]])
+        self.run_file.cases.append(case)
+        self.verdicts[case["implementation"], case["verdict"]] += 1
+
+
+_STATE = pytest.StashKey[State]()
+_RECORD = pytest.StashKey[CaseRecord]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the marks; where a conformance run was asked for, check the options and start early."""
+    for line in marks.MARKER_LINES:
+        config.addinivalue_line("markers", line)
+    state = config.stash[_STATE] = State(config)
+    config.pluginmanager.register(_RecordCollector(state))
+    option = config.option
+    if any(getattr(option, name) not in (None, "auto") for name in _OPTIONS):
+        if not _only_distributes(config):
+            forkserver.start()
+        state.selection  # noqa: B018  (checks)
+
+
+@pytest.fixture
+def rank(request: pytest.FixtureRequest) -> Any:
+    """The rank that runs the case; stands for the launch in the controller, for a Rank in a rank."""
+    if not hasattr(request, "param"):
+        raise pytest.UsageError(f"{request.node.nodeid}: a case that takes 'rank' says @world(...) with its sizes")
+    return request.param
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One item for each implementation and world, first among the parameters."""
+    worlds = metafunc.definition.get_closest_marker("world")
+    if "rank" not in metafunc.fixturenames or worlds is None:
+        return
+    chosen = metafunc.config.stash[_STATE].selection
+    launches = [
+        cases.Launch(name, size) for name in chosen.implementations for size in worlds.args if chosen.allows(size)
+    ]
+    metafunc.parametrize("rank", launches, ids=map(str, launches), indirect=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Refuse cases that cannot run on ranks; drop those whose every world was filtered out."""
+    errors = [error for item in items if isinstance(item, pytest.Function) and cases.is_case(item)
+              if (error := cases.usage_error(item))]  # fmt: skip
+    if errors:
+        raise pytest.UsageError("\n".join(errors))
+    filtered = [item for item in items if _is_filtered_out(item)]
+    if filtered:
+        config.hook.pytest_deselected(items=filtered)
+        items[:] = [item for item in items if item not in filtered]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a case on its world; anything else is pytest's."""
+    if not cases.is_case(pyfuncitem):
+        return None
+    state = pyfuncitem.config.stash[_STATE]
+    state.started += 1
+    made = cases.run(pyfuncitem, state.pool, state.selection, number=state.started)
+    pyfuncitem.stash[_RECORD] = made
+    for index, output in enumerate(made.outputs):
+        if output:
+            pyfuncitem.add_report_section("call", f"output of rank {index}", output)
+    if made.verdict.is_skip:
+        pytest.skip(f"{made.verdict}: {', '.join(made.missing)}")
+    if made.verdict != Verdict.PASS:
+        reproduce = f'reproduce: python -m pytest "{made.nodeid}" --impl {made.implementation} --device {made.device}'
+        pytest.fail(f"{made.verdict}: {made.text}\n{reproduce}", pytrace=False)
+    return True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Let the report carry the record, across xdist too."""
+    report = yield
+    made = item.stash.get(_RECORD, None)
+    if made is not None and report.when == "call":
+        if hasattr(report, "wasxfail"):
+            made.verdict = Verdict.EXPECTED_FAIL if report.skipped else Verdict.UNEXPECTED_PASS
+        report.shardproof = made.as_json()
+    return report
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Stop the worlds and write the run file."""
+    state = session.config.stash[_STATE]
+    state.pool.close()
+    path = session.config.option.report
+    if path and not hasattr(session.config, "workerinput"):
+        run_file = state.run_file or RunFile(state.selection, command=sys.argv)
+        run_file.write(pathlib.Path(path))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """The verdicts of each implementation, in one line each."""
+    state = config.stash[_STATE]
+    if not state.verdicts:
+        return
+    terminalreporter.section("shardproof")
+    for name in state.selection.implementations:
+        counts = [f"{n} {verdict}" for verdict in Verdict if (n := state.verdicts[name, verdict.value])]
+        terminalreporter.write_line(f"{name}: {', '.join(counts) or 'no case'}")
+    if config.option.report:
+        terminalreporter.write_line(f"run file: {config.option.report}")
+
+
+class _RecordCollector:
+    """Keeps the records of all reports; in an xdist run the workers' reports arrive here too."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        case = getattr(report, "shardproof", None)
+        if case is not None:
+            self._state.add(case)
+
+
+def _only_distributes(config: pytest.Config) -> bool:
+    """Whether this process hands all tests to xdist workers."""
+    return bool(getattr(config.option, "numprocesses", None)) and not hasattr(config, "workerinput")
+
+
+def _is_filtered_out(item: pytest.Item) -> bool:
+    """Whether ``--world`` left a case without any world: pytest then makes one item without a launch."""
+    callspec = getattr(item, "callspec", None)
+    marked = item.get_closest_marker("world") is not None
+    return marked and callspec is not None and "rank" in callspec.params and not cases.is_case(item)

@@ -1,0 +1,230 @@
+"""Worlds of rank processes: started once, reused by many cases, replaced when one poisons them."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import os
+import pathlib
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from harness import entry, forkserver
+from harness.jobs import Job, RankSpec, Result, WorldKey
+from harness.verdict import Verdict
+
+#: Idle worlds kept beside the one in use; each holds its ranks' memory, and a context per device.
+KEPT_WORLDS = 3
+
+#: From fork to the first barrier, device context and groups included.
+START_SECONDS = 120.0
+
+#: After one rank failed, how long its peers may take to finish before they count as waiting for it.
+GRACE_SECONDS = 2.0
+
+
+@dataclasses.dataclass
+class RankProcess:
+    """The controller's end of one rank."""
+
+    process: Any
+    connection: Connection
+    output: pathlib.Path
+    read: int = 0
+
+    def new_output(self, limit: int = 64 * 1024) -> str:
+        """What the rank has written since last asked, at most the last ``limit`` bytes."""
+        size = self.output.stat().st_size if self.output.exists() else 0
+        start, self.read = max(self.read, size - limit), size
+        if size <= start:
+            return ""
+        with self.output.open("rb") as file:
+            file.seek(start)
+            return file.read(size - start).decode(errors="replace")
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What a world said of a job: one result a rank, and everything that the ranks printed."""
+
+    results: list[Result]
+    outputs: list[str]
+    seconds: float
+
+
+class WorldDied(Exception):
+    """A world could not be started; the text says what its ranks said."""
+
+
+class World:
+    """The ranks of one world, from the controller's side."""
+
+    def __init__(self, key: WorldKey) -> None:
+        self.key = key
+        self._directory = pathlib.Path(tempfile.mkdtemp(prefix="shardproof-"))
+        forkserver.start()
+        self.ranks = [self._spawn(index) for index in range(key.size)]
+        try:
+            self._await_start()
+        except BaseException:
+            self.kill()
+            raise
+
+    def _spawn(self, index: int) -> RankProcess:
+        context = forkserver.context()
+        ours, theirs = context.Pipe()
+        spec = RankSpec(self.key, index, str(self._directory))
+        process = context.Process(target=entry.main, args=(theirs, spec), daemon=True, name=f"rank {index}")
+        process.start()
+        theirs.close()
+        return RankProcess(process, ours, self._directory / f"rank{index}.out")
+
+    def _await_start(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        for index, rank in enumerate(self.ranks):
+            said = ("failed", f"no answer within {START_SECONDS:g} s")
+            if rank.connection.poll(max(0.0, deadline - time.monotonic())):
+                with contextlib.suppress(EOFError, OSError):
+                    said = rank.connection.recv()
+            if said[0] != "ready":
+                raise WorldDied(f"a world of {self.key} did not start: rank {index}: {said[1]}\n{rank.new_output()}")
+
+    def run(self, job: Job, *, deadline: float) -> Outcome:
+        """Run a case on all ranks; a world that is not in step afterwards is marked by its results.
+
+        Args:
+            deadline: seconds until ranks that did not answer are stuck.
+        """
+        started = time.monotonic()
+        for rank in self.ranks:
+            with contextlib.suppress(OSError):
+                rank.connection.send(job)
+        results = self._collect(job, started + deadline)
+        seconds = time.monotonic() - started
+        return Outcome(results, [rank.new_output() for rank in self.ranks], seconds)
+
+    def _collect(self, job: Job, until: float) -> list[Result]:
+        results: dict[int, Result] = {}
+        waiting = {rank.connection: index for index, rank in enumerate(self.ranks)}
+        failed = False
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, until - time.monotonic()))
+            if not ready:
+                break
+            for connection in ready:
+                index = waiting.pop(connection)  # type: ignore[index]
+                results[index] = self._receive(index, job)
+                if results[index].verdict != Verdict.PASS and not failed:
+                    failed = True
+                    until = min(until, time.monotonic() + GRACE_SECONDS)
+        for index in waiting.values():
+            results[index] = self._stuck(index, job, after_failure=failed)
+        return [results[index] for index in sorted(results)]
+
+    def _receive(self, index: int, job: Job) -> Result:
+        rank = self.ranks[index]
+        try:
+            result: Result = rank.connection.recv()
+            return result
+        except (EOFError, OSError):
+            rank.process.join(timeout=1.0)
+            return Result(job.number, index, Verdict.CRASH, f"the rank's process ended: {_ending(rank.process.exitcode)}")
+
+    def _stuck(self, index: int, job: Job, *, after_failure: bool) -> Result:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.ranks[index].process.pid, signal.SIGUSR1)
+        time.sleep(0.05)
+        stacks = self.ranks[index].new_output()
+        if after_failure:
+            text = f"the rank was still waiting {GRACE_SECONDS:g} s after another had failed"
+        else:
+            text = "the rank did not answer before the deadline"
+        return Result(job.number, index, Verdict.HANG, f"{text}; its stacks:\n{stacks}")
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether every rank's process runs."""
+        return all(rank.process.is_alive() for rank in self.ranks)
+
+    def stop(self) -> None:
+        """Let the ranks leave their loops, then make sure that they did."""
+        for rank in self.ranks:
+            with contextlib.suppress(OSError):
+                rank.connection.send(None)
+        for rank in self.ranks:
+            rank.process.join(timeout=2.0)
+        self.kill()
+
+    def kill(self) -> None:
+        """End every rank at once and remove the world's directory."""
+        for rank in self.ranks:
+            if rank.process.is_alive():
+                rank.process.kill()
+        for rank in self.ranks:
+            rank.process.join()
+            rank.connection.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+class Pool:
+    """The worlds of one pytest process, the least recently used stopped first."""
+
+    def __init__(self) -> None:
+        self._worlds: collections.OrderedDict[WorldKey, World] = collections.OrderedDict()
+
+    def run(self, key: WorldKey, job: Job, *, deadline: float) -> Outcome:
+        """Run a case on a world of that key, started if there is none.
+
+        Raises:
+            WorldDied: the world could not be started.
+        """
+        outcome = self._world(key).run(job, deadline=deadline)
+        if not _is_in_step(outcome.results):
+            self.discard(key)
+        return outcome
+
+    def discard(self, key: WorldKey) -> None:
+        """End the world of that key; the next case starts another."""
+        world = self._worlds.pop(key, None)
+        if world is not None:
+            world.kill()
+
+    def close(self) -> None:
+        """Stop every world."""
+        while self._worlds:
+            _, world = self._worlds.popitem()
+            world.stop()
+
+    def _world(self, key: WorldKey) -> World:
+        world = self._worlds.get(key)
+        if world is not None and not world.is_alive:
+            self.discard(key)
+            world = None
+        if world is None:
+            while len(self._worlds) > KEPT_WORLDS:
+                _, oldest = self._worlds.popitem(last=False)
+                oldest.stop()
+            world = self._worlds[key] = World(key)
+        self._worlds.move_to_end(key)
+        return world
+
+
+def _is_in_step(results: Iterable[Result]) -> bool:
+    """All passed, or all failed by agreement, and none left anything behind."""
+    results = list(results)
+    passed = all(result.verdict == Verdict.PASS for result in results)
+    return (passed or all(result.agreed for result in results)) and not any(result.left_behind for result in results)
+
+
+def _ending(code: int | None) -> str:
+    if code is None:
+        return "it closed its connection and did not exit"
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return f"exit code {code}"

@@ -1,0 +1,132 @@
+"""One model trained by one adapter on one rank, with a picture of every stage as it happens."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from harness.adapters.base import Adapter, Config, OptimizerFactory, Piece
+from harness.collectives import Recorder, Trace
+from harness.perturb import Delay, Perturbation
+from harness.trees import map_tensors, tensors_of
+from harness.units import Unit, UnitLookup, units_of
+
+Batch = tuple[Any, ...]
+"""The arguments of one forward."""
+
+Loss = Callable[[Any], torch.Tensor]
+"""From a forward's output to a scalar."""
+
+Pieces = dict[str, Piece | None]
+
+
+@dataclasses.dataclass
+class StepPicture:
+    """What one rank saw of one step; copies, so that later steps cannot change them.
+
+    ``outputs`` and ``losses`` are per microbatch. ``clipped`` is None where nothing clipped
+    between backward and step.
+    """
+
+    outputs: list[list[torch.Tensor]]
+    losses: list[torch.Tensor]
+    gradients: Pieces
+    norm: torch.Tensor | None
+    clipped: Pieces | None
+    parameters: Pieces
+
+
+class Run:
+    """Drives an adapter through training steps, recording collectives by phase."""
+
+    def __init__(
+        self,
+        adapter: type[Adapter],
+        model: nn.Module,
+        *,
+        optimizer: OptimizerFactory | None,
+        config: Config,
+        rank: int,
+        delays: Sequence[Delay] = (),
+    ) -> None:
+        self.units: list[Unit] = units_of(model, config.units, traits=adapter.traits, size=config.mesh.size())
+        self.recorder = Recorder(UnitLookup(self.units))
+        self.perturbation = Perturbation(delays, rank=rank, device_type=config.mesh.device_type)
+        self.perturbation.install(self.recorder)
+        self.adapter = adapter(model, optimizer=optimizer, config=config)
+        self.losses: list[float] = []
+
+    @property
+    def trace(self) -> Trace:
+        """The collectives issued so far, without those of setting up and of taking pictures."""
+        return self.recorder.trace
+
+    def step(
+        self, microbatches: Sequence[Batch], *, loss: Loss, submodule: str = "", set_to_none: bool = True
+    ) -> StepPicture:
+        """Train one optimizer step."""
+        adapter, clip = self.adapter, self.adapter.config.clip
+        outputs, losses = [], []
+        for index, arguments in enumerate(microbatches):
+            with adapter.microbatch(is_last=index == len(microbatches) - 1):
+                output, value = self.forward_backward(arguments, loss=loss, submodule=submodule)
+            outputs.append(output)
+            losses.append(value)
+        gradients = copy_pieces(adapter.gradients())
+        norm, clipped = None, None
+        if clip is not None and adapter.traits.clips == "call":
+            with self.recorder.during("clip"):
+                norm = adapter.clip().detach().clone()
+            clipped = copy_pieces(adapter.gradients())
+        self._optimize()
+        if clip is not None and adapter.traits.clips == "step":
+            norm = adapter.norm_after_step()
+        parameters = copy_pieces(adapter.parameters())
+        adapter.zero_grad(set_to_none=set_to_none)
+        self.losses.append(sum(float(value) for value in losses))
+        return StepPicture(outputs, losses, gradients, norm, clipped, parameters)
+
+    def forward_backward(
+        self, arguments: Batch, *, loss: Loss, submodule: str = ""
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """One microbatch: the output's tensors and the loss, both detached."""
+        adapter = self.adapter
+        with self.recorder.during("forward"):
+            output = adapter.forward(*arguments, submodule=submodule)
+            value = loss(output)
+        self.perturbation.at("loss")
+        # An engine that averages over microbatches is asked for the sum that everyone else gives.
+        factor = adapter.config.microbatches if adapter.traits.divides_by_microbatches else 1
+        with self.recorder.during("backward"):
+            adapter.backward(value * factor if factor != 1 else value)
+        return [tensor.detach().clone() for tensor in tensors_of(output)], value.detach().clone()
+
+    def _optimize(self) -> None:
+        with self.recorder.during("step"):
+            self.perturbation.at("step", "before")
+            self.adapter.step()
+            self.perturbation.at("step", "after")
+
+
+def copy_pieces(pieces: Pieces | dict[str, Piece]) -> Pieces:
+    """Copies of the tensors, sorted by name: ranks and implementations may register in another order."""
+    return {
+        name: None if piece is None else dataclasses.replace(piece, tensor=piece.tensor.detach().clone())
+        for name, piece in sorted(pieces.items())
+    }
+
+
+def as_microbatches(batch: Any) -> list[Batch]:
+    """A list is microbatches; each is a tuple of arguments, or the one argument itself."""
+    microbatches = batch if isinstance(batch, list) else [batch]
+    return [arguments if isinstance(arguments, tuple) else (arguments,) for arguments in microbatches]
+
+
+def to_device(batch: list[Batch], device: torch.device) -> list[Batch]:
+    """The same batches on another device."""
+    return map_tensors(lambda tensor: tensor.to(device), batch)
+
