@@ -1,0 +1,72 @@
+"""Run files as plain data, small enough to read in a test."""
+
+from typing import Any
+
+
+def case(**changes: Any) -> dict[str, Any]:
+    """A passing case with only the fields that the schema demands, and what `changes` adds or replaces."""
+    least = {
+        "id": "suites/test_autograd.py::test_unused[w2]",
+        "implementation": "reference",
+        "requirement": "AUTOGRAD-1",
+        "world": 2,
+        "device": "cpu",
+        "parameters": {"reshard": True},
+        "verdict": "pass",
+        "seconds": 0.25,
+    }
+    return least | changes
+
+
+def run(*cases: dict[str, Any], **environment: Any) -> dict[str, Any]:
+    """A run of `cases`, and an environment that says what `environment` says."""
+    return {"schema_version": 1, "environment": environment, "cases": list(cases)}
+
+
+def whole_case() -> dict[str, Any]:
+    """A failing case with every field of the schema."""
+    return case(
+        nodeid="suites/test_autograd.py::test_unused[reference-w2]",
+        seeds={"init": 1, "data": 2},
+        verdict="fail",
+        missing=[],
+        failure={
+            "stage": "gradient",
+            "step": 1,
+            "rank": 0,
+            "name": "head0.weight",
+            "element": [3, 4],
+            "text": "the sharded gradient is twice the baseline's",
+        },
+        losses={"sharded": [1.5, 1.25], "baseline": [1.5, 1.0], "oracle": [1.5, "nan"]},
+        distances=[
+            {
+                "stage": "gradient",
+                "step": 1,
+                "name": "head0.weight",
+                "sharded_ulps": 4e6,
+                "baseline_ulps": 1,
+                "allowed_ulps": 12.0,
+            }
+        ],
+        collectives=[{"ranks": [0, 1], "trace": ["forward all_gather float32 1024"]}],
+    )
+
+
+def whole_environment() -> dict[str, Any]:
+    """An environment with every field of the schema."""
+    return {
+        "shardproof": "0.1.0",
+        "python": "3.12.3",
+        "torch": "2.11.0+cu130",
+        "platform": "Linux",
+        "cpu_count": 64,
+        "device": "cuda",
+        "accelerators": [{"name": "GPU X", "memory_bytes": 150_000_000_000}] * 4,
+        "nccl": "2.28.9",
+        "started": "2026-01-02T03:04:05+00:00",
+        "seconds": 61.25,
+        "command": ["pytest", "suites"],
+        "implementations": {"reference": {"version": "0.1.0", "capabilities": ["reshard_after_forward"]}},
+        "numerics": {"slack_ulps": 8},
+    }

@@ -1,0 +1,98 @@
+"""`python -m reports`, as a user starts it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.reports import samples
+
+ROOT = Path(__file__).parents[2]
+
+
+def reports(*arguments, **environment):
+    """Run the command line in a process of its own, and return what came of it."""
+    return subprocess.run(
+        [sys.executable, "-m", "reports", *map(str, arguments)],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+    )
+
+
+@pytest.fixture
+def failing(tmp_path):
+    """A run file with one failing case, whose text is not ASCII and not even Unicode."""
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(samples.run(samples.case(verdict="fail", failure={"text": "größer \ud800"}))))
+    return path
+
+
+def test_a_summary_reads_and_does_not_judge(failing):
+    done = reports("summary", failing)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "AUTOGRAD-1   1      1 fail\n" in done.stdout
+    assert "1 of 1 verdicts are failures" in done.stdout
+
+
+def test_a_row_for_each_case(failing):
+    done = reports("summary", "--cases", failing)
+    assert done.returncode == 0
+    assert "\nsuites/test_autograd.py::test_unused[w2]  AUTOGRAD-1   fail\n" in "\n" + done.stdout
+
+
+def test_a_terminal_without_unicode_shows_escapes(failing):
+    done = reports("summary", failing, PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert r"    gr\xf6\xdfer \ud800" in done.stdout
+
+
+@pytest.mark.parametrize("content", [None, "{", '{"schema_version": 3}'], ids=["missing", "no JSON", "version"])
+def test_bad_input_is_one_line_and_exit_code_2(tmp_path, content):
+    path = tmp_path / "run.json"
+    if content is not None:
+        path.write_text(content)
+    done = reports("summary", path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"reports: {path}: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_an_unknown_command_is_exit_code_2_without_a_traceback():
+    done = reports("sumary", "out/run.json")
+    assert done.returncode == 2
+    assert "invalid choice: 'sumary'" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("cases", [1, 1000], ids=["at the flush", "while printing"])
+def test_a_reader_that_stops_early_is_no_error(tmp_path, cases):
+    """As under `| head`: the other end of the pipe is closed."""
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(samples.run(*(samples.case(id=f"case {i} {'x' * 100}") for i in range(cases)))))
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "reports", "summary", "--cases", str(path)]
+    # An empty PYTHONUNBUFFERED is none: with one, nothing would be left for the flush.
+    env = os.environ | {"PYTHONUNBUFFERED": ""}
+    done = subprocess.run(command, cwd=ROOT, env=env, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_neither_torch_nor_pytest_is_loaded(failing):
+    """A laptop without torch reads a run file: nothing but the standard library and reports itself is imported."""
+    script = f"""
+import sys
+before = set(sys.modules)
+from reports.__main__ import main
+main(["summary", {str(failing)!r}])
+names = {{name.partition(".")[0] for name in set(sys.modules) - before}}
+print("foreign:", sorted(names - set(sys.stdlib_module_names) - {{"reports"}}))
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, errors="replace")
+    assert "foreign: []\n" in done.stdout, done.stderr

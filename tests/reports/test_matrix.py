@@ -1,0 +1,161 @@
+"""The rendered matrix. `EXPECTTEST_ACCEPT=1` rewrites what is expected here."""
+
+import pytest
+from expecttest import assert_expected_inline
+
+from reports.matrix import render_summary
+from reports.record import Verdict
+from reports.run import parse_run
+from tests.reports import samples
+
+
+def summary(*cases, by_case=False, **environment):
+    return render_summary(parse_run(samples.run(*cases, **environment)), by_case=by_case)
+
+
+def mixed_cases():
+    """Two requirements on three implementations, with a failure and both kinds of skip."""
+    one, two, clip = "suites/a.py::test_one[w2]", "suites/a.py::test_two[w4]", "suites/b.py::test_clip[w2]"
+    failure = samples.whole_case()["failure"] | {"text": "first line\nsecond line"}
+    needs = {"verdict": "unsupported", "missing": ["reshard_after_forward"]}
+    few = {"verdict": "unmet", "missing": ["4 GPUs"], "world": 4}
+    return [
+        samples.case(id=one),
+        samples.case(id=one, implementation="torch.fully_shard"),
+        samples.case(id=one, implementation="torch.fsdp", **needs),
+        samples.case(id=two, **few),
+        samples.case(id=two, implementation="torch.fully_shard", **few),
+        samples.case(id=two, implementation="torch.fsdp", **needs),
+        samples.case(id=clip, requirement="CLIP-1"),
+        samples.case(
+            id=clip, requirement="CLIP-1", implementation="torch.fully_shard", verdict="fail", failure=failure
+        ),
+    ]
+
+
+def test_requirements_down_and_implementations_across():
+    assert_expected_inline(
+        summary(*mixed_cases(), **samples.whole_environment()),
+        """\
+shardproof 0.1.0, torch 2.11.0+cu130, Python 3.12.3, NCCL 2.28.9, cuda, 64 cores, 4 x GPU X
+2026-01-02T03:04:05+00:00, 61.2 s
+
+requirement  cases  reference        torch.fully_shard        torch.fsdp
+AUTOGRAD-1   2      1 unmet, 1 pass  1 unmet, 1 pass          2 unsupported
+CLIP-1       1      1 pass           1 fail                   -
+all          3      1 unmet, 2 pass  1 fail, 1 unmet, 1 pass  2 unsupported
+
+fail: torch.fully_shard suites/b.py::test_clip[w2] (CLIP-1)
+  gradient, step 1, rank 0, head0.weight, element [3, 4]
+    first line
+    second line
+
+unmet, 4 GPUs: reference 1, torch.fully_shard 1
+unsupported, reshard_after_forward: torch.fsdp 2
+
+1 of 4 verdicts are failures; 4 more are skips
+""",
+    )
+
+
+def test_a_row_for_each_case_on_request():
+    assert_expected_inline(
+        summary(*mixed_cases(), by_case=True),
+        """\
+case                        requirement  reference        torch.fully_shard        torch.fsdp
+suites/a.py::test_one[w2]   AUTOGRAD-1   pass             pass                     unsupported
+suites/a.py::test_two[w4]   AUTOGRAD-1   unmet            unmet                    unsupported
+suites/b.py::test_clip[w2]  CLIP-1       pass             fail                     -
+all                         3            1 unmet, 2 pass  1 fail, 1 unmet, 1 pass  2 unsupported
+
+fail: torch.fully_shard suites/b.py::test_clip[w2] (CLIP-1)
+  gradient, step 1, rank 0, head0.weight, element [3, 4]
+    first line
+    second line
+
+unmet, 4 GPUs: reference 1, torch.fully_shard 1
+unsupported, reshard_after_forward: torch.fsdp 2
+
+1 of 4 verdicts are failures; 4 more are skips
+""",
+    )
+
+
+def test_every_failing_verdict_is_listed_and_no_other():
+    cases = [samples.case(id=f"case-of-{verdict}", verdict=verdict, missing=["thing"]) for verdict in Verdict]
+    listed = [line for line in summary(*cases).splitlines() if "reference case-of-" in line]
+    assert [line.split(":")[0] for line in listed] == ["harness-error", "crash", "fail", "hang", "unexpected-pass"]
+
+
+def test_a_failure_says_as_much_as_is_known():
+    fails = samples.case(verdict="crash", failure={"text": "killed by signal 9", "rank": 0})
+    where = {"verdict": "fail", "id": "x", "nodeid": "x[reference]"}
+    bare = samples.case(**where, failure={"text": "no baseline", "step": 0, "element": []})
+    silent = samples.case(verdict="unexpected-pass", id="y")
+    assert_expected_inline(
+        summary(fails, bare, silent),
+        """\
+requirement  cases  reference
+AUTOGRAD-1   3      1 crash, 1 fail, 1 unexpected-pass
+all          3      1 crash, 1 fail, 1 unexpected-pass
+
+crash: reference suites/test_autograd.py::test_unused[w2] (AUTOGRAD-1)
+  rank 0
+    killed by signal 9
+
+fail: reference x (AUTOGRAD-1)
+  reproduce: python -m pytest "x[reference]" --impl reference --device cpu
+  step 0, element []
+    no baseline
+
+unexpected-pass: reference y (AUTOGRAD-1)
+  the expected failure did not happen
+
+3 of 3 verdicts are failures; 0 more are skips
+""",
+    )
+
+
+def test_one_line_for_each_missing_thing():
+    skips = [
+        samples.case(id="a", verdict="unsupported", missing=["offload"]),
+        samples.case(id="b", verdict="unsupported", missing=["offload"]),
+        samples.case(id="c", verdict="unsupported", missing=["tied", "offload"]),
+        samples.case(id="a", verdict="unsupported", missing=["offload"], implementation="torch.fsdp"),
+        samples.case(id="d", verdict="unmet", missing=["4 GPUs"]),
+        samples.case(id="e", verdict="unmet"),
+    ]
+    assert_expected_inline(
+        "\n".join(summary(*skips).splitlines()[4:]),
+        """\
+unmet, (the run file does not say what is missing): reference 1
+unmet, 4 GPUs: reference 1
+unsupported, offload: reference 2, torch.fsdp 1
+unsupported, offload, tied: reference 1
+
+0 of 0 verdicts are failures; 6 more are skips""",
+    )
+
+
+def test_a_run_without_cases_says_so():
+    assert_expected_inline(
+        summary(),
+        """\
+requirement  cases
+all          0
+
+0 of 0 verdicts are failures; 0 more are skips
+""",
+    )
+
+
+@pytest.mark.parametrize("field", ["id", "implementation", "requirement", "nodeid"])
+def test_what_would_steer_the_terminal_is_written_out(field):
+    text = summary(samples.case(verdict="fail", **{field: "red\x1b[31m\nline"}))
+    assert "\x1b" not in text
+    assert r"red\x1b[31m\nline" in text
+
+
+def test_a_failure_text_keeps_its_lines_and_loses_its_colours():
+    text = summary(samples.case(verdict="fail", failure={"text": "\x1b[31mone\n\ttwo\r\n\nfour"}))
+    assert "    \\x1b[31mone\n            two\n\n    four\n" in text

@@ -1,0 +1,103 @@
+"""Reading one case: what is there is kept, what is wrong is named."""
+
+import math
+
+import pytest
+
+from reports.fields import RecordError
+from reports.record import CaseRecord, Distance, Failure, Trace, Verdict
+from tests.reports import samples
+
+
+def test_a_whole_case_is_read_field_by_field():
+    record = CaseRecord.parse(samples.whole_case(), "cases[0]")
+    assert record.id == "suites/test_autograd.py::test_unused[w2]"
+    assert record.nodeid == "suites/test_autograd.py::test_unused[reference-w2]"
+    assert (record.implementation, record.requirement) == ("reference", "AUTOGRAD-1")
+    assert (record.world, record.device, record.seconds) == (2, "cpu", 0.25)
+    assert record.parameters == {"reshard": True}
+    assert record.seeds == {"init": 1, "data": 2}
+    assert record.verdict is Verdict.FAIL
+    text = "the sharded gradient is twice the baseline's"
+    assert record.failure == Failure(text, "gradient", step=1, rank=0, name="head0.weight", element=(3, 4))
+    assert record.losses["sharded"] == (1.5, 1.25)
+    assert record.losses["oracle"][0] == 1.5 and math.isnan(record.losses["oracle"][1])
+    assert record.distances == (Distance("gradient", 1, "head0.weight", 4e6, 1.0, 12.0),)
+    assert record.collectives == (Trace((0, 1), ("forward all_gather float32 1024",)),)
+
+
+def test_the_least_case_has_empty_defaults():
+    record = CaseRecord.parse(samples.case(), "cases[0]")
+    assert record.failure is None
+    assert (record.nodeid, record.missing, record.distances, record.collectives) == ("", (), (), ())
+    assert (record.seeds, record.losses) == ({}, {})
+
+
+def test_null_is_as_good_as_missing_for_an_optional_field():
+    record = CaseRecord.parse(samples.case(failure=None, losses=None, missing=None, nodeid=None), "cases[0]")
+    assert (record.failure, record.losses, record.missing, record.nodeid) == (None, {}, (), "")
+
+
+def test_a_field_from_a_newer_writer_is_left_alone():
+    assert CaseRecord.parse(samples.case(colour="red"), "cases[0]") == CaseRecord.parse(samples.case(), "cases[0]")
+
+
+@pytest.mark.parametrize("name", sorted(samples.case()))
+def test_each_demanded_field_is_missed(name):
+    data = samples.case()
+    del data[name]
+    with pytest.raises(RecordError) as raised:
+        CaseRecord.parse(data, "cases[3]")
+    assert str(raised.value) == f"cases[3]: the field '{name}' is missing"
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"id": 3}, "cases[3].id: 3 is not a string"),
+        ({"world": "2"}, "cases[3].world: '2' is not an integer"),
+        ({"world": 2.0}, "cases[3].world: 2.0 is not an integer"),
+        ({"world": True}, "cases[3].world: True is not an integer"),
+        ({"world": 0}, "cases[3].world: 0 is not a number of ranks"),
+        ({"seconds": "1.5"}, "cases[3].seconds: '1.5' is not a number"),
+        ({"seconds": None}, "cases[3].seconds: None is not a number"),
+        ({"seconds": False}, "cases[3].seconds: False is not a number"),
+        ({"seconds": []}, "cases[3].seconds: [] is not a number"),
+        ({"parameters": ["a"]}, "cases[3].parameters: ['a'] is not an object"),
+        ({"missing": "offload"}, "cases[3].missing: 'offload' is not a list"),
+        ({"missing": ["offload", 1]}, "cases[3].missing[1]: 1 is not a string"),
+        ({"seeds": {"init": 0.5}}, "cases[3].seeds.init: 0.5 is not an integer"),
+        ({"losses": {"sharded": 1.0}}, "cases[3].losses.sharded: 1.0 is not a list"),
+        ({"losses": {"sharded": [1.0, "high"]}}, "cases[3].losses.sharded[1]: 'high' is not a number"),
+        ({"failure": "it broke"}, "cases[3].failure: 'it broke' is not an object"),
+        ({"failure": {"stage": "loss"}}, "cases[3].failure: the field 'text' is missing"),
+        ({"failure": {"text": "x", "rank": "0"}}, "cases[3].failure.rank: '0' is not an integer"),
+        ({"failure": {"text": "x", "element": [0, "a"]}}, "cases[3].failure.element[1]: 'a' is not an integer"),
+        ({"distances": [{}]}, "cases[3].distances[0]: the field 'stage' is missing"),
+        ({"collectives": [{"ranks": [0], "trace": [1]}]}, "cases[3].collectives[0].trace[0]: 1 is not a string"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_field(changes, message):
+    with pytest.raises(RecordError) as raised:
+        CaseRecord.parse(samples.case(**changes), "cases[3]")
+    assert str(raised.value) == message
+
+
+def test_an_unknown_verdict_is_told_the_known_ones():
+    with pytest.raises(RecordError) as raised:
+        CaseRecord.parse(samples.case(verdict="passed"), "cases[3]")
+    assert str(raised.value) == (
+        "cases[3].verdict: 'passed' is not one of harness-error, crash, fail, hang, unmet, unsupported, "
+        "expected-fail, unexpected-pass, pass"
+    )
+
+
+def test_a_long_value_stays_on_one_line():
+    with pytest.raises(RecordError) as raised:
+        CaseRecord.parse(samples.case(world="line\n" * 1000), "cases[3]")
+    assert len(str(raised.value)) < 130 and "\n" not in str(raised.value)
+
+
+def test_a_case_that_is_no_object_is_named():
+    with pytest.raises(RecordError, match=r"^cases\[3\]: 'pass' is not an object$"):
+        CaseRecord.parse("pass", "cases[3]")

@@ -1,0 +1,129 @@
+"""Reading a run file: every way in which a file can be wrong ends in one line."""
+
+import json
+import pickle
+import re
+
+import pytest
+
+from reports.fields import RecordError
+from reports.run import Accelerator, Implementation, RunFileError, load_run, parse_run
+from tests.reports import samples
+
+
+@pytest.fixture
+def written(tmp_path):
+    """A function that writes a run file with the given bytes and returns its path."""
+
+    def write(content):
+        path = tmp_path / "run.json"
+        path.write_bytes(content)
+        return path
+
+    return write
+
+
+def test_a_whole_run_is_read(written):
+    data = samples.run(samples.whole_case(), samples.case(id="other"), **samples.whole_environment())
+    run = load_run(written(json.dumps(data).encode()))
+    assert [case.id for case in run.cases] == ["suites/test_autograd.py::test_unused[w2]", "other"]
+    env = run.environment
+    assert (env.shardproof, env.python, env.torch, env.nccl) == ("0.1.0", "3.12.3", "2.11.0+cu130", "2.28.9")
+    assert (env.platform, env.cpu_count, env.device) == ("Linux", 64, "cuda")
+    assert env.accelerators == (Accelerator("GPU X", 150_000_000_000),) * 4
+    assert (env.started, env.seconds, env.command) == ("2026-01-02T03:04:05+00:00", 61.25, ("pytest", "suites"))
+    assert env.implementations == {"reference": Implementation("0.1.0", ("reshard_after_forward",))}
+    assert env.numerics == {"slack_ulps": 8}
+
+
+def test_an_empty_environment_will_do():
+    assert parse_run(samples.run()).environment.nccl is None
+
+
+def test_implementations_keep_the_order_of_the_command_and_miss_none():
+    cases = [samples.case(implementation=name) for name in ("stray", "b")]
+    run = parse_run(samples.run(*cases, implementations={"b": {}, "a": {}}))
+    assert run.implementations == ["b", "a", "stray"]
+
+
+@pytest.mark.parametrize(
+    "data, message",
+    [
+        ([], "the run file: [] is not an object"),
+        ({}, "the run file: the field 'schema_version' is missing"),
+        ({"schema_version": "1"}, "schema_version: '1' is not an integer"),
+        ({"schema_version": 2, "records": []}, "schema_version: 2 is not supported; supported: 1"),
+        ({"schema_version": 1, "environment": {}}, "the run file: the field 'cases' is missing"),
+        ({"schema_version": 1, "cases": []}, "the run file: the field 'environment' is missing"),
+        ({"schema_version": 1, "environment": {}, "cases": {}}, "cases: {} is not a list"),
+        (samples.run(None), "cases[0]: None is not an object"),
+        (samples.run(cpu_count="2"), "environment.cpu_count: '2' is not an integer"),
+        (samples.run(accelerators=[{}]), "environment.accelerators[0]: the field 'name' is missing"),
+        (samples.run(implementations={"a": 1}), "environment.implementations.a: 1 is not an object"),
+    ],
+)
+def test_what_breaks_the_schema_is_named(data, message):
+    with pytest.raises(RecordError) as raised:
+        parse_run(data)
+    assert str(raised.value) == message
+
+
+def test_two_verdicts_for_one_cell_are_refused():
+    twice = samples.run(samples.case(), samples.case(implementation="other"), samples.case(verdict="fail"))
+    with pytest.raises(RecordError) as raised:
+        parse_run(twice)
+    assert str(raised.value) == (
+        "cases[2].id: 'suites/test_autograd.py::test_unused[w2]' on 'reference' is in the file twice"
+    )
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"", "not a JSON file: Expecting value.*"),
+        (b'{"schema_version": 1,', "not a JSON file: .*line 1 column 22.*"),
+        (b"\xff\xfe\xfd", "not a JSON file: .*decode.*"),
+        (b"[" * 100_000, "not a JSON file: .*recursion.*"),
+        (b"1" * 5000, "not a JSON file: .*digits.*"),
+        (b'{"schema_version": 7}', "schema_version: 7 is not supported; supported: 1"),
+        (
+            json.dumps(samples.run(samples.case(seconds=10**400))).encode(),
+            r"cases\[0\].seconds: 10+\.\.\. is not a number",
+        ),
+    ],
+    ids=["empty", "cut short", "no Unicode", "nested", "long number", "version", "no float"],
+)
+def test_a_bad_file_is_one_line_that_begins_with_its_name(written, content, message):
+    path = written(content)
+    with pytest.raises(RunFileError) as raised:
+        load_run(path)
+    text = str(raised.value)
+    assert "\n" not in text
+    assert text.startswith(f"{path}: ")
+    assert re.fullmatch(message, text.removeprefix(f"{path}: "))
+
+
+def test_a_missing_file_and_a_folder_are_said_so(tmp_path):
+    with pytest.raises(RunFileError) as raised:
+        load_run(tmp_path / "none.json")
+    assert str(raised.value) == f"{tmp_path}/none.json: No such file or directory"
+    with pytest.raises(RunFileError) as raised:
+        load_run(tmp_path)
+    assert str(raised.value) == f"{tmp_path}: Is a directory"
+
+
+class _Trap:
+    """Unpickling one leaves a file behind."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (open, (str(self.path), "w"))
+
+
+def test_a_pickle_is_never_opened(written, tmp_path):
+    sprung = tmp_path / "sprung"
+    with pytest.raises(RunFileError):
+        load_run(written(pickle.dumps(_Trap(sprung))))
+    assert not sprung.exists()
