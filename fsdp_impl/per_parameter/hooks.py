@@ -42,11 +42,27 @@ def call_before_backward(callback: Callable[[], None], outputs: Any) -> None:
     if not torch.is_grad_enabled():
         return
 
+    for tensor in tensors_requiring_grad(outputs):
+        _hook(tensor, callback)
+
+
+def _hook(tensor: torch.Tensor, callback: Callable[[], None]) -> None:
+    reached = False
+
     def on_grad(_: torch.Tensor) -> None:
+        nonlocal reached
+        reached = True
         callback()
 
-    for tensor in tensors_requiring_grad(outputs):
-        tensor.register_hook(on_grad)
+    def on_base_grad(_: tuple[torch.Tensor, ...]) -> None:
+        if not reached:
+            callback()
+
+    tensor.register_hook(on_grad)
+    # An in-place operation on a view (`out += residual`) gives the view another history, without the hook, that leads
+    # to whatever made its base. Nothing would gather the parameters then.
+    if tensor._base is not None and tensor._base.grad_fn is not None:
+        tensor._base.grad_fn.register_prehook(on_base_grad)
 
 
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:

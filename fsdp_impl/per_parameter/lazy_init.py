@@ -1,5 +1,6 @@
 """What waits until the first forward: only then are all units in place, and the first to run is the root."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -29,25 +30,25 @@ def ensure(unit: "Unit") -> None:
     units = _units_below(unit)
     _name(unit.modules[0], units)
     _check_shared_params(units)
-    for other in units:
-        if other.group is not None:
-            check_group(other.group)
+    check_groups([other.group for other in units if other.group is not None])
     _join(unit, units)
 
 
-def check_group(group: ParamGroup) -> None:
-    """Check what can be known of a group only once its parameters are final."""
-    group.refresh()
-    on_meta = [param.fqn for param in group.shards.params if param.sharded.is_meta]
+def check_groups(groups: Sequence[ParamGroup]) -> None:
+    """Check what can be known of groups only once their parameters are final."""
+    for group in groups:
+        group.refresh()
+    on_meta = [param.fqn for group in groups for param in group.shards.params if param.sharded.is_meta]
     if on_meta:
         raise RuntimeError(
             "FSDP parameters should be materialized from meta device before training, but the following were still on "
             f"meta device: {on_meta}\nFor example, call module.to_empty(device) to materialize to device and call "
             "module.reset_parameters() on each module to initialize values."
         )
-    dtypes = {param.dtype for param in group.shards.params if param.sharded.requires_grad}
-    if len(dtypes) > 1:
-        raise AssertionError(f"FSDP expects uniform original parameter dtype but got {dtypes} in {group.label}")
+    for group in groups:
+        dtypes = {param.dtype for param in group.shards.params if param.sharded.requires_grad}
+        if len(dtypes) > 1:
+            raise AssertionError(f"FSDP expects uniform original parameter dtype but got {dtypes} in {group.label}")
 
 
 def _units_below(root: "Unit") -> list["Unit"]:

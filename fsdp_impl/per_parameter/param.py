@@ -48,8 +48,9 @@ class ShardedParam:
         self.size = original.size()
         self.spec = dtensor.spec_for(mesh, self.size, original.dtype)
         self.sharded = nn.Parameter(dtensor.wrap(local, self.spec), requires_grad=original.requires_grad)
-        self.slot: torch.Tensor | None = local
-        self._slot_pointer = local.data_ptr()
+        # Not `local` itself: nn.Parameter detaches, which makes another tensor object of the same memory.
+        self.slot: torch.Tensor | None = self.local
+        self._slot_pointer = self.slot.data_ptr()
         self.unsharded: nn.Parameter | None = None
         self.serial = _serial_number(original)
         self.register(self.sharded)

@@ -67,9 +67,11 @@ class Reducer:
             streams.join(comm.reduce_stream, current)
             with streams.use(comm.reduce_stream):
                 output = self._reduce_scatter(contributions, layout)
-                comm.keep_reduce_input(contributions, streams.record(comm.reduce_stream))
+                reduced = streams.record(comm.reduce_stream)
                 self._accumulate(params, layout, output)
                 comm.reduced_event = streams.record(comm.reduce_stream)
+            # At shard size 1 the input is the output and is read until it has been accumulated.
+            comm.keep_reduce_input(contributions, comm.reduced_event if output is contributions else reduced)
 
     def _reduce_scatter(self, contributions: torch.Tensor, layout: Layout) -> torch.Tensor:
         """The averaged shards: 1-D of ``layout``, in the memory of the reduce stream."""

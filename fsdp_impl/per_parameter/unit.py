@@ -176,7 +176,7 @@ class Unit(_State):
     def unshard(self, *, async_op: bool) -> None:
         """Issue the gather, also before lazy initialisation."""
         if self.group is not None:
-            lazy_init.check_group(self.group)
+            lazy_init.check_groups([self.group])
             self.group.unshard(async_op=async_op)
 
     def wait_for_unshard(self) -> None:
