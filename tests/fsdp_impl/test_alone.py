@@ -1,0 +1,229 @@
+"""What a single rank can show of fully_shard: refusals, classes, and the layout of memory."""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+import fsdp_impl
+from fsdp_impl import fully_shard
+
+
+@pytest.fixture(autouse=True, scope="module")
+def world_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def two_layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+def batch() -> torch.Tensor:
+    return torch.ones(2, 4)
+
+
+@pytest.mark.parametrize(
+    "value, text",
+    [
+        (0, "it should be a factor of 1, not 0"),
+        (-1, "it should be a factor of 1, not -1"),
+        (3, "it should be a factor of 1, not 3"),
+        ("yes", "should be a bool or an int representing the group size to reshard to, not yes"),
+        (1.5, "should be a bool or an int representing the group size to reshard to, not 1.5"),
+    ],
+)
+def test_wrong_reshard_after_forward_is_refused_and_leaves_the_module_alone(value: Any, text: str) -> None:
+    module = nn.Linear(4, 4)
+    with pytest.raises(ValueError, match=text):
+        fully_shard(module, reshard_after_forward=value)
+    assert type(module) is nn.Linear
+    fully_shard(module)(batch())
+
+
+@pytest.mark.parametrize("container", [nn.ModuleList([nn.Linear(4, 4)]), nn.ModuleDict({"a": nn.Linear(4, 4)})])
+def test_containers_without_forward_are_refused(container: nn.Module) -> None:
+    with pytest.raises(ValueError, match=r"does not support containers that do not implement forward: Module"):
+        fully_shard(container)
+
+
+def test_meshes_of_other_shapes_are_refused() -> None:
+    with pytest.raises(ValueError, match="fully_shard expects a 1D or 2D DeviceMesh but got DeviceMesh"):
+        fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (1, 1, 1)))
+    with pytest.raises(AssertionError, match="Please init the 2D mesh for HSDP with mesh_dim_names specified"):
+        fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (1, 1)))
+
+
+def test_scalar_parameters_are_refused_by_name() -> None:
+    module = nn.Module()
+    module.temperature = nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(ValueError, match="Change temperature to a 1D tensor with numel equal to 1"):
+        fully_shard(module)
+
+
+def test_strided_parameters_are_refused_by_name() -> None:
+    module = nn.Linear(4, 4)
+    module.weight = nn.Parameter(torch.ones(4, 4).t())
+    with pytest.raises(NotImplementedError, match="does not support non-contiguous parameters yet: weight"):
+        fully_shard(module)
+
+
+def test_a_module_is_a_unit_once() -> None:
+    module = fully_shard(nn.Linear(4, 4))
+    with pytest.raises(AssertionError, match="can only be applied to a module once"):
+        fully_shard(module)  # type: ignore[call-overload]
+
+
+def test_the_class_is_swapped_for_a_subclass_of_both() -> None:
+    module = two_layers()
+    fully_shard(module)
+    assert type(module).__name__ == "FSDPSequential"
+    assert isinstance(module, nn.Sequential)
+    assert isinstance(module, fsdp_impl.FSDPModule)
+    assert type(module[0]) is nn.Linear
+    assert type(module[:1]) is nn.Sequential
+    with pytest.raises(AssertionError, match="FSDP does not support deepcopy"):
+        copy.deepcopy(module)
+
+
+def run_child_first(module: nn.Sequential) -> None:
+    fully_shard(module[0])
+    fully_shard(module)
+    module[0](batch())
+
+
+def tie_across_units(module: nn.Sequential) -> None:
+    module[1].weight = module[0].weight
+    fully_shard(module[0])
+    fully_shard(module)
+
+
+def mix_dtypes(module: nn.Sequential) -> None:
+    module[1].double()
+    fully_shard(module)
+
+
+def replace_by_plain(module: nn.Sequential) -> None:
+    fully_shard(module)
+    module[1].weight = nn.Parameter(torch.ones(4, 4))
+
+
+def make_root_of_two(module: nn.Sequential) -> None:
+    fully_shard([module[0], module[1]])
+
+
+@pytest.mark.parametrize(
+    "prepare, error, text",
+    [
+        (run_child_first, RuntimeError, "FSDP state has already been lazily initialized for 0\n.*root module first"),
+        (tie_across_units, ValueError, "'(0|1).weight' is shared with a parameter already managed by another"),
+        (mix_dtypes, AssertionError, "uniform original parameter dtype but got .*float64"),
+        (replace_by_plain, ValueError, "1.weight to stay a DTensor, but it was replaced by a .*Parameter"),
+        (make_root_of_two, RuntimeError, "requires a single root module but got "),
+    ],
+)
+def test_what_only_the_first_forward_can_see(
+    prepare: Callable[[nn.Sequential], None], error: type[Exception], text: str
+) -> None:
+    module = two_layers()
+    prepare(module)
+    with pytest.raises(error, match=text):
+        module(batch())
+
+
+def test_meta_parameters_are_named_all_at_once_and_forward_works_after_materialising() -> None:
+    with torch.device("meta"):
+        module = two_layers()
+    fully_shard(module[0])
+    fully_shard(module)
+    with pytest.raises(RuntimeError, match=r"still on meta device: \['1.weight', '1.bias', '0.weight', '0.bias'\]"):
+        module(batch())
+    module.to_empty(device="cpu")
+    for layer in module:
+        layer.reset_parameters()
+    module(batch()).sum().backward()
+    assert all(param.grad is not None for param in module.parameters())
+
+
+@pytest.mark.parametrize("value", [1, None, "True"])
+def test_set_reshard_after_forward_takes_a_bool(value: Any) -> None:
+    module = fully_shard(nn.Linear(4, 4))
+    with pytest.raises(ValueError, match=f"should be a bool, got {type(value)}"):
+        module.set_reshard_after_forward(value)
+
+
+@pytest.mark.parametrize(
+    "option, value",
+    [
+        ("mp_policy", fsdp_impl.MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
+        ("offload_policy", fsdp_impl.CPUOffloadPolicy(pin_memory=False)),
+        ("shard_placement_fn", print),
+        ("dp_mesh_dims", fsdp_impl.DataParallelMeshDims(shard="dp")),
+    ],
+)
+def test_what_is_missing_is_named(option: str, value: Any) -> None:
+    with pytest.raises(NotImplementedError, match=f"does not support {option}="):
+        fully_shard(nn.Linear(4, 4), **{option: value})
+
+
+def test_no_collectives_at_shard_size_one() -> None:
+    module = two_layers()
+    fully_shard(module[0])
+    fully_shard(module)
+    with CommDebugMode() as comm:
+        module(batch()).sum().backward()
+    assert comm.get_total_counts() == 0
+
+
+def test_the_first_forward_moves_no_shard_so_that_an_earlier_state_dict_stays_live() -> None:
+    module = two_layers()
+    fully_shard(module[0])
+    fully_shard(module)
+    early = module.state_dict()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    module(batch()).sum().backward()
+    optimizer.step()
+    for name, param in module.named_parameters():
+        assert isinstance(param, DTensor)
+        assert early[name].to_local().data_ptr() == param.to_local().data_ptr()
+
+
+def test_a_groups_shards_share_one_storage_and_so_do_its_gradients() -> None:
+    module = two_layers()
+    fully_shard(module)
+    module(batch()).sum().backward()
+    params = list(module.parameters())
+    assert len({param.to_local().untyped_storage().data_ptr() for param in params}) == 1
+    assert len({param.grad.to_local().untyped_storage().data_ptr() for param in params}) == 1
+
+
+def test_tensors_that_were_swapped_out_keep_their_values() -> None:
+    module = two_layers()
+    fully_shard(module)
+    averages = [nn.Parameter(param.detach().clone() + 1) for param in module.parameters()]
+    before = [param.to_local().clone() for param in module.parameters()]
+    for param, average in zip(module.parameters(), averages, strict=True):
+        torch.utils.swap_tensors(param, average)
+    with torch.no_grad():
+        module(batch())
+    for swapped_out, value in zip(averages, before, strict=True):
+        assert torch.equal(swapped_out.to_local(), value)
+
+
+def test_a_reshard_drops_a_pending_unshard_so_that_nothing_stale_is_used() -> None:
+    module = nn.Linear(4, 4)
+    fully_shard(module)
+    module.unshard(async_op=True)
+    module.reshard()
+    with torch.no_grad():
+        for param in module.parameters():
+            param.zero_()
+    assert torch.equal(module(batch()), torch.zeros(2, 4))
