@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RunFileError as error:
         print(f"reports: {error}", file=sys.stderr)
         return BAD_INPUT
-    print(render_summary(run, by_case=options.cases), end="")
+    print(render_summary(run, by_case=options.cases, full=options.full), end="")
     return 0
 
 
@@ -34,6 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     summary = commands.add_parser("summary", help="print a run file's matrix, failures and skips")
     summary.add_argument("file", help="a run file, as pytest's --report wrote it")
     summary.add_argument("--cases", action="store_true", help="one row for each case, not for each requirement")
+    summary.add_argument("--full", action="store_true", help="print the failures' texts whole, however long")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""The matrix of one run as text: cases or requirements down, implementations across; then failures and skips."""
+"""One run as text: failures, skips, and the matrix with cases or requirements down and implementations across."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -8,20 +8,22 @@ from reports.run import Environment, Run
 from reports.table import indented, printable, table
 
 _NOT_RUN = "-"  # a cell without a record
+_FIRST_LINES, _LAST_LINES = 6, 10  # what remains of a long failure text
 
 
-def render_summary(run: Run, *, by_case: bool = False) -> str:
+def render_summary(run: Run, *, by_case: bool = False, full: bool = False) -> str:
     """Render a run for a terminal.
 
-    One row for each requirement, with the number of each verdict in a cell, or with `by_case` one for each case. Below
-    it stand the failures, each with where it happened, its text and a line that repeats it, and the skips, grouped by
-    what is missing. The text ends with a newline. It raises nothing.
+    First come the failures, each with a line that repeats it, where it happened and its text, then the skips, grouped
+    by what is missing. The matrix is last, where a terminal stands still: a row for each requirement, with the number
+    of each verdict in a cell, or with `by_case` one for each case. A long text loses its middle unless `full`. The
+    result ends with a newline. Nothing is raised.
     """
     blocks = [
         _heading(run.environment),
-        _cases(run) if by_case else _requirements(run),
-        *map(_failure, (case for case in run.cases if case.verdict.failed)),
+        *(_failure(case, full=full) for case in run.cases if case.verdict.failed),
         _skips(run.cases),
+        _cases(run) if by_case else _requirements(run),
         [_total(run.cases)],
     ]
     return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
@@ -41,9 +43,9 @@ def _heading(env: Environment) -> list[str]:
 
 
 def _requirements(run: Run) -> list[str]:
-    names = dict.fromkeys(case.requirement for case in run.cases)
+    names = dict.fromkeys(name for case in run.cases for name in case.requirements)
     rows = [["requirement", "cases", *map(printable, run.implementations)]]
-    rows += [_counts_row(name, [c for c in run.cases if c.requirement == name], run.implementations) for name in names]
+    rows += [_counts_row(name, [c for c in run.cases if name in c.requirements], run.implementations) for name in names]
     return table([*rows, _counts_row("all", run.cases, run.implementations)])
 
 
@@ -68,15 +70,24 @@ def _cases(run: Run) -> list[str]:
     return table([*rows, _counts_row("all", run.cases, run.implementations)])
 
 
-def _failure(case: CaseRecord) -> list[str]:
+def _failure(case: CaseRecord, *, full: bool) -> list[str]:
     lines = [printable(f"{case.verdict}: {case.implementation} {case.id} ({case.requirement})")]
     if case.nodeid:
         again = f'python -m pytest "{case.nodeid}" --impl {case.implementation} --device {case.device}'
         lines.append(printable(f"  reproduce: {again}"))
     if case.failure is None:
         return [*lines, "  the expected failure did not happen"] if case.verdict is Verdict.UNEXPECTED_PASS else lines
-    place = _place(case.failure)
-    return [*lines, *([f"  {place}"] if place else []), *indented(case.failure.text, 4)]
+    place, text = _place(case.failure), indented(case.failure.text, 4)
+    return [*lines, *([f"  {place}"] if place else []), *(text if full else _without_middle(text))]
+
+
+def _without_middle(lines: list[str]) -> list[str]:
+    """A long text's two ends: what was compared stands at its beginning, what a traceback comes to at its end."""
+    left_out = len(lines) - _FIRST_LINES - _LAST_LINES
+    if left_out <= 1:  # one line is no longer than saying that it is left out
+        return lines
+    middle = f"    ... {left_out} lines left out; --full shows them ..."
+    return [*lines[:_FIRST_LINES], middle, *lines[-_LAST_LINES:]]
 
 
 def _place(failure: Failure) -> str:

@@ -120,6 +120,11 @@ class CaseRecord:
     distances: tuple[Distance, ...]
     collectives: tuple[Trace, ...]
 
+    @property
+    def requirements(self) -> list[str]:
+        """The requirements that the case checks: `requirement` names one, or several with commas between."""
+        return [name.strip() for name in self.requirement.split(",")]
+
     @classmethod
     def parse(cls, data: object, where: str) -> "CaseRecord":
         """Read a record from JSON data.

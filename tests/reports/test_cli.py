@@ -46,6 +46,14 @@ def test_a_row_for_each_case(failing):
     assert "\nsuites/test_autograd.py::test_unused[w2]  AUTOGRAD-1   fail\n" in "\n" + done.stdout
 
 
+def test_a_long_text_whole_on_request(tmp_path):
+    path = tmp_path / "run.json"
+    text = "\n".join(f"line {i}" for i in range(40))
+    path.write_text(json.dumps(samples.run(samples.case(verdict="fail", failure={"text": text}))))
+    assert "    line 20\n" not in reports("summary", path).stdout
+    assert "    line 20\n" in reports("summary", path, "--full").stdout
+
+
 def test_a_terminal_without_unicode_shows_escapes(failing):
     done = reports("summary", failing, PYTHONIOENCODING="ascii", PYTHONUTF8="0")
     assert (done.returncode, done.stderr) == (0, "")

@@ -9,8 +9,8 @@ from reports.run import parse_run
 from tests.reports import samples
 
 
-def summary(*cases, by_case=False, **environment):
-    return render_summary(parse_run(samples.run(*cases, **environment)), by_case=by_case)
+def summary(*cases, by_case=False, full=False, **environment):
+    return render_summary(parse_run(samples.run(*cases, **environment)), by_case=by_case, full=full)
 
 
 def mixed_cases():
@@ -40,11 +40,6 @@ def test_requirements_down_and_implementations_across():
 shardproof 0.1.0, torch 2.11.0+cu130, Python 3.12.3, NCCL 2.28.9, cuda, 64 cores, 4 x GPU X
 2026-01-02T03:04:05+00:00, 61.2 s
 
-requirement  cases  reference        torch.fully_shard        torch.fsdp
-AUTOGRAD-1   2      1 unmet, 1 pass  1 unmet, 1 pass          2 unsupported
-CLIP-1       1      1 pass           1 fail                   -
-all          3      1 unmet, 2 pass  1 fail, 1 unmet, 1 pass  2 unsupported
-
 fail: torch.fully_shard suites/b.py::test_clip[w2] (CLIP-1)
   gradient, step 1, rank 0, head0.weight, element [3, 4]
     first line
@@ -52,6 +47,11 @@ fail: torch.fully_shard suites/b.py::test_clip[w2] (CLIP-1)
 
 unmet, 4 GPUs: reference 1, torch.fully_shard 1
 unsupported, reshard_after_forward: torch.fsdp 2
+
+requirement  cases  reference        torch.fully_shard        torch.fsdp
+AUTOGRAD-1   2      1 unmet, 1 pass  1 unmet, 1 pass          2 unsupported
+CLIP-1       1      1 pass           1 fail                   -
+all          3      1 unmet, 2 pass  1 fail, 1 unmet, 1 pass  2 unsupported
 
 1 of 4 verdicts are failures; 4 more are skips
 """,
@@ -62,12 +62,6 @@ def test_a_row_for_each_case_on_request():
     assert_expected_inline(
         summary(*mixed_cases(), by_case=True),
         """\
-case                        requirement  reference        torch.fully_shard        torch.fsdp
-suites/a.py::test_one[w2]   AUTOGRAD-1   pass             pass                     unsupported
-suites/a.py::test_two[w4]   AUTOGRAD-1   unmet            unmet                    unsupported
-suites/b.py::test_clip[w2]  CLIP-1       pass             fail                     -
-all                         3            1 unmet, 2 pass  1 fail, 1 unmet, 1 pass  2 unsupported
-
 fail: torch.fully_shard suites/b.py::test_clip[w2] (CLIP-1)
   gradient, step 1, rank 0, head0.weight, element [3, 4]
     first line
@@ -75,6 +69,12 @@ fail: torch.fully_shard suites/b.py::test_clip[w2] (CLIP-1)
 
 unmet, 4 GPUs: reference 1, torch.fully_shard 1
 unsupported, reshard_after_forward: torch.fsdp 2
+
+case                        requirement  reference        torch.fully_shard        torch.fsdp
+suites/a.py::test_one[w2]   AUTOGRAD-1   pass             pass                     unsupported
+suites/a.py::test_two[w4]   AUTOGRAD-1   unmet            unmet                    unsupported
+suites/b.py::test_clip[w2]  CLIP-1       pass             fail                     -
+all                         3            1 unmet, 2 pass  1 fail, 1 unmet, 1 pass  2 unsupported
 
 1 of 4 verdicts are failures; 4 more are skips
 """,
@@ -95,10 +95,6 @@ def test_a_failure_says_as_much_as_is_known():
     assert_expected_inline(
         summary(fails, bare, silent),
         """\
-requirement  cases  reference
-AUTOGRAD-1   3      1 crash, 1 fail, 1 unexpected-pass
-all          3      1 crash, 1 fail, 1 unexpected-pass
-
 crash: reference suites/test_autograd.py::test_unused[w2] (AUTOGRAD-1)
   rank 0
     killed by signal 9
@@ -110,6 +106,10 @@ fail: reference x (AUTOGRAD-1)
 
 unexpected-pass: reference y (AUTOGRAD-1)
   the expected failure did not happen
+
+requirement  cases  reference
+AUTOGRAD-1   3      1 crash, 1 fail, 1 unexpected-pass
+all          3      1 crash, 1 fail, 1 unexpected-pass
 
 3 of 3 verdicts are failures; 0 more are skips
 """,
@@ -126,15 +126,38 @@ def test_one_line_for_each_missing_thing():
         samples.case(id="e", verdict="unmet"),
     ]
     assert_expected_inline(
-        "\n".join(summary(*skips).splitlines()[4:]),
+        "\n".join(summary(*skips).splitlines()[:4]),
         """\
 unmet, (the run file does not say what is missing): reference 1
 unmet, 4 GPUs: reference 1
 unsupported, offload: reference 2, torch.fsdp 1
-unsupported, offload, tied: reference 1
-
-0 of 0 verdicts are failures; 6 more are skips""",
+unsupported, offload, tied: reference 1""",
     )
+
+
+def test_a_case_counts_for_each_of_its_requirements():
+    both = samples.case(requirement="TRACE-1, TRACE-2", verdict="fail")
+    one = samples.case(id="x", requirement="TRACE-2")
+    assert_expected_inline(
+        "\n".join(summary(both, one).splitlines()[2:-2]),
+        """\
+requirement  cases  reference
+TRACE-1      1      1 fail
+TRACE-2      2      1 fail, 1 pass
+all          2      1 fail, 1 pass""",
+    )
+
+
+def test_a_long_text_keeps_its_ends():
+    lines = [f"line {i}" for i in range(17)]
+    short, long = ("\n".join(lines[:n]) for n in (16, 17))
+    case = [samples.case(verdict="fail", failure={"text": text}) for text in (short, long, long + "\nline 17")]
+    assert "left out" not in summary(case[0])
+    assert "left out" not in summary(case[1])
+    shown = summary(case[2])
+    assert "    line 5\n    ... 2 lines left out; --full shows them ...\n    line 8\n" in shown
+    assert "line 6" not in shown and "line 7" not in shown and "line 17\n" in shown
+    assert "left out" not in summary(case[2], full=True) and "    line 6\n    line 7\n" in summary(case[2], full=True)
 
 
 def test_a_run_without_cases_says_so():
