@@ -1,0 +1,204 @@
+"""What holds for the repository as a whole: its arrows, its pins, its size, its documents."""
+
+import ast
+import itertools
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from harness.adapters.registry import BUILT_IN
+from harness.verdict import Verdict as HarnessVerdict
+from reports.record import Verdict as ReportVerdict
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("fsdp_impl", "harness", "reports", "suites")
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def python_files(*folders):
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+# Arrows between the packages
+
+
+def lint_imports(folder):
+    """Check the import contracts of pyproject.toml against the packages in `folder`."""
+    pytest.importorskip("importlinter", reason="the arrows are checked by import-linter: pip install '.[lint]'")
+    script = "from importlinter.cli import lint_imports_command as main; main(['--no-cache'])"
+    return subprocess.run([sys.executable, "-c", script], cwd=folder, capture_output=True, text=True)
+
+
+def packages_with(folder, imports):
+    """Make empty packages in `folder`, under the real contracts, with a module for each (package, import)."""
+    (folder / "pyproject.toml").write_bytes((ROOT / "pyproject.toml").read_bytes())
+    for package in (*PACKAGES, "fsdp_impl/common", "harness/adapters"):
+        (folder / package).mkdir()
+        (folder / package / "__init__.py").touch()
+    for i, (package, imported) in enumerate(imports):
+        (folder / package / f"module_{i}.py").write_text(f"import {imported}\n")
+
+
+def test_the_arrows_hold():
+    done = lint_imports(ROOT)
+    assert done.returncode == 0, done.stdout
+
+
+def test_each_forbidden_arrow_is_caught(tmp_path):
+    """All are planted at once; each in a module of its own that nothing imports, so each must be named by itself."""
+    forbidden = [
+        ("suites", "fsdp_impl.common"),
+        ("suites", "reports"),
+        ("harness", "fsdp_impl.common"),
+        ("harness", "suites"),
+        ("harness", "reports"),
+        ("harness/adapters", "suites"),
+        ("harness/adapters", "reports"),
+        ("fsdp_impl", "harness"),
+        ("fsdp_impl/common", "suites"),
+        ("fsdp_impl/common", "reports"),
+        ("fsdp_impl", "pytest"),
+        ("reports", "torch"),
+        ("reports", "harness"),
+        ("reports", "suites"),
+        ("reports", "fsdp_impl"),
+        ("reports", "pytest"),
+    ]
+    packages_with(tmp_path, forbidden)
+    done = lint_imports(tmp_path)
+    assert done.returncode == 1
+    planted = {f"{package.replace('/', '.')}.module_{i} -> {name}" for i, (package, name) in enumerate(forbidden)}
+    assert {arrow for arrow in planted if f"{arrow} (l.1)" not in done.stdout} == set()
+
+
+def test_each_allowed_arrow_is_let_through(tmp_path):
+    allowed = [
+        ("suites", "harness"),
+        ("harness/adapters", "fsdp_impl.common"),
+        ("harness", "torch"),
+        ("suites", "torch"),
+    ]
+    packages_with(tmp_path, [*allowed, ("fsdp_impl", "torch"), ("reports", "json")])
+    done = lint_imports(tmp_path)
+    assert done.returncode == 0, done.stdout
+
+
+def names_imported(source):
+    """Every dotted name that the source imports or reaches as an attribute of a name."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Attribute):
+            yield ast.unparse(node)
+
+
+PEER = re.compile(r"^(torch\.distributed|dist)\.(fsdp|_composable\.fsdp)\b")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import torch.distributed.fsdp",
+        "import torch.distributed.fsdp as peer",
+        "from torch.distributed import fsdp",
+        "from torch.distributed.fsdp import fully_shard",
+        "from torch.distributed.fsdp._fully_shard import _fsdp_param",
+        "from torch.distributed._composable.fsdp import fully_shard",
+        "torch.distributed.fsdp.fully_shard(model)",
+        "dist.fsdp.fully_shard(model)",
+    ],
+)
+def test_a_loan_from_the_peer_is_seen(line):
+    assert any(map(PEER.match, names_imported(line)))
+
+
+def test_the_reference_borrows_nothing_from_its_peer():
+    """import-linter sees torch as one package, so it cannot tell its parts."""
+    loans = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in python_files("fsdp_impl")
+        for name in names_imported(path.read_text())
+        if PEER.match(name)
+    ]
+    assert loans == []
+
+
+def test_no_case_names_an_implementation():
+    """Cases ask for capabilities; the harness outside the adapters compares without knowing whom."""
+    # "ddp" is also the name of a baseline, which a case does choose.
+    named = re.compile("|".join(rf"[\"']{re.escape(name)}[\"']" for name in BUILT_IN if name != "ddp") + "|deepspeed")
+    allowed = {"harness/selection.py"}  # what --impl means when it is not given
+    files = [*python_files("suites"), *(ROOT / "harness").glob("*.py")]
+    lines = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in files
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        if named.search(line) and str(path.relative_to(ROOT)) not in allowed
+    ]
+    assert lines == []
+
+
+def test_harness_and_reports_have_the_same_verdicts():
+    """Reports may not import the harness, so the words are written down twice."""
+    assert [(v.name, v.value) for v in ReportVerdict] == [(v.name, v.value) for v in HarnessVerdict]
+
+
+# Packaging
+
+
+def test_a_clone_and_an_installation_call_the_plugin_by_one_name():
+    """pytest skips the second registration only if the names are equal."""
+    plugins = next(
+        ast.literal_eval(node.value)
+        for node in ast.parse((ROOT / "conftest.py").read_text()).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytest_plugins"
+    )
+    entry_points = PYPROJECT["project"]["entry-points"]["pytest11"]
+    assert entry_points == {name: name for name in plugins}
+
+
+def pins(name):
+    lines = (line.partition("#")[0].strip() for line in (ROOT / name).read_text().splitlines())
+    return [Requirement(line) for line in lines if line]
+
+
+@pytest.mark.parametrize("name", ["constraints.txt", "constraints-deepspeed.txt"])
+def test_constraints_pin_exactly(name):
+    loose = [str(pin) for pin in pins(name) if not re.fullmatch(r"==[0-9][0-9a-z.]*", str(pin.specifier))]
+    assert loose == []
+
+
+def test_constraints_pin_a_torch_that_the_package_accepts():
+    pinned = {pin.name: str(pin.specifier).removeprefix("==") for pin in pins("constraints.txt")}
+    accepted = {Requirement(text).name: Requirement(text).specifier for text in PYPROJECT["project"]["dependencies"]}
+    assert pinned["torch"] == "2.13.0"
+    assert pinned["torch"] in accepted["torch"]
+
+
+def test_every_direct_dependency_is_pinned():
+    project = PYPROJECT["project"]
+    pinned = {pin.name.lower() for name in ("constraints.txt", "constraints-deepspeed.txt") for pin in pins(name)}
+    wanted = ["tox", *project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
+    assert {Requirement(text).name for text in wanted} - pinned == set()
+
+
+# Files
+
+
+def test_files_are_short():
+    files = [*python_files(*PACKAGES, "tests", "benchmarks"), ROOT / "conftest.py"]
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in files}
+    assert {name: length for name, length in lengths.items() if length > 400} == {}
+
+
+def test_ci_runs_the_line_that_the_readme_gives_for_the_tests():
+    pasted = [line.strip() for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("    python3 ")]
+    assert [line.rpartition(" ")[2] for line in pasted] == ["conform", "py"]
+    assert pasted[1] in (ROOT / ".ci/run").read_text().splitlines()
