@@ -120,6 +120,20 @@ def _at(items: Sequence[Collective], position: int) -> str:
     return _squeeze(str(items[position])) if position < len(items) else "nothing more"
 
 
+def count_difference(trace: Trace, phase: str, expected: dict[str, int]) -> tuple[str | None, str | None]:
+    """Which unit, if one stands out, and how the phase's counts differ from the expected ones; (None, None) if not."""
+    counts = trace.counts(phase)
+    for kind in sorted(counts.keys() | expected.keys()):
+        found, wanted = counts.get(kind, 0), expected.get(kind, 0)
+        if found != wanted:
+            items = [item for item in trace if item.phase == phase and item.kind == kind]
+            per_unit = collections.Counter(item.unit or f"{item.nbytes} B" for item in items)
+            listed = ", ".join(f"{unit} {count}" for unit, count in per_unit.items())
+            most = per_unit.most_common(1)[0] if per_unit else ("", 0)
+            return most[0] if most[1] > 1 else None, f"{found} {kind} instead of {wanted} in {phase}: {listed or 'none'}"
+    return None, None
+
+
 class Recorder(TorchDispatchMode):
     """Records into ``trace`` while active; ``phase`` names what the rank is doing.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 
@@ -133,6 +132,9 @@ class StepComparison:
             shapes = f"{tuple(mine.tensor.shape)} of {tuple(oracle.shape)}; this rank's share is {tuple(expected.shape)}"
             yield self._finding(stage, name, None, f"the local shard has shape {shapes}")
             return
+        if mine.tensor.dtype != baseline.dtype:
+            yield self._finding(stage, name, None, f"has dtype {mine.tensor.dtype}, and the baseline {baseline.dtype}")
+            return
         magnitude = float(oracle.abs().max()) if oracle.numel() else 0.0
         value, other = mine.tensor.detach(), mine.cut(baseline.detach())
         if stage == "parameter after step" and self.context.adaptive:
@@ -196,8 +198,9 @@ def _number(value: float) -> str:
     return f"{value:.3g}" if math.isfinite(value) else "infinitely many"
 
 
-def exact_difference(first: Any, second: Any) -> tuple[tuple[int, ...], float, float] | None:
+def exact_difference(first: torch.Tensor, second: torch.Tensor) -> tuple[tuple[int, ...], float, float] | None:
     """The first element where two tensors of one shape are not bitwise equal, with both values."""
+    assert first.shape == second.shape, f"shapes {tuple(first.shape)} and {tuple(second.shape)} differ"
     if torch.equal(first, second):
         return None
     unequal = (first != second) | (first.isnan() != second.isnan())

@@ -63,6 +63,8 @@ class Result:
     place: dict[str, Any] = dataclasses.field(default_factory=dict)
     agreed: bool = False
     """All ranks failed alike and are still in step."""
+    is_worn_out: bool = False
+    """Too much has gathered in the process that an implementation may keep; the world is replaced."""
     left_behind: list[str] = dataclasses.field(default_factory=list)
     missing: list[str] = dataclasses.field(default_factory=list)
     observations: Observations = dataclasses.field(default_factory=Observations)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterable
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -19,6 +20,11 @@ def held_bytes(device: torch.device) -> int:
         torch.cuda.synchronize(device)
         return int(torch.cuda.memory_stats(device)["requested_bytes.all.current"])
     return sum(_storages(device).values())
+
+
+def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the elements of these tensors, each tensor once."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in {id(t): t for t in tensors}.values())
 
 
 def _storages(device: torch.device) -> dict[int, int]:

@@ -53,9 +53,30 @@ class MLP(nn.Module):
         return torch.tanh(self.out_proj(F.gelu(self.in_proj(x))))
 
 
-def mlp_stack(dim: int, depth: int) -> nn.Sequential:
-    """``depth`` MLPs in a row with multipliers 2, 3, 4, ..., so that every unit has its own size."""
-    return nn.Sequential(*(MLP(dim, multiplier=2 + index) for index in range(depth)))
+class Tower(nn.Module):
+    """``depth`` MLPs with multipliers 2, 3, 4, ... and a Linear(dim, dim) of the root's own.
+
+    Every unit has a size of its own, so that the bytes of a collective name its unit.
+    """
+
+    def __init__(self, dim: int, depth: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(MLP(dim, multiplier=2 + index) for index in range(depth))
+        self.out = nn.Linear(dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.out(x)
+
+    def units(self) -> list[list[str]]:
+        """One unit for each MLP; ``out`` is the root's."""
+        return [[f"layers.{index}"] for index in range(len(self.layers))]
+
+
+def two_linear(first: tuple[int, int], second: tuple[int, int]) -> nn.Sequential:
+    """Linear(*first), GELU, Linear(*second); a single unit when only the root is sharded."""
+    return nn.Sequential(nn.Linear(*first), nn.GELU(), nn.Linear(*second))
 
 
 class ReusedInner(nn.Module):

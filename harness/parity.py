@@ -12,7 +12,7 @@ from torch import nn
 from harness import memory
 from harness.adapters.base import Adapter, Config, OptimizerFactory
 from harness.adapters.replicas import DdpAdapter, ReplicatedAdapter
-from harness.collectives import first_difference
+from harness.collectives import Trace, count_difference, first_difference
 from harness.compare import Context, Finding, StepComparison, exact_difference
 from harness.errors import Divergence, Place
 from harness.models import mean_square
@@ -55,6 +55,7 @@ class Pair:
         self.sharded = sharded_run(rank, model, config=config, optimizer=optimizer, delays=delays)
         self._unchecked: list[tuple[int, StepPicture, StepPicture, OracleStep]] = []
         self._steps = 0
+        self._step_starts: list[int] = []
         rank.watch(self)
 
     @property
@@ -82,6 +83,7 @@ class Pair:
             f"a step of {len(mine)} microbatches in a pair made for {self.adapter.config.microbatches}"
         )
         options = {"loss": loss, "submodule": submodule, "set_to_none": set_to_none}
+        self._step_starts.append(len(self.sharded.trace))
         sharded = self.sharded.step(_copies(mine), **options)
         baseline = self.baseline.step(_copies(mine), **options)
         everyone = self._rank.exchange_tensors(mine)
@@ -103,6 +105,7 @@ class Pair:
         assert self._unchecked, "nothing to check: no step since the last check"
         finding = None
         for step, sharded, baseline, oracle in self._unchecked:
+            self._assert_clipped(oracle)
             comparison = StepComparison(sharded, baseline, oracle, self._context(step))
             finding = comparison.first_finding()
             self._rank.record.add_distances(comparison.measured)
@@ -112,6 +115,34 @@ class Pair:
         self._rank.agree(finding, title="the sharded run parts from the baseline")
         self._check_same_collectives()
         self.sharded.perturbation.assert_met()
+
+    def check_counts(self, phase: str, **expected: int) -> None:
+        """The last step issued exactly these collectives in the phase; a kind not given is expected 0 times.
+
+        Raises:
+            Divergence: on every rank, with the counts per unit.
+        """
+        problem = count_difference(self._last_trace(), phase, expected)
+        place = Place(stage=f"collectives in {phase}", step=self._steps - 1, rank=self._rank.index, name=problem[0])
+        self._rank.agree(Finding(place, problem[1]) if problem[1] else None, title="the collectives are not the contract's")
+
+    def check_bytes(self) -> None:
+        """Every gather and reduction of the last step is as long as a unit, up to the declared padding.
+
+        Raises:
+            Divergence: on every rank, with the first collective that fits no unit.
+        """
+        finding = None
+        for item in self._last_trace():
+            if item.kind in ("all_gather", "reduce_scatter") and not item.unit:
+                sizes = ", ".join(f"{unit.label} {unit.numel}-{unit.padded_numel}" for unit in self.units)
+                place = Place(stage=f"collectives in {item.phase}", step=self._steps - 1, rank=self._rank.index)
+                finding = Finding(place, f"{item.kind} of {item.nbytes} bytes fits no unit (elements: {sizes})")
+                break
+        self._rank.agree(finding, title="the collectives are not the contract's")
+
+    def _last_trace(self) -> Trace:
+        return Trace(self.sharded.trace[self._step_starts[-1] :])
 
     def _context(self, step: int) -> Context:
         assert not (self._adaptive and step), (
@@ -126,6 +157,13 @@ class Pair:
             unused_is_zero=self.adapter.traits.unused_gradient == "zero",
             adaptive=self._adaptive,
         )
+
+    def _assert_clipped(self, oracle: OracleStep) -> None:
+        clip = self.adapter.config.clip
+        if clip is not None:
+            assert oracle.norm is not None and float(oracle.norm) > clip.max_norm, (
+                f"clipping at {clip.max_norm:g} did nothing to a norm of {oracle.norm}: a wrong norm would pass"
+            )
 
     def _check_same_collectives(self) -> None:
         """Every rank of a group issues the same sequence on it, or some collective never completes."""
@@ -142,23 +180,27 @@ def sharded_run(
     Raises:
         Divergence: on every rank, if any holds more parameter bytes than its share.
     """
-    parameters = {id(value): value for value in model.parameters()}.values()
-    full = sum(value.numel() * value.element_size() for value in parameters)
-    traits = rank.implementation.traits
-    itemsize = max(value.element_size() for value in parameters)
-    share = itemsize * (sum(traits.local_numel(value.shape, rank.world_size) for value in parameters))
-    del parameters
-    before = memory.held_bytes(rank.device)
+    limit, share = _byte_limits(model, config, rank)
+    before = memory.held_bytes(rank.device) - memory.bytes_of(model.parameters())
     run = Run(rank.implementation, model, optimizer=optimizer, config=config, rank=rank.index, delays=delays)
-    if "parameters" in traits.shards and rank.world_size > 1:
-        share += itemsize * traits.collective_padding * len(run.units)
-        held = full + memory.held_bytes(rank.device) - before
-        # Half of what sharding saves: bookkeeping tensors are small, an unsharded model is not.
-        limit = share + max(full - share, 0) // 2
-        text = f"holds {held} bytes of parameters after sharding; its share of {full} is {share}"
+    if "parameters" in rank.implementation.traits.shards and rank.world_size > 1:
+        held = memory.held_bytes(rank.device) - before
+        text = f"holds {held} bytes of parameters after sharding; its share is {share}"
         finding = Finding(Place(stage="sharding", rank=rank.index), text) if held > limit else None
         rank.agree(finding, title="the model is not sharded")
     return run
+
+
+def _byte_limits(model: nn.Module, config: Config, rank: Rank) -> tuple[int, int]:
+    """The most bytes of parameters that a sharded rank may hold, and its share with padding."""
+    traits = rank.implementation.traits
+    parameters = list(model.parameters())
+    itemsize = config.cast.itemsize if config.cast else max(value.element_size() for value in parameters)
+    full = itemsize * sum(value.numel() for value in parameters)
+    padding = traits.collective_padding * (len(config.units) + 1)
+    share = itemsize * (padding + sum(traits.local_numel(value.shape, rank.world_size) for value in parameters))
+    # Half of what sharding saves: bookkeeping tensors are small, an unsharded model is not.
+    return share + max(full - share, 0) // 2, share
 
 
 def check_exact(rank: Rank, first: StepPicture, second: StepPicture, *, step: int, why: str) -> None:

@@ -185,7 +185,7 @@ class Pool:
             WorldDied: the world could not be started.
         """
         outcome = self._world(key).run(job, deadline=deadline)
-        if not _is_in_step(outcome.results):
+        if not _is_in_step(outcome.results) or any(result.is_worn_out for result in outcome.results):
             self.discard(key)
         return outcome
 

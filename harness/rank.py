@@ -122,6 +122,7 @@ class Rank:
         microbatches: int = 1,
         clip: Clip | None = None,
         find_unused: bool = False,
+        cast: torch.dtype | None = None,
     ) -> parity.Pair:
         """The implementation beside its baseline and the oracle (collective).
 
@@ -135,10 +136,11 @@ class Rank:
             microbatches: microbatches in a step.
             clip: clip the gradients' norm in every step.
             find_unused: some parameters may get no gradient in a step.
+            cast: cast the sharded module, and the baseline, to this dtype before the first step.
         """
         config = self.config(
             units=units, reshard_after_forward=reshard_after_forward, microbatches=microbatches, clip=clip,
-            find_unused=find_unused,
+            find_unused=find_unused, cast=cast,
         )  # fmt: skip
         return parity.Pair(
             self, model.to(self.device), config=config, baseline=baseline, optimizer=optimizer or optim.sgd(),

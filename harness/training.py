@@ -80,7 +80,8 @@ class Run:
         norm, clipped = None, None
         if clip is not None and adapter.traits.clips == "call":
             with self.recorder.during("clip"):
-                norm = adapter.clip().detach().clone()
+                returned = adapter.clip()
+            norm = adapter.norm_value(returned).detach().clone()
             clipped = copy_pieces(adapter.gradients())
         self._optimize()
         if clip is not None and adapter.traits.clips == "step":

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 
 from harness import Capability, needs
@@ -14,3 +17,14 @@ RESHARD = [
     pytest.param(False, marks=_CHOOSES),
     pytest.param(2, marks=needs(Capability.RESHARD_TO_SIZE)),
 ]
+
+#: The same where sizes do not divide and what is shown after forward is looked at.
+RESHARD_UNEVEN = [
+    *RESHARD[:2],
+    pytest.param(2, marks=needs(Capability.RESHARD_TO_SIZE, Capability.RESHARD_TO_SIZE_UNEVEN)),
+]
+
+
+def with_first(value: Any, axis: Sequence[Any]) -> list[Any]:
+    """The axis with another parameter's ``value`` before each of its own, marks kept."""
+    return [pytest.param(value, *item.values, marks=item.marks) for item in axis]

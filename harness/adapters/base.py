@@ -65,8 +65,8 @@ class Traits:
     """What a parameter that no rank used has for a gradient."""
 
     process_groups: Literal["none", "kept", "abandoned"] = "none"
-    """What becomes of groups that it makes: kept for reuse as long as the process lives, or left to
-    the harness, which destroys them after the case."""
+    """What becomes of groups that it makes: kept for reuse as long as the process lives, or never used
+    again, so that the world is replaced when there are many."""
 
     isolation: Literal["shared", "adapter", "case"] = "shared"
     """Which cases may run in the same processes: all, this adapter's only, or each alone."""
@@ -100,6 +100,9 @@ class Config:
 
     find_unused: bool = False
     """Some parameters may get no gradient in a step."""
+
+    cast: torch.dtype | None = None
+    """Cast the module to this dtype once it is sharded, before the optimizer is made."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,10 +175,14 @@ class Adapter(ABC):
         loss.backward()
 
     def clip(self) -> torch.Tensor:
-        """Clip as ``config.clip`` says; the total norm, a scalar equal on all ranks."""
+        """Clip as ``config.clip`` says; the total norm, in whatever form the implementation returns it."""
         assert self.config.clip is not None
         clip = self.config.clip
         return nn.utils.clip_grad_norm_(self.module.parameters(), clip.max_norm, clip.norm_type)
+
+    def norm_value(self, norm: torch.Tensor) -> torch.Tensor:
+        """The scalar, equal on all ranks, that ``clip`` meant; outside the trace, may communicate."""
+        return norm
 
     def step(self) -> None:
         """Run the optimizer."""
@@ -209,6 +216,13 @@ class Adapter(ABC):
 
     def gathered(self) -> dict[str, bool]:
         """Per parameter name, whether ``module.parameters()`` shows it gathered.
+
+        Needs :attr:`Capability.REGISTERED_STATE`.
+        """
+        raise AssertionError(f"{self.name} does not declare {Capability.REGISTERED_STATE!r}")
+
+    def registered(self) -> dict[str, Piece]:
+        """Per parameter name, what ``module.parameters()`` shows, gathered or not.
 
         Needs :attr:`Capability.REGISTERED_STATE`.
         """

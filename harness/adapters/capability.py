@@ -17,6 +17,9 @@ class Capability(enum.StrEnum):
     RESHARD_TO_SIZE = "reshard-to-size"
     """An int smaller than the shard group reshards after forward to groups of that size."""
 
+    RESHARD_TO_SIZE_UNEVEN = "reshard-to-size-uneven"
+    """What ``parameters()`` shows after resharding to a smaller size is right where that size does not divide."""
+
     ROOT_RESHARD = "root-reshard"
     """``True`` frees the root's own unit after forward as well."""
 
@@ -41,6 +44,9 @@ class Capability(enum.StrEnum):
     MULTIPLE_FORWARD = "multiple-forward"
     """A unit may run several times in one forward."""
 
+    CLIP_EMPTY_SHARDS = "clip-empty-shards"
+    """Clipping takes any norm where a rank's part of some parameter is empty."""
+
     CAST_AFTER_INIT = "cast-after-init"
     """The sharded module can be cast to another dtype before the first forward."""
 
@@ -58,6 +64,9 @@ class Capability(enum.StrEnum):
 
     COUNTED_UNITS = "counted-units"
     """Each unit is gathered by one collective and reduced by one, so that counts follow a formula."""
+
+    GATHER_ORDER = "gather-order"
+    """Collectives come in the documented order: a unit is gathered when it runs, in backward one ahead."""
 
     SINGLE_RANK = "single-rank"
     """A world of one rank works and issues no collective."""

@@ -15,8 +15,6 @@ from torch.distributed.tensor.placement_types import Placement
 from harness.adapters.base import Adapter, Config, OptimizerFactory, Piece, Traits, whole
 from harness.adapters.capability import Capability
 
-DTENSOR_CAPABILITIES = frozenset(Capability)
-
 
 def cut_like(full: torch.Tensor, *, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> torch.Tensor:
     """This rank's shard of ``full``, by ``torch.chunk`` along each sharded mesh dimension in turn.
@@ -59,7 +57,7 @@ class DTensorAdapter(Adapter):
 
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
-        return DTENSOR_CAPABILITIES
+        return frozenset(Capability)
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         super().__init__(model, optimizer=optimizer, config=config)
@@ -69,7 +67,7 @@ class DTensorAdapter(Adapter):
         for modules in groups:
             type(self).fully_shard(modules if len(modules) > 1 else modules[0], **options)
         type(self).fully_shard(model, **options)
-        self.module = model
+        self.module = model if config.cast is None else model.to(config.cast)
         self.optimizer = optimizer(model.parameters()) if optimizer else None
 
     def gradients(self) -> dict[str, Piece | None]:
@@ -80,6 +78,9 @@ class DTensorAdapter(Adapter):
 
     def parameters(self) -> dict[str, Piece]:
         return {name: piece_of(parameter.detach()) for name, parameter in self._sharded_parameters().items()}
+
+    def registered(self) -> dict[str, Piece]:
+        return {name: piece_of(parameter.detach()) for name, parameter in self.named_parameters().items()}
 
     def gathered(self) -> dict[str, bool]:
         return {name: not isinstance(value, DTensor) for name, value in self.named_parameters().items()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 import fsdp_impl
@@ -12,6 +14,8 @@ class ReferenceAdapter(DTensorAdapter):
     """``fsdp_impl.fully_shard``, with its own clipping."""
 
     name = "reference"
+    # Resharding to a smaller size makes groups once per mesh and keeps them.
+    traits = dataclasses.replace(DTensorAdapter.traits, process_groups="kept")
     fully_shard = staticmethod(fsdp_impl.fully_shard)
 
     def clip(self) -> torch.Tensor:

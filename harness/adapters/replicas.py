@@ -58,7 +58,7 @@ class ReplicatedAdapter(_Replica):
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         super().__init__(model, optimizer=optimizer, config=config)
-        self.module = model
+        self.module = model if config.cast is None else model.to(config.cast)
         self.optimizer = optimizer(model.parameters()) if optimizer else None
 
     @contextlib.contextmanager

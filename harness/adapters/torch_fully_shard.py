@@ -8,6 +8,7 @@ import torch
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from harness.adapters.capability import Capability
 from harness.adapters.dtensor import DTensorAdapter
 
 
@@ -19,6 +20,11 @@ class TorchFullyShardAdapter(DTensorAdapter):
     traits = dataclasses.replace(DTensorAdapter.traits, process_groups="abandoned")
     fully_shard = staticmethod(fully_shard)
 
-    def clip(self) -> torch.Tensor:
-        norm = super().clip()
+    @classmethod
+    def capabilities(cls) -> frozenset[Capability]:
+        # docs/findings.md has both: F-1, after resharding to a smaller size that does not divide, what is
+        # shown is cut in the wrong place; F-2, the inf-norm raises on a rank with an empty shard.
+        return super().capabilities() - {Capability.RESHARD_TO_SIZE_UNEVEN, Capability.CLIP_EMPTY_SHARDS}
+
+    def norm_value(self, norm: torch.Tensor) -> torch.Tensor:
         return norm.full_tensor() if isinstance(norm, DTensor) else norm

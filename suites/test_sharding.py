@@ -1,0 +1,38 @@
+"""Chapter SHARDING: a rank holds its share of what an implementation says it shards, and no more."""
+
+from __future__ import annotations
+
+import copy
+
+from harness import Capability, contract, memory, models, needs, optim, world
+from harness.adapters.base import padded_to_rows
+from harness.rank import Rank
+
+
+@contract("SHARDING-1")
+@world(2, 4)
+@needs(Capability.SHARDED)
+def test_rank_holds_its_share(rank: Rank) -> None:
+    """After backward and after a step with momentum, parameters, gradients and state are divided as declared."""
+    model = models.Tower(dim=65).to(rank.device)
+    shapes = [parameter.shape for parameter in model.parameters()]
+    full = 4 * sum(shape.numel() for shape in shapes)
+    share = 4 * sum(padded_to_rows(shape, rank.world_size) for shape in shapes)
+    batch = rank.batch(0, (2, 65))
+    # The first backward on a device allocates workspaces that stay; they are nobody's shards.
+    models.mean_square(copy.deepcopy(model)(batch)).backward()
+
+    before = memory.held_bytes(rank.device) - full
+    run = rank.run(model, units=model.units(), optimizer=optim.sgd())
+    run.forward_backward((batch,), loss=models.mean_square)
+    after_backward = memory.held_bytes(rank.device) - before
+    run.adapter.step()
+    after_step = memory.held_bytes(rank.device) - before
+    if rank.device.type == "cpu":
+        shards = rank.implementation.traits.shards
+    parts = [share if part in shards else full for part in ("parameters", "gradients", "optimizer")]
+    # A quarter of one full copy is allowed for bookkeeping and buffers kept between steps.
+    for when, held, expected in (("backward", after_backward, parts[:2]), ("the step", after_step, parts)):
+        assert held <= sum(expected) + full // 4, (
+            f"after {when} the rank holds {held} bytes; its share is {sum(expected)} of {full * len(expected)}"
+        )

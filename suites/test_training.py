@@ -1,0 +1,125 @@
+"""Chapter TRAINING: a sharded run trains the same model as its baseline."""
+
+from __future__ import annotations
+
+
+import pytest
+import torch
+
+from harness import Capability, Hardware, contract, models, needs, optim, world
+from harness.perturb import Delay
+from harness.rank import Rank
+from suites.axes import RESHARD
+
+DELAY_MS = 50.0
+"""Far longer than any kernel or collective of these models, so that a missing wait is always too early."""
+
+DELAYS = {
+    "after-forward": Delay(milliseconds=DELAY_MS, at="loss"),
+    "before-all-gather": Delay(milliseconds=DELAY_MS, collective="all_gather"),
+    "before-reduce-scatter": Delay(milliseconds=DELAY_MS, collective="reduce_scatter"),
+    "before-step": Delay(milliseconds=DELAY_MS, at="step"),
+}
+
+
+@contract("TRAINING-1")
+@world(2, 4)
+@pytest.mark.parametrize(
+    "shapes",
+    [((16, 15), (15, 8)), ((7, 15), (15, 3)), ((16, 17), (17, 8))],
+    ids=["16x15-15x8", "7x15-15x3", "16x17-17x8"],
+)
+def test_single_unit(rank: Rank, shapes: tuple[tuple[int, int], tuple[int, int]]) -> None:
+    """One unit with uneven sizes, some smaller than the world, trains as DDP does."""
+    pair = rank.pair(models.two_linear(*shapes))
+    for step in range(3):
+        pair.step(rank.batch(step, (4, shapes[0][0])), set_to_none=step % 2 == 0)
+        pair.check()
+
+
+@contract("TRAINING-2")
+@world(2, 4)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+@pytest.mark.parametrize(
+    "delays",
+    [
+        pytest.param((), id="undelayed"),
+        *(pytest.param((name,), id=name, marks=needs(Hardware.STREAMS)) for name in DELAYS),
+        pytest.param(tuple(DELAYS), id="all-delayed", marks=needs(Hardware.STREAMS)),
+    ],
+)
+def test_many_units(rank: Rank, delays: tuple[str, ...], reshard_after_forward: bool | int) -> None:
+    """A transformer of several units trains as DDP does, also when streams run at other speeds."""
+    config = models.TransformerConfig(layers=3, vocabulary=61, length=16, heads=4)
+    model = models.Transformer(config)
+    pair = rank.pair(
+        model,
+        units=model.units(),
+        delays=[DELAYS[name] for name in delays],
+        reshard_after_forward=reshard_after_forward,
+    )
+    for step in range(3):
+        tokens = rank.tokens(step, (3, config.length), vocabulary=config.vocabulary)
+        pair.step(tokens, set_to_none=step % 2 == 0)
+    pair.check()
+
+
+@contract("TRAINING-3")
+@world(2, 4)
+@needs(Capability.NON_ROOT_FORWARD)
+def test_unit_called_directly(rank: Rank) -> None:
+    """Training one unit by calling it alone reduces its gradients and leaves the others without."""
+    model = models.Tower(dim=33)
+    pair = rank.pair(model, units=model.units(), baseline="replicated", find_unused=True)
+    for step, submodule in enumerate(["", "layers.0", "", "layers.0"]):
+        pair.step(rank.batch(step, (8, 33)), submodule=submodule)
+        pair.check()
+
+
+@contract("TRAINING-4")
+@world(2, 4)
+@needs(Capability.MULTIPLE_FORWARD)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+def test_unit_called_twice(rank: Rank, reshard_after_forward: bool | int) -> None:
+    """A unit that runs twice in a forward sums both contributions and is reduced with both."""
+    pair = rank.pair(models.ReusedInner(dim=5), units=[["inner"]], reshard_after_forward=reshard_after_forward)
+    for step in range(3):
+        pair.step(rank.batch(step, (32, 5)))
+        pair.check()
+
+
+@contract("TRAINING-5")
+@world(2)
+@needs(Capability.CAST_AFTER_INIT)
+def test_cast_after_sharding(rank: Rank) -> None:
+    """A model cast to float64 once it is sharded trains in float64: parameters, gradients and losses."""
+    pair = rank.pair(
+        models.MLP(5), units=[["in_proj"], ["out_proj"]], baseline="replicated", cast=torch.float64
+    )
+    for step in range(3):
+        pair.step(rank.batch(step, (2, 5)).double(), set_to_none=step % 2 == 0)
+        pair.check()
+
+
+@contract("TRAINING-6")
+@world(2, 4)
+@needs(Capability.ADAM)
+def test_first_step_of_adam(rank: Rank) -> None:
+    """Adam's state starts at step one on every shard: its first update is the baseline's."""
+    model = models.Tower(dim=17)
+    pair = rank.pair(model, units=model.units(), optimizer=optim.adamw())
+    pair.step(rank.batch(0, (8, 17)))
+    pair.check()
+
+
+@contract("TRAINING-7")
+@world(2, 4)
+@needs(Capability.GROUPED_UNIT)
+def test_unit_of_several_modules(rank: Rank) -> None:
+    """Modules that share a unit are gathered once, together, and train as DDP does."""
+    pair = rank.pair(models.Tower(dim=9), units=[["layers.0", "layers.1"], ["layers.2"]])
+    for step in range(3):
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+
+
