@@ -11,7 +11,7 @@ import torch
 from harness.adapters.base import Piece
 from harness.errors import Place
 from harness.explain import guess_gradient, guess_norm
-from harness.numerics import ADAM_NOISE_ULPS, Distance, OracleStep, distance, ulp
+from harness.numerics import ADAM_NOISE_ULPS, Distance, OracleStep, distance, total_norm, ulp
 from harness.training import Pieces, StepPicture
 from harness.trees import tensors_of
 
@@ -86,8 +86,8 @@ class StepComparison:
         norms = self.sharded.norm, self.baseline.norm, self.oracle.norm
         if any(norm is None for norm in norms):
             return
-        held = [piece.tensor.flatten().double() for piece in self.sharded.gradients.values() if piece is not None]
-        local = torch.linalg.vector_norm(torch.cat(held), self.context.norm_type) if held else torch.zeros(())
+        held = [piece.tensor for piece in self.sharded.gradients.values() if piece is not None]
+        local = total_norm(held, self.context.norm_type)
         for finding in self._scalar_or_tensor("total norm", f"the {self.context.norm_type:g}-norm", *norms):
             why = guess_norm(
                 float(norms[0]), float(norms[2]), float(local), self.context.size, self.context.norm_type

@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from harness import casefile, leftovers
 from harness.adapters import registry
+from harness.adapters.base import Adapter
 from harness.errors import Divergence
 from harness.jobs import Job, RankSpec, Result
 from harness.rank import Rank, Seeds, World
@@ -106,7 +107,7 @@ def run_job(world: World, job: Job) -> Result:
     """Run one case on this rank; everything it does wrong becomes part of the result."""
     result = Result(job.number, world.index, Verdict.PASS)
     try:
-        function, parameters, implementation = _prepare(job)
+        function, parameters, implementation = _prepare(world, job)
     except Exception:
         result.verdict, result.text = Verdict.HARNESS_ERROR, traceback.format_exc()
         return result
@@ -131,10 +132,13 @@ def run_job(world: World, job: Job) -> Result:
     return result
 
 
-def _prepare(job: Job) -> tuple[Any, dict[str, Any], Any]:
+def _prepare(world: World, job: Job) -> tuple[Any, dict[str, Any], type[Adapter]]:
     module = casefile.load(job.module, pathlib.Path(job.path))
     function = functools.reduce(getattr, job.function.split("."), module)
-    return function, pickle.loads(job.parameters), registry.load(job.implementation)
+    implementation = registry.load(job.implementation)
+    if implementation.traits.isolation != "shared":
+        implementation.prepare(world.device.type)
+    return function, pickle.loads(job.parameters), implementation
 
 
 @contextlib.contextmanager

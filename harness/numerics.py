@@ -177,9 +177,9 @@ class Oracle:
 
 
 def total_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """(sum over all elements |g|^p)^(1/p), or the largest |g| for p = inf; float64 scalar."""
-    flat = torch.cat([gradient.flatten().double() for gradient in gradients])
-    return torch.linalg.vector_norm(flat, norm_type)
+    """(sum over all elements |g|^p)^(1/p), or the largest |g| for p = inf; float64 scalar, 0 without elements."""
+    flat = torch.cat([gradient.flatten().double() for gradient in gradients] or [torch.zeros(0)])
+    return torch.linalg.vector_norm(flat, norm_type) if flat.numel() else flat.new_zeros(())
 
 
 def _to_double(tensor: torch.Tensor) -> torch.Tensor:

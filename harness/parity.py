@@ -196,9 +196,10 @@ def _byte_limits(model: nn.Module, config: Config, rank: Rank) -> tuple[int, int
     traits = rank.implementation.traits
     parameters = list(model.parameters())
     itemsize = config.cast.itemsize if config.cast else max(value.element_size() for value in parameters)
-    full = itemsize * sum(value.numel() for value in parameters)
+    copies = 1 + len(traits.held_from_start)
+    full = copies * itemsize * sum(value.numel() for value in parameters)
     padding = traits.collective_padding * (len(config.units) + 1)
-    share = itemsize * (padding + sum(traits.local_numel(value.shape, rank.world_size) for value in parameters))
+    share = copies * itemsize * (padding + sum(traits.local_numel(value.shape, rank.world_size) for value in parameters))
     # Half of what sharding saves: bookkeeping tensors are small, an unsharded model is not.
     return share + max(full - share, 0) // 2, share
 

@@ -49,6 +49,10 @@ class Traits:
     shards: frozenset[Literal["parameters", "gradients", "optimizer"]] = frozenset()
     """What is divided among the ranks; checked against the bytes that a rank holds."""
 
+    held_from_start: frozenset[Literal["master", "gradients"]] = frozenset()
+    """What a rank has as long as it has the parameters, as large as its share of them: a copy that
+    the optimizer updates instead, a buffer for gradients."""
+
     local_numel: Callable[[torch.Size, int], int] = padded_to_rows
     """Elements that a rank holds at most of one parameter, padding included: (shape, world size)."""
 
@@ -150,6 +154,15 @@ class Adapter(ABC):
     def version(cls) -> str:
         """The version of what is driven, for the run file."""
         return torch.__version__
+
+    @classmethod
+    def prepare(cls, device_type: str) -> None:
+        """Change a rank's process for good: environment variables, imports that patch.
+
+        Called before each case, where ``traits.isolation`` gives the implementation ranks of its own,
+        and before the picture with which the process is compared after the case.
+        """
+        return None
 
     @abstractmethod
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:

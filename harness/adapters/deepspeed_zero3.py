@@ -27,6 +27,7 @@ class DeepSpeedZero3Adapter(Adapter):
     name = "deepspeed.zero3"
     traits = Traits(
         shards=frozenset({"parameters", "gradients", "optimizer"}),
+        held_from_start=frozenset({"master", "gradients"}),
         clips="step",
         divides_by_microbatches=True,
         unused_gradient="zero",
@@ -60,18 +61,13 @@ class DeepSpeedZero3Adapter(Adapter):
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         super().__init__(model, optimizer=optimizer, config=config)
-        before = dict(os.environ)
-        self.prepare(config.mesh.device_type)
         import deepspeed
-        import torch.distributed as dist
-        g0 = set(dist.distributed_c10d._world.pg_map)
 
         factory = optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=0.0))
         self.module, *_ = deepspeed.initialize(
             model=model, optimizer=factory(model.parameters()), config=_configuration(config, model)
         )
         self.optimizer = None
-        print("ENV", {k: v for k, v in os.environ.items() if before.get(k) != v}, "groups", len(set(dist.distributed_c10d._world.pg_map) - g0))
 
     @contextlib.contextmanager
     def microbatch(self, *, is_last: bool) -> Iterator[None]:
