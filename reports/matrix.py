@@ -99,16 +99,18 @@ def _place(failure: Failure) -> str:
 
 
 def _skips(cases: Iterable[CaseRecord]) -> list[str]:
-    """As `unsupported, mixed_precision: torch.fsdp 3`: a line for each set of missing things."""
+    """As `unsupported, tied: torch.fsdp 3`: a line for each missing thing, with how many cases each implementation
+    loses by it. A case that misses two things is in two lines.
+    """
     skipped: dict[tuple[Verdict, str], Counter[str]] = {}
     for case in cases:
         if case.verdict.skipped:
-            missing = ", ".join(sorted(case.missing)) or "(the run file does not say what is missing)"
-            skipped.setdefault((case.verdict, missing), Counter())[case.implementation] += 1
+            for name in case.missing or ["(the run file does not say what is missing)"]:
+                skipped.setdefault((case.verdict, name), Counter())[case.implementation] += 1
     lines = []
-    for (verdict, missing), counts in sorted(skipped.items()):
-        who = ", ".join(f"{name} {count}" for name, count in counts.items())
-        lines.append(printable(f"{verdict}, {missing}: {who}"))
+    for (verdict, name), counts in sorted(skipped.items()):
+        who = ", ".join(f"{implementation} {count}" for implementation, count in counts.items())
+        lines.append(printable(f"{verdict}, {name}: {who}"))
     return lines
 
 

@@ -130,8 +130,8 @@ def test_one_line_for_each_missing_thing():
         """\
 unmet, (the run file does not say what is missing): reference 1
 unmet, 4 GPUs: reference 1
-unsupported, offload: reference 2, torch.fsdp 1
-unsupported, offload, tied: reference 1""",
+unsupported, offload: reference 3, torch.fsdp 1
+unsupported, tied: reference 1""",
     )
 
 

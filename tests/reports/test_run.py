@@ -3,12 +3,15 @@
 import json
 import pickle
 import re
+from pathlib import Path
 
 import pytest
 
 from reports.fields import RecordError
 from reports.run import Accelerator, Implementation, RunFileError, load_run, parse_run
 from tests.reports import samples
+
+PUBLISHED = Path(__file__).parents[2] / "reports/published"
 
 
 @pytest.fixture
@@ -110,6 +113,14 @@ def test_a_missing_file_and_a_folder_are_said_so(tmp_path):
     with pytest.raises(RunFileError) as raised:
         load_run(tmp_path)
     assert str(raised.value) == f"{tmp_path}: Is a directory"
+
+
+@pytest.mark.parametrize("path", sorted(PUBLISHED.glob("*.json")), ids=lambda path: path.name)
+def test_published_runs_stay_readable(path):
+    """Their records are kept so that later pages need no rerun."""
+    run = load_run(path)
+    assert run.cases
+    assert run.environment.torch and run.environment.device
 
 
 class _Trap:
