@@ -58,7 +58,10 @@ def test_unused_module_gets_no_gradient(rank: Rank, reshard_after_forward: bool 
 @contract("AUTOGRAD-3")
 @world(2, 4)
 @needs(Capability.CONTAINER_OUTPUT)
-@pytest.mark.parametrize("container", ["list", "namedtuple", "tuple", "dict", "dataclass"])
+@pytest.mark.parametrize(
+    "container",
+    ["list", "namedtuple", "tuple", "dict", pytest.param("dataclass", marks=needs(Capability.DATACLASS_OUTPUT))],
+)
 def test_containers_between_units(rank: Rank, container: models.Container) -> None:
     """Hooks find the tensors in any container that passes between units, and keep its type."""
     depth = 3

@@ -23,11 +23,11 @@ def test_counts_and_bytes(rank: Rank, reshard_after_forward: bool | int | None) 
     in_backward = {None: DEPTH, False: 0}.get(reshard_after_forward, UNITS)
     for step in range(2):
         pair.step(rank.batch(step, (4, 9)))
+        pair.check()
         pair.check_counts("forward", all_gather=UNITS)
         pair.check_counts("backward", all_gather=in_backward, reduce_scatter=UNITS)
         pair.check_counts("step")
         pair.check_bytes()
-        pair.check()
 
 
 @contract("COLLECTIVES-3")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 
 from harness import Capability, contract, memory, models, needs, optim, world
-from harness.adapters.base import padded_to_rows
 from harness.rank import Rank
 
 
@@ -17,7 +16,8 @@ def test_rank_holds_its_share(rank: Rank) -> None:
     model = models.Tower(dim=65).to(rank.device)
     shapes = [parameter.shape for parameter in model.parameters()]
     full = 4 * sum(shape.numel() for shape in shapes)
-    share = 4 * sum(padded_to_rows(shape, rank.world_size) for shape in shapes)
+    local_numel = rank.implementation.traits.local_numel
+    share = 4 * sum(local_numel(shape, rank.world_size) for shape in shapes)
     batch = rank.batch(0, (2, 65))
     # The first backward on a device allocates workspaces that stay; they are nobody's shards.
     models.mean_square(copy.deepcopy(model)(batch)).backward()
@@ -28,8 +28,7 @@ def test_rank_holds_its_share(rank: Rank) -> None:
     after_backward = memory.held_bytes(rank.device) - before
     run.adapter.step()
     after_step = memory.held_bytes(rank.device) - before
-    if rank.device.type == "cpu":
-        shards = rank.implementation.traits.shards
+    shards = rank.implementation.traits.shards
     parts = [share if part in shards else full for part in ("parameters", "gradients", "optimizer")]
     # A quarter of one full copy is allowed for bookkeeping and buffers kept between steps.
     for when, held, expected in (("backward", after_backward, parts[:2]), ("the step", after_step, parts)):

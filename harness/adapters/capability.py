@@ -33,7 +33,10 @@ class Capability(enum.StrEnum):
     """A module that never ran gets no gradient and does not disturb the rest."""
 
     CONTAINER_OUTPUT = "container-output"
-    """Units may return any container of tensors: tuple, list, dict, namedtuple, dataclass."""
+    """Units may return a tuple, list, dict or namedtuple of tensors."""
+
+    DATACLASS_OUTPUT = "dataclass-output"
+    """Units may return a dataclass of tensors."""
 
     POST_ACCUMULATE_GRAD_HOOK = "post-accumulate-grad-hook"
     """Hooks of ``register_post_accumulate_grad_hook`` run once the reduced gradient is there."""

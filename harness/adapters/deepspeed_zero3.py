@@ -112,18 +112,22 @@ class DeepSpeedZero3Adapter(Adapter):
 
 
 def _configuration(config: Config, model: nn.Module) -> dict[str, Any]:
+    largest = max(parameter.numel() for parameter in model.parameters())
     zero: dict[str, Any] = {
         "stage": 3,
-        # Small parameters would be kept whole.
+        # By default parameters of less than 100,000 elements are kept whole.
         "stage3_param_persistence_threshold": 0,
-        "contiguous_gradients": False,
+        # The default buckets would gather, and reduce, all of a case's model at once.
+        "stage3_prefetch_bucket_size": largest,
+        "reduce_bucket_size": largest,
     }
-    if config.reshard_after_forward is True:
-        # What is used again within this many elements is kept.
+    if config.reshard_after_forward:
+        # What is used again within that many elements stays gathered; the default is a billion.
         zero["stage3_max_reuse_distance"] = 0
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": config.microbatches,
+        # The default clips at 1.
         "gradient_clipping": config.clip.max_norm if config.clip else 0.0,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,

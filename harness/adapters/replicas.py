@@ -18,6 +18,7 @@ _UNSHARDED = frozenset(
     {
         Capability.UNUSED_MODULE,
         Capability.CONTAINER_OUTPUT,
+        Capability.DATACLASS_OUTPUT,
         Capability.MULTIPLE_FORWARD,
         Capability.CLIP_BY_CALL,
         Capability.CLIP_ANY_NORM,

@@ -7,6 +7,7 @@ import dataclasses
 import torch
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.torch_version import TorchVersion
 
 from harness.adapters.capability import Capability
 from harness.adapters.dtensor import DTensorAdapter
@@ -24,7 +25,11 @@ class TorchFullyShardAdapter(DTensorAdapter):
     def capabilities(cls) -> frozenset[Capability]:
         # docs/findings.md has both: F-1, after resharding to a smaller size that does not divide, what is
         # shown is cut in the wrong place; F-2, the inf-norm raises on a rank with an empty shard.
-        return super().capabilities() - {Capability.RESHARD_TO_SIZE_UNEVEN, Capability.CLIP_EMPTY_SHARDS}
+        lacking = {Capability.RESHARD_TO_SIZE_UNEVEN, Capability.CLIP_EMPTY_SHARDS}
+        # F-3: seen to fail on 2.11 and to work on 2.13; 2.12 is untested.
+        if torch.__version__ < TorchVersion("2.13"):
+            lacking.add(Capability.DATACLASS_OUTPUT)
+        return super().capabilities() - lacking
 
     def norm_value(self, norm: torch.Tensor) -> torch.Tensor:
         return norm.full_tensor() if isinstance(norm, DTensor) else norm

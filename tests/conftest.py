@@ -1,0 +1,3 @@
+"""What tests share."""
+
+pytest_plugins = ["pytester"]

@@ -1,0 +1,269 @@
+"""The plugin: what it selects, refuses, and reports. Inner runs share this process's forkserver where they can."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import pytest
+
+# Imported before the inner runs, which forget the modules that they import: torch cannot be imported twice.
+import harness.adapters.reference
+import harness.adapters.replicas
+import harness.models  # noqa: F401
+
+ROOT = pathlib.Path(__file__).parents[2]
+QUIET = ("-p", "no:cacheprovider", "-p", "harness.plugin")
+
+CASE = """
+from harness import world
+@world(2)
+def test_case(rank):
+    {body}
+"""
+
+
+@pytest.fixture
+def run(pytester, monkeypatch):
+    """Run pytest on one case file with these options, in this process unless told otherwise."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+    def run(source, *options, own_process=False):
+        pytester.path.joinpath("test_inner.py").write_text(source)
+        options = options if "--impl" in options else (*options, "--impl", "ddp")
+        if own_process:
+            return pytester.runpytest_subprocess(*QUIET, *options, timeout=120)
+        return pytester.runpytest_inprocess(*QUIET, *options)
+
+    return run
+
+
+def last_error(result):
+    """The one line after which pytest gave up."""
+    lines = [line for line in result.stderr.lines + result.stdout.lines if line.startswith("ERROR: ")]
+    assert "Traceback" not in result.stderr.str() + result.stdout.str()
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+# What cannot exist: exit code 4 and one line
+
+
+def test_unknown_implementation_names_the_nearest(run):
+    result = run(CASE.format(body="pass"), "--impl", "torch.fully_shart")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert last_error(result).startswith(
+        "ERROR: unknown implementation 'torch.fully_shart': did you mean torch.fully_shard"
+    )
+
+
+def test_adapter_module_that_does_not_import(run, pytester):
+    pytester.syspathinsert()
+    pytester.path.joinpath("broken_adapter.py").write_text("import nothing_of_that_name\n")
+    result = run(CASE.format(body="pass"), "--impl", "broken_adapter:Broken")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert "module 'broken_adapter' does not import: ModuleNotFoundError" in last_error(result)
+    result = run(CASE.format(body="pass"), "--impl", "no_such_module:Adapter")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert "module 'no_such_module' does not import: ModuleNotFoundError" in last_error(result)
+
+
+def test_device_that_is_not_there(run):
+    result = run(CASE.format(body="pass"), "--device", "cuda")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert last_error(result) == "ERROR: --device cuda: torch finds no CUDA device here; use --device cpu or auto"
+
+
+@pytest.mark.parametrize("worlds", ["0", "two", "2,,4", "-2"])
+def test_worlds_that_are_no_worlds(run, worlds):
+    result = run(CASE.format(body="pass"), f"--world={worlds}")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert f"--world {worlds}: expected positive numbers of ranks such as 2,4" in last_error(result)
+
+
+@pytest.mark.parametrize(
+    ("fixture", "instead"),
+    [("tmp_path", "use rank.tmp_path"), ("monkeypatch", "use rank.monkeypatch"), ("own", "use a parameter")],
+)
+def test_fixture_that_cannot_cross_processes(run, fixture, instead):
+    result = run(
+        f"""
+import pytest
+from harness import world
+@pytest.fixture
+def own():
+    return object()
+@world(2)
+def test_case(rank, {fixture}):
+    pass
+"""
+    )
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    error = last_error(result)
+    assert f"fixture '{fixture}' cannot cross processes; {instead}" in error
+
+
+def test_method_and_unpicklable_parameter_are_refused(run):
+    result = run(
+        """
+import pytest
+from harness import world
+class TestGroup:
+    @world(2)
+    def test_method(self, rank):
+        pass
+"""
+    )
+    assert "a case is a plain function, not a method" in last_error(result)
+    result = run(
+        """
+import pytest
+from harness import world
+@world(2)
+@pytest.mark.parametrize("function", [lambda: None])
+def test_case(rank, function):
+    pass
+"""
+    )
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert "parameter 'function' = <function <lambda>" in last_error(result)
+
+
+# What is selected
+
+
+def test_items_carry_implementation_and_world_and_worlds_filter(run, pytester):
+    source = """
+import pytest
+from harness import world
+@world(1, 2)
+@pytest.mark.parametrize("flag", [True, False])
+def test_case(rank, flag):
+    pass
+@world(3)
+def test_other_world(rank):
+    pass
+"""
+    result = run(source, "--world", "1", "--impl", "ddp,reference", "--collect-only", "-q")
+    collected = [line.partition("::")[2] for line in result.stdout.lines if "::" in line]
+    assert collected == [
+        "test_case[ddp-w1-True]",
+        "test_case[ddp-w1-False]",
+        "test_case[reference-w1-True]",
+        "test_case[reference-w1-False]",
+    ]
+    result.assert_outcomes()
+
+
+def test_ordinary_tests_are_left_alone(run):
+    result = run("def test_plain(tmp_path):\n    assert tmp_path.exists()\n")
+    result.assert_outcomes(passed=1)
+
+
+# What is reported
+
+FAILS_ON_ONE_RANK = CASE.format(
+    body="""
+    print("said before", rank.index)
+    numbers = [rank.index]
+    assert numbers == [0]
+"""
+)
+
+
+def test_failure_shows_the_rank_its_traceback_and_every_output(run, pytester):
+    result = run(FAILS_ON_ONE_RANK, "--report", "out/run.json")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "fail: rank 1 of 2:",
+            "Traceback (most recent call last):",
+            '  File "*test_inner.py", line 8, in test_case',
+            "*AssertionError: assert [[]1] == [[]0]",
+            'reproduce: python -m pytest "test_inner.py::test_case[[]ddp-w2]" --impl ddp --device cpu',
+            "*output of rank 0*",
+            "said before 0",
+            "*output of rank 1*",
+            "said before 1",
+        ]
+    )
+    (case,) = json.loads(pytester.path.joinpath("out/run.json").read_text())["cases"]
+    assert (case["verdict"], case["failure"]["rank"]) == ("fail", 1)
+
+
+def test_run_file_names_what_was_skipped_and_why(run, pytester):
+    source = """
+from harness import Capability, Hardware, contract, needs, world
+@contract("X-1")
+@world(2)
+@needs(Capability.SHARDED)
+def test_capability(rank):
+    pass
+@world(2)
+@needs(Hardware.STREAMS)
+def test_hardware(rank):
+    pass
+"""
+    result = run(source, "--report", "run.json", "-rs", "--device", "cpu")
+    result.assert_outcomes(skipped=2)
+    result.stdout.fnmatch_lines(["*unsupported: sharded*", "*unmet: streams*"])
+    run_file = json.loads(pytester.path.joinpath("run.json").read_text())
+    assert run_file["schema_version"] == 1
+    assert [(c["requirement"], c["verdict"], c["missing"]) for c in run_file["cases"]] == [
+        ("X-1", "unsupported", ["sharded"]),
+        ("", "unmet", ["streams"]),
+    ]
+    assert run_file["environment"]["implementations"]["ddp"]["version"]
+
+
+def test_xdist_gives_the_same_verdicts_and_run_file(run, pytester):
+    source = """
+import pytest
+from harness import world
+@world(2)
+@pytest.mark.parametrize("n", range(4))
+def test_case(rank, n):
+    assert n != 2
+"""
+    for workers in ("0", "2"):
+        result = run(source, "-n", workers, "--report", f"run{workers}.json", own_process=True)
+        result.assert_outcomes(passed=3, failed=1)
+    verdicts = [
+        sorted((case["id"], case["verdict"]) for case in json.loads(pytester.path.joinpath(name).read_text())["cases"])
+        for name in ("run0.json", "run2.json")
+    ]
+    assert verdicts[0] == verdicts[1]
+    assert [verdict for _, verdict in verdicts[0]] == ["pass", "pass", "fail", "pass"]
+
+
+def test_usage_errors_reach_the_user_through_xdist(run):
+    result = run(CASE.format(body="pass"), "-n", "2", "--impl", "nobody", own_process=True)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert "unknown implementation 'nobody'" in last_error(result)
+
+
+def test_inline_texts_are_compared_and_accepted_in_the_controller(run, pytester, monkeypatch):
+    source = '''
+from harness import world
+@world(2)
+def test_case(rank):
+    rank.expect("one\\ntwo\\n", """\\
+one
+""")
+'''
+    result = run(source)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*test_inner.py:5: *", "*+two*"])
+    monkeypatch.setenv("EXPECTTEST_ACCEPT", "1")
+    run(source).assert_outcomes(passed=1)
+    monkeypatch.delenv("EXPECTTEST_ACCEPT")
+    accepted = pytester.path.joinpath("test_inner.py").read_text()
+    assert '"""\\\none\ntwo\n"""' in accepted
+    run(accepted).assert_outcomes(passed=1)
+
+
+def test_ranks_that_disagree_on_an_inline_text_fail(run):
+    source = CASE.format(body='rank.expect(f"rank {rank.index}", """rank 0""")')
+    result = run(source)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*ranks 0 and 1 gave different texts for one inline expectation*"])
