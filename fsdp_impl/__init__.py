@@ -5,7 +5,7 @@ The names and signatures are those of ``torch.distributed.fsdp``.
 
 from fsdp_impl.common.clip import clip_grad_norm_
 from fsdp_impl.common.policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
-from fsdp_impl.per_parameter import FSDPModule, UnshardHandle, fully_shard
+from fsdp_impl.per_parameter import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method, share_comm_ctx
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -16,4 +16,6 @@ __all__ = [
     "UnshardHandle",
     "clip_grad_norm_",
     "fully_shard",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
 ]

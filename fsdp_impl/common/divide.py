@@ -24,15 +24,33 @@ class Division:
     after: float
 
 
-def divide(dtype: torch.dtype, shard_size: int, replicate_size: int = 1) -> Division:
-    """Choose the division for gradients of ``dtype`` summed over ``shard_size * replicate_size`` ranks."""
+def divide(
+    dtype: torch.dtype,
+    shard_size: int,
+    replicate_size: int = 1,
+    *,
+    factor: float | None = None,
+    force_sum: bool = False,
+) -> Division:
+    """Choose the division for gradients of ``dtype`` summed over ``shard_size * replicate_size`` ranks.
+
+    Args:
+        dtype: in which gradients are summed.
+        shard_size: ranks of the reduce-scatter.
+        replicate_size: ranks of the all-reduce.
+        factor: divide by this instead of the number of ranks, over both collectives together.
+        force_sum: sums only, for back ends whose fast path knows nothing else.
+    """
     world = shard_size * replicate_size
+    divisor = world if factor is None else factor
     if dtype in _WIDE_RANGE:
-        # NCCL's AVG may go wrong over a single rank, and a sum of one is its average.
-        op = ReduceOp.SUM if world == 1 else ReduceOp.AVG
-        return Division(before=1, reduce_op=op, all_reduce_op=op, after=1)
-    before = _near_square_root(world)
-    return Division(before=before, reduce_op=ReduceOp.SUM, all_reduce_op=ReduceOp.SUM, after=world / before)
+        if divisor == world and world > 1 and not force_sum:
+            return Division(before=1, reduce_op=ReduceOp.AVG, all_reduce_op=ReduceOp.AVG, after=1)
+        # NCCL's AVG may go wrong over a single rank, and a sum of one is its average. Any other divisor is applied
+        # after the sum: to the shard, which is smaller than the input, and on every back end alike.
+        return Division(before=1, reduce_op=ReduceOp.SUM, all_reduce_op=ReduceOp.SUM, after=divisor)
+    before = _near_square_root(divisor)
+    return Division(before=before, reduce_op=ReduceOp.SUM, all_reduce_op=ReduceOp.SUM, after=divisor / before)
 
 
 def scale(tensor: torch.Tensor, divisor: float) -> None:
@@ -41,7 +59,7 @@ def scale(tensor: torch.Tensor, divisor: float) -> None:
         tensor.div_(divisor)
 
 
-def _near_square_root(world: int) -> int:
+def _near_square_root(world: float) -> int:
     """The smallest power of two that is at least ``sqrt(world)``, as far as doubling still divides ``world``."""
     factor = 1
     while world % factor == 0 and world / factor > factor:

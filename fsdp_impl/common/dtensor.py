@@ -1,24 +1,32 @@
 """DTensors from local tensors, without the cost and the autograd node of ``DTensor.from_local``."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_impl.common.layout import contiguous_stride
-from fsdp_impl.common.mesh import ShardMesh
 
 
-def spec_for(mesh: ShardMesh, size: torch.Size, dtype: torch.dtype) -> DTensorSpec:
-    """The spec of a contiguous tensor of global ``size``, sharded on ``mesh``."""
-    return DTensorSpec(mesh.mesh, mesh.placements, tensor_meta=TensorMeta(size, contiguous_stride(size), dtype))
+def spec_for(mesh: DeviceMesh, placements: Sequence[Placement], size: torch.Size, dtype: torch.dtype) -> DTensorSpec:
+    """The spec of a contiguous tensor of global ``size``, placed on ``mesh``."""
+    meta = TensorMeta(size, contiguous_stride(size), dtype)
+    return DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+
+
+def meta_of(spec: DTensorSpec) -> TensorMeta:
+    """Global size, stride and dtype."""
+    assert spec.tensor_meta is not None, spec
+    return spec.tensor_meta
 
 
 def with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
     """``spec`` for the same tensor in ``dtype``."""
-    meta = spec.tensor_meta
-    assert meta is not None
+    meta = meta_of(spec)
     return spec if meta.dtype == dtype else replace(spec, tensor_meta=TensorMeta(meta.shape, meta.stride, dtype))
 
 

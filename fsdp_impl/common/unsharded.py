@@ -54,7 +54,7 @@ class UnshardedBuffer:
             self._storage.resize_(0)
 
     def targets(self, layout: Layout) -> list[torch.Tensor]:
-        """Tensors ``(layout.world, extent)`` of ``layout.dtype``, by rising offset, to copy a gathered buffer into.
+        """Tensors of ``layout.dtype``, by rising offset, that :func:`layout.copy_out` copies a gathered buffer into.
 
         They are objects of their own on the same storage, with their own version counters: a copy into them does not
         look to autograd like a change of the parameters that it saved. ``layout.world`` must divide the world of the
@@ -62,13 +62,15 @@ class UnshardedBuffer:
         """
         if layout.world not in self._targets:
             with torch.inference_mode(False), torch.no_grad():
-                self._targets[layout.world] = [
-                    self._tensor(
-                        self._starts[index], torch.Size([layout.world, layout.slots[index].extent]), layout.dtype
-                    )
-                    for index in layout.order
-                ]
+                self._targets[layout.world] = [self._target(index, layout) for index in layout.order]
         return self._targets[layout.world]
+
+    def _target(self, index: int, layout: Layout) -> torch.Tensor:
+        slot = layout.slots[index]
+        if slot.blocks == 1:
+            return self._tensor(self._starts[index], torch.Size([layout.world, slot.extent]), layout.dtype)
+        size = torch.Size([slot.blocks, layout.world, slot.extent // slot.blocks])
+        return self._tensor(self._starts[index], size, layout.dtype).transpose(0, 1)
 
     def _tensor(self, start: int, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         empty = torch.empty(0, dtype=dtype, device=self._device)

@@ -60,6 +60,7 @@ def _warn_about_one() -> None:
 
 
 def _smaller_mesh(mesh: ShardMesh, size: int) -> ShardMesh:
+    assert mesh.group is not None
     ranks = mesh.mesh.mesh
     meshes = _smaller_meshes.setdefault(mesh.group, {})
     key = (size, mesh.mesh.device_type, tuple(ranks.flatten().tolist()))

@@ -18,8 +18,11 @@ def outermost(modules: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
     return tuple(dict.fromkeys(module for module in modules if module not in inside))
 
 
-def managed_modules(roots: Sequence[nn.Module]) -> list[nn.Module]:
-    """The modules in ``roots`` but those that belong to another unit or to ``replicate``, children before parents."""
+def managed_modules(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> list[nn.Module]:
+    """The modules in ``roots`` but those that belong to another unit or to ``replicate``, children before parents.
+
+    Nor those of which everything is ``ignored``.
+    """
     found: dict[nn.Module, None] = {}
     visited: set[nn.Module] = set()
 
@@ -30,11 +33,17 @@ def managed_modules(roots: Sequence[nn.Module]) -> list[nn.Module]:
         visited.add(module)
         for child in module.children():
             visit(child)
-        found.setdefault(module)
+        if not _is_ignored(module, ignored):
+            found.setdefault(module)
 
     for root in roots:
         visit(root)
     return list(found)
+
+
+def _is_ignored(module: nn.Module, ignored: set[nn.Parameter]) -> bool:
+    params = list(module.parameters())
+    return bool(params) and not list(module.buffers()) and all(param in ignored for param in params)
 
 
 def managed_params(modules: Iterable[nn.Module], ignored: set[nn.Parameter]) -> dict[nn.Parameter, str]:
@@ -63,7 +72,7 @@ def check_params(params: dict[nn.Parameter, str], device: torch.device) -> None:
 
     Raises:
         ValueError: for scalars, and for DTensors on a mesh of another device type.
-        NotImplementedError: for parameters that are not contiguous, and for DTensors.
+        NotImplementedError: for parameters that are not contiguous.
     """
     for param, name in params.items():
         if isinstance(param, DTensor):
@@ -73,7 +82,6 @@ def check_params(params: dict[nn.Parameter, str], device: torch.device) -> None:
                     "Requires DTensor to have mesh of the same type as the FSDP mesh but got "
                     f"{kind} for DTensor and {device.type} for FSDP, in parameter {name}"
                 )
-            raise NotImplementedError(f"DTensor parameters are not supported yet: {name} is placed {param.placements}")
         if param.ndim == 0:
             raise ValueError(
                 f"fully_shard doesn't support scalar parameters. Change {name} to a 1D tensor with numel equal to 1."

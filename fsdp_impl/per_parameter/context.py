@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from fsdp_impl.per_parameter.group import ParamGroup
     from fsdp_impl.per_parameter.unit import Unit
 
-# Reduce inputs in flight. With one, the copy-in of the next group waits until the last reduction has read its input:
-# memory for one group's gradients, whatever the depth of the model.
-_MAX_REDUCE_INPUTS = 1
+# Reduce outputs in the hands of another stream. With one, a reduce-scatter overlaps with the all-reduce before it, and
+# memory is bounded whatever the depth of the model.
+_MAX_REDUCE_OUTPUTS = 1
 
 
 class InFlight(NamedTuple):
@@ -36,8 +36,15 @@ class CommContext:
         self.gather_stream: Stream = None
         # Reductions have another: in backward a gather must not queue behind a reduction, nor the reverse.
         self.reduce_stream: Stream = None
-        # After the last sharded gradient is written. What follows backward waits on it; it implies all earlier ones.
-        self.reduced_event: Event = None
+        # All-reduces over replicas, and the user's hooks in their place, have a third: they use other links.
+        self.all_reduce_stream: Stream = None
+        # Reduce inputs in flight. With one, the copy-in of the next group waits until the last reduction has read its
+        # input: memory for one group's gradients, whatever the depth of the model.
+        self.max_reduce_inputs = 1
+        # By stream, after the last sharded gradient that was written there; it implies all earlier ones.
+        self._reduced: dict[Stream, Event] = {}
+        self._host_waits = False
+        self._reduce_outputs: deque[InFlight] = deque()
         self._held_output: InFlight | None = None
         self._reduce_inputs: deque[InFlight] = deque()
         self._has_streams = False
@@ -46,6 +53,7 @@ class CommContext:
         if not self._has_streams:
             self.gather_stream = streams.create(self.device, priority=streams.HIGH_PRIORITY)
             self.reduce_stream = streams.create(self.device, priority=streams.HIGH_PRIORITY)
+            self.all_reduce_stream = streams.create(self.device)
             self._has_streams = True
 
     def hold_output(self, output: torch.Tensor, copied_out: Event) -> None:
@@ -67,16 +75,40 @@ class CommContext:
         if reduced is not None:
             self._reduce_inputs.append(InFlight(contributions, reduced))
 
-    def release_reduce_inputs(self, keep: int = _MAX_REDUCE_INPUTS - 1) -> None:
+    def release_reduce_inputs(self, keep: int | None = None) -> None:
         """Free the oldest inputs but ``keep``: the current stream, whose memory they are, waits for the readers."""
+        keep = self.max_reduce_inputs - 1 if keep is None else keep
         while len(self._reduce_inputs) > keep:
             streams.wait(streams.current(self.device), self._reduce_inputs.popleft().event)
 
+    def keep_reduce_output(self, shards: torch.Tensor, done: Event) -> None:
+        """Keep a reduce-scatter's output, memory of the reduce stream, while the all-reduce stream works on it.
+
+        Also where it becomes a gradient: a hook may drop that before backward ends.
+        """
+        if done is not None:
+            self._reduce_outputs.append(InFlight(shards, done))
+
+    def release_reduce_outputs(self, keep: int = _MAX_REDUCE_OUTPUTS) -> None:
+        """Free the oldest outputs but ``keep``: the reduce stream, whose memory they are, waits for the others."""
+        while len(self._reduce_outputs) > keep:
+            streams.wait(self.reduce_stream, self._reduce_outputs.popleft().event)
+
+    def note_reduced(self, stream: Stream, done: Event, *, host_waits: bool = False) -> None:
+        """Gradients are written on ``stream`` until ``done``; the host must wait too if a copy to it is under way."""
+        self._reduced[stream] = done
+        self._host_waits |= host_waits
+
     def finish_reductions(self) -> None:
-        """Let the current stream see all reduced gradients."""
+        """Let the current stream see all reduced gradients, and the host those that are copied to it."""
         self.release_reduce_inputs(keep=0)
-        streams.wait(streams.current(self.device), self.reduced_event)
-        self.reduced_event = None
+        self.release_reduce_outputs(keep=0)
+        for event in self._reduced.values():
+            streams.wait(streams.current(self.device), event)
+            if self._host_waits and event is not None:
+                event.synchronize()
+        self._reduced.clear()
+        self._host_waits = False
 
 
 class IterationContext:
@@ -87,6 +119,8 @@ class IterationContext:
         forward_root: the unit whose forward is outermost just now. Not always the root: a part may run by itself.
         forward_order: groups in the order of their post-forwards since the last backward, with repeats.
         callback_queued: whether this backward's final callback is queued.
+        is_last_backward: whether backward ends with waiting for reductions and clearing ``forward_order``.
+        post_optim_event: what the next forward's gathers wait for instead of the current stream; used once.
     """
 
     def __init__(self) -> None:
@@ -94,3 +128,5 @@ class IterationContext:
         self.forward_root: Unit | None = None
         self.forward_order: list[ParamGroup] = []
         self.callback_queued = False
+        self.is_last_backward = True
+        self.post_optim_event: Event = None

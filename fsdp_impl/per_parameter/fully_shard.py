@@ -1,16 +1,18 @@
 """``fully_shard``: make modules one unit."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, overload
 
+import torch
 from torch import nn
 from torch.distributed._composable.contract import contract
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from fsdp_impl.common.mesh import ShardMesh, check_mesh, default_mesh, device_of
-from fsdp_impl.common.policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from fsdp_impl.common.mesh import data_parallel_mesh, default_mesh, device_of
+from fsdp_impl.common.policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from fsdp_impl.per_parameter import after_forward, collect
+from fsdp_impl.per_parameter.cut import cut
 from fsdp_impl.per_parameter.group import ParamGroup
 from fsdp_impl.per_parameter.module import FSDPModule, mix_in
 from fsdp_impl.per_parameter.registry import unit_of
@@ -68,50 +70,61 @@ def fully_shard(
 
     Args:
         module: a module, or a list of modules that form one unit.
-        mesh: 1-D mesh to shard over; its device type is where parameters are moved to. Default: all ranks, on the
-            accelerator if there is one, else on CPU.
+        mesh: 1-D mesh to shard over, or 2-D (replicate, shard) with names: then gradients are also averaged over the
+            replicas. Its device type is where parameters are moved to. Default: all ranks, on the accelerator if there
+            is one, else on CPU.
         reshard_after_forward: ``True``: free the unsharded parameters after forward and gather them again in backward.
             ``False``: keep them. An int that divides the mesh's size: keep them sharded over groups of so many ranks;
             the mesh's size itself means ``True`` and 1 means ``False``. ``None``: ``True``, but ``False`` for the
             root, the unit that is first to run forward.
-        shard_placement_fn: not supported yet.
-        mp_policy: not supported yet, but for the default.
-        offload_policy: not supported yet, but for the default.
+        shard_placement_fn: returns for a parameter the dimension to cut it along; ``None`` means ``Shard(0)``. Other
+            dimensions must be even.
+        mp_policy: dtypes of compute, of reductions and of outputs.
+        offload_policy: whether shards live on CPU.
         ignored_params: parameters to leave alone: not sharded, not moved, not reduced.
-        dp_mesh_dims: not supported yet.
+        dp_mesh_dims: which dimensions of ``mesh``, on which all parameters are DTensors, are data parallel.
 
     Returns:
         What was given. The modules' classes become ``FSDP{Name}``, subclasses of their own and of ``FSDPModule``.
 
     Raises:
-        ValueError: for a container without forward, a mesh that is not 1-D or 2-D, a scalar parameter, or a wrong
-            ``reshard_after_forward``.
-        AssertionError: if a module is a unit already, or a 2-D mesh has no names.
-        NotImplementedError: for a parameter that is not contiguous, and for what is not supported yet.
+        ValueError: for a container without forward, a mesh that is not 1-D or 2-D, a scalar parameter, a wrong
+            ``reshard_after_forward``, a wrong result of ``shard_placement_fn``, or ``dp_mesh_dims`` that do not fit.
+        AssertionError: if a module is a unit already, a 2-D mesh has no names, or a parameter has no such dimension.
+        NotImplementedError: for a parameter that is not contiguous, and for an uneven cut along another dimension.
+        RuntimeError: if memory is to be pinned and there is no accelerator.
     """
     modules = collect.outermost([module] if isinstance(module, nn.Module) else list(module))
     for member in modules:
         _check_module(member)
     mesh = default_mesh() if mesh is None else mesh
-    check_mesh(mesh)
-    _check_supported(mesh, shard_placement_fn, mp_policy, offload_policy, dp_mesh_dims)
-    shard_mesh = ShardMesh(mesh)
+    shard_mesh = data_parallel_mesh(mesh, dp_mesh_dims)
     mesh_after_forward = after_forward.resolve(reshard_after_forward, shard_mesh)
     device = device_of(mesh)
+    _check_offload(offload_policy)
 
-    managed = collect.managed_modules(modules)
+    managed = collect.managed_modules(modules, ignored_params or set())
     params = collect.managed_params(managed, ignored_params or set())
     collect.check_params(params, device)
     collect.move_to_device(managed, params, device)
     group = None
     if params:
+        cuts = [cut(param, name, shard_mesh, shard_placement_fn) for param, name in params.items()]
         owners = collect.owners_of(params, modules)
-        group = ParamGroup(list(params), list(owners.values()), shard_mesh, mesh_after_forward, device)
+        group = ParamGroup(
+            list(params), cuts, list(owners.values()), shard_mesh, mesh_after_forward, device, mp_policy, offload_policy
+        )
     unit = _mark_composable(list(modules))
-    unit.setup(modules, device, group, auto_reshard=reshard_after_forward is None)
+    unit.setup(modules, device, group, mp_policy, auto_reshard=reshard_after_forward is None)
     for member in modules:
         mix_in(member)
     return module
+
+
+def _check_offload(policy: OffloadPolicy) -> None:
+    """Learn before anything is changed whether memory can be pinned: without an accelerator that raises."""
+    if isinstance(policy, CPUOffloadPolicy) and policy.pin_memory:
+        torch.empty(1).pin_memory()
 
 
 def _mark_composable(modules: list[nn.Module]) -> Unit:
@@ -136,22 +149,3 @@ def _check_module(module: nn.Module) -> None:
     is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict))
     if is_container and type(module).forward is nn.Module.forward:
         raise ValueError(f"fully_shard does not support containers that do not implement forward: {module}")
-
-
-def _check_supported(
-    mesh: DeviceMesh,
-    shard_placement_fn: object,
-    mp_policy: MixedPrecisionPolicy,
-    offload_policy: OffloadPolicy,
-    dp_mesh_dims: object,
-) -> None:
-    unsupported: Sequence[tuple[bool, str, object]] = (
-        (mesh.ndim == 2, "mesh", mesh),
-        (shard_placement_fn is not None, "shard_placement_fn", shard_placement_fn),
-        (mp_policy != _FULL_PRECISION, "mp_policy", mp_policy),
-        (type(offload_policy) is not OffloadPolicy, "offload_policy", offload_policy),
-        (dp_mesh_dims is not None, "dp_mesh_dims", dp_mesh_dims),
-    )
-    for is_unsupported, option, value in unsupported:
-        if is_unsupported:
-            raise NotImplementedError(f"fully_shard does not support {option}={value} yet")

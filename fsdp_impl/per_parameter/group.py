@@ -11,10 +11,13 @@ from torch import nn
 from torch.profiler import record_function
 
 from fsdp_impl.common import collectives, streams, unsharded
-from fsdp_impl.common.layout import Layout, split_sizes
+from fsdp_impl.common.layout import Layout, copy_out
 from fsdp_impl.common.mesh import ShardMesh
+from fsdp_impl.common.policies import MixedPrecisionPolicy, OffloadPolicy
 from fsdp_impl.common.streams import Event
 from fsdp_impl.per_parameter.context import CommContext
+from fsdp_impl.per_parameter.cut import Cut
+from fsdp_impl.per_parameter.options import GroupOptions
 from fsdp_impl.per_parameter.param import Owner
 from fsdp_impl.per_parameter.shards import Shards
 from fsdp_impl.per_parameter.smaller import SmallerShards
@@ -40,8 +43,8 @@ class Residence(Enum):
 class PendingGather(NamedTuple):
     """A gather that was issued and not waited for.
 
-    ``source`` is kept because an asynchronous gather may still be reading it. At shard size 1 nothing is in flight and
-    ``output`` is the source.
+    ``source``, its input, is kept because an asynchronous gather may still be reading it. At shard size 1 nothing is in
+    flight and ``output`` is the source.
     """
 
     source: torch.Tensor
@@ -66,16 +69,23 @@ class ParamGroup:
     def __init__(
         self,
         originals: Sequence[nn.Parameter],
+        cuts: Sequence[Cut],
         owners: Sequence[list[Owner]],
         mesh: ShardMesh,
         after_forward: ShardMesh | None,
         device: torch.device,
+        precision: MixedPrecisionPolicy,
+        offload: OffloadPolicy,
     ) -> None:
         self.label = "(not yet run)"
         self.mesh = mesh
         self.after_forward = after_forward
         self.device = device
-        self.shards = Shards(originals, owners, mesh)
+        self.precision = precision
+        self.options = GroupOptions()
+        # Of reduce-scatters. Another than the gathers' lets the two overlap on the wire.
+        self.reduce_group = mesh.group
+        self.shards = Shards(originals, cuts, owners, mesh, precision, offload)
         self.phase = Phase.IDLE
         self.residence = Residence.SHARDED
         self.comm = CommContext(device)
@@ -98,6 +108,8 @@ class ParamGroup:
         """Issue the gather; nothing if it is in flight or the parameters are unsharded."""
         if self._pending is not None or self.residence is Residence.UNSHARDED:
             return
+        if self.phase is Phase.PRE_BACKWARD and not self.options.unshard_in_backward:
+            return
         implicit = not async_op and self.phase in (Phase.FORWARD, Phase.PRE_BACKWARD)
         current = streams.current(self.device)
         stream = self.comm.gather_stream if implicit else current
@@ -109,8 +121,7 @@ class ParamGroup:
                 self._pending = PendingGather(source, source, layout, streams.record(stream), None)
                 return
             # Allocated in the memory of `stream`; see wait_for_unshard for when it may be freed.
-            output = torch.empty(mesh.size * layout.numel, dtype=layout.dtype, device=self.device)
-            work = collectives.gather(output, source, mesh.group, unit=self.label, async_op=async_op)
+            source, output, work = self._gather(source, layout, mesh, async_op=async_op)
             self._pending = PendingGather(source, output, layout, streams.record(stream), work if async_op else None)
 
     def wait_for_unshard(self) -> None:
@@ -170,30 +181,41 @@ class ParamGroup:
         """Notice sharded parameters that were moved or replaced; whether the current stream wrote a new buffer."""
         return self.residence is Residence.SHARDED and self.shards.refresh()
 
+    def _gather(
+        self, source: torch.Tensor, layout: Layout, mesh: ShardMesh, *, async_op: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, dist.Work | None]:
+        assert mesh.group is not None
+        numel, comm = mesh.size * layout.numel, self.options.all_gather
+        if comm is None:
+            output = torch.empty(numel, dtype=layout.dtype, device=self.device)
+            return source, output, collectives.gather(output, source, mesh.group, unit=self.label, async_op=async_op)
+        own = comm.allocate((source.numel(),), dtype=layout.dtype, device=self.device).copy_(source)
+        output = comm.allocate((numel,), dtype=layout.dtype, device=self.device)
+        return own, output, comm(output_tensor=output, input_tensor=own, group=mesh.group, async_op=async_op)
+
     def _gather_source(self, stream: streams.Stream) -> tuple[torch.Tensor, Layout, ShardMesh]:
         """What to gather, laid out how, over which ranks."""
         if self._smaller is not None:
             # Its buffer was written on the current stream, at post-forward.
             streams.wait(stream, self._smaller.written)
             return self._smaller.buffer, self._smaller.layout, self._smaller.mesh
-        return self.shards.gather_input(), self.shards.layout, self.mesh
+        return self.shards.gather_input(self.device), self.shards.gather_layout, self.mesh
 
     def _copy_out(self, pending: PendingGather) -> None:
-        if self._unsharded is None or self._unsharded_layout is not self.shards.layout:
+        if self._unsharded is None or self._unsharded_layout is not self.shards.gather_layout:
             self._make_unsharded()
         assert self._unsharded is not None
         self._unsharded.allocate()
         rows = pending.output.view(pending.layout.world, -1)
-        targets = self._unsharded.targets(pending.layout)
-        torch.split_with_sizes_copy(rows, split_sizes(pending.layout), dim=1, out=targets)
+        copy_out(rows, pending.layout, self._unsharded.targets(pending.layout))
 
     def _make_unsharded(self) -> None:
-        layout = self.shards.layout
+        layout = self.shards.gather_layout
         sizes = [param.size for param in self.shards.params]
         self._unsharded, self._unsharded_layout = unsharded.UnshardedBuffer(sizes, layout, self.device), layout
         with torch.inference_mode(False):
             for param, tensor in zip(self.shards.params, self._unsharded.tensors, strict=True):
-                param.unsharded = nn.Parameter(tensor, requires_grad=False)
+                param.make_unsharded(tensor)
 
     def _register_unsharded(self) -> None:
         for param in self.shards.params:

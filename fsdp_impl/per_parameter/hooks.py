@@ -1,12 +1,21 @@
 """Where autograd calls back."""
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.autograd import Variable
 
 from fsdp_impl.common.containers import map_tensors, tensors_requiring_grad
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def outside_graphs(fn: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Keep ``torch.compile`` out of ``fn``: a graph would fix who holds which parameters when it was traced."""
+    return cast(Callable[_P, _R], _disable_dynamo(fn))
 
 
 class _CallOnBackward(torch.autograd.Function):

@@ -19,8 +19,9 @@ def ensure(unit: "Unit") -> None:
 
     Raises:
         RuntimeError: if ``unit`` has several modules, if a unit in it ran forward before, or if parameters are on the
-            meta device.
+            meta device, or offloaded ones not on CPU.
         ValueError: if a parameter is managed by two units.
+        NotImplementedError: if DTensor parameters were to be resharded to a smaller mesh.
         AssertionError: if the trainable parameters of a unit differ in dtype.
     """
     if unit.is_root is not None:
@@ -46,9 +47,28 @@ def check_groups(groups: Sequence[ParamGroup]) -> None:
             "module.reset_parameters() on each module to initialize values."
         )
     for group in groups:
+        _check_offloaded(group)
+        smaller = group.after_forward
+        if smaller not in (None, group.mesh) and any(param.is_tensor_parallel for param in group.shards.params):
+            assert smaller is not None
+            raise NotImplementedError(
+                "Resharding to smaller mesh is not supported for DTensor parameters yet: "
+                f"reshard_after_forward={smaller.size} in {group.label}"
+            )
+    for group in groups:
         dtypes = {param.dtype for param in group.shards.params if param.sharded.requires_grad}
         if len(dtypes) > 1:
             raise AssertionError(f"FSDP expects uniform original parameter dtype but got {dtypes} in {group.label}")
+
+
+def _check_offloaded(group: ParamGroup) -> None:
+    elsewhere = [(param.fqn, param.local.device) for param in group.shards.params if param.local.device.type != "cpu"]
+    if group.shards.offloads and elsewhere:
+        raise RuntimeError(
+            "FSDP parameters should be materialized on CPU when enabling CPU offloading. For example, load a CPU state "
+            'dict or call module.to_empty(device="cpu"). Found following parameters on non-CPU device: '
+            f"{elsewhere}"
+        )
 
 
 def _units_below(root: "Unit") -> list["Unit"]:
@@ -98,9 +118,9 @@ def _join(root: "Unit", units: list["Unit"]) -> None:
     for unit in units:
         unit.is_root = unit is root
         unit.iteration = root.iteration
-        unit.comm = root.comm
+        unit.share_comm(root.comm)
         if unit.group is not None:
-            unit.group.comm = root.comm
+            root.comm.max_reduce_inputs = max(root.comm.max_reduce_inputs, unit.group.options.max_reduce_inputs)
     if root.auto_reshard and root.group is not None:
         # Backward begins where forward ends: the root's parameters would be freed just to be gathered again.
         root.group.after_forward = None

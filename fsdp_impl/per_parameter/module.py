@@ -1,11 +1,13 @@
 """``FSDPModule``: what a module can do once it is a unit."""
 
+import functools
+import types
 from typing import Any, NoReturn, cast
 
 from torch import nn
 
-from fsdp_impl.per_parameter import after_forward
 from fsdp_impl.per_parameter.registry import unit_of
+from fsdp_impl.per_parameter.settings import Settings
 from fsdp_impl.per_parameter.unit import Unit
 
 
@@ -22,12 +24,12 @@ class UnshardHandle:
             self._unit = None
 
 
-class FSDPModule:
+class FSDPModule(Settings):
     """Mixed into the class of every module that is given to ``fully_shard``."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make a module of the original class: a slice of a sharded ``Sequential`` is not a unit."""
-        original: type[Any] = cls.__mro__[2]  # [FSDPName, FSDPModule, Name, ...]
+        original: type[Any] = cls._original_class  # type: ignore[attr-defined]  # of FSDPName, see mix_in
         instance = original.__new__(original, *args, **kwargs)
         # Python calls __init__ on instances of `cls` only, and this is none.
         instance.__init__(*args, **kwargs)
@@ -55,22 +57,15 @@ class FSDPModule:
         """Free this module's own unsharded parameters and register the sharded ones. A pending unshard is dropped."""
         self._unit().reshard()
 
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Change ``reshard_after_forward``, of the root too, from the next forward on.
+    def reset_iter_state(self) -> None:
+        """Recover after an exception in forward or backward: free what is unsharded, forget what is in flight.
 
-        Args:
-            reshard_after_forward: whether to reshard after forward.
-            recurse: whether to change it for the units inside this module too.
+        Gradients that are not reduced yet are lost: an accumulation starts anew.
 
         Raises:
-            ValueError: if it is not a bool.
+            RuntimeError: if this is not the root.
         """
-        if not isinstance(reshard_after_forward, bool):
-            raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
-        for unit in self._units(recurse=recurse):
-            unit.auto_reshard = False
-            if unit.group is not None:
-                unit.group.after_forward = after_forward.resolve(reshard_after_forward, unit.group.mesh)
+        self._unit().reset()
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """``.to()``, ``to_empty`` and the like change the sharded parameters."""
@@ -78,17 +73,6 @@ class FSDPModule:
         result = cast(Any, super())._apply(*args, **kwargs)
         self._unit().refresh()
         return result
-
-    def _unit(self) -> Unit:
-        unit = unit_of(cast(nn.Module, self))
-        assert unit is not None, f"{type(self).__name__} has lost its unit"
-        return unit
-
-    def _units(self, *, recurse: bool) -> list[Unit]:
-        if not recurse:
-            return [self._unit()]
-        found = (unit_of(module) for module in cast(nn.Module, self).modules())
-        return list(dict.fromkeys(unit for unit in found if unit is not None))
 
 
 _classes: dict[type, type] = {}
@@ -98,10 +82,55 @@ def mix_in(module: nn.Module) -> None:
     """Change the class ``Name`` of ``module`` to ``FSDPName``, a subclass of both :class:`FSDPModule` and ``Name``."""
     original = type(module)
     if original not in _classes:
-        namespace = {"__deepcopy__": _refuse_deepcopy, "__module__": original.__module__}
+        namespace = {
+            "__deepcopy__": _refuse_deepcopy,
+            "__module__": original.__module__,
+            "_original_class": original,
+        }
         _classes[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), namespace)
     module.__class__ = _classes[original]
 
 
 def _refuse_deepcopy(*_: Any) -> NoReturn:
     raise AssertionError("FSDP does not support deepcopy. Please use state dict for serialization.")
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let ``module``'s method ``method_name`` unshard and reshard as its forward does.
+
+    Nothing if ``module`` is not an ``FSDPModule``, so that a script needs no case distinction.
+
+    Raises:
+        ValueError: if there is no such method.
+    """
+    unit = unit_of(module)
+    if unit is None:
+        return
+    if not hasattr(module, method_name):
+        raise ValueError(f"{type(module)} does not have a method {method_name}")
+    method = getattr(module, method_name)
+
+    @functools.wraps(method)
+    def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        own = unit_of(self)
+        assert own is not None
+        args, kwargs = own.pre_forward(self, args, kwargs)
+        return own.post_forward(self, args, method(*args, **kwargs))
+
+    setattr(module, method_name, types.MethodType(wrapped, module))
+
+
+def share_comm_ctx(modules: list[Any]) -> None:
+    """Let several roots, such as the stages of a pipeline, share streams and the memory of buffers in flight.
+
+    Raises:
+        ValueError: if one of ``modules`` is not an ``FSDPModule``.
+    """
+    units = [unit_of(module) if isinstance(module, nn.Module) else None for module in modules]
+    for module, unit in zip(modules, units, strict=True):
+        if unit is None:
+            raise ValueError(f"Expects list of FSDPModules but got {module}")
+    roots = [unit for unit in units if unit is not None]
+    for root in roots[1:]:
+        for unit in root.iteration.units or [root]:
+            unit.share_comm(roots[0].comm)

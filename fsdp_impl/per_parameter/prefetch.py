@@ -3,7 +3,11 @@
 Forward needs no prefetch of its own: the host runs ahead of the device, so the next group's gather is queued while this
 group's compute runs. In backward the gather of the group that comes next, the one whose forward was the one before, is
 issued before this group's compute, so that it does not queue behind this group's reduction.
+
+A user may name the modules to gather instead.
 """
+
+from collections.abc import Iterable, Sequence
 
 from torch.profiler import record_function
 
@@ -19,10 +23,25 @@ def record_forward(group: ParamGroup, iteration: IterationContext) -> None:
 
 def prefetch_previous(group: ParamGroup, iteration: IterationContext) -> None:
     """Issue the gather of the group that ran forward before ``group``."""
-    if not group.forward_indices:
-        return  # cleared, if this is another backward through the same graph
-    index = group.forward_indices.pop()
-    if index > 0:
-        target = iteration.forward_order[index - 1]
-        with record_function(f"FSDP::prefetch ({target.label})"), target.during(Phase.PRE_BACKWARD):
-            target.unshard()
+    index = _pop_index(group)
+    if index:
+        prefetch([iteration.forward_order[index - 1]], Phase.PRE_BACKWARD)
+
+
+def prefetch_chosen(group: ParamGroup | None, chosen: Sequence[ParamGroup]) -> None:
+    """Issue the gathers of ``chosen`` instead, in backward."""
+    if group is not None:
+        _pop_index(group)
+    prefetch(chosen, Phase.PRE_BACKWARD)
+
+
+def prefetch(targets: Iterable[ParamGroup], phase: Phase) -> None:
+    """Issue the gathers of ``targets``, in order, on the streams of ``phase``."""
+    for target in targets:
+        with record_function(f"FSDP::prefetch ({target.label})"), target.during(phase):
+            target.unshard(async_op=target.options.unshard_async)
+
+
+def _pop_index(group: ParamGroup) -> int | None:
+    """``group``'s last place in the order of forwards; none if this is another backward through the same graph."""
+    return group.forward_indices.pop() if group.forward_indices else None

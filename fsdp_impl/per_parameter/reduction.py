@@ -1,42 +1,26 @@
-"""From unsharded gradients to sharded ones: reduce and accumulate."""
+"""Reduce the gradients of a group: reduce-scatter over the shards, all-reduce over the replicas."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import record_function
 
-from fsdp_impl.common import collectives, divide, dtensor, streams
+from fsdp_impl.common import collectives, divide, streams
 from fsdp_impl.common.layout import Layout, build_layout, shard_view
+from fsdp_impl.common.streams import Event, Stream
+from fsdp_impl.per_parameter import gradients
+from fsdp_impl.per_parameter.accumulation import Accumulator
 from fsdp_impl.per_parameter.group import ParamGroup
 from fsdp_impl.per_parameter.param import ShardedParam
 
 
-class GradBuffer(NamedTuple):
-    """The sharded gradients that one reduction made: ``locals`` are views of ``buffer``, one for each of ``params``."""
+class Reduced(NamedTuple):
+    """Sums of the gradients of ``params``: ``shards`` is 1-D, laid out as ``layout``, of the reduce dtype."""
 
-    buffer: torch.Tensor
     params: tuple[ShardedParam, ...]
-    locals: tuple[torch.Tensor, ...]
-
-    def is_current(self) -> bool:
-        """Whether these very tensors still are the gradients, so that adding to the buffer adds to them."""
-        return all(
-            param.sharded.grad is not None and dtensor.local_of(param.sharded.grad) is local
-            for param, local in zip(self.params, self.locals, strict=True)
-        )
-
-
-def take_unsharded_grads(group: ParamGroup) -> tuple[list[ShardedParam], list[torch.Tensor]]:
-    """Take the gradients that autograd left on unsharded parameters, and the parameters that have one."""
-    params: list[ShardedParam] = []
-    grads: list[torch.Tensor] = []
-    for param in group.shards.params:
-        if param.unsharded is not None and param.unsharded.grad is not None:
-            params.append(param)
-            grads.append(param.unsharded.grad)
-            param.unsharded.grad = None
-    return params, grads
+    layout: Layout
+    shards: torch.Tensor
 
 
 class Reducer:
@@ -44,91 +28,147 @@ class Reducer:
 
     def __init__(self, group: ParamGroup) -> None:
         self._group = group
-        self._last: GradBuffer | None = None
+        self._accumulator = Accumulator(offloads=group.shards.offloads, pins=group.shards.pins)
+        # Shards that replicas have not summed yet, in the memory of the reduce stream.
+        self._partial: Reduced | None = None
+        self._layouts: dict[tuple[Any, ...], Layout] = {}
 
     @torch.no_grad()
     def reduce(self, params: Sequence[ShardedParam], grads: list[torch.Tensor]) -> None:
         """Average ``grads`` (unsharded sizes) over the ranks and add each shard to ``param.sharded.grad``.
 
-        Empties ``grads``, to free them as soon as they are copied in.
+        Empties ``grads``, to free them as soon as they are copied in. With replicas and without
+        ``options.all_reduce_grads`` the shards are kept, and added to the next ones.
 
         Raises:
-            ValueError: if the gradients differ in dtype.
+            ValueError: if the gradients differ in dtype and there is no reduce dtype.
         """
         group, comm = self._group, self._group.comm
-        dtype = _common_dtype(params, grads)
-        layout = build_layout([param.size for param in params], [dtype] * len(params), group.mesh.size, group.mesh.rank)
-        current = streams.current(group.device)
+        completes_partial = self._partial is not None and group.options.all_reduce_grads
+        if not params and not completes_partial:
+            return
         with record_function(f"FSDP::reduce ({group.label})"):
             comm.release_reduce_inputs()
-            # In the memory of the current stream, on which autograd made the gradients that are copied in.
-            contributions = _copy_in(grads, layout)
-            grads.clear()
-            streams.join(comm.reduce_stream, current)
+            comm.release_reduce_outputs()
+            contributions, layout = self._copy_in(params, grads) if params else (None, None)
+            streams.join(comm.reduce_stream, streams.current(group.device))
             with streams.use(comm.reduce_stream):
-                output = self._reduce_scatter(contributions, layout)
+                summed = None
+                if contributions is not None and layout is not None:
+                    summed = Reduced(tuple(params), layout, self._reduce_scatter(contributions, layout))
                 reduced = streams.record(comm.reduce_stream)
-                self._accumulate(params, layout, output)
-                comm.reduced_event = streams.record(comm.reduce_stream)
-            # At shard size 1 the input is the output and is read until it has been accumulated.
-            comm.keep_reduce_input(contributions, comm.reduced_event if output is contributions else reduced)
+                total = self._with_partial(summed)
+            if group.mesh.replicas is not None and not group.options.all_reduce_grads:
+                self._partial, done = total, streams.record(comm.reduce_stream)
+                comm.note_reduced(comm.reduce_stream, done)
+            else:
+                done = self._finish(total)
+            if contributions is not None:
+                # At shard size 1 the input is the output and is read until it has been accumulated.
+                comm.keep_reduce_input(contributions, done if total.shards is contributions else reduced)
+
+    def reset(self) -> None:
+        """Forget shards that replicas have not summed."""
+        self._partial = None
+
+    def _copy_in(self, params: Sequence[ShardedParam], grads: list[torch.Tensor]) -> tuple[torch.Tensor, Layout]:
+        """In the memory of the current stream, on which autograd made the gradients that are copied in."""
+        layout = self._layout(params, gradients.reduce_dtype(self._group, params, grads))
+        contributions = self._allocate(layout.world * layout.numel, layout.dtype)
+        gradients.copy_in(params, grads, layout, contributions)
+        grads.clear()
+        return contributions, layout
 
     def _reduce_scatter(self, contributions: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """The averaged shards: 1-D of ``layout``, in the memory of the reduce stream."""
+        """The summed shards: 1-D of ``layout``, in the memory of the reduce stream."""
         group = self._group
-        division = divide.divide(layout.dtype, group.mesh.size)
+        division = self._division(layout.dtype)
         divide.scale(contributions, division.before)
-        output = contributions
-        if group.mesh.size > 1:
-            output = torch.empty(layout.numel, dtype=layout.dtype, device=group.device)
-            collectives.reduce(output, contributions, group.mesh.group, division.reduce_op, unit=group.label)
-        divide.scale(output, division.after)
+        if group.mesh.size == 1:
+            return contributions
+        output = self._allocate(layout.numel, layout.dtype)
+        process_group = group.reduce_group
+        assert process_group is not None
+        if group.options.reduce_scatter is not None:
+            group.options.reduce_scatter(
+                output_tensor=output, input_tensor=contributions, group=process_group, op=division.reduce_op
+            )
+        else:
+            collectives.reduce(output, contributions, process_group, division.reduce_op, unit=group.label)
         return output
 
-    def _accumulate(self, params: Sequence[ShardedParam], layout: Layout, output: torch.Tensor) -> None:
-        """Add the views of ``output`` to the sharded gradients, or make them the gradients where there are none.
+    def _finish(self, total: Reduced) -> Event:
+        """All-reduce, divide and accumulate; returns the event after which the gradients are there."""
+        group, comm = self._group, self._group.comm
+        stream = self._all_reduce_stream()
+        division = self._division(total.layout.dtype)
+        if stream is not comm.reduce_stream:
+            streams.join(stream, comm.reduce_stream)
+        with streams.use(stream):
+            if group.mesh.replicas is not None:
+                collectives.all_reduce(total.shards, group.mesh.replicas, division.all_reduce_op, unit=group.label)
+            if group.options.all_reduce_hook is not None:
+                group.options.all_reduce_hook(total.shards)
+            divide.scale(total.shards, division.after)
+            layout = self._layout(total.params, total.params[0].dtype)
+            is_copying = self._accumulator.add(total.params, layout, total.shards.to(layout.dtype))
+            done = streams.record(stream)
+        comm.note_reduced(stream, done, host_waits=is_copying)
+        if stream is not comm.reduce_stream:
+            comm.keep_reduce_output(total.shards, done)
+        return done
 
-        A gradient that is made here lives in the memory of the reduce stream and is read on others (optimizer). When
-        the user drops it, its memory may be taken by a later reduction at once: that is safe, because the reduce stream
-        waits for the current stream before each reduction, hence for whatever read the gradient.
-        """
-        last = self._last
-        if last is not None and last.params == tuple(params) and last.is_current():
-            last.buffer.add_(output)
-        else:
-            views = tuple(shard_view(output, slot) for slot in layout.slots)
-            held = [param.sharded.grad for param in params]
-            if any(grad is not None for grad in held):
-                existing = [(grad, view) for grad, view in zip(held, views, strict=True) if grad is not None]
-                torch._foreach_add_([dtensor.local_of(grad) for grad, _ in existing], [view for _, view in existing])
-            for param, grad, view in zip(params, held, views, strict=True):
-                if grad is None:
-                    param.sharded.grad = dtensor.wrap(view, param.spec)
-            self._last = GradBuffer(output, tuple(params), views)
-        for param in params:
-            _run_post_accumulate_hooks(param)
+    def _all_reduce_stream(self) -> Stream:
+        """All-reduces use other links than reduce-scatters, so they have a stream of their own."""
+        options, comm = self._group.options, self._group.comm
+        if options.all_reduce_hook is not None and options.all_reduce_hook_stream is not None:
+            return options.all_reduce_hook_stream
+        if self._group.mesh.replicas is not None or options.all_reduce_hook is not None:
+            return comm.all_reduce_stream
+        return comm.reduce_stream
 
+    def _with_partial(self, summed: Reduced | None) -> Reduced:
+        """``summed`` and what earlier backwards left, added up, on the reduce stream."""
+        partial, self._partial = self._partial, None
+        if partial is None or summed is None:
+            total = summed or partial
+            assert total is not None
+            return total
+        if partial.params == summed.params and partial.layout.dtype == summed.layout.dtype:
+            summed.shards.add_(partial.shards)
+            if self._group.mesh.size == 1:
+                # Once a reduction's input, so in the memory of the current stream, which must not take it yet.
+                self._group.comm.keep_reduce_input(partial.shards, streams.record(self._group.comm.reduce_stream))
+            return summed
+        # Another set of parameters had gradients then.
+        either = set(partial.params) | set(summed.params)
+        params = tuple(param for param in self._group.shards.params if param in either)
+        layout = self._layout(params, summed.layout.dtype)
+        shards = torch.zeros(layout.numel, dtype=layout.dtype, device=self._group.device)
+        views = dict(zip(params, (shard_view(shards, slot) for slot in layout.slots), strict=True))
+        for part in (partial, summed):
+            for param, slot in zip(part.params, part.layout.slots, strict=True):
+                views[param].add_(shard_view(part.shards, slot))
+        return Reduced(params, layout, shards)
 
-def _common_dtype(params: Sequence[ShardedParam], grads: Sequence[torch.Tensor]) -> torch.dtype:
-    dtypes = {grad.dtype for grad in grads}
-    if len(dtypes) > 1:
-        found = {param.fqn: grad.dtype for param, grad in zip(params, grads, strict=True)}
-        raise ValueError(f"FSDP reduces the gradients of a group together and expects one dtype, but got {found}")
-    return dtypes.pop()
+    def _division(self, dtype: torch.dtype) -> divide.Division:
+        options, mesh = self._group.options, self._group.mesh
+        extra: dict[str, Any] = {}
+        if options.divide_factor is not None:
+            extra["factor"] = options.divide_factor
+        if options.force_sum:
+            extra["force_sum"] = True
+        return divide.divide(dtype, mesh.size, mesh.replicate_size, **extra)
 
+    def _layout(self, params: Sequence[ShardedParam], dtype: torch.dtype) -> Layout:
+        key = (dtype, *(param.serial for param in params))
+        if key not in self._layouts:
+            mesh, sizes, dims = self._group.mesh, [p.size for p in params], [p.dim for p in params]
+            self._layouts[key] = build_layout(sizes, [dtype] * len(params), mesh.size, mesh.rank, dims)
+        return self._layouts[key]
 
-def _copy_in(grads: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
-    """Cut every gradient into padded chunks (padding zero) and lay them out rank-major: 1-D, ``world * numel``."""
-    contributions = torch.empty(layout.world * layout.numel, dtype=layout.dtype, device=grads[0].device)
-    # The kernel refuses empty tensors, which need no room either.
-    filled = [grad for grad in grads if grad.numel() > 0]
-    if filled:
-        torch._chunk_cat(filled, 0, layout.world, out=contributions.view(layout.world, -1))
-    return contributions
-
-
-def _run_post_accumulate_hooks(param: ShardedParam) -> None:
-    """Autograd accumulates into unsharded parameters; users hook the sharded ones, whose gradient is there now."""
-    hooks = getattr(param.sharded, "_post_accumulate_grad_hooks", None) or {}
-    for hook in tuple(hooks.values()):
-        hook(param.sharded)
+    def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        group = self._group
+        if group.options.reduce_scatter is not None:
+            return group.options.reduce_scatter.allocate((numel,), dtype=dtype, device=group.device)
+        return torch.empty(numel, dtype=dtype, device=group.device)

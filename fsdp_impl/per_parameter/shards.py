@@ -14,6 +14,8 @@ from torch import nn
 
 from fsdp_impl.common.layout import Layout, build_layout, shard_rows, shard_view
 from fsdp_impl.common.mesh import ShardMesh
+from fsdp_impl.common.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fsdp_impl.per_parameter.cut import Cut
 from fsdp_impl.per_parameter.param import Owner, ShardedParam
 
 
@@ -23,21 +25,34 @@ class Shards:
     Attributes:
         params: the parameters, in the order of the slots of ``layout``.
         layout: their slots, by the dtypes they have now.
+        gather_layout: the slots of the gather's input, by the dtypes of compute; ``layout`` itself if those are equal.
     """
 
-    def __init__(self, originals: Sequence[nn.Parameter], owners: Sequence[list[Owner]], mesh: ShardMesh) -> None:
+    def __init__(
+        self,
+        originals: Sequence[nn.Parameter],
+        cuts: Sequence[Cut],
+        owners: Sequence[list[Owner]],
+        mesh: ShardMesh,
+        precision: MixedPrecisionPolicy,
+        offload: OffloadPolicy,
+    ) -> None:
         self._mesh = mesh
-        self.layout = self._layout([p.size() for p in originals], [p.dtype for p in originals])
+        self.offloads = isinstance(offload, CPUOffloadPolicy)
+        self.pins = isinstance(offload, CPUOffloadPolicy) and offload.pin_memory
+        sizes, dims = [cut.data.size() for cut in cuts], [cut.dim for cut in cuts]
+        self.layout = build_layout(sizes, [cut.data.dtype for cut in cuts], mesh.size, mesh.rank, dims)
         with torch.no_grad():
-            self._buffer: torch.Tensor | None = self._new_buffer(originals[0].device)
+            self._buffer: torch.Tensor | None = self._new_buffer(cuts[0].data.device)
             views = [shard_view(self._buffer, slot) for slot in self.layout.slots]
-            for original, view in zip(originals, views, strict=True):
-                start, rows = shard_rows(original.size(0), mesh.size, mesh.rank)
-                view.copy_(original.narrow(0, start, rows))
+            for cut, view in zip(cuts, views, strict=True):
+                start, rows = shard_rows(cut.data.size(cut.dim), mesh.size, mesh.rank)
+                view.copy_(cut.data.narrow(cut.dim, start, rows))
         self.params = [
-            ShardedParam(original, held_by, mesh, view)
-            for original, held_by, view in zip(originals, owners, views, strict=True)
+            ShardedParam(original, cut, held_by, view, precision.param_dtype)
+            for original, cut, held_by, view in zip(originals, cuts, owners, views, strict=True)
         ]
+        self.gather_layout = self._gather_layout()
 
     @torch.no_grad()
     def refresh(self) -> bool:
@@ -51,9 +66,10 @@ class Shards:
         left = sum(param.slot is None for param in self.params)
         if left == 0:
             return False
-        layout = self._layout([param.size for param in self.params], [param.dtype for param in self.params])
+        layout = self._layout([param.dtype for param in self.params])
         if layout != self.layout:
             self.layout = layout
+            self.gather_layout = self._gather_layout()
         self._buffer = None
         if left < len(self.params) or len({param.local.device for param in self.params}) > 1:
             return False
@@ -63,15 +79,35 @@ class Shards:
         return True
 
     @torch.no_grad()
-    def gather_input(self) -> torch.Tensor:
-        """The buffer itself if all parameters lie in it, else a copy; 1-D, of ``layout.dtype``, padding zero."""
-        return self._filled_buffer() if self._buffer is None else self._buffer
+    def gather_input(self, device: torch.device) -> torch.Tensor:
+        """What to gather, on ``device``: 1-D, of ``gather_layout``, padding zero.
 
-    def _layout(self, sizes: Sequence[torch.Size], dtypes: Sequence[torch.dtype]) -> Layout:
-        return build_layout(sizes, dtypes, self._mesh.size, self._mesh.rank)
+        The buffer itself if all parameters lie in it and are computed with as they are, else a copy in the memory of
+        the current stream. Offloaded shards are cast on ``device``: the host is slower and would be waited for.
+        """
+        source = self._filled_buffer() if self._buffer is None else self._buffer
+        source = source.to(device, non_blocking=True)
+        if self.gather_layout is self.layout:
+            return source
+        if self.layout.dtype == self.params[0].dtype:
+            return source.to(self.gather_layout.dtype)
+        cast = torch.zeros(self.gather_layout.numel, dtype=self.gather_layout.dtype, device=device)
+        for slot, wanted in zip(self.layout.slots, self.gather_layout.slots, strict=True):
+            shard_view(cast, wanted).copy_(shard_view(source, slot))
+        return cast
+
+    def _layout(self, dtypes: Sequence[torch.dtype]) -> Layout:
+        sizes, dims = [param.size for param in self.params], [param.dim for param in self.params]
+        return build_layout(sizes, dtypes, self._mesh.size, self._mesh.rank, dims)
+
+    def _gather_layout(self) -> Layout:
+        dtypes = [param.compute_dtype for param in self.params]
+        return self.layout if dtypes == [param.dtype for param in self.params] else self._layout(dtypes)
 
     def _new_buffer(self, device: torch.device) -> torch.Tensor:
-        return torch.zeros(self.layout.numel, dtype=self.layout.dtype, device=device)
+        home = torch.device("cpu") if self.offloads and device.type != "meta" else device
+        pin = self.pins and home.type == "cpu"
+        return torch.zeros(self.layout.numel, dtype=self.layout.dtype, device=home, pin_memory=pin)
 
     def _filled_buffer(self) -> torch.Tensor:
         buffer = self._new_buffer(self.params[0].local.device)

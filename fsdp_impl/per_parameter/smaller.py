@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard
 
 from fsdp_impl.common import dtensor, streams
 from fsdp_impl.common.layout import build_layout, shard_rows, shard_view
@@ -29,17 +30,19 @@ class SmallerShards:
     @torch.no_grad()
     def __init__(self, params: Sequence[ShardedParam], mesh: ShardMesh, device: torch.device) -> None:
         self.mesh = mesh
-        self.layout = build_layout([p.size for p in params], [p.dtype for p in params], mesh.size, mesh.rank)
+        self.layout = build_layout(
+            [p.size for p in params], [p.compute_dtype for p in params], mesh.size, mesh.rank, [p.dim for p in params]
+        )
         self.buffer = torch.zeros(self.layout.numel, dtype=self.layout.dtype, device=device)
         views = [shard_view(self.buffer, slot) for slot in self.layout.slots]
-        torch._foreach_copy_(views, [_rows_of(param, mesh) for param in params])
+        torch._foreach_copy_(views, [_part_of(param, mesh) for param in params])
         self.written = streams.record(streams.current(device))
         for param, view in zip(params, views, strict=True):
-            spec = dtensor.spec_for(mesh, param.size, view.dtype)
+            spec = dtensor.spec_for(mesh.mesh, mesh.placements(Shard(param.dim)), param.size, view.dtype)
             param.register(nn.Parameter(dtensor.wrap(view, spec), requires_grad=param.sharded.requires_grad))
 
 
-def _rows_of(param: ShardedParam, mesh: ShardMesh) -> torch.Tensor:
+def _part_of(param: ShardedParam, mesh: ShardMesh) -> torch.Tensor:
     assert param.unsharded is not None
-    start, rows = shard_rows(param.size[0], mesh.size, mesh.rank)
-    return param.unsharded.detach().narrow(0, start, rows)
+    start, rows = shard_rows(param.size[param.dim], mesh.size, mesh.rank)
+    return param.unsharded.detach().narrow(param.dim, start, rows)

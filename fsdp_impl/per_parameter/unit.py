@@ -9,11 +9,12 @@ from torch.distributed._composable_state import _State
 
 from fsdp_impl.common import streams
 from fsdp_impl.common.containers import map_tensors
-from fsdp_impl.per_parameter import hooks, lazy_init, prefetch, registry
+from fsdp_impl.common.policies import MixedPrecisionPolicy
+from fsdp_impl.per_parameter import gradients, hooks, lazy_init, precision, prefetch, registry
 from fsdp_impl.per_parameter.context import CommContext, IterationContext
 from fsdp_impl.per_parameter.group import ParamGroup, Phase
 from fsdp_impl.per_parameter.param import ShardedParam
-from fsdp_impl.per_parameter.reduction import Reducer, take_unsharded_grads
+from fsdp_impl.per_parameter.reduction import Reducer
 
 
 class Unit(_State):
@@ -37,67 +38,91 @@ class Unit(_State):
         self.iteration = IterationContext()
         # Modules whose forward is still to come in this pass, for units of several modules.
         self.to_run: set[nn.Module] = set()
+        # Units to gather during this one's forward or backward, if the user has named some.
+        self.forward_prefetch: list[Unit] = []
+        self.backward_prefetch: list[Unit] = []
 
     def setup(
-        self, modules: tuple[nn.Module, ...], device: torch.device, group: ParamGroup | None, *, auto_reshard: bool
+        self,
+        modules: tuple[nn.Module, ...],
+        device: torch.device,
+        group: ParamGroup | None,
+        policy: MixedPrecisionPolicy,
+        *,
+        auto_reshard: bool,
     ) -> None:
         """Install the unit on its modules. Apart from ``__init__``, whose arguments are the decorator's."""
         self.modules = modules
         self.device = device
         self.group = group
+        self.policy = policy
         self.auto_reshard = auto_reshard
         self.comm = group.comm if group is not None else CommContext(device)
         self.reducer = Reducer(group) if group is not None else None
         for module in modules:
             registry.insert(module, self)
-            module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self._post_forward)
+            module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self.post_forward)
         for holder in dict.fromkeys(owner.module for param in self._params() for owner in param.owners):
             holder.register_state_dict_pre_hook(self._before_state_dict)
             holder.register_load_state_dict_pre_hook(self._before_state_dict)
             holder.register_load_state_dict_post_hook(self._after_load)
 
+    def share_comm(self, comm: CommContext) -> None:
+        """Use the streams and buffers of ``comm`` from now on."""
+        self.comm = comm
+        if self.group is not None:
+            self.group.comm = comm
+
     # Forward
 
-    def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    @hooks.outside_graphs
+    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Unshard, and return the inputs to run forward with."""
         if self.phase is Phase.PRE_BACKWARD:
             # Activation checkpointing runs forward again inside backward, after pre-backward has unsharded. An earlier
             # post-backward may have resharded since, if the unit ran twice.
             self._unshard_now()
-            return args, kwargs
+            return precision.cast_inputs(self.policy, args, kwargs)
         if not self.to_run:
             self.to_run.update(self.modules)
         entering = self.phase is not Phase.FORWARD
         self.phase = Phase.FORWARD
         if entering:
             args, kwargs = self._root_pre_forward(args, kwargs)
-        if self.group is None:
-            return args, kwargs
-        entering = self.group.phase is not Phase.FORWARD
-        self.group.phase = Phase.FORWARD
-        self._unshard_now()
+        args, kwargs = precision.cast_inputs(self.policy, args, kwargs)
+        if self.group is not None:
+            entering_group = self.group.phase is not Phase.FORWARD
+            self.group.phase = Phase.FORWARD
+            self._unshard_now()
+            if entering_group:
+                args, kwargs = hooks.call_after_backward(self._post_backward, (args, kwargs))
         if entering:
-            args, kwargs = hooks.call_after_backward(self._post_backward, (args, kwargs))
+            prefetch.prefetch(_groups(self.forward_prefetch), Phase.FORWARD)
         return args, kwargs
 
-    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if self.phase is Phase.PRE_BACKWARD:
-            return output
-        self.to_run.discard(module)
-        if self.to_run:
-            return output
-        self._complete_forward(output)
-        if self.iteration.forward_root is self:
-            self._root_post_forward(output)
-        return output
+    @hooks.outside_graphs
+    def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Reshard, and return the output to give to the caller."""
+        if self.phase is not Phase.PRE_BACKWARD:
+            self.to_run.discard(module)
+            if not self.to_run:
+                self._complete_forward(output)
+                if self.iteration.forward_root is self:
+                    self._root_post_forward(output)
+        return precision.cast_output(self.policy, output)
 
     def _root_pre_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         lazy_init.ensure(self)
         if self.iteration.forward_root is not None:
             return args, kwargs
         self.iteration.forward_root = self
-        # Gathers read the sharded parameters, which the optimizer wrote on the current stream.
-        streams.join(self.comm.gather_stream, streams.current(self.device))
+        # Gathers read the sharded parameters, which the optimizer wrote on the current stream, or before the event.
+        event, self.iteration.post_optim_event = self.iteration.post_optim_event, None
+        if event is None:
+            streams.join(self.comm.gather_stream, streams.current(self.device))
+        else:
+            streams.wait(self.comm.gather_stream, event)
         if self.device.type != "cpu":
             args, kwargs = map_tensors(lambda tensor: tensor.to(self.device), (args, kwargs))
         return args, kwargs
@@ -124,22 +149,30 @@ class Unit(_State):
 
     def _unshard_now(self) -> None:
         if self.group is not None:
-            self.group.unshard()
+            self.group.unshard(async_op=self.group.options.unshard_async)
             self.group.wait_for_unshard()
 
     # Backward
 
+    @hooks.outside_graphs
     def _pre_backward(self) -> None:
+        entering = self.phase is not Phase.PRE_BACKWARD
         self.phase = Phase.PRE_BACKWARD
         if not self.iteration.callback_queued:
             self.iteration.callback_queued = True
             hooks.call_at_end_of_backward(self._end_of_backward)
-        if self.group is None or self.group.phase is Phase.PRE_BACKWARD:
+        if self.group is not None:
+            entering = self.group.phase is not Phase.PRE_BACKWARD
+            self.group.phase = Phase.PRE_BACKWARD
+        if not entering:
             return
-        self.group.phase = Phase.PRE_BACKWARD
         self._unshard_now()
-        prefetch.prefetch_previous(self.group, self.iteration)
+        if self.backward_prefetch:
+            prefetch.prefetch_chosen(self.group, _groups(self.backward_prefetch))
+        elif self.group is not None:
+            prefetch.prefetch_previous(self.group, self.iteration)
 
+    @hooks.outside_graphs
     def _post_backward(self) -> None:
         """Reshard and reduce. Called again by the end of backward; then there is nothing left to do."""
         group = self.group
@@ -147,11 +180,20 @@ class Unit(_State):
             return
         assert self.reducer is not None
         group.phase = Phase.POST_BACKWARD
-        params, grads = take_unsharded_grads(group)
-        group.reshard()
-        if params:
-            self.reducer.reduce(params, grads)
+        if not group.options.reduce_grads:
+            # Freed first: accumulating in another dtype makes a copy.
+            self._reshard_after_backward(group)
+            gradients.accumulate(group)
+            return
+        params, grads = gradients.take(group)
+        self._reshard_after_backward(group)
+        self.reducer.reduce(params, grads)
 
+    def _reshard_after_backward(self, group: ParamGroup) -> None:
+        if group.options.reshard_after_backward:
+            group.reshard()
+
+    @hooks.outside_graphs
     def _end_of_backward(self) -> None:
         self.iteration.forward_root = None
         for unit in self.iteration.units:
@@ -164,11 +206,38 @@ class Unit(_State):
                 # but forward or a prefetch left it unsharded.
                 unit._post_backward()
             unit.group.phase = Phase.IDLE
-            # A prefetch that missed: next time the values will be others.
-            unit.group.drop_pending()
-            unit.group.forward_indices.clear()
-        self.iteration.forward_order.clear()
+            if self.iteration.is_last_backward:
+                # A prefetch that missed: next time the values will be others.
+                unit.group.drop_pending()
+                unit.group.forward_indices.clear()
+        if self.iteration.is_last_backward:
+            self.iteration.forward_order.clear()
+            self.comm.finish_reductions()
+        self.iteration.callback_queued = False
+
+    def reset(self) -> None:
+        """Recover from an exception in the midst of forward or backward; gradients not yet reduced are lost.
+
+        Raises:
+            RuntimeError: if this is not the root.
+        """
+        if self.is_root is False:
+            raise RuntimeError("reset_iter_state must be called on the root FSDP module")
+        self.comm.release_output()
         self.comm.finish_reductions()
+        for unit in self.iteration.units or [self]:
+            unit.to_run.clear()
+            unit.phase = Phase.IDLE
+            if unit.group is not None:
+                assert unit.reducer is not None
+                unit.group.phase = Phase.IDLE
+                unit.group.forward_indices.clear()
+                unit.group.drop_pending()
+                unit.group.to_sharded()
+                gradients.drop(unit.group)
+                unit.reducer.reset()
+        self.iteration.forward_order.clear()
+        self.iteration.forward_root = None
         self.iteration.callback_queued = False
 
     # By hand
@@ -205,3 +274,7 @@ class Unit(_State):
 
     def _params(self) -> Sequence[ShardedParam]:
         return self.group.shards.params if self.group is not None else ()
+
+
+def _groups(units: Sequence[Unit]) -> list[ParamGroup]:
+    return [unit.group for unit in units if unit.group is not None]

@@ -160,20 +160,6 @@ def test_set_reshard_after_forward_takes_a_bool(value: Any) -> None:
         module.set_reshard_after_forward(value)
 
 
-@pytest.mark.parametrize(
-    "option, value",
-    [
-        ("mp_policy", fsdp_impl.MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
-        ("offload_policy", fsdp_impl.CPUOffloadPolicy(pin_memory=False)),
-        ("shard_placement_fn", print),
-        ("dp_mesh_dims", fsdp_impl.DataParallelMeshDims(shard="dp")),
-    ],
-)
-def test_what_is_missing_is_named(option: str, value: Any) -> None:
-    with pytest.raises(NotImplementedError, match=f"does not support {option}="):
-        fully_shard(nn.Linear(4, 4), **{option: value})
-
-
 def test_no_collectives_at_shard_size_one() -> None:
     module = two_layers()
     fully_shard(module[0])

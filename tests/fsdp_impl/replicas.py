@@ -1,0 +1,88 @@
+"""A plain copy of the model beside the sharded one, and what of the two must agree."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from fsdp_impl import FSDPModule
+
+GATHER, REDUCE, ALL_REDUCE = "_allgather_base_", "_reduce_scatter_base_", "allreduce_"
+
+
+class MLP(nn.Module):
+    """Two linear layers with a smooth activation; hidden size ``2 * dim``."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.in_proj = nn.Linear(dim, 2 * dim)
+        self.out_proj = nn.Linear(2 * dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.out_proj(torch.tanh(self.in_proj(x))))
+
+
+def tower(dim: int, depth: int = 3) -> nn.Sequential:
+    """A linear layer, which stays with the root, and ``depth`` MLPs; the same on every rank."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(dim, dim), *(MLP(dim) for _ in range(depth)))
+
+
+def plain_copy(model: nn.Module) -> nn.Module:
+    """Made before sharding."""
+    return copy.deepcopy(model)
+
+
+def batch(rank: Any, step: int, shape: tuple[int, ...], *, index: int | None = None) -> torch.Tensor:
+    """Another one on each rank, or for ``index`` the same on those that give the same."""
+    generator = torch.Generator().manual_seed(1000 * step + (rank.index if index is None else index))
+    return torch.randn(shape, generator=generator).to(rank.device)
+
+
+def average_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """What data parallelism means: the gradients of ``model`` averaged over ``group``."""
+    for param in model.parameters():
+        if param.grad is not None:
+            dist.all_reduce(param.grad, group=group)
+            param.grad.div_(dist.get_world_size(group))
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def assert_same(plain: nn.Module, sharded: nn.Module, *, grads: bool = True, **tolerance: float) -> None:
+    """Parameters and gradients agree; collective."""
+    for module in sharded.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    for (name, expected), (other, param) in zip(plain.named_parameters(), sharded.named_parameters(), strict=True):
+        assert name == other
+        assert isinstance(param, DTensor), name
+        torch.testing.assert_close(
+            full(param.detach()), expected.detach(), msg=lambda m, n=name: f"{n}: {m}", **tolerance
+        )
+        if not grads:
+            continue
+        assert (param.grad is None) == (expected.grad is None), f"gradient of {name}"
+        if param.grad is not None:
+            assert param.grad.dtype == param.dtype
+            torch.testing.assert_close(
+                full(param.grad), expected.grad, msg=lambda m, n=name: f"gradient of {n}: {m}", **tolerance
+            )
+
+
+def counts(fn: Callable[[], Any]) -> dict[str, int]:
+    """How often ``fn`` issued each collective; those of FSDP by their constants above, others by their own names."""
+    with CommDebugMode() as mode:
+        fn()
+    found: dict[str, int] = {}
+    for op, count in mode.get_comm_counts().items():
+        name = str(op).rsplit(".", 1)[-1]
+        found[name] = found.get(name, 0) + count
+    return found
