@@ -51,7 +51,9 @@ def usage_error(item: pytest.Function) -> str | None:
     if item.cls is not None:
         return f"{item.nodeid}: a case is a plain function, not a method: classes do not cross processes"
     parameters = _parameters(item)
-    indirect = {name for mark in item.iter_markers("parametrize") if mark.kwargs.get("indirect") for name in _names(mark)}
+    indirect = {
+        name for mark in item.iter_markers("parametrize") if mark.kwargs.get("indirect") for name in _names(mark)
+    }
     for name in inspect.signature(item.function).parameters:
         if name not in parameters or name in indirect:
             instead = _STAND_INS.get(name, "a parameter, or a helper function called in the case")
@@ -107,8 +109,10 @@ def run(item: pytest.Function, pool: Pool, selection: Selection, *, number: int)
 
 def _new_record(item: pytest.Function, selection: Selection) -> record.CaseRecord:
     launch: Launch = _parameters(item)["rank"]
-    case_id = item.nodeid.replace(f"[{launch}", f"[w{launch.size}", 1)
-    seed = zlib.crc32(case_id.rpartition("/")[2].encode()) & 0x3FFF_FFFF
+    # By the module's name, not the path: a clone and an installed wheel give a case the same id.
+    module = item.module.__name__.replace(".", "/")
+    case_id = f"{module}.py::{item.name.replace(f'[{launch}', f'[w{launch.size}', 1)}"
+    seed = zlib.crc32(case_id.encode()) & 0x3FFF_FFFF
     return record.CaseRecord(
         id=case_id,
         nodeid=item.nodeid,

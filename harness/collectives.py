@@ -130,7 +130,9 @@ def count_difference(trace: Trace, phase: str, expected: dict[str, int]) -> tupl
             per_unit = collections.Counter(item.unit or f"{item.nbytes} B" for item in items)
             listed = ", ".join(f"{unit} {count}" for unit, count in per_unit.items())
             most = per_unit.most_common(1)[0] if per_unit else ("", 0)
-            return most[0] if most[1] > 1 else None, f"{found} {kind} instead of {wanted} in {phase}: {listed or 'none'}"
+            return most[0] if most[
+                1
+            ] > 1 else None, f"{found} {kind} instead of {wanted} in {phase}: {listed or 'none'}"
     return None, None
 
 
@@ -142,7 +144,7 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(self, unit_of: Callable[[str, str, int], str] = lambda kind, dtype, nbytes: "") -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.trace = Trace()
         self.phase = ""
         self.before: Callable[[Collective], None] = _nothing
@@ -202,7 +204,7 @@ def _group_of(named: dict[str, Any]) -> tuple[int, ...]:
     if "process_group" in named:
         group = dist.ProcessGroup.unbox(named["process_group"])
     elif isinstance(named["group_name"], str):
-        group = dist.distributed_c10d._resolve_process_group(named["group_name"])
+        group = torch._C._distributed_c10d._resolve_process_group(named["group_name"])
     else:
         group = named["group_name"]
     return tuple(dist.get_process_group_ranks(group))

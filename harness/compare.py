@@ -83,15 +83,14 @@ class StepComparison:
         )
 
     def _norm(self) -> Iterator[Finding]:
-        norms = self.sharded.norm, self.baseline.norm, self.oracle.norm
-        if any(norm is None for norm in norms):
+        sharded, baseline, oracle = self.sharded.norm, self.baseline.norm, self.oracle.norm
+        if sharded is None or baseline is None or oracle is None:
             return
         held = [piece.tensor for piece in self.sharded.gradients.values() if piece is not None]
-        local = total_norm(held, self.context.norm_type)
-        for finding in self._scalar_or_tensor("total norm", f"the {self.context.norm_type:g}-norm", *norms):
-            why = guess_norm(
-                float(norms[0]), float(norms[2]), float(local), self.context.size, self.context.norm_type
-            )
+        p = self.context.norm_type
+        local = float(total_norm(held, p))
+        for finding in self._scalar_or_tensor("total norm", f"the {p:g}-norm", sharded, baseline, oracle):
+            why = guess_norm(float(sharded), float(oracle), local, self.context.size, p)
             yield dataclasses.replace(finding, text=_with_reason(finding.text, why))
 
     def _scalar_or_tensor(
@@ -129,7 +128,9 @@ class StepComparison:
     ) -> Iterator[Finding]:
         expected = mine.cut(oracle)
         if mine.tensor.shape != expected.shape:
-            shapes = f"{tuple(mine.tensor.shape)} of {tuple(oracle.shape)}; this rank's share is {tuple(expected.shape)}"
+            shapes = (
+                f"{tuple(mine.tensor.shape)} of {tuple(oracle.shape)}; this rank's share is {tuple(expected.shape)}"
+            )
             yield self._finding(stage, name, None, f"the local shard has shape {shapes}")
             return
         if mine.tensor.dtype != baseline.dtype:

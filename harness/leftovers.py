@@ -27,7 +27,6 @@ def picture(device_type: str, *, groups: int) -> dict[str, Any]:
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "float32 matrix products": torch.get_float32_matmul_precision(),
         "dispatch modes": len(_get_current_dispatch_mode_stack()),
-        "saved-tensor hooks": torch._C._autograd._saved_tensors_hooks_is_enabled(),
         "process groups": groups,
         "working directory": os.getcwd(),
         "environment": dict(os.environ),

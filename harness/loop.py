@@ -83,7 +83,7 @@ def _redirect_output(path: pathlib.Path) -> Any:
 def _start(spec: RankSpec) -> World:
     key = spec.key
     os.environ["TORCH_DISTRIBUTED_DEBUG"] = key.debug_level
-    dist.set_debug_level_from_env()
+    torch._C._distributed_c10d.set_debug_level_from_env()
     torch.set_num_threads(1)
     device = torch.device(key.device, spec.index) if key.device != "cpu" else torch.device("cpu")
     if device.type != "cpu":
@@ -115,9 +115,8 @@ def run_job(world: World, job: Job) -> Result:
     before = leftovers.picture(world.device.type, groups=len(groups))
     seeds = Seeds(job.init_seed, job.data_seed)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        rank = Rank(
-            world, implementation=implementation, seeds=seeds, tmp_path=pathlib.Path(job.tmp_path), monkeypatch=monkeypatch
-        )  # fmt: skip
+        tmp_path = pathlib.Path(job.tmp_path)
+        rank = Rank(world, implementation=implementation, seeds=seeds, tmp_path=tmp_path, monkeypatch=monkeypatch)
         _seed(job.init_seed)
         with _outcome(result):
             function(rank, **parameters)

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 def held_bytes(device: torch.device) -> int:
     """Bytes of the tensors alive on ``device``, after a garbage collection.
 
-    On CUDA what was asked of the caching allocator, without its rounding to blocks. On the CPU the storages of all tensors
-    that the garbage collector knows, each once; a storage that only C++ holds is not seen.
+    On CUDA what was asked of the caching allocator, without its rounding to blocks. On the CPU the storages of
+    all tensors that the garbage collector knows, each once; a storage that only C++ holds is not seen.
     """
     gc.collect()
     if device.type == "cuda":

@@ -7,14 +7,15 @@ hide behind sizes that divide.
 
 from __future__ import annotations
 
-import collections
 import copy
 import dataclasses
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from harness.trees import tensors_of
 
 
 class TwoHeads(nn.Module):
@@ -67,7 +68,8 @@ class Tower(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = layer(x)
-        return self.out(x)
+        out: torch.Tensor = self.out(x)
+        return out
 
     def units(self) -> list[list[str]]:
         """One unit for each MLP; ``out`` is the root's."""
@@ -88,11 +90,18 @@ class ReusedInner(nn.Module):
         self.outer = nn.Linear(dim, dim + 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.outer(torch.tanh(self.inner(torch.tanh(self.inner(x)))))
+        out: torch.Tensor = self.outer(torch.tanh(self.inner(torch.tanh(self.inner(x)))))
+        return out
 
 
 Container = Literal["list", "tuple", "dict", "namedtuple", "dataclass"]
-Pair = collections.namedtuple("Pair", ["x", "y"])
+
+
+class Pair(NamedTuple):
+    """A namedtuple between units: ``x`` is trained, ``y`` needs no gradient."""
+
+    x: torch.Tensor
+    y: torch.Tensor
 
 
 @dataclasses.dataclass
@@ -138,13 +147,14 @@ def packed_stack(dim: int, container: Container, depth: int = 3) -> nn.Sequentia
 def pack(x: torch.Tensor, container: Container) -> Any:
     """``x`` in a container, beside a tensor that needs no gradient where the container has room."""
     constant = torch.ones_like(x)
-    return {
-        "list": lambda: [x],
-        "tuple": lambda: (x,),
-        "dict": lambda: {"x": x},
-        "namedtuple": lambda: Pair(x, constant),
-        "dataclass": lambda: Record(x, constant),
-    }[container]()
+    packed: dict[Container, Any] = {
+        "list": [x],
+        "tuple": (x,),
+        "dict": {"x": x},
+        "namedtuple": Pair(x, constant),
+        "dataclass": Record(x, constant),
+    }
+    return packed[container]
 
 
 def unpack(packed: Any, container: Container) -> torch.Tensor:
@@ -153,11 +163,13 @@ def unpack(packed: Any, container: Container) -> torch.Tensor:
     Raises:
         AssertionError: a unit changed the container's type on the way.
     """
-    kind = {"list": list, "tuple": tuple, "dict": dict, "namedtuple": Pair, "dataclass": Record}[container]
+    kinds: dict[Container, type] = {
+        "list": list, "tuple": tuple, "dict": dict, "namedtuple": Pair, "dataclass": Record,
+    }  # fmt: skip
+    kind = kinds[container]
     assert type(packed) is kind, f"expected {kind.__name__} between units, got {type(packed).__name__}"
-    if container == "dict":
-        return packed["x"]
-    return packed[0] if container in ("list", "tuple") else packed.x
+    x: torch.Tensor = next(tensors_of(packed))
+    return x
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +198,8 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.out(self._attend(self.qkv(self.attention_norm(x))))
-        return x + self.w2(F.gelu(self.w1(self.feed_forward_norm(x))))
+        out: torch.Tensor = x + self.w2(F.gelu(self.w1(self.feed_forward_norm(x))))
+        return out
 
     def _attend(self, qkv: torch.Tensor) -> torch.Tensor:
         # Written out: fused kernels differ between devices and dtypes, and the oracle runs in float64.
@@ -194,7 +207,7 @@ class Block(nn.Module):
         q, k, v = (part.view(batch, length, self.heads, -1).transpose(1, 2) for part in qkv.chunk(3, dim=-1))
         scores = (q @ k.transpose(-2, -1)) * q.shape[-1] ** -0.5
         future = torch.ones(length, length, dtype=torch.bool, device=qkv.device).triu(1)
-        mixed = scores.masked_fill(future, float("-inf")).softmax(-1) @ v
+        mixed: torch.Tensor = scores.masked_fill(future, float("-inf")).softmax(-1) @ v
         return mixed.transpose(1, 2).reshape(batch, length, -1)
 
 
@@ -215,7 +228,8 @@ class Transformer(nn.Module):
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for layer in self.layers:
             x = layer(x)
-        return self.output(self.norm(x))
+        logits: torch.Tensor = self.output(self.norm(x))
+        return logits
 
     def units(self) -> list[list[str]]:
         """One unit for each layer; the embeddings, the last norm and the output are the root's."""

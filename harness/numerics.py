@@ -144,14 +144,10 @@ class Oracle:
         self.model.zero_grad(set_to_none=set_to_none)
         return OracleStep(outputs, losses, own, gradients, norm, clipped, parameters)
 
-    def _add(
-        self, gradients: dict[str, torch.Tensor | None], loss: torch.Tensor
-    ) -> dict[str, torch.Tensor | None]:
+    def _add(self, gradients: dict[str, torch.Tensor | None], loss: torch.Tensor) -> dict[str, torch.Tensor | None]:
         trained = {name: value for name, value in self._names.items() if value.requires_grad}
         new = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
-        return gradients | {
-            name: _sum(gradients[name], gradient) for name, gradient in zip(trained, new, strict=True)
-        }
+        return gradients | {name: _sum(gradients[name], gradient) for name, gradient in zip(trained, new, strict=True)}
 
     def _accumulated(self, average: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
         """Add the averages to what zero_grad left, as backward adds to ``.grad``; a copy of the result."""

@@ -82,7 +82,7 @@ class Pair:
         assert len(mine) == self.adapter.config.microbatches, (
             f"a step of {len(mine)} microbatches in a pair made for {self.adapter.config.microbatches}"
         )
-        options = {"loss": loss, "submodule": submodule, "set_to_none": set_to_none}
+        options: dict[str, Any] = {"loss": loss, "submodule": submodule, "set_to_none": set_to_none}
         self._step_starts.append(len(self.sharded.trace))
         sharded = self.sharded.step(_copies(mine), **options)
         baseline = self.baseline.step(_copies(mine), **options)
@@ -124,7 +124,9 @@ class Pair:
         """
         problem = count_difference(self._last_trace(), phase, expected)
         place = Place(stage=f"collectives in {phase}", step=self._steps - 1, rank=self._rank.index, name=problem[0])
-        self._rank.agree(Finding(place, problem[1]) if problem[1] else None, title="the collectives are not the contract's")
+        self._rank.agree(
+            Finding(place, problem[1]) if problem[1] else None, title="the collectives are not the contract's"
+        )
 
     def check_bytes(self) -> None:
         """Every gather and reduction of the last step is as long as a unit, up to the declared padding.
@@ -199,7 +201,9 @@ def _byte_limits(model: nn.Module, config: Config, rank: Rank) -> tuple[int, int
     copies = 1 + len(traits.held_from_start)
     full = copies * itemsize * sum(value.numel() for value in parameters)
     padding = traits.collective_padding * (len(config.units) + 1)
-    share = copies * itemsize * (padding + sum(traits.local_numel(value.shape, rank.world_size) for value in parameters))
+    share = (
+        copies * itemsize * (padding + sum(traits.local_numel(value.shape, rank.world_size) for value in parameters))
+    )
     # Half of what sharding saves: bookkeeping tensors are small, an unsharded model is not.
     return share + max(full - share, 0) // 2, share
 
@@ -250,4 +254,3 @@ def render(finding: Finding, *, title: str, also: Sequence[int]) -> str:
     if also:
         lines.append(f"  the same stage parts on rank{'s' * (len(also) > 1)} {', '.join(map(str, also))} as well")
     return "\n".join(lines)
-

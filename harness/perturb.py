@@ -101,4 +101,4 @@ def _cycles_per_millisecond() -> float:
     torch.cuda._sleep(10_000_000)
     end.record()
     end.synchronize()
-    return 10_000_000 / start.elapsed_time(end)
+    return 10_000_000 / float(start.elapsed_time(end))

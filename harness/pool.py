@@ -111,14 +111,14 @@ class World:
 
     def _collect(self, job: Job, until: float) -> list[Result]:
         results: dict[int, Result] = {}
-        waiting = {rank.connection: index for index, rank in enumerate(self.ranks)}
+        waiting: dict[Any, int] = {rank.connection: index for index, rank in enumerate(self.ranks)}
         failed = False
         while waiting:
             ready = wait(list(waiting), timeout=max(0.0, until - time.monotonic()))
             if not ready:
                 break
             for connection in ready:
-                index = waiting.pop(connection)  # type: ignore[index]
+                index = waiting.pop(connection)
                 results[index] = self._receive(index, job)
                 if results[index].verdict != Verdict.PASS and not failed:
                     failed = True
@@ -134,7 +134,9 @@ class World:
             return result
         except (EOFError, OSError):
             rank.process.join(timeout=1.0)
-            return Result(job.number, index, Verdict.CRASH, f"the rank's process ended: {_ending(rank.process.exitcode)}")
+            return Result(
+                job.number, index, Verdict.CRASH, f"the rank's process ended: {_ending(rank.process.exitcode)}"
+            )
 
     def _stuck(self, index: int, job: Job, *, after_failure: bool) -> Result:
         with contextlib.suppress(ProcessLookupError):

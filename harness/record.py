@@ -89,8 +89,10 @@ def _text_of(results: Sequence[Result], cause: Result) -> str:
     if cause.agreed:
         return cause.text
     alike = [result for result in results if result.text == cause.text]
-    who = "every rank" if len(alike) == len(results) else f"rank{'s' * (len(alike) > 1)} " + ", ".join(
-        str(result.rank) for result in alike
+    who = (
+        "every rank"
+        if len(alike) == len(results)
+        else f"rank{'s' * (len(alike) > 1)} " + ", ".join(str(result.rank) for result in alike)
     )
     parts = [f"{who} of {len(results)}:\n{cause.text}"]
     parts += [f"rank {r.rank} of {len(results)}:\n{r.text}" for r in results if r.text and r.text != cause.text]

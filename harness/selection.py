@@ -35,9 +35,7 @@ class Selection:
         return self.device == "cpu" or size <= self.device_count
 
 
-def resolve(
-    *, implementations: str | None, device: str, worlds: str | None, deadline: float | None
-) -> Selection:
+def resolve(*, implementations: str | None, device: str, worlds: str | None, deadline: float | None) -> Selection:
     """Check what was asked for, by the options' texts.
 
     Raises:

@@ -12,7 +12,7 @@ from torch import nn
 from harness.adapters.base import Adapter, Config, OptimizerFactory, Piece
 from harness.collectives import Recorder, Trace
 from harness.perturb import Delay, Perturbation
-from harness.trees import map_tensors, tensors_of
+from harness.trees import tensors_of
 from harness.units import Unit, UnitLookup, units_of
 
 Batch = tuple[Any, ...]
@@ -125,9 +125,3 @@ def as_microbatches(batch: Any) -> list[Batch]:
     """A list is microbatches; each is a tuple of arguments, or the one argument itself."""
     microbatches = batch if isinstance(batch, list) else [batch]
     return [arguments if isinstance(arguments, tuple) else (arguments,) for arguments in microbatches]
-
-
-def to_device(batch: list[Batch], device: torch.device) -> list[Batch]:
-    """The same batches on another device."""
-    return map_tensors(lambda tensor: tensor.to(device), batch)
-

@@ -23,7 +23,8 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, Mapping):
-        return type(value)({key: map_tensors(function, part) for key, part in value.items()})
+        rebuilt: Any = type(value)
+        return rebuilt({key: map_tensors(function, part) for key, part in value.items()})
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_tensors(function, part) for part in value))
     if isinstance(value, (tuple, list)):

@@ -106,7 +106,9 @@ def test_optimizer_in_hook_equals_optimizer_after_backward(rank: Rank) -> None:
     tokens = rank.tokens(0, (2, 8), vocabulary=11)
     for step in range(10):
         pictures = [run.step([(tokens,)], loss=models.mean_square) for run in (ordinary, hooked)]
-        check_exact(rank, *pictures, step=step, why="the same kernels on the same shards, in another order of parameters")
+        check_exact(
+            rank, *pictures, step=step, why="the same kernels on the same shards, in another order of parameters"
+        )
 
 
 def _step_in_hooks(parameters: Any) -> None:

@@ -53,7 +53,9 @@ def test_order(rank: Rank) -> None:
     pair = rank.pair(model, units=model.units(), reshard_after_forward=True)
     pair.step(rank.batch(0, (4, 9)))
     pair.check()
-    rank.expect(pair.sharded.trace.render(), """\
+    rank.expect(
+        pair.sharded.trace.render(),
+        """\
 forward   all_gather      float32      400 B  ranks 0-1  (root)
 forward   all_gather      float32     1480 B  ranks 0-1  layers.0
 forward   all_gather      float32     2240 B  ranks 0-1  layers.1
@@ -66,4 +68,5 @@ backward  all_gather      float32     1480 B  ranks 0-1  layers.0
 backward  reduce_scatter  float32     2240 B  ranks 0-1  layers.1
 backward  reduce_scatter  float32      400 B  ranks 0-1  (root)
 backward  reduce_scatter  float32     1480 B  ranks 0-1  layers.0
-""")
+""",
+    )

@@ -25,9 +25,7 @@ UNITS = pytest.mark.parametrize("units", [[], [["layers.0"], ["layers.1"]]], ids
     ("dim", "reshard_after_forward"),
     [(8, None), *with_first(8, RESHARD), *with_first(5, RESHARD_UNEVEN)],
 )
-def test_after_forward(
-    rank: Rank, dim: int, units: list[list[str]], reshard_after_forward: bool | int | None
-) -> None:
+def test_after_forward(rank: Rank, dim: int, units: list[list[str]], reshard_after_forward: bool | int | None) -> None:
     """After forward a unit shows shards if it reshards, gathered parameters otherwise; values never change.
 
     The default is to reshard every unit but the root's, and an explicit choice is the root's as well.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import pytest
 import torch
 
@@ -93,9 +92,7 @@ def test_unit_called_twice(rank: Rank, reshard_after_forward: bool | int) -> Non
 @needs(Capability.CAST_AFTER_INIT)
 def test_cast_after_sharding(rank: Rank) -> None:
     """A model cast to float64 once it is sharded trains in float64: parameters, gradients and losses."""
-    pair = rank.pair(
-        models.MLP(5), units=[["in_proj"], ["out_proj"]], baseline="replicated", cast=torch.float64
-    )
+    pair = rank.pair(models.MLP(5), units=[["in_proj"], ["out_proj"]], baseline="replicated", cast=torch.float64)
     for step in range(3):
         pair.step(rank.batch(step, (2, 5)).double(), set_to_none=step % 2 == 0)
         pair.check()
@@ -121,5 +118,3 @@ def test_unit_of_several_modules(rank: Rank) -> None:
     for step in range(3):
         pair.step(rank.batch(step, (4, 9)))
         pair.check()
-
-

@@ -87,8 +87,8 @@ class DTensorAdapter(Adapter):
 
     def reshard(self) -> None:
         for module in self.module.modules():
-            if hasattr(module, "reshard"):
-                module.reshard()
+            if callable(reshard := getattr(module, "reshard", None)):
+                reshard()
 
     def _sharded_parameters(self) -> dict[str, nn.Parameter]:
         """The sharded parameters, also while gathered ones are registered.

@@ -101,7 +101,7 @@ class DdpAdapter(_Replica):
         with warnings.catch_warnings():
             # torch 2.13 deprecates the name in favour of one that 2.11 does not have, and that also syncs at init.
             warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
-            self.module = DistributedDataParallel(
+            self._ddp = self.module = DistributedDataParallel(
                 model,
                 device_ids=None if device == "cpu" else [torch.accelerator.current_device_index()],
                 process_group=config.mesh.get_group(),
@@ -112,7 +112,7 @@ class DdpAdapter(_Replica):
 
     @contextlib.contextmanager
     def microbatch(self, *, is_last: bool) -> Iterator[None]:
-        with contextlib.nullcontext() if is_last else self.module.no_sync():
+        with contextlib.nullcontext() if is_last else self._ddp.no_sync():
             yield
 
     def submodule(self, name: str) -> nn.Module:
@@ -120,4 +120,4 @@ class DdpAdapter(_Replica):
         return self.module
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        return dict(self.module.module.named_parameters())
+        return dict(self._ddp.module.named_parameters())

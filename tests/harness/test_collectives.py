@@ -1,0 +1,131 @@
+"""The trace: one vocabulary for every way in which a collective is issued, and what differs between ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from harness import world
+from harness.collectives import Collective, Recorder, Trace, count_difference, first_difference
+from harness.perturb import Delay, Perturbation
+
+
+def recorded(function, unit_of=None):
+    recorder = Recorder(unit_of) if unit_of else Recorder()
+    with recorder.during("forward"):
+        function()
+    return recorder.trace
+
+
+@pytest.mark.filterwarnings("ignore")
+@world(2)
+def test_every_spelling_of_a_gather_is_one_kind(rank):
+    shard, full = torch.ones(3), torch.empty(6)
+    spellings = {
+        "into tensor": lambda: dist.all_gather_into_tensor(full, shard),
+        "list": lambda: dist.all_gather(list(full.chunk(2)), shard),
+        "functional": lambda: functional.all_gather_tensor(shard, 0, dist.group.WORLD).sum(),
+    }
+    if hasattr(dist, "all_gather_single"):
+        spellings["single"] = lambda: dist.all_gather_single(full, shard)
+    expected = [Collective("forward", "all_gather", "float32", 24, (0, 1))]
+    for name, spelling in spellings.items():
+        assert recorded(spelling) == expected, name
+
+
+@pytest.mark.filterwarnings("ignore")
+@world(2)
+def test_every_spelling_of_a_reduction_is_one_kind(rank):
+    shard, full = torch.empty(3), torch.ones(6)
+    spellings = {
+        "tensor": lambda: dist.reduce_scatter_tensor(shard, full),
+        "functional": lambda: functional.reduce_scatter_tensor(full, "sum", 0, dist.group.WORLD).sum(),
+    }
+    if hasattr(dist, "reduce_scatter_single"):
+        spellings["single"] = lambda: dist.reduce_scatter_single(shard, full)
+    for name, spelling in spellings.items():
+        assert recorded(spelling) == [Collective("forward", "reduce_scatter", "float32", 24, (0, 1))], name
+    assert recorded(lambda: dist.all_reduce(full)) == [Collective("forward", "all_reduce", "float32", 24, (0, 1))]
+
+
+@world(2)
+def test_reducer_of_ddp_and_norm_of_a_dtensor_are_seen(rank):
+    model = DistributedDataParallel(torch.nn.Linear(3, 1, bias=False))
+    loss = model(torch.ones(1, 3)).sum()
+    assert recorded(loss.backward) == [Collective("forward", "all_reduce", "float32", 12, (0, 1))]
+    sharded = distribute_tensor(torch.ones(4), rank.mesh(), [Shard(0)])
+    trace = recorded(lambda: sharded.norm().full_tensor())
+    assert [item.kind for item in trace] == ["all_reduce"]
+
+
+@world(4)
+def test_group_is_told_by_its_ranks(rank):
+    mesh = rank.mesh((2, 2), ("replicate", "shard"))
+    trace = recorded(lambda: dist.all_reduce(torch.ones(2), group=mesh.get_group("replicate")))
+    assert trace[0].group == ((0, 2) if rank.index % 2 == 0 else (1, 3))
+    assert str(trace[0]).endswith("ranks 0,2" if rank.index % 2 == 0 else "ranks 1,3")
+
+
+@world(2)
+def test_delay_meets_both_generations_of_names(rank):
+    delay = Delay(milliseconds=1, collective="all_gather")
+    names = ["all_gather_into_tensor", *(["all_gather_single"] if hasattr(dist, "all_gather_single") else [])]
+    for count, name in enumerate(names, start=1):
+        recorder, perturbation = Recorder(), Perturbation([delay], rank=rank.index, device_type="cpu")
+        perturbation.install(recorder)
+        with recorder.during("forward"):
+            getattr(dist, name)(torch.empty(4), torch.ones(2))
+            dist.all_reduce(torch.ones(1))
+        assert perturbation.met == {delay: 1}, (count, name)
+        perturbation.assert_met()
+
+
+@world(1)
+def test_delay_that_met_nothing_is_an_error(rank):
+    perturbation = Perturbation([Delay(milliseconds=1, at="step")], rank=0, device_type="cpu")
+    with pytest.raises(AssertionError, match="was never met: it perturbed nothing"):
+        perturbation.assert_met()
+    perturbation.at("step")
+    perturbation.assert_met()
+
+
+@pytest.mark.parametrize(
+    "options", [{"milliseconds": 0}, {"milliseconds": 1, "at": "loss", "collective": "all_gather"}]
+)
+def test_delay_refuses_what_makes_no_sense(options):
+    with pytest.raises(ValueError, match="Delay"):
+        Delay(**options)
+
+
+def gathers(*nbytes, group=(0, 1), phase="forward"):
+    return Trace(Collective(phase, "all_gather", "float32", size, group) for size in nbytes)
+
+
+def test_ranks_that_issue_the_same_do_not_differ():
+    assert first_difference([gathers(8, 16), gathers(8, 16)]) is None
+    # Members of different groups may do different things.
+    assert first_difference([gathers(8, group=(0,)), gathers(16, group=(1,))]) is None
+
+
+@pytest.mark.parametrize(
+    ("second", "told"),
+    [((8, 24), "rank 1 issued [forward all_gather float32 24 B ranks 0-1]"), ((8,), "rank 1 issued [nothing more]")],
+)
+def test_first_difference_names_rank_and_collective(second, told):
+    difference = first_difference([gathers(8, 16), gathers(*second)])
+    assert difference.startswith("collective 1 on ranks [0, 1] differs: rank 0 issued [forward all_gather")
+    assert told in difference
+
+
+def test_counts_name_the_unit_that_stands_out():
+    trace = Trace(Collective("forward", "all_gather", "float32", 8, (0, 1), unit) for unit in ("a", "b", "b"))
+    assert count_difference(trace, "forward", {"all_gather": 3}) == (None, None)
+    assert count_difference(trace, "forward", {"all_gather": 2}) == (
+        "b",
+        "3 all_gather instead of 2 in forward: a 1, b 2",
+    )
+    assert count_difference(trace, "backward", {"all_gather": 1})[1] == "0 all_gather instead of 1 in backward: none"

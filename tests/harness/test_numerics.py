@@ -1,0 +1,116 @@
+"""Ulps, distances and the oracle, against values worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from harness import optim
+from harness.adapters.base import Clip
+from harness.numerics import BASELINE_FACTOR, SLACK_ULPS, Oracle, distance, total_norm, ulp
+
+
+@pytest.mark.parametrize(
+    ("magnitude", "dtype", "expected"),
+    [
+        (1.0, torch.float32, 2.0**-23),
+        (1.99, torch.float32, 2.0**-23),
+        (2.0, torch.float32, 2.0**-22),
+        (0.75, torch.float32, 2.0**-24),
+        (1.0, torch.bfloat16, 2.0**-7),
+        (1.0, torch.float64, 2.0**-52),
+    ],
+)
+def test_ulp_is_the_spacing_of_the_dtype(magnitude, dtype, expected):
+    assert ulp(magnitude, dtype) == expected
+    if magnitude != 1.99:
+        value = torch.tensor(magnitude, dtype=dtype)
+        assert float(torch.nextafter(value, torch.full_like(value, math.inf)) - value) == expected
+
+
+def test_ulp_of_nothing_is_that_of_the_smallest_normal():
+    assert ulp(0.0, torch.float32) == 2.0**-126 * 2.0**-23
+
+
+def tensors(*values, dtype=torch.float32):
+    return [torch.tensor(value, dtype=dtype) for value in values]
+
+
+def test_distance_counts_ulps_at_the_largest_magnitude():
+    sharded, baseline = tensors([1.0, 0.25 + 3 * 2.0**-23], [1.0 + 2.0**-23, 0.25])
+    (oracle,) = tensors([1.0, 0.25], dtype=torch.float64)
+    result = distance(sharded, baseline, oracle, magnitude=1.0)
+    assert (result.sharded_ulps, result.baseline_ulps, result.index) == (3.0, 1.0, 1)
+    assert result.allowed_ulps == BASELINE_FACTOR + SLACK_ULPS
+    assert not result.is_too_far
+
+
+@pytest.mark.parametrize(("ulps", "too_far"), [(SLACK_ULPS, False), (SLACK_ULPS + 1, True)])
+def test_a_perfect_baseline_leaves_the_slack(ulps, too_far):
+    sharded, baseline = tensors([1.0 + ulps * 2.0**-23], [1.0])
+    result = distance(sharded, baseline, baseline.double(), magnitude=1.0)
+    assert result.sharded_ulps == ulps
+    assert result.is_too_far is too_far
+
+
+@pytest.mark.parametrize(
+    ("value", "oracle", "too_far"),
+    [
+        (math.nan, 1.0, True),
+        (math.inf, 1.0, True),
+        (1.0, math.nan, True),
+        (math.nan, math.nan, False),
+        (math.inf, math.inf, False),
+    ],
+)
+def test_not_finite_agrees_only_with_itself(value, oracle, too_far):
+    (sharded,), (expected,) = tensors([value]), tensors([oracle], dtype=torch.float64)
+    assert distance(sharded, expected.float(), expected, magnitude=1.0).is_too_far is too_far
+
+
+def test_empty_pieces_are_no_distance_apart():
+    empty = torch.zeros(0, 3)
+    assert not distance(empty, empty, empty.double(), magnitude=1.0).is_too_far
+
+
+@pytest.mark.parametrize(("p", "expected"), [(2.0, 5.0), (1.0, 7.0), (math.inf, 4.0)])
+def test_total_norm(p, expected):
+    assert float(total_norm(tensors([3.0], [[-4.0]]), p)) == expected
+    assert float(total_norm([torch.zeros(0)], p)) == 0.0
+    assert float(total_norm([], p)) == 0.0
+
+
+def test_oracle_averages_ranks_sums_microbatches_and_steps():
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 2.0)
+    oracle = Oracle(model, optimizer=optim.sgd(lr=0.5, momentum=0.0), clip=None)
+    # d(sum w x)/dw = x: rank 0 has 1 + 3 in two microbatches, rank 1 has 5 + 7; the average is 8.
+    batches = [[(torch.tensor([[x]]),) for x in row] for row in ([1.0, 3.0], [5.0, 7.0])]
+    step = oracle.step(batches, loss=torch.sum)
+    assert [gradient["weight"].item() for gradient in step.own_gradients] == [4.0, 12.0]
+    assert step.gradients["weight"].item() == 8.0
+    assert step.parameters["weight"].item() == 2.0 - 0.5 * 8.0
+    assert [[loss.item() for loss in losses] for losses in step.losses] == [[2.0, 6.0], [10.0, 14.0]]
+    assert step.parameters["weight"].dtype is torch.float64
+
+
+def test_oracle_clips_the_average_not_the_parts():
+    model = nn.Linear(1, 1, bias=False)
+    oracle = Oracle(model, optimizer=optim.sgd(), clip=Clip(max_norm=1.0))
+    step = oracle.step([[(torch.tensor([[6.0]]),)], [(torch.tensor([[-2.0]]),)]], loss=torch.sum)
+    assert step.norm.item() == 2.0
+    assert step.clipped["weight"].item() == pytest.approx(2.0 / (2.0 + 1e-6), rel=1e-15)
+
+
+def test_oracle_keeps_zeroed_gradients_apart_from_forgotten_ones():
+    model = nn.ModuleDict({"used": nn.Linear(1, 1, bias=False), "unused": nn.Linear(1, 1, bias=False)})
+    model.forward = lambda x: model["used"](x)
+    oracle = Oracle(model, optimizer=optim.sgd(), clip=None)
+    oracle.model.forward = lambda x: oracle.model["used"](x)
+    batches = [[(torch.ones(1, 1),)]]
+    assert oracle.step(batches, loss=torch.sum, set_to_none=False).gradients["unused.weight"] is None
+    second = oracle.step(batches, loss=torch.sum, set_to_none=False)
+    assert second.gradients["used.weight"].item() == 1.0
