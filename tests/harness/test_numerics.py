@@ -48,6 +48,14 @@ def test_distance_counts_ulps_at_the_largest_magnitude():
     assert not result.is_too_far
 
 
+def test_scalar_may_err_by_the_slack_more_than_the_baseline():
+    sharded, baseline = tensors(1.0 + 9 * 2.0**-23, 1.0 + 2.0**-23)
+    (oracle,) = tensors(1.0, dtype=torch.float64)
+    result = distance(sharded, baseline, oracle, magnitude=1.0)
+    assert (result.allowed_ulps, result.is_too_far) == (1.0 + SLACK_ULPS, False)
+    assert distance(sharded + 2.0**-23, baseline, oracle, magnitude=1.0).is_too_far
+
+
 @pytest.mark.parametrize(("ulps", "too_far"), [(SLACK_ULPS, False), (SLACK_ULPS + 1, True)])
 def test_a_perfect_baseline_leaves_the_slack(ulps, too_far):
     sharded, baseline = tensors([1.0 + ulps * 2.0**-23], [1.0])

@@ -1,0 +1,254 @@
+"""Comparisons: the first stage that parts, the element, and the guess why."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from harness import models, optim, world
+from harness.adapters.base import Clip, Piece, Traits, whole
+from harness.adapters.dtensor import cut_like
+from harness.adapters.replicas import DdpAdapter
+from harness.compare import BASELINE_LIMIT_ULPS, Context, StepComparison, exact_difference
+from harness.errors import Divergence
+from harness.explain import guess_gradient, guess_norm
+from harness.numerics import Oracle
+from harness.training import StepPicture
+from harness.units import ROOT, UnitLookup, units_of
+
+
+@pytest.fixture
+def step():
+    """Pictures of one step on two ranks that agree, as rank 1 sees them: (sharded, baseline, oracle)."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    oracle = Oracle(model, optimizer=optim.sgd(), clip=Clip(0.01))
+    batches = [[(torch.randn(4, 3),)] for _ in range(2)]
+    computed = oracle.step(batches, loss=models.mean_square)
+
+    def picture():
+        def pieces(tensors):
+            return {name: whole(tensor.float().clone()) for name, tensor in tensors.items()}
+
+        return StepPicture(
+            outputs=[[computed.outputs[1][0].float()]],
+            losses=[computed.losses[1][0].float()],
+            gradients=pieces(computed.gradients),
+            norm=computed.norm.float(),
+            clipped=pieces(computed.clipped),
+            parameters=pieces(computed.parameters),
+        )
+
+    return picture(), picture(), computed
+
+
+def compare(step, **options):
+    return StepComparison(*step, Context(step=7, rank=1, size=2, **options)).first_finding()
+
+
+def test_equal_pictures_do_not_part(step):
+    comparison = StepComparison(*step, Context(step=7, rank=1, size=2))
+    assert comparison.first_finding() is None
+    stages = [item.stage for item in comparison.measured]
+    assert stages == [
+        "output",
+        "loss",
+        *["gradient"] * 2,
+        "total norm",
+        *["clipped gradient"] * 2,
+        *["parameter after step"] * 2,
+    ]
+
+
+def spoil(step, stage):
+    sharded = step[0]
+    tensor = {
+        "output": sharded.outputs[0][0],
+        "loss": sharded.losses[0],
+        "gradient": sharded.gradients["weight"].tensor,
+        "total norm": sharded.norm,
+        "clipped gradient": sharded.clipped["weight"].tensor,
+        "parameter after step": sharded.parameters["weight"].tensor,
+    }[stage]
+    tensor[(1, 1)[: tensor.ndim]] += 1.0
+
+
+STAGES = ["output", "loss", "gradient", "total norm", "clipped gradient", "parameter after step"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_each_stage_is_compared_and_the_element_named(step, stage):
+    spoil(step, stage)
+    finding = compare(step)
+    assert (finding.place.stage, finding.place.step, finding.place.rank) == (stage, 7, 1)
+    assert finding.place.element == (() if stage in ("loss", "total norm") else (1, 1))
+
+
+@pytest.mark.parametrize("later", range(1, len(STAGES)))
+def test_the_first_stage_that_parts_is_told(step, later):
+    for stage in STAGES[later - 1 :]:
+        spoil(step, stage)
+    assert compare(step).place.stage == STAGES[later - 1]
+
+
+def test_missing_and_unexpected_gradients(step):
+    sharded, baseline, oracle = step
+    sharded.gradients["weight"] = None
+    assert "there is none, and the baseline has one" in compare(step).text
+    sharded.gradients["weight"] = whole(torch.zeros(2, 3))
+    baseline.gradients["weight"], oracle.gradients["weight"] = None, None
+    assert "there is one, and no rank used the parameter" in compare(step).text
+    assert compare(step, unused_is_zero=True) is None
+    sharded.gradients["weight"] = whole(torch.ones(2, 3))
+    assert "there is one, and no rank used the parameter" in compare(step, unused_is_zero=True).text
+
+
+def test_wrong_shape_dtype_and_names(step):
+    gradients = step[0].gradients
+    gradients["weight"] = whole(torch.zeros(2, 2))
+    assert "the local shard has shape (2, 2) of (2, 3); this rank's share is (2, 3)" in compare(step).text
+    gradients["weight"] = whole(step[2].gradients["weight"].bfloat16())
+    assert "has dtype torch.bfloat16, and the baseline torch.float32" in compare(step).text
+    gradients["wait"] = gradients.pop("weight")
+    assert compare(step).text == "parameters missing: ['weight']; unknown: ['wait']"
+
+
+def test_element_is_told_in_the_full_tensor(step):
+    """The piece holds the last column only; its element 1 is row 1 of column 2."""
+    piece = Piece(step[2].gradients["weight"].float()[:, 2:].clone(), lambda full: full[:, 2:])
+    piece.tensor[1, 0] += 1.0
+    step[0].gradients["weight"] = piece
+    assert compare(step).place.element == (1, 2)
+
+
+def test_baseline_that_is_off_judges_nothing(step):
+    for picture in step[:2]:
+        picture.gradients["weight"].tensor.mul_(1 + 2 * BASELINE_LIMIT_ULPS * 2.0**-23)
+    with pytest.raises(RuntimeError, match="the baseline itself is .* ulps from the oracle"):
+        compare(step)
+
+
+def test_noise_under_adam_is_left_out(step):
+    sharded, _, oracle = step
+    oracle.gradients["weight"][1, 2] = 1e-12
+    sharded.gradients["weight"].tensor[1, 2] = 1e-12
+    sharded.parameters["weight"].tensor[1, 2] += 1.0
+    step[1].gradients["weight"].tensor[1, 2] = 1e-12
+    assert compare(step).place.stage == "parameter after step"
+    assert compare(step, adaptive=True) is None
+    sharded.parameters["weight"].tensor[0, 0] += 1.0
+    assert compare(step, adaptive=True).place.element == (0, 0)
+
+
+AVERAGE = torch.tensor([3.0, -1.0])
+OWN = [torch.tensor([2.0, 1.0]), torch.tensor([4.0, -3.0])]
+
+
+@pytest.mark.parametrize(
+    ("gradient", "told"),
+    [
+        (AVERAGE * 2, "2 times the oracle's everywhere, as when the division by the 2 ranks is missing"),
+        (AVERAGE / 2, "0.5 times the oracle's everywhere, as when the average over the 2 ranks is divided twice"),
+        (OWN[1], "this rank's own gradient"),
+        (OWN[0], "the gradient of rank 0 alone"),
+        (OWN[1] / 2, "this rank's own gradient divided by 2"),
+        (AVERAGE * 0, "it is zero"),
+    ],
+)
+def test_guess_of_a_wrong_gradient(gradient, told):
+    assert told in guess_gradient(gradient, AVERAGE, OWN, rank=1)
+    assert guess_gradient(torch.tensor([9.0, 9.0]), AVERAGE, OWN, rank=1) is None
+
+
+def test_guess_of_a_wrong_norm():
+    assert "this rank alone holds" in guess_norm(3.0, 5.0, 3.0, 2, 2.0)
+    assert "replicated parts" in guess_norm(5.0 * 2**0.5, 5.0, 3.0, 2, 2.0)
+    assert guess_norm(4.0, 5.0, 3.0, 2, 2.0) is None
+
+
+def test_exact_difference():
+    first = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    second = first.clone()
+    assert exact_difference(first, second) is None
+    second[1, 0] = 3.5
+    assert exact_difference(first, second) == ((1, 0), 3.0, 3.5)
+
+
+def test_units_and_their_sizes():
+    model = models.Tower(dim=5, depth=2)
+    units = units_of(model, (("layers.0",), ("layers.1",)), traits=Traits(), size=4)
+    assert [unit.label for unit in units] == ["layers.0", "layers.1", ROOT]
+    assert units[-1].names == ("out.weight", "out.bias")
+    # Rows of 5 are padded to 8: the weight's 25 elements take 40, the bias's 5 take 8.
+    assert (units[-1].numel, units[-1].padded_numel) == (30, 48)
+    lookup = UnitLookup(units)
+    assert [lookup("all_gather", "float32", nbytes) for nbytes in (120, 192)] == [ROOT, ROOT]
+    assert lookup("all_gather", "bfloat16", 96) == ROOT
+    assert lookup("broadcast", "float32", 120) == ""
+    assert lookup("all_gather", "float32", 4) == ""
+
+
+def test_shared_modules_belong_to_the_inner_unit():
+    model = models.Tower(dim=5, depth=1)
+    units = units_of(model, (("layers.0",), ("layers.0.in_proj",)), traits=Traits(), size=2)
+    assert [unit.label for unit in units] == ["layers.0.in_proj", "layers.0", ROOT]
+
+
+@world(4)
+@pytest.mark.parametrize("rows", [3, 5, 8])
+def test_cut_is_the_chunk_of_the_rank(rank, rows):
+    from torch.distributed.tensor import Shard
+
+    full = torch.arange(rows * 2.0).view(rows, 2)
+    mine = cut_like(full, mesh=rank.mesh(), placements=(Shard(0),))
+    assert torch.equal(torch.cat(rank.exchange(mine)), full)
+    assert mine.shape[1] == 2
+
+
+class Unsharded(DdpAdapter):
+    """Claims to shard, and does not."""
+
+    name = "unsharded"
+    traits = Traits(shards=frozenset({"parameters"}))
+
+
+@world(2)
+def test_a_model_that_is_not_sharded_is_found_out(rank):
+    rank.implementation = Unsharded
+    with pytest.raises(Divergence, match=r"the model is not sharded: sharding on rank 0\n  holds 356 bytes"):
+        rank.run(models.two_linear((9, 8), (8, 1)))
+
+
+@world(2)
+def test_clipping_that_does_not_fire_proves_nothing(rank):
+    rank.implementation = DdpAdapter
+    pair = rank.pair(models.MLP(4), clip=Clip(max_norm=1e6))
+    pair.step(rank.batch(0, (2, 4)))
+    with pytest.raises(AssertionError, match="clipping at 1e\\+06 did nothing"):
+        pair.check()
+
+
+@world(2)
+def test_ranks_see_different_data_and_all_raise_together(rank):
+    batches = rank.exchange(rank.batch(0, (4,)))
+    assert not torch.equal(batches[0], batches[1])
+    assert torch.equal(rank.batch(0, (4,)), rank.batch(0, (4,)))
+    assert not torch.equal(rank.batch(0, (4,)), rank.batch(1, (4,)))
+    rank.implementation = DdpAdapter
+    pair = rank.pair(models.MLP(4))
+    if rank.index == 1:
+        pair.adapter.gradients = functools.partial(_spoiled, pair.adapter.gradients)
+    pair.step(rank.batch(0, (2, 4)))
+    with pytest.raises(Divergence) as caught:
+        pair.check()
+    assert (caught.value.place.rank, caught.value.place.stage) == (1, "gradient")
+
+
+def _spoiled(gradients):
+    pieces = copy.deepcopy(gradients())
+    pieces["out_proj.bias"].tensor[2] += 1.0
+    return pieces
