@@ -128,7 +128,7 @@ def test_element_is_told_in_the_full_tensor(step):
 def test_baseline_that_is_off_judges_nothing(step):
     for picture in step[:2]:
         picture.gradients["weight"].tensor.mul_(1 + 2 * BASELINE_LIMIT_ULPS * 2.0**-23)
-    with pytest.raises(RuntimeError, match="the baseline itself is .* ulps from the oracle"):
+    with pytest.raises(RuntimeError, match=r"the baseline itself is .* ulps from the oracle"):
         compare(step)
 
 

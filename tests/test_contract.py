@@ -1,0 +1,39 @@
+"""docs/contract.md and the cases agree on which requirements there are."""
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def documented():
+    return re.findall(r"^\| ([A-Z]+-\d+) \|", (ROOT / "docs/contract.md").read_text(), flags=re.MULTILINE)
+
+
+def contract_marks():
+    """For each case of the suites, the ids of its contract mark: {file::function: ids}."""
+    marks = {}
+    for path in sorted((ROOT / "suites").glob("test_*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                calls = [
+                    d for d in node.decorator_list if isinstance(d, ast.Call) and ast.unparse(d.func) == "contract"
+                ]
+                marks[f"{path.name}::{node.name}"] = [ast.literal_eval(arg) for call in calls for arg in call.args]
+    return marks
+
+
+def test_numbers_are_given_once_and_every_requirement_has_a_case():
+    ids = documented()
+    assert len(ids) == len(set(ids)) > 0
+    checked = {name for names in contract_marks().values() for name in names}
+    assert set(ids) - checked == set(), "requirements without a case"
+    assert checked - set(ids) == set(), "cases of requirements that are not written down"
+
+
+def test_every_case_names_a_requirement_of_its_chapter():
+    for case, ids in contract_marks().items():
+        chapter = case.partition("test_")[2].partition(".")[0].upper()
+        assert ids, f"{case} names no requirement"
+        assert all(name.startswith(f"{chapter}-") for name in ids), f"{case} names {ids}"
