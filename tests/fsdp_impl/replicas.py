@@ -64,17 +64,17 @@ def assert_same(plain: nn.Module, sharded: nn.Module, *, grads: bool = True, **t
     for (name, expected), (other, param) in zip(plain.named_parameters(), sharded.named_parameters(), strict=True):
         assert name == other
         assert isinstance(param, DTensor), name
-        torch.testing.assert_close(
-            full(param.detach()), expected.detach(), msg=lambda m, n=name: f"{n}: {m}", **tolerance
-        )
+        assert_close(name, full(param.detach()), expected.detach(), **tolerance)
         if not grads:
             continue
         assert (param.grad is None) == (expected.grad is None), f"gradient of {name}"
-        if param.grad is not None:
+        if param.grad is not None and expected.grad is not None:
             assert param.grad.dtype == param.dtype
-            torch.testing.assert_close(
-                full(param.grad), expected.grad, msg=lambda m, n=name: f"gradient of {n}: {m}", **tolerance
-            )
+            assert_close(f"gradient of {name}", full(param.grad), expected.grad, **tolerance)
+
+
+def assert_close(name: str, actual: torch.Tensor, expected: torch.Tensor, **tolerance: float) -> None:
+    torch.testing.assert_close(actual, expected, msg=lambda text: f"{name}: {text}", **tolerance)
 
 
 def counts(fn: Callable[[], Any]) -> dict[str, int]:
