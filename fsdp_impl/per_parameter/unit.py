@@ -87,9 +87,10 @@ class Unit(_State):
         if not self.to_run:
             self.to_run.update(self.modules)
         entering = self.phase is not Phase.FORWARD
-        self.phase = Phase.FORWARD
         if entering:
+            # May raise; then this forward has not begun, and the next one is the first again.
             args, kwargs = self._root_pre_forward(args, kwargs)
+        self.phase = Phase.FORWARD
         args, kwargs = precision.cast_inputs(self.policy, args, kwargs)
         if self.group is not None:
             entering_group = self.group.phase is not Phase.FORWARD
