@@ -142,7 +142,9 @@ def _job(item: pytest.Function, made: record.CaseRecord, *, number: int, tmp_pat
 def _world_key(item: pytest.Function, selection: Selection, launch: Launch) -> WorldKey:
     isolation = selection.implementations[launch.implementation].traits.isolation
     names = {"shared": "", "adapter": launch.implementation, "case": item.nodeid}
-    return WorldKey(launch.size, selection.device, isolation=names[isolation])
+    mark = item.get_closest_marker("world")
+    assert mark is not None, "only marked functions become cases"
+    return WorldKey(launch.size, selection.device, mark.kwargs["debug_level"], names[isolation])
 
 
 def _deadline(item: pytest.Function, selection: Selection) -> float:

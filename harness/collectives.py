@@ -204,7 +204,7 @@ def _group_of(named: dict[str, Any]) -> tuple[int, ...]:
     if "process_group" in named:
         group = dist.ProcessGroup.unbox(named["process_group"])
     elif isinstance(named["group_name"], str):
-        group = torch._C._distributed_c10d._resolve_process_group(named["group_name"])
+        group = torch._C._distributed_c10d._resolve_process_group(named["group_name"])  # type: ignore[arg-type]
     else:
         group = named["group_name"]
     return tuple(dist.get_process_group_ranks(group))

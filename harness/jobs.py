@@ -19,8 +19,9 @@ class WorldKey:
     isolation: str = ""
 
     def __str__(self) -> str:
-        extras = "".join(f", {extra}" for extra in (self.isolation,) if extra)
-        return f"{self.size} ranks on {self.device}{extras}"
+        debug = "" if self.debug_level == "OFF" else f", debug level {self.debug_level}"
+        isolation = f", for {self.isolation} alone" if self.isolation else ""
+        return f"{self.size} ranks on {self.device}{debug}{isolation}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,23 +19,32 @@ MARKER_LINES = (
 )
 
 
+_DEBUG_LEVELS = ("OFF", "INFO", "DETAIL")
+
+
 def contract(*ids: str) -> pytest.MarkDecorator:
     """Name the requirements of ``docs/contract.md`` that the case checks."""
     return pytest.mark.contract(*ids)
 
 
-def world(*sizes: int) -> pytest.MarkDecorator:
+def world(*sizes: int, debug_level: str = "OFF") -> pytest.MarkDecorator:
     """Run the case once for each of these numbers of ranks.
 
+    Args:
+        sizes: numbers of ranks.
+        debug_level: ``TORCH_DISTRIBUTED_DEBUG`` of the world, which torch reads before groups exist.
+
     Raises:
-        ValueError: a size is not a positive integer, or is given twice.
+        ValueError: a size is not a positive integer, or is given twice; an unknown level.
     """
+    if debug_level not in _DEBUG_LEVELS:
+        raise ValueError(f"world(debug_level={debug_level!r}): expected one of {', '.join(_DEBUG_LEVELS)}")
     for size in sizes:
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ValueError(f"world({size!r}): a world's size is a positive integer")
     if len(set(sizes)) != len(sizes):
         raise ValueError(f"world{sizes}: each size may be given once")
-    return pytest.mark.world(*sizes)
+    return pytest.mark.world(*sizes, debug_level=debug_level)
 
 
 def needs(*names: Capability | Hardware) -> pytest.MarkDecorator:

@@ -47,6 +47,8 @@ class State:
         self.pool = Pool()
         self.started = 0
         self.run_file: RunFile | None = None
+        self.errors: set[str] = set()
+        """Of xdist workers' collections; one process raises its own."""
         self.verdicts: collections.Counter[tuple[str, str]] = collections.Counter()
 
     @property
@@ -74,6 +76,7 @@ class State:
         self.verdicts[case["implementation"], case["verdict"]] += 1
 
 
+_ERRORS = "shardproof_usage_errors"
 _STATE = pytest.StashKey[State]()
 _RECORD = pytest.StashKey[CaseRecord]()
 
@@ -114,14 +117,22 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Refuse cases that cannot run on ranks; drop those whose every world was filtered out."""
-    errors = [error for item in items if isinstance(item, pytest.Function) and cases.is_case(item)
-              if (error := cases.usage_error(item))]  # fmt: skip
+    functions = [item for item in items if isinstance(item, pytest.Function) and cases.is_case(item)]
+    errors = [error for item in functions if (error := cases.usage_error(item))]
     if errors:
-        raise pytest.UsageError("\n".join(errors))
+        _refuse(config, items, errors)
     filtered = [item for item in items if _is_filtered_out(item)]
     if filtered:
         config.hook.pytest_deselected(items=filtered)
         items[:] = [item for item in items if item not in filtered]
+
+
+def _refuse(config: pytest.Config, items: list[pytest.Item], errors: list[str]) -> None:
+    if not hasattr(config, "workerinput"):
+        raise pytest.UsageError("\n".join(errors))
+    # An xdist worker that raises here looks like a crash: it runs nothing and lets the controller tell.
+    vars(config)["workeroutput"][_ERRORS] = errors
+    items.clear()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -164,6 +175,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """Stop the worlds and write the run file."""
     state = session.config.stash[_STATE]
     state.pool.close()
+    if state.errors:
+        session.exitstatus = pytest.ExitCode.USAGE_ERROR
     path = session.config.option.report
     if path and not hasattr(session.config, "workerinput"):
         run_file = state.run_file or RunFile(state.selection, command=sys.argv)
@@ -173,6 +186,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """The verdicts of each implementation, in one line each."""
     state = config.stash[_STATE]
+    for error in sorted(state.errors):
+        terminalreporter.write_line(f"ERROR: {error}")
     if not state.verdicts:
         return
     terminalreporter.section("shardproof")
@@ -193,6 +208,10 @@ class _RecordCollector:
         case = getattr(report, "shardproof", None)
         if case is not None:
             self._state.add(case)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        self._state.errors.update(getattr(node, "workeroutput", {}).get(_ERRORS, ()))
 
 
 def _only_distributes(config: pytest.Config) -> bool:

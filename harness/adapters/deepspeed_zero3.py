@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -10,18 +11,49 @@ from importlib import metadata
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from harness.adapters.base import Adapter, Config, OptimizerFactory, Piece, Traits, whole
 from harness.adapters.capability import Capability
+
+_LACKING = frozenset(
+    {
+        # zero_hpz_partition_size makes its groups once in a process and refuses a second engine.
+        Capability.RESHARD_TO_SIZE,
+        Capability.RESHARD_TO_SIZE_UNEVEN,
+        # What backward needs first is fetched ahead, and so kept, at the end of forward.
+        Capability.ROOT_RESHARD,
+        # Parameters are gathered module by module, reduced by the bucket, and both as the first step was recorded.
+        Capability.GROUPED_UNIT,
+        Capability.COUNTED_UNITS,
+        Capability.GATHER_ORDER,
+        # Wrong in 0.19.8: a step that does not use a parameter applies the gradient that an earlier step left.
+        Capability.UNUSED_OUTPUT,
+        Capability.NON_ROOT_FORWARD,
+        # Such hooks run before the reduction, on this rank's own gradient.
+        Capability.POST_ACCUMULATE_GRAD_HOOK,
+        # The dtype is fixed when the engine is made; a cast reaches placeholders only.
+        Capability.CAST_AFTER_INIT,
+        # Between uses a parameter is an empty placeholder, and nothing frees a module by a call.
+        Capability.REGISTERED_STATE,
+        Capability.MANUAL_RESHARD,
+        # The step clips, by the 2-norm only.
+        Capability.CLIP_BY_CALL,
+        Capability.CLIP_ANY_NORM,
+        Capability.CLIP_EMPTY_SHARDS,
+        # Gradients and the norm are reduced among one rank as well.
+        Capability.SINGLE_RANK,
+    }
+)
 
 
 class DeepSpeedZero3Adapter(Adapter):
     """Drives ``deepspeed.initialize`` with ZeRO stage 3 in float32 and a client's optimizer.
 
     deepspeed is imported in ranks only: it patches what it imports, and the controller needs no
-    more than this class. ``config.units`` is not passed on; DeepSpeed gathers module by module
-    and learns from the first step what to gather ahead.
+    more than this class. ``config.units`` is not passed on, because DeepSpeed itself chooses what
+    to gather together.
     """
 
     name = "deepspeed.zero3"
@@ -38,12 +70,12 @@ class DeepSpeedZero3Adapter(Adapter):
     @classmethod
     def availability(cls, device_type: str) -> str | None:
         if importlib.util.find_spec("deepspeed") is None:
-            return "deepspeed is not installed: pip install 'shardproof[deepspeed]'"
+            return "deepspeed is not installed; pip install 'shardproof[deepspeed]' brings it"
         return None
 
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
-        return frozenset(Capability)
+        return frozenset(Capability) - _LACKING
 
     @classmethod
     def version(cls) -> str:
@@ -51,45 +83,52 @@ class DeepSpeedZero3Adapter(Adapter):
 
     @classmethod
     def prepare(cls, device_type: str) -> None:
-        if device_type == "cpu":
-            os.environ["DS_ACCELERATOR"] = "cpu"
-        os.environ.setdefault("LOCAL_RANK", str(torch.distributed.get_rank()))
+        os.environ["DS_ACCELERATOR"] = device_type
+        # Normally from a launcher; on a device it is also the index that the engine makes current.
+        local_rank = dist.get_rank() if device_type == "cpu" else torch.accelerator.current_device_index()
+        os.environ["LOCAL_RANK"] = str(local_rank)
         import deepspeed
 
         if device_type == "cpu":
+            # A collective through shared memory, which would be compiled at first use. gloo gives the same results.
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
-        super().__init__(model, optimizer=optimizer, config=config)
         import deepspeed
 
-        factory = optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=0.0))
-        self.module, *_ = deepspeed.initialize(
+        super().__init__(model, optimizer=optimizer, config=config)
+        assert config.mesh.size() == dist.get_world_size(), "an engine shards over all ranks"
+        # Without an optimizer an engine has no backward.
+        factory = optimizer or functools.partial(torch.optim.SGD, lr=0.0)
+        self._engine, *_ = deepspeed.initialize(
             model=model, optimizer=factory(model.parameters()), config=_configuration(config, model)
         )
+        self._model = model
+        self.module = self._engine
+        # The engine's own replaces it, on flat shards.
         self.optimizer = None
 
     @contextlib.contextmanager
     def microbatch(self, *, is_last: bool) -> Iterator[None]:
         yield
         if not is_last:
-            # The engine counts microbatches by its steps, and updates only in the last.
-            self.module.step()
+            # Counts the microbatch; only the last one's call updates anything.
+            self._engine.step()
 
     def submodule(self, name: str) -> nn.Module:
-        return self.module.module.get_submodule(name) if name else self.module
+        return self._model.get_submodule(name) if name else self.module
 
     def backward(self, loss: torch.Tensor) -> None:
-        self.module.backward(loss)
+        self._engine.backward(loss)
 
     def step(self) -> None:
-        self.module.step()
+        self._engine.step()
 
-    def norm_after_step(self) -> torch.Tensor | None:
-        return torch.as_tensor(self.module.get_global_grad_norm(), dtype=torch.float32, device=self.module.device)
+    def norm_after_step(self) -> torch.Tensor:
+        return torch.as_tensor(self._engine.get_global_grad_norm(), dtype=torch.float32, device=self._engine.device)
 
     def zero_grad(self, *, set_to_none: bool) -> None:
-        """The step has forgotten the gradients."""
+        """Nothing is left to do: the step forgets the gradients."""
 
     def gradients(self) -> dict[str, Piece | None]:
         from deepspeed.utils import safe_get_full_grad
@@ -105,24 +144,32 @@ class DeepSpeedZero3Adapter(Adapter):
             return {name: whole(parameter.detach().clone()) for name, parameter in named.items()}
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        return dict(self.module.module.named_parameters())
+        return dict(self._model.named_parameters())
 
     def teardown(self) -> None:
-        self.module.destroy()
+        from deepspeed.runtime.zero import parameter_offload
+
+        self._engine.destroy()
+        # Its hooks keep a stack of running modules, where every engine's model stays at the bottom for good.
+        stack = parameter_offload.FWD_MODULE_STACK
+        stack[:] = [module for module in stack if module is not self._model]
 
 
 def _configuration(config: Config, model: nn.Module) -> dict[str, Any]:
-    largest = max(parameter.numel() for parameter in model.parameters())
+    assert config.cast is None, "the engine fixes the dtype of its shards"
+    assert config.clip is None or config.clip.norm_type == 2.0, "the engine clips by the 2-norm"
+    assert not config.reshard_after_forward or config.reshard_after_forward is True, "there is one size to reshard to"
     zero: dict[str, Any] = {
         "stage": 3,
-        # By default parameters of less than 100,000 elements are kept whole.
+        # By default parameters of fewer than 100,000 elements are kept whole.
         "stage3_param_persistence_threshold": 0,
-        # The default buckets would gather, and reduce, all of a case's model at once.
-        "stage3_prefetch_bucket_size": largest,
-        "reduce_bucket_size": largest,
+        # By default a case's model would be gathered and reduced all at once: here one parameter is fetched
+        # ahead at each module, and a bucket holds the largest gradient.
+        "stage3_prefetch_bucket_size": 1,
+        "reduce_bucket_size": max(parameter.numel() for parameter in model.parameters()),
     }
     if config.reshard_after_forward:
-        # What is used again within that many elements stays gathered; the default is a billion.
+        # Elements within which a parameter that is used again stays gathered; by default a billion.
         zero["stage3_max_reuse_distance"] = 0
     return {
         "train_micro_batch_size_per_gpu": 1,

@@ -242,6 +242,12 @@ def test_usage_errors_reach_the_user_through_xdist(run):
     assert "unknown implementation 'nobody'" in last_error(result)
 
 
+def test_collection_errors_reach_the_user_through_xdist(run):
+    result = run(CASE.format(body="pass").replace("(rank)", "(rank, tmp_path)"), "-n", "2", own_process=True)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert "fixture 'tmp_path' cannot cross processes; use rank.tmp_path" in last_error(result)
+
+
 def test_inline_texts_are_compared_and_accepted_in_the_controller(run, pytester, monkeypatch):
     source = '''
 from harness import world

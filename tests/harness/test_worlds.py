@@ -119,3 +119,25 @@ def test_what_a_case_leaves_behind_fails_it_by_name(run, body, told):
 
 def test_case_may_not_skip_by_itself(run):
     run('pytest.skip("on a whim")').fnmatch_lines(["*a case must not skip by itself: use @needs (on a whim)*"])
+
+
+DEBUG_LEVELS = """
+import os
+import torch.distributed as dist
+from harness import world
+
+@world(2, debug_level="DETAIL")
+def test_detail(rank):
+    assert dist.get_debug_level() == dist.DebugLevel.DETAIL
+    rank.mesh()
+
+@world(2)
+def test_off(rank):
+    assert dist.get_debug_level() == dist.DebugLevel.OFF
+"""
+
+
+def test_debug_level_makes_a_world_of_its_own(pytester, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(pathlib.Path(__file__).parents[2]))
+    pytester.path.joinpath("test_inner.py").write_text(DEBUG_LEVELS)
+    pytester.runpytest_inprocess(*QUIET).assert_outcomes(passed=2)

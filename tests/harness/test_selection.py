@@ -1,0 +1,107 @@
+"""What can be asked for, on hosts of other kinds too; and the marks' own checks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from harness import Capability, deadline, needs, world
+from harness.selection import resolve
+from harness.verdict import Verdict, combine
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Pretend that the host has this many GPUs."""
+
+    def pretend(count):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+    return pretend
+
+
+def ask(implementations="ddp", device="auto", worlds=None, deadline=None):
+    return resolve(implementations=implementations, device=device, worlds=worlds, deadline=deadline)
+
+
+@pytest.mark.parametrize(("count", "device"), [(0, "cpu"), (1, "cpu"), (2, "cuda"), (8, "cuda")])
+def test_auto_takes_devices_that_can_make_a_world(gpus, count, device):
+    gpus(count)
+    assert ask().device == device
+
+
+def test_world_larger_than_the_devices(gpus):
+    gpus(4)
+    assert ask(worlds="2,4").worlds == (2, 4)
+    with pytest.raises(ValueError, match=r"^--world 8: there are 4 cuda devices; a rank needs one of its own$"):
+        ask(worlds="2,8")
+    assert ask(worlds="8", device="cpu").has_devices_for(8)
+
+
+def test_case_larger_than_the_devices_is_no_error(gpus):
+    gpus(2)
+    chosen = ask()
+    assert chosen.allows(4)
+    assert not chosen.has_devices_for(4)
+    assert chosen.has_devices_for(2)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"implementations": "ddp,"}, "--impl ddp,: expected names such as reference,torch.fully_shard"),
+        ({"implementations": "harness.models:Tower"}, "'Tower' is not a complete subclass of"),
+        ({"implementations": "harness.adapters.replicas:Ddp"}, "has no 'Ddp'; it has DdpAdapter"),
+        ({"deadline": 0.0}, "--deadline 0: expected a positive number of seconds"),
+        ({"deadline": -1.0}, "--deadline -1: expected a positive number of seconds"),
+    ],
+)
+def test_one_line_names_what_is_wrong(options, told):
+    with pytest.raises(ValueError) as caught:
+        ask(device="cpu", **options)
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("mark", "told"),
+    [
+        (lambda: world(0), "world(0): a world's size is a positive integer"),
+        (lambda: world(True), "world(True)"),
+        (lambda: world(2, 2), "each size may be given once"),
+        (lambda: world(2, debug_level="LOUD"), "debug_level='LOUD'"),
+        (lambda: needs("sharded"), "needs('sharded'): expected a member of Capability or Hardware"),
+        (lambda: deadline(0), "deadline(0)"),
+    ],
+)
+def test_marks_refuse_what_makes_no_sense(mark, told):
+    with pytest.raises(ValueError) as caught:
+        mark()
+    assert told in str(caught.value)
+
+
+def test_needs_takes_members():
+    assert needs(Capability.SHARDED).mark.args == (Capability.SHARDED,)
+
+
+@pytest.mark.parametrize(
+    ("said", "verdict"),
+    [
+        (["pass", "pass"], "pass"),
+        (["pass", "hang"], "hang"),
+        (["hang", "fail"], "fail"),
+        (["fail", "crash"], "crash"),
+        (["crash", "harness-error"], "harness-error"),
+        (["unmet", "unmet"], "unmet"),
+        (["unmet", "pass"], "fail"),
+        (["unsupported", "pass"], "fail"),
+    ],
+)
+def test_verdicts_of_ranks_become_one(said, verdict):
+    assert combine(map(Verdict, said)) == Verdict(verdict)
+
+
+def test_nobody_said_anything():
+    with pytest.raises(ValueError, match="no rank said anything"):
+        combine([])
