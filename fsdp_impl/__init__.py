@@ -5,7 +5,14 @@ The names and signatures are those of ``torch.distributed.fsdp``.
 
 from fsdp_impl.common.clip import clip_grad_norm_
 from fsdp_impl.common.policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
-from fsdp_impl.per_parameter import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method, share_comm_ctx
+from fsdp_impl.per_parameter import (
+    FSDPModule,
+    UnshardHandle,
+    fully_shard,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+    validate_order,
+)
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -18,4 +25,5 @@ __all__ = [
     "fully_shard",
     "register_fsdp_forward_method",
     "share_comm_ctx",
+    "validate_order",
 ]

@@ -10,6 +10,7 @@ from fsdp_impl.common.streams import Event, Stream
 
 if TYPE_CHECKING:
     from fsdp_impl.per_parameter.group import ParamGroup
+    from fsdp_impl.per_parameter.order import OrderCheck
     from fsdp_impl.per_parameter.unit import Unit
 
 # Reduce outputs in the hands of another stream. With one, a reduce-scatter overlaps with the all-reduce before it, and
@@ -120,6 +121,7 @@ class IterationContext:
         forward_order: groups in the order of their post-forwards since the last backward, with repeats.
         callback_queued: whether this backward's final callback is queued.
         is_last_backward: whether backward ends with waiting for reductions and clearing ``forward_order``.
+        order: checks the order of gathers; ``None`` unless asked for.
         post_optim_event: what the next forward's gathers wait for instead of the current stream; used once.
     """
 
@@ -130,3 +132,4 @@ class IterationContext:
         self.callback_queued = False
         self.is_last_backward = True
         self.post_optim_event: Event = None
+        self.order: OrderCheck | None = None

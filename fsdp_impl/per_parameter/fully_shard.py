@@ -149,3 +149,7 @@ def _check_module(module: nn.Module) -> None:
     is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict))
     if is_container and type(module).forward is nn.Module.forward:
         raise ValueError(f"fully_shard does not support containers that do not implement forward: {module}")
+
+
+# As torch's, whose decorator gives the function this attribute: the state of a module, for tools; ``None`` for others.
+setattr(fully_shard, "state", unit_of)  # noqa: B010 - a function has no such attribute for a type checker

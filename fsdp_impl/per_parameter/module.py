@@ -6,6 +6,7 @@ from typing import Any, NoReturn, cast
 
 from torch import nn
 
+from fsdp_impl.per_parameter.order import OrderCheck
 from fsdp_impl.per_parameter.registry import unit_of
 from fsdp_impl.per_parameter.settings import Settings
 from fsdp_impl.per_parameter.unit import Unit
@@ -134,3 +135,20 @@ def share_comm_ctx(modules: list[Any]) -> None:
     for root in roots[1:]:
         for unit in root.iteration.units or [root]:
             unit.share_comm(roots[0].comm)
+
+
+def validate_order(model: nn.Module) -> None:
+    """Check from now on that training forwards run the units in ``model`` in one order, on all ranks.
+
+    The first one costs two small collectives for each unit. Without this call nothing is checked and it costs nothing.
+
+    Raises:
+        ValueError: if there is no ``FSDPModule`` in ``model``.
+        RuntimeError: not here: from the first forward in which a rank gathers what another does not. Later forwards
+            that differ from the first warn instead, once.
+    """
+    units = [unit for module in model.modules() if (unit := unit_of(module)) is not None]
+    if not units:
+        raise ValueError(f"Expects a model with FSDPModules but got {type(model)}: {model}")
+    for unit in units:
+        unit.iteration.order = OrderCheck()

@@ -94,6 +94,8 @@ class Unit(_State):
         args, kwargs = precision.cast_inputs(self.policy, args, kwargs)
         if self.group is not None:
             entering_group = self.group.phase is not Phase.FORWARD
+            if entering_group and self.iteration.order is not None:
+                self.iteration.order.before_gather(self.group)
             self.group.phase = Phase.FORWARD
             self._unshard_now()
             if entering_group:
@@ -118,6 +120,8 @@ class Unit(_State):
         if self.iteration.forward_root is not None:
             return args, kwargs
         self.iteration.forward_root = self
+        if self.is_root and self.iteration.order is not None:
+            self.iteration.order.begin(training=self.modules[0].training)
         # Gathers read the sharded parameters, which the optimizer wrote on the current stream, or before the event.
         event, self.iteration.post_optim_event = self.iteration.post_optim_event, None
         if event is None:
@@ -137,6 +141,8 @@ class Unit(_State):
                 unit._complete_forward(output)
         self.comm.release_output()
         self.iteration.forward_root = None
+        if self.is_root and self.iteration.order is not None:
+            self.iteration.order.end(_groups(self.iteration.units))
 
     def _complete_forward(self, output: Any) -> None:
         if self.group is not None:
