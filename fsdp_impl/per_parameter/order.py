@@ -76,21 +76,22 @@ class OrderCheck:
                 ranks = dist.get_process_group_ranks(process_group)
                 self._is_active = False
                 raise RuntimeError(
-                    f"Forward order differs across ranks: rank {ranks[0]} {_doing(theirs[0])} while rank {ranks[index]} "
-                    f"{_doing(other)}"
+                    f"Forward order differs across ranks: rank {ranks[0]} {_doing(theirs[0])} while "
+                    f"rank {ranks[index]} {_doing(other)}"
                 )
 
     def _warn(self, expected: _Names | None, names: _Names | None) -> None:
         if self._has_warned:
             return
         self._has_warned = True
-        wanted = (
-            "not all-gather any more parameters in the forward" if expected is None else f"all-gather for {[expected]}"
-        )
+        wanted = "not all-gather any more parameters in the forward"
+        if expected is not None:
+            wanted = f"all-gather for {[expected]}"
         found = "ending the forward" if names is None else f"trying to all-gather parameters for {[names]}"
         warnings.warn(
-            f"Forward order differs from that of the first iteration on rank {dist.get_rank()}. Collectives are unchecked "
-            f"and may give incorrect results or hang\nExpected to {wanted} but {found}",
+            f"Forward order differs from that of the first iteration on rank {dist.get_rank()}. "
+            "Collectives are unchecked and may give incorrect results or hang\n"
+            f"Expected to {wanted} but {found}",
             stacklevel=2,
         )
 
