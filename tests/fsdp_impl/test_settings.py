@@ -20,6 +20,7 @@ from tests.fsdp_impl.replicas import (
     average_gradients,
     batch,
     counts,
+    full,
     plain_copy,
     tower,
 )
@@ -116,6 +117,7 @@ def test_communication_of_the_users_own(rank: Any) -> None:
     assert (gather.calls, reduce.calls) == (2, 1)
     model[1].unshard(async_op=True).wait()
     assert gather.calls == 3
+    model[1].reshard()
     with pytest.raises(AssertionError, match="all-gather is custom: Comm"):
         model[1].set_allocate_memory_from_process_group_for_comm(True)
     model.set_allocate_memory_from_process_group_for_comm(True)
@@ -136,11 +138,12 @@ def test_reductions_on_a_group_of_their_own(rank: Any) -> None:
     fully_shard(model, mesh=mesh)
     groups: list[Any] = []
     reduce = collectives.reduce
-    rank.monkeypatch.setattr(
-        collectives,
-        "reduce",
-        lambda out, given, group, op, **kw: groups.append(group) or reduce(out, given, group, op, **kw),
-    )
+
+    def spy(output: torch.Tensor, contributions: torch.Tensor, group: Any, op: Any, *, unit: str) -> None:
+        groups.append(group)
+        reduce(output, contributions, group, op, unit=unit)
+
+    rank.monkeypatch.setattr(collectives, "reduce", spy)
     model.set_separate_reduce_scatter_group()
     check_step(rank, model, plain)
     (own,) = set(groups)
@@ -249,10 +252,7 @@ def test_loss_scaling_shares_what_it_found(rank: Any, has_inf: bool) -> None:
     scaler.unscale_(optimizers[1])
     state = scaler._per_optimizer_states[id(optimizers[1])]
     assert state["stage"] is OptState.UNSCALED
-    found = [
-        float(value.full_tensor() if hasattr(value, "full_tensor") else value)
-        for value in state["found_inf_per_device"].values()
-    ]
+    found = [float(full(value)) for value in state["found_inf_per_device"].values()]
     assert bool(sum(found)) == has_inf
     if not has_inf:
         assert_same(plain, model)
