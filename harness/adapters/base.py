@@ -54,7 +54,8 @@ class Traits:
     the optimizer updates instead, a buffer for gradients."""
 
     local_numel: Callable[[torch.Size, int], int] = padded_to_rows
-    """Elements that a rank holds at most of one parameter, padding included: (shape, world size)."""
+    """A rank's share of one parameter in elements, padding included: (shape, world size). A rank may hold
+    more of one parameter and less of another; what it holds of a unit is at most the sum of the shares."""
 
     collective_padding: int = 0
     """Further elements by which a unit's flat buffer may be padded on each rank."""

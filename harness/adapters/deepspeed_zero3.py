@@ -19,7 +19,8 @@ from harness.adapters.capability import Capability
 
 _LACKING = frozenset(
     {
-        # zero_hpz_partition_size makes its groups once in a process and refuses a second engine.
+        # zero_hpz_partition_size adds a second set of shards, held from the start, and its groups outlive the engine:
+        # every later engine of the process reshards to them, whatever its configuration says.
         Capability.RESHARD_TO_SIZE,
         Capability.RESHARD_TO_SIZE_UNEVEN,
         # What backward needs first is fetched ahead, and so kept, at the end of forward.
@@ -28,7 +29,8 @@ _LACKING = frozenset(
         Capability.GROUPED_UNIT,
         Capability.COUNTED_UNITS,
         Capability.GATHER_ORDER,
-        # Wrong in 0.19.8: a step that does not use a parameter applies the gradient that an earlier step left.
+        # Wrong in 0.19.8, as docs/findings.md shows: a step that does not use a parameter updates it all the same,
+        # with the gradient that an earlier step left.
         Capability.UNUSED_OUTPUT,
         Capability.NON_ROOT_FORWARD,
         # Such hooks run before the reduction, on this rank's own gradient.
@@ -158,7 +160,8 @@ class DeepSpeedZero3Adapter(Adapter):
 def _configuration(config: Config, model: nn.Module) -> dict[str, Any]:
     assert config.cast is None, "the engine fixes the dtype of its shards"
     assert config.clip is None or config.clip.norm_type == 2.0, "the engine clips by the 2-norm"
-    assert not config.reshard_after_forward or config.reshard_after_forward is True, "there is one size to reshard to"
+    size = config.reshard_after_forward
+    assert size is None or isinstance(size, bool), f"the adapter does not reshard to groups of {size}"
     zero: dict[str, Any] = {
         "stage": 3,
         # By default parameters of fewer than 100,000 elements are kept whole.
@@ -168,7 +171,7 @@ def _configuration(config: Config, model: nn.Module) -> dict[str, Any]:
         "stage3_prefetch_bucket_size": 1,
         "reduce_bucket_size": max(parameter.numel() for parameter in model.parameters()),
     }
-    if config.reshard_after_forward:
+    if config.reshard_after_forward is True:
         # Elements within which a parameter that is used again stays gathered; by default a billion.
         zero["stage3_max_reuse_distance"] = 0
     return {

@@ -22,8 +22,9 @@ _ALIGNMENT = 8
 
 _LACKING = frozenset(
     {
-        # SHARD_GRAD_OP and FULL_SHARD are all there is; other sizes come by way of the hybrid strategies' groups.
+        # FULL_SHARD frees and SHARD_GRAD_OP keeps; no strategy does something between the two.
         Capability.RESHARD_TO_SIZE,
+        Capability.RESHARD_TO_SIZE_UNEVEN,
         # The root's unit is never freed after forward: backward is expected to want it first.
         Capability.ROOT_RESHARD,
         # A wrapper takes one module.
@@ -35,6 +36,8 @@ _LACKING = frozenset(
         Capability.NON_ROOT_FORWARD,
         # After forward the root's parameters show shards although its unit is still gathered.
         Capability.REGISTERED_STATE,
+        # The root's gradients are reduced last, whenever in backward they are ready.
+        Capability.GATHER_ORDER,
         # There is a context that gathers, and no call that frees.
         Capability.MANUAL_RESHARD,
         # It becomes NO_SHARD, which all-reduces each unit's gradients among the one rank.
