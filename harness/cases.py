@@ -91,10 +91,10 @@ def run(item: pytest.Function, pool: Pool, selection: Selection, *, number: int)
         made.verdict, made.missing = skip
         return made
     with tempfile.TemporaryDirectory(prefix="shardproof-case-") as tmp_path:
-        job = _job(item, made, number=number, tmp_path=tmp_path)
+        job = _job(item, selection, made, number=number, tmp_path=tmp_path)
         key = _world_key(item, selection, launch)
         try:
-            outcome = pool.run(key, job, deadline=_deadline(item, selection))
+            outcome = pool.run(key, job)
         except WorldDied as error:
             made.verdict, made.text = Verdict.HARNESS_ERROR, str(error)
             return made
@@ -125,7 +125,7 @@ def _new_record(item: pytest.Function, selection: Selection) -> record.CaseRecor
     )
 
 
-def _job(item: pytest.Function, made: record.CaseRecord, *, number: int, tmp_path: str) -> Job:
+def _job(item: pytest.Function, selection: Selection, made: record.CaseRecord, *, number: int, tmp_path: str) -> Job:
     return Job(
         number=number,
         module=item.module.__name__,
@@ -136,6 +136,8 @@ def _job(item: pytest.Function, made: record.CaseRecord, *, number: int, tmp_pat
         init_seed=made.seeds["init"],
         data_seed=made.seeds["data"],
         tmp_path=tmp_path,
+        deadline=_deadline(item, selection),
+        check_collectives=selection.check_collectives,
     )
 
 

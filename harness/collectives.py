@@ -11,7 +11,7 @@ import collections
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -129,10 +129,9 @@ def count_difference(trace: Trace, phase: str, expected: dict[str, int]) -> tupl
             items = [item for item in trace if item.phase == phase and item.kind == kind]
             per_unit = collections.Counter(item.unit or f"{item.nbytes} B" for item in items)
             listed = ", ".join(f"{unit} {count}" for unit, count in per_unit.items())
-            most = per_unit.most_common(1)[0] if per_unit else ("", 0)
-            return most[0] if most[
-                1
-            ] > 1 else None, f"{found} {kind} instead of {wanted} in {phase}: {listed or 'none'}"
+            unit, most = per_unit.most_common(1)[0] if per_unit else ("", 0)
+            text = f"{found} {kind} instead of {wanted} in {phase}: {listed or 'none'}"
+            return (unit if most > 1 else None), text
     return None, None
 
 
@@ -142,6 +141,12 @@ class Recorder(TorchDispatchMode):
     ``before`` and ``after`` are called around each collective: that is how delays are injected at
     the operator, below whichever Python name issued it and on the stream that issued it.
     """
+
+    announce: ClassVar[Callable[[dist.ProcessGroup, str, str], None] | None] = None
+    """Told about every collective before it is entered; set once per process."""
+
+    active: ClassVar[int] = 0
+    """How many Recorders are, on any thread: backward runs on threads of its own on a device."""
 
     def __init__(self, unit_of: Callable[[str, str, int], str] = lambda kind, dtype, nbytes: "") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -155,8 +160,12 @@ class Recorder(TorchDispatchMode):
     def during(self, phase: str) -> Iterator[None]:
         """Record what is issued inside, as of this phase."""
         self.phase = phase
-        with self:
-            yield
+        Recorder.active += 1
+        try:
+            with self:
+                yield
+        finally:
+            Recorder.active -= 1
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -167,16 +176,19 @@ class Recorder(TorchDispatchMode):
         namespace, _, name = func._schema.name.partition("::")
         if namespace not in _NAMESPACES or name not in _KINDS:
             return func(*args, **(kwargs or {}))
-        collective = self._describe(_KINDS[name], func, args, kwargs or {})
+        named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+        named |= kwargs or {}
+        group = _process_group(named)
+        collective = self._describe(_KINDS[name], named, tuple(dist.get_process_group_ranks(group)))
         self.trace.append(collective)
+        if Recorder.announce is not None:
+            Recorder.announce(group, collective.kind, _squeeze(str(collective)))
         self.before(collective)
         result = func(*args, **(kwargs or {}))
         self.after(collective)
         return result
 
-    def _describe(self, kind: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Collective:
-        named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
-        group = _group_of(named)
+    def _describe(self, kind: str, named: dict[str, Any], group: tuple[int, ...]) -> Collective:
         first = next(tensors_of(list(named.values())))
         dtype = str(first.dtype).removeprefix("torch.")
         nbytes = _nbytes(kind, named, len(group))
@@ -200,14 +212,14 @@ def _bytes_of(value: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(value))
 
 
-def _group_of(named: dict[str, Any]) -> tuple[int, ...]:
+def _process_group(named: dict[str, Any]) -> dist.ProcessGroup:
+    group: Any = named.get("group_name")
     if "process_group" in named:
         group = dist.ProcessGroup.unbox(named["process_group"])
-    elif isinstance(named["group_name"], str):
-        group = torch._C._distributed_c10d._resolve_process_group(named["group_name"])  # type: ignore[arg-type]
-    else:
-        group = named["group_name"]
-    return tuple(dist.get_process_group_ranks(group))
+    elif isinstance(group, str):
+        group = torch._C._distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 def _is_range(ranks: tuple[int, ...]) -> bool:

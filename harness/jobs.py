@@ -8,6 +8,9 @@ from typing import Any
 
 from harness.observations import Observations
 
+#: The name of the shared memory in a world's directory.
+BOARD = "board"
+
 
 @dataclasses.dataclass(frozen=True)
 class WorldKey:
@@ -31,7 +34,9 @@ class RankSpec:
     key: WorldKey
     index: int
     directory: str
-    """Private to the world: the rendezvous file and the ranks' outputs."""
+    """Private to the world: the rendezvous file, the board and the ranks' outputs."""
+    device_index: int
+    """The CUDA device; without meaning on the CPU."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +56,8 @@ class Job:
     init_seed: int
     data_seed: int
     tmp_path: str
+    deadline: float
+    check_collectives: bool = False
 
 
 @dataclasses.dataclass

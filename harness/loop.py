@@ -16,6 +16,7 @@ import pickle
 import random
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -28,8 +29,11 @@ import torch.distributed as dist
 from harness import casefile, leftovers
 from harness.adapters import registry
 from harness.adapters.base import Adapter
+from harness.announce import Announcer
+from harness.board import Board
+from harness.collectives import Recorder
 from harness.errors import Divergence
-from harness.jobs import Job, RankSpec, Result
+from harness.jobs import BOARD, Job, RankSpec, Result
 from harness.rank import Rank, Seeds, World
 from harness.verdict import Verdict
 
@@ -41,6 +45,8 @@ _TIMEOUT = datetime.timedelta(minutes=30)
 
 #: Destroying an abandoned group is not safe: DTensor's caches hand out its mesh again for an equal one.
 _MOST_ABANDONED_GROUPS = 32
+
+_MOST_OUTPUT_BYTES = 1 << 20
 
 
 def main(connection: Connection, spec: RankSpec) -> None:
@@ -66,6 +72,8 @@ def main(connection: Connection, spec: RankSpec) -> None:
 def _leave_with_the_controller() -> None:
     # The controller decides about interrupts. The forkserver dies with it, and its children with the forkserver.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A session of its own, so that whatever the rank starts can be ended with it.
+    os.setsid()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -85,9 +93,9 @@ def _start(spec: RankSpec) -> World:
     os.environ["TORCH_DISTRIBUTED_DEBUG"] = key.debug_level
     torch._C._distributed_c10d.set_debug_level_from_env()
     torch.set_num_threads(1)
-    device = torch.device(key.device, spec.index) if key.device != "cpu" else torch.device("cpu")
+    device = torch.device("cpu") if key.device == "cpu" else torch.device(key.device, spec.device_index)
     if device.type != "cpu":
-        torch.accelerator.set_device_index(spec.index)
+        torch.accelerator.set_device_index(spec.device_index)
     dist.init_process_group(
         backend="gloo" if device.type == "cpu" else "nccl",
         init_method=f"file://{spec.directory}/rendezvous",
@@ -97,7 +105,10 @@ def _start(spec: RankSpec) -> World:
         device_id=None if device.type == "cpu" else device,
     )
     control = dist.new_group(backend="gloo", timeout=_TIMEOUT)
-    world = World(index=spec.index, size=key.size, device=device, control=control)
+    announcer = Announcer(Board(pathlib.Path(spec.directory, BOARD), key.size), rank=spec.index)
+    announcer.watch_process_groups(is_recording=lambda: Recorder.active > 0)
+    Recorder.announce = announcer.announce
+    world = World(index=spec.index, size=key.size, device=device, control=control, announcer=announcer)
     world.mesh((key.size,), ("dp",))
     dist.barrier(group=control)
     return world
@@ -111,6 +122,8 @@ def run_job(world: World, job: Job) -> Result:
     except Exception:
         result.verdict, result.text = Verdict.HARNESS_ERROR, traceback.format_exc()
         return result
+    world.announcer.start_job(job.number, checking=job.check_collectives, patience=job.deadline)
+    _shorten_output()
     groups = world.foreign_groups()
     before = leftovers.picture(world.device.type, groups=len(groups))
     seeds = Seeds(job.init_seed, job.data_seed)
@@ -118,7 +131,7 @@ def run_job(world: World, job: Job) -> Result:
         tmp_path = pathlib.Path(job.tmp_path)
         rank = Rank(world, implementation=implementation, seeds=seeds, tmp_path=tmp_path, monkeypatch=monkeypatch)
         _seed(job.init_seed)
-        with _outcome(result):
+        with _outcome(result), _threads_watched():
             function(rank, **parameters)
         with _outcome(result):
             rank.finish()
@@ -156,6 +169,21 @@ def _outcome(result: Result) -> Iterator[None]:
             result.text = f"a case must not skip by itself: use @needs ({error})"
 
 
+@contextlib.contextmanager
+def _threads_watched() -> Iterator[None]:
+    """An exception that ends another thread fails the case as well."""
+    failures: list[threading.ExceptHookArgs] = []
+    before, threading.excepthook = threading.excepthook, failures.append
+    try:
+        yield
+    finally:
+        threading.excepthook = before
+    if failures:
+        name = failures[0].thread.name if failures[0].thread else "an unknown thread"
+        error = failures[0].exc_value or failures[0].exc_type()
+        raise RuntimeError(f"an exception ended {name}") from error
+
+
 def _describe(error: BaseException) -> str:
     if isinstance(error, Divergence):
         return str(error)
@@ -172,6 +200,12 @@ def _describe(error: BaseException) -> str:
 def _seed(seed: int) -> None:
     random.seed(seed)
     torch.manual_seed(seed)
+
+
+def _shorten_output() -> None:
+    """Start over in a file that has grown large; the controller keeps the end of what each case wrote."""
+    if os.fstat(1).st_size > _MOST_OUTPUT_BYTES:
+        os.ftruncate(1, 0)
 
 
 def _flush() -> None:

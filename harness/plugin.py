@@ -35,6 +35,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--world", metavar="SIZES", help="run only cases with these numbers of ranks, such as 2,4")
     group.addoption("--report", metavar="FILE", help="write the run file, as JSON, here")
+    group.addoption(
+        "--check-collectives",
+        action="store_true",
+        help="stop ranks that are about to issue different collectives on one group, before they block",
+    )
     group.addoption("--deadline", type=float, metavar="SECONDS", help="per case (default: 60 on the CPU, 30 on CUDA)")
 
 
@@ -62,7 +67,11 @@ class State:
             option = self._config.option
             try:
                 self._selection = selection.resolve(
-                    implementations=option.impl, device=option.device, worlds=option.world, deadline=option.deadline
+                    implementations=option.impl,
+                    device=option.device,
+                    worlds=option.world,
+                    deadline=option.deadline,
+                    check_collectives=option.check_collectives,
                 )
             except ValueError as error:
                 raise pytest.UsageError(str(error)) from None

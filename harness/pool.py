@@ -11,13 +11,15 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from harness import entry, forkserver
-from harness.jobs import Job, RankSpec, Result, WorldKey
+from harness.board import Board
+from harness.jobs import BOARD, Job, RankSpec, Result, WorldKey
 from harness.verdict import Verdict
+from harness.watchdog import Diagnosis, diagnose, stacks
 
 #: Idle worlds kept beside the one in use; each holds its ranks' memory, and a context per device.
 KEPT_WORLDS = 3
@@ -41,6 +43,8 @@ class RankProcess:
     def new_output(self, limit: int = 64 * 1024) -> str:
         """What the rank has written since last asked, at most the last ``limit`` bytes."""
         size = self.output.stat().st_size if self.output.exists() else 0
+        if size < self.read:  # the rank started over
+            self.read = 0
         start, self.read = max(self.read, size - limit), size
         if size <= start:
             return ""
@@ -56,6 +60,8 @@ class Outcome:
     results: list[Result]
     outputs: list[str]
     seconds: float
+    diagnosis: Diagnosis | None = None
+    """Who kept the others waiting, where some did not answer."""
 
 
 class WorldDied(Exception):
@@ -65,9 +71,12 @@ class WorldDied(Exception):
 class World:
     """The ranks of one world, from the controller's side."""
 
-    def __init__(self, key: WorldKey) -> None:
+    def __init__(self, key: WorldKey, devices: Sequence[int]) -> None:
         self.key = key
+        self.devices = devices
         self._directory = pathlib.Path(tempfile.mkdtemp(prefix="shardproof-"))
+        self._board = Board(self._directory / BOARD, key.size)
+        self._is_busy = False
         forkserver.start()
         self.ranks = [self._spawn(index) for index in range(key.size)]
         try:
@@ -79,7 +88,7 @@ class World:
     def _spawn(self, index: int) -> RankProcess:
         context = forkserver.context()
         ours, theirs = context.Pipe()
-        spec = RankSpec(self.key, index, str(self._directory))
+        spec = RankSpec(self.key, index, str(self._directory), device_index=self.devices[index])
         process = context.Process(target=entry.main, args=(theirs, spec), daemon=True, name=f"rank {index}")
         process.start()
         theirs.close()
@@ -95,19 +104,24 @@ class World:
             if said[0] != "ready":
                 raise WorldDied(f"a world of {self.key} did not start: rank {index}: {said[1]}\n{rank.new_output()}")
 
-    def run(self, job: Job, *, deadline: float) -> Outcome:
-        """Run a case on all ranks; a world that is not in step afterwards is marked by its results.
-
-        Args:
-            deadline: seconds until ranks that did not answer are stuck.
-        """
+    def run(self, job: Job) -> Outcome:
+        """Run a case on all ranks; a world that is not in step afterwards is marked by its results."""
         started = time.monotonic()
+        self._is_busy = True
         for rank in self.ranks:
             with contextlib.suppress(OSError):
                 rank.connection.send(job)
-        results = self._collect(job, started + deadline)
+        results = self._collect(job, started + job.deadline)
+        self._is_busy = False
+        diagnosis = self._diagnose(job, results)
         seconds = time.monotonic() - started
-        return Outcome(results, [rank.new_output() for rank in self.ranks], seconds)
+        return Outcome(results, [rank.new_output() for rank in self.ranks], seconds, diagnosis)
+
+    def _diagnose(self, job: Job, results: list[Result]) -> Diagnosis | None:
+        stuck = {result.rank: result.text for result in results if result.verdict == Verdict.HANG}
+        if not stuck:
+            return None
+        return diagnose(self._board, job=job.number, size=self.key.size, stuck=stuck, case_path=job.path)
 
     def _collect(self, job: Job, until: float) -> list[Result]:
         results: dict[int, Result] = {}
@@ -139,15 +153,13 @@ class World:
             )
 
     def _stuck(self, index: int, job: Job, *, after_failure: bool) -> Result:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.ranks[index].process.pid, signal.SIGUSR1)
-        time.sleep(0.05)
-        stacks = self.ranks[index].new_output()
+        rank = self.ranks[index]
+        shown = stacks(rank.process.pid, rank.output, rank.new_output)
         if after_failure:
             text = f"the rank was still waiting {GRACE_SECONDS:g} s after another had failed"
         else:
             text = "the rank did not answer before the deadline"
-        return Result(job.number, index, Verdict.HANG, f"{text}; its stacks:\n{stacks}")
+        return Result(job.number, index, Verdict.HANG, f"{text}; its stacks:\n{shown}")
 
     @property
     def is_alive(self) -> bool:
@@ -155,7 +167,9 @@ class World:
         return all(rank.process.is_alive() for rank in self.ranks)
 
     def stop(self) -> None:
-        """Let the ranks leave their loops, then make sure that they did."""
+        """Let the ranks leave their loops, then make sure that they did; one that is busy is not asked."""
+        if self._is_busy:
+            return self.kill()
         for rank in self.ranks:
             with contextlib.suppress(OSError):
                 rank.connection.send(None)
@@ -167,10 +181,11 @@ class World:
         """End every rank at once and remove the world's directory."""
         for rank in self.ranks:
             if rank.process.is_alive():
-                rank.process.kill()
+                _kill_tree(rank.process.pid)
         for rank in self.ranks:
             rank.process.join()
             rank.connection.close()
+        self._board.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
@@ -180,13 +195,13 @@ class Pool:
     def __init__(self) -> None:
         self._worlds: collections.OrderedDict[WorldKey, World] = collections.OrderedDict()
 
-    def run(self, key: WorldKey, job: Job, *, deadline: float) -> Outcome:
+    def run(self, key: WorldKey, job: Job) -> Outcome:
         """Run a case on a world of that key, started if there is none.
 
         Raises:
             WorldDied: the world could not be started.
         """
-        outcome = self._world(key).run(job, deadline=deadline)
+        outcome = self._world(key).run(job)
         if not _is_in_step(outcome.results) or any(result.is_worn_out for result in outcome.results):
             self.discard(key)
         return outcome
@@ -212,7 +227,7 @@ class Pool:
             while len(self._worlds) > KEPT_WORLDS:
                 _, oldest = self._worlds.popitem(last=False)
                 oldest.stop()
-            world = self._worlds[key] = World(key)
+            world = self._worlds[key] = World(key, range(key.size))
         self._worlds.move_to_end(key)
         return world
 
@@ -224,9 +239,17 @@ def _is_in_step(results: Iterable[Result]) -> bool:
     return (passed or all(result.agreed for result in results)) and not any(result.left_behind for result in results)
 
 
+def _kill_tree(pid: int) -> None:
+    """End a rank and what it started: a rank leads a session of its own, unless it had no time to."""
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError):
+            kill(pid, signal.SIGKILL)
+
+
 def _ending(code: int | None) -> str:
     if code is None:
         return "it closed its connection and did not exit"
     if code < 0:
-        return f"killed by {signal.Signals(-code).name}"
+        hint = ", which the kernel also sends when memory runs out" if -code == signal.SIGKILL else ""
+        return f"killed by {signal.Signals(-code).name}{hint}"
     return f"exit code {code}"

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from harness import optim, parity
 from harness.adapters.base import Adapter, Clip, Config, OptimizerFactory
+from harness.announce import Announcer
 from harness.compare import Finding
 from harness.errors import Divergence, Place
 from harness.observations import Observations
@@ -40,11 +41,14 @@ def process_groups() -> set[dist.ProcessGroup]:
 class World:
     """What outlives a case on this rank: the process groups and meshes, made once and reused."""
 
-    def __init__(self, *, index: int, size: int, device: torch.device, control: dist.ProcessGroup) -> None:
+    def __init__(
+        self, *, index: int, size: int, device: torch.device, control: dist.ProcessGroup, announcer: Announcer
+    ) -> None:
         self.index = index
         self.size = size
         self.device = device
         self.control = control
+        self.announcer = announcer
         self._groups = process_groups()
         self._meshes: dict[tuple[tuple[int, ...], tuple[str, ...]], DeviceMesh] = {}
 

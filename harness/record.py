@@ -52,10 +52,11 @@ class CaseRecord:
         self.seconds, self.outputs = outcome.seconds, outcome.outputs
         cause = _cause(results)
         self.verdict = combine(Verdict(result.verdict) for result in results)
-        if self.verdict == Verdict.HANG and cause.verdict == Verdict.FAIL:
-            self.verdict = Verdict.FAIL
         if self.verdict != Verdict.PASS:
             self.text, self.place = _text_of(results, cause), cause.place or {"rank": cause.rank}
+            if self.verdict == Verdict.HANG and outcome.diagnosis is not None:
+                self.place = {"rank": outcome.diagnosis.rank}
+                self.text = f"{outcome.diagnosis.text}\n{self.text}"
         elif leaks := [f"rank {r.rank}: {line}" for r in results for line in r.left_behind]:
             self.fail_if("left behind: " + "; ".join(leaks))
         self.losses = results[0].observations.losses

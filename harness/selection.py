@@ -25,6 +25,8 @@ class Selection:
     """Devices of a CUDA run; CPU ranks share cores, so any number of them can exist."""
     worlds: tuple[int, ...] | None
     deadline: float
+    check_collectives: bool = False
+    """Whether ranks compare each collective before they enter it."""
 
     def allows(self, size: int) -> bool:
         """Whether ``--world`` lets cases of this world through."""
@@ -35,7 +37,14 @@ class Selection:
         return self.device == "cpu" or size <= self.device_count
 
 
-def resolve(*, implementations: str | None, device: str, worlds: str | None, deadline: float | None) -> Selection:
+def resolve(
+    *,
+    implementations: str | None,
+    device: str,
+    worlds: str | None,
+    deadline: float | None,
+    check_collectives: bool = False,
+) -> Selection:
     """Check what was asked for, by the options' texts.
 
     Raises:
@@ -49,7 +58,7 @@ def resolve(*, implementations: str | None, device: str, worlds: str | None, dea
     adapters = _adapters(implementations, chosen)
     if deadline is not None and not deadline > 0:
         raise ValueError(f"--deadline {deadline:g}: expected a positive number of seconds")
-    return Selection(adapters, chosen, count, sizes, deadline or DEFAULT_DEADLINES[chosen])
+    return Selection(adapters, chosen, count, sizes, deadline or DEFAULT_DEADLINES[chosen], check_collectives)
 
 
 def _device(asked: str) -> tuple[str, int]:

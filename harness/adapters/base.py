@@ -22,7 +22,7 @@ import contextlib
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -30,6 +30,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from harness.adapters.capability import Capability
+from harness.checkpointing import original_name
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Units = tuple[tuple[str, ...], ...]
@@ -86,11 +87,32 @@ class Clip:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Accumulation:
+    """What the backwards before the last microbatch's leave to that one.
+
+    Needs :attr:`Capability.DEFERRED_REDUCTION`, and what the fields say.
+    """
+
+    units: Literal["all", "root-only"] | tuple[str, ...] = "all"
+    """Which ones: all, the root's own alone, or these modules. Needs :attr:`Capability.DEFERRED_PER_UNIT`."""
+
+    skips: Literal["reduction", "all-reduce"] = "reduction"
+    """The whole reduction, or that over the replicas only. Needs :attr:`Capability.DEFERRED_ALL_REDUCE`."""
+
+    keeps_gathered: bool = False
+    """Parameters stay gathered after these backwards. Needs :attr:`Capability.KEEP_AFTER_BACKWARD`."""
+
+    marks_last: bool = False
+    """The last backward is marked as the last. Needs :attr:`Capability.MARKED_LAST_BACKWARD`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """How a case wants the model sharded; equal for every implementation."""
 
     mesh: DeviceMesh
-    """The 1-D mesh over which parameters are sharded and gradients averaged."""
+    """The data-parallel mesh, over which gradients are averaged: 1-D, or 2-D (replicate, shard), which needs
+    :attr:`Capability.HYBRID`. It need not have all ranks of the world."""
 
     units: Units = ()
     """Each entry names the modules gathered by one collective; the root's own unit is implicit."""
@@ -101,6 +123,12 @@ class Config:
     microbatches: int = 1
     """Microbatches in one optimizer step."""
 
+    accumulation: Accumulation | None = None
+    """``None`` leaves it to the implementation when it reduces the gradients of several microbatches."""
+
+    offload: Literal["pageable", "pinned"] | None = None
+    """The CPU memory where shards live. Needs :attr:`Capability.OFFLOAD`."""
+
     clip: Clip | None = None
 
     find_unused: bool = False
@@ -108,6 +136,16 @@ class Config:
 
     cast: torch.dtype | None = None
     """Cast the module to this dtype once it is sharded, before the optimizer is made."""
+
+    @property
+    def shard_size(self) -> int:
+        """The number of ranks that share a unit."""
+        return self.mesh.size(self.mesh.ndim - 1)
+
+    @property
+    def data_ranks(self) -> tuple[int, ...]:
+        """The global ranks whose gradients are averaged, this one among them, in the mesh's order."""
+        return tuple(self.mesh.mesh.flatten().tolist())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,7 +264,7 @@ class Adapter(ABC):
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """The registered parameters by the original model's names."""
-        return dict(self.module.named_parameters())
+        return {original_name(name): value for name, value in self.module.named_parameters()}
 
     def gathered(self) -> dict[str, bool]:
         """Per parameter name, whether ``module.parameters()`` shows it gathered.
@@ -245,6 +283,25 @@ class Adapter(ABC):
     def reshard(self) -> None:
         """Free all gathered parameters. Needs :attr:`Capability.MANUAL_RESHARD`."""
         raise AssertionError(f"{self.name} does not declare {Capability.MANUAL_RESHARD!r}")
+
+    def unshard(self) -> None:
+        """Start to gather all parameters, without waiting. Needs :attr:`Capability.ASYNC_UNSHARD`."""
+        raise AssertionError(f"{self.name} does not declare {Capability.ASYNC_UNSHARD!r}")
+
+    def prefetch(self, *, forward: Mapping[str, Sequence[str]], backward: Mapping[str, Sequence[str]]) -> None:
+        """Have the unit of each module gather those of the modules it maps to ahead of its own computation.
+
+        Needs :attr:`Capability.EXPLICIT_PREFETCH`.
+        """
+        raise AssertionError(f"{self.name} does not declare {Capability.EXPLICIT_PREFETCH!r}")
+
+    def register_forward_method(self, submodule: str, method: str) -> None:
+        """Gather and free around this method too. Needs :attr:`Capability.FORWARD_METHOD`."""
+        raise AssertionError(f"{self.name} does not declare {Capability.FORWARD_METHOD!r}")
+
+    def after_step(self, event: torch.Event) -> None:
+        """The next gathers wait for ``event`` only. Needs :attr:`Capability.POST_OPTIM_EVENT`."""
+        raise AssertionError(f"{self.name} does not declare {Capability.POST_OPTIM_EVENT!r}")
 
     def teardown(self) -> None:
         """Undo what the implementation keeps outside the model."""

@@ -77,9 +77,66 @@ class Capability(enum.StrEnum):
     ADAM = "adam"
     """Works with optimizers that keep more state than momentum."""
 
+    HYBRID = "hybrid"
+    """A (replicate, shard) mesh: parameters are sharded over its second dimension, gradients averaged over both."""
+
+    DEFERRED_REDUCTION = "deferred-reduction"
+    """Backward can leave the reduction of gradients to that of the last microbatch."""
+
+    DEFERRED_PER_UNIT = "deferred-per-unit"
+    """The same for some units only, while the others reduce in every backward."""
+
+    DEFERRED_ALL_REDUCE = "deferred-all-reduce"
+    """On a (replicate, shard) mesh backward can reduce within the shard group and leave the rest to the last one."""
+
+    KEEP_AFTER_BACKWARD = "keep-after-backward"
+    """Backward can leave parameters gathered for the next microbatch."""
+
+    MARKED_LAST_BACKWARD = "marked-last-backward"
+    """Several forwards may precede their backwards, and the last backward be marked as such."""
+
+    ASYNC_UNSHARD = "async-unshard"
+    """Parameters can be gathered in advance by a call that returns at once, also before the first forward."""
+
+    EXPLICIT_PREFETCH = "explicit-prefetch"
+    """A unit can be told which others to gather ahead, in forward and in backward."""
+
+    RECOMPUTATION = "recomputation"
+    """Activation checkpointing of units, by a wrapper, by hooks or around the call."""
+
+    RECOMPUTES_GATHERED = "recomputes-gathered"
+    """What backward recomputes is gathered once, for the recomputation and for the backward itself."""
+
+    TIED_PARAMETERS = "tied-parameters"
+    """Modules of one unit may share a parameter."""
+
+    TENSOR_PARALLEL = "tensor-parallel"
+    """Parameters may be DTensors of a tensor-parallel mesh, and are sharded over the data-parallel one besides."""
+
+    TENSOR_PARALLEL_COUNTS = "tensor-parallel-counts"
+    """Tensor parallelism keeps its collectives, and a data-parallel mesh of one rank adds none."""
+
+    OFFLOAD = "offload"
+    """Shards, their gradients and the optimizer can live on the CPU."""
+
+    DISTRIBUTED_CHECKPOINT = "distributed-checkpoint"
+    """``torch.distributed.checkpoint`` saves and loads model and optimizer through their state dicts."""
+
+    FORWARD_METHOD = "forward-method"
+    """A method other than ``forward`` can be registered to gather and free as ``forward`` does."""
+
+    INPUTS_TO_DEVICE = "inputs-to-device"
+    """The root's forward moves its input tensors to the device."""
+
+    POST_OPTIM_EVENT = "post-optim-event"
+    """The next step's gathers can be told to wait for an event instead of the optimizer's stream."""
+
 
 class Hardware(enum.StrEnum):
     """What a host may lack; a case that needs it is ``unmet`` there."""
+
+    ACCELERATOR = "accelerator"
+    """A device other than the CPU."""
 
     STREAMS = "streams"
     """Real device streams: delays in one must not stop the others."""

@@ -9,10 +9,12 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from harness.adapters.base import Adapter, Config, OptimizerFactory, Piece, whole
 from harness.adapters.capability import Capability
+from harness.checkpointing import original_name
 
 _UNSHARDED = frozenset(
     {
@@ -23,6 +25,9 @@ _UNSHARDED = frozenset(
         Capability.CLIP_BY_CALL,
         Capability.CLIP_ANY_NORM,
         Capability.ADAM,
+        Capability.HYBRID,
+        Capability.TIED_PARAMETERS,
+        Capability.DEFERRED_REDUCTION,
     }
 )
 
@@ -69,18 +74,28 @@ class ReplicatedAdapter(_Replica):
             self._average_gradients()
 
     def _average_gradients(self) -> None:
-        group = self.config.mesh.get_group()
+        groups = self.config.mesh.get_all_groups()
         for parameter in self.module.parameters():
-            if parameter.requires_grad and _has_gradient_on_any_rank(parameter, group):
+            if parameter.requires_grad and _has_gradient_on_any_rank(parameter, groups):
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                dist.all_reduce(gradient, group=group)
+                for group in groups:
+                    dist.all_reduce(gradient, group=group)
                 parameter.grad = gradient.div_(self.config.mesh.size())
 
 
-def _has_gradient_on_any_rank(parameter: nn.Parameter, group: dist.ProcessGroup) -> bool:
+def _has_gradient_on_any_rank(parameter: nn.Parameter, groups: list[dist.ProcessGroup]) -> bool:
     used = torch.tensor(float(parameter.grad is not None), device=parameter.device)
-    dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
+    for group in groups:
+        dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
     return bool(used)
+
+
+def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """The one group of all ranks of a mesh; None is that of the world."""
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    assert mesh.size() == dist.get_world_size(), "a part of the world with several dimensions has no group of its own"
+    return None
 
 
 class DdpAdapter(_Replica):
@@ -104,7 +119,7 @@ class DdpAdapter(_Replica):
             self._ddp = self.module = DistributedDataParallel(
                 model,
                 device_ids=None if device == "cpu" else [torch.accelerator.current_device_index()],
-                process_group=config.mesh.get_group(),
+                process_group=_group_of(config.mesh),
                 broadcast_buffers=False,
                 find_unused_parameters=config.find_unused,
             )
@@ -120,4 +135,4 @@ class DdpAdapter(_Replica):
         return self.module
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        return dict(self._ddp.module.named_parameters())
+        return {original_name(name): value for name, value in self._ddp.module.named_parameters()}
