@@ -1,0 +1,92 @@
+"""Modules compiled inside units: the hooks stay outside their graphs."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_impl import MixedPrecisionPolicy, fully_shard
+from harness import world
+from tests.fsdp_impl.replicas import assert_same, average_gradients, batch, plain_copy, tower
+
+
+class Backend:
+    """Runs graphs as they are and counts them."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        from torch._dynamo.backends.debugging import aot_eager
+
+        self.graphs += 1
+        return aot_eager(graph, inputs)
+
+
+def compile_layers(model: Any, how: str, backend: Backend) -> None:
+    for index in range(1, len(model)):
+        if how == "in place":
+            model[index].compile(backend=backend)
+        elif how == "wrapped":
+            model[index] = torch.compile(model[index], backend=backend)
+        else:
+            for name in ("in_proj", "out_proj"):
+                # Not .compile(): torch does not trace into modules of its own that are compiled in place.
+                setattr(model[index], name, torch.compile(getattr(model[index], name), backend=backend))
+
+
+@world(2)
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@pytest.mark.parametrize(
+    "how, when", [("in place", "after"), ("in place", "before"), ("wrapped", "before"), ("parts", "before")]
+)
+def test_trains_as_replicas_do(rank: Any, how: str, when: str, reshard_after_forward: bool) -> None:
+    torch._dynamo.reset()
+    backend = Backend()
+    model: Any = tower(4, 2)
+    plain = plain_copy(model)
+    if when == "before":
+        compile_layers(model, how, backend)
+    for layer in model[1:]:
+        fully_shard(layer, mesh=rank.mesh(), reshard_after_forward=reshard_after_forward)
+    fully_shard(model, mesh=rank.mesh(), reshard_after_forward=reshard_after_forward)
+    if when == "after":
+        compile_layers(model, how, backend)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]
+    for step in range(3):
+        inputs = batch(rank, step, (3, 4))
+        model(inputs).square().sum().backward()
+        plain(inputs).square().sum().backward()
+        average_gradients(plain)
+        if how != "in place":  # compiling changes names
+            for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(one.grad.full_tensor(), other.grad)
+        else:
+            assert_same(plain, model)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if step == 0:
+            first = backend.graphs
+    assert first > 0
+    assert backend.graphs == first, "compiled again"
+    torch._dynamo.reset()
+
+
+@world(2)
+def test_with_casts(rank: Any) -> None:
+    torch._dynamo.reset()
+    backend = Backend()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    low = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
+    for layer in model:
+        fully_shard(layer, mesh=rank.mesh(), mp_policy=low)
+        layer.compile(backend=backend)
+    fully_shard(model, mesh=rank.mesh())
+    output = model(batch(rank, 0, (3, 4)))
+    assert output.dtype == torch.float32
+    output.sum().backward()
+    assert backend.graphs > 0
+    assert all(param.grad.dtype == torch.float32 for param in model.parameters())
+    torch._dynamo.reset()
