@@ -199,7 +199,8 @@ class ParamGroup:
             # Its buffer was written on the current stream, at post-forward.
             streams.wait(stream, self._smaller.written)
             return self._smaller.buffer, self._smaller.layout, self._smaller.mesh
-        return self.shards.gather_input(self.device), self.shards.gather_layout, self.mesh
+        source = self.shards.gather_input(self.device)  # before the layout, which extensions decide anew
+        return source, self.shards.gather_layout, self.mesh
 
     def _copy_out(self, pending: PendingGather) -> None:
         if self._unsharded is None or self._unsharded_layout is not self.shards.gather_layout:
@@ -208,14 +209,15 @@ class ParamGroup:
         self._unsharded.allocate()
         rows = pending.output.view(pending.layout.world, -1)
         copy_out(rows, pending.layout, self._unsharded.targets(pending.layout))
+        with torch.inference_mode(False), torch.no_grad():
+            self.shards.finish_unsharded()
 
     def _make_unsharded(self) -> None:
         layout = self.shards.gather_layout
-        sizes = [param.size for param in self.shards.params]
-        self._unsharded, self._unsharded_layout = unsharded.UnshardedBuffer(sizes, layout, self.device), layout
+        self._unsharded = unsharded.UnshardedBuffer(self.shards.gather_sizes, layout, self.device)
+        self._unsharded_layout = layout
         with torch.inference_mode(False):
-            for param, tensor in zip(self.shards.params, self._unsharded.tensors, strict=True):
-                param.make_unsharded(tensor)
+            self.shards.place_unsharded(self._unsharded.tensors)
 
     def _register_unsharded(self) -> None:
         for param in self.shards.params:
@@ -236,6 +238,7 @@ class ParamGroup:
     def _free_unsharded(self) -> None:
         if self._unsharded is not None:
             unsharded.reshard(self._unsharded, unit=self.label)
+            self.shards.free_unsharded()
 
     def __repr__(self) -> str:
         return f"ParamGroup({self.label})"

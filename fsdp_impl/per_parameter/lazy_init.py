@@ -37,6 +37,7 @@ def ensure(unit: "Unit") -> None:
 
 def check_groups(groups: Sequence[ParamGroup]) -> None:
     """Check what can be known of groups only once their parameters are final."""
+    extended = [group for group in groups if group.shards.find_extensions()]
     for group in groups:
         group.refresh()
     on_meta = [param.fqn for group in groups for param in group.shards.params if param.sharded.is_meta]
@@ -48,17 +49,22 @@ def check_groups(groups: Sequence[ParamGroup]) -> None:
         )
     for group in groups:
         _check_offloaded(group)
-        smaller = group.after_forward
-        if smaller not in (None, group.mesh) and any(param.is_tensor_parallel for param in group.shards.params):
-            assert smaller is not None
-            raise NotImplementedError(
-                "Resharding to smaller mesh is not supported for DTensor parameters yet: "
-                f"reshard_after_forward={smaller.size} in {group.label}"
-            )
+        _check_smaller(group, "tensors that extend the all-gather" if group in extended else "")
     for group in groups:
         dtypes = {param.dtype for param in group.shards.params if param.sharded.requires_grad}
         if len(dtypes) > 1:
             raise AssertionError(f"FSDP expects uniform original parameter dtype but got {dtypes} in {group.label}")
+
+
+def _check_smaller(group: ParamGroup, kind: str) -> None:
+    smaller = group.after_forward
+    if any(param.is_tensor_parallel for param in group.shards.params):
+        kind = "DTensor parameters"
+    if smaller is not None and smaller is not group.mesh and kind:
+        raise NotImplementedError(
+            f"Resharding to smaller mesh is not supported for {kind} yet: "
+            f"reshard_after_forward={smaller.size} in {group.label}"
+        )
 
 
 def _check_offloaded(group: ParamGroup) -> None:

@@ -18,6 +18,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fsdp_impl.common import dtensor
 from fsdp_impl.per_parameter.cut import Cut
+from fsdp_impl.per_parameter.extensions import Extension
 
 # Numbers original parameters. Not id(): a freed parameter's id comes back with another one.
 _serial_numbers = itertools.count()
@@ -43,6 +44,7 @@ class ShardedParam:
         slot: the local tensor of ``sharded`` while it lies in the group's buffer, else ``None``.
         unsharded: the unsharded parameter, ``None`` before the first unshard.
         accumulated: gradient of the unsharded parameter in the reduce dtype, of backwards that did not reduce.
+        extension: what hooks of the local tensor need, if it brings any.
         serial: the same for two ShardedParams made from one original parameter, which is a mistake to report.
     """
 
@@ -52,7 +54,9 @@ class ShardedParam:
         cut: Cut,
         owners: list[Owner],
         local: torch.Tensor,
+        *,
         param_dtype: torch.dtype | None,
+        in_slot: bool,
     ) -> None:
         self.owners = owners
         self.fqn = owners[0].name
@@ -64,8 +68,9 @@ class ShardedParam:
         self._param_dtype = param_dtype
         self.sharded = nn.Parameter(dtensor.wrap(local, self.spec), requires_grad=original.requires_grad)
         # Not `local` itself: nn.Parameter detaches, which makes another tensor object of the same memory.
-        self.slot: torch.Tensor | None = self.local
-        self._slot_pointer = self.slot.data_ptr()
+        self.slot: torch.Tensor | None = self.local if in_slot else None
+        self._slot_pointer = self.local.data_ptr() if in_slot else 0
+        self.extension: Extension | None = None
         self.unsharded: nn.Parameter | None = None
         self.accumulated: torch.Tensor | None = None
         self.serial = _serial_number(original)
@@ -123,7 +128,7 @@ class ShardedParam:
             self.sharded = held
             self.register(held)
         local = self.local
-        if local is self.slot and local.data_ptr() == self._slot_pointer:
+        if self.slot is not None and local is self.slot and local.data_ptr() == self._slot_pointer:
             return
         self.slot = None
         self.spec = dtensor.with_dtype(self.spec, local.dtype)

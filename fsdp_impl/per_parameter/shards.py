@@ -12,9 +12,10 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from fsdp_impl.common.layout import Layout, build_layout, shard_rows, shard_view
+from fsdp_impl.common.layout import Layout, build_layout, shard_rows, shard_size, shard_view
 from fsdp_impl.common.mesh import ShardMesh
 from fsdp_impl.common.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fsdp_impl.per_parameter import extensions
 from fsdp_impl.per_parameter.cut import Cut
 from fsdp_impl.per_parameter.param import Owner, ShardedParam
 
@@ -26,6 +27,8 @@ class Shards:
         params: the parameters, in the order of the slots of ``layout``.
         layout: their slots, by the dtypes they have now.
         gather_layout: the slots of the gather's input, by the dtypes of compute; ``layout`` itself if those are equal.
+            With extensions, the slots of what these choose to gather.
+        gather_sizes: unsharded sizes of what is gathered, in the order of the slots.
     """
 
     def __init__(
@@ -42,17 +45,19 @@ class Shards:
         self.pins = isinstance(offload, CPUOffloadPolicy) and offload.pin_memory
         sizes, dims = [cut.data.size() for cut in cuts], [cut.dim for cut in cuts]
         self.layout = build_layout(sizes, [cut.data.dtype for cut in cuts], mesh.size, mesh.rank, dims)
+        self._precision = precision
+        self._buffer: torch.Tensor | None = None
+        self._is_extended = any(extensions.is_foreign(cut.data) for cut in cuts)
         with torch.no_grad():
-            self._buffer: torch.Tensor | None = self._new_buffer(cuts[0].data.device)
-            views = [shard_view(self._buffer, slot) for slot in self.layout.slots]
-            for cut, view in zip(cuts, views, strict=True):
-                start, rows = shard_rows(cut.data.size(cut.dim), mesh.size, mesh.rank)
-                view.copy_(cut.data.narrow(cut.dim, start, rows))
+            locals_ = self._cut_apart(cuts) if self._is_extended else self._cut_into_buffer(cuts)
         self.params = [
-            ShardedParam(original, cut, held_by, view, precision.param_dtype)
-            for original, cut, held_by, view in zip(originals, cuts, owners, views, strict=True)
+            ShardedParam(
+                original, cut, held_by, local, param_dtype=precision.param_dtype, in_slot=not self._is_extended
+            )
+            for original, cut, held_by, local in zip(originals, cuts, owners, locals_, strict=True)
         ]
         self.gather_layout = self._gather_layout()
+        self.gather_sizes = sizes
 
     @torch.no_grad()
     def refresh(self) -> bool:
@@ -71,7 +76,7 @@ class Shards:
             self.layout = layout
             self.gather_layout = self._gather_layout()
         self._buffer = None
-        if left < len(self.params) or len({param.local.device for param in self.params}) > 1:
+        if self._is_extended or left < len(self.params) or len({param.local.device for param in self.params}) > 1:
             return False
         self._buffer = self._filled_buffer()
         for param, slot in zip(self.params, self.layout.slots, strict=True):
@@ -85,6 +90,8 @@ class Shards:
         The buffer itself if all parameters lie in it and are computed with as they are, else a copy in the memory of
         the current stream. Offloaded shards are cast on ``device``: the host is slower and would be waited for.
         """
+        if self._is_extended:
+            return self._extended_input(device)
         source = self._filled_buffer() if self._buffer is None else self._buffer
         source = source.to(device, non_blocking=True)
         if self.gather_layout is self.layout:
@@ -95,6 +102,79 @@ class Shards:
         for slot, wanted in zip(self.layout.slots, self.gather_layout.slots, strict=True):
             shard_view(cast, wanted).copy_(shard_view(source, slot))
         return cast
+
+    def find_extensions(self) -> bool:
+        """Look which parameters bring hooks of their own, now that they are final; whether any does."""
+        for param in self.params:
+            param.adopt()
+            if param.extension is None and extensions.has_hooks(param.local):
+                param.extension = extensions.Extension()
+                self._is_extended = True
+        return self._is_extended
+
+    def place_unsharded(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Let the unsharded parameters live in ``tensors``, of ``gather_sizes`` and ``gather_layout``."""
+        remaining = iter(tensors)
+        for param in self.params:
+            if param.extension is None:
+                param.make_unsharded(next(remaining))
+            else:
+                param.unsharded = None
+                param.extension.gathered = [next(remaining) for _ in param.extension.sizes]
+
+    def finish_unsharded(self) -> None:
+        """The gathered tensors are in place: let extensions make unsharded parameters of theirs."""
+        for param in self.params if self._is_extended else ():
+            if param.extension is not None:
+                param.extension.finish(param, param.compute_dtype)
+
+    def free_unsharded(self) -> None:
+        """Free what extensions allocated beside the gathered tensors."""
+        for param in self.params if self._is_extended else ():
+            if param.extension is not None:
+                param.extension.free()
+
+    def _cut_into_buffer(self, cuts: Sequence[Cut]) -> list[torch.Tensor]:
+        self._buffer = self._new_buffer(cuts[0].data.device)
+        views = [shard_view(self._buffer, slot) for slot in self.layout.slots]
+        for cut, view in zip(cuts, views, strict=True):
+            start, rows = shard_rows(cut.data.size(cut.dim), self._mesh.size, self._mesh.rank)
+            view.copy_(cut.data.narrow(cut.dim, start, rows))
+        return views
+
+    def _cut_apart(self, cuts: Sequence[Cut]) -> list[torch.Tensor]:
+        found = []
+        for cut in cuts:
+            start, rows = shard_rows(cut.data.size(cut.dim), self._mesh.size, self._mesh.rank)
+            padded = shard_size(cut.data.size(), self._mesh.size, 0, cut.dim)
+            local = extensions.cut_local(cut.data, padded, cut.dim, start, rows)
+            home = "cpu" if self.offloads and not local.is_meta else local.device
+            found.append(local.to(home).pin_memory() if self.pins and not local.is_meta else local.to(home))
+        return found
+
+    def _extended_input(self, device: torch.device) -> torch.Tensor:
+        pieces: list[torch.Tensor] = []
+        sizes: list[torch.Size] = []
+        dims: list[int] = []
+        mesh, shard_mesh = self._mesh, self._mesh.shard_dim_mesh()
+        for param in self.params:
+            if param.extension is None:
+                pieces.append(param.local.to(device, param.compute_dtype))
+                sizes.append(param.size)
+                dims.append(param.dim)
+                continue
+            padded = shard_size(param.size, mesh.size, 0, param.dim)
+            inputs = param.extension.inputs(param, padded, shard_mesh, self._precision, device)
+            pieces += inputs
+            sizes += [torch.Size([piece.numel() * mesh.size]) for piece in inputs]
+            dims += [0] * len(inputs)
+        layout = build_layout(sizes, [piece.dtype for piece in pieces], mesh.size, mesh.rank, dims)
+        if layout != self.gather_layout:
+            self.gather_layout, self.gather_sizes = layout, sizes
+        buffer = torch.zeros(layout.numel, dtype=layout.dtype, device=device)
+        for slot, piece in zip(layout.slots, pieces, strict=True):
+            shard_view(buffer, slot).copy_(piece)
+        return buffer
 
     def _layout(self, dtypes: Sequence[torch.dtype]) -> Layout:
         sizes, dims = [param.size for param in self.params], [param.dim for param in self.params]
