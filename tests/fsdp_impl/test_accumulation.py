@@ -82,14 +82,21 @@ def check(rank: Any, mesh: Any, case: tuple[Any, ...], *, steps: int = 2) -> Non
             optimizer.zero_grad(set_to_none=step % 2 == 1)
 
 
+@world(2)
+@pytest.mark.parametrize("mode", ["all", "root_only", "some"])
+def test_counts_and_gradients(rank: Any, mode: str) -> None:
+    for case in combinations():
+        if not case[0] and case[2] == mode:
+            check(rank, rank.mesh(), case)
+
+
 @world(4)
 @pytest.mark.parametrize("mode", ["all", "root_only", "some"])
-@pytest.mark.parametrize("hybrid", [False, True], ids=["1d", "hybrid"])
-def test_counts_and_gradients(rank: Any, hybrid: bool, mode: str) -> None:
-    mesh = rank.mesh((2, 2), ("replicate", "shard")) if hybrid else rank.mesh()
+def test_counts_and_gradients_of_replicas(rank: Any, mode: str) -> None:
     for case in combinations():
-        if case[0] == hybrid and case[2] == mode:
-            check(rank, mesh, case)
+        if case[0] and case[2] == mode:
+            # The second step, onto gradients that exist, is one dimension's business.
+            check(rank, rank.mesh((2, 2), ("replicate", "shard")), case, steps=1)
 
 
 @world(2)
