@@ -27,7 +27,7 @@ DIM, MLPS, MICROBATCHES = 5, 3, 3
 def combinations() -> list[Any]:
     found = []
     for hybrid in (False, True):
-        for raf in (None, True, False, 2):
+        for raf in (None, True, False):
             for mode in ("all", "root_only", "some"):
                 for rab in (True, False):
                     for scatter_only in (False, True):
@@ -51,7 +51,7 @@ def configure(model: Any, *, mode: str, last: bool, rab: bool, scatter_only: boo
 def expected_counts(hybrid: bool, raf: Any, mode: str, rab: bool, scatter_only: bool) -> dict[str, int]:
     units, extra = MLPS + 1, MICROBATCHES - 1
     reduces = units + {"all": 0, "root_only": MLPS * extra, "some": (MLPS - 2 + 1) * extra}[mode]
-    gathers = {True: 2 * units, 2: 2 * units, None: 2 * units - 1, False: units}[raf] * MICROBATCHES
+    gathers = {True: 2 * units, None: 2 * units - 1, False: units}[raf] * MICROBATCHES
     if raf is False and not rab:
         gathers = units if mode == "all" else units + MLPS * extra
     found = {GATHER: gathers, REDUCE: units * MICROBATCHES if scatter_only else reduces}

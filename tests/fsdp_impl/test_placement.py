@@ -52,7 +52,7 @@ def test_trains_as_replicas_do(rank: Any, placement: Any, raf: Any) -> None:
 @world(2)
 def test_with_several_dtypes_casts_and_offloading(rank: Any) -> None:
     model = tower(4, 1)
-    model[0].table = nn.Parameter(torch.arange(24, dtype=torch.int16).view(3, 4, 2), requires_grad=False)
+    model[0].table = nn.Parameter(torch.arange(24, dtype=torch.int32).view(3, 4, 2), requires_grad=False)
     model[0].scale = nn.Parameter(torch.ones(2, 2, dtype=torch.float64), requires_grad=False)
     plain = plain_copy(model)
     offload = CPUOffloadPolicy(pin_memory=rank.device.type != "cpu")

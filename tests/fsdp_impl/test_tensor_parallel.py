@@ -43,7 +43,7 @@ def tensor_parallel(model: nn.Sequential, mesh: DeviceMesh, *, sequence: bool = 
         parallelize_module(model[2], mesh, SequenceParallel())
 
 
-def train(rank: Any, model: Any, plain: Any, dp: DeviceMesh, shape: tuple[int, ...], *, steps: int = 3) -> None:
+def train(rank: Any, model: Any, plain: Any, dp: DeviceMesh, shape: tuple[int, ...], *, steps: int = 2) -> None:
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, foreach=False) for m in (plain, model)]
     index, group = dp.get_local_rank(), dp.get_group()
     for step in range(steps):
@@ -58,7 +58,7 @@ def train(rank: Any, model: Any, plain: Any, dp: DeviceMesh, shape: tuple[int, .
 
 
 @world(2, 4)
-@pytest.mark.parametrize("dim", [3, 5, 16])
+@pytest.mark.parametrize("dim", [3, 8])
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 def test_trains_as_replicas_do(rank: Any, dim: int, reshard_after_forward: bool) -> None:
     """Uneven sizes too: the full tensors are put together in the right order."""
