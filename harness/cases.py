@@ -94,7 +94,7 @@ def run(item: pytest.Function, pool: Pool, selection: Selection, *, number: int)
         job = _job(item, selection, made, number=number, tmp_path=tmp_path)
         key = _world_key(item, selection, launch)
         try:
-            outcome = pool.run(key, job)
+            outcome = pool.run(key, job, alone=item.get_closest_marker("alone") is not None)
         except WorldDied as error:
             made.verdict, made.text = Verdict.HARNESS_ERROR, str(error)
             return made

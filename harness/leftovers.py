@@ -2,51 +2,113 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import threading
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-_MODULE_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
+from harness import memory
+
+_MODULE_HOOKS = (
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+    "_global_parameter_registration_hooks",
+)
+
+#: What an implementation may set up when it is first used, so that only what comes after counts.
+AFTER_FIRST_USE = ("threads", "open files", "device memory")
+
+#: Freed blocks round up, and libraries keep small workspaces; a leaked model of ours is larger.
+_MEMORY_GRAIN = 1 << 20
 
 
-def picture(device_type: str, *, groups: int) -> dict[str, Any]:
+def picture(device: torch.device, *, groups: int) -> dict[str, Any]:
     """The process-wide state that every case shares, by name.
 
     Args:
-        device_type: whose autocast is looked at.
+        device: whose autocast and memory are looked at.
         groups: process groups that do not belong to the world.
     """
     state: dict[str, Any] = {
         "gradient mode": torch.is_grad_enabled(),
         "inference mode": torch.is_inference_mode_enabled(),
-        "autocast": torch.is_autocast_enabled(device_type),
+        "anomaly detection": torch.is_anomaly_enabled(),
+        "autocast": torch.is_autocast_enabled(device.type),
         "default dtype": torch.get_default_dtype(),
         "default device": torch.get_default_device(),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "deterministic cuDNN": torch.backends.cudnn.deterministic,
         "float32 matrix products": torch.get_float32_matmul_precision(),
         "dispatch modes": len(_get_current_dispatch_mode_stack()),
         "process groups": groups,
         "working directory": os.getcwd(),
         "environment": dict(os.environ),
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "open files": _open_files(),
     }
     for name in _MODULE_HOOKS:
         state[f"modules' {name.strip('_').replace('_', ' ')}"] = len(getattr(torch.nn.modules.module, name))
+    if device.type == "cuda":
+        # Cycles through autograd graphs are not left behind, only not collected yet.
+        gc.collect()
+        state["device memory"] = memory.allocated_bytes(device) // _MEMORY_GRAIN
     return state
 
 
-def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """One line for each thing that is not as it was."""
+def differences(before: dict[str, Any], after: dict[str, Any], *, first_use: bool) -> list[str]:
+    """One line for each thing that is not as it was.
+
+    Args:
+        before: the picture before a case.
+        after: the picture after it.
+        first_use: the implementation was used for the first time in this process.
+    """
     changed = [name for name, value in before.items() if after[name] != value]
-    return [
-        _environment(before[name], after[name])
-        if name == "environment"
-        else f"{name}: {before[name]} became {after[name]}"
-        for name in changed
-    ]
+    if first_use:
+        changed = [name for name in changed if name not in AFTER_FIRST_USE]
+    return [line for name in changed if (line := _line(name, before[name], after[name]))]
 
 
-def _environment(before: dict[str, str], after: dict[str, str]) -> str:
-    changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
-    return f"environment variables changed: {', '.join(changed)}"
+def _line(name: str, before: Any, after: Any) -> str | None:
+    if name == "environment":
+        return f"environment variables changed: {', '.join(_keys_that_differ(before, after))}"
+    if name == "device memory":
+        return f"device memory: {after - before} MiB more" if after > before else None
+    if isinstance(before, list):
+        more = _more(before, after)
+        return f"{name}: {', '.join(more)}" if more else None
+    return f"{name}: {before} became {after}"
+
+
+def _keys_that_differ(before: dict[str, str], after: dict[str, str]) -> list[str]:
+    return sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+
+
+def _more(before: list[str], after: list[str]) -> list[str]:
+    """What is in ``after`` more often than in ``before``; what ended meanwhile was not left behind."""
+    remaining = list(before)
+    more = []
+    for item in after:
+        if item in remaining:
+            remaining.remove(item)
+        else:
+            more.append(item)
+    return more
+
+
+def _open_files() -> list[str]:
+    """Paths of the open regular files; sockets, pipes and devices belong to groups and drivers."""
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            path = os.readlink(f"/proc/self/fd/{number}")
+        except OSError:  # the descriptor of the listing itself
+            continue
+        if path.startswith("/") and not path.startswith(("/dev/", "/proc/", "/memfd:")):
+            found.append(path)
+    return sorted(found)

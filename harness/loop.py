@@ -125,7 +125,7 @@ def run_job(world: World, job: Job) -> Result:
     world.announcer.start_job(job.number, checking=job.check_collectives, patience=job.deadline)
     _shorten_output()
     groups = world.foreign_groups()
-    before = leftovers.picture(world.device.type, groups=len(groups))
+    before = leftovers.picture(world.device, groups=len(groups))
     seeds = Seeds(job.init_seed, job.data_seed)
     with pytest.MonkeyPatch.context() as monkeypatch:
         tmp_path = pathlib.Path(job.tmp_path)
@@ -139,7 +139,9 @@ def run_job(world: World, job: Job) -> Result:
     policy = implementation.traits.process_groups
     foreign = len(world.foreign_groups())
     counted = foreign if policy == "none" else len(groups)
-    result.left_behind = leftovers.differences(before, leftovers.picture(world.device.type, groups=counted))
+    after = leftovers.picture(world.device, groups=counted)
+    result.left_behind = leftovers.differences(before, after, first_use=implementation.name not in world.used)
+    world.used.add(implementation.name)
     result.is_worn_out = policy == "abandoned" and foreign > _MOST_ABANDONED_GROUPS
     return result
 

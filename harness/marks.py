@@ -15,6 +15,7 @@ MARKER_LINES = (
     "contract(*ids): the requirements of docs/contract.md that the case checks",
     "world(*sizes): the numbers of ranks that the case runs on, one pytest item each",
     "needs(*names): the capabilities and the hardware without which the case is skipped",
+    "alone(): the case measures time or memory and shares its devices with no other case",
     "deadline(seconds): how long the case may take before its verdict is hang",
 )
 
@@ -57,6 +58,11 @@ def needs(*names: Capability | Hardware) -> pytest.MarkDecorator:
         if not isinstance(name, (Capability, Hardware)):
             raise ValueError(f"needs({name!r}): expected a member of Capability or Hardware")
     return pytest.mark.needs(*names)
+
+
+def alone() -> pytest.MarkDecorator:
+    """Run the case while no other case of this host uses its devices or cores: it measures."""
+    return pytest.mark.alone()
 
 
 def deadline(seconds: float) -> pytest.MarkDecorator:

@@ -22,6 +22,11 @@ def held_bytes(device: torch.device) -> int:
     return sum(_storages(device).values())
 
 
+def allocated_bytes(device: torch.device) -> int:
+    """Bytes that the CUDA caching allocator has handed out on ``device``, without waiting for its streams."""
+    return int(torch.cuda.memory_stats(device).get("active_bytes.all.current", 0))
+
+
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the elements of these tensors, each tensor once."""
     return sum(tensor.numel() * tensor.element_size() for tensor in {id(t): t for t in tensors}.values())

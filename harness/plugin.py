@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import os
 import pathlib
 import sys
 from collections.abc import Generator
@@ -49,7 +50,7 @@ class State:
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._selection: selection.Selection | None = None
-        self.pool = Pool()
+        self._pool: Pool | None = None
         self.started = 0
         self.run_file: RunFile | None = None
         self.errors: set[str] = set()
@@ -76,6 +77,19 @@ class State:
             except ValueError as error:
                 raise pytest.UsageError(str(error)) from None
         return self._selection
+
+    @property
+    def pool(self) -> Pool:
+        """The worlds of this process."""
+        if self._pool is None:
+            worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
+            self._pool = Pool(device_count=self.selection.device_count, worker=int(worker))
+        return self._pool
+
+    def close(self) -> None:
+        """Stop the worlds, if any were started."""
+        if self._pool is not None:
+            self._pool.close()
 
     def add(self, case: dict[str, Any]) -> None:
         """Keep a record that a report brought."""
@@ -183,7 +197,7 @@ def pytest_runtest_makereport(
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Stop the worlds and write the run file."""
     state = session.config.stash[_STATE]
-    state.pool.close()
+    state.close()
     if state.errors:
         session.exitstatus = pytest.ExitCode.USAGE_ERROR
     path = session.config.option.report

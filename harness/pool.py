@@ -18,6 +18,7 @@ from typing import Any
 from harness import entry, forkserver
 from harness.board import Board
 from harness.jobs import BOARD, Job, RankSpec, Result, WorldKey
+from harness.lease import Leases, device_of
 from harness.verdict import Verdict
 from harness.watchdog import Diagnosis, diagnose, stacks
 
@@ -190,21 +191,45 @@ class World:
 
 
 class Pool:
-    """The worlds of one pytest process, the least recently used stopped first."""
+    """The worlds of one pytest process, the least recently used stopped first.
 
-    def __init__(self) -> None:
+    Args:
+        device_count: CUDA devices of the host.
+        worker: this process's number among xdist's workers; worlds of others start on other devices.
+    """
+
+    def __init__(self, *, device_count: int = 0, worker: int = 0) -> None:
         self._worlds: collections.OrderedDict[WorldKey, World] = collections.OrderedDict()
+        self._leases = Leases()
+        self._device_count = device_count
+        self._worker = worker
 
-    def run(self, key: WorldKey, job: Job) -> Outcome:
-        """Run a case on a world of that key, started if there is none.
+    def run(self, key: WorldKey, job: Job, *, alone: bool = False) -> Outcome:
+        """Run a case on a world of that key, started if there is none, on devices leased for the case.
+
+        Args:
+            key: which world.
+            job: what to run there.
+            alone: share the devices with no other case.
 
         Raises:
             WorldDied: the world could not be started.
         """
-        outcome = self._world(key).run(job)
+        with self._leased(key, alone=alone):
+            outcome = self._world(key).run(job)
         if not _is_in_step(outcome.results) or any(result.is_worn_out for result in outcome.results):
             self.discard(key)
         return outcome
+
+    def _leased(self, key: WorldKey, *, alone: bool) -> contextlib.AbstractContextManager[None]:
+        if key.device == "cpu":
+            return self._leases.cores(key.size, alone=alone)
+        return self._leases.devices(self._devices(key), alone=alone)
+
+    def _devices(self, key: WorldKey) -> list[int]:
+        if key.device == "cpu":
+            return [0] * key.size
+        return device_of(self._worker, size=key.size, count=self._device_count)
 
     def discard(self, key: WorldKey) -> None:
         """End the world of that key; the next case starts another."""
@@ -227,7 +252,7 @@ class Pool:
             while len(self._worlds) > KEPT_WORLDS:
                 _, oldest = self._worlds.popitem(last=False)
                 oldest.stop()
-            world = self._worlds[key] = World(key, range(key.size))
+            world = self._worlds[key] = World(key, self._devices(key))
         self._worlds.move_to_end(key)
         return world
 

@@ -49,6 +49,8 @@ class World:
         self.device = device
         self.control = control
         self.announcer = announcer
+        self.used: set[str] = set()
+        """Names of the implementations that have run here."""
         self._groups = process_groups()
         self._meshes: dict[tuple[tuple[int, ...], tuple[str, ...]], DeviceMesh] = {}
 
