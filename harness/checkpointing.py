@@ -2,38 +2,38 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from torch import nn
-from torch.distributed._composable import checkpoint as composable
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils.checkpoint import checkpoint
 
-Kind = Literal["composable", "wrapper", "around", "around-reentrant"]
+# Under names of torch's own, because these two have no public ones yet.
+from torch.distributed._composable.checkpoint_activation import checkpoint as checkpoint_by_hooks
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from harness.models import Stacked
+
+Means = Literal["hooks", "wrapper", "call", "reentrant-call"]
 
 _WRAPPED = "_checkpoint_wrapped_module."
 
 
-def recompute(model: nn.Module, names: Sequence[str], *, kind: Kind) -> nn.Module:
-    """Have backward recompute these modules, in place.
+def recompute(model: Stacked, means: Means) -> nn.Module:
+    """Have backward recompute each of the model's ``layers``, in place.
 
     Args:
         model: not sharded yet.
-        names: of the modules.
-        kind: "composable" hooks into each module; "wrapper" puts a wrapper in its place, which is what is then
-            sharded; "around" has the caller checkpoint its call of the module, so that what shards the module is
-            inside what is recomputed, and "around-reentrant" the same by the re-entrant autograd function.
+        means: "hooks" on each layer (the composable ``checkpoint``); a "wrapper" in its place, which is what is
+            then sharded; a "call" of it through ``torch.utils.checkpoint``, so that the hooks of whatever shards
+            the layer run again when it is recomputed; the same through the re-entrant autograd function.
     """
-    for name in names:
-        module = model.get_submodule(name)
-        if kind == "composable":
-            composable(module)
+    if means in ("call", "reentrant-call"):
+        model.calls = "recomputed" if means == "call" else "recomputed-reentrant"
+        return model
+    for index, layer in enumerate(model.layers):
+        if means == "hooks":
+            checkpoint_by_hooks(layer)
         else:
-            parent, _, child = name.rpartition(".")
-            put = checkpoint_wrapper(module) if kind == "wrapper" else _Around(module, kind == "around-reentrant")
-            setattr(model.get_submodule(parent), child, put)
+            model.layers[index] = checkpoint_wrapper(layer)
     return model
 
 

@@ -43,6 +43,8 @@ class Context:
 
     step: int
     rank: int
+    member: int
+    """This rank's place among the data-parallel ranks, whose number is ``size``."""
     size: int
     norm_type: float = 2.0
     unused_is_zero: bool = False
@@ -64,13 +66,13 @@ class StepComparison:
         return next(self._findings(), None)
 
     def _findings(self) -> Iterator[Finding]:
-        rank = self.context.rank
+        member = self.context.member
         for number, outputs in enumerate(self.sharded.outputs):
-            expected = [*tensors_of(self.oracle.outputs[rank][number])]
+            expected = [*tensors_of(self.oracle.outputs[member][number])]
             for index, triple in enumerate(zip(outputs, self.baseline.outputs[number], expected, strict=True)):
                 if triple[0].is_floating_point():
                     yield from self._scalar_or_tensor("output", f"microbatch {number}, tensor {index}", *triple)
-            loss = self.sharded.losses[number], self.baseline.losses[number], self.oracle.losses[rank][number]
+            loss = self.sharded.losses[number], self.baseline.losses[number], self.oracle.losses[member][number]
             yield from self._scalar_or_tensor("loss", f"microbatch {number}", *loss)
         yield from self._pieces("gradient", self.sharded.gradients, self.baseline.gradients, self.oracle.gradients)
         yield from self._norm()
@@ -177,7 +179,7 @@ class StepComparison:
     def _guess(self, name: str, mine: Piece, value: torch.Tensor, expected: torch.Tensor) -> str | None:
         full = [one[name] for one in self.oracle.own_gradients]
         own = [None if gradient is None else mine.cut(gradient) for gradient in full]
-        return guess_gradient(value, expected, own, self.context.rank)
+        return guess_gradient(value, expected, own, self.context.member)
 
     def _finding(self, stage: str, name: str, element: tuple[int, ...] | None, text: str) -> Finding:
         place = Place(stage=stage, step=self.context.step, rank=self.context.rank, name=name, element=element)

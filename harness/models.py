@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from harness.trees import tensors_of
 
@@ -54,7 +55,28 @@ class MLP(nn.Module):
         return torch.tanh(self.out_proj(F.gelu(self.in_proj(x))))
 
 
-class Tower(nn.Module):
+class Stacked(nn.Module):
+    """A model with ``layers``, called one after the other; each is a unit, and the rest is the root's."""
+
+    layers: nn.ModuleList
+    calls: Literal["plain", "recomputed", "recomputed-reentrant"] = "plain"
+    """Whether backward recomputes each layer from its input; see ``harness.checkpointing``."""
+
+    def run_layers(self, x: torch.Tensor) -> torch.Tensor:
+        """Call each layer on the output of the one before."""
+        for layer in self.layers:
+            if self.calls == "plain":
+                x = layer(x)
+            else:
+                x = checkpoint(layer, x, use_reentrant=self.calls == "recomputed-reentrant")
+        return x
+
+    def units(self) -> list[list[str]]:
+        """One unit for each layer."""
+        return [[f"layers.{index}"] for index in range(len(self.layers))]
+
+
+class Tower(Stacked):
     """``depth`` MLPs with multipliers 2, 3, 4, ... and a Linear(dim, dim) of the root's own.
 
     Every unit has a size of its own, so that the bytes of a collective name its unit.
@@ -66,14 +88,8 @@ class Tower(nn.Module):
         self.out = nn.Linear(dim, dim)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        out: torch.Tensor = self.out(x)
+        out: torch.Tensor = self.out(self.run_layers(x))
         return out
-
-    def units(self) -> list[list[str]]:
-        """One unit for each MLP; ``out`` is the root's."""
-        return [[f"layers.{index}"] for index in range(len(self.layers))]
 
 
 def two_linear(first: tuple[int, int], second: tuple[int, int]) -> nn.Sequential:
@@ -181,6 +197,8 @@ class TransformerConfig:
     length: int = 8
     dim: int = 12
     heads: int = 3
+    is_tied: bool = False
+    """The output projection is the token embedding."""
 
 
 class Block(nn.Module):
@@ -211,7 +229,7 @@ class Block(nn.Module):
         return mixed.transpose(1, 2).reshape(batch, length, -1)
 
 
-class Transformer(nn.Module):
+class Transformer(Stacked):
     """A causal language model: int64 tokens (batch, length) to logits (batch, length, vocabulary)."""
 
     def __init__(self, config: TransformerConfig | None = None) -> None:
@@ -223,17 +241,13 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(Block(config.dim, config.heads) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.dim)
         self.output = nn.Linear(config.dim, config.vocabulary, bias=False)
+        if config.is_tied:
+            self.output.weight = self.tokens.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
-        for layer in self.layers:
-            x = layer(x)
-        logits: torch.Tensor = self.output(self.norm(x))
+        logits: torch.Tensor = self.output(self.norm(self.run_layers(x)))
         return logits
-
-    def units(self) -> list[list[str]]:
-        """One unit for each layer; the embeddings, the last norm and the output are the root's."""
-        return [[f"layers.{index}"] for index in range(len(self.layers))]
 
 
 def copy_of(model: nn.Module) -> nn.Module:

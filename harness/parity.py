@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
 from harness import memory
-from harness.adapters.base import Adapter, Config, OptimizerFactory
+from harness.adapters.base import Adapter, Config, OptimizerFactory, Traits
 from harness.adapters.replicas import DdpAdapter, ReplicatedAdapter
 from harness.collectives import Trace, count_difference, first_difference
 from harness.compare import Context, Finding, StepComparison, exact_difference
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from harness.rank import Rank
 
 Baseline = Literal["ddp", "replicated"]
+Prepare = Callable[[nn.Module], nn.Module]
+"""Changes a model, in place or not, before it is sharded; parameters keep their names but for a wrapper's prefix."""
+
 _BASELINES: dict[Baseline, type[Adapter]] = {"ddp": DdpAdapter, "replicated": ReplicatedAdapter}
 
 
@@ -45,14 +48,16 @@ class Pair:
         baseline: Baseline,
         optimizer: OptimizerFactory,
         delays: Sequence[Delay],
+        prepare: Prepare | None,
     ) -> None:
         self._rank = rank
+        self._member = config.data_ranks.index(rank.index)
         self.oracle = Oracle(model, optimizer=optimizer, clip=config.clip)
         self._adaptive = not isinstance(self.oracle.optimizer, torch.optim.SGD)
         self.baseline = Run(
             _BASELINES[baseline], copy.deepcopy(model), optimizer=optimizer, config=config, rank=rank.index
         )
-        self.sharded = sharded_run(rank, model, config=config, optimizer=optimizer, delays=delays)
+        self.sharded = sharded_run(rank, model, config=config, optimizer=optimizer, delays=delays, prepare=prepare)
         self._unchecked: list[tuple[int, StepPicture, StepPicture, OracleStep]] = []
         self._steps = 0
         self._step_starts: list[int] = []
@@ -68,7 +73,9 @@ class Pair:
         """The units of the sharded run, the root's own last."""
         return self.sharded.units
 
-    def step(self, batch: Any, *, loss: Loss = mean_square, submodule: str = "", set_to_none: bool = True) -> None:
+    def step(
+        self, batch: Any, *, loss: Loss = mean_square, submodule: str = "", set_to_none: bool = True, ahead: int = 0
+    ) -> None:
         """Train one step of all three.
 
         Args:
@@ -77,6 +84,8 @@ class Pair:
             loss: from the output to a scalar.
             submodule: train this module alone, called directly; the baseline must be "replicated".
             set_to_none: how gradients are zeroed after the step.
+            ahead: forwards that run before the backward of the first, as in a pipeline; the baseline must be
+                "replicated", because DDP wants to know in forward which backward reduces.
         """
         mine = as_microbatches(batch)
         assert len(mine) == self.adapter.config.microbatches, (
@@ -84,16 +93,16 @@ class Pair:
         )
         options: dict[str, Any] = {"loss": loss, "submodule": submodule, "set_to_none": set_to_none}
         self._step_starts.append(len(self.sharded.trace))
-        sharded = self.sharded.step(_copies(mine), **options)
-        baseline = self.baseline.step(_copies(mine), **options)
+        sharded = self.sharded.step(_copies(mine), ahead=ahead, **options)
+        baseline = self.baseline.step(_copies(mine), ahead=ahead, **options)
         everyone = self._rank.exchange_tensors(mine)
-        oracle = self.oracle.step(everyone, **options)
+        oracle = self.oracle.step([everyone[index] for index in self.adapter.config.data_ranks], **options)
         self._unchecked.append((self._steps, sharded, baseline, oracle))
         self._steps += 1
         self._rank.record.add_losses(
             sharded=self.sharded.losses[-1],
             baseline=self.baseline.losses[-1],
-            oracle=sum(float(value) for value in oracle.losses[self._rank.index]),
+            oracle=sum(float(value) for value in oracle.losses[self._member]),
         )
 
     def check(self) -> None:
@@ -154,7 +163,8 @@ class Pair:
         return Context(
             step=step,
             rank=self._rank.index,
-            size=self._rank.world_size,
+            member=self._member,
+            size=len(config.data_ranks),
             norm_type=config.clip.norm_type if config.clip else 2.0,
             unused_is_zero=self.adapter.traits.unused_gradient == "zero",
             adaptive=self._adaptive,
@@ -175,17 +185,25 @@ class Pair:
 
 
 def sharded_run(
-    rank: Rank, model: nn.Module, *, config: Config, optimizer: OptimizerFactory | None, delays: Sequence[Delay] = ()
+    rank: Rank,
+    model: nn.Module,
+    *,
+    config: Config,
+    optimizer: OptimizerFactory | None,
+    delays: Sequence[Delay] = (),
+    prepare: Prepare | None = None,
 ) -> Run:
     """A run of the implementation under test, proven to be sharded where its adapter says so.
 
     Raises:
         Divergence: on every rank, if any holds more parameter bytes than its share.
     """
-    limit, share = _byte_limits(model, config, rank)
+    limit, share = _byte_limits(model, config, rank.implementation.traits)
     before = memory.held_bytes(rank.device) - memory.bytes_of(model.parameters())
-    run = Run(rank.implementation, model, optimizer=optimizer, config=config, rank=rank.index, delays=delays)
-    if "parameters" in rank.implementation.traits.shards and rank.world_size > 1:
+    run = Run(
+        rank.implementation, model, optimizer=optimizer, config=config, rank=rank.index, delays=delays, prepare=prepare
+    )
+    if "parameters" in rank.implementation.traits.shards and config.shard_size > 1:
         held = memory.held_bytes(rank.device) - before
         text = f"holds {held} bytes of parameters after sharding; its share is {share}"
         finding = Finding(Place(stage="sharding", rank=rank.index), text) if held > limit else None
@@ -193,16 +211,15 @@ def sharded_run(
     return run
 
 
-def _byte_limits(model: nn.Module, config: Config, rank: Rank) -> tuple[int, int]:
+def _byte_limits(model: nn.Module, config: Config, traits: Traits) -> tuple[int, int]:
     """The most bytes of parameters that a sharded rank may hold, and its share with padding."""
-    traits = rank.implementation.traits
     parameters = list(model.parameters())
     itemsize = config.cast.itemsize if config.cast else max(value.element_size() for value in parameters)
     copies = 1 + len(traits.held_from_start)
     full = copies * itemsize * sum(value.numel() for value in parameters)
     padding = traits.collective_padding * (len(config.units) + 1)
     share = (
-        copies * itemsize * (padding + sum(traits.local_numel(value.shape, rank.world_size) for value in parameters))
+        copies * itemsize * (padding + sum(traits.local_numel(value.shape, config.shard_size) for value in parameters))
     )
     # Half of what sharding saves: bookkeeping tensors are small, an unsharded model is not.
     return share + max(full - share, 0) // 2, share

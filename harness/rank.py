@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from harness import optim, parity
-from harness.adapters.base import Adapter, Clip, Config, OptimizerFactory
+from harness.adapters.base import Adapter, Config, OptimizerFactory
 from harness.announce import Announcer
 from harness.compare import Finding
 from harness.errors import Divergence, Place
@@ -124,11 +124,8 @@ class Rank:
         baseline: parity.Baseline = "ddp",
         optimizer: OptimizerFactory | None = None,
         delays: Sequence[Delay] = (),
-        reshard_after_forward: bool | int | None = None,
-        microbatches: int = 1,
-        clip: Clip | None = None,
-        find_unused: bool = False,
-        cast: torch.dtype | None = None,
+        prepare: parity.Prepare | None = None,
+        **options: Any,
     ) -> parity.Pair:
         """The implementation beside its baseline and the oracle (collective).
 
@@ -138,19 +135,12 @@ class Rank:
             baseline: "ddp", or "replicated" where DDP cannot express the case.
             optimizer: a factory of ``harness.optim``; SGD with momentum by default.
             delays: what to slow down in the sharded run.
-            reshard_after_forward: None leaves it to the implementation.
-            microbatches: microbatches in a step.
-            clip: clip the gradients' norm in every step.
-            find_unused: some parameters may get no gradient in a step.
-            cast: cast the sharded module, and the baseline, to this dtype before the first step.
+            prepare: changes the sharded run's model before it is sharded: tensor parallelism, checkpointing.
+            options: the other fields of ``Config``; the mesh is that of all ranks by default.
         """
-        config = self.config(
-            units=units, reshard_after_forward=reshard_after_forward, microbatches=microbatches, clip=clip,
-            find_unused=find_unused, cast=cast,
-        )  # fmt: skip
         return parity.Pair(
-            self, model.to(self.device), config=config, baseline=baseline, optimizer=optimizer or optim.sgd(),
-            delays=delays,
+            self, model.to(self.device), config=self.config(units=units, **options), baseline=baseline,
+            optimizer=optimizer or optim.sgd(), delays=delays, prepare=prepare,
         )  # fmt: skip
 
     def run(
@@ -159,29 +149,48 @@ class Rank:
         *,
         units: Sequence[Sequence[str]] = (),
         optimizer: OptimizerFactory | None = None,
-        reshard_after_forward: bool | int | None = None,
+        prepare: parity.Prepare | None = None,
+        **options: Any,
     ) -> Run:
-        """The implementation alone, for a twin or for what no baseline can say (collective)."""
-        config = self.config(units=units, reshard_after_forward=reshard_after_forward)
-        run = parity.sharded_run(self, model.to(self.device), config=config, optimizer=optimizer)
+        """The implementation alone, for a twin or for what no baseline can say (collective).
+
+        The arguments are those of :meth:`pair`.
+        """
+        config = self.config(units=units, **options)
+        run = parity.sharded_run(self, model.to(self.device), config=config, optimizer=optimizer, prepare=prepare)
         self.watch(run)
         return run
 
-    def config(self, *, units: Sequence[Sequence[str]] = (), **options: Any) -> Config:
-        """The adapters' configuration over the default mesh."""
-        return Config(mesh=self.mesh(), units=tuple(map(tuple, units)), **options)
+    def config(self, *, units: Sequence[Sequence[str]] = (), mesh: DeviceMesh | None = None, **options: Any) -> Config:
+        """The adapters' configuration, over the default mesh unless one is given."""
+        return Config(mesh=mesh or self.mesh(), units=tuple(map(tuple, units)), **options)
 
-    def batch(self, step: int, shape: tuple[int, ...], *, microbatch: int = 0) -> torch.Tensor:
-        """Standard normal float32 values of this rank, step and microbatch; every rank's differ."""
-        return torch.randn(shape, generator=self._generator(step, microbatch)).to(self.device)
+    def batch(
+        self, step: int, shape: tuple[int, ...], *, microbatch: int = 0, mesh: DeviceMesh | None = None
+    ) -> torch.Tensor:
+        """Standard normal float32 values of this rank, step and microbatch.
 
-    def tokens(self, step: int, shape: tuple[int, ...], *, vocabulary: int, microbatch: int = 0) -> torch.Tensor:
-        """Int64 values below ``vocabulary`` of this rank, step and microbatch."""
-        return torch.randint(vocabulary, shape, generator=self._generator(step, microbatch)).to(self.device)
+        Every rank's differ; given a data-parallel ``mesh``, every coordinate's in it, so that ranks of one
+        tensor-parallel group have the same.
+        """
+        return torch.randn(shape, generator=self._generator(step, microbatch, mesh)).to(self.device)
 
-    def _generator(self, step: int, microbatch: int) -> torch.Generator:
+    def tokens(
+        self,
+        step: int,
+        shape: tuple[int, ...],
+        *,
+        vocabulary: int,
+        microbatch: int = 0,
+        mesh: DeviceMesh | None = None,
+    ) -> torch.Tensor:
+        """Int64 values below ``vocabulary``; they differ as those of :meth:`batch`."""
+        return torch.randint(vocabulary, shape, generator=self._generator(step, microbatch, mesh)).to(self.device)
+
+    def _generator(self, step: int, microbatch: int, mesh: DeviceMesh | None) -> torch.Generator:
+        member = self.index if mesh is None else mesh.mesh.flatten().tolist().index(self.index)
         # Made on the CPU whatever the device, so that a case has the same data everywhere.
-        seed = hash((self.seeds.data, step, microbatch, self.index)) & 0x7FFF_FFFF
+        seed = hash((self.seeds.data, step, microbatch, member)) & 0x7FFF_FFFF
         return torch.Generator().manual_seed(seed)
 
     # agreement -------------------------------------------------------------------------------

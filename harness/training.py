@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -52,12 +53,13 @@ class Run:
         config: Config,
         rank: int,
         delays: Sequence[Delay] = (),
+        prepare: Callable[[nn.Module], nn.Module] | None = None,
     ) -> None:
-        self.units: list[Unit] = units_of(model, config.units, traits=adapter.traits, size=config.mesh.size())
+        self.units: list[Unit] = units_of(model, config.units, traits=adapter.traits, size=config.shard_size)
         self.recorder = Recorder(UnitLookup(self.units))
         self.perturbation = Perturbation(delays, rank=rank, device_type=config.mesh.device_type)
         self.perturbation.install(self.recorder)
-        self.adapter = adapter(model, optimizer=optimizer, config=config)
+        self.adapter = adapter(prepare(model) if prepare else model, optimizer=optimizer, config=config)
         self.losses: list[float] = []
 
     @property
@@ -66,16 +68,20 @@ class Run:
         return self.recorder.trace
 
     def step(
-        self, microbatches: Sequence[Batch], *, loss: Loss, submodule: str = "", set_to_none: bool = True
+        self,
+        microbatches: Sequence[Batch],
+        *,
+        loss: Loss,
+        submodule: str = "",
+        set_to_none: bool = True,
+        ahead: int = 0,
     ) -> StepPicture:
-        """Train one optimizer step."""
+        """Train one optimizer step; ``ahead`` forwards run before the first backward."""
         adapter, clip = self.adapter, self.adapter.config.clip
-        outputs, losses = [], []
-        for index, arguments in enumerate(microbatches):
-            with adapter.microbatch(is_last=index == len(microbatches) - 1):
-                output, value = self.forward_backward(arguments, loss=loss, submodule=submodule)
-            outputs.append(output)
-            losses.append(value)
+        if ahead:
+            outputs, losses = self._interleaved(microbatches, loss=loss, submodule=submodule, ahead=ahead)
+        else:
+            outputs, losses = self._one_by_one(microbatches, loss=loss, submodule=submodule)
         gradients = copy_pieces(adapter.gradients())
         norm, clipped = None, None
         if clip is not None and adapter.traits.clips == "call":
@@ -91,26 +97,59 @@ class Run:
         self.losses.append(sum(float(value) for value in losses))
         return StepPicture(outputs, losses, gradients, norm, clipped, parameters)
 
+    def _one_by_one(self, microbatches: Sequence[Batch], *, loss: Loss, submodule: str) -> tuple[Any, Any]:
+        outputs, losses = [], []
+        for index, arguments in enumerate(microbatches):
+            with self.adapter.microbatch(is_last=index == len(microbatches) - 1):
+                output, value = self.forward_backward(arguments, loss=loss, submodule=submodule)
+            outputs.append(output)
+            losses.append(value)
+        return outputs, losses
+
+    def _interleaved(self, microbatches: Sequence[Batch], *, loss: Loss, submodule: str, ahead: int) -> tuple[Any, Any]:
+        """As a pipeline does: some forwards, then one backward for each further forward, then what is left."""
+        outputs, losses = [], []
+        pending: collections.deque[torch.Tensor] = collections.deque()
+        for index in range(len(microbatches) + ahead):
+            if index < len(microbatches):
+                output, value = self._forward(microbatches[index], loss=loss, submodule=submodule)
+                outputs.append(_detached(output))
+                losses.append(value.detach().clone())
+                pending.append(value)
+            if index >= ahead:
+                with self.adapter.microbatch(is_last=len(pending) == 1):
+                    self._backward(pending.popleft())
+        return outputs, losses
+
     def forward_backward(
         self, arguments: Batch, *, loss: Loss, submodule: str = ""
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
         """One microbatch: the output's tensors and the loss, both detached."""
-        adapter = self.adapter
+        output, value = self._forward(arguments, loss=loss, submodule=submodule)
+        self._backward(value)
+        return _detached(output), value.detach().clone()
+
+    def _forward(self, arguments: Batch, *, loss: Loss, submodule: str) -> tuple[Any, torch.Tensor]:
         with self.recorder.during("forward"):
-            output = adapter.forward(*arguments, submodule=submodule)
-            value = loss(output)
+            output = self.adapter.forward(*arguments, submodule=submodule)
+            return output, loss(output)
+
+    def _backward(self, value: torch.Tensor) -> None:
         self.perturbation.at("loss")
         # An engine that averages over microbatches is asked for the sum that everyone else gives.
-        factor = adapter.config.microbatches if adapter.traits.divides_by_microbatches else 1
+        factor = self.adapter.config.microbatches if self.adapter.traits.divides_by_microbatches else 1
         with self.recorder.during("backward"):
-            adapter.backward(value * factor if factor != 1 else value)
-        return [tensor.detach().clone() for tensor in tensors_of(output)], value.detach().clone()
+            self.adapter.backward(value * factor if factor != 1 else value)
 
     def _optimize(self) -> None:
         with self.recorder.during("step"):
             self.perturbation.at("step", "before")
             self.adapter.step()
             self.perturbation.at("step", "after")
+
+
+def _detached(output: Any) -> list[torch.Tensor]:
+    return [tensor.detach().clone() for tensor in tensors_of(output)]
 
 
 def copy_pieces(pieces: Pieces | dict[str, Piece]) -> Pieces:

@@ -17,6 +17,8 @@ class ReferenceAdapter(DTensorAdapter):
     # Resharding to a smaller size makes groups once per mesh and keeps them.
     traits = dataclasses.replace(DTensorAdapter.traits, process_groups="kept")
     fully_shard = staticmethod(fsdp_impl.fully_shard)
+    offload_policy = fsdp_impl.CPUOffloadPolicy
+    register = staticmethod(fsdp_impl.register_fsdp_forward_method)
 
     def clip(self) -> torch.Tensor:
         assert self.config.clip is not None

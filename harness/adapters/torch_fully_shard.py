@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
 
@@ -20,6 +20,8 @@ class TorchFullyShardAdapter(DTensorAdapter):
     # Resharding to a smaller size makes a mesh with new groups in every call of fully_shard.
     traits = dataclasses.replace(DTensorAdapter.traits, process_groups="abandoned")
     fully_shard = staticmethod(fully_shard)
+    offload_policy = CPUOffloadPolicy
+    register = staticmethod(register_fsdp_forward_method)
 
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:

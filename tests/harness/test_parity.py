@@ -47,11 +47,11 @@ def step():
 
 
 def compare(step, **options):
-    return StepComparison(*step, Context(step=7, rank=1, size=2, **options)).first_finding()
+    return StepComparison(*step, Context(step=7, rank=1, member=1, size=2, **options)).first_finding()
 
 
 def test_equal_pictures_do_not_part(step):
-    comparison = StepComparison(*step, Context(step=7, rank=1, size=2))
+    comparison = StepComparison(*step, Context(step=7, rank=1, member=1, size=2))
     assert comparison.first_finding() is None
     stages = [item.stage for item in comparison.measured]
     assert stages == [
