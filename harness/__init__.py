@@ -5,6 +5,6 @@ plugin in every run of an environment that has shardproof installed.
 """
 
 from harness.adapters.capability import Capability, Hardware
-from harness.marks import alone, contract, deadline, needs, world
+from harness.marks import alone, contract, deadline, needs, seed, world
 
-__all__ = ["Capability", "Hardware", "alone", "contract", "deadline", "needs", "world"]
+__all__ = ["Capability", "Hardware", "alone", "contract", "deadline", "needs", "seed", "world"]
