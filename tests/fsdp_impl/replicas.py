@@ -33,9 +33,15 @@ def tower(dim: int, depth: int = 3) -> nn.Sequential:
     return nn.Sequential(nn.Linear(dim, dim), *(MLP(dim) for _ in range(depth)))
 
 
+def home() -> torch.device:
+    """The device of this rank, for what is made without a ``rank`` at hand."""
+    accelerated = dist.get_backend() != "gloo"
+    return torch.device("cuda", torch.cuda.current_device()) if accelerated else torch.device("cpu")
+
+
 def plain_copy(model: nn.Module) -> nn.Module:
     """Made before sharding."""
-    return copy.deepcopy(model)
+    return copy.deepcopy(model).to(home())
 
 
 def batch(rank: Any, step: int, shape: tuple[int, ...], *, index: int | None = None) -> torch.Tensor:
@@ -53,7 +59,10 @@ def average_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) 
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """All of ``tensor``; of one that is offloaded too."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.to(tensor.device_mesh.device_type).full_tensor()
 
 
 def assert_same(plain: nn.Module, sharded: nn.Module, *, grads: bool = True, **tolerance: float) -> None:
@@ -74,7 +83,7 @@ def assert_same(plain: nn.Module, sharded: nn.Module, *, grads: bool = True, **t
 
 
 def assert_close(name: str, actual: torch.Tensor, expected: torch.Tensor, **tolerance: float) -> None:
-    torch.testing.assert_close(actual, expected, msg=lambda text: f"{name}: {text}", **tolerance)
+    torch.testing.assert_close(actual.cpu(), expected.cpu(), msg=lambda text: f"{name}: {text}", **tolerance)
 
 
 def counts(fn: Callable[[], Any]) -> dict[str, int]:

@@ -114,7 +114,7 @@ def test_sums_are_kept_in_the_reduce_dtype(rank: Any, reshard_after_forward: boo
     assert model.weight.grad is not None
     assert model.weight.grad.dtype == torch.float32
     torch.testing.assert_close(
-        model.weight.grad.full_tensor(), torch.full((4, 4), 1 + (microbatches - 1) * small), rtol=0, atol=0
+        model.weight.grad.full_tensor().cpu(), torch.full((4, 4), 1 + (microbatches - 1) * small), rtol=0, atol=0
     )
 
 
@@ -131,8 +131,8 @@ def test_a_parameter_first_used_on_the_last_microbatch_joins_those_accumulated(r
     for last in (False, True):
         root.set_requires_gradient_sync(last)
         root(torch.ones(2, 3, device=rank.device), last).sum().backward()
-    torch.testing.assert_close(model["early"].bias.grad.full_tensor(), torch.full((3,), 4.0))
-    torch.testing.assert_close(model["late"].bias.grad.full_tensor(), torch.full((3,), 2.0))
+    torch.testing.assert_close(model["early"].bias.grad.full_tensor().cpu(), torch.full((3,), 4.0))
+    torch.testing.assert_close(model["late"].bias.grad.full_tensor().cpu(), torch.full((3,), 2.0))
 
 
 @world(4)

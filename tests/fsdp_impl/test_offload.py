@@ -17,6 +17,7 @@ from tests.fsdp_impl.replicas import (
     average_gradients,
     batch,
     counts,
+    full,
     plain_copy,
     tower,
 )
@@ -51,7 +52,7 @@ def test_trains_as_replicas_do_and_accumulates(rank: Any, hybrid: bool) -> None:
             assert on_host(model)
         average_gradients(plain)
         for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(one.grad.to(rank.device).full_tensor(), other.grad)
+            torch.testing.assert_close(full(one.grad), other.grad)
         norm = nn.utils.get_total_norm([param.grad for param in plain.parameters()])
         torch.testing.assert_close(clip_grad_norm_(model.parameters(), 1e9).cpu(), norm.cpu())
         for optimizer in optimizers:
@@ -72,7 +73,7 @@ def test_with_other_dtypes_of_compute_and_reduction(rank: Any) -> None:
     average_gradients(plain)
     assert on_host(model)
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(one.grad.to(rank.device).full_tensor(), other.grad, rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(full(one.grad), other.grad, rtol=1e-2, atol=1e-2)
 
 
 @world(2)

@@ -28,7 +28,7 @@ class Paths(nn.Module):
 
 
 def sharded(rank: Any) -> Paths:
-    model = Paths()
+    model = Paths().to(rank.device)
     for layer in (model.first, model.a, model.b):
         fully_shard(layer, mesh=rank.mesh())
     fully_shard(model, mesh=rank.mesh())

@@ -209,7 +209,7 @@ def test_what_backward_does_not_need_is_not_gathered(rank: Any) -> None:
         fully_shard(layer, mesh=rank.mesh())
     fully_shard(model, mesh=rank.mesh())
     model[0].set_unshard_in_backward(False)
-    tokens = torch.tensor([rank.index, 3, 3])
+    tokens = torch.tensor([rank.index, 3, 3], device=rank.device)
     loss = model(tokens).square().sum()
     take(events)
     loss.backward()

@@ -117,10 +117,11 @@ def test_pending_sums_are_summed_in_the_reduce_dtype(rank: Any) -> None:
     model = nn.Sequential(nn.LayerNorm(4))
     parallelize_module(model[0], mesh["tp"], SequenceParallel())
     fully_shard(model, mesh=mesh["dp"], mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
-    inputs = DTensor.from_local(torch.ones(1, 1, 4), mesh["tp"], [Shard(1)])
-    weight = DTensor.from_local(torch.full((1, 1, 4), 1.0 if rank.index == 0 else 2.0**-9), mesh["tp"], [Shard(1)])
+    inputs = DTensor.from_local(torch.ones(1, 1, 4, device=rank.device), mesh["tp"], [Shard(1)])
+    part = torch.full((1, 1, 4), 1.0 if rank.index == 0 else 2.0**-9, device=rank.device)
+    weight = DTensor.from_local(part, mesh["tp"], [Shard(1)])
     (model(inputs).float() * weight).sum().backward()
-    torch.testing.assert_close(full(model[0].bias.grad), torch.full((4,), 1 + 3 * 2.0**-9), rtol=0, atol=0)
+    torch.testing.assert_close(full(model[0].bias.grad).cpu(), torch.full((4,), 1 + 3 * 2.0**-9), rtol=0, atol=0)
 
 
 @world(4)
@@ -169,7 +170,7 @@ def test_a_smaller_mesh_after_forward_is_refused(rank: Any) -> None:
     tensor_parallel(model, mesh["tp"])
     fully_shard(model, mesh=mesh["dp"], reshard_after_forward=2)
     with pytest.raises(NotImplementedError, match=r"smaller mesh is not supported for DTensor .*forward=2 in .root."):
-        model(torch.ones(2, 4))
+        model(batch(rank, 0, (2, 4)))
 
 
 DIMS = {
