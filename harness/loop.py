@@ -19,6 +19,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -70,8 +71,10 @@ def main(connection: Connection, spec: RankSpec) -> None:
 
 
 def _leave_with_the_controller() -> None:
-    # The controller decides about interrupts. The forkserver dies with it, and its children with the forkserver.
+    # The controller decides about interrupts. The forkserver dies with it, and its children with the forkserver,
+    # which lives as long as anybody holds the other end of its pipe: multiprocessing gives one to every child.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.close(forkserver._forkserver._forkserver_alive_fd)
     # A session of its own, so that whatever the rank starts can be ended with it.
     os.setsid()
     if sys.platform == "linux":

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from harness import entry, forkserver
-from harness.board import Board
+from harness.board import Board, Entry
 from harness.jobs import BOARD, Job, RankSpec, Result, WorldKey
 from harness.lease import Leases, device_of
 from harness.verdict import Verdict
@@ -77,6 +77,7 @@ class World:
         self.devices = devices
         self._directory = pathlib.Path(tempfile.mkdtemp(prefix="shardproof-"))
         self._board = Board(self._directory / BOARD, key.size)
+        self._announced: dict[int, list[Entry]] = {}
         self._is_busy = False
         forkserver.start()
         self.ranks = [self._spawn(index) for index in range(key.size)]
@@ -122,7 +123,7 @@ class World:
         stuck = {result.rank: result.text for result in results if result.verdict == Verdict.HANG}
         if not stuck:
             return None
-        return diagnose(self._board, job=job.number, size=self.key.size, stuck=stuck, case_path=job.path)
+        return diagnose(self._announced, stuck=stuck, case_path=job.path)
 
     def _collect(self, job: Job, until: float) -> list[Result]:
         results: dict[int, Result] = {}
@@ -138,6 +139,9 @@ class World:
                 if results[index].verdict != Verdict.PASS and not failed:
                     failed = True
                     until = min(until, time.monotonic() + GRACE_SECONDS)
+        if waiting:
+            # Before any stack is asked for: the signal ends a rank's sleep, and it may go on.
+            self._announced = {rank: self._board.entries(rank, job=job.number) for rank in range(self.key.size)}
         for index in waiting.values():
             results[index] = self._stuck(index, job, after_failure=failed)
         return [results[index] for index in sorted(results)]

@@ -12,7 +12,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping
 
-from harness.board import Board, Entry
+from harness.board import Entry
 
 #: How long a rank may take to write its stacks; faulthandler does it in the signal handler, whatever the rank does.
 _STACK_SECONDS = 1.0
@@ -55,17 +55,14 @@ def _native_stacks(pid: int) -> str:
     return f"native stacks:\n{done.stdout or done.stderr}"
 
 
-def diagnose(board: Board, *, job: int, size: int, stuck: Mapping[int, str], case_path: str) -> Diagnosis:
+def diagnose(entries: Mapping[int, list[Entry]], *, stuck: Mapping[int, str], case_path: str) -> Diagnosis:
     """Who keeps the ranks of ``stuck`` waiting.
 
     Args:
-        board: of the world.
-        job: the case's number.
-        size: ranks of the world.
+        entries: what every rank of the world announced in the case.
         stuck: the ranks that did not answer, with their stacks.
         case_path: the file whose frames say where in the case a rank is.
     """
-    entries = {rank: board.entries(rank, job=job) for rank in range(size)}
     lines, culprits = [], []
     for rank in stuck:
         last = entries[rank][-1] if entries[rank] else None
@@ -82,7 +79,7 @@ def diagnose(board: Board, *, job: int, size: int, stuck: Mapping[int, str], cas
     suspects = outside or culprits or [rank for rank in stuck if not _waits(entries[rank], entries)] or list(stuck)
     for rank in suspects:
         lines.append(f"rank {rank} {_whereabouts(rank, entries[rank], stuck, case_path)}")
-    lines += [_tail(rank, entries[rank]) for rank in range(size) if entries[rank]]
+    lines += [_tail(rank, own) for rank, own in entries.items() if own]
     return Diagnosis(suspects[0] if suspects else None, "\n".join(lines))
 
 

@@ -1,0 +1,310 @@
+"""What a failing, dying, stuck or untidy rank does: its case gets the verdict, the next one passes, nothing stays."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import harness.adapters.replicas  # noqa: F401  (imported before inner runs, which forget what they import)
+from harness.pool import GRACE_SECONDS
+
+ROOT = pathlib.Path(__file__).parents[2]
+DEADLINE = 3
+QUIET = ("-p", "no:cacheprovider", "-p", "harness.plugin", "--impl", "ddp", "--deadline", str(DEADLINE))
+
+FOLLOWED = """
+import ctypes, os, re, signal, sys, threading, time
+import torch
+import torch.distributed as dist
+import pytest
+from harness import world
+
+@world(2)
+def test_before(rank):
+    rank.tmp_path.joinpath(str(rank.index)).write_text("")
+
+@world(2)
+def test_wrong(rank):
+    os.close(os.open(f"{{rank.index}}-{{os.getpid()}}.pid", os.O_CREAT))
+    {body}
+
+@world(2)
+def test_after(rank):
+    assert len(set(rank.exchange(rank.index))) == 2
+    assert torch.is_grad_enabled() and torch.get_default_dtype() is torch.float32
+"""
+
+
+@pytest.fixture
+def run(pytester, monkeypatch):
+    """Run a case with this body between two sound ones; the lines that pytest printed."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+    def run(body, *options, within=DEADLINE + 5):
+        body = body.strip().replace("\n", "\n    ")
+        pytester.path.joinpath("test_inner.py").write_text(FOLLOWED.format(body=body))
+        result = pytester.runpytest_inprocess(*QUIET, *options)
+        result.assert_outcomes(passed=2, failed=1)
+        reports = result.reprec.getreports("pytest_runtest_logreport")
+        # Of the world, without the queue for its cores.
+        assert max(report.shardproof["seconds"] for report in reports if report.when == "call") < within
+        processes = [int(path.stem.partition("-")[2]) for path in pytester.path.glob("*.pid")]
+        assert len(processes) == 2
+        assert not any(map(is_alive, processes)), "the world was replaced and its ranks are gone"
+        return result.stdout
+
+    return run
+
+
+def is_alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+
+
+# Failing on some ranks
+
+
+def test_chaos_exception_on_one_rank_does_not_leave_the_others_in_a_collective(run):
+    lines = run(
+        """
+if rank.index == 1:
+    raise ValueError("only here")
+dist.barrier()
+""",
+        within=GRACE_SECONDS + 2,
+    )
+    lines.fnmatch_lines(["fail: rank 1 of 2:", "ValueError: only here", "rank 0 of 2:", "*still waiting*"])
+
+
+def test_chaos_exception_on_all_ranks_is_told_once(run):
+    lines = run('raise RuntimeError("everywhere")')
+    lines.fnmatch_lines(["fail: every rank of 2:", "RuntimeError: everywhere"])
+    assert lines.str().count("RuntimeError: everywhere") == 1
+
+
+def test_chaos_exception_without_a_text_that_cannot_be_pickled(run):
+    lines = run(
+        """
+class Odd(Exception):
+    def __str__(self):
+        raise KeyError("no text")
+    def __reduce__(self):
+        raise TypeError("no pickle")
+raise Odd()
+"""
+    )
+    lines.fnmatch_lines(["fail: every rank of 2:", "*Odd*"])
+
+
+def test_chaos_exception_in_a_backward_hook(run):
+    lines = run(
+        """
+def refuse(gradient):
+    raise RuntimeError(f"hook of rank {rank.index}")
+x = torch.ones(2, requires_grad=True)
+x.register_hook(refuse)
+if rank.index == 0:
+    x.sum().backward()
+dist.barrier()
+"""
+    )
+    lines.fnmatch_lines(["fail: rank 0 of 2:", "RuntimeError: hook of rank 0"])
+
+
+def test_chaos_exception_in_another_thread(run):
+    lines = run(
+        """
+def work():
+    raise RuntimeError("in a thread")
+thread = threading.Thread(target=work, name="the worker")
+thread.start()
+thread.join()
+"""
+    )
+    lines.fnmatch_lines(["fail: every rank of 2:", "RuntimeError: in a thread", "*an exception ended the worker"])
+
+
+def test_chaos_out_of_memory_on_the_host(run):
+    run("torch.empty(1 << 60, dtype=torch.uint8)").fnmatch_lines(["fail: every rank of 2:", "*allocate*"])
+
+
+# Dying
+
+
+@pytest.mark.parametrize(
+    ("body", "ending"),
+    [
+        ("if rank.index == 1: os._exit(7)\ndist.barrier()", "exit code 7"),
+        ("if rank.index == 1: os._exit(0)\ndist.barrier()", "exit code 0"),
+        ("if rank.index == 1: sys.stdout.flush(); os.abort()\ndist.barrier()", "killed by SIGABRT"),
+        ("if rank.index == 1: os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()", "killed by SIGKILL"),
+        ("if rank.index == 1: ctypes.string_at(0)\ndist.barrier()", "killed by SIGSEGV"),
+    ],
+    ids=["exit-7", "exit-0", "abort", "sigkill", "sigsegv"],
+)
+def test_chaos_rank_dies(run, body, ending):
+    lines = run(body, within=GRACE_SECONDS + 3)
+    lines.fnmatch_lines(["crash: rank 1 of 2:", f"*the rank's process ended: {ending}*"])
+    if ending == "killed by SIGSEGV":
+        lines.fnmatch_lines(["*output of rank 1*", "Fatal Python error: Segmentation fault*", "*test_inner.py*"])
+
+
+# Stuck
+
+
+def test_chaos_rank_sleeps_for_ever(run):
+    lines = run("time.sleep(600) if rank.index == 1 else None")
+    lines.fnmatch_lines(["hang: rank 1 is at File *test_inner.py*, line 15 in test_wrong, before any collective*"])
+
+
+def test_chaos_rank_spins_holding_the_gil(run):
+    """The others wait in a collective, but the one outside is the one to name."""
+    # A regular expression that backtracks for years neither releases the lock nor heeds signals.
+    lines = run("re.match('(a+)+$', 'a' * 60 + 'b') if rank.index == 0 else None\ndist.barrier()")
+    lines.fnmatch_lines(
+        [
+            "hang: rank 1 is in barrier*, number 1 on ranks [[]0, 1] *, and rank 0 is missing from it",
+            "rank 0 is at File *test_inner.py*, line 15 in test_wrong, before any collective of the case",
+        ]
+    )
+
+
+def test_chaos_rank_skips_a_collective(run):
+    lines = run(
+        """
+dist.all_reduce(torch.ones(4))
+if rank.index == 0:
+    dist.all_reduce(torch.ones(8))
+dist.barrier()
+rank.exchange(None)
+"""
+    )
+    lines.fnmatch_lines(["*  last collectives of rank 0:*", "*all_reduce float32 32 B*"])
+    assert "hang: " in lines.str()
+
+
+def test_chaos_rank_that_has_finished_is_missing(run):
+    lines = run("dist.all_reduce(torch.ones(4)) if rank.index == 1 else None")
+    lines.fnmatch_lines(
+        [
+            "hang: rank 1 is in all_reduce float32 16 B, number 1 on ranks [[]0, 1] *, and rank 0 is missing from it",
+            "rank 0 has already finished the case*",
+        ]
+    )
+
+
+def test_chaos_wrong_order_of_collectives_is_stopped_before_it_blocks(run):
+    lines = run(
+        """
+sizes = [4, 8] if rank.index == 0 else [8, 4]
+for size in sizes:
+    dist.all_reduce(torch.ones(size))
+""",
+        "--check-collectives",
+        within=DEADLINE,
+    )
+    lines.fnmatch_lines(
+        [
+            "fail: collective 1 on ranks [[]0, 1] differs between ranks",
+            "  rank 0: 1 all_reduce float32 16 B",
+            "  rank 1: 1 all_reduce float32 32 B",
+        ]
+    )
+
+
+def test_chaos_hundred_megabytes_of_output(run):
+    lines = run(
+        """
+line = "x" * 1023
+for _ in range(50_000):
+    print(line)
+    print(line, file=sys.stderr)
+assert False, "after much output"
+"""
+    )
+    lines.fnmatch_lines(["fail: every rank of 2:", "*after much output*"])
+    assert len(lines.str()) < 2_000_000
+
+
+# Leaving things behind
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("torch.set_grad_enabled(False)", "gradient mode: True became False"),
+        ("torch.set_default_dtype(torch.float64)", "default dtype: torch.float32 became torch.float64"),
+        ("torch.set_default_device('meta')", "default device: cpu became meta"),
+        ("torch.autocast('cpu').__enter__()", "autocast: False became True"),
+        ("torch.use_deterministic_algorithms(True)", "deterministic algorithms: False became True"),
+        ("torch.set_anomaly_enabled(True)", "anomaly detection: False became True"),
+        ("dist.new_group([0, 1])", "process groups: 0 became 1"),
+        ("os.environ['SOME_NAME'] = 'x'", "environment variables changed: SOME_NAME"),
+        ("os.chdir('/')", "working directory: * became /"),
+        ("sys.leaked = open(__file__)", "open files: *test_inner.py"),
+        ("threading.Thread(target=time.sleep, args=(60,), name='left', daemon=True).start()", "threads: left"),
+        (
+            "torch.nn.modules.module.register_module_forward_hook(lambda *a: None)",
+            "modules' global forward hooks: 0 became 1",
+        ),
+    ],
+)
+def test_chaos_leak_fails_its_case_by_name(run, body, told):
+    run(body).fnmatch_lines([f"fail: left behind: rank 0: {told}; rank 1: {told}"])
+
+
+def test_chaos_case_may_not_skip_by_itself(run):
+    run('pytest.skip("on a whim")').fnmatch_lines(["*a case must not skip by itself: use @needs (on a whim)*"])
+
+
+# The controller
+
+
+STUCK = """
+import os, time
+from harness import deadline, world
+
+@world(2)
+@deadline(300)
+def test_stuck(rank):
+    with open(f"pid{rank.index}", "w") as file:
+        file.write(str(os.getpid()))
+    os.rename(f"pid{rank.index}", f"rank{rank.index}")
+    time.sleep(300)
+"""
+
+
+@pytest.mark.parametrize(
+    "signals",
+    [[signal.SIGINT], [signal.SIGINT, signal.SIGINT], [signal.SIGTERM], [signal.SIGKILL]],
+    ids=["ctrl-c", "ctrl-c-twice", "sigterm", "sigkill"],
+)
+def test_chaos_controller_ends(tmp_path, signals):
+    """However pytest ends, no rank outlives it by 5 seconds."""
+    tmp_path.joinpath("test_inner.py").write_text(STUCK)
+    command = [sys.executable, "-m", "pytest", *QUIET, "test_inner.py"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL) as process:
+        until = time.monotonic() + 60
+        files = [tmp_path / f"rank{index}" for index in range(2)]
+        while not all(file.exists() for file in files) and time.monotonic() < until:
+            time.sleep(0.05)
+        ranks = [int(file.read_text()) for file in files]
+        assert all(map(is_alive, ranks))
+        for number in signals:
+            process.send_signal(number)
+            time.sleep(0.2)
+        until = time.monotonic() + 5
+        while any(map(is_alive, ranks)) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert not any(map(is_alive, ranks))
+        assert process.wait(10) != 0
