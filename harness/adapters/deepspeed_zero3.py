@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import math
 import os
 from collections.abc import Iterator
 from importlib import metadata
@@ -16,38 +17,39 @@ from torch import nn
 
 from harness.adapters.base import Adapter, Config, OptimizerFactory, Piece, Traits, whole
 from harness.adapters.capability import Capability
+from harness.checkpointing import original_name
 
-_LACKING = frozenset(
+_CAPABILITIES = frozenset(
     {
-        # zero_hpz_partition_size adds a second set of shards, held from the start, and its groups outlive the engine:
-        # every later engine of the process reshards to them, whatever its configuration says.
-        Capability.RESHARD_TO_SIZE,
-        Capability.RESHARD_TO_SIZE_UNEVEN,
-        # What backward needs first is fetched ahead, and so kept, at the end of forward.
-        Capability.ROOT_RESHARD,
-        # Parameters are gathered module by module, reduced by the bucket, and both as the first step was recorded.
-        Capability.GROUPED_UNIT,
-        Capability.COUNTED_UNITS,
-        Capability.GATHER_ORDER,
-        # Wrong in 0.19.8, as docs/findings.md shows: a step that does not use a parameter updates it all the same,
-        # with the gradient that an earlier step left.
-        Capability.UNUSED_OUTPUT,
-        Capability.NON_ROOT_FORWARD,
-        # Such hooks run before the reduction, on this rank's own gradient.
-        Capability.POST_ACCUMULATE_GRAD_HOOK,
-        # The dtype is fixed when the engine is made; a cast reaches placeholders only.
-        Capability.CAST_AFTER_INIT,
-        # Between uses a parameter is an empty placeholder, and nothing frees a module by a call.
-        Capability.REGISTERED_STATE,
-        Capability.MANUAL_RESHARD,
-        # The step clips, by the 2-norm only.
-        Capability.CLIP_BY_CALL,
-        Capability.CLIP_ANY_NORM,
-        Capability.CLIP_EMPTY_SHARDS,
-        # Gradients and the norm are reduced among one rank as well.
-        Capability.SINGLE_RANK,
+        Capability.SHARDED,
+        Capability.RESHARD_AFTER_FORWARD,
+        Capability.UNUSED_MODULE,
+        Capability.CONTAINER_OUTPUT,
+        Capability.DATACLASS_OUTPUT,
+        Capability.MULTIPLE_FORWARD,
+        Capability.ADAM,
     }
 )
+# And why not the others, as far as they were tried:
+# - RESHARD_TO_SIZE, RESHARD_TO_SIZE_UNEVEN: zero_hpz_partition_size adds a second set of shards, held from the start,
+#   and its groups outlive the engine: every later one of the process reshards to them, whatever its configuration says.
+# - ROOT_RESHARD: what backward needs first is fetched ahead, and so kept, at the end of forward.
+# - GROUPED_UNIT, COUNTED_UNITS, GATHER_ORDER: parameters are gathered module by module and reduced by the bucket, in
+#   the order that the first step recorded.
+# - UNUSED_OUTPUT, NON_ROOT_FORWARD: wrong in 0.19.8, as docs/findings.md shows: a step that does not use a parameter
+#   updates it all the same, with the gradient that an earlier step left.
+# - POST_ACCUMULATE_GRAD_HOOK: such hooks run before the reduction, on this rank's own gradient.
+# - CAST_AFTER_INIT: the dtype is fixed when the engine is made; a cast reaches placeholders only.
+# - REGISTERED_STATE, MANUAL_RESHARD: between uses a parameter is an empty placeholder, and nothing frees a module by a
+#   call.
+# - CLIP_BY_CALL, CLIP_ANY_NORM, CLIP_EMPTY_SHARDS: the step clips, by the 2-norm only.
+# - SINGLE_RANK: gradients and the norm are reduced among one rank as well.
+# - DEFERRED_REDUCTION: every backward reduces.
+
+
+def share_of_elements(shape: torch.Size, size: int) -> int:
+    """A rank's share, in elements, of a parameter that is flattened, padded and cut into equal parts."""
+    return math.ceil(math.prod(shape) / size)
 
 
 class DeepSpeedZero3Adapter(Adapter):
@@ -62,6 +64,7 @@ class DeepSpeedZero3Adapter(Adapter):
     traits = Traits(
         shards=frozenset({"parameters", "gradients", "optimizer"}),
         held_from_start=frozenset({"master", "gradients"}),
+        local_numel=share_of_elements,
         clips="step",
         divides_by_microbatches=True,
         unused_gradient="zero",
@@ -77,7 +80,7 @@ class DeepSpeedZero3Adapter(Adapter):
 
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
-        return frozenset(Capability) - _LACKING
+        return _CAPABILITIES
 
     @classmethod
     def version(cls) -> str:
@@ -146,7 +149,7 @@ class DeepSpeedZero3Adapter(Adapter):
             return {name: whole(parameter.detach().clone()) for name, parameter in named.items()}
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        return dict(self._model.named_parameters())
+        return {original_name(name): value for name, value in self._model.named_parameters()}
 
     def teardown(self) -> None:
         from deepspeed.runtime.zero import parameter_offload
@@ -159,6 +162,8 @@ class DeepSpeedZero3Adapter(Adapter):
 
 def _configuration(config: Config, model: nn.Module) -> dict[str, Any]:
     assert config.cast is None, "the engine fixes the dtype of its shards"
+    assert config.offload is None, "shards stay on the device"
+    assert config.accumulation is None, "every backward reduces"
     assert config.clip is None or config.clip.norm_type == 2.0, "the engine clips by the 2-norm"
     size = config.reshard_after_forward
     assert size is None or isinstance(size, bool), f"the adapter does not reshard to groups of {size}"

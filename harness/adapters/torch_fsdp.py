@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
-from harness.adapters.base import Adapter, Config, OptimizerFactory, Piece, Traits, whole
+from harness.adapters.base import Accumulation, Adapter, Config, OptimizerFactory, Piece, Traits, whole
 from harness.adapters.capability import Capability
 
 #: How a wrapped module's own name appears in the names of what is inside it.
@@ -20,30 +20,38 @@ _WRAPPED = "_fsdp_wrapped_module."
 #: With original parameters each starts at a multiple of 16 bytes in its flat parameter; 2-byte elements need most.
 _ALIGNMENT = 8
 
-_LACKING = frozenset(
+_CAPABILITIES = frozenset(
     {
-        # FULL_SHARD frees and SHARD_GRAD_OP keeps; no strategy does something between the two.
-        Capability.RESHARD_TO_SIZE,
-        Capability.RESHARD_TO_SIZE_UNEVEN,
-        # The root's unit is never freed after forward: backward is expected to want it first.
-        Capability.ROOT_RESHARD,
-        # A wrapper takes one module.
-        Capability.GROUPED_UNIT,
-        # Gradients accumulate in the flat parameter; the original ones are views of it, and their hooks never run.
-        Capability.POST_ACCUMULATE_GRAD_HOOK,
-        # Only the root's backward ends with the callback that puts gradients in place and units back to idle;
-        # after any other the next collective call says "Cannot manually unshard parameters during forward/backward".
-        Capability.NON_ROOT_FORWARD,
-        # After forward the root's parameters show shards although its unit is still gathered.
-        Capability.REGISTERED_STATE,
-        # The root's gradients are reduced last, whenever in backward they are ready.
-        Capability.GATHER_ORDER,
-        # There is a context that gathers, and no call that frees.
-        Capability.MANUAL_RESHARD,
-        # It becomes NO_SHARD, which all-reduces each unit's gradients among the one rank.
-        Capability.SINGLE_RANK,
+        Capability.SHARDED,
+        Capability.RESHARD_AFTER_FORWARD,
+        Capability.HYBRID,
+        Capability.UNUSED_OUTPUT,
+        Capability.UNUSED_MODULE,
+        Capability.CONTAINER_OUTPUT,
+        Capability.DATACLASS_OUTPUT,
+        Capability.MULTIPLE_FORWARD,
+        Capability.CAST_AFTER_INIT,
+        Capability.DEFERRED_REDUCTION,
+        Capability.CLIP_BY_CALL,
+        Capability.CLIP_ANY_NORM,
+        Capability.CLIP_EMPTY_SHARDS,
+        Capability.COUNTED_UNITS,
+        Capability.ADAM,
     }
 )
+# And why not the others, as far as they were tried:
+# - RESHARD_TO_SIZE, RESHARD_TO_SIZE_UNEVEN: no strategy does something between keeping and freeing.
+# - ROOT_RESHARD: the root's unit is never freed after forward, because backward is expected to want it first.
+# - GROUPED_UNIT: a wrapper takes one module.
+# - POST_ACCUMULATE_GRAD_HOOK: gradients accumulate in the flat parameter; the original ones are views of it, and
+#   their hooks never run.
+# - NON_ROOT_FORWARD: only the root's backward ends with the callback that puts gradients in place and units back to
+#   idle; after any other the next collective call raises "Cannot manually unshard parameters during forward/backward".
+# - REGISTERED_STATE: after forward the root's parameters show shards although its unit is still gathered.
+# - MANUAL_RESHARD: there is a context that gathers, and no call that frees.
+# - GATHER_ORDER: the root's gradients are reduced last, whenever in backward they are ready.
+# - SINGLE_RANK: it becomes NO_SHARD, which all-reduces each unit's gradients among the one rank.
+# - DEFERRED_PER_UNIT: no_sync is for the root, and for all.
 
 
 def share_of_flat(shape: torch.Size, size: int) -> int:
@@ -70,14 +78,18 @@ class TorchFsdpAdapter(Adapter):
 
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
-        return frozenset(Capability) - _LACKING
+        return _CAPABILITIES
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         super().__init__(model, optimizer=optimizer, config=config)
+        assert config.offload is None, "shards stay on the device"
+        assert config.accumulation in (None, Accumulation()), "no_sync is for the whole reduction of all units"
+        hybrid = config.mesh.ndim == 2
         wrap = functools.partial(
             FullyShardedDataParallel,
-            process_group=config.mesh.get_group(),
-            sharding_strategy=_strategy(config.reshard_after_forward),
+            process_group=None if hybrid else config.mesh.get_group(),
+            device_mesh=config.mesh if hybrid else None,
+            sharding_strategy=_strategy(config.reshard_after_forward, hybrid=hybrid),
             device_id=_device(config.mesh.device_type),
             use_orig_params=True,
         )
@@ -110,7 +122,7 @@ class TorchFsdpAdapter(Adapter):
             return {name: whole(parameter.detach().clone()) for name, parameter in named.items()}
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        return {name.replace(_WRAPPED, ""): value for name, value in self.module.named_parameters()}
+        return {name.replace(_WRAPPED, ""): value for name, value in super().named_parameters().items()}
 
     @contextlib.contextmanager
     def _full_parameters(self, *, with_grads: bool = False) -> Iterator[dict[str, nn.Parameter]]:
@@ -120,12 +132,14 @@ class TorchFsdpAdapter(Adapter):
             yield self.named_parameters()
 
 
-def _strategy(reshard_after_forward: bool | int | None) -> ShardingStrategy:
+def _strategy(reshard_after_forward: bool | int | None, *, hybrid: bool) -> ShardingStrategy:
     assert reshard_after_forward is None or isinstance(reshard_after_forward, bool), (
         f"there is no strategy that reshards to groups of {reshard_after_forward}"
     )
+    if reshard_after_forward is False:
+        return ShardingStrategy._HYBRID_SHARD_ZERO2 if hybrid else ShardingStrategy.SHARD_GRAD_OP
     # Freed after forward is what it does by default.
-    return ShardingStrategy.SHARD_GRAD_OP if reshard_after_forward is False else ShardingStrategy.FULL_SHARD
+    return ShardingStrategy.HYBRID_SHARD if hybrid else ShardingStrategy.FULL_SHARD
 
 
 def _device(device_type: str) -> torch.device:

@@ -1,0 +1,257 @@
+"""Adapters: how they are found, what they declare, what they are told, and the example of docs/adapters.md."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import pathlib
+import re
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import harness.models
+from harness.adapters import registry
+from harness.adapters.base import Adapter, Config
+from harness.adapters.capability import Capability
+from harness.adapters.torch_fsdp import TorchFsdpAdapter
+
+ROOT = pathlib.Path(__file__).parents[2]
+DOCUMENT = (ROOT / "docs/adapters.md").read_text()
+IMPLEMENTATIONS = ["torch.fsdp"] + ["deepspeed.zero3"] * (importlib.util.find_spec("deepspeed") is not None)
+
+
+# Finding them
+
+
+@pytest.mark.parametrize("name", registry.BUILT_IN)
+def test_built_in_adapter_loads_under_its_own_name(name):
+    assert registry.load(name).name == name
+    assert "deepspeed" not in sys.modules, "the controller must not import what patches torch"
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("torch.fsdp1", "unknown implementation 'torch.fsdp1': did you mean torch.fsdp"),
+        ("deepspeed", "did you mean deepspeed.zero3"),
+        ("horovod", "known are reference, torch.fully_shard, torch.fsdp, deepspeed.zero3, ddp"),
+        ("horovod", "Your own adapter is given as module:Class"),
+        (":Adapter", "unknown implementation"),
+        ("module:", "unknown implementation"),
+        ("no.such.module:Adapter", "module 'no.such.module' does not import: ModuleNotFoundError"),
+        ("harness.adapters.replicas:DpdAdapter", "has no 'DpdAdapter'; it has DdpAdapter"),
+        ("json:Adapter", "module 'json' has no 'Adapter' and no other adapter"),
+        ("json:JSONDecoder", "'JSONDecoder' is not a complete subclass of harness.adapters.base.Adapter"),
+        ("harness.adapters.base:whole", "'whole' is not a complete subclass"),
+        ("harness.adapters.base:Adapter", "'Adapter' is not a complete subclass"),
+    ],
+)
+def test_what_is_no_adapter_is_refused_in_one_line(name, says):
+    with pytest.raises(ValueError) as caught:
+        registry.load(name)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_module_that_fails_while_importing_is_named_with_its_error(tmp_path, monkeypatch):
+    tmp_path.joinpath("half_an_adapter.py").write_text("raise RuntimeError('no device')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="module 'half_an_adapter' does not import: RuntimeError: no device"):
+        registry.load("half_an_adapter:Adapter")
+
+
+def test_missing_deepspeed_says_how_to_install_it(monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "deepspeed" else find_spec(name))
+    reason = registry.load("deepspeed.zero3").availability("cpu")
+    assert reason == "deepspeed is not installed; pip install 'shardproof[deepspeed]' brings it"
+
+
+# What they declare
+
+
+def documented_as_lacking(name):
+    """The capabilities in the list of an adapter's section, those of other torch versions left out."""
+    section = re.search(rf"^### {re.escape(name)}$(.*?)(?=^### |\Z)", DOCUMENT, flags=re.DOTALL | re.MULTILINE)
+    items = re.findall(r"^- (?:before torch (\S+), )?([^:]+):", section[1], flags=re.MULTILINE)
+    applies = [
+        names for before, names in items if not before or torch.__version__ < torch.torch_version.TorchVersion(before)
+    ]
+    return {found for names in applies for found in re.findall(r"`([^`]+)`", names)}
+
+
+@pytest.mark.parametrize("name", [name for name in registry.BUILT_IN if name != "ddp"])
+def test_what_the_document_says_is_lacking_is_not_declared(name):
+    lacking = documented_as_lacking(name)
+    assert lacking <= set(map(str, Capability)), "there is no such capability"
+    assert not lacking & set(map(str, registry.load(name).capabilities()))
+
+
+@pytest.mark.parametrize("name", registry.BUILT_IN)
+def test_only_adapters_with_ranks_of_their_own_change_a_process(name):
+    adapter = registry.load(name)
+    overrides = adapter.prepare.__func__ is not Adapter.prepare.__func__
+    assert not overrides or adapter.traits.isolation != "shared", "prepare is not called where ranks are shared"
+
+
+@pytest.fixture
+def rank_of():
+    """Make this process one rank of a world of which no other rank exists; the world's mesh."""
+
+    def enter(rank, size):
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+        return init_device_mesh("cpu", (size,))
+
+    yield enter
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_flat_shards_are_as_large_as_declared(rank_of, size, dtype):
+    traits = TorchFsdpAdapter.traits
+    for shapes in [((7, 5), (5, 3)), ((1, 1), (1, 1)), ((2, 9), (9, 1))]:
+        model = harness.models.two_linear(*shapes).to(dtype)
+        declared = sum(traits.local_numel(parameter.shape, size) for parameter in model.parameters())
+        sharded = TorchFsdpAdapter(model, optimizer=None, config=Config(mesh=rank_of(0, size)))
+        storages = {s.data_ptr(): s for p in sharded.module.parameters() if (s := p.untyped_storage()).nbytes()}
+        held = sum(storage.nbytes() for storage in storages.values()) // dtype.itemsize
+        assert 0 < held <= declared + traits.collective_padding
+
+
+def test_what_fsdp_cannot_express_raises(rank_of):
+    make = functools.partial(TorchFsdpAdapter, harness.models.MLP(4), optimizer=None)
+    with pytest.raises(AssertionError, match="no strategy that reshards to groups of 2"):
+        make(config=Config(mesh=rank_of(0, 4), reshard_after_forward=2))
+    with pytest.raises(AssertionError, match=r"the unit \('in_proj', 'out_proj'\) has 2"):
+        make(config=Config(mesh=rank_of(0, 4), units=(("in_proj", "out_proj"),)))
+
+
+def test_fsdp_wraps_inner_units_first_and_keeps_the_models_names(rank_of):
+    model = nn.Sequential(harness.models.Tower(dim=4, depth=1), nn.Linear(4, 4))
+    names = set(dict(model.named_parameters()))
+    units = (("0",), ("0.layers.0.in_proj",), ("0.layers.0",))
+    adapter = TorchFsdpAdapter(model, optimizer=None, config=Config(mesh=rank_of(0, 2), units=units))
+    assert set(adapter.named_parameters()) == names
+    assert {type(adapter.submodule(name)) for (name,) in units} == {type(adapter.module)}
+    flat = {storage.data_ptr() for p in adapter.module.parameters() if (storage := p.untyped_storage()).nbytes()}
+    assert len(flat) == 4, "each unit, and the root, has a flat parameter of its own"
+
+
+# Runs with ranks
+
+
+@pytest.fixture
+def run(pytester, monkeypatch):
+    """Run pytest in a process of its own, with the adapters of ``adapters.py`` in its directory."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+    def run(*options, cases="", adapters=""):
+        pytester.makepyfile(adapters=adapters)
+        if cases:
+            pytester.makepyfile(test_inner=cases)
+        quiet = ("-p", "no:cacheprovider", "-p", "harness.plugin", "--device", "cpu")
+        return pytester.runpytest_subprocess(*quiet, *options, timeout=300)
+
+    return run
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_accumulates_and_clips(run, implementation):
+    result = run(
+        "--impl",
+        implementation,
+        cases="""
+            import pytest
+            from harness import memory, models, world
+            from harness.adapters.base import Clip
+
+            @world(2)
+            @pytest.mark.parametrize("clip", [None, Clip(0.01)])
+            @pytest.mark.parametrize("microbatches", [1, 2, 3])
+            def test_parity(rank, clip, microbatches):
+                model = models.Tower(dim=9)
+                pair = rank.pair(model, units=model.units(), clip=clip, microbatches=microbatches)
+                for step in range(3):
+                    pair.step([rank.batch(step, (4, 9), microbatch=m) for m in range(microbatches)])
+                    pair.check()
+
+            @world(2)
+            def test_one_world_for_many_models(rank):
+                before = memory.held_bytes(rank.device)
+                for _ in range(5):
+                    model = models.Tower(dim=65)
+                    share = memory.bytes_of(model.parameters()) // rank.world_size
+                    rank.run(model)
+                    rank.finish()
+                    del model
+                more = memory.held_bytes(rank.device) - before
+                assert more < share, f"models live on after teardown: {more} bytes, and a share has {share}"
+        """,
+    )
+    result.assert_outcomes(passed=7)
+
+
+CHANGES_A_VARIABLE = """
+import os
+from harness.adapters.replicas import DdpAdapter
+from harness.adapters.base import Traits
+
+class InPrepare(DdpAdapter):
+    traits = Traits(isolation="adapter")
+
+    @classmethod
+    def prepare(cls, device_type):
+        os.environ["A_VARIABLE"] = device_type
+
+class InPrepareButShared(InPrepare):
+    traits = Traits()
+
+class InInit(DdpAdapter):
+    traits = Traits(isolation="adapter")
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        os.environ["A_VARIABLE"] = "cpu"
+"""
+
+SEES_A_VARIABLE = """
+import os
+from harness import models, world
+
+@world(2)
+def test_case(rank):
+    rank.run(models.MLP(4))
+    assert os.environ.get("A_VARIABLE") == "cpu"
+"""
+
+
+@pytest.mark.parametrize(
+    ("adapter", "says"),
+    [
+        ("InPrepare", "*1 passed*"),
+        ("InPrepareButShared", "*assert None == 'cpu'*"),
+        ("InInit", "fail: left behind: rank 0: environment variables changed: A_VARIABLE*"),
+    ],
+)
+def test_process_is_changed_in_prepare_and_in_ranks_of_its_own_only(run, adapter, says):
+    result = run("--impl", f"adapters:{adapter}", cases=SEES_A_VARIABLE, adapters=CHANGES_A_VARIABLE)
+    result.stdout.fnmatch_lines([says])
+
+
+def test_example_of_the_document_passes_the_suites(run):
+    (example,) = re.findall(r"^```python\n(.*?)^```$", DOCUMENT, flags=re.DOTALL | re.MULTILINE)
+    suites = [str(ROOT / "suites" / name) for name in ("test_training.py", "test_clipping.py", "test_autograd.py")]
+    result = run("--impl", "adapters:ZeroOneAdapter", "--world", "2", *suites, adapters=example)
+    outcomes = result.parseoutcomes()
+    assert outcomes.keys() <= {"passed", "skipped", "deselected"}, outcomes
+    assert outcomes["passed"] >= 10, "the example declares too little to show anything"
