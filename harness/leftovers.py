@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import threading
 from typing import Any
@@ -23,8 +22,8 @@ _MODULE_HOOKS = (
 #: What an implementation may set up when it is first used, so that only what comes after counts.
 AFTER_FIRST_USE = ("threads", "open files", "device memory")
 
-#: Freed blocks round up, and libraries keep small workspaces; a leaked model of ours is larger.
-_MEMORY_GRAIN = 1 << 20
+#: Device bytes that a case may leave in tensors: buffers that implementations reuse, smaller than any model.
+_MEMORY_GRAIN = 1 << 16
 
 
 def picture(device: torch.device, *, groups: int) -> dict[str, Any]:
@@ -54,9 +53,7 @@ def picture(device: torch.device, *, groups: int) -> dict[str, Any]:
     for name in _MODULE_HOOKS:
         state[f"modules' {name.strip('_').replace('_', ' ')}"] = len(getattr(torch.nn.modules.module, name))
     if device.type == "cuda":
-        # Cycles through autograd graphs are not left behind, only not collected yet.
-        gc.collect()
-        state["device memory"] = memory.allocated_bytes(device) // _MEMORY_GRAIN
+        state["device memory"] = memory.tensor_bytes(device)
     return state
 
 
@@ -78,7 +75,7 @@ def _line(name: str, before: Any, after: Any) -> str | None:
     if name == "environment":
         return f"environment variables changed: {', '.join(_keys_that_differ(before, after))}"
     if name == "device memory":
-        return f"device memory: {after - before} MiB more" if after > before else None
+        return f"device memory: {after - before} bytes more" if after - before > _MEMORY_GRAIN else None
     if isinstance(before, list):
         more = _more(before, after)
         return f"{name}: {', '.join(more)}" if more else None

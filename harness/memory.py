@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterable
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
@@ -22,9 +23,13 @@ def held_bytes(device: torch.device) -> int:
     return sum(_storages(device).values())
 
 
-def allocated_bytes(device: torch.device) -> int:
-    """Bytes that the CUDA caching allocator has handed out on ``device``, without waiting for its streams."""
-    return int(torch.cuda.memory_stats(device).get("active_bytes.all.current", 0))
+def tensor_bytes(device: torch.device) -> int:
+    """Bytes of the storages that Python's tensors on ``device`` keep alive, after a garbage collection.
+
+    Unlike the allocator's figure it leaves out what libraries keep, such as cuBLAS's workspaces.
+    """
+    gc.collect()
+    return sum(_storages(device).values())
 
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
@@ -45,4 +50,6 @@ def _storages(device: torch.device) -> dict[int, int]:
 
 def _has_storage(tensor: torch.Tensor) -> bool:
     # A wrapper such as DTensor has no memory of its own; its inner tensor is found by itself.
-    return tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
+    # The compiler's fake tensors have none either, and functional ones are wrappers of fakes.
+    is_plain = not isinstance(tensor, FakeTensor) and not is_traceable_wrapper_subclass(tensor)
+    return tensor.layout is torch.strided and is_plain
