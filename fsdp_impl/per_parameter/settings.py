@@ -1,11 +1,11 @@
 """The setters of ``FSDPModule``: what may be changed between forwards, for one unit or for those inside it too."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast
 
 import torch
 from torch import nn
-from typing_extensions import deprecated
 
 from fsdp_impl.common.comms import AllGather, ReduceScatter
 from fsdp_impl.common.streams import Stream
@@ -40,9 +40,9 @@ class Settings:
         for group in self._groups(recurse=False):
             group.options.divide_factor = factor
 
-    @deprecated("Use `set_gradient_divide_factor` instead")
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Old name of :meth:`set_gradient_divide_factor`."""
+        warnings.warn("Use `set_gradient_divide_factor` instead", DeprecationWarning, stacklevel=2)
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
