@@ -17,7 +17,7 @@ Means = Literal["hooks", "wrapper", "call", "reentrant-call"]
 _WRAPPED = "_checkpoint_wrapped_module."
 
 
-def recompute(model: Stacked, means: Means) -> nn.Module:
+def recompute(model: nn.Module, means: Means) -> nn.Module:
     """Have backward recompute each of the model's ``layers``, in place.
 
     Args:
@@ -26,6 +26,7 @@ def recompute(model: Stacked, means: Means) -> nn.Module:
             then sharded; a "call" of it through ``torch.utils.checkpoint``, so that the hooks of whatever shards
             the layer run again when it is recomputed; the same through the re-entrant autograd function.
     """
+    assert isinstance(model, Stacked), f"{type(model).__name__} has no layers to recompute"
     if means in ("call", "reentrant-call"):
         model.calls = "recomputed" if means == "call" else "recomputed-reentrant"
         return model

@@ -92,6 +92,18 @@ class Tower(Stacked):
         return out
 
 
+class NormedStack(Stacked):
+    """A LayerNorm without bias and three MLPs, all of them units: the root has no parameters of its own."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim, bias=False)
+        self.layers = nn.ModuleList(MLP(dim, multiplier) for multiplier in (3, 4, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run_layers(self.norm(x))
+
+
 def two_linear(first: tuple[int, int], second: tuple[int, int]) -> nn.Sequential:
     """Linear(*first), GELU, Linear(*second); a single unit when only the root is sharded."""
     return nn.Sequential(nn.Linear(*first), nn.GELU(), nn.Linear(*second))
@@ -108,6 +120,45 @@ class ReusedInner(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.outer(torch.tanh(self.inner(torch.tanh(self.inner(x)))))
         return out
+
+
+class Encoder(nn.Module):
+    """A Linear(dim, dim) behind ``features``; calling the module itself is an error."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(dim, dim)
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        """What the parent calls."""
+        return torch.tanh(self.inner(x))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("only features() is called")
+
+
+class TwoStage(nn.Module):
+    """Runs a method of ``encoder`` other than forward, then ``projector``, a Linear(dim, dim + 1)."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.encoder = Encoder(dim)
+        self.projector = nn.Linear(dim, dim + 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.projector(self.encoder.features(x))
+        return out
+
+
+class NoInputs(nn.Module):
+    """A (dim, dim) parameter of the root's own; its forward takes nothing and returns the tanh of it."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(dim, dim))
+
+    def forward(self) -> torch.Tensor:
+        return torch.tanh(self.weight)
 
 
 Container = Literal["list", "tuple", "dict", "namedtuple", "dataclass"]
@@ -261,6 +312,15 @@ def copy_of(model: nn.Module) -> nn.Module:
 def mean_square(output: torch.Tensor) -> torch.Tensor:
     """The mean of the squares: every element pulls on every parameter, none cancels."""
     return output.square().mean()
+
+
+def ramp_square(output: torch.Tensor) -> torch.Tensor:
+    """The mean square distance from -1 to 1 along the last dimension.
+
+    For the output of a normalisation, whose own mean square hardly depends on anything: gradients of that are rounding.
+    """
+    ramp = torch.linspace(-1, 1, output.shape[-1], dtype=output.dtype, device=output.device)
+    return mean_square(output - ramp)
 
 
 def both_heads(outputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

@@ -20,6 +20,15 @@ def sgd(*, lr: float = 0.05, momentum: float = 0.9) -> OptimizerFactory:
     return functools.partial(_sgd, lr=lr, momentum=momentum)
 
 
+def _adam(parameters: Iterable[nn.Parameter], *, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=lr, foreach=False)
+
+
+def adam(*, lr: float = 1e-2) -> OptimizerFactory:
+    """Adam, for twins that are compared exactly."""
+    return functools.partial(_adam, lr=lr)
+
+
 def _adamw(parameters: Iterable[nn.Parameter], *, lr: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=lr, foreach=False)
 

@@ -49,6 +49,7 @@ class Pair:
         optimizer: OptimizerFactory,
         delays: Sequence[Delay],
         prepare: Prepare | None,
+        is_traced: bool = True,
     ) -> None:
         self._rank = rank
         self._member = config.data_ranks.index(rank.index)
@@ -57,7 +58,9 @@ class Pair:
         self.baseline = Run(
             _BASELINES[baseline], copy.deepcopy(model), optimizer=optimizer, config=config, rank=rank.index
         )
-        self.sharded = sharded_run(rank, model, config=config, optimizer=optimizer, delays=delays, prepare=prepare)
+        self.sharded = sharded_run(
+            rank, model, config=config, optimizer=optimizer, delays=delays, prepare=prepare, is_traced=is_traced
+        )
         self._unchecked: list[tuple[int, StepPicture, StepPicture, OracleStep]] = []
         self._steps = 0
         self._step_starts: list[int] = []
@@ -131,7 +134,7 @@ class Pair:
         Raises:
             Divergence: on every rank, with the counts per unit.
         """
-        problem = count_difference(self._last_trace(), phase, expected)
+        problem = count_difference(self.last_trace(), phase, expected)
         place = Place(stage=f"collectives in {phase}", step=self._steps - 1, rank=self._rank.index, name=problem[0])
         self._rank.agree(
             Finding(place, problem[1]) if problem[1] else None, title="the collectives are not the contract's"
@@ -144,7 +147,7 @@ class Pair:
             Divergence: on every rank, with the first collective that fits no unit.
         """
         finding = None
-        for item in self._last_trace():
+        for item in self.last_trace():
             if item.kind in ("all_gather", "reduce_scatter") and not item.unit:
                 sizes = ", ".join(f"{unit.label} {unit.numel}-{unit.padded_numel}" for unit in self.units)
                 place = Place(stage=f"collectives in {item.phase}", step=self._steps - 1, rank=self._rank.index)
@@ -152,7 +155,8 @@ class Pair:
                 break
         self._rank.agree(finding, title="the collectives are not the contract's")
 
-    def _last_trace(self) -> Trace:
+    def last_trace(self) -> Trace:
+        """The collectives of the last step."""
         return Trace(self.sharded.trace[self._step_starts[-1] :])
 
     def _context(self, step: int) -> Context:
@@ -192,6 +196,7 @@ def sharded_run(
     optimizer: OptimizerFactory | None,
     delays: Sequence[Delay] = (),
     prepare: Prepare | None = None,
+    is_traced: bool = True,
 ) -> Run:
     """A run of the implementation under test, proven to be sharded where its adapter says so.
 
@@ -201,8 +206,9 @@ def sharded_run(
     limit, share = _byte_limits(model, config, rank.implementation.traits)
     before = memory.held_bytes(rank.device) - memory.bytes_of(model.parameters())
     run = Run(
-        rank.implementation, model, optimizer=optimizer, config=config, rank=rank.index, delays=delays, prepare=prepare
-    )
+        rank.implementation, model, optimizer=optimizer, config=config, rank=rank.index, delays=delays, prepare=prepare,
+        is_traced=is_traced,
+    )  # fmt: skip
     if "parameters" in rank.implementation.traits.shards and config.shard_size > 1:
         held = memory.held_bytes(rank.device) - before
         text = f"holds {held} bytes of parameters after sharding; its share is {share}"

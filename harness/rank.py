@@ -125,6 +125,7 @@ class Rank:
         optimizer: OptimizerFactory | None = None,
         delays: Sequence[Delay] = (),
         prepare: parity.Prepare | None = None,
+        is_traced: bool = True,
         **options: Any,
     ) -> parity.Pair:
         """The implementation beside its baseline and the oracle (collective).
@@ -136,11 +137,12 @@ class Rank:
             optimizer: a factory of ``harness.optim``; SGD with momentum by default.
             delays: what to slow down in the sharded run.
             prepare: changes the sharded run's model before it is sharded: tensor parallelism, checkpointing.
+            is_traced: False where ``torch.compile`` is to compile, which it does not beside a trace.
             options: the other fields of ``Config``; the mesh is that of all ranks by default.
         """
         return parity.Pair(
             self, model.to(self.device), config=self.config(units=units, **options), baseline=baseline,
-            optimizer=optimizer or optim.sgd(), delays=delays, prepare=prepare,
+            optimizer=optimizer or optim.sgd(), delays=delays, prepare=prepare, is_traced=is_traced,
         )  # fmt: skip
 
     def run(

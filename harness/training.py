@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -54,7 +55,10 @@ class Run:
         rank: int,
         delays: Sequence[Delay] = (),
         prepare: Callable[[nn.Module], nn.Module] | None = None,
+        is_traced: bool = True,
     ) -> None:
+        assert is_traced or not delays, "delays are met by the trace"
+        self._is_traced = is_traced
         self.units: list[Unit] = units_of(model, config.units, traits=adapter.traits, size=config.shard_size)
         self.recorder = Recorder(UnitLookup(self.units))
         self.perturbation = Perturbation(delays, rank=rank, device_type=config.mesh.device_type)
@@ -85,7 +89,7 @@ class Run:
         gradients = copy_pieces(adapter.gradients())
         norm, clipped = None, None
         if clip is not None and adapter.traits.clips == "call":
-            with self.recorder.during("clip"):
+            with self._during("clip"):
                 returned = adapter.clip()
             norm = adapter.norm_value(returned).detach().clone()
             clipped = copy_pieces(adapter.gradients())
@@ -130,7 +134,7 @@ class Run:
         return _detached(output), value.detach().clone()
 
     def _forward(self, arguments: Batch, *, loss: Loss, submodule: str) -> tuple[Any, torch.Tensor]:
-        with self.recorder.during("forward"):
+        with self._during("forward"):
             output = self.adapter.forward(*arguments, submodule=submodule)
             return output, loss(output)
 
@@ -138,11 +142,15 @@ class Run:
         self.perturbation.at("loss")
         # An engine that averages over microbatches is asked for the sum that everyone else gives.
         factor = self.adapter.config.microbatches if self.adapter.traits.divides_by_microbatches else 1
-        with self.recorder.during("backward"):
+        with self._during("backward"):
             self.adapter.backward(value * factor if factor != 1 else value)
 
+    def _during(self, phase: str) -> contextlib.AbstractContextManager[None]:
+        # A dispatch mode keeps torch.compile from compiling.
+        return self.recorder.during(phase) if self._is_traced else contextlib.nullcontext()
+
     def _optimize(self) -> None:
-        with self.recorder.during("step"):
+        with self._during("step"):
             self.perturbation.at("step", "before")
             self.adapter.step()
             self.perturbation.at("step", "after")

@@ -107,6 +107,9 @@ class Capability(enum.StrEnum):
     RECOMPUTES_GATHERED = "recomputes-gathered"
     """What backward recomputes is gathered once, for the recomputation and for the backward itself."""
 
+    COMPILED_MODULES = "compiled-modules"
+    """Modules of units may be compiled with ``torch.compile`` before they are sharded."""
+
     TIED_PARAMETERS = "tied-parameters"
     """Modules of one unit may share a parameter."""
 

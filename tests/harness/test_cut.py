@@ -1,0 +1,86 @@
+"""How a full tensor is cut by placements, against rows written out by hand."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from harness.adapters.dtensor import cut_like
+
+
+class Mesh:
+    """A mesh as one of its ranks sees it, at these coordinates."""
+
+    def __init__(self, shape, at):
+        self._shape, self._at = shape, at
+
+    def size(self, dim):
+        return self._shape[dim]
+
+    def get_local_rank(self, dim):
+        return self._at[dim]
+
+
+def rows(length, shape, placements):
+    """For each rank of the mesh, in order, the rows that it holds of a tensor with ``length`` rows."""
+    full = torch.arange(length)
+    places = itertools.product(*(range(size) for size in shape))
+    return [cut_like(full, mesh=Mesh(shape, at), placements=placements).tolist() for at in places]
+
+
+def test_tensor_parallelism_cuts_first():
+    """Rank (dp, tp) holds the dp-th part of the tp-th part; a plain Shard holds the tp-th part of the dp-th."""
+    strided = (_StridedShard(0, split_factor=2), Shard(0))
+    assert rows(8, (2, 2), strided) == [[0, 1], [4, 5], [2, 3], [6, 7]]
+    assert rows(8, (2, 2), (Shard(0), Shard(0))) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_parts_that_do_not_divide():
+    """Nine rows: tensor parallelism makes five and four, and each is cut by its own size."""
+    strided = (_StridedShard(0, split_factor=2), Shard(0))
+    assert rows(9, (2, 2), strided) == [[0, 1, 2], [5, 6], [3, 4], [7, 8]]
+    assert rows(3, (2, 2), strided) == [[0], [2], [1], []]
+    assert rows(1, (2, 2), strided) == [[0], [], [], []]
+
+
+def test_replicas_of_strided_shards():
+    placements = (Replicate(), _StridedShard(0, split_factor=2), Shard(0))
+    assert rows(8, (2, 2, 2), placements) == [[0, 1], [4, 5], [2, 3], [6, 7]] * 2
+
+
+def test_two_strided_dimensions():
+    """The innermost cuts first, the outermost last."""
+    placements = (_StridedShard(0, split_factor=4), _StridedShard(0, split_factor=2), Shard(0))
+    assert rows(8, (2, 2, 2), placements) == [[0], [4], [2], [6], [1], [5], [3], [7]]
+
+
+@pytest.mark.parametrize("length", range(1, 20))
+@pytest.mark.parametrize("shape", [(2, 2), (4, 2), (2, 3), (3, 4)])
+def test_every_row_is_held_once(shape, length):
+    found = rows(length, shape, (_StridedShard(0, split_factor=shape[1]), Shard(0)))
+    assert sorted(itertools.chain(*found)) == list(range(length))
+    assert max(map(len, found)) == math.ceil(math.ceil(length / shape[1]) / shape[0])
+
+
+def test_other_dimensions_do_not_count_for_the_factor():
+    """A row-wise weight is cut along its columns by tensor parallelism, along its rows by data parallelism."""
+    full = torch.arange(12).view(3, 4)
+    mesh = Mesh((2, 2), (1, 0))
+    assert cut_like(full, mesh=mesh, placements=(Shard(0), Shard(1))).tolist() == [[8, 9]]
+
+
+def test_a_wrong_factor_is_refused():
+    with pytest.raises(AssertionError, match="the factor should be 2"):
+        rows(8, (2, 2), (_StridedShard(0, split_factor=4), Shard(0)))
+
+
+def test_what_cannot_be_cut_is_refused():
+    from torch.distributed.tensor import Partial
+
+    with pytest.raises(AssertionError, match="no rule"):
+        rows(8, (2,), (Partial(),))
