@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
 
-from harness import Capability, contract, models, needs, world
+from harness import Capability, contract, models, needs, seed, world
 from harness.adapters.base import Clip
+from harness.parallel_models import MLPStack, parallelize_mlps
 from harness.rank import Rank
 
 
+@seed(
+    "test_fully_shard_clip_grad_norm_.py::test_clip_grad_norm_1d",
+    note="every rank has data of its own; steps are taken",
+)
 @contract("CLIPPING-1")
 @world(2, 4)
 @pytest.mark.parametrize(
@@ -53,3 +59,46 @@ def test_empty_shards(rank: Rank, norm_type: float) -> None:
     for step in range(2):
         pair.step(rank.batch(step, (4, 4)))
         pair.check()
+
+
+@seed(
+    "test_fully_shard_clip_grad_norm_.py::test_clip_grad_norm_2d",
+    note="data differ per data-parallel rank; a sequence dimension is there to cut; uneven sizes too; steps are taken",
+)
+@contract("CLIPPING-4")
+@world(4)
+@needs(Capability.CLIP_BY_CALL, Capability.CLIP_ANY_NORM, Capability.TENSOR_PARALLEL, Capability.COUNTED_UNITS)
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, math.inf])
+@pytest.mark.parametrize("dim", [16, 17])
+def test_two_dimensions(rank: Rank, dim: int, norm_type: float) -> None:
+    """The norm of gradients that are cut twice, or by one of two dimensions only, costs one reduction for each."""
+    mesh = rank.mesh((2, 2), ("dp", "tp"))
+    model = MLPStack(dim, normed=True)
+    pair = rank.pair(
+        model,
+        units=model.units(),
+        mesh=mesh["dp"],
+        clip=Clip(max_norm=0.001, norm_type=norm_type),
+        prepare=functools.partial(parallelize_mlps, mesh=mesh["tp"], sequence=True),
+    )
+    for step in range(3):
+        pair.step(rank.batch(step, (2, 6, dim), mesh=mesh["dp"]), loss=models.ramp_square)
+        pair.check()
+        pair.check_counts("clip", all_reduce=2)
+
+
+@contract("CLIPPING-5")
+@world(4)
+@needs(Capability.CLIP_BY_CALL, Capability.CLIP_ANY_NORM, Capability.HYBRID, Capability.COUNTED_UNITS)
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
+def test_replicas(rank: Rank, norm_type: float) -> None:
+    """Replicas hold the same gradients: the norm counts them once, and is reduced within a replica."""
+    model = models.Tower(dim=8)
+    pair = rank.pair(
+        model, units=model.units(), mesh=rank.mesh((2, 2), ("replicate", "shard")),
+        clip=Clip(max_norm=0.01, norm_type=norm_type),
+    )  # fmt: skip
+    for step in range(2):
+        pair.step(rank.batch(step, (4, 8)))
+        pair.check()
+        pair.check_counts("clip", all_reduce=1)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
-from harness import Capability, Hardware, contract, models, needs, optim, world
+from harness import Capability, Hardware, contract, models, needs, optim, seed, world
 from harness.perturb import Delay
 from harness.rank import Rank
 from suites.axes import RESHARD
@@ -118,3 +119,74 @@ def test_unit_of_several_modules(rank: Rank) -> None:
     for step in range(3):
         pair.step(rank.batch(step, (4, 9)))
         pair.check()
+
+
+@seed("test_fully_shard_training.py::test_register_fsdp_forward_method", note="Linear in place of a large convolution")
+@contract("TRAINING-8")
+@world(2, 4)
+@needs(Capability.FORWARD_METHOD)
+@pytest.mark.parametrize("reshard_after_forward", [None, *RESHARD[:2]])
+def test_other_forward_methods(rank: Rank, reshard_after_forward: bool | None) -> None:
+    """A registered method, called by a parent instead of forward, gathers, frees and trains as forward does."""
+    pair = rank.pair(
+        models.TwoStage(dim=9), units=[["encoder"], ["projector"]], reshard_after_forward=reshard_after_forward
+    )
+    pair.adapter.register_forward_method("encoder", "features")
+    for step in range(3):
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+
+
+@seed(
+    "test_fully_shard_training.py::test_root_move_forward_input_to_device",
+    note="the baseline is given the same inputs on the device; a root without inputs is checked too",
+)
+@contract("TRAINING-9")
+@world(2)
+@needs(Capability.INPUTS_TO_DEVICE, Hardware.ACCELERATOR)
+def test_inputs_move_to_device(rank: Rank) -> None:
+    """Tensors on the CPU, alone or in a tuple, reach the root's forward on the device."""
+    seen: list[torch.device] = []
+
+    class Inner(nn.Module):
+        def forward(self, x: torch.Tensor, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+            seen.extend(tensor.device for tensor in (x, *pair))
+            return x + pair[0] * pair[1]
+
+    run = rank.run(Inner())
+    inputs = [rank.batch(step, (2, 3)).cpu() for step in range(3)]
+    output = run.adapter.forward(inputs[0], (inputs[1], inputs[2]))
+    assert seen == [rank.device] * 3
+    assert torch.equal(output.cpu(), inputs[0] + inputs[1] * inputs[2])
+
+
+@contract("TRAINING-9")
+@world(2)
+@pytest.mark.parametrize("reshard_after_forward", [None, *RESHARD[:2]])
+def test_root_without_inputs(rank: Rank, reshard_after_forward: bool | None) -> None:
+    """A root whose forward takes nothing trains as any other."""
+    pair = rank.pair(models.NoInputs(dim=5), baseline="replicated", reshard_after_forward=reshard_after_forward)
+    for _ in range(3):
+        pair.step(())
+        pair.check()
+
+
+@seed(
+    "test_fully_shard_training.py::test_post_optim_event",
+    note="every step is compared, after all have run; the step is delayed by a busy stream, not by a sleep",
+)
+@contract("TRAINING-10")
+@world(2, 4)
+@needs(Capability.POST_OPTIM_EVENT, Hardware.STREAMS)
+def test_gathers_wait_for_the_step(rank: Rank) -> None:
+    """Gathers that wait for an event after the optimizer's step, instead of its stream, still see the new values."""
+    model = models.Transformer()
+    pair = rank.pair(model, units=model.units(), delays=[DELAYS["before-step"]])
+    optimizer = pair.adapter.optimizer
+    assert optimizer is not None
+    optimizer.register_step_post_hook(
+        lambda *_: pair.adapter.after_step(torch.accelerator.current_stream().record_event())
+    )
+    for step in range(3):
+        pair.step(rank.tokens(step, (2, 8), vocabulary=11))
+    pair.check()

@@ -1,0 +1,43 @@
+"""Chapter OFFLOAD: shards, gradients and the optimizer on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness import Capability, Hardware, contract, models, needs, seed, world
+from harness.rank import Rank
+from suites.test_training import DELAYS
+
+
+@seed(
+    "test_fully_shard_training.py::test_train_parity_multi_group_cpu_offload_eager",
+    note="SGD in place of Adam; where the shards are is checked",
+)
+@contract("OFFLOAD-1")
+@world(2, 4)
+@needs(Capability.OFFLOAD, Capability.RESHARD_AFTER_FORWARD)
+@pytest.mark.parametrize("offload", ["pageable", pytest.param("pinned", marks=needs(Hardware.ACCELERATOR))])
+@pytest.mark.parametrize(
+    "delays",
+    [
+        pytest.param((), id="undelayed"),
+        *(pytest.param((name,), id=name, marks=needs(Hardware.STREAMS)) for name in DELAYS),
+        pytest.param(tuple(DELAYS), id="all-delayed", marks=needs(Hardware.STREAMS)),
+    ],
+)
+def test_offloaded(rank: Rank, delays: tuple[str, ...], offload: str) -> None:
+    """Shards that live on the CPU train as DDP does, also when streams run at other speeds."""
+    config = models.TransformerConfig(layers=3, vocabulary=61, length=16, heads=4)
+    model = models.Transformer(config)
+    pair = rank.pair(
+        model,
+        units=model.units(),
+        delays=[DELAYS[name] for name in delays],
+        reshard_after_forward=True,
+        offload=offload,
+    )
+    for step in range(3):
+        pair.step(rank.tokens(step, (3, config.length), vocabulary=config.vocabulary), set_to_none=step % 2 == 0)
+        for name, parameter in pair.adapter.named_parameters().items():
+            assert parameter.device.type == "cpu", f"{name} is on {parameter.device} after a step"
+    pair.check()
