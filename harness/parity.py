@@ -95,11 +95,13 @@ class Pair:
             f"a step of {len(mine)} microbatches in a pair made for {self.adapter.config.microbatches}"
         )
         options: dict[str, Any] = {"loss": loss, "submodule": submodule, "set_to_none": set_to_none}
+        # Momentum moves a parameter whose gradient is zero, so the others have zeros where the implementation has.
+        filled = options | {"set_to_none": set_to_none and self.adapter.traits.unused_gradient == "none"}
         self._step_starts.append(len(self.sharded.trace))
         sharded = self.sharded.step(_copies(mine), ahead=ahead, **options)
-        baseline = self.baseline.step(_copies(mine), ahead=ahead, **options)
+        baseline = self.baseline.step(_copies(mine), ahead=ahead, **filled)
         everyone = self._rank.exchange_tensors(mine)
-        oracle = self.oracle.step([everyone[index] for index in self.adapter.config.data_ranks], **options)
+        oracle = self.oracle.step([everyone[index] for index in self.adapter.config.data_ranks], **filled)
         self._unchecked.append((self._steps, sharded, baseline, oracle))
         self._steps += 1
         self._rank.record.add_losses(

@@ -248,6 +248,42 @@ def test_process_is_changed_in_prepare_and_in_ranks_of_its_own_only(run, adapter
     result.stdout.fnmatch_lines([says])
 
 
+FILLS_WITH_ZEROS = """
+import contextlib
+import torch
+from harness import Capability
+from harness.adapters.base import Traits
+from harness.adapters.replicas import ReplicatedAdapter
+
+class Undeclared(ReplicatedAdapter):
+    @classmethod
+    def capabilities(cls):
+        return super().capabilities() | {Capability.RESHARD_AFTER_FORWARD}
+
+    @contextlib.contextmanager
+    def microbatch(self, *, is_last):
+        with super().microbatch(is_last=is_last):
+            yield
+        for parameter in self.module.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+class Declared(Undeclared):
+    traits = Traits(unused_gradient="zero")
+"""
+
+
+@pytest.mark.parametrize(
+    ("adapter", "says"),
+    [("Declared", "*: 2 pass"), ("Undeclared", "*there is one, and no rank used the parameter")],
+)
+def test_zeros_for_gradients_of_unused_parameters_are_declared(run, adapter, says):
+    """Also under momentum, which moves a parameter whose gradient is zero and not one that has none."""
+    case = f"{ROOT}/suites/test_autograd.py::test_unused_output_keeps_other_gradients"
+    options = ("--world", "2", "-k", "True or False", case)
+    result = run("--impl", f"adapters:{adapter}", *options, adapters=FILLS_WITH_ZEROS)
+    result.stdout.fnmatch_lines([says])
+
+
 def test_example_of_the_document_passes_the_suites(run):
     (example,) = re.findall(r"^```python\n(.*?)^```$", DOCUMENT, flags=re.DOTALL | re.MULTILINE)
     suites = [str(ROOT / "suites" / name) for name in ("test_training.py", "test_clipping.py", "test_autograd.py")]
