@@ -19,7 +19,7 @@ MICROBATCHES = 3
 
 GRADIENT_ACCUMULATION = seed(
     "test_fully_shard_training.py::test_gradient_accumulation",
-    note="the root reshards after forward too, so that every backward gathers it again; SGD in place of Adam; "
+    note="the root reshards after forward too, so that every backward gathers it again; "
     "gathers are counted in forward and in backward apart; hybrid meshes have names",
 )
 PER_UNIT = needs(Capability.DEFERRED_PER_UNIT)

@@ -8,12 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from harness import Capability, contract, models, needs, optim, world
+from harness import Capability, contract, models, needs, optim, seed, world
 from harness.parity import check_exact
 from harness.rank import Rank
 from suites.axes import RESHARD
 
 
+@seed(
+    "test_fully_shard_autograd.py::test_unused_forward_output",
+    note="both ways of zeroing meet the unused head; six steps",
+)
 @contract("AUTOGRAD-1")
 @world(2, 4)
 @needs(Capability.UNUSED_OUTPUT)
@@ -37,6 +41,7 @@ def test_unused_output_keeps_other_gradients(rank: Rank, reshard_after_forward: 
         pair.check()
 
 
+@seed("test_fully_shard_autograd.py::test_unused_forward_module")
 @contract("AUTOGRAD-2")
 @world(2, 4)
 @needs(Capability.UNUSED_MODULE)
@@ -55,6 +60,7 @@ def test_unused_module_gets_no_gradient(rank: Rank, reshard_after_forward: bool 
         pair.check()
 
 
+@seed("test_fully_shard_autograd.py::test_nontensor_activations", note="dataclasses too")
 @contract("AUTOGRAD-3")
 @world(2, 4)
 @needs(Capability.CONTAINER_OUTPUT)
@@ -74,6 +80,7 @@ def test_containers_between_units(rank: Rank, container: models.Container) -> No
         pair.check()
 
 
+@seed("test_fully_shard_autograd.py::test_post_acc_grad_hook_runs", note="the reduced gradient must be there")
 @contract("AUTOGRAD-4")
 @world(2)
 @needs(Capability.POST_ACCUMULATE_GRAD_HOOK)
@@ -94,6 +101,10 @@ def test_post_accumulate_hook_runs_once(rank: Rank) -> None:
     assert calls == dict.fromkeys(named, 1), "each parameter's hook runs exactly once in one backward"
 
 
+@seed(
+    "test_fully_shard_autograd.py::test_post_acc_grad_hook_optim_parity",
+    note="without a schedule of the learning rate; ten steps",
+)
 @contract("AUTOGRAD-5")
 @world(2)
 @needs(Capability.POST_ACCUMULATE_GRAD_HOOK, Capability.ADAM)

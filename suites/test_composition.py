@@ -18,7 +18,7 @@ pytestmark = needs(Capability.TENSOR_PARALLEL)
 
 RECOMPUTES = pytest.mark.parametrize("recomputes", [False, pytest.param(True, marks=needs(Capability.RECOMPUTATION))])
 FREES = needs(Capability.RESHARD_AFTER_FORWARD)
-NOTE = "all sizes run, those that do not divide too; SGD in place of Adam; gradients and shards are compared"
+NOTE = "all sizes run, those that do not divide too; gradients and shards are compared"
 
 
 @seed("test_fully_shard_training.py::test_train_parity_2d_mlp", note=NOTE)

@@ -23,7 +23,7 @@ pytestmark = needs(Capability.HYBRID)
 
 @seed(
     "test_fully_shard_training.py::test_train_parity_hsdp",
-    note="GELU and tanh in place of ReLU; SGD in place of Adam; three steps of three microbatches",
+    note="GELU and tanh in place of ReLU; three steps of three microbatches",
 )
 @contract("HYBRID-1")
 @world(4)

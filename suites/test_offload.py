@@ -11,7 +11,7 @@ from suites.test_training import DELAYS
 
 @seed(
     "test_fully_shard_training.py::test_train_parity_multi_group_cpu_offload_eager",
-    note="SGD in place of Adam; where the shards are is checked",
+    note="where the shards are is checked",
 )
 @contract("OFFLOAD-1")
 @world(2, 4)

@@ -17,7 +17,7 @@ def two_ahead(depth: int) -> dict[str, dict[str, list[str]]]:
     return {"forward": forward, "backward": backward}
 
 
-@seed(EXPLICIT_PREFETCHING, note="SGD in place of AdamW")
+@seed(EXPLICIT_PREFETCHING)
 @contract("PREFETCH-1")
 @world(2, 4)
 @needs(Capability.EXPLICIT_PREFETCH)

@@ -14,7 +14,7 @@ from harness.rank import Rank
 
 @seed(
     "test_fully_shard_training.py::test_train_parity_with_shared_params",
-    note="the vocabulary does not divide by the ranks; SGD in place of Adam",
+    note="the vocabulary does not divide by the ranks",
 )
 @contract("TIED-1")
 @world(2, 4)

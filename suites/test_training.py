@@ -22,6 +22,10 @@ DELAYS = {
 }
 
 
+@seed(
+    "test_fully_shard_training.py::test_train_parity_single_group",
+    note="a third pair of shapes, wider than the input",
+)
 @contract("TRAINING-1")
 @world(2, 4)
 @pytest.mark.parametrize(
@@ -37,6 +41,10 @@ def test_single_unit(rank: Rank, shapes: tuple[tuple[int, int], tuple[int, int]]
         pair.check()
 
 
+@seed(
+    "test_fully_shard_training.py::test_train_parity_multi_group",
+    note="delays are work on the stream that issues the collective, met at its operator",
+)
 @contract("TRAINING-2")
 @world(2, 4)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
@@ -64,6 +72,10 @@ def test_many_units(rank: Rank, delays: tuple[str, ...], reshard_after_forward: 
     pair.check()
 
 
+@seed(
+    "test_fully_shard_training.py::test_non_root_forward_backward",
+    note="gradients of all units are compared, also those that must be absent",
+)
 @contract("TRAINING-3")
 @world(2, 4)
 @needs(Capability.NON_ROOT_FORWARD)
@@ -76,6 +88,10 @@ def test_unit_called_directly(rank: Rank) -> None:
         pair.check()
 
 
+@seed(
+    "test_fully_shard_training.py::test_multi_forward_module",
+    note="the seed never passed its reshard_after_forward on",
+)
 @contract("TRAINING-4")
 @world(2, 4)
 @needs(Capability.MULTIPLE_FORWARD)
@@ -88,6 +104,7 @@ def test_unit_called_twice(rank: Rank, reshard_after_forward: bool | int) -> Non
         pair.check()
 
 
+@seed("test_fully_shard_training.py::test_to_float64_after_init")
 @contract("TRAINING-5")
 @world(2)
 @needs(Capability.CAST_AFTER_INIT)
@@ -139,7 +156,7 @@ def test_other_forward_methods(rank: Rank, reshard_after_forward: bool | None) -
 
 @seed(
     "test_fully_shard_training.py::test_root_move_forward_input_to_device",
-    note="the baseline is given the same inputs on the device; a root without inputs is checked too",
+    note="a root without inputs is checked too",
 )
 @contract("TRAINING-9")
 @world(2)
