@@ -1,0 +1,163 @@
+"""What an implementation is known to get wrong: ``suites/expectations/<implementation>.toml``, read and applied.
+
+An entry names cases and the verdict that they are expected to have::
+
+    [[expect]]
+    case = "suites/test_clipping.py::test_empty_shards[w4-*]"
+    verdict = "fail"
+    reason = "the inf-norm of an empty shard raises"
+    link = "docs/findings.md#f-2"
+    torch = ">=2.11,<2.14"
+    expires = 2027-06-30
+
+``case`` is a pattern of ``fnmatch`` over a case's id, in which brackets stand for themselves; an id names no
+implementation. ``torch`` and ``expires`` may be left out. An entry excuses what it says and nothing else: a case that
+passes all the same, an entry that has expired and one that matches no case each fail the run.
+
+Light: imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import fnmatch
+import pathlib
+import tomllib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
+from harness.verdict import Verdict
+
+#: What can be expected of a case; anything else either is no failure or says nothing about the implementation.
+_EXPECTABLE = (Verdict.FAIL, Verdict.HANG, Verdict.CRASH)
+
+_REQUIRED = {"case", "verdict", "reason", "link"}
+_OPTIONAL = {"torch", "expires"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One expectation, checked; ``source`` is the file and the entry's number in it."""
+
+    case: str
+    verdict: Verdict
+    reason: str
+    link: str
+    torch: SpecifierSet
+    expires: datetime.date | None
+    source: str
+
+    def matches(self, case_id: str) -> bool:
+        """Whether the entry is about this case."""
+        return fnmatch.fnmatchcase(case_id, self.case.replace("[", "[[]"))
+
+    def applies_to(self, torch_version: str) -> bool:
+        """Whether the entry is about this version of torch; a pre-release or a local build counts as its release."""
+        return self.torch.contains(torch_version.partition("+")[0], prereleases=True)
+
+    def has_expired(self, today: datetime.date) -> bool:
+        """Whether the last day on which it excuses anything is past."""
+        return self.expires is not None and today > self.expires
+
+
+class Expectations:
+    """The entries of one implementation that apply to one version of torch.
+
+    Say every case's verdict to :meth:`judge`, then ask for :meth:`problems`.
+    """
+
+    def __init__(self, entries: Iterable[Entry] = (), *, torch_version: str, today: datetime.date) -> None:
+        self._entries = [entry for entry in entries if entry.applies_to(torch_version)]
+        self._today = today
+
+    def judge(self, case_id: str, verdict: Verdict) -> tuple[Verdict, str]:
+        """The verdict in the light of what was expected, and why it changed ("" if it did not).
+
+        A skip is left alone: what is missing was not tried. A failure of another kind than the expected one stays a
+        failure.
+        """
+        entry = next((entry for entry in self._entries if entry.matches(case_id)), None)
+        if entry is None or verdict.is_skip or entry.has_expired(self._today):
+            return verdict, ""
+        if verdict == entry.verdict:
+            return Verdict.EXPECTED_FAIL, f"expected: {entry.reason} ({entry.link})"
+        if verdict == Verdict.PASS:
+            return Verdict.UNEXPECTED_PASS, f"passes, and {entry.source} expects {entry.verdict}: {entry.reason}"
+        return verdict, f"{entry.source} expects {entry.verdict}, not {verdict}"
+
+    def problems(self, collected: Sequence[str], *, is_complete: bool) -> list[str]:
+        """What is wrong with the entries themselves, in one line each.
+
+        Args:
+            collected: the ids of all cases that this run collected for the implementation.
+            is_complete: nothing was deselected, so that an entry without a case is out of date.
+        """
+        found = []
+        for entry in self._entries:
+            if entry.has_expired(self._today):
+                found.append(f"{entry.source} expired on {entry.expires}: {entry.case} ({entry.reason})")
+            elif is_complete and not any(entry.matches(case_id) for case_id in collected):
+                found.append(f"{entry.source} matches no case: {entry.case}")
+        return found
+
+
+def load(directory: pathlib.Path, implementation: str) -> list[Entry]:
+    """The entries of ``<directory>/<implementation>.toml``; none if there is no such file.
+
+    Raises:
+        ValueError: the file is not TOML, or an entry is not what it should be; one line that names it.
+    """
+    path = directory / f"{implementation}.toml"
+    if not path.is_file():
+        return []
+    try:
+        document = tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path.name}: {error}") from None
+    if unknown := sorted(document.keys() - {"expect"}):
+        raise ValueError(f"{path.name}: unknown {unknown[0]!r}; entries are [[expect]]")
+    listed = document.get("expect", [])
+    if not isinstance(listed, list) or not all(isinstance(item, dict) for item in listed):
+        raise ValueError(f"{path.name}: entries are [[expect]], with two brackets")
+    return [_entry(item, f"{path.name} entry {number}") for number, item in enumerate(listed, start=1)]
+
+
+def _entry(item: dict[str, Any], source: str) -> Entry:
+    if lacking := sorted(_REQUIRED - item.keys()):
+        raise ValueError(f"{source}: {lacking[0]!r} is missing")
+    if unknown := sorted(item.keys() - _REQUIRED - _OPTIONAL):
+        raise ValueError(f"{source}: unknown {unknown[0]!r}")
+    for name in sorted(_REQUIRED):
+        if not isinstance(item[name], str) or not item[name].strip():
+            raise ValueError(f"{source}: {name} = {item[name]!r} should be a text")
+    if item["verdict"] not in list(_EXPECTABLE):
+        expectable = ", ".join(_EXPECTABLE)
+        raise ValueError(f"{source}: verdict = {item['verdict']!r} cannot be expected; {expectable} can")
+    return Entry(
+        case=item["case"],
+        verdict=Verdict(item["verdict"]),
+        reason=item["reason"],
+        link=item["link"],
+        torch=_specifiers(item.get("torch", ""), source),
+        expires=_date(item.get("expires"), source),
+        source=source,
+    )
+
+
+def _specifiers(value: Any, source: str) -> SpecifierSet:
+    try:
+        if isinstance(value, str):
+            return SpecifierSet(value)
+    except InvalidSpecifier:
+        pass
+    raise ValueError(f"{source}: torch = {value!r} should be versions such as '>=2.11,<2.14'")
+
+
+def _date(value: Any, source: str) -> datetime.date | None:
+    # A TOML date-time is a date too, and comparing the two raises.
+    if value is None or (isinstance(value, datetime.date) and not isinstance(value, datetime.datetime)):
+        return value
+    raise ValueError(f"{source}: expires = {value!r} should be a date such as 2027-06-30, without quotes")
