@@ -188,11 +188,8 @@ def test_forwards_run_ahead(rank: Rank, ahead: int, unshards: bool, keeps_gather
                 pair.adapter.unshard()
         step_with(rank, pair, step, ahead=ahead)
         pair.check()
-        if keeps_gathered:
-            pair.check_counts("forward", all_gather=0 if unshards else UNITS)
-        pair.check_counts("backward", all_gather=backward_gathers(ahead, keeps_gathered), reduce_scatter=UNITS)
-
-
-def backward_gathers(ahead: int, keeps_gathered: bool) -> int:
-    """Backward gathers what the backward before it freed, unless a forward came between them."""
-    return 0 if keeps_gathered else UNITS * ahead
+        # What a backward freed is gathered by what comes next: a forward, or at the end of a pipeline another backward.
+        forwards, backwards = (1, 0) if keeps_gathered else (MICROBATCHES - ahead, ahead)
+        pair.check_counts("forward", all_gather=UNITS * (forwards - unshards))
+        pair.check_counts("backward", all_gather=UNITS * backwards, reduce_scatter=UNITS)
+        assert pair.sharded.trace.counts("unshard") == ({"all_gather": UNITS * (step + 1)} if unshards else {})

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_impl.common import collectives, divide, norm
+from fsdp_impl.per_parameter import accumulation
 from harness.adapters.reference import ReferenceAdapter
 
 DROPPED_UNIT = "layers.1"
@@ -39,7 +40,8 @@ class ForgottenDivision(_Planted):
         return divide.Division(before=1, reduce_op=dist.ReduceOp.SUM, all_reduce_op=dist.ReduceOp.SUM, after=1)
 
 
-_reduce, _gather = collectives.reduce, collectives.gather
+_reduce, _gather, _all_reduce = collectives.reduce, collectives.gather, collectives.all_reduce
+_add = accumulation.Accumulator.add
 
 
 class DroppedReduction(_Planted):
@@ -88,3 +90,46 @@ class SecondGather(_Planted):
         if unit == GATHERED_TWICE:
             _gather(output, shard, group, unit=unit)
         return _gather(output, shard, group, unit=unit, async_op=async_op)
+
+
+class LonelyReplicas(_Planted):
+    """One unit is not reduced over the replicas, although the collective is issued."""
+
+    name = "lonely-replicas"
+    module_, seam = collectives, "all_reduce"
+
+    @staticmethod
+    def wrong(tensor: torch.Tensor, group: Any, op: Any, *, unit: str) -> None:
+        _all_reduce(tensor.clone() if unit == DROPPED_UNIT else tensor, group, op, unit=unit)
+
+
+class ReplacedGradient(_Planted):
+    """A reduced gradient takes the place of the one that is there, instead of being added to it."""
+
+    name = "replaced-gradient"
+    module_, seam = accumulation.Accumulator, "add"
+
+    @staticmethod
+    def wrong(self: accumulation.Accumulator, params: Any, layout: Any, shards: torch.Tensor) -> bool:
+        self._last = None
+        for param in params:
+            param.sharded.grad = None
+        return _add(self, params, layout, shards)
+
+
+class DeafToPrefetch(ReferenceAdapter):
+    """Whatever a unit is told to gather ahead, it does not."""
+
+    name = "deaf-to-prefetch"
+
+    def prefetch(self, **_: Any) -> None:
+        pass
+
+
+class ForgottenFlags(ReferenceAdapter):
+    """No unit ever waits for the last microbatch."""
+
+    name = "forgotten-flags"
+
+    def _accumulate(self, *_: Any, **__: Any) -> None:
+        pass
