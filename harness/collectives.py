@@ -156,6 +156,11 @@ class Recorder(TorchDispatchMode):
         self.after: Callable[[Collective], None] = _nothing
         self._unit_of = unit_of
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing is compiled while a Recorder is active, and the guard against it costs more than the recording.
+        return False
+
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
         """Record what is issued inside, as of this phase."""
