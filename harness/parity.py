@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,6 +31,17 @@ Prepare = Callable[[nn.Module], nn.Module]
 """Changes a model, in place or not, before it is sharded; parameters keep their names but for a wrapper's prefix."""
 
 _BASELINES: dict[Baseline, type[Adapter]] = {"ddp": DdpAdapter, "replicated": ReplicatedAdapter}
+
+
+@dataclasses.dataclass
+class _Unchecked:
+    """A step of the sharded run, with what the others need to follow."""
+
+    step: int
+    sharded: StepPicture
+    batch: list[Batch]
+    ahead: int
+    options: dict[str, Any]
 
 
 class Pair:
@@ -61,7 +73,7 @@ class Pair:
         self.sharded = sharded_run(
             rank, model, config=config, optimizer=optimizer, delays=delays, prepare=prepare, is_traced=is_traced
         )
-        self._unchecked: list[tuple[int, StepPicture, StepPicture, OracleStep]] = []
+        self._unchecked: list[_Unchecked] = []
         self._steps = 0
         self._step_starts: list[int] = []
         rank.watch(self)
@@ -79,7 +91,9 @@ class Pair:
     def step(
         self, batch: Any, *, loss: Loss = mean_square, submodule: str = "", set_to_none: bool = True, ahead: int = 0
     ) -> None:
-        """Train one step of all three.
+        """Train one step of the sharded run; the baseline and the oracle follow in :meth:`check`.
+
+        So steps between two checks follow each other as in training: on a device, without the host waiting.
 
         Args:
             batch: the arguments of one forward (a tuple, or one tensor), or a list of such, one a
@@ -99,16 +113,8 @@ class Pair:
         filled = options | {"set_to_none": set_to_none and self.adapter.traits.unused_gradient == "none"}
         self._step_starts.append(len(self.sharded.trace))
         sharded = self.sharded.step(_copies(mine), ahead=ahead, **options)
-        baseline = self.baseline.step(_copies(mine), ahead=ahead, **filled)
-        everyone = self._rank.exchange_tensors(mine)
-        oracle = self.oracle.step([everyone[index] for index in self.adapter.config.data_ranks], **filled)
-        self._unchecked.append((self._steps, sharded, baseline, oracle))
+        self._unchecked.append(_Unchecked(self._steps, sharded, mine, ahead, filled))
         self._steps += 1
-        self._rank.record.add_losses(
-            sharded=self.sharded.losses[-1],
-            baseline=self.baseline.losses[-1],
-            oracle=sum(float(value) for value in oracle.losses[self._member]),
-        )
 
     def check(self) -> None:
         """Compare all steps since the last check, stage by stage.
@@ -117,10 +123,12 @@ class Pair:
             Divergence: on every rank, at the first place where any rank's run parts.
         """
         assert self._unchecked, "nothing to check: no step since the last check"
+        # All of them before any comparison: a rank that stopped at a finding would leave the others waiting.
+        replayed = [self._replay(one) for one in self._unchecked]
         finding = None
-        for step, sharded, baseline, oracle in self._unchecked:
+        for one, (baseline, oracle) in zip(self._unchecked, replayed, strict=True):
             self._assert_clipped(oracle)
-            comparison = StepComparison(sharded, baseline, oracle, self._context(step))
+            comparison = StepComparison(one.sharded, baseline, oracle, self._context(one.step))
             finding = comparison.first_finding()
             self._rank.record.add_distances(comparison.measured)
             if finding is not None:
@@ -129,6 +137,18 @@ class Pair:
         self._rank.agree(finding, title="the sharded run parts from the baseline")
         self._check_same_collectives()
         self.sharded.perturbation.assert_met()
+
+    def _replay(self, one: _Unchecked) -> tuple[StepPicture, OracleStep]:
+        """The same step of the baseline and of the oracle."""
+        baseline = self.baseline.step(_copies(one.batch), ahead=one.ahead, **one.options)
+        everyone = self._rank.exchange_tensors(one.batch)
+        oracle = self.oracle.step([everyone[index] for index in self.adapter.config.data_ranks], **one.options)
+        self._rank.record.add_losses(
+            sharded=sum(map(float, one.sharded.losses)),
+            baseline=sum(map(float, baseline.losses)),
+            oracle=sum(map(float, oracle.losses[self._member])),
+        )
+        return baseline, oracle
 
     def check_counts(self, phase: str, **expected: int) -> None:
         """The last step issued exactly these collectives in the phase; a kind not given is expected 0 times.

@@ -64,12 +64,17 @@ class Run:
         self.perturbation = Perturbation(delays, rank=rank, device_type=config.mesh.device_type)
         self.perturbation.install(self.recorder)
         self.adapter = adapter(prepare(model) if prepare else model, optimizer=optimizer, config=config)
-        self.losses: list[float] = []
+        self._losses: list[list[torch.Tensor]] = []
 
     @property
     def trace(self) -> Trace:
         """The collectives issued so far, without those of setting up and of taking pictures."""
         return self.recorder.trace
+
+    @property
+    def losses(self) -> list[float]:
+        """Each step's loss, summed over its microbatches; waits for the device."""
+        return [sum(float(value) for value in losses) for losses in self._losses]
 
     def step(
         self,
@@ -80,7 +85,10 @@ class Run:
         set_to_none: bool = True,
         ahead: int = 0,
     ) -> StepPicture:
-        """Train one optimizer step; ``ahead`` forwards run before the first backward."""
+        """Train one optimizer step; ``ahead`` forwards run before the first backward.
+
+        Nothing here waits for the device, so that steps can follow each other on its streams as they do in training.
+        """
         adapter, clip = self.adapter, self.adapter.config.clip
         if ahead:
             outputs, losses = self._interleaved(microbatches, loss=loss, submodule=submodule, ahead=ahead)
@@ -98,7 +106,7 @@ class Run:
             norm = adapter.norm_after_step()
         parameters = copy_pieces(adapter.parameters())
         adapter.zero_grad(set_to_none=set_to_none)
-        self.losses.append(sum(float(value) for value in losses))
+        self._losses.append(losses)
         return StepPicture(outputs, losses, gradients, norm, clipped, parameters)
 
     def _one_by_one(self, microbatches: Sequence[Batch], *, loss: Loss, submodule: str) -> tuple[Any, Any]:

@@ -36,8 +36,9 @@ def test_offloaded(rank: Rank, delays: tuple[str, ...], offload: str) -> None:
         reshard_after_forward=True,
         offload=offload,
     )
-    for step in range(3):
-        pair.step(rank.tokens(step, (3, config.length), vocabulary=config.vocabulary), set_to_none=step % 2 == 0)
+    batches = [rank.tokens(step, (3, config.length), vocabulary=config.vocabulary) for step in range(3)]
+    for step, tokens in enumerate(batches):
+        pair.step(tokens, set_to_none=step % 2 == 0)
         for name, parameter in pair.adapter.named_parameters().items():
             assert parameter.device.type == "cpu", f"{name} is on {parameter.device} after a step"
     pair.check()

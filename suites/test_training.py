@@ -66,8 +66,9 @@ def test_many_units(rank: Rank, delays: tuple[str, ...], reshard_after_forward: 
         delays=[DELAYS[name] for name in delays],
         reshard_after_forward=reshard_after_forward,
     )
-    for step in range(3):
-        tokens = rank.tokens(step, (3, config.length), vocabulary=config.vocabulary)
+    # Made in advance: copying them to the device would wait for the step before.
+    batches = [rank.tokens(step, (3, config.length), vocabulary=config.vocabulary) for step in range(3)]
+    for step, tokens in enumerate(batches):
         pair.step(tokens, set_to_none=step % 2 == 0)
     pair.check()
 
@@ -201,9 +202,9 @@ def test_gathers_wait_for_the_step(rank: Rank) -> None:
     pair = rank.pair(model, units=model.units(), delays=[DELAYS["before-step"]])
     optimizer = pair.adapter.optimizer
     assert optimizer is not None
-    optimizer.register_step_post_hook(
-        lambda *_: pair.adapter.after_step(torch.accelerator.current_stream().record_event())
-    )
-    for step in range(3):
-        pair.step(rank.tokens(step, (2, 8), vocabulary=11))
+    streams = torch.get_device_module(rank.device)
+    optimizer.register_step_post_hook(lambda *_: pair.adapter.after_step(streams.current_stream().record_event()))
+    batches = [rank.tokens(step, (2, 8), vocabulary=11) for step in range(3)]
+    for tokens in batches:
+        pair.step(tokens)
     pair.check()
