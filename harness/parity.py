@@ -243,12 +243,13 @@ def _byte_limits(model: nn.Module, config: Config, traits: Traits) -> tuple[int,
     """The most bytes of parameters that a sharded rank may hold, and its share with padding."""
     parameters = list(model.parameters())
     itemsize = config.cast.itemsize if config.cast else max(value.element_size() for value in parameters)
-    copies = 1 + len(traits.held_from_start)
+    copies = 1 + len(traits.held_from_start - {"gathered"})
     full = copies * itemsize * sum(value.numel() for value in parameters)
     padding = traits.collective_padding * (len(config.units) + 1)
-    share = (
-        copies * itemsize * (padding + sum(traits.local_numel(value.shape, config.shard_size) for value in parameters))
-    )
+    shares = [traits.local_numel(value.shape, config.shard_size) for value in parameters]
+    share = copies * itemsize * (padding + sum(shares))
+    if "gathered" in traits.held_from_start:
+        share += itemsize * config.shard_size * max(shares)
     # Half of what sharding saves: bookkeeping tensors are small, an unsharded model is not.
     return share + max(full - share, 0) // 2, share
 

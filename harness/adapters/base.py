@@ -50,9 +50,10 @@ class Traits:
     shards: frozenset[Literal["parameters", "gradients", "optimizer"]] = frozenset()
     """What is divided among the ranks; checked against the bytes that a rank holds."""
 
-    held_from_start: frozenset[Literal["master", "gradients"]] = frozenset()
-    """What a rank has as long as it has the parameters, as large as its share of them: a copy that
-    the optimizer updates instead, a buffer for gradients."""
+    held_from_start: frozenset[Literal["master", "gradients", "gathered"]] = frozenset()
+    """What a rank has besides its share of the parameters once they are sharded: as large again, a copy that
+    the optimizer updates instead, or a buffer for gradients; whole, the parameter that was gathered last,
+    as long as a thread of the communication library has not let go of it."""
 
     local_numel: Callable[[torch.Size, int], int] = padded_to_rows
     """A rank's share of one parameter in elements, padding included: (shape, world size). A rank may hold

@@ -63,7 +63,8 @@ class DeepSpeedZero3Adapter(Adapter):
     name = "deepspeed.zero3"
     traits = Traits(
         shards=frozenset({"parameters", "gradients", "optimizer"}),
-        held_from_start=frozenset({"master", "gradients"}),
+        # Each parameter is gathered while the engine is made, for the place of its gradient in the autograd graph.
+        held_from_start=frozenset({"master", "gradients", "gathered"}),
         local_numel=share_of_elements,
         clips="step",
         divides_by_microbatches=True,
@@ -175,6 +176,8 @@ def _configuration(config: Config, model: nn.Module) -> dict[str, Any]:
         # ahead at each module, and a bucket holds the largest gradient.
         "stage3_prefetch_bucket_size": 1,
         "reduce_bucket_size": max(parameter.numel() for parameter in model.parameters()),
+        # A bucket's buffer would be half as large as some models are.
+        "contiguous_gradients": False,
     }
     if config.reshard_after_forward is True:
         # Elements within which a parameter that is used again stays gathered; by default a billion.
