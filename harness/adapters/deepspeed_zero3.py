@@ -27,6 +27,8 @@ _CAPABILITIES = frozenset(
         Capability.CONTAINER_OUTPUT,
         Capability.DATACLASS_OUTPUT,
         Capability.MULTIPLE_FORWARD,
+        Capability.RECOMPUTATION,
+        Capability.TIED_PARAMETERS,
         Capability.ADAM,
     }
 )

@@ -30,6 +30,8 @@ _CAPABILITIES = frozenset(
         Capability.CONTAINER_OUTPUT,
         Capability.DATACLASS_OUTPUT,
         Capability.MULTIPLE_FORWARD,
+        Capability.RECOMPUTATION,
+        Capability.TIED_PARAMETERS,
         Capability.CAST_AFTER_INIT,
         Capability.DEFERRED_REDUCTION,
         Capability.CLIP_BY_CALL,
