@@ -74,7 +74,7 @@ def _leave_with_the_controller() -> None:
     # The controller decides about interrupts. The forkserver dies with it, and its children with the forkserver,
     # which lives as long as anybody holds the other end of its pipe: multiprocessing gives one to every child.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.close(forkserver._forkserver._forkserver_alive_fd)
+    os.close(vars(forkserver._forkserver)["_forkserver_alive_fd"])
     # A session of its own, so that whatever the rank starts can be ended with it.
     os.setsid()
     if sys.platform == "linux":
