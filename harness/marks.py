@@ -12,6 +12,7 @@ from harness.adapters.capability import Capability, Hardware
 
 #: Registered with pytest by the plugin, so that ``--strict-markers`` knows them.
 MARKER_LINES = (
+    "nightly: too long for CI; deselected by this project's own configuration",
     "contract(*ids): the requirements of docs/contract.md that the case checks",
     "world(*sizes): the numbers of ranks that the case runs on, one pytest item each",
     "needs(*names): the capabilities and the hardware without which the case is skipped",
