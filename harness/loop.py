@@ -94,6 +94,10 @@ def _redirect_output(path: pathlib.Path) -> Any:
 def _start(spec: RankSpec) -> World:
     key = spec.key
     os.environ["TORCH_DISTRIBUTED_DEBUG"] = key.debug_level
+    if key.device == "cpu":
+        # Or torch.compile sets up the host's GPUs for graphs of the CPU: seconds, memory on a shared device, and an
+        # error of torch.utils.checkpoint where that happens inside a recomputed forward.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch._C._distributed_c10d.set_debug_level_from_env()
     torch.set_num_threads(1)
     device = torch.device("cpu") if key.device == "cpu" else torch.device(key.device, spec.device_index)

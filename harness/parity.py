@@ -231,7 +231,7 @@ def sharded_run(
         rank.implementation, model, optimizer=optimizer, config=config, rank=rank.index, delays=delays, prepare=prepare,
         is_traced=is_traced,
     )  # fmt: skip
-    if "parameters" in rank.implementation.traits.shards and config.shard_size > 1:
+    if "parameters" in rank.implementation.traits.shards and share and config.shard_size > 1:
         held = memory.held_bytes(rank.device) - before
         text = f"holds {held} bytes of parameters after sharding; its share is {share}"
         finding = Finding(Place(stage="sharding", rank=rank.index), text) if held > limit else None
@@ -242,14 +242,14 @@ def sharded_run(
 def _byte_limits(model: nn.Module, config: Config, traits: Traits) -> tuple[int, int]:
     """The most bytes of parameters that a sharded rank may hold, and its share with padding."""
     parameters = list(model.parameters())
-    itemsize = config.cast.itemsize if config.cast else max(value.element_size() for value in parameters)
+    itemsize = config.cast.itemsize if config.cast else max((value.element_size() for value in parameters), default=0)
     copies = 1 + len(traits.held_from_start - {"gathered"})
     full = copies * itemsize * sum(value.numel() for value in parameters)
     padding = traits.collective_padding * (len(config.units) + 1)
     shares = [traits.local_numel(value.shape, config.shard_size) for value in parameters]
     share = copies * itemsize * (padding + sum(shares))
     if "gathered" in traits.held_from_start:
-        share += itemsize * config.shard_size * max(shares)
+        share += itemsize * config.shard_size * max(shares, default=0)
     # Half of what sharding saves: bookkeeping tensors are small, an unsharded model is not.
     return share + max(full - share, 0) // 2, share
 

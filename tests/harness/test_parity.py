@@ -224,6 +224,12 @@ def test_a_model_that_is_not_sharded_is_found_out(rank):
 
 
 @world(2)
+def test_a_model_without_parameters_can_be_run(rank):
+    run = rank.run(torch.nn.Tanh())
+    assert torch.equal(run.adapter.forward(torch.zeros(2)), torch.zeros(2))
+
+
+@world(2)
 def test_clipping_that_does_not_fire_proves_nothing(rank):
     rank.implementation = DdpAdapter
     pair = rank.pair(models.MLP(4), clip=Clip(max_norm=1e6))

@@ -27,6 +27,13 @@ def test_ranks_talk_over_the_loopback_and_compute_on_one_thread(rank):
     assert os.stat(rank.tmp_path).st_mode & 0o077 == 0
 
 
+@world(1)
+def test_worlds_on_the_cpu_see_no_other_device(rank):
+    if rank.device.type == "cpu":
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+        assert not torch.cuda.is_available()
+
+
 @world(1, 2)
 def test_meshes_are_made_once(rank):
     assert rank.mesh() is rank.mesh()
