@@ -9,7 +9,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-
 #: Far more than the deepest model of the cases needs: one round for each layer of its graph and one to be sure.
 _MOST_ROUNDS = 1000
 
