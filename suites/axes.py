@@ -18,6 +18,9 @@ RESHARD = [
     pytest.param(2, marks=needs(Capability.RESHARD_TO_SIZE)),
 ]
 
+#: The same on more than four ranks, where groups of four are parts as well.
+RESHARD_TO_PARTS = [*RESHARD, pytest.param(4, marks=needs(Capability.RESHARD_TO_SIZE))]
+
 #: The same where sizes do not divide and what is shown after forward is looked at.
 RESHARD_UNEVEN = [
     *RESHARD[:2],

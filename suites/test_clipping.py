@@ -18,13 +18,14 @@ from harness.rank import Rank
     note="every rank has data of its own; steps are taken",
 )
 @contract("CLIPPING-1")
-@world(2, 4)
+@world(2, 4, 8)
 @pytest.mark.parametrize(
     "norm_type", [2.0, *(pytest.param(p, marks=needs(Capability.CLIP_ANY_NORM)) for p in (1.0, math.inf))]
 )
 def test_total_norm_and_clipped_gradients(rank: Rank, norm_type: float) -> None:
     """Every rank computes the norm of the full gradients and clips its share by it."""
-    config = models.TransformerConfig()
+    # Rows for every rank of eight in every parameter: empty shards have a case of their own.
+    config = models.TransformerConfig(vocabulary=15, dim=16, heads=4)
     model = models.Transformer(config)
     pair = rank.pair(model, units=model.units(), clip=Clip(max_norm=0.01, norm_type=norm_type))
     for step in range(3):
@@ -50,7 +51,7 @@ def test_norm_costs_one_reduction(rank: Rank, norm_type: float) -> None:
 
 
 @contract("CLIPPING-3")
-@world(4)
+@world(4, 8)
 @needs(Capability.CLIP_ANY_NORM, Capability.CLIP_EMPTY_SHARDS)
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
 def test_empty_shards(rank: Rank, norm_type: float) -> None:

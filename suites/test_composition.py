@@ -36,14 +36,14 @@ def test_two_dimensions(rank: Rank, dim: int, recomputes: bool, reshard_after_fo
 
 @seed("test_fully_shard_training.py::test_2d_mlp_with_nd_mesh", note=NOTE)
 @contract("COMPOSITION-2")
-@world(4)
+@world(4, 8)
 @FREES
 @pytest.mark.parametrize("reshard_after_forward", [False, True])
 @RECOMPUTES
 @pytest.mark.parametrize("dim", [3, 16, 17])
 def test_part_of_a_larger_mesh(rank: Rank, dim: int, recomputes: bool, reshard_after_forward: bool) -> None:
-    """The same within a mesh that has further dimensions."""
-    mesh = rank.mesh((1, 2, 2), ("pp", "dp", "tp"))
+    """The same within a mesh that has further dimensions: one stage of a pipeline, or on eight ranks two."""
+    mesh = rank.mesh((rank.world_size // 4, 2, 2), ("pp", "dp", "tp"))
     train(rank, mesh, dim=dim, recomputes=recomputes, reshard_after_forward=reshard_after_forward)
 
 

@@ -51,6 +51,26 @@ def test_replicas(rank: Rank, waits: bool, dim: int, recomputes: bool, reshard_a
         pair.check()
 
 
+@contract("HYBRID-1")
+@world(8)
+@needs(Capability.RESHARD_AFTER_FORWARD)
+@pytest.mark.parametrize("reshard_after_forward", [False, True])
+@pytest.mark.parametrize("dim", [3, 17])
+@pytest.mark.parametrize("shape", [(2, 4), (4, 2)], ids=["2x4", "4x2"])
+def test_replicas_of_eight(rank: Rank, shape: tuple[int, int], dim: int, reshard_after_forward: bool) -> None:
+    """The same where there are not as many replicas as shards, so that one cannot stand for the other."""
+    model = models.NormedStack(dim)
+    pair = rank.pair(
+        model,
+        units=[["norm"], *model.units()],
+        mesh=rank.mesh(shape, NAMES),
+        reshard_after_forward=reshard_after_forward,
+    )
+    for step in range(3):
+        pair.step(rank.batch(step, (8, dim)), set_to_none=step % 2 == 0)
+        pair.check()
+
+
 @contract("HYBRID-2")
 @world(4)
 @needs(Capability.COUNTED_UNITS, Capability.ROOT_RESHARD)

@@ -9,7 +9,7 @@ from torch import nn
 from harness import Capability, Hardware, contract, models, needs, optim, seed, world
 from harness.perturb import Delay
 from harness.rank import Rank
-from suites.axes import RESHARD
+from suites.axes import RESHARD, RESHARD_TO_PARTS
 
 DELAY_MS = 50.0
 """Far longer than any kernel or collective of these models, so that a missing wait is always too early."""
@@ -27,7 +27,7 @@ DELAYS = {
     note="a third pair of shapes, wider than the input",
 )
 @contract("TRAINING-1")
-@world(2, 4)
+@world(2, 4, 8)
 @pytest.mark.parametrize(
     "shapes",
     [((16, 15), (15, 8)), ((7, 15), (15, 3)), ((16, 17), (17, 8))],
@@ -71,6 +71,18 @@ def test_many_units(rank: Rank, delays: tuple[str, ...], reshard_after_forward: 
     for step, tokens in enumerate(batches):
         pair.step(tokens, set_to_none=step % 2 == 0)
     pair.check()
+
+
+@contract("TRAINING-2")
+@world(8)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD_TO_PARTS)
+def test_many_units_on_eight_ranks(rank: Rank, reshard_after_forward: bool | int) -> None:
+    """The same on more ranks, where groups of two and of four are both less than all."""
+    model = models.Transformer()
+    pair = rank.pair(model, units=model.units(), reshard_after_forward=reshard_after_forward)
+    for step in range(3):
+        pair.step(rank.tokens(step, (3, model.config.length), vocabulary=model.config.vocabulary))
+        pair.check()
 
 
 @seed(
