@@ -138,8 +138,6 @@ def test_an_entry_without_a_case_fails_a_complete_run(run, expect, workers):
         ("test_inner.py::test_other",),
         ("test_inner.py::test_other", "-n", "1"),
         ("--world", "1"),
-        ("test_inner.py",),
-        ("--ignore", "test_second.py"),
         ("--collect-only",),
     ],
     ids="_".join,
@@ -147,8 +145,14 @@ def test_an_entry_without_a_case_fails_a_complete_run(run, expect, workers):
 def test_a_part_of_the_cases_does_not_tell(run, expect, pytester, options):
     expect(entry(FAILS), entry(STALE))
     pytester.makeini("[pytest]\nmarkers = slow: is slow")
-    second = "import pytest\n@pytest.mark.slow\ndef test_second():\n    pass\n"
-    pytester.path.joinpath("test_second.py").write_text(second)
+    result = run(SOURCE.replace("def test_other", "@pytest.mark.slow\ndef test_other"), *options)
+    assert (result.ret, error_lines(result)) == (pytest.ExitCode.OK, [])
+
+
+@pytest.mark.parametrize("options", [("test_inner.py",), ("--ignore", "test_second.py")], ids="_".join)
+def test_fewer_chapters_do_not_tell(run, expect, pytester, options):
+    expect(entry(FAILS), entry(STALE))
+    pytester.path.joinpath("test_second.py").write_text("def test_second():\n    pass\n")
     result = run(SOURCE, *options)
     assert (result.ret, error_lines(result)) == (pytest.ExitCode.OK, [])
 
