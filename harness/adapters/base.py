@@ -43,6 +43,11 @@ def padded_to_rows(shape: torch.Size, size: int) -> int:
     return math.ceil(shape[0] / size) * math.prod(shape[1:])
 
 
+def inner_first(units: Units) -> list[tuple[str, ...]]:
+    """Units so that a module's parts come before the module itself; otherwise in the case's order."""
+    return sorted(units, key=lambda unit: -max(name.count(".") for name in unit))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Traits:
     """How an implementation differs from the plain case, where no verdict depends on it."""
