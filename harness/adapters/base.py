@@ -1,19 +1,7 @@
 """The protocol that every adapter implements, and what it declares about itself.
 
-It fits implementations that wrap modules, that only rewrite parameters, and engines that own
-backward, clipping and the step. The harness calls, per training step::
-
-    for each microbatch:
-        with adapter.microbatch(is_last=...):
-            output = adapter.forward(*inputs)
-            adapter.backward(loss)
-    adapter.gradients()          # a picture, before anything clips
-    adapter.clip()               # traits.clips == "call" only
-    adapter.gradients()          # the picture after
-    adapter.step()
-    adapter.norm_after_step()    # traits.clips == "step" only
-    adapter.parameters()
-    adapter.zero_grad(set_to_none=...)
+It fits implementations that wrap modules, that only rewrite parameters, and engines that own backward, clipping and the
+step. docs/adapters.md tells in which order the harness calls what.
 """
 
 from __future__ import annotations
