@@ -46,6 +46,21 @@ def is_case(item: pytest.Item) -> bool:
     return isinstance(item, pytest.Function) and isinstance(_parameters(item).get("rank"), Launch)
 
 
+def launch_of(item: pytest.Function) -> Launch:
+    """Which implementation a case runs, on how many ranks."""
+    launch = _parameters(item)["rank"]
+    assert isinstance(launch, Launch), "only cases have one"
+    return launch
+
+
+def case_id(item: pytest.Function) -> str:
+    """The case's name in run files and expectations, the same for every implementation."""
+    launch = launch_of(item)
+    # By the module's name, not the path: a clone and an installed wheel give a case the same id.
+    module = item.module.__name__.replace(".", "/")
+    return f"{module}.py::{item.name.replace(f'[{launch}', f'[w{launch.size}', 1)}"
+
+
 def usage_error(item: pytest.Function) -> str | None:
     """Why the item cannot run on ranks, in one line that says what to use, or None."""
     if item.cls is not None:
@@ -69,7 +84,7 @@ def usage_error(item: pytest.Function) -> str | None:
 
 def missing(item: pytest.Function, selection: Selection) -> tuple[Verdict, list[str]] | None:
     """The skip's verdict and the names of what is missing, or None."""
-    launch: Launch = _parameters(item)["rank"]
+    launch = launch_of(item)
     needed = {name for mark in item.iter_markers("needs") for name in mark.args}
     lacking = needed - selection.implementations[launch.implementation].capabilities()
     if capabilities := sorted(str(name) for name in lacking if isinstance(name, Capability)):
@@ -84,7 +99,7 @@ def missing(item: pytest.Function, selection: Selection) -> tuple[Verdict, list[
 
 def run(item: pytest.Function, pool: Pool, selection: Selection, *, number: int) -> record.CaseRecord:
     """Run the case, or skip it, and say what came of it; never raises for what a rank did."""
-    launch: Launch = _parameters(item)["rank"]
+    launch = launch_of(item)
     made = _new_record(item, selection)
     skip = missing(item, selection)
     if skip is not None:
@@ -108,13 +123,11 @@ def run(item: pytest.Function, pool: Pool, selection: Selection, *, number: int)
 
 
 def _new_record(item: pytest.Function, selection: Selection) -> record.CaseRecord:
-    launch: Launch = _parameters(item)["rank"]
-    # By the module's name, not the path: a clone and an installed wheel give a case the same id.
-    module = item.module.__name__.replace(".", "/")
-    case_id = f"{module}.py::{item.name.replace(f'[{launch}', f'[w{launch.size}', 1)}"
-    seed = zlib.crc32(case_id.encode()) & 0x3FFF_FFFF
+    launch = launch_of(item)
+    made_id = case_id(item)
+    seed = zlib.crc32(made_id.encode()) & 0x3FFF_FFFF
     return record.CaseRecord(
-        id=case_id,
+        id=made_id,
         nodeid=item.nodeid,
         implementation=launch.implementation,
         requirement=",".join(name for mark in item.iter_markers("contract") for name in mark.args),

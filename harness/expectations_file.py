@@ -8,10 +8,12 @@ An entry names cases and the verdict that they are expected to have::
     reason = "the inf-norm of an empty shard raises"
     link = "docs/findings.md#f-2"
     torch = ">=2.11,<2.14"
+    device = "cuda"
     expires = 2027-06-30
 
 ``case`` is a pattern of ``fnmatch`` over a case's id, in which brackets stand for themselves; an id names no
-implementation. ``torch`` and ``expires`` may be left out. An entry excuses what it says and nothing else: a case that
+implementation. ``torch``, ``device`` and ``expires`` may be left out: an entry about other versions or another type of
+device says nothing. An entry excuses what it says and nothing else: a case that
 passes all the same, an entry that has expired and one that matches no case each fail the run.
 
 Light: imports no torch.
@@ -35,7 +37,8 @@ from harness.verdict import Verdict
 _EXPECTABLE = (Verdict.FAIL, Verdict.HANG, Verdict.CRASH)
 
 _REQUIRED = {"case", "verdict", "reason", "link"}
-_OPTIONAL = {"torch", "expires"}
+_OPTIONAL = {"torch", "device", "expires"}
+_DEVICES = ("cpu", "cuda")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +50,7 @@ class Entry:
     reason: str
     link: str
     torch: SpecifierSet
+    device: str | None
     expires: datetime.date | None
     source: str
 
@@ -54,9 +58,10 @@ class Entry:
         """Whether the entry is about this case."""
         return fnmatch.fnmatchcase(case_id, self.case.replace("[", "[[]"))
 
-    def applies_to(self, torch_version: str) -> bool:
-        """Whether the entry is about this version of torch; a pre-release or a local build counts as its release."""
-        return self.torch.contains(torch_version.partition("+")[0], prereleases=True)
+    def applies_to(self, torch_version: str, device: str) -> bool:
+        """Whether the entry is about this type of device and this version of torch, whatever its local build."""
+        version = torch_version.partition("+")[0]
+        return self.device in (None, device) and self.torch.contains(version, prereleases=True)
 
     def has_expired(self, today: datetime.date) -> bool:
         """Whether the last day on which it excuses anything is past."""
@@ -64,13 +69,13 @@ class Entry:
 
 
 class Expectations:
-    """The entries of one implementation that apply to one version of torch.
+    """The entries of one implementation that apply to one version of torch and one type of device.
 
     Say every case's verdict to :meth:`judge`, then ask for :meth:`problems`.
     """
 
-    def __init__(self, entries: Iterable[Entry] = (), *, torch_version: str, today: datetime.date) -> None:
-        self._entries = [entry for entry in entries if entry.applies_to(torch_version)]
+    def __init__(self, entries: Iterable[Entry], *, torch_version: str, device: str, today: datetime.date) -> None:
+        self._entries = [entry for entry in entries if entry.applies_to(torch_version, device)]
         self._today = today
 
     def judge(self, case_id: str, verdict: Verdict) -> tuple[Verdict, str]:
@@ -83,7 +88,7 @@ class Expectations:
         if entry is None or verdict.is_skip or entry.has_expired(self._today):
             return verdict, ""
         if verdict == entry.verdict:
-            return Verdict.EXPECTED_FAIL, f"expected: {entry.reason} ({entry.link})"
+            return Verdict.EXPECTED_FAIL, f"{entry.reason} ({entry.link})"
         if verdict == Verdict.PASS:
             return Verdict.UNEXPECTED_PASS, f"passes, and {entry.source} expects {entry.verdict}: {entry.reason}"
         return verdict, f"{entry.source} expects {entry.verdict}, not {verdict}"
@@ -142,6 +147,7 @@ def _entry(item: dict[str, Any], source: str) -> Entry:
         reason=item["reason"],
         link=item["link"],
         torch=_specifiers(item.get("torch", ""), source),
+        device=_device(item.get("device"), source),
         expires=_date(item.get("expires"), source),
         source=source,
     )
@@ -154,6 +160,12 @@ def _specifiers(value: Any, source: str) -> SpecifierSet:
     except InvalidSpecifier:
         pass
     raise ValueError(f"{source}: torch = {value!r} should be versions such as '>=2.11,<2.14'")
+
+
+def _device(value: Any, source: str) -> str | None:
+    if value is None or (isinstance(value, str) and value in _DEVICES):
+        return value
+    raise ValueError(f"{source}: device = {value!r} should be one of {', '.join(_DEVICES)}")
 
 
 def _date(value: Any, source: str) -> datetime.date | None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from harness import cases, forkserver, marks, selection
+from harness.expecting import RunExpectations
 from harness.pool import Pool
 from harness.record import CaseRecord, RunFile
 from harness.verdict import Verdict
@@ -51,10 +52,13 @@ class State:
         self._config = config
         self._selection: selection.Selection | None = None
         self._pool: Pool | None = None
+        self._expectations: RunExpectations | None = None
         self.started = 0
         self.run_file: RunFile | None = None
         self.errors: set[str] = set()
         """Of xdist workers' collections; one process raises its own."""
+        self.problems: set[str] = set()
+        """Of expectations; they fail the run."""
         self.verdicts: collections.Counter[tuple[str, str]] = collections.Counter()
 
     @property
@@ -79,6 +83,13 @@ class State:
         return self._selection
 
     @property
+    def expectations(self) -> RunExpectations:
+        """What the cases of this run are expected to do."""
+        if self._expectations is None:
+            self._expectations = RunExpectations(self.selection)
+        return self._expectations
+
+    @property
     def pool(self) -> Pool:
         """The worlds of this process."""
         if self._pool is None:
@@ -91,6 +102,13 @@ class State:
         if self._pool is not None:
             self._pool.close()
 
+    def note_problems(self, session: pytest.Session) -> None:
+        """Ask the expectations what is wrong with them; an xdist worker lets the controller tell."""
+        if self._expectations is not None:
+            self.problems.update(self._expectations.problems(session.items, session.config))
+        if hasattr(session.config, "workerinput"):
+            vars(session.config)["workeroutput"][_PROBLEMS] = sorted(self.problems)
+
     def add(self, case: dict[str, Any]) -> None:
         """Keep a record that a report brought."""
         if self.run_file is None:
@@ -100,6 +118,7 @@ class State:
 
 
 _ERRORS = "shardproof_usage_errors"
+_PROBLEMS = "shardproof_problems"
 _STATE = pytest.StashKey[State]()
 _RECORD = pytest.StashKey[CaseRecord]()
 
@@ -138,10 +157,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("rank", launches, ids=map(str, launches), indirect=True)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Refuse cases that cannot run on ranks; drop those whose every world was filtered out."""
+    """Refuse cases that cannot run on ranks; read expectations; drop cases whose every world was filtered out."""
     functions = [item for item in items if isinstance(item, pytest.Function) and cases.is_case(item)]
     errors = [error for item in functions if (error := cases.usage_error(item))]
+    if functions:
+        # Before anything is deselected, so that entries are matched with every case there is.
+        errors += config.stash[_STATE].expectations.read(items)
     if errors:
         _refuse(config, items, errors)
     filtered = [item for item in items if _is_filtered_out(item)]
@@ -166,12 +189,16 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     state = pyfuncitem.config.stash[_STATE]
     state.started += 1
     made = cases.run(pyfuncitem, state.pool, state.selection, number=state.started)
+    if not pyfuncitem.config.getoption("runxfail", default=False):
+        state.expectations.judge(pyfuncitem, made)
     pyfuncitem.stash[_RECORD] = made
     for index, output in enumerate(made.outputs):
         if output:
             pyfuncitem.add_report_section("call", f"output of rank {index}", output)
     if made.verdict.is_skip:
         pytest.skip(f"{made.verdict}: {', '.join(made.missing)}")
+    if made.verdict == Verdict.EXPECTED_FAIL:
+        pytest.xfail(made.expected)
     if made.verdict != Verdict.PASS:
         reproduce = f'reproduce: python -m pytest "{made.nodeid}" --impl {made.implementation} --device {made.device}'
         pytest.fail(f"{made.verdict}: {made.text}\n{reproduce}", pytrace=False)
@@ -196,12 +223,17 @@ def pytest_runtest_makereport(
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Stop the worlds and write the run file."""
-    state = session.config.stash[_STATE]
+    config = session.config
+    state = config.stash[_STATE]
     state.close()
+    if session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and not config.option.collectonly:
+        state.note_problems(session)
     if state.errors:
         session.exitstatus = pytest.ExitCode.USAGE_ERROR
-    path = session.config.option.report
-    if path and not hasattr(session.config, "workerinput"):
+    elif state.problems and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    path = config.option.report
+    if path and not hasattr(config, "workerinput"):
         run_file = state.run_file or RunFile(state.selection, command=sys.argv)
         run_file.write(pathlib.Path(path))
 
@@ -209,7 +241,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """The verdicts of each implementation, in one line each."""
     state = config.stash[_STATE]
-    for error in sorted(state.errors):
+    for error in sorted(state.errors | state.problems):
         terminalreporter.write_line(f"ERROR: {error}")
     if not state.verdicts:
         return
@@ -234,7 +266,9 @@ class _RecordCollector:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        self._state.errors.update(getattr(node, "workeroutput", {}).get(_ERRORS, ()))
+        said = getattr(node, "workeroutput", {})
+        self._state.errors.update(said.get(_ERRORS, ()))
+        self._state.problems.update(said.get(_PROBLEMS, ()))
 
 
 def _only_distributes(config: pytest.Config) -> bool:

@@ -40,6 +40,8 @@ class CaseRecord:
     missing: list[str] = dataclasses.field(default_factory=list)
     text: str = ""
     place: dict[str, Any] = dataclasses.field(default_factory=dict)
+    expected: str = ""
+    """Of an expected failure: its verdict, and why it was expected."""
     losses: dict[str, list[float]] = dataclasses.field(default_factory=dict)
     distances: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     collectives: list[dict[str, Any]] = dataclasses.field(default_factory=list)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from harness.adapters.base import Traits, Units
+from harness.adapters.base import Traits, Units, inner_first
 
 ROOT = "(root)"
 """The label of the root's own unit: the parameters that no other unit has."""
@@ -39,8 +39,7 @@ def units_of(model: nn.Module, units: Units, *, traits: Traits, size: int) -> li
     """
     claimed: set[int] = set()
     found = []
-    inner_first = sorted(units, key=lambda unit: -max(name.count(".") for name in unit))
-    for label, modules in [*((",".join(unit), unit) for unit in inner_first), (ROOT, ("",))]:
+    for label, modules in [*((",".join(unit), unit) for unit in inner_first(units)), (ROOT, ("",))]:
         named = []
         for module_name in modules:
             prefix = f"{module_name}." if module_name else ""

@@ -14,15 +14,15 @@ _FIRST_LINES, _LAST_LINES = 6, 10  # what remains of a long failure text
 def render_summary(run: Run, *, by_case: bool = False, full: bool = False) -> str:
     """Render a run for a terminal.
 
-    First come the failures, each with a line that repeats it, where it happened and its text, then the skips, grouped
-    by what is missing. The matrix is last, where a terminal stands still: a row for each requirement, with the number
-    of each verdict in a cell, or with `by_case` one for each case. A long text loses its middle unless `full`. The
-    result ends with a newline. Nothing is raised.
+    First come the failures, each with a line that repeats it, where it happened and its text, then the failures that
+    were expected, grouped by why, and the skips, by what is missing. The matrix is last, where a terminal stands still:
+    a row for each requirement, with the number of each verdict in a cell, or with `by_case` one for each case. A long
+    text loses its middle unless `full`. The result ends with a newline. Nothing is raised.
     """
     blocks = [
         _heading(run.environment),
         *(_failure(case, full=full) for case in run.cases if case.verdict.failed),
-        _skips(run.cases),
+        _excused(run.cases),
         _cases(run) if by_case else _requirements(run),
         [_total(run.cases)],
     ]
@@ -98,20 +98,26 @@ def _place(failure: Failure) -> str:
     return printable(", ".join([*([failure.stage] if failure.stage else []), *parts]))
 
 
-def _skips(cases: Iterable[CaseRecord]) -> list[str]:
-    """As `unsupported, tied: torch.fsdp 3`: a line for each missing thing, with how many cases each implementation
-    loses by it. A case that misses two things is in two lines.
+def _excused(cases: Iterable[CaseRecord]) -> list[str]:
+    """As `unsupported, tied: torch.fsdp 3`: a line for each missing thing and for each reason of an expected failure,
+    with how many cases each implementation loses by it. A case that misses two things is in two lines.
     """
-    skipped: dict[tuple[Verdict, str], Counter[str]] = {}
+    found: dict[tuple[Verdict, str], Counter[str]] = {}
     for case in cases:
-        if case.verdict.skipped:
-            for name in case.missing or ["(the run file does not say what is missing)"]:
-                skipped.setdefault((case.verdict, name), Counter())[case.implementation] += 1
+        if case.verdict.skipped or case.verdict is Verdict.EXPECTED_FAIL:
+            for why in _reasons(case):
+                found.setdefault((case.verdict, why), Counter())[case.implementation] += 1
     lines = []
-    for (verdict, name), counts in sorted(skipped.items()):
+    for (verdict, why), counts in sorted(found.items()):
         who = ", ".join(f"{implementation} {count}" for implementation, count in counts.items())
-        lines.append(printable(f"{verdict}, {name}: {who}"))
+        lines.append(printable(f"{verdict}, {why}: {who}"))
     return lines
+
+
+def _reasons(case: CaseRecord) -> list[str]:
+    if case.verdict is Verdict.EXPECTED_FAIL:
+        return [case.expected or "(the run file does not say why)"]
+    return list(case.missing) or ["(the run file does not say what is missing)"]
 
 
 def _total(cases: Sequence[CaseRecord]) -> str:

@@ -115,6 +115,7 @@ class CaseRecord:
     nodeid: str
     seeds: Mapping[str, int]
     missing: tuple[str, ...]
+    expected: str
     failure: Failure | None
     losses: Mapping[str, tuple[float, ...]]
     distances: tuple[Distance, ...]
@@ -144,6 +145,7 @@ class CaseRecord:
             nodeid=fields.optional("nodeid", ""),
             seeds=fields.mapping("seeds", integer),
             missing=fields.items("missing", text),
+            expected=fields.optional("expected", ""),
             failure=Failure.parse(fields.data["failure"], fields.path("failure")) if fields.has("failure") else None,
             losses=fields.mapping("losses", _numbers),
             distances=fields.items("distances", Distance.parse),

@@ -21,6 +21,13 @@ RESHARD = [
 #: The same on more than four ranks, where groups of four are parts as well.
 RESHARD_TO_PARTS = [*RESHARD, pytest.param(4, marks=needs(Capability.RESHARD_TO_SIZE))]
 
+#: The same where it is seen whether the root's own unit is freed.
+RESHARD_ROOT = [
+    pytest.param(True, marks=needs(Capability.RESHARD_AFTER_FORWARD, Capability.ROOT_RESHARD)),
+    RESHARD[1],
+    pytest.param(2, marks=needs(Capability.RESHARD_TO_SIZE, Capability.ROOT_RESHARD)),
+]
+
 #: The same where sizes do not divide and what is shown after forward is looked at.
 RESHARD_UNEVEN = [
     *RESHARD[:2],

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import collections
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from harness import Capability, contract, models, needs, optim, seed, world
+from harness.compare import exact_difference
 from harness.parity import check_exact
 from harness.rank import Rank
 from suites.axes import RESHARD
@@ -80,25 +81,44 @@ def test_containers_between_units(rank: Rank, container: models.Container) -> No
         pair.check()
 
 
-@seed("test_fully_shard_autograd.py::test_post_acc_grad_hook_runs", note="the reduced gradient must be there")
+@seed("test_fully_shard_autograd.py::test_post_acc_grad_hook_runs", note="the average must be there; three steps")
 @contract("AUTOGRAD-4")
 @world(2)
 @needs(Capability.POST_ACCUMULATE_GRAD_HOOK)
 def test_post_accumulate_hook_runs_once(rank: Rank) -> None:
-    """A hook on each parameter runs once in a backward, when the reduced gradient is there."""
-    run = rank.run(models.MLP(9), units=[["in_proj"], ["out_proj"]])
-    calls: collections.Counter[str] = collections.Counter()
+    """A hook on each parameter runs once in a backward, and sees the ranks' average gradient.
 
-    def count(name: str, parameter: torch.Tensor) -> None:
+    What it saw must be, bit for bit, what the optimizer's step finds: the same tensor, which the pair compares.
+    """
+    pair = rank.pair(models.MLP(9), units=[["in_proj"], ["out_proj"]])
+    named = pair.adapter.named_parameters()
+    seen: dict[str, torch.Tensor] = {}
+
+    def note(name: str, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None, f"the hook of {name!r} ran before there was a gradient"
         assert parameter.grad.shape == parameter.shape, f"the hook of {name!r} saw a gradient of another layout"
-        calls[name] += 1
+        assert name not in seen, f"the hook of {name!r} ran twice in one backward"
+        seen[name] = _local(parameter.grad).clone()
 
-    named = run.adapter.named_parameters()
+    def compare(*_: Any) -> None:
+        assert seen.keys() == named.keys(), "each parameter's hook runs once in one backward"
+        for name, parameter in named.items():
+            assert parameter.grad is not None
+            difference = exact_difference(seen.pop(name), _local(parameter.grad))
+            assert difference is None, f"the hook of {name!r} saw another gradient: element, seen, final: {difference}"
+
     for name, parameter in named.items():
-        parameter.register_post_accumulate_grad_hook(lambda parameter, name=name: count(name, parameter))
-    run.forward_backward((rank.batch(0, (2, 9)),), loss=models.mean_square)
-    assert calls == dict.fromkeys(named, 1), "each parameter's hook runs exactly once in one backward"
+        parameter.register_post_accumulate_grad_hook(lambda parameter, name=name: note(name, parameter))
+    assert pair.adapter.optimizer is not None
+    pair.adapter.optimizer.register_step_pre_hook(compare)
+    for step in range(3):
+        pair.step(rank.batch(step, (2, 9)), set_to_none=step % 2 == 0)
+        pair.check()
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part; asking a DTensor for more would communicate."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 @seed(

@@ -6,7 +6,7 @@ import pytest
 
 from harness import Capability, contract, models, needs, world
 from harness.rank import Rank
-from suites.axes import RESHARD
+from suites.axes import RESHARD_ROOT
 
 DEPTH = 3
 UNITS = DEPTH + 1  # the root has parameters of its own
@@ -14,8 +14,8 @@ UNITS = DEPTH + 1  # the root has parameters of its own
 
 @contract("COLLECTIVES-1", "COLLECTIVES-2")
 @world(2, 4)
-@needs(Capability.COUNTED_UNITS, Capability.ROOT_RESHARD)
-@pytest.mark.parametrize("reshard_after_forward", [None, *RESHARD])
+@needs(Capability.COUNTED_UNITS)
+@pytest.mark.parametrize("reshard_after_forward", [None, *RESHARD_ROOT])
 def test_counts_and_bytes(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """Each unit is gathered once in forward, again in backward if it was freed, and reduced once."""
     model = models.Tower(dim=9, depth=DEPTH)

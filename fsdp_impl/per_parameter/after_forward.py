@@ -4,6 +4,7 @@ import logging
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -61,9 +62,22 @@ def _warn_about_one() -> None:
 
 def _smaller_mesh(mesh: ShardMesh, size: int) -> ShardMesh:
     assert mesh.group is not None
-    ranks = mesh.mesh.mesh
+    ranks = mesh.mesh.mesh.view(-1, size)
     meshes = _smaller_meshes.setdefault(mesh.group, {})
     key = (size, mesh.mesh.device_type, tuple(ranks.flatten().tolist()))
     if key not in meshes:
-        meshes[key] = ShardMesh(DeviceMesh(mesh.mesh.device_type, ranks.view(-1, size)))
+        meshes[key] = ShardMesh(_mesh_of(ranks, mesh.mesh.device_type))
     return meshes[key]
+
+
+def _mesh_of(ranks: torch.Tensor, device_type: str) -> DeviceMesh:
+    """A mesh of ``ranks``, 2-D, with process groups of its own; called by all of them."""
+    if ranks.numel() == dist.get_world_size():
+        return DeviceMesh(device_type, ranks)
+    # The other stages of a pipeline make groups of their own meanwhile. DeviceMesh numbers its groups, so that those of
+    # two stages would have one name and meet in the store; these have names of their ranks, and nobody else takes part.
+    (row, column) = (ranks == dist.get_rank()).nonzero()[0].tolist()
+    members = (ranks[:, column].tolist(), ranks[row].tolist())
+    groups = [dist.new_group(group, use_local_synchronization=True) for group in members]
+    names = ("groups", "members")  # wanted of several dimensions; nothing asks for them
+    return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)

@@ -1,19 +1,7 @@
 """The protocol that every adapter implements, and what it declares about itself.
 
-It fits implementations that wrap modules, that only rewrite parameters, and engines that own
-backward, clipping and the step. The harness calls, per training step::
-
-    for each microbatch:
-        with adapter.microbatch(is_last=...):
-            output = adapter.forward(*inputs)
-            adapter.backward(loss)
-    adapter.gradients()          # a picture, before anything clips
-    adapter.clip()               # traits.clips == "call" only
-    adapter.gradients()          # the picture after
-    adapter.step()
-    adapter.norm_after_step()    # traits.clips == "step" only
-    adapter.parameters()
-    adapter.zero_grad(set_to_none=...)
+It fits implementations that wrap modules, that only rewrite parameters, and engines that own backward, clipping and the
+step. docs/adapters.md tells in which order the harness calls what.
 """
 
 from __future__ import annotations
@@ -41,6 +29,11 @@ def padded_to_rows(shape: torch.Size, size: int) -> int:
     if not shape:
         return 1
     return math.ceil(shape[0] / size) * math.prod(shape[1:])
+
+
+def inner_first(units: Units) -> list[tuple[str, ...]]:
+    """Units so that a module's parts come before the module itself; otherwise in the case's order."""
+    return sorted(units, key=lambda unit: -max(name.count(".") for name in unit))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from harness.adapters.base import Accumulation, Adapter, Config, OptimizerFactory, Piece, Traits, whole
+from harness.adapters.base import Accumulation, Adapter, Config, OptimizerFactory, Piece, Traits, inner_first, whole
 from harness.adapters.capability import Capability
 
 
@@ -90,7 +90,7 @@ class DTensorAdapter(Adapter):
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         super().__init__(model, optimizer=optimizer, config=config)
         # Looked up before anything is sharded: the class of a sharded module changes, its name does not.
-        groups = [[model.get_submodule(name) for name in unit] for unit in _inner_first(config.units)]
+        groups = [[model.get_submodule(name) for name in unit] for unit in inner_first(config.units)]
         options: dict[str, Any] = {"mesh": config.mesh, "reshard_after_forward": config.reshard_after_forward}
         if config.offload:
             options["offload_policy"] = type(self).offload_policy(pin_memory=config.offload == "pinned")
@@ -178,8 +178,3 @@ class DTensorAdapter(Adapter):
         if any(self.gathered().values()):
             self.reshard()
         return self.named_parameters()
-
-
-def _inner_first(units: tuple[tuple[str, ...], ...]) -> list[tuple[str, ...]]:
-    """Units so that a module's parts are sharded before the module itself; otherwise in the case's order."""
-    return sorted(units, key=lambda unit: -max(name.count(".") for name in unit))

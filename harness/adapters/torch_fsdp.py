@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
-from harness.adapters.base import Accumulation, Adapter, Config, OptimizerFactory, Piece, Traits, whole
+from harness.adapters.base import Accumulation, Adapter, Config, OptimizerFactory, Piece, Traits, inner_first, whole
 from harness.adapters.capability import Capability
 
 #: How a wrapped module's own name appears in the names of what is inside it.
@@ -95,7 +95,9 @@ class TorchFsdpAdapter(Adapter):
             device_id=_device(config.mesh.device_type),
             use_orig_params=True,
         )
-        for name in _inner_first(config):
+        for unit in inner_first(config.units):
+            assert len(unit) == 1, f"a wrapper takes one module, and the unit {unit} has {len(unit)}"
+            (name,) = unit
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, wrap(model.get_submodule(name)))
         self.module = wrap(model)
@@ -148,10 +150,3 @@ def _device(device_type: str) -> torch.device:
     # Told nothing, it looks for an accelerator, on the CPU too.
     index = None if device_type == "cpu" else torch.accelerator.current_device_index()
     return torch.device(device_type) if index is None else torch.device(device_type, index)
-
-
-def _inner_first(config: Config) -> list[str]:
-    """One name a unit, so that a module's parts are wrapped before the module itself."""
-    for unit in config.units:
-        assert len(unit) == 1, f"a wrapper takes one module, and the unit {unit} has {len(unit)}"
-    return sorted((unit[0] for unit in config.units), key=lambda name: -name.count("."))

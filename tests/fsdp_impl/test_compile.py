@@ -12,15 +12,15 @@ from tests.fsdp_impl.replicas import assert_same, average_gradients, batch, plai
 
 
 class Backend:
-    """Runs graphs as they are and counts them."""
+    """Runs graphs as they are and keeps what each calls, in order."""
 
     def __init__(self) -> None:
-        self.graphs = 0
+        self.graphs: list[tuple[str, ...]] = []
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
         from torch._dynamo.backends.debugging import aot_eager
 
-        self.graphs += 1
+        self.graphs.append(tuple(str(node.target) for node in graph.graph.nodes if node.op.startswith("call_")))
         return aot_eager(graph, inputs)
 
 
@@ -36,13 +36,25 @@ def compile_layers(model: Any, how: str, backend: Backend) -> None:
                 setattr(model[index], name, torch.compile(getattr(model[index], name), backend=backend))
 
 
+def graphs_unsharded(how: str, inputs: torch.Tensor) -> set[tuple[str, ...]]:
+    """What the same layers are compiled to where nothing shards them."""
+    torch._dynamo.reset()
+    backend = Backend()
+    model = plain_copy(tower(4, 2))
+    compile_layers(model, how, backend)
+    model(inputs).square().sum().backward()
+    torch._dynamo.reset()
+    return set(backend.graphs)
+
+
 @world(2)
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 @pytest.mark.parametrize(
     "how, when", [("in place", "after"), ("in place", "before"), ("wrapped", "before"), ("parts", "before")]
 )
 def test_trains_as_replicas_do(rank: Any, how: str, when: str, reshard_after_forward: bool) -> None:
-    torch._dynamo.reset()
+    """Their graphs hold what the layers compute and nothing of the hooks, which gather and reduce."""
+    unsharded = graphs_unsharded(how, batch(rank, 0, (3, 4)))
     backend = Backend()
     model: Any = tower(4, 2)
     plain = plain_copy(model)
@@ -68,9 +80,10 @@ def test_trains_as_replicas_do(rank: Any, how: str, when: str, reshard_after_for
             optimizer.step()
             optimizer.zero_grad()
         if step == 0:
-            first = backend.graphs
+            first = len(backend.graphs)
     assert first > 0
-    assert backend.graphs == first, "compiled again"
+    assert len(backend.graphs) == first, "compiled again"
+    assert set(backend.graphs) == unsharded
     torch._dynamo.reset()
 
 
@@ -87,6 +100,7 @@ def test_with_casts(rank: Any) -> None:
     output = model(batch(rank, 0, (3, 4)))
     assert output.dtype == torch.float32
     output.sum().backward()
-    assert backend.graphs > 0
+    # Neither gathers nor casts: those are the hooks'.
+    assert set(backend.graphs) == {(str(torch._C._nn.linear),)}
     assert all(param.grad.dtype == torch.float32 for param in model.parameters())
     torch._dynamo.reset()

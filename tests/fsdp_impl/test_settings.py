@@ -10,7 +10,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler, OptState
 
 from fsdp_impl import FSDPModule, clip_grad_norm_, fully_shard, register_fsdp_forward_method, share_comm_ctx
-from fsdp_impl.common import collectives
+from fsdp_impl.common import collectives, streams
 from harness import world
 from tests.fsdp_impl.replicas import (
     GATHER,
@@ -234,6 +234,27 @@ def test_gathers_on_the_current_stream_and_a_later_event(rank: Any) -> None:
             torch.optim.SGD(which.parameters(), lr=0.1).step()
         if rank.device.type != "cpu":
             model.set_post_optim_event(torch.accelerator.current_stream().record_event())
+
+
+@world(1, 2)
+def test_gathers_wait_once_for_the_given_event(rank: Any) -> None:
+    """Not for what follows it on the current stream. Which wait is asked for shows on the CPU too."""
+    model, plain = sharded_tower(rank)
+    check_step(rank, model, plain)
+    asked: list[Any] = []
+    with rank.monkeypatch.context() as patch:
+        patch.setattr(streams, "wait", lambda _, event: asked.append(event))
+        patch.setattr(streams, "join", lambda *_: asked.append("the current stream"))
+        event: Any = object()
+        model.set_post_optim_event(event)
+        for first in (event, "the current stream"):
+            asked.clear()
+            with torch.no_grad():
+                model(batch(rank, 0, (3, 4)))
+            assert asked[0] is first
+            assert asked.count(event) == (first is event)
+    model.reshard()  # the root's own are shown gathered, and zero_grad is for the shards
+    check_step(rank, model, plain)
 
 
 @world(2)

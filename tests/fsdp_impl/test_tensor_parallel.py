@@ -163,6 +163,29 @@ def test_stages_of_a_pipeline(rank: Any, with_tensor_parallel: bool) -> None:
         assert param.device_mesh.mesh_dim_names == (("dp", "tp") if with_tensor_parallel else ("dp",))
 
 
+@world(4, 8)
+def test_stages_that_reshard_to_a_smaller_size(rank: Any) -> None:
+    """Each stage of a pipeline makes smaller groups of its own ranks, at the same time as the other or alone."""
+    mesh = rank.mesh((rank.world_size // 4, 4, 1), ("pp", "dp", "tp"))
+    stages = mlps(5)
+    model = nn.Sequential(stages[mesh.get_local_rank("pp")])
+    plain = plain_copy(model)
+    dp = mesh["dp"]
+    for module in (model[0], model):
+        fully_shard(module, mesh=dp, reshard_after_forward=2)
+    with torch.no_grad():
+        model(batch(rank, 0, (3, 5), index=dp.get_local_rank()))
+    shown = dict(model.named_parameters())
+    first = 4 * mesh.get_local_rank("pp")
+    pairs = [[first, first + 1], [first + 2, first + 3]]
+    assert all(param.device_mesh.mesh.tolist() == pairs for param in shown.values())
+    for name, original in plain.named_parameters():
+        torch.testing.assert_close(full(shown[name].detach()), original.detach(), rtol=0, atol=0)
+    for module in (model[0], model):
+        module.reshard()  # the optimizer is for the shards of all ranks
+    train(rank, model, plain, dp, (3, 5))
+
+
 @world(4)
 def test_a_smaller_mesh_after_forward_is_refused(rank: Any) -> None:
     mesh = rank.mesh((4, 1), ("dp", "tp"))

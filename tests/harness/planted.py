@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +18,7 @@ from fsdp_impl.common import collectives, divide, norm
 from fsdp_impl.per_parameter import accumulation
 from harness.adapters.reference import ReferenceAdapter
 
+ROOT = pathlib.Path(__file__).parents[2]
 DROPPED_UNIT = "layers.1"
 GATHERED_TWICE = "layers.2"
 
@@ -133,3 +140,27 @@ class ForgottenFlags(ReferenceAdapter):
 
     def _accumulate(self, *_: Any, **__: Any) -> None:
         pass
+
+
+def failures_of(bugs: Sequence[type[ReferenceAdapter]], cases: str, folder: pathlib.Path) -> dict[str, dict[str, Any]]:
+    """What the suites' cases say of each bug and of the sound reference: ``{bug: {test: failure or None}}``.
+
+    Args:
+        bugs: adapters of this module.
+        cases: an expression as of pytest's ``-k``, which leaves one case of each test.
+        folder: where the run file may be written.
+    """
+    report = folder / "run.json"
+    names = ["reference", *(f"{__name__}:{bug.__name__}" for bug in bugs)]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "suites", "-k", cases]
+    command += ["--impl", ",".join(names), "--device", "cpu", "--report", str(report)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1, done.stdout + done.stderr
+    failures: dict[str, dict[str, Any]] = {}
+    for case in json.loads(report.read_text())["cases"]:
+        found = failures.setdefault(case["implementation"].rpartition(":")[2], {})
+        test = case["id"].partition("::")[2].partition("[")[0]
+        assert test not in found, f"{cases!r} leaves two cases of {test}"
+        found[test] = case["failure"]
+    return failures

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
-import pathlib
-import subprocess
-import sys
-
 import pytest
 
 from tests.harness import planted
 
-ROOT = pathlib.Path(__file__).parents[2]
 BUGS = [
     planted.ForgottenDivision,
     planted.DroppedReduction,
@@ -25,20 +18,7 @@ CASES = "test_counts_and_bytes and w2 and None or test_norm_costs_one_reduction 
 
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory):
-    """The failures of the real cases under every planted bug and the sound reference: {bug: {case: failure}}."""
-    report = tmp_path_factory.mktemp("planted") / "run.json"
-    names = ["reference", *(f"tests.harness.planted:{bug.__name__}" for bug in BUGS)]
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "suites", "-k", CASES]
-    command += ["--impl", ",".join(names), "--device", "cpu", "--report", str(report)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 1, done.stdout + done.stderr
-    failures = {}
-    for case in json.loads(report.read_text())["cases"]:
-        name = case["implementation"].rpartition(":")[2]
-        test = case["id"].partition("::")[2].partition("[")[0]
-        failures.setdefault(name, {})[test] = case["failure"]
-    return failures
+    return planted.failures_of(BUGS, CASES, tmp_path_factory.mktemp("planted"))
 
 
 def test_the_sound_reference_passes_the_same_cases(failures):

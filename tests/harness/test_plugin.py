@@ -3,48 +3,10 @@
 from __future__ import annotations
 
 import json
-import pathlib
 
 import pytest
 
-# Imported before the inner runs, which forget the modules that they import: torch cannot be imported twice.
-import harness.adapters.reference
-import harness.adapters.replicas
-import harness.models  # noqa: F401
-
-ROOT = pathlib.Path(__file__).parents[2]
-QUIET = ("-p", "no:cacheprovider", "-p", "harness.plugin")
-
-CASE = """
-from harness import world
-@world(2)
-def test_case(rank):
-    {body}
-"""
-
-
-@pytest.fixture
-def run(pytester, monkeypatch):
-    """Run pytest on one case file with these options, in this process unless told otherwise."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-
-    def run(source, *options, own_process=False):
-        pytester.path.joinpath("test_inner.py").write_text(source)
-        options = options if "--impl" in options else (*options, "--impl", "ddp")
-        if own_process:
-            return pytester.runpytest_subprocess(*QUIET, *options, timeout=120)
-        return pytester.runpytest_inprocess(*QUIET, *options)
-
-    return run
-
-
-def last_error(result):
-    """The one line after which pytest gave up."""
-    lines = [line for line in result.stderr.lines + result.stdout.lines if line.startswith("ERROR: ")]
-    assert "Traceback" not in result.stderr.str() + result.stdout.str()
-    assert len(lines) == 1, lines
-    return lines[0]
-
+from tests.harness.inner import CASE, last_error
 
 # What cannot exist: exit code 4 and one line
 

@@ -30,6 +30,7 @@ def whole_case() -> dict[str, Any]:
         seeds={"init": 1, "data": 2},
         verdict="fail",
         missing=[],
+        expected="",
         failure={
             "stage": "gradient",
             "step": 1,

@@ -135,6 +135,35 @@ unsupported, tied: reference 1""",
     )
 
 
+def test_what_was_expected_is_told_and_what_was_not_is_a_failure():
+    """As harness/plugin.py writes them: a known failure keeps its text, a pass in its place names the entry."""
+    known = {"verdict": "expected-fail", "failure": {"text": "no norm", "rank": 3}}
+    cases = [
+        samples.case(id="a", expected="fail: the norm raises (F-2)", **known),
+        samples.case(id="b", expected="fail: the norm raises (F-2)", **known),
+        samples.case(id="c", **known),
+        samples.case(id="d", verdict="unexpected-pass", failure={"text": "passes, and x.toml entry 1 expects fail: y"}),
+        samples.case(id="e", verdict="unmet", missing=["4 GPUs"]),
+    ]
+    assert_expected_inline(
+        summary(*cases),
+        """\
+unexpected-pass: reference d (AUTOGRAD-1)
+    passes, and x.toml entry 1 expects fail: y
+
+expected-fail, (the run file does not say why): reference 1
+expected-fail, fail: the norm raises (F-2): reference 2
+unmet, 4 GPUs: reference 1
+
+requirement  cases  reference
+AUTOGRAD-1   5      1 unmet, 3 expected-fail, 1 unexpected-pass
+all          5      1 unmet, 3 expected-fail, 1 unexpected-pass
+
+1 of 4 verdicts are failures; 1 more are skips
+""",
+    )
+
+
 def test_a_case_counts_for_each_of_its_requirements():
     both = samples.case(requirement="TRACE-1, TRACE-2", verdict="fail")
     one = samples.case(id="x", requirement="TRACE-2")

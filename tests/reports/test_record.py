@@ -26,10 +26,17 @@ def test_a_whole_case_is_read_field_by_field():
     assert record.collectives == (Trace((0, 1), ("forward all_gather float32 1024",)),)
 
 
+def test_an_expected_failure_says_why():
+    record = CaseRecord.parse(samples.case(verdict="expected-fail", expected="fail: it is known (F-1)"), "cases[0]")
+    assert (record.verdict, record.expected) == (Verdict.EXPECTED_FAIL, "fail: it is known (F-1)")
+    assert not record.verdict.failed and not record.verdict.skipped
+
+
 def test_the_least_case_has_empty_defaults():
     record = CaseRecord.parse(samples.case(), "cases[0]")
     assert record.failure is None
     assert (record.nodeid, record.missing, record.distances, record.collectives) == ("", (), (), ())
+    assert record.expected == ""
     assert (record.seeds, record.losses) == ({}, {})
 
 

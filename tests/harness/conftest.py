@@ -1,0 +1,22 @@
+"""Fixtures that the tests of the harness share."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.harness.inner import QUIET, ROOT
+
+
+@pytest.fixture
+def run(pytester, monkeypatch):
+    """Run pytest on one case file with these options, in this process unless told otherwise."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+    def run(source, *options, own_process=False):
+        pytester.path.joinpath("test_inner.py").write_text(source)
+        options = options if "--impl" in options else (*options, "--impl", "ddp")
+        if own_process:
+            return pytester.runpytest_subprocess(*QUIET, *options, timeout=120)
+        return pytester.runpytest_inprocess(*QUIET, *options)
+
+    return run

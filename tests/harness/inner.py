@@ -1,0 +1,32 @@
+"""Inner pytest runs on one file of cases: what tests of the plugin share."""
+
+from __future__ import annotations
+
+import pathlib
+
+# Imported before the inner runs, which forget the modules that they import: torch cannot be imported twice.
+import harness.adapters.reference
+import harness.adapters.replicas
+import harness.models  # noqa: F401
+
+ROOT = pathlib.Path(__file__).parents[2]
+QUIET = ("-p", "no:cacheprovider", "-p", "harness.plugin")
+
+CASE = """
+from harness import world
+@world(2)
+def test_case(rank):
+    {body}
+"""
+
+
+def error_lines(result):
+    """What an inner run says of itself rather than of a test."""
+    return [line for line in result.stderr.lines + result.stdout.lines if line.startswith("ERROR: ")]
+
+
+def last_error(result):
+    """The one line after which pytest gave up."""
+    assert "Traceback" not in result.stderr.str() + result.stdout.str()
+    (line,) = error_lines(result)
+    return line

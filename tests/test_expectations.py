@@ -1,0 +1,38 @@
+"""The files of suites/expectations: for known implementations, about cases and findings that there are."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.adapters.registry import BUILT_IN
+from harness.expectations_file import load
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "suites/expectations"
+IMPLEMENTATIONS = sorted(path.name.removesuffix(".toml") for path in FOLDER.iterdir())
+
+
+@pytest.fixture(scope="module")
+def case_ids():
+    """The ids of all cases, the nightly ones too."""
+    options = ["suites", "--impl", "reference", "--device", "cpu", "--collect-only", "-q", "-m", ""]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert found.returncode == 0, found.stdout + found.stderr
+    return [line.replace("[reference-", "[") for line in found.stdout.splitlines() if "::" in line]
+
+
+def test_every_file_is_some_implementations():
+    assert set(IMPLEMENTATIONS) <= set(BUILT_IN)
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_every_entry_has_a_case_and_a_finding(name, case_ids):
+    """A complete run tells as much, but only of the entries about its own version of torch and type of device."""
+    findings = re.findall(r"^## (F-\d+) ", (ROOT / "docs/findings.md").read_text(), flags=re.MULTILINE)
+    for entry in load(FOLDER, name):
+        assert any(map(entry.matches, case_ids)), f"{entry.source} matches no case"
+        assert entry.link in [f"docs/findings.md, {finding}" for finding in findings], entry.source
