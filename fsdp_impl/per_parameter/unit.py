@@ -7,12 +7,14 @@ import torch
 from torch import nn
 from torch.distributed._composable_state import _State
 
-from fsdp_impl.common import streams
+from fsdp_impl.common import hooks, streams
+from fsdp_impl.common.comm_context import CommContext
 from fsdp_impl.common.containers import map_tensors
+from fsdp_impl.common.phase import Phase
 from fsdp_impl.common.policies import MixedPrecisionPolicy
-from fsdp_impl.per_parameter import gradients, hooks, lazy_init, precision, prefetch, registry
-from fsdp_impl.per_parameter.context import CommContext, IterationContext
-from fsdp_impl.per_parameter.group import ParamGroup, Phase
+from fsdp_impl.per_parameter import gradients, lazy_init, precision, prefetch, registry
+from fsdp_impl.per_parameter.context import IterationContext
+from fsdp_impl.per_parameter.group import ParamGroup
 from fsdp_impl.per_parameter.param import ShardedParam
 from fsdp_impl.per_parameter.reduction import Reducer
 
