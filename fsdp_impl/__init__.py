@@ -5,6 +5,7 @@ The names and signatures are those of ``torch.distributed.fsdp``.
 
 from fsdp_impl.common.clip import clip_grad_norm_
 from fsdp_impl.common.policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from fsdp_impl.flat import BackwardPrefetch, CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from fsdp_impl.per_parameter import (
     FSDPModule,
     UnshardHandle,
@@ -15,11 +16,16 @@ from fsdp_impl.per_parameter import (
 )
 
 __all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
     "FSDPModule",
+    "FullyShardedDataParallel",
+    "MixedPrecision",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "ShardingStrategy",
     "UnshardHandle",
     "clip_grad_norm_",
     "fully_shard",
