@@ -31,7 +31,7 @@ WAITING = pytest.mark.parametrize(
         pytest.param(("layers.0", "layers.1"), marks=PER_UNIT, id="some"),
     ],
 )
-OFFLOADED = needs(Capability.OFFLOAD)
+OFFLOADED = needs(Capability.OFFLOAD, Capability.PAGEABLE_OFFLOAD)
 #: As the seeds have it, offloading is crossed with one way of resharding.
 RESHARD_AND_OFFLOAD = pytest.mark.parametrize(
     ("reshard_after_forward", "offload"),

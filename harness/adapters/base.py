@@ -138,6 +138,13 @@ class Config:
     cast: torch.dtype | None = None
     """Cast the module to this dtype once it is sharded, before the optimizer is made."""
 
+    flat_parameters: bool = False
+    """The optimizer has one flat parameter a unit. Needs :attr:`Capability.FLAT_PARAMETERS`."""
+
+    sync_states: bool = False
+    """Every rank takes the parameters and buffers of the first data-parallel rank. Needs
+    :attr:`Capability.SYNC_STATES`."""
+
     @property
     def shard_size(self) -> int:
         """The number of ranks that share a unit."""
@@ -280,6 +287,14 @@ class Adapter(ABC):
         Needs :attr:`Capability.REGISTERED_STATE`.
         """
         raise AssertionError(f"{self.name} does not declare {Capability.REGISTERED_STATE!r}")
+
+    def own_gradients(self, names: Sequence[str]) -> list[torch.Tensor]:
+        """What this rank's optimizer will use of the gradients of these parameters, to be changed in place.
+
+        Ranks that hold the same share of the same parameters have tensors of the same sizes, in one order. Needs
+        :attr:`Capability.TENSOR_PARALLEL`.
+        """
+        raise AssertionError(f"{self.name} does not declare {Capability.TENSOR_PARALLEL!r}")
 
     def reshard(self) -> None:
         """Free all gathered parameters. Needs :attr:`Capability.MANUAL_RESHARD`."""

@@ -27,7 +27,7 @@ class TorchFullyShardAdapter(DTensorAdapter):
     def capabilities(cls) -> frozenset[Capability]:
         # docs/findings.md has both: F-1, after resharding to a smaller size that does not divide, what is
         # shown is cut in the wrong place; F-2, the inf-norm raises on a rank with an empty shard.
-        lacking = {Capability.RESHARD_TO_SIZE_UNEVEN, Capability.CLIP_EMPTY_SHARDS}
+        lacking = {Capability.RESHARD_TO_SIZE_UNEVEN, Capability.CLIP_EMPTY_SHARDS, Capability.ORDER_VALIDATION}
         # F-3: seen to fail on 2.11 and to work on 2.13; 2.12 is untested.
         if torch.__version__ < TorchVersion("2.13"):
             lacking.add(Capability.DATACLASS_OUTPUT)
