@@ -10,6 +10,7 @@ from fsdp_impl.common.comm_context import CommContext
 from fsdp_impl.common.streams import Event
 
 if TYPE_CHECKING:
+    from fsdp_impl.common.order import OrderCheck
     from fsdp_impl.flat.buffer import FlatBuffer
     from fsdp_impl.flat.group import FlatGroup
     from fsdp_impl.flat.unit import FlatUnit
@@ -71,6 +72,7 @@ class IterationContext:
         first_order: groups in the order of the first training forward's gathers, each once: what forward prefetches.
         forward_order: groups in the order of their post-forwards since the last backward, with repeats.
         callback_queued: whether this backward's final callback is queued.
+        order: checks the order of gathers; ``None`` unless the debug level asks for it.
     """
 
     def __init__(self) -> None:
@@ -79,3 +81,4 @@ class IterationContext:
         self.first_order: list[FlatGroup] = []
         self.forward_order: list[FlatGroup] = []
         self.callback_queued = False
+        self.order: OrderCheck | None = None

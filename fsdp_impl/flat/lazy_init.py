@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from fsdp_impl.common.order import OrderCheck
 from fsdp_impl.flat import buffers, names
 from fsdp_impl.flat.context import FlatContext, IterationContext
 from fsdp_impl.flat.group import FlatGroup
@@ -39,6 +40,8 @@ def ensure(unit: "FlatUnit") -> None:
     context.create_streams()
     iteration = IterationContext()
     iteration.units = units
+    if unit.checks_order:
+        iteration.order = OrderCheck(unit.device)
     for other in units:
         other.is_root = other is unit
         other.share(context, iteration)

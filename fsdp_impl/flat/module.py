@@ -14,11 +14,13 @@ from fsdp_impl.flat.clip import clip_grad_norm
 from fsdp_impl.flat.collect import wrappers
 from fsdp_impl.flat.group import FlatGroup
 from fsdp_impl.flat.names import WRAPPED, clean
+from fsdp_impl.flat.optim_state_methods import OptimStateMethods
 from fsdp_impl.flat.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from fsdp_impl.flat.state_dict_methods import StateDictMethods
 from fsdp_impl.flat.unit import FlatUnit
 
 
-class FullyShardedDataParallel(nn.Module):
+class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
     """Shards the parameters of ``module`` that no wrapper inside it has taken, over the ranks of a process group.
 
     The parameters become one flat parameter of which each rank keeps a part. Forward and backward gather it for as long
@@ -164,13 +166,12 @@ class FullyShardedDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module's forward with its parameters gathered."""
-        args, kwargs = self._unit.pre_forward(args, kwargs)
         try:
-            output = self._fsdp_wrapped_module(*args, **kwargs)
+            args, kwargs = self._unit.pre_forward(args, kwargs)
+            return self._unit.post_forward(self._fsdp_wrapped_module(*args, **kwargs))
         except BaseException:
             self._unit.abandon_forward()
             raise
-        return self._unit.post_forward(output)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> "FullyShardedDataParallel":
         """Call ``fn`` with every module, children first, while this unit's parameters are whole; changes stay."""

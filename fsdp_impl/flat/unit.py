@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._C._distributed_c10d import DebugLevel, get_debug_level
 
 from fsdp_impl.common import hooks, streams
 from fsdp_impl.common.containers import cast, map_tensors, tensors_requiring_grad
@@ -26,6 +27,7 @@ class FlatUnit:
     Attributes:
         wrapper: the module that it belongs to.
         group: its parameters, ``None`` if there were none left to shard.
+        checks_order: whether the order of forwards is checked, if this becomes the root.
         is_root: ``None`` before lazy initialisation.
         is_summoned: whether the modules hold whole parameters, inside ``summon_full_params``.
         is_exposed: whether the modules hold flat parameters in the place of original ones, inside ``.to()``.
@@ -54,6 +56,7 @@ class FlatUnit:
         self.backward_prefetch = backward_prefetch
         self.forward_prefetch = forward_prefetch
         self.limits_gathers = limits_gathers
+        self.checks_order = get_debug_level() == DebugLevel.DETAIL
         self.is_root: bool | None = None
         self.phase = Phase.IDLE
         self.syncs = True
@@ -95,6 +98,8 @@ class FlatUnit:
         self.phase = Phase.FORWARD
         if self.group is not None:
             if not hooks.in_backward():
+                if self.iteration.order is not None:
+                    self.iteration.order.before_gather(self.group.names, self.group.ranks.group)
                 prefetch.record_first(self.group, self.iteration)
             self._unshard_now()
             if self.forward_prefetch and not hooks.in_backward():
@@ -121,21 +126,27 @@ class FlatUnit:
         hooks.call_before_backward(self._pre_backward, output)
         self.phase = Phase.IDLE
         if self.iteration.forward_root is self:
+            if self.is_root and self.iteration.order is not None:
+                self.iteration.order.end(group.ranks.group for group in self.groups())
             self._root_post_forward()
         return output
 
     @hooks.outside_graphs
     def abandon_forward(self) -> None:
-        """Forward raised: be ready for another one."""
-        if self.phase is Phase.FORWARD:
-            self.phase = Phase.IDLE
-            if self.group is not None:
-                self.group.reshard()
+        """Forward raised: be ready for another one, whatever has been gathered."""
+        if self.phase is Phase.PRE_BACKWARD:
+            return
+        self.phase = Phase.IDLE
         if self.iteration.forward_root is self:
+            for group in self.groups():
+                group.reshard()
+            self._forget_order()
             self._root_post_forward()
 
     def _root_pre_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self.iteration.forward_root = self
+        if self.is_root and self.iteration.order is not None:
+            self.iteration.order.begin(training=self.wrapper.training)
         for group in self.groups():
             if group.is_stale():
                 group.reshard()

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 from fsdp_impl.common.streams import Event
 
 if TYPE_CHECKING:
+    from fsdp_impl.common.order import OrderCheck
     from fsdp_impl.per_parameter.group import ParamGroup
-    from fsdp_impl.per_parameter.order import OrderCheck
     from fsdp_impl.per_parameter.unit import Unit
 
 

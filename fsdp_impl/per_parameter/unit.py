@@ -97,7 +97,8 @@ class Unit(_State):
         if self.group is not None:
             entering_group = self.group.phase is not Phase.FORWARD
             if entering_group and self.iteration.order is not None:
-                self.iteration.order.before_gather(self.group)
+                names = [param.fqn for param in self.group.shards.params]
+                self.iteration.order.before_gather(names, self.group.mesh.group)
             self.group.phase = Phase.FORWARD
             self._unshard_now()
             if entering_group:
@@ -144,7 +145,7 @@ class Unit(_State):
         self.comm.release_output()
         self.iteration.forward_root = None
         if self.is_root and self.iteration.order is not None:
-            self.iteration.order.end(_groups(self.iteration.units))
+            self.iteration.order.end(group.mesh.group for group in _groups(self.iteration.units))
 
     def _complete_forward(self, output: Any) -> None:
         if self.group is not None:
