@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_impl.flat import collect, devices, materialize, ranks
 from fsdp_impl.flat.collect import Ignored
 from fsdp_impl.flat.group import FlatGroup
+from fsdp_impl.flat.names import without_checkpointing
 from fsdp_impl.flat.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_impl.flat.ranks import Ranks
 from fsdp_impl.flat.shards import FlatShards
@@ -77,7 +78,8 @@ def build(module: nn.Module, wrapper: type[nn.Module], arguments: Arguments) -> 
     precision = arguments.mixed_precision or MixedPrecision()
     offloads = arguments.cpu_offload is not None and arguments.cpu_offload.offload_params
     shards = FlatShards(
-        module,
+        # The checkpointing wrapper renames what it holds itself when a state dict is loaded.
+        without_checkpointing(module),
         params,
         names,
         found,

@@ -13,7 +13,7 @@ from fsdp_impl.flat import construct, lazy_init, summon
 from fsdp_impl.flat.clip import clip_grad_norm
 from fsdp_impl.flat.collect import wrappers
 from fsdp_impl.flat.group import FlatGroup
-from fsdp_impl.flat.names import WRAPPED, clean
+from fsdp_impl.flat.names import WRAPPED, clean, without_checkpointing
 from fsdp_impl.flat.optim_state_methods import OptimStateMethods
 from fsdp_impl.flat.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_impl.flat.state_dict_methods import StateDictMethods
@@ -121,9 +121,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
     @property
     def module(self) -> nn.Module:
         """The wrapped module, without a checkpointing wrapper around it."""
-        wrapped = self._fsdp_wrapped_module
-        inner = getattr(wrapped, "_checkpoint_wrapped_module", None)
-        return inner if isinstance(inner, nn.Module) else wrapped
+        return without_checkpointing(self._fsdp_wrapped_module)
 
     @property
     def _group(self) -> FlatGroup | None:

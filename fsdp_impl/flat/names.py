@@ -14,6 +14,12 @@ def clean(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in (WRAPPED, _CHECKPOINTED))
 
 
+def without_checkpointing(module: nn.Module) -> nn.Module:
+    """The module inside a checkpointing wrapper of torch; any other as it is."""
+    inner = getattr(module, _CHECKPOINTED, None)
+    return inner if isinstance(inner, nn.Module) else module
+
+
 def module_names(root: nn.Module) -> dict[nn.Module, str]:
     """The clean names of all modules in ``root``; ``"(root)"`` for ``root`` itself and what it wraps."""
     return {module: clean(name) or "(root)" for name, module in root.named_modules()}

@@ -5,9 +5,8 @@ large as what it knows, such as a momentum, is *laid out* like it, and is gather
 else, such as a number of steps, is the same for all parts and is copied.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Any, NamedTuple
 
 import torch
@@ -22,15 +21,6 @@ from fsdp_impl.flat.state_dict import SavedUnit, check_idle, units_with_names
 
 State = dict[str, Any]
 ParamGroups = Sequence[dict[str, Any]]
-
-
-class OptimStateKeyType(Enum):
-    """What an optimizer's state dict calls its parameters."""
-
-    PARAM_NAME = auto()
-    """By their names."""
-    PARAM_ID = auto()
-    """By their numbers, in the order of the optimizer's parameter groups."""
 
 
 class Place(NamedTuple):
@@ -139,7 +129,7 @@ def save(
         state = given["state"].get(number, given["state"].get(place.names[0]))
         if place.saved is None:
             if state is not None:
-                found[place.names[0]] = {key: _copy(value) for key, value in state.items()}
+                found[place.names[0]] = {key: copy_of(value) for key, value in state.items()}
         elif state is not None:
             parts = per_unit.setdefault(id(place.saved), {})
             parts |= {index: _part_of_state(place.saved, index, state) for index in place.indices}
@@ -148,7 +138,7 @@ def save(
     if rank0_only and process_group.rank() != 0:
         return {}
     if offload_to_cpu:
-        found = {name: {key: _to_cpu(value) for key, value in state.items()} for name, state in found.items()}
+        found = {name: {key: to_cpu(value) for key, value in state.items()} for name, state in found.items()}
     named = [
         {**{key: value for key, value in options.items() if key != "params"}, "params": table.names([group])}
         for group, options in zip(groups, given["param_groups"], strict=True)
@@ -218,7 +208,7 @@ def _whole_states(saved: SavedUnit, parts: dict[int, State], *, shards: bool) ->
         for key, kind in state.items():
             value = wholes[key, kind][index] if _stands_for(kind) else None
             if value is None:
-                found[saved.names[index]][key] = _copy(kind)
+                found[saved.names[index]][key] = copy_of(kind)
             else:
                 found[saved.names[index]][key] = (
                     resharded.sharded(group, index, value) if shards else resharded.full(value)
@@ -244,159 +234,14 @@ def _merge(mine: dict[int, State], process_group: dist.ProcessGroup | None) -> d
 
 
 def _on_cpu(states: dict[int, State]) -> dict[int, State]:
-    return {index: {key: _to_cpu(value) for key, value in state.items()} for index, state in states.items()}
+    return {index: {key: to_cpu(value) for key, value in state.items()} for index, state in states.items()}
 
 
-def _to_cpu(value: Any) -> Any:
+def to_cpu(value: Any) -> Any:
     if isinstance(value, DTensor):
         return dtensor.wrap(dtensor.local_of(value).cpu(), value._spec)
     return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
-def _copy(value: Any) -> Any:
+def copy_of(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
-
-
-# Loading
-
-
-@torch.no_grad()
-def load(
-    table: Table,
-    groups: ParamGroups,
-    given: State,
-    *,
-    rank0_only: bool = False,
-    by_name: bool = False,
-    process_group: dist.ProcessGroup | None = None,
-) -> State:
-    """What an optimizer of ``groups`` on this rank can load of the state dict ``given``, which is by names.
-
-    A collective with ``rank0_only``, where the first rank's argument counts alone, and where states are DTensors.
-    """
-    if rank0_only:
-        given = _from_first_rank(given, process_group or table.process_group)
-    parts: dict[str, State] = {}
-    for saved in table.units:
-        for index, name in enumerate(saved.names):
-            if name in given["state"]:
-                parts[name] = _shard_state(saved, index, given["state"][name])
-    found: dict[Any, State] = {}
-    own: list[dict[str, Any]] = []
-    number = 0
-    for group in groups:
-        keys = []
-        for param in params_of([group]):
-            place = table.place(param)
-            key: Any = place.names[0] if by_name else number
-            number += 1
-            keys.append(key)
-            state = _state_to_load(place, parts, given["state"])
-            if state is not None:
-                found[key] = state
-        own.append({**_options_for(table.names([group]), group, given["param_groups"]), "params": keys})
-    return {"state": found, "param_groups": own}
-
-
-def _from_first_rank(given: State, process_group: dist.ProcessGroup) -> State:
-    sent: list[Any] = [None]
-    if process_group.rank() == 0:
-        states = {
-            name: {key: _to_cpu(_whole(value)) for key, value in state.items()}
-            for name, state in given["state"].items()
-        }
-        sent = [{**given, "state": states}]
-    dist.broadcast_object_list(sent, group_src=0, group=process_group)
-    received: State = sent[0]
-    return received
-
-
-def _whole(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def _shard_state(saved: SavedUnit, index: int, state: State) -> State:
-    """This rank's part of what is laid out like parameter ``index``, where its shards live; the rest as it is."""
-    found: State = {}
-    size, home = resharded.full_size(saved.group, index), saved.group.shards.flat.device
-    for key, value in state.items():
-        value = _whole(value)
-        if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == size:
-            local = resharded.local_part(saved.group, index, value)
-            found[key] = _Part(resharded.shard_part(saved.group, index, local).to(home, copy=True))
-        else:
-            found[key] = _copy(value)
-    return found
-
-
-class _Part(NamedTuple):
-    """This rank's part of something that is laid out like a parameter."""
-
-    tensor: torch.Tensor
-
-
-def _state_to_load(place: Place, parts: dict[str, State], given: dict[str, State]) -> State | None:
-    if place.saved is None:
-        state = given.get(place.names[0])
-        return None if state is None else {key: _copy(_whole(value)) for key, value in state.items()}
-    shards = place.saved.group.shards
-    states = {index: parts[name] for index, name in zip(place.indices, place.names, strict=True) if name in parts}
-    if not states:
-        return None
-    if not shards.use_orig:
-        return _joined(place.saved, states)
-    ((index, state),) = states.items()
-    if shards.spans[index].numel == 0:
-        # No gradient ever comes here, so the optimizer keeps nothing.
-        return None
-    size = shards.originals[index].size()
-    return {key: value.tensor.view(size) if isinstance(value, _Part) else value for key, value in state.items()}
-
-
-def _joined(saved: SavedUnit, states: dict[int, State]) -> State:
-    """The state of the flat parameter; zeros where a parameter has none."""
-    shards = saved.group.shards
-    found: State = {}
-    for index, state in states.items():
-        span = shards.spans[index]
-        for key, value in state.items():
-            if not isinstance(value, _Part):
-                found.setdefault(key, value)
-                continue
-            if key not in found:
-                found[key] = torch.zeros_like(shards.flat.detach(), dtype=value.tensor.dtype)
-            found[key][span.offset : span.offset + span.numel].copy_(value.tensor)
-    return found
-
-
-def _options_for(names: Sequence[str], own: dict[str, Any], given: ParamGroups) -> dict[str, Any]:
-    """The options of the group that had these parameters when they were saved; the optimizer's own if none had."""
-    for group in given:
-        if set(names) & set(group["params"]):
-            return {key: value for key, value in group.items() if key != "params"}
-    return {key: value for key, value in own.items() if key != "params"}
-
-
-# Names and numbers
-
-
-def rename(given: State, names: Sequence[str], kind: OptimStateKeyType) -> State:
-    """By names or by numbers, where ``names`` are in the order of the numbers.
-
-    Raises:
-        ValueError: for keys that are neither.
-    """
-    keys: Iterable[Any] = [*given["state"], *(key for group in given["param_groups"] for key in group["params"])]
-    to: dict[Any, Any]
-    if kind is OptimStateKeyType.PARAM_NAME:
-        to = dict(enumerate(names))
-    else:
-        to = {name: number for number, name in enumerate(names)}
-    if all(key in to.values() for key in keys):
-        return given
-    if unknown := [key for key in keys if key not in to]:
-        raise ValueError(f"The optimizer state dict has the key {unknown[0]!r}, and the model no such parameter")
-    return {
-        "state": {to[key]: state for key, state in given["state"].items()},
-        "param_groups": [{**group, "params": [to[key] for key in group["params"]]} for group in given["param_groups"]],
-    }

@@ -7,9 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_impl.flat import optim_state
+from fsdp_impl.flat import optim_state, optim_state_load
 from fsdp_impl.flat.names import clean
-from fsdp_impl.flat.optim_state import OptimStateKeyType, Table, groups_of
+from fsdp_impl.flat.optim_state import Table, groups_of
+from fsdp_impl.flat.optim_state_keys import OptimStateKeyType, rename
 from fsdp_impl.flat.state_dict_methods import StateDictMethods
 from fsdp_impl.flat.state_dict_options import (
     FullOptimStateDictConfig,
@@ -84,7 +85,7 @@ class OptimStateMethods:
         """
         settings = StateDictMethods.get_state_dict_type(model)
         _refuse_local(settings.state_dict_type)
-        found = optim_state.load(
+        found = optim_state_load.load(
             Table(model),
             groups_of(optim, model),
             optim_state_dict,
@@ -160,7 +161,7 @@ class OptimStateMethods:
         named = {param: clean(name) for name, param in model.named_parameters()}
         groups = groups_of(optim if optim is not None else optim_input, model)
         names = [named[param] for param in optim_state.params_of(groups)]  # type: ignore[index]
-        return optim_state.rename(optim_state_dict, names, optim_state_key_type)
+        return rename(optim_state_dict, names, optim_state_key_type)
 
 
 def _saved(
@@ -196,7 +197,7 @@ def _loadable(
 ) -> State:
     _warn_optim_input(optim_input)
     groups = groups_of(optim if optim is not None else optim_input, model)
-    return optim_state.load(Table(model), groups, given, rank0_only=rank0_only, process_group=group)
+    return optim_state_load.load(Table(model), groups, given, rank0_only=rank0_only, process_group=group)
 
 
 def _refuse_local(kind: StateDictType) -> None:

@@ -22,10 +22,10 @@ from fsdp_impl.flat.unit import FlatUnit
 
 
 class Key(NamedTuple):
-    """One name of one parameter of a unit; shared parameters have several."""
+    """One name of one of a unit's parameters, given by its place among them; shared parameters have several."""
 
     name: str
-    index: int
+    param: int
 
 
 def keys_of(unit: FlatUnit) -> list[Key]:

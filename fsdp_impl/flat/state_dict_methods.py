@@ -8,6 +8,7 @@ from torch import nn
 
 from fsdp_impl.flat import state_dict
 from fsdp_impl.flat.collect import wrappers
+from fsdp_impl.flat.names import clean
 from fsdp_impl.flat.state_dict_options import (
     OptimStateDictConfig,
     StateDictConfig,
@@ -57,7 +58,7 @@ class StateDictMethods(nn.Module):
         state_dict.check_idle(self._unit)
         missing, errors = state_dict.load(self._unit, state_dict_, prefix, self._state_dict_settings)
         if strict:
-            missing_keys.extend(map(state_dict.clean, missing))
+            missing_keys.extend(map(clean, missing))
         error_msgs.extend(errors)
         super()._load_from_state_dict(
             state_dict_, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs

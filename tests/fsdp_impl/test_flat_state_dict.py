@@ -34,7 +34,7 @@ STRATEGIES = pytest.mark.parametrize("strategy", [FULL, ZERO2, NONE])
 
 
 class Rich(nn.Module):
-    """Tied parameters, a frozen buffer, one that is not saved, a layout that is not contiguous, and an own parameter."""
+    """Tied parameters, a buffer, one that is not saved, and a parameter whose layout is not contiguous."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,7 +252,7 @@ def test_missing_unexpected_and_misfit_values_are_told(rank: Any, use_orig_param
     given = sharded.state_dict()
     del given["body.0.weight"]
     missing, unexpected = sharded.load_state_dict(given, strict=False)
-    assert not missing and not unexpected, "as torch has it, nothing is told unless strict"
+    assert missing == ["body.0.weight"] and not unexpected
     with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "body.0.weight"'):
         sharded.load_state_dict(given)
     with pytest.raises(RuntimeError, match=r"size mismatch for body.0.weight: .*\[2, 2\].*\[3, 5\]"):
@@ -264,10 +264,10 @@ def test_missing_unexpected_and_misfit_values_are_told(rank: Any, use_orig_param
 @world(2)
 def test_what_a_user_can_get_wrong(rank: Any) -> None:
     model = wrap_children(tower(5).to(rank.device), device_id=rank.device)
-    with pytest.raises(RuntimeError, match="^Expected state_dict_config of type .*FullStateDictConfig.* but got"):
+    with pytest.raises(RuntimeError, match=r"^Expected state_dict_config of type .*FullStateDictConfig.* but got"):
         FullyShardedDataParallel.set_state_dict_type(model, WHOLE, LocalStateDictConfig())
     with (
-        pytest.raises(RuntimeError, match="^Expected state_dict_config of type"),
+        pytest.raises(RuntimeError, match=r"^Expected state_dict_config of type"),
         FullyShardedDataParallel.state_dict_type(model, LOCAL, ShardedStateDictConfig()),
     ):
         pass
