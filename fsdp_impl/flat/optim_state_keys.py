@@ -32,7 +32,9 @@ def rename(given: State, names: Sequence[str], kind: OptimStateKeyType) -> State
         return given
     if unknown := [key for key in keys if key not in to]:
         raise ValueError(f"The optimizer state dict has the key {unknown[0]!r}, and the model no such parameter")
-    return {
-        "state": {to[key]: state for key, state in given["state"].items()},
-        "param_groups": [{**group, "params": [to[key] for key in group["params"]]} for group in given["param_groups"]],
-    }
+    renamed = [{**group, "params": [to[key] for key in group["params"]]} for group in given["param_groups"]]
+    if kind is OptimStateKeyType.PARAM_ID:
+        # ``load_state_dict`` looks at places, not at numbers: an optimizer counts its groups through, one by one.
+        renamed = [{**group, "params": sorted(group["params"])} for group in renamed]
+        renamed.sort(key=lambda group: group["params"][:1])
+    return {"state": {to[key]: state for key, state in given["state"].items()}, "param_groups": renamed}
