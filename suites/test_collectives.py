@@ -10,12 +10,21 @@ from suites.axes import RESHARD
 
 DEPTH = 3
 UNITS = DEPTH + 1  # the root has parameters of its own
+ROOT_TOO = needs(Capability.ROOT_RESHARD)
 
 
 @contract("COLLECTIVES-1", "COLLECTIVES-2")
 @world(2, 4)
-@needs(Capability.COUNTED_UNITS, Capability.ROOT_RESHARD)
-@pytest.mark.parametrize("reshard_after_forward", [None, *RESHARD])
+@needs(Capability.COUNTED_UNITS)
+@pytest.mark.parametrize(
+    "reshard_after_forward",
+    [
+        None,
+        pytest.param(True, marks=[*RESHARD[0].marks, ROOT_TOO]),
+        RESHARD[1],
+        pytest.param(2, marks=[*RESHARD[2].marks, ROOT_TOO]),
+    ],
+)
 def test_counts_and_bytes(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """Each unit is gathered once in forward, again in backward if it was freed, and reduced once."""
     model = models.Tower(dim=9, depth=DEPTH)

@@ -75,7 +75,7 @@ class Capability(enum.StrEnum):
     """Collectives come in the documented order: a unit is gathered when it runs, in backward one ahead."""
 
     SINGLE_RANK = "single-rank"
-    """A data-parallel mesh of one rank works and issues no collective."""
+    """Parameters may be sharded over one rank, which issues no collective but the reduction over replicas."""
 
     ADAM = "adam"
     """Works with optimizers that keep more state than momentum."""

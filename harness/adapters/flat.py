@@ -36,6 +36,7 @@ CAPABILITIES = frozenset(
         Capability.TIED_PARAMETERS,
         Capability.CAST_AFTER_INIT,
         Capability.DEFERRED_REDUCTION,
+        Capability.KEEP_AFTER_BACKWARD,
         Capability.CLIP_BY_CALL,
         Capability.CLIP_ANY_NORM,
         Capability.CLIP_EMPTY_SHARDS,
@@ -81,7 +82,11 @@ class FlatAdapter(Adapter):
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         super().__init__(model, optimizer=optimizer, config=config)
-        assert config.accumulation in (None, Accumulation()), "no_sync is for the whole reduction of all units"
+        keeps = Accumulation(keeps_gathered=True)
+        assert config.accumulation in (None, Accumulation(), keeps), "no_sync is for the whole reduction of all units"
+        assert config.accumulation != keeps or config.reshard_after_forward is False, (
+            "parameters that are freed after forward are freed after backward too"
+        )
         names = _inner_first(config)
         self._units = flat_units(model, [*names, ""])
         wrap = functools.partial(self.api.FullyShardedDataParallel, **self._options())
