@@ -86,6 +86,8 @@ def build(module: nn.Module, wrapper: type[nn.Module], arguments: Arguments) -> 
         use_orig=arguments.use_orig_params,
         compute_dtype=precision.param_dtype,
         offloads=offloads,
+        # Only from pinned memory do copies to the device overlap with compute.
+        pins=offloads and device.type != "cpu",
     )
     return Built(ignored, found, strategy, device, FlatGroup(shards, device, precision.param_dtype))
 

@@ -12,6 +12,8 @@ from functools import cached_property
 
 import torch
 
+from fsdp_impl.common.layout import contiguous_stride
+
 # What vectorised loads want.
 _ALIGNMENT_BYTES = 16
 
@@ -30,9 +32,13 @@ class Piece:
     size: torch.Size
     stride: tuple[int, ...]
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return math.prod(self.size)
+
+    @cached_property
+    def is_contiguous(self) -> bool:
+        return self.stride == contiguous_stride(self.size)
 
 
 @dataclass(frozen=True)
@@ -137,7 +143,7 @@ def stride_of(tensor: torch.Tensor) -> tuple[int, ...]:
     """The strides that fit what :func:`flattened` makes of ``tensor``."""
     if is_dense(tensor):
         return tuple(tensor.stride())
-    return tuple(torch.empty(tensor.size(), device="meta").stride())
+    return contiguous_stride(tensor.size())
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -151,5 +157,8 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _shaped(part: torch.Tensor, piece: Piece) -> torch.Tensor:
-    contiguous = torch.empty(piece.size, device="meta").stride() == piece.stride
-    return part.view(piece.size) if contiguous else part.as_strided(piece.size, piece.stride, part.storage_offset())
+    return (
+        part.view(piece.size)
+        if piece.is_contiguous
+        else part.as_strided(piece.size, piece.stride, part.storage_offset())
+    )

@@ -19,7 +19,7 @@ def ensure(unit: "FlatUnit") -> None:
     Everything is checked before anything is changed.
 
     Raises:
-        RuntimeError: if parameters are not where the options say.
+        RuntimeError: if parameters are not where the options say, or a flat one has an optimizer in backward.
         ValueError: if units differ in an option that all must share.
         AssertionError: if a unit in it was a root before.
     """
@@ -28,6 +28,8 @@ def ensure(unit: "FlatUnit") -> None:
     units = units_in(unit.wrapper)
     for group in (other.group for other in units if other.group is not None):
         _check_device(group)
+        if hasattr(group.shards.flat, "_in_backward_optimizers"):
+            raise RuntimeError("FSDP optimizer in backward only supported with use_orig_params=True!")
     _check_homogeneous(units)
     for other in units:
         if other is not unit and other.is_root:

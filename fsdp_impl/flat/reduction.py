@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from fsdp_impl.common import collectives, divide, streams
+from fsdp_impl.common import collectives, divide, hooks, streams
 from fsdp_impl.common.streams import Event
 from fsdp_impl.flat.gradients import Gradients
 from fsdp_impl.flat.group import FlatGroup
@@ -103,14 +103,30 @@ class Reducer:
         flat = self._group.shards.flat
         dtype = shard.dtype if self._keep_low_precision else flat.dtype
         home = shard.to(dtype)
-        is_offloaded = home.device != flat.device
-        if is_offloaded:
-            # What is added to a gradient that is there already must have arrived: nothing on the host waits.
-            is_added = any(holder.param.grad is not None for holder in self._group.shards.holders())
+        params = [holder.param for holder in self._group.shards.holders()]
+        may_overlap = False
+        if home.device != flat.device:
+            # Nothing on the host waits for a stream: what reads the copy before the end of backward must find it whole.
+            may_overlap = not any(param.grad is not None or _acts_on_gradient(param) for param in params)
             pinned = torch.empty(home.size(), dtype=dtype, device=flat.device, pin_memory=True)
-            home = pinned.copy_(home, non_blocking=not is_added)
+            home = pinned.copy_(home, non_blocking=may_overlap)
         self._gradients.add(home)
-        return is_offloaded
+        for param in params:
+            hooks.run_post_accumulate(param)
+            _step_in_backward(param)
+        return may_overlap
 
     def _division(self, dtype: torch.dtype) -> divide.Division:
         return divide.divide(dtype, self._group.ranks.size, self._group.ranks.replicate_size)
+
+
+def _acts_on_gradient(param: torch.Tensor) -> bool:
+    return bool(hooks.post_accumulate_of(param)) or hasattr(param, "_in_backward_optimizers")
+
+
+def _step_in_backward(param: torch.Tensor) -> None:
+    """Run the optimizers that ``torch.distributed.optim`` has attached to ``param``, and drop the gradient."""
+    for optimizer in getattr(param, "_in_backward_optimizers", ()):
+        if param.grad is not None:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)

@@ -51,6 +51,7 @@ class FlatShards:
         use_orig: bool,
         compute_dtype: torch.dtype | None,
         offloads: bool,
+        pins: bool,
     ) -> None:
         self.module = module
         self.names = tuple(names)
@@ -72,6 +73,8 @@ class FlatShards:
         self.spans = tuple(self.layout.span(index, ranks.rank) for index in range(len(self.originals)))
         home = torch.device("cpu") if offloads else locals_[0].device
         shard = self.cut([local.detach() for local in locals_], locals_[0].dtype, home)
+        if pins:
+            shard = shard.pin_memory()
         self.flat = nn.Parameter(shard, requires_grad=any(param.requires_grad for param in self.originals))
         for param in self.originals:
             mark_managed(param)

@@ -155,3 +155,47 @@ def test_recurrent_layers_know_their_weights(rank: Any, use_orig_params: bool) -
             optimizer.zero_grad()
         assert_same_whole(plain, sharded, grads=False)
     assert [name for name, _ in FullyShardedDataParallel.fsdp_modules(sharded)[1].named_parameters()]
+
+
+@world(2)
+@pytest.mark.parametrize("strategy", [FULL, ZERO2, NONE])
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_hooks_see_the_reduced_gradient(rank: Any, strategy: Any, use_orig_params: bool) -> None:
+    sharded = wrap_children(
+        tower(5, 1), sharding_strategy=strategy, use_orig_params=use_orig_params, device_id=rank.device
+    )
+    calls: dict[str, torch.Tensor] = {}
+    for name, param in sharded.named_parameters():
+        param.register_post_accumulate_grad_hook(
+            lambda p, name=name: calls.setdefault(name, p.grad.clone())  # setdefault: a second call changes nothing
+        )
+    with sharded.no_sync():
+        sharded(batch(rank, 0, (2, 5))).sum().backward()
+    assert calls == {}
+    sharded(batch(rank, 0, (2, 5))).sum().backward()
+    found = {name: param.grad for name, param in sharded.named_parameters() if param.grad is not None}
+    assert calls.keys() == found.keys()
+    assert all(torch.equal(calls[name], grad) for name, grad in found.items())
+
+
+@world(2)
+def test_optimizers_in_backward_need_the_originals(rank: Any) -> None:
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    model = tower(5, 1)
+    plain = plain_copy(model)
+    sharded = wrap_children(model, use_orig_params=True, device_id=rank.device)
+    flat = wrap_children(tower(5, 1), device_id=rank.device)
+    for each in (sharded, flat):
+        _apply_optimizer_in_backward(torch.optim.SGD, each.parameters(), {"lr": 0.1})
+    with pytest.raises(RuntimeError, match="FSDP optimizer in backward only supported with use_orig_params=True!"):
+        flat(batch(rank, 0, (2, 5)))
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(2):
+        for each in (plain, sharded):
+            each(batch(rank, step, (2, 5))).square().sum().backward()
+        average_gradients(plain)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert all(param.grad is None for param in sharded.parameters())
+        assert_same_whole(plain, sharded, grads=False)

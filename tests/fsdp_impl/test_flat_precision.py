@@ -141,6 +141,20 @@ def test_trains_as_a_model_with_casts(rank: Any, use_orig_params: bool, offload:
 
 
 @world(2)
+@pytest.mark.parametrize("strategy", [FULL, NONE])
+def test_a_narrow_range_is_divided_around_the_sum(rank: Any, strategy: Any) -> None:
+    """Gradients of 40000 on two ranks: their sum is beyond float16, their mean is not."""
+    model = wrap(
+        nn.Linear(4, 4, bias=False),
+        mixed_precision=MixedPrecision(reduce_dtype=F16),
+        sharding_strategy=strategy,
+        device_id=rank.device,
+    )
+    model(torch.full((1, 4), 40000.0 - 8000 * rank.index, device=rank.device)).sum().backward()
+    assert (model._flat_param.grad == 36000).all()
+
+
+@world(2)
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_no_sync_accumulates_in_the_dtype_of_compute(rank: Any, use_orig_params: bool) -> None:
     model = wrap(
