@@ -319,6 +319,31 @@ class Adapter(ABC):
         """The next gathers wait for ``event`` only. Needs :attr:`Capability.POST_OPTIM_EVENT`."""
         raise AssertionError(f"{self.name} does not declare {Capability.POST_OPTIM_EVENT!r}")
 
+    def checkpoint(self) -> dict[str, Any]:
+        """What ``torch.distributed.checkpoint`` saves of the model and, as ``optimizer``, of its optimizer (collective).
+
+        Needs :attr:`Capability.DISTRIBUTED_CHECKPOINT`.
+        """
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        model, optimizer = get_state_dict(self.module, self._checkpointed_optimizer())
+        return {"model": model, "optimizer": optimizer}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take what :meth:`checkpoint` returned, with other values in it (collective)."""
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+
+        set_state_dict(
+            self.module,
+            self._checkpointed_optimizer(),
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+
+    def _checkpointed_optimizer(self) -> torch.optim.Optimizer:
+        assert self.optimizer is not None, f"{self.name} keeps its optimizer to itself"
+        return self.optimizer
+
     def teardown(self) -> None:
         """Undo what the implementation keeps outside the model."""
         return None

@@ -131,6 +131,9 @@ class Capability(enum.StrEnum):
     DISTRIBUTED_CHECKPOINT = "distributed-checkpoint"
     """``torch.distributed.checkpoint`` saves and loads model and optimizer through their state dicts."""
 
+    TENSOR_PARALLEL_CHECKPOINT = "tensor-parallel-checkpoint"
+    """The same where parameters are DTensors of a tensor-parallel mesh, also of sizes that do not divide."""
+
     FORWARD_METHOD = "forward-method"
     """A method other than ``forward`` can be registered to gather and free as ``forward`` does."""
 

@@ -43,6 +43,7 @@ CAPABILITIES = frozenset(
         Capability.COUNTED_UNITS,
         Capability.ADAM,
         Capability.OFFLOAD,
+        Capability.DISTRIBUTED_CHECKPOINT,
         Capability.FLAT_PARAMETERS,
         Capability.SYNC_STATES,
         Capability.FLAT_ORDER_VALIDATION,
@@ -160,6 +161,20 @@ class FlatAdapter(Adapter):
             return [piece.tensor for name in names if (piece := pieces[name]) is not None]
         named = self.named_parameters()
         return [gradient for name in names if (gradient := named[name].grad) is not None]
+
+    def checkpoint(self) -> dict[str, Any]:
+        wrapper = self.api.FullyShardedDataParallel
+        with wrapper.state_dict_type(self.module, self.api.StateDictType.SHARDED_STATE_DICT):
+            return {
+                "model": self.module.state_dict(),
+                "optimizer": wrapper.optim_state_dict(self.module, self._checkpointed_optimizer()),
+            }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        wrapper, optimizer = self.api.FullyShardedDataParallel, self._checkpointed_optimizer()
+        with wrapper.state_dict_type(self.module, self.api.StateDictType.SHARDED_STATE_DICT):
+            self.module.load_state_dict(state["model"])
+            wrapper.optim_state_dict_to_load(self.module, optimizer, state["optimizer"], load_directly=True)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         return {name.replace(_WRAPPED, ""): value for name, value in super().named_parameters().items()}

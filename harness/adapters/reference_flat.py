@@ -24,6 +24,7 @@ class ReferenceFlatAdapter(FlatAdapter):
             Capability.COMPILED_MODULES,
             Capability.CLIP_TENSOR_PARALLEL,
             Capability.TENSOR_PARALLEL_COUNTS,
+            Capability.TENSOR_PARALLEL_CHECKPOINT,
             Capability.ORDER_VALIDATION,
             Capability.PAGEABLE_OFFLOAD,
         }
