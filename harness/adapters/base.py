@@ -320,7 +320,7 @@ class Adapter(ABC):
         raise AssertionError(f"{self.name} does not declare {Capability.POST_OPTIM_EVENT!r}")
 
     def checkpoint(self) -> dict[str, Any]:
-        """What ``torch.distributed.checkpoint`` saves of the model and, as ``optimizer``, of its optimizer (collective).
+        """What ``torch.distributed.checkpoint`` saves of model and optimizer, under these two names (collective).
 
         Needs :attr:`Capability.DISTRIBUTED_CHECKPOINT`.
         """
