@@ -88,8 +88,8 @@ class FlatUnit:
     @hooks.outside_graphs
     def pre_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Unshard, and return the inputs to run forward with."""
-        if self.phase is Phase.PRE_BACKWARD:
-            # Activation checkpointing runs forward again inside backward, after pre-backward has unsharded.
+        if self._recomputes():
+            # After pre-backward has unsharded; an earlier post-backward may have resharded since.
             self._unshard_now()
             return args, kwargs
         lazy_init.ensure(self)
@@ -112,7 +112,7 @@ class FlatUnit:
     @hooks.outside_graphs
     def post_forward(self, output: Any) -> Any:
         """Reshard, and return the output to give to the caller."""
-        if self.phase is Phase.PRE_BACKWARD:
+        if self._recomputes():
             return output
         if self.group is not None:
             if self._frees_after_forward():
@@ -134,7 +134,7 @@ class FlatUnit:
     @hooks.outside_graphs
     def abandon_forward(self) -> None:
         """Forward raised: be ready for another one, whatever has been gathered."""
-        if self.phase is Phase.PRE_BACKWARD:
+        if self._recomputes():
             return
         self.phase = Phase.IDLE
         if self.iteration.forward_root is self:
@@ -143,7 +143,13 @@ class FlatUnit:
             self._forget_order()
             self._root_post_forward()
 
+    def _recomputes(self) -> bool:
+        """Whether activation checkpointing runs this forward again, inside the unit's backward."""
+        return self.phase is Phase.PRE_BACKWARD and hooks.in_backward()
+
     def _root_pre_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if self.iteration.callback_queued and not hooks.in_backward():
+            self._recover()
         self.iteration.forward_root = self
         if self.is_root and self.iteration.order is not None:
             self.iteration.order.begin(training=self.wrapper.training)
@@ -252,6 +258,19 @@ class FlatUnit:
         for unit in self.iteration.units:
             unit._finish_backward()
         self._show_unsharded_gradients()
+        self._forget_order()
+        self.context.release_all_retired()
+        self.context.finish_reductions()
+        self.iteration.callback_queued = False
+
+    def _recover(self) -> None:
+        """The last backward raised before its end: what it had not reduced is lost."""
+        for unit in self.iteration.units:
+            unit.phase = Phase.IDLE
+            if unit.group is not None:
+                unit.group.reshard()
+                if unit.group.leaf is not None:
+                    unit.group.leaf.grad = None
         self._forget_order()
         self.context.release_all_retired()
         self.context.finish_reductions()

@@ -190,6 +190,21 @@ def test_zero_grad_forgets_what_no_sync_accumulated(
 
 
 @world(2)
+def test_some_of_what_no_sync_accumulated_may_be_dropped(rank: Any) -> None:
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    plain = plain_copy(model)
+    sharded = wrap(model, use_orig_params=True, device_id=rank.device)
+    plain(batch(rank, 0, (2, 5))).sum().backward()
+    with sharded.no_sync():
+        sharded(batch(rank, 0, (2, 5))).sum().backward()
+    for each in (plain, sharded):
+        dict(each.named_parameters())["0.weight" if each is plain else "_fsdp_wrapped_module.0.weight"].grad = None
+        each(batch(rank, 1, (2, 5))).sum().backward()
+    average_gradients(plain)
+    assert_same_whole(plain, sharded)
+
+
+@world(2)
 def test_no_sync_shows_whole_gradients(rank: Any) -> None:
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
     plain = plain_copy(model)
@@ -362,6 +377,20 @@ def test_frozen_units_train_around(rank: Any, use_orig_params: bool, when: str, 
 
 
 @world(2)
+@pytest.mark.parametrize("prefetch", list(BackwardPrefetch))
+def test_what_backward_does_not_reach_is_not_gathered(rank: Any, prefetch: BackwardPrefetch) -> None:
+    model = tower(5)[1:]
+    model[0].requires_grad_(False)
+    for index in range(3):
+        model[index] = wrap(model[index], backward_prefetch=prefetch, device_id=rank.device)
+    sharded = wrap(model, device_id=rank.device)
+    for step in range(2):
+        found = counts(lambda step=step: sharded(batch(rank, step, (3, 5))).sum().backward())
+        assert found == {GATHER: 3 + 2, REDUCE: 2}
+        assert sharded._unit.iteration.forward_order == []
+
+
+@world(2)
 def test_one_unit_may_mix_frozen_parameters_with_originals_only(rank: Any) -> None:
     model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
     model[0].weight.requires_grad_(False)
@@ -506,6 +535,52 @@ def test_an_exception_in_forward_can_be_repeated_without(rank: Any) -> None:
     with FullyShardedDataParallel.summon_full_params(sharded, with_grads=True):
         for expected, param in zip(plain.parameters(), sharded.parameters(), strict=True):
             assert_close("gradient", param.grad, expected.grad)
+
+
+@world(2)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("strategy", [FULL, ZERO2])
+def test_an_exception_in_backward_can_be_repeated_without(rank: Any, strategy: Any, use_orig_params: bool) -> None:
+    model = tower(5, 2)
+    plain = plain_copy(model)
+    sharded = wrap_children(model, sharding_strategy=strategy, use_orig_params=use_orig_params, device_id=rank.device)
+    hidden: list[torch.Tensor] = []
+    spy = sharded[1].module.in_proj.register_forward_hook(lambda module, args, output: hidden.append(output))
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, sharded)]
+    loss = sharded(batch(rank, 0, (2, 5))).square().sum()
+    hidden[0].register_hook(lambda grad: (_ for _ in ()).throw(LookupError("broken")))
+    with pytest.raises(LookupError):
+        loss.backward()
+    spy.remove()
+    optimizers[1].zero_grad()
+    for step in range(2):
+        for each in (plain, sharded):
+            each(batch(rank, step, (2, 5))).square().sum().backward()
+        average_gradients(plain)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same_whole(plain, sharded, grads=False)
+    assert not any(group.is_unsharded for group in sharded._unit.groups())
+
+
+@world(2)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_an_inner_unit_trains_by_itself(rank: Any, use_orig_params: bool) -> None:
+    model = tower(5, 2)
+    plain = plain_copy(model)
+    sharded = wrap_children(model, use_orig_params=use_orig_params, device_id=rank.device)
+    assert sharded.check_is_root()
+    for each in (plain, sharded):
+        each[1](batch(rank, 0, (2, 5))).sum().backward()
+    average_gradients(plain)
+    if use_orig_params:
+        assert_same_whole(plain, sharded)
+    assert not any(group.is_unsharded for group in sharded._unit.groups())
+    for each in (plain, sharded):
+        each(batch(rank, 1, (2, 5))).sum().backward()
+        torch.optim.SGD(each.parameters(), lr=0.1).step()
+    assert all(group.leaf is None or group.leaf.grad is None for group in sharded._unit.groups())
 
 
 @world(2)
