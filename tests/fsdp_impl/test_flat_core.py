@@ -391,6 +391,23 @@ def test_what_backward_does_not_reach_is_not_gathered(rank: Any, prefetch: Backw
 
 
 @world(2)
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("strategy", [FULL, ZERO2])
+def test_a_unit_is_freed_once_backward_has_passed(rank: Any, strategy: Any, frozen: bool) -> None:
+    model = tower(5, 3)
+    model[2].requires_grad_(not frozen)
+    sharded = wrap_children(model, sharding_strategy=strategy, device_id=rank.device)
+    seen: list[bool] = []
+
+    def watch(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        output.register_hook(lambda grad: seen.append(sharded[2]._unit.group.is_unsharded))
+
+    sharded[1].module.in_proj.register_forward_hook(watch)  # backward gets there after unit 2
+    sharded(batch(rank, 0, (3, 5))).sum().backward()
+    assert seen == [False]
+
+
+@world(2)
 def test_one_unit_may_mix_frozen_parameters_with_originals_only(rank: Any) -> None:
     model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
     model[0].weight.requires_grad_(False)
@@ -437,6 +454,21 @@ def test_unused_outputs_and_units(rank: Any, use_orig_params: bool) -> None:
             optimizer.step()
             optimizer.zero_grad()
         assert_same_whole(plain, sharded, grads=False)
+
+
+@world(2)
+@pytest.mark.parametrize("strategy", [FULL, ZERO2, NONE])
+def test_a_unit_that_only_an_earlier_microbatch_used_is_reduced_too(rank: Any, strategy: Any) -> None:
+    model = tower(5, 2)
+    plain = plain_copy(model)
+    sharded = wrap_children(model, sharding_strategy=strategy, use_orig_params=True, device_id=rank.device)
+    with sharded.no_sync():
+        sharded(batch(rank, 0, (2, 5))).sum().backward()
+    plain(batch(rank, 0, (2, 5))).sum().backward()
+    for each in (plain, sharded):
+        each[1](batch(rank, 1, (2, 5))).sum().backward()
+    average_gradients(plain)
+    assert_same_whole(plain, sharded)
 
 
 @world(2)
