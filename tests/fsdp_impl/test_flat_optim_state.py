@@ -230,6 +230,7 @@ def test_by_names_and_by_numbers(rank: Any) -> None:
     again = adam(sharded, splits=True)
     FullyShardedDataParallel.optim_state_dict_to_load(sharded, again, names, load_directly=True)
     assert_close_states(saved(sharded, again, WHOLE)["state"], found["state"])
+    assert [group["lr"] for group in again.param_groups] == [1e-3, 1e-2]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         FullyShardedDataParallel.shard_full_optim_state_dict(found, sharded, optim_input=list(sharded.parameters()))
