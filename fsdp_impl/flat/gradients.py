@@ -42,8 +42,8 @@ class Gradients:
             return
         views: list[tuple[nn.Parameter, torch.Tensor]] = []
         all_new = True
-        for param, start, size in self._group.shards.holders():
-            view = reduced[start : start + size.numel()].view(size)
+        for param, which in self._group.shards.holders():
+            view = self._group.shards.part(which, reduced)
             if param.grad is None:
                 set_grad(param, view)
                 views.append((param, _grad_of(param)))

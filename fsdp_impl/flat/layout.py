@@ -93,7 +93,7 @@ class FlatLayout:
         """The parameters in ``flat`` (1-D, ``padded_numel``), as views of it in their shapes; differentiable."""
         sizes, places = self._split_sizes
         parts = flat.split(sizes)
-        return [_shaped(parts[place], piece) for place, piece in zip(places, self.pieces, strict=True)]
+        return [shaped(parts[place], piece) for place, piece in zip(places, self.pieces, strict=True)]
 
     @cached_property
     def _split_sizes(self) -> tuple[list[int], list[int]]:
@@ -156,7 +156,8 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _shaped(part: torch.Tensor, piece: Piece) -> torch.Tensor:
+def shaped(part: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """``part`` (1-D, in the order of memory) as a view in the shape of the parameter; differentiable."""
     return (
         part.view(piece.size)
         if piece.is_contiguous

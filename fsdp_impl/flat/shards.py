@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_impl.common import dtensor
 from fsdp_impl.common.owner import Owner
-from fsdp_impl.flat.layout import Span, alignment_of, build_flat_layout, flattened, stride_of
+from fsdp_impl.flat.layout import Span, alignment_of, build_flat_layout, flattened, shaped, stride_of
 from fsdp_impl.flat.ranks import Ranks
 
 #: The name under which a wrapped module holds its unit's flat parameter.
@@ -17,14 +17,10 @@ FLAT_PARAM = "_flat_param"
 
 
 class Holder(NamedTuple):
-    """A parameter that optimizers know, and the part of the shard that it stands for.
-
-    ``param`` has the shape ``size``; its elements are ``[start, start + size.numel())`` of the shard.
-    """
+    """A parameter that optimizers know, and which one it is: ``None`` stands for the flat one."""
 
     param: nn.Parameter
-    start: int
-    size: torch.Size
+    which: int | None
 
 
 class FlatShards:
@@ -96,21 +92,38 @@ class FlatShards:
     def cut(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """This rank's shard (1-D, ``layout.shard_numel``) of whole ``tensors``, one for each parameter."""
         shard = torch.zeros(self.layout.shard_numel, dtype=dtype, device=device)
-        for tensor, span in zip(tensors, self.spans, strict=True):
+        for index, (tensor, span) in enumerate(zip(tensors, self.spans, strict=True)):
             if span.numel:
-                shard[span.offset : span.offset + span.numel].copy_(
-                    flattened(tensor)[span.start : span.start + span.numel]
-                )
+                shard[span.offset : span.offset + span.numel].copy_(self.cut_one(index, tensor))
         return shard
+
+    def cut_one(self, index: int, whole: torch.Tensor) -> torch.Tensor:
+        """The elements of ``whole``, of the size of parameter ``index``, that lie in this rank's shard: 1-D."""
+        piece, span = self.layout.pieces[index], self.spans[index]
+        if whole.stride() != piece.stride:
+            ordered = torch.empty_strided(piece.size, piece.stride, dtype=whole.dtype, device=whole.device)
+            whole = ordered.copy_(whole)
+        return flattened(whole)[span.start : span.start + span.numel]
+
+    def part(self, index: int | None, shard: torch.Tensor) -> torch.Tensor:
+        """What ``shard`` (1-D, ``layout.shard_numel``) holds of a parameter, as its holder shows it.
+
+        1-D where shards may cut anywhere, in the parameter's own shape where nothing is sharded.
+        """
+        if index is None:
+            return shard
+        span = self.spans[index]
+        elements = shard[span.offset : span.offset + span.numel]
+        return elements if self.is_sharded else shaped(elements, self.layout.pieces[index])
 
     def holders(self) -> Iterator[Holder]:
         """The parameters that gradients are given to: the flat one, or the trainable original ones on this rank."""
         if not self.use_orig:
-            yield Holder(self.flat, 0, self.flat.size())
+            yield Holder(self.flat, None)
             return
         for index, (param, span) in enumerate(zip(self.originals, self.spans, strict=True)):
             if span.numel and param.requires_grad:
-                yield Holder(param, span.offset, self._shown_size(index, span))
+                yield Holder(param, index)
 
     def register(self) -> None:
         """Let the modules hold the original parameters as views of the shard; only with ``use_orig``."""
@@ -120,7 +133,7 @@ class FlatShards:
             data = self.flat.detach()
             for index, (param, span, owners) in enumerate(zip(self.originals, self.spans, self.owners, strict=True)):
                 if not is_view_of(param, data, span):
-                    param.data = data[span.offset : span.offset + span.numel].view(self._shown_size(index, span))
+                    param.data = self.part(index, data)
                 for owner in owners:
                     set_param(owner, param)
 
@@ -152,16 +165,15 @@ class FlatShards:
             self.originals[index] = held
             if is_view_of(held, self.flat, span):
                 continue
-            expected = self._shown_size(index, span)
-            if held.size() != expected:
+            place = self.part(index, self.flat.detach())
+            if held.size() != place.size():
                 raise RuntimeError(
-                    f"Cannot writeback when the parameter shape changes\nExpects {expected} but got {held.size()} "
+                    f"Cannot writeback when the parameter shape changes\nExpects {place.size()} but got {held.size()} "
                     f"for {self.names[index]}"
                 )
             with torch.no_grad():
-                place = self.flat.detach()[span.offset : span.offset + span.numel]
-                place.copy_(held.detach().reshape(-1))
-                held.data = place.view(expected)
+                place.copy_(held.detach())
+                held.data = place
             mark_managed(held)
             wrote = True
         return wrote
@@ -201,10 +213,6 @@ class FlatShards:
         if any(other is not held[0] for other in held[1:]):
             raise NotImplementedError(f"Changing shared parameters is not supported yet: {self.names[index]}")
         return held[0]
-
-    def _shown_size(self, index: int, span: Span) -> torch.Size:
-        """Sharded originals are 1-D, since a shard may cut them anywhere; whole ones have their own shape."""
-        return torch.Size([span.numel]) if self.is_sharded else self.layout.pieces[index].size
 
     def _plain(self, param: nn.Parameter) -> nn.Parameter:
         plain = param if not isinstance(param, DTensor) else nn.Parameter(_local(param).detach(), param.requires_grad)

@@ -14,6 +14,7 @@ from fsdp_impl.common.phase import Phase
 from fsdp_impl.flat import lazy_init
 from fsdp_impl.flat.gradients import set_grad
 from fsdp_impl.flat.group import FlatGroup
+from fsdp_impl.flat.layout import shaped
 from fsdp_impl.flat.shards import FLAT_PARAM, set_param
 from fsdp_impl.flat.unit import FlatUnit
 
@@ -90,7 +91,7 @@ def _unit_full(
                 _write_back(group)
             if grads is not None:
                 grads.take_back(params, writeback=writeback)
-            _register_shards(group, drops_unsharded=writeback)
+            _register_shards(group)
     finally:
         unit.is_summoned = False
 
@@ -135,21 +136,14 @@ def _write_back(group: FlatGroup) -> None:
             )
         held.append(value)
     flat = shards.flat.detach()
-    for value, piece, span in zip(held, shards.layout.pieces, shards.spans, strict=True):
+    for index, (value, span) in enumerate(zip(held, shards.spans, strict=True)):
         if span.numel:
-            source = (
-                value
-                if value.stride() == piece.stride
-                else torch.empty_strided(piece.size, piece.stride, dtype=value.dtype, device=value.device).copy_(value)
-            )
-            part = source.as_strided((piece.numel,), (1,), source.storage_offset())[span.start :][: span.numel]
-            flat[span.offset : span.offset + span.numel].copy_(part)
+            flat[span.offset : span.offset + span.numel].copy_(shards.cut_one(index, value))
 
 
-def _register_shards(group: FlatGroup, *, drops_unsharded: bool) -> None:
+def _register_shards(group: FlatGroup) -> None:
+    """What stays unsharded keeps the values of its forward; the next forward sees that the shards have changed."""
     shards = group.shards
-    if drops_unsharded:
-        group.reshard()  # what it holds may not be the values any more
     if shards.use_orig:
         shards.register()
         return
@@ -172,7 +166,7 @@ class WholeGradients:
         present = torch.zeros(len(shards.originals), dtype=torch.int32, device=group.device)
         for index, (grad, span) in enumerate(zip(self._sharded, shards.spans, strict=True)):
             if grad is not None and span.numel and grad.numel() == span.numel:
-                shard[span.offset : span.offset + span.numel].copy_(grad.reshape(-1))
+                shards.part(index, shard).copy_(grad)
                 present[index] = 1
         if group.ranks.shard_group is not None:
             dist.all_reduce(present, op=dist.ReduceOp.MAX, group=group.ranks.shard_group)
@@ -190,9 +184,9 @@ class WholeGradients:
         shards = self._group.shards
         for index, (param, grad, span) in enumerate(zip(params, self._sharded, shards.spans, strict=True)):
             whole, param.grad = param.grad, None
-            if writeback and grad is not None and whole is not None:
-                part = _local(whole).reshape(-1)[span.start : span.start + span.numel]
-                grad.view(-1).copy_(part)
+            if writeback and grad is not None and whole is not None and span.numel:
+                changed = shards.cut_one(index, _local(whole))
+                grad.copy_(changed if shards.is_sharded else shaped(changed, shards.layout.pieces[index]))
             self._restore(index, grad)
 
     def _restore(self, index: int, grad: torch.Tensor | None) -> None:

@@ -251,6 +251,42 @@ def test_clipping_without_gradients_warns(rank: Any) -> None:
 
 
 @world(2)
+def test_a_rank_without_elements_clips_with_the_others(rank: Any) -> None:
+    model = wrap(nn.Linear(1, 1, bias=False), use_orig_params=True, device_id=rank.device)
+    model(torch.full((1, 1), 3.0, device=rank.device)).sum().backward()
+    norms: list[torch.Tensor] = []
+    found = texts(lambda: norms.append(model.clip_grad_norm_(1.0)))
+    assert norms[0] == 3
+    assert len(found) == rank.index  # the second rank has no gradients, and says so
+
+
+@world(2)
+@pytest.mark.parametrize("strategy", [FULL, NONE])
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_memory_formats_are_kept(rank: Any, strategy: Any, use_orig_params: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), nn.Conv2d(4, 2, 3))
+    plain = plain_copy(model)
+    sharded = wrap(model, sharding_strategy=strategy, use_orig_params=use_orig_params, device_id=rank.device)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, sharded)]
+    for step in range(2):
+        for each in (plain, sharded):
+            each(batch(rank, step, (2, 3, 7, 7))).square().sum().backward()
+        average_gradients(plain)
+        if use_orig_params:
+            assert_same_whole(plain, sharded)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        with FullyShardedDataParallel.summon_full_params(sharded), torch.no_grad():
+            for param, other in zip(sharded.parameters(), plain.parameters(), strict=True):
+                assert param.stride() == other.stride()
+                param.mul_(2)
+                other.mul_(2)
+        assert_same_whole(plain, sharded, grads=False)
+
+
+@world(2)
 def test_the_root_alone_may_be_asked(rank: Any) -> None:
     model = wrap_children(tower(5, 1), device_id=rank.device)
     assert model.check_is_root() and not model[1].check_is_root()
@@ -561,6 +597,8 @@ def test_an_exception_in_forward_can_be_repeated_without(rank: Any) -> None:
     with pytest.raises(LookupError):
         sharded(batch(rank, 0, (2, 5)))
     broken.remove()
+    assert not any(group.is_unsharded for group in sharded._unit.groups())
+    assert all(param.is_leaf for param in sharded.parameters())
     for each in (plain, sharded):
         each(batch(rank, 1, (2, 5))).sum().backward()
     average_gradients(plain)
