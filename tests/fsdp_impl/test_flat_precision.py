@@ -140,18 +140,19 @@ def test_trains_as_a_model_with_casts(rank: Any, use_orig_params: bool, offload:
         assert_same_whole(master, sharded, grads=False)
 
 
-@world(2)
+@world(2, 4)
 @pytest.mark.parametrize("strategy", [FULL, NONE])
 def test_a_narrow_range_is_divided_around_the_sum(rank: Any, strategy: Any) -> None:
-    """Gradients of 40000 on two ranks: their sum is beyond float16, their mean is not."""
+    """The sum is beyond float16, the mean is not; of four ranks, one part is divided out before and one after."""
+    largest = 1024 * (40 if rank.world_size == 2 else 28)
     model = wrap(
         nn.Linear(4, 4, bias=False),
         mixed_precision=MixedPrecision(reduce_dtype=F16),
         sharding_strategy=strategy,
         device_id=rank.device,
     )
-    model(torch.full((1, 4), 40000.0 - 8000 * rank.index, device=rank.device)).sum().backward()
-    assert (model._flat_param.grad == 36000).all()
+    model(torch.full((1, 4), float(largest - 2048 * rank.index), device=rank.device)).sum().backward()
+    assert (model._flat_param.grad == largest - 1024 * (rank.world_size - 1)).all()
 
 
 @world(2)
