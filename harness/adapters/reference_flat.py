@@ -31,4 +31,4 @@ class ReferenceFlatAdapter(FlatAdapter):
 
 
 # And why not the others, as far as they were tried: what the interface has no word for, as in torch_fsdp.py, and
-# - POST_ACCUMULATE_GRAD_HOOK: the gradients of original parameters are set, not accumulated; hooks on them do not run.
+# - POST_ACCUMULATE_GRAD_HOOK: a parameter of which a rank holds nothing gets no gradient there, and its hook no call.
