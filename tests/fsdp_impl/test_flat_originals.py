@@ -39,15 +39,17 @@ def test_parameters_are_the_same_objects_and_live_in_one_memory(rank: Any, strat
 
 @world(2)
 def test_within_forward_modules_hold_plain_views(rank: Any) -> None:
-    seen: list[torch.Tensor] = []
-    model = tower(5, 1)
-    model[1].in_proj.register_forward_hook(lambda module, args, output: seen.append(module.weight))
     for use_orig_params in (False, True):
+        seen: list[torch.Tensor] = []
         sharded = wrap(tower(5, 1), use_orig_params=use_orig_params, device_id=rank.device)
-        sharded[1].in_proj.register_forward_hook(lambda module, args, output: seen.append(module.weight))
+        for layer in (sharded[1].in_proj, sharded[1].out_proj):
+            layer.register_forward_hook(lambda module, args, output, seen=seen: seen.append(module.weight))
         sharded(batch(rank, 0, (2, 5)))
-    for weight in seen:
-        assert type(weight) is torch.Tensor and weight.shape == (10, 5) and weight.requires_grad and not weight.is_leaf
+        assert [weight.shape for weight in seen] == [(10, 5), (5, 10)]
+        leaf = sharded._unit.group.leaf
+        for weight in seen:
+            assert type(weight) is torch.Tensor and weight.requires_grad and not weight.is_leaf
+            assert weight.untyped_storage().data_ptr() == leaf.untyped_storage().data_ptr() != 0
 
 
 @world(2)
