@@ -18,7 +18,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = ROOT / "docs/seeds.md"
 
-#: The tests of torch that this half of the suites began from, with the combinations that each really ran, after its own
+#: The tests of torch that the suites began from, with the combinations that each really ran, after its own
 #: skips, on four devices. Compiled and eager runs of one test count apart where both ran.
 SEEDS = {
     "test_fully_shard_autograd.py": {
@@ -55,14 +55,25 @@ SEEDS = {
         "test_train_parity_hsdp": 24,
         "test_register_fsdp_forward_method": 1,
     },
+    "test_fsdp_exec_order.py": {
+        "test_invalid_first_iter_order": 2,
+        "test_invalid_later_iter_order": 4,
+        "test_train_eval": 2,
+    },
+    "test_fsdp_tp_integration.py": {
+        "test_fsdp_tp_integration": 8,
+        "test_fsdp_tp_extension_grad": 1,
+        "test_fsdp_tp_sync_module_state": 1,
+    },
 }
 
 _HEAD = """\
 # From the seeds to the suites
 
-The suites began from three test files of torch, of the middle of 2024, for `fully_shard`. This page says which cases
-took the place of each of their tests. *Combinations* are those that the seed's test ran, within one test and after its
-skips; *items* are pytest items of one implementation, worlds counted apart, each of which can fail alone.
+The suites began from five test files of torch, of the middle of 2024: three for `fully_shard`, two for
+`FullyShardedDataParallel`. This page says which cases took the place of each of their tests. *Combinations* are those
+that the seed's test ran, within one test and after its skips; *items* are pytest items of one implementation, worlds
+counted apart, each of which can fail alone.
 
 Everywhere: gradients and every stage of a step are compared, not the losses alone; each rank has data of its own; three
 steps take the place of ten; SGD takes that of Adam, which divides noise by noise.

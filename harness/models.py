@@ -161,6 +161,31 @@ class NoInputs(nn.Module):
         return torch.tanh(self.weight)
 
 
+class TwoPaths(nn.Module):
+    """Linear(dim, 8), then ``first`` or ``second``, of 64 elements each, so that a collective of one fits the other.
+
+    ``second`` starts frozen; :meth:`flip` goes over to the other path and freezes the one that it leaves.
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.entry = nn.Linear(dim, 8)
+        self.first = nn.Linear(8, 8, bias=False)
+        self.second = nn.Sequential(nn.Linear(8, 4, bias=False), nn.Tanh(), nn.Linear(4, 8, bias=False))
+        self.takes_second = False
+        self.second.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        path = self.second if self.takes_second else self.first
+        return torch.tanh(path(torch.tanh(self.entry(x))))
+
+    def flip(self) -> None:
+        """Take the other path from now on, and train what is on it alone."""
+        self.first.requires_grad_(self.takes_second)
+        self.takes_second = not self.takes_second
+        self.second.requires_grad_(self.takes_second)
+
+
 Container = Literal["list", "tuple", "dict", "namedtuple", "dataclass"]
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -71,6 +71,61 @@ def _gathered() -> PrepareModuleInput:
     return PrepareModuleInput(
         input_layouts=(Shard(SEQUENCE),), desired_input_layouts=(Replicate(),), use_local_output=True
     )
+
+
+class Projections(nn.Module):
+    """Three linear layers with a GELU after the first; (batch, 5) to (batch, 12)."""
+
+    def __init__(self, *, normed: bool = False) -> None:
+        super().__init__()
+        self.split = nn.Identity()
+        self.norm = nn.RMSNorm(5) if normed else nn.Identity()
+        self.net1 = nn.Linear(5, 8)
+        self.net2 = nn.Linear(8, 4)
+        self.net3 = nn.Linear(4, 12)
+        self.gather = nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.net2(F.gelu(self.net1(self.norm(self.split(x)))))
+        out: torch.Tensor = self.gather(self.net3(hidden))
+        return out
+
+
+def parallelize_projections(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Cut two layers of :class:`Projections`; around them each tensor-parallel rank has its own part of the batch.
+
+    The third layer stays a plain module, whose gradients on a rank are those of its part of the batch: a script adds
+    them over the tensor-parallel ranks. The norm is told that it is replicated, and has its gradients added.
+    """
+    assert isinstance(model, Projections)
+    whole, own = Replicate(), Shard(0)
+    plan: dict[str, Any] = {
+        "split": PrepareModuleInput(input_layouts=(whole,), desired_input_layouts=(own,), use_local_output=True),
+        "net1": ColwiseParallel(input_layouts=own),
+        "net2": RowwiseParallel(output_layouts=own),
+        "gather": PrepareModuleInput(input_layouts=(own,), desired_input_layouts=(whole,), use_local_output=True),
+    }
+    if isinstance(model.norm, nn.RMSNorm):
+        plan["norm"] = SequenceParallel(sequence_dim=0, use_local_output=True)
+    return parallelize_module(model, mesh, plan)
+
+
+class Buffered(nn.Module):
+    """A parameter and a buffer of (dim, dim), added to the input."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(dim, dim))
+        self.offset: torch.Tensor
+        self.register_buffer("offset", torch.randn(dim, dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.weight + self.offset
+
+
+def replicate(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Make a DTensor that is whole on every rank of the mesh of each parameter and buffer."""
+    return distribute_module(model, mesh)
 
 
 class Attention(nn.Module):

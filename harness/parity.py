@@ -19,7 +19,7 @@ from harness.errors import Divergence, Place
 from harness.models import mean_square
 from harness.numerics import Oracle, OracleStep
 from harness.perturb import Delay
-from harness.training import Batch, Loss, Run, StepPicture, as_microbatches
+from harness.training import AfterBackward, Batch, Loss, Run, StepPicture, as_microbatches
 from harness.trees import map_tensors
 from harness.units import Unit
 
@@ -62,6 +62,7 @@ class Pair:
         delays: Sequence[Delay],
         prepare: Prepare | None,
         is_traced: bool = True,
+        after_backward: AfterBackward | None = None,
     ) -> None:
         self._rank = rank
         self._member = config.data_ranks.index(rank.index)
@@ -71,8 +72,9 @@ class Pair:
             _BASELINES[baseline], copy.deepcopy(model), optimizer=optimizer, config=config, rank=rank.index
         )
         self.sharded = sharded_run(
-            rank, model, config=config, optimizer=optimizer, delays=delays, prepare=prepare, is_traced=is_traced
-        )
+            rank, model, config=config, optimizer=optimizer, delays=delays, prepare=prepare, is_traced=is_traced,
+            after_backward=after_backward,
+        )  # fmt: skip
         self._unchecked: list[_Unchecked] = []
         self._steps = 0
         self._step_starts: list[int] = []
@@ -219,6 +221,7 @@ def sharded_run(
     delays: Sequence[Delay] = (),
     prepare: Prepare | None = None,
     is_traced: bool = True,
+    after_backward: AfterBackward | None = None,
 ) -> Run:
     """A run of the implementation under test, proven to be sharded where its adapter says so.
 
@@ -229,7 +232,7 @@ def sharded_run(
     before = memory.held_bytes(rank.device) - memory.bytes_of(model.parameters())
     run = Run(
         rank.implementation, model, optimizer=optimizer, config=config, rank=rank.index, delays=delays, prepare=prepare,
-        is_traced=is_traced,
+        is_traced=is_traced, after_backward=after_backward,
     )  # fmt: skip
     if "parameters" in rank.implementation.traits.shards and share and config.shard_size > 1:
         held = memory.held_bytes(rank.device) - before

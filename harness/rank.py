@@ -21,7 +21,7 @@ from harness.compare import Finding
 from harness.errors import Divergence, Place
 from harness.observations import Observations
 from harness.perturb import Delay
-from harness.training import Batch, Run
+from harness.training import AfterBackward, Batch, Run
 from harness.trees import map_tensors
 
 
@@ -126,6 +126,7 @@ class Rank:
         delays: Sequence[Delay] = (),
         prepare: parity.Prepare | None = None,
         is_traced: bool = True,
+        after_backward: AfterBackward | None = None,
         **options: Any,
     ) -> parity.Pair:
         """The implementation beside its baseline and the oracle (collective).
@@ -138,11 +139,13 @@ class Rank:
             delays: what to slow down in the sharded run.
             prepare: changes the sharded run's model before it is sharded: tensor parallelism, checkpointing.
             is_traced: False where ``torch.compile`` is to compile, which it does not beside a trace.
+            after_backward: what the sharded run's script does to the gradients before it steps.
             options: the other fields of ``Config``; the mesh is that of all ranks by default.
         """
         return parity.Pair(
             self, model.to(self.device), config=self.config(units=units, **options), baseline=baseline,
             optimizer=optimizer or optim.sgd(), delays=delays, prepare=prepare, is_traced=is_traced,
+            after_backward=after_backward,
         )  # fmt: skip
 
     def run(

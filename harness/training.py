@@ -23,6 +23,9 @@ Batch = tuple[Any, ...]
 Loss = Callable[[Any], torch.Tensor]
 """From a forward's output to a scalar."""
 
+AfterBackward = Callable[[Adapter], None]
+"""What a script does to the gradients between the last backward and the step; it may communicate."""
+
 Pieces = dict[str, Piece | None]
 
 
@@ -56,6 +59,7 @@ class Run:
         delays: Sequence[Delay] = (),
         prepare: Callable[[nn.Module], nn.Module] | None = None,
         is_traced: bool = True,
+        after_backward: AfterBackward | None = None,
     ) -> None:
         assert is_traced or not delays, "delays are met by the trace"
         self._is_traced = is_traced
@@ -64,6 +68,7 @@ class Run:
         self.perturbation = Perturbation(delays, rank=rank, device_type=config.mesh.device_type)
         self.perturbation.install(self.recorder)
         self.adapter = adapter(prepare(model) if prepare else model, optimizer=optimizer, config=config)
+        self._after_backward = after_backward
         self._losses: list[list[torch.Tensor]] = []
 
     @property
@@ -94,6 +99,8 @@ class Run:
             outputs, losses = self._interleaved(microbatches, loss=loss, submodule=submodule, ahead=ahead)
         else:
             outputs, losses = self._one_by_one(microbatches, loss=loss, submodule=submodule)
+        if self._after_backward is not None:
+            self._after_backward(adapter)
         gradients = copy_pieces(adapter.gradients())
         norm, clipped = None, None
         if clip is not None and adapter.traits.clips == "call":

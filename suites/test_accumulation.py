@@ -31,7 +31,7 @@ WAITING = pytest.mark.parametrize(
         pytest.param(("layers.0", "layers.1"), marks=PER_UNIT, id="some"),
     ],
 )
-OFFLOADED = needs(Capability.OFFLOAD)
+OFFLOADED = needs(Capability.OFFLOAD, Capability.PAGEABLE_OFFLOAD)
 #: As the seeds have it, offloading is crossed with one way of resharding.
 RESHARD_AND_OFFLOAD = pytest.mark.parametrize(
     ("reshard_after_forward", "offload"),
@@ -40,7 +40,8 @@ RESHARD_AND_OFFLOAD = pytest.mark.parametrize(
         pytest.param(True, "pageable", marks=[*RESHARD[0].marks, OFFLOADED]),
     ],
 )
-COUNTED = needs(Capability.DEFERRED_REDUCTION, Capability.COUNTED_UNITS, Capability.ROOT_RESHARD)
+COUNTED = needs(Capability.DEFERRED_REDUCTION, Capability.COUNTED_UNITS)
+ROOT_TOO = needs(Capability.ROOT_RESHARD)
 
 
 def reductions(waiting: str | tuple[str, ...]) -> int:
@@ -80,6 +81,7 @@ def step_with(rank: Rank, pair: Pair, step: int, *, ahead: int = 0) -> None:
 @contract("ACCUMULATION-1", "ACCUMULATION-2")
 @world(4)
 @COUNTED
+@ROOT_TOO
 @RESHARD_AND_OFFLOAD
 @WAITING
 def test_reduction_waits(rank: Rank, waiting: Any, reshard_after_forward: bool | int, offload: Any) -> None:
@@ -95,6 +97,7 @@ def test_reduction_waits(rank: Rank, waiting: Any, reshard_after_forward: bool |
 @contract("ACCUMULATION-1", "ACCUMULATION-2", "ACCUMULATION-3")
 @world(4)
 @COUNTED
+@ROOT_TOO
 @needs(Capability.HYBRID)
 @RESHARD_AND_OFFLOAD
 @WAITING
@@ -113,6 +116,15 @@ def test_hybrid_reduction_waits(
         reshard_after_forward=reshard_after_forward, offload=offload,
         accumulation=Accumulation(units=waiting, skips=skips),
     )  # fmt: skip
+
+
+@contract("ACCUMULATION-1", "ACCUMULATION-2")
+@world(2, 4)
+@COUNTED
+def test_root_keeps_its_own_while_waiting(rank: Rank) -> None:
+    """By default the root keeps its own parameters between forward and backward, and the others do not."""
+    gathers = {"forward": UNITS * MICROBATCHES, "backward": (UNITS - 1) * MICROBATCHES}
+    train_and_count(rank, gathers, {"reduce_scatter": UNITS}, accumulation=Accumulation())
 
 
 KEPT = pytest.mark.parametrize("waiting", ["all", pytest.param("root-only", marks=PER_UNIT)])

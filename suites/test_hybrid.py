@@ -16,7 +16,9 @@ from suites.axes import RESHARD
 NAMES = ("replicate", "shard")
 DEFERRED = needs(Capability.DEFERRED_REDUCTION)
 #: (replicate, shard) sizes on four ranks; the second shards nothing.
-SHAPES = pytest.mark.parametrize("shape", [(2, 2), (4, 1)], ids=["2x2", "4x1"])
+SHAPES = pytest.mark.parametrize(
+    "shape", [(2, 2), pytest.param((4, 1), marks=needs(Capability.SINGLE_RANK))], ids=["2x2", "4x1"]
+)
 
 pytestmark = needs(Capability.HYBRID)
 
@@ -73,9 +75,12 @@ def test_replicas_of_eight(rank: Rank, shape: tuple[int, int], dim: int, reshard
 
 @contract("HYBRID-2")
 @world(4)
-@needs(Capability.COUNTED_UNITS, Capability.ROOT_RESHARD)
+@needs(Capability.COUNTED_UNITS)
 @SHAPES
-@pytest.mark.parametrize("reshard_after_forward", [None, *RESHARD[:2]])
+@pytest.mark.parametrize(
+    "reshard_after_forward",
+    [None, pytest.param(True, marks=[*RESHARD[0].marks, needs(Capability.ROOT_RESHARD)]), RESHARD[1]],
+)
 def test_counts(rank: Rank, reshard_after_forward: Any, shape: tuple[int, int]) -> None:
     """Each unit is gathered and reduced within its replica, unless that is one rank, and then over the replicas."""
     model = models.Tower(dim=9)

@@ -16,7 +16,13 @@ from suites.test_training import DELAYS
 @contract("OFFLOAD-1")
 @world(2, 4)
 @needs(Capability.OFFLOAD, Capability.RESHARD_AFTER_FORWARD)
-@pytest.mark.parametrize("offload", ["pageable", pytest.param("pinned", marks=needs(Hardware.ACCELERATOR))])
+@pytest.mark.parametrize(
+    "offload",
+    [
+        pytest.param("pageable", marks=needs(Capability.PAGEABLE_OFFLOAD)),
+        pytest.param("pinned", marks=needs(Hardware.ACCELERATOR)),
+    ],
+)
 @pytest.mark.parametrize(
     "delays",
     [

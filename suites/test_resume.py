@@ -27,7 +27,7 @@ WHY = "the same kernels on the same bits, which a checkpoint stores unchanged"
 )
 @contract("RESUME-1")
 @world(4)
-@needs(Capability.TENSOR_PARALLEL)
+@needs(Capability.TENSOR_PARALLEL, Capability.TENSOR_PARALLEL_CHECKPOINT)
 @REUSES
 @pytest.mark.parametrize("optimizer", ["adam", "adamw"])
 @pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])

@@ -14,7 +14,7 @@ from fsdp_impl.common import norm
 from fsdp_impl.common.mesh import device_of
 
 # The ranks that a gradient is spread over: one process group for each sharded dimension of its mesh.
-_Groups: TypeAlias = tuple[dist.ProcessGroup, ...]
+Groups: TypeAlias = tuple[dist.ProcessGroup, ...]
 
 
 @torch.no_grad()
@@ -55,41 +55,48 @@ def clip_grad_norm_(
     if not grads:
         return torch.tensor(0.0)
     use_foreach = foreach is not False
-    total_norm = _total_norm(grads, p, use_foreach)
+    by_groups: dict[Groups, list[torch.Tensor]] = {}
+    for grad in grads:
+        by_groups.setdefault(sharding_groups(grad), []).append(grad)
+    shares = {
+        groups: norm.local_share([_local(g) for g in members], p, _compute_device(members[0]), foreach=use_foreach)
+        for groups, members in by_groups.items()
+    }
+    dtype = reduce(torch.promote_types, (grad.dtype for grad in grads), torch.float32)
+    total_norm = norm.finish(combine_over_ranks(shares, p), p, dtype)
     if error_if_nonfinite and not math.isfinite(total_norm.item()):
         raise RuntimeError(
             f"The total norm of order {p} for gradients from `parameters` is non-finite ({total_norm.item()}), so it "
             "cannot be clipped. To scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
         )
-    # Clamping instead of asking whether to clip: the question would make the host wait for the device.
-    coefficient = torch.clamp(float(max_norm) / (total_norm + 1e-6), max=1.0)
-    _scale([_local(grad) for grad in grads], coefficient, use_foreach)
+    scale_to([_local(grad) for grad in grads], float(max_norm), total_norm, foreach=use_foreach)
     return total_norm
 
 
-def _total_norm(grads: Sequence[torch.Tensor], p: float, foreach: bool) -> torch.Tensor:
-    by_groups: dict[_Groups, list[torch.Tensor]] = {}
-    for grad in grads:
-        by_groups.setdefault(_sharding_groups(grad), []).append(grad)
-    shares = {
-        groups: norm.local_share([_local(grad) for grad in members], p, _compute_device(members[0]), foreach=foreach)
-        for groups, members in by_groups.items()
-    }
+def combine_over_ranks(shares: dict[Groups, torch.Tensor], p: float) -> torch.Tensor:
+    """Complete shares of the norm (see :mod:`fsdp_impl.common.norm`), given by the ranks that each is spread over.
+
+    One all-reduce for each process group in ``shares``: every rank must have the same keys.
+    """
     # Later dimensions of a mesh first: they are the fast ones (tensor parallel, within a host).
     while pending := [groups for groups in shares if groups]:
         group = max(pending, key=len)[-1]
         shares = _reduce_over(group, shares, p)
-    dtype = reduce(torch.promote_types, (grad.dtype for grad in grads), torch.float32)
-    return norm.finish(shares[()], p, dtype)
+    return shares[()]
 
 
-def _reduce_over(
-    group: dist.ProcessGroup, shares: dict[_Groups, torch.Tensor], p: float
-) -> dict[_Groups, torch.Tensor]:
+def scale_to(tensors: Sequence[torch.Tensor], max_norm: float, total_norm: torch.Tensor, *, foreach: bool) -> None:
+    """Scale plain ``tensors`` in place by ``min(1, max_norm / (total_norm + 1e-6))``."""
+    # Clamping instead of asking whether to clip: the question would make the host wait for the device.
+    coefficient = torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
+    _scale(tensors, coefficient, foreach)
+
+
+def _reduce_over(group: dist.ProcessGroup, shares: dict[Groups, torch.Tensor], p: float) -> dict[Groups, torch.Tensor]:
     """Complete over ``group`` every share that is spread over it, all in one all-reduce."""
     spread = [groups for groups in shares if group in groups]
     reduced = norm.reduce_norm(torch.stack([shares[groups] for groups in spread]), group, p)
-    merged: dict[_Groups, list[torch.Tensor]] = {}
+    merged: dict[Groups, list[torch.Tensor]] = {}
     for groups, share in shares.items():
         if group not in groups:
             merged.setdefault(groups, []).append(share.to(reduced.device))
@@ -98,7 +105,12 @@ def _reduce_over(
     return {groups: norm.combine(members, p) for groups, members in merged.items()}
 
 
-def _sharding_groups(grad: torch.Tensor) -> _Groups:
+def sharding_groups(grad: torch.Tensor) -> Groups:
+    """The ranks that ``grad`` is spread over.
+
+    Raises:
+        ValueError: if it is a pending sum.
+    """
     if not isinstance(grad, DTensor):
         return ()
     groups = []

@@ -54,6 +54,11 @@ def tensors_requiring_grad(value: Any) -> list[torch.Tensor]:
     return found
 
 
+def cast(dtype: torch.dtype, value: Any) -> Any:
+    """Cast the floating-point tensors in ``value`` to ``dtype``; differentiable."""
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
+
+
 def _rebuild_dict(old: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
     changed = {key: item for key, item in items.items() if item is not old[key]}
     if not changed:

@@ -7,6 +7,7 @@ next unshard.
 
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
@@ -77,7 +78,15 @@ class UnshardedBuffer:
         return empty.set_(self._storage, start // dtype.itemsize, size, contiguous_stride(size))
 
 
-def reshard(buffer: UnshardedBuffer, *, unit: str) -> None:
+class Freeable(Protocol):
+    """Memory of unsharded parameters."""
+
+    def free(self) -> None:
+        """Give the bytes back as soon as nothing reads them."""
+        ...
+
+
+def reshard(buffer: Freeable, *, unit: str) -> None:
     """Free the unsharded parameters of ``unit``; the caller has registered the sharded ones already."""
     buffer.free()
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from fsdp_impl.common import dtensor
+from fsdp_impl.common import dtensor, hooks
 from fsdp_impl.common.layout import Layout, shard_view
 from fsdp_impl.per_parameter.param import ShardedParam
 
@@ -56,7 +56,7 @@ class Accumulator:
         else:
             self._add_views(params, layout, shards)
         for param in params:
-            _run_post_accumulate_hooks(param)
+            hooks.run_post_accumulate(param.sharded)
         return is_copying
 
     def _add_views(self, params: Sequence[ShardedParam], layout: Layout, shards: torch.Tensor) -> None:
@@ -74,20 +74,8 @@ class Accumulator:
         if not self._offloads or shards.device.type == "cpu":
             return shards, False
         # Nothing on the host waits for a stream: what reads the copy before the end of backward must find it finished.
-        is_read = any(param.sharded.grad is not None or _hooks_of(param) for param in params)
+        is_read = any(param.sharded.grad is not None or hooks.post_accumulate_of(param.sharded) for param in params)
         may_overlap = self._pins and not is_read
         home = torch.empty(shards.shape, dtype=shards.dtype, pin_memory=self._pins)
         home.copy_(shards, non_blocking=may_overlap)
         return home, may_overlap
-
-
-def _hooks_of(param: ShardedParam) -> tuple[object, ...]:
-    hooks = getattr(param.sharded, "_post_accumulate_grad_hooks", None) or {}
-    return tuple(hooks.values())
-
-
-def _run_post_accumulate_hooks(param: ShardedParam) -> None:
-    """Autograd accumulates into unsharded parameters; users hook the sharded ones, whose gradient is there now."""
-    for hook in _hooks_of(param):
-        assert callable(hook)
-        hook(param.sharded)

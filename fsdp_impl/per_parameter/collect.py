@@ -8,7 +8,7 @@ from torch.distributed._composable.contract import _get_registry
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fsdp_impl.per_parameter.param import Owner
+from fsdp_impl.common.owner import Owner
 from fsdp_impl.per_parameter.registry import unit_of
 
 

@@ -11,25 +11,17 @@ from torch import nn
 from torch.profiler import record_function
 
 from fsdp_impl.common import collectives, streams, unsharded
+from fsdp_impl.common.comm_context import CommContext
 from fsdp_impl.common.layout import Layout, copy_out
 from fsdp_impl.common.mesh import ShardMesh
+from fsdp_impl.common.owner import Owner
+from fsdp_impl.common.phase import Phase
 from fsdp_impl.common.policies import MixedPrecisionPolicy, OffloadPolicy
 from fsdp_impl.common.streams import Event
-from fsdp_impl.per_parameter.context import CommContext
 from fsdp_impl.per_parameter.cut import Cut
 from fsdp_impl.per_parameter.options import GroupOptions
-from fsdp_impl.per_parameter.param import Owner
 from fsdp_impl.per_parameter.shards import Shards
 from fsdp_impl.per_parameter.smaller import SmallerShards
-
-
-class Phase(Enum):
-    """Where a unit or group stands in an iteration."""
-
-    IDLE = auto()
-    FORWARD = auto()  # from pre-forward to post-forward
-    PRE_BACKWARD = auto()  # from the gradient of an output to the gradients of the inputs
-    POST_BACKWARD = auto()  # from there to the end of backward
 
 
 class Residence(Enum):

@@ -6,7 +6,7 @@ from typing import Any, NoReturn, cast
 
 from torch import nn
 
-from fsdp_impl.per_parameter.order import OrderCheck
+from fsdp_impl.common.order import OrderCheck
 from fsdp_impl.per_parameter.registry import unit_of
 from fsdp_impl.per_parameter.settings import Settings
 from fsdp_impl.per_parameter.unit import Unit
@@ -151,4 +151,4 @@ def validate_order(model: nn.Module) -> None:
     if not units:
         raise ValueError(f"Expects a model with FSDPModules but got {type(model)}: {model}")
     for unit in units:
-        unit.iteration.order = OrderCheck()
+        unit.iteration.order = OrderCheck(unit.device)

@@ -7,7 +7,6 @@ references to it between forward and backward.
 """
 
 import itertools
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -17,19 +16,12 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fsdp_impl.common import dtensor
+from fsdp_impl.common.owner import Owner
 from fsdp_impl.per_parameter.cut import Cut
 from fsdp_impl.per_parameter.extensions import Extension
 
 # Numbers original parameters. Not id(): a freed parameter's id comes back with another one.
 _serial_numbers = itertools.count()
-
-
-@dataclass(frozen=True)
-class Owner:
-    """A module attribute that holds the parameter; shared parameters have several."""
-
-    module: nn.Module
-    name: str
 
 
 class ShardedParam:

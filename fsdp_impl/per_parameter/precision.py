@@ -2,9 +2,7 @@
 
 from typing import Any
 
-import torch
-
-from fsdp_impl.common.containers import map_tensors
+from fsdp_impl.common.containers import cast
 from fsdp_impl.common.policies import MixedPrecisionPolicy
 
 
@@ -19,8 +17,3 @@ def cast_inputs(policy: MixedPrecisionPolicy, args: Any, kwargs: Any) -> tuple[A
 def cast_output(policy: MixedPrecisionPolicy, output: Any) -> Any:
     """Cast floating-point tensors in ``output``, in any container, as ``policy`` says."""
     return output if policy.output_dtype is None else cast(policy.output_dtype, output)
-
-
-def cast(dtype: torch.dtype, value: Any) -> Any:
-    """Cast the floating-point tensors in ``value`` to ``dtype``; differentiable."""
-    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Sequence
 
 from torch.profiler import record_function
 
+from fsdp_impl.common.phase import Phase
 from fsdp_impl.per_parameter.context import IterationContext
-from fsdp_impl.per_parameter.group import ParamGroup, Phase
+from fsdp_impl.per_parameter.group import ParamGroup
 
 
 def record_forward(group: ParamGroup, iteration: IterationContext) -> None:

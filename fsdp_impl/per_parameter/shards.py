@@ -14,10 +14,11 @@ from torch import nn
 
 from fsdp_impl.common.layout import Layout, build_layout, shard_rows, shard_size, shard_view
 from fsdp_impl.common.mesh import ShardMesh
+from fsdp_impl.common.owner import Owner
 from fsdp_impl.common.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fsdp_impl.per_parameter import extensions
 from fsdp_impl.per_parameter.cut import Cut
-from fsdp_impl.per_parameter.param import Owner, ShardedParam
+from fsdp_impl.per_parameter.param import ShardedParam
 
 
 class Shards:

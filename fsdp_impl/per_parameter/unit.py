@@ -7,12 +7,14 @@ import torch
 from torch import nn
 from torch.distributed._composable_state import _State
 
-from fsdp_impl.common import streams
+from fsdp_impl.common import hooks, streams
+from fsdp_impl.common.comm_context import CommContext
 from fsdp_impl.common.containers import map_tensors
+from fsdp_impl.common.phase import Phase
 from fsdp_impl.common.policies import MixedPrecisionPolicy
-from fsdp_impl.per_parameter import gradients, hooks, lazy_init, precision, prefetch, registry
-from fsdp_impl.per_parameter.context import CommContext, IterationContext
-from fsdp_impl.per_parameter.group import ParamGroup, Phase
+from fsdp_impl.per_parameter import gradients, lazy_init, precision, prefetch, registry
+from fsdp_impl.per_parameter.context import IterationContext
+from fsdp_impl.per_parameter.group import ParamGroup
 from fsdp_impl.per_parameter.param import ShardedParam
 from fsdp_impl.per_parameter.reduction import Reducer
 
@@ -95,7 +97,8 @@ class Unit(_State):
         if self.group is not None:
             entering_group = self.group.phase is not Phase.FORWARD
             if entering_group and self.iteration.order is not None:
-                self.iteration.order.before_gather(self.group)
+                names = [param.fqn for param in self.group.shards.params]
+                self.iteration.order.before_gather(names, self.group.mesh.group)
             self.group.phase = Phase.FORWARD
             self._unshard_now()
             if entering_group:
@@ -142,7 +145,7 @@ class Unit(_State):
         self.comm.release_output()
         self.iteration.forward_root = None
         if self.is_root and self.iteration.order is not None:
-            self.iteration.order.end(_groups(self.iteration.units))
+            self.iteration.order.end(group.mesh.group for group in _groups(self.iteration.units))
 
     def _complete_forward(self, output: Any) -> None:
         if self.group is not None:

@@ -131,6 +131,13 @@ class Config:
     cast: torch.dtype | None = None
     """Cast the module to this dtype once it is sharded, before the optimizer is made."""
 
+    flat_parameters: bool = False
+    """The optimizer has one flat parameter a unit. Needs :attr:`Capability.FLAT_PARAMETERS`."""
+
+    sync_states: bool = False
+    """Every rank takes the parameters and buffers of the first data-parallel rank. Needs
+    :attr:`Capability.SYNC_STATES`."""
+
     @property
     def shard_size(self) -> int:
         """The number of ranks that share a unit."""
@@ -274,6 +281,14 @@ class Adapter(ABC):
         """
         raise AssertionError(f"{self.name} does not declare {Capability.REGISTERED_STATE!r}")
 
+    def own_gradients(self, names: Sequence[str]) -> list[torch.Tensor]:
+        """What this rank's optimizer will use of the gradients of these parameters, to be changed in place.
+
+        Ranks that hold the same share of the same parameters have tensors of the same sizes, in one order. Needs
+        :attr:`Capability.TENSOR_PARALLEL`.
+        """
+        raise AssertionError(f"{self.name} does not declare {Capability.TENSOR_PARALLEL!r}")
+
     def reshard(self) -> None:
         """Free all gathered parameters. Needs :attr:`Capability.MANUAL_RESHARD`."""
         raise AssertionError(f"{self.name} does not declare {Capability.MANUAL_RESHARD!r}")
@@ -296,6 +311,31 @@ class Adapter(ABC):
     def after_step(self, event: torch.Event) -> None:
         """The next gathers wait for ``event`` only. Needs :attr:`Capability.POST_OPTIM_EVENT`."""
         raise AssertionError(f"{self.name} does not declare {Capability.POST_OPTIM_EVENT!r}")
+
+    def checkpoint(self) -> dict[str, Any]:
+        """What ``torch.distributed.checkpoint`` saves of model and optimizer, under these two names (collective).
+
+        Needs :attr:`Capability.DISTRIBUTED_CHECKPOINT`.
+        """
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        model, optimizer = get_state_dict(self.module, self._checkpointed_optimizer())
+        return {"model": model, "optimizer": optimizer}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take what :meth:`checkpoint` returned, with other values in it (collective)."""
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+
+        set_state_dict(
+            self.module,
+            self._checkpointed_optimizer(),
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+
+    def _checkpointed_optimizer(self) -> torch.optim.Optimizer:
+        assert self.optimizer is not None, f"{self.name} keeps its optimizer to itself"
+        return self.optimizer
 
     def teardown(self) -> None:
         """Undo what the implementation keeps outside the model."""

@@ -50,6 +50,9 @@ class Capability(enum.StrEnum):
     CLIP_EMPTY_SHARDS = "clip-empty-shards"
     """Clipping takes any norm where a rank's part of some parameter is empty."""
 
+    CLIP_TENSOR_PARALLEL = "clip-tensor-parallel"
+    """The norm that clips is that of the tensor-parallel ranks' parts together."""
+
     CAST_AFTER_INIT = "cast-after-init"
     """The sharded module can be cast to another dtype before the first forward."""
 
@@ -72,7 +75,7 @@ class Capability(enum.StrEnum):
     """Collectives come in the documented order: a unit is gathered when it runs, in backward one ahead."""
 
     SINGLE_RANK = "single-rank"
-    """A world of one rank works and issues no collective."""
+    """Parameters may be sharded over one rank, which issues no collective but the reduction over replicas."""
 
     ADAM = "adam"
     """Works with optimizers that keep more state than momentum."""
@@ -122,8 +125,14 @@ class Capability(enum.StrEnum):
     OFFLOAD = "offload"
     """Shards, their gradients and the optimizer can live on the CPU."""
 
+    PAGEABLE_OFFLOAD = "pageable-offload"
+    """The same in memory that is not pinned, so that no accelerator is needed."""
+
     DISTRIBUTED_CHECKPOINT = "distributed-checkpoint"
     """``torch.distributed.checkpoint`` saves and loads model and optimizer through their state dicts."""
+
+    TENSOR_PARALLEL_CHECKPOINT = "tensor-parallel-checkpoint"
+    """The same where parameters are DTensors of a tensor-parallel mesh, also of sizes that do not divide."""
 
     FORWARD_METHOD = "forward-method"
     """A method other than ``forward`` can be registered to gather and free as ``forward`` does."""
@@ -133,6 +142,19 @@ class Capability(enum.StrEnum):
 
     POST_OPTIM_EVENT = "post-optim-event"
     """The next step's gathers can be told to wait for an event instead of the optimizer's stream."""
+
+    FLAT_PARAMETERS = "flat-parameters"
+    """The optimizer can be given one flat parameter a unit instead of the model's own."""
+
+    SYNC_STATES = "sync-states"
+    """Parameters and buffers can be taken from the first data-parallel rank when the model is sharded."""
+
+    ORDER_VALIDATION = "order-validation"
+    """With ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` the order of the units in forward is compared: in the first iteration
+    between the ranks, later on each rank with its first iteration."""
+
+    FLAT_ORDER_VALIDATION = "flat-order-validation"
+    """The same where the optimizer has flat parameters."""
 
 
 class Hardware(enum.StrEnum):

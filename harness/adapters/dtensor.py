@@ -85,10 +85,16 @@ class DTensorAdapter(Adapter):
 
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
-        return frozenset(Capability)
+        # One flat parameter a unit is what these implementations do without, and nothing is sent when they shard.
+        return frozenset(Capability) - {
+            Capability.FLAT_PARAMETERS,
+            Capability.FLAT_ORDER_VALIDATION,
+            Capability.SYNC_STATES,
+        }
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         super().__init__(model, optimizer=optimizer, config=config)
+        assert not (config.flat_parameters or config.sync_states), "every parameter stays one of its own"
         # Looked up before anything is sharded: the class of a sharded module changes, its name does not.
         groups = [[model.get_submodule(name) for name in unit] for unit in inner_first(config.units)]
         options: dict[str, Any] = {"mesh": config.mesh, "reshard_after_forward": config.reshard_after_forward}
@@ -128,6 +134,11 @@ class DTensorAdapter(Adapter):
         return {
             name: piece_of(parameter.detach(), self._device) for name, parameter in self._sharded_parameters().items()
         }
+
+    def own_gradients(self, names: Sequence[str]) -> list[torch.Tensor]:
+        named = self._sharded_parameters()
+        gradients = [gradient for name in names if (gradient := named[name].grad) is not None]
+        return [one.to_local() if isinstance(one, DTensor) else one for one in gradients]
 
     def registered(self) -> dict[str, Piece]:
         return {name: piece_of(parameter.detach()) for name, parameter in self.named_parameters().items()}

@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 import torch
+from torch import nn
+from torch.distributed import distributed_c10d
 
 import fsdp_impl
+from harness.adapters.base import Config, OptimizerFactory
 from harness.adapters.dtensor import DTensorAdapter
 
 
@@ -19,6 +22,11 @@ class ReferenceAdapter(DTensorAdapter):
     fully_shard = staticmethod(fsdp_impl.fully_shard)
     offload_policy = fsdp_impl.CPUOffloadPolicy
     register = staticmethod(fsdp_impl.register_fsdp_forward_method)
+
+    def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
+        super().__init__(model, optimizer=optimizer, config=config)
+        if distributed_c10d.get_debug_level() == distributed_c10d.DebugLevel.DETAIL:
+            fsdp_impl.validate_order(self.module)
 
     def clip(self) -> torch.Tensor:
         assert self.config.clip is not None

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 BUILT_IN = {
     "reference": "harness.adapters.reference:ReferenceAdapter",
+    "reference.flat": "harness.adapters.reference_flat:ReferenceFlatAdapter",
     "torch.fully_shard": "harness.adapters.torch_fully_shard:TorchFullyShardAdapter",
     "torch.fsdp": "harness.adapters.torch_fsdp:TorchFsdpAdapter",
     "deepspeed.zero3": "harness.adapters.deepspeed_zero3:DeepSpeedZero3Adapter",

@@ -1,6 +1,7 @@
 """A script that uses torch.distributed.fsdp runs with fsdp_impl in its place: names and signatures are the same."""
 
 import dataclasses
+import enum
 import inspect
 from typing import Any
 
@@ -10,13 +11,28 @@ import torch.distributed.fsdp as theirs
 
 import fsdp_impl as ours
 
-# What this half of the reference stands for; the rest of torch.distributed.fsdp is the flat one.
 NAMES = [
+    "BackwardPrefetch",
+    "CPUOffload",
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
     "FSDPModule",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "FullyShardedDataParallel",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
     "UnshardHandle",
     "fully_shard",
     "register_fsdp_forward_method",
@@ -41,16 +57,19 @@ def shape(function: Any) -> list[tuple[str, Any, Any]]:
 def plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return (type(value).__name__, dataclasses.asdict(value))
-    return value
+    return str(value) if isinstance(value, enum.Enum) else value
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if hasattr(theirs, name)])
 def test_functions_and_classes(name: str) -> None:
     mine, other = getattr(ours, name), getattr(theirs, name)
     assert name in ours.__all__
-    if inspect.isclass(other) and not dataclasses.is_dataclass(other):
+    if inspect.isclass(other) and issubclass(other, enum.Enum):
+        assert [(member.name, member.value) for member in mine] == [(member.name, member.value) for member in other]
+    elif inspect.isclass(other) and not dataclasses.is_dataclass(other) and name != "FullyShardedDataParallel":
         return  # users do not construct these
-    assert shape(mine) == shape(other)
+    else:
+        assert shape(mine) == shape(other)
 
 
 @pytest.mark.parametrize("name", sorted(public_methods(theirs.FSDPModule)))
@@ -65,16 +84,35 @@ def test_methods_of_handles() -> None:
     assert public_methods(theirs.UnshardHandle).keys() <= public_methods(ours.UnshardHandle).keys()
 
 
-@pytest.mark.parametrize("name", ["MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy", "DataParallelMeshDims"])
+@pytest.mark.parametrize("name", [name for name in NAMES if dataclasses.is_dataclass(getattr(ours, name))])
 def test_fields_of_policies(name: str) -> None:
     if hasattr(theirs, name):
         fields = [[field.name for field in dataclasses.fields(getattr(half, name))] for half in (ours, theirs)]
         assert fields[0] == fields[1]
 
 
-def test_nothing_of_this_half_is_forgotten() -> None:
-    flat = {name for name in theirs.__all__ if getattr(theirs, name).__module__.startswith("torch.distributed.fsdp.")}
-    missing = set(theirs.__all__) - flat - set(NAMES)
+def of_the_wrapper() -> list[str]:
+    """What torch's wrapper adds to ``nn.Module`` or changes in it, for users."""
+    theirs_alone = vars(theirs.FullyShardedDataParallel)
+    return sorted(name for name in theirs_alone if not name.startswith("_"))
+
+
+@pytest.mark.parametrize("name", of_the_wrapper())
+def test_members_of_the_wrapper(name: str) -> None:
+    if not hasattr(ours.FullyShardedDataParallel, name) and not IS_KNOWN_TORCH:
+        pytest.skip(f"torch {torch.__version__} has {name}, which 2.13 has not")
+    mine, other = (inspect.getattr_static(half.FullyShardedDataParallel, name) for half in (ours, theirs))
+    assert isinstance(mine, (staticmethod, property)) == isinstance(other, (staticmethod, property))
+    if name in ("named_parameters", "named_buffers"):  # there they take whatever nn.Module takes
+        other = getattr(torch.nn.Module, name)
+    if not isinstance(other, property):
+        assert shape(getattr(ours.FullyShardedDataParallel, name)) == shape(
+            other if inspect.isfunction(other) else getattr(theirs.FullyShardedDataParallel, name)
+        )
+
+
+def test_nothing_is_forgotten() -> None:
+    missing = set(theirs.__all__) - set(NAMES)
     assert not missing or not IS_KNOWN_TORCH, missing
 
 

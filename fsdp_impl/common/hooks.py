@@ -82,3 +82,14 @@ def call_at_end_of_backward(callback: Callable[[], None]) -> None:
 def in_backward() -> bool:
     """Whether autograd is running, as during the recomputation of activation checkpointing."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def post_accumulate_of(param: torch.Tensor) -> tuple[Callable[[torch.Tensor], None], ...]:
+    """The functions that users gave to ``param.register_post_accumulate_grad_hook``."""
+    return tuple((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+def run_post_accumulate(param: torch.Tensor) -> None:
+    """Autograd accumulates into unsharded parameters; users hook the sharded ones, whose gradient is there now."""
+    for hook in post_accumulate_of(param):
+        hook(param)

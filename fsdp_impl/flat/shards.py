@@ -1,0 +1,306 @@
+"""A unit's sharded parameters: one flat parameter, and with ``use_orig_params`` the original ones as views of it."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_impl.common import dtensor
+from fsdp_impl.common.owner import Owner
+from fsdp_impl.flat.layout import Span, alignment_of, build_flat_layout, flattened, shaped, stride_of
+from fsdp_impl.flat.ranks import Ranks
+
+#: The name under which a wrapped module holds its unit's flat parameter.
+FLAT_PARAM = "_flat_param"
+
+
+class Holder(NamedTuple):
+    """A parameter that optimizers know, and which one it is: ``None`` stands for the flat one."""
+
+    param: nn.Parameter
+    which: int | None
+
+
+class FlatShards:
+    """This rank's shard of a unit's parameters.
+
+    Attributes:
+        names: of the parameters, from the wrapped module, without what wrappers add.
+        owners: where each is registered; the first is where it was found first.
+        layout: their places.
+        flat: the sharded flat parameter: 1-D, ``layout.shard_numel``, on the device where shards live.
+        offloads: whether the shard lives on the CPU wherever it is computed with.
+        use_orig: whether the modules hold the original parameters, else only ``module`` holds the flat one.
+        originals: the original parameters; with ``use_orig`` they live as views of the shard.
+        specs: for parameters that are DTensors, how their local part is placed; else ``None``.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        params: dict[nn.Parameter, list[Owner]],
+        names: Sequence[str],
+        ranks: Ranks,
+        *,
+        use_orig: bool,
+        compute_dtype: torch.dtype | None,
+        offloads: bool,
+        pins: bool,
+    ) -> None:
+        self.module = module
+        self.names = tuple(names)
+        self.owners = tuple(tuple(owners) for owners in params.values())
+        self.ranks = ranks
+        self.use_orig = use_orig
+        self.offloads = offloads
+        self.originals = list(params)
+        check_uniform(self.names, self.originals, use_orig=use_orig)
+        self.specs = tuple(param._spec if isinstance(param, DTensor) else None for param in self.originals)
+        locals_ = [_local(param) for param in self.originals]
+        dtype = compute_dtype or locals_[0].dtype
+        self.layout = build_flat_layout(
+            [local.size() for local in locals_],
+            [stride_of(local) for local in locals_],
+            ranks.size,
+            alignment=alignment_of(dtype) if use_orig else 1,
+        )
+        self.spans = tuple(self.layout.span(index, ranks.rank) for index in range(len(self.originals)))
+        home = torch.device("cpu") if offloads else locals_[0].device
+        shard = self.cut([local.detach() for local in locals_], locals_[0].dtype, home)
+        if pins:
+            shard = shard.pin_memory()
+        self.flat = nn.Parameter(shard, requires_grad=any(param.requires_grad for param in self.originals))
+        for param in self.originals:
+            mark_managed(param)
+        mark_managed(self.flat)
+        if use_orig:
+            if any(self.specs):
+                # A DTensor cannot be a view of a shard: plain parameters take the places.
+                self.originals = [self._plain(param) for param in self.originals]
+            self.register()
+        else:
+            self._take_originals_away()
+            self.originals = []
+            module._parameters[FLAT_PARAM] = self.flat
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.ranks.size > 1
+
+    def cut(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """This rank's shard (1-D, ``layout.shard_numel``) of whole ``tensors``, one for each parameter."""
+        shard = torch.zeros(self.layout.shard_numel, dtype=dtype, device=device)
+        for index, (tensor, span) in enumerate(zip(tensors, self.spans, strict=True)):
+            if span.numel:
+                shard[span.offset : span.offset + span.numel].copy_(self.cut_one(index, tensor))
+        return shard
+
+    def cut_one(self, index: int, whole: torch.Tensor) -> torch.Tensor:
+        """The elements of ``whole``, of the size of parameter ``index``, that lie in this rank's shard: 1-D."""
+        piece, span = self.layout.pieces[index], self.spans[index]
+        if whole.stride() != piece.stride:
+            ordered = torch.empty_strided(piece.size, piece.stride, dtype=whole.dtype, device=whole.device)
+            whole = ordered.copy_(whole)
+        return flattened(whole)[span.start : span.start + span.numel]
+
+    def part(self, index: int | None, shard: torch.Tensor) -> torch.Tensor:
+        """What ``shard`` (1-D, ``layout.shard_numel``) holds of a parameter, as its holder shows it.
+
+        1-D where shards may cut anywhere, in the parameter's own shape where nothing is sharded.
+        """
+        if index is None:
+            return shard
+        span = self.spans[index]
+        elements = shard[span.offset : span.offset + span.numel]
+        return elements if self.is_sharded else shaped(elements, self.layout.pieces[index])
+
+    def holders(self) -> Iterator[Holder]:
+        """The parameters that gradients are given to: the flat one, or the trainable original ones on this rank."""
+        if not self.use_orig:
+            yield Holder(self.flat, None)
+            return
+        for index, (param, span) in enumerate(zip(self.originals, self.spans, strict=True)):
+            if span.numel and param.requires_grad:
+                yield Holder(param, index)
+
+    def register(self) -> None:
+        """Let the modules hold the original parameters as views of the shard; only with ``use_orig``."""
+        if not self.use_orig:
+            return
+        with torch.no_grad():
+            data = self.flat.detach()
+            for index, (param, span, owners) in enumerate(zip(self.originals, self.spans, self.owners, strict=True)):
+                if not is_view_of(param, data, span):
+                    param.data = self.part(index, data)
+                for owner in owners:
+                    set_param(owner, param)
+
+    def sync_requires_grad(self) -> None:
+        """Frozen originals freeze the flat parameter if all of them are."""
+        if self.use_orig:
+            self.flat.requires_grad_(any(param.requires_grad for param in self.originals))
+
+    def adopt(self) -> bool:
+        """Take what the modules hold now for the originals, and write moved values back to the shard.
+
+        A user may have assigned another parameter, or other ``data``; the shard keeps its memory.
+
+        Returns:
+            Whether the shard was written to, on the current stream.
+
+        Raises:
+            RuntimeError: if the new value has another shape than the one on this rank.
+            NotImplementedError: if a shared parameter was replaced in some places only.
+        """
+        if not self.use_orig:
+            self.adopt_flat()
+            return False
+        wrote = False
+        for index, span in enumerate(self.spans):
+            held = self._held(index)
+            if held is None or span.numel == 0:
+                continue
+            self.originals[index] = held
+            if is_view_of(held, self.flat, span):
+                continue
+            place = self.part(index, self.flat.detach())
+            if held.size() != place.size():
+                raise RuntimeError(
+                    f"Cannot writeback when the parameter shape changes\nExpects {place.size()} but got {held.size()} "
+                    f"for {self.names[index]}"
+                )
+            with torch.no_grad():
+                place.copy_(held.detach())
+                held.data = place
+            mark_managed(held)
+            wrote = True
+        return wrote
+
+    def adopt_flat(self) -> None:
+        """Take what ``module`` holds now for the flat parameter.
+
+        Raises:
+            RuntimeError: if it has another size.
+        """
+        held = self.module._parameters.get(FLAT_PARAM)
+        if held is None or held is self.flat:
+            return
+        if held.numel() != self.layout.shard_numel:
+            raise RuntimeError(
+                "Cannot writeback when the parameter shape changes\n"
+                f"Expects {torch.Size([self.layout.shard_numel])} but got {held.size()} for {FLAT_PARAM}"
+            )
+        self.flat = held
+        mark_managed(held)
+
+    def has_changed(self) -> bool:
+        """Whether :meth:`adopt` would write."""
+        if not self.use_orig:
+            return False
+        held = [self._held(index) for index in range(len(self.spans))]
+        return any(
+            param is not None and span.numel > 0 and (param is not original or not is_view_of(param, self.flat, span))
+            for param, original, span in zip(held, self.originals, self.spans, strict=True)
+        )
+
+    def _held(self, index: int) -> nn.Parameter | None:
+        """What the modules hold in the place of an original; ``None`` if unsharded parameters stand there."""
+        held = [owner.module._parameters.get(owner.name) for owner in self.owners[index]]
+        if not isinstance(held[0], nn.Parameter):
+            return None
+        if any(other is not held[0] for other in held[1:]):
+            raise NotImplementedError(f"Changing shared parameters is not supported yet: {self.names[index]}")
+        return held[0]
+
+    def _plain(self, param: nn.Parameter) -> nn.Parameter:
+        plain = param if not isinstance(param, DTensor) else nn.Parameter(_local(param).detach(), param.requires_grad)
+        mark_managed(plain)
+        return plain
+
+    def _take_originals_away(self) -> None:
+        for owners in self.owners:
+            for owner in owners:
+                owner.module._parameters.pop(owner.name, None)
+
+
+def set_param(owner: Owner, param: nn.Parameter) -> None:
+    """Register ``param`` where ``owner`` says."""
+    if type(owner.module).__setattr__ is nn.Module.__setattr__:
+        # The checks of nn.Module.__setattr__ cost more than all else here, and hold by construction.
+        owner.module._parameters[owner.name] = param
+    else:
+        owner.module.__dict__.pop(owner.name, None)
+        setattr(owner.module, owner.name, param)
+
+
+def set_tensor(owner: Owner, tensor: torch.Tensor, *, as_param: bool) -> None:
+    """Let ``owner`` hold the plain ``tensor``; ``as_param`` where it stands in the place of a registered parameter."""
+    parameters: dict[str, Any] = owner.module._parameters
+    if type(owner.module).__setattr__ is not nn.Module.__setattr__:
+        # The class wants to know of what is set (recurrent layers keep lists of their weights), and nn.Module takes
+        # only a Parameter for what is registered as one.
+        parameters.pop(owner.name, None)
+        setattr(owner.module, owner.name, tensor)
+    elif as_param:
+        parameters[owner.name] = tensor
+    else:
+        owner.module.__dict__[owner.name] = tensor
+
+
+def is_view_of(param: torch.Tensor, flat: torch.Tensor, span: Span) -> bool:
+    """Whether ``param`` lies where ``span`` says in ``flat``'s memory."""
+    if span.numel == 0:
+        return param.numel() == 0 and param.dtype == flat.dtype and param.device == flat.device
+    return (
+        param.untyped_storage()._cdata == flat.untyped_storage()._cdata
+        and param.storage_offset() == flat.storage_offset() + span.offset
+        and param.numel() == span.numel
+        and param.dtype == flat.dtype
+    )
+
+
+def mark_managed(param: nn.Parameter) -> None:
+    """Note that a unit manages ``param``, so that no other takes it."""
+    param._fsdp_flat_managed = True  # type: ignore[attr-defined]
+
+
+def is_managed(param: torch.Tensor) -> bool:
+    """Whether a unit manages ``param``."""
+    return getattr(param, "_fsdp_flat_managed", False)
+
+
+def check_uniform(names: Sequence[str], params: Sequence[nn.Parameter], *, use_orig: bool) -> None:
+    """Refuse parameters that cannot be parts of one tensor.
+
+    Raises:
+        ValueError: for scalars, integers, several dtypes or devices, or, unless ``use_orig``, for frozen parameters
+            beside trainable ones.
+    """
+    first = params[0]
+    for name, param in zip(names, params, strict=True):
+        if param.ndim == 0:
+            raise ValueError(
+                f"FSDP doesn't support scalar parameters. Change {name} to a 1D tensor with numel equal to 1."
+            )
+        if not param.is_floating_point():
+            raise ValueError(f"Cannot flatten integer dtype tensors: {name} is {param.dtype}")
+        if param.dtype != first.dtype:
+            raise ValueError(
+                f"Must flatten tensors with uniform dtype but got {first.dtype} and {param.dtype} (of {name})"
+            )
+        if not use_orig and param.requires_grad != first.requires_grad:
+            raise ValueError(
+                "Must flatten tensors with uniform `requires_grad` when `use_orig_params=False`, but "
+                f"{names[0]} has {first.requires_grad} and {name} has {param.requires_grad}"
+            )
+        if param.device != first.device:
+            raise ValueError(
+                f"Must flatten tensors on the same device but got both {first.device} and {param.device}, the latter "
+                f"for {name}"
+            )
+
+
+def _local(param: torch.Tensor) -> torch.Tensor:
+    return dtensor.local_of(param) if isinstance(param, DTensor) else param

@@ -1,0 +1,245 @@
+"""Whole parameters on request (``summon_full_params``), and flat ones for what acts on memory (``.to()``)."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_impl.common import dtensor
+from fsdp_impl.common.phase import Phase
+from fsdp_impl.flat import lazy_init
+from fsdp_impl.flat.gradients import set_grad
+from fsdp_impl.flat.group import FlatGroup
+from fsdp_impl.flat.layout import shaped
+from fsdp_impl.flat.shards import FLAT_PARAM, set_param
+from fsdp_impl.flat.unit import FlatUnit
+
+
+@contextmanager
+def full_params(
+    module: nn.Module,
+    *,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[None]:
+    """See ``FullyShardedDataParallel.summon_full_params``."""
+    units = lazy_init.units_in(module)
+    if not recurse:
+        units = [unit for unit in units if unit.wrapper is module]
+    with ExitStack() as stack:
+        for unit in units:
+            _check(unit, writeback, rank0_only, offload_to_cpu, with_grads)
+            stack.enter_context(_unit_full(unit, writeback, rank0_only, offload_to_cpu, with_grads))
+        yield
+
+
+def _check(unit: FlatUnit, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool) -> None:
+    use_orig = unit.wrapper._use_orig_params
+    if with_grads and (offload_to_cpu or not use_orig):
+        raise NotImplementedError(
+            f"with_grads={with_grads}, use_orig_params={use_orig}, offload_to_cpu={offload_to_cpu} is not supported yet"
+        )
+    if offload_to_cpu and unit.group is not None and not unit.group.shards.is_sharded:
+        raise NotImplementedError("offload_to_cpu=True and NO_SHARD is not supported yet")
+    if writeback and rank0_only:
+        raise NotImplementedError("writeback=True and rank0_only=True is not supported yet")
+    if offload_to_cpu and not rank0_only:
+        warnings.warn(
+            "offload_to_cpu=True and rank0_only=False may result in the unsharded parameters being redundantly copied "
+            "to CPU memory for GPUs sharing the same CPU memory, which risks CPU OOM. We recommend using "
+            "offload_to_cpu=True with rank0_only=True.",
+            stacklevel=6,
+        )
+    lazy_init.ensure(unit)
+    if unit.phase is not Phase.IDLE:
+        raise AssertionError("Cannot manually unshard parameters during forward/backward")
+    if unit.is_summoned:
+        raise AssertionError("Cannot manually unshard parameters when already unsharding parameters")
+
+
+@contextmanager
+def _unit_full(
+    unit: FlatUnit, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool
+) -> Iterator[None]:
+    unit.is_summoned = True
+    try:
+        if unit.group is None:
+            yield
+            return
+        group = unit.group
+        group.shards.adopt()
+        whole = _gather(group)
+        grads = WholeGradients(group) if with_grads else None
+        if rank0_only and group.ranks.group.rank() != 0:
+            del whole, grads
+            yield
+            return
+        params = _register_whole(group, whole.cpu() if offload_to_cpu else whole)
+        if grads is not None:
+            grads.give_to(params)
+        try:
+            yield
+        finally:
+            if writeback:
+                _write_back(group)
+            if grads is not None:
+                grads.take_back(params, writeback=writeback)
+            _register_shards(group)
+    finally:
+        unit.is_summoned = False
+
+
+def _gather(group: FlatGroup) -> torch.Tensor:
+    """The whole flat parameter in its own dtype; where nothing is sharded or offloaded, the parameter itself."""
+    flat = group.shards.flat.detach()
+    return flat if not group.shards.is_sharded and flat.device == group.device else group.gather_full(flat)
+
+
+def _register_whole(group: FlatGroup, whole: torch.Tensor) -> list[nn.Parameter]:
+    """Let the modules hold parameters that are views of ``whole``: with ``use_orig`` the original objects."""
+    shards = group.shards
+    params: list[nn.Parameter] = []
+    for index, view in enumerate(group.views(whole)):
+        if shards.use_orig and not isinstance(view, DTensor):
+            param = shards.originals[index]
+            param.data = view
+        else:
+            wanted = shards.originals[index].requires_grad if shards.use_orig else shards.flat.requires_grad
+            param = nn.Parameter(view.detach(), requires_grad=wanted)
+        params.append(param)
+        for owner in shards.owners[index]:
+            owner.module.__dict__.pop(owner.name, None)
+            set_param(owner, param)
+    if not shards.use_orig:
+        del shards.module._parameters[FLAT_PARAM]
+    return params
+
+
+@torch.no_grad()
+def _write_back(group: FlatGroup) -> None:
+    """Copy this rank's part of what the modules hold now to the shard."""
+    shards = group.shards
+    held: list[torch.Tensor] = []
+    for name, piece, owners in zip(shards.names, shards.layout.pieces, shards.owners, strict=True):
+        value = _local(getattr(owners[0].module, owners[0].name).detach())
+        if value.size() != piece.size:
+            raise RuntimeError(
+                f"Cannot writeback when the parameter shape changes\nExpects {piece.size} but got {value.size()} for "
+                f"{name}"
+            )
+        held.append(value)
+    flat = shards.flat.detach()
+    for index, (value, span) in enumerate(zip(held, shards.spans, strict=True)):
+        if span.numel:
+            flat[span.offset : span.offset + span.numel].copy_(shards.cut_one(index, value))
+
+
+def _register_shards(group: FlatGroup) -> None:
+    """What stays unsharded keeps the values of its forward; the next forward sees that the shards have changed."""
+    shards = group.shards
+    if shards.use_orig:
+        shards.register()
+        return
+    for owners in shards.owners:
+        for owner in owners:
+            owner.module._parameters.pop(owner.name, None)
+    shards.module._parameters[FLAT_PARAM] = shards.flat
+    group.register_unsharded()
+
+
+class WholeGradients:
+    """The gradients of a group's original parameters, gathered; those that no rank has stay ``None``. Collective."""
+
+    @torch.no_grad()
+    def __init__(self, group: FlatGroup) -> None:
+        self._group = group
+        shards = group.shards
+        self._sharded = [param.grad for param in shards.originals]
+        shard = torch.zeros_like(shards.flat)
+        present = torch.zeros(len(shards.originals), dtype=torch.int32, device=group.device)
+        for index, (grad, span) in enumerate(zip(self._sharded, shards.spans, strict=True)):
+            if grad is not None and span.numel and grad.numel() == span.numel:
+                shards.part(index, shard).copy_(grad)
+                present[index] = 1
+        if group.ranks.shard_group is not None:
+            dist.all_reduce(present, op=dist.ReduceOp.MAX, group=group.ranks.shard_group)
+        views = group.views(group.gather_full(shard))
+        self._whole = [view if there else None for view, there in zip(views, present.tolist(), strict=True)]
+
+    def give_to(self, params: list[nn.Parameter]) -> None:
+        for param, whole in zip(params, self._whole, strict=True):
+            param.grad = None
+            if whole is not None:
+                param.grad = whole.to(param.dtype) if whole.dtype != param.dtype else whole
+
+    @torch.no_grad()
+    def take_back(self, params: list[nn.Parameter], *, writeback: bool) -> None:
+        shards = self._group.shards
+        for index, (param, grad, span) in enumerate(zip(params, self._sharded, shards.spans, strict=True)):
+            whole, param.grad = param.grad, None
+            if writeback and grad is not None and whole is not None and span.numel:
+                changed = shards.cut_one(index, _local(whole))
+                grad.copy_(changed if shards.is_sharded else shaped(changed, shards.layout.pieces[index]))
+            self._restore(index, grad)
+
+    def _restore(self, index: int, grad: torch.Tensor | None) -> None:
+        """After the parameter is a shard again, for whose shape the gradient is."""
+        original = self._group.shards.originals[index]
+        original.grad = None
+        if grad is not None:
+            set_grad(original, grad)
+
+
+@contextmanager
+def flat_params_exposed(wrapper: nn.Module) -> Iterator[None]:
+    """Inside, modules hold flat parameters in the place of original ones, and may move them."""
+    units = [unit for unit in lazy_init.units_in(wrapper) if unit.group is not None and not unit.is_exposed]
+    for unit in units:
+        _expose(unit)
+    try:
+        yield
+    finally:
+        for unit in units:
+            _conceal(unit)
+
+
+def _expose(unit: FlatUnit) -> None:
+    assert unit.group is not None and unit.gradients is not None
+    unit.is_exposed = True
+    unit.gradients.hide_unsharded()
+    shards = unit.group.shards
+    shards.adopt()
+    unit.group.reshard()
+    if shards.use_orig:
+        for owners in shards.owners:
+            for owner in owners:
+                owner.module._parameters[owner.name] = None
+        shards.module._parameters[FLAT_PARAM] = shards.flat
+
+
+def _conceal(unit: FlatUnit) -> None:
+    assert unit.group is not None and unit.gradients is not None
+    unit.is_exposed = False
+    shards = unit.group.shards
+    shards.adopt_flat()
+    if shards.use_orig:
+        del shards.module._parameters[FLAT_PARAM]
+        grads = [param.grad for param in shards.originals]
+        for param in shards.originals:
+            param.grad = None
+        shards.register()
+        for param, grad in zip(shards.originals, grads, strict=True):
+            if grad is not None:
+                param.grad = grad.to(param.device, param.dtype)
+    unit.gradients.show_unsharded()
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return dtensor.local_of(tensor) if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,310 @@
+"""A unit: what happens around the forward and backward of one wrapper module."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C._distributed_c10d import DebugLevel, get_debug_level
+
+from fsdp_impl.common import hooks, streams
+from fsdp_impl.common.containers import cast, map_tensors, tensors_requiring_grad
+from fsdp_impl.common.phase import Phase
+from fsdp_impl.flat import lazy_init, prefetch
+from fsdp_impl.flat.context import FlatContext, IterationContext
+from fsdp_impl.flat.gradients import Gradients
+from fsdp_impl.flat.group import FlatGroup
+from fsdp_impl.flat.options import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from fsdp_impl.flat.ranks import Ranks
+from fsdp_impl.flat.reduction import Reducer
+
+if TYPE_CHECKING:
+    from fsdp_impl.flat.module import FullyShardedDataParallel
+
+
+class FlatUnit:
+    """State of one wrapper.
+
+    Attributes:
+        wrapper: the module that it belongs to.
+        group: its parameters, ``None`` if there were none left to shard.
+        checks_order: whether the order of forwards is checked, if this becomes the root.
+        is_root: ``None`` before lazy initialisation.
+        is_summoned: whether the modules hold whole parameters, inside ``summon_full_params``.
+        is_exposed: whether the modules hold flat parameters in the place of original ones, inside ``.to()``.
+        syncs: whether backward reduces gradients; ``no_sync`` clears it.
+    """
+
+    def __init__(
+        self,
+        wrapper: "FullyShardedDataParallel",
+        group: FlatGroup | None,
+        ranks: Ranks,
+        device: torch.device,
+        strategy: ShardingStrategy,
+        precision: MixedPrecision,
+        *,
+        backward_prefetch: BackwardPrefetch | None,
+        forward_prefetch: bool,
+        limits_gathers: bool,
+    ) -> None:
+        self.wrapper = wrapper
+        self.group = group
+        self.ranks = ranks
+        self.device = device
+        self.strategy = strategy
+        self.precision = precision
+        self.backward_prefetch = backward_prefetch
+        self.forward_prefetch = forward_prefetch
+        self.limits_gathers = limits_gathers
+        self.checks_order = get_debug_level() == DebugLevel.DETAIL
+        self.is_root: bool | None = None
+        self.phase = Phase.IDLE
+        self.syncs = True
+        self.is_summoned = False
+        self.is_exposed = False
+        self.context = group.context if group is not None else FlatContext(device)
+        self.iteration = IterationContext()
+        self.gradients: Gradients | None = None
+        self.reducer: Reducer | None = None
+        if group is not None:
+            group.on_gradient = self._on_gradient
+            self.gradients = Gradients(group)
+            self.reducer = Reducer(
+                group,
+                self.gradients,
+                precision.reduce_dtype or precision.param_dtype,
+                keep_low_precision=precision.keep_low_precision_grads,
+            )
+
+    def share(self, context: FlatContext, iteration: IterationContext) -> None:
+        """Use what all units under one root share."""
+        self.context = context
+        self.iteration = iteration
+        if self.group is not None:
+            self.group.share_context(context)
+
+    # Forward
+
+    @hooks.outside_graphs
+    def pre_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Unshard, and return the inputs to run forward with."""
+        if self._recomputes():
+            # After pre-backward has unsharded; an earlier post-backward may have resharded since.
+            self._unshard_now()
+            return args, kwargs
+        lazy_init.ensure(self)
+        if self.iteration.forward_root is None:
+            args, kwargs = self._root_pre_forward(args, kwargs)
+        self.phase = Phase.FORWARD
+        if self.group is not None:
+            if not hooks.in_backward():
+                if self.iteration.order is not None:
+                    self.iteration.order.before_gather(self.group.names, self.group.ranks.group)
+                prefetch.record_first(self.group, self.iteration)
+            self._unshard_now()
+            if self.forward_prefetch and not hooks.in_backward():
+                prefetch.prefetch_next(self.group, self.iteration)
+            if not self.group.shards.flat.requires_grad:
+                # Nothing accumulates, so nothing else tells when backward has passed.
+                args, kwargs = hooks.call_after_backward(self._reshard_after_backward, (args, kwargs))
+        return self._cast_inputs(args, kwargs)
+
+    @hooks.outside_graphs
+    def post_forward(self, output: Any) -> Any:
+        """Reshard, and return the output to give to the caller."""
+        if self._recomputes():
+            return output
+        if self.group is not None:
+            if self._frees_after_forward():
+                self.group.reshard()
+            else:
+                # Optimizers, zero_grad and checkpoints are to find the sharded parameters.
+                self.group.shards.register()
+            if not hooks.in_backward():
+                prefetch.record_forward(self.group, self.iteration)
+            self.group.wanted_in_backward = torch.is_grad_enabled() and bool(tensors_requiring_grad(output))
+        hooks.call_before_backward(self._pre_backward, output)
+        self.phase = Phase.IDLE
+        if self.iteration.forward_root is self:
+            if self.is_root and self.iteration.order is not None:
+                self.iteration.order.end(group.ranks.group for group in self.groups())
+            self._root_post_forward()
+        return output
+
+    @hooks.outside_graphs
+    def abandon_forward(self) -> None:
+        """Forward raised: be ready for another one, whatever has been gathered."""
+        if self._recomputes():
+            return
+        self.phase = Phase.IDLE
+        if self.iteration.forward_root is self:
+            for group in self.groups():
+                group.reshard()
+            self._forget_order()
+            self._root_post_forward()
+
+    def _recomputes(self) -> bool:
+        """Whether activation checkpointing runs this forward again, inside the unit's backward."""
+        return self.phase is Phase.PRE_BACKWARD and hooks.in_backward()
+
+    def _root_pre_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if self.iteration.callback_queued and not hooks.in_backward():
+            self._recover()
+        self.iteration.forward_root = self
+        if self.is_root and self.iteration.order is not None:
+            self.iteration.order.begin(training=self.wrapper.training)
+        for group in self.groups():
+            if group.is_stale():
+                group.reshard()
+        self._hide_unsharded_gradients()
+        # Gathers read the sharded parameters, which the optimizer wrote on the current stream.
+        streams.join(self.context.gather_stream, streams.current(self.device))
+        if self.device.type != "cpu":
+            args, kwargs = map_tensors(lambda tensor: tensor.to(self.device), (args, kwargs))
+        return args, kwargs
+
+    def _root_post_forward(self) -> None:
+        self.iteration.forward_root = None
+        self.context.release_all_retired()
+        self._show_unsharded_gradients()
+        if not torch.is_grad_enabled():
+            # No backward will come and forget it.
+            self._forget_order()
+
+    def _frees_after_forward(self) -> bool:
+        """Backward begins where forward ends: the root's parameters would be freed just to be gathered again."""
+        return self.strategy.reshards_after_forward and not self.is_root
+
+    def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        precision = self.precision
+        wanted = precision.cast_root_forward_inputs if self.is_root else False
+        if precision.param_dtype is not None and (wanted or precision.cast_forward_inputs):
+            args, kwargs = cast(precision.param_dtype, (args, kwargs))
+        return args, kwargs
+
+    def _unshard_now(self) -> None:
+        if self.group is not None:
+            self.group.unshard()
+            self.group.wait_for_unshard()
+
+    # Backward
+
+    @hooks.outside_graphs
+    def _pre_backward(self) -> None:
+        entering = self.phase is not Phase.PRE_BACKWARD
+        self._queue_end_of_backward()
+        self.phase = Phase.PRE_BACKWARD
+        if self.group is None or not entering:
+            return
+        self.group.wanted_in_backward = False
+        self._check_kept()
+        self._unshard_now()
+        if self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
+            prefetch.prefetch_previous(self.group, self.iteration)
+
+    @hooks.outside_graphs
+    def _on_gradient(self) -> None:
+        """All gradients of this backward for the unit's parameters are added up."""
+        assert self.group is not None and self.group.leaf is not None
+        grad = self.group.leaf.grad
+        if grad is not None and grad.requires_grad:
+            raise RuntimeError("FSDP does not support gradients of gradients")
+        self._queue_end_of_backward()
+        self._reshard_after_backward()
+        if self.syncs:
+            self._reduce()
+
+    @hooks.outside_graphs
+    def _reshard_after_backward(self) -> None:
+        assert self.group is not None
+        self.phase = Phase.POST_BACKWARD
+        if self._frees_after_backward():
+            self.group.reshard()
+        if self.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
+            prefetch.prefetch_previous(self.group, self.iteration)
+
+    def _frees_after_backward(self) -> bool:
+        # Without a reduction there is likely to be another microbatch: strategies that trade memory for gathers keep.
+        return self.syncs or self.strategy.reshards_after_forward
+
+    def _reduce(self) -> None:
+        assert self.group is not None and self.reducer is not None
+        leaf = self.group.leaf
+        if leaf is None or leaf.grad is None:
+            return
+        # Taken, so that the next backward adds to another tensor while this one is being read.
+        grad, leaf.grad = leaf.grad, None
+        self.reducer.reduce(grad)
+
+    def _check_kept(self) -> None:
+        """Values that stayed since forward must be those that forward used."""
+        assert self.group is not None
+        keeps = not self.strategy.reshards_after_forward and self.group.ranks.size > 1
+        if keeps and self.group.is_unsharded and self.group.shards.has_changed():
+            raise AssertionError(
+                f"FSDP does not support changing the parameters between forward and backward for {self.strategy}: "
+                f"{self.group.label}"
+            )
+
+    def _queue_end_of_backward(self) -> None:
+        if not self.iteration.callback_queued:
+            self.iteration.callback_queued = True
+            self._hide_unsharded_gradients()
+            hooks.call_at_end_of_backward(self._end_of_backward)
+
+    @hooks.outside_graphs
+    def _end_of_backward(self) -> None:
+        self.iteration.forward_root = None
+        for unit in self.iteration.units:
+            unit._finish_backward()
+        self._show_unsharded_gradients()
+        self._forget_order()
+        self.context.release_all_retired()
+        self.context.finish_reductions()
+        self.iteration.callback_queued = False
+
+    def _recover(self) -> None:
+        """The last backward raised before its end: what it had not reduced is lost."""
+        for unit in self.iteration.units:
+            unit.phase = Phase.IDLE
+            if unit.group is not None:
+                unit.group.reshard()
+                if unit.group.leaf is not None:
+                    unit.group.leaf.grad = None
+        self._forget_order()
+        self.context.release_all_retired()
+        self.context.finish_reductions()
+        self.iteration.callback_queued = False
+
+    def _finish_backward(self) -> None:
+        self.phase = Phase.IDLE
+        if self.group is None:
+            return
+        if self.syncs:
+            # Not reached by this backward, but by one that did not reduce.
+            self._reduce()
+        if self._frees_after_backward():
+            # Pre-backward or a prefetch unsharded it, and no gradient came.
+            self.group.reshard()
+        else:
+            self.group.shards.register()
+
+    def _show_unsharded_gradients(self) -> None:
+        for unit in self.iteration.units:
+            if unit.gradients is not None:
+                unit.gradients.show_unsharded()
+
+    def _hide_unsharded_gradients(self) -> None:
+        for unit in self.iteration.units:
+            if unit.gradients is not None:
+                unit.gradients.hide_unsharded()
+
+    def _forget_order(self) -> None:
+        self.iteration.forward_order.clear()
+        for group in self.groups():
+            group.forward_indices.clear()
+            group.wanted_in_backward = False
+
+    def groups(self) -> Sequence[FlatGroup]:
+        """The groups of all units under the root."""
+        return [unit.group for unit in self.iteration.units if unit.group is not None]

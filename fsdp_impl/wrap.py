@@ -1,0 +1,146 @@
+"""Policies for ``auto_wrap_policy``, and wrapping while a model is being made; as ``torch.distributed.fsdp.wrap``.
+
+A policy is a callable ``policy(module=, recurse=, nonwrapped_numel=)``, asked twice about each module: with ``recurse``
+whether to look inside, and, after all inside has been decided, without it whether to wrap the module itself, of which
+``nonwrapped_numel`` elements are left. Or it is an object that names all modules to wrap at once (``_run_policy``).
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from torch import nn
+
+__all__ = [
+    "CustomPolicy",
+    "ModuleWrapPolicy",
+    "always_wrap_policy",
+    "enable_wrap",
+    "lambda_auto_wrap_policy",
+    "size_based_auto_wrap_policy",
+    "transformer_auto_wrap_policy",
+    "wrap",
+]
+
+# Containers, which have no forward to gather for.
+_NOT_WRAPPED: tuple[type[nn.Module], ...] = (nn.ModuleList, nn.ModuleDict)
+
+# It reads its projection's weight without calling the projection.
+_LEAVES: tuple[type[nn.Module], ...] = (nn.MultiheadAttention,)
+
+# What `wrap` does inside `enable_wrap`: the class and its arguments.
+_enabled: ContextVar[tuple[Any, dict[str, Any]] | None] = ContextVar("_enabled", default=None)
+
+
+def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
+    """Wrap every module."""
+    return True
+
+
+def lambda_auto_wrap_policy(
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
+) -> bool:
+    """Wrap modules for which ``lambda_fn`` is true."""
+    return recurse or lambda_fn(module)
+
+
+def transformer_auto_wrap_policy(
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, transformer_layer_cls: set[type[nn.Module]]
+) -> bool:
+    """Wrap modules of the classes ``transformer_layer_cls``."""
+    return recurse or isinstance(module, tuple(transformer_layer_cls))
+
+
+def size_based_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    min_num_params: int = int(1e8),
+    force_leaf_modules: set[type[nn.Module]] | None = None,
+    exclude_wrap_modules: set[type[nn.Module]] | None = None,
+) -> bool:
+    """Wrap modules with at least ``min_num_params`` elements that nothing inside them has taken.
+
+    Args:
+        min_num_params: the number of elements.
+        force_leaf_modules: classes inside which nothing is wrapped; attention by default.
+        exclude_wrap_modules: classes that are not wrapped themselves; containers by default.
+    """
+    if nonwrapped_numel < min_num_params:
+        return False
+    leaves = _LEAVES if force_leaf_modules is None else tuple(force_leaf_modules)
+    excluded = _NOT_WRAPPED if exclude_wrap_modules is None else tuple(exclude_wrap_modules)
+    return not isinstance(module, leaves if recurse else excluded)
+
+
+class CustomPolicy:
+    """Wrap what ``lambda_fn`` says of each module: ``True``, ``False``, or the arguments that shall be others.
+
+    Raises:
+        ValueError: when it runs, if ``lambda_fn`` returns anything else.
+    """
+
+    def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
+        self._lambda_fn = lambda_fn
+
+    def _run_policy(
+        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
+    ) -> dict[nn.Module, dict[str, Any]]:
+        targets: dict[nn.Module, dict[str, Any]] = {}
+        for module in root_module.modules():
+            if module in ignored_modules:
+                continue
+            answer = self._lambda_fn(module)
+            if not isinstance(answer, (bool, dict)):
+                raise ValueError(
+                    "The lambda_fn passed to CustomPolicy should return False/True or a kwarg dict, but it returned "
+                    f"{answer}"
+                )
+            if answer:
+                targets[module] = {**root_kwargs, **(answer if isinstance(answer, dict) else {})}
+        return targets
+
+
+class ModuleWrapPolicy(CustomPolicy):
+    """Wrap modules of the classes ``module_classes``."""
+
+    def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
+        classes = tuple(set(module_classes))
+        super().__init__(lambda module: isinstance(module, classes))
+        self._classes = classes
+
+    def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
+        """As a callable policy, to be combined with others."""
+        return recurse or isinstance(module, self._classes)
+
+    def __repr__(self) -> str:
+        return f"ModuleWrapPolicy({set(self._classes)})"
+
+
+@contextmanager
+def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Iterator[None]:
+    """Inside, :func:`wrap` wraps with ``wrapper_cls(module, **wrapper_kwargs)``.
+
+    Raises:
+        NotImplementedError: inside another such context.
+    """
+    if _enabled.get() is not None:
+        raise NotImplementedError(
+            "You are already within an autowrap context and we currently do not supported nested autowrap."
+        )
+    token = _enabled.set((wrapper_cls, wrapper_kwargs))
+    try:
+        yield
+    finally:
+        _enabled.reset(token)
+
+
+def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
+    """``module``, wrapped if inside :func:`enable_wrap`; ``wrap_overrides`` take precedence over its arguments."""
+    enabled = _enabled.get()
+    if enabled is None:
+        return module
+    wrapper, kwargs = enabled
+    wrapped: nn.Module = wrapper(module, **{**kwargs, **wrap_overrides})
+    return wrapped

@@ -1,0 +1,222 @@
+"""What adapters of implementations that wrap modules and shard flat parameters have in common."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from harness.adapters.base import Accumulation, Adapter, Config, OptimizerFactory, Piece, Traits, Units, inner_first
+from harness.adapters.capability import Capability
+from harness.adapters.dtensor import piece_of
+from harness.adapters.flat_layout import FlatUnit, flat_units
+
+#: How a wrapped module's own name appears in the names of what is inside it.
+_WRAPPED = "_fsdp_wrapped_module."
+
+#: With original parameters each starts at a multiple of 16 bytes in its flat parameter; 2-byte elements need most.
+_ALIGNMENT = 8
+
+CAPABILITIES = frozenset(
+    {
+        Capability.SHARDED,
+        Capability.RESHARD_AFTER_FORWARD,
+        Capability.HYBRID,
+        Capability.UNUSED_OUTPUT,
+        Capability.UNUSED_MODULE,
+        Capability.CONTAINER_OUTPUT,
+        Capability.DATACLASS_OUTPUT,
+        Capability.MULTIPLE_FORWARD,
+        Capability.RECOMPUTATION,
+        Capability.TIED_PARAMETERS,
+        Capability.CAST_AFTER_INIT,
+        Capability.DEFERRED_REDUCTION,
+        Capability.KEEP_AFTER_BACKWARD,
+        Capability.CLIP_BY_CALL,
+        Capability.CLIP_ANY_NORM,
+        Capability.CLIP_EMPTY_SHARDS,
+        Capability.COUNTED_UNITS,
+        Capability.ADAM,
+        Capability.OFFLOAD,
+        Capability.DISTRIBUTED_CHECKPOINT,
+        Capability.FLAT_PARAMETERS,
+        Capability.SYNC_STATES,
+        Capability.FLAT_ORDER_VALIDATION,
+        Capability.TENSOR_PARALLEL,
+    }
+)
+"""What the interface offers, whoever implements it."""
+
+
+def share_of_flat(shape: torch.Size, size: int) -> int:
+    """A rank's share, in elements, of what one parameter adds to its unit's flat parameter."""
+    return math.ceil((math.prod(shape) + _ALIGNMENT - 1) / size)
+
+
+class FlatAdapter(Adapter):
+    """Drives a ``FullyShardedDataParallel``, with original parameters unless the case wants flat ones."""
+
+    traits = Traits(
+        shards=frozenset({"parameters", "gradients", "optimizer"}),
+        local_numel=share_of_flat,
+        # The flat parameter's end is padded to a multiple of the ranks: at most one element on each.
+        collective_padding=1,
+    )
+
+    api: ClassVar[Any]
+    """The module with ``FullyShardedDataParallel``, ``ShardingStrategy`` and ``CPUOffload``."""
+
+    module: Any
+
+    @classmethod
+    def availability(cls, device_type: str) -> str | None:
+        return None
+
+    @classmethod
+    def capabilities(cls) -> frozenset[Capability]:
+        return CAPABILITIES
+
+    def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
+        super().__init__(model, optimizer=optimizer, config=config)
+        keeps = Accumulation(keeps_gathered=True)
+        assert config.accumulation in (None, Accumulation(), keeps), "no_sync is for the whole reduction of all units"
+        assert config.accumulation != keeps or config.reshard_after_forward is False, (
+            "parameters that are freed after forward are freed after backward too"
+        )
+        names = _names(config.units)
+        self._units = flat_units(model, [*names, ""])
+        wrap = functools.partial(self.api.FullyShardedDataParallel, **self._options())
+        for name in names:
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, wrap(model.get_submodule(name)))
+        self.module = wrap(model)
+        if config.cast is not None:
+            self.module.to(config.cast)
+        self.optimizer = optimizer(self.module.parameters()) if optimizer else None
+
+    def _options(self) -> dict[str, Any]:
+        config = self.config
+        return {
+            "device_mesh": config.mesh,
+            "sharding_strategy": self._strategy(),
+            "cpu_offload": self.api.CPUOffload(offload_params=True) if config.offload else None,
+            "device_id": _device(config.mesh.device_type),
+            "use_orig_params": not config.flat_parameters,
+            "sync_module_states": config.sync_states,
+        }
+
+    def _strategy(self) -> Any:
+        reshards, strategies = self.config.reshard_after_forward, self.api.ShardingStrategy
+        hybrid = self.config.mesh.ndim == 2
+        assert reshards is None or isinstance(reshards, bool), (
+            f"there is no strategy that reshards to groups of {reshards}"
+        )
+        if reshards is False:
+            return strategies._HYBRID_SHARD_ZERO2 if hybrid else strategies.SHARD_GRAD_OP
+        # Freed after forward is what it does by default.
+        return strategies.HYBRID_SHARD if hybrid else strategies.FULL_SHARD
+
+    @contextlib.contextmanager
+    def microbatch(self, *, is_last: bool) -> Iterator[None]:
+        with contextlib.nullcontext() if is_last else self.module.no_sync():
+            yield
+
+    def clip(self) -> torch.Tensor:
+        assert self.config.clip is not None
+        norm: torch.Tensor = self.module.clip_grad_norm_(self.config.clip.max_norm, self.config.clip.norm_type)
+        return norm
+
+    def gradients(self) -> dict[str, Piece | None]:
+        if self.config.flat_parameters:
+            return {
+                name: piece
+                for unit, parameter in self._flat_parameters()
+                for name, piece in self._pieces_of(unit, parameter.grad)
+            }
+        with self._full_parameters(with_grads=True) as named:
+            return {
+                name: None if parameter.grad is None else self._copied(parameter.grad)
+                for name, parameter in named.items()
+            }
+
+    def parameters(self) -> dict[str, Piece]:
+        if self.config.flat_parameters:
+            return {
+                name: piece
+                for unit, parameter in self._flat_parameters()
+                for name, piece in self._pieces_of(unit, parameter.detach())
+                if piece is not None
+            }
+        with self._full_parameters() as named:
+            return {name: self._copied(parameter.detach()) for name, parameter in named.items()}
+
+    def own_gradients(self, names: Sequence[str]) -> list[torch.Tensor]:
+        if self.config.flat_parameters:
+            pieces = self.gradients()
+            return [piece.tensor for name in names if (piece := pieces[name]) is not None]
+        named = self.named_parameters()
+        return [gradient for name in names if (gradient := named[name].grad) is not None]
+
+    def checkpoint(self) -> dict[str, Any]:
+        wrapper = self.api.FullyShardedDataParallel
+        with wrapper.state_dict_type(self.module, self.api.StateDictType.SHARDED_STATE_DICT):
+            return {
+                "model": self.module.state_dict(),
+                "optimizer": wrapper.optim_state_dict(self.module, self._checkpointed_optimizer()),
+            }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        wrapper, optimizer = self.api.FullyShardedDataParallel, self._checkpointed_optimizer()
+        with wrapper.state_dict_type(self.module, self.api.StateDictType.SHARDED_STATE_DICT):
+            self.module.load_state_dict(state["model"])
+            wrapper.optim_state_dict_to_load(self.module, optimizer, state["optimizer"], load_directly=True)
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        return {name.replace(_WRAPPED, ""): value for name, value in super().named_parameters().items()}
+
+    @contextlib.contextmanager
+    def _full_parameters(self, *, with_grads: bool = False) -> Iterator[dict[str, nn.Parameter]]:
+        """All units gathered (collective); what is read inside lives no longer than the context."""
+        options = {"writeback": False, "with_grads": with_grads}
+        with self.api.FullyShardedDataParallel.summon_full_params(self.module, **options):
+            yield self.named_parameters()
+
+    def _copied(self, tensor: torch.Tensor) -> Piece:
+        piece = piece_of(tensor, self._picture_device)
+        return Piece(piece.tensor.clone(), piece.cut)
+
+    def _flat_parameters(self) -> Iterator[tuple[FlatUnit, nn.Parameter]]:
+        for unit in self._units:
+            wrapper: Any = self.module.get_submodule(unit.module)
+            (parameter,) = wrapper.module.parameters(recurse=False)
+            yield unit, parameter
+
+    def _pieces_of(self, unit: FlatUnit, shard: torch.Tensor | None) -> Iterator[tuple[str, Piece | None]]:
+        mesh = self.config.mesh
+        index = mesh.get_local_rank(mesh.ndim - 1)
+        if shard is not None:
+            shard = shard.to(self._picture_device)
+        yield from unit.pieces(shard, index=index, size=self.config.shard_size)
+
+    @property
+    def _picture_device(self) -> torch.device | None:
+        """Where pictures are compared, if not where the shards are."""
+        return _device(self.config.mesh.device_type) if self.config.offload else None
+
+
+def _device(device_type: str) -> torch.device:
+    # Told nothing, it looks for an accelerator, on the CPU too.
+    index = None if device_type == "cpu" else torch.accelerator.current_device_index()
+    return torch.device(device_type) if index is None else torch.device(device_type, index)
+
+
+def _names(units: Units) -> list[str]:
+    """One name a unit, so that a module's parts are wrapped before the module itself."""
+    for unit in units:
+        assert len(unit) == 1, f"a wrapper takes one module, and the unit {unit} has {len(unit)}"
+    return [name for (name,) in inner_first(units)]

@@ -1,0 +1,228 @@
+"""What torch's own FullyShardedDataParallel shows to users, ours shows too: names, shapes, texts."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp as theirs
+from torch import nn
+from torch.distributed.fsdp import wrap as policies
+
+import fsdp_impl as ours
+from harness import world
+from tests.fsdp_impl.replicas import MLP, batch, tower
+
+
+def rich() -> nn.Sequential:
+    model = nn.Sequential(
+        nn.Linear(5, 5, bias=False), nn.Conv2d(3, 5, 3), nn.Embedding(7, 3), MLP(5), nn.LayerNorm(9), nn.LSTM(3, 5)
+    )
+    model[1].to(memory_format=torch.channels_last)
+    return model
+
+
+@world(2, 4)
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("policy", [None, policies.ModuleWrapPolicy({MLP, nn.LSTM}), policies.always_wrap_policy])
+def test_names_shapes_and_values(rank: Any, policy: Any, dtype: Any, use_orig_params: bool, strategy: str) -> None:
+    found = []
+    for half in (theirs, ours):
+        torch.manual_seed(0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = half.FullyShardedDataParallel(
+                rich(),
+                sharding_strategy=half.ShardingStrategy[strategy],
+                mixed_precision=half.MixedPrecision(param_dtype=dtype),
+                auto_wrap_policy=policy,
+                use_orig_params=use_orig_params,
+                device_id=rank.device,
+            )
+        sharded = {name: param.detach().clone() for name, param in model.named_parameters()}
+        with half.FullyShardedDataParallel.summon_full_params(model):
+            whole = {name: param.detach().clone() for name, param in model.named_parameters()}
+        found.append((sharded, whole))
+    for one, other in zip(*found, strict=True):
+        assert [(name, tensor.shape, tensor.stride()) for name, tensor in one.items()] == [
+            (name, tensor.shape, tensor.stride()) for name, tensor in other.items()
+        ]
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+class Nosy(nn.Module):
+    def __init__(self, half: Any) -> None:
+        super().__init__()
+        self.half, self.linear = half, nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with self.half.FullyShardedDataParallel.summon_full_params(self.outer):
+            return self.linear(x)
+
+
+def nosy(half: Any, wrap: Any, rank: Any) -> None:
+    inner = Nosy(half)
+    model = wrap(inner)
+    inner.__dict__["outer"] = model
+    model(torch.ones(1, 3, device=rank.device))
+
+
+def with_summon(half: Any, model: nn.Module, **options: Any) -> None:
+    with half.FullyShardedDataParallel.summon_full_params(model, **options):
+        pass
+
+
+def twice(half: Any, model: nn.Module) -> None:
+    summon = half.FullyShardedDataParallel.summon_full_params
+    with summon(model), summon(model):
+        pass
+
+
+def hooked(model: Any) -> None:
+    for _ in range(2):
+        model.register_comm_hook(None, print)
+
+
+def nested(wrap: Any, **options: Any) -> Any:
+    model = tower(5, 1)
+    model[1] = wrap(model[1], **options)
+    return wrap(model)
+
+
+def inner_of(wrap: Any) -> Any:
+    model = nested(wrap)
+    model.check_is_root()
+    return model[1]
+
+
+def synced(model: Any) -> None:
+    with model.no_sync():
+        pass
+
+
+def frozen() -> nn.Module:
+    model = tower(5, 1)
+    model[1].in_proj.weight.requires_grad_(False)
+    return model
+
+
+ERRORS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "group and mesh": lambda half, wrap, rank: wrap(
+        MLP(2), process_group=rank.mesh().get_group(), device_mesh=rank.mesh()
+    ),
+    "hybrid without groups": lambda half, wrap, rank: wrap(
+        MLP(2), sharding_strategy=half.ShardingStrategy.HYBRID_SHARD
+    ),
+    "hybrid with one group": lambda half, wrap, rank: wrap(
+        MLP(2), sharding_strategy=half.ShardingStrategy.HYBRID_SHARD, process_group=rank.mesh().get_group()
+    ),
+    "hybrid on one dimension": lambda half, wrap, rank: wrap(
+        MLP(2), sharding_strategy=half.ShardingStrategy.HYBRID_SHARD, device_mesh=rank.mesh()
+    ),
+    "ignored twice": lambda half, wrap, rank: wrap(MLP(2), ignored_modules=[], ignored_states=[]),
+    "ignored mixture": lambda half, wrap, rank: wrap(
+        MLP(2), ignored_states=[nn.Linear(1, 1), nn.Parameter(torch.ones(1))]
+    ),
+    "ignored parameters as modules": lambda half, wrap, rank: wrap(
+        MLP(2), ignored_modules=[nn.Parameter(torch.ones(1))]
+    ),
+    "ignored wrapper": lambda half, wrap, rank: wrap(nn.Sequential(inner := wrap(MLP(2))), ignored_modules=[inner]),
+    "scalar": lambda half, wrap, rank: wrap(nn.ParameterList([nn.Parameter(torch.tensor(1.0))])),
+    "integer": lambda half, wrap, rank: wrap(nn.ParameterList([nn.Parameter(torch.ones(1, dtype=torch.int64), False)])),
+    "two dtypes": lambda half, wrap, rank: wrap(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())),
+    "frozen beside trainable": lambda half, wrap, rank: wrap(frozen()),
+    "frozen in a policy's unit": lambda half, wrap, rank: wrap(
+        frozen(), auto_wrap_policy=policies.ModuleWrapPolicy({MLP})
+    ),
+    "wrapped before a policy": lambda half, wrap, rank: wrap(
+        nn.Sequential(wrap(MLP(2))), auto_wrap_policy=policies.always_wrap_policy
+    ),
+    "init not callable": lambda half, wrap, rank: wrap(nn.Linear(2, 2, device="meta"), param_init_fn=3),
+    "two limits": lambda half, wrap, rank: nested(wrap, limit_all_gathers=False)(batch(rank, 0, (2, 5))),
+    "two kinds of parameters": lambda half, wrap, rank: nested(wrap, use_orig_params=True)(batch(rank, 0, (2, 5))),
+    "no_sync inside": lambda half, wrap, rank: synced(inner_of(wrap)),
+    "clip inside": lambda half, wrap, rank: inner_of(wrap).clip_grad_norm_(1.0),
+    "hook inside": lambda half, wrap, rank: inner_of(wrap).register_comm_hook(None, print),
+    "hook twice": lambda half, wrap, rank: hooked(wrap(MLP(2))),
+    "hook not callable": lambda half, wrap, rank: wrap(MLP(2)).register_comm_hook(None, 3),
+    "hook of hybrid": lambda half, wrap, rank: wrap(
+        MLP(2),
+        sharding_strategy=half.ShardingStrategy.HYBRID_SHARD,
+        device_mesh=rank.mesh((1, 2), ("replicate", "shard")),
+    ).register_comm_hook(None, print),
+    "rank 0 writes": lambda half, wrap, rank: with_summon(half, wrap(MLP(2)), rank0_only=True),
+    "gradients of flat": lambda half, wrap, rank: with_summon(half, wrap(MLP(2)), with_grads=True),
+    "gradients on the CPU": lambda half, wrap, rank: with_summon(
+        half, wrap(MLP(2), use_orig_params=True), with_grads=True, offload_to_cpu=True, writeback=False
+    ),
+    "whole to the CPU": lambda half, wrap, rank: with_summon(
+        half, wrap(MLP(2), sharding_strategy=half.ShardingStrategy.NO_SHARD), offload_to_cpu=True
+    ),
+    "summon twice": lambda half, wrap, rank: twice(half, wrap(MLP(2))),
+    "summon in forward": nosy,
+}
+
+
+@world(2)
+@pytest.mark.parametrize("name", sorted(ERRORS))
+def test_errors(rank: Any, name: str) -> None:
+    found = []
+    for half in (theirs, ours):
+
+        def wrap(module: nn.Module, half: Any = half, **options: Any) -> Any:
+            return half.FullyShardedDataParallel(module, device_id=rank.device, **options)
+
+        with warnings.catch_warnings(), pytest.raises(Exception) as caught:
+            warnings.simplefilter("ignore")
+            ERRORS[name](half, wrap, rank)
+        found.append((type(caught.value), str(caught.value)))
+    (their_type, their_text), (our_type, our_text) = found
+    assert our_type is their_type
+    # Ours may say more, and shows a model with its own classes in it.
+    assert our_text.startswith(their_text.split("\n")[0].rstrip(" .")), (their_text, our_text)
+
+
+WARNINGS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "no sharding": lambda half, wrap, rank: wrap(MLP(2), sharding_strategy=half.ShardingStrategy.NO_SHARD),
+    "container": lambda half, wrap, rank: wrap(nn.ModuleList([nn.Linear(2, 2)])),
+    "ignoring all": lambda half, wrap, rank: wrap(model := nn.Linear(2, 2), ignored_modules=[model]),
+    "nothing to clip": lambda half, wrap, rank: wrap(MLP(2)).clip_grad_norm_(1.0),
+    "frozen beside trainable": lambda half, wrap, rank: wrap(
+        frozen(), auto_wrap_policy=policies.ModuleWrapPolicy({MLP}), use_orig_params=True
+    ),
+}
+
+
+@world(2)
+@pytest.mark.parametrize("name", sorted(WARNINGS))
+def test_warnings(rank: Any, name: str) -> None:
+    found = []
+    for half in (theirs, ours):
+
+        def wrap(module: nn.Module, half: Any = half, **options: Any) -> Any:
+            return half.FullyShardedDataParallel(module, device_id=rank.device, **options)
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            WARNINGS[name](half, wrap, rank)
+        found.append([(warning.category, str(warning.message)) for warning in caught])
+    assert found[0] == found[1]
+
+
+@world(1)
+@pytest.mark.parametrize("strategy", [None, "FULL_SHARD", "SHARD_GRAD_OP"])
+def test_one_rank(rank: Any, strategy: str | None) -> None:
+    found = []
+    for half in (theirs, ours):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            half.FullyShardedDataParallel(
+                MLP(2),
+                sharding_strategy=None if strategy is None else half.ShardingStrategy[strategy],
+                device_id=rank.device,
+            )
+        found.append([(warning.category, str(warning.message)) for warning in caught])
+    assert found[0] == found[1] != []

@@ -1,0 +1,96 @@
+"""``fsdp_impl.wrap`` stands for ``torch.distributed.fsdp.wrap``: the same names, the same choices."""
+
+import functools
+import inspect
+from typing import Any
+
+import pytest
+import torch.distributed.fsdp.wrap as theirs
+from torch import nn
+
+import fsdp_impl.wrap as ours
+from fsdp_impl import FullyShardedDataParallel
+from harness import world
+from tests.fsdp_impl.flat_replicas import wrap
+
+
+def model() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(8, 8),
+        nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 16)]),
+        nn.TransformerEncoderLayer(8, 2, 16),
+        nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(8, 8), nn.Linear(2, 2))),
+    )
+
+
+POLICIES: dict[str, Any] = {
+    "always": lambda half: half.always_wrap_policy,
+    "lambda": lambda half: functools.partial(
+        half.lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, nn.LayerNorm)
+    ),
+    "transformer": lambda half: functools.partial(
+        half.transformer_auto_wrap_policy, transformer_layer_cls={nn.TransformerEncoderLayer}
+    ),
+    **{
+        f"size {size}": lambda half, size=size: functools.partial(half.size_based_auto_wrap_policy, min_num_params=size)
+        for size in (1, 7, 70, 80, 150, 300, 1000, 10**6)
+    },
+    "size of other classes": lambda half: functools.partial(
+        half.size_based_auto_wrap_policy,
+        min_num_params=70,
+        force_leaf_modules={nn.Sequential},
+        exclude_wrap_modules={nn.Linear},
+    ),
+    "classes": lambda half: half.ModuleWrapPolicy([nn.Linear, nn.LayerNorm]),
+    "custom": lambda half: half.CustomPolicy(
+        lambda module: {"forward_prefetch": True} if isinstance(module, nn.Linear) else isinstance(module, nn.LayerNorm)
+    ),
+}
+
+
+@world(2)
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_the_same_modules_are_wrapped(rank: Any, name: str) -> None:
+    found = []
+    for half in (theirs, ours):
+        sharded = wrap(model(), auto_wrap_policy=POLICIES[name](half), device_id=rank.device)
+        found.append(
+            [
+                (path, module.forward_prefetch)
+                for path, module in sharded.named_modules()
+                if isinstance(module, FullyShardedDataParallel)
+            ]
+        )
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", theirs.__all__)
+def test_names_and_signatures(name: str) -> None:
+    assert name in ours.__all__
+    shapes = [
+        [(p.name, p.kind, p.default) for p in inspect.signature(getattr(half, name)).parameters.values()]
+        for half in (theirs, ours)
+    ]
+    assert shapes[0] == shapes[1]
+
+
+def test_wrapping_while_a_model_is_made() -> None:
+    class Box(nn.Module):
+        def __init__(self, inner: nn.Module, size: int = 0, kind: str = "") -> None:
+            super().__init__()
+            self.inner, self.size, self.kind = inner, size, kind
+
+    inner = nn.Linear(2, 2)
+    assert ours.wrap(inner, size=2) is inner
+    with ours.enable_wrap(wrapper_cls=Box, size=1, kind="a"):
+        box = ours.wrap(inner, size=2)
+        with (
+            pytest.raises(NotImplementedError, match="already within an autowrap context"),
+            ours.enable_wrap(wrapper_cls=Box),
+        ):
+            pass
+    assert isinstance(box, Box) and (box.inner, box.size, box.kind) == (inner, 2, "a")
+    assert ours.wrap(inner) is inner
+    with pytest.raises(ValueError, match="should return False/True or a kwarg dict, but it returned 3"):
+        ours.CustomPolicy(lambda module: 3)._run_policy(inner, set(), {})  # type: ignore[arg-type,return-value]
+    assert repr(ours.ModuleWrapPolicy([nn.Linear])) == f"ModuleWrapPolicy({ {nn.Linear} })"
