@@ -254,7 +254,6 @@ class FlatUnit:
 
     @hooks.outside_graphs
     def _end_of_backward(self) -> None:
-        self.iteration.forward_root = None
         for unit in self.iteration.units:
             unit._finish_backward()
         self._show_unsharded_gradients()
@@ -277,6 +276,8 @@ class FlatUnit:
         self.iteration.callback_queued = False
 
     def _finish_backward(self) -> None:
+        if self.phase is Phase.FORWARD:
+            return  # which computes gradients on its way; its parameters are in use
         self.phase = Phase.IDLE
         if self.group is None:
             return

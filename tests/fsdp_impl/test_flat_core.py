@@ -1,5 +1,6 @@
 """FullyShardedDataParallel trains as plain copies whose gradients are averaged."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -69,6 +70,25 @@ def test_hybrid_strategies_shard_and_replicate(rank: Any, strategy: ShardingStra
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+
+
+@world(2)
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
+def test_hybrid_groups_of_one(rank: Any, shape: tuple[int, int]) -> None:
+    """Shards over one rank are no shards, but what is replicated is averaged all the same."""
+    mesh = rank.mesh(shape, ("replicate", "shard"))
+    options = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh, "device_id": rank.device}
+    model = tower(5, 1)
+    plain = plain_copy(model)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "FSDP is switching to use `NO_SHARD`")
+        sharded = wrap_children(model, use_orig_params=True, **options)
+    inputs = batch(rank, 0, (3, 5))
+    found = counts(lambda: sharded(inputs).square().sum().backward())
+    assert found == ({ALL_REDUCE: 2} if shape == (2, 1) else {GATHER: 3, REDUCE: 2})
+    plain(inputs).square().sum().backward()
+    average_gradients(plain)
+    assert_same_whole(plain, sharded)
 
 
 @world(2)

@@ -210,6 +210,24 @@ def test_the_first_rank_gives_the_values(rank: Any, strategy: Any, use_orig_para
             assert torch.equal(tensor.cpu(), other.cpu())
 
 
+@world(4)
+def test_the_first_rank_gives_the_values_to_replicas_too(rank: Any) -> None:
+    torch.manual_seed(rank.index)
+    model = MLP(5).to(rank.device)
+    expected = rank.exchange([param.detach().clone() for param in model.parameters()])[0]
+    mesh = rank.mesh((2, 2), ("replicate", "shard"))
+    sharded = wrap(
+        model,
+        device_mesh=mesh,
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        sync_module_states=True,
+        device_id=rank.device,
+    )
+    with FullyShardedDataParallel.summon_full_params(sharded):
+        for param, other in zip(sharded.parameters(), expected, strict=True):
+            assert torch.equal(param.cpu(), other.cpu())
+
+
 class Own(nn.Module):
     def __init__(self, device: Any) -> None:
         super().__init__()

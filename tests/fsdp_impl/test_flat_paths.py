@@ -209,6 +209,38 @@ def test_an_inner_unit_trains_by_itself(rank: Any, use_orig_params: bool) -> Non
 
 
 @world(2)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("strategy", [FULL, ZERO2])
+def test_forward_may_compute_gradients_on_its_way(rank: Any, strategy: Any, use_orig_params: bool) -> None:
+    class Force(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.energy, self.out = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.out(x)
+            hidden = self.energy(x)
+            (force,) = torch.autograd.grad(hidden.sum(), x, retain_graph=True)
+            return self.out(hidden + force)
+
+    torch.manual_seed(0)
+    model = Force()
+    plain = plain_copy(model)
+    options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params, "device_id": rank.device}
+    model.energy = wrap(model.energy, **options)
+    sharded = wrap(model, **options)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, sharded)]
+    for step in range(2):
+        for each in (plain, sharded):
+            each(batch(rank, step, (2, 4))).square().sum().backward()
+        average_gradients(plain)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same_whole(plain, sharded, grads=False)
+
+
+@world(2)
 def test_an_exception_in_forward_can_be_repeated_without(rank: Any) -> None:
     class Picky(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

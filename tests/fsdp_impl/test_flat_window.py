@@ -1,0 +1,86 @@
+"""Unsharded buffers whose compute may still be running: when their bytes may go to another gather."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp_impl.common import streams
+from fsdp_impl.flat.buffer import FlatBuffer
+from fsdp_impl.flat.context import FlatContext
+
+CPU = torch.device("cpu")
+
+
+class Event:
+    def __init__(self, name: str, *, passed: bool = False) -> None:
+        self.name, self.passed = name, passed
+
+    def query(self) -> bool:
+        return self.passed
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the events that streams are made to wait for."""
+    found: list[str] = []
+    monkeypatch.setattr(streams, "wait", lambda stream, event: found.append(event.name) if event else None)
+    return found
+
+
+def buffers(context: FlatContext, count: int) -> list[FlatBuffer]:
+    made = [FlatBuffer(4, torch.float32, CPU) for _ in range(count)]
+    for buffer in made:
+        buffer.context = context
+        buffer.allocate()
+    return made
+
+
+def retire(context: FlatContext, buffer: FlatBuffer, event: Any) -> None:
+    context.retire(buffer, event)
+
+
+def test_the_latest_stays_and_the_gather_stream_waits_for_the_others(waits: list[str]) -> None:
+    context = FlatContext(CPU)
+    a, b, c = buffers(context, 3)
+    for buffer, name in ((a, "a"), (b, "b"), (c, "c")):
+        retire(context, buffer, Event(name))
+    context.release_retired()
+    assert waits == ["a", "b"]
+    assert [buffer.is_allocated for buffer in (a, b, c)] == [False, False, True]
+    context.release_all_retired()
+    assert waits == ["a", "b", "c"] and not c.is_allocated
+
+
+def test_without_a_limit_bytes_go_back_once_the_device_is_done(waits: list[str]) -> None:
+    context = FlatContext(CPU)
+    context.limits_gathers = False
+    a, b, c = buffers(context, 3)
+    for buffer, passed in ((a, True), (b, False), (c, True)):
+        retire(context, buffer, Event("x", passed=passed))
+    context.release_retired()
+    # The device passes events in order; what is behind one that it has not passed is not asked for.
+    assert [buffer.is_allocated for buffer in (a, b, c)] == [False, True, True]
+
+
+def test_a_buffer_that_is_wanted_again_is_written_after_it_was_read(waits: list[str]) -> None:
+    context = FlatContext(CPU)
+    (a,) = buffers(context, 1)
+    retire(context, a, Event("a"))
+    a.target.fill_(1)
+    a.allocate()
+    assert waits == ["a"] and a.is_allocated
+    context.release_all_retired()
+    assert a.is_allocated and waits == ["a"]
+
+
+def test_the_tensors_outlive_the_bytes_and_do_not_see_each_others_versions() -> None:
+    (a,) = buffers(FlatContext(CPU), 1)
+    version = a.leaf._version
+    a.target.fill_(3)
+    assert a.leaf.tolist() == [3] * 4 and a.leaf._version == version
+    a.free()
+    assert a.leaf.untyped_storage().size() == 0 and a.leaf.numel() == 4
+    a.allocate()
+    a.target.fill_(5)
+    assert a.leaf.tolist() == [5] * 4
