@@ -251,7 +251,8 @@ def _byte_limits(model: nn.Module, config: Config, traits: Traits) -> tuple[int,
     padding = traits.collective_padding * (len(config.units) + 1)
     shares = [traits.local_numel(value.shape, config.shard_size) for value in parameters]
     share = copies * itemsize * (padding + sum(shares))
-    if "gathered" in traits.held_from_start:
+    if "gathered" in traits.held_from_start or config.sync_states:
+        # What was sent or gathered last is whole as long as a thread of the communication library has it.
         share += itemsize * config.shard_size * max(shares, default=0)
     # Half of what sharding saves: bookkeeping tensors are small, an unsharded model is not.
     return share + max(full - share, 0) // 2, share
