@@ -124,7 +124,7 @@ OUT_OF_DATE = "ERROR: expectations/ddp.toml entry 2 matches no case: test_inner.
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_an_entry_without_a_case_fails_a_complete_run(run, expect, workers):
     expect(entry(FAILS), entry(STALE))
-    result = run(SOURCE, "-n", workers, own_process=True)
+    result = run(SOURCE, "-n", workers, own_process=workers != "0")
     result.assert_outcomes(passed=2, xfailed=1)
     assert (result.ret, last_error(result)) == (pytest.ExitCode.TESTS_FAILED, OUT_OF_DATE)
 
@@ -180,10 +180,10 @@ def test_all_chapters_together_are_complete(run, expect, pytester):
     assert last_error(run(SOURCE, "test_inner.py", "test_second.py")) == OUT_OF_DATE
 
 
-@pytest.mark.parametrize("options", [(), ("-k", "fails"), ("-n", "2")], ids="_".join)
+@pytest.mark.parametrize("options", [(), ("-k", "fails")], ids="_".join)
 def test_an_expired_entry_fails_every_run(run, expect, options):
     expect(entry(FAILS), entry("test_inner.py::test_other*", expires="2020-02-29"))
-    result = run(SOURCE, *options, own_process="-n" in options)
+    result = run(SOURCE, *options)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     assert result.parseoutcomes().get("failed", 0) == 0
     assert last_error(result) == (
@@ -194,7 +194,7 @@ def test_an_expired_entry_fails_every_run(run, expect, options):
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_a_file_that_cannot_be_read_is_a_usage_error(run, expect, workers):
     expect(entry(FAILS, verdict="pass"), entry(STALE))
-    result = run(SOURCE, "-n", workers, own_process=True)
+    result = run(SOURCE, "-n", workers, own_process=workers != "0")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     assert last_error(result) == (
         "ERROR: expectations/ddp.toml entry 1: verdict = 'pass' cannot be expected; fail, hang, crash can"
