@@ -68,8 +68,7 @@ def test_empty_shards(rank: Rank, norm_type: float) -> None:
 )
 @contract("CLIPPING-4")
 @world(4)
-@needs(Capability.CLIP_BY_CALL, Capability.CLIP_ANY_NORM, Capability.CLIP_TENSOR_PARALLEL, Capability.COUNTED_UNITS)
-@needs(Capability.TENSOR_PARALLEL)
+@needs(Capability.CLIP_BY_CALL, Capability.CLIP_ANY_NORM, Capability.COUNTED_UNITS, Capability.TENSOR_PARALLEL)
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, math.inf])
 @pytest.mark.parametrize("dim", [16, 17])
 def test_two_dimensions(rank: Rank, dim: int, norm_type: float) -> None:

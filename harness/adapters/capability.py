@@ -50,9 +50,6 @@ class Capability(enum.StrEnum):
     CLIP_EMPTY_SHARDS = "clip-empty-shards"
     """Clipping takes any norm where a rank's part of some parameter is empty."""
 
-    CLIP_TENSOR_PARALLEL = "clip-tensor-parallel"
-    """The norm that clips is that of the tensor-parallel ranks' parts together."""
-
     CAST_AFTER_INIT = "cast-after-init"
     """The sharded module can be cast to another dtype before the first forward."""
 
@@ -152,9 +149,6 @@ class Capability(enum.StrEnum):
     ORDER_VALIDATION = "order-validation"
     """With ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` the order of the units in forward is compared: in the first iteration
     between the ranks, later on each rank with its first iteration."""
-
-    FLAT_ORDER_VALIDATION = "flat-order-validation"
-    """The same where the optimizer has flat parameters."""
 
 
 class Hardware(enum.StrEnum):

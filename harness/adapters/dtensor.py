@@ -86,11 +86,7 @@ class DTensorAdapter(Adapter):
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
         # One flat parameter a unit is what these implementations do without, and nothing is sent when they shard.
-        return frozenset(Capability) - {
-            Capability.FLAT_PARAMETERS,
-            Capability.FLAT_ORDER_VALIDATION,
-            Capability.SYNC_STATES,
-        }
+        return frozenset(Capability) - {Capability.FLAT_PARAMETERS, Capability.SYNC_STATES}
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         super().__init__(model, optimizer=optimizer, config=config)

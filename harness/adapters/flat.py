@@ -46,7 +46,7 @@ CAPABILITIES = frozenset(
         Capability.DISTRIBUTED_CHECKPOINT,
         Capability.FLAT_PARAMETERS,
         Capability.SYNC_STATES,
-        Capability.FLAT_ORDER_VALIDATION,
+        Capability.ORDER_VALIDATION,
         Capability.TENSOR_PARALLEL,
     }
 )

@@ -22,10 +22,8 @@ class ReferenceFlatAdapter(FlatAdapter):
             Capability.SINGLE_RANK,
             Capability.RECOMPUTES_GATHERED,
             Capability.COMPILED_MODULES,
-            Capability.CLIP_TENSOR_PARALLEL,
             Capability.TENSOR_PARALLEL_COUNTS,
             Capability.TENSOR_PARALLEL_CHECKPOINT,
-            Capability.ORDER_VALIDATION,
             Capability.PAGEABLE_OFFLOAD,
         }
 

@@ -29,5 +29,5 @@ class TorchFsdpAdapter(FlatAdapter):
 # - GATHER_ORDER: the root's gradients are reduced last, whenever in backward they are ready.
 # - SINGLE_RANK: it becomes NO_SHARD, which all-reduces each unit's gradients among the one rank.
 # - DEFERRED_PER_UNIT: no_sync is for the root, and for all.
-# - PAGEABLE_OFFLOAD, ORDER_VALIDATION, CLIP_TENSOR_PARALLEL, TENSOR_PARALLEL_CHECKPOINT: F-10, F-11, F-12 and F-17 of
-#   docs/findings.md. SINGLE_RANK has F-14 and F-16 besides.
+# - PAGEABLE_OFFLOAD, TENSOR_PARALLEL_CHECKPOINT: F-10 and F-17 of docs/findings.md. SINGLE_RANK has F-14 and F-16
+#   besides.
