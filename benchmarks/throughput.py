@@ -13,10 +13,10 @@ import argparse
 import os
 import pathlib
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
+
+from moments import line_moments
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -72,17 +72,8 @@ def verdict_moments(path: pathlib.Path, device: str) -> list[float]:
     """Seconds from the command's start at which each case's PASSED was printed."""
     command = [sys.executable, "-u", "-m", "pytest", "-p", "no:cacheprovider", "-p", "harness.plugin", "-v"]
     command += ["--impl", "ddp", "--device", device, "--rootdir", str(path.parent), str(path)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    started = time.monotonic()
-    moments = []
-    with subprocess.Popen(command, cwd=path.parent, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if "PASSED" in line:
-                moments.append(time.monotonic() - started)
-    if process.returncode:
-        raise SystemExit(f"pytest ended with {process.returncode}: {' '.join(command)}")
-    return moments
+    environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    return line_moments(command, pattern="PASSED", folder=path.parent, environment=environment)
 
 
 if __name__ == "__main__":

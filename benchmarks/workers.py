@@ -11,18 +11,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import pathlib
-import re
-import subprocess
 import sys
 import tempfile
-import time
+
+from moments import line_moments
 
 ROOT = pathlib.Path(__file__).parents[1]
 
 #: How ``pytest -v`` prints a verdict, with the worker's name before it or the share of the cases behind it.
-VERDICT = re.compile(r"\b(PASSED|FAILED|SKIPPED|XFAIL|ERROR)\b")
+VERDICT = r"^(?=.*::).*\b(PASSED|FAILED|SKIPPED|XFAIL|ERROR)\b"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,25 +61,11 @@ def timed(cases: list[str], *, workers: int) -> Timed:
         report = pathlib.Path(folder, "run.json")
         command = [sys.executable, "-u", "-m", "pytest", "-v", "-p", "no:cacheprovider", "-n", str(workers)]
         command += ["--report", str(report), *cases]
-        moments = verdict_moments(command)
+        # Cases may fail, as long as all were run.
+        moments = line_moments(command, pattern=VERDICT, folder=ROOT, environment={"COLUMNS": "200"}, fine=(0, 1))
         found = json.loads(report.read_text())["cases"]
     verdicts = {f"{case['id']} of {case['implementation']}": case["verdict"] for case in found}
     return Timed(moments[0], moments[-1] - moments[0], verdicts)
-
-
-def verdict_moments(command: list[str]) -> list[float]:
-    """Seconds from the command's start at which each verdict was printed."""
-    started = time.monotonic()
-    moments = []
-    environment = {**os.environ, "COLUMNS": "200"}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if "::" in line and VERDICT.search(line):
-                moments.append(time.monotonic() - started)
-    if process.returncode not in (0, 1) or not moments:
-        raise SystemExit(f"pytest ended with {process.returncode}: {' '.join(command)}")
-    return moments
 
 
 if __name__ == "__main__":
