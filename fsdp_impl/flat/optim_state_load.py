@@ -74,7 +74,7 @@ def _shard_state(saved: SavedUnit, index: int, state: State) -> State:
         value = _whole(value)
         if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == size:
             local = resharded.local_part(saved.group, index, value)
-            found[key] = _Part(resharded.shard_part(saved.group, index, local).to(home, copy=True))
+            found[key] = _Part(saved.group.shards.cut_one(index, local).to(home, copy=True))
         else:
             found[key] = copy_of(value)
     return found

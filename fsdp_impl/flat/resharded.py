@@ -12,7 +12,6 @@ from fsdp_impl.common import dtensor
 from fsdp_impl.common.layout import shard_rows
 from fsdp_impl.common.mesh import concatenate
 from fsdp_impl.flat.group import FlatGroup
-from fsdp_impl.flat.layout import flattened
 
 
 def whole_values(group: FlatGroup, shard: torch.Tensor) -> list[torch.Tensor]:
@@ -82,19 +81,7 @@ def local_part(group: FlatGroup, index: int, whole: torch.Tensor) -> torch.Tenso
     return whole
 
 
-def shard_part(group: FlatGroup, index: int, local: torch.Tensor) -> torch.Tensor:
-    """This rank's part (1-D) of parameter ``index``, or of what has its shape, in the order in which it lies."""
-    piece, span = group.shards.layout.pieces[index], group.shards.spans[index]
-    if local.stride() != piece.stride:
-        laid = torch.empty_strided(piece.size, piece.stride, dtype=local.dtype, device=local.device)
-        local = laid.copy_(local)
-    return flattened(local)[span.start : span.start + span.numel]
-
-
 @torch.no_grad()
 def write(group: FlatGroup, index: int, local: torch.Tensor) -> None:
     """Copy this rank's part of parameter ``index`` to the shard."""
-    span = group.shards.spans[index]
-    if span.numel:
-        flat = group.shards.flat.detach()
-        flat[span.offset : span.offset + span.numel].copy_(shard_part(group, index, local))
+    group.shards.put(index, local, group.shards.flat.detach())

@@ -92,10 +92,16 @@ class FlatShards:
     def cut(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """This rank's shard (1-D, ``layout.shard_numel``) of whole ``tensors``, one for each parameter."""
         shard = torch.zeros(self.layout.shard_numel, dtype=dtype, device=device)
-        for index, (tensor, span) in enumerate(zip(tensors, self.spans, strict=True)):
-            if span.numel:
-                shard[span.offset : span.offset + span.numel].copy_(self.cut_one(index, tensor))
+        assert len(tensors) == len(self.spans)
+        for index, tensor in enumerate(tensors):
+            self.put(index, tensor, shard)
         return shard
+
+    def put(self, index: int, whole: torch.Tensor, shard: torch.Tensor) -> None:
+        """Copy what :meth:`cut_one` takes of ``whole`` to its place in ``shard`` (1-D, ``layout.shard_numel``)."""
+        span = self.spans[index]
+        if span.numel:
+            shard[span.offset : span.offset + span.numel].copy_(self.cut_one(index, whole))
 
     def cut_one(self, index: int, whole: torch.Tensor) -> torch.Tensor:
         """The elements of ``whole``, of the size of parameter ``index``, that lie in this rank's shard: 1-D."""

@@ -136,9 +136,8 @@ def _write_back(group: FlatGroup) -> None:
             )
         held.append(value)
     flat = shards.flat.detach()
-    for index, (value, span) in enumerate(zip(held, shards.spans, strict=True)):
-        if span.numel:
-            flat[span.offset : span.offset + span.numel].copy_(shards.cut_one(index, value))
+    for index, value in enumerate(held):
+        shards.put(index, value, flat)
 
 
 def _register_shards(group: FlatGroup) -> None:
