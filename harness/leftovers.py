@@ -22,6 +22,11 @@ _MODULE_HOOKS = (
 #: What an implementation may set up when it is first used, so that only what comes after counts.
 AFTER_FIRST_USE = ("threads", "open files", "device memory")
 
+#: What torch.compile sets up once for the process and keeps: the thread of tqdm, which it makes a progress bar with for
+#: each graph whether or not that is shown, and where Triton is to find its assembler and its cache.
+_COMPILER_THREADS = ("tqdm_monitor",)
+_COMPILER_VARIABLES = ("TRITON_CACHE_DIR", "TRITON_PTXAS_PATH")
+
 #: Device bytes that a case may leave in tensors: buffers that implementations reuse, smaller than any model.
 _MEMORY_GRAIN = 1 << 16
 
@@ -46,8 +51,8 @@ def picture(device: torch.device, *, groups: int) -> dict[str, Any]:
         "dispatch modes": len(_get_current_dispatch_mode_stack()),
         "process groups": groups,
         "working directory": os.getcwd(),
-        "environment": dict(os.environ),
-        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "environment": {name: value for name, value in os.environ.items() if name not in _COMPILER_VARIABLES},
+        "threads": sorted(thread.name for thread in threading.enumerate() if thread.name not in _COMPILER_THREADS),
         "open files": _open_files(),
     }
     for name in _MODULE_HOOKS:

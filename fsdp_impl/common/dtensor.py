@@ -41,6 +41,18 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor
 
 
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a DTensor, on the device of its mesh; another tensor is whole already. Collective over the mesh.
+
+    The local tensor may be elsewhere: state dicts are moved to the CPU, and NCCL gathers nothing from there.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    moved = tensor.to(tensor.device_mesh.device_type)
+    assert isinstance(moved, DTensor)
+    return moved.full_tensor()
+
+
 def set_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
     """Let the DTensor ``tensor`` live in the memory of ``local``, which holds the same values."""
     assert isinstance(tensor, DTensor), type(tensor)

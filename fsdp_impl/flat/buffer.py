@@ -28,6 +28,9 @@ class FlatBuffer:
             self.leaf, self.target = (
                 torch.empty(0, dtype=dtype, device=device).set_(self._storage, 0, (numel,), (1,)) for _ in range(2)
             )
+            # set_ gave the storage bytes, of the stream that is current here: compute queued on it may still be reading
+            # what they held before, which the first gather, on its own stream, would overwrite.
+            self.drop()
         self._device = device
         self.context = FlatContext(device)
 

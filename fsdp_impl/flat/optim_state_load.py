@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
+from fsdp_impl.common import dtensor
 from fsdp_impl.flat import resharded
 from fsdp_impl.flat.optim_state import ParamGroups, Place, State, Table, copy_of, params_of, to_cpu
 from fsdp_impl.flat.state_dict import SavedUnit
@@ -63,7 +63,7 @@ def _from_first_rank(given: State, process_group: dist.ProcessGroup) -> State:
 
 
 def _whole(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    return dtensor.whole(value) if isinstance(value, torch.Tensor) else value
 
 
 def _shard_state(saved: SavedUnit, index: int, state: State) -> State:

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from fsdp_impl.common import dtensor
 from fsdp_impl.common.phase import Phase
 from fsdp_impl.flat import resharded
 from fsdp_impl.flat.group import FlatGroup
@@ -158,8 +158,7 @@ def _take_named(
         if value.shape != expected:
             errors.append(_mismatch(prefix + name, value.shape, expected))
             continue
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
-        resharded.write(group, index, resharded.local_part(group, index, whole))
+        resharded.write(group, index, resharded.local_part(group, index, dtensor.whole(value)))
 
 
 def _take_local(group: FlatGroup, given: dict[str, Any], prefix: str, missing: list[str], errors: list[str]) -> None:

@@ -48,6 +48,7 @@ CAPABILITIES = frozenset(
         Capability.SYNC_STATES,
         Capability.ORDER_VALIDATION,
         Capability.TENSOR_PARALLEL,
+        Capability.INPUTS_TO_DEVICE,
     }
 )
 """What the interface offers, whoever implements it."""
@@ -133,11 +134,7 @@ class FlatAdapter(Adapter):
 
     def gradients(self) -> dict[str, Piece | None]:
         if self.config.flat_parameters:
-            return {
-                name: piece
-                for unit, parameter in self._flat_parameters()
-                for name, piece in self._pieces_of(unit, parameter.grad)
-            }
+            return self._flat_gradients(self._picture_device)
         with self._full_parameters(with_grads=True) as named:
             return {
                 name: None if parameter.grad is None else self._copied(parameter.grad)
@@ -149,7 +146,7 @@ class FlatAdapter(Adapter):
             return {
                 name: piece
                 for unit, parameter in self._flat_parameters()
-                for name, piece in self._pieces_of(unit, parameter.detach())
+                for name, piece in self._pieces_of(unit, parameter.detach(), self._picture_device)
                 if piece is not None
             }
         with self._full_parameters() as named:
@@ -157,7 +154,8 @@ class FlatAdapter(Adapter):
 
     def own_gradients(self, names: Sequence[str]) -> list[torch.Tensor]:
         if self.config.flat_parameters:
-            pieces = self.gradients()
+            # Where they are: what is written to a copy on another device would be lost.
+            pieces = self._flat_gradients(None)
             return [piece.tensor for name in names if (piece := pieces[name]) is not None]
         named = self.named_parameters()
         return [gradient for name in names if (gradient := named[name].grad) is not None]
@@ -196,11 +194,20 @@ class FlatAdapter(Adapter):
             (parameter,) = wrapper.module.parameters(recurse=False)
             yield unit, parameter
 
-    def _pieces_of(self, unit: FlatUnit, shard: torch.Tensor | None) -> Iterator[tuple[str, Piece | None]]:
+    def _flat_gradients(self, device: torch.device | None) -> dict[str, Piece | None]:
+        return {
+            name: piece
+            for unit, parameter in self._flat_parameters()
+            for name, piece in self._pieces_of(unit, parameter.grad, device)
+        }
+
+    def _pieces_of(
+        self, unit: FlatUnit, shard: torch.Tensor | None, device: torch.device | None
+    ) -> Iterator[tuple[str, Piece | None]]:
         mesh = self.config.mesh
         index = mesh.get_local_rank(mesh.ndim - 1)
         if shard is not None:
-            shard = shard.to(self._picture_device)
+            shard = shard.to(device)
         yield from unit.pieces(shard, index=index, size=self.config.shard_size)
 
     @property

@@ -49,6 +49,13 @@ class FlatUnit:
             yield name, piece
             offset += numel
 
+    def joined(self, parts: Callable[[str], Sequence[torch.Tensor]]) -> Iterator[tuple[str, Piece | None]]:
+        """All of each parameter, from the ``parts`` of it that ranks hold, in their order; of nothing, ``None``."""
+        for name, numel, cut in zip(self.names, self.numels, self.cuts, strict=True):
+            found = parts(name)
+            part = functools.partial(_part, cut=cut, first=0, last=numel)
+            yield name, Piece(torch.cat([one.flatten() for one in found]), part) if found else None
+
 
 def _part(full: torch.Tensor, *, cut: Cut, first: int, last: int) -> torch.Tensor:
     flat = cut(full).flatten()

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import torch
+import torch.distributed as dist
 import torch.distributed.fsdp
 
+from harness.adapters.base import Piece
 from harness.adapters.flat import FlatAdapter
 
 
@@ -14,6 +17,21 @@ class TorchFsdpAdapter(FlatAdapter):
 
     name = "torch.fsdp"
     api: ClassVar[Any] = torch.distributed.fsdp
+
+    def gradients(self) -> dict[str, Piece | None]:
+        device = self._picture_device
+        if device is None or device.type == "cpu" or self.config.flat_parameters:
+            return super().gradients()
+        # F-18 of docs/findings.md: what reads whole gradients cannot read those on the CPU.
+        named, mesh = self.named_parameters(), self.config.mesh
+        group = mesh.get_group(mesh.ndim - 1)
+
+        def parts(name: str) -> list[torch.Tensor]:
+            everyone: list[Any] = [None] * self.config.shard_size
+            dist.all_gather_object(everyone, named[name].grad, group=group)
+            return [part.to(device) for part in everyone if part is not None]
+
+        return {name: piece for unit in self._units for name, piece in unit.joined(parts)}
 
 
 # Why it has not the other capabilities, as far as they were tried:

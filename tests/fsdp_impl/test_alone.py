@@ -18,9 +18,12 @@ from fsdp_impl import fully_shard
 
 @pytest.fixture(autouse=True, scope="module")
 def world_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    """On the CPU, also where the host has GPUs: without a mesh those are what modules are moved to."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        yield
+        dist.destroy_process_group()
 
 
 def two_layers() -> nn.Sequential:

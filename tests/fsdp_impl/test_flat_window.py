@@ -40,6 +40,10 @@ def retire(context: FlatContext, buffer: FlatBuffer, event: Any) -> None:
     context.retire(buffer, event)
 
 
+def test_a_new_buffer_has_no_bytes_so_that_the_first_are_the_gather_streams() -> None:
+    assert not FlatBuffer(4, torch.float32, CPU).is_allocated
+
+
 def test_the_latest_stays_and_the_gather_stream_waits_for_the_others(waits: list[str]) -> None:
     context = FlatContext(CPU)
     a, b, c = buffers(context, 3)

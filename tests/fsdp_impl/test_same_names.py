@@ -40,6 +40,8 @@ NAMES = [
 ]
 # Only what torch 2.13 has is promised.
 IS_KNOWN_TORCH = tuple(map(int, torch.__version__.split("+")[0].split(".")[:2])) <= (2, 13)
+# Parameters that torch 2.11 has not yet, and the class that came with each.
+CAME_WITH = {"dp_mesh_dims": "DataParallelMeshDims"}
 
 
 def public_methods(cls: type) -> dict[str, Any]:
@@ -69,7 +71,8 @@ def test_functions_and_classes(name: str) -> None:
     elif inspect.isclass(other) and not dataclasses.is_dataclass(other) and name != "FullyShardedDataParallel":
         return  # users do not construct these
     else:
-        assert shape(mine) == shape(other)
+        known = [entry for entry in shape(mine) if hasattr(theirs, CAME_WITH.get(entry[0], name))]
+        assert known == shape(other)
 
 
 @pytest.mark.parametrize("name", sorted(public_methods(theirs.FSDPModule)))

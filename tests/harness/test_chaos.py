@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+import torch
 
 import harness.adapters.replicas  # noqa: F401  (imported before inner runs, which forget what they import)
 from harness.pool import GRACE_SECONDS
@@ -260,6 +261,54 @@ assert False, "after much output"
 )
 def test_chaos_leak_fails_its_case_by_name(run, body, told):
     run(body).fnmatch_lines([f"fail: left behind: rank 0: {told}; rank 1: {told}"])
+
+
+# On devices
+
+
+on_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@on_devices
+def test_chaos_leak_of_device_memory_fails_its_case_by_name(run):
+    told = "device memory: 4194304 bytes more"
+    run("sys.leaked = torch.ones(1 << 20, device=rank.device)").fnmatch_lines(
+        [f"fail: left behind: rank 0: {told}; rank 1: {told}"]
+    )
+
+
+@on_devices
+def test_chaos_out_of_memory_on_a_device(run):
+    lines = run("torch.empty(1 << 45, dtype=torch.uint8, device=rank.device)")
+    lines.fnmatch_lines(["fail: every rank of 2:", "*CUDA out of memory*"])
+
+
+@on_devices
+def test_chaos_kernel_fails(run):
+    """What a device-side assertion leaves of a rank's context is of no use to the next case."""
+    lines = run(
+        """
+ones = torch.ones(1, device=rank.device)
+if rank.index == 1: ones[torch.tensor([5], device=rank.device)].cpu()
+dist.barrier()
+"""
+    )
+    lines.fnmatch_lines(["fail: rank 1 of 2:", "*device-side assert*"])
+
+
+@on_devices
+def test_chaos_devices_never_finish(run):
+    """Rank 0's devices wait for a collective that rank 1 never issues; rank 0 itself waits for its device."""
+    lines = run(
+        """
+if rank.index == 0:
+    dist.all_reduce(torch.ones(1, device=rank.device))
+    torch.cuda.synchronize()
+else:
+    time.sleep(60)
+"""
+    )
+    lines.fnmatch_lines(["hang: *"])
 
 
 def test_chaos_case_may_not_skip_by_itself(run):

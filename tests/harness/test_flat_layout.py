@@ -37,6 +37,19 @@ def test_without_a_shard_there_is_nothing():
     assert dict(unit.pieces(None, index=0, size=2)) == {"weight": None, "bias": None}
 
 
+@pytest.mark.parametrize("size", [1, 2, 7])
+def test_parts_are_joined_in_the_order_of_the_ranks(size):
+    model = models.two_linear((3, 5), (5, 2))
+    named = dict(model.named_parameters())
+    (unit,) = flat_units(model, [""])
+    held = {name: named[name].detach().flatten().tensor_split(size) for name in named if name != "2.bias"}
+    pieces = dict(unit.joined(lambda name: held.get(name, ())))
+    assert list(pieces) == list(named)
+    assert [name for name, piece in pieces.items() if piece is None] == ["2.bias"]
+    for name in held:
+        assert torch.equal(pieces[name].tensor, pieces[name].cut(named[name]))
+
+
 def test_a_shard_of_another_length_is_refused():
     (unit,) = flat_units(nn.Linear(2, 2), [""])
     with pytest.raises(AssertionError, match=r"a shard of \(4,\) instead of 3 elements"):
