@@ -20,23 +20,25 @@ _MODULE_HOOKS = (
 )
 
 #: What an implementation may set up when it is first used, so that only what comes after counts.
-AFTER_FIRST_USE = ("threads", "open files", "device memory")
+AFTER_FIRST_USE = ("threads", "open files", "modules", "device memory")
 
 #: What torch.compile sets up once for the process and keeps: the thread of tqdm, which it makes a progress bar with for
 #: each graph whether or not that is shown, and where Triton is to find its assembler and its cache.
 _COMPILER_THREADS = ("tqdm_monitor",)
 _COMPILER_VARIABLES = ("TRITON_CACHE_DIR", "TRITON_PTXAS_PATH")
 
-#: Device bytes that a case may leave in tensors: buffers that implementations reuse, smaller than any model.
+#: Device bytes that a case may leave in tensors: buffers that implementations reuse. On the CPU there is no such limit:
+#: for a moment after a collective, gloo's threads still hold its tensors.
 _MEMORY_GRAIN = 1 << 16
 
 
-def picture(device: torch.device, *, groups: int) -> dict[str, Any]:
+def picture(device: torch.device, *, groups: int, directory: str) -> dict[str, Any]:
     """The process-wide state that every case shares, by name.
 
     Args:
-        device: whose autocast and memory are looked at.
+        device: whose autocast and tensors are looked at.
         groups: process groups that do not belong to the world.
+        directory: the world's own; threads of NCCL open its rendezvous file whenever they look for news.
     """
     state: dict[str, Any] = {
         "gradient mode": torch.is_grad_enabled(),
@@ -53,10 +55,11 @@ def picture(device: torch.device, *, groups: int) -> dict[str, Any]:
         "working directory": os.getcwd(),
         "environment": {name: value for name, value in os.environ.items() if name not in _COMPILER_VARIABLES},
         "threads": sorted(thread.name for thread in threading.enumerate() if thread.name not in _COMPILER_THREADS),
-        "open files": _open_files(),
+        "open files": [path for path in _open_files() if not path.startswith(f"{directory}/")],
     }
     for name in _MODULE_HOOKS:
         state[f"modules' {name.strip('_').replace('_', ' ')}"] = len(getattr(torch.nn.modules.module, name))
+    state["modules"] = memory.module_names()
     if device.type == "cuda":
         state["device memory"] = memory.tensor_bytes(device)
     return state

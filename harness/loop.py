@@ -115,7 +115,14 @@ def _start(spec: RankSpec) -> World:
     announcer = Announcer(Board(pathlib.Path(spec.directory, BOARD), key.size), rank=spec.index)
     announcer.watch_process_groups(is_recording=lambda: Recorder.active > 0)
     Recorder.announce = announcer.announce
-    world = World(index=spec.index, size=key.size, device=device, control=control, announcer=announcer)
+    world = World(
+        index=spec.index,
+        size=key.size,
+        device=device,
+        directory=spec.directory,
+        control=control,
+        announcer=announcer,
+    )
     world.mesh((key.size,), ("dp",))
     dist.barrier(group=control)
     return world
@@ -132,7 +139,7 @@ def run_job(world: World, job: Job) -> Result:
     world.announcer.start_job(job.number, checking=job.check_collectives, patience=job.deadline)
     _shorten_output()
     groups = world.foreign_groups()
-    before = leftovers.picture(world.device, groups=len(groups))
+    before = leftovers.picture(world.device, groups=len(groups), directory=world.directory)
     seeds = Seeds(job.init_seed, job.data_seed)
     with pytest.MonkeyPatch.context() as monkeypatch:
         tmp_path = pathlib.Path(job.tmp_path)
@@ -142,15 +149,23 @@ def run_job(world: World, job: Job) -> Result:
             function(rank, **parameters)
         with _outcome(result):
             rank.finish()
+            if result.verdict == Verdict.PASS:
+                _finish_queued(world.device)
     result.observations = rank.record
     policy = implementation.traits.process_groups
     foreign = len(world.foreign_groups())
     counted = foreign if policy == "none" else len(groups)
-    after = leftovers.picture(world.device, groups=counted)
+    after = leftovers.picture(world.device, groups=counted, directory=world.directory)
     result.left_behind = leftovers.differences(before, after, first_use=implementation.name not in world.used)
     world.used.add(implementation.name)
     result.is_worn_out = policy == "abandoned" and foreign > _MOST_ABANDONED_GROUPS
     return result
+
+
+def _finish_queued(device: torch.device) -> None:
+    """Wait for the device: what fails or hangs there must not become the next case's, and its collectives not pair."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def _prepare(world: World, job: Job) -> tuple[Any, dict[str, Any], type[Adapter]]:

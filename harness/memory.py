@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterable
 
 import torch
+from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -34,6 +35,9 @@ def held_bytes(device: torch.device) -> int:
     collect_garbage()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+        # What was freed while another stream was noted to use it (`record_stream`) counts until the allocator looks at
+        # that stream again, which this makes it do.
+        torch.cuda.empty_cache()
         return int(torch.cuda.memory_stats(device)["requested_bytes.all.current"])
     return sum(_storages(device).values())
 
@@ -50,6 +54,16 @@ def tensor_bytes(device: torch.device) -> int:
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the elements of these tensors, each tensor once."""
     return sum(tensor.numel() * tensor.element_size() for tensor in {id(t): t for t in tensors}.values())
+
+
+def module_names() -> list[str]:
+    """The classes of the modules that are alive, after garbage is collected; sorted, one entry a module.
+
+    Without those that ``torch.fx`` makes: its caches keep graphs.
+    """
+    collect_garbage()
+    classes = (type(found) for found in gc.get_objects())
+    return sorted(one.__name__ for one in classes if issubclass(one, nn.Module) and not issubclass(one, fx.GraphModule))
 
 
 def _storages(device: torch.device) -> dict[int, int]:

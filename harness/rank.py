@@ -42,11 +42,19 @@ class World:
     """What outlives a case on this rank: the process groups and meshes, made once and reused."""
 
     def __init__(
-        self, *, index: int, size: int, device: torch.device, control: dist.ProcessGroup, announcer: Announcer
+        self,
+        *,
+        index: int,
+        size: int,
+        device: torch.device,
+        directory: str,
+        control: dist.ProcessGroup,
+        announcer: Announcer,
     ) -> None:
         self.index = index
         self.size = size
         self.device = device
+        self.directory = directory
         self.control = control
         self.announcer = announcer
         self.used: set[str] = set()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
+from weakref import WeakMethod
 
 import torch
 from torch._compile import _disable_dynamo
@@ -77,6 +78,21 @@ def _hook(tensor: torch.Tensor, callback: Callable[[], None]) -> None:
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the running backward has computed all gradients."""
     cast(Any, Variable)._execution_engine.queue_callback(callback)
+
+
+def call_when_accumulated(leaf: torch.Tensor, method: Callable[[], None]) -> None:
+    """Call the bound ``method`` whenever autograd has added to ``leaf.grad``, as long as its object lives.
+
+    The object is held weakly: the garbage collector does not see what torch's hooks of this kind hold, so an object
+    that holds ``leaf`` in turn would stay for ever, and the model with it.
+    """
+    held = WeakMethod(method)
+
+    def on_accumulated(_: torch.Tensor) -> None:
+        if (call := held()) is not None:
+            call()
+
+    leaf.register_post_accumulate_grad_hook(on_accumulated)
 
 
 def in_backward() -> bool:

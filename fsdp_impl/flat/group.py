@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.profiler import record_function
 
-from fsdp_impl.common import collectives, dtensor, streams, unsharded
+from fsdp_impl.common import collectives, dtensor, hooks, streams, unsharded
 from fsdp_impl.common.streams import Event
 from fsdp_impl.flat.buffer import Alias, FlatBuffer
 from fsdp_impl.flat.context import FlatContext
@@ -180,13 +180,13 @@ class FlatGroup:
         if self._buffer is not old:
             self._buffer.context = self.context
             leaf.requires_grad_(True)
-            leaf.register_post_accumulate_grad_hook(self._call_on_gradient)
+            hooks.call_when_accumulated(leaf, self._call_on_gradient)
             if old is not None and old.leaf.grad is not None:
                 leaf.grad = old.leaf.grad.to(leaf.dtype)
         if leaf.requires_grad != flat.requires_grad:
             leaf.requires_grad_(flat.requires_grad)
 
-    def _call_on_gradient(self, _: torch.Tensor) -> None:
+    def _call_on_gradient(self) -> None:
         if self.on_gradient is not None:
             self.on_gradient()
 

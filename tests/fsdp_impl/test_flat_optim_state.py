@@ -17,6 +17,7 @@ from fsdp_impl import (
     ShardingStrategy,
     StateDictType,
 )
+from fsdp_impl.common import dtensor
 from harness import world
 from tests.fsdp_impl.flat_replicas import FULL, NONE, wrap, wrap_children
 from tests.fsdp_impl.replicas import average_gradients, batch, plain_copy, tower
@@ -88,8 +89,7 @@ def test_state_is_that_of_the_plain_model(
     tensors = [state["exp_avg"] for state in found["state"].values()]
     assert all(isinstance(tensor, DTensor) == (kind is SHARDED) for tensor in tensors)
     whole = {
-        name: {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in state.items()}
-        for name, state in found["state"].items()
+        name: {key: dtensor.whole(value) for key, value in state.items()} for name, state in found["state"].items()
     }
     assert_close_states(whole, states_of_plain(plain, optimizers[0]))
     assert [group["lr"] for group in found["param_groups"]] == [1e-3, 1e-2]

@@ -105,7 +105,7 @@ def test_a_policy_is_told_of_frozen_parameters(rank: Any, use_orig_params: bool)
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("how", ["ignored_modules", "modules as states", "parameters as states"])
 def test_what_is_ignored_stays(rank: Any, how: str, use_orig_params: bool) -> None:
-    model = tower(5, 2)
+    model = tower(5, 2).to(rank.device)  # device_id moves nothing that is ignored
     plain = plain_copy(model)
     left = list(model[1].in_proj.parameters())
     options: dict[str, Any] = {

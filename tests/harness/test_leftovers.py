@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from torch import nn
 
 from harness import leftovers
 
@@ -29,18 +30,38 @@ def sleeper():
         thread.join()
 
 
-def left_behind(before):
-    return leftovers.differences(before, leftovers.picture(CPU, groups=0), first_use=False)
+@pytest.fixture
+def left_behind(tmp_path, monkeypatch):
+    """What differs from the test's beginning, for a world whose directory is ``tmp_path``."""
+
+    def look():
+        monkeypatch.delenv("PYTEST_CURRENT_TEST", raising=False)  # which tells setup from call
+        return leftovers.picture(CPU, groups=0, directory=str(tmp_path))
+
+    before = look()
+    return lambda: leftovers.differences(before, look(), first_use=False)
 
 
-def test_what_torch_compile_keeps_for_the_process_is_nobodys_fault(sleeper, monkeypatch):
-    for name in ("TRITON_CACHE_DIR", "TRITON_PTXAS_PATH"):
-        monkeypatch.delenv(name, raising=False)
-    before = leftovers.picture(CPU, groups=0)
+def test_files_in_the_worlds_own_directory_are_the_harnesss(left_behind, tmp_path):
+    with open(tmp_path / "rendezvous", "w"):
+        assert left_behind() == []
+    with open(f"{tmp_path}-other", "w"):
+        assert left_behind() == [f"open files: {tmp_path}-other"]
+
+
+def test_modules_count_one_by_one(left_behind):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    assert left_behind() == ["modules: Linear, Linear, Sequential"]
+    model.append(model)  # a cycle
+    del model
+    assert left_behind() == []
+
+
+def test_what_torch_compile_keeps_for_the_process_is_nobodys_fault(left_behind, sleeper, monkeypatch):
     sleeper("tqdm_monitor")
     monkeypatch.setenv("TRITON_CACHE_DIR", os.curdir)
     monkeypatch.setenv("TRITON_PTXAS_PATH", os.curdir)
-    assert left_behind(before) == []
+    assert left_behind() == []
     sleeper("monitor")
     monkeypatch.setenv("TRITON_HOME", os.curdir)
-    assert left_behind(before) == ["environment variables changed: TRITON_HOME", "threads: monitor"]
+    assert left_behind() == ["environment variables changed: TRITON_HOME", "threads: monitor"]
