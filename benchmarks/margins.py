@@ -1,6 +1,6 @@
 """How near correct runs came to what the numerics allow, from run files: the measurement behind the constants.
 
-    python benchmarks/margins.py reports/published/*.json
+    python benchmarks/margins.py reports/published/*
 
 For each stage: the comparisons whose distances were kept (the worst of each stage and step of a
 case), the largest error of the sharded run in ulps, the largest share of the allowance that any
@@ -11,6 +11,7 @@ was off by more than the slack.
 from __future__ import annotations
 
 import collections
+import gzip
 import json
 import pathlib
 import sys
@@ -21,7 +22,8 @@ def distances(paths: list[str]) -> dict[str, list[dict[str, Any]]]:
     """The kept distances of all passing cases, by stage."""
     found: dict[str, list[dict[str, Any]]] = collections.defaultdict(list)
     for path in paths:
-        for case in json.loads(pathlib.Path(path).read_text())["cases"]:
+        content = pathlib.Path(path).read_bytes()
+        for case in json.loads(gzip.decompress(content) if path.endswith(".gz") else content)["cases"]:
             if case["verdict"] == "pass":
                 for distance in case["distances"]:
                     found[distance["stage"]].append(distance)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import gzip
 import json
 import math
 import os
@@ -153,11 +154,12 @@ class RunFile:
         self._clock = time.monotonic()
 
     def write(self, path: pathlib.Path) -> None:
-        """Write the run file, with its environment."""
+        """Write the run file, with its environment; compressed if its name ends in ``.gz``."""
         path.parent.mkdir(parents=True, exist_ok=True)
         run = {"schema_version": SCHEMA_VERSION, "environment": self._environment(), "cases": self.cases}
         unfinished = path.with_name(path.name + ".unfinished")
-        unfinished.write_text(json.dumps(run, indent=1, allow_nan=False) + "\n")
+        content = (json.dumps(run, indent=1, allow_nan=False) + "\n").encode()
+        unfinished.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
         os.replace(unfinished, path)
 
     def _environment(self) -> dict[str, Any]:

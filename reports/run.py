@@ -1,6 +1,8 @@
 """One run file: the environment of a run and a record for each case and implementation."""
 
+import gzip
 import json
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,18 +119,25 @@ def parse_run(data: object) -> Run:
 
 
 def load_run(path: str | Path) -> Run:
-    """Read a run file. It is read as data: nothing in it is run or unpickled.
+    """Read a run file, compressed if its name ends in ``.gz``. It is read as data: nothing in it is run or unpickled.
 
     Raises RunFileError, one line that begins with the path, if the file is missing, is no JSON or breaks the schema.
     """
     try:
-        return parse_run(json.loads(Path(path).read_bytes()))
+        return parse_run(json.loads(_content(Path(path))))
+    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
+        raise RunFileError(f"{path}: not compressed by gzip: {error}") from error
     except OSError as error:
         raise RunFileError(f"{path}: {error.strerror or error}") from error
     except RecordError as error:
         raise RunFileError(f"{path}: {error}") from error
     except (ValueError, RecursionError) as error:  # not JSON, not Unicode, a number of 5000 digits, nested too deep
         raise RunFileError(f"{path}: not a JSON file: {error}") from error
+
+
+def _content(path: Path) -> bytes:
+    content = path.read_bytes()
+    return gzip.decompress(content) if path.suffix == ".gz" else content
 
 
 def _refuse_duplicates(cases: tuple[CaseRecord, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 
 import pytest
@@ -151,6 +152,12 @@ def test_failure_shows_the_rank_its_traceback_and_every_output(run, pytester):
     )
     (case,) = json.loads(pytester.path.joinpath("out/run.json").read_text())["cases"]
     assert (case["verdict"], case["failure"]["rank"]) == ("fail", 1)
+
+
+def test_run_file_is_compressed_if_it_is_named_so(run, pytester):
+    run(CASE.format(body="pass"), "--report", "run.json.gz")
+    (case,) = json.loads(gzip.decompress(pytester.path.joinpath("run.json.gz").read_bytes()))["cases"]
+    assert case["verdict"] == "pass"
 
 
 def test_run_file_names_what_was_skipped_and_why(run, pytester):

@@ -1,5 +1,6 @@
 """Reading a run file: every way in which a file can be wrong ends in one line."""
 
+import gzip
 import json
 import pickle
 import re
@@ -115,7 +116,23 @@ def test_a_missing_file_and_a_folder_are_said_so(tmp_path):
     assert str(raised.value) == f"{tmp_path}: Is a directory"
 
 
-@pytest.mark.parametrize("path", sorted(PUBLISHED.glob("*.json")), ids=lambda path: path.name)
+def test_a_compressed_file_is_read_as_the_plain_one(tmp_path):
+    content = json.dumps(samples.run(samples.case())).encode()
+    for name, written in (("run.json", content), ("run.json.gz", gzip.compress(content))):
+        tmp_path.joinpath(name).write_bytes(written)
+    assert load_run(tmp_path / "run.json.gz") == load_run(tmp_path / "run.json")
+
+
+@pytest.mark.parametrize("content", [b"{}", b"", gzip.compress(b"{}")[:-1], gzip.compress(b"{}" * 99)[:12] + b"x" * 99])
+def test_what_is_not_compressed_although_its_name_says_so_is_one_line(tmp_path, content):
+    path = tmp_path / "run.json.gz"
+    path.write_bytes(content)
+    with pytest.raises(RunFileError) as raised:
+        load_run(path)
+    assert re.fullmatch(f"{path}: not (compressed by gzip|a JSON file): .*", str(raised.value))
+
+
+@pytest.mark.parametrize("path", sorted(PUBLISHED.glob("*.json*")), ids=lambda path: path.name)
 def test_published_runs_stay_readable(path):
     """Their records are kept so that later pages need no rerun."""
     run = load_run(path)
