@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -65,17 +66,15 @@ def picture(device: torch.device, *, groups: int, directory: str) -> dict[str, A
     return state
 
 
-def differences(before: dict[str, Any], after: dict[str, Any], *, first_use: bool) -> list[str]:
+def differences(before: dict[str, Any], after: dict[str, Any], *, excused: Collection[str]) -> list[str]:
     """One line for each thing that is not as it was.
 
     Args:
         before: the picture before a case.
         after: the picture after it.
-        first_use: the implementation was used for the first time in this process.
+        excused: names of what the implementation may have changed.
     """
-    changed = [name for name, value in before.items() if after[name] != value]
-    if first_use:
-        changed = [name for name in changed if name not in AFTER_FIRST_USE]
+    changed = [name for name, value in before.items() if after[name] != value and name not in excused]
     return [line for name in changed if (line := _line(name, before[name], after[name]))]
 
 

@@ -156,10 +156,16 @@ def run_job(world: World, job: Job) -> Result:
     foreign = len(world.foreign_groups())
     counted = foreign if policy == "none" else len(groups)
     after = leftovers.picture(world.device, groups=counted, directory=world.directory)
-    result.left_behind = leftovers.differences(before, after, first_use=implementation.name not in world.used)
+    result.left_behind = leftovers.differences(before, after, excused=_excused(world, implementation))
     world.used.add(implementation.name)
     result.is_worn_out = policy == "abandoned" and foreign > _MOST_ABANDONED_GROUPS
     return result
+
+
+def _excused(world: World, implementation: type[Adapter]) -> set[str]:
+    """What this implementation may leave behind here."""
+    excused = set() if implementation.name in world.used else set(leftovers.AFTER_FIRST_USE)
+    return excused if implementation.traits.frees_models else excused | {"modules"}
 
 
 def _finish_queued(device: torch.device) -> None:

@@ -68,6 +68,9 @@ class Traits:
     """What becomes of groups that it makes: kept for reuse as long as the process lives, or never used
     again, so that the world is replaced when there are many."""
 
+    frees_models: bool = True
+    """Whether nothing of a model stays in the process once nobody has it any more."""
+
     isolation: Literal["shared", "adapter", "case"] = "shared"
     """Which cases may run in the same processes: all, this adapter's only, or each alone."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +18,8 @@ class TorchFsdpAdapter(FlatAdapter):
 
     name = "torch.fsdp"
     api: ClassVar[Any] = torch.distributed.fsdp
+    # F-19 of docs/findings.md.
+    traits = dataclasses.replace(FlatAdapter.traits, frees_models=False)
 
     def gradients(self) -> dict[str, Piece | None]:
         device = self._picture_device

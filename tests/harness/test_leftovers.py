@@ -39,7 +39,7 @@ def left_behind(tmp_path, monkeypatch):
         return leftovers.picture(CPU, groups=0, directory=str(tmp_path))
 
     before = look()
-    return lambda: leftovers.differences(before, look(), first_use=False)
+    return lambda: leftovers.differences(before, look(), excused=())
 
 
 def test_files_in_the_worlds_own_directory_are_the_harnesss(left_behind, tmp_path):
