@@ -123,10 +123,14 @@ def test_a_compressed_file_is_read_as_the_plain_one(tmp_path):
     assert load_run(tmp_path / "run.json.gz") == load_run(tmp_path / "run.json")
 
 
-@pytest.mark.parametrize("content", [b"{}", b"", gzip.compress(b"{}")[:-1], gzip.compress(b"{}" * 99)[:12] + b"x" * 99])
-def test_what_is_not_compressed_although_its_name_says_so_is_one_line(tmp_path, content):
+@pytest.mark.parametrize(
+    "change",
+    [lambda _: b"{}", lambda _: b"", lambda content: content[:-1], lambda content: content[:12] + b"x" * 99],
+    ids=["plain", "empty", "cut short", "broken"],
+)
+def test_what_is_not_compressed_although_its_name_says_so_is_one_line(tmp_path, change):
     path = tmp_path / "run.json.gz"
-    path.write_bytes(content)
+    path.write_bytes(change(gzip.compress(b"{}" * 99)))
     with pytest.raises(RunFileError) as raised:
         load_run(path)
     assert re.fullmatch(f"{path}: not (compressed by gzip|a JSON file): .*", str(raised.value))
