@@ -72,6 +72,8 @@ class DeepSpeedZero3Adapter(Adapter):
         divides_by_microbatches=True,
         unused_gradient="zero",
         process_groups="kept",
+        # The engine and the model in it stay, also after destroy().
+        frees_models=False,
         isolation="adapter",
     )
 
