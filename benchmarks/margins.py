@@ -1,6 +1,6 @@
 """How near correct runs came to what the numerics allow, from run files: the measurement behind the constants.
 
-    python benchmarks/margins.py reports/published/*
+    python benchmarks/margins.py reports/published/*.gz
 
 For each stage: the comparisons whose distances were kept (the worst of each stage and step of a
 case), the largest error of the sharded run in ulps, the largest share of the allowance that any

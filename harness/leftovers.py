@@ -28,7 +28,7 @@ AFTER_FIRST_USE = ("threads", "open files", "modules", "device memory")
 _COMPILER_THREADS = ("tqdm_monitor",)
 _COMPILER_VARIABLES = ("TRITON_CACHE_DIR", "TRITON_PTXAS_PATH")
 
-#: Device bytes that a case may leave in tensors: buffers that implementations reuse. On the CPU there is no such limit:
+#: Device bytes that a case may leave in tensors: buffers that implementations reuse. Of the CPU no bytes are compared:
 #: for a moment after a collective, gloo's threads still hold its tensors.
 _MEMORY_GRAIN = 1 << 16
 

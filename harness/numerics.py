@@ -6,7 +6,7 @@ scale of the values. A sharded run may err ``BASELINE_FACTOR`` times as much as 
 baseline of the same dtype did, plus ``SLACK_ULPS``. A scalar (loss, total norm) may err by the slack
 more than the baseline's: a factor on a single sample of an error would mean nothing.
 
-The constants are the design's; ``python benchmarks/margins.py reports/published/*`` measures how
+The constants are the design's; ``python benchmarks/margins.py reports/published/*.gz`` measures how
 near correct runs come. In the 6,508 distances kept there (the worst of each stage and step of a passing
 case; torch.fully_shard and the reference, torch 2.11 on H200s, NCCL and gloo) none used more than 0.44
 of what is allowed, and no loss or total norm erred by more than 3.5 ulps.
