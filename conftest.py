@@ -1,3 +1,6 @@
-"""Makes the plugin known in a clone that is not installed; installed, pytest registers it once all the same."""
+"""Makes the plugin known in a clone, which needs no installation."""
 
-pytest_plugins = ["harness.plugin"]
+pytest_plugins = ["shardproof.plugin"]
+
+# Links to the folders beside it: what is in them is collected from there.
+collect_ignore = ["shardproof"]

@@ -24,7 +24,7 @@ CASES = """
 import os
 import pytest
 import torch
-from harness import world
+from shardproof.harness import world
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -70,7 +70,17 @@ def quarter(values: tuple[int, ...], which: int) -> tuple[int, ...]:
 
 def verdict_moments(path: pathlib.Path, device: str) -> list[float]:
     """Seconds from the command's start at which each case's PASSED was printed."""
-    command = [sys.executable, "-u", "-m", "pytest", "-p", "no:cacheprovider", "-p", "harness.plugin", "-v"]
+    command = [
+        sys.executable,
+        "-u",
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "shardproof.plugin",
+        "-v",
+    ]
     command += ["--impl", "ddp", "--device", device, "--rootdir", str(path.parent), str(path)]
     environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     return line_moments(command, pattern="PASSED", folder=path.parent, environment=environment)

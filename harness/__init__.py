@@ -4,7 +4,7 @@ What a case module imports lives here and is light: no torch, because pytest loa
 plugin in every run of an environment that has shardproof installed.
 """
 
-from harness.adapters.capability import Capability, Hardware
-from harness.marks import alone, contract, deadline, needs, seed, world
+from shardproof.harness.adapters.capability import Capability, Hardware
+from shardproof.harness.plugin.marks import alone, contract, deadline, needs, seed, world
 
 __all__ = ["Capability", "Hardware", "alone", "contract", "deadline", "needs", "seed", "world"]

@@ -3,9 +3,9 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from reports.record import CaseRecord, Failure, Verdict
-from reports.run import Environment, Run
-from reports.table import indented, printable, table
+from shardproof.reports.record import CaseRecord, Failure, Verdict
+from shardproof.reports.run import Environment, Run
+from shardproof.reports.table import indented, printable, table
 
 _NOT_RUN = "-"  # a cell without a record
 _FIRST_LINES, _LAST_LINES = 6, 10  # what remains of a long failure text

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from reports.fields import Fields, RecordError, integer, number, shown, text
+from shardproof.reports.fields import Fields, RecordError, integer, number, shown, text
 
 
 class Verdict(StrEnum):

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reports.fields import Fields, RecordError, text
-from reports.record import CaseRecord
+from shardproof.reports.fields import Fields, RecordError, text
+from shardproof.reports.record import CaseRecord
 
 SUPPORTED_VERSIONS = (1,)
 

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from harness import Capability, contract, models, needs, seed, world
-from harness.adapters.base import Accumulation
-from harness.parity import Pair
-from harness.rank import Rank
-from suites.axes import RESHARD
+from shardproof.harness import Capability, contract, models, needs, seed, world
+from shardproof.harness.adapters.base import Accumulation
+from shardproof.harness.parity import Pair, Rank
+from shardproof.harness.plugin.axes import RESHARD
 
 DIM = 9
 DEPTH = 3

@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from harness import Capability, contract, models, needs, optim, seed, world
-from harness.compare import exact_difference
-from harness.parity import check_exact
-from harness.rank import Rank
-from suites.axes import RESHARD
+from shardproof.harness import Capability, contract, models, needs, seed, world
+from shardproof.harness.models import optim
+from shardproof.harness.parity import Rank, check_exact, exact_difference
+from shardproof.harness.plugin.axes import RESHARD
 
 
 @seed(

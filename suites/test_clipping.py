@@ -7,10 +7,10 @@ import math
 
 import pytest
 
-from harness import Capability, contract, models, needs, seed, world
-from harness.adapters.base import Clip
-from harness.parallel_models import MLPStack, parallelize_mlps
-from harness.rank import Rank
+from shardproof.harness import Capability, contract, models, needs, seed, world
+from shardproof.harness.adapters.base import Clip
+from shardproof.harness.models.parallel import MLPStack, parallelize_mlps
+from shardproof.harness.parity import Rank
 
 
 @seed(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from harness import Capability, contract, models, needs, world
-from harness.rank import Rank
-from suites.axes import RESHARD_ROOT
+from shardproof.harness import Capability, contract, models, needs, world
+from shardproof.harness.parity import Rank
+from shardproof.harness.plugin.axes import RESHARD_ROOT
 
 DEPTH = 3
 UNITS = DEPTH + 1  # the root has parameters of its own
@@ -20,7 +20,8 @@ def test_counts_and_bytes(rank: Rank, reshard_after_forward: bool | int | None) 
     """Each unit is gathered once in forward, again in backward if it was freed, and reduced once."""
     model = models.Tower(dim=9, depth=DEPTH)
     pair = rank.pair(model, units=model.units(), reshard_after_forward=reshard_after_forward)
-    in_backward = {None: DEPTH, False: 0}.get(reshard_after_forward, UNITS)
+    kept: dict[bool | int | None, int] = {None: DEPTH, False: 0}
+    in_backward = kept.get(reshard_after_forward, UNITS)
     for step in range(2):
         pair.step(rank.batch(step, (4, 9)))
         pair.check()

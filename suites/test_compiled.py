@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from torch import nn
 
-from harness import Capability, contract, models, needs, seed, world
-from harness.checkpointing import Means, recompute
-from harness.compiling import compiler
-from harness.rank import Rank
-from suites.axes import RESHARD
+from shardproof.harness import Capability, contract, models, needs, seed, world
+from shardproof.harness.models.compilation import compiler
+from shardproof.harness.models.recomputation import Means, recompute
+from shardproof.harness.parity import Rank
+from shardproof.harness.plugin.axes import RESHARD
 
 NOTE = "blocks are compiled, not the root; graphs are counted, by a backend that needs no C++ compiler"
 RECOMPUTES = needs(Capability.RECOMPUTATION)

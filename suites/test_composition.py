@@ -12,12 +12,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from harness import Capability, Hardware, contract, needs, seed, world
-from harness.adapters.base import Adapter
-from harness.adapters.dtensor import piece_of
-from harness.checkpointing import recompute
-from harness.models import copy_of
-from harness.parallel_models import (
+from shardproof.harness import Capability, Hardware, contract, models, needs, seed, world
+from shardproof.harness.adapters.base import Adapter
+from shardproof.harness.adapters.dtensor import piece_of
+from shardproof.harness.models.parallel import (
     Buffered,
     MLPStack,
     Projections,
@@ -27,8 +25,8 @@ from harness.parallel_models import (
     parallelize_transformer,
     replicate,
 )
-from harness.parity import Pair
-from harness.rank import Rank
+from shardproof.harness.models.recomputation import recompute
+from shardproof.harness.parity import Pair, Rank
 
 pytestmark = needs(Capability.TENSOR_PARALLEL)
 
@@ -208,7 +206,7 @@ def test_states_of_the_first_rank(rank: Rank) -> None:
     mesh = rank.mesh((2, 2), ("dp", "tp"))
     torch.manual_seed(rank.seeds.init + mesh["dp"].get_local_rank())
     model = Buffered(8).to(rank.device)
-    own = {name: value.detach().cpu() for name, value in copy_of(model).state_dict().items()}
+    own = {name: value.detach().cpu() for name, value in models.copy_of(model).state_dict().items()}
     everyone = rank.exchange(own)
     first, last = everyone[rank.index % 2], everyone[2 + rank.index % 2]
     assert not any(torch.equal(first[name], last[name]) for name in own), "nothing would have to be sent"

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from harness import Capability, contract, models, needs, seed, world
-from harness.adapters.base import Accumulation
-from harness.checkpointing import recompute
-from harness.rank import Rank
-from suites.axes import RESHARD
+from shardproof.harness import Capability, contract, models, needs, seed, world
+from shardproof.harness.adapters.base import Accumulation
+from shardproof.harness.models.recomputation import recompute
+from shardproof.harness.parity import Rank
+from shardproof.harness.plugin.axes import RESHARD
 
 NAMES = ("replicate", "shard")
 DEFERRED = needs(Capability.DEFERRED_REDUCTION)

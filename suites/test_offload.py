@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from harness import Capability, Hardware, contract, models, needs, seed, world
-from harness.rank import Rank
-from suites.test_training import DELAYS
+from shardproof.harness import Capability, Hardware, contract, models, needs, seed, world
+from shardproof.harness.parity import Rank
+from shardproof.harness.plugin.axes import DELAYED, DELAYS
 
 
 @seed(
@@ -23,14 +23,7 @@ from suites.test_training import DELAYS
         pytest.param("pinned", marks=needs(Hardware.ACCELERATOR)),
     ],
 )
-@pytest.mark.parametrize(
-    "delays",
-    [
-        pytest.param((), id="undelayed"),
-        *(pytest.param((name,), id=name, marks=needs(Hardware.STREAMS)) for name in DELAYS),
-        pytest.param(tuple(DELAYS), id="all-delayed", marks=needs(Hardware.STREAMS)),
-    ],
-)
+@pytest.mark.parametrize("delays", DELAYED)
 def test_offloaded(rank: Rank, delays: tuple[str, ...], offload: str) -> None:
     """Shards that live on the CPU train as DDP does, also when streams run at other speeds."""
     config = models.TransformerConfig(layers=3, vocabulary=61, length=16, heads=4)

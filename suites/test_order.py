@@ -8,10 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from harness import Capability, contract, models, needs, seed, world
-from harness.rank import Rank
-from harness.training import Run
-from suites.axes import RESHARD
+from shardproof.harness import Capability, contract, models, needs, seed, world
+from shardproof.harness.parity import Rank, Run
+from shardproof.harness.plugin.axes import RESHARD
 
 pytestmark = needs(Capability.ORDER_VALIDATION)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from harness import Capability, contract, models, needs, seed, world
-from harness.rank import Rank
+from shardproof.harness import Capability, contract, models, needs, seed, world
+from shardproof.harness.parity import Rank
 
 AHEAD = 2
 EXPLICIT_PREFETCHING = "test_fully_shard_training.py::test_explicit_prefetching"

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from harness import Capability, contract, models, needs, seed, world
-from harness.checkpointing import Means, recompute
-from harness.rank import Rank
-from suites.axes import RESHARD
+from shardproof.harness import Capability, contract, models, needs, seed, world
+from shardproof.harness.models.recomputation import Means, recompute
+from shardproof.harness.parity import Rank
+from shardproof.harness.plugin.axes import RESHARD
 
 MEANS = pytest.mark.parametrize("means", ["hooks", "call", "wrapper", "reentrant-call"])
 

@@ -7,11 +7,9 @@ import copy
 import pytest
 from torch import nn
 
-from harness import Capability, contract, models, needs, seed, world
-from harness.compare import exact_difference
-from harness.rank import Rank
-from harness.training import Run
-from suites.axes import RESHARD, RESHARD_UNEVEN, with_first
+from shardproof.harness import Capability, contract, models, needs, seed, world
+from shardproof.harness.parity import Rank, Run, exact_difference
+from shardproof.harness.plugin.axes import RESHARD, RESHARD_UNEVEN, with_first
 
 pytestmark = [needs(Capability.REGISTERED_STATE), world(2, 4)]
 

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from harness import Capability, contract, models, needs, optim, resume, seed, world
-from harness.parallel_models import SplitTransformer, parallelize_transformer
-from harness.parity import check_exact
-from harness.rank import Rank
-from harness.training import Run
+from shardproof.harness import Capability, contract, models, needs, seed, world
+from shardproof.harness.models import optim
+from shardproof.harness.models.parallel import SplitTransformer, parallelize_transformer
+from shardproof.harness.parity import Rank, Run, check_exact, resume
 
 pytestmark = needs(Capability.DISTRIBUTED_CHECKPOINT, Capability.ADAM)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 
-from harness import Capability, contract, memory, models, needs, optim, world
-from harness.rank import Rank
+from shardproof.harness import Capability, contract, models, needs, world
+from shardproof.harness.models import optim
+from shardproof.harness.parity import Rank
+from shardproof.harness.tensors import memory
 
 
 @contract("SHARDING-1")

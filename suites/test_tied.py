@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from harness import Capability, contract, models, needs, seed, world
-from harness.checkpointing import recompute
-from harness.rank import Rank
+from shardproof.harness import Capability, contract, models, needs, seed, world
+from shardproof.harness.models.recomputation import recompute
+from shardproof.harness.parity import Rank
 
 
 @seed(

@@ -6,20 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from harness import Capability, Hardware, contract, models, needs, optim, seed, world
-from harness.perturb import Delay
-from harness.rank import Rank
-from suites.axes import RESHARD, RESHARD_TO_PARTS
-
-DELAY_MS = 50.0
-"""Far longer than any kernel or collective of these models, so that a missing wait is always too early."""
-
-DELAYS = {
-    "after-forward": Delay(milliseconds=DELAY_MS, at="loss"),
-    "before-all-gather": Delay(milliseconds=DELAY_MS, collective="all_gather"),
-    "before-reduce-scatter": Delay(milliseconds=DELAY_MS, collective="reduce_scatter"),
-    "before-step": Delay(milliseconds=DELAY_MS, at="step"),
-}
+from shardproof.harness import Capability, Hardware, contract, models, needs, seed, world
+from shardproof.harness.models import optim
+from shardproof.harness.parity import Rank
+from shardproof.harness.plugin.axes import DELAYED, DELAYS, RESHARD, RESHARD_TO_PARTS
 
 
 @seed(
@@ -48,14 +38,7 @@ def test_single_unit(rank: Rank, shapes: tuple[tuple[int, int], tuple[int, int]]
 @contract("TRAINING-2")
 @world(2, 4)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
-@pytest.mark.parametrize(
-    "delays",
-    [
-        pytest.param((), id="undelayed"),
-        *(pytest.param((name,), id=name, marks=needs(Hardware.STREAMS)) for name in DELAYS),
-        pytest.param(tuple(DELAYS), id="all-delayed", marks=needs(Hardware.STREAMS)),
-    ],
-)
+@pytest.mark.parametrize("delays", DELAYED)
 def test_many_units(rank: Rank, delays: tuple[str, ...], reshard_after_forward: bool | int) -> None:
     """A transformer of several units trains as DDP does, also when streams run at other speeds."""
     config = models.TransformerConfig(layers=3, vocabulary=61, length=16, heads=4)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.adapters.registry import BUILT_IN
-from harness.expectations_file import load
+from shardproof.harness.adapters.registry import BUILT_IN
+from shardproof.harness.plugin.known_failures import load
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "suites/expectations"

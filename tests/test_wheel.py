@@ -1,4 +1,4 @@
-"""What an installed shardproof can do without a clone."""
+"""What an installed shardproof does without a clone, and what it leaves alone; and the same for a clone on the path."""
 
 import os
 import shutil
@@ -10,19 +10,22 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("fsdp_impl", "harness", "reports", "suites")
+FOLDERS = ("fsdp_impl", "harness", "reports", "suites")
 
 
-def run(*arguments, cwd, **environment):
-    """Run this Python with `arguments` and return what came of it."""
-    env = os.environ | environment
-    return subprocess.run([sys.executable, *arguments], cwd=cwd, env=env, capture_output=True, text=True)
+def run(*arguments, cwd, path, timeout=240):
+    """Run this Python with `arguments`, with `path` before everything installed, and return what came of it."""
+    # Without bytecode: an import would leave files in folders that a test looks at.
+    env = os.environ | {"PYTHONPATH": str(path), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
 
 
-def sources(package):
-    """The package's files as git would see them, as paths from the root."""
-    files = (path for path in (ROOT / package).rglob("*") if path.is_file())
-    return {str(path.relative_to(ROOT)) for path in files if path.suffix in (".py", ".toml", ".typed")}
+def sources(folder):
+    """The folder's files as git would see them, as paths in a wheel."""
+    prefix = "" if folder == "fsdp_impl" else "shardproof/"
+    files = (path for path in (ROOT / folder).rglob("*") if path.is_file())
+    return {f"{prefix}{path.relative_to(ROOT)}" for path in files if path.suffix in (".py", ".toml", ".typed")}
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +34,14 @@ def wheel(tmp_path_factory):
     copy = tmp_path_factory.mktemp("sources")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
-    for package in (*PACKAGES, "tests"):
-        shutil.copytree(ROOT / package, copy / package, ignore=shutil.ignore_patterns("__pycache__"))
-    # A chapter's expectations, whether or not there are any yet.
-    (copy / "suites/expectations").mkdir(exist_ok=True)
+    for folder in (*FOLDERS, "shardproof", "tests"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / folder, copy / folder, ignore=ignored, symlinks=True)
+    # A further implementation's known failures.
     (copy / "suites/expectations/sample.toml").touch()
     out = tmp_path_factory.mktemp("wheel")
-    built = run("-c", f"from setuptools import build_meta; build_meta.build_wheel({str(out)!r})", cwd=copy)
+    script = f"from setuptools import build_meta; build_meta.build_wheel({str(out)!r})"
+    built = run("-c", script, cwd=copy, path="")
     assert built.returncode == 0, built.stderr
     return next(out.glob("*.whl"))
 
@@ -51,31 +55,109 @@ def installed(wheel, tmp_path_factory):
     return site
 
 
+@pytest.fixture(params=["wheel", "clone"])
+def path(request):
+    """Where shardproof is imported from."""
+    return request.getfixturevalue("installed") if request.param == "wheel" else ROOT
+
+
+NEIGHBOUR = {
+    "harness/__init__.py": "NAME = 'their harness'\n",
+    "suites/__init__.py": "NAME = 'their suites'\n",
+    "suites/test_training.py": "def test_single_unit_of_theirs():\n    raise AssertionError('theirs ran')\n",
+    "reports/__init__.py": "NAME = 'their reports'\n",
+    "conftest.py": """
+def pytest_addoption(parser):
+    for name in ("--device", "--impl", "--world"):
+        parser.addoption(name)
+""",
+    "test_own.py": """
+import sys
+import harness, reports
+
+def test_own(request):
+    assert (harness.NAME, reports.NAME) == ("their harness", "their reports")
+    assert request.config.getoption("--device") == "tpu"
+    assert not [name for name in sys.modules if name.startswith("shardproof")]
+
+def test_that_fails():
+    raise AssertionError("as it should")
+""",
+}
+
+
+@pytest.fixture
+def neighbour(tmp_path):
+    """A project with packages and options that have the names of ours."""
+    for name, text in NEIGHBOUR.items():
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+    return tmp_path
+
+
 def test_the_wheel_holds_every_source_and_no_test(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    assert names == {"suites/expectations/sample.toml"}.union(*map(sources, PACKAGES))
+        scripts = next(name for name in archive.namelist() if name.endswith("entry_points.txt"))
+        assert archive.read(scripts).decode() == "[console_scripts]\nshardproof = shardproof.__main__:console\n"
+    own = {"__init__.py", "__main__.py", "plugin.py", "py.typed", "run.py", "suites.ini"}
+    extra = {"shardproof/suites/expectations/sample.toml", *(f"shardproof/{name}" for name in own)}
+    assert names == extra.union(*map(sources, FOLDERS))
 
 
-def test_the_suites_run_without_a_clone(installed, tmp_path):
-    """`pytest --pyargs suites` in an empty folder finds the cases, and the plugin with its options."""
-    arguments = ["-m", "pytest", "--pyargs", "suites", "--impl", "reference", "--device", "cpu", "--collect-only", "-q"]
-    found = run(*arguments, "-p", "no:cacheprovider", cwd=tmp_path, PYTHONPATH=str(installed))
-    assert found.returncode == 0, found.stdout + found.stderr
-    assert "test_autograd.py::" in found.stdout
-    assert "warning" not in found.stdout.lower()
-    assert list(tmp_path.iterdir()) == []
+def test_other_runs_of_pytest_do_not_notice(neighbour, path):
+    done = run("-m", "pytest", "--device", "tpu", "--impl", "x", "-p", "no:cacheprovider", cwd=neighbour, path=path)
+    assert done.returncode == 1
+    assert "shardproof" not in done.stdout.replace(str(path), "") + done.stderr
+    assert "FAILED test_own.py::test_that_fails - AssertionError: as it should" in done.stdout
+    assert "2 failed, 1 passed" in done.stdout, "their own failures, and nothing else"
 
 
-def test_the_plugin_is_registered_once_in_an_installed_clone(installed):
-    """The entry point and conftest.py both bring it."""
-    arguments = ["-m", "pytest", "--trace-config", "--collect-only", "suites/test_autograd.py", "--impl", "reference"]
-    found = run(*arguments, "-p", "no:cacheprovider", cwd=ROOT, PYTHONPATH=str(installed))
-    assert found.returncode == 0, found.stdout + found.stderr
-    plugin = str(ROOT / "harness/plugin.py")
-    assert [line.split()[0] for line in found.stdout.splitlines() if line.endswith(f": {plugin}")] == ["harness.plugin"]
+def test_the_suites_run_beside_a_neighbour(neighbour, path):
+    """Their conftest, options and packages take no part, and files are written where the command was given."""
+    before = {file.relative_to(neighbour) for file in neighbour.rglob("*")}
+    options = ["--impl", "reference", "--device", "cpu", "--world", "2", "--report", "out/run.json"]
+    done = run("-m", "shardproof", "run", "-k", "test_single_unit", *options, cwd=neighbour, path=path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "reference: 3 pass" in done.stdout
+    new = {file.relative_to(neighbour).parts[0] for file in neighbour.rglob("*")} - {file.parts[0] for file in before}
+    assert new == {"out", ".pytest_cache"}
+    shown = run("-m", "shardproof", "report", "--cases", "out/run.json", cwd=neighbour, path=path)
+    assert "\nsuites/test_training.py::test_single_unit[w2-16x15-15x8]  TRAINING-1   pass\n" in shown.stdout
 
 
-def test_the_summary_runs_without_a_clone(installed, tmp_path):
-    done = run("-m", "reports", "summary", "none.json", cwd=tmp_path, PYTHONPATH=str(installed))
-    assert (done.returncode, done.stderr) == (2, "reports: none.json: No such file or directory\n")
+def test_a_node_id_is_one_of_the_packaged_suites(neighbour, path):
+    case = "suites/test_training.py::test_single_unit"
+    done = run("-m", "shardproof", "run", case, "--impl", "reference", "--collect-only", "-q", cwd=neighbour, path=path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{case}[reference-w2-16x15-15x8]" in done.stdout.splitlines()
+
+
+def test_nightly_cases_wait_for_their_night(neighbour, path):
+    listed = ["-m", "shardproof", "run", "suites/test_compiled.py", "--impl", "reference", "--collect-only", "-q"]
+    usual = run(*listed, cwd=neighbour, path=path).stdout
+    nightly = run(*listed, "-m", "nightly", cwd=neighbour, path=path).stdout
+    assert "-inductor-" in nightly and "-inductor-" not in usual
+    assert not set(usual.splitlines()) & {line for line in nightly.splitlines() if "::" in line}
+
+
+def test_adapters_of_the_current_directory_are_found(neighbour, path):
+    source = "from shardproof.harness.adapters.replicas import DdpAdapter\nclass Mine(DdpAdapter):\n    name = 'mine'\n"
+    (neighbour / "mine.py").write_text(source)
+    script = f"import sys; sys.path[0] = {str(path)!r}; from shardproof.__main__ import main; sys.exit(main())"
+    options = ["--impl", "mine:Mine", "--device", "cpu", "--world", "2"]
+    done = run("-c", script, "run", "-k", "test_single_unit", *options, cwd=neighbour, path=path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "mine:Mine: 3 pass" in done.stdout
+
+
+def test_commands_that_do_not_exist(tmp_path, path):
+    done = run("-m", "shardproof", "summary", cwd=tmp_path, path=path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "shardproof: 'summary' is not a command; use run or report\n"
+    done = run("-m", "shardproof", "report", "none.json", cwd=tmp_path, path=path)
+    assert (done.returncode, done.stderr) == (2, "shardproof: none.json: No such file or directory\n")
+    done = run("-m", "shardproof", "--help", cwd=tmp_path, path=path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("usage: shardproof COMMAND")

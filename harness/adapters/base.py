@@ -17,11 +17,19 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from harness.adapters.capability import Capability
-from harness.checkpointing import original_name
+from shardproof.harness.adapters.capability import Capability
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Units = tuple[tuple[str, ...], ...]
+
+
+#: How ``checkpoint_wrapper`` names the module that it wraps.
+_RECOMPUTED = "_checkpoint_wrapped_module."
+
+
+def original_name(name: str) -> str:
+    """A parameter's name in the model before activation checkpointing wrapped parts of it."""
+    return name.replace(_RECOMPUTED, "")
 
 
 def padded_to_rows(shape: torch.Size, size: int) -> int:

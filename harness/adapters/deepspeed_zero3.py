@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from harness.adapters.base import Adapter, Config, OptimizerFactory, Piece, Traits, whole
-from harness.adapters.capability import Capability
-from harness.checkpointing import original_name
+from shardproof.harness.adapters.base import Adapter, Config, OptimizerFactory, Piece, Traits, original_name, whole
+from shardproof.harness.adapters.capability import Capability
 
 _CAPABILITIES = frozenset(
     {

@@ -14,8 +14,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from harness.adapters.base import Accumulation, Adapter, Config, OptimizerFactory, Piece, Traits, inner_first, whole
-from harness.adapters.capability import Capability
+from shardproof.harness.adapters.base import (
+    Accumulation,
+    Adapter,
+    Config,
+    OptimizerFactory,
+    Piece,
+    Traits,
+    inner_first,
+    whole,
+)
+from shardproof.harness.adapters.capability import Capability
 
 
 def cut_like(full: torch.Tensor, *, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> torch.Tensor:

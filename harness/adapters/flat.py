@@ -11,10 +11,19 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from harness.adapters.base import Accumulation, Adapter, Config, OptimizerFactory, Piece, Traits, Units, inner_first
-from harness.adapters.capability import Capability
-from harness.adapters.dtensor import piece_of
-from harness.adapters.flat_layout import FlatUnit, flat_units
+from shardproof.harness.adapters.base import (
+    Accumulation,
+    Adapter,
+    Config,
+    OptimizerFactory,
+    Piece,
+    Traits,
+    Units,
+    inner_first,
+)
+from shardproof.harness.adapters.capability import Capability
+from shardproof.harness.adapters.dtensor import piece_of
+from shardproof.harness.adapters.flat_layout import FlatLayout, flat_units
 
 #: How a wrapped module's own name appears in the names of what is inside it.
 _WRAPPED = "_fsdp_wrapped_module."
@@ -188,7 +197,7 @@ class FlatAdapter(Adapter):
         piece = piece_of(tensor, self._picture_device)
         return Piece(piece.tensor.clone(), piece.cut)
 
-    def _flat_parameters(self) -> Iterator[tuple[FlatUnit, nn.Parameter]]:
+    def _flat_parameters(self) -> Iterator[tuple[FlatLayout, nn.Parameter]]:
         for unit in self._units:
             wrapper: Any = self.module.get_submodule(unit.module)
             (parameter,) = wrapper.module.parameters(recurse=False)
@@ -202,7 +211,7 @@ class FlatAdapter(Adapter):
         }
 
     def _pieces_of(
-        self, unit: FlatUnit, shard: torch.Tensor | None, device: torch.device | None
+        self, unit: FlatLayout, shard: torch.Tensor | None, device: torch.device | None
     ) -> Iterator[tuple[str, Piece | None]]:
         mesh = self.config.mesh
         index = mesh.get_local_rank(mesh.ndim - 1)

@@ -14,15 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import nn
 
-from harness.adapters.base import Piece
-from harness.adapters.dtensor import piece_of
-from harness.checkpointing import original_name
+from shardproof.harness.adapters.base import Piece, original_name
+from shardproof.harness.adapters.dtensor import piece_of
 
 Cut = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
-class FlatUnit:
+class FlatLayout:
     """The parameters of one flat parameter, by the original model's names, in the order in which they lie."""
 
     module: str
@@ -62,7 +61,7 @@ def _part(full: torch.Tensor, *, cut: Cut, first: int, last: int) -> torch.Tenso
     return flat[min(first, flat.numel()) : min(last, flat.numel())] if last > first else flat[:0]
 
 
-def flat_units(model: nn.Module, modules: Sequence[str]) -> list[FlatUnit]:
+def flat_units(model: nn.Module, modules: Sequence[str]) -> list[FlatLayout]:
     """The flat parameters of an unwrapped model if ``modules`` are wrapped in this order; empty ones are left out."""
     claimed: set[int] = set()
     found = []
@@ -77,5 +76,5 @@ def flat_units(model: nn.Module, modules: Sequence[str]) -> list[FlatUnit]:
         if named:
             pieces = [piece_of(parameter.detach()) for _, parameter in named]
             numels = tuple(piece.tensor.numel() for piece in pieces)
-            found.append(FlatUnit(module, tuple(name for name, _ in named), numels, tuple(p.cut for p in pieces)))
+            found.append(FlatLayout(module, tuple(name for name, _ in named), numels, tuple(p.cut for p in pieces)))
     return found

@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 import fsdp_impl
-from harness.adapters.base import Config, OptimizerFactory
-from harness.adapters.dtensor import DTensorAdapter
+from shardproof.harness.adapters.base import Config, OptimizerFactory
+from shardproof.harness.adapters.dtensor import DTensorAdapter
 
 
 class ReferenceAdapter(DTensorAdapter):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import fsdp_impl
-from harness.adapters.capability import Capability
-from harness.adapters.flat import FlatAdapter
+from shardproof.harness.adapters.capability import Capability
+from shardproof.harness.adapters.flat import FlatAdapter
 
 
 class ReferenceFlatAdapter(FlatAdapter):

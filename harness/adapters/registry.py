@@ -11,15 +11,15 @@ import inspect
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from harness.adapters.base import Adapter
+    from shardproof.harness.adapters.base import Adapter
 
 BUILT_IN = {
-    "reference": "harness.adapters.reference:ReferenceAdapter",
-    "reference.flat": "harness.adapters.reference_flat:ReferenceFlatAdapter",
-    "torch.fully_shard": "harness.adapters.torch_fully_shard:TorchFullyShardAdapter",
-    "torch.fsdp": "harness.adapters.torch_fsdp:TorchFsdpAdapter",
-    "deepspeed.zero3": "harness.adapters.deepspeed_zero3:DeepSpeedZero3Adapter",
-    "ddp": "harness.adapters.replicas:DdpAdapter",
+    "reference": "shardproof.harness.adapters.reference:ReferenceAdapter",
+    "reference.flat": "shardproof.harness.adapters.reference_flat:ReferenceFlatAdapter",
+    "torch.fully_shard": "shardproof.harness.adapters.torch_fully_shard:TorchFullyShardAdapter",
+    "torch.fsdp": "shardproof.harness.adapters.torch_fsdp:TorchFsdpAdapter",
+    "deepspeed.zero3": "shardproof.harness.adapters.deepspeed_zero3:DeepSpeedZero3Adapter",
+    "ddp": "shardproof.harness.adapters.replicas:DdpAdapter",
 }
 
 
@@ -46,11 +46,12 @@ def load(name: str) -> type[Adapter]:
             f"implementation {name!r}: module {module_name!r} has no {class_name!r}"
             + (f"; it has {', '.join(near)}" if near else " and no other adapter")
         )
-    from harness.adapters.base import Adapter
+    from shardproof.harness.adapters.base import Adapter
 
     if not (isinstance(adapter, type) and issubclass(adapter, Adapter)) or inspect.isabstract(adapter):
         raise ValueError(
-            f"implementation {name!r}: {class_name!r} is not a complete subclass of harness.adapters.base.Adapter"
+            f"implementation {name!r}: {class_name!r} is not a complete subclass of "
+            "shardproof.harness.adapters.base.Adapter"
         )
     return adapter
 
@@ -62,6 +63,6 @@ def _suggest(name: str) -> str:
 
 
 def _adapters_of(module: object) -> list[str]:
-    from harness.adapters.base import Adapter
+    from shardproof.harness.adapters.base import Adapter
 
     return [name for name, value in vars(module).items() if isinstance(value, type) and issubclass(value, Adapter)]

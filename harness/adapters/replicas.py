@@ -12,9 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.adapters.base import Adapter, Config, OptimizerFactory, Piece, whole
-from harness.adapters.capability import Capability
-from harness.checkpointing import original_name
+from shardproof.harness.adapters.base import Adapter, Config, OptimizerFactory, Piece, original_name, whole
+from shardproof.harness.adapters.capability import Capability
 
 _UNSHARDED = frozenset(
     {

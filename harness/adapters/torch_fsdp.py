@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
 
-from harness.adapters.base import Piece
-from harness.adapters.flat import FlatAdapter
+from shardproof.harness.adapters.base import Piece
+from shardproof.harness.adapters.flat import FlatAdapter
 
 
 class TorchFsdpAdapter(FlatAdapter):

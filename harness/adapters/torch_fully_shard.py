@@ -8,8 +8,8 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from harness.adapters.capability import Capability
-from harness.adapters.dtensor import DTensorAdapter
+from shardproof.harness.adapters.capability import Capability
+from shardproof.harness.adapters.dtensor import DTensorAdapter
 
 
 class TorchFullyShardAdapter(DTensorAdapter):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fsdp_impl import MixedPrecisionPolicy, fully_shard
-from harness import world
+from shardproof.harness import world
 from tests.fsdp_impl.replicas import (
     ALL_REDUCE,
     GATHER,

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp_impl import fully_shard
-from harness import world
+from shardproof.harness import world
 from tests.fsdp_impl.replicas import batch, full, plain_copy, tower
 
 MESHES = {"1d": ((4,), ("dp",)), "hybrid": ((2, 2), ("replicate", "shard")), "tensor parallel": ((2, 2), ("dp", "tp"))}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fsdp_impl import MixedPrecisionPolicy, fully_shard
-from harness import world
+from shardproof.harness import world
 from tests.fsdp_impl.replicas import assert_same, average_gradients, batch, plain_copy, tower
 
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import wrap as policies
 from torch.distributed.fsdp._flat_param import FlatParameter
 
 import fsdp_impl as ours
-from harness import world
+from shardproof.harness import world
 from tests.fsdp_impl.replicas import MLP, batch, tower
 
 

@@ -20,7 +20,7 @@ from fsdp_impl import (
     ShardingStrategy,
     StateDictType,
 )
-from harness import world
+from shardproof.harness import world
 from tests.fsdp_impl.flat_replicas import FULL, NONE, ZERO2, wrap, wrap_children
 from tests.fsdp_impl.replicas import plain_copy, tower
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import fsdp_impl.wrap as ours
 from fsdp_impl import FullyShardedDataParallel
-from harness import world
+from shardproof.harness import world
 from tests.fsdp_impl.flat_replicas import wrap
 
 

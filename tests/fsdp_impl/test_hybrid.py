@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard
 
 from fsdp_impl import fully_shard
-from harness import world
+from shardproof.harness import world
 from tests.fsdp_impl.replicas import (
     ALL_REDUCE,
     GATHER,

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from fsdp_impl import CPUOffloadPolicy, ShardingStrategy, fully_shard
-from harness import memory, world
+from shardproof.harness import world
+from shardproof.harness.tensors import memory
 from tests.fsdp_impl.flat_replicas import wrap_children
 from tests.fsdp_impl.replicas import batch, tower
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp_impl import CPUOffloadPolicy, MixedPrecisionPolicy, clip_grad_norm_, fully_shard
-from harness import world
+from shardproof.harness import world
 from tests.fsdp_impl.replicas import (
     GATHER,
     MLP,

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fsdp_impl import fully_shard, validate_order
-from harness import world
+from shardproof.harness import world
 from tests.fsdp_impl.replicas import batch, counts
 
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_impl import MixedPrecisionPolicy, fully_shard
 from fsdp_impl.common import collectives
-from harness import world
+from shardproof.harness import world
 from tests.fsdp_impl.replicas import MLP, assert_same, batch, tower
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_impl import fully_shard
 from fsdp_impl.common import collectives, unsharded
-from harness import world
+from shardproof.harness import world
 from tests.fsdp_impl.replicas import MLP, assert_same, average_gradients, batch, plain_copy, tower
 
 

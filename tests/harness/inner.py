@@ -5,15 +5,15 @@ from __future__ import annotations
 import pathlib
 
 # Imported before the inner runs, which forget the modules that they import: torch cannot be imported twice.
-import harness.adapters.reference
-import harness.adapters.replicas
-import harness.models  # noqa: F401
+import shardproof.harness.adapters.reference
+import shardproof.harness.adapters.replicas
+import shardproof.harness.models.plain  # noqa: F401
 
 ROOT = pathlib.Path(__file__).parents[2]
-QUIET = ("-p", "no:cacheprovider", "-p", "harness.plugin")
+QUIET = ("-p", "no:cacheprovider", "-p", "shardproof.plugin")
 
 CASE = """
-from harness import world
+from shardproof.harness import world
 @world(2)
 def test_case(rank):
     {body}

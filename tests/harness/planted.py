@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from fsdp_impl.common import collectives, divide, norm
 from fsdp_impl.per_parameter import accumulation
-from harness.adapters.reference import ReferenceAdapter
+from shardproof.harness.adapters.reference import ReferenceAdapter
 
 ROOT = pathlib.Path(__file__).parents[2]
 DROPPED_UNIT = "layers.1"

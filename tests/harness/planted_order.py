@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 from fsdp_impl.common.order import OrderCheck
-from harness.adapters.reference import ReferenceAdapter
+from shardproof.harness.adapters.reference import ReferenceAdapter
 
 _begin, _end, _warn = OrderCheck.begin, OrderCheck.end, OrderCheck._warn
 

@@ -15,11 +15,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import harness.models
-from harness.adapters import registry
-from harness.adapters.base import Adapter, Config
-from harness.adapters.capability import Capability
-from harness.adapters.torch_fsdp import TorchFsdpAdapter
+import shardproof.harness.models.plain
+from shardproof.harness.adapters import registry
+from shardproof.harness.adapters.base import Adapter, Config
+from shardproof.harness.adapters.capability import Capability
+from shardproof.harness.adapters.torch_fsdp import TorchFsdpAdapter
 
 ROOT = pathlib.Path(__file__).parents[2]
 DOCUMENT = (ROOT / "docs/adapters.md").read_text()
@@ -45,11 +45,11 @@ def test_built_in_adapter_loads_under_its_own_name(name):
         (":Adapter", "unknown implementation"),
         ("module:", "unknown implementation"),
         ("no.such.module:Adapter", "module 'no.such.module' does not import: ModuleNotFoundError"),
-        ("harness.adapters.replicas:DpdAdapter", "has no 'DpdAdapter'; it has DdpAdapter"),
+        ("shardproof.harness.adapters.replicas:DpdAdapter", "has no 'DpdAdapter'; it has DdpAdapter"),
         ("json:Adapter", "module 'json' has no 'Adapter' and no other adapter"),
-        ("json:JSONDecoder", "'JSONDecoder' is not a complete subclass of harness.adapters.base.Adapter"),
-        ("harness.adapters.base:whole", "'whole' is not a complete subclass"),
-        ("harness.adapters.base:Adapter", "'Adapter' is not a complete subclass"),
+        ("json:JSONDecoder", "'JSONDecoder' is not a complete subclass of shardproof.harness.adapters.base.Adapter"),
+        ("shardproof.harness.adapters.base:whole", "'whole' is not a complete subclass"),
+        ("shardproof.harness.adapters.base:Adapter", "'Adapter' is not a complete subclass"),
     ],
 )
 def test_what_is_no_adapter_is_refused_in_one_line(name, says):
@@ -120,7 +120,7 @@ def rank_of():
 def test_flat_shards_are_as_large_as_declared(rank_of, size, dtype):
     traits = TorchFsdpAdapter.traits
     for shapes in [((7, 5), (5, 3)), ((1, 1), (1, 1)), ((2, 9), (9, 1))]:
-        model = harness.models.two_linear(*shapes).to(dtype)
+        model = shardproof.harness.models.plain.two_linear(*shapes).to(dtype)
         declared = sum(traits.local_numel(parameter.shape, size) for parameter in model.parameters())
         sharded = TorchFsdpAdapter(model, optimizer=None, config=Config(mesh=rank_of(0, size)))
         storages = {s.data_ptr(): s for p in sharded.module.parameters() if (s := p.untyped_storage()).nbytes()}
@@ -129,7 +129,7 @@ def test_flat_shards_are_as_large_as_declared(rank_of, size, dtype):
 
 
 def test_what_fsdp_cannot_express_raises(rank_of):
-    make = functools.partial(TorchFsdpAdapter, harness.models.MLP(4), optimizer=None)
+    make = functools.partial(TorchFsdpAdapter, shardproof.harness.models.plain.MLP(4), optimizer=None)
     with pytest.raises(AssertionError, match="no strategy that reshards to groups of 2"):
         make(config=Config(mesh=rank_of(0, 4), reshard_after_forward=2))
     with pytest.raises(AssertionError, match=r"the unit \('in_proj', 'out_proj'\) has 2"):
@@ -137,7 +137,7 @@ def test_what_fsdp_cannot_express_raises(rank_of):
 
 
 def test_fsdp_wraps_inner_units_first_and_keeps_the_models_names(rank_of):
-    model = nn.Sequential(harness.models.Tower(dim=4, depth=1), nn.Linear(4, 4))
+    model = nn.Sequential(shardproof.harness.models.plain.Tower(dim=4, depth=1), nn.Linear(4, 4))
     names = set(dict(model.named_parameters()))
     units = (("0",), ("0.layers.0.in_proj",), ("0.layers.0",))
     adapter = TorchFsdpAdapter(model, optimizer=None, config=Config(mesh=rank_of(0, 2), units=units))
@@ -159,7 +159,7 @@ def run(pytester, monkeypatch):
         pytester.makepyfile(adapters=adapters)
         if cases:
             pytester.makepyfile(test_inner=cases)
-        quiet = ("-p", "no:cacheprovider", "-p", "harness.plugin", "--device", "cpu")
+        quiet = ("-p", "no:cacheprovider", "-p", "shardproof.plugin", "--device", "cpu")
         return pytester.runpytest_subprocess(*quiet, *options, timeout=300)
 
     return run
@@ -172,8 +172,9 @@ def test_accumulates_and_clips(run, implementation):
         implementation,
         cases="""
             import pytest
-            from harness import memory, models, world
-            from harness.adapters.base import Clip
+            from shardproof.harness import models, world
+            from shardproof.harness.tensors import memory
+            from shardproof.harness.adapters.base import Clip
 
             @world(2)
             @pytest.mark.parametrize("clip", [None, Clip(0.01)])
@@ -203,8 +204,8 @@ def test_accumulates_and_clips(run, implementation):
 
 CHANGES_A_VARIABLE = """
 import os
-from harness.adapters.replicas import DdpAdapter
-from harness.adapters.base import Traits
+from shardproof.harness.adapters.replicas import DdpAdapter
+from shardproof.harness.adapters.base import Traits
 
 class InPrepare(DdpAdapter):
     traits = Traits(isolation="adapter")
@@ -226,7 +227,7 @@ class InInit(DdpAdapter):
 
 SEES_A_VARIABLE = """
 import os
-from harness import models, world
+from shardproof.harness import models, world
 
 @world(2)
 def test_case(rank):
@@ -251,9 +252,9 @@ def test_process_is_changed_in_prepare_and_in_ranks_of_its_own_only(run, adapter
 FILLS_WITH_ZEROS = """
 import contextlib
 import torch
-from harness import Capability
-from harness.adapters.base import Traits
-from harness.adapters.replicas import ReplicatedAdapter
+from shardproof.harness import Capability
+from shardproof.harness.adapters.base import Traits
+from shardproof.harness.adapters.replicas import ReplicatedAdapter
 
 class Undeclared(ReplicatedAdapter):
     @classmethod

@@ -12,19 +12,28 @@ import time
 import pytest
 import torch
 
-import harness.adapters.replicas  # noqa: F401  (imported before inner runs, which forget what they import)
-from harness.pool import GRACE_SECONDS
+import shardproof.harness.adapters.replicas  # noqa: F401  (imported before inner runs, which forget what they import)
+from shardproof.harness.worlds.world import GRACE_SECONDS
 
 ROOT = pathlib.Path(__file__).parents[2]
 DEADLINE = 3
-QUIET = ("-p", "no:cacheprovider", "-p", "harness.plugin", "--impl", "ddp", "--deadline", str(DEADLINE))
+QUIET = (
+    "-p",
+    "no:cacheprovider",
+    "-p",
+    "shardproof.plugin",
+    "--impl",
+    "ddp",
+    "--deadline",
+    str(DEADLINE),
+)
 
 FOLLOWED = """
 import ctypes, os, re, signal, sys, threading, time
 import torch
 import torch.distributed as dist
 import pytest
-from harness import world
+from shardproof.harness import world
 
 @world(2)
 def test_before(rank):
@@ -307,7 +316,7 @@ def test_chaos_case_may_not_skip_by_itself(run):
 
 STUCK = """
 import os, time
-from harness import deadline, world
+from shardproof.harness import deadline, world
 
 @world(2)
 @deadline(300)

@@ -9,9 +9,12 @@ import torch.distributed._functional_collectives as functional
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from harness import world
-from harness.collectives import Collective, Recorder, Trace, count_difference, first_difference
-from harness.perturb import Delay, Perturbation
+from shardproof.harness import world
+from shardproof.harness.collectives.delays import Delay, Perturbation
+from shardproof.harness.collectives.recorder import Recorder
+from shardproof.harness.collectives.trace import Collective, Trace, count_difference, first_difference
+from shardproof.harness.findings.finding import Finding, Location
+from shardproof.harness.findings.stages import Stage
 
 
 def recorded(function, unit_of=None):
@@ -117,15 +120,16 @@ def test_ranks_that_issue_the_same_do_not_differ():
 )
 def test_first_difference_names_rank_and_collective(second, told):
     difference = first_difference([gathers(8, 16), gathers(*second)])
-    assert difference.startswith("collective 1 on ranks [0, 1] differs: rank 0 issued [forward all_gather")
-    assert told in difference
+    assert difference.location == Location(stage=Stage.COLLECTIVES, rank=1)
+    assert difference.text.startswith("collective 1 on ranks [0, 1] differs: rank 0 issued [forward all_gather")
+    assert told in difference.text
 
 
 def test_counts_name_the_unit_that_stands_out():
     trace = Trace(Collective("forward", "all_gather", "float32", 8, (0, 1), unit) for unit in ("a", "b", "b"))
-    assert count_difference(trace, "forward", {"all_gather": 3}) == (None, None)
-    assert count_difference(trace, "forward", {"all_gather": 2}) == (
-        "b",
-        "3 all_gather instead of 2 in forward: a 1, b 2",
+    assert count_difference(trace, "forward", {"all_gather": 3}) is None
+    assert count_difference(trace, "forward", {"all_gather": 2}) == Finding(
+        Location(stage=Stage.COLLECTIVES, phase="forward", name="b"), "3 all_gather instead of 2 in forward: a 1, b 2"
     )
-    assert count_difference(trace, "backward", {"all_gather": 1})[1] == "0 all_gather instead of 1 in backward: none"
+    missing = count_difference(trace, "backward", {"all_gather": 1})
+    assert missing.text == "0 all_gather instead of 1 in backward: none"

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from harness.adapters.dtensor import cut_like
+from shardproof.harness.adapters.dtensor import cut_like
 
 
 class Mesh:

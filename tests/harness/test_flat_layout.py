@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from harness import models
-from harness.adapters.flat_layout import flat_units
+from shardproof.harness import models
+from shardproof.harness.adapters.flat_layout import flat_units
 
 
 def shards_of(parameters, size):

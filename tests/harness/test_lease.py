@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from harness.lease import DEVICE_SLOTS, Leases, device_of
+from shardproof.harness.worlds.lease import DEVICE_SLOTS, Leases, device_of
 
 PROCESSES = multiprocessing.get_context("fork")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness import leftovers
+from shardproof.harness.worlds import leftovers
 
 CPU = torch.device("cpu")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from harness import memory
+from shardproof.harness.tensors import memory
 
 CPU = torch.device("cpu")
 NUMEL = 1000

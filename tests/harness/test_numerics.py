@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from harness import optim
-from harness.adapters.base import Clip
-from harness.numerics import BASELINE_FACTOR, SLACK_ULPS, Oracle, distance, total_norm, ulp
+from shardproof.harness.adapters.base import Clip
+from shardproof.harness.models import optim
+from shardproof.harness.parity.numerics import BASELINE_FACTOR, SLACK_ULPS, distance, ulp
+from shardproof.harness.parity.oracle import Oracle, total_norm
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Comparisons: the first stage that parts, the element, and the guess why."""
+"""Comparisons: the first stage that diverges, the element, and the guess at the cause."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ import pytest
 import torch
 from torch import nn
 
-from harness import models, optim, world
-from harness.adapters.base import Clip, Piece, Traits, whole
-from harness.adapters.dtensor import cut_like
-from harness.adapters.replicas import DdpAdapter
-from harness.compare import BASELINE_LIMIT_ULPS, Context, StepComparison, exact_difference
-from harness.errors import Divergence
-from harness.explain import guess_gradient, guess_norm
-from harness.numerics import Oracle
-from harness.training import StepPicture
-from harness.units import ROOT, UnitLookup, units_of
+from shardproof.harness import models, world
+from shardproof.harness.adapters.base import Clip, Piece, Traits, whole
+from shardproof.harness.adapters.dtensor import cut_like
+from shardproof.harness.adapters.replicas import DdpAdapter
+from shardproof.harness.findings.finding import Divergence
+from shardproof.harness.findings.stages import Stage
+from shardproof.harness.models import optim
+from shardproof.harness.parity.comparison import BASELINE_LIMIT_ULPS, Context, StepComparison, exact_difference
+from shardproof.harness.parity.explanations import guess_gradient, guess_norm
+from shardproof.harness.parity.oracle import Oracle
+from shardproof.harness.parity.run import StepPicture
+from shardproof.harness.parity.units import ROOT, UnitLookup, units_of
 
 
 @pytest.fixture
@@ -50,49 +52,56 @@ def compare(step, **options):
     return StepComparison(*step, Context(step=7, rank=1, member=1, size=2, **options)).first_finding()
 
 
-def test_equal_pictures_do_not_part(step):
+def test_equal_pictures_do_not_diverge(step):
     comparison = StepComparison(*step, Context(step=7, rank=1, member=1, size=2))
     assert comparison.first_finding() is None
     stages = [item.stage for item in comparison.measured]
     assert stages == [
-        "output",
-        "loss",
-        *["gradient"] * 2,
-        "total norm",
-        *["clipped gradient"] * 2,
-        *["parameter after step"] * 2,
+        Stage.OUTPUT,
+        Stage.LOSS,
+        *[Stage.GRADIENT] * 2,
+        Stage.TOTAL_NORM,
+        *[Stage.CLIPPED_GRADIENT] * 2,
+        *[Stage.PARAMETER] * 2,
     ]
 
 
 def spoil(step, stage):
     sharded = step[0]
     tensor = {
-        "output": sharded.outputs[0][0],
-        "loss": sharded.losses[0],
-        "gradient": sharded.gradients["weight"].tensor,
-        "total norm": sharded.norm,
-        "clipped gradient": sharded.clipped["weight"].tensor,
-        "parameter after step": sharded.parameters["weight"].tensor,
+        Stage.OUTPUT: sharded.outputs[0][0],
+        Stage.LOSS: sharded.losses[0],
+        Stage.GRADIENT: sharded.gradients["weight"].tensor,
+        Stage.TOTAL_NORM: sharded.norm,
+        Stage.CLIPPED_GRADIENT: sharded.clipped["weight"].tensor,
+        Stage.PARAMETER: sharded.parameters["weight"].tensor,
     }[stage]
     tensor[(1, 1)[: tensor.ndim]] += 1.0
 
 
-STAGES = ["output", "loss", "gradient", "total norm", "clipped gradient", "parameter after step"]
+STAGES = [Stage.OUTPUT, Stage.LOSS, Stage.GRADIENT, Stage.TOTAL_NORM, Stage.CLIPPED_GRADIENT, Stage.PARAMETER]
 
 
-@pytest.mark.parametrize("stage", STAGES)
+def test_stages_order_themselves():
+    assert sorted(STAGES[::-1]) == STAGES == list(Stage)[1:-1]
+    assert Stage.SHARDING < Stage.OUTPUT <= Stage.OUTPUT < Stage.COLLECTIVES
+    with pytest.raises(TypeError):
+        Stage.LOSS < "gradient"  # noqa: B015
+
+
+@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.value)
 def test_each_stage_is_compared_and_the_element_named(step, stage):
     spoil(step, stage)
     finding = compare(step)
-    assert (finding.place.stage, finding.place.step, finding.place.rank) == (stage, 7, 1)
-    assert finding.place.element == (() if stage in ("loss", "total norm") else (1, 1))
+    assert (finding.location.stage, finding.location.step, finding.location.rank) == (stage, 7, 1)
+    assert finding.location.element == (() if stage in (Stage.LOSS, Stage.TOTAL_NORM) else (1, 1))
 
 
 @pytest.mark.parametrize("later", range(1, len(STAGES)))
-def test_the_first_stage_that_parts_is_told(step, later):
+def test_the_first_stage_that_diverges_is_named(step, later):
     for stage in STAGES[later - 1 :]:
         spoil(step, stage)
-    assert compare(step).place.stage == STAGES[later - 1]
+    assert compare(step).location.stage == STAGES[later - 1]
 
 
 def test_missing_and_unexpected_gradients(step):
@@ -122,7 +131,7 @@ def test_element_is_told_in_the_full_tensor(step):
     piece = Piece(step[2].gradients["weight"].float()[:, 2:].clone(), lambda full: full[:, 2:])
     piece.tensor[1, 0] += 1.0
     step[0].gradients["weight"] = piece
-    assert compare(step).place.element == (1, 2)
+    assert compare(step).location.element == (1, 2)
 
 
 def test_baseline_that_is_off_judges_nothing(step):
@@ -138,10 +147,10 @@ def test_noise_under_adam_is_left_out(step):
     sharded.gradients["weight"].tensor[1, 2] = 1e-12
     sharded.parameters["weight"].tensor[1, 2] += 1.0
     step[1].gradients["weight"].tensor[1, 2] = 1e-12
-    assert compare(step).place.stage == "parameter after step"
+    assert compare(step).location.stage == Stage.PARAMETER
     assert compare(step, adaptive=True) is None
     sharded.parameters["weight"].tensor[0, 0] += 1.0
-    assert compare(step, adaptive=True).place.element == (0, 0)
+    assert compare(step, adaptive=True).location.element == (0, 0)
 
 
 AVERAGE = torch.tensor([3.0, -1.0])
@@ -149,7 +158,7 @@ OWN = [torch.tensor([2.0, 1.0]), torch.tensor([4.0, -3.0])]
 
 
 @pytest.mark.parametrize(
-    ("gradient", "told"),
+    (Stage.GRADIENT, "told"),
     [
         (AVERAGE * 2, "2 times the oracle's everywhere, as when the division by the 2 ranks is missing"),
         (AVERAGE / 2, "0.5 times the oracle's everywhere, as when the average over the 2 ranks is divided twice"),
@@ -251,7 +260,7 @@ def test_ranks_see_different_data_and_all_raise_together(rank):
     pair.step(rank.batch(0, (2, 4)))
     with pytest.raises(Divergence) as caught:
         pair.check()
-    assert (caught.value.place.rank, caught.value.place.stage) == (1, "gradient")
+    assert (caught.value.location.rank, caught.value.location.stage) == (1, Stage.GRADIENT)
 
 
 def _spoiled(gradients):

@@ -32,7 +32,7 @@ def test_a_sum_for_an_average(failures, bug):
     assert failure["name"] == "layers.0.in_proj.bias"
     assert "gradient of 'layers.0.in_proj.bias' at step 0 on rank 0 element [" in failure["text"]
     assert "2 times the oracle's everywhere" in failure["text"]
-    assert "the same stage parts on rank 1 as well" in failure["text"]
+    assert "the same stage diverges on rank 1 as well" in failure["text"]
 
 
 def test_a_dropped_reduction_of_one_unit(failures):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from harness import Capability, deadline, needs, world
-from harness.selection import resolve
-from harness.verdict import Verdict, combine
+from shardproof.harness import Capability, deadline, needs, world
+from shardproof.harness.findings.verdict import Verdict, combine
+from shardproof.harness.plugin.selection import resolve
 
 
 @pytest.fixture
@@ -51,8 +51,8 @@ def test_case_larger_than_the_devices_is_no_error(gpus):
     ("options", "told"),
     [
         ({"implementations": "ddp,"}, "--impl ddp,: expected names such as reference,torch.fully_shard"),
-        ({"implementations": "harness.models:Tower"}, "'Tower' is not a complete subclass of"),
-        ({"implementations": "harness.adapters.replicas:Ddp"}, "has no 'Ddp'; it has DdpAdapter"),
+        ({"implementations": "shardproof.harness.models.plain:Tower"}, "'Tower' is not a complete subclass of"),
+        ({"implementations": "shardproof.harness.adapters.replicas:Ddp"}, "has no 'Ddp'; it has DdpAdapter"),
         ({"deadline": 0.0}, "--deadline 0: expected a positive number of seconds"),
         ({"deadline": -1.0}, "--deadline -1: expected a positive number of seconds"),
     ],

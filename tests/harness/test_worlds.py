@@ -7,7 +7,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from harness import world
+from shardproof.harness import world
 
 
 @world(2, debug_level="DETAIL")

@@ -1,4 +1,4 @@
-"""`python -m reports`, as a user starts it."""
+"""`shardproof report`, as a user starts it."""
 
 import json
 import os
@@ -13,10 +13,10 @@ from tests.reports import samples
 ROOT = Path(__file__).parents[2]
 
 
-def reports(*arguments, **environment):
+def report(*arguments, **environment):
     """Run the command line in a process of its own, and return what came of it."""
     return subprocess.run(
-        [sys.executable, "-m", "reports", *map(str, arguments)],
+        [sys.executable, "-m", "shardproof", "report", *map(str, arguments)],
         cwd=ROOT,
         env=os.environ | environment,
         capture_output=True,
@@ -34,14 +34,14 @@ def failing(tmp_path):
 
 
 def test_a_summary_reads_and_does_not_judge(failing):
-    done = reports("summary", failing)
+    done = report(failing)
     assert (done.returncode, done.stderr) == (0, "")
     assert "AUTOGRAD-1   1      1 fail\n" in done.stdout
     assert "1 of 1 verdicts are failures" in done.stdout
 
 
 def test_a_row_for_each_case(failing):
-    done = reports("summary", "--cases", failing)
+    done = report("--cases", failing)
     assert done.returncode == 0
     assert "\nsuites/test_autograd.py::test_unused[w2]  AUTOGRAD-1   fail\n" in "\n" + done.stdout
 
@@ -50,12 +50,12 @@ def test_a_long_text_whole_on_request(tmp_path):
     path = tmp_path / "run.json"
     text = "\n".join(f"line {i}" for i in range(40))
     path.write_text(json.dumps(samples.run(samples.case(verdict="fail", failure={"text": text}))))
-    assert "    line 20\n" not in reports("summary", path).stdout
-    assert "    line 20\n" in reports("summary", path, "--full").stdout
+    assert "    line 20\n" not in report(path).stdout
+    assert "    line 20\n" in report(path, "--full").stdout
 
 
 def test_a_terminal_without_unicode_shows_escapes(failing):
-    done = reports("summary", failing, PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    done = report(failing, PYTHONIOENCODING="ascii", PYTHONUTF8="0")
     assert (done.returncode, done.stderr) == (0, "")
     assert r"    gr\xf6\xdfer \ud800" in done.stdout
 
@@ -65,16 +65,16 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, content):
     path = tmp_path / "run.json"
     if content is not None:
         path.write_text(content)
-    done = reports("summary", path)
+    done = report(path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"reports: {path}: ")
+    assert done.stderr.startswith(f"shardproof: {path}: ")
     assert done.stderr.count("\n") == 1
 
 
-def test_an_unknown_command_is_exit_code_2_without_a_traceback():
-    done = reports("sumary", "out/run.json")
+def test_an_unknown_option_is_exit_code_2_without_a_traceback():
+    done = report("--case", "--row", "out/run.json")
     assert done.returncode == 2
-    assert "invalid choice: 'sumary'" in done.stderr and "Traceback" not in done.stderr
+    assert "unrecognized arguments: --row" in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("cases", [1, 1000], ids=["at the flush", "while printing"])
@@ -84,7 +84,7 @@ def test_a_reader_that_stops_early_is_no_error(tmp_path, cases):
     path.write_text(json.dumps(samples.run(*(samples.case(id=f"case {i} {'x' * 100}") for i in range(cases)))))
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "reports", "summary", "--cases", str(path)]
+    command = [sys.executable, "-m", "shardproof", "report", "--cases", str(path)]
     # An empty PYTHONUNBUFFERED is none: with one, nothing would be left for the flush.
     env = os.environ | {"PYTHONUNBUFFERED": ""}
     done = subprocess.run(command, cwd=ROOT, env=env, stdout=writer, stderr=subprocess.PIPE, text=True)
@@ -93,14 +93,14 @@ def test_a_reader_that_stops_early_is_no_error(tmp_path, cases):
 
 
 def test_neither_torch_nor_pytest_is_loaded(failing):
-    """A laptop without torch reads a run file: nothing but the standard library and reports itself is imported."""
+    """A laptop without torch reads a run file: nothing but the standard library and shardproof itself is imported."""
     script = f"""
 import sys
 before = set(sys.modules)
-from reports.__main__ import main
-main(["summary", {str(failing)!r}])
+from shardproof.__main__ import main
+main(["report", {str(failing)!r}])
 names = {{name.partition(".")[0] for name in set(sys.modules) - before}}
-print("foreign:", sorted(names - set(sys.stdlib_module_names) - {{"reports"}}))
+print("foreign:", sorted(names - set(sys.stdlib_module_names) - {{"shardproof"}}))
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, errors="replace")
     assert "foreign: []\n" in done.stdout, done.stderr

@@ -3,9 +3,9 @@
 import pytest
 from expecttest import assert_expected_inline
 
-from reports.matrix import render_summary
-from reports.record import Verdict
-from reports.run import parse_run
+from shardproof.reports.matrix import render_summary
+from shardproof.reports.record import Verdict
+from shardproof.reports.run import parse_run
 from tests.reports import samples
 
 

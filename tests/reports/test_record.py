@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from reports.fields import RecordError
-from reports.record import CaseRecord, Distance, Failure, Trace, Verdict
+from shardproof.reports.fields import RecordError
+from shardproof.reports.record import CaseRecord, Distance, Failure, Trace, Verdict
 from tests.reports import samples
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from reports.fields import RecordError
-from reports.run import Accelerator, Implementation, RunFileError, load_run, parse_run
+from shardproof.reports.fields import RecordError
+from shardproof.reports.run import Accelerator, Implementation, RunFileError, load_run, parse_run
 from tests.reports import samples
 
 PUBLISHED = Path(__file__).parents[2] / "reports/published"

@@ -1,0 +1,9 @@
+"""Which collectives did each rank issue? The trace, the announcements on the shared board, and delays.
+
+Imports ``findings`` and ``tensors``. ``board`` imports no torch: the controller reads it.
+
+- ``trace``: ``Collective``, ``Trace`` and how two traces differ.
+- ``recorder``: ``Recorder``, the dispatch mode that fills a trace.
+- ``board``, ``announce``: what each rank is about to enter, in memory that the controller and all ranks share.
+- ``delays``: ``Delay``, and what waits at each place that one names.
+"""

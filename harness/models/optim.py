@@ -1,0 +1,38 @@
+"""Optimizer factories for cases. Verdicts come from SGD: Adam forgives a wrong scale."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from shardproof.harness.adapters.base import OptimizerFactory
+
+
+def _sgd(parameters: Iterable[nn.Parameter], *, lr: float, momentum: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=lr, momentum=momentum, foreach=False)
+
+
+def sgd(*, lr: float = 0.05, momentum: float = 0.9) -> OptimizerFactory:
+    """SGD with momentum, which keeps moving a parameter whose gradient is zero but not one without."""
+    return functools.partial(_sgd, lr=lr, momentum=momentum)
+
+
+def _adam(parameters: Iterable[nn.Parameter], *, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=lr, foreach=False)
+
+
+def adam(*, lr: float = 1e-2) -> OptimizerFactory:
+    """Adam, for twins that are compared exactly."""
+    return functools.partial(_adam, lr=lr)
+
+
+def _adamw(parameters: Iterable[nn.Parameter], *, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=lr, foreach=False)
+
+
+def adamw(*, lr: float = 1e-2) -> OptimizerFactory:
+    """AdamW, for twins that are compared exactly and for one-step comparisons."""
+    return functools.partial(_adamw, lr=lr)

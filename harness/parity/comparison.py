@@ -1,0 +1,198 @@
+"""Compares the pictures of one step, stage by stage, and finds the first place where they part."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from shardproof.harness.adapters.base import Piece
+from shardproof.harness.findings.finding import Finding, Location
+from shardproof.harness.findings.observations import Measured
+from shardproof.harness.findings.stages import Stage
+from shardproof.harness.parity.explanations import guess_gradient, guess_norm
+from shardproof.harness.parity.numerics import ADAM_NOISE_ULPS, Distance, distance, ulp
+from shardproof.harness.parity.oracle import OracleStep, total_norm
+from shardproof.harness.parity.run import Pieces, StepPicture
+from shardproof.harness.tensors.trees import tensors_of
+
+#: A baseline that errs more than this judges nothing: the case is ill-conditioned, and says so.
+BASELINE_LIMIT_ULPS = 4096.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Context:
+    """What every comparison of a step needs to know besides the tensors."""
+
+    step: int
+    rank: int
+    member: int
+    """This rank's place among the data-parallel ranks, whose number is ``size``."""
+    size: int
+    norm_type: float = 2.0
+    unused_is_zero: bool = False
+    adaptive: bool = False
+
+
+class StepComparison:
+    """The sharded run's step beside the baseline's and the oracle's, on one rank."""
+
+    def __init__(self, sharded: StepPicture, baseline: StepPicture, oracle: OracleStep, context: Context) -> None:
+        self.sharded = sharded
+        self.baseline = baseline
+        self.oracle = oracle
+        self.context = context
+        self.measured: list[Measured] = []
+
+    def first_finding(self) -> Finding | None:
+        """Compare in the order of the stages; stop at the first stage that parts."""
+        return next(self._findings(), None)
+
+    def _findings(self) -> Iterator[Finding]:
+        member = self.context.member
+        for number, outputs in enumerate(self.sharded.outputs):
+            expected = [*tensors_of(self.oracle.outputs[member][number])]
+            for index, triple in enumerate(zip(outputs, self.baseline.outputs[number], expected, strict=True)):
+                if triple[0].is_floating_point():
+                    yield from self._scalar_or_tensor(Stage.OUTPUT, f"microbatch {number}, tensor {index}", *triple)
+            loss = self.sharded.losses[number], self.baseline.losses[number], self.oracle.losses[member][number]
+            yield from self._scalar_or_tensor(Stage.LOSS, f"microbatch {number}", *loss)
+        yield from self._pieces(Stage.GRADIENT, self.sharded.gradients, self.baseline.gradients, self.oracle.gradients)
+        yield from self._norm()
+        if self.sharded.clipped is not None and self.baseline.clipped is not None:
+            yield from self._pieces(
+                Stage.CLIPPED_GRADIENT, self.sharded.clipped, self.baseline.clipped, self.oracle.clipped
+            )
+        yield from self._pieces(
+            Stage.PARAMETER, self.sharded.parameters, self.baseline.parameters, self.oracle.parameters
+        )
+
+    def _norm(self) -> Iterator[Finding]:
+        sharded, baseline, oracle = self.sharded.norm, self.baseline.norm, self.oracle.norm
+        if sharded is None or baseline is None or oracle is None:
+            return
+        held = [piece.tensor for piece in self.sharded.gradients.values() if piece is not None]
+        p = self.context.norm_type
+        local = float(total_norm(held, p))
+        for finding in self._scalar_or_tensor(Stage.TOTAL_NORM, f"the {p:g}-norm", sharded, baseline, oracle):
+            why = guess_norm(float(sharded), float(oracle), local, self.context.size, p)
+            yield dataclasses.replace(finding, text=_with_reason(finding.text, why))
+
+    def _scalar_or_tensor(
+        self, stage: Stage, name: str, sharded: torch.Tensor, baseline: torch.Tensor, oracle: torch.Tensor
+    ) -> Iterator[Finding]:
+        if sharded.shape != oracle.shape:
+            yield self._finding(stage, name, None, f"has shape {tuple(sharded.shape)}, not {tuple(oracle.shape)}")
+            return
+        yield from self._judge(stage, name, Piece(sharded, lambda full: full), baseline, oracle)
+
+    def _pieces(
+        self, stage: Stage, sharded: Pieces, baseline: Pieces, oracle: Mapping[str, torch.Tensor | None]
+    ) -> Iterator[Finding]:
+        if sharded.keys() != oracle.keys():
+            missing, extra = sorted(oracle.keys() - sharded.keys()), sorted(sharded.keys() - oracle.keys())
+            yield self._finding(stage, "", None, f"parameters missing: {missing or 'none'}; unknown: {extra or 'none'}")
+            return
+        for name in sharded:
+            mine, full, reference = sharded[name], oracle[name], baseline[name]
+            if mine is None or full is None or reference is None:
+                yield from self._absent(stage, name, mine, full)
+            else:
+                yield from self._judge(stage, name, mine, reference.tensor, full)
+
+    def _absent(self, stage: Stage, name: str, mine: Piece | None, full: torch.Tensor | None) -> Iterator[Finding]:
+        if mine is None and full is None:
+            return
+        if full is not None:
+            yield self._finding(stage, name, None, "there is none, and the baseline has one")
+        elif mine is not None and not (self.context.unused_is_zero and not bool(mine.tensor.any())):
+            yield self._finding(stage, name, None, "there is one, and no rank used the parameter")
+
+    def _judge(
+        self, stage: Stage, name: str, mine: Piece, baseline: torch.Tensor, oracle: torch.Tensor
+    ) -> Iterator[Finding]:
+        expected = mine.cut(oracle)
+        if mine.tensor.shape != expected.shape:
+            shapes = (
+                f"{tuple(mine.tensor.shape)} of {tuple(oracle.shape)}; this rank's share is {tuple(expected.shape)}"
+            )
+            yield self._finding(stage, name, None, f"the local shard has shape {shapes}")
+            return
+        if mine.tensor.dtype != baseline.dtype:
+            yield self._finding(stage, name, None, f"has dtype {mine.tensor.dtype}, and the baseline {baseline.dtype}")
+            return
+        magnitude = float(oracle.abs().max()) if oracle.numel() else 0.0
+        value, other = mine.tensor.detach(), mine.cut(baseline.detach())
+        if stage == Stage.PARAMETER and self.context.adaptive:
+            value, other, expected = self._without_noise(name, mine, value, other, expected)
+        result = distance(value, other, expected, magnitude=magnitude)
+        self.measured.append(
+            Measured(stage, self.context.step, name, result.sharded_ulps, result.baseline_ulps, result.allowed_ulps)
+        )
+        if result.baseline_ulps > BASELINE_LIMIT_ULPS:
+            raise RuntimeError(
+                f"{stage.value} of {name!r}: the baseline itself is {result.baseline_ulps:.3g} ulps from the oracle, "
+                f"over {BASELINE_LIMIT_ULPS:g}; the case is ill-conditioned and judges nothing"
+            )
+        if result.is_too_far:
+            yield self._too_far(stage, name, mine, value, other, expected, result, oracle)
+
+    def _without_noise(self, name: str, mine: Piece, *values: torch.Tensor) -> list[torch.Tensor]:
+        """Adam moves an element by about lr whatever its gradient, so those made of rounding go anywhere."""
+        gradient = self.oracle.gradients[name]
+        assert gradient is not None
+        floor = ADAM_NOISE_ULPS * ulp(float(gradient.abs().max()), mine.tensor.dtype)
+        loud = mine.cut(gradient).abs() > floor
+        return [torch.where(loud, value, torch.zeros_like(value)) for value in values]
+
+    def _too_far(
+        self, stage: Stage, name: str, mine: Piece, value: torch.Tensor, other: torch.Tensor,
+        expected: torch.Tensor, result: Distance, oracle: torch.Tensor,
+    ) -> Finding:  # fmt: skip
+        element = _global_index(mine, oracle, result.index)
+        numbers = ", ".join(
+            f"{who} {float(tensor.flatten()[result.index]):.9g}"
+            for who, tensor in (("sharded", value), ("baseline", other), ("oracle", expected))
+        )
+        text = (
+            f"{numbers}\n  off by {_number(result.sharded_ulps)} ulps of {result.unit:.3g}; the baseline is off by "
+            f"{_number(result.baseline_ulps)}, which allows {_number(result.allowed_ulps)}"
+        )
+        why = self._guess(name, mine, value, expected) if stage == Stage.GRADIENT else None
+        return self._finding(stage, name, element, _with_reason(text, why))
+
+    def _guess(self, name: str, mine: Piece, value: torch.Tensor, expected: torch.Tensor) -> str | None:
+        full = [one[name] for one in self.oracle.own_gradients]
+        own = [None if gradient is None else mine.cut(gradient) for gradient in full]
+        return guess_gradient(value, expected, own, self.context.member)
+
+    def _finding(self, stage: Stage, name: str, element: tuple[int, ...] | None, text: str) -> Finding:
+        location = Location(stage=stage, step=self.context.step, rank=self.context.rank, name=name, element=element)
+        return Finding(location, text)
+
+
+def _global_index(piece: Piece, full: torch.Tensor, index: int) -> tuple[int, ...]:
+    """Where the piece's element ``index`` lies in the full tensor: cut a tensor of positions the same way."""
+    positions = torch.arange(full.numel(), device=full.device).view(full.shape)
+    position = int(piece.cut(positions).flatten()[index])
+    return tuple(int(part) for part in torch.unravel_index(torch.tensor(position), full.shape))
+
+
+def _with_reason(text: str, why: str | None) -> str:
+    return f"{text}\n  {why}" if why else text
+
+
+def _number(value: float) -> str:
+    return f"{value:.3g}" if math.isfinite(value) else "infinitely many"
+
+
+def exact_difference(first: torch.Tensor, second: torch.Tensor) -> tuple[tuple[int, ...], float, float] | None:
+    """The first element where two tensors of one shape are not bitwise equal, with both values."""
+    assert first.shape == second.shape, f"shapes {tuple(first.shape)} and {tuple(second.shape)} differ"
+    if torch.equal(first, second):
+        return None
+    unequal = (first != second) | (first.isnan() != second.isnan())
+    index = tuple(int(part) for part in unequal.nonzero()[0])
+    return index, float(first[index]), float(second[index])

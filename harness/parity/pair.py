@@ -1,0 +1,213 @@
+"""Side by side: a sharded run, its baseline and the oracle through the same steps on the same data."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from shardproof.harness.adapters.base import Adapter, Config
+from shardproof.harness.adapters.replicas import DdpAdapter, ReplicatedAdapter
+from shardproof.harness.collectives.trace import Trace, count_difference, first_difference
+from shardproof.harness.findings.finding import Divergence, Finding, Location
+from shardproof.harness.findings.stages import Stage
+from shardproof.harness.models.plain import mean_square
+from shardproof.harness.parity.comparison import Context, StepComparison
+from shardproof.harness.parity.member import Member
+from shardproof.harness.parity.oracle import Oracle, OracleStep
+from shardproof.harness.parity.run import Batch, Loss, Run, RunOptions, StepPicture, as_microbatches, sharded_run
+from shardproof.harness.parity.units import UnitSize
+from shardproof.harness.tensors.trees import map_tensors
+
+Baseline = Literal["ddp", "replicated"]
+
+_BASELINES: dict[Baseline, type[Adapter]] = {"ddp": DdpAdapter, "replicated": ReplicatedAdapter}
+
+_WRONG_COLLECTIVES = "the collectives are not the contract's"
+
+
+@dataclasses.dataclass
+class _Unchecked:
+    """A step of the sharded run, with what the others need to follow."""
+
+    step: int
+    sharded: StepPicture
+    batch: list[Batch]
+    ahead: int
+    options: dict[str, Any]
+
+
+class Pair:
+    """The implementation under test beside its baseline and the oracle.
+
+    All three start from copies of one model and see the same data. ``step`` trains the sharded run and takes pictures,
+    ``check`` lets the others follow and compares; both are called by every rank.
+
+    Args:
+        member: this rank.
+        model: float32, on this rank's device, equal on all ranks; the sharded run owns it from here on.
+        config: how to shard it.
+        options: how to drive the sharded run; the optimizer must not be None. The baseline and the oracle take the
+            optimizer alone.
+        baseline: "ddp", or "replicated" where DDP cannot express the case.
+    """
+
+    def __init__(
+        self, member: Member, model: nn.Module, *, config: Config, options: RunOptions, baseline: Baseline
+    ) -> None:
+        self._member = member
+        self._position = config.data_ranks.index(member.index)
+        self.oracle = Oracle(model, optimizer=options.optimizer, clip=config.clip)
+        self._adaptive = not isinstance(self.oracle.optimizer, torch.optim.SGD)
+        unsharded = RunOptions(optimizer=options.optimizer)
+        self.baseline = Run(member, _BASELINES[baseline], copy.deepcopy(model), config=config, options=unsharded)
+        self.sharded = sharded_run(member, model, config=config, options=options)
+        self._unchecked: list[_Unchecked] = []
+        self._steps = 0
+        self._step_starts: list[int] = []
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """The sharded run and the baseline."""
+        return (self.sharded, self.baseline)
+
+    @property
+    def adapter(self) -> Adapter:
+        """The adapter of the sharded run, for what a case asks beyond training."""
+        return self.sharded.adapter
+
+    @property
+    def units(self) -> list[UnitSize]:
+        """The units of the sharded run, the root's own last."""
+        return self.sharded.units
+
+    def step(
+        self, batch: Any, *, loss: Loss = mean_square, submodule: str = "", set_to_none: bool = True, ahead: int = 0
+    ) -> None:
+        """Train one step of the sharded run; the baseline and the oracle follow in :meth:`check`.
+
+        So steps between two checks follow each other as in training: on a device, without the host waiting.
+
+        Args:
+            batch: the arguments of one forward (a tuple, or one tensor), or a list of such, one a
+                microbatch; this rank's own.
+            loss: from the output to a scalar.
+            submodule: train this module alone, called directly; the baseline must be "replicated".
+            set_to_none: how gradients are zeroed after the step.
+            ahead: forwards that run before the backward of the first, as in a pipeline; the baseline must be
+                "replicated", because DDP wants to know in forward which backward reduces.
+        """
+        mine = as_microbatches(batch)
+        assert len(mine) == self.adapter.config.microbatches, (
+            f"a step of {len(mine)} microbatches in a pair made for {self.adapter.config.microbatches}"
+        )
+        options: dict[str, Any] = {"loss": loss, "submodule": submodule, "set_to_none": set_to_none}
+        # Momentum moves a parameter whose gradient is zero, so the others have zeros where the implementation has.
+        filled = options | {"set_to_none": set_to_none and self.adapter.traits.unused_gradient == "none"}
+        self._step_starts.append(len(self.sharded.trace))
+        sharded = self.sharded.step(_copies(mine), ahead=ahead, **options)
+        self._unchecked.append(_Unchecked(self._steps, sharded, mine, ahead, filled))
+        self._steps += 1
+
+    def check(self) -> None:
+        """Compare all steps since the last check, stage by stage.
+
+        Raises:
+            Divergence: on every rank, at the first place where any rank's run parts.
+        """
+        assert self._unchecked, "nothing to check: no step since the last check"
+        # All of them before any comparison: a rank that stopped at a finding would leave the others waiting.
+        replayed = [self._replay(one) for one in self._unchecked]
+        finding = None
+        for one, (baseline, oracle) in zip(self._unchecked, replayed, strict=True):
+            self._assert_clipped(oracle)
+            comparison = StepComparison(one.sharded, baseline, oracle, self._context(one.step))
+            finding = comparison.first_finding()
+            self._member.record.add_distances(comparison.measured)
+            if finding is not None:
+                break
+        self._unchecked.clear()
+        self._member.agree(finding, title="the sharded run diverges from the baseline")
+        self._check_same_collectives()
+        self.sharded.perturbation.assert_met()
+
+    def _replay(self, one: _Unchecked) -> tuple[StepPicture, OracleStep]:
+        """The same step of the baseline and of the oracle."""
+        baseline = self.baseline.step(_copies(one.batch), ahead=one.ahead, **one.options)
+        everyone = self._member.exchange_tensors(one.batch)
+        oracle = self.oracle.step([everyone[index] for index in self.adapter.config.data_ranks], **one.options)
+        self._member.record.add_losses(
+            sharded=sum(map(float, one.sharded.losses)),
+            baseline=sum(map(float, baseline.losses)),
+            oracle=sum(map(float, oracle.losses[self._position])),
+        )
+        return baseline, oracle
+
+    def check_counts(self, phase: str, **expected: int) -> None:
+        """The last step issued exactly these collectives in the phase; a kind not given is expected 0 times.
+
+        Raises:
+            Divergence: on every rank, with the counts per unit.
+        """
+        finding = count_difference(self.last_trace(), phase, expected)
+        if finding is not None:
+            here = dataclasses.replace(finding.location, step=self._steps - 1, rank=self._member.index)
+            finding = dataclasses.replace(finding, location=here)
+        self._member.agree(finding, title=_WRONG_COLLECTIVES)
+
+    def check_bytes(self) -> None:
+        """Every gather and reduction of the last step is as long as a unit, up to the declared padding.
+
+        Raises:
+            Divergence: on every rank, with the first collective that fits no unit.
+        """
+        finding = None
+        for item in self.last_trace():
+            if item.kind in ("all_gather", "reduce_scatter") and not item.unit:
+                sizes = ", ".join(f"{unit.label} {unit.numel}-{unit.padded_numel}" for unit in self.units)
+                location = Location(
+                    stage=Stage.COLLECTIVES, phase=item.phase, step=self._steps - 1, rank=self._member.index
+                )
+                finding = Finding(location, f"{item.kind} of {item.nbytes} bytes fits no unit (elements: {sizes})")
+                break
+        self._member.agree(finding, title=_WRONG_COLLECTIVES)
+
+    def last_trace(self) -> Trace:
+        """The collectives of the last step."""
+        return Trace(self.sharded.trace[self._step_starts[-1] :])
+
+    def _context(self, step: int) -> Context:
+        assert not (self._adaptive and step), (
+            "under an adaptive optimizer parameters are comparable after one step only; use SGD"
+        )
+        config = self.adapter.config
+        return Context(
+            step=step,
+            rank=self._member.index,
+            member=self._position,
+            size=len(config.data_ranks),
+            norm_type=config.clip.norm_type if config.clip else 2.0,
+            unused_is_zero=self.adapter.traits.unused_gradient == "zero",
+            adaptive=self._adaptive,
+        )
+
+    def _assert_clipped(self, oracle: OracleStep) -> None:
+        clip = self.adapter.config.clip
+        if clip is not None:
+            assert oracle.norm is not None and float(oracle.norm) > clip.max_norm, (
+                f"clipping at {clip.max_norm:g} did nothing to a norm of {oracle.norm}: a wrong norm would pass"
+            )
+
+    def _check_same_collectives(self) -> None:
+        """Every rank of a group issues the same sequence on it, or some collective never completes."""
+        difference = first_difference(self._member.exchange(self.sharded.trace))
+        if difference is not None:
+            raise Divergence(f"collectives differ between ranks: {difference.text}", difference.location)
+
+
+def _copies(microbatches: list[Batch]) -> list[Batch]:
+    """An implementation that writes to its input must not change what the others see."""
+    return [map_tensors(torch.clone, arguments) for arguments in microbatches]

@@ -1,0 +1,60 @@
+"""What outlives a case on one rank: process groups and meshes, made once and reused."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardproof.harness.collectives.announce import Announcer
+
+
+def process_groups() -> set[dist.ProcessGroup]:
+    """All process groups of this process."""
+    return set(dist.distributed_c10d._world.pg_map)
+
+
+class RankState:
+    """One rank process of a world, from its start to its end.
+
+    Args:
+        index: the global rank.
+        size: the number of ranks of the world.
+        device: where this rank's tensors live.
+        directory: private to the world.
+        control: a gloo group of all ranks, for the harness alone.
+        announcer: this rank's side of the world's board.
+    """
+
+    def __init__(
+        self,
+        *,
+        index: int,
+        size: int,
+        device: torch.device,
+        directory: str,
+        control: dist.ProcessGroup,
+        announcer: Announcer,
+    ) -> None:
+        self.index = index
+        self.size = size
+        self.device = device
+        self.directory = directory
+        self.control = control
+        self.announcer = announcer
+        self.used: set[str] = set()
+        """Names of the implementations that have run in this process."""
+        self._groups = process_groups()
+        self._meshes: dict[tuple[tuple[int, ...], tuple[str, ...]], DeviceMesh] = {}
+
+    def mesh(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+        """The mesh of that shape over all ranks, in rank order (collective the first time)."""
+        if (shape, names) not in self._meshes:
+            before = process_groups()
+            self._meshes[shape, names] = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+            self._groups |= process_groups() - before
+        return self._meshes[shape, names]
+
+    def foreign_groups(self) -> set[dist.ProcessGroup]:
+        """The process groups that neither the harness nor its meshes made."""
+        return process_groups() - self._groups

@@ -1,0 +1,258 @@
+"""One model trained by one adapter on one rank, with a picture of each stage when it happens."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardproof.harness.adapters.base import Adapter, Config, OptimizerFactory, Piece, Traits
+from shardproof.harness.collectives.delays import Delay, Perturbation
+from shardproof.harness.collectives.recorder import Recorder
+from shardproof.harness.collectives.trace import Trace
+from shardproof.harness.findings.finding import Finding, Location
+from shardproof.harness.findings.stages import Stage
+from shardproof.harness.parity.member import Member
+from shardproof.harness.parity.units import UnitLookup, UnitSize, units_of
+from shardproof.harness.tensors import memory
+from shardproof.harness.tensors.trees import tensors_of
+
+Batch = tuple[Any, ...]
+"""The arguments of one forward."""
+
+Loss = Callable[[Any], torch.Tensor]
+"""From a forward's output to a scalar."""
+
+Pieces = dict[str, Piece | None]
+"""What one rank holds, by the original model's parameter names."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """How a case wants a run driven; how it wants the model sharded is ``Config``.
+
+    Attributes:
+        optimizer: a factory of ``harness.models.optim``; None trains without an optimizer.
+        delays: what to slow down.
+        prepare: changes the model, in place or not, before it is sharded: tensor parallelism, recomputation,
+            compilation. Parameters keep their names but for a wrapper's prefix.
+        is_traced: False where ``torch.compile`` is to compile, which it does not under a dispatch mode.
+        after_backward: what a script does to the gradients between the last backward and the step; it may communicate.
+    """
+
+    optimizer: OptimizerFactory | None = None
+    delays: Sequence[Delay] = ()
+    prepare: Callable[[nn.Module], nn.Module] | None = None
+    is_traced: bool = True
+    after_backward: Callable[[Adapter], None] | None = None
+
+    def __post_init__(self) -> None:
+        if self.delays and not self.is_traced:
+            raise ValueError("delays with is_traced=False: delays act where the trace sees a collective")
+
+
+@dataclasses.dataclass
+class StepPicture:
+    """What one rank saw of one step; copies, so that later steps cannot change them.
+
+    ``outputs`` and ``losses`` are per microbatch. ``clipped`` is None where nothing clipped
+    between backward and step.
+    """
+
+    outputs: list[list[torch.Tensor]]
+    losses: list[torch.Tensor]
+    gradients: Pieces
+    norm: torch.Tensor | None
+    clipped: Pieces | None
+    parameters: Pieces
+
+
+class Run:
+    """Drives an adapter through training steps and records its collectives by phase.
+
+    Args:
+        member: this rank.
+        implementation: the adapter class to drive.
+        model: float32, on this rank's device, equal on all ranks; the adapter owns it from here on.
+        config: how to shard it.
+        options: how to drive it.
+    """
+
+    def __init__(
+        self, member: Member, implementation: type[Adapter], model: nn.Module, *, config: Config, options: RunOptions
+    ) -> None:
+        self._options = options
+        self.units: list[UnitSize] = units_of(model, config.units, traits=implementation.traits, size=config.shard_size)
+        self.recorder = Recorder(UnitLookup(self.units), announcer=member.announcer)
+        self.perturbation = Perturbation(options.delays, rank=member.index, device_type=config.mesh.device_type)
+        self.perturbation.install(self.recorder)
+        prepared = options.prepare(model) if options.prepare else model
+        self.adapter = implementation(prepared, optimizer=options.optimizer, config=config)
+        self._losses: list[list[torch.Tensor]] = []
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """This run; a ``Pair`` has two."""
+        return (self,)
+
+    @property
+    def trace(self) -> Trace:
+        """The collectives issued so far, without those of setting up and of taking pictures."""
+        return self.recorder.trace
+
+    @property
+    def losses(self) -> list[float]:
+        """Each step's loss, summed over its microbatches; waits for the device."""
+        return [sum(float(value) for value in losses) for losses in self._losses]
+
+    def step(
+        self,
+        microbatches: Sequence[Batch],
+        *,
+        loss: Loss,
+        submodule: str = "",
+        set_to_none: bool = True,
+        ahead: int = 0,
+    ) -> StepPicture:
+        """Train one optimizer step; ``ahead`` forwards run before the first backward.
+
+        Nothing here waits for the device, so that steps can follow each other on its streams as they do in training.
+        """
+        adapter, clip = self.adapter, self.adapter.config.clip
+        if ahead:
+            outputs, losses = self._interleaved(microbatches, loss=loss, submodule=submodule, ahead=ahead)
+        else:
+            outputs, losses = self._one_by_one(microbatches, loss=loss, submodule=submodule)
+        if self._options.after_backward is not None:
+            self._options.after_backward(adapter)
+        gradients = copy_pieces(adapter.gradients())
+        norm, clipped = None, None
+        if clip is not None and adapter.traits.clips == "call":
+            with self._during("clip"):
+                returned = adapter.clip()
+            norm = adapter.norm_value(returned).detach().clone()
+            clipped = copy_pieces(adapter.gradients())
+        self._optimize()
+        if clip is not None and adapter.traits.clips == "step":
+            norm = adapter.norm_after_step()
+        parameters = copy_pieces(adapter.parameters())
+        adapter.zero_grad(set_to_none=set_to_none)
+        self._losses.append(losses)
+        return StepPicture(outputs, losses, gradients, norm, clipped, parameters)
+
+    def _one_by_one(self, microbatches: Sequence[Batch], *, loss: Loss, submodule: str) -> tuple[Any, Any]:
+        outputs, losses = [], []
+        for index, arguments in enumerate(microbatches):
+            with self.adapter.microbatch(is_last=index == len(microbatches) - 1):
+                output, value = self.forward_backward(arguments, loss=loss, submodule=submodule)
+            outputs.append(output)
+            losses.append(value)
+        return outputs, losses
+
+    def _interleaved(self, microbatches: Sequence[Batch], *, loss: Loss, submodule: str, ahead: int) -> tuple[Any, Any]:
+        """As a pipeline does: some forwards, then one backward for each further forward, then what is left."""
+        outputs, losses = [], []
+        pending: collections.deque[torch.Tensor] = collections.deque()
+        for index in range(len(microbatches) + ahead):
+            if index < len(microbatches):
+                output, value = self._forward(microbatches[index], loss=loss, submodule=submodule)
+                outputs.append(_detached(output))
+                losses.append(value.detach().clone())
+                pending.append(value)
+            if index >= ahead:
+                with self.adapter.microbatch(is_last=len(pending) == 1):
+                    self._backward(pending.popleft())
+        return outputs, losses
+
+    def forward_backward(
+        self, arguments: Batch, *, loss: Loss, submodule: str = ""
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """One microbatch: the output's tensors and the loss, both detached."""
+        output, value = self._forward(arguments, loss=loss, submodule=submodule)
+        self._backward(value)
+        return _detached(output), value.detach().clone()
+
+    def _forward(self, arguments: Batch, *, loss: Loss, submodule: str) -> tuple[Any, torch.Tensor]:
+        with self._during("forward"):
+            output = self.adapter.forward(*arguments, submodule=submodule)
+            return output, loss(output)
+
+    def _backward(self, value: torch.Tensor) -> None:
+        self.perturbation.at("loss")
+        # An engine that averages over microbatches is asked for the sum that everyone else gives.
+        factor = self.adapter.config.microbatches if self.adapter.traits.divides_by_microbatches else 1
+        with self._during("backward"):
+            self.adapter.backward(value * factor if factor != 1 else value)
+
+    def _during(self, phase: str) -> contextlib.AbstractContextManager[None]:
+        # A dispatch mode keeps torch.compile from compiling.
+        return self.recorder.during(phase) if self._options.is_traced else contextlib.nullcontext()
+
+    def _optimize(self) -> None:
+        with self._during("step"):
+            self.perturbation.at("step", "before")
+            self.adapter.step()
+            self.perturbation.at("step", "after")
+
+
+def _detached(output: Any) -> list[torch.Tensor]:
+    return [tensor.detach().clone() for tensor in tensors_of(output)]
+
+
+def copy_pieces(pieces: Pieces | dict[str, Piece]) -> Pieces:
+    """Copies of the tensors, sorted by name: ranks and implementations may register in another order."""
+    return {
+        name: None if piece is None else dataclasses.replace(piece, tensor=piece.tensor.detach().clone())
+        for name, piece in sorted(pieces.items())
+    }
+
+
+def as_microbatches(batch: Any) -> list[Batch]:
+    """A list is microbatches; each is a tuple of arguments, or the one argument itself."""
+    microbatches = batch if isinstance(batch, list) else [batch]
+    return [arguments if isinstance(arguments, tuple) else (arguments,) for arguments in microbatches]
+
+
+def sharded_run(member: Member, model: nn.Module, *, config: Config, options: RunOptions) -> Run:
+    """A run of the implementation under test (collective), proven to be sharded where its adapter declares that it is.
+
+    Args:
+        member: this rank.
+        model: float32, on this rank's device, equal on all ranks; the run owns it from here on.
+        config: how to shard it.
+        options: how to drive it.
+
+    Raises:
+        Divergence: on every rank, if any rank holds more parameter bytes than its share.
+    """
+    traits = member.implementation.traits
+    limit, share = _byte_limits(model, config, traits)
+    before = memory.held_bytes(member.device) - memory.bytes_of(model.parameters())
+    run = Run(member, member.implementation, model, config=config, options=options)
+    if "parameters" in traits.shards and share and config.shard_size > 1:
+        held = memory.held_bytes(member.device) - before
+        text = f"holds {held} bytes of parameters after sharding; its share is {share}"
+        location = Location(stage=Stage.SHARDING, rank=member.index)
+        member.agree(Finding(location, text) if held > limit else None, title="the model is not sharded")
+    return run
+
+
+def _byte_limits(model: nn.Module, config: Config, traits: Traits) -> tuple[int, int]:
+    """The most bytes of parameters that a sharded rank may hold, and its share with padding."""
+    parameters = list(model.parameters())
+    itemsize = config.cast.itemsize if config.cast else max((value.element_size() for value in parameters), default=0)
+    copies = 1 + len(traits.held_from_start - {"gathered"})
+    full = copies * itemsize * sum(value.numel() for value in parameters)
+    padding = traits.collective_padding * (len(config.units) + 1)
+    shares = [traits.local_numel(value.shape, config.shard_size) for value in parameters]
+    share = copies * itemsize * (padding + sum(shares))
+    if "gathered" in traits.held_from_start or config.sync_states:
+        # What was sent or gathered last is whole as long as a thread of the communication library has it.
+        share += itemsize * config.shard_size * max(shares, default=0)
+    # Half of what sharding saves: bookkeeping tensors are small, an unsharded model is not.
+    return share + max(full - share, 0) // 2, share

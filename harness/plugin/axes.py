@@ -1,0 +1,61 @@
+"""Parameter axes that several chapters share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from shardproof.harness.adapters.capability import Capability, Hardware
+from shardproof.harness.collectives.delays import Delay
+from shardproof.harness.plugin.marks import needs
+
+_CHOOSES = needs(Capability.RESHARD_AFTER_FORWARD)
+
+#: What happens to gathered parameters after forward: freed, kept, or resharded to groups of two.
+RESHARD = [
+    pytest.param(True, marks=_CHOOSES),
+    pytest.param(False, marks=_CHOOSES),
+    pytest.param(2, marks=needs(Capability.RESHARD_TO_SIZE)),
+]
+
+#: The same on more than four ranks, where groups of four are parts as well.
+RESHARD_TO_PARTS = [*RESHARD, pytest.param(4, marks=needs(Capability.RESHARD_TO_SIZE))]
+
+#: The same where it is seen whether the root's own unit is freed.
+RESHARD_ROOT = [
+    pytest.param(True, marks=needs(Capability.RESHARD_AFTER_FORWARD, Capability.ROOT_RESHARD)),
+    RESHARD[1],
+    pytest.param(2, marks=needs(Capability.RESHARD_TO_SIZE, Capability.ROOT_RESHARD)),
+]
+
+#: The same where sizes do not divide and what is shown after forward is looked at.
+RESHARD_UNEVEN = [
+    *RESHARD[:2],
+    pytest.param(2, marks=needs(Capability.RESHARD_TO_SIZE, Capability.RESHARD_TO_SIZE_UNEVEN)),
+]
+
+
+DELAY_MS = 50.0
+"""Far longer than any kernel or collective of the cases' models, so that a missing wait is always too early."""
+
+DELAYS = {
+    "after-forward": Delay(milliseconds=DELAY_MS, at="loss"),
+    "before-all-gather": Delay(milliseconds=DELAY_MS, collective="all_gather"),
+    "before-reduce-scatter": Delay(milliseconds=DELAY_MS, collective="reduce_scatter"),
+    "before-step": Delay(milliseconds=DELAY_MS, at="step"),
+}
+"""The delays of the cases about streams, by name."""
+
+#: Tuples of names of DELAYS: none, each alone, all together.
+DELAYED = [
+    pytest.param((), id="undelayed"),
+    *(pytest.param((name,), id=name, marks=needs(Hardware.STREAMS)) for name in DELAYS),
+    pytest.param(tuple(DELAYS), id="all-delayed", marks=needs(Hardware.STREAMS)),
+]
+
+
+def with_first(value: Any, axis: Sequence[Any]) -> list[Any]:
+    """The axis with another parameter's ``value`` before each of its own, marks kept."""
+    return [pytest.param(value, *item.values, marks=item.marks) for item in axis]

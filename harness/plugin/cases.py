@@ -1,0 +1,185 @@
+"""A collected case: its parameters, what it needs, and how it is run and judged."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import pathlib
+import tempfile
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from shardproof.harness.adapters.capability import Capability, Hardware
+from shardproof.harness.findings.verdict import Verdict
+from shardproof.harness.plugin import expected_texts
+from shardproof.harness.plugin.records import CaseRecord
+from shardproof.harness.plugin.selection import Selection
+from shardproof.harness.plugin.suite_modules import SuiteModule
+from shardproof.harness.worlds.jobs import Job, WorldKey, dump_parameters
+from shardproof.harness.worlds.pool import Pool
+from shardproof.harness.worlds.world import WorldDied
+
+_STAND_INS = {
+    "tmp_path": "rank.tmp_path",
+    "tmpdir": "rank.tmp_path",
+    "tmp_path_factory": "rank.tmp_path",
+    "monkeypatch": "rank.monkeypatch",
+    "capsys": "nothing: what ranks print is attached to the report",
+    "capfd": "nothing: what ranks print is attached to the report",
+    "request": "parametrize",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """The value of ``rank`` in the controller: which implementation, on how many ranks."""
+
+    implementation: str
+    size: int
+
+    def __str__(self) -> str:
+        return f"{self.implementation}-w{self.size}"
+
+
+def is_case(item: pytest.Item) -> bool:
+    """Whether the item runs on ranks."""
+    return isinstance(item, pytest.Function) and isinstance(_parameters(item).get("rank"), Launch)
+
+
+def launch_of(item: pytest.Function) -> Launch:
+    """Which implementation a case runs, on how many ranks."""
+    launch = _parameters(item)["rank"]
+    assert isinstance(launch, Launch), "only cases have one"
+    return launch
+
+
+def case_id(item: pytest.Function) -> str:
+    """The case's name in run files and expectations, the same for every implementation."""
+    launch = launch_of(item)
+    # Our own suites have one name, whatever the root directory of the run is.
+    parent = item.parent
+    path = f"suites/{parent.path.name}" if isinstance(parent, SuiteModule) else item.nodeid.partition("::")[0]
+    return f"{path}::{item.name.replace(f'[{launch}', f'[w{launch.size}', 1)}"
+
+
+def usage_error(item: pytest.Function) -> str | None:
+    """Why the item cannot run on ranks, in one line that says what to use, or None."""
+    if item.cls is not None:
+        return f"{item.nodeid}: a case is a plain function, not a method: classes do not cross processes"
+    parameters = _parameters(item)
+    indirect = {
+        name for mark in item.iter_markers("parametrize") if mark.kwargs.get("indirect") for name in _names(mark)
+    }
+    for name in inspect.signature(item.function).parameters:
+        if name not in parameters or name in indirect:
+            instead = _STAND_INS.get(name, "a parameter, or a helper function called in the case")
+            return f"{item.nodeid}: fixture {name!r} cannot cross processes; use {instead}"
+    if used := [name for mark in item.iter_markers("usefixtures") for name in mark.args]:
+        return f"{item.nodeid}: usefixtures({used[0]!r}) acts in the controller, not in ranks; use rank.monkeypatch"
+    try:
+        dump_parameters(_own_parameters(item))
+    except ValueError as error:
+        return f"{item.nodeid}: {error}"
+    return None
+
+
+def missing(item: pytest.Function, selection: Selection) -> tuple[Verdict, list[str]] | None:
+    """The skip's verdict and the names of what is missing, or None."""
+    launch = launch_of(item)
+    needed = {name for mark in item.iter_markers("needs") for name in mark.args}
+    lacking = needed - selection.implementations[launch.implementation].capabilities()
+    if capabilities := sorted(str(name) for name in lacking if isinstance(name, Capability)):
+        return Verdict.UNSUPPORTED, capabilities
+    if not selection.has_devices_for(launch.size):
+        return Verdict.UNMET, [f"{launch.size} {selection.device} devices (there are {selection.device_count})"]
+    hardware = {name for name in needed if isinstance(name, Hardware)}
+    if selection.device == "cpu" and hardware:
+        return Verdict.UNMET, sorted(str(name) for name in hardware)
+    return None
+
+
+def run(item: pytest.Function, pool: Pool, selection: Selection, *, number: int) -> CaseRecord:
+    """Run the case, or skip it, and say what came of it; never raises for what a rank did."""
+    launch = launch_of(item)
+    made = _new_record(item, selection)
+    skip = missing(item, selection)
+    if skip is not None:
+        made.verdict, made.missing = skip
+        return made
+    with tempfile.TemporaryDirectory(prefix="shardproof-case-") as tmp_path:
+        job = _job(item, selection, made, number=number, tmp_path=tmp_path)
+        key = _world_key(item, selection, launch)
+        try:
+            outcome = pool.run(key, job, alone=item.get_closest_marker("alone") is not None)
+        except WorldDied as error:
+            made.verdict, made.text = Verdict.HARNESS_ERROR, str(error)
+            return made
+        finally:
+            if key.isolation == item.nodeid:
+                pool.discard(key)
+    made.take(outcome)
+    if made.verdict == Verdict.PASS:
+        made.fail_if(expected_texts.compare([result.observations.expected_texts for result in outcome.results]))
+    return made
+
+
+def _new_record(item: pytest.Function, selection: Selection) -> CaseRecord:
+    launch = launch_of(item)
+    made_id = case_id(item)
+    seed = zlib.crc32(made_id.encode()) & 0x3FFF_FFFF
+    return CaseRecord(
+        id=made_id,
+        nodeid=item.nodeid,
+        implementation=launch.implementation,
+        requirement=",".join(name for mark in item.iter_markers("contract") for name in mark.args),
+        world=launch.size,
+        device=selection.device,
+        parameters=_own_parameters(item),
+        seeds={"init": seed, "data": seed + 1},
+    )
+
+
+def _job(item: pytest.Function, selection: Selection, made: CaseRecord, *, number: int, tmp_path: str) -> Job:
+    return Job(
+        number=number,
+        module=item.module.__name__,
+        path=str(pathlib.Path(item.module.__file__ or item.path)),
+        function=item.function.__qualname__,
+        implementation=made.implementation,
+        parameters=dump_parameters(made.parameters),
+        init_seed=made.seeds["init"],
+        data_seed=made.seeds["data"],
+        tmp_path=tmp_path,
+        deadline=_deadline(item, selection),
+        check_collectives=selection.check_collectives,
+    )
+
+
+def _world_key(item: pytest.Function, selection: Selection, launch: Launch) -> WorldKey:
+    isolation = selection.implementations[launch.implementation].traits.isolation
+    names = {"shared": "", "adapter": launch.implementation, "case": item.nodeid}
+    mark = item.get_closest_marker("world")
+    assert mark is not None, "only marked functions become cases"
+    return WorldKey(launch.size, selection.device, mark.kwargs["debug_level"], names[isolation])
+
+
+def _deadline(item: pytest.Function, selection: Selection) -> float:
+    mark = item.get_closest_marker("deadline")
+    return float(mark.args[0]) if mark else selection.deadline
+
+
+def _parameters(item: pytest.Item) -> dict[str, Any]:
+    callspec = getattr(item, "callspec", None)
+    return callspec.params if callspec is not None else {}
+
+
+def _own_parameters(item: pytest.Item) -> dict[str, Any]:
+    return {name: value for name, value in _parameters(item).items() if name != "rank"}
+
+
+def _names(mark: pytest.Mark) -> Iterator[str]:
+    names = mark.args[0] if mark.args else mark.kwargs["argnames"]
+    yield from (name.strip() for name in names.split(",")) if isinstance(names, str) else names

@@ -1,0 +1,89 @@
+"""The marks with which a case says what it is about and what it needs.
+
+They are ordinary pytest marks, so ``-m``, ``pytest.param(..., marks=...)`` and inheritance
+from a module's ``pytestmark`` mean what they always mean.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from shardproof.harness.adapters.capability import Capability, Hardware
+
+#: Registered with pytest by the plugin, so that ``--strict-markers`` knows them.
+MARKER_LINES = (
+    "nightly: too long for CI; deselected by this project's own configuration",
+    "contract(*ids): the requirements of docs/contract.md that the case checks",
+    "world(*sizes): the numbers of ranks that the case runs on, one pytest item each",
+    "needs(*names): the capabilities and the hardware without which the case is skipped",
+    "alone(): the case measures time or memory and shares its devices with no other case",
+    "seed(test, note): the test of the seeds that the case replaces, and where its meaning changed",
+    "deadline(seconds): how long the case may take before its verdict is hang",
+)
+
+
+_DEBUG_LEVELS = ("OFF", "INFO", "DETAIL")
+
+
+def contract(*ids: str) -> pytest.MarkDecorator:
+    """Name the requirements of ``docs/contract.md`` that the case checks."""
+    return pytest.mark.contract(*ids)
+
+
+def world(*sizes: int, debug_level: str = "OFF") -> pytest.MarkDecorator:
+    """Run the case once for each of these numbers of ranks.
+
+    Args:
+        sizes: numbers of ranks.
+        debug_level: ``TORCH_DISTRIBUTED_DEBUG`` of the world, which torch reads before groups exist.
+
+    Raises:
+        ValueError: a size is not a positive integer, or is given twice; an unknown level.
+    """
+    if debug_level not in _DEBUG_LEVELS:
+        raise ValueError(f"world(debug_level={debug_level!r}): expected one of {', '.join(_DEBUG_LEVELS)}")
+    for size in sizes:
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"world({size!r}): a world's size is a positive integer")
+    if len(set(sizes)) != len(sizes):
+        raise ValueError(f"world{sizes}: each size may be given once")
+    return pytest.mark.world(*sizes, debug_level=debug_level)
+
+
+def needs(*names: Capability | Hardware) -> pytest.MarkDecorator:
+    """Skip the case, with the name of what is missing, unless all of these are there.
+
+    A missing :class:`Capability` of the implementation gives the verdict ``unsupported``;
+    missing :class:`Hardware` gives ``unmet``.
+    """
+    for name in names:
+        if not isinstance(name, (Capability, Hardware)):
+            raise ValueError(f"needs({name!r}): expected a member of Capability or Hardware")
+    return pytest.mark.needs(*names)
+
+
+def alone() -> pytest.MarkDecorator:
+    """Run the case while no other case of this host uses its devices or cores: it measures."""
+    return pytest.mark.alone()
+
+
+def seed(test: str, *, note: str = "") -> pytest.MarkDecorator:
+    """Name the test of the seed files that the case replaces, as ``file.py::test``.
+
+    Args:
+        test: may be given by several cases, and a case may name several tests with several marks.
+        note: where the meaning changed; ``docs/seeds.md`` shows it.
+
+    Raises:
+        ValueError: the name has no ``.py::``.
+    """
+    if ".py::" not in test:
+        raise ValueError(f"seed({test!r}): expected file.py::test")
+    return pytest.mark.seed(test, note=note)
+
+
+def deadline(seconds: float) -> pytest.MarkDecorator:
+    """Give the case its own deadline in seconds instead of the run's."""
+    if seconds <= 0:
+        raise ValueError(f"deadline({seconds!r}): expected a positive number of seconds")
+    return pytest.mark.deadline(seconds)

@@ -1,0 +1,134 @@
+"""One case's record: the verdict of its ranks, with reasons, as the run file holds it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from shardproof.harness.findings.finding import Location
+from shardproof.harness.findings.observations import Measured, keep_worst
+from shardproof.harness.findings.stages import Stage
+from shardproof.harness.findings.verdict import Verdict, combine
+from shardproof.harness.worlds.jobs import Result
+from shardproof.harness.worlds.world import Outcome
+
+
+@dataclasses.dataclass
+class CaseRecord:
+    """What is known of one case and one implementation."""
+
+    id: str
+    nodeid: str
+    implementation: str
+    requirement: str
+    world: int
+    device: str
+    parameters: dict[str, Any]
+    seeds: dict[str, int]
+    verdict: Verdict = Verdict.PASS
+    seconds: float = 0.0
+    missing: list[str] = dataclasses.field(default_factory=list)
+    text: str = ""
+    location: Location | None = None
+    failed_rank: int | None = None
+    """The rank to blame where no location is known."""
+    expected: str = ""
+    """Of an expected failure: its verdict, and why it was expected."""
+    losses: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    distances: list[Measured] = dataclasses.field(default_factory=list)
+    collectives: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    outputs: list[str] = dataclasses.field(default_factory=list)
+    """What each rank printed; attached to pytest's report, not part of the run file."""
+
+    def take(self, outcome: Outcome) -> None:
+        """Make one verdict of what the ranks said."""
+        results = outcome.results
+        self.seconds, self.outputs = outcome.seconds, outcome.outputs
+        cause = _cause(results)
+        self.verdict = combine(Verdict(result.verdict) for result in results)
+        if self.verdict != Verdict.PASS:
+            self.text, self.location, self.failed_rank = _text_of(results, cause), cause.location, cause.rank
+            if self.verdict == Verdict.HANG and outcome.diagnosis is not None:
+                self.location, self.failed_rank = None, outcome.diagnosis.rank
+                self.text = f"{outcome.diagnosis.text}\n{self.text}"
+        elif leaks := [f"rank {r.rank}: {line}" for r in results for line in r.left_behind]:
+            self.fail_if("left behind: " + "; ".join(leaks))
+        self.losses = results[0].observations.losses
+        self.distances = _worst(results)
+        self.collectives = _shared_traces(results)
+
+    def fail_if(self, text: str | None) -> None:
+        """Turn a pass into a failure, if there is something to say."""
+        if text:
+            self.verdict, self.text = Verdict.FAIL, text
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON values; numbers that JSON cannot write become their names."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        for name in ("text", "location", "failed_rank", "outputs"):
+            del fields[name]
+        fields["distances"] = [item.as_record() for item in self.distances]
+        fields["failure"] = self._failure() if self.text else None
+        plain: dict[str, Any] = _plain(fields)
+        return plain
+
+    def _failure(self) -> dict[str, Any]:
+        unknown = {"stage": None, "step": None, "rank": self.failed_rank, "name": None, "element": None}
+        return (unknown if self.location is None else self.location.as_record()) | {"text": self.text}
+
+
+def _cause(results: Sequence[Result]) -> Result:
+    """The rank to blame: one that failed by itself before one that only waited for it."""
+    order = [Verdict.HARNESS_ERROR, Verdict.CRASH, Verdict.FAIL, Verdict.HANG, Verdict.PASS]
+    agreed = next((result for result in results if result.agreed), None)
+    return agreed or min(results, key=lambda result: order.index(Verdict(result.verdict)))
+
+
+def _text_of(results: Sequence[Result], cause: Result) -> str:
+    if cause.agreed:
+        return cause.text
+    alike = [result for result in results if result.text == cause.text]
+    who = (
+        "every rank"
+        if len(alike) == len(results)
+        else f"rank{'s' * (len(alike) > 1)} " + ", ".join(str(result.rank) for result in alike)
+    )
+    parts = [f"{who} of {len(results)}:\n{cause.text}"]
+    parts += [f"rank {r.rank} of {len(results)}:\n{r.text}" for r in results if r.text and r.text != cause.text]
+    return "\n".join(parts)
+
+
+def _worst(results: Sequence[Result]) -> list[Measured]:
+    worst: dict[tuple[int, Stage], Measured] = {}
+    for result in results:
+        keep_worst(worst, result.observations.distances.values())
+    return list(worst.values())
+
+
+def _shared_traces(results: Sequence[Result]) -> list[dict[str, Any]]:
+    """Each distinct trace once, with the ranks that issued it."""
+    shared: list[dict[str, Any]] = []
+    for result in results:
+        lines = [" ".join(line.split()) for line in result.observations.trace]
+        same = next((item for item in shared if item["trace"] == lines), None)
+        if same is not None:
+            same["ranks"].append(result.rank)
+        elif lines:
+            shared.append({"ranks": [result.rank], "trace": lines})
+    return shared
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(part) for part in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else repr(value)
+    if isinstance(value, str):
+        return str(value)
+    if value is None or isinstance(value, (bool, int)):
+        return value
+    return getattr(value, "__qualname__", None) or repr(value)

@@ -1,0 +1,251 @@
+"""What runs inside a rank process: the start of its world, and the loop over jobs."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import datetime
+import faulthandler
+import functools
+import gc
+import importlib
+import os
+import pathlib
+import pickle
+import random
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardproof.harness.adapters import registry
+from shardproof.harness.adapters.base import Adapter
+from shardproof.harness.collectives.announce import Announcer
+from shardproof.harness.collectives.board import Board
+from shardproof.harness.findings.finding import Divergence
+from shardproof.harness.findings.verdict import Verdict
+from shardproof.harness.parity.rank import Rank, Seeds
+from shardproof.harness.parity.rank_state import RankState
+from shardproof.harness.worlds import casefile, leftovers
+from shardproof.harness.worlds.jobs import BOARD, Job, RankSpec, Result
+
+_PR_SET_PDEATHSIG = 1
+
+#: A collective that waits longer is not slow but stuck; the controller's deadline comes first.
+_TIMEOUT = datetime.timedelta(minutes=30)
+
+
+#: Destroying an abandoned group is not safe: DTensor's caches hand out its mesh again for an equal one.
+_MOST_ABANDONED_GROUPS = 32
+
+_MOST_OUTPUT_BYTES = 1 << 20
+
+
+def main(connection: Connection, spec: RankSpec) -> None:
+    """Start this rank, say so, and run jobs until the connection closes."""
+    _leave_with_the_controller()
+    log = _redirect_output(pathlib.Path(spec.directory) / f"rank{spec.index}.out")
+    faulthandler.enable(log)
+    faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
+    try:
+        state = _start(spec)
+    except Exception:
+        connection.send(("failed", traceback.format_exc()))
+        return
+    gc.collect()
+    gc.freeze()
+    connection.send(("ready", os.getpid()))
+    with contextlib.suppress(EOFError, OSError):
+        while (job := connection.recv()) is not None:
+            connection.send(run_job(state, job))
+            _flush()
+
+
+def _leave_with_the_controller() -> None:
+    # The controller decides about interrupts. The forkserver dies with it, and its children with the forkserver,
+    # which lives as long as anybody holds the other end of its pipe: multiprocessing gives one to every child.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.close(vars(forkserver._forkserver)["_forkserver_alive_fd"])
+    # A session of its own, so that whatever the rank starts can be ended with it.
+    os.setsid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _redirect_output(path: pathlib.Path) -> Any:
+    """Send both standard streams, of C code too, to a file that the controller reads."""
+    log = path.open("ab", buffering=0)
+    for number in (1, 2):
+        os.dup2(log.fileno(), number)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    return log
+
+
+def _start(spec: RankSpec) -> RankState:
+    key = spec.key
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = key.debug_level
+    if key.device == "cpu":
+        # Or torch.compile sets up the host's GPUs for graphs of the CPU: seconds, memory on a shared device, and an
+        # error of torch.utils.checkpoint where that happens inside a recomputed forward.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    torch._C._distributed_c10d.set_debug_level_from_env()
+    torch.set_num_threads(1)
+    device = torch.device("cpu") if key.device == "cpu" else torch.device(key.device, spec.device_index)
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(spec.device_index)
+    dist.init_process_group(
+        backend="gloo" if device.type == "cpu" else "nccl",
+        init_method=f"file://{spec.directory}/rendezvous",
+        rank=spec.index,
+        world_size=key.size,
+        timeout=_TIMEOUT,
+        device_id=None if device.type == "cpu" else device,
+    )
+    control = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+    announcer = Announcer(Board(pathlib.Path(spec.directory, BOARD), key.size), rank=spec.index)
+    announcer.watch_process_groups()
+    state = RankState(
+        index=spec.index,
+        size=key.size,
+        device=device,
+        directory=spec.directory,
+        control=control,
+        announcer=announcer,
+    )
+    state.mesh((key.size,), ("dp",))
+    dist.barrier(group=control)
+    return state
+
+
+def run_job(state: RankState, job: Job) -> Result:
+    """Run one case on this rank; everything it does wrong becomes part of the result."""
+    result = Result(job.number, state.index, Verdict.PASS)
+    try:
+        function, parameters, implementation = _prepare(state, job)
+    except Exception:
+        result.verdict, result.text = Verdict.HARNESS_ERROR, traceback.format_exc()
+        return result
+    state.announcer.start_job(job.number, checking=job.check_collectives, patience=job.deadline)
+    _shorten_output()
+    groups = state.foreign_groups()
+    before = leftovers.picture(state.device, groups=len(groups), directory=state.directory)
+    seeds = Seeds(job.init_seed, job.data_seed)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        tmp_path = pathlib.Path(job.tmp_path)
+        rank = Rank(state, implementation=implementation, seeds=seeds, tmp_path=tmp_path, monkeypatch=monkeypatch)
+        _seed(job.init_seed)
+        with _outcome(result), _threads_watched():
+            function(rank, **parameters)
+        with _outcome(result):
+            rank.finish()
+            if result.verdict == Verdict.PASS:
+                _finish_queued(state.device)
+    result.observations = rank.record
+    policy = implementation.traits.process_groups
+    foreign = len(state.foreign_groups())
+    counted = foreign if policy == "none" else len(groups)
+    after = leftovers.picture(state.device, groups=counted, directory=state.directory)
+    result.left_behind = leftovers.differences(before, after, excused=_excused(state, implementation))
+    state.used.add(implementation.name)
+    result.is_worn_out = policy == "abandoned" and foreign > _MOST_ABANDONED_GROUPS
+    return result
+
+
+def _excused(state: RankState, implementation: type[Adapter]) -> set[str]:
+    """What this implementation may leave behind here."""
+    excused = set() if implementation.name in state.used else set(leftovers.AFTER_FIRST_USE)
+    return excused if implementation.traits.frees_models else excused | {"modules"}
+
+
+def _finish_queued(device: torch.device) -> None:
+    """Wait for the device: what fails or hangs there must not become the next case's, and its collectives not pair."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def _prepare(state: RankState, job: Job) -> tuple[Any, dict[str, Any], type[Adapter]]:
+    module = casefile.load(job.module, pathlib.Path(job.path))
+    function = functools.reduce(getattr, job.function.split("."), module)
+    implementation = registry.load(job.implementation)
+    if implementation.traits.isolation != "shared":
+        implementation.prepare(state.device.type)
+    return function, pickle.loads(job.parameters), implementation
+
+
+@contextlib.contextmanager
+def _outcome(result: Result) -> Iterator[None]:
+    """Turn what is raised inside into the result; the first failure stands."""
+    try:
+        yield
+    except BaseException as error:
+        if result.verdict != Verdict.PASS:
+            return
+        result.verdict, result.text = Verdict.FAIL, _describe(error)
+        if isinstance(error, Divergence):
+            result.agreed = True
+            result.location = error.location
+        if isinstance(error, pytest.skip.Exception):
+            result.text = f"a case must not skip by itself: use @needs ({error})"
+
+
+@contextlib.contextmanager
+def _threads_watched() -> Iterator[None]:
+    """An exception that ends another thread fails the case as well."""
+    failures: list[threading.ExceptHookArgs] = []
+    before, threading.excepthook = threading.excepthook, failures.append
+    try:
+        yield
+    finally:
+        threading.excepthook = before
+    if failures:
+        name = failures[0].thread.name if failures[0].thread else "an unknown thread"
+        error = failures[0].exc_value or failures[0].exc_type()
+        raise RuntimeError(f"an exception ended {name}") from error
+
+
+def _describe(error: BaseException) -> str:
+    if isinstance(error, Divergence):
+        return str(error)
+    # The frames of this file say nothing about the case.
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    try:
+        return "".join(traceback.format_exception(type(error), error, frames))
+    except Exception as broken:
+        return f"{type(error).__name__} (its own text cannot be made: {type(broken).__name__})"
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def _shorten_output() -> None:
+    """Start over in a file that has grown large; the controller keeps the end of what each case wrote."""
+    if os.fstat(1).st_size > _MOST_OUTPUT_BYTES:
+        os.ftruncate(1, 0)
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def preload() -> None:
+    """Import in the forkserver what every rank needs, so that a rank costs a fork. Touches no device."""
+    # torch._dynamo: the first optimizer step imports it, half a second in every rank otherwise.
+    for name in ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp"):
+        importlib.import_module(name)
+
+
+preload()

@@ -1,0 +1,89 @@
+"""The worlds of one pytest process: started when first needed, reused, and replaced when a case breaks one."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from collections.abc import Iterable
+
+from shardproof.harness.findings.verdict import Verdict
+from shardproof.harness.worlds.jobs import Job, Result, WorldKey
+from shardproof.harness.worlds.lease import Leases, device_of
+from shardproof.harness.worlds.world import Outcome, World
+
+#: Idle worlds kept beside the one in use; each holds its ranks' memory, and a context per device.
+KEPT_WORLDS = 3
+
+
+class Pool:
+    """The worlds of one pytest process, the least recently used stopped first.
+
+    Args:
+        device_count: CUDA devices of the host.
+        worker: this process's number among xdist's workers; worlds of others start on other devices.
+    """
+
+    def __init__(self, *, device_count: int = 0, worker: int = 0) -> None:
+        self._worlds: collections.OrderedDict[WorldKey, World] = collections.OrderedDict()
+        self._leases = Leases()
+        self._device_count = device_count
+        self._worker = worker
+
+    def run(self, key: WorldKey, job: Job, *, alone: bool = False) -> Outcome:
+        """Run a case on a world of that key, started if there is none, on devices leased for the case.
+
+        Args:
+            key: which world.
+            job: what to run there.
+            alone: share the devices with no other case.
+
+        Raises:
+            WorldDied: the world could not be started.
+        """
+        with self._leased(key, alone=alone):
+            outcome = self._world(key).run(job)
+        if not _is_in_step(outcome.results) or any(result.is_worn_out for result in outcome.results):
+            self.discard(key)
+        return outcome
+
+    def _leased(self, key: WorldKey, *, alone: bool) -> contextlib.AbstractContextManager[None]:
+        if key.device == "cpu":
+            return self._leases.cores(key.size, alone=alone)
+        return self._leases.devices(self._devices(key), alone=alone)
+
+    def _devices(self, key: WorldKey) -> list[int]:
+        if key.device == "cpu":
+            return [0] * key.size
+        return device_of(self._worker, size=key.size, count=self._device_count)
+
+    def discard(self, key: WorldKey) -> None:
+        """End the world of that key; the next case starts another."""
+        world = self._worlds.pop(key, None)
+        if world is not None:
+            world.kill()
+
+    def close(self) -> None:
+        """Stop every world."""
+        while self._worlds:
+            _, world = self._worlds.popitem()
+            world.stop()
+
+    def _world(self, key: WorldKey) -> World:
+        world = self._worlds.get(key)
+        if world is not None and not world.is_alive:
+            self.discard(key)
+            world = None
+        if world is None:
+            while len(self._worlds) > KEPT_WORLDS:
+                _, oldest = self._worlds.popitem(last=False)
+                oldest.stop()
+            world = self._worlds[key] = World(key, self._devices(key))
+        self._worlds.move_to_end(key)
+        return world
+
+
+def _is_in_step(results: Iterable[Result]) -> bool:
+    """All passed, or all failed by agreement, and none left anything behind."""
+    results = list(results)
+    passed = all(result.verdict == Verdict.PASS for result in results)
+    return (passed or all(result.agreed for result in results)) and not any(result.left_behind for result in results)

@@ -1,0 +1,110 @@
+"""Who is stuck, where, and who is missing from which collective: read from outside, when a deadline has passed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+
+from shardproof.harness.collectives.board import Announcement
+
+#: How long a rank may take to write its stacks; faulthandler does it in the signal handler, whatever the rank does.
+_STACK_SECONDS = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Diagnosis:
+    """The rank that the others wait for, if it can be told, and what to say."""
+
+    rank: int | None
+    text: str
+
+
+def stacks(pid: int, output: pathlib.Path, read: Callable[[], str]) -> str:
+    """The Python stacks of a rank's threads, and with py-spy installed its native ones.
+
+    Args:
+        pid: the rank's process.
+        output: where its faulthandler writes.
+        read: takes what is new there.
+    """
+    size = output.stat().st_size if output.exists() else 0
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGUSR1)
+    until = time.monotonic() + _STACK_SECONDS
+    while time.monotonic() < until and output.exists() and output.stat().st_size == size:
+        time.sleep(0.01)
+    return read() + _native_stacks(pid)
+
+
+def _native_stacks(pid: int) -> str:
+    spy = shutil.which("py-spy")
+    if spy is None:
+        return ""
+    command = [spy, "dump", "--native", "--pid", str(pid)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except subprocess.TimeoutExpired:
+        return "py-spy did not answer\n"
+    return f"native stacks:\n{done.stdout or done.stderr}"
+
+
+def diagnose(entries: Mapping[int, list[Announcement]], *, stuck: Mapping[int, str], case_path: str) -> Diagnosis:
+    """Who keeps the ranks of ``stuck`` waiting.
+
+    Args:
+        entries: what every rank of the world announced in the case.
+        stuck: the ranks that did not answer, with their stacks.
+        case_path: the file whose frames say where in the case a rank is.
+    """
+    lines, culprits = [], []
+    for rank in stuck:
+        last = entries[rank][-1] if entries[rank] else None
+        missing = [] if last is None else [peer for peer in last.ranks if _entered(entries[peer], last) < last.number]
+        if last is None or not missing:
+            continue
+        culprits += [peer for peer in missing if peer not in culprits]
+        lines.append(
+            f"rank {rank} is in {last.text}, number {last.number} on ranks {list(last.ranks)} (group {last.group!r}), "
+            f"and {_listed(missing)} missing from it"
+        )
+    # A rank that waits inside one collective is not the cause of what others wait for, if somebody else is outside all.
+    outside = [rank for rank in culprits if not any(line.startswith(f"rank {rank} is in ") for line in lines)]
+    suspects = outside or culprits or [rank for rank in stuck if not _waits(entries[rank], entries)] or list(stuck)
+    for rank in suspects:
+        lines.append(f"rank {rank} {_whereabouts(rank, entries[rank], stuck, case_path)}")
+    lines += [_tail(rank, own) for rank, own in entries.items() if own]
+    return Diagnosis(suspects[0] if suspects else None, "\n".join(lines))
+
+
+def _entered(entries: list[Announcement], last: Announcement) -> int:
+    return max((entry.number for entry in entries if entry.group == last.group), default=0)
+
+
+def _waits(own: list[Announcement], entries: Mapping[int, list[Announcement]]) -> bool:
+    return bool(own) and any(_entered(entries[peer], own[-1]) < own[-1].number for peer in own[-1].ranks)
+
+
+def _whereabouts(rank: int, own: list[Announcement], stuck: Mapping[int, str], case_path: str) -> str:
+    if rank not in stuck:
+        return "has already finished the case" + (f"; its last collective was {own[-1].text}" if own else "")
+    frames = [line.strip() for line in stuck[rank].splitlines() if line.strip().startswith("File ")]
+    in_case = [line for line in frames if case_path in line]
+    where = (in_case or frames or ["nowhere that its stacks show"])[0]
+    return f"is at {where}" + (f", after {own[-1].text}" if own else ", before any collective of the case")
+
+
+def _tail(rank: int, entries: list[Announcement]) -> str:
+    shown = "".join(f"\n    {entry.number} on ranks {list(entry.ranks)}: {entry.text}" for entry in entries)
+    return f"  last collectives of rank {rank}:{shown}"
+
+
+def _listed(ranks: list[int]) -> str:
+    names = ", ".join(map(str, ranks))
+    return f"rank {names} is" if len(ranks) == 1 else f"ranks {names} are"

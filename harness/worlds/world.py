@@ -1,0 +1,205 @@
+"""One world: its rank processes, from the controller's side."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from shardproof.harness.collectives.board import Announcement, Board
+from shardproof.harness.findings.verdict import Verdict
+from shardproof.harness.worlds import entry, forkserver
+from shardproof.harness.worlds.jobs import BOARD, Job, RankSpec, Result, WorldKey
+from shardproof.harness.worlds.watchdog import Diagnosis, diagnose, stacks
+
+#: From fork to the first barrier, device context and groups included.
+START_SECONDS = 120.0
+
+#: After one rank failed, how long its peers may take to finish before they count as waiting for it.
+GRACE_SECONDS = 2.0
+
+
+@dataclasses.dataclass
+class RankProcess:
+    """The controller's end of one rank."""
+
+    process: Any
+    connection: Connection
+    output: pathlib.Path
+    read: int = 0
+
+    def new_output(self, limit: int = 64 * 1024) -> str:
+        """What the rank has written since last asked, at most the last ``limit`` bytes."""
+        size = self.output.stat().st_size if self.output.exists() else 0
+        if size < self.read:  # the rank started over
+            self.read = 0
+        start, self.read = max(self.read, size - limit), size
+        if size <= start:
+            return ""
+        with self.output.open("rb") as file:
+            file.seek(start)
+            return file.read(size - start).decode(errors="replace")
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What a world said of a job: one result a rank, and everything that the ranks printed."""
+
+    results: list[Result]
+    outputs: list[str]
+    seconds: float
+    diagnosis: Diagnosis | None = None
+    """Who kept the others waiting, where some did not answer."""
+
+
+class WorldDied(Exception):
+    """A world could not be started; the text says what its ranks said."""
+
+
+class World:
+    """The ranks of one world, from the controller's side."""
+
+    def __init__(self, key: WorldKey, devices: Sequence[int]) -> None:
+        self.key = key
+        self.devices = devices
+        self._directory = pathlib.Path(tempfile.mkdtemp(prefix="shardproof-"))
+        self._board = Board(self._directory / BOARD, key.size)
+        self._announced: dict[int, list[Announcement]] = {}
+        self._is_busy = False
+        forkserver.start()
+        self.ranks = [self._spawn(index) for index in range(key.size)]
+        try:
+            self._await_start()
+        except BaseException:
+            self.kill()
+            raise
+
+    def _spawn(self, index: int) -> RankProcess:
+        context = forkserver.context()
+        ours, theirs = context.Pipe()
+        spec = RankSpec(self.key, index, str(self._directory), device_index=self.devices[index])
+        process = context.Process(target=entry.main, args=(theirs, spec), daemon=True, name=f"rank {index}")
+        process.start()
+        theirs.close()
+        return RankProcess(process, ours, self._directory / f"rank{index}.out")
+
+    def _await_start(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        for index, rank in enumerate(self.ranks):
+            said = ("failed", f"no answer within {START_SECONDS:g} s")
+            if rank.connection.poll(max(0.0, deadline - time.monotonic())):
+                with contextlib.suppress(EOFError, OSError):
+                    said = rank.connection.recv()
+            if said[0] != "ready":
+                raise WorldDied(f"a world of {self.key} did not start: rank {index}: {said[1]}\n{rank.new_output()}")
+
+    def run(self, job: Job) -> Outcome:
+        """Run a case on all ranks; a world that is not in step afterwards is marked by its results."""
+        started = time.monotonic()
+        self._is_busy = True
+        for rank in self.ranks:
+            with contextlib.suppress(OSError):
+                rank.connection.send(job)
+        results = self._collect(job, started + job.deadline)
+        self._is_busy = False
+        diagnosis = self._diagnose(job, results)
+        seconds = time.monotonic() - started
+        return Outcome(results, [rank.new_output() for rank in self.ranks], seconds, diagnosis)
+
+    def _diagnose(self, job: Job, results: list[Result]) -> Diagnosis | None:
+        stuck = {result.rank: result.text for result in results if result.verdict == Verdict.HANG}
+        if not stuck:
+            return None
+        return diagnose(self._announced, stuck=stuck, case_path=job.path)
+
+    def _collect(self, job: Job, until: float) -> list[Result]:
+        results: dict[int, Result] = {}
+        waiting: dict[Any, int] = {rank.connection: index for index, rank in enumerate(self.ranks)}
+        failed = False
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, until - time.monotonic()))
+            if not ready:
+                break
+            for connection in ready:
+                index = waiting.pop(connection)
+                results[index] = self._receive(index, job)
+                if results[index].verdict != Verdict.PASS and not failed:
+                    failed = True
+                    until = min(until, time.monotonic() + GRACE_SECONDS)
+        if waiting:
+            # Before any stack is asked for: the signal ends a rank's sleep, and it may go on.
+            self._announced = {rank: self._board.entries(rank, job=job.number) for rank in range(self.key.size)}
+        for index in waiting.values():
+            results[index] = self._stuck(index, job, after_failure=failed)
+        return [results[index] for index in sorted(results)]
+
+    def _receive(self, index: int, job: Job) -> Result:
+        rank = self.ranks[index]
+        try:
+            result: Result = rank.connection.recv()
+            return result
+        except (EOFError, OSError):
+            rank.process.join(timeout=1.0)
+            return Result(
+                job.number, index, Verdict.CRASH, f"the rank's process ended: {_ending(rank.process.exitcode)}"
+            )
+
+    def _stuck(self, index: int, job: Job, *, after_failure: bool) -> Result:
+        rank = self.ranks[index]
+        shown = stacks(rank.process.pid, rank.output, rank.new_output)
+        if after_failure:
+            text = f"the rank was still waiting {GRACE_SECONDS:g} s after another had failed"
+        else:
+            text = "the rank did not answer before the deadline"
+        return Result(job.number, index, Verdict.HANG, f"{text}; its stacks:\n{shown}")
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether every rank's process runs."""
+        return all(rank.process.is_alive() for rank in self.ranks)
+
+    def stop(self) -> None:
+        """Let the ranks leave their loops, then make sure that they did; one that is busy is not asked."""
+        if self._is_busy:
+            return self.kill()
+        for rank in self.ranks:
+            with contextlib.suppress(OSError):
+                rank.connection.send(None)
+        for rank in self.ranks:
+            rank.process.join(timeout=2.0)
+        self.kill()
+
+    def kill(self) -> None:
+        """End every rank at once and remove the world's directory."""
+        for rank in self.ranks:
+            if rank.process.is_alive():
+                _kill_tree(rank.process.pid)
+        for rank in self.ranks:
+            rank.process.join()
+            rank.connection.close()
+        self._board.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _kill_tree(pid: int) -> None:
+    """End a rank and what it started: a rank leads a session of its own, unless it had no time to."""
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError):
+            kill(pid, signal.SIGKILL)
+
+
+def _ending(code: int | None) -> str:
+    if code is None:
+        return "it closed its connection and did not exit"
+    if code < 0:
+        hint = ", which the kernel also sends when memory runs out" if -code == signal.SIGKILL else ""
+        return f"killed by {signal.Signals(-code).name}{hint}"
+    return f"exit code {code}"

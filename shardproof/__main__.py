@@ -1,0 +1,65 @@
+"""The command line: ``shardproof run`` and ``shardproof report``, also as ``python -m shardproof``."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Sequence
+
+USAGE = """\
+usage: shardproof COMMAND ...
+
+commands:
+  run      run the packaged suites with pytest; takes pytest's arguments and shardproof's options
+  report   print a run file's matrix, failures and skips
+
+`shardproof COMMAND --help` describes a command.
+"""
+
+BAD_USAGE = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        arguments: the command and its arguments; those of the process by default.
+
+    Returns:
+        The exit code of the command, or 2 with one line on stderr for a command that does not exist.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    command = given[0] if given else ""
+    if command in ("-h", "--help"):
+        print(USAGE, end="")
+        return 0
+    # Each command is imported when it is chosen: a run file can be read without torch and pytest.
+    if command == "run":
+        from shardproof.run import run
+
+        return run(given[1:])
+    if command == "report":
+        from shardproof.reports.command import report
+
+        return report(given[1:])
+    print(f"shardproof: {command!r} is not a command; use run or report" if command else USAGE, file=sys.stderr)
+    return BAD_USAGE
+
+
+def console() -> int:
+    """The entry point of the installed command: :func:`main` for a terminal that may be closed or lack Unicode."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, `head` say, has seen enough; the flush at exit must not complain either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(console())

@@ -1,0 +1,31 @@
+"""The pytest plugin, under the name that a conftest gives: ``pytest_plugins = ["shardproof.plugin"]``."""
+
+from shardproof.harness.plugin.hooks import (
+    pytest_addoption,
+    pytest_collect_directory,
+    pytest_collection_modifyitems,
+    pytest_configure,
+    pytest_generate_tests,
+    pytest_load_initial_conftests,
+    pytest_pycollect_makemodule,
+    pytest_pyfunc_call,
+    pytest_runtest_makereport,
+    pytest_sessionfinish,
+    pytest_terminal_summary,
+    rank,
+)
+
+__all__ = [
+    "pytest_addoption",
+    "pytest_collect_directory",
+    "pytest_collection_modifyitems",
+    "pytest_configure",
+    "pytest_generate_tests",
+    "pytest_load_initial_conftests",
+    "pytest_pycollect_makemodule",
+    "pytest_pyfunc_call",
+    "pytest_runtest_makereport",
+    "pytest_sessionfinish",
+    "pytest_terminal_summary",
+    "rank",
+]

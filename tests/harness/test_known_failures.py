@@ -1,0 +1,207 @@
+"""Expectations in a run: what is excused, what fails the run, and when a run is complete enough to say so."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from tests.harness.inner import error_lines, last_error
+
+SOURCE = """
+import os
+import pytest
+from shardproof.harness import world
+@world(1)
+@pytest.mark.parametrize("how", ["passes", "fails"])
+def test_case(rank, how):
+    assert how != "fails"
+@world(1)
+def test_other(rank):
+    pass
+"""
+FAILS = "test_inner.py::test_case[w1-fails]"
+STALE = "test_inner.py::test_gone*"
+
+
+def entry(case, verdict="fail", **more):
+    """One entry as TOML."""
+    fields = {"case": case, "verdict": verdict, "reason": "it is known", "link": "findings"}
+    lines = [f'{name} = "{value}"' for name, value in fields.items()]
+    return "\n".join(["[[expect]]", *lines, *(f"{name} = {value}" for name, value in more.items())]) + "\n"
+
+
+@pytest.fixture
+def expect(pytester):
+    """Write the file of an implementation beside the inner cases."""
+
+    def expect(*entries, implementation="ddp"):
+        folder = pytester.path / "expectations"
+        folder.mkdir(exist_ok=True)
+        (folder / f"{implementation}.toml").write_text("\n".join(entries))
+
+    return expect
+
+
+def verdicts(pytester, name="run.json"):
+    cases = json.loads(pytester.path.joinpath(name).read_text())["cases"]
+    return {(case["implementation"], case["id"].partition("::")[2]): case for case in cases}
+
+
+# What is excused
+
+
+def test_an_expected_failure_is_one_implementations_own(run, expect, pytester):
+    expect(entry(FAILS))
+    result = run(SOURCE, "--impl", "ddp,reference", "--report", "run.json")
+    result.assert_outcomes(passed=4, xfailed=1, failed=1)
+    result.stdout.fnmatch_lines(["ddp: 1 expected-fail, 2 pass", "reference: 1 fail, 2 pass"])
+    reasons = [getattr(report, "wasxfail", None) for report in result.reprec.getreports("pytest_runtest_logreport")]
+    # Some versions of pytest write "reason: " before it.
+    assert {reason.removeprefix("reason: ") for reason in reasons if reason} == {"fail: it is known (findings)"}
+    found = verdicts(pytester)
+    assert found["reference", "test_case[w1-fails]"]["verdict"] == "fail"
+    known = found["ddp", "test_case[w1-fails]"]
+    assert (known["verdict"], known["expected"]) == ("expected-fail", "fail: it is known (findings)")
+    assert "AssertionError" in known["failure"]["text"], "what failed is still there to read"
+
+
+def test_a_run_of_expected_failures_succeeds(run, expect):
+    expect(entry(FAILS))
+    result = run(SOURCE)
+    result.assert_outcomes(passed=2, xfailed=1)
+    assert (result.ret, error_lines(result)) == (pytest.ExitCode.OK, [])
+
+
+def test_an_unexpected_pass_fails_and_names_the_entry(run, expect, pytester):
+    expect(entry(FAILS), entry("test_inner.py::test_case[w1-passes]"))
+    result = run(SOURCE, "--report", "run.json")
+    result.assert_outcomes(passed=1, xfailed=1, failed=1)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    told = "passes, and ddp.toml entry 2 expects fail: it is known"
+    result.stdout.fnmatch_lines([f"unexpected-pass: {told}", "reproduce: *"])
+    case = verdicts(pytester)["ddp", "test_case[w1-passes]"]
+    assert (case["verdict"], case["failure"]["text"], case["expected"]) == ("unexpected-pass", told, "")
+
+
+CRASHES = SOURCE.replace('how != "fails"', 'how != "fails" or os._exit(3)')
+
+
+@pytest.mark.parametrize(("source", "verdict", "found"), [(SOURCE, "crash", "fail"), (CRASHES, "fail", "crash")])
+def test_another_failure_is_not_excused(run, expect, source, verdict, found):
+    expect(entry(FAILS, verdict=verdict))
+    result = run(source)
+    result.assert_outcomes(passed=2, failed=1)
+    result.stdout.fnmatch_lines([f"{found}: *", f"ddp.toml entry 1 expects {verdict}, not {found}"])
+
+
+def test_a_crash_can_be_expected(run, expect):
+    expect(entry(FAILS, verdict="crash"))
+    result = run(CRASHES)
+    result.assert_outcomes(passed=2, xfailed=1)
+    assert result.ret == pytest.ExitCode.OK
+
+
+@pytest.mark.parametrize("more", [{"torch": f'"!={torch.__version__.partition("+")[0]}"'}, {"device": '"cuda"'}])
+def test_entries_of_other_versions_and_devices_say_nothing(run, expect, more):
+    expect(entry(FAILS, **more), entry(STALE, **more))
+    result = run(SOURCE, "--device", "cpu")
+    result.assert_outcomes(passed=2, failed=1)
+    assert error_lines(result) == []
+
+
+def test_runxfail_forgets_expectations(run, expect):
+    expect(entry(FAILS), entry("test_inner.py::test_other*"))
+    run(SOURCE, "--runxfail").assert_outcomes(passed=2, failed=1)
+
+
+# What is wrong with the entries themselves
+
+OUT_OF_DATE = "ERROR: expectations/ddp.toml entry 2 matches no case: test_inner.py::test_gone*"
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_an_entry_without_a_case_fails_a_complete_run(run, expect, workers):
+    expect(entry(FAILS), entry(STALE))
+    result = run(SOURCE, "-n", workers, own_process=workers != "0")
+    result.assert_outcomes(passed=2, xfailed=1)
+    assert (result.ret, last_error(result)) == (pytest.ExitCode.TESTS_FAILED, OUT_OF_DATE)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("-k", "passes"),
+        ("-m", "not slow"),
+        ("--deselect", "test_inner.py::test_other"),
+        ("test_inner.py::test_other",),
+        ("test_inner.py::test_other", "-n", "1"),
+        ("--world", "1"),
+        ("--collect-only",),
+    ],
+    ids="_".join,
+)
+def test_a_part_of_the_cases_does_not_tell(run, expect, pytester, options):
+    expect(entry(FAILS), entry(STALE))
+    pytester.makeini("[pytest]\nmarkers = slow: is slow")
+    result = run(SOURCE.replace("def test_other", "@pytest.mark.slow\ndef test_other"), *options)
+    assert (result.ret, error_lines(result)) == (pytest.ExitCode.OK, [])
+
+
+@pytest.mark.parametrize("options", [("test_inner.py",), ("--ignore", "test_second.py")], ids="_".join)
+def test_fewer_chapters_do_not_tell(run, expect, pytester, options):
+    expect(entry(FAILS), entry(STALE))
+    pytester.path.joinpath("test_second.py").write_text("def test_second():\n    pass\n")
+    result = run(SOURCE, *options)
+    assert (result.ret, error_lines(result)) == (pytest.ExitCode.OK, [])
+
+
+def test_a_file_that_does_not_import_is_missing(run, expect, pytester):
+    expect(entry(FAILS), entry(STALE))
+    pytester.path.joinpath("test_second.py").write_text("import nothing_of_that_name")
+    result = run(SOURCE, "--continue-on-collection-errors")
+    result.assert_outcomes(passed=2, xfailed=1, errors=1)
+    assert OUT_OF_DATE not in result.stdout.lines
+
+
+def test_nightly_cases_are_always_left_out(run, expect, pytester):
+    """A run without them is as complete as an ordinary run can be, and an entry about one of them has its case."""
+    expect(entry(FAILS), entry(STALE), entry("test_inner.py::test_other*"))
+    pytester.makeini("[pytest]\naddopts = -m 'not nightly'")
+    result = run(SOURCE.replace("def test_other", "@pytest.mark.nightly\ndef test_other"))
+    result.assert_outcomes(passed=1, xfailed=1, deselected=1)
+    assert (result.ret, last_error(result)) == (pytest.ExitCode.TESTS_FAILED, OUT_OF_DATE)
+
+
+def test_all_chapters_together_are_complete(run, expect, pytester):
+    expect(entry(FAILS), entry(STALE))
+    pytester.path.joinpath("test_second.py").write_text("def test_plain():\n    pass\n")
+    assert last_error(run(SOURCE, "test_inner.py", "test_second.py")) == OUT_OF_DATE
+
+
+@pytest.mark.parametrize("options", [(), ("-k", "fails")], ids="_".join)
+def test_an_expired_entry_fails_every_run(run, expect, options):
+    expect(entry(FAILS), entry("test_inner.py::test_other*", expires="2020-02-29"))
+    result = run(SOURCE, *options)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    assert result.parseoutcomes().get("failed", 0) == 0
+    assert last_error(result) == (
+        "ERROR: expectations/ddp.toml entry 2 expired on 2020-02-29: test_inner.py::test_other* (it is known)"
+    )
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_a_file_that_cannot_be_read_is_a_usage_error(run, expect, workers):
+    expect(entry(FAILS, verdict="pass"), entry(STALE))
+    result = run(SOURCE, "-n", workers, own_process=workers != "0")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert last_error(result) == (
+        "ERROR: expectations/ddp.toml entry 1: verdict = 'pass' cannot be expected; fail, hang, crash can"
+    )
+    result.assert_outcomes()
+
+
+def test_other_implementations_files_are_not_read(run, expect):
+    expect("no TOML", implementation="reference")
+    assert run(SOURCE.replace('!= "fails"', '!= ""')).ret == pytest.ExitCode.OK

@@ -1,0 +1,109 @@
+"""The rooms of harness and reports: how many layers they have, and that no imports go in a circle.
+
+Read from the sources, so that imports inside functions and under TYPE_CHECKING count as any other. import-linter keeps
+the order of the layers (tests/test_repository.py); here their number is counted, and circles of files are found.
+"""
+
+import ast
+import functools
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MOST_LAYERS = 7
+
+
+def modules(package):
+    """The files of a package, by the names under which they are imported: {name: path}."""
+    found = {}
+    for path in sorted((ROOT if package == "fsdp_impl" else ROOT / "shardproof").joinpath(package).rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts).removesuffix(".__init__")] = path
+    return found
+
+
+def imported_names(tree):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ([alias.name] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "relative imports are not used here"
+            for alias in node.names:
+                # The module of that name, or the one that holds it.
+                yield [f"{node.module}.{alias.name}", node.module]
+
+
+def graph(sources):
+    """{module: the modules that it imports}, for {name: source}."""
+    edges = {}
+    for name, source in sources.items():
+        found = (next((one for one in names if one in sources), None) for names in imported_names(ast.parse(source)))
+        edges[name] = {one for one in found if one is not None and one != name}
+    return edges
+
+
+def circles(edges):
+    """Lists of modules that import each other, each once (strongly connected components of several modules)."""
+
+    def reachable(start):
+        seen, stack = set(), [start]
+        while stack:
+            for other in edges[stack.pop()] - seen:
+                seen.add(other)
+                stack.append(other)
+        return seen
+
+    reach = {name: reachable(name) for name in edges}
+    found = {frozenset(other for other in edges if other in reach[name] and name in reach[other]) for name in edges}
+    return sorted(sorted(group) for group in found if len(group) > 1)
+
+
+def rooms(edges, *, depth=3):
+    """The same graph between rooms: packages, or files, directly in `shardproof.harness` or `shardproof.reports`."""
+
+    def room(name):
+        return ".".join(name.split(".")[:depth])
+
+    merged = {room(name): set() for name in edges}
+    for name, others in edges.items():
+        merged[room(name)] |= {room(other) for other in others} - {room(name)}
+    return merged
+
+
+def layers(edges):
+    """The length of the longest chain of rooms that import each other; of a graph without circles."""
+
+    @functools.cache
+    def height(room):
+        return 1 + max(map(height, edges[room]), default=0)
+
+    return max(map(height, edges))
+
+
+@pytest.mark.parametrize("package", ["harness", "reports"])
+def test_no_circle_and_few_layers(package):
+    edges = graph({name: path.read_text() for name, path in modules(package).items()})
+    assert len(edges) > 6, "the folder has moved"
+    between = rooms(edges)
+    assert circles(edges) == []
+    assert circles(between) == []
+    print(f"{package}: {len(edges)} files in {len(between)} rooms, no circle, {layers(between)} layers")
+    assert layers(between) <= MOST_LAYERS
+
+
+def test_a_circle_is_found():
+    sources = {
+        "a.b.one": "from a.b import two",
+        "a.b.two": "def late():\n    from a.c.three import thing",
+        "a.c.three": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import a.b.one",
+        "a.c.four": "import a.c.three",
+    }
+    edges = graph(sources)
+    assert circles(edges) == [["a.b.one", "a.b.two", "a.c.three"]]
+    assert circles(rooms(edges, depth=2)) == [["a.b", "a.c"]]
+
+
+def test_layers_are_counted():
+    chain = {f"a.room{i}.file": f"import a.room{i + 1}.file" for i in range(7)} | {"a.room7.file": ""}
+    assert layers(rooms(graph(chain), depth=2)) == 8
