@@ -1,10 +1,14 @@
-"""The harness of shardproof: worlds of ranks, parity with a baseline, and verdicts with reasons.
+"""The harness of shardproof: runs cases on worlds of ranks and compares sharded training with a baseline.
 
-What a case module imports lives here and is light: no torch, because pytest loads the
-plugin in every run of an environment that has shardproof installed.
+Case modules import their marks and capabilities from here. This module imports no torch, because the pytest plugin
+imports it in every run of a project that names the plugin, even where no case is collected.
 """
 
-from shardproof.harness.adapters.capability import Capability, Hardware
-from shardproof.harness.plugin.marks import alone, contract, deadline, needs, seed, world
+if __name__ != "shardproof.harness":
+    # From the root of a clone the folder could be imported by a second name, and every class in it would exist twice.
+    raise ImportError(f"{__name__} is imported as shardproof.{__name__}")
 
-__all__ = ["Capability", "Hardware", "alone", "contract", "deadline", "needs", "seed", "world"]
+from shardproof.harness.adapters.capability import Capability, Hardware
+from shardproof.harness.plugin.marks import alone, contract, deadline, needs, world
+
+__all__ = ["Capability", "Hardware", "alone", "contract", "deadline", "needs", "world"]

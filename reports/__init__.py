@@ -1,4 +1,8 @@
-"""Reads run files and prints what they say. Needs the standard library alone, so that a run can be read anywhere."""
+"""Reads run files and prints them. Imports the standard library alone, so that a run can be read on any machine."""
+
+if __name__ != "shardproof.reports":
+    # From the root of a clone the folder could be imported by a second name, and every class in it would exist twice.
+    raise ImportError(f"{__name__} is imported as shardproof.{__name__}")
 
 from shardproof.reports.fields import RecordError
 from shardproof.reports.matrix import render_summary

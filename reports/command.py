@@ -1,4 +1,4 @@
-"""The command `shardproof report`: prints what a run file says."""
+"""The command ``shardproof report``: prints a run file."""
 
 import argparse
 import sys
@@ -11,18 +11,18 @@ BAD_INPUT = 2
 
 
 def report(arguments: Sequence[str]) -> int:
-    """Print a run file's matrix, failures and skips.
+    """Print the matrix, failures and skips of a run file.
 
-    Failing cases do not change the exit code: a report reads, it does not judge.
+    Failing cases do not change the exit code: the run has already judged them.
 
     Args:
-        arguments: of the command, without its name.
+        arguments: the arguments after the name of the command.
 
     Returns:
-        0, or 2 with one line on stderr for a file that cannot be read.
+        The exit code: 0, or 2 if the file cannot be read, with one line on stderr.
 
     Raises:
-        SystemExit: with code 2 for unknown arguments and 0 for ``--help``, as argparse does.
+        SystemExit: from argparse, with code 2 for unknown arguments and 0 for ``--help``.
     """
     options = _parser().parse_args(arguments)
     try:
@@ -35,8 +35,8 @@ def report(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="shardproof report", description="Print what a run file of shardproof says.")
-    parser.add_argument("file", help="a run file, as --report wrote it")
-    parser.add_argument("--cases", action="store_true", help="one row for each case, not for each requirement")
-    parser.add_argument("--full", action="store_true", help="print the failures' texts whole, however long")
+    parser = argparse.ArgumentParser(prog="shardproof report", description="Print a run file of shardproof.")
+    parser.add_argument("file", help="a run file, written by a run with --report")
+    parser.add_argument("--cases", action="store_true", help="print one row for each case instead of each requirement")
+    parser.add_argument("--full", action="store_true", help="print long failure texts in full")
     return parser

@@ -1,4 +1,4 @@
-"""Typed reading of JSON objects: each getter returns what the schema asks for or names the field and value at fault."""
+"""Typed access to JSON objects: each getter returns a value of the expected type or raises an error with the field."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -8,30 +8,38 @@ T = TypeVar("T")
 
 _KINDS: dict[type, str] = {str: "a string", int: "an integer", float: "a number", list: "a list", dict: "an object"}
 _NOT_FINITE = ("nan", "inf", "-inf")
-_WHOLE = "the run file"  # where a message points that is about no field of it
-_SHOWN = 80  # characters of an offending value that a one-line message shows
+_WHOLE = "the run file"  # the place that a message names if the error is in no field
+_SHOWN = 80  # the most characters of a wrong value in a message, which must stay one line
 
 
 class RecordError(ValueError):
-    """A run file does not follow the schema. The message is one line that names the field and its value."""
+    """A run file violates the schema. The message is one line with the field and its value."""
 
 
 def shown(value: object) -> str:
-    """The value as one short line, for a message."""
+    """Format a value as one short line, for a message."""
     text = repr(value)
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 
 
 def kind_of(value: object, kind: type[T], where: str) -> T:
-    """Return `value` if it is of the JSON kind `kind`. A bool is no integer.
+    """Check the type of a JSON value.
 
-    A number may be an integer, or one of the names "nan", "inf" and "-inf": JSON has no numbers for them, and a
-    run that diverges has them for losses.
+    Args:
+        value: the value.
+        kind: the expected type, one of str, int, float, list and dict. A bool is not an integer. A float may be
+            written as an integer, or as one of the strings "nan", "inf" and "-inf": JSON has no such numbers, and the
+            losses of a diverging run have these values.
+        where: the path of the value in the file, for the message.
 
-    Raises RecordError, naming `where`, if it is not.
+    Returns:
+        The value; a float if `kind` is float.
+
+    Raises:
+        RecordError: the value has another type.
     """
     if kind is float and (type(value) is int or value in _NOT_FINITE):
-        with suppress(OverflowError):  # an integer of 400 digits fits no float, and so is no number here
+        with suppress(OverflowError):  # an integer of 400 digits fits no float and is rejected below
             value = float(value)
     if isinstance(value, kind) and not isinstance(value, bool):
         return value
@@ -39,10 +47,16 @@ def kind_of(value: object, kind: type[T], where: str) -> T:
 
 
 class Fields:
-    """One JSON object of a run file and the path that leads to it, for the messages.
+    """One JSON object of a run file, with its path in the file for messages.
 
-    Fields that the schema does not name are left alone: a newer writer may add some without a new schema version.
-    Raises RecordError if `data` is not an object.
+    Unknown fields are ignored: a newer writer may add fields without a new schema version.
+
+    Args:
+        data: the object.
+        where: the path of the object in the file; empty for the whole file.
+
+    Raises:
+        RecordError: `data` is not an object.
     """
 
     def __init__(self, data: object, where: str) -> None:
@@ -50,42 +64,89 @@ class Fields:
         self.where = where
 
     def path(self, name: str) -> str:
-        """Where the field `name` stands in the file."""
+        """The path of the field `name` in the file."""
         return f"{self.where}.{name}" if self.where else name
 
     def has(self, name: str) -> bool:
-        """Whether the field is there and not null."""
+        """Whether the field is present and not null."""
         return self.data.get(name) is not None
 
     def required(self, name: str, kind: type[T]) -> T:
-        """The field's value. Raises RecordError if it is missing or of another kind."""
+        """Read a field that must be present.
+
+        Args:
+            name: the name of the field.
+            kind: the expected type, as for :func:`kind_of`.
+
+        Returns:
+            The value.
+
+        Raises:
+            RecordError: the field is missing or has another type.
+        """
         if name not in self.data:
             raise RecordError(f"{self.where or _WHOLE}: the field {name!r} is missing")
         return kind_of(self.data[name], kind, self.path(name))
 
     def optional(self, name: str, default: T) -> T:
-        """The field's value, or `default` where it is missing or null. Raises RecordError for a kind other than the
-        default's.
+        """Read a field that has a default.
+
+        Args:
+            name: the name of the field.
+            default: the value of a missing or null field; the field must have the same type.
+
+        Returns:
+            The value, or the default.
+
+        Raises:
+            RecordError: the field has another type.
         """
         return kind_of(self.data[name], type(default), self.path(name)) if self.has(name) else default
 
     def maybe(self, name: str, kind: type[T]) -> T | None:
-        """The field's value, or None where it is missing or null. Raises RecordError for another kind."""
+        """Read an optional field.
+
+        Args:
+            name: the name of the field.
+            kind: the expected type, as for :func:`kind_of`.
+
+        Returns:
+            The value, or None if the field is missing or null.
+
+        Raises:
+            RecordError: the field has another type.
+        """
         return kind_of(self.data[name], kind, self.path(name)) if self.has(name) else None
 
     def items(self, name: str, read: Callable[[object, str], T]) -> tuple[T, ...]:
-        """The field's list, each element read by `read(element, where)`; empty where the field is missing or null.
+        """Read an optional list.
 
-        Raises RecordError if it is no list or an element does not read.
+        Args:
+            name: the name of the field.
+            read: converts one element, given the element and its path.
+
+        Returns:
+            The converted elements; empty if the field is missing or null.
+
+        Raises:
+            RecordError: the field is not a list, or `read` rejects an element.
         """
         where = self.path(name)
         elements: list[object] = self.optional(name, [])
         return tuple(read(element, f"{where}[{i}]") for i, element in enumerate(elements))
 
     def mapping(self, name: str, read: Callable[[object, str], T]) -> dict[str, T]:
-        """The field's object, each value read by `read(value, where)`; empty where the field is missing or null.
+        """Read an optional object.
 
-        Raises RecordError if it is no object or a value does not read.
+        Args:
+            name: the name of the field.
+            read: converts one value, given the value and its path.
+
+        Returns:
+            The converted values by key; empty if the field is missing or null.
+
+        Raises:
+            RecordError: the field is not an object, or `read` rejects a value.
         """
         where = self.path(name)
         values: dict[str, object] = self.optional(name, {})
@@ -93,15 +154,27 @@ class Fields:
 
 
 def text(value: object, where: str) -> str:
-    """Read a string. Raises RecordError for anything else."""
+    """Read a string.
+
+    Raises:
+        RecordError: the value is not a string.
+    """
     return kind_of(value, str, where)
 
 
 def integer(value: object, where: str) -> int:
-    """Read an integer. Raises RecordError for anything else, booleans included."""
+    """Read an integer.
+
+    Raises:
+        RecordError: the value is not an integer; a boolean is not one.
+    """
     return kind_of(value, int, where)
 
 
 def number(value: object, where: str) -> float:
-    """Read a number, which may be the name of one that is not finite. Raises RecordError for anything else."""
+    """Read a number, finite or not.
+
+    Raises:
+        RecordError: the value is neither a number nor one of "nan", "inf" and "-inf".
+    """
     return kind_of(value, float, where)

@@ -1,4 +1,4 @@
-"""One run as text: failures, skips, and the matrix with cases or requirements down and implementations across."""
+"""Renders a run as text: failures, skips, and a matrix of requirements or cases by implementations."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -7,17 +7,24 @@ from shardproof.reports.record import CaseRecord, Failure, Verdict
 from shardproof.reports.run import Environment, Run
 from shardproof.reports.table import indented, printable, table
 
-_NOT_RUN = "-"  # a cell without a record
-_FIRST_LINES, _LAST_LINES = 6, 10  # what remains of a long failure text
+_NOT_RUN = "-"  # the text of a cell without a record
+_FIRST_LINES, _LAST_LINES = 6, 10  # of a long failure text that is shortened
 
 
 def render_summary(run: Run, *, by_case: bool = False, full: bool = False) -> str:
     """Render a run for a terminal.
 
-    First come the failures, each with a line that repeats it, where it happened and its text, then the failures that
-    were expected, grouped by why, and the skips, by what is missing. The matrix is last, where a terminal stands still:
-    a row for each requirement, with the number of each verdict in a cell, or with `by_case` one for each case. A long
-    text loses its middle unless `full`. The result ends with a newline. Nothing is raised.
+    The failures come first, each with a command that reproduces it, its place and its text. Expected failures, grouped
+    by reason, and skips, grouped by what is missing, follow. The matrix comes last, because a terminal shows the end
+    of the output. Its cells contain the number of each verdict.
+
+    Args:
+        run: the run.
+        by_case: whether the matrix has a row for each case, with its verdict, instead of each requirement.
+        full: whether to keep the middle of long failure texts.
+
+    Returns:
+        The text, which ends with a newline.
     """
     blocks = [
         _heading(run.environment),
@@ -30,7 +37,7 @@ def render_summary(run: Run, *, by_case: bool = False, full: bool = False) -> st
 
 
 def _heading(env: Environment) -> list[str]:
-    """What ran where, as far as the writer said so."""
+    """The versions, the host and the time of the run, without those that the run file lacks."""
     versions = [("shardproof", env.shardproof), ("torch", env.torch), ("Python", env.python), ("NCCL", env.nccl)]
     facts = [f"{name} {version}" for name, version in versions if version]
     facts += [env.device] if env.device else []
@@ -55,7 +62,7 @@ def _counts_row(name: str, cases: Sequence[CaseRecord], implementations: Sequenc
 
 
 def _counts(verdicts: Iterable[Verdict]) -> str:
-    """As `1 fail, 11 pass`: gravest first, as the verdicts are declared."""
+    """Count verdicts, as in `1 fail, 11 pass`; the gravest comes first, in the order of `Verdict`."""
     count = Counter(verdicts)
     return ", ".join(f"{count[verdict]} {verdict}" for verdict in Verdict if count[verdict]) or _NOT_RUN
 
@@ -82,16 +89,16 @@ def _failure(case: CaseRecord, *, full: bool) -> list[str]:
 
 
 def _without_middle(lines: list[str]) -> list[str]:
-    """A long text's two ends: what was compared stands at its beginning, what a traceback comes to at its end."""
+    """Shorten a long text to its two ends: the comparison is at the beginning, the error of a traceback at the end."""
     left_out = len(lines) - _FIRST_LINES - _LAST_LINES
-    if left_out <= 1:  # one line is no longer than saying that it is left out
+    if left_out <= 1:  # the note about the omission takes a line itself
         return lines
     middle = f"    ... {left_out} lines left out; --full shows them ..."
     return [*lines[:_FIRST_LINES], middle, *lines[-_LAST_LINES:]]
 
 
 def _place(failure: Failure) -> str:
-    """As `gradient, step 1, rank 3, head0.weight, element [0, 4]`, as far as it is known."""
+    """The place of a failure without unknown parts, as in `gradient, step 1, rank 3, head0.weight, element [0, 4]`."""
     element = None if failure.element is None else list(failure.element)
     named = [("step", failure.step), ("rank", failure.rank), ("", failure.name), ("element", element)]
     parts = [f"{word} {value}".strip() for word, value in named if value is not None]
@@ -99,8 +106,14 @@ def _place(failure: Failure) -> str:
 
 
 def _excused(cases: Iterable[CaseRecord]) -> list[str]:
-    """As `unsupported, tied: torch.fsdp 3`: a line for each missing thing and for each reason of an expected failure,
-    with how many cases each implementation loses by it. A case that misses two things is in two lines.
+    """Group skips and expected failures, as in `unsupported, tied: torch.fsdp 3`.
+
+    Args:
+        cases: the records of the run.
+
+    Returns:
+        One line for each missing capability or hardware and for each reason of an expected failure, with the number of
+        cases for each implementation. A case that lacks two capabilities counts in two lines.
     """
     found: dict[tuple[Verdict, str], Counter[str]] = {}
     for case in cases:
@@ -116,8 +129,8 @@ def _excused(cases: Iterable[CaseRecord]) -> list[str]:
 
 def _reasons(case: CaseRecord) -> list[str]:
     if case.verdict is Verdict.EXPECTED_FAIL:
-        return [case.expected or "(the run file does not say why)"]
-    return list(case.missing) or ["(the run file does not say what is missing)"]
+        return [case.expected or "(the run file gives no reason)"]
+    return list(case.missing) or ["(the run file does not name what is missing)"]
 
 
 def _total(cases: Sequence[CaseRecord]) -> str:

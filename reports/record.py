@@ -1,4 +1,4 @@
-"""One case on one implementation, as the run file holds it."""
+"""The record of one case on one implementation in a run file."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +9,10 @@ from shardproof.reports.fields import Fields, RecordError, integer, number, show
 
 
 class Verdict(StrEnum):
-    """What a case came to, gravest first."""
+    """The outcome of a case, gravest first.
+
+    The harness has the same list; the two packages do not import each other, and a test compares them.
+    """
 
     HARNESS_ERROR = "harness-error"
     CRASH = "crash"
@@ -23,7 +26,7 @@ class Verdict(StrEnum):
 
     @property
     def failed(self) -> bool:
-        """Whether the verdict asks for somebody's work; an expected failure and a skip do not."""
+        """Whether the verdict requires action; an expected failure and a skip do not."""
         return self in _FAILED
 
     @property
@@ -32,13 +35,24 @@ class Verdict(StrEnum):
         return self in (Verdict.UNMET, Verdict.UNSUPPORTED)
 
 
-# An unexpected pass is among them: an expectation that no longer holds must be taken out.
+# An unexpected pass is a failure: the expectation no longer holds and must be removed.
 _FAILED = {Verdict.HARNESS_ERROR, Verdict.CRASH, Verdict.FAIL, Verdict.HANG, Verdict.UNEXPECTED_PASS}
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Where two runs part first, or what stopped the case. What is not known is None."""
+    """The first place where two runs diverge, or the reason why the case stopped.
+
+    Attributes:
+        text: the message of the failure.
+        stage: the stage at which the runs diverge.
+        step: the number of the step.
+        rank: the rank that failed.
+        name: the name of the parameter or other tensor.
+        element: the index of the element.
+
+    An attribute other than `text` is None if it is unknown.
+    """
 
     text: str
     stage: str | None = None
@@ -49,7 +63,15 @@ class Failure:
 
     @classmethod
     def parse(cls, data: object, where: str) -> "Failure":
-        """Read a failure from JSON data. Raises RecordError, naming the field."""
+        """Read a failure from JSON data.
+
+        Args:
+            data: the JSON object.
+            where: the path of the object in the file, for messages.
+
+        Raises:
+            RecordError: the data violate the schema.
+        """
         fields = Fields(data, where)
         return cls(
             text=fields.required("text", str),
@@ -63,7 +85,16 @@ class Failure:
 
 @dataclass(frozen=True)
 class Distance:
-    """How far both runs' tensors are from the oracle at one stage, in ulps, and how far was allowed."""
+    """The errors of both runs against the oracle at one stage, in ulps.
+
+    Attributes:
+        stage: the stage of the training step.
+        step: the number of the step.
+        name: the name of the parameter or other tensor.
+        sharded_ulps: the error of the sharded run.
+        baseline_ulps: the error of the baseline, if it was measured.
+        allowed_ulps: the largest error of the sharded run that passes.
+    """
 
     stage: str
     step: int
@@ -74,7 +105,15 @@ class Distance:
 
     @classmethod
     def parse(cls, data: object, where: str) -> "Distance":
-        """Read a distance from JSON data. Raises RecordError, naming the field."""
+        """Read a distance from JSON data.
+
+        Args:
+            data: the JSON object.
+            where: the path of the object in the file, for messages.
+
+        Raises:
+            RecordError: the data violate the schema.
+        """
         fields = Fields(data, where)
         return cls(
             stage=fields.required("stage", str),
@@ -88,21 +127,53 @@ class Distance:
 
 @dataclass(frozen=True)
 class Trace:
-    """The ordered collectives, one line each, that the named ranks all issued."""
+    """The collectives that some ranks issued, all in the same order.
+
+    Attributes:
+        ranks: the ranks that issued them.
+        lines: the collectives in order, one line each.
+    """
 
     ranks: tuple[int, ...]
     lines: tuple[str, ...]
 
     @classmethod
     def parse(cls, data: object, where: str) -> "Trace":
-        """Read a trace from JSON data. Raises RecordError, naming the field."""
+        """Read a trace from JSON data.
+
+        Args:
+            data: the JSON object.
+            where: the path of the object in the file, for messages.
+
+        Raises:
+            RecordError: the data violate the schema.
+        """
         fields = Fields(data, where)
         return cls(ranks=fields.items("ranks", integer), lines=fields.items("trace", text))
 
 
 @dataclass(frozen=True)
 class CaseRecord:
-    """What one case came to on one implementation. `id` is the same for every implementation."""
+    """The record of one case on one implementation.
+
+    Attributes:
+        id: the name of the case, the same for every implementation.
+        implementation: the name of the implementation.
+        requirement: the requirements that the case checks, separated by commas.
+        world: the number of ranks.
+        device: the device type of the ranks.
+        parameters: the parameters of the case.
+        verdict: the outcome.
+        seconds: the time that the case took.
+        nodeid: the id of the pytest item; may be empty.
+        seeds: the seeds by purpose.
+        missing: the capabilities or the hardware that a skipped case lacked.
+        expected: the verdict and the reason of an expected failure; otherwise empty.
+        failure: the failure, if there is one.
+        losses: the loss of each step, by run.
+        distances: the errors against the oracle.
+        collectives: the traces of all ranks; ranks with the same trace share one.
+    """
 
     id: str
     implementation: str
@@ -123,14 +194,19 @@ class CaseRecord:
 
     @property
     def requirements(self) -> list[str]:
-        """The requirements that the case checks: `requirement` names one, or several with commas between."""
+        """The requirements that the case checks, one by one."""
         return [name.strip() for name in self.requirement.split(",")]
 
     @classmethod
     def parse(cls, data: object, where: str) -> "CaseRecord":
         """Read a record from JSON data.
 
-        Raises RecordError, one line that names the field and the value at fault.
+        Args:
+            data: the JSON object.
+            where: the path of the object in the file, for messages.
+
+        Raises:
+            RecordError: the data violate the schema.
         """
         fields = Fields(data, where)
         return cls(

@@ -1,4 +1,4 @@
-"""One run file: the environment of a run and a record for each case and implementation."""
+"""Run files: the environment of a run, and a record for each case and implementation."""
 
 import gzip
 import json
@@ -15,40 +15,79 @@ SUPPORTED_VERSIONS = (1,)
 
 
 class RunFileError(ValueError):
-    """A run file cannot be read. The message is one line that begins with the file's name."""
+    """A run file cannot be read. The message is one line that begins with the path of the file."""
 
 
 @dataclass(frozen=True)
 class Accelerator:
-    """One accelerator of the host that the run was on."""
+    """One accelerator of the host of the run."""
 
     name: str
     memory_bytes: int
 
     @classmethod
     def parse(cls, data: object, where: str) -> "Accelerator":
-        """Read an accelerator from JSON data. Raises RecordError, naming the field."""
+        """Read an accelerator from JSON data.
+
+        Args:
+            data: the JSON object.
+            where: the path of the object in the file, for messages.
+
+        Raises:
+            RecordError: the data violate the schema.
+        """
         fields = Fields(data, where)
         return cls(name=fields.required("name", str), memory_bytes=fields.optional("memory_bytes", 0))
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """One implementation of the run: its version and the capabilities that its adapter declares."""
+    """One implementation of a run.
+
+    Attributes:
+        version: the version of the implementation; may be empty.
+        capabilities: the capabilities that its adapter declares.
+    """
 
     version: str
     capabilities: tuple[str, ...]
 
     @classmethod
     def parse(cls, data: object, where: str) -> "Implementation":
-        """Read an implementation from JSON data. Raises RecordError, naming the field."""
+        """Read an implementation from JSON data.
+
+        Args:
+            data: the JSON object.
+            where: the path of the object in the file, for messages.
+
+        Raises:
+            RecordError: the data violate the schema.
+        """
         fields = Fields(data, where)
         return cls(version=fields.optional("version", ""), capabilities=fields.items("capabilities", text))
 
 
 @dataclass(frozen=True)
 class Environment:
-    """Where and how a run was made. What the writer did not say is empty, zero or None."""
+    """The host, versions and options of a run.
+
+    Attributes:
+        shardproof: the version of shardproof.
+        python: the version of Python.
+        torch: the version of torch.
+        platform: the operating system.
+        cpu_count: the number of CPU cores.
+        device: the device type of the ranks.
+        accelerators: the accelerators of the host.
+        nccl: the version of NCCL.
+        started: the time at which the run started, in ISO 8601.
+        seconds: the duration of the run.
+        command: the command line.
+        implementations: the implementations by name, in the order of the command.
+        numerics: the constants of the comparison.
+
+    A field that the writer left out is empty, zero or None.
+    """
 
     shardproof: str
     python: str
@@ -66,7 +105,15 @@ class Environment:
 
     @classmethod
     def parse(cls, data: object, where: str) -> "Environment":
-        """Read an environment from JSON data. Raises RecordError, naming the field."""
+        """Read an environment from JSON data.
+
+        Args:
+            data: the JSON object.
+            where: the path of the object in the file, for messages.
+
+        Raises:
+            RecordError: the data violate the schema.
+        """
         fields = Fields(data, where)
         return cls(
             shardproof=fields.optional("shardproof", ""),
@@ -87,22 +134,36 @@ class Environment:
 
 @dataclass(frozen=True)
 class Run:
-    """One run: its environment and its records, in the order in which they were written."""
+    """One run.
+
+    Attributes:
+        environment: the environment of the run.
+        cases: the records, in the order of the file.
+    """
 
     environment: Environment
     cases: tuple[CaseRecord, ...]
 
     @property
     def implementations(self) -> list[str]:
-        """The implementations' names: as the environment lists them, then any that only a record names."""
+        """The names of the implementations: those of the environment in its order, then those of records alone."""
         return list(dict.fromkeys([*self.environment.implementations, *(case.implementation for case in self.cases)]))
 
 
 def parse_run(data: object) -> Run:
     """Read a run from JSON data.
 
-    Raises RecordError, one line that names the field and the value at fault. The version is looked at first: what an
-    unknown version holds is not judged by the rules of a known one.
+    The schema version is checked first, because the rules of one version do not apply to the data of another.
+
+    Args:
+        data: the content of a run file.
+
+    Returns:
+        The run.
+
+    Raises:
+        RecordError: the data violate the schema, have an unknown version, or have two records for one case and
+            implementation. The message is one line with the field and its value.
     """
     fields = Fields(data, "")
     version = fields.required("schema_version", int)
@@ -119,9 +180,19 @@ def parse_run(data: object) -> Run:
 
 
 def load_run(path: str | Path) -> Run:
-    """Read a run file, compressed if its name ends in ``.gz``. It is read as data: nothing in it is run or unpickled.
+    """Read a run file.
 
-    Raises RunFileError, one line that begins with the path, if the file is missing, is no JSON or breaks the schema.
+    A run file is data: nothing in it is executed or unpickled.
+
+    Args:
+        path: the path of the file; the file is compressed if its name ends in ``.gz``.
+
+    Returns:
+        The run.
+
+    Raises:
+        RunFileError: the file is missing, is not compressed although its name ends in ``.gz``, is not JSON, or violates
+            the schema. The message is one line that begins with the path.
     """
     try:
         return parse_run(json.loads(_content(Path(path))))
@@ -131,7 +202,7 @@ def load_run(path: str | Path) -> Run:
         raise RunFileError(f"{path}: {error.strerror or error}") from error
     except RecordError as error:
         raise RunFileError(f"{path}: {error}") from error
-    except (ValueError, RecursionError) as error:  # not JSON, not Unicode, a number of 5000 digits, nested too deep
+    except (ValueError, RecursionError) as error:  # not JSON, not Unicode, a number of 5000 digits, nested too deeply
         raise RunFileError(f"{path}: not a JSON file: {error}") from error
 
 
@@ -141,7 +212,7 @@ def _content(path: Path) -> bytes:
 
 
 def _refuse_duplicates(cases: tuple[CaseRecord, ...]) -> None:
-    """Two verdicts for one cell of the matrix would hide one of them."""
+    """Reject a second record for one case and implementation: one cell of the matrix would hide one of the two."""
     seen: set[tuple[str, str]] = set()
     for i, case in enumerate(cases):
         key = (case.id, case.implementation)

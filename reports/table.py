@@ -1,21 +1,45 @@
-"""Plain text for a terminal: tables, and text from elsewhere made safe to print."""
+"""Plain text for a terminal: tables, and foreign text that is made safe to print."""
 
 from collections.abc import Sequence
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table: columns as wide as their widest cell, two spaces apart, nothing after the last cell."""
+    """Align rows into a table.
+
+    Args:
+        rows: rows of equal length.
+
+    Returns:
+        One line for each row. Columns are as wide as their widest cell and two spaces apart; lines have no trailing
+        spaces.
+    """
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def printable(text: str) -> str:
-    """The text with what would steer a terminal written out: a run file may come from anyone, and its texts hold
-    whatever a rank printed.
+    """Escape the characters of a text that are not printable.
+
+    A run file may come from anyone, and its texts contain the output of ranks: control characters would reach the
+    terminal.
+
+    Args:
+        text: one line; a line break is escaped too.
+
+    Returns:
+        The text with escape sequences in place of those characters.
     """
     return "".join(ch if ch.isprintable() else ch.encode("unicode_escape").decode() for ch in text)
 
 
 def indented(text: str, spaces: int) -> list[str]:
-    """The text's lines, safe to print, indented by `spaces`."""
+    """Indent a text of several lines.
+
+    Args:
+        text: the text; each of its lines is made safe to print.
+        spaces: the number of spaces before each line.
+
+    Returns:
+        The lines, without trailing spaces.
+    """
     return [(" " * spaces + printable(line.expandtabs())).rstrip() for line in text.splitlines()]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shardproof.harness import Capability, contract, models, needs, seed, world
+from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.adapters.base import Accumulation
 from shardproof.harness.parity import Pair, Rank
 from shardproof.harness.plugin.axes import RESHARD
@@ -16,11 +16,6 @@ DEPTH = 3
 UNITS = DEPTH + 1  # the root has parameters of its own
 MICROBATCHES = 3
 
-GRADIENT_ACCUMULATION = seed(
-    "test_fully_shard_training.py::test_gradient_accumulation",
-    note="the root reshards after forward too, so that every backward gathers it again; "
-    "gathers are counted in forward and in backward apart; hybrid meshes have names",
-)
 PER_UNIT = needs(Capability.DEFERRED_PER_UNIT)
 WAITING = pytest.mark.parametrize(
     "waiting",
@@ -76,7 +71,6 @@ def step_with(rank: Rank, pair: Pair, step: int, *, ahead: int = 0) -> None:
     pair.step(batch, set_to_none=step % 2 == 1, ahead=ahead)
 
 
-@GRADIENT_ACCUMULATION
 @contract("ACCUMULATION-1", "ACCUMULATION-2")
 @world(4)
 @COUNTED
@@ -92,7 +86,6 @@ def test_reduction_waits(rank: Rank, waiting: Any, reshard_after_forward: bool |
     )  # fmt: skip
 
 
-@GRADIENT_ACCUMULATION
 @contract("ACCUMULATION-1", "ACCUMULATION-2", "ACCUMULATION-3")
 @world(4)
 @COUNTED
@@ -134,7 +127,6 @@ def kept_gathers(waiting: str) -> dict[str, int]:
     return {"forward": UNITS if waiting == "all" else UNITS + (UNITS - 1) * (MICROBATCHES - 1), "backward": 0}
 
 
-@GRADIENT_ACCUMULATION
 @contract("ACCUMULATION-1", "ACCUMULATION-2", "ACCUMULATION-4")
 @world(4)
 @COUNTED
@@ -148,7 +140,6 @@ def test_parameters_stay_gathered(rank: Rank, waiting: Any) -> None:
     )  # fmt: skip
 
 
-@GRADIENT_ACCUMULATION
 @contract("ACCUMULATION-1", "ACCUMULATION-2", "ACCUMULATION-3", "ACCUMULATION-4")
 @world(4)
 @COUNTED
@@ -168,10 +159,6 @@ def test_hybrid_parameters_stay_gathered(rank: Rank, skips: Any, waiting: Any) -
     )  # fmt: skip
 
 
-@seed(
-    "test_fully_shard_training.py::test_1f1b_microbatching",
-    note="forwards run ahead of backwards too, as in a pipeline, and gathers are counted",
-)
 @contract("ACCUMULATION-5")
 @world(2)
 @needs(

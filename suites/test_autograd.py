@@ -8,16 +8,12 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardproof.harness import Capability, contract, models, needs, seed, world
+from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.models import optim
 from shardproof.harness.parity import Rank, check_exact, exact_difference
 from shardproof.harness.plugin.axes import RESHARD
 
 
-@seed(
-    "test_fully_shard_autograd.py::test_unused_forward_output",
-    note="both ways of zeroing meet the unused head; six steps",
-)
 @contract("AUTOGRAD-1")
 @world(2, 4)
 @needs(Capability.UNUSED_OUTPUT)
@@ -41,7 +37,6 @@ def test_unused_output_keeps_other_gradients(rank: Rank, reshard_after_forward: 
         pair.check()
 
 
-@seed("test_fully_shard_autograd.py::test_unused_forward_module")
 @contract("AUTOGRAD-2")
 @world(2, 4)
 @needs(Capability.UNUSED_MODULE)
@@ -60,7 +55,6 @@ def test_unused_module_gets_no_gradient(rank: Rank, reshard_after_forward: bool 
         pair.check()
 
 
-@seed("test_fully_shard_autograd.py::test_nontensor_activations", note="dataclasses too")
 @contract("AUTOGRAD-3")
 @world(2, 4)
 @needs(Capability.CONTAINER_OUTPUT)
@@ -80,7 +74,6 @@ def test_containers_between_units(rank: Rank, container: models.Container) -> No
         pair.check()
 
 
-@seed("test_fully_shard_autograd.py::test_post_acc_grad_hook_runs", note="the average must be there; three steps")
 @contract("AUTOGRAD-4")
 @world(2)
 @needs(Capability.POST_ACCUMULATE_GRAD_HOOK)
@@ -120,10 +113,6 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-@seed(
-    "test_fully_shard_autograd.py::test_post_acc_grad_hook_optim_parity",
-    note="without a schedule of the learning rate; ten steps",
-)
 @contract("AUTOGRAD-5")
 @world(2)
 @needs(Capability.POST_ACCUMULATE_GRAD_HOOK, Capability.ADAM)

@@ -7,16 +7,12 @@ import math
 
 import pytest
 
-from shardproof.harness import Capability, contract, models, needs, seed, world
+from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.adapters.base import Clip
 from shardproof.harness.models.parallel import MLPStack, parallelize_mlps
 from shardproof.harness.parity import Rank
 
 
-@seed(
-    "test_fully_shard_clip_grad_norm_.py::test_clip_grad_norm_1d",
-    note="every rank has data of its own; steps are taken",
-)
 @contract("CLIPPING-1")
 @world(2, 4, 8)
 @pytest.mark.parametrize(
@@ -62,10 +58,6 @@ def test_empty_shards(rank: Rank, norm_type: float) -> None:
         pair.check()
 
 
-@seed(
-    "test_fully_shard_clip_grad_norm_.py::test_clip_grad_norm_2d",
-    note="data differ per data-parallel rank; a sequence dimension is there to cut; uneven sizes too; steps are taken",
-)
 @contract("CLIPPING-4")
 @world(4)
 @needs(Capability.CLIP_BY_CALL, Capability.CLIP_ANY_NORM, Capability.COUNTED_UNITS, Capability.TENSOR_PARALLEL)

@@ -7,18 +7,15 @@ from typing import Any
 import pytest
 from torch import nn
 
-from shardproof.harness import Capability, contract, models, needs, seed, world
+from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.models.compilation import compiler
 from shardproof.harness.models.recomputation import Means, recompute
 from shardproof.harness.parity import Rank
 from shardproof.harness.plugin.axes import RESHARD
 
-NOTE = "blocks are compiled, not the root; graphs are counted, by a backend that needs no C++ compiler"
 RECOMPUTES = needs(Capability.RECOMPUTATION)
 
 
-@seed("test_fully_shard_training.py::test_train_parity_multi_group", note=NOTE)
-@seed("test_fully_shard_training.py::test_train_parity_with_activation_checkpointing", note=NOTE)
 @contract("COMPILED-1")
 @world(2)
 @needs(Capability.COMPILED_MODULES)

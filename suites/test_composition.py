@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardproof.harness import Capability, Hardware, contract, models, needs, seed, world
+from shardproof.harness import Capability, Hardware, contract, models, needs, world
 from shardproof.harness.adapters.base import Adapter
 from shardproof.harness.adapters.dtensor import piece_of
 from shardproof.harness.models.parallel import (
@@ -41,10 +41,8 @@ OFFLOAD = [
 SHAPES = pytest.mark.parametrize(
     "shape", [pytest.param((2, 1, 2), marks=needs(Capability.SINGLE_RANK)), (2, 2, 1)], ids=["2x1x2", "2x2x1"]
 )
-NOTE = "all sizes run, those that do not divide too; gradients and shards are compared"
 
 
-@seed("test_fully_shard_training.py::test_train_parity_2d_mlp", note=NOTE)
 @contract("COMPOSITION-1")
 @world(4)
 @FREES
@@ -57,7 +55,6 @@ def test_two_dimensions(rank: Rank, dim: int, recomputes: bool, reshard_after_fo
     train(rank, mesh, dim=dim, recomputes=recomputes, reshard_after_forward=reshard_after_forward)
 
 
-@seed("test_fully_shard_training.py::test_2d_mlp_with_nd_mesh", note=NOTE)
 @contract("COMPOSITION-2")
 @world(4, 8)
 @FREES
@@ -109,10 +106,6 @@ def test_transformer(rank: Rank, sequence: bool) -> None:
         pair.check()
 
 
-@seed(
-    "test_fully_shard_training.py::test_tp_with_fsdp_offloading",
-    note="a group of one neither gathers nor reduces any more; the baseline runs its backward",
-)
 @contract("COMPOSITION-5")
 @world(2, 4)
 @FREES
@@ -136,10 +129,6 @@ def test_offloaded_tensor_parallel(rank: Rank) -> None:
         assert places == {"cpu"}, f"parameters on {places}"
 
 
-@seed(
-    "test_fsdp_tp_integration.py::test_fsdp_tp_integration",
-    note="the reference is DDP, step by step, not a second sharded run; the batch is divided inside the model",
-)
 @contract("COMPOSITION-6")
 @world(4)
 @FREES
@@ -168,10 +157,6 @@ def test_parameters_of_both_kinds(
         pair.check()
 
 
-@seed(
-    "test_fsdp_tp_integration.py::test_fsdp_tp_extension_grad",
-    note="collectives are told apart by their groups; gradients are compared, not looked at for NaN alone",
-)
 @contract("COMPOSITION-7")
 @world(4)
 @needs(Capability.COUNTED_UNITS)
@@ -197,7 +182,6 @@ def test_collectives_of_both_dimensions(rank: Rank) -> None:
         }, counts
 
 
-@seed("test_fsdp_tp_integration.py::test_fsdp_tp_sync_module_state", note="what the values are taken from is checked")
 @contract("COMPOSITION-8")
 @world(4)
 @needs(Capability.SYNC_STATES)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shardproof.harness import Capability, contract, models, needs, seed, world
+from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.adapters.base import Accumulation
 from shardproof.harness.models.recomputation import recompute
 from shardproof.harness.parity import Rank
@@ -23,10 +23,6 @@ SHAPES = pytest.mark.parametrize(
 pytestmark = needs(Capability.HYBRID)
 
 
-@seed(
-    "test_fully_shard_training.py::test_train_parity_hsdp",
-    note="GELU and tanh in place of ReLU; three steps of three microbatches",
-)
 @contract("HYBRID-1")
 @world(4)
 @needs(Capability.RESHARD_AFTER_FORWARD)

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof.harness import Capability, Hardware, contract, models, needs, seed, world
+from shardproof.harness import Capability, Hardware, contract, models, needs, world
 from shardproof.harness.parity import Rank
 from shardproof.harness.plugin.axes import DELAYED, DELAYS
 
 
-@seed(
-    "test_fully_shard_training.py::test_train_parity_multi_group_cpu_offload_eager",
-    note="where the shards are is checked",
-)
 @contract("OFFLOAD-1")
 @world(2, 4)
 @needs(Capability.OFFLOAD, Capability.RESHARD_AFTER_FORWARD)

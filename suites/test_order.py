@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from shardproof.harness import Capability, contract, models, needs, seed, world
+from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.parity import Rank, Run
 from shardproof.harness.plugin.axes import RESHARD
 
@@ -33,7 +33,6 @@ SMALL = 512
 """Bytes, for each rank, of a collective that compares: names or numbers of units, never parameters."""
 
 
-@seed("test_fsdp_exec_order.py::test_invalid_first_iter_order", note="nothing may have been gathered by mistake")
 @contract("ORDER-1")
 @world(2, 4, debug_level="DETAIL")
 @STRATEGIES
@@ -56,10 +55,6 @@ def test_ranks_differ_in_the_first_iteration(rank: Rank, flat_parameters: bool, 
     assert not gathered, f"gathered although the ranks differ: {gathered}"
 
 
-@seed(
-    "test_fsdp_exec_order.py::test_invalid_later_iter_order",
-    note="rank 0 is not warned, nor any rank before or after, which the seed meant and did not check",
-)
 @contract("ORDER-2")
 @world(2, 4, debug_level="DETAIL")
 @STRATEGIES
@@ -90,10 +85,6 @@ def test_a_later_iteration_differs(rank: Rank, before: int, flat_parameters: boo
     check_silent(rank, departures(train, before + 1))
 
 
-@seed(
-    "test_fsdp_exec_order.py::test_train_eval",
-    note="evaluation takes the other path too",
-)
 @contract("ORDER-3")
 @world(2, 4, debug_level="DETAIL")
 @STRATEGIES

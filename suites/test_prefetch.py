@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from shardproof.harness import Capability, contract, models, needs, seed, world
+from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.parity import Rank
 
 AHEAD = 2
-EXPLICIT_PREFETCHING = "test_fully_shard_training.py::test_explicit_prefetching"
 
 
 def two_ahead(depth: int) -> dict[str, dict[str, list[str]]]:
@@ -17,7 +16,6 @@ def two_ahead(depth: int) -> dict[str, dict[str, list[str]]]:
     return {"forward": forward, "backward": backward}
 
 
-@seed(EXPLICIT_PREFETCHING)
 @contract("PREFETCH-1")
 @world(2, 4)
 @needs(Capability.EXPLICIT_PREFETCH)
@@ -32,7 +30,6 @@ def test_told_units_train_the_same(rank: Rank) -> None:
         pair.check()
 
 
-@seed(EXPLICIT_PREFETCHING, note="the order of the gathers is checked, and that none is repeated")
 @contract("PREFETCH-2")
 @world(2)
 @needs(Capability.EXPLICIT_PREFETCH, Capability.COUNTED_UNITS, Capability.GATHER_ORDER, Capability.ROOT_RESHARD)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shardproof.harness import Capability, contract, models, needs, seed, world
+from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.models.recomputation import Means, recompute
 from shardproof.harness.parity import Rank
 from shardproof.harness.plugin.axes import RESHARD
@@ -15,10 +15,6 @@ from shardproof.harness.plugin.axes import RESHARD
 MEANS = pytest.mark.parametrize("means", ["hooks", "call", "wrapper", "reentrant-call"])
 
 
-@seed(
-    "test_fully_shard_training.py::test_train_parity_with_activation_checkpointing",
-    note="gathers are counted; the re-entrant form is checked too; compiled blocks are test_compiled.py's",
-)
 @contract("RECOMPUTATION-1", "RECOMPUTATION-2")
 @world(2)
 @needs(Capability.RECOMPUTATION, Capability.RECOMPUTES_GATHERED, Capability.COUNTED_UNITS, Capability.ROOT_RESHARD)

@@ -7,7 +7,7 @@ import copy
 import pytest
 from torch import nn
 
-from shardproof.harness import Capability, contract, models, needs, seed, world
+from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.parity import Rank, Run, exact_difference
 from shardproof.harness.plugin.axes import RESHARD, RESHARD_UNEVEN, with_first
 
@@ -16,11 +16,6 @@ pytestmark = [needs(Capability.REGISTERED_STATE), world(2, 4)]
 UNITS = pytest.mark.parametrize("units", [[], [["layers.0"], ["layers.1"]]], ids=["root-only", "three-units"])
 
 
-@seed(
-    "test_fully_shard_training.py::test_param_registration_after_forward",
-    note="the root reshards if told so and keeps its parameters by default; the seed looped over an exhausted "
-    "generator and checked nothing; sizes that divide and that do not",
-)
 @contract("REGISTRATION-1")
 @needs(Capability.MANUAL_RESHARD, Capability.ROOT_RESHARD)
 @UNITS
@@ -52,10 +47,6 @@ def test_after_forward(rank: Rank, dim: int, units: list[list[str]], reshard_aft
     _assert_values(run, original)
 
 
-@seed(
-    "test_fully_shard_training.py::test_param_registration_after_backward",
-    note="the seed looped over an exhausted generator and checked nothing",
-)
 @contract("REGISTRATION-2")
 @UNITS
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)

@@ -7,15 +7,11 @@ from typing import Any
 
 import pytest
 
-from shardproof.harness import Capability, contract, models, needs, seed, world
+from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.models.recomputation import recompute
 from shardproof.harness.parity import Rank
 
 
-@seed(
-    "test_fully_shard_training.py::test_train_parity_with_shared_params",
-    note="the vocabulary does not divide by the ranks",
-)
 @contract("TIED-1")
 @world(2, 4)
 @needs(Capability.TIED_PARAMETERS, Capability.RESHARD_AFTER_FORWARD)

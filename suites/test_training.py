@@ -6,16 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.harness import Capability, Hardware, contract, models, needs, seed, world
+from shardproof.harness import Capability, Hardware, contract, models, needs, world
 from shardproof.harness.models import optim
 from shardproof.harness.parity import Rank
 from shardproof.harness.plugin.axes import DELAYED, DELAYS, RESHARD, RESHARD_TO_PARTS
 
 
-@seed(
-    "test_fully_shard_training.py::test_train_parity_single_group",
-    note="a third pair of shapes, wider than the input",
-)
 @contract("TRAINING-1")
 @world(2, 4, 8)
 @pytest.mark.parametrize(
@@ -31,10 +27,6 @@ def test_single_unit(rank: Rank, shapes: tuple[tuple[int, int], tuple[int, int]]
         pair.check()
 
 
-@seed(
-    "test_fully_shard_training.py::test_train_parity_multi_group",
-    note="delays are work on the stream that issues the collective, met at its operator",
-)
 @contract("TRAINING-2")
 @world(2, 4)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
@@ -68,10 +60,6 @@ def test_many_units_on_eight_ranks(rank: Rank, reshard_after_forward: bool | int
         pair.check()
 
 
-@seed(
-    "test_fully_shard_training.py::test_non_root_forward_backward",
-    note="gradients of all units are compared, also those that must be absent",
-)
 @contract("TRAINING-3")
 @world(2, 4)
 @needs(Capability.NON_ROOT_FORWARD)
@@ -84,10 +72,6 @@ def test_unit_called_directly(rank: Rank) -> None:
         pair.check()
 
 
-@seed(
-    "test_fully_shard_training.py::test_multi_forward_module",
-    note="the seed never passed its reshard_after_forward on",
-)
 @contract("TRAINING-4")
 @world(2, 4)
 @needs(Capability.MULTIPLE_FORWARD)
@@ -100,7 +84,6 @@ def test_unit_called_twice(rank: Rank, reshard_after_forward: bool | int) -> Non
         pair.check()
 
 
-@seed("test_fully_shard_training.py::test_to_float64_after_init")
 @contract("TRAINING-5")
 @world(2)
 @needs(Capability.CAST_AFTER_INIT)
@@ -134,7 +117,6 @@ def test_unit_of_several_modules(rank: Rank) -> None:
         pair.check()
 
 
-@seed("test_fully_shard_training.py::test_register_fsdp_forward_method", note="Linear in place of a large convolution")
 @contract("TRAINING-8")
 @world(2, 4)
 @needs(Capability.FORWARD_METHOD)
@@ -150,10 +132,6 @@ def test_other_forward_methods(rank: Rank, reshard_after_forward: bool | None) -
         pair.check()
 
 
-@seed(
-    "test_fully_shard_training.py::test_root_move_forward_input_to_device",
-    note="a root without inputs is checked too",
-)
 @contract("TRAINING-9")
 @world(2)
 @needs(Capability.INPUTS_TO_DEVICE, Hardware.ACCELERATOR)
@@ -184,10 +162,6 @@ def test_root_without_inputs(rank: Rank, reshard_after_forward: bool | None) -> 
         pair.check()
 
 
-@seed(
-    "test_fully_shard_training.py::test_post_optim_event",
-    note="every step is compared, after all have run; the step is delayed by a busy stream, not by a sleep",
-)
 @contract("TRAINING-10")
 @world(2, 4)
 @needs(Capability.POST_OPTIM_EVENT, Hardware.STREAMS)

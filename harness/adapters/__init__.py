@@ -1,10 +1,13 @@
-"""How is one implementation driven? The protocol, and one file for each implementation.
+"""How is one implementation driven? The adapter protocol, and one file for each implementation.
 
-Imports nothing of the harness; only this room imports ``fsdp_impl``. ``capability`` and ``registry`` import no torch.
+Imports no other room of the harness, and no other room imports ``fsdp_impl``. ``capability`` and ``registry`` import no
+torch.
 
-- ``base``: ``Adapter``, ``Config``, ``Traits``, ``Piece``: what an adapter implements, receives and declares.
-- ``capability``: ``Capability`` and ``Hardware``; ``registry``: adapters by name, or as ``module:Class``.
-- ``dtensor``, ``flat``, ``flat_layout``: what adapters of one kind share.
+- ``base``: ``Adapter``, the class to implement, with ``Config``, ``Traits`` and ``Piece``.
+- ``capability``: ``Capability`` and ``Hardware``.
+- ``registry``: finds adapters by name, or as ``module:Class``.
+- ``dtensor``: the base class for per-parameter sharding with DTensors.
+- ``flat``, ``flat_layout``: the base class for wrappers with flat parameters, and the layout of a flat parameter.
 - ``reference``, ``reference_flat``, ``torch_fully_shard``, ``torch_fsdp``, ``deepspeed_zero3``, ``replicas``: the
-  built-in adapters; those in ``replicas`` are the baselines as well.
+  built-in adapters. The two in ``replicas`` are also the baselines.
 """

@@ -1,7 +1,7 @@
-"""The protocol that every adapter implements, and what it declares about itself.
+"""The adapter protocol: the class to implement, the traits it declares, and the configuration it receives.
 
-It fits implementations that wrap modules, that only rewrite parameters, and engines that own backward, clipping and the
-step. docs/adapters.md tells in which order the harness calls what.
+The protocol fits implementations that wrap modules, implementations that only replace parameters, and engines that own
+backward, clipping and the optimizer step. docs/adapters.md has a complete example.
 """
 
 from __future__ import annotations
@@ -20,72 +20,120 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardproof.harness.adapters.capability import Capability
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+"""Takes parameters and returns an optimizer that updates them."""
+
 Units = tuple[tuple[str, ...], ...]
+"""The units of a model: each entry names the modules whose parameters are gathered by one collective."""
 
 
-#: How ``checkpoint_wrapper`` names the module that it wraps.
+#: The prefix that ``checkpoint_wrapper`` adds to the names of the parameters inside it.
 _RECOMPUTED = "_checkpoint_wrapped_module."
 
 
 def original_name(name: str) -> str:
-    """A parameter's name in the model before activation checkpointing wrapped parts of it."""
+    """Return a parameter's name in the original model, without the prefixes of activation checkpointing wrappers."""
     return name.replace(_RECOMPUTED, "")
 
 
 def padded_to_rows(shape: torch.Size, size: int) -> int:
-    """Elements a rank holds of a tensor whose dimension 0 is padded to a multiple of ``size``."""
+    """Return the elements that a rank holds of a tensor whose dimension 0 is padded to a multiple of ``size``.
+
+    This is the layout of per-parameter sharding, and the default of :attr:`Traits.local_numel`.
+
+    Args:
+        shape: the full shape. A scalar is held as one element.
+        size: the number of ranks among which dimension 0 is divided.
+    """
     if not shape:
         return 1
     return math.ceil(shape[0] / size) * math.prod(shape[1:])
 
 
 def inner_first(units: Units) -> list[tuple[str, ...]]:
-    """Units so that a module's parts come before the module itself; otherwise in the case's order."""
+    """Return the units with nested modules before the modules that contain them, otherwise in the given order."""
     return sorted(units, key=lambda unit: -max(name.count(".") for name in unit))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Traits:
-    """How an implementation differs from the plain case, where no verdict depends on it."""
+    """Facts about an implementation that the harness needs for its comparisons and that are neither right nor wrong.
+
+    Each default is the common case. A wrong trait makes correct cases fail, or makes checks too weak to find a bug.
+    """
 
     shards: frozenset[Literal["parameters", "gradients", "optimizer"]] = frozenset()
-    """What is divided among the ranks; checked against the bytes that a rank holds."""
+    """The tensors that are divided among the ranks. The harness checks this against the bytes that each rank holds."""
 
     held_from_start: frozenset[Literal["master", "gradients", "gathered"]] = frozenset()
-    """What a rank has besides its share of the parameters once they are sharded: as large again, a copy that
-    the optimizer updates instead, or a buffer for gradients; whole, the parameter that was gathered last,
-    as long as a thread of the communication library has not let go of it."""
+    """What each rank holds besides its share of the parameters, from the moment the model is sharded.
+
+    - ``"master"``: a copy of the share, which the optimizer updates in place of the parameters.
+    - ``"gradients"``: a buffer for gradients, as large as the share.
+    - ``"gathered"``: the parameter that was gathered last while the model was being sharded, in full size, for as long
+      as a thread of the communication library keeps a reference to it.
+    """
 
     local_numel: Callable[[torch.Size, int], int] = padded_to_rows
-    """A rank's share of one parameter in elements, padding included: (shape, world size). A rank may hold
-    more of one parameter and less of another; what it holds of a unit is at most the sum of the shares."""
+    """The number of elements, padding included, that a rank holds of one parameter.
+
+    It is called with the full shape and the number of ranks that share the parameter. For one parameter a rank may hold
+    more or fewer elements; for a unit it holds at most the sum over the unit's parameters. The number should be as
+    small as the layout allows, because the harness identifies the unit of a collective by its size in bytes.
+    """
 
     collective_padding: int = 0
-    """Further elements by which a unit's flat buffer may be padded on each rank."""
+    """The number of elements by which each rank's part of a unit may be padded, beyond ``local_numel``."""
 
     clips: Literal["call", "step"] = "call"
-    """Whether clipping is a call of its own or part of the step, set up in advance."""
+    """When gradients are clipped: by :meth:`Adapter.clip` before the step, or inside :meth:`Adapter.step`.
+
+    An implementation of the second kind is set up from :attr:`Config.clip` in the constructor.
+    """
 
     divides_by_microbatches: bool = False
-    """Whether gradients are averaged over microbatches too; the harness scales the loss back."""
+    """Whether backward also divides gradients by the number of microbatches.
+
+    Everywhere else gradients are summed over microbatches, so the harness multiplies the losses by that number first.
+    """
 
     unused_gradient: Literal["none", "zero"] = "none"
-    """What a parameter that no rank used has for a gradient."""
+    """The gradient of a parameter that no rank used in the step: ``None``, or a tensor of zeros.
+
+    Momentum moves a parameter whose gradient is zero, so with ``"zero"`` the baseline keeps zeros too where the case
+    sets gradients to None.
+    """
 
     process_groups: Literal["none", "kept", "abandoned"] = "none"
-    """What becomes of groups that it makes: kept for reuse as long as the process lives, or never used
-    again, so that the world is replaced when there are many."""
+    """What happens to process groups that the implementation makes.
+
+    - ``"none"``: it makes none. A group that a case leaves behind is a failure.
+    - ``"kept"``: it reuses them for as long as the process lives.
+    - ``"abandoned"``: it never uses them again. The harness replaces the world once many have accumulated.
+    """
 
     frees_models: bool = True
-    """Whether nothing of a model stays in the process once nobody has it any more."""
+    """Whether every module of a model is freed once the case holds no reference to it.
+
+    If not, the harness does not compare the modules that are alive before and after a case.
+    """
 
     isolation: Literal["shared", "adapter", "case"] = "shared"
-    """Which cases may run in the same processes: all, this adapter's only, or each alone."""
+    """The cases that may run in the same rank processes.
+
+    - ``"shared"``: the cases of all implementations.
+    - ``"adapter"``: the cases of this adapter only. :meth:`Adapter.prepare` may change the process.
+    - ``"case"``: one case; each case gets new processes. :meth:`Adapter.prepare` may change the process.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
 class Clip:
-    """Clip the norm of all gradients together: ``max_norm`` > 0, ``norm_type`` > 0 or inf."""
+    """Gradient clipping by the total norm of all gradients.
+
+    Attributes:
+        max_norm: the norm above which gradients are scaled down; positive.
+        norm_type: the p of the p-norm; positive, or ``inf``.
+    """
 
     max_norm: float
     norm_type: float = 2.0
@@ -93,79 +141,125 @@ class Clip:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Accumulation:
-    """What the backwards before the last microbatch's leave to that one.
+    """What every backward but the last of a step defers to the last one.
 
-    Needs :attr:`Capability.DEFERRED_REDUCTION`, and what the fields say.
+    Needs :attr:`Capability.DEFERRED_REDUCTION`. A value other than a field's default needs the capability named there.
     """
 
     units: Literal["all", "root-only"] | tuple[str, ...] = "all"
-    """Which ones: all, the root's own alone, or these modules. Needs :attr:`Capability.DEFERRED_PER_UNIT`."""
+    """The units whose reduction is deferred: all, the root's own unit only, or the units of the named modules.
+
+    Needs :attr:`Capability.DEFERRED_PER_UNIT`.
+    """
 
     skips: Literal["reduction", "all-reduce"] = "reduction"
-    """The whole reduction, or that over the replicas only. Needs :attr:`Capability.DEFERRED_ALL_REDUCE`."""
+    """What is deferred: the whole reduction, or only the all-reduce over the replicas of a (replicate, shard) mesh.
+
+    Needs :attr:`Capability.DEFERRED_ALL_REDUCE`.
+    """
 
     keeps_gathered: bool = False
-    """Parameters stay gathered after these backwards. Needs :attr:`Capability.KEEP_AFTER_BACKWARD`."""
+    """Whether parameters stay gathered after these backwards, for the next microbatch.
+
+    Needs :attr:`Capability.KEEP_AFTER_BACKWARD`.
+    """
 
     marks_last: bool = False
-    """The last backward is marked as the last. Needs :attr:`Capability.MARKED_LAST_BACKWARD`."""
+    """Whether a call marks the last backward, for schedules that run several forwards before their backwards.
+
+    Needs :attr:`Capability.MARKED_LAST_BACKWARD`.
+    """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """How a case wants the model sharded; equal for every implementation."""
+    """How a case wants its model sharded, in terms that are the same for every implementation.
+
+    An adapter raises for a value that its implementation cannot honour; it never approximates. Cases that need a
+    capability are skipped beforehand where the adapter does not declare it.
+    """
 
     mesh: DeviceMesh
-    """The data-parallel mesh, over which gradients are averaged: 1-D, or 2-D (replicate, shard), which needs
-    :attr:`Capability.HYBRID`. It need not have all ranks of the world."""
+    """The data-parallel mesh: parameters are sharded and gradients averaged over it.
+
+    It has one dimension, or the two dimensions (replicate, shard), which need :attr:`Capability.HYBRID`. It contains
+    this rank, but it may leave out other ranks of the world, as beside tensor parallelism.
+    """
 
     units: Units = ()
-    """Each entry names the modules gathered by one collective; the root's own unit is implicit."""
+    """The units, as tuples of module names; each is gathered by one collective.
+
+    The root's own unit is implicit: it has all parameters that no entry covers. An implementation that chooses its own
+    units may ignore this field; its adapter then declares neither :attr:`Capability.COUNTED_UNITS` nor
+    :attr:`Capability.GROUPED_UNIT`.
+    """
 
     reshard_after_forward: bool | int | None = None
-    """``None`` leaves it to the implementation's default."""
+    """What happens to gathered parameters after forward; None is the implementation's default.
+
+    True frees them, which needs :attr:`Capability.RESHARD_AFTER_FORWARD`, as does False, which keeps them until
+    backward. An int reshards them to groups of that many ranks, which needs :attr:`Capability.RESHARD_TO_SIZE`.
+    """
 
     microbatches: int = 1
-    """Microbatches in one optimizer step."""
+    """The number of microbatches in one optimizer step."""
 
     accumulation: Accumulation | None = None
-    """``None`` leaves it to the implementation when it reduces the gradients of several microbatches."""
+    """What is deferred to the last microbatch; None is the implementation's default."""
 
     offload: Literal["pageable", "pinned"] | None = None
-    """The CPU memory where shards live. Needs :attr:`Capability.OFFLOAD`."""
+    """The kind of CPU memory that holds the shards; None keeps them on the device.
+
+    Needs :attr:`Capability.OFFLOAD`, and ``"pageable"`` needs :attr:`Capability.PAGEABLE_OFFLOAD` as well.
+    """
 
     clip: Clip | None = None
+    """How gradients are clipped; None does not clip."""
 
     find_unused: bool = False
-    """Some parameters may get no gradient in a step."""
+    """Whether some parameters may get no gradient in a step, as in DDP's ``find_unused_parameters``."""
 
     cast: torch.dtype | None = None
-    """Cast the module to this dtype once it is sharded, before the optimizer is made."""
+    """The dtype to which the module is cast after it is sharded and before the optimizer is made.
+
+    Needs :attr:`Capability.CAST_AFTER_INIT`.
+    """
 
     flat_parameters: bool = False
-    """The optimizer has one flat parameter a unit. Needs :attr:`Capability.FLAT_PARAMETERS`."""
+    """Whether the optimizer gets one flat parameter per unit instead of the model's own parameters.
+
+    Needs :attr:`Capability.FLAT_PARAMETERS`.
+    """
 
     sync_states: bool = False
-    """Every rank takes the parameters and buffers of the first data-parallel rank. Needs
-    :attr:`Capability.SYNC_STATES`."""
+    """Whether every rank starts from the parameters and buffers of the first rank of the mesh.
+
+    Needs :attr:`Capability.SYNC_STATES`.
+    """
 
     @property
     def shard_size(self) -> int:
-        """The number of ranks that share a unit."""
+        """The number of ranks among which a unit is divided."""
         return self.mesh.size(self.mesh.ndim - 1)
 
     @property
     def data_ranks(self) -> tuple[int, ...]:
-        """The global ranks whose gradients are averaged, this one among them, in the mesh's order."""
+        """The global ranks whose gradients are averaged, this rank included, in the order of the mesh."""
         return tuple(self.mesh.mesh.flatten().tolist())
 
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """What one rank holds of one named tensor.
+    """The part of one named tensor that one rank holds.
 
-    ``tensor`` has any shape; ``cut`` takes a tensor of the full, unsharded shape and returns
-    the same elements in the same shape, so that a baseline is cut instead of shards gathered.
+    The harness cuts the baseline's full tensor to this part and compares the two, so that shards need not be gathered.
+    It also cuts the oracle's float64 tensor, and an int64 tensor of positions to name the element that differs.
+
+    Attributes:
+        tensor: the elements that this rank holds, in any shape.
+        cut: takes a tensor of the full, unsharded shape and any dtype, and returns the elements at the places of
+            ``tensor``, in the shape of ``tensor``. Compute it from the layout that the implementation documents and do
+            not ask the implementation, or a wrong layout would define what is right.
     """
 
     tensor: torch.Tensor
@@ -173,16 +267,41 @@ class Piece:
 
 
 def whole(tensor: torch.Tensor) -> Piece:
-    """The piece of a rank that holds the full tensor."""
+    """Return the piece of a rank that holds the full tensor."""
     return Piece(tensor, lambda full: full)
 
 
 class Adapter(ABC):
     """One model, sharded by one implementation, on one rank.
 
-    Subclasses shard in ``__init__`` (a collective over ``config.mesh``) and set ``module``, what
-    the training loop calls, and ``optimizer``. The model arrives in float32 on ``config.mesh``'s
-    device and belongs to the adapter.
+    The harness makes one instance per model on every rank of the world, and every rank makes the same calls in the same
+    order. One training step is::
+
+        for each microbatch:
+            with adapter.microbatch(is_last=...):
+                output = adapter.forward(...)
+                adapter.backward(loss)
+        adapter.gradients()
+        adapter.clip()              # these three calls only with config.clip and traits.clips == "call"
+        adapter.norm_value(...)
+        adapter.gradients()
+        adapter.step()
+        adapter.norm_after_step()   # only with config.clip and traits.clips == "step"
+        adapter.parameters()
+        adapter.zero_grad(...)
+
+    The trace records the collectives of ``forward``, ``backward``, ``clip`` and ``step``. The other methods may
+    communicate where their description allows it, and those collectives are not counted.
+
+    Cases call a method whose docstring names a capability only if :meth:`capabilities` contains it. An adapter that
+    declares the capability overrides the method, unless the default fits.
+
+    Attributes:
+        name: the name of the implementation in reports.
+        traits: facts about the implementation that comparisons depend on.
+        config: how this model is sharded.
+        module: what the training loop calls.
+        optimizer: None if the case trains without an optimizer, or if an engine owns the step.
     """
 
     name: ClassVar[str]
@@ -194,139 +313,252 @@ class Adapter(ABC):
     @classmethod
     @abstractmethod
     def availability(cls, device_type: str) -> str | None:
-        """Why the implementation cannot run here on ``device_type``, in one line, or None."""
+        """Return why the implementation cannot run on this host, or None if it can.
+
+        Called in the pytest process. A reason is one line that names what to install; it ends the run with exit code 4.
+        Importing the adapter class must be quick and must not patch other modules, because it happens in this process.
+
+        Args:
+            device_type: "cpu" or "cuda".
+        """
 
     @classmethod
     @abstractmethod
     def capabilities(cls) -> frozenset[Capability]:
-        """What it can do, by the versions installed here."""
+        """Return the capabilities of the implementation, in the versions installed here.
+
+        Called in the pytest process. A case that needs any other capability is skipped as ``unsupported``.
+        """
 
     @classmethod
     def version(cls) -> str:
-        """The version of what is driven, for the run file."""
+        """Return the version of the implementation, for the run file. The default is torch's."""
         return torch.__version__
 
     @classmethod
     def prepare(cls, device_type: str) -> None:
-        """Change a rank's process for good: environment variables, imports that patch.
+        """Change a rank's process permanently: set environment variables, import packages that patch others.
 
-        Called before each case, where ``traits.isolation`` gives the implementation ranks of its own,
-        and before the picture with which the process is compared after the case.
+        Called on every rank before each case, and only where ``traits.isolation`` is not "shared". The harness records
+        the state of the process afterwards, so these changes do not count as left behind by the case. The world's
+        process group exists already.
+
+        Args:
+            device_type: "cpu" or "cuda".
         """
         return None
 
     @abstractmethod
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
+        """Shard the model and set ``module`` and ``optimizer``.
+
+        Called on every rank, so sharding may communicate. Subclasses call this constructor, which keeps ``config``.
+
+        Args:
+            model: in float32, on the device of ``config.mesh``, with equal values on all ranks unless
+                ``config.sync_states`` is set. Where the adapter declares the capabilities, it may contain DTensors of a
+                tensor-parallel mesh, activation checkpointing wrappers and compiled modules. The adapter owns it from
+                here on.
+            optimizer: makes the optimizer from the sharded parameters; None trains without one.
+            config: how to shard the model.
+        """
         self.config = config
 
     # one training step -------------------------------------------------------------------
 
     @contextlib.contextmanager
     def microbatch(self, *, is_last: bool) -> Iterator[None]:
-        """The context of one microbatch's forward and backward."""
+        """Surround one microbatch; the place for ``no_sync()`` and for a reduction after the last microbatch.
+
+        The context covers the microbatch's forward and backward, or its backward alone where a case runs the forwards
+        of several microbatches ahead. It may communicate on entry and on exit.
+
+        Args:
+            is_last: whether this microbatch's backward is the last of the step.
+        """
         yield
 
     def submodule(self, name: str) -> nn.Module:
-        """What a training loop calls to run only the module ``name`` ("" is the root)."""
+        """Return what a training loop calls to run only the module ``name``.
+
+        Args:
+            name: the name of the module in the original model; "" is the root.
+        """
         return self.module.get_submodule(name)
 
     def forward(self, *args: Any, submodule: str = "") -> Any:
-        """Run forward of the root or of one submodule."""
+        """Run the forward of the root or of one submodule, and return its output.
+
+        Args:
+            args: the positional arguments of the forward.
+            submodule: the name of the module in the original model; "" is the root.
+        """
         return self.submodule(submodule)(*args)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Run backward from a scalar loss; gradients are averaged over the data-parallel ranks."""
+        """Run backward from the loss of one microbatch.
+
+        After the last backward of a step, gradients are averages over ``config.data_ranks`` of the sums over
+        microbatches.
+
+        Args:
+            loss: a scalar, the mean over this rank's microbatch; multiplied by ``config.microbatches`` where
+                ``traits.divides_by_microbatches`` is set.
+        """
         loss.backward()
 
     def clip(self) -> torch.Tensor:
-        """Clip as ``config.clip`` says; the total norm, in whatever form the implementation returns it."""
+        """Clip the gradients by ``config.clip``.
+
+        Called between the last backward and the step, only if ``config.clip`` is set and ``traits.clips`` is "call".
+
+        Returns:
+            The total norm before clipping, in the form in which the implementation returns it.
+        """
         assert self.config.clip is not None
         clip = self.config.clip
         return nn.utils.clip_grad_norm_(self.module.parameters(), clip.max_norm, clip.norm_type)
 
     def norm_value(self, norm: torch.Tensor) -> torch.Tensor:
-        """The scalar, equal on all ranks, that ``clip`` meant; outside the trace, may communicate."""
+        """Return the total norm as a plain scalar tensor, equal on all ranks. May communicate.
+
+        Args:
+            norm: what :meth:`clip` returned, for example a DTensor that is still to be reduced.
+        """
         return norm
 
     def step(self) -> None:
-        """Run the optimizer."""
+        """Run the optimizer step."""
         if self.optimizer is not None:
             self.optimizer.step()
 
     def norm_after_step(self) -> torch.Tensor | None:
-        """The total norm that the step clipped by, where ``traits.clips`` is "step"."""
+        """Return the total norm before clipping, as a scalar tensor, after a step that clipped.
+
+        Called only if ``config.clip`` is set and ``traits.clips`` is "step".
+        """
         return None
 
     def zero_grad(self, *, set_to_none: bool) -> None:
-        """Forget the gradients, or fill them with zeros."""
+        """Set the gradients to None, or fill them with zeros."""
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=set_to_none)
         else:
             self.module.zero_grad(set_to_none=set_to_none)
 
-    # pictures, taken outside the trace -----------------------------------------------------
+    # reading the state, outside the trace --------------------------------------------------
 
     @abstractmethod
     def gradients(self) -> dict[str, Piece | None]:
-        """Per parameter name of the original model, what this rank holds; None: no gradient."""
+        """Return what this rank holds of each gradient. May communicate; must not change the training.
+
+        Called after the last backward, and again after :meth:`clip`. The harness copies the tensors at once.
+
+        Returns:
+            By parameter name of the original model, a piece on the mesh's device; None for a parameter without a
+            gradient.
+        """
 
     @abstractmethod
     def parameters(self) -> dict[str, Piece]:
-        """Per parameter name of the original model, what this rank holds of its value."""
+        """Return what this rank holds of each parameter. May communicate; must not change the training.
+
+        Called after the optimizer step. The harness copies the tensors at once.
+
+        Returns:
+            By parameter name of the original model, a piece on the mesh's device.
+        """
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """The registered parameters by the original model's names."""
+        """Return the registered parameters, sharded or gathered, by their names in the original model."""
         return {original_name(name): value for name, value in self.module.named_parameters()}
 
     def gathered(self) -> dict[str, bool]:
-        """Per parameter name, whether ``module.parameters()`` shows it gathered.
+        """Return for each parameter of the original model whether ``module.parameters()`` currently shows it gathered.
 
         Needs :attr:`Capability.REGISTERED_STATE`.
         """
         raise AssertionError(f"{self.name} does not declare {Capability.REGISTERED_STATE!r}")
 
     def registered(self) -> dict[str, Piece]:
-        """Per parameter name, what ``module.parameters()`` shows, gathered or not.
+        """Return what ``module.parameters()`` currently shows of each parameter, gathered or sharded.
 
         Needs :attr:`Capability.REGISTERED_STATE`.
         """
         raise AssertionError(f"{self.name} does not declare {Capability.REGISTERED_STATE!r}")
 
     def own_gradients(self, names: Sequence[str]) -> list[torch.Tensor]:
-        """What this rank's optimizer will use of the gradients of these parameters, to be changed in place.
+        """Return the local gradients that this rank's optimizer will use; the case changes them in place.
 
-        Ranks that hold the same share of the same parameters have tensors of the same sizes, in one order. Needs
-        :attr:`Capability.TENSOR_PARALLEL`.
+        Called between the last backward and the step, for what a training script adds itself, such as the gradients of
+        parameters that tensor parallelism did not shard. The tensors are on the device of the shards. Ranks that hold
+        the same share of the same parameters return tensors of the same sizes in the same order.
+
+        Needs :attr:`Capability.TENSOR_PARALLEL`.
+
+        Args:
+            names: parameters of the original model. A parameter without a gradient on this rank is left out.
         """
         raise AssertionError(f"{self.name} does not declare {Capability.TENSOR_PARALLEL!r}")
 
     def reshard(self) -> None:
-        """Free all gathered parameters. Needs :attr:`Capability.MANUAL_RESHARD`."""
+        """Free all gathered parameters, so that the sharded ones are registered again.
+
+        Needs :attr:`Capability.MANUAL_RESHARD`.
+        """
         raise AssertionError(f"{self.name} does not declare {Capability.MANUAL_RESHARD!r}")
 
     def unshard(self) -> None:
-        """Start to gather all parameters, without waiting. Needs :attr:`Capability.ASYNC_UNSHARD`."""
+        """Start to gather all parameters and return without waiting for them.
+
+        Called between steps, also before the first forward, which then gathers nothing.
+
+        Needs :attr:`Capability.ASYNC_UNSHARD`.
+        """
         raise AssertionError(f"{self.name} does not declare {Capability.ASYNC_UNSHARD!r}")
 
     def prefetch(self, *, forward: Mapping[str, Sequence[str]], backward: Mapping[str, Sequence[str]]) -> None:
-        """Have the unit of each module gather those of the modules it maps to ahead of its own computation.
+        """Set which other units each unit gathers before its own computation. Called once, before training.
 
         Needs :attr:`Capability.EXPLICIT_PREFETCH`.
+
+        Args:
+            forward: from the name of a module to the names of the modules whose units it gathers ahead in forward, in
+                that order.
+            backward: the same for backward.
         """
         raise AssertionError(f"{self.name} does not declare {Capability.EXPLICIT_PREFETCH!r}")
 
     def register_forward_method(self, submodule: str, method: str) -> None:
-        """Gather and free around this method too. Needs :attr:`Capability.FORWARD_METHOD`."""
+        """Make a method gather and free parameters as ``forward`` does. Called once, before training.
+
+        Needs :attr:`Capability.FORWARD_METHOD`.
+
+        Args:
+            submodule: the name of the module in the original model.
+            method: the name of its method.
+        """
         raise AssertionError(f"{self.name} does not declare {Capability.FORWARD_METHOD!r}")
 
     def after_step(self, event: torch.Event) -> None:
-        """The next gathers wait for ``event`` only. Needs :attr:`Capability.POST_OPTIM_EVENT`."""
+        """Make the next step's gathers wait for ``event`` instead of the whole stream of the optimizer.
+
+        Called after each optimizer step.
+
+        Needs :attr:`Capability.POST_OPTIM_EVENT`.
+
+        Args:
+            event: recorded on the current stream after the step.
+        """
         raise AssertionError(f"{self.name} does not declare {Capability.POST_OPTIM_EVENT!r}")
 
     def checkpoint(self) -> dict[str, Any]:
-        """What ``torch.distributed.checkpoint`` saves of model and optimizer, under these two names (collective).
+        """Return the state that ``torch.distributed.checkpoint`` saves. May communicate.
 
         Needs :attr:`Capability.DISTRIBUTED_CHECKPOINT`.
+
+        Returns:
+            The state dicts under "model" and "optimizer".
         """
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
@@ -334,7 +566,13 @@ class Adapter(ABC):
         return {"model": model, "optimizer": optimizer}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take what :meth:`checkpoint` returned, with other values in it (collective)."""
+        """Load a state into model and optimizer. May communicate.
+
+        Needs :attr:`Capability.DISTRIBUTED_CHECKPOINT`.
+
+        Args:
+            state: what :meth:`checkpoint` returned, with values that were loaded into it since.
+        """
         from torch.distributed.checkpoint.state_dict import set_state_dict
 
         set_state_dict(
@@ -345,9 +583,13 @@ class Adapter(ABC):
         )
 
     def _checkpointed_optimizer(self) -> torch.optim.Optimizer:
-        assert self.optimizer is not None, f"{self.name} keeps its optimizer to itself"
+        assert self.optimizer is not None, f"{self.name} exposes no optimizer"
         return self.optimizer
 
     def teardown(self) -> None:
-        """Undo what the implementation keeps outside the model."""
+        """Undo what the implementation keeps outside the model: hooks, groups, references in module globals.
+
+        Called once after each case, also after a failed one. A peer may still be inside a case that failed here, so
+        this method should not wait for other ranks.
+        """
         return None

@@ -1,4 +1,4 @@
-"""What an adapter can declare, and what a machine can have. Light: imports no torch."""
+"""The features that an adapter can declare and the hardware that a host can have. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,31 +6,34 @@ import enum
 
 
 class Capability(enum.StrEnum):
-    """A named feature of an implementation; a case that needs one the adapter lacks is ``unsupported``."""
+    """A named feature of an implementation.
+
+    A case that needs a capability which the adapter does not declare is skipped with the verdict ``unsupported``.
+    """
 
     SHARDED = "sharded"
-    """At least the parameters are divided among the ranks."""
+    """At least the parameters are sharded."""
 
     RESHARD_AFTER_FORWARD = "reshard-after-forward"
-    """``True`` and ``False`` can be chosen for whether parameters are freed after forward."""
+    """``reshard_after_forward`` accepts ``True`` (free gathered parameters after forward) and ``False`` (keep them)."""
 
     RESHARD_TO_SIZE = "reshard-to-size"
-    """An int smaller than the shard group reshards after forward to groups of that size."""
+    """``reshard_after_forward`` accepts an int smaller than the shard group and reshards to groups of that size."""
 
     RESHARD_TO_SIZE_UNEVEN = "reshard-to-size-uneven"
-    """What ``parameters()`` shows after resharding to a smaller size is right where that size does not divide."""
+    """After resharding to a smaller size that does not divide a dimension, ``parameters()`` shows the right shards."""
 
     ROOT_RESHARD = "root-reshard"
-    """``True`` frees the root's own unit after forward as well."""
+    """``reshard_after_forward=True`` also frees the root's own unit after forward."""
 
     GROUPED_UNIT = "grouped-unit"
-    """Several modules can form one unit."""
+    """One unit can consist of several modules."""
 
     UNUSED_OUTPUT = "unused-output"
-    """A forward output that the loss ignores keeps the other gradients right."""
+    """Gradients are right when the loss ignores one of the outputs of forward."""
 
     UNUSED_MODULE = "unused-module"
-    """A module that never ran gets no gradient and does not disturb the rest."""
+    """A module that did not run in forward gets no gradient, and the other gradients are right."""
 
     CONTAINER_OUTPUT = "container-output"
     """Units may return a tuple, list, dict or namedtuple of tensors."""
@@ -39,7 +42,7 @@ class Capability(enum.StrEnum):
     """Units may return a dataclass of tensors."""
 
     POST_ACCUMULATE_GRAD_HOOK = "post-accumulate-grad-hook"
-    """Hooks of ``register_post_accumulate_grad_hook`` run once the reduced gradient is there."""
+    """Hooks of ``register_post_accumulate_grad_hook`` run after the gradient has been reduced."""
 
     NON_ROOT_FORWARD = "non-root-forward"
     """A unit below the root can be trained by calling it directly."""
@@ -48,7 +51,7 @@ class Capability(enum.StrEnum):
     """A unit may run several times in one forward."""
 
     CLIP_EMPTY_SHARDS = "clip-empty-shards"
-    """Clipping takes any norm where a rank's part of some parameter is empty."""
+    """Clipping works for any norm when a rank's shard of some parameter is empty."""
 
     CAST_AFTER_INIT = "cast-after-init"
     """The sharded module can be cast to another dtype before the first forward."""
@@ -57,105 +60,107 @@ class Capability(enum.StrEnum):
     """``module.parameters()`` shows which parameters are sharded and which are gathered."""
 
     MANUAL_RESHARD = "manual-reshard"
-    """``unshard()`` and ``reshard()`` can be called on a unit."""
+    """Scripts can call ``unshard()`` and ``reshard()`` on a unit."""
 
     CLIP_BY_CALL = "clip-by-call"
-    """Gradients are clipped by a call between backward and step, for the 2-norm."""
+    """Gradients can be clipped by a call between backward and step, by their 2-norm."""
 
     CLIP_ANY_NORM = "clip-any-norm"
-    """Clipping takes any norm: 1, 2, inf."""
+    """Clipping works for any norm: 1, 2, inf."""
 
     COUNTED_UNITS = "counted-units"
-    """Each unit is gathered by one collective and reduced by one, so that counts follow a formula."""
+    """Each unit is gathered by one collective and reduced by one, so the number of collectives follows a formula."""
 
     GATHER_ORDER = "gather-order"
-    """Collectives come in the documented order: a unit is gathered when it runs, in backward one ahead."""
+    """Collectives follow the contract's order: forward gathers a unit when it runs, backward gathers one unit ahead."""
 
     SINGLE_RANK = "single-rank"
-    """Parameters may be sharded over one rank, which issues no collective but the reduction over replicas."""
+    """A shard group may consist of one rank, which then issues no collective except the reduction over replicas."""
 
     ADAM = "adam"
-    """Works with optimizers that keep more state than momentum."""
+    """Optimizers may keep more state than momentum, as Adam does."""
 
     HYBRID = "hybrid"
-    """A (replicate, shard) mesh: parameters are sharded over its second dimension, gradients averaged over both."""
+    """On a (replicate, shard) mesh, parameters are sharded over the second dimension, gradients averaged over both."""
 
     DEFERRED_REDUCTION = "deferred-reduction"
-    """Backward can leave the reduction of gradients to that of the last microbatch."""
+    """The reduction of gradients can be deferred to the backward of the last microbatch."""
 
     DEFERRED_PER_UNIT = "deferred-per-unit"
-    """The same for some units only, while the others reduce in every backward."""
+    """The reduction can be deferred for some units only, while the others reduce in every backward."""
 
     DEFERRED_ALL_REDUCE = "deferred-all-reduce"
-    """On a (replicate, shard) mesh backward can reduce within the shard group and leave the rest to the last one."""
+    """On a (replicate, shard) mesh, only the all-reduce over the replicas can be deferred to the last backward."""
 
     KEEP_AFTER_BACKWARD = "keep-after-backward"
-    """Backward can leave parameters gathered for the next microbatch."""
+    """Parameters can stay gathered after backward, for the next microbatch."""
 
     MARKED_LAST_BACKWARD = "marked-last-backward"
-    """Several forwards may precede their backwards, and the last backward be marked as such."""
+    """Several forwards may run before their backwards, and a call marks the last backward."""
 
     ASYNC_UNSHARD = "async-unshard"
-    """Parameters can be gathered in advance by a call that returns at once, also before the first forward."""
+    """A call starts to gather parameters in advance and returns at once, also before the first forward."""
 
     EXPLICIT_PREFETCH = "explicit-prefetch"
-    """A unit can be told which others to gather ahead, in forward and in backward."""
+    """A script can set which other units a unit gathers ahead, in forward and in backward."""
 
     RECOMPUTATION = "recomputation"
-    """Activation checkpointing of units, by a wrapper, by hooks or around the call."""
+    """Units work under activation checkpointing, whether by a wrapper, by hooks or around the call."""
 
     RECOMPUTES_GATHERED = "recomputes-gathered"
-    """What backward recomputes is gathered once, for the recomputation and for the backward itself."""
+    """A unit that is recomputed in backward is gathered once, for the recomputation and the backward together."""
 
     COMPILED_MODULES = "compiled-modules"
-    """Modules of units may be compiled with ``torch.compile`` before they are sharded."""
+    """The modules of a unit may be compiled with ``torch.compile`` before they are sharded."""
 
     TIED_PARAMETERS = "tied-parameters"
     """Modules of one unit may share a parameter."""
 
     TENSOR_PARALLEL = "tensor-parallel"
-    """Parameters may be DTensors of a tensor-parallel mesh, and are sharded over the data-parallel one besides."""
+    """Parameters may be DTensors of a tensor-parallel mesh; they are sharded over the data-parallel mesh as well."""
 
     TENSOR_PARALLEL_COUNTS = "tensor-parallel-counts"
-    """Tensor parallelism keeps its collectives, and a data-parallel mesh of one rank adds none."""
+    """The collectives of tensor parallelism are unchanged, and a data-parallel mesh of one rank adds none."""
 
     OFFLOAD = "offload"
     """Shards, their gradients and the optimizer can live on the CPU."""
 
     PAGEABLE_OFFLOAD = "pageable-offload"
-    """The same in memory that is not pinned, so that no accelerator is needed."""
+    """Offloaded shards can live in memory that is not pinned, which needs no accelerator."""
 
     DISTRIBUTED_CHECKPOINT = "distributed-checkpoint"
-    """``torch.distributed.checkpoint`` saves and loads model and optimizer through their state dicts."""
+    """``torch.distributed.checkpoint`` can save and load model and optimizer through their state dicts."""
 
     TENSOR_PARALLEL_CHECKPOINT = "tensor-parallel-checkpoint"
-    """The same where parameters are DTensors of a tensor-parallel mesh, also of sizes that do not divide."""
+    """Checkpoints also work for DTensors of a tensor-parallel mesh, including sizes that the mesh does not divide."""
 
     FORWARD_METHOD = "forward-method"
-    """A method other than ``forward`` can be registered to gather and free as ``forward`` does."""
+    """A method other than ``forward`` can be registered to gather and free parameters as ``forward`` does."""
 
     INPUTS_TO_DEVICE = "inputs-to-device"
     """The root's forward moves its input tensors to the device."""
 
     POST_OPTIM_EVENT = "post-optim-event"
-    """The next step's gathers can be told to wait for an event instead of the optimizer's stream."""
+    """The next step's gathers can wait for a given event instead of the optimizer's stream."""
 
     FLAT_PARAMETERS = "flat-parameters"
-    """The optimizer can be given one flat parameter a unit instead of the model's own."""
+    """The optimizer can get one flat parameter per unit instead of the model's own parameters."""
 
     SYNC_STATES = "sync-states"
-    """Parameters and buffers can be taken from the first data-parallel rank when the model is sharded."""
+    """Sharding can start from the first data-parallel rank's parameters and buffers on every rank."""
 
     ORDER_VALIDATION = "order-validation"
-    """With ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` the order of the units in forward is compared: in the first iteration
-    between the ranks, later on each rank with its first iteration."""
+    """With ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` the implementation compares the order in which units run in forward.
+
+    It compares the ranks with each other in the first iteration, and each rank with its own first iteration later.
+    """
 
 
 class Hardware(enum.StrEnum):
-    """What a host may lack; a case that needs it is ``unmet`` there."""
+    """A feature of a host. A case that needs one which the host lacks is skipped with the verdict ``unmet``."""
 
     ACCELERATOR = "accelerator"
     """A device other than the CPU."""
 
     STREAMS = "streams"
-    """Real device streams: delays in one must not stop the others."""
+    """Real device streams: a delay in one does not stop the others."""

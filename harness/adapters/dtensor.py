@@ -1,4 +1,4 @@
-"""What adapters of implementations with DTensor parameters have in common."""
+"""The base class of adapters whose implementation keeps each parameter as a DTensor."""
 
 from __future__ import annotations
 
@@ -28,16 +28,24 @@ from shardproof.harness.adapters.capability import Capability
 
 
 def cut_like(full: torch.Tensor, *, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> torch.Tensor:
-    """This rank's shard of ``full``, by ``torch.chunk`` along each sharded mesh dimension in turn.
+    """Cut a full tensor to this rank's shard, by ``torch.chunk`` along each sharded mesh dimension in turn.
 
-    A plain ``Shard`` is cut after the mesh dimensions before it. A strided one is cut last, after the dimensions
-    behind it: tensor parallelism, the inner dimension, has cut the tensor before data parallelism cuts what it is
-    given. An empty shard keeps the other dimensions. Written here, not asked of DTensor, so that a wrong layout is a
-    difference and not a definition.
+    Plain ``Shard`` placements are applied first, in the order of the mesh dimensions, then the strided ones in reverse
+    order. A strided placement on the data-parallel dimension means that tensor parallelism, a later mesh dimension, has
+    sharded the tensor first, and that data parallelism shards the local part. The rule is computed here instead of by
+    DTensor, so that a wrong layout shows up as a difference and does not define what is right.
+
+    Args:
+        full: a tensor of the full shape.
+        mesh: the mesh of the placements.
+        placements: one placement for each mesh dimension.
+
+    Returns:
+        This rank's shard. An empty shard has size 0 in the sharded dimension and keeps the other dimensions.
 
     Raises:
-        AssertionError: a placement other than ``Shard``, ``Replicate`` and a strided shard whose factor is the number
-            of pieces into which the dimensions behind it cut.
+        AssertionError: a placement is neither ``Shard`` nor ``Replicate`` nor a strided shard whose ``split_factor``
+            equals the number of parts into which the later mesh dimensions divide the same tensor dimension.
     """
     strided = []
     for mesh_dim, placement in enumerate(placements):
@@ -49,9 +57,9 @@ def cut_like(full: torch.Tensor, *, mesh: DeviceMesh, placements: tuple[Placemen
     for mesh_dim in reversed(strided):
         placement = placements[mesh_dim]
         assert isinstance(placement, _StridedShard)
-        behind = [d for d in range(mesh_dim + 1, len(placements)) if _is_cut(placements[d], placement.dim)]
-        pieces = math.prod(mesh.size(d) for d in behind)
-        assert placement.split_factor == pieces, f"{placement} in {placements}: the factor should be {pieces}"
+        later = [d for d in range(mesh_dim + 1, len(placements)) if _is_cut(placements[d], placement.dim)]
+        parts = math.prod(mesh.size(d) for d in later)
+        assert placement.split_factor == parts, f"{placement} in {placements}: the factor should be {parts}"
         full = _chunk(full, mesh, mesh_dim, placement.dim)
     return full
 
@@ -67,7 +75,12 @@ def _chunk(full: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, dim: int) -> tor
 
 
 def piece_of(tensor: torch.Tensor, device: torch.device | None = None) -> Piece:
-    """The piece that a parameter or a gradient is on this rank, on ``device`` if it is given."""
+    """Return what this rank holds of a parameter or a gradient.
+
+    Args:
+        tensor: a DTensor, or a plain tensor that this rank holds in full.
+        device: where the shard of a DTensor is moved; None leaves it where it is.
+    """
     if not isinstance(tensor, DTensor):
         return whole(tensor)
     cut = functools.partial(cut_like, mesh=tensor.device_mesh, placements=tuple(tensor.placements))
@@ -75,18 +88,19 @@ def piece_of(tensor: torch.Tensor, device: torch.device | None = None) -> Piece:
 
 
 class DTensorAdapter(Adapter):
-    """Drives a ``fully_shard`` with the signature of ``torch.distributed.fsdp``."""
+    """Drives a ``fully_shard`` function with the signature of that of ``torch.distributed.fsdp``.
+
+    Attributes:
+        fully_shard: the function under test, as a staticmethod.
+        offload_policy: the class of its policy that keeps shards on the CPU; takes ``pin_memory``.
+        register: its ``register_fsdp_forward_method``, as a staticmethod.
+    """
 
     traits = Traits(shards=frozenset({"parameters", "gradients", "optimizer"}))
 
     fully_shard: ClassVar[Callable[..., Any]]
-    """The function under test, as a staticmethod."""
-
     offload_policy: ClassVar[Callable[..., Any]]
-    """Its policy of shards on the CPU."""
-
     register: ClassVar[Callable[..., None]]
-    """Its ``register_fsdp_forward_method``, as a staticmethod."""
 
     @classmethod
     def availability(cls, device_type: str) -> str | None:
@@ -94,13 +108,13 @@ class DTensorAdapter(Adapter):
 
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
-        # One flat parameter a unit is what these implementations do without, and nothing is sent when they shard.
+        # These implementations have no flat parameters, and sharding sends no values between ranks.
         return frozenset(Capability) - {Capability.FLAT_PARAMETERS, Capability.SYNC_STATES}
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         super().__init__(model, optimizer=optimizer, config=config)
-        assert not (config.flat_parameters or config.sync_states), "every parameter stays one of its own"
-        # Looked up before anything is sharded: the class of a sharded module changes, its name does not.
+        assert not (config.flat_parameters or config.sync_states), "fully_shard has no such option"
+        # Looked up before anything is sharded: sharding changes the class of a module, although not its name.
         groups = [[model.get_submodule(name) for name in unit] for unit in inner_first(config.units)]
         options: dict[str, Any] = {"mesh": config.mesh, "reshard_after_forward": config.reshard_after_forward}
         if config.offload:
@@ -130,12 +144,14 @@ class DTensorAdapter(Adapter):
             root.set_is_last_backward(is_last)
 
     def gradients(self) -> dict[str, Piece | None]:
+        """Return the local shards of the gradients, after a reshard if parameters are gathered."""
         return {
             name: None if parameter.grad is None else piece_of(parameter.grad, self._device)
             for name, parameter in self._sharded_parameters().items()
         }
 
     def parameters(self) -> dict[str, Piece]:
+        """Return the local shards of the parameters, after a reshard if parameters are gathered."""
         return {
             name: piece_of(parameter.detach(), self._device) for name, parameter in self._sharded_parameters().items()
         }
@@ -149,13 +165,16 @@ class DTensorAdapter(Adapter):
         return {name: piece_of(parameter.detach()) for name, parameter in self.named_parameters().items()}
 
     def gathered(self) -> dict[str, bool]:
+        """Return for each parameter whether it is registered as a plain tensor, not as a DTensor."""
         return {name: not isinstance(value, DTensor) for name, value in self.named_parameters().items()}
 
     def reshard(self) -> None:
+        """Call ``reshard`` on every sharded module."""
         for module in self._sharded_modules():
             module.reshard()
 
     def unshard(self) -> None:
+        """Call ``unshard(async_op=True)`` on every sharded module."""
         for module in self._sharded_modules():
             module.unshard(async_op=True)
 
@@ -179,17 +198,17 @@ class DTensorAdapter(Adapter):
 
     @property
     def _device(self) -> torch.device | None:
-        """Where pictures are compared, if not where the shards are."""
+        """The device on which pieces are compared, or None if it is that of the shards."""
         if not self.config.offload or self.config.mesh.device_type == "cpu":
             return None
         return torch.device(self.config.mesh.device_type, torch.accelerator.current_device_index())
 
     def _sharded_parameters(self) -> dict[str, nn.Parameter]:
-        """The sharded parameters, also while gathered ones are registered.
+        """Return the sharded parameters, after a reshard if gathered ones are registered.
 
-        After a forward that did not reshard, ``.grad`` and the optimizer's values live on the sharded
-        ones; freeing the copies is what ``reshard`` is for, and the next forward gathers again anyway
-        only if the step changed them, which the caller has just done.
+        After a forward that did not reshard, the sharded parameters still hold ``.grad`` and the values that the
+        optimizer updates. Resharding frees only the gathered copies. The next forward gathers them again, which it
+        does anyway once the step has changed the parameters.
         """
         if any(self.gathered().values()):
             self.reshard()

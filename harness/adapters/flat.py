@@ -1,4 +1,4 @@
-"""What adapters of implementations that wrap modules and shard flat parameters have in common."""
+"""The base class of adapters whose implementation wraps modules and shards one flat parameter per wrapper."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.dtensor import piece_of
 from shardproof.harness.adapters.flat_layout import FlatLayout, flat_units
 
-#: How a wrapped module's own name appears in the names of what is inside it.
+#: The prefix that a wrapper adds to the names of everything inside the wrapped module.
 _WRAPPED = "_fsdp_wrapped_module."
 
-#: With original parameters each starts at a multiple of 16 bytes in its flat parameter; 2-byte elements need most.
+#: With ``use_orig_params=True``, each parameter starts at a multiple of 16 bytes in its flat parameter. Counted in
+#: elements, the padding is largest for a dtype of 2 bytes.
 _ALIGNMENT = 8
 
 CAPABILITIES = frozenset(
@@ -60,27 +61,29 @@ CAPABILITIES = frozenset(
         Capability.INPUTS_TO_DEVICE,
     }
 )
-"""What the interface offers, whoever implements it."""
+"""What the interface of ``FullyShardedDataParallel`` offers in every implementation."""
 
 
 def share_of_flat(shape: torch.Size, size: int) -> int:
-    """A rank's share, in elements, of what one parameter adds to its unit's flat parameter."""
+    """Return a rank's share, in elements, of what one parameter adds to the flat parameter, alignment included."""
     return math.ceil((math.prod(shape) + _ALIGNMENT - 1) / size)
 
 
 class FlatAdapter(Adapter):
-    """Drives a ``FullyShardedDataParallel``, with original parameters unless the case wants flat ones."""
+    """Drives a ``FullyShardedDataParallel``, with ``use_orig_params=True`` unless the case wants flat parameters.
+
+    Attributes:
+        api: the module with ``FullyShardedDataParallel``, ``ShardingStrategy``, ``CPUOffload`` and ``StateDictType``.
+    """
 
     traits = Traits(
         shards=frozenset({"parameters", "gradients", "optimizer"}),
         local_numel=share_of_flat,
-        # The flat parameter's end is padded to a multiple of the ranks: at most one element on each.
+        # The end of the flat parameter is padded to a multiple of the number of ranks: at most one element per rank.
         collective_padding=1,
     )
 
     api: ClassVar[Any]
-    """The module with ``FullyShardedDataParallel``, ``ShardingStrategy`` and ``CPUOffload``."""
-
     module: Any
 
     @classmethod
@@ -94,7 +97,7 @@ class FlatAdapter(Adapter):
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         super().__init__(model, optimizer=optimizer, config=config)
         keeps = Accumulation(keeps_gathered=True)
-        assert config.accumulation in (None, Accumulation(), keeps), "no_sync is for the whole reduction of all units"
+        assert config.accumulation in (None, Accumulation(), keeps), "no_sync defers all of the reduction, of all units"
         assert config.accumulation != keeps or config.reshard_after_forward is False, (
             "parameters that are freed after forward are freed after backward too"
         )
@@ -128,11 +131,12 @@ class FlatAdapter(Adapter):
         )
         if reshards is False:
             return strategies._HYBRID_SHARD_ZERO2 if hybrid else strategies.SHARD_GRAD_OP
-        # Freed after forward is what it does by default.
+        # None too: freeing after forward is the default of the implementations.
         return strategies.HYBRID_SHARD if hybrid else strategies.FULL_SHARD
 
     @contextlib.contextmanager
     def microbatch(self, *, is_last: bool) -> Iterator[None]:
+        """Enter ``no_sync`` for every microbatch but the last."""
         with contextlib.nullcontext() if is_last else self.module.no_sync():
             yield
 
@@ -142,6 +146,7 @@ class FlatAdapter(Adapter):
         return norm
 
     def gradients(self) -> dict[str, Piece | None]:
+        """Gather the gradients (collective), or cut views from the gradients of flat parameters."""
         if self.config.flat_parameters:
             return self._flat_gradients(self._picture_device)
         with self._full_parameters(with_grads=True) as named:
@@ -151,6 +156,7 @@ class FlatAdapter(Adapter):
             }
 
     def parameters(self) -> dict[str, Piece]:
+        """Gather the parameters (collective), or cut views from flat parameters."""
         if self.config.flat_parameters:
             return {
                 name: piece
@@ -163,13 +169,14 @@ class FlatAdapter(Adapter):
 
     def own_gradients(self, names: Sequence[str]) -> list[torch.Tensor]:
         if self.config.flat_parameters:
-            # Where they are: what is written to a copy on another device would be lost.
+            # Not moved: the case writes to these tensors, and writes to a copy on another device would be lost.
             pieces = self._flat_gradients(None)
             return [piece.tensor for name in names if (piece := pieces[name]) is not None]
         named = self.named_parameters()
         return [gradient for name in names if (gradient := named[name].grad) is not None]
 
     def checkpoint(self) -> dict[str, Any]:
+        """Return sharded state dicts (collective)."""
         wrapper = self.api.FullyShardedDataParallel
         with wrapper.state_dict_type(self.module, self.api.StateDictType.SHARDED_STATE_DICT):
             return {
@@ -178,6 +185,7 @@ class FlatAdapter(Adapter):
             }
 
     def restore(self, state: dict[str, Any]) -> None:
+        """Load sharded state dicts (collective)."""
         wrapper, optimizer = self.api.FullyShardedDataParallel, self._checkpointed_optimizer()
         with wrapper.state_dict_type(self.module, self.api.StateDictType.SHARDED_STATE_DICT):
             self.module.load_state_dict(state["model"])
@@ -188,7 +196,11 @@ class FlatAdapter(Adapter):
 
     @contextlib.contextmanager
     def _full_parameters(self, *, with_grads: bool = False) -> Iterator[dict[str, nn.Parameter]]:
-        """All units gathered (collective); what is read inside lives no longer than the context."""
+        """Gather all units (collective). The tensors are valid only inside the context.
+
+        Args:
+            with_grads: whether gradients are gathered as well.
+        """
         options = {"writeback": False, "with_grads": with_grads}
         with self.api.FullyShardedDataParallel.summon_full_params(self.module, **options):
             yield self.named_parameters()
@@ -221,18 +233,18 @@ class FlatAdapter(Adapter):
 
     @property
     def _picture_device(self) -> torch.device | None:
-        """Where pictures are compared, if not where the shards are."""
+        """The device on which pieces are compared, or None if it is that of the shards."""
         return _device(self.config.mesh.device_type) if self.config.offload else None
 
 
 def _device(device_type: str) -> torch.device:
-    # Told nothing, it looks for an accelerator, on the CPU too.
+    # Always passed explicitly: without a device_id, FullyShardedDataParallel looks for an accelerator even on the CPU.
     index = None if device_type == "cpu" else torch.accelerator.current_device_index()
     return torch.device(device_type) if index is None else torch.device(device_type, index)
 
 
 def _names(units: Units) -> list[str]:
-    """One name a unit, so that a module's parts are wrapped before the module itself."""
+    """Return the module of each unit, nested modules before the modules that contain them: the order of wrapping."""
     for unit in units:
         assert len(unit) == 1, f"a wrapper takes one module, and the unit {unit} has {len(unit)}"
     return [name for (name,) in inner_first(units)]

@@ -1,7 +1,8 @@
-"""How a unit's parameters lie in its flat parameter, and which part of each a rank holds.
+"""How the parameters of a unit lie in its flat parameter, and which part of each a rank holds.
 
-Written here, from what the layout should be: the parameters one after the other in the order of
-``named_parameters()``, the end padded to a multiple of the ranks, one equal part a rank.
+The layout is computed here from its specification and not read from the implementation: the parameters follow each
+other in the order of ``named_parameters()``, the end is padded to a multiple of the number of ranks, and each rank
+holds one of the equal parts.
 """
 
 from __future__ import annotations
@@ -18,24 +19,37 @@ from shardproof.harness.adapters.base import Piece, original_name
 from shardproof.harness.adapters.dtensor import piece_of
 
 Cut = Callable[[torch.Tensor], torch.Tensor]
+"""Takes a full tensor and returns the part that this rank holds, as in :class:`Piece`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FlatLayout:
-    """The parameters of one flat parameter, by the original model's names, in the order in which they lie."""
+    """The parameters of one flat parameter, in the order in which they lie.
+
+    Attributes:
+        module: the name of the wrapped module; "" is the root.
+        names: the names of the parameters in the original model.
+        numels: for each parameter, the number of elements that go into the flat parameter: those of this rank's
+            tensor-parallel shard, or all elements of a parameter that is not tensor-parallel.
+        cuts: for each parameter, the cut from its full tensor to these elements.
+    """
 
     module: str
-    """The module that is wrapped; "" is the root."""
-
     names: tuple[str, ...]
     numels: tuple[int, ...]
-    """Their elements on this rank, before they are sharded: those of its tensor-parallel part."""
-
     cuts: tuple[Cut, ...]
-    """From a full tensor to that part."""
 
     def pieces(self, shard: torch.Tensor | None, *, index: int, size: int) -> Iterator[tuple[str, Piece | None]]:
-        """What rank ``index`` of ``size`` holds of each parameter in its ``shard`` of the flat one, as views of it."""
+        """Yield the name and the piece of each parameter in one rank's shard of the flat parameter.
+
+        Args:
+            shard: the 1-D shard; None where the rank holds none, as for the gradient of an unused unit.
+            index: the position of the rank among those that share the flat parameter.
+            size: the number of ranks that share it.
+
+        Yields:
+            For each parameter its name and a piece whose tensor is a view of ``shard``, or None without a shard.
+        """
         length = math.ceil(sum(self.numels) / size)
         offset = -index * length
         for name, numel, cut in zip(self.names, self.numels, self.cuts, strict=True):
@@ -49,7 +63,14 @@ class FlatLayout:
             offset += numel
 
     def joined(self, parts: Callable[[str], Sequence[torch.Tensor]]) -> Iterator[tuple[str, Piece | None]]:
-        """All of each parameter, from the ``parts`` of it that ranks hold, in their order; of nothing, ``None``."""
+        """Yield the name and the piece of each parameter, joined from the parts that all ranks hold.
+
+        Args:
+            parts: takes the name of a parameter and returns its parts in rank order; empty if no rank holds any.
+
+        Yields:
+            For each parameter its name and a piece with all of its elements, or None if there are no parts.
+        """
         for name, numel, cut in zip(self.names, self.numels, self.cuts, strict=True):
             found = parts(name)
             part = functools.partial(_part, cut=cut, first=0, last=numel)
@@ -62,7 +83,16 @@ def _part(full: torch.Tensor, *, cut: Cut, first: int, last: int) -> torch.Tenso
 
 
 def flat_units(model: nn.Module, modules: Sequence[str]) -> list[FlatLayout]:
-    """The flat parameters of an unwrapped model if ``modules`` are wrapped in this order; empty ones are left out."""
+    """Return the layouts of the flat parameters that wrapping makes.
+
+    Args:
+        model: the model before anything is wrapped.
+        modules: the names of the modules in the order of wrapping; "" is the root. A parameter belongs to the first of
+            them that contains it.
+
+    Returns:
+        One layout for each module, without the modules that are left with no parameters.
+    """
     claimed: set[int] = set()
     found = []
     for module in modules:

@@ -14,10 +14,13 @@ from shardproof.harness.adapters.dtensor import DTensorAdapter
 
 
 class ReferenceAdapter(DTensorAdapter):
-    """``fsdp_impl.fully_shard``, with its own clipping."""
+    """``fsdp_impl.fully_shard`` with ``fsdp_impl.clip_grad_norm_``.
+
+    At ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` the order of the units is validated.
+    """
 
     name = "reference"
-    # Resharding to a smaller size makes groups once per mesh and keeps them.
+    # Resharding to a smaller size makes its process groups once per mesh and reuses them.
     traits = dataclasses.replace(DTensorAdapter.traits, process_groups="kept")
     fully_shard = staticmethod(fsdp_impl.fully_shard)
     offload_policy = fsdp_impl.CPUOffloadPolicy

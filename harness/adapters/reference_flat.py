@@ -28,5 +28,7 @@ class ReferenceFlatAdapter(FlatAdapter):
         }
 
 
-# And why not the others, as far as they were tried: what the interface has no word for, as in torch_fsdp.py, and
-# - POST_ACCUMULATE_GRAD_HOOK: a parameter of which a rank holds nothing gets no gradient there, and its hook no call.
+# Why the other capabilities are missing; those that are not listed have not been tried:
+# - Those for which the interface of FullyShardedDataParallel has no option: as in torch_fsdp.py.
+# - POST_ACCUMULATE_GRAD_HOOK: a rank that holds no element of a parameter gets no gradient for it, so the parameter's
+#   hook does not run there.

@@ -1,6 +1,7 @@
-"""Finds adapters by name: the built-in ones, and classes named as ``module:Class``.
+"""Finds adapters by name: the built-in ones, and classes given as ``module:Class``.
 
-Light until an adapter is asked for: the built-in modules import torch and their implementation.
+Importing this module is cheap. The adapters' modules, which import torch and their implementation, are imported by
+:func:`load` only.
 """
 
 from __future__ import annotations
@@ -21,13 +22,18 @@ BUILT_IN = {
     "deepspeed.zero3": "shardproof.harness.adapters.deepspeed_zero3:DeepSpeedZero3Adapter",
     "ddp": "shardproof.harness.adapters.replicas:DdpAdapter",
 }
+"""The built-in adapters: from the name of the implementation to ``module:Class``."""
 
 
 def load(name: str) -> type[Adapter]:
-    """The adapter class called ``name``, a built-in name or ``module:Class``.
+    """Import and return an adapter class.
+
+    Args:
+        name: a built-in name, or ``module:Class``.
 
     Raises:
-        ValueError: there is no such adapter; one line that names what was given and what is near.
+        ValueError: no adapter has this name, its module cannot be imported, or the class is not a complete adapter. The
+            message is one line, with similar names where there are some.
     """
     target = BUILT_IN.get(name, name)
     module_name, colon, class_name = target.partition(":")
@@ -58,8 +64,8 @@ def load(name: str) -> type[Adapter]:
 
 def _suggest(name: str) -> str:
     near = difflib.get_close_matches(name, BUILT_IN, n=3, cutoff=0.4)
-    known = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(BUILT_IN)}"
-    return f"{known} Your own adapter is given as module:Class"
+    known = f"did you mean {' or '.join(near)}?" if near else f"the built-in ones are {', '.join(BUILT_IN)}."
+    return f"{known} Pass your own adapter as module:Class"
 
 
 def _adapters_of(module: object) -> list[str]:

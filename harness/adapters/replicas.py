@@ -1,4 +1,4 @@
-"""Unsharded training, every rank with a full copy: the two baselines, one of them a control too."""
+"""Unsharded training with a full copy of the model on every rank: the two baselines. DDP is also a control."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _UNSHARDED = frozenset(
 
 
 class _Replica(Adapter):
-    """What every full copy has in common: its pictures are the parameters themselves."""
+    """A full copy of the model on every rank; its pieces are the parameters and gradients themselves."""
 
     @classmethod
     def availability(cls, device_type: str) -> str | None:
@@ -51,8 +51,8 @@ class _Replica(Adapter):
 class ReplicatedAdapter(_Replica):
     """Plain copies whose gradients are averaged over the data-parallel group after the last microbatch.
 
-    The baseline where DDP cannot express the case. It averages by a sum and a division of its own,
-    so that it shares no reduction with what it judges.
+    The baseline where DDP cannot express the case. It averages by its own all-reduce and division, so that it shares no
+    reduction code with the implementation under test.
     """
 
     name = "replicated"
@@ -90,17 +90,17 @@ def _has_gradient_on_any_rank(parameter: nn.Parameter, groups: list[dist.Process
 
 
 def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """The one group of all ranks of a mesh; None is that of the world."""
+    """Return the process group of all ranks of the mesh; None stands for the default group of the whole world."""
     if mesh.ndim == 1:
         return mesh.get_group()
-    assert mesh.size() == dist.get_world_size(), "a part of the world with several dimensions has no group of its own"
+    assert mesh.size() == dist.get_world_size(), "a 2-D mesh over a part of the world has no group of its own"
     return None
 
 
 class DdpAdapter(_Replica):
     """``DistributedDataParallel`` with ``broadcast_buffers=False``: the usual baseline.
 
-    As an implementation under test it is the control: it shards nothing and must part from nothing.
+    As an implementation under test it is the control: it shards nothing and must never diverge from the baseline.
     """
 
     name = "ddp"
@@ -113,7 +113,8 @@ class DdpAdapter(_Replica):
         super().__init__(model, optimizer=optimizer, config=config)
         device = config.mesh.device_type
         with warnings.catch_warnings():
-            # torch 2.13 deprecates the name in favour of one that 2.11 does not have, and that also syncs at init.
+            # torch 2.13 deprecates the argument in favour of one that 2.11 lacks and that also synchronizes at
+            # construction.
             warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
             self._ddp = self.module = DistributedDataParallel(
                 model,
@@ -130,7 +131,7 @@ class DdpAdapter(_Replica):
             yield
 
     def submodule(self, name: str) -> nn.Module:
-        assert not name, "DDP reduces gradients of the root's forward only"
+        assert not name, "DDP reduces gradients only after a forward of the root"
         return self.module
 
     def named_parameters(self) -> dict[str, nn.Parameter]:

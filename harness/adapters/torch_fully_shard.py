@@ -13,13 +13,13 @@ from shardproof.harness.adapters.dtensor import DTensorAdapter
 
 
 class TorchFullyShardAdapter(DTensorAdapter):
-    """torch's per-parameter sharding with torch's clipping, whose norm is a DTensor.
+    """torch's per-parameter sharding with torch's clipping, which returns the norm as a DTensor.
 
-    What it gets wrong stands in ``suites/expectations/torch.fully_shard.toml``.
+    Its known failures are listed in ``suites/expectations/torch.fully_shard.toml``.
     """
 
     name = "torch.fully_shard"
-    # Resharding to a smaller size makes a mesh with new groups in every call of fully_shard.
+    # Resharding to a smaller size makes a mesh with new process groups in every call of fully_shard.
     traits = dataclasses.replace(DTensorAdapter.traits, process_groups="abandoned")
     fully_shard = staticmethod(fully_shard)
     offload_policy = CPUOffloadPolicy
@@ -27,7 +27,7 @@ class TorchFullyShardAdapter(DTensorAdapter):
 
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
-        # It does not compare the order of units between ranks.
+        # fully_shard does not compare the order of units between ranks.
         return super().capabilities() - {Capability.ORDER_VALIDATION}
 
     def norm_value(self, norm: torch.Tensor) -> torch.Tensor:

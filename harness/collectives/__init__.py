@@ -2,8 +2,9 @@
 
 Imports ``findings`` and ``tensors``. ``board`` imports no torch: the controller reads it.
 
-- ``trace``: ``Collective``, ``Trace`` and how two traces differ.
+- ``trace``: ``Collective``, ``Trace`` and the comparison of traces.
 - ``recorder``: ``Recorder``, the dispatch mode that fills a trace.
-- ``board``, ``announce``: what each rank is about to enter, in memory that the controller and all ranks share.
-- ``delays``: ``Delay``, and what waits at each place that one names.
+- ``board``, ``announce``: the collectives that each rank is about to enter, in memory that the controller and all ranks
+  share.
+- ``delays``: ``Delay``, and ``Perturbation``, which injects the delays of a run.
 """

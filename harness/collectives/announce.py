@@ -1,7 +1,10 @@
-"""A rank says which collective it is about to enter, and, on request, waits for its peers to say the same.
+"""Announcements: a rank writes each collective to the board before it enters it.
 
-Two places announce, each collective once: a Recorder, for what is issued below Python, and methods
-of ``ProcessGroup``, for what the case, the baseline and the harness issue outside any Recorder.
+On request (``checking``), a rank also waits until its peers have announced the same collective.
+
+Each collective is announced once, from one of two places: by a Recorder while one is active, which also sees
+collectives issued below Python, and otherwise by the methods of ``ProcessGroup``, for collectives that the case, the
+baseline and the harness issue outside any Recorder.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from shardproof.harness.findings.finding import Divergence, Location
 from shardproof.harness.findings.stages import Stage
 from shardproof.harness.tensors.trees import tensors_of
 
+#: Methods of ``ProcessGroup`` across torch versions, and the kind of collective that each one issues.
 _METHODS = {
     "allgather": "all_gather",
     "_allgather_base": "all_gather",
@@ -51,7 +55,12 @@ _POINT_TO_POINT = ("send", "recv")
 
 
 class Announcer:
-    """One rank's side of the board."""
+    """Writes one rank's announcements to the board.
+
+    Args:
+        board: the world's board.
+        rank: the global rank of this process.
+    """
 
     def __init__(self, board: Board, *, rank: int) -> None:
         self._board = board
@@ -64,15 +73,26 @@ class Announcer:
         self._recorders = 0
 
     def start_job(self, job: int, *, checking: bool, patience: float) -> None:
-        """Count from the start; while ``checking``, wait at most ``patience`` seconds for peers."""
+        """Start a job: reset the numbers of collectives.
+
+        Args:
+            job: the job's number.
+            checking: whether to compare each announcement with those of the peers before entering the collective.
+            patience: seconds to wait for the peers' announcements of one collective.
+        """
         self._numbers.clear()
         self._job, self._checking, self._patience = job, checking, patience
 
     def announce(self, group: dist.ProcessGroup, kind: str, text: str) -> None:
-        """Say that this rank enters a collective.
+        """Announce that this rank is about to enter a collective.
+
+        Args:
+            group: the process group of the collective.
+            kind: the kind of collective, in the trace's vocabulary; "send" and "recv" are never checked.
+            text: a description of the collective; while checking, it is compared between the members of the group.
 
         Raises:
-            Divergence: while checking, on every member, if one announced another collective instead.
+            Divergence: while checking, if a member announced a different collective; every member raises it.
         """
         name = str(group.group_name)
         self._numbers[name] += 1
@@ -83,7 +103,11 @@ class Announcer:
             self._meet(entry)
 
     def _meet(self, entry: Announcement) -> None:
-        """Nobody enters before all members said the same, so nobody is left inside."""
+        """Wait until all members of the group have announced this collective.
+
+        No rank enters the collective before that, so that no rank is left inside it when the announcements differ. A
+        member that announces nothing in time is passed over.
+        """
         until = time.monotonic() + self._patience
         for peer in entry.ranks:
             theirs = self._await(peer, entry, until)
@@ -106,9 +130,10 @@ class Announcer:
 
     @contextlib.contextmanager
     def left_to_a_recorder(self) -> Iterator[None]:
-        """Inside, methods of ``ProcessGroup`` announce nothing, on any thread: a Recorder does.
+        """Suspend the announcements of the methods of ``ProcessGroup``, because a Recorder makes them.
 
-        Counted and not kept per thread, because backward on a device runs on threads of its own.
+        This applies to all threads: the state is a counter and not thread-local, because backward on a device runs on
+        threads of its own.
         """
         self._recorders += 1
         try:
@@ -117,7 +142,7 @@ class Announcer:
             self._recorders -= 1
 
     def watch_process_groups(self) -> None:
-        """Announce from the methods of ``ProcessGroup`` too, for the rest of the process."""
+        """Patch the methods of ``ProcessGroup`` to announce collectives, for the rest of the process."""
         for name, kind in _METHODS.items():
             method = getattr(dist.ProcessGroup, name, None)
             if method is not None:
@@ -126,7 +151,8 @@ class Announcer:
     def _announcing(self, method: Callable[..., Any], kind: str) -> Any:
         @functools.wraps(method)
         def announcing(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-            # 2.13 implements old names by new ones: the outermost of nested calls is the collective.
+            # torch 2.13 implements the old method names with the new ones, so that calls nest: only the outermost call
+            # is a collective of its own.
             if self._depth == 0 and not self._recorders:
                 self.announce(group, kind, _describe(kind, args, kwargs))
             self._depth += 1
@@ -142,6 +168,6 @@ def _describe(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     tensors = list(tensors_of([list(args), kwargs]))
     if not tensors:
         return kind
-    # The largest: of a gather's or a reduction's two sides, the unsharded one.
+    # The largest tensor is the unsharded side of a gather or a reduction.
     largest = max(tensors, key=lambda tensor: tensor.numel())
     return f"{kind} {str(largest.dtype).removeprefix('torch.')} {largest.numel() * largest.element_size()} B"

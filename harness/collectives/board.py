@@ -1,8 +1,9 @@
-"""What each rank last announced, in memory that all ranks of a world and the controller share.
+"""The board: each rank's last announcements, in memory that the controller and all ranks of a world share.
 
-A rank that is stuck in native code cannot answer, but what it wrote before it went in is there.
-The board is a file in the world's directory, mapped by everyone. Each rank writes its own part
-only: a ring of entries, and last a counter, so that a reader never sees half an entry counted.
+A rank that is stuck in native code cannot answer, but the entries that it wrote before it entered that code remain
+readable. The board is a file in the world's directory, which every process maps into memory. Each rank writes only to
+its own part, a ring buffer of entries with a counter. It writes the entry first and the counter last, so that the
+counter never includes an entry that is only partly written.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import mmap
 import pathlib
 import struct
 
-#: Collectives kept per rank.
+#: Announcements that the board keeps for each rank.
 ENTRIES = 32
 
 _COUNT = struct.Struct("<Q")
@@ -23,10 +24,14 @@ _SEPARATOR = "\x1f"
 
 @dataclasses.dataclass(frozen=True)
 class Announcement:
-    """One collective that a rank entered.
+    """One collective that a rank was about to enter.
 
-    ``number`` counts the collectives of that rank on ``group``, a process group's name, in one
-    case; ``ranks`` are the group's global ranks.
+    Attributes:
+        job: the number of the job during which it was announced.
+        number: the position, from 1, among this rank's collectives on ``group`` in this job.
+        group: the name of the process group.
+        ranks: the global ranks of the group.
+        text: the description of the collective.
     """
 
     job: int
@@ -36,19 +41,24 @@ class Announcement:
     text: str
 
     def pack(self) -> bytes:
-        """The entry as bytes; a text that is too long loses its end."""
+        """Encode the entry as ``_ENTRY_BYTES`` bytes; the end of a text that is too long is cut off."""
         fields = [str(self.job), str(self.number), self.group, ",".join(map(str, self.ranks)), self.text]
         return _SEPARATOR.join(fields).encode()[:_ENTRY_BYTES].ljust(_ENTRY_BYTES, b"\0")
 
     @classmethod
     def unpack(cls, data: bytes) -> Announcement:
-        """The entry that :meth:`pack` wrote."""
+        """Decode an entry that :meth:`pack` encoded."""
         job, number, group, ranks, text = data.rstrip(b"\0").decode(errors="ignore").split(_SEPARATOR)
         return cls(int(job), int(number), group, tuple(map(int, ranks.split(","))), text)
 
 
 class Board:
-    """The shared memory of one world of ``size`` ranks, in the file ``path``."""
+    """The shared memory of one world.
+
+    Args:
+        path: the file to map; created if it does not exist.
+        size: the number of ranks of the world.
+    """
 
     def __init__(self, path: pathlib.Path, size: int) -> None:
         with path.open("r+b" if path.exists() else "w+b") as file:
@@ -56,7 +66,7 @@ class Board:
             self._memory = mmap.mmap(file.fileno(), size * _RANK_BYTES)
 
     def post(self, rank: int, entry: Announcement) -> None:
-        """Append to the rank's ring; called by that rank only."""
+        """Append an entry to the ring buffer of ``rank``; only that rank may call this."""
         start = rank * _RANK_BYTES
         (count,) = _COUNT.unpack_from(self._memory, start)
         offset = start + _COUNT.size + (count % ENTRIES) * _ENTRY_BYTES
@@ -64,7 +74,7 @@ class Board:
         _COUNT.pack_into(self._memory, start, count + 1)
 
     def entries(self, rank: int, *, job: int) -> list[Announcement]:
-        """The rank's last entries of that job, oldest first."""
+        """Return the last entries of ``rank`` in a job, oldest first; at most ``ENTRIES``."""
         start = rank * _RANK_BYTES
         (count,) = _COUNT.unpack_from(self._memory, start)
         found = []
@@ -76,5 +86,5 @@ class Board:
         return found
 
     def close(self) -> None:
-        """Unmap the memory."""
+        """Unmap the shared memory."""
         self._memory.close()

@@ -1,9 +1,8 @@
-"""Delays before or after a chosen collective or optimizer step, on chosen ranks.
+"""Delays at chosen collectives, after the forward or around the optimizer step, on chosen ranks.
 
-On a device the delay is work for the stream that issues the collective, so that a missing wait
-becomes a wrong number; on the CPU the rank sleeps, so that a missing order becomes a wrong trace.
-Collectives are met at their operator, below the Python name that issued them: torch renamed those
-names in 2.13, and DDP's reducer has none.
+On a GPU a delay is work on the stream that issues the collective, so that a missing wait produces a wrong number. On
+the CPU the rank sleeps, so that a missing order produces a wrong trace. Delays are injected at a collective's operator
+and not at the Python function that issues it, because torch 2.13 renamed those functions and DDP's reducer calls none.
 """
 
 from __future__ import annotations
@@ -22,11 +21,19 @@ from shardproof.harness.collectives.trace import Collective
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Delay:
-    """Wait ``milliseconds`` ``when`` (before or after) each matching collective or step.
+    """A delay at every matching point of a run.
 
-    ``collective`` is a kind of the trace's vocabulary, None for every kind; ``step`` delays the
-    optimizer step instead, and ``loss`` the gap between forward and backward. ``ranks`` None
-    means all.
+    Attributes:
+        milliseconds: the duration; positive.
+        when: whether to wait before or after the collective or step.
+        collective: the kind of collective, in the trace's vocabulary; None matches every kind.
+        phase: the phase of the step in which the collective is issued; None matches every phase.
+        at: delay collectives, the gap between forward and backward ("loss"), or the optimizer step ("step").
+            ``collective`` and ``phase`` apply to "collective" only.
+        ranks: the global ranks that wait; None means all.
+
+    Raises:
+        ValueError: ``milliseconds`` is not positive, or ``collective`` or ``phase`` is given for another ``at``.
     """
 
     milliseconds: float
@@ -40,10 +47,10 @@ class Delay:
         if self.milliseconds <= 0:
             raise ValueError(f"Delay(milliseconds={self.milliseconds!r}): expected a positive number")
         if self.at != "collective" and (self.collective or self.phase):
-            raise ValueError(f"Delay(at={self.at!r}): collective and phase choose collectives only")
+            raise ValueError(f"Delay(at={self.at!r}): collective and phase apply to at='collective' only")
 
     def matches(self, collective: Collective) -> bool:
-        """Whether this delay is for that collective."""
+        """Whether this delay applies to ``collective``."""
         return (
             self.at == "collective"
             and self.collective in (None, collective.kind)
@@ -52,7 +59,17 @@ class Delay:
 
 
 class Perturbation:
-    """The delays of one run on one rank; counts how often each was met, so that none is vacuous."""
+    """Injects the delays of one run on one rank.
+
+    Args:
+        delays: the delays of the run.
+        rank: the global rank of this process.
+        device_type: "cuda" to occupy the current stream; on any other device the rank sleeps.
+
+    Attributes:
+        met: for each delay, how many points of the run matched it, whether or not this rank waits there. A delay with a
+            count of 0 had no effect.
+    """
 
     def __init__(self, delays: Sequence[Delay], *, rank: int, device_type: str) -> None:
         self.met: dict[Delay, int] = dict.fromkeys(delays, 0)
@@ -60,20 +77,24 @@ class Perturbation:
         self._device_type = device_type
 
     def install(self, recorder: Recorder) -> None:
-        """Delay the collectives that ``recorder`` sees."""
+        """Delay the collectives that ``recorder`` records."""
         recorder.before = functools.partial(self._around, "before")
         recorder.after = functools.partial(self._around, "after")
 
     def at(self, point: Literal["loss", "step"], when: Literal["before", "after"] = "before") -> None:
-        """Called by the run where the loss is ready, and around the optimizer step."""
+        """Apply the delays of a point; the run calls this when the loss is ready and around the optimizer step."""
         for delay in self.met:
             if delay.at == point and delay.when == when:
                 self._meet(delay)
 
     def assert_met(self) -> None:
-        """Every delay was met at least once; one that was not perturbed nothing."""
+        """Check that every delay matched at least one point of the run.
+
+        Raises:
+            AssertionError: a delay matched nothing and so had no effect.
+        """
         for delay, count in self.met.items():
-            assert count, f"{delay} was never met: it perturbed nothing"
+            assert count, f"{delay} matched nothing in this run, so it had no effect"
 
     def _around(self, when: str, collective: Collective) -> None:
         for delay in self.met:
@@ -87,9 +108,9 @@ class Perturbation:
 
 
 def wait(milliseconds: float, *, device_type: str) -> None:
-    """Occupy the current stream for that long; on the CPU, sleep."""
+    """Occupy the current stream for ``milliseconds``; on the CPU, sleep."""
     if device_type == "cuda":
-        # ``_sleep`` counts cycles of the SM clock and returns at once; the stream is busy, the host is not.
+        # ``_sleep`` takes cycles of the SM clock and returns at once: it occupies the stream and not the host.
         torch.cuda._sleep(int(milliseconds * _cycles_per_millisecond()))
     else:
         time.sleep(milliseconds / 1000)

@@ -1,8 +1,9 @@
 """The dispatch mode that records each collective where it is issued.
 
-It sees c10d operators, functional collectives, their in-place and coalesced forms, and DDP's own reducer, and maps all
-of them to one vocabulary, whatever the torch version calls its Python functions. It does not see barriers, and it must
-not be active where ``torch.compile`` should compile: under a dispatch mode torch compiles nothing, silently.
+It records c10d operators, functional collectives, their in-place and coalesced forms, and the collectives of DDP's own
+reducer, and maps them all to one vocabulary, which does not depend on the names of Python functions in a torch version.
+It does not see barriers. It must not be active where ``torch.compile`` should compile: under a dispatch mode torch
+compiles nothing, silently.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from shardproof.harness.collectives.announce import Announcer
 from shardproof.harness.collectives.trace import Collective, Trace, squeeze
 from shardproof.harness.tensors.trees import tensors_of
 
+#: The kind of collective of each operator, by the operator's name without its namespace: c10d's operators first, then
+#: the functional collectives.
 _KINDS = {
     "_allgather_base_": "all_gather",
     "allgather_": "all_gather",
@@ -56,7 +59,6 @@ _KINDS = {
     "irecv": "recv",
     "barrier": "barrier",
 }
-"""Operator names without their namespace: c10d's first, then the functional collectives'."""
 
 _NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
 
@@ -64,15 +66,18 @@ _NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
 class Recorder(TorchDispatchMode):
     """Records collectives into ``trace`` while active.
 
+    Delays are injected by the hooks ``before`` and ``after``, at the operator, because the Python names of collectives
+    changed in torch 2.13 and DDP's reducer uses none.
+
     Args:
-        unit_of: from a collective's kind, dtype and bytes to the label of its unit.
-        announcer: also told of every collective, before it is entered.
+        unit_of: maps a collective's kind, dtype and bytes to the label of its unit.
+        announcer: announces every collective before the rank enters it; optional.
 
     Attributes:
-        trace: the collectives so far.
+        trace: the collectives recorded so far.
         phase: the current phase of the step.
-        before, after: called around each collective. Delays are injected here, at the operator, because Python names of
-            collectives changed in torch 2.13 and DDP's reducer uses none.
+        before: called with each collective before it is issued.
+        after: called with each collective after it was issued.
     """
 
     def __init__(
@@ -91,12 +96,13 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Nothing is compiled while a Recorder is active, and the guard against it costs more than the recording.
+        # torch compiles nothing while a Recorder is active, and the wrapper that keeps Dynamo out of
+        # ``__torch_dispatch__`` costs more than the recording.
         return False
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Record what is issued inside, as of this phase."""
+        """Record the collectives that are issued in this context, and assign them to ``phase``."""
         self.phase = phase
         announced = contextlib.nullcontext() if self._announcer is None else self._announcer.left_to_a_recorder()
         with announced, self:
@@ -105,7 +111,8 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # DTensor first: its own dispatch issues the collectives of a norm, and those come back here as plain ones.
+        # Let DTensor dispatch first: its own dispatch issues the collectives of a norm, and those reach this method as
+        # operators on plain tensors.
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         namespace, _, name = func._schema.name.partition("::")
@@ -131,11 +138,14 @@ class Recorder(TorchDispatchMode):
 
 
 def _nothing(collective: Collective) -> None:
-    """The default hook."""
+    """Default of the hooks ``before`` and ``after``."""
 
 
 def _nbytes(kind: str, named: dict[str, Any], size: int) -> int:
-    """Bytes of the unsharded side: an argument of the c10d forms, computed for the functional ones."""
+    """Return the bytes of the collective's unsharded side.
+
+    c10d operators take that tensor as an argument; for functional collectives its size is computed.
+    """
     inputs = {name: value for name, value in named.items() if name.startswith("input")}
     outputs = {name: value for name, value in named.items() if name.startswith("output")}
     if kind in ("all_gather", "gather"):

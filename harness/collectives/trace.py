@@ -1,4 +1,4 @@
-"""The ordered trace of one rank's collectives, and how traces differ."""
+"""The ordered trace of one rank's collectives, and the comparison of traces."""
 
 from __future__ import annotations
 
@@ -14,9 +14,15 @@ from shardproof.harness.findings.stages import Stage
 class Collective:
     """One collective as one rank issued it.
 
-    ``nbytes`` is what the whole group gathers, reduces or moves: the output of an all-gather,
-    the input of anything else. ``group`` lists global ranks. ``unit`` is the unit whose
-    parameters have that many bytes, "a|b" where several have, "" where none has.
+    Attributes:
+        phase: the phase of the step, for example "forward", "backward", "clip" or "step".
+        kind: the kind of collective, for example "all_gather".
+        dtype: the dtype without its "torch." prefix.
+        nbytes: the bytes that the whole group gathers, reduces or moves: the output of a gather, the input of anything
+            else.
+        group: the global ranks of the process group.
+        unit: the label of the unit whose parameters have that many bytes; "a|b" where several units do, "" where none
+            does.
     """
 
     phase: str
@@ -33,25 +39,26 @@ class Collective:
 
 
 class Trace(list[Collective]):
-    """Collectives in the order in which a rank issued them."""
+    """The collectives of one rank, in the order in which it issued them."""
 
     def render(self) -> str:
-        """One line a collective, with the phase, kind, dtype, bytes, group and unit."""
+        """Format the trace, one line for each collective with its phase, kind, dtype, bytes, group and unit."""
         return "".join(f"{collective}\n" for collective in self)
 
     def counts(self, phase: str) -> dict[str, int]:
-        """How many of each kind the phase issued; kinds that it did not issue are absent."""
+        """Count the collectives of a phase by kind; kinds that were not issued are absent."""
         return dict(collections.Counter(item.kind for item in self if item.phase == phase))
 
 
 def first_difference(traces: Sequence[Trace]) -> Finding | None:
-    """The first place where the members of a group issued different collectives on it.
+    """Find the first collective that differs between the members of a group.
 
     Args:
-        traces: one of each rank, in the order of global ranks.
+        traces: one trace for each rank, in the order of global ranks.
 
     Returns:
-        A finding that names the first differing rank, or None where all members of each group issued the same sequence.
+        A finding that names the first rank that differs from its group's first member, or None if all members of each
+        group issued the same sequence on it.
     """
     groups = sorted({item.group for trace in traces for item in trace})
     for group in groups:
@@ -74,16 +81,16 @@ def _at(items: Sequence[Collective], position: int) -> str:
 
 
 def count_difference(trace: Trace, phase: str, expected: dict[str, int]) -> Finding | None:
-    """How the number of collectives in a phase differs from the expected one.
+    """Compare the number of collectives in a phase with the expected number.
 
     Args:
-        trace: of one rank.
+        trace: the trace of one rank.
         phase: "forward", "backward", "clip" or "step".
-        expected: the number of each kind; a kind that is absent is expected not at all.
+        expected: the expected number of each kind; 0 for kinds that are absent.
 
     Returns:
-        A finding about the first kind, by name, whose number differs, or None. It names the unit that has more than one
-        of them, if one has.
+        A finding about the first kind, in alphabetical order, whose number differs, or None. The finding names the unit
+        with the most collectives of that kind, if it has more than one.
     """
     counts = trace.counts(phase)
     for kind in sorted(counts.keys() | expected.keys()):
@@ -103,5 +110,5 @@ def _is_range(ranks: tuple[int, ...]) -> bool:
 
 
 def squeeze(line: str) -> str:
-    """The line with runs of spaces made one space."""
+    """Collapse each run of whitespace in ``line`` to one space."""
     return " ".join(line.split())

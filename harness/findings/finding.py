@@ -35,7 +35,7 @@ class Location:
         return f"{self.stage.value} in {self.phase}" if self.phase else self.stage.value
 
     def as_record(self) -> dict[str, Any]:
-        """The location as the run file holds it."""
+        """Return the location as the run file stores it."""
         return {
             "stage": self.stage_label, "step": self.step, "rank": self.rank, "name": self.name, "element": self.element,
         }  # fmt: skip
@@ -51,20 +51,25 @@ class Location:
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One comparison that failed on one rank: where, and the numbers as text."""
+    """One comparison that failed on one rank.
+
+    Attributes:
+        location: where the two sides of the comparison differ.
+        text: the numbers that differ, and a guess at the cause where there is one; may have several lines.
+    """
 
     location: Location
     text: str
 
     def render(self, *, title: str, also: Sequence[int] = ()) -> str:
-        """The failure's text.
+        """Return the message of the failure.
 
         Args:
-            title: what was compared, as a statement of what went wrong.
+            title: what went wrong, for example "the sharded run diverges from the baseline".
             also: other ranks that have a finding at the same stage.
 
         Returns:
-            The title with the location, the finding's own text, and the other ranks; no newline at the end.
+            Lines with the title and the location, the finding's own text, and the other ranks; no newline at the end.
         """
         lines = [f"{title}: {self.location}", f"  {self.text}"]
         if also:
@@ -78,6 +83,10 @@ class Divergence(AssertionError):
     """The sharded run differs from what it is compared with; all ranks of the world raise it together.
 
     Because all ranks raise it at the same place, no rank is left in a collective, and the world can run the next case.
+
+    Args:
+        text: the message of the failure.
+        location: where the runs differ.
     """
 
     def __init__(self, text: str, location: Location) -> None:

@@ -1,6 +1,7 @@
-"""What a rank observes during a case besides its verdict: losses, distances, traces, expected texts.
+"""What a rank records during a case besides its verdict: losses, distances, traces and expected texts.
 
-Built from plain types and the enums of this room alone, because it travels to the controller and into the run file.
+Only plain types and the enums of this room are used, because observations are sent to the pytest process and written to
+the run file.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from shardproof.harness.findings.stages import Stage
 
 @dataclasses.dataclass(frozen=True)
 class ExpectedText:
-    """One inline expected text, as a rank found it; the controller compares and accepts it.
+    """A text that a rank rendered, with its inline literal; the pytest process compares the two.
 
     Attributes:
         text: what the case rendered.
@@ -31,7 +32,16 @@ class ExpectedText:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """The distance of one tensor to the oracle, in ulps, for the run file."""
+    """The distance of one tensor to the oracle, for the run file.
+
+    Attributes:
+        stage: the point of the training step.
+        step: the training step, counted from 0.
+        name: the name of the tensor.
+        sharded_ulps: the distance of the sharded run, in ulps.
+        baseline_ulps: the distance of the baseline, in ulps.
+        allowed_ulps: the distance that the sharded run may have, in ulps.
+    """
 
     stage: Stage
     step: int
@@ -42,17 +52,24 @@ class Measured:
 
     @property
     def used(self) -> float:
-        """The part of the allowed distance that the sharded run used; above 1 it is a failure."""
+        """The sharded run's distance as a fraction of the allowed distance; above 1 the comparison fails."""
         return self.sharded_ulps / self.allowed_ulps
 
     def as_record(self) -> dict[str, Any]:
-        """The distance as the run file holds it."""
+        """Return the distance as the run file stores it."""
         return dataclasses.asdict(self) | {"stage": self.stage.value}
 
 
 @dataclasses.dataclass
 class Observations:
-    """What one rank collected; the controller merges those of all ranks."""
+    """What one rank recorded during a case; the pytest process merges the observations of all ranks.
+
+    Attributes:
+        losses: from the name of a run, such as "oracle", to its loss in each step.
+        distances: for each step and stage, the distance that used most of what is allowed.
+        trace: the collectives of the implementation's runs, one line each.
+        expected_texts: the texts to compare with inline literals, in the order of the calls.
+    """
 
     losses: dict[str, list[float]] = dataclasses.field(default_factory=dict)
     distances: dict[tuple[int, Stage], Measured] = dataclasses.field(default_factory=dict)
@@ -60,12 +77,16 @@ class Observations:
     expected_texts: list[ExpectedText] = dataclasses.field(default_factory=list)
 
     def add_losses(self, **by_run: float) -> None:
-        """Add one step: this rank's loss in each run, summed over microbatches."""
+        """Append the losses of one step.
+
+        Args:
+            by_run: from the name of a run to this rank's loss, summed over microbatches.
+        """
         for name, value in by_run.items():
             self.losses.setdefault(name, []).append(value)
 
     def add_distances(self, measured: Iterable[Measured]) -> None:
-        """Keep the distance of each stage and step that used most of what is allowed."""
+        """Keep, for each step and stage, the distance that used most of what is allowed."""
         keep_worst(self.distances, measured)
 
     def add_trace(self, lines: Iterable[str]) -> None:
@@ -73,12 +94,17 @@ class Observations:
         self.trace.extend(lines)
 
     def add_expected_text(self, text: ExpectedText) -> None:
-        """Have the controller compare a text with its inline literal."""
+        """Add a text that the pytest process is to compare with its inline literal."""
         self.expected_texts.append(text)
 
 
 def keep_worst(distances: dict[tuple[int, Stage], Measured], measured: Iterable[Measured]) -> None:
-    """Merge ``measured`` into ``distances``: for each step and stage, the one that used most of what is allowed."""
+    """Merge distances into a table that keeps, for each step and stage, the one that used most of what is allowed.
+
+    Args:
+        distances: the table, by (step, stage); changed in place.
+        measured: the distances to merge.
+    """
     for item in measured:
         known = distances.get((item.step, item.stage))
         if known is None or item.used > known.used:

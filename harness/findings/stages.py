@@ -8,19 +8,34 @@ import functools
 
 @functools.total_ordering
 class Stage(enum.Enum):
-    """One point of a training step; stages compare in the order in which they happen.
+    """One point of a training step. Stages are ordered in the order in which they are checked.
 
     The value is the stage's name in messages and run files.
     """
 
     SHARDING = "sharding"
+    """The bytes that a rank holds once the model is sharded."""
+
     OUTPUT = "output"
+    """The tensors that forward returned."""
+
     LOSS = "loss"
+    """The loss of one microbatch."""
+
     GRADIENT = "gradient"
+    """The gradients after the last backward."""
+
     TOTAL_NORM = "total norm"
+    """The norm of all gradients, by which they are clipped."""
+
     CLIPPED_GRADIENT = "clipped gradient"
+    """The gradients after clipping."""
+
     PARAMETER = "parameter after step"
+    """The parameters after the optimizer step."""
+
     COLLECTIVES = "collectives"
+    """The collectives that were issued."""
 
     def __lt__(self, other: object) -> bool:
         if not isinstance(other, Stage):

@@ -1,4 +1,4 @@
-"""The verdicts, and how the verdicts of several ranks become one."""
+"""The verdicts, and how the verdicts of several ranks are combined."""
 
 from __future__ import annotations
 
@@ -7,17 +7,34 @@ from collections.abc import Iterable
 
 
 class Verdict(enum.StrEnum):
-    """The verdict on one case; where ranks differ, the first in this order wins."""
+    """The verdict on one case, most severe first: where ranks differ, the first in this order wins."""
 
     HARNESS_ERROR = "harness-error"
+    """The harness could not run the case."""
+
     CRASH = "crash"
+    """The process of a rank ended."""
+
     FAIL = "fail"
+    """The case raised, or it left something behind in the process of a rank."""
+
     HANG = "hang"
+    """A rank did not finish before the deadline, or soon after another rank had failed."""
+
     UNMET = "unmet"
+    """Skipped: the host lacks hardware that the case needs."""
+
     UNSUPPORTED = "unsupported"
+    """Skipped: the implementation lacks a capability that the case needs."""
+
     EXPECTED_FAIL = "expected-fail"
+    """The case failed as expected."""
+
     UNEXPECTED_PASS = "unexpected-pass"
+    """The case passed although it was expected to fail."""
+
     PASS = "pass"
+    """The case passed on every rank."""
 
     @property
     def is_skip(self) -> bool:
@@ -29,18 +46,18 @@ _ORDER = {verdict: position for position, verdict in enumerate(Verdict)}
 
 
 def combine(verdicts: Iterable[Verdict]) -> Verdict:
-    """The verdict of a case from the verdicts of its ranks.
+    """Combine the verdicts of all ranks to the verdict of the case.
 
-    A skip on some ranks only is a failure: the ranks did not run the same case.
+    A skip on some ranks only is a failure, because the ranks did not run the same case.
 
     Args:
-        verdicts: one of each rank, in any order.
+        verdicts: the verdict of each rank, in any order.
 
     Returns:
-        The gravest of them, or ``FAIL`` where that is a skip and another rank has another verdict.
+        The most severe verdict; ``FAIL`` if that is a skip and any rank has a different verdict.
 
     Raises:
-        ValueError: there is no verdict to combine.
+        ValueError: there are no verdicts.
     """
     found = set(verdicts)
     if not found:

@@ -1,10 +1,13 @@
-"""What is trained? Small models, the losses for them, and how they are recomputed, compiled and cut.
+"""What is trained? Small models, with their losses, tensor-parallel plans, recomputation and compilation.
 
-Imports ``adapters`` (for the type of an optimizer factory) and ``tensors``. Cases take the names below from here.
+Imports ``adapters`` (for the type of an optimizer factory) and ``tensors``. Cases import the names below from this
+room.
 
-- ``plain``: models and losses; ``parallel``: models that tensor parallelism can cut, with their plans.
-- ``recomputation``, ``compilation``: activation checkpointing and ``torch.compile`` of a model's layers.
-- ``optim``: factories of optimizers.
+- ``plain``: models and losses.
+- ``parallel``: models for tensor parallelism, with their plans.
+- ``recomputation``: activation checkpointing of a model's layers.
+- ``compilation``: ``torch.compile`` of a model's layers.
+- ``optim``: optimizer factories.
 """
 
 from shardproof.harness.models.plain import (

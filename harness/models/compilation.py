@@ -1,4 +1,4 @@
-"""Compiles a model's layers and counts the graphs, so that a case proves that something was compiled."""
+"""Compiles a model's layers and counts the graphs, so that a case can assert that something was compiled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ from shardproof.harness.models.plain import Stacked
 
 
 class CountingBackend:
-    """One of ``torch.compile``'s backends; ``graphs`` is how many it was given."""
+    """A backend of ``torch.compile`` that counts the graphs it compiles.
+
+    Args:
+        name: the registered name of the backend that compiles them.
+
+    Attributes:
+        graphs: the number of graphs so far.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -26,7 +33,7 @@ class CountingBackend:
         return lookup_backend(self.name)(graph, inputs)
 
     def compile_layers(self, model: nn.Module) -> nn.Module:
-        """Compile each layer in place, before anything shards it."""
+        """Compile each layer of a :class:`Stacked` model in place; call it before the model is sharded."""
         assert isinstance(model, Stacked), f"{type(model).__name__} has no layers to compile"
         for layer in model.layers:
             layer.compile(backend=self)
@@ -35,7 +42,11 @@ class CountingBackend:
 
 @contextlib.contextmanager
 def compiler(name: str) -> Iterator[CountingBackend]:
-    """A backend, with nothing compiled before it and nothing left after."""
+    """Provide a counting backend, and reset ``torch._dynamo`` before and after, so that no compiled code is shared.
+
+    Args:
+        name: the registered name of a backend.
+    """
     torch._dynamo.reset()
     try:
         yield CountingBackend(name)

@@ -1,4 +1,7 @@
-"""Optimizer factories for cases. Verdicts come from SGD: Adam forgives a wrong scale."""
+"""Optimizer factories for cases.
+
+Verdicts come from SGD, because Adam's update hardly depends on the scale of the gradients and hides a wrong one.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ def _sgd(parameters: Iterable[nn.Parameter], *, lr: float, momentum: float) -> t
 
 
 def sgd(*, lr: float = 0.05, momentum: float = 0.9) -> OptimizerFactory:
-    """SGD with momentum, which keeps moving a parameter whose gradient is zero but not one without."""
+    """A factory of SGD with momentum.
+
+    Momentum keeps moving a parameter whose gradient is zero, but not one whose gradient is None.
+    """
     return functools.partial(_sgd, lr=lr, momentum=momentum)
 
 
@@ -25,7 +31,7 @@ def _adam(parameters: Iterable[nn.Parameter], *, lr: float) -> torch.optim.Optim
 
 
 def adam(*, lr: float = 1e-2) -> OptimizerFactory:
-    """Adam, for twins that are compared exactly."""
+    """A factory of Adam, for twins that are compared bit for bit."""
     return functools.partial(_adam, lr=lr)
 
 
@@ -34,5 +40,5 @@ def _adamw(parameters: Iterable[nn.Parameter], *, lr: float) -> torch.optim.Opti
 
 
 def adamw(*, lr: float = 1e-2) -> OptimizerFactory:
-    """AdamW, for twins that are compared exactly and for one-step comparisons."""
+    """A factory of AdamW, for twins that are compared bit for bit and for comparisons after one step."""
     return functools.partial(_adamw, lr=lr)

@@ -1,8 +1,8 @@
-"""Models that tensor parallelism can cut, and the plans by which it does.
+"""Models for tensor parallelism, and their parallelization plans.
 
-A plan is given to ``parallelize_module`` before anything shards the model; the unsharded model is the
-baseline. Sizes need not divide: what passes between the two projections of an MLP stays a DTensor,
-which knows its own size.
+``parallelize_module`` applies a plan before the implementation shards the model; the baseline is the model without
+either. Sizes need not be divisible by the number of tensor-parallel ranks: the activation between the two projections
+of an MLP stays a DTensor, which carries its full size.
 """
 
 from __future__ import annotations
@@ -25,11 +25,14 @@ from torch.distributed.tensor.parallel import (
 from shardproof.harness.models.plain import MLP, Stacked, TransformerConfig
 
 SEQUENCE = 1
-"""The dimension along which sequence parallelism cuts activations of (batch, length, dim)."""
+"""The dimension along which sequence parallelism shards activations of shape (batch, length, dim)."""
 
 
 class MLPStack(Stacked):
-    """Three MLPs and, if ``normed``, a LayerNorm without bias, which is the root's; (..., dim) to (..., dim)."""
+    """Three MLPs and, if ``normed``, a LayerNorm without bias in the root's own unit.
+
+    Input and output: (..., dim); with sequence parallelism (batch, length, dim).
+    """
 
     def __init__(self, dim: int, *, normed: bool = False) -> None:
         super().__init__()
@@ -43,7 +46,13 @@ class MLPStack(Stacked):
 
 
 def parallelize_mlps(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = False) -> nn.Module:
-    """Cut an :class:`MLPStack` over a one-dimensional mesh; with ``sequence`` what is between its layers too."""
+    """Apply tensor parallelism to an :class:`MLPStack`, in place.
+
+    Args:
+        model: an :class:`MLPStack`.
+        mesh: a one-dimensional mesh.
+        sequence: whether activations between the layers are sharded along the sequence as well.
+    """
     assert isinstance(model, MLPStack)
     between: dict[str, Any] = {"input_layouts": Shard(SEQUENCE)} if sequence else {}
     plan: dict[str, Any] = {}
@@ -60,21 +69,24 @@ def parallelize_mlps(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = Fal
 
 
 def _split() -> PrepareModuleInput:
-    """What every rank has whole goes in cut along the sequence."""
+    """Redistribute a module's input from replicated to sharded along the sequence."""
     return PrepareModuleInput(
         input_layouts=(Replicate(),), desired_input_layouts=(Shard(SEQUENCE),), use_local_output=True
     )
 
 
 def _gathered() -> PrepareModuleInput:
-    """What is cut along the sequence goes in whole."""
+    """Redistribute a module's input from sharded along the sequence to replicated."""
     return PrepareModuleInput(
         input_layouts=(Shard(SEQUENCE),), desired_input_layouts=(Replicate(),), use_local_output=True
     )
 
 
 class Projections(nn.Module):
-    """Three linear layers with a GELU after the first; (batch, 5) to (batch, 12)."""
+    """Three linear layers with a GELU after the first and, if ``normed``, an RMSNorm before it.
+
+    Input: (batch, 5). Output: (batch, 12).
+    """
 
     def __init__(self, *, normed: bool = False) -> None:
         super().__init__()
@@ -92,10 +104,15 @@ class Projections(nn.Module):
 
 
 def parallelize_projections(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Cut two layers of :class:`Projections`; around them each tensor-parallel rank has its own part of the batch.
+    """Apply tensor parallelism to two layers of :class:`Projections`, in place.
 
-    The third layer stays a plain module, whose gradients on a rank are those of its part of the batch: a script adds
-    them over the tensor-parallel ranks. The norm is told that it is replicated, and has its gradients added.
+    Before and after these layers, activations are sharded along the batch. ``net3`` stays a plain module, so its
+    gradients on a rank cover that rank's part of the batch only, and a training script has to add them over the
+    tensor-parallel ranks. The norm's parameters are replicated DTensors, whose gradients are added automatically.
+
+    Args:
+        model: a :class:`Projections`.
+        mesh: a one-dimensional mesh.
     """
     assert isinstance(model, Projections)
     whole, own = Replicate(), Shard(0)
@@ -111,7 +128,10 @@ def parallelize_projections(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 class Buffered(nn.Module):
-    """A parameter and a buffer of (dim, dim), added to the input."""
+    """Adds a (dim, dim) parameter and a (dim, dim) buffer to the input.
+
+    Input and output: (dim, dim).
+    """
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -124,12 +144,15 @@ class Buffered(nn.Module):
 
 
 def replicate(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Make a DTensor that is whole on every rank of the mesh of each parameter and buffer."""
+    """Convert each parameter and buffer to a DTensor that is replicated over the mesh, in place."""
     return distribute_module(model, mesh)
 
 
 class Attention(nn.Module):
-    """Causal attention with projections of their own for queries, keys and values, without biases."""
+    """Causal attention with separate projections for queries, keys and values, without biases.
+
+    Input and output: (batch, length, dim).
+    """
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -138,7 +161,7 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, _ = x.shape
-        # As many heads as this rank's part of the projections has.
+        # The number of heads is inferred (-1), because a tensor-parallel rank has only its part of the projections.
         q, k, v = (
             project(x).view(batch, length, -1, self.width).transpose(1, 2)
             for project in (self.query, self.key, self.value)
@@ -151,7 +174,10 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """dim -> 4 dim -> dim with GELU."""
+    """Linear(dim, 4 dim), GELU, Linear(4 dim, dim).
+
+    Input and output: (..., dim).
+    """
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -164,7 +190,10 @@ class FeedForward(nn.Module):
 
 
 class SplitBlock(nn.Module):
-    """Pre-norm attention and feed-forward, as modules that a plan can name."""
+    """A pre-norm block of attention and feed-forward, as separate modules that a plan can name.
+
+    Input and output: (batch, length, dim).
+    """
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -179,12 +208,15 @@ class SplitBlock(nn.Module):
         return out
 
 
-#: Heads, width and length divide by two; the vocabulary does not.
+#: Heads, width and length are divisible by two; the vocabulary is not.
 SPLIT_CONFIG = TransformerConfig(layers=2, vocabulary=11, length=8, dim=12, heads=2)
 
 
 class SplitTransformer(Stacked):
-    """As ``models.Transformer``, of modules that a plan can name."""
+    """A causal language model as ``models.Transformer``, of separate modules that a plan can name.
+
+    Input: int64 tokens, (batch, length). Output: logits, (batch, length, vocabulary).
+    """
 
     def __init__(self, config: TransformerConfig = SPLIT_CONFIG) -> None:
         super().__init__()
@@ -203,7 +235,13 @@ class SplitTransformer(Stacked):
 
 
 def parallelize_transformer(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = False) -> nn.Module:
-    """Cut a :class:`SplitTransformer` over a one-dimensional mesh; with ``sequence`` the residual stream too."""
+    """Apply tensor parallelism to a :class:`SplitTransformer`, in place.
+
+    Args:
+        model: a :class:`SplitTransformer`.
+        mesh: a one-dimensional mesh.
+        sequence: whether the residual stream is sharded along the sequence as well.
+    """
     assert isinstance(model, SplitTransformer)
     between = Shard(SEQUENCE) if sequence else Replicate()
     plan: dict[str, Any] = {

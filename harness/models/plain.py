@@ -1,8 +1,8 @@
-"""The small models that cases train.
+"""The small models that cases train, and their losses.
 
-Smooth unless a kink is the point: a ReLU turns an ulp of difference near zero into a different
-gradient. Widths are uneven on purpose where a default is given: most bugs of sharded layouts
-hide behind sizes that divide.
+The models are smooth unless a kink is what the case tests: with a ReLU, a difference of one ulp near zero changes the
+gradient. Default sizes are deliberately not divisible by the number of ranks, because most bugs of sharded layouts do
+not show at sizes that are.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from shardproof.harness.tensors.trees import tensors_of
 
 
 class TwoHeads(nn.Module):
-    """Two Linear(dim, dim) on one input; returns (tanh(head0 x), tanh(head1 x)), each (batch, dim)."""
+    """Two layers Linear(dim, dim) on one input.
+
+    Input: (batch, dim). Output: the tuple (tanh(head0 x), tanh(head1 x)), each (batch, dim).
+    """
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -32,7 +35,10 @@ class TwoHeads(nn.Module):
 
 
 class SkippedModule(nn.Module):
-    """As :class:`TwoHeads` but ``head1`` never runs; returns (batch, dim)."""
+    """As :class:`TwoHeads`, but ``head1`` never runs.
+
+    Input: (batch, dim). Output: tanh(head0 x), (batch, dim).
+    """
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -44,7 +50,10 @@ class SkippedModule(nn.Module):
 
 
 class MLP(nn.Module):
-    """dim -> multiplier x dim -> dim with GELU and a final tanh; (batch, dim) to (batch, dim)."""
+    """Linear(dim, multiplier x dim), GELU, Linear(multiplier x dim, dim), tanh.
+
+    Input and output: (..., dim).
+    """
 
     def __init__(self, dim: int, multiplier: int = 4) -> None:
         super().__init__()
@@ -56,14 +65,20 @@ class MLP(nn.Module):
 
 
 class Stacked(nn.Module):
-    """A model with ``layers``, called one after the other; each is a unit, and the rest is the root's."""
+    """Base class of models with ``layers`` that are called in sequence.
+
+    Each layer is a unit; all other parameters belong to the root's own unit.
+
+    Attributes:
+        layers: the layers.
+        calls: whether backward recomputes each layer from its input; see ``shardproof.harness.models.recomputation``.
+    """
 
     layers: nn.ModuleList
     calls: Literal["plain", "recomputed", "recomputed-reentrant"] = "plain"
-    """Whether backward recomputes each layer from its input; see ``shardproof.harness.models.recomputation``."""
 
     def run_layers(self, x: torch.Tensor) -> torch.Tensor:
-        """Call each layer on the output of the one before."""
+        """Call each layer on the output of the previous layer; the first is called on ``x``."""
         for layer in self.layers:
             if self.calls == "plain":
                 x = layer(x)
@@ -72,14 +87,16 @@ class Stacked(nn.Module):
         return x
 
     def units(self) -> list[list[str]]:
-        """One unit for each layer."""
+        """Lists of module names, one list per unit: each layer is a unit."""
         return [[f"layers.{index}"] for index in range(len(self.layers))]
 
 
 class Tower(Stacked):
-    """``depth`` MLPs with multipliers 2, 3, 4, ... and a Linear(dim, dim) of the root's own.
+    """``depth`` MLPs with multipliers 2, 3, 4, ... and a Linear(dim, dim) in the root's own unit.
 
-    Every unit has a size of its own, so that the bytes of a collective name its unit.
+    No two units have the same size, so that the bytes of a collective determine its unit.
+
+    Input and output: (..., dim).
     """
 
     def __init__(self, dim: int, depth: int = 3) -> None:
@@ -93,7 +110,12 @@ class Tower(Stacked):
 
 
 class NormedStack(Stacked):
-    """A LayerNorm without bias and three MLPs, all of them units: the root has no parameters of its own."""
+    """A LayerNorm without bias and three MLPs.
+
+    Cases shard ``norm`` as a unit as well, so that the root has no parameters of its own.
+
+    Input and output: (..., dim).
+    """
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -105,12 +127,20 @@ class NormedStack(Stacked):
 
 
 def two_linear(first: tuple[int, int], second: tuple[int, int]) -> nn.Sequential:
-    """Linear(*first), GELU, Linear(*second); a single unit when only the root is sharded."""
+    """Linear(*first), GELU, Linear(*second); a single unit if only the root is sharded.
+
+    Args:
+        first: the input and output width of the first layer.
+        second: the input and output width of the second layer.
+    """
     return nn.Sequential(nn.Linear(*first), nn.GELU(), nn.Linear(*second))
 
 
 class ReusedInner(nn.Module):
-    """Runs ``inner`` Linear(dim, dim) twice and ``outer`` Linear(dim, dim + 1) once."""
+    """Runs ``inner``, a Linear(dim, dim), twice and then ``outer``, a Linear(dim, dim + 1), once.
+
+    Input: (batch, dim). Output: (batch, dim + 1).
+    """
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -123,14 +153,14 @@ class ReusedInner(nn.Module):
 
 
 class Encoder(nn.Module):
-    """A Linear(dim, dim) behind ``features``; calling the module itself is an error."""
+    """A Linear(dim, dim) that only the method ``features`` calls; calling the module itself is an error."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.inner = nn.Linear(dim, dim)
 
     def features(self, x: torch.Tensor) -> torch.Tensor:
-        """What the parent calls."""
+        """The tanh of the linear layer's output, (batch, dim) to (batch, dim); the parent calls this method."""
         return torch.tanh(self.inner(x))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -138,7 +168,10 @@ class Encoder(nn.Module):
 
 
 class TwoStage(nn.Module):
-    """Runs a method of ``encoder`` other than forward, then ``projector``, a Linear(dim, dim + 1)."""
+    """Runs a method of ``encoder`` other than forward, then ``projector``, a Linear(dim, dim + 1).
+
+    Input: (batch, dim). Output: (batch, dim + 1).
+    """
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -151,7 +184,10 @@ class TwoStage(nn.Module):
 
 
 class NoInputs(nn.Module):
-    """A (dim, dim) parameter of the root's own; its forward takes nothing and returns the tanh of it."""
+    """A single (dim, dim) parameter that the root owns, and a forward without inputs.
+
+    Output: the tanh of the parameter, (dim, dim).
+    """
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -162,9 +198,12 @@ class NoInputs(nn.Module):
 
 
 class TwoPaths(nn.Module):
-    """Linear(dim, 8), then ``first`` or ``second``, of 64 elements each, so that a collective of one fits the other.
+    """Linear(dim, 8), then either ``first`` or ``second``.
 
-    ``second`` starts frozen; :meth:`flip` goes over to the other path and freezes the one that it leaves.
+    Both paths have 64 elements, so that a collective of one has the size of a collective of the other. The model starts
+    on ``first`` with ``second`` frozen; :meth:`flip` switches the path.
+
+    Input: (batch, dim). Output: (batch, 8).
     """
 
     def __init__(self, dim: int) -> None:
@@ -180,7 +219,7 @@ class TwoPaths(nn.Module):
         return torch.tanh(path(torch.tanh(self.entry(x))))
 
     def flip(self) -> None:
-        """Take the other path from now on, and train what is on it alone."""
+        """Switch to the other path: unfreeze it, and freeze the path that was in use."""
         self.first.requires_grad_(self.takes_second)
         self.takes_second = not self.takes_second
         self.second.requires_grad_(self.takes_second)
@@ -190,7 +229,12 @@ Container = Literal["list", "tuple", "dict", "namedtuple", "dataclass"]
 
 
 class NamedPair(NamedTuple):
-    """A namedtuple between units: ``x`` is trained, ``y`` needs no gradient."""
+    """A namedtuple that is passed between units.
+
+    Attributes:
+        x: the activation.
+        y: a tensor that needs no gradient.
+    """
 
     x: torch.Tensor
     y: torch.Tensor
@@ -198,14 +242,22 @@ class NamedPair(NamedTuple):
 
 @dataclasses.dataclass
 class Record:
-    """A dataclass between units: ``x`` is trained, ``y`` needs no gradient."""
+    """A dataclass that is passed between units.
+
+    Attributes:
+        x: the activation.
+        y: a tensor that needs no gradient.
+    """
 
     x: torch.Tensor
     y: torch.Tensor
 
 
 class Packed(nn.Module):
-    """Two Linear(dim, dim) on the tensor ``x`` inside a container, which is rebuilt around the result."""
+    """Two layers of Linear(dim, dim) and tanh that take a container of a tensor and return one.
+
+    Input and output: a container of a (batch, dim) tensor, as :func:`pack` makes it.
+    """
 
     def __init__(self, dim: int, container: Container) -> None:
         super().__init__()
@@ -219,7 +271,7 @@ class Packed(nn.Module):
 
 
 class Packing(nn.Module):
-    """Without parameters: a tensor to its container, or back."""
+    """Puts a tensor into a container, or takes it out if ``inverse``; has no parameters."""
 
     def __init__(self, container: Container, *, inverse: bool = False) -> None:
         super().__init__()
@@ -231,13 +283,16 @@ class Packing(nn.Module):
 
 
 def packed_stack(dim: int, container: Container, depth: int = 3) -> nn.Sequential:
-    """Packing, ``depth`` Packed blocks, unpacking: only containers pass between the blocks."""
+    """A model whose ``depth`` :class:`Packed` blocks exchange only containers.
+
+    The first module packs its input and the last one unpacks its output. Input and output: (batch, dim).
+    """
     blocks = [Packed(dim, container) for _ in range(depth)]
     return nn.Sequential(Packing(container), *blocks, Packing(container, inverse=True))
 
 
 def pack(x: torch.Tensor, container: Container) -> Any:
-    """``x`` in a container, beside a tensor that needs no gradient where the container has room."""
+    """Put ``x`` into a container; a namedtuple or dataclass also gets a tensor that needs no gradient."""
     constant = torch.ones_like(x)
     packed: dict[Container, Any] = {
         "list": [x],
@@ -250,10 +305,10 @@ def pack(x: torch.Tensor, container: Container) -> Any:
 
 
 def unpack(packed: Any, container: Container) -> torch.Tensor:
-    """The trained tensor in the container.
+    """Take the activation out of a container.
 
     Raises:
-        AssertionError: a unit changed the container's type on the way.
+        AssertionError: the container is not of the expected type, so a unit must have changed it.
     """
     kinds: dict[Container, type] = {
         "list": list, "tuple": tuple, "dict": dict, "namedtuple": NamedPair, "dataclass": Record,
@@ -266,7 +321,16 @@ def unpack(packed: Any, container: Container) -> torch.Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig:
-    """Sizes of :class:`Transformer`; the defaults give a few thousand parameters."""
+    """Sizes of :class:`Transformer`; the defaults give a few thousand parameters.
+
+    Attributes:
+        layers: the number of blocks.
+        vocabulary: the number of different tokens.
+        length: the longest sequence, in tokens.
+        dim: the width of the residual stream.
+        heads: attention heads; a divisor of ``dim``.
+        is_tied: whether the output projection shares its weight with the token embedding.
+    """
 
     layers: int = 2
     vocabulary: int = 11
@@ -274,11 +338,13 @@ class TransformerConfig:
     dim: int = 12
     heads: int = 3
     is_tied: bool = False
-    """The output projection is the token embedding."""
 
 
 class Block(nn.Module):
-    """Pre-norm causal attention without biases and a GELU feed-forward with them; (batch, length, dim)."""
+    """A pre-norm block of causal attention without biases and a GELU feed-forward with biases.
+
+    Input and output: (batch, length, dim).
+    """
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -296,7 +362,8 @@ class Block(nn.Module):
         return out
 
     def _attend(self, qkv: torch.Tensor) -> torch.Tensor:
-        # Written out: fused kernels differ between devices and dtypes, and the oracle runs in float64.
+        # Separate operations, because fused attention kernels differ between devices and dtypes, and the oracle runs in
+        # float64.
         batch, length, _ = qkv.shape
         q, k, v = (part.view(batch, length, self.heads, -1).transpose(1, 2) for part in qkv.chunk(3, dim=-1))
         scores = (q @ k.transpose(-2, -1)) * q.shape[-1] ** -0.5
@@ -306,7 +373,10 @@ class Block(nn.Module):
 
 
 class Transformer(Stacked):
-    """A causal language model: int64 tokens (batch, length) to logits (batch, length, vocabulary)."""
+    """A causal language model.
+
+    Input: int64 tokens, (batch, length). Output: logits, (batch, length, vocabulary).
+    """
 
     def __init__(self, config: TransformerConfig | None = None) -> None:
         super().__init__()
@@ -327,7 +397,7 @@ class Transformer(Stacked):
 
 
 def copy_of(model: nn.Module) -> nn.Module:
-    """A deep copy, for a case that trains twins."""
+    """A deep copy of a model, for a case that trains twins."""
     return copy.deepcopy(model)
 
 
@@ -335,24 +405,25 @@ def copy_of(model: nn.Module) -> nn.Module:
 
 
 def mean_square(output: torch.Tensor) -> torch.Tensor:
-    """The mean of the squares: every element pulls on every parameter, none cancels."""
+    """The mean of the squares. Every output element contributes to the loss, and none cancels another."""
     return output.square().mean()
 
 
 def ramp_square(output: torch.Tensor) -> torch.Tensor:
-    """The mean square distance from -1 to 1 along the last dimension.
+    """The mean square difference between the output and a ramp from -1 to 1 along the last dimension.
 
-    For the output of a normalisation, whose own mean square hardly depends on anything: gradients of that are rounding.
+    It is the loss for the output of a normalisation. The mean square of such an output is almost constant, so the
+    gradients of :func:`mean_square` would be rounding noise.
     """
     ramp = torch.linspace(-1, 1, output.shape[-1], dtype=output.dtype, device=output.device)
     return mean_square(output - ramp)
 
 
 def both_heads(outputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Uses both outputs of :class:`TwoHeads`."""
+    """A loss that depends on both outputs of :class:`TwoHeads`."""
     return (outputs[0] * outputs[1]).mean() + mean_square(outputs[0])
 
 
 def first_head(outputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Ignores the second output of :class:`TwoHeads`."""
+    """A loss that ignores the second output of :class:`TwoHeads`."""
     return mean_square(outputs[0])

@@ -1,4 +1,4 @@
-"""Activation checkpointing of a model's parts, by each of torch's own means, before anything shards it."""
+"""Applies activation checkpointing to a model's layers, by each of torch's means, before the model is sharded."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch import nn
 
-# Under names of torch's own, because these two have no public ones yet.
+# Private names of torch: these two functions have no public ones yet.
 from torch.distributed._composable.checkpoint_activation import checkpoint as checkpoint_by_hooks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -16,13 +16,20 @@ Means = Literal["hooks", "wrapper", "call", "reentrant-call"]
 
 
 def recompute(model: nn.Module, means: Means) -> nn.Module:
-    """Have backward recompute each of the model's ``layers``, in place.
+    """Change a model in place so that backward recomputes each of its ``layers``.
 
     Args:
-        model: not sharded yet.
-        means: "hooks" on each layer (the composable ``checkpoint``); a "wrapper" in its place, which is what is
-            then sharded; a "call" of it through ``torch.utils.checkpoint``, so that the hooks of whatever shards
-            the layer run again when it is recomputed; the same through the re-entrant autograd function.
+        model: a :class:`Stacked` model that is not sharded yet.
+        means: how each layer is recomputed:
+
+            - "hooks": by hooks on the layer (the composable ``checkpoint``).
+            - "wrapper": by a wrapper module in the layer's place, which is then the module that is sharded.
+            - "call": by calling it through ``torch.utils.checkpoint``, so that the hooks of the implementation that
+              shards the layer run again during the recomputation.
+            - "reentrant-call": as "call", with the re-entrant autograd function.
+
+    Returns:
+        The same model.
     """
     assert isinstance(model, Stacked), f"{type(model).__name__} has no layers to recompute"
     if means in ("call", "reentrant-call"):

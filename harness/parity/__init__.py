@@ -1,14 +1,15 @@
-"""What is compared with what? The implementation beside its baseline, a float64 oracle, and twins of itself.
+"""What is compared with what? The implementation with its baseline, with a float64 oracle, and with twins of itself.
 
-Imports ``adapters``, ``collectives``, ``models``, ``findings`` and ``tensors``. Cases import the names below from here;
-the other rooms import the module that they mean.
+Imports ``adapters``, ``collectives``, ``models``, ``findings`` and ``tensors``. Cases import the names below from this
+room; the other rooms import from its modules.
 
-- ``rank``: ``Rank``, the context that a case receives; ``member`` and ``rank_state``, what it stands on.
-- ``run``: ``Run`` drives an adapter through steps; ``sharded_run`` proves that what it drives is sharded.
-- ``pair``: ``Pair``, the sharded run beside the baseline and the oracle; ``comparison`` compares one step of them.
-- ``twins``: ``check_exact``, two runs of one implementation.
-- ``oracle``, ``numerics``, ``explanations``: the float64 replay, the tolerances, and guesses at a cause.
-- ``units``: which unit a collective serves, by its bytes; ``resume``: checkpoints.
+- ``rank``: ``Rank``, the context object that a case receives. It builds on ``member`` and ``rank_state``.
+- ``run``: ``Run`` drives an adapter through training steps; ``sharded_run`` also checks that its model is sharded.
+- ``pair``: ``Pair`` trains the sharded run, the baseline and the oracle; ``comparison`` compares one step of them.
+- ``twins``: ``check_exact`` compares two runs of one implementation bit for bit.
+- ``oracle``, ``numerics``, ``explanations``: the float64 replay, the tolerances, and probable causes of an error.
+- ``units``: matches collectives to units by their size in bytes.
+- ``resume``: saves and loads checkpoints.
 """
 
 from shardproof.harness.parity.comparison import exact_difference

@@ -1,4 +1,4 @@
-"""Compares the pictures of one step, stage by stage, and finds the first place where they part."""
+"""Compares one step of the sharded run, the baseline and the oracle, and finds the first stage that diverges."""
 
 from __future__ import annotations
 
@@ -18,18 +18,29 @@ from shardproof.harness.parity.oracle import OracleStep, total_norm
 from shardproof.harness.parity.run import Pieces, StepPicture
 from shardproof.harness.tensors.trees import tensors_of
 
-#: A baseline that errs more than this judges nothing: the case is ill-conditioned, and says so.
+#: Largest error of the baseline, in ulps, at which it still counts as a reference. Above it the case is
+#: ill-conditioned, and the comparison raises an error instead of accepting a correspondingly large error.
 BASELINE_LIMIT_ULPS = 4096.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Context:
-    """What every comparison of a step needs to know besides the tensors."""
+    """Parameters that all comparisons of one step share.
+
+    Attributes:
+        step: the training step, counted from 0.
+        rank: this rank's global rank, for the location of a finding.
+        member: this rank's position among the data-parallel ranks, from 0 to ``size`` - 1.
+        size: the number of data-parallel ranks.
+        norm_type: the p of the total norm.
+        unused_is_zero: whether the implementation gives a parameter that no rank used a gradient of zeros, not None.
+        adaptive: whether the optimizer is adaptive (not SGD), so that elements whose gradient is rounding noise are
+            left out of the comparison of parameters.
+    """
 
     step: int
     rank: int
     member: int
-    """This rank's place among the data-parallel ranks, whose number is ``size``."""
     size: int
     norm_type: float = 2.0
     unused_is_zero: bool = False
@@ -37,7 +48,17 @@ class Context:
 
 
 class StepComparison:
-    """The sharded run's step beside the baseline's and the oracle's, on one rank."""
+    """Compares one step of the sharded run with the same step of the baseline and of the oracle, on one rank.
+
+    Args:
+        sharded: the sharded run's step, as local shards.
+        baseline: the baseline's step, as full tensors.
+        oracle: the oracle's step, as full float64 tensors.
+        context: the parameters that all comparisons of the step share.
+
+    Attributes:
+        measured: the distances measured so far, one entry per compared tensor, in order of comparison.
+    """
 
     def __init__(self, sharded: StepPicture, baseline: StepPicture, oracle: OracleStep, context: Context) -> None:
         self.sharded = sharded
@@ -47,7 +68,14 @@ class StepComparison:
         self.measured: list[Measured] = []
 
     def first_finding(self) -> Finding | None:
-        """Compare in the order of the stages; stop at the first stage that parts."""
+        """Compare in order of stages and stop at the first tensor that diverges.
+
+        Returns:
+            The first finding, or None if nothing diverges.
+
+        Raises:
+            RuntimeError: the baseline's own error exceeds ``BASELINE_LIMIT_ULPS``.
+        """
         return next(self._findings(), None)
 
     def _findings(self) -> Iterator[Finding]:
@@ -106,9 +134,9 @@ class StepComparison:
         if mine is None and full is None:
             return
         if full is not None:
-            yield self._finding(stage, name, None, "there is none, and the baseline has one")
+            yield self._finding(stage, name, None, "the sharded run has no gradient; the baseline has one")
         elif mine is not None and not (self.context.unused_is_zero and not bool(mine.tensor.any())):
-            yield self._finding(stage, name, None, "there is one, and no rank used the parameter")
+            yield self._finding(stage, name, None, "the sharded run has a gradient, but no rank used the parameter")
 
     def _judge(
         self, stage: Stage, name: str, mine: Piece, baseline: torch.Tensor, oracle: torch.Tensor
@@ -116,13 +144,14 @@ class StepComparison:
         expected = mine.cut(oracle)
         if mine.tensor.shape != expected.shape:
             shapes = (
-                f"{tuple(mine.tensor.shape)} of {tuple(oracle.shape)}; this rank's share is {tuple(expected.shape)}"
+                f"{tuple(mine.tensor.shape)}; this rank's share of {tuple(oracle.shape)} is {tuple(expected.shape)}"
             )
             yield self._finding(stage, name, None, f"the local shard has shape {shapes}")
             return
         if mine.tensor.dtype != baseline.dtype:
-            yield self._finding(stage, name, None, f"has dtype {mine.tensor.dtype}, and the baseline {baseline.dtype}")
+            yield self._finding(stage, name, None, f"has dtype {mine.tensor.dtype}; the baseline has {baseline.dtype}")
             return
+        # The maximum of the full tensor, not of the local shard: every rank measures with the same ulp.
         magnitude = float(oracle.abs().max()) if oracle.numel() else 0.0
         value, other = mine.tensor.detach(), mine.cut(baseline.detach())
         if stage == Stage.PARAMETER and self.context.adaptive:
@@ -134,18 +163,23 @@ class StepComparison:
         if result.baseline_ulps > BASELINE_LIMIT_ULPS:
             raise RuntimeError(
                 f"{stage.value} of {name!r}: the baseline itself is {result.baseline_ulps:.3g} ulps from the oracle, "
-                f"over {BASELINE_LIMIT_ULPS:g}; the case is ill-conditioned and judges nothing"
+                f"more than {BASELINE_LIMIT_ULPS:g}; the case is too ill-conditioned to judge the sharded run"
             )
         if result.is_too_far:
             yield self._too_far(stage, name, mine, value, other, expected, result, oracle)
 
     def _without_noise(self, name: str, mine: Piece, *values: torch.Tensor) -> list[torch.Tensor]:
-        """Adam moves an element by about lr whatever its gradient, so those made of rounding go anywhere."""
+        """Set the elements of ``values`` whose gradient is rounding noise to zero.
+
+        Adam moves an element by about the learning rate whatever the size of its gradient, so an element whose gradient
+        is only rounding error moves in an arbitrary direction. An element is noise if the oracle's gradient is at most
+        ``ADAM_NOISE_ULPS`` ulps, in the parameter's dtype at the largest magnitude of the oracle's full gradient.
+        """
         gradient = self.oracle.gradients[name]
         assert gradient is not None
         floor = ADAM_NOISE_ULPS * ulp(float(gradient.abs().max()), mine.tensor.dtype)
-        loud = mine.cut(gradient).abs() > floor
-        return [torch.where(loud, value, torch.zeros_like(value)) for value in values]
+        significant = mine.cut(gradient).abs() > floor
+        return [torch.where(significant, value, torch.zeros_like(value)) for value in values]
 
     def _too_far(
         self, stage: Stage, name: str, mine: Piece, value: torch.Tensor, other: torch.Tensor,
@@ -157,8 +191,8 @@ class StepComparison:
             for who, tensor in (("sharded", value), ("baseline", other), ("oracle", expected))
         )
         text = (
-            f"{numbers}\n  off by {_number(result.sharded_ulps)} ulps of {result.unit:.3g}; the baseline is off by "
-            f"{_number(result.baseline_ulps)}, which allows {_number(result.allowed_ulps)}"
+            f"{numbers}\n  off by {_number(result.sharded_ulps)} ulps (1 ulp is {result.unit:.3g}); the baseline is "
+            f"off by {_number(result.baseline_ulps)} ulps, so at most {_number(result.allowed_ulps)} ulps are allowed"
         )
         why = self._guess(name, mine, value, expected) if stage == Stage.GRADIENT else None
         return self._finding(stage, name, element, _with_reason(text, why))
@@ -174,7 +208,16 @@ class StepComparison:
 
 
 def _global_index(piece: Piece, full: torch.Tensor, index: int) -> tuple[int, ...]:
-    """Where the piece's element ``index`` lies in the full tensor: cut a tensor of positions the same way."""
+    """The index into the full tensor of the local shard's element ``index``.
+
+    The layout of a shard is known only as the function ``piece.cut``, so a full tensor of positions is cut the same
+    way, and the position is read at ``index``.
+
+    Args:
+        piece: the local shard.
+        full: any tensor of the full shape, for its shape and device.
+        index: a flat index into the local shard.
+    """
     positions = torch.arange(full.numel(), device=full.device).view(full.shape)
     position = int(piece.cut(positions).flatten()[index])
     return tuple(int(part) for part in torch.unravel_index(torch.tensor(position), full.shape))
@@ -189,7 +232,18 @@ def _number(value: float) -> str:
 
 
 def exact_difference(first: torch.Tensor, second: torch.Tensor) -> tuple[tuple[int, ...], float, float] | None:
-    """The first element where two tensors of one shape are not bitwise equal, with both values."""
+    """Find the first element in which two tensors that should be bitwise equal differ.
+
+    Args:
+        first: a floating-point tensor of any shape.
+        second: a tensor of the same shape.
+
+    Returns:
+        The element's index and its value in each tensor, or None if the tensors are equal.
+
+    Raises:
+        AssertionError: the shapes differ.
+    """
     assert first.shape == second.shape, f"shapes {tuple(first.shape)} and {tuple(second.shape)} differ"
     if torch.equal(first, second):
         return None

@@ -1,4 +1,4 @@
-"""Why two tensors part, guessed from how they relate. Explanations never decide a verdict."""
+"""Guesses why a tensor is wrong, by comparing it with what common bugs produce. A guess never decides a verdict."""
 
 from __future__ import annotations
 
@@ -6,20 +6,24 @@ from collections.abc import Sequence
 
 import torch
 
-#: Relative closeness at which a wrong tensor counts as "equal to" a suspect. For texts only.
+#: Relative difference up to which a wrong tensor counts as equal to what a suspected bug produces. It affects the
+#: text of a failure only, never the verdict.
 _LIKENESS = 1e-3
 
 
 def guess_gradient(
     sharded: torch.Tensor, oracle: torch.Tensor, own: Sequence[torch.Tensor | None], rank: int
 ) -> str | None:
-    """What a wrong gradient looks like.
+    """Guess the cause of a wrong gradient.
 
     Args:
-        sharded: what this rank holds, any shape.
-        oracle: the same piece of the oracle's average over ``len(own)`` ranks.
-        own: the same piece of each rank's gradient before the average, None where a rank had none.
+        sharded: the local shard that this rank holds, any shape.
+        oracle: the same shard of the oracle's gradient, the average over ``len(own)`` ranks.
+        own: the same shard of each rank's gradient before the average; None for a rank without a gradient.
         rank: this rank's position in ``own``.
+
+    Returns:
+        A clause for the text of the failure, or None if no known cause fits.
     """
     size = len(own)
     if sharded.numel() and not bool(sharded.any()):
@@ -36,7 +40,18 @@ def guess_gradient(
 
 
 def guess_norm(sharded: float, oracle: float, local: float, size: int, norm_type: float) -> str | None:
-    """What a wrong total norm looks like; ``local`` is the norm of what this rank holds."""
+    """Guess the cause of a wrong total norm.
+
+    Args:
+        sharded: the total norm that the implementation returned.
+        oracle: the oracle's total norm.
+        local: the norm over this rank's local shards alone.
+        size: the number of data-parallel ranks.
+        norm_type: the p of the norm.
+
+    Returns:
+        A clause for the text of the failure, or None if no known cause fits.
+    """
     if _near(sharded, local):
         return "it equals the norm of what this rank alone holds, as when its reduction over the ranks is missing"
     if norm_type != float("inf") and _near(sharded, oracle * size ** (1 / norm_type)):
@@ -45,6 +60,7 @@ def guess_norm(sharded: float, oracle: float, local: float, size: int, norm_type
 
 
 def _factors(size: int) -> list[tuple[float, str]]:
+    """The factors by which mistakes in averaging over ``size`` ranks scale a gradient, with the mistake."""
     if size == 1:
         return []
     return [

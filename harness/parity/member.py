@@ -1,4 +1,4 @@
-"""One rank among the others: who it is, and how all ranks reach one verdict."""
+"""One rank of a world: its place among the ranks, and how all ranks reach one verdict."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from shardproof.harness.tensors.trees import map_tensors
 class Member:
     """One rank of a world during one case.
 
-    Methods that are marked as collective must be called by every rank of the world.
+    Every rank of the world must call the methods that are marked as collective.
 
     Args:
-        state: the rank process.
+        state: the state of the rank process.
         implementation: the adapter class under test.
+
+    Attributes:
+        record: what this rank observes during the case, for the run file.
     """
 
     def __init__(self, state: RankState, *, implementation: type[Adapter]) -> None:
@@ -42,29 +45,36 @@ class Member:
 
     @property
     def device(self) -> torch.device:
-        """Where this rank's tensors live; no other rank of the world has the same CUDA device."""
+        """The device of this rank's tensors; no two ranks of a world share a CUDA device."""
         return self._state.device
 
     @property
     def announcer(self) -> Announcer:
-        """This rank's side of the board on which collectives are announced."""
+        """Announces this rank's collectives on the world's board."""
         return self._state.announcer
 
     def exchange(self, value: Any) -> list[Any]:
-        """Every rank's value (collective), outside the trace and outside every group under test.
+        """Gather one value from every rank (collective), outside the trace and outside every group under test.
 
         Args:
-            value: anything that can be pickled.
+            value: this rank's value; it must be picklable.
 
         Returns:
-            One value a rank, in rank order.
+            One value per rank, in rank order.
         """
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self._state.control)
         return values
 
     def exchange_tensors(self, value: Any) -> list[Any]:
-        """As :meth:`exchange`, for containers of tensors, which arrive on this rank's device (collective)."""
+        """Gather one container of tensors from every rank (collective); see :meth:`exchange`.
+
+        Args:
+            value: this rank's container, as :func:`map_tensors` handles it.
+
+        Returns:
+            One container per rank, in rank order, with all tensors on this rank's device.
+        """
         gathered = self.exchange(map_tensors(torch.Tensor.cpu, value))
         moved: list[Any] = map_tensors(lambda tensor: tensor.to(self.device), gathered)
         return moved
@@ -73,11 +83,12 @@ class Member:
         """Raise on every rank if any rank has a finding (collective).
 
         Args:
-            finding: this rank's, if it has one.
-            title: what was compared, as a statement of what went wrong.
+            finding: this rank's finding, or None.
+            title: the first line of the failure, a statement of what went wrong.
 
         Raises:
-            Divergence: with the same text and location on all ranks: the first finding by step, stage and rank.
+            Divergence: with the same text and location on all ranks, those of the first finding by step, stage and
+                rank.
         """
         findings = [found for found in self.exchange(finding) if found is not None]
         if findings:

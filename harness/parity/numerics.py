@@ -1,15 +1,15 @@
-"""When two numbers agree.
+"""The tolerances: how far from the oracle a tensor of the sharded run may be.
 
-The error of a tensor is its largest absolute difference to the oracle (float64, one process), in
-ulps of its own dtype at the oracle's largest magnitude: one number that does not depend on the
-scale of the values. A sharded run may err ``BASELINE_FACTOR`` times as much as the unsharded
-baseline of the same dtype did, plus ``SLACK_ULPS``. A scalar (loss, total norm) may err by the slack
-more than the baseline's: a factor on a single sample of an error would mean nothing.
+The error of a tensor is its largest absolute difference to the oracle (float64, one process), in ulps of the tensor's
+own dtype at the oracle's largest magnitude. Measured so, the error does not depend on the scale of the values. The
+error of the sharded run may be at most ``BASELINE_FACTOR`` times the error of the unsharded baseline of the same dtype,
+plus ``SLACK_ULPS``. For a scalar (loss, total norm) it may exceed the baseline's error by ``SLACK_ULPS`` and no factor
+applies, because the baseline's error is then a single sample.
 
-The constants are the design's; ``python benchmarks/margins.py reports/published/*.gz`` measures how
-near correct runs come. In the 6,508 distances kept there (the worst of each stage and step of a passing
-case; torch.fully_shard and the reference, torch 2.11 on H200s, NCCL and gloo) none used more than 0.44
-of what is allowed, and no loss or total norm erred by more than 3.5 ulps.
+The design fixes the constants; ``python benchmarks/margins.py reports/published/*.gz`` measures how close correct runs
+come to them. None of the 6,508 distances recorded there (the worst of each stage and step of a passing case;
+torch.fully_shard and the reference, torch 2.11 on H200s, NCCL and gloo) used more than 0.44 of the allowed error, and
+no loss or total norm was off by more than 3.5 ulps.
 """
 
 from __future__ import annotations
@@ -19,19 +19,25 @@ import math
 
 import torch
 
-#: How many times the baseline's own error the sharded run's may be. Sharding changes the order of
-#: sums only, so both errors are samples of one distribution.
+#: The sharded run's error may be this many times the baseline's. Sharding changes only the order of sums, so both
+#: errors are samples of one distribution.
 BASELINE_FACTOR = 4.0
 
-#: What a baseline that happened to hit the oracle still leaves: a few roundings in the last place.
+#: Error in ulps that is allowed even if the baseline happens to equal the oracle: a few roundings in the last place.
 SLACK_ULPS = 8.0
 
-#: Gradient elements below this many ulps of their tensor are noise, and Adam divides noise by noise.
+#: Gradient elements below this many ulps (at their tensor's largest magnitude) are rounding noise. Adam divides them by
+#: their own running magnitude, that is noise by noise.
 ADAM_NOISE_ULPS = 64.0
 
 
 def ulp(magnitude: float, dtype: torch.dtype) -> float:
-    """The spacing of ``dtype`` at ``magnitude``: eps x 2^floor(log2(magnitude)); at 0, the smallest normal's."""
+    """The spacing of ``dtype`` at ``magnitude``: eps x 2^floor(log2(magnitude)).
+
+    Args:
+        magnitude: an absolute value; below the smallest normal number, that number counts instead.
+        dtype: a floating-point dtype.
+    """
     info = torch.finfo(dtype)
     magnitude = max(magnitude, info.tiny)
     return float(info.eps) * 2.0 ** math.floor(math.log2(magnitude))
@@ -39,9 +45,14 @@ def ulp(magnitude: float, dtype: torch.dtype) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Distance:
-    """How far one tensor of two runs is from the oracle, and whether that is too far.
+    """The distances to the oracle of one tensor of the sharded run and of the baseline.
 
-    ``index`` is the flat index of the worst element of the sharded run, -1 where there is none.
+    Attributes:
+        sharded_ulps: the sharded run's error in ulps.
+        baseline_ulps: the baseline's error in ulps.
+        index: the flat index of the sharded run's worst element; -1 if the tensor is empty.
+        unit: the size of one ulp.
+        is_scalar: whether the tensor is zero-dimensional, so that no factor applies to the baseline's error.
     """
 
     sharded_ulps: float
@@ -52,24 +63,24 @@ class Distance:
 
     @property
     def allowed_ulps(self) -> float:
-        """What the sharded run may err at most."""
+        """The largest allowed error of the sharded run, in ulps."""
         return (1.0 if self.is_scalar else BASELINE_FACTOR) * self.baseline_ulps + SLACK_ULPS
 
     @property
     def is_too_far(self) -> bool:
-        """Whether the sharded run is outside, a NaN included."""
+        """Whether the sharded run's error exceeds the allowed error; a NaN always does."""
         return not self.sharded_ulps <= self.allowed_ulps
 
 
 def distance(sharded: torch.Tensor, baseline: torch.Tensor, oracle: torch.Tensor, *, magnitude: float) -> Distance:
-    """Compare equal pieces of one tensor; ``magnitude`` is the oracle's largest in the whole tensor.
+    """Measure the distances of a tensor, or of one shard of it, to the oracle.
 
     Args:
-        sharded: any shape, any floating dtype, whose ulp counts.
-        baseline: the same shape.
-        oracle: the same shape, float64.
-        magnitude: largest absolute value of the full oracle tensor, so that every rank of a sharded
-            tensor measures with the same unit.
+        sharded: the sharded run's tensor, any shape and floating-point dtype; its dtype determines the ulp.
+        baseline: the same elements of the baseline, in the same shape.
+        oracle: the same elements of the oracle, in the same shape, float64.
+        magnitude: the largest absolute value of the oracle's full tensor, so that all ranks that hold shards of it
+            measure with the same ulp.
     """
     unit = ulp(magnitude, sharded.dtype)
     if sharded.numel() == 0:
@@ -81,7 +92,10 @@ def distance(sharded: torch.Tensor, baseline: torch.Tensor, oracle: torch.Tensor
 
 
 def _error(value: torch.Tensor, oracle: torch.Tensor) -> torch.Tensor:
-    """|value - oracle| in float64; inf where only one is finite or a NaN is on one side only."""
+    """|value - oracle| per element, in float64.
+
+    It is 0 where both are the same infinity or both NaN, and inf where only one side is finite or only one is NaN.
+    """
     value = value.double()
     same = (value == oracle) | (value.isnan() & oracle.isnan())
     return (value - oracle).abs().nan_to_num(nan=math.inf).masked_fill(same, 0.0)

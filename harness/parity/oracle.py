@@ -1,4 +1,4 @@
-"""The oracle: one process, float64, every rank's microbatches replayed one by one, gradients averaged."""
+"""The oracle: a float64 replay of a training step in one process, without sharding."""
 
 from __future__ import annotations
 
@@ -16,10 +16,19 @@ from shardproof.harness.tensors.trees import map_tensors
 
 @dataclasses.dataclass
 class OracleStep:
-    """What one step of the oracle computed; every tensor float64 and full, keyed by parameter name.
+    """The results of one step of the oracle, as full float64 tensors.
 
-    ``outputs`` and ``losses`` are per data-parallel rank and microbatch; ``own_gradients`` are per
-    rank, before the average; ``clipped`` equals ``gradients`` where nothing clips.
+    Gradients and parameters are keyed by parameter name. The gradient of an unused parameter is None.
+
+    Attributes:
+        outputs: the forward outputs, indexed ``[rank][microbatch]`` by data-parallel rank.
+        losses: the scalar losses, indexed the same way.
+        own_gradients: each data-parallel rank's gradients, summed over its microbatches, before the average.
+        gradients: the average of ``own_gradients`` over the ranks, added to what the last ``zero_grad`` left: after
+            ``set_to_none=False``, an unused parameter that has been used before has zeros here.
+        norm: the total norm of ``gradients``, or None without clipping.
+        clipped: the gradients after clipping; equal to ``gradients`` without clipping.
+        parameters: the parameters after the optimizer step.
     """
 
     outputs: list[list[Any]]
@@ -32,7 +41,16 @@ class OracleStep:
 
 
 class Oracle:
-    """One process, float64: every rank's microbatches replayed one by one, gradients averaged."""
+    """Trains a float64 copy of the model in one process.
+
+    Each step replays the microbatches of every data-parallel rank one by one, averages the gradients over the ranks,
+    clips, and steps the optimizer.
+
+    Args:
+        model: the unsharded model; the oracle trains a copy.
+        optimizer: a factory of ``harness.models.optim``; None leaves the parameters unchanged.
+        clip: how to clip the total norm, or None.
+    """
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, clip: Clip | None) -> None:
         self.model = copy.deepcopy(model).double()
@@ -48,7 +66,15 @@ class Oracle:
         submodule: str = "",
         set_to_none: bool = True,
     ) -> OracleStep:
-        """Train one step on ``batches[rank][microbatch]``, each the arguments of one forward."""
+        """Train one step.
+
+        Args:
+            batches: the arguments of each forward, indexed ``[rank][microbatch]`` by data-parallel rank. Floating-point
+                tensors are converted to float64.
+            loss: maps a forward's output to a scalar.
+            submodule: the name of the module to call; "" is the root.
+            set_to_none: whether gradients are set to None after the step, or to zeros.
+        """
         module = self.model.get_submodule(submodule)
         outputs: list[list[Any]] = []
         losses: list[list[torch.Tensor]] = []
@@ -78,7 +104,7 @@ class Oracle:
         return gradients | {name: _sum(gradients[name], gradient) for name, gradient in zip(trained, new, strict=True)}
 
     def _accumulated(self, average: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
-        """Add the averages to what zero_grad left, as backward adds to ``.grad``; a copy of the result."""
+        """Add the averages to what ``zero_grad`` left in ``.grad``, as backward does, and return copies of the sums."""
         for name, value in self._names.items():
             value.grad = _sum(value.grad, average[name])
         return self._picture()
@@ -93,7 +119,7 @@ class Oracle:
             return None, gradients
         present = [value.grad for value in self._names.values() if value.grad is not None]
         norm = total_norm(present, self.clip.norm_type)
-        # torch clips by max_norm / (norm + 1e-6), never up: the published formula of clip_grad_norm_.
+        # The documented formula of torch's clip_grad_norm_: scale by max_norm / (norm + 1e-6), but never up.
         factor = min(1.0, self.clip.max_norm / (float(norm) + 1e-6))
         for gradient in present:
             gradient.mul_(factor)
@@ -101,7 +127,15 @@ class Oracle:
 
 
 def total_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """(sum over all elements |g|^p)^(1/p), or the largest |g| for p = inf; float64 scalar, 0 without elements."""
+    """The p-norm over all elements of all gradients: (sum |g|^p)^(1/p), or max |g| for p = inf.
+
+    Args:
+        gradients: tensors of any shape and floating-point dtype.
+        norm_type: p.
+
+    Returns:
+        A float64 scalar; 0 if there are no elements.
+    """
     flat = torch.cat([gradient.flatten().double() for gradient in gradients] or [torch.zeros(0)])
     return torch.linalg.vector_norm(flat, norm_type) if flat.numel() else flat.new_zeros(())
 
@@ -117,6 +151,6 @@ def _sum(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tenso
 
 
 def _average(gradients: list[torch.Tensor | None]) -> torch.Tensor | None:
-    """The mean over ranks; a rank without a gradient counts as zeros unless none has one."""
+    """The mean over all ranks, or None if no rank has a gradient; a rank without one contributes zeros."""
     present = [gradient for gradient in gradients if gradient is not None]
     return torch.stack(present).sum(0) / len(gradients) if present else None

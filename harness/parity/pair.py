@@ -1,4 +1,4 @@
-"""Side by side: a sharded run, its baseline and the oracle through the same steps on the same data."""
+"""Trains a sharded run, its baseline and the oracle on the same data, and compares them step by step."""
 
 from __future__ import annotations
 
@@ -26,12 +26,20 @@ Baseline = Literal["ddp", "replicated"]
 
 _BASELINES: dict[Baseline, type[Adapter]] = {"ddp": DdpAdapter, "replicated": ReplicatedAdapter}
 
-_WRONG_COLLECTIVES = "the collectives are not the contract's"
+_WRONG_COLLECTIVES = "the collectives do not match the contract"
 
 
 @dataclasses.dataclass
 class _Unchecked:
-    """A step of the sharded run, with what the others need to follow."""
+    """A step of the sharded run that has not been compared yet, with what it takes to replay the step.
+
+    Attributes:
+        step: the training step, counted from 0.
+        sharded: the sharded run's step.
+        batch: this rank's microbatches.
+        ahead: as for :meth:`Pair.step`.
+        options: further arguments for the step of the baseline and of the oracle.
+    """
 
     step: int
     sharded: StepPicture
@@ -43,16 +51,21 @@ class _Unchecked:
 class Pair:
     """The implementation under test beside its baseline and the oracle.
 
-    All three start from copies of one model and see the same data. ``step`` trains the sharded run and takes pictures,
-    ``check`` lets the others follow and compares; both are called by every rank.
+    All three start from copies of one model and receive the same data. ``step`` trains the sharded run and records the
+    step; ``check`` replays the step on the baseline and the oracle and compares. Every rank must call both.
 
     Args:
         member: this rank.
-        model: float32, on this rank's device, equal on all ranks; the sharded run owns it from here on.
-        config: how to shard it.
-        options: how to drive the sharded run; the optimizer must not be None. The baseline and the oracle take the
-            optimizer alone.
+        model: float32, on this rank's device, equal on all ranks; from here on it belongs to the sharded run.
+        config: how to shard the model.
+        options: how to drive the sharded run; the optimizer must not be None. The baseline and the oracle use the
+            optimizer and no other option.
         baseline: "ddp", or "replicated" where DDP cannot express the case.
+
+    Attributes:
+        sharded: the run of the implementation under test.
+        baseline: the run of the baseline.
+        oracle: the float64 oracle.
     """
 
     def __init__(
@@ -76,7 +89,7 @@ class Pair:
 
     @property
     def adapter(self) -> Adapter:
-        """The adapter of the sharded run, for what a case asks beyond training."""
+        """The adapter of the sharded run, for operations other than training steps."""
         return self.sharded.adapter
 
     @property
@@ -87,25 +100,27 @@ class Pair:
     def step(
         self, batch: Any, *, loss: Loss = mean_square, submodule: str = "", set_to_none: bool = True, ahead: int = 0
     ) -> None:
-        """Train one step of the sharded run; the baseline and the oracle follow in :meth:`check`.
+        """Train one step of the sharded run; :meth:`check` replays it on the baseline and the oracle.
 
-        So steps between two checks follow each other as in training: on a device, without the host waiting.
+        The replay is deferred so that steps between two checks follow each other on the device as in training, without
+        the host waiting.
 
         Args:
-            batch: the arguments of one forward (a tuple, or one tensor), or a list of such, one a
-                microbatch; this rank's own.
-            loss: from the output to a scalar.
-            submodule: train this module alone, called directly; the baseline must be "replicated".
-            set_to_none: how gradients are zeroed after the step.
-            ahead: forwards that run before the backward of the first, as in a pipeline; the baseline must be
-                "replicated", because DDP wants to know in forward which backward reduces.
+            batch: this rank's arguments of one forward (a tuple, or a single tensor), or a list of such, one per
+                microbatch.
+            loss: maps a forward's output to a scalar.
+            submodule: the name of a module to call directly and train alone; the baseline must then be "replicated".
+            set_to_none: whether gradients are set to None after the step, or to zeros.
+            ahead: the number of forwards that run before the first backward, as in a pipeline. If it is not 0, the
+                baseline must be "replicated", because DDP decides in forward whether the backward reduces gradients.
         """
         mine = as_microbatches(batch)
         assert len(mine) == self.adapter.config.microbatches, (
-            f"a step of {len(mine)} microbatches in a pair made for {self.adapter.config.microbatches}"
+            f"step() got {len(mine)} microbatches, but the pair is configured for {self.adapter.config.microbatches}"
         )
         options: dict[str, Any] = {"loss": loss, "submodule": submodule, "set_to_none": set_to_none}
-        # Momentum moves a parameter whose gradient is zero, so the others have zeros where the implementation has.
+        # SGD with momentum moves a parameter whose gradient is zero and leaves one whose gradient is None. If the
+        # implementation has zeros for unused parameters, the baseline and the oracle must keep zeros as well.
         filled = options | {"set_to_none": set_to_none and self.adapter.traits.unused_gradient == "none"}
         self._step_starts.append(len(self.sharded.trace))
         sharded = self.sharded.step(_copies(mine), ahead=ahead, **options)
@@ -116,10 +131,15 @@ class Pair:
         """Compare all steps since the last check, stage by stage.
 
         Raises:
-            Divergence: on every rank, at the first place where any rank's run parts.
+            Divergence: on every rank, at the first place where any rank's sharded run diverges, or where the ranks of
+                a group issued different collectives.
+            AssertionError: there was no step since the last check; or clipping or a delay never took effect, so that
+                the case proves nothing about it; or a step under an adaptive optimizer is not the first.
+            RuntimeError: the baseline's own error exceeds ``BASELINE_LIMIT_ULPS``.
         """
         assert self._unchecked, "nothing to check: no step since the last check"
-        # All of them before any comparison: a rank that stopped at a finding would leave the others waiting.
+        # Replay all steps before comparing any: a replay is collective, and a rank that stopped at its first finding
+        # would leave the other ranks waiting in the next replay.
         replayed = [self._replay(one) for one in self._unchecked]
         finding = None
         for one, (baseline, oracle) in zip(self._unchecked, replayed, strict=True):
@@ -135,7 +155,7 @@ class Pair:
         self.sharded.perturbation.assert_met()
 
     def _replay(self, one: _Unchecked) -> tuple[StepPicture, OracleStep]:
-        """The same step of the baseline and of the oracle."""
+        """Train the same step with the baseline and the oracle (collective), and record the losses of all three."""
         baseline = self.baseline.step(_copies(one.batch), ahead=one.ahead, **one.options)
         everyone = self._member.exchange_tensors(one.batch)
         oracle = self.oracle.step([everyone[index] for index in self.adapter.config.data_ranks], **one.options)
@@ -147,7 +167,12 @@ class Pair:
         return baseline, oracle
 
     def check_counts(self, phase: str, **expected: int) -> None:
-        """The last step issued exactly these collectives in the phase; a kind not given is expected 0 times.
+        """Check that the last step issued exactly these collectives in one phase (collective).
+
+        Args:
+            phase: "forward", "backward", "clip" or "step".
+            **expected: the number of collectives of each kind of the trace's vocabulary, such as ``all_gather``; a kind
+                that is not given is expected 0 times.
 
         Raises:
             Divergence: on every rank, with the counts per unit.
@@ -159,7 +184,10 @@ class Pair:
         self._member.agree(finding, title=_WRONG_COLLECTIVES)
 
     def check_bytes(self) -> None:
-        """Every gather and reduction of the last step is as long as a unit, up to the declared padding.
+        """Check that every all-gather and reduce-scatter of the last step has the size of a unit (collective).
+
+        A collective has the size of a unit if it has at least the bytes of the unit's parameters and at most those of
+        the parameters with the padding that the adapter declares.
 
         Raises:
             Divergence: on every rank, with the first collective that fits no unit.
@@ -171,17 +199,18 @@ class Pair:
                 location = Location(
                     stage=Stage.COLLECTIVES, phase=item.phase, step=self._steps - 1, rank=self._member.index
                 )
-                finding = Finding(location, f"{item.kind} of {item.nbytes} bytes fits no unit (elements: {sizes})")
+                text = f"{item.kind} of {item.nbytes} bytes fits no unit (unit sizes in elements: {sizes})"
+                finding = Finding(location, text)
                 break
         self._member.agree(finding, title=_WRONG_COLLECTIVES)
 
     def last_trace(self) -> Trace:
-        """The collectives of the last step."""
+        """The collectives that this rank's sharded run issued in the last step."""
         return Trace(self.sharded.trace[self._step_starts[-1] :])
 
     def _context(self, step: int) -> Context:
         assert not (self._adaptive and step), (
-            "under an adaptive optimizer parameters are comparable after one step only; use SGD"
+            "under an adaptive optimizer parameters are comparable only after the first step; use SGD"
         )
         config = self.adapter.config
         return Context(
@@ -198,16 +227,16 @@ class Pair:
         clip = self.adapter.config.clip
         if clip is not None:
             assert oracle.norm is not None and float(oracle.norm) > clip.max_norm, (
-                f"clipping at {clip.max_norm:g} did nothing to a norm of {oracle.norm}: a wrong norm would pass"
+                f"clipping at {clip.max_norm:g} did nothing to a total norm of {oracle.norm}: a wrong norm would pass"
             )
 
     def _check_same_collectives(self) -> None:
-        """Every rank of a group issues the same sequence on it, or some collective never completes."""
+        """Check that all ranks of a group issued the same sequence on it; otherwise a collective cannot complete."""
         difference = first_difference(self._member.exchange(self.sharded.trace))
         if difference is not None:
             raise Divergence(f"collectives differ between ranks: {difference.text}", difference.location)
 
 
 def _copies(microbatches: list[Batch]) -> list[Batch]:
-    """An implementation that writes to its input must not change what the others see."""
+    """Copies of the microbatches, so that an implementation that writes to its input changes no other run's data."""
     return [map_tensors(torch.clone, arguments) for arguments in microbatches]

@@ -24,24 +24,29 @@ from shardproof.harness.parity.run import Run, RunOptions, sharded_run
 
 @dataclasses.dataclass(frozen=True)
 class Seeds:
-    """The seeds of a case, equal for every implementation and recorded with the verdict."""
+    """The seeds of a case, equal for every implementation and recorded with the verdict.
+
+    Attributes:
+        init: seeds the random number generators before the case runs.
+        data: seeds the batches.
+    """
 
     init: int
     data: int
 
 
 class Rank(Member):
-    """One rank of a world, as a case sees it.
+    """One rank of a world: the context object that a case receives.
 
-    Every rank of the world runs the case's function with a Rank of its own. Methods that are marked as collective must
-    be called by all of them.
+    Every rank of the world runs the case's function with its own Rank, and must call the methods that are marked as
+    collective.
 
     Args:
-        state: the rank process.
+        state: the state of the rank process.
         implementation: the adapter class under test.
-        seeds: of the case.
-        tmp_path: a private directory of the case, shared by its ranks.
-        monkeypatch: undone on this rank after the case.
+        seeds: the seeds of the case.
+        tmp_path: a directory of the case alone, shared by its ranks.
+        monkeypatch: pytest's monkeypatch, undone on this rank after the case.
     """
 
     def __init__(
@@ -60,20 +65,26 @@ class Rank(Member):
         self._watched: list[Pair | Run] = []
 
     def mesh(self, shape: tuple[int, ...] | None = None, names: tuple[str, ...] = ("dp",)) -> DeviceMesh:
-        """A mesh over all ranks (collective the first time); by default one-dimensional, named "dp"."""
+        """A mesh over all ranks, in rank order (collective at the first call with these arguments).
+
+        Args:
+            shape: the size of each dimension; by default one dimension of all ranks.
+            names: the name of each dimension.
+        """
         return self._state.mesh(shape or (self.world_size,), names)
 
     def pair(self, model: nn.Module, *, baseline: Baseline = "ddp", **options: Any) -> Pair:
         """The implementation beside its baseline and the oracle (collective).
 
         Args:
-            model: float32, equal on all ranks, as ``torch.manual_seed`` before the case makes it.
+            model: float32, equal on all ranks. A model that the case initializes is, because the harness calls
+                ``torch.manual_seed`` with the same seed on all ranks before the case.
             baseline: "ddp", or "replicated" where DDP cannot express the case.
-            **options: fields of :class:`RunOptions` and of ``Config``. The optimizer is SGD with momentum unless given,
-                the mesh that of all ranks.
+            **options: fields of :class:`RunOptions` and of ``Config``. By default the optimizer is SGD with momentum
+                and the mesh has all ranks.
 
         Raises:
-            ValueError: an option that is a field of neither.
+            ValueError: an option is a field of neither class.
             Divergence: on every rank, if any rank holds more parameter bytes than its share.
         """
         config, run_options = self._split({"optimizer": optim.sgd()} | options)
@@ -82,11 +93,11 @@ class Rank(Member):
         return pair
 
     def run(self, model: nn.Module, **options: Any) -> Run:
-        """The implementation alone, for a twin or for what no baseline can express (collective).
+        """The implementation alone, for a twin or for a case that no baseline can express (collective).
 
         Args:
             model: as for :meth:`pair`.
-            **options: as for :meth:`pair`, but there is no optimizer unless one is given.
+            **options: as for :meth:`pair`, but by default there is no optimizer.
 
         Raises:
             ValueError: as :meth:`pair`.
@@ -98,11 +109,17 @@ class Rank(Member):
         return run
 
     def config(self, *, units: Sequence[Sequence[str]] = (), mesh: DeviceMesh | None = None, **options: Any) -> Config:
-        """The adapters' configuration, over the mesh of all ranks unless one is given."""
+        """The configuration for an adapter.
+
+        Args:
+            units: lists of module names, one list per unit; the root's own unit is implicit.
+            mesh: the data-parallel mesh; by default that of all ranks.
+            **options: further fields of ``Config``.
+        """
         return Config(mesh=mesh or self.mesh(), units=tuple(map(tuple, units)), **options)
 
     def _split(self, options: dict[str, Any]) -> tuple[Config, RunOptions]:
-        """Tell the options of sharding from those of driving."""
+        """Separate the fields of ``Config`` from those of :class:`RunOptions`."""
         known = {field.name for kind in (Config, RunOptions) for field in dataclasses.fields(kind)}
         if unknown := sorted(options.keys() - known):
             raise ValueError(f"unknown option {unknown[0]!r}; known are {', '.join(sorted(known))}")
@@ -113,10 +130,17 @@ class Rank(Member):
     def batch(
         self, step: int, shape: tuple[int, ...], *, microbatch: int = 0, mesh: DeviceMesh | None = None
     ) -> torch.Tensor:
-        """Standard normal float32 values of this rank, step and microbatch.
+        """Draw standard normal values, a function of the data seed, step, microbatch and rank.
 
-        Every rank's differ; given a data-parallel ``mesh``, every coordinate's in it, so that ranks of one
-        tensor-parallel group have the same.
+        Args:
+            step: the training step.
+            shape: the shape of the batch.
+            microbatch: the number of the microbatch within the step.
+            mesh: a data-parallel mesh. The position in it then replaces the rank as an input, so that all ranks of one
+                tensor-parallel group get equal values.
+
+        Returns:
+            A float32 tensor on this rank's device, with equal values on every kind of device.
         """
         return torch.randn(shape, generator=self._generator(step, microbatch, mesh)).to(self.device)
 
@@ -129,26 +153,41 @@ class Rank(Member):
         microbatch: int = 0,
         mesh: DeviceMesh | None = None,
     ) -> torch.Tensor:
-        """Int64 values below ``vocabulary``; they differ as those of :meth:`batch`."""
+        """Draw token indices; see :meth:`batch`.
+
+        Args:
+            step: as for :meth:`batch`.
+            shape: as for :meth:`batch`.
+            vocabulary: the number of different tokens.
+            microbatch: as for :meth:`batch`.
+            mesh: as for :meth:`batch`.
+
+        Returns:
+            An int64 tensor of values from 0 to ``vocabulary`` - 1, on this rank's device.
+        """
         return torch.randint(vocabulary, shape, generator=self._generator(step, microbatch, mesh)).to(self.device)
 
     def _generator(self, step: int, microbatch: int, mesh: DeviceMesh | None) -> torch.Generator:
         member = self.index if mesh is None else mesh.mesh.flatten().tolist().index(self.index)
-        # Made on the CPU whatever the device, so that a case has the same data everywhere.
+        # A CPU generator on every device, so that a case has the same data everywhere.
         seed = hash((self.seeds.data, step, microbatch, member)) & 0x7FFF_FFFF
         return torch.Generator().manual_seed(seed)
 
     def expect(self, text: str, expected: str) -> None:
-        """Compare ``text`` with the triple-quoted literal ``expected`` at this call, on every rank.
+        """Compare the ``text`` of every rank with an inline expected text.
 
-        The controller compares, once, and with ``EXPECTTEST_ACCEPT=1`` and ``-n 0`` rewrites the
-        literal; each distinct output needs a call of its own.
+        The controller compares once, after the case. With ``EXPECTTEST_ACCEPT=1`` and ``-n 0`` it rewrites the literal
+        instead, so each distinct text needs a separate call.
+
+        Args:
+            text: what the case rendered on this rank.
+            expected: a triple-quoted literal at the call.
         """
         frame = sys._getframe(1)
         self.record.add_expected_text(ExpectedText(text, expected, frame.f_code.co_filename, frame.f_lineno))
 
     def finish(self) -> None:
-        """Collect the traces of the case's runs and tear down their adapters; called after the case."""
+        """Collect the traces of the case's runs and tear down their adapters. The harness calls it after the case."""
         for run in (run for owner in self._watched for run in owner.runs):
             if run.adapter.name == self.implementation.name:
                 self.record.add_trace([str(item) for item in run.trace])

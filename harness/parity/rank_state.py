@@ -1,4 +1,4 @@
-"""What outlives a case on one rank: process groups and meshes, made once and reused."""
+"""The state of a rank process that outlives a case: process groups and meshes, created once and reused."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ class RankState:
     Args:
         index: the global rank.
         size: the number of ranks of the world.
-        device: where this rank's tensors live.
-        directory: private to the world.
-        control: a gloo group of all ranks, for the harness alone.
-        announcer: this rank's side of the world's board.
+        device: the device of this rank's tensors.
+        directory: a directory of the world alone.
+        control: a gloo group of all ranks, reserved for the harness.
+        announcer: announces this rank's collectives on the world's board.
+
+    Attributes:
+        used: the names of the implementations that have run in this process.
     """
 
     def __init__(
@@ -43,12 +46,11 @@ class RankState:
         self.control = control
         self.announcer = announcer
         self.used: set[str] = set()
-        """Names of the implementations that have run in this process."""
         self._groups = process_groups()
         self._meshes: dict[tuple[tuple[int, ...], tuple[str, ...]], DeviceMesh] = {}
 
     def mesh(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-        """The mesh of that shape over all ranks, in rank order (collective the first time)."""
+        """The mesh of this shape over all ranks, in rank order (collective at the first call with these arguments)."""
         if (shape, names) not in self._meshes:
             before = process_groups()
             self._meshes[shape, names] = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
@@ -56,5 +58,5 @@ class RankState:
         return self._meshes[shape, names]
 
     def foreign_groups(self) -> set[dist.ProcessGroup]:
-        """The process groups that neither the harness nor its meshes made."""
+        """The process groups that neither the harness nor its meshes created."""
         return process_groups() - self._groups

@@ -1,4 +1,4 @@
-"""One model trained by one adapter on one rank, with a picture of each stage when it happens."""
+"""Trains one model with one adapter on one rank, and copies the results of each stage as they appear."""
 
 from __future__ import annotations
 
@@ -26,23 +26,25 @@ Batch = tuple[Any, ...]
 """The arguments of one forward."""
 
 Loss = Callable[[Any], torch.Tensor]
-"""From a forward's output to a scalar."""
+"""Maps a forward's output to a scalar."""
 
 Pieces = dict[str, Piece | None]
-"""What one rank holds, by the original model's parameter names."""
+"""The local shards of one rank, by parameter names of the original model; None for a missing gradient."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """How a case wants a run driven; how it wants the model sharded is ``Config``.
+    """How to drive a run. How to shard its model is in ``Config``.
 
     Attributes:
         optimizer: a factory of ``harness.models.optim``; None trains without an optimizer.
-        delays: what to slow down.
-        prepare: changes the model, in place or not, before it is sharded: tensor parallelism, recomputation,
-            compilation. Parameters keep their names but for a wrapper's prefix.
-        is_traced: False where ``torch.compile`` is to compile, which it does not under a dispatch mode.
-        after_backward: what a script does to the gradients between the last backward and the step; it may communicate.
+        delays: delays to inject around collectives, between forward and backward, or around the optimizer step.
+        prepare: changes the model before it is sharded (tensor parallelism, recomputation, compilation) and returns
+            it or its replacement. Parameters keep their names, except for the prefix of a wrapper.
+        is_traced: whether collectives are recorded. It must be False for ``torch.compile``, which compiles nothing
+            under the dispatch mode that records them.
+        after_backward: called with the adapter between the last backward and the optimizer step, as a training script
+            may change gradients there; it may communicate.
     """
 
     optimizer: OptimizerFactory | None = None
@@ -53,15 +55,21 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         if self.delays and not self.is_traced:
-            raise ValueError("delays with is_traced=False: delays act where the trace sees a collective")
+            raise ValueError("delays need is_traced=True: a delay is injected where the trace records a collective")
 
 
 @dataclasses.dataclass
 class StepPicture:
-    """What one rank saw of one step; copies, so that later steps cannot change them.
+    """The results of one step on one rank: copies, so that later steps cannot change them.
 
-    ``outputs`` and ``losses`` are per microbatch. ``clipped`` is None where nothing clipped
-    between backward and step.
+    Attributes:
+        outputs: the tensors of each microbatch's forward output.
+        losses: each microbatch's scalar loss.
+        gradients: local shards of the gradients after the last backward, before clipping.
+        norm: the scalar total norm; None without clipping, or if the adapter cannot return it.
+        clipped: local shards of the gradients after clipping; None unless clipping is a call between backward and the
+            optimizer step.
+        parameters: local shards of the parameters after the optimizer step.
     """
 
     outputs: list[list[torch.Tensor]]
@@ -78,9 +86,15 @@ class Run:
     Args:
         member: this rank.
         implementation: the adapter class to drive.
-        model: float32, on this rank's device, equal on all ranks; the adapter owns it from here on.
-        config: how to shard it.
-        options: how to drive it.
+        model: float32, on this rank's device, equal on all ranks; from here on it belongs to the adapter.
+        config: how to shard the model.
+        options: how to drive the adapter.
+
+    Attributes:
+        units: the units of the model, the root's own last.
+        recorder: records the collectives.
+        perturbation: injects the delays.
+        adapter: the adapter, with the sharded model.
     """
 
     def __init__(
@@ -93,22 +107,16 @@ class Run:
         self.perturbation.install(self.recorder)
         prepared = options.prepare(model) if options.prepare else model
         self.adapter = implementation(prepared, optimizer=options.optimizer, config=config)
-        self._losses: list[list[torch.Tensor]] = []
 
     @property
     def runs(self) -> tuple[Run, ...]:
-        """This run; a ``Pair`` has two."""
+        """This run alone, where a ``Pair`` has two."""
         return (self,)
 
     @property
     def trace(self) -> Trace:
-        """The collectives issued so far, without those of setting up and of taking pictures."""
+        """The collectives issued so far, without those that shard the model or copy results."""
         return self.recorder.trace
-
-    @property
-    def losses(self) -> list[float]:
-        """Each step's loss, summed over its microbatches; waits for the device."""
-        return [sum(float(value) for value in losses) for losses in self._losses]
 
     def step(
         self,
@@ -119,9 +127,16 @@ class Run:
         set_to_none: bool = True,
         ahead: int = 0,
     ) -> StepPicture:
-        """Train one optimizer step; ``ahead`` forwards run before the first backward.
+        """Train one optimizer step.
 
-        Nothing here waits for the device, so that steps can follow each other on its streams as they do in training.
+        The host never waits for the device here, so that steps follow each other on its streams as in training.
+
+        Args:
+            microbatches: the arguments of each forward.
+            loss: maps a forward's output to a scalar.
+            submodule: the name of the module to call; "" is the root.
+            set_to_none: whether gradients are set to None after the step, or to zeros.
+            ahead: the number of forwards that run before the first backward, as in a pipeline.
         """
         adapter, clip = self.adapter, self.adapter.config.clip
         if ahead:
@@ -142,7 +157,6 @@ class Run:
             norm = adapter.norm_after_step()
         parameters = copy_pieces(adapter.parameters())
         adapter.zero_grad(set_to_none=set_to_none)
-        self._losses.append(losses)
         return StepPicture(outputs, losses, gradients, norm, clipped, parameters)
 
     def _one_by_one(self, microbatches: Sequence[Batch], *, loss: Loss, submodule: str) -> tuple[Any, Any]:
@@ -155,7 +169,7 @@ class Run:
         return outputs, losses
 
     def _interleaved(self, microbatches: Sequence[Batch], *, loss: Loss, submodule: str, ahead: int) -> tuple[Any, Any]:
-        """As a pipeline does: some forwards, then one backward for each further forward, then what is left."""
+        """Run microbatches as a pipeline does: ``ahead`` forwards, then forward and backward in turn, then the rest."""
         outputs, losses = [], []
         pending: collections.deque[torch.Tensor] = collections.deque()
         for index in range(len(microbatches) + ahead):
@@ -172,7 +186,16 @@ class Run:
     def forward_backward(
         self, arguments: Batch, *, loss: Loss, submodule: str = ""
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """One microbatch: the output's tensors and the loss, both detached."""
+        """Run forward and backward of one microbatch, without an optimizer step.
+
+        Args:
+            arguments: the arguments of the forward.
+            loss: maps the output to a scalar.
+            submodule: the name of the module to call; "" is the root.
+
+        Returns:
+            Copies of the output's tensors and of the loss, detached.
+        """
         output, value = self._forward(arguments, loss=loss, submodule=submodule)
         self._backward(value)
         return _detached(output), value.detach().clone()
@@ -184,13 +207,14 @@ class Run:
 
     def _backward(self, value: torch.Tensor) -> None:
         self.perturbation.at("loss")
-        # An engine that averages over microbatches is asked for the sum that everyone else gives.
+        # All other implementations sum gradients over microbatches. One that averages them gets a scaled loss, so that
+        # its gradients are the same sums.
         factor = self.adapter.config.microbatches if self.adapter.traits.divides_by_microbatches else 1
         with self._during("backward"):
             self.adapter.backward(value * factor if factor != 1 else value)
 
     def _during(self, phase: str) -> contextlib.AbstractContextManager[None]:
-        # A dispatch mode keeps torch.compile from compiling.
+        # The recorder is a dispatch mode, under which torch.compile compiles nothing.
         return self.recorder.during(phase) if self._options.is_traced else contextlib.nullcontext()
 
     def _optimize(self) -> None:
@@ -205,7 +229,7 @@ def _detached(output: Any) -> list[torch.Tensor]:
 
 
 def copy_pieces(pieces: Pieces | dict[str, Piece]) -> Pieces:
-    """Copies of the tensors, sorted by name: ranks and implementations may register in another order."""
+    """Copies of the tensors, sorted by name, because ranks and implementations may register in different orders."""
     return {
         name: None if piece is None else dataclasses.replace(piece, tensor=piece.tensor.detach().clone())
         for name, piece in sorted(pieces.items())
@@ -213,19 +237,26 @@ def copy_pieces(pieces: Pieces | dict[str, Piece]) -> Pieces:
 
 
 def as_microbatches(batch: Any) -> list[Batch]:
-    """A list is microbatches; each is a tuple of arguments, or the one argument itself."""
+    """Normalize a batch to a list of microbatches.
+
+    Args:
+        batch: one microbatch, or a list of them. A microbatch is the tuple of a forward's arguments, or a single
+            argument that is not a tuple.
+    """
     microbatches = batch if isinstance(batch, list) else [batch]
     return [arguments if isinstance(arguments, tuple) else (arguments,) for arguments in microbatches]
 
 
 def sharded_run(member: Member, model: nn.Module, *, config: Config, options: RunOptions) -> Run:
-    """A run of the implementation under test (collective), proven to be sharded where its adapter declares that it is.
+    """Create a run of the implementation under test (collective).
+
+    If the adapter declares that it shards parameters, the bytes that every rank holds are checked.
 
     Args:
         member: this rank.
-        model: float32, on this rank's device, equal on all ranks; the run owns it from here on.
-        config: how to shard it.
-        options: how to drive it.
+        model: float32, on this rank's device, equal on all ranks; from here on it belongs to the run.
+        config: how to shard the model.
+        options: how to drive the adapter.
 
     Raises:
         Divergence: on every rank, if any rank holds more parameter bytes than its share.
@@ -243,7 +274,7 @@ def sharded_run(member: Member, model: nn.Module, *, config: Config, options: Ru
 
 
 def _byte_limits(model: nn.Module, config: Config, traits: Traits) -> tuple[int, int]:
-    """The most bytes of parameters that a sharded rank may hold, and its share with padding."""
+    """The most bytes of parameters that a rank may hold after sharding, and the bytes of its share with padding."""
     parameters = list(model.parameters())
     itemsize = config.cast.itemsize if config.cast else max((value.element_size() for value in parameters), default=0)
     copies = 1 + len(traits.held_from_start - {"gathered"})
@@ -252,7 +283,8 @@ def _byte_limits(model: nn.Module, config: Config, traits: Traits) -> tuple[int,
     shares = [traits.local_numel(value.shape, config.shard_size) for value in parameters]
     share = copies * itemsize * (padding + sum(shares))
     if "gathered" in traits.held_from_start or config.sync_states:
-        # What was sent or gathered last is whole as long as a thread of the communication library has it.
+        # The parameter that was broadcast or gathered last stays allocated in full until a thread of the communication
+        # library releases it.
         share += itemsize * config.shard_size * max(shares, default=0)
-    # Half of what sharding saves: bookkeeping tensors are small, an unsharded model is not.
+    # The margin is half of what sharding saves: bookkeeping tensors are smaller, an unsharded model exceeds it.
     return share + max(full - share, 0) // 2, share

@@ -1,4 +1,4 @@
-"""Two runs of one implementation that must agree bit for bit."""
+"""Compares two runs of one implementation bit for bit."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from shardproof.harness.parity.run import StepPicture
 
 
 def check_exact(member: Member, first: StepPicture, second: StepPicture, *, step: int, why: str) -> None:
-    """Two runs of one implementation have bitwise equal losses and parameters after a step (collective).
+    """Check that two runs of one implementation have bitwise equal losses and parameters after a step (collective).
 
     Args:
         member: this rank.
         first: the step of one run.
-        second: the same step of the other.
-        step: its number, for the message.
-        why: the reason for which the arithmetic is the same by construction.
+        second: the same step of the other run.
+        step: the number of the step, for the message.
+        why: why the arithmetic is the same by construction, for the message.
 
     Raises:
-        Divergence: on every rank; names the first tensor that differs on any.
+        Divergence: on every rank, if any tensor differs on any rank. It names the first that differs, by stage and
+            then by rank.
     """
     finding = None
     for stage, name, one, other in _compared(first, second):
@@ -38,6 +39,7 @@ def check_exact(member: Member, first: StepPicture, second: StepPicture, *, step
 
 
 def _compared(first: StepPicture, second: StepPicture) -> Iterator[tuple[Stage, str, torch.Tensor, torch.Tensor]]:
+    """The tensors to compare, in order: each microbatch's loss, then each parameter's local shard."""
     for number, (one, other) in enumerate(zip(first.losses, second.losses, strict=True)):
         yield Stage.LOSS, f"microbatch {number}", one, other
     assert first.parameters.keys() == second.parameters.keys()

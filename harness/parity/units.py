@@ -1,4 +1,4 @@
-"""Which unit a collective serves, told by its bytes alone, so that it works for any implementation."""
+"""Matches collectives to units by their size in bytes, which works for any implementation."""
 
 from __future__ import annotations
 
@@ -11,12 +11,20 @@ from torch import nn
 from shardproof.harness.adapters.base import Traits, Units, inner_first
 
 ROOT = "(root)"
-"""The label of the root's own unit: the parameters that no other unit has."""
+"""The label of the root's own unit: the parameters that belong to no other unit."""
 
 
 @dataclasses.dataclass(frozen=True)
 class UnitSize:
-    """The parameters gathered by one collective: ``numel`` elements, ``padded_numel`` with padding."""
+    """The size of one unit, the parameters that one collective gathers.
+
+    Attributes:
+        label: the unit's module names, joined by commas, or :data:`ROOT`.
+        names: the names of its parameters in the unsharded model.
+        numel: the number of elements of its parameters.
+        padded_numel: the most elements that a gather or a reduction of the unit may have, over all ranks and with all
+            padding that the implementation declares.
+    """
 
     label: str
     names: tuple[str, ...]
@@ -24,18 +32,21 @@ class UnitSize:
     padded_numel: int
 
     def may_have(self, nbytes: int, itemsize: int) -> bool:
-        """Whether the whole unit, in elements of ``itemsize`` bytes, can be ``nbytes`` long."""
+        """Whether ``nbytes`` is a possible size of the full unit, with elements of ``itemsize`` bytes."""
         return self.numel * itemsize <= nbytes <= self.padded_numel * itemsize
 
 
 def units_of(model: nn.Module, units: Units, *, traits: Traits, size: int) -> list[UnitSize]:
-    """The units of an unsharded model, the root's own last; units without parameters are left out.
+    """The sizes of a model's units.
 
     Args:
-        model: the model before anything shards it.
-        units: module names, each entry one unit; an inner module's parameters go to the inner unit.
-        traits: the implementation's padding.
-        size: ranks that share a unit.
+        model: the unsharded model.
+        units: tuples of module names, one tuple per unit. The parameters of nested modules belong to the inner unit.
+        traits: the implementation's traits, for its padding.
+        size: the number of ranks that share a unit.
+
+    Returns:
+        The units that have parameters, inner units before outer ones, the root's own unit last.
     """
     claimed: set[int] = set()
     found = []
@@ -60,7 +71,14 @@ def _unit(label: str, named: Sequence[tuple[str, nn.Parameter]], traits: Traits,
 
 
 class UnitLookup:
-    """Names the unit of a gather or a reduction by its bytes; "a|b" where several units fit."""
+    """Finds the unit of a gather or a reduction by its size.
+
+    Called with a collective's kind, dtype and bytes, it returns the label of the unit: "a|b" if several units fit, ""
+    if none fits or the collective is neither a gather nor a reduction.
+
+    Args:
+        units: the units of the model.
+    """
 
     def __init__(self, units: Sequence[UnitSize]) -> None:
         self.units = tuple(units)

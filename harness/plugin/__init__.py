@@ -1,13 +1,15 @@
-"""How does pytest drive it? Options, collection, marks, records, verdicts and known failures.
+"""How does pytest drive the harness? Options, collection, marks, records, verdicts and known failures.
 
 Imports ``worlds``, ``adapters``, ``collectives`` and ``findings``. A project's conftest names the plugin as
-``shardproof.plugin``; case modules import from ``marks`` (through ``shardproof.harness``) and ``axes``. Nothing else
-outside imports from here.
+``shardproof.plugin``; case modules import from ``marks`` (through ``shardproof.harness``) and ``axes``. Nothing else is
+imported from outside.
 
-- ``hooks``: the hook functions; ``state``: what they share in one pytest process.
-- ``options``: the command line; ``selection``: what it asks for, checked.
-- ``marks``, ``axes``: what cases say of themselves, and parameters that several chapters share.
-- ``collection``: from test functions to items on worlds; ``cases``: runs one item.
-- ``records``, ``run_file``: a case's record and the file of all records.
-- ``known_failures``: expected failures; ``expected_texts``: inline expected texts.
+- ``hooks``: the hook functions.
+- ``state``: the objects that the hooks of one pytest process share.
+- ``options``: the command line; ``selection``: the checked values of its options.
+- ``marks``: the marks of cases; ``axes``: parameter sets that several chapters share.
+- ``collection``: makes one pytest item for each implementation and world; ``cases``: runs one item.
+- ``records``: the record of one case; ``run_file``: the file of all records.
+- ``suite_modules``: imports the modules of shardproof's own suites under one name.
+- ``known_failures``: strict expected failures; ``expected_texts``: inline expected texts.
 """

@@ -1,4 +1,4 @@
-"""Parameter axes that several chapters share."""
+"""Parameter sets for ``pytest.mark.parametrize`` that several chapters share."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ RESHARD = [
     pytest.param(2, marks=needs(Capability.RESHARD_TO_SIZE)),
 ]
 
-#: The same on more than four ranks, where groups of four are parts as well.
+#: The same for worlds of more than four ranks, in which groups of four are possible as well.
 RESHARD_TO_PARTS = [*RESHARD, pytest.param(4, marks=needs(Capability.RESHARD_TO_SIZE))]
 
-#: The same where it is seen whether the root's own unit is freed.
+#: The same for cases that observe whether the root's own unit is freed.
 RESHARD_ROOT = [
     pytest.param(True, marks=needs(Capability.RESHARD_AFTER_FORWARD, Capability.ROOT_RESHARD)),
     RESHARD[1],
     pytest.param(2, marks=needs(Capability.RESHARD_TO_SIZE, Capability.ROOT_RESHARD)),
 ]
 
-#: The same where sizes do not divide and what is shown after forward is looked at.
+#: The same for cases with sizes that the groups do not divide, where ``parameters()`` is checked after forward.
 RESHARD_UNEVEN = [
     *RESHARD[:2],
     pytest.param(2, marks=needs(Capability.RESHARD_TO_SIZE, Capability.RESHARD_TO_SIZE_UNEVEN)),
@@ -38,7 +38,7 @@ RESHARD_UNEVEN = [
 
 
 DELAY_MS = 50.0
-"""Far longer than any kernel or collective of the cases' models, so that a missing wait is always too early."""
+"""Far longer than any kernel or collective of the cases' models, so that a missing wait always reads too early."""
 
 DELAYS = {
     "after-forward": Delay(milliseconds=DELAY_MS, at="loss"),
@@ -46,9 +46,9 @@ DELAYS = {
     "before-reduce-scatter": Delay(milliseconds=DELAY_MS, collective="reduce_scatter"),
     "before-step": Delay(milliseconds=DELAY_MS, at="step"),
 }
-"""The delays of the cases about streams, by name."""
+"""The delays of the cases about device streams, by name."""
 
-#: Tuples of names of DELAYS: none, each alone, all together.
+#: Tuples of names in DELAYS: none, each delay alone, all together.
 DELAYED = [
     pytest.param((), id="undelayed"),
     *(pytest.param((name,), id=name, marks=needs(Hardware.STREAMS)) for name in DELAYS),
@@ -57,5 +57,10 @@ DELAYED = [
 
 
 def with_first(value: Any, axis: Sequence[Any]) -> list[Any]:
-    """The axis with another parameter's ``value`` before each of its own, marks kept."""
+    """Return the parameter sets with ``value``, for another parameter, in front of the values of each.
+
+    Args:
+        value: the value of the other parameter.
+        axis: parameter sets made by ``pytest.param``; their marks are kept.
+    """
     return [pytest.param(value, *item.values, marks=item.marks) for item in axis]

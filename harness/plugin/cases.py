@@ -1,4 +1,4 @@
-"""A collected case: its parameters, what it needs, and how it is run and judged."""
+"""One collected case: its parameters, the capabilities and hardware that it needs, and how it runs."""
 
 from __future__ import annotations
 
@@ -22,20 +22,25 @@ from shardproof.harness.worlds.jobs import Job, WorldKey, dump_parameters
 from shardproof.harness.worlds.pool import Pool
 from shardproof.harness.worlds.world import WorldDied
 
-_STAND_INS = {
+_REPLACEMENTS = {
     "tmp_path": "rank.tmp_path",
     "tmpdir": "rank.tmp_path",
     "tmp_path_factory": "rank.tmp_path",
     "monkeypatch": "rank.monkeypatch",
-    "capsys": "nothing: what ranks print is attached to the report",
-    "capfd": "nothing: what ranks print is attached to the report",
+    "capsys": "nothing: the output of the ranks is attached to the report",
+    "capfd": "nothing: the output of the ranks is attached to the report",
     "request": "parametrize",
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """The value of ``rank`` in the controller: which implementation, on how many ranks."""
+    """The value of the parameter ``rank`` in the pytest process; in a rank, a ``Rank`` takes its place.
+
+    Attributes:
+        implementation: the name of the implementation under test.
+        size: the number of ranks of the world.
+    """
 
     implementation: str
     size: int
@@ -45,28 +50,28 @@ class Launch:
 
 
 def is_case(item: pytest.Item) -> bool:
-    """Whether the item runs on ranks."""
+    """Return whether the item is a case, which runs on ranks."""
     return isinstance(item, pytest.Function) and isinstance(_parameters(item).get("rank"), Launch)
 
 
 def launch_of(item: pytest.Function) -> Launch:
-    """Which implementation a case runs, on how many ranks."""
+    """Return the implementation and the world size of a case."""
     launch = _parameters(item)["rank"]
-    assert isinstance(launch, Launch), "only cases have one"
+    assert isinstance(launch, Launch), "only a case has a launch"
     return launch
 
 
 def case_id(item: pytest.Function) -> str:
-    """The case's name in run files and expectations, the same for every implementation."""
+    """Return the id of a case in run files and files of known failures, which is the same for all implementations."""
     launch = launch_of(item)
-    # Our own suites have one name, whatever the root directory of the run is.
+    # The node id depends on the root directory of the run; the id of a case of shardproof's own suites must not.
     parent = item.parent
     path = f"suites/{parent.path.name}" if isinstance(parent, SuiteModule) else item.nodeid.partition("::")[0]
     return f"{path}::{item.name.replace(f'[{launch}', f'[w{launch.size}', 1)}"
 
 
 def usage_error(item: pytest.Function) -> str | None:
-    """Why the item cannot run on ranks, in one line that says what to use, or None."""
+    """Return why the item cannot run on ranks, in one line that names an alternative, or None if it can."""
     if item.cls is not None:
         return f"{item.nodeid}: a case is a plain function, not a method: classes do not cross processes"
     parameters = _parameters(item)
@@ -75,7 +80,7 @@ def usage_error(item: pytest.Function) -> str | None:
     }
     for name in inspect.signature(item.function).parameters:
         if name not in parameters or name in indirect:
-            instead = _STAND_INS.get(name, "a parameter, or a helper function called in the case")
+            instead = _REPLACEMENTS.get(name, "a parameter, or a helper function called in the case")
             return f"{item.nodeid}: fixture {name!r} cannot cross processes; use {instead}"
     if used := [name for mark in item.iter_markers("usefixtures") for name in mark.args]:
         return f"{item.nodeid}: usefixtures({used[0]!r}) acts in the controller, not in ranks; use rank.monkeypatch"
@@ -87,7 +92,10 @@ def usage_error(item: pytest.Function) -> str | None:
 
 
 def missing(item: pytest.Function, selection: Selection) -> tuple[Verdict, list[str]] | None:
-    """The skip's verdict and the names of what is missing, or None."""
+    """Return why a case must be skipped: the verdict and the names of what is missing, or None if it can run.
+
+    A missing capability gives ``unsupported``; too few devices or missing hardware give ``unmet``.
+    """
     launch = launch_of(item)
     needed = {name for mark in item.iter_markers("needs") for name in mark.args}
     lacking = needed - selection.implementations[launch.implementation].capabilities()
@@ -102,7 +110,16 @@ def missing(item: pytest.Function, selection: Selection) -> tuple[Verdict, list[
 
 
 def run(item: pytest.Function, pool: Pool, selection: Selection, *, number: int) -> CaseRecord:
-    """Run the case, or skip it, and say what came of it; never raises for what a rank did."""
+    """Run or skip a case and return its record.
+
+    A failure in a rank, or of a world, becomes a verdict in the record and does not raise.
+
+    Args:
+        item: the case.
+        pool: the worlds of this process.
+        selection: the checked options of the run.
+        number: the number of the case in this process, counted from 1.
+    """
     launch = launch_of(item)
     made = _new_record(item, selection)
     skip = missing(item, selection)
@@ -162,7 +179,7 @@ def _world_key(item: pytest.Function, selection: Selection, launch: Launch) -> W
     isolation = selection.implementations[launch.implementation].traits.isolation
     names = {"shared": "", "adapter": launch.implementation, "case": item.nodeid}
     mark = item.get_closest_marker("world")
-    assert mark is not None, "only marked functions become cases"
+    assert mark is not None, "only functions with @world become cases"
     return WorldKey(launch.size, selection.device, mark.kwargs["debug_level"], names[isolation])
 
 

@@ -1,4 +1,4 @@
-"""From test functions to items on worlds."""
+"""Makes one pytest item of a case for each implementation and world, and refuses items that cannot run on ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardproof.harness.plugin.state import STATE
 
 
 def parametrize(metafunc: pytest.Metafunc) -> None:
-    """Make one item for each implementation and world of a marked function, first among the parameters."""
+    """Parametrize a function marked with ``@world`` by implementation and world size, before its other parameters."""
     worlds = metafunc.definition.get_closest_marker("world")
     if "rank" not in metafunc.fixturenames or worlds is None:
         return
@@ -21,16 +21,21 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
 
 
 def check_and_filter(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Refuse cases that cannot run on ranks, read known failures, and drop cases without a world, in place.
+    """Refuse cases that cannot run on ranks, read the known failures, and deselect cases without a world.
+
+    Args:
+        config: pytest's configuration.
+        items: all collected items; changed in place.
 
     Raises:
-        pytest.UsageError: a case cannot run on ranks, or a file of known failures cannot be read.
+        pytest.UsageError: a case cannot run on ranks, or a file of known failures cannot be read. An xdist worker does
+            not raise; it sends the errors to the controller.
     """
     functions = [item for item in items if isinstance(item, pytest.Function) and cases.is_case(item)]
     errors = [error for item in functions if (error := cases.usage_error(item))]
     state = config.stash[STATE]
     if functions:
-        # Before anything is deselected, so that entries are matched with every case there is.
+        # Before anything is deselected, so that entries are matched against all collected cases.
         errors += state.known_failures.read(items)
     if errors:
         state.refuse(config, items, errors)
@@ -41,7 +46,7 @@ def check_and_filter(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def _is_filtered_out(item: pytest.Item) -> bool:
-    """Whether ``--world`` left a case without any world: pytest then makes one item without a launch."""
+    """Return whether ``--world`` left a case with no world; pytest then makes one item whose ``rank`` is no Launch."""
     callspec = getattr(item, "callspec", None)
     marked = item.get_closest_marker("world") is not None
     return marked and callspec is not None and "rank" in callspec.params and not cases.is_case(item)

@@ -1,4 +1,4 @@
-"""The hooks of the pytest plugin. What they do is in the other modules of this room."""
+"""The hooks of the pytest plugin; the other modules of this room do the work."""
 
 from __future__ import annotations
 
@@ -21,21 +21,13 @@ _RECORD = pytest.StashKey[CaseRecord]()
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    """Add the options of a conformance run; none of them changes what other tests do."""
+    """Add the options of a conformance run; none of them affects other tests."""
     options.add_prefixed(parser)
-    if options.has_conftests(pluginmanager):
-        options.add_short_forms(parser, pluginmanager)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Parser) -> Generator[None]:
-    """Add the short forms once the others have theirs; not called where a conftest file names this plugin."""
-    yield
-    options.add_short_forms(parser, early_config.pluginmanager)
+    options.add_short_forms_last(parser, pluginmanager)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marks; where a conformance run was asked for, check the options and start early."""
+    """Register the marks; with options of a conformance run, check them and start the forkserver early."""
     for line in marks.MARKER_LINES:
         config.addinivalue_line("markers", line)
     state = config.stash[STATE] = State(config)
@@ -48,37 +40,40 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def rank(request: pytest.FixtureRequest) -> Any:
-    """The rank that runs the case; stands for the launch in the controller, for a Rank in a rank."""
+    """The parameter that makes a function a case: a ``Launch`` in the pytest process, a ``Rank`` in each rank."""
     if not hasattr(request, "param"):
         raise pytest.UsageError(f"{request.node.nodeid}: a case that takes 'rank' needs @world(...) with its sizes")
     return request.param
 
 
 def pytest_collect_directory(path: pathlib.Path, parent: pytest.Collector) -> pytest.Collector | None:
-    """Collect the folder of our own suites as a plain folder: as a package it would be imported by a second name."""
+    """Collect the directory of shardproof's own suites as a plain directory.
+
+    As a package, pytest would import it under a second name.
+    """
     return pytest.Dir.from_parent(parent, path=path) if is_suites(path) else None
 
 
 def pytest_pycollect_makemodule(module_path: pathlib.Path, parent: pytest.Collector) -> pytest.Module | None:
-    """Give a file of our own suites its one name."""
+    """Import a file of shardproof's own suites under its one name."""
     return SuiteModule.from_parent(parent, path=module_path) if is_suites(module_path.parent) else None
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make one item for each implementation and world."""
+    """Make one item of a case for each implementation and world."""
     collection.parametrize(metafunc)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Refuse what cannot run on ranks and drop what ``--world`` leaves out."""
+    """Refuse cases that cannot run on ranks and deselect those that ``--world`` leaves out."""
     collection.check_and_filter(config, items)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a case on its world; anything else is pytest's."""
+    """Run a case on its world; leave any other test function to pytest."""
     if not cases.is_case(pyfuncitem):
         return None
     state = pyfuncitem.config.stash[STATE]
@@ -104,13 +99,13 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Let the report carry the record, across xdist too."""
+    """Attach the record of the case to the report, which also carries it from an xdist worker to the controller."""
     report = yield
     made = item.stash.get(_RECORD, None)
     if made is not None and report.when == "call":
         if hasattr(report, "wasxfail"):
             made.verdict = Verdict.EXPECTED_FAIL if report.skipped else Verdict.UNEXPECTED_PASS
-        # pytest sends whatever a report has to the controller, as long as it is plain.
+        # pytest serializes all attributes of a report for the controller, as long as they are plain values.
         vars(report)["shardproof"] = made.as_json()
     return report
 
@@ -134,7 +129,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """The verdicts of each implementation, in one line each."""
+    """Print the errors of the run, the number of verdicts for each implementation, and the path of the run file."""
     state = config.stash[STATE]
     for error in sorted(state.errors | state.problems):
         terminalreporter.write_line(f"ERROR: {error}")
@@ -149,7 +144,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 class _RecordCollector:
-    """Keeps the records of all reports; in an xdist run the workers' reports arrive here too."""
+    """Collects the records of all reports; in an xdist run, the workers' reports arrive in the controller."""
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -165,5 +160,5 @@ class _RecordCollector:
 
 
 def _only_distributes(config: pytest.Config) -> bool:
-    """Whether this process hands all tests to xdist workers."""
+    """Return whether this process is an xdist controller, which runs no tests itself."""
     return bool(getattr(config.option, "numprocesses", None)) and not hasattr(config, "workerinput")

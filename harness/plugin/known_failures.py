@@ -1,22 +1,27 @@
-"""What an implementation is known to get wrong: ``suites/expectations/<implementation>.toml``, read and applied.
+"""Known failures: strict expected failures, read from ``suites/expectations/<implementation>.toml``.
 
-An entry names cases and the verdict that they are expected to have::
+An entry names cases and the verdict that is expected of them::
 
     [[expect]]
     case = "suites/test_clipping.py::test_empty_shards[w4-*]"
     verdict = "fail"
     reason = "the inf-norm of an empty shard raises"
-    link = "docs/findings.md#f-2"
+    link = "docs/findings.md, F-2"
     torch = ">=2.11,<2.14"
     device = "cuda"
     expires = 2027-06-30
 
-``case`` is a pattern of ``fnmatch`` over a case's id, in which brackets stand for themselves; an id names no
-implementation. ``torch``, ``device`` and ``expires`` may be left out: an entry about other versions or another type of
-device says nothing. An entry excuses what it says and nothing else: a case that
-passes all the same, an entry that has expired and one that matches no case each fail the run.
+- ``case`` is an ``fnmatch`` pattern for the ids of cases, in which brackets are literal. Ids do not contain the name of
+  the implementation.
+- ``verdict`` is "fail", "hang" or "crash". A case with another verdict than the expected one keeps its own.
+- ``reason`` and ``link`` explain the failure.
+- ``torch``, ``device`` and ``expires`` are optional. An entry for other versions of torch or for another device type
+  does not apply. ``expires`` is the last day on which the entry applies.
 
-Imports no torch until cases were collected.
+Expectations are strict. The run fails if an expected failure passes, if an entry has expired, and, in a complete run,
+if an entry matches no case.
+
+This module imports torch only after cases were collected.
 """
 
 from __future__ import annotations
@@ -38,9 +43,9 @@ from shardproof.harness.plugin.records import CaseRecord
 from shardproof.harness.plugin.selection import Selection
 
 FOLDER = "expectations"
-"""Where the files are: in this folder beside a case's own file."""
+"""The name of the directory with the files, beside the files of the cases."""
 
-#: What can be expected of a case; anything else either is no failure or says nothing about the implementation.
+#: The verdicts that an entry may expect. The others are no failures, or do not come from the implementation.
 _EXPECTABLE = (Verdict.FAIL, Verdict.HANG, Verdict.CRASH)
 
 _REQUIRED = {"case", "verdict", "reason", "link"}
@@ -50,7 +55,18 @@ _DEVICES = ("cpu", "cuda")
 
 @dataclasses.dataclass(frozen=True)
 class KnownFailure:
-    """One expectation, checked; ``source`` is the file and the entry's number in it."""
+    """One entry of a file of known failures, parsed and checked.
+
+    Attributes:
+        case: the pattern for the ids of cases.
+        verdict: the expected verdict.
+        reason: why the cases fail, in one line.
+        link: where the failure is described.
+        torch: the versions of torch to which the entry applies.
+        device: the device type to which it applies; None applies to all.
+        expires: the last day on which it applies; None never expires.
+        source: the file and the number of the entry in it, for messages.
+    """
 
     case: str
     verdict: Verdict
@@ -62,23 +78,27 @@ class KnownFailure:
     source: str
 
     def matches(self, case_id: str) -> bool:
-        """Whether the entry is about this case."""
+        """Return whether the entry's pattern matches this id."""
         return fnmatch.fnmatchcase(case_id, self.case.replace("[", "[[]"))
 
     def applies_to(self, torch_version: str, device: str) -> bool:
-        """Whether the entry is about this type of device and this version of torch, whatever its local build."""
+        """Return whether the entry is for this version of torch, whose local part is ignored, and this device type."""
         version = torch_version.partition("+")[0]
         return self.device in (None, device) and self.torch.contains(version, prereleases=True)
 
     def has_expired(self, today: datetime.date) -> bool:
-        """Whether the last day on which it excuses anything is past."""
+        """Return whether the last day on which the entry applies is over."""
         return self.expires is not None and today > self.expires
 
 
 class KnownFailures:
-    """The entries of one implementation that apply to one version of torch and one type of device.
+    """The entries of one implementation that apply to one version of torch and one device type.
 
-    Say every case's verdict to :meth:`judge`, then ask for :meth:`problems`.
+    Args:
+        entries: all entries of the implementation; those that do not apply are dropped.
+        torch_version: the version of torch of the run.
+        device: the device type of the run.
+        today: the date that decides which entries have expired.
     """
 
     def __init__(
@@ -88,10 +108,16 @@ class KnownFailures:
         self._today = today
 
     def judge(self, case_id: str, verdict: Verdict) -> tuple[Verdict, str]:
-        """The verdict in the light of what was expected, and why it changed ("" if it did not).
+        """Apply the first entry that matches a case to its verdict.
 
-        A skip is left alone: what is missing was not tried. A failure of another kind than the expected one stays a
-        failure.
+        Skips are not changed, because the case did not run. A verdict other than the expected one is kept.
+
+        Args:
+            case_id: the id of the case.
+            verdict: the verdict of its ranks.
+
+        Returns:
+            The new verdict, and an explanation that names the entry; "" where no entry was applied.
         """
         entry = next((entry for entry in self._entries if entry.matches(case_id)), None)
         if entry is None or verdict.is_skip or entry.has_expired(self._today):
@@ -99,15 +125,15 @@ class KnownFailures:
         if verdict == entry.verdict:
             return Verdict.EXPECTED_FAIL, f"{entry.reason} ({entry.link})"
         if verdict == Verdict.PASS:
-            return Verdict.UNEXPECTED_PASS, f"passes, and {entry.source} expects {entry.verdict}: {entry.reason}"
+            return Verdict.UNEXPECTED_PASS, f"passed, but {entry.source} expects {entry.verdict}: {entry.reason}"
         return verdict, f"{entry.source} expects {entry.verdict}, not {verdict}"
 
     def problems(self, collected: Sequence[str], *, is_complete: bool) -> list[str]:
-        """What is wrong with the entries themselves, in one line each.
+        """Return one line for each entry that has expired or that matches no case of a complete run.
 
         Args:
-            collected: the ids of all cases that this run collected for the implementation.
-            is_complete: nothing was deselected, so that an entry without a case is out of date.
+            collected: the ids of all cases that the run collected for the implementation.
+            is_complete: whether the run collected every case, so that an entry that matches none is out of date.
         """
         found = []
         for entry in self._entries:
@@ -119,10 +145,11 @@ class KnownFailures:
 
 
 def load(directory: pathlib.Path, implementation: str) -> list[KnownFailure]:
-    """The entries of ``<directory>/<implementation>.toml``; none if there is no such file.
+    """Read the entries of ``<directory>/<implementation>.toml``; a file that does not exist has none.
 
     Raises:
-        ValueError: the file is not TOML, or an entry is not what it should be; one line that names it.
+        ValueError: the file is not valid TOML or an entry is not valid. The message is one line that names the file and
+            the entry.
     """
     path = directory / f"{implementation}.toml"
     if not path.is_file():
@@ -146,10 +173,10 @@ def _entry(item: dict[str, Any], source: str) -> KnownFailure:
         raise ValueError(f"{source}: unknown {unknown[0]!r}")
     for name in sorted(_REQUIRED):
         if not isinstance(item[name], str) or not item[name].strip():
-            raise ValueError(f"{source}: {name} = {item[name]!r} should be a text")
+            raise ValueError(f"{source}: {name} = {item[name]!r} should be a non-empty string")
     if item["verdict"] not in list(_EXPECTABLE):
         expectable = ", ".join(_EXPECTABLE)
-        raise ValueError(f"{source}: verdict = {item['verdict']!r} cannot be expected; {expectable} can")
+        raise ValueError(f"{source}: verdict = {item['verdict']!r} should be one of {expectable}")
     return KnownFailure(
         case=item["case"],
         verdict=Verdict(item["verdict"]),
@@ -168,7 +195,7 @@ def _specifiers(value: Any, source: str) -> SpecifierSet:
             return SpecifierSet(value)
     except InvalidSpecifier:
         pass
-    raise ValueError(f"{source}: torch = {value!r} should be versions such as '>=2.11,<2.14'")
+    raise ValueError(f"{source}: torch = {value!r} should be a version specifier such as '>=2.11,<2.14'")
 
 
 def _device(value: Any, source: str) -> str | None:
@@ -178,16 +205,19 @@ def _device(value: Any, source: str) -> str | None:
 
 
 def _date(value: Any, source: str) -> datetime.date | None:
-    # A TOML date-time is a date too, and comparing the two raises.
+    # A TOML date-time is parsed to a datetime, which is a subclass of date but cannot be compared with one.
     if value is None or (isinstance(value, datetime.date) and not isinstance(value, datetime.datetime)):
         return value
     raise ValueError(f"{source}: expires = {value!r} should be a date such as 2027-06-30, without quotes")
 
 
 class RunKnownFailures:
-    """What this run's cases are expected to do, by the folder beside them and the implementation.
+    """The known failures of all cases of a run, for every directory of cases and every implementation.
 
-    Tell it all cases with :meth:`read`, let it :meth:`judge` each, then ask for :meth:`problems`.
+    :meth:`read` is called once after collection, :meth:`judge` for each case, and :meth:`problems` at the end.
+
+    Args:
+        selection: the checked options of the run.
     """
 
     def __init__(self, selection: Selection) -> None:
@@ -197,10 +227,13 @@ class RunKnownFailures:
         self._cases: list[pytest.Function] = []
 
     def read(self, collected: Sequence[pytest.Item]) -> list[str]:
-        """Read the files beside the cases among all collected items, also those that will be deselected.
+        """Read the files for all cases among the collected items.
+
+        Args:
+            collected: all collected items, those that will be deselected included.
 
         Returns:
-            what is wrong with the files, a line for each.
+            One line for each file that cannot be read or is not valid.
         """
         import torch
 
@@ -219,7 +252,7 @@ class RunKnownFailures:
         return errors
 
     def judge(self, item: pytest.Function, made: CaseRecord) -> None:
-        """Let the record say what its verdict is in the light of what was expected."""
+        """Apply the known failures to the record of a case, in place."""
         verdict, why = self._read[_key(item)].judge(made.id, made.verdict)
         if verdict == Verdict.EXPECTED_FAIL:
             made.expected = f"{made.verdict}: {why}"
@@ -228,11 +261,14 @@ class RunKnownFailures:
         made.verdict = verdict
 
     def problems(self, remaining: Iterable[pytest.Item], config: pytest.Config) -> list[str]:
-        """What is wrong with the entries themselves, a line for each.
+        """Return one line for each entry that has expired or that matches no case of a complete run.
+
+        A run is complete for a directory if it collected every file of cases in it, without ``--world`` and without
+        node ids, and deselected only cases marked ``nightly``.
 
         Args:
-            remaining: what of the collected items was not deselected.
-            config: whether the run was narrowed in ways that leave no trace in the items.
+            remaining: the collected items that were not deselected.
+            config: pytest's configuration, whose arguments show whether node ids were given.
         """
         found = []
         narrowed = self._selection.worlds is not None or any("::" in argument for argument in config.args)
@@ -250,12 +286,12 @@ def _key(item: pytest.Function) -> tuple[pathlib.Path, str]:
 
 
 def _is_narrowed(collected: Iterable[pytest.Item], remaining: Iterable[pytest.Item]) -> bool:
-    """Whether an item was deselected that is not nightly: those are left out of ordinary runs."""
+    """Return whether any item was deselected except nightly ones, which ordinary runs always leave out."""
     left_out = set(collected) - set(remaining)
     return any(item.get_closest_marker("nightly") is None for item in left_out)
 
 
 def _has_every_file(folder: pathlib.Path, collected: Iterable[pytest.Item], patterns: Sequence[str]) -> bool:
-    """Whether every file of cases in the folder was collected: whole chapters can be left out, or not import."""
+    """Return whether every file of cases in the folder was collected; a file can be left out or fail to import."""
     files = {path for path in folder.glob("*.py") if any(fnmatch.fnmatch(path.name, pattern) for pattern in patterns)}
     return files <= {item.path for item in collected}

@@ -17,7 +17,6 @@ MARKER_LINES = (
     "world(*sizes): the numbers of ranks that the case runs on, one pytest item each",
     "needs(*names): the capabilities and the hardware without which the case is skipped",
     "alone(): the case measures time or memory and shares its devices with no other case",
-    "seed(test, note): the test of the seeds that the case replaces, and where its meaning changed",
     "deadline(seconds): how long the case may take before its verdict is hang",
 )
 
@@ -65,21 +64,6 @@ def needs(*names: Capability | Hardware) -> pytest.MarkDecorator:
 def alone() -> pytest.MarkDecorator:
     """Run the case while no other case of this host uses its devices or cores: it measures."""
     return pytest.mark.alone()
-
-
-def seed(test: str, *, note: str = "") -> pytest.MarkDecorator:
-    """Name the test of the seed files that the case replaces, as ``file.py::test``.
-
-    Args:
-        test: may be given by several cases, and a case may name several tests with several marks.
-        note: where the meaning changed; ``docs/seeds.md`` shows it.
-
-    Raises:
-        ValueError: the name has no ``.py::``.
-    """
-    if ".py::" not in test:
-        raise ValueError(f"seed({test!r}): expected file.py::test")
-    return pytest.mark.seed(test, note=note)
 
 
 def deadline(seconds: float) -> pytest.MarkDecorator:

@@ -1,14 +1,16 @@
-"""The command line of a conformance run.
+"""The command line options of a conformance run.
 
-Each option has a long name that begins with ``--shardproof-`` and a short form without it. Options share one name space
-among all plugins and conftest files of a run; where another owner has a short form already, it keeps it.
+Each option has a long name with the prefix ``--shardproof-`` and a short form without it. All plugins and conftest
+files of a run share one namespace of options. A short form that another plugin or conftest file has already added is
+left to it.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
-import pathlib
+import functools
 from typing import Any
 
 import pytest
@@ -40,11 +42,11 @@ class _Option:
 _HELP = {
     "impl": "comma-separated implementations: built-in names, or module:Class (default: "
     f"{','.join(DEFAULT_IMPLEMENTATIONS)})",
-    "device": "where ranks run; auto takes CUDA with NCCL where there are two devices or more, else the CPU with gloo",
+    "device": "device type; auto is CUDA with NCCL if there are two devices or more, else the CPU with gloo",
     "world": "run only cases with these numbers of ranks, such as 2,4",
-    "report": "write the run file, as JSON, here",
-    "check-collectives": "stop ranks that are about to issue different collectives on one group, before they block",
-    "deadline": "per case (default: 60 on the CPU, 30 on CUDA)",
+    "report": "write the run file to this path, as JSON",
+    "check-collectives": "stop ranks before they block in different collectives on one group",
+    "deadline": "seconds that a case may take (default: 60 on the CPU, 30 on CUDA)",
 }
 
 _OPTIONS = (
@@ -58,23 +60,34 @@ _OPTIONS = (
 
 
 def add_prefixed(parser: pytest.Parser) -> None:
-    """Add the options under the names that never clash."""
+    """Add the options under their long names, which never clash."""
     for option in _OPTIONS:
         option.add(parser, option.prefixed, _HELP[option.name])
 
 
-def has_conftests(manager: pytest.PytestPluginManager) -> bool:
-    """Whether a conftest file is loaded: then this plugin was named by one, after pytest asked for options."""
-    files = (getattr(plugin, "__file__", None) or "" for plugin in manager.get_plugins())
-    return any(pathlib.Path(file).name == "conftest.py" for file in files)
+def add_short_forms_last(parser: pytest.Parser, manager: pytest.PytestPluginManager) -> None:
+    """Add the short forms when all plugins and initial conftest files have added their options.
 
+    argparse raises in the plugin that adds a name second, and a conftest file may be loaded after this plugin. No hook
+    of pytest is called between the last of them and the parsing of the command line, so the parser itself is extended.
 
-def add_short_forms(parser: pytest.Parser, manager: pytest.PytestPluginManager) -> None:
-    """Add the short forms that nobody else has; the run's header names the owners of the others.
-
-    To be called when the other plugins and the initial conftest files have added theirs: argparse raises in whoever
-    comes second.
+    Args:
+        parser: pytest's parser.
+        manager: pytest's plugin manager.
     """
+    parse = parser.parse
+
+    @functools.wraps(parse)
+    def add_and_parse(*arguments: Any, **keywords: Any) -> argparse.Namespace:
+        parser.parse = parse  # type: ignore[method-assign]
+        _add_short_forms(parser, manager)
+        return parse(*arguments, **keywords)
+
+    parser.parse = add_and_parse  # type: ignore[method-assign]
+
+
+def _add_short_forms(parser: pytest.Parser, manager: pytest.PytestPluginManager) -> None:
+    """Add the short forms that are still free; the header of the run names the owners of the others."""
     taken = _names_of(parser)
     clashes = []
     for option in _OPTIONS:
@@ -90,7 +103,7 @@ def add_short_forms(parser: pytest.Parser, manager: pytest.PytestPluginManager) 
 
 
 def asks_for_a_run(config: pytest.Config) -> bool:
-    """Whether any option of a conformance run was given."""
+    """Return whether any option of a conformance run was given."""
     names = ("impl", "device", "world", "report", "deadline")
     return any(getattr(config.option, f"shardproof_{name}") not in (None, "auto") for name in names)
 
@@ -106,17 +119,17 @@ class _Clashes:
 
 
 def _names_of(parser: pytest.Parser) -> set[str]:
-    # pytest has no public way to ask, and what happens at a second name depends on its version.
+    # pytest has no public function for this, and what it does with a name that is added twice depends on its version.
     groups = {id(group): group for group in (parser._anonymous, *parser._groups)}
     return {name for group in groups.values() for option in group.options for name in option.names()}
 
 
 def _owner(name: str, manager: pytest.PytestPluginManager) -> str:
-    """The file of the plugin that adds the option, found by having each add its options to a stand-in."""
+    """Return the file of the plugin that adds an option, found by calling every plugin's hook with a probe parser."""
     for implementation in manager.hook.pytest_addoption.get_hookimpls():
         probe = _Probe()
         given = {"parser": probe, "pluginmanager": manager}
-        # Whatever a foreign hook does with a stand-in, a line of the header must not end the run.
+        # A foreign hook may fail on the probe, and a line of the header must not end the run.
         with contextlib.suppress(Exception):
             implementation.function(*(given[argument] for argument in implementation.argnames))
         if name in probe.names:
@@ -125,7 +138,7 @@ def _owner(name: str, manager: pytest.PytestPluginManager) -> str:
 
 
 class _Probe:
-    """Stands in for a parser and for its groups, and keeps the names of the options added to it."""
+    """Replaces a parser and its groups, and keeps the names of the options that are added."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
@@ -139,4 +152,4 @@ class _Probe:
         return self
 
     def addini(self, *arguments: Any, **keywords: Any) -> None:
-        """Configuration values are nobody's options."""
+        """Ignore configuration values, which are not command line options."""

@@ -1,4 +1,4 @@
-"""One case's record: the verdict of its ranks, with reasons, as the run file holds it."""
+"""The record of one case: the verdict from all ranks, the reason for it and the measurements, for the run file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,29 @@ from shardproof.harness.worlds.world import Outcome
 
 @dataclasses.dataclass
 class CaseRecord:
-    """What is known of one case and one implementation."""
+    """The result of one case for one implementation.
+
+    Attributes:
+        id: the id of the case, which is the same for all implementations.
+        nodeid: the node id of the pytest item.
+        implementation: the name of the implementation.
+        requirement: the requirements of the contract that the case checks, separated by commas.
+        world: the number of ranks.
+        device: the device type of the run.
+        parameters: the parameters of the case, without ``rank``.
+        seeds: the seeds of the case, "init" and "data".
+        verdict: the verdict on the case.
+        seconds: the duration on the world.
+        missing: the names of the capabilities or the hardware without which the case was skipped.
+        text: the explanation of a verdict other than a pass or a skip.
+        location: where two runs diverge, if that is the failure.
+        failed_rank: the rank to blame where no location is known.
+        expected: for an expected failure, the verdict that it had and why it was expected.
+        losses: from the name of a run, such as "oracle", to its loss in each step; those of rank 0.
+        distances: for each step and stage, the distance to the oracle that used most of what is allowed, on any rank.
+        collectives: each distinct trace, with the ranks that issued it.
+        outputs: what each rank printed; attached to pytest's report and left out of the run file.
+    """
 
     id: str
     nodeid: str
@@ -33,17 +55,14 @@ class CaseRecord:
     text: str = ""
     location: Location | None = None
     failed_rank: int | None = None
-    """The rank to blame where no location is known."""
     expected: str = ""
-    """Of an expected failure: its verdict, and why it was expected."""
     losses: dict[str, list[float]] = dataclasses.field(default_factory=dict)
     distances: list[Measured] = dataclasses.field(default_factory=list)
     collectives: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     outputs: list[str] = dataclasses.field(default_factory=list)
-    """What each rank printed; attached to pytest's report, not part of the run file."""
 
     def take(self, outcome: Outcome) -> None:
-        """Make one verdict of what the ranks said."""
+        """Fill in the verdict, its explanation and the measurements from the results of all ranks."""
         results = outcome.results
         self.seconds, self.outputs = outcome.seconds, outcome.outputs
         cause = _cause(results)
@@ -60,12 +79,16 @@ class CaseRecord:
         self.collectives = _shared_traces(results)
 
     def fail_if(self, text: str | None) -> None:
-        """Turn a pass into a failure, if there is something to say."""
+        """Turn a pass into a failure if there is a reason.
+
+        Args:
+            text: the reason; without one nothing changes.
+        """
         if text:
             self.verdict, self.text = Verdict.FAIL, text
 
     def as_json(self) -> dict[str, Any]:
-        """Plain JSON values; numbers that JSON cannot write become their names."""
+        """Return the record as plain JSON values; non-finite numbers become strings such as "inf"."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         for name in ("text", "location", "failed_rank", "outputs"):
             del fields[name]
@@ -80,7 +103,7 @@ class CaseRecord:
 
 
 def _cause(results: Sequence[Result]) -> Result:
-    """The rank to blame: one that failed by itself before one that only waited for it."""
+    """Return the result of the rank to blame: one that failed by itself before one that only waited for it."""
     order = [Verdict.HARNESS_ERROR, Verdict.CRASH, Verdict.FAIL, Verdict.HANG, Verdict.PASS]
     agreed = next((result for result in results if result.agreed), None)
     return agreed or min(results, key=lambda result: order.index(Verdict(result.verdict)))

@@ -18,7 +18,15 @@ SCHEMA_VERSION = 1
 
 
 class RunFile:
-    """The run so far; written once, at its end, whole or not at all."""
+    """Collects the records of a run and writes them once, at its end, atomically.
+
+    Args:
+        selection: the checked options of the run.
+        command: the command line of the run.
+
+    Attributes:
+        cases: the records of the cases as JSON values; the plugin appends to it.
+    """
 
     def __init__(self, selection: Selection, *, command: Sequence[str]) -> None:
         self.selection = selection
@@ -28,7 +36,11 @@ class RunFile:
         self._clock = time.monotonic()
 
     def write(self, path: pathlib.Path) -> None:
-        """Write the run file, with its environment; compressed if its name ends in ``.gz``."""
+        """Write the run file.
+
+        Args:
+            path: where to write; missing directories are made, and a name that ends in ``.gz`` gives a compressed file.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
         run = {"schema_version": SCHEMA_VERSION, "environment": self._environment(), "cases": self.cases}
         unfinished = path.with_name(path.name + ".unfinished")

@@ -1,4 +1,4 @@
-"""What a run was asked to test: implementations, device type and worlds, checked once."""
+"""The checked options of a run: implementations, device type, worlds and deadline."""
 
 from __future__ import annotations
 
@@ -12,28 +12,38 @@ if TYPE_CHECKING:
     from shardproof.harness.adapters.base import Adapter
 
 DEFAULT_IMPLEMENTATIONS = ("reference",)
+"""The implementations of a run without ``--impl``."""
+
 DEFAULT_DEADLINES = {"cpu": 60.0, "cuda": 30.0}
+"""The deadline of a case in seconds, by device type, for a run without ``--deadline``."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """The checked options of a run."""
+    """The checked options of a run.
+
+    Attributes:
+        implementations: the adapters under test, by name.
+        device: "cpu" or "cuda".
+        device_count: the number of CUDA devices. It limits worlds on CUDA only, because ranks on the CPU share cores.
+        worlds: the world sizes that ``--world`` selects; None selects all.
+        deadline: the seconds that a case may take unless it has a deadline of its own.
+        check_collectives: whether ranks compare each collective with their peers before they enter it.
+    """
 
     implementations: dict[str, type[Adapter]]
     device: str
     device_count: int
-    """Devices of a CUDA run; CPU ranks share cores, so any number of them can exist."""
     worlds: tuple[int, ...] | None
     deadline: float
     check_collectives: bool = False
-    """Whether ranks compare each collective before they enter it."""
 
     def allows(self, size: int) -> bool:
-        """Whether ``--world`` lets cases of this world through."""
+        """Return whether ``--world`` selects cases on worlds of this size."""
         return self.worlds is None or size in self.worlds
 
     def has_devices_for(self, size: int) -> bool:
-        """Whether a world of this size can exist here."""
+        """Return whether this host has enough devices for a world of this size."""
         return self.device == "cpu" or size <= self.device_count
 
 
@@ -45,10 +55,18 @@ def resolve(
     deadline: float | None,
     check_collectives: bool = False,
 ) -> Selection:
-    """Check what was asked for, by the options' texts.
+    """Parse and check the values of the command line options.
+
+    Args:
+        implementations: comma-separated names; None selects the default.
+        device: "auto", "cpu" or "cuda".
+        worlds: comma-separated world sizes; None selects all.
+        deadline: seconds; None selects the default of the device type.
+        check_collectives: whether ranks compare each collective with their peers before they enter it.
 
     Raises:
-        ValueError: an implementation, the device or a world that cannot exist; one line.
+        ValueError: an implementation or the device is not available here, or a value is not valid. The message is one
+            line.
     """
     chosen, count = _device(device)
     sizes = None if worlds is None else _worlds(worlds)
@@ -67,7 +85,7 @@ def _device(asked: str) -> tuple[str, int]:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if asked == "cuda" and not count:
         raise ValueError("--device cuda: torch finds no CUDA device here; use --device cpu or auto")
-    # One device makes no world that shards, so ``auto`` takes CUDA from two on.
+    # A world needs one device per rank. A world of one rank shards nothing, so "auto" takes CUDA only with two devices.
     return ("cuda" if asked == "cuda" or (asked == "auto" and count > 1) else "cpu"), count
 
 

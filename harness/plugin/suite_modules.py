@@ -1,7 +1,8 @@
-"""The modules of shardproof's own suites, under one name wherever pytest finds them.
+"""Imports the modules of shardproof's own suites under one name, wherever pytest finds them.
 
-A clone has the suites in its root, an installation inside the package, and a clone reaches them through a link as well.
-pytest would name a module by the path that it was given; two names for one file are two modules.
+A clone has the suites in its root directory and, through a link, inside the package; an installation has them only
+inside the package. pytest would name a module after the path that it was given, and one file under two names would be
+two modules.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ _REAL = _PACKAGED.resolve()
 
 
 class SuiteModule(pytest.Module):
-    """A file of cases of shardproof's own; always imported as ``shardproof.suites.<name>``."""
+    """A file of shardproof's own suites, always imported as ``shardproof.suites.<name>``."""
 
     def _getobj(self) -> Any:
         return importtestmodule(_PACKAGED / self.path.name, self.config)
 
 
 def is_suites(directory: pathlib.Path) -> bool:
-    """Whether the directory is that of shardproof's own suites."""
+    """Return whether the directory is that of shardproof's own suites, directly or through a link."""
     return directory.resolve() == _REAL

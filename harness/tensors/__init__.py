@@ -1,7 +1,7 @@
-"""What can be asked of tensors without knowing whose they are? Containers of tensors, and the bytes that tensors hold.
+"""What do tensors hold? Containers of tensors, and the memory that tensors use.
 
 Every other room may import from here; this room imports nothing of the harness.
 
-- ``trees``: ``tensors_of`` and ``map_tensors``, for whatever a module takes or returns.
-- ``memory``: the bytes of the tensors that are alive, and the modules that are.
+- ``trees``: ``tensors_of`` and ``map_tensors``, for any value that a module takes or returns.
+- ``memory``: the bytes of all live tensors, and the classes of all live modules.
 """

@@ -1,4 +1,4 @@
-"""How many bytes of tensors a rank holds: by the allocator on CUDA, by a census of storages on the CPU."""
+"""Measures the bytes of tensors that a rank holds: from the allocator on CUDA, from a census of storages on the CPU."""
 
 from __future__ import annotations
 
@@ -10,15 +10,20 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-#: Far more than the deepest model of the cases needs: one round for each layer of its graph and one to be sure.
+#: The limit on garbage collections in a row. A graph needs one per layer and a last one that finds nothing; the deepest
+#: model of the cases needs far fewer than this.
 _MOST_ROUNDS = 1000
 
 
 def collect_garbage() -> None:
-    """Collect until nothing is found.
+    """Run the garbage collector until it finds nothing.
 
-    One round is not enough: autograd's nodes hold objects from C++, where the collector does not look, so what a node
-    held is only found once the node has gone. A census in between would count tensors that the next one misses.
+    One collection is not enough: autograd nodes hold references in C++, which the collector cannot follow, so it finds
+    the objects that a node held only after the node has been freed. A census between two collections would count
+    tensors that the next census no longer finds.
+
+    Raises:
+        AssertionError: every collection finds new garbage.
     """
     rounds = 0
     while gc.collect():
@@ -27,39 +32,40 @@ def collect_garbage() -> None:
 
 
 def held_bytes(device: torch.device) -> int:
-    """Bytes of the tensors alive on ``device``, after garbage is collected.
+    """The bytes of all live tensors on ``device``, after garbage collection.
 
-    On CUDA what was asked of the caching allocator, without its rounding to blocks. On the CPU the storages of
-    all tensors that the garbage collector knows, each once; a storage that only C++ holds is not seen.
+    On CUDA these are the bytes requested from the caching allocator, before it rounds them to blocks; the host waits
+    for the device. On the CPU they are the bytes of the storages of all tensors that the garbage collector tracks, each
+    storage once; a storage that is referenced from C++ alone is not counted.
     """
     collect_garbage()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-        # What was freed while another stream was noted to use it (`record_stream`) counts until the allocator looks at
-        # that stream again, which this makes it do.
+        # A tensor that was freed while another stream was registered to use it (`record_stream`) counts until the
+        # allocator queries that stream again; emptying the cache makes it do so.
         torch.cuda.empty_cache()
         return int(torch.cuda.memory_stats(device)["requested_bytes.all.current"])
     return sum(_storages(device).values())
 
 
 def tensor_bytes(device: torch.device) -> int:
-    """Bytes of the storages that Python's tensors on ``device`` keep alive, after garbage is collected.
+    """The bytes of the storages that Python tensors on ``device`` keep alive, after garbage collection.
 
-    Unlike the allocator's figure it leaves out what libraries keep, such as cuBLAS's workspaces.
+    Unlike the allocator's statistics, this leaves out memory that libraries keep, such as the workspaces of cuBLAS.
     """
     collect_garbage()
     return sum(_storages(device).values())
 
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the elements of these tensors, each tensor once."""
+    """The bytes of all elements of ``tensors``; a tensor that occurs several times counts once."""
     return sum(tensor.numel() * tensor.element_size() for tensor in {id(t): t for t in tensors}.values())
 
 
 def module_names() -> list[str]:
-    """The classes of the modules that are alive, after garbage is collected; sorted, one entry a module.
+    """The class names of all live modules, after garbage collection; sorted, one entry per module.
 
-    Without those that ``torch.fx`` makes: its caches keep graphs.
+    Graph modules of ``torch.fx`` are left out, because its caches keep graphs alive.
     """
     collect_garbage()
     classes = (type(found) for found in gc.get_objects())
@@ -67,9 +73,11 @@ def module_names() -> list[str]:
 
 
 def _storages(device: torch.device) -> dict[int, int]:
+    """The bytes of each storage on ``device`` that a Python tensor references, by the storage's address."""
     sizes: dict[int, int] = {}
     for found in gc.get_objects():
-        # ``type`` and not ``isinstance``: lazy proxies elsewhere in the process run code when asked for their class.
+        # ``type`` instead of ``isinstance``: lazy proxies elsewhere in the process run code when their ``__class__`` is
+        # read.
         if issubclass(type(found), torch.Tensor) and _has_storage(found) and found.device == device:
             storage = found.untyped_storage()
             sizes[storage.data_ptr()] = storage.nbytes()
@@ -78,7 +86,7 @@ def _storages(device: torch.device) -> dict[int, int]:
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:
-    # A wrapper such as DTensor has no memory of its own; its inner tensor is found by itself.
-    # The compiler's fake tensors have none either, and functional ones are wrappers of fakes.
+    # A wrapper such as DTensor has no memory of its own; the census finds its inner tensor separately.
+    # The compiler's fake tensors have no memory either, and its functional tensors wrap fake ones.
     is_plain = not isinstance(tensor, FakeTensor) and not is_traceable_wrapper_subclass(tensor)
     return tensor.layout is torch.strided and is_plain

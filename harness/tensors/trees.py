@@ -1,4 +1,7 @@
-"""Tensors inside whatever a module may take or return: tuples, lists, dicts, namedtuples, dataclasses."""
+"""Traverses containers of tensors that a module may take or return.
+
+Containers are tuples, lists, mappings, namedtuples and dataclasses, nested in any way.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import torch
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in ``value``, in a fixed order; anything else is passed over."""
+    """Iterate over the tensors in ``value``, in a fixed order. Other leaves are skipped."""
     if isinstance(value, torch.Tensor):
         yield value
     else:
@@ -19,7 +22,15 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """``value`` rebuilt with every tensor replaced by ``function`` of it."""
+    """Rebuild ``value`` with ``function`` applied to every tensor.
+
+    Args:
+        function: maps a tensor to its replacement.
+        value: a tensor, a container, or any other value.
+
+    Returns:
+        Containers of the same types, with the replaced tensors. Other leaves are the same objects.
+    """
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, Mapping):

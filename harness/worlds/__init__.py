@@ -3,9 +3,9 @@
 Imports ``parity``, ``collectives``, ``adapters``, ``findings`` and ``tensors``. The modules of the controller import no
 torch.
 
-- in the controller: ``pool`` (``Pool``), ``world`` (``World``, the processes of one world), ``lease`` (devices and
-  cores shared among pytest processes), ``watchdog`` (who is stuck, and where), ``forkserver``.
-- in a rank: ``entry`` (its first function), ``loop`` (start and jobs), ``casefile`` (the case's module), ``leftovers``
-  (what a case left behind).
-- between them: ``jobs``.
+- in the controller: ``pool`` (``Pool``), ``world`` (``World``, the processes of one world), ``lease`` (locks on devices
+  and cores that pytest processes share), ``watchdog`` (diagnosis of a hang), ``forkserver`` (starts the ranks).
+- in a rank: ``entry`` (the process's first function), ``loop`` (start-up and the job loop), ``casefile`` (imports the
+  case's module), ``leftovers`` (checks that a case left no state behind).
+- between them: ``jobs`` (the messages).
 """

@@ -1,4 +1,4 @@
-"""Loads a case's module in a rank, under the controller's name and with pytest's assertion rewriting."""
+"""Import of a case's module in a rank, under the controller's name and with pytest's assertion rewriting."""
 
 from __future__ import annotations
 
@@ -12,13 +12,21 @@ from _pytest.assertion.rewrite import rewrite_asserts
 
 
 def load(name: str, path: pathlib.Path) -> types.ModuleType:
-    """The module ``name`` from ``path``, imported once per process.
+    """Import a case's module, once per process.
 
-    Bare asserts explain themselves as in the controller, and objects pickled there by reference to
-    ``name`` are found here.
+    A failing bare ``assert`` shows its operands, as it does in the controller. The module is registered in
+    ``sys.modules`` under the controller's name, so that objects that the controller pickled by reference to that name
+    can be unpickled here.
+
+    Args:
+        name: the name under which the controller imported the module.
+        path: the module's source file.
+
+    Returns:
+        The module; the one already imported, if ``name`` was loaded from ``path`` before.
 
     Raises:
-        Exception: whatever the module's own code raises.
+        Exception: any exception that the module's own code raises.
     """
     known = sys.modules.get(name)
     if known is not None and getattr(known, "__file__", None) == str(path):

@@ -1,4 +1,7 @@
-"""The first function of a rank process. Light, so that the controller can name it without importing torch."""
+"""The first function of a rank process.
+
+Does not import torch at module level, so that the controller can refer to the function without importing torch.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,17 @@ from multiprocessing.connection import Connection
 
 from shardproof.harness.worlds.jobs import RankSpec
 
-#: Imported once by the forkserver; a rank then costs about a fork.
+#: The module that the forkserver imports once, so that starting a rank costs about a fork.
 PRELOADED = "shardproof.harness.worlds.loop"
 
 
 def main(connection: Connection, spec: RankSpec) -> None:
-    """Become a rank."""
+    """Run this process as a rank until its connection closes.
+
+    Args:
+        connection: the rank's end of the pipe to the controller.
+        spec: which rank of which world this process is.
+    """
     from shardproof.harness.worlds import loop
 
     loop.main(connection, spec)

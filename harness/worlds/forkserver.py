@@ -1,4 +1,4 @@
-"""The preloaded process from which ranks are forked: torch imported once, no device touched."""
+"""The forkserver from which ranks are forked: it has imported torch once and has initialised no device."""
 
 from __future__ import annotations
 
@@ -13,32 +13,35 @@ from multiprocessing.context import ForkServerContext
 import shardproof
 from shardproof.harness.worlds import entry
 
-#: Read when a library loads or a group starts, so they must be there before the ranks are.
+#: Libraries read these variables when they load or when a process group starts, so they must be set before the ranks
+#: start.
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
-    # Parallel runs on one host never meet, and no rank listens where other hosts can reach it.
+    # The loopback interface: parallel runs on one host never connect to each other, and no rank listens on an address
+    # that other hosts can reach.
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
-    # cuBLAS is bitwise repeatable only with a fixed workspace.
+    # cuBLAS results are bitwise reproducible only with a fixed workspace.
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }
 
 
 def start() -> None:
-    """Start the forkserver if it does not run yet; returns before it has imported torch."""
+    """Start the forkserver if it is not running; returns before it has finished importing torch."""
     context().set_forkserver_preload([entry.PRELOADED])
     with _environment():
         forkserver.ensure_running()
 
 
 def context() -> ForkServerContext:
-    """The multiprocessing context whose processes are ranks."""
+    """Return the multiprocessing context that starts rank processes."""
     return multiprocessing.get_context("forkserver")
 
 
 @contextlib.contextmanager
 def _environment() -> Iterator[None]:
+    """Set the variables that the forkserver and its ranks inherit, and restore the controller's own afterwards."""
     root = str(pathlib.Path(shardproof.__file__).parents[1])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     changes = {**_ENVIRONMENT, "PYTHONPATH": path}

@@ -1,4 +1,4 @@
-"""What the controller and its ranks say to each other. Light: imports no torch."""
+"""The messages between the controller and its ranks. Imports no torch, because the controller imports none."""
 
 from __future__ import annotations
 
@@ -9,13 +9,21 @@ from typing import Any
 from shardproof.harness.findings.finding import Location
 from shardproof.harness.findings.observations import Observations
 
-#: The name of the shared memory in a world's directory.
+#: The file name of the world's board, the memory shared with its ranks, in the world's directory.
 BOARD = "board"
 
 
 @dataclasses.dataclass(frozen=True)
 class WorldKey:
-    """What makes two cases share ranks; ``isolation`` is empty for those that share with all."""
+    """Identifies a world: cases with equal keys run on the same rank processes.
+
+    Attributes:
+        size: the number of ranks.
+        device: the device type, "cpu" or "cuda".
+        debug_level: the ranks' ``TORCH_DISTRIBUTED_DEBUG``.
+        isolation: the name of the adapter or the id of the case for which the world is reserved; empty if any case may
+            use it.
+    """
 
     size: int
     device: str
@@ -24,28 +32,44 @@ class WorldKey:
 
     def __str__(self) -> str:
         debug = "" if self.debug_level == "OFF" else f", debug level {self.debug_level}"
-        isolation = f", for {self.isolation} alone" if self.isolation else ""
+        isolation = f", reserved for {self.isolation}" if self.isolation else ""
         return f"{self.size} ranks on {self.device}{debug}{isolation}"
 
 
 @dataclasses.dataclass(frozen=True)
 class RankSpec:
-    """How one rank process starts."""
+    """The parameters with which one rank process starts.
+
+    Attributes:
+        key: the world's key.
+        index: the global rank.
+        directory: a directory private to the world, with the rendezvous file, the board and the ranks' outputs.
+        device_index: the CUDA device; ignored on the CPU.
+    """
 
     key: WorldKey
     index: int
     directory: str
-    """Private to the world: the rendezvous file, the board and the ranks' outputs."""
     device_index: int
-    """The CUDA device; without meaning on the CPU."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One case, as every rank of a world receives it.
+    """One case, as the controller sends it to every rank of a world.
 
-    ``parameters`` is pickled by the controller and unpickled after the case's module was imported
-    under the controller's name for it, so that classes of that module are found.
+    Attributes:
+        number: identifies the job in results and on the board.
+        module: the name under which the controller imported the case's module.
+        path: the module's source file.
+        function: the qualified name of the case's function in the module.
+        implementation: the name of the adapter, as in ``registry``.
+        parameters: the case's parameters, pickled by :func:`dump_parameters`. A rank unpickles them after it has
+            imported the case's module under the controller's name, so that pickle finds classes of that module.
+        init_seed: the seed of ``random`` and torch at the start of the case.
+        data_seed: the seed of the case's batches.
+        tmp_path: a private directory of the case, shared by its ranks.
+        deadline: seconds that the case may take.
+        check_collectives: ranks compare their announcements before they enter each collective.
     """
 
     number: int
@@ -63,7 +87,23 @@ class Job:
 
 @dataclasses.dataclass
 class Result:
-    """What one rank says of one job; only built-in types inside, so that it always unpickles."""
+    """The result of one job on one rank.
+
+    Contains only built-in types and types of ``findings``, so that the controller can always unpickle it.
+
+    Attributes:
+        number: the job's number.
+        rank: the global rank.
+        verdict: the value of a ``Verdict``.
+        text: the traceback or message of a failure; empty if the rank passed.
+        location: where the runs diverge, if the failure is a ``Divergence``.
+        agreed: whether all ranks raised the same failure together, so that they are still in step and the world can run
+            the next case.
+        is_worn_out: whether the process holds too many of the objects that the implementation is allowed to leave
+            behind, so that the world must be replaced.
+        left_behind: one line for each kind of state that the case changed and did not restore.
+        observations: what the rank collected during the case for the run file.
+    """
 
     number: int
     rank: int
@@ -71,11 +111,8 @@ class Result:
     text: str = ""
     location: Location | None = None
     agreed: bool = False
-    """All ranks failed alike and are still in step."""
     is_worn_out: bool = False
-    """Too much has gathered in the process that an implementation may keep; the world is replaced."""
     left_behind: list[str] = dataclasses.field(default_factory=list)
-    missing: list[str] = dataclasses.field(default_factory=list)
     observations: Observations = dataclasses.field(default_factory=Observations)
 
 
@@ -83,7 +120,7 @@ def dump_parameters(parameters: dict[str, Any]) -> bytes:
     """Pickle a case's parameters.
 
     Raises:
-        ValueError: one cannot cross processes; names it.
+        ValueError: a parameter cannot be pickled; the message names it.
     """
     for name, value in parameters.items():
         try:

@@ -1,4 +1,7 @@
-"""What a case may leave behind in its ranks, compared before and after each case."""
+"""Detects process state that a case leaves behind in a rank.
+
+``picture`` takes a snapshot of that state before and after each case, and ``differences`` compares the two.
+"""
 
 from __future__ import annotations
 
@@ -20,26 +23,31 @@ _MODULE_HOOKS = (
     "_global_parameter_registration_hooks",
 )
 
-#: What an implementation may set up when it is first used, so that only what comes after counts.
+#: Entries of the picture that may change when an implementation is first used in a process, because it may then set up
+#: state that it keeps. Changes in later cases count as leaks.
 AFTER_FIRST_USE = ("threads", "open files", "modules", "device memory")
 
-#: What torch.compile sets up once for the process and keeps: the thread of tqdm, which it makes a progress bar with for
-#: each graph whether or not that is shown, and where Triton is to find its assembler and its cache.
+#: State that torch.compile creates once and keeps for the life of the process: the monitor thread of tqdm, because it
+#: makes a progress bar for each graph, shown or not, and the locations of Triton's assembler and cache.
 _COMPILER_THREADS = ("tqdm_monitor",)
 _COMPILER_VARIABLES = ("TRITON_CACHE_DIR", "TRITON_PTXAS_PATH")
 
-#: Device bytes that a case may leave in tensors: buffers that implementations reuse. Of the CPU no bytes are compared:
-#: for a moment after a collective, gloo's threads still hold its tensors.
+#: Bytes of device memory in tensors that a case may leave behind: implementations keep buffers for reuse. CPU memory is
+#: not compared, because gloo's threads hold the tensors of a collective for a moment after it has ended.
 _MEMORY_GRAIN = 1 << 16
 
 
 def picture(device: torch.device, *, groups: int, directory: str) -> dict[str, Any]:
-    """The process-wide state that every case shares, by name.
+    """Take a snapshot of the process-wide state that all cases on this rank share.
 
     Args:
-        device: whose autocast and tensors are looked at.
-        groups: process groups that do not belong to the world.
-        directory: the world's own; threads of NCCL open its rendezvous file whenever they look for news.
+        device: the device whose autocast state and, on CUDA, tensor memory are included.
+        groups: the number of process groups that do not belong to the world.
+        directory: the world's directory. Open files in it are left out, because NCCL's threads open the rendezvous file
+            whenever they poll it.
+
+    Returns:
+        The state by name; the names appear in messages.
     """
     state: dict[str, Any] = {
         "gradient mode": torch.is_grad_enabled(),
@@ -67,12 +75,16 @@ def picture(device: torch.device, *, groups: int, directory: str) -> dict[str, A
 
 
 def differences(before: dict[str, Any], after: dict[str, Any], *, excused: Collection[str]) -> list[str]:
-    """One line for each thing that is not as it was.
+    """Describe the differences between two pictures.
 
     Args:
         before: the picture before a case.
         after: the picture after it.
-        excused: names of what the implementation may have changed.
+        excused: names of entries that the implementation may change.
+
+    Returns:
+        One line for each entry that changed. Items that disappeared from a list, such as threads that ended, and small
+        growth of device memory are not reported.
     """
     changed = [name for name, value in before.items() if after[name] != value and name not in excused]
     return [line for name in changed if (line := _line(name, before[name], after[name]))]
@@ -82,7 +94,7 @@ def _line(name: str, before: Any, after: Any) -> str | None:
     if name == "environment":
         return f"environment variables changed: {', '.join(_keys_that_differ(before, after))}"
     if name == "device memory":
-        return f"device memory: {after - before} bytes more" if after - before > _MEMORY_GRAIN else None
+        return f"device memory: grew by {after - before} bytes" if after - before > _MEMORY_GRAIN else None
     if isinstance(before, list):
         more = _more(before, after)
         return f"{name}: {', '.join(more)}" if more else None
@@ -94,7 +106,10 @@ def _keys_that_differ(before: dict[str, str], after: dict[str, str]) -> list[str
 
 
 def _more(before: list[str], after: list[str]) -> list[str]:
-    """What is in ``after`` more often than in ``before``; what ended meanwhile was not left behind."""
+    """Return the items that ``after`` contains more often than ``before``.
+
+    Items that are only in ``before`` have ended since and were not left behind.
+    """
     remaining = list(before)
     more = []
     for item in after:
@@ -106,7 +121,10 @@ def _more(before: list[str], after: list[str]) -> list[str]:
 
 
 def _open_files() -> list[str]:
-    """Paths of the open regular files; sockets, pipes and devices belong to groups and drivers."""
+    """Return the paths of the open regular files.
+
+    Sockets, pipes and devices are left out, because they belong to process groups and drivers.
+    """
     found = []
     for number in os.listdir("/proc/self/fd"):
         try:

@@ -1,4 +1,4 @@
-"""What runs inside a rank process: the start of its world, and the loop over jobs."""
+"""The code of a rank process: it joins the process group of its world and then runs jobs in a loop."""
 
 from __future__ import annotations
 
@@ -39,18 +39,26 @@ from shardproof.harness.worlds.jobs import BOARD, Job, RankSpec, Result
 
 _PR_SET_PDEATHSIG = 1
 
-#: A collective that waits longer is not slow but stuck; the controller's deadline comes first.
+#: Timeout of the process groups. A collective that waits longer is stuck and not merely slow. The controller's deadline
+#: expires first.
 _TIMEOUT = datetime.timedelta(minutes=30)
 
-
-#: Destroying an abandoned group is not safe: DTensor's caches hand out its mesh again for an equal one.
+#: Process groups that an implementation may create and abandon before the world is replaced. They are not destroyed:
+#: that is not safe, because DTensor's caches return the mesh of an abandoned group again for an equal mesh.
 _MOST_ABANDONED_GROUPS = 32
 
+#: Size in bytes above which a rank's output file is truncated before the next case.
 _MOST_OUTPUT_BYTES = 1 << 20
 
 
 def main(connection: Connection, spec: RankSpec) -> None:
-    """Start this rank, say so, and run jobs until the connection closes."""
+    """Start this rank and run jobs until the connection closes.
+
+    Args:
+        connection: the rank's end of the pipe. The rank sends ``("ready", pid)`` or ``("failed", traceback)``, and then
+            one ``Result`` for each ``Job`` that it receives; ``None`` ends the loop.
+        spec: which rank of which world this process is.
+    """
     _leave_with_the_controller()
     log = _redirect_output(pathlib.Path(spec.directory) / f"rank{spec.index}.out")
     faulthandler.enable(log)
@@ -70,18 +78,24 @@ def main(connection: Connection, spec: RankSpec) -> None:
 
 
 def _leave_with_the_controller() -> None:
-    # The controller decides about interrupts. The forkserver dies with it, and its children with the forkserver,
-    # which lives as long as anybody holds the other end of its pipe: multiprocessing gives one to every child.
+    # The controller decides how to react to an interrupt.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The forkserver must exit when the controller does, and its children when the forkserver does. But it runs as long
+    # as any process holds the other end of its "alive" pipe, and multiprocessing passes a copy of that end to every
+    # child.
     os.close(vars(forkserver._forkserver)["_forkserver_alive_fd"])
-    # A session of its own, so that whatever the rank starts can be ended with it.
+    # Lead a new session, so that the processes that the rank starts can be killed with it.
     os.setsid()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _redirect_output(path: pathlib.Path) -> Any:
-    """Send both standard streams, of C code too, to a file that the controller reads."""
+    """Redirect stdout and stderr, including those of C code, to a file that the controller reads.
+
+    Returns:
+        The file, unbuffered and open for appending.
+    """
     log = path.open("ab", buffering=0)
     for number in (1, 2):
         os.dup2(log.fileno(), number)
@@ -91,11 +105,12 @@ def _redirect_output(path: pathlib.Path) -> Any:
 
 
 def _start(spec: RankSpec) -> RankState:
+    """Join the process group of the world, and wait until all of its ranks have."""
     key = spec.key
     os.environ["TORCH_DISTRIBUTED_DEBUG"] = key.debug_level
     if key.device == "cpu":
-        # Or torch.compile sets up the host's GPUs for graphs of the CPU: seconds, memory on a shared device, and an
-        # error of torch.utils.checkpoint where that happens inside a recomputed forward.
+        # Otherwise torch.compile initialises the host's GPUs even for CPU graphs. That takes seconds, uses memory of a
+        # shared device, and makes torch.utils.checkpoint raise an error if it happens inside a recomputed forward.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch._C._distributed_c10d.set_debug_level_from_env()
     torch.set_num_threads(1)
@@ -127,7 +142,11 @@ def _start(spec: RankSpec) -> RankState:
 
 
 def run_job(state: RankState, job: Job) -> Result:
-    """Run one case on this rank; everything it does wrong becomes part of the result."""
+    """Run one case on this rank.
+
+    Returns:
+        The result, which contains any exception that the case, its import or one of its threads raised.
+    """
     result = Result(job.number, state.index, Verdict.PASS)
     try:
         function, parameters, implementation = _prepare(state, job)
@@ -161,13 +180,17 @@ def run_job(state: RankState, job: Job) -> Result:
 
 
 def _excused(state: RankState, implementation: type[Adapter]) -> set[str]:
-    """What this implementation may leave behind here."""
+    """Return the names of the entries of the picture that this implementation may change in this case."""
     excused = set() if implementation.name in state.used else set(leftovers.AFTER_FIRST_USE)
     return excused if implementation.traits.frees_models else excused | {"modules"}
 
 
 def _finish_queued(device: torch.device) -> None:
-    """Wait for the device: what fails or hangs there must not become the next case's, and its collectives not pair."""
+    """Wait until the device has finished the case's work.
+
+    An error or a hang on the device must be attributed to this case and not to the next one, and the collectives of
+    this case must not pair with those of the next.
+    """
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
@@ -183,7 +206,7 @@ def _prepare(state: RankState, job: Job) -> tuple[Any, dict[str, Any], type[Adap
 
 @contextlib.contextmanager
 def _outcome(result: Result) -> Iterator[None]:
-    """Turn what is raised inside into the result; the first failure stands."""
+    """Record an exception of the block in ``result``, unless ``result`` already holds a failure."""
     try:
         yield
     except BaseException as error:
@@ -199,7 +222,11 @@ def _outcome(result: Result) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _threads_watched() -> Iterator[None]:
-    """An exception that ends another thread fails the case as well."""
+    """Raise an error at the end of the block if an exception has ended another thread.
+
+    Raises:
+        RuntimeError: names the first such thread; its cause is that thread's exception.
+    """
     failures: list[threading.ExceptHookArgs] = []
     before, threading.excepthook = threading.excepthook, failures.append
     try:
@@ -215,14 +242,14 @@ def _threads_watched() -> Iterator[None]:
 def _describe(error: BaseException) -> str:
     if isinstance(error, Divergence):
         return str(error)
-    # The frames of this file say nothing about the case.
+    # Skip the frames of this file, which carry no information about the case.
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
     try:
         return "".join(traceback.format_exception(type(error), error, frames))
     except Exception as broken:
-        return f"{type(error).__name__} (its own text cannot be made: {type(broken).__name__})"
+        return f"{type(error).__name__} (formatting the exception raised {type(broken).__name__})"
 
 
 def _seed(seed: int) -> None:
@@ -231,7 +258,10 @@ def _seed(seed: int) -> None:
 
 
 def _shorten_output() -> None:
-    """Start over in a file that has grown large; the controller keeps the end of what each case wrote."""
+    """Truncate the output file if it has grown large.
+
+    Nothing is lost: the controller has already read the end of the output of each earlier case.
+    """
     if os.fstat(1).st_size > _MOST_OUTPUT_BYTES:
         os.ftruncate(1, 0)
 
@@ -242,8 +272,11 @@ def _flush() -> None:
 
 
 def preload() -> None:
-    """Import in the forkserver what every rank needs, so that a rank costs a fork. Touches no device."""
-    # torch._dynamo: the first optimizer step imports it, half a second in every rank otherwise.
+    """Import the modules that every rank needs, in the forkserver, so that starting a rank costs a fork.
+
+    Initialises no device.
+    """
+    # torch._dynamo: the first optimizer step would otherwise import it, which takes half a second in every rank.
     for name in ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp"):
         importlib.import_module(name)
 

@@ -1,4 +1,4 @@
-"""The worlds of one pytest process: started when first needed, reused, and replaced when a case breaks one."""
+"""The worlds of one pytest process: started on first use, reused by later cases, replaced when a case breaks one."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from shardproof.harness.worlds.jobs import Job, Result, WorldKey
 from shardproof.harness.worlds.lease import Leases, device_of
 from shardproof.harness.worlds.world import Outcome, World
 
-#: Idle worlds kept beside the one in use; each holds its ranks' memory, and a context per device.
+#: Idle worlds that the pool keeps besides the one in use. Each holds the memory of its ranks and a context on each of
+#: their devices.
 KEPT_WORLDS = 3
 
 
 class Pool:
-    """The worlds of one pytest process, the least recently used stopped first.
+    """The worlds of one pytest process; it stops the least recently used ones first.
 
     Args:
-        device_count: CUDA devices of the host.
-        worker: this process's number among xdist's workers; worlds of others start on other devices.
+        device_count: the number of CUDA devices of the host.
+        worker: the index of this process among xdist's workers; the worlds of different workers start on different
+            devices.
     """
 
     def __init__(self, *, device_count: int = 0, worker: int = 0) -> None:
@@ -30,12 +32,14 @@ class Pool:
         self._worker = worker
 
     def run(self, key: WorldKey, job: Job, *, alone: bool = False) -> Outcome:
-        """Run a case on a world of that key, started if there is none, on devices leased for the case.
+        """Run a case on the world of ``key``, on devices or cores that are leased for the duration of the case.
+
+        Starts the world if there is none, and discards it afterwards if it cannot run another case.
 
         Args:
-            key: which world.
-            job: what to run there.
-            alone: share the devices with no other case.
+            key: the world's key.
+            job: the case.
+            alone: whether to share the devices or cores with no other case.
 
         Raises:
             WorldDied: the world could not be started.
@@ -57,7 +61,7 @@ class Pool:
         return device_of(self._worker, size=key.size, count=self._device_count)
 
     def discard(self, key: WorldKey) -> None:
-        """End the world of that key; the next case starts another."""
+        """Kill the world of ``key``, if there is one; the next case with that key starts a new world."""
         world = self._worlds.pop(key, None)
         if world is not None:
             world.kill()
@@ -83,7 +87,10 @@ class Pool:
 
 
 def _is_in_step(results: Iterable[Result]) -> bool:
-    """All passed, or all failed by agreement, and none left anything behind."""
+    """Whether the world can run another case.
+
+    Its ranks are in step if all passed or all failed by agreement, and none left state behind.
+    """
     results = list(results)
     passed = all(result.verdict == Verdict.PASS for result in results)
     return (passed or all(result.agreed for result in results)) and not any(result.left_behind for result in results)

@@ -1,4 +1,8 @@
-"""Who is stuck, where, and who is missing from which collective: read from outside, when a deadline has passed."""
+"""Diagnosis of a hang: which ranks are stuck, where, and which ranks have not entered the collective they wait in.
+
+The controller runs it after a deadline has passed. It works from outside the ranks, from stack dumps and from the
+board, because a stuck rank cannot answer.
+"""
 
 from __future__ import annotations
 
@@ -14,25 +18,35 @@ from collections.abc import Callable, Mapping
 
 from shardproof.harness.collectives.board import Announcement
 
-#: How long a rank may take to write its stacks; faulthandler does it in the signal handler, whatever the rank does.
+#: Seconds that a rank may take to write its stack dump. faulthandler writes it in the signal handler, whatever the rank
+#: is executing.
 _STACK_SECONDS = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
-    """The rank that the others wait for, if it can be told, and what to say."""
+    """The explanation of a hang.
+
+    Attributes:
+        rank: the global rank that the others wait for, or None if it cannot be determined.
+        text: the explanation for the report, one fact per line.
+    """
 
     rank: int | None
     text: str
 
 
 def stacks(pid: int, output: pathlib.Path, read: Callable[[], str]) -> str:
-    """The Python stacks of a rank's threads, and with py-spy installed its native ones.
+    """Dump the Python stacks of a rank's threads and, if py-spy is installed, its native stacks.
 
     Args:
-        pid: the rank's process.
-        output: where its faulthandler writes.
-        read: takes what is new there.
+        pid: the rank's process id.
+        output: the file to which the rank's faulthandler writes.
+        read: returns the part of ``output`` that was written since it was last called.
+
+    Returns:
+        The new part of ``output``, which includes the Python stacks if the rank wrote them in time, and the output of
+        py-spy.
     """
     size = output.stat().st_size if output.exists() else 0
     with contextlib.suppress(ProcessLookupError):
@@ -49,19 +63,19 @@ def _native_stacks(pid: int) -> str:
         return ""
     command = [spy, "dump", "--native", "--pid", str(pid)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+        completed = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except subprocess.TimeoutExpired:
-        return "py-spy did not answer\n"
-    return f"native stacks:\n{done.stdout or done.stderr}"
+        return "py-spy timed out\n"
+    return f"native stacks:\n{completed.stdout or completed.stderr}"
 
 
 def diagnose(entries: Mapping[int, list[Announcement]], *, stuck: Mapping[int, str], case_path: str) -> Diagnosis:
-    """Who keeps the ranks of ``stuck`` waiting.
+    """Determine which rank keeps the stuck ranks waiting.
 
     Args:
-        entries: what every rank of the world announced in the case.
-        stuck: the ranks that did not answer, with their stacks.
-        case_path: the file whose frames say where in the case a rank is.
+        entries: for every rank of the world, its announcements during the case, oldest first.
+        stuck: the ranks that did not answer, with their stack dumps.
+        case_path: the case's source file; a frame in it shows where in the case a rank is.
     """
     lines, culprits = [], []
     for rank in stuck:
@@ -71,10 +85,11 @@ def diagnose(entries: Mapping[int, list[Announcement]], *, stuck: Mapping[int, s
             continue
         culprits += [peer for peer in missing if peer not in culprits]
         lines.append(
-            f"rank {rank} is in {last.text}, number {last.number} on ranks {list(last.ranks)} (group {last.group!r}), "
-            f"and {_listed(missing)} missing from it"
+            f"rank {rank} is in {last.text}, collective {last.number} on ranks {list(last.ranks)} "
+            f"(group {last.group!r}), and {_listed(missing)} missing from it"
         )
-    # A rank that waits inside one collective is not the cause of what others wait for, if somebody else is outside all.
+    # A rank that itself waits in a collective is not the cause of the hang if another missing rank is outside every
+    # collective.
     outside = [rank for rank in culprits if not any(line.startswith(f"rank {rank} is in ") for line in lines)]
     suspects = outside or culprits or [rank for rank in stuck if not _waits(entries[rank], entries)] or list(stuck)
     for rank in suspects:
@@ -84,10 +99,12 @@ def diagnose(entries: Mapping[int, list[Announcement]], *, stuck: Mapping[int, s
 
 
 def _entered(entries: list[Announcement], last: Announcement) -> int:
+    """Return the number of the last collective that a rank entered on the group of ``last``, 0 if it entered none."""
     return max((entry.number for entry in entries if entry.group == last.group), default=0)
 
 
 def _waits(own: list[Announcement], entries: Mapping[int, list[Announcement]]) -> bool:
+    """Whether some member of the group has not entered the last collective in ``own``."""
     return bool(own) and any(_entered(entries[peer], own[-1]) < own[-1].number for peer in own[-1].ranks)
 
 
@@ -96,7 +113,7 @@ def _whereabouts(rank: int, own: list[Announcement], stuck: Mapping[int, str], c
         return "has already finished the case" + (f"; its last collective was {own[-1].text}" if own else "")
     frames = [line.strip() for line in stuck[rank].splitlines() if line.strip().startswith("File ")]
     in_case = [line for line in frames if case_path in line]
-    where = (in_case or frames or ["nowhere that its stacks show"])[0]
+    where = (in_case or frames or ["an unknown line (its stack dump has no frames)"])[0]
     return f"is at {where}" + (f", after {own[-1].text}" if own else ", before any collective of the case")
 
 

@@ -1,4 +1,4 @@
-"""One world: its rank processes, from the controller's side."""
+"""The controller's side of a world and of its rank processes."""
 
 from __future__ import annotations
 
@@ -20,16 +20,23 @@ from shardproof.harness.worlds import entry, forkserver
 from shardproof.harness.worlds.jobs import BOARD, Job, RankSpec, Result, WorldKey
 from shardproof.harness.worlds.watchdog import Diagnosis, diagnose, stacks
 
-#: From fork to the first barrier, device context and groups included.
+#: Seconds that the ranks may take from the fork to the first barrier, including device contexts and process groups.
 START_SECONDS = 120.0
 
-#: After one rank failed, how long its peers may take to finish before they count as waiting for it.
+#: Seconds that the other ranks may take to finish after one rank failed; after that they count as waiting for it.
 GRACE_SECONDS = 2.0
 
 
 @dataclasses.dataclass
 class RankProcess:
-    """The controller's end of one rank."""
+    """The controller's handle of one rank.
+
+    Attributes:
+        process: the multiprocessing process.
+        connection: the controller's end of the pipe.
+        output: the file with the rank's stdout and stderr.
+        read: the bytes of ``output`` that have been read.
+    """
 
     process: Any
     connection: Connection
@@ -37,9 +44,9 @@ class RankProcess:
     read: int = 0
 
     def new_output(self, limit: int = 64 * 1024) -> str:
-        """What the rank has written since last asked, at most the last ``limit`` bytes."""
+        """Return the output that the rank has written since the last call, at most its last ``limit`` bytes."""
         size = self.output.stat().st_size if self.output.exists() else 0
-        if size < self.read:  # the rank started over
+        if size < self.read:  # the rank has truncated its file
             self.read = 0
         start, self.read = max(self.read, size - limit), size
         if size <= start:
@@ -51,21 +58,35 @@ class RankProcess:
 
 @dataclasses.dataclass
 class Outcome:
-    """What a world said of a job: one result a rank, and everything that the ranks printed."""
+    """The outcome of a job on a world.
+
+    Attributes:
+        results: one result for each rank, in rank order.
+        outputs: the end of what each rank wrote to stdout and stderr.
+        seconds: wall-clock time of the job, without the wait for a lease and the start of the world.
+        diagnosis: the explanation of the hang, if a rank did not answer.
+    """
 
     results: list[Result]
     outputs: list[str]
     seconds: float
     diagnosis: Diagnosis | None = None
-    """Who kept the others waiting, where some did not answer."""
 
 
 class WorldDied(Exception):
-    """A world could not be started; the text says what its ranks said."""
+    """A world could not be started; the message contains the answer and the output of the rank that failed."""
 
 
 class World:
-    """The ranks of one world, from the controller's side."""
+    """The ranks of one world; the constructor starts them and waits until they are ready.
+
+    Args:
+        key: identifies the world.
+        devices: the device index of each rank.
+
+    Raises:
+        WorldDied: a rank did not start.
+    """
 
     def __init__(self, key: WorldKey, devices: Sequence[int]) -> None:
         self.key = key
@@ -94,15 +115,19 @@ class World:
     def _await_start(self) -> None:
         deadline = time.monotonic() + START_SECONDS
         for index, rank in enumerate(self.ranks):
-            said = ("failed", f"no answer within {START_SECONDS:g} s")
+            answer = ("failed", f"no answer within {START_SECONDS:g} s")
             if rank.connection.poll(max(0.0, deadline - time.monotonic())):
                 with contextlib.suppress(EOFError, OSError):
-                    said = rank.connection.recv()
-            if said[0] != "ready":
-                raise WorldDied(f"a world of {self.key} did not start: rank {index}: {said[1]}\n{rank.new_output()}")
+                    answer = rank.connection.recv()
+            if answer[0] != "ready":
+                raise WorldDied(f"a world of {self.key} did not start: rank {index}: {answer[1]}\n{rank.new_output()}")
 
     def run(self, job: Job) -> Outcome:
-        """Run a case on all ranks; a world that is not in step afterwards is marked by its results."""
+        """Run a case on all ranks and collect their results.
+
+        Waits at most until the case's deadline and, after a first failure, at most ``GRACE_SECONDS`` longer. The world
+        does not check whether its ranks are still in step; the caller decides that from the results.
+        """
         started = time.monotonic()
         self._is_busy = True
         for rank in self.ranks:
@@ -135,7 +160,8 @@ class World:
                     failed = True
                     until = min(until, time.monotonic() + GRACE_SECONDS)
         if waiting:
-            # Before any stack is asked for: the signal ends a rank's sleep, and it may go on.
+            # Read the board before any stack dump is requested: the signal interrupts a rank's sleep, and the rank may
+            # then continue.
             self._announced = {rank: self._board.entries(rank, job=job.number) for rank in range(self.key.size)}
         for index in waiting.values():
             results[index] = self._stuck(index, job, after_failure=failed)
@@ -156,18 +182,21 @@ class World:
         rank = self.ranks[index]
         shown = stacks(rank.process.pid, rank.output, rank.new_output)
         if after_failure:
-            text = f"the rank was still waiting {GRACE_SECONDS:g} s after another had failed"
+            text = f"the rank was still waiting {GRACE_SECONDS:g} s after another rank had failed"
         else:
             text = "the rank did not answer before the deadline"
         return Result(job.number, index, Verdict.HANG, f"{text}; its stacks:\n{shown}")
 
     @property
     def is_alive(self) -> bool:
-        """Whether every rank's process runs."""
+        """Whether the processes of all ranks are running."""
         return all(rank.process.is_alive() for rank in self.ranks)
 
     def stop(self) -> None:
-        """Let the ranks leave their loops, then make sure that they did; one that is busy is not asked."""
+        """Ask the ranks to leave their loops, then kill those that have not exited.
+
+        If a case is still running, kills the ranks without asking.
+        """
         if self._is_busy:
             return self.kill()
         for rank in self.ranks:
@@ -178,7 +207,7 @@ class World:
         self.kill()
 
     def kill(self) -> None:
-        """End every rank at once and remove the world's directory."""
+        """Kill every rank and the processes it started, and remove the world's directory."""
         for rank in self.ranks:
             if rank.process.is_alive():
                 _kill_tree(rank.process.pid)
@@ -190,7 +219,11 @@ class World:
 
 
 def _kill_tree(pid: int) -> None:
-    """End a rank and what it started: a rank leads a session of its own, unless it had no time to."""
+    """Kill a rank and the processes it started.
+
+    A rank leads its own session, and so its own process group. A rank that is killed before it has created the session
+    leads none: it is killed by its process id.
+    """
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError):
             kill(pid, signal.SIGKILL)

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from fsdp_impl import FSDPModule
+from shardproof.harness.parity import Rank
 
 GATHER, REDUCE, ALL_REDUCE = "_allgather_base_", "_reduce_scatter_base_", "allreduce_"
 
@@ -44,7 +45,7 @@ def plain_copy(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model).to(home())
 
 
-def batch(rank: Any, step: int, shape: tuple[int, ...], *, index: int | None = None) -> torch.Tensor:
+def batch(rank: Rank, step: int, shape: tuple[int, ...], *, index: int | None = None) -> torch.Tensor:
     """Another one on each rank, or for ``index`` the same on those that give the same."""
     generator = torch.Generator().manual_seed(1000 * step + (rank.index if index is None else index))
     return torch.randn(shape, generator=generator).to(rank.device)

@@ -9,6 +9,7 @@ from torch import nn
 
 from fsdp_impl import MixedPrecisionPolicy, fully_shard
 from shardproof.harness import world
+from shardproof.harness.parity import Rank
 from tests.fsdp_impl.replicas import (
     ALL_REDUCE,
     GATHER,
@@ -58,7 +59,7 @@ def expected_counts(hybrid: bool, raf: Any, mode: str, rab: bool, scatter_only: 
     return {**found, ALL_REDUCE: reduces} if hybrid else found
 
 
-def check(rank: Any, mesh: Any, case: tuple[Any, ...], *, steps: int = 2) -> None:
+def check(rank: Rank, mesh: Any, case: tuple[Any, ...], *, steps: int = 2) -> None:
     _, raf, mode, rab, scatter_only = case
     model = tower(DIM, MLPS)
     plain = plain_copy(model)
@@ -84,7 +85,7 @@ def check(rank: Any, mesh: Any, case: tuple[Any, ...], *, steps: int = 2) -> Non
 
 @world(2)
 @pytest.mark.parametrize("mode", ["all", "root_only", "some"])
-def test_counts_and_gradients(rank: Any, mode: str) -> None:
+def test_counts_and_gradients(rank: Rank, mode: str) -> None:
     for case in combinations():
         if not case[0] and case[2] == mode:
             check(rank, rank.mesh(), case)
@@ -92,7 +93,7 @@ def test_counts_and_gradients(rank: Any, mode: str) -> None:
 
 @world(4)
 @pytest.mark.parametrize("mode", ["all", "root_only", "some"])
-def test_counts_and_gradients_of_replicas(rank: Any, mode: str) -> None:
+def test_counts_and_gradients_of_replicas(rank: Rank, mode: str) -> None:
     for case in combinations():
         if case[0] and case[2] == mode:
             # The second step, onto gradients that exist, is one dimension's business.
@@ -101,7 +102,7 @@ def test_counts_and_gradients_of_replicas(rank: Any, mode: str) -> None:
 
 @world(2)
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_sums_are_kept_in_the_reduce_dtype(rank: Any, reshard_after_forward: bool) -> None:
+def test_sums_are_kept_in_the_reduce_dtype(rank: Rank, reshard_after_forward: bool) -> None:
     """1 + many small gradients: in bfloat16 the small ones vanish."""
     torch.manual_seed(0)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -119,7 +120,7 @@ def test_sums_are_kept_in_the_reduce_dtype(rank: Any, reshard_after_forward: boo
 
 
 @world(1, 2)
-def test_a_parameter_first_used_on_the_last_microbatch_joins_those_accumulated(rank: Any) -> None:
+def test_a_parameter_first_used_on_the_last_microbatch_joins_those_accumulated(rank: Rank) -> None:
     """Its gradient is new and in the dtype of compute, the others are sums in the reduce dtype."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = nn.ModuleDict({"early": nn.Linear(3, 3), "late": nn.Linear(3, 3)})
@@ -136,7 +137,7 @@ def test_a_parameter_first_used_on_the_last_microbatch_joins_those_accumulated(r
 
 
 @world(4)
-def test_partial_sums_of_other_parameters_are_merged(rank: Any) -> None:
+def test_partial_sums_of_other_parameters_are_merged(rank: Rank) -> None:
     """Replicas that reduce late: microbatches may use different parameters, the last one none of the group's."""
     mesh = rank.mesh((2, 2), ("replicate", "shard"))
     model = tower(3, 2)
@@ -171,7 +172,7 @@ def run_parts(model: Any, used: list[int], inputs: torch.Tensor) -> torch.Tensor
 
 
 @world(2)
-def test_only_the_last_backward_waits_and_forgets(rank: Any) -> None:
+def test_only_the_last_backward_waits_and_forgets(rank: Rank) -> None:
     """As a pipeline does: forwards ahead of backwards, and one wait at the end."""
     model = tower(4, 2)
     plain = plain_copy(model)

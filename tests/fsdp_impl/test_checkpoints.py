@@ -19,12 +19,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from fsdp_impl import fully_shard
 from shardproof.harness import world
+from shardproof.harness.parity import Rank
 from tests.fsdp_impl.replicas import batch, full, plain_copy, tower
 
 MESHES = {"1d": ((4,), ("dp",)), "hybrid": ((2, 2), ("replicate", "shard")), "tensor parallel": ((2, 2), ("dp", "tp"))}
 
 
-def build(rank: Any, kind: str, *, seed: int, dim: int = 5) -> tuple[Any, torch.optim.Optimizer]:
+def build(rank: Rank, kind: str, *, seed: int, dim: int = 5) -> tuple[Any, torch.optim.Optimizer]:
     shape, names = MESHES[kind]
     mesh = rank.mesh(shape, names)
     model = tower(dim, 2)
@@ -40,7 +41,7 @@ def build(rank: Any, kind: str, *, seed: int, dim: int = 5) -> tuple[Any, torch.
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
 
 
-def step(rank: Any, kind: str, model: Any, optimizer: torch.optim.Optimizer, number: int) -> torch.Tensor:
+def step(rank: Rank, kind: str, model: Any, optimizer: torch.optim.Optimizer, number: int) -> torch.Tensor:
     index = rank.index // 2 if kind == "tensor parallel" else rank.index
     loss = model(batch(rank, number, (3, 5), index=index)).square().sum()
     loss.backward()
@@ -52,7 +53,7 @@ def step(rank: Any, kind: str, model: Any, optimizer: torch.optim.Optimizer, num
 @world(4)
 @pytest.mark.parametrize("reuse", [False, True])
 @pytest.mark.parametrize("kind", MESHES)
-def test_resumes_bit_for_bit(rank: Any, kind: str, reuse: bool) -> None:
+def test_resumes_bit_for_bit(rank: Rank, kind: str, reuse: bool) -> None:
     """Into a new model, or into the old one after it was spoilt."""
     model, optimizer = build(rank, kind, seed=1)
     step(rank, kind, model, optimizer, 0)
@@ -72,7 +73,7 @@ def test_resumes_bit_for_bit(rank: Any, kind: str, reuse: bool) -> None:
 @world(4)
 @pytest.mark.parametrize("dim", [2, 3, 5, 8])
 @pytest.mark.parametrize("kind", MESHES)
-def test_state_dicts_are_the_shards(rank: Any, kind: str, dim: int) -> None:
+def test_state_dicts_are_the_shards(rank: Rank, kind: str, dim: int) -> None:
     model, _ = build(rank, kind, seed=1, dim=dim)
     state = model.state_dict()
     assert list(state) == [name for name, _ in model.named_parameters()]
@@ -90,7 +91,7 @@ def test_state_dicts_are_the_shards(rank: Any, kind: str, dim: int) -> None:
 @world(2)
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 def test_a_state_dict_after_forward_is_of_shards_and_what_is_loaded_then_is_used(
-    rank: Any, reshard_after_forward: bool
+    rank: Rank, reshard_after_forward: bool
 ) -> None:
     model = tower(3, 1)
     plain = plain_copy(model)
@@ -107,7 +108,7 @@ def test_a_state_dict_after_forward_is_of_shards_and_what_is_loaded_then_is_used
 
 
 @world(2)
-def test_full_state_dicts_go_out_and_come_in(rank: Any) -> None:
+def test_full_state_dicts_go_out_and_come_in(rank: Rank) -> None:
     """From rank 0, into a model on the meta device."""
     model = tower(5, 1)
     plain = plain_copy(model)
@@ -127,7 +128,7 @@ def test_full_state_dicts_go_out_and_come_in(rank: Any) -> None:
 
 
 @world(2)
-def test_assigning_a_state_dict_to_a_model_on_meta(rank: Any) -> None:
+def test_assigning_a_state_dict_to_a_model_on_meta(rank: Rank) -> None:
     model = fully_shard(tower(5, 1), mesh=rank.mesh())
     with torch.device("meta"):
         empty = tower(5, 1)

@@ -7,6 +7,7 @@ import torch
 
 from fsdp_impl import MixedPrecisionPolicy, fully_shard
 from shardproof.harness import world
+from shardproof.harness.parity import Rank
 from tests.fsdp_impl.replicas import assert_same, average_gradients, batch, plain_copy, tower
 
 
@@ -51,7 +52,7 @@ def graphs_unsharded(how: str, inputs: torch.Tensor) -> set[tuple[str, ...]]:
 @pytest.mark.parametrize(
     "how, when", [("in place", "after"), ("in place", "before"), ("wrapped", "before"), ("parts", "before")]
 )
-def test_trains_as_replicas_do(rank: Any, how: str, when: str, reshard_after_forward: bool) -> None:
+def test_trains_as_replicas_do(rank: Rank, how: str, when: str, reshard_after_forward: bool) -> None:
     """Their graphs hold what the layers compute and nothing of the hooks, which gather and reduce."""
     unsharded = graphs_unsharded(how, batch(rank, 0, (3, 4)))
     backend = Backend()
@@ -87,7 +88,7 @@ def test_trains_as_replicas_do(rank: Any, how: str, when: str, reshard_after_for
 
 
 @world(2)
-def test_with_casts(rank: Any) -> None:
+def test_with_casts(rank: Rank) -> None:
     inputs = batch(rank, 0, (3, 4))
     unsharded = graphs_unsharded("in place", inputs)
     backend = Backend()

@@ -10,6 +10,7 @@ from torch import nn
 
 from fsdp_impl import MixedPrecisionPolicy, fully_shard
 from shardproof.harness import world
+from shardproof.harness.parity import Rank
 from tests.fsdp_impl.replicas import GATHER, assert_close, average_gradients, batch, counts, full, plain_copy
 
 
@@ -71,7 +72,7 @@ class Wrapped(torch.Tensor):
     fsdp_post_all_gather = half_after
 
 
-def build(rank: Any, kind: str, raf: bool, dim: int, **options: Any) -> tuple[nn.Sequential, nn.Module]:
+def build(rank: Rank, kind: str, raf: bool, dim: int, **options: Any) -> tuple[nn.Sequential, nn.Module]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(dim, dim), nn.Tanh(), nn.Linear(dim, dim))
     plain = plain_copy(model)
@@ -92,7 +93,7 @@ def build(rank: Any, kind: str, raf: bool, dim: int, **options: Any) -> tuple[nn
 @pytest.mark.parametrize("dim", [4, 5])
 @pytest.mark.parametrize("raf", [True, False])
 @pytest.mark.parametrize("kind", ["class", "object"])
-def test_trains_as_replicas_do(rank: Any, kind: str, raf: bool, dim: int) -> None:
+def test_trains_as_replicas_do(rank: Rank, kind: str, raf: bool, dim: int) -> None:
     model, plain = build(rank, kind, raf, dim)
     for step in range(3):
         inputs = batch(rank, step, (3, dim))
@@ -112,7 +113,7 @@ def test_trains_as_replicas_do(rank: Any, kind: str, raf: bool, dim: int) -> Non
 
 
 @world(2)
-def test_the_dtype_of_compute_is_told(rank: Any) -> None:
+def test_the_dtype_of_compute_is_told(rank: Rank) -> None:
     model, _ = build(rank, "class", True, 5, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     output = model(batch(rank, 0, (3, 5)))
     assert output.dtype == torch.bfloat16
@@ -121,7 +122,7 @@ def test_the_dtype_of_compute_is_told(rank: Any) -> None:
 
 
 @world(2)
-def test_what_is_unsharded_is_freed(rank: Any) -> None:
+def test_what_is_unsharded_is_freed(rank: Rank) -> None:
     model, _ = build(rank, "class", True, 4)
     model(batch(rank, 0, (3, 4)))
     inner = model[0]._unit().group.shards.params[0]
@@ -131,7 +132,7 @@ def test_what_is_unsharded_is_freed(rank: Any) -> None:
 
 
 @world(2)
-def test_one_hook_alone_is_refused(rank: Any) -> None:
+def test_one_hook_alone_is_refused(rank: Rank) -> None:
     model = nn.Linear(4, 4)
     fully_shard(model, mesh=rank.mesh())
     local = model.weight._local_tensor
@@ -141,7 +142,7 @@ def test_one_hook_alone_is_refused(rank: Any) -> None:
 
 
 @world(2)
-def test_inputs_without_padding_are_refused_before_a_gather(rank: Any) -> None:
+def test_inputs_without_padding_are_refused_before_a_gather(rank: Rank) -> None:
     model, _ = build(rank, "object", True, 5)
     for layer in (model[0], model[2]):
         local = layer.weight._local_tensor

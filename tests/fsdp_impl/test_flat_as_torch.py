@@ -15,6 +15,7 @@ from torch.distributed.fsdp._flat_param import FlatParameter
 
 import fsdp_impl as ours
 from shardproof.harness import world
+from shardproof.harness.parity import Rank
 from tests.fsdp_impl.replicas import MLP, batch, tower
 
 
@@ -45,7 +46,7 @@ def rich() -> nn.Sequential:
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("policy", [None, policies.ModuleWrapPolicy({MLP, nn.LSTM}), policies.always_wrap_policy])
 @without_theirs_left
-def test_names_shapes_and_values(rank: Any, policy: Any, dtype: Any, use_orig_params: bool, strategy: str) -> None:
+def test_names_shapes_and_values(rank: Rank, policy: Any, dtype: Any, use_orig_params: bool, strategy: str) -> None:
     found = []
     for half in (theirs, ours):
         torch.manual_seed(0)
@@ -80,7 +81,7 @@ class Nosy(nn.Module):
             return self.linear(x)
 
 
-def nosy(half: Any, wrap: Any, rank: Any) -> None:
+def nosy(half: Any, wrap: Any, rank: Rank) -> None:
     inner = Nosy(half)
     model = wrap(inner)
     inner.__dict__["outer"] = model
@@ -127,7 +128,7 @@ def frozen() -> nn.Module:
     return model
 
 
-ERRORS: dict[str, Callable[[Any, Any, Any], Any]] = {
+ERRORS: dict[str, Callable[[Any, Any, Rank], Any]] = {
     "group and mesh": lambda half, wrap, rank: wrap(
         MLP(2), process_group=rank.mesh().get_group(), device_mesh=rank.mesh()
     ),
@@ -187,7 +188,7 @@ ERRORS: dict[str, Callable[[Any, Any, Any], Any]] = {
 @world(2)
 @pytest.mark.parametrize("name", sorted(ERRORS))
 @without_theirs_left
-def test_errors(rank: Any, name: str) -> None:
+def test_errors(rank: Rank, name: str) -> None:
     found = []
     for half in (theirs, ours):
 
@@ -204,7 +205,7 @@ def test_errors(rank: Any, name: str) -> None:
     assert our_text.startswith(their_text.split("\n")[0].rstrip(" .")), (their_text, our_text)
 
 
-WARNINGS: dict[str, Callable[[Any, Any, Any], Any]] = {
+WARNINGS: dict[str, Callable[[Any, Any, Rank], Any]] = {
     "no sharding": lambda half, wrap, rank: wrap(MLP(2), sharding_strategy=half.ShardingStrategy.NO_SHARD),
     "container": lambda half, wrap, rank: wrap(nn.ModuleList([nn.Linear(2, 2)])),
     "ignoring all": lambda half, wrap, rank: wrap(model := nn.Linear(2, 2), ignored_modules=[model]),
@@ -218,7 +219,7 @@ WARNINGS: dict[str, Callable[[Any, Any, Any], Any]] = {
 @world(2)
 @pytest.mark.parametrize("name", sorted(WARNINGS))
 @without_theirs_left
-def test_warnings(rank: Any, name: str) -> None:
+def test_warnings(rank: Rank, name: str) -> None:
     found = []
     for half in (theirs, ours):
 
@@ -235,7 +236,7 @@ def test_warnings(rank: Any, name: str) -> None:
 @world(1)
 @pytest.mark.parametrize("strategy", [None, "FULL_SHARD", "SHARD_GRAD_OP"])
 @without_theirs_left
-def test_one_rank(rank: Any, strategy: str | None) -> None:
+def test_one_rank(rank: Rank, strategy: str | None) -> None:
     found = []
     for half in (theirs, ours):
         with warnings.catch_warnings(record=True) as caught:

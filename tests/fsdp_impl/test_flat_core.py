@@ -10,6 +10,7 @@ from torch import nn
 
 from fsdp_impl import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy
 from shardproof.harness import world
+from shardproof.harness.parity import Rank
 from tests.fsdp_impl.flat_replicas import FULL, NONE, ZERO2, assert_same_whole, texts, wrap, wrap_children
 from tests.fsdp_impl.replicas import (
     ALL_REDUCE,
@@ -27,7 +28,7 @@ from tests.fsdp_impl.replicas import (
 @world(2)
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("strategy", [FULL, ZERO2, NONE])
-def test_trains_as_replicas_do(rank: Any, strategy: ShardingStrategy, use_orig_params: bool) -> None:
+def test_trains_as_replicas_do(rank: Rank, strategy: ShardingStrategy, use_orig_params: bool) -> None:
     model = tower(5)
     plain = plain_copy(model)
     sharded = wrap_children(model, sharding_strategy=strategy, use_orig_params=use_orig_params, device_id=rank.device)
@@ -50,7 +51,7 @@ def test_trains_as_replicas_do(rank: Any, strategy: ShardingStrategy, use_orig_p
 @world(4)
 @pytest.mark.parametrize("strategy", [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2])
 @pytest.mark.parametrize("given", ["mesh", "groups"])
-def test_hybrid_strategies_shard_and_replicate(rank: Any, strategy: ShardingStrategy, given: str) -> None:
+def test_hybrid_strategies_shard_and_replicate(rank: Rank, strategy: ShardingStrategy, given: str) -> None:
     mesh = rank.mesh((2, 2), ("replicate", "shard"))
     where: dict[str, Any] = {"device_mesh": mesh}
     if given == "groups":
@@ -74,7 +75,7 @@ def test_hybrid_strategies_shard_and_replicate(rank: Any, strategy: ShardingStra
 
 @world(2)
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
-def test_hybrid_groups_of_one(rank: Any, shape: tuple[int, int]) -> None:
+def test_hybrid_groups_of_one(rank: Rank, shape: tuple[int, int]) -> None:
     """Shards over one rank are no shards, but what is replicated is averaged all the same."""
     mesh = rank.mesh(shape, ("replicate", "shard"))
     options = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh, "device_id": rank.device}
@@ -94,7 +95,7 @@ def test_hybrid_groups_of_one(rank: Any, shape: tuple[int, int]) -> None:
 @world(2)
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("strategy", [FULL, ZERO2, NONE])
-def test_counts_of_collectives(rank: Any, strategy: ShardingStrategy, use_orig_params: bool) -> None:
+def test_counts_of_collectives(rank: Rank, strategy: ShardingStrategy, use_orig_params: bool) -> None:
     """F units: F gathers in forward and F - 1 in backward, or none; F reductions, or none inside ``no_sync``."""
     units = 4
     model = wrap_children(tower(5), sharding_strategy=strategy, use_orig_params=use_orig_params, device_id=rank.device)
@@ -131,7 +132,7 @@ def test_counts_of_collectives(rank: Any, strategy: ShardingStrategy, use_orig_p
 @pytest.mark.parametrize("prefetch", [BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None])
 @pytest.mark.parametrize("forward_prefetch", [False, True])
 def test_prefetch_changes_nothing_but_the_order(
-    rank: Any, prefetch: BackwardPrefetch | None, forward_prefetch: bool, use_orig_params: bool
+    rank: Rank, prefetch: BackwardPrefetch | None, forward_prefetch: bool, use_orig_params: bool
 ) -> None:
     model = tower(5)
     plain = plain_copy(model)
@@ -157,7 +158,7 @@ def test_prefetch_changes_nothing_but_the_order(
 @world(2)
 @pytest.mark.parametrize("strategy", [FULL, NONE])
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_memory_formats_are_kept(rank: Any, strategy: Any, use_orig_params: bool) -> None:
+def test_memory_formats_are_kept(rank: Rank, strategy: Any, use_orig_params: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), nn.Conv2d(4, 2, 3))
     plain = plain_copy(model)
@@ -181,7 +182,7 @@ def test_memory_formats_are_kept(rank: Any, strategy: Any, use_orig_params: bool
 
 
 @world(2)
-def test_the_root_alone_may_be_asked(rank: Any) -> None:
+def test_the_root_alone_may_be_asked(rank: Rank) -> None:
     model = wrap_children(tower(5, 1), device_id=rank.device)
     assert model.check_is_root() and not model[1].check_is_root()
     with (
@@ -196,7 +197,7 @@ def test_the_root_alone_may_be_asked(rank: Any) -> None:
 
 
 @world(2)
-def test_the_wrapper_stands_for_its_module(rank: Any) -> None:
+def test_the_wrapper_stands_for_its_module(rank: Rank) -> None:
     inner = tower(5, 2)
     inner.answer = 42  # type: ignore[assignment]
     model = wrap_children(inner, device_id=rank.device)
@@ -211,7 +212,7 @@ def test_the_wrapper_stands_for_its_module(rank: Any) -> None:
 
 
 @world(2)
-def test_shards_are_cut_anywhere(rank: Any) -> None:
+def test_shards_are_cut_anywhere(rank: Rank) -> None:
     model = nn.Sequential(nn.Linear(5, 5, bias=False), nn.Linear(5, 7))
     model[0], model[1] = (wrap(layer, use_orig_params=True, device_id=rank.device) for layer in model)
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
@@ -224,7 +225,7 @@ def test_shards_are_cut_anywhere(rank: Any) -> None:
 
 @world(1)
 @pytest.mark.parametrize("strategy", [None, FULL, ZERO2])
-def test_one_rank_shards_nothing(rank: Any, strategy: ShardingStrategy | None) -> None:
+def test_one_rank_shards_nothing(rank: Rank, strategy: ShardingStrategy | None) -> None:
     models: list[FullyShardedDataParallel] = []
     found = texts(
         lambda: models.append(FullyShardedDataParallel(tower(5, 1), sharding_strategy=strategy, device_id=rank.device))
@@ -236,7 +237,7 @@ def test_one_rank_shards_nothing(rank: Any, strategy: ShardingStrategy | None) -
 
 @world(2)
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_tied_parameters_are_one(rank: Any, use_orig_params: bool) -> None:
+def test_tied_parameters_are_one(rank: Rank, use_orig_params: bool) -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -264,7 +265,7 @@ def test_tied_parameters_are_one(rank: Any, use_orig_params: bool) -> None:
 
 
 @world(2)
-def test_a_parameter_of_two_units_is_refused(rank: Any) -> None:
+def test_a_parameter_of_two_units_is_refused(rank: Rank) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = model[0].weight
     model[0] = wrap(model[0], use_orig_params=True, device_id=rank.device)
@@ -275,7 +276,7 @@ def test_a_parameter_of_two_units_is_refused(rank: Any) -> None:
 @world(2)
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("strategy", [FULL, ZERO2, NONE])
-def test_evaluation_sees_the_latest_parameters(rank: Any, strategy: ShardingStrategy, use_orig_params: bool) -> None:
+def test_evaluation_sees_the_latest_parameters(rank: Rank, strategy: ShardingStrategy, use_orig_params: bool) -> None:
     model = wrap_children(
         tower(5, 1), sharding_strategy=strategy, use_orig_params=use_orig_params, device_id=rank.device
     )
@@ -292,7 +293,7 @@ def test_evaluation_sees_the_latest_parameters(rank: Any, strategy: ShardingStra
 
 
 @world(2)
-def test_groups_need_not_be_the_world(rank: Any) -> None:
+def test_groups_need_not_be_the_world(rank: Rank) -> None:
     groups = [dist.new_group([index]) for index in range(rank.world_size)]
     model = tower(5, 1)
     with pytest.warns(UserWarning, match="FSDP is switching to use `NO_SHARD`"):

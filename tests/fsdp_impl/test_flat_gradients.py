@@ -8,6 +8,7 @@ from torch import nn
 
 from fsdp_impl import ShardingStrategy
 from shardproof.harness import world
+from shardproof.harness.parity import Rank
 from tests.fsdp_impl.flat_replicas import FULL, NONE, ZERO2, assert_same_whole, texts, wrap, wrap_children
 from tests.fsdp_impl.replicas import (
     REDUCE,
@@ -25,7 +26,7 @@ from tests.fsdp_impl.replicas import (
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("pattern", [(False, True, False, True), (True, False, True), (False, False, True)])
 def test_gradients_accumulate_with_and_without_reductions(
-    rank: Any, strategy: ShardingStrategy, use_orig_params: bool, pattern: tuple[bool, ...]
+    rank: Rank, strategy: ShardingStrategy, use_orig_params: bool, pattern: tuple[bool, ...]
 ) -> None:
     model = tower(5, 2)
     plain = plain_copy(model)
@@ -52,7 +53,7 @@ def test_gradients_accumulate_with_and_without_reductions(
 @pytest.mark.parametrize("set_to_none", [False, True])
 @pytest.mark.parametrize("when", ["before", "between"])
 def test_zero_grad_forgets_what_no_sync_accumulated(
-    rank: Any, use_orig_params: bool, set_to_none: bool, when: str
+    rank: Rank, use_orig_params: bool, set_to_none: bool, when: str
 ) -> None:
     model = tower(5, 1)
     plain = plain_copy(model)
@@ -76,7 +77,7 @@ def test_zero_grad_forgets_what_no_sync_accumulated(
 
 
 @world(2)
-def test_some_of_what_no_sync_accumulated_may_be_dropped(rank: Any) -> None:
+def test_some_of_what_no_sync_accumulated_may_be_dropped(rank: Rank) -> None:
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
     plain = plain_copy(model)
     sharded = wrap(model, use_orig_params=True, device_id=rank.device)
@@ -91,7 +92,7 @@ def test_some_of_what_no_sync_accumulated_may_be_dropped(rank: Any) -> None:
 
 
 @world(2)
-def test_no_sync_shows_whole_gradients(rank: Any) -> None:
+def test_no_sync_shows_whole_gradients(rank: Rank) -> None:
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
     plain = plain_copy(model)
     sharded = wrap(model, use_orig_params=True, device_id=rank.device)
@@ -106,7 +107,7 @@ def test_no_sync_shows_whole_gradients(rank: Any) -> None:
 
 @world(2)
 @pytest.mark.parametrize("strategy", [FULL, ZERO2, NONE])
-def test_a_unit_that_only_an_earlier_microbatch_used_is_reduced_too(rank: Any, strategy: Any) -> None:
+def test_a_unit_that_only_an_earlier_microbatch_used_is_reduced_too(rank: Rank, strategy: Any) -> None:
     model = tower(5, 2)
     plain = plain_copy(model)
     sharded = wrap_children(model, sharding_strategy=strategy, use_orig_params=True, device_id=rank.device)
@@ -123,7 +124,7 @@ def test_a_unit_that_only_an_earlier_microbatch_used_is_reduced_too(rank: Any, s
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("strategy", [FULL, ZERO2, NONE])
 @pytest.mark.parametrize("p", [1.0, 2.0, float("inf")])
-def test_clips_by_the_norm_of_all(rank: Any, p: float, strategy: ShardingStrategy, use_orig_params: bool) -> None:
+def test_clips_by_the_norm_of_all(rank: Rank, p: float, strategy: ShardingStrategy, use_orig_params: bool) -> None:
     model = tower(5)
     plain = plain_copy(model)
     sharded = wrap_children(model, sharding_strategy=strategy, use_orig_params=use_orig_params, device_id=rank.device)
@@ -140,7 +141,7 @@ def test_clips_by_the_norm_of_all(rank: Any, p: float, strategy: ShardingStrateg
 
 
 @world(2)
-def test_clipping_without_gradients_warns(rank: Any) -> None:
+def test_clipping_without_gradients_warns(rank: Rank) -> None:
     model = wrap_children(tower(5, 1), device_id=rank.device)
     norms: list[torch.Tensor] = []
     found = texts(lambda: norms.append(model.clip_grad_norm_(1.0)))
@@ -152,7 +153,7 @@ def test_clipping_without_gradients_warns(rank: Any) -> None:
 
 
 @world(2)
-def test_a_rank_without_elements_clips_with_the_others(rank: Any) -> None:
+def test_a_rank_without_elements_clips_with_the_others(rank: Rank) -> None:
     model = wrap(nn.Linear(1, 1, bias=False), use_orig_params=True, device_id=rank.device)
     model(torch.full((1, 1), 3.0, device=rank.device)).sum().backward()
     norms: list[torch.Tensor] = []
@@ -163,7 +164,7 @@ def test_a_rank_without_elements_clips_with_the_others(rank: Any) -> None:
 
 @world(2)
 @pytest.mark.parametrize("set_to_none", [False, True])
-def test_two_optimizers_and_groups_of_parameters(rank: Any, set_to_none: bool) -> None:
+def test_two_optimizers_and_groups_of_parameters(rank: Rank, set_to_none: bool) -> None:
     model = tower(5, 1)
     plain = plain_copy(model)
     sharded = wrap_children(model, use_orig_params=True, device_id=rank.device)

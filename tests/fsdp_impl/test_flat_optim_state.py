@@ -19,6 +19,7 @@ from fsdp_impl import (
 )
 from fsdp_impl.common import dtensor
 from shardproof.harness import world
+from shardproof.harness.parity import Rank
 from tests.fsdp_impl.flat_replicas import FULL, NONE, wrap, wrap_children
 from tests.fsdp_impl.replicas import average_gradients, batch, plain_copy, tower
 
@@ -40,7 +41,7 @@ def adam(model: Any, *, splits: bool = False) -> torch.optim.Optimizer:
 
 
 def step(
-    rank: Any, model: nn.Module, optimizer: torch.optim.Optimizer, number: int, *, index: int | None = None
+    rank: Rank, model: nn.Module, optimizer: torch.optim.Optimizer, number: int, *, index: int | None = None
 ) -> Any:
     loss = model(batch(rank, number, (3, 5), index=index)).square().sum()
     loss.backward()
@@ -76,7 +77,7 @@ def saved(model: nn.Module, optimizer: torch.optim.Optimizer, kind: StateDictTyp
 @pytest.mark.parametrize("strategy", [FULL, NONE])
 @pytest.mark.parametrize("kind", [WHOLE, SHARDED])
 def test_state_is_that_of_the_plain_model(
-    rank: Any, kind: StateDictType, strategy: ShardingStrategy, use_orig_params: bool
+    rank: Rank, kind: StateDictType, strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     model = tower(5, 2).to(rank.device)
     plain = plain_copy(model)
@@ -101,7 +102,7 @@ def test_state_is_that_of_the_plain_model(
 @ORIGINALS
 @pytest.mark.parametrize("kind", [WHOLE, SHARDED])
 @pytest.mark.parametrize("onto", ["same", "other"])
-def test_training_goes_on(rank: Any, onto: str, kind: StateDictType, use_orig_params: bool) -> None:
+def test_training_goes_on(rank: Rank, onto: str, kind: StateDictType, use_orig_params: bool) -> None:
     """Into a new model of the same wrapping bit for bit, because shards are as they were; into another one closely."""
     source = wrap_children(tower(5, 2).to(rank.device), use_orig_params=use_orig_params, device_id=rank.device)
     optimizer = adam(source)
@@ -128,7 +129,7 @@ def test_training_goes_on(rank: Any, onto: str, kind: StateDictType, use_orig_pa
 
 @world(2)
 @ORIGINALS
-def test_only_the_first_rank_gives_and_takes(rank: Any, use_orig_params: bool) -> None:
+def test_only_the_first_rank_gives_and_takes(rank: Rank, use_orig_params: bool) -> None:
     model = wrap_children(tower(5, 2).to(rank.device), use_orig_params=use_orig_params, device_id=rank.device)
     optimizer = adam(model)
     step(rank, model, optimizer, 0)
@@ -154,7 +155,7 @@ def test_only_the_first_rank_gives_and_takes(rank: Any, use_orig_params: bool) -
 @world(4)
 @ORIGINALS
 @pytest.mark.parametrize("kind", [WHOLE, SHARDED])
-def test_goes_to_another_number_of_ranks(rank: Any, kind: StateDictType, use_orig_params: bool) -> None:
+def test_goes_to_another_number_of_ranks(rank: Rank, kind: StateDictType, use_orig_params: bool) -> None:
     """Saved by four ranks, loaded by groups of two of them."""
     model = wrap_children(tower(5, 2).to(rank.device), use_orig_params=use_orig_params, device_id=rank.device)
     optimizer = adam(model)
@@ -171,7 +172,7 @@ def test_goes_to_another_number_of_ranks(rank: Any, kind: StateDictType, use_ori
 @world(4)
 @ORIGINALS
 @pytest.mark.parametrize("kind", [WHOLE, SHARDED])
-def test_beside_tensor_parallelism(rank: Any, kind: StateDictType, use_orig_params: bool) -> None:
+def test_beside_tensor_parallelism(rank: Rank, kind: StateDictType, use_orig_params: bool) -> None:
     mesh = rank.mesh((2, 2), ("dp", "tp"))
 
     def make() -> Trained:
@@ -196,7 +197,7 @@ def test_beside_tensor_parallelism(rank: Any, kind: StateDictType, use_orig_para
 
 
 @world(2)
-def test_frozen_and_unmanaged_parameters(rank: Any) -> None:
+def test_frozen_and_unmanaged_parameters(rank: Rank) -> None:
     """What was never trained has no state; what no wrapper has keeps its own."""
     model = tower(5, 2).to(rank.device)
     model[1].in_proj.requires_grad_(False)
@@ -213,7 +214,7 @@ def test_frozen_and_unmanaged_parameters(rank: Any) -> None:
 
 
 @world(2)
-def test_by_names_and_by_numbers(rank: Any) -> None:
+def test_by_names_and_by_numbers(rank: Rank) -> None:
     """A sharded model's state dict into the plain model's optimizer and back."""
     model = tower(5, 2).to(rank.device)
     plain = plain_copy(model)
@@ -240,7 +241,7 @@ def test_by_names_and_by_numbers(rank: Any) -> None:
 
 @world(2)
 @ORIGINALS
-def test_what_a_user_can_get_wrong(rank: Any, use_orig_params: bool) -> None:
+def test_what_a_user_can_get_wrong(rank: Rank, use_orig_params: bool) -> None:
     model = wrap_children(tower(5, 2).to(rank.device), use_orig_params=use_orig_params, device_id=rank.device)
     params = list(model.parameters())
     optimizer = torch.optim.Adam(params if rank.index == 0 else params[:-1])

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import wrap as policies
 
 from fsdp_impl import CPUOffload, FullyShardedDataParallel, ShardingStrategy
 from shardproof.harness import world
+from shardproof.harness.parity import Rank
 from tests.fsdp_impl.flat_replicas import FULL, NONE, ZERO2, assert_same_whole, texts, wrap, wrap_children
 from tests.fsdp_impl.replicas import MLP, average_gradients, batch, plain_copy, tower
 
@@ -46,7 +47,7 @@ def wrapped(model: nn.Module) -> list[str]:
         (has_30_left, ["", "0"]),
     ],
 )
-def test_policies_choose_the_units(rank: Any, policy: Any, expected: list[str], use_orig_params: bool) -> None:
+def test_policies_choose_the_units(rank: Rank, policy: Any, expected: list[str], use_orig_params: bool) -> None:
     model = tower(5, 2)
     plain = plain_copy(model)
     sharded = wrap(model, auto_wrap_policy=policy, use_orig_params=use_orig_params, device_id=rank.device)
@@ -60,7 +61,7 @@ def test_policies_choose_the_units(rank: Any, policy: Any, expected: list[str], 
 
 
 @world(2)
-def test_a_policy_may_give_other_options(rank: Any) -> None:
+def test_a_policy_may_give_other_options(rank: Rank) -> None:
     model = tower(5, 2)
     policy = policies.CustomPolicy(lambda module: {"sharding_strategy": ZERO2} if module is model[1] else False)
     sharded = wrap(model, auto_wrap_policy=policy, device_id=rank.device)
@@ -68,7 +69,7 @@ def test_a_policy_may_give_other_options(rank: Any) -> None:
 
 
 @world(2)
-def test_a_module_that_stands_twice_is_wrapped_once(rank: Any) -> None:
+def test_a_module_that_stands_twice_is_wrapped_once(rank: Rank) -> None:
     shared = MLP(5)
     model = nn.Sequential(shared, nn.Linear(5, 5), shared)
     sharded = wrap(model, auto_wrap_policy=policies.ModuleWrapPolicy({MLP}), device_id=rank.device)
@@ -77,7 +78,7 @@ def test_a_module_that_stands_twice_is_wrapped_once(rank: Any) -> None:
 
 
 @world(2)
-def test_wrapping_by_hand_and_by_policy_do_not_mix(rank: Any) -> None:
+def test_wrapping_by_hand_and_by_policy_do_not_mix(rank: Rank) -> None:
     model = tower(5, 2)
     model[1] = wrap(model[1], device_id=rank.device)
     with pytest.raises(ValueError, match="requires modules to not already have FSDP applied but found 1 in"):
@@ -86,7 +87,7 @@ def test_wrapping_by_hand_and_by_policy_do_not_mix(rank: Any) -> None:
 
 @world(2)
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_a_policy_is_told_of_frozen_parameters(rank: Any, use_orig_params: bool) -> None:
+def test_a_policy_is_told_of_frozen_parameters(rank: Rank, use_orig_params: bool) -> None:
     model = tower(5, 1)
     model[1].in_proj.bias.requires_grad_(False)
     policy = policies.ModuleWrapPolicy({MLP})
@@ -104,7 +105,7 @@ def test_a_policy_is_told_of_frozen_parameters(rank: Any, use_orig_params: bool)
 @world(2)
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("how", ["ignored_modules", "modules as states", "parameters as states"])
-def test_what_is_ignored_stays(rank: Any, how: str, use_orig_params: bool) -> None:
+def test_what_is_ignored_stays(rank: Rank, how: str, use_orig_params: bool) -> None:
     model = tower(5, 2).to(rank.device)  # device_id moves nothing that is ignored
     plain = plain_copy(model)
     left = list(model[1].in_proj.parameters())
@@ -128,7 +129,7 @@ def test_what_is_ignored_stays(rank: Any, how: str, use_orig_params: bool) -> No
 
 
 @world(1)
-def test_what_cannot_be_ignored(rank: Any) -> None:
+def test_what_cannot_be_ignored(rank: Rank) -> None:
     def build(model: nn.Module | None = None, **options: Any) -> FullyShardedDataParallel:
         return wrap(model or tower(5, 1), sharding_strategy=NONE, device_id=rank.device, **options)
 
@@ -151,7 +152,7 @@ def test_what_cannot_be_ignored(rank: Any) -> None:
 
 
 @world(2)
-def test_a_wrapper_without_parameters_runs(rank: Any) -> None:
+def test_a_wrapper_without_parameters_runs(rank: Rank) -> None:
     model = wrap(nn.Sequential(wrap(nn.Tanh(), device_id=rank.device), nn.Linear(4, 4)), device_id=rank.device)
     model(batch(rank, 0, (2, 4)).requires_grad_()).sum().backward()
     assert model[0]._flat_param is None and model._flat_param.grad is not None
@@ -161,7 +162,7 @@ def test_a_wrapper_without_parameters_runs(rank: Any) -> None:
 
 
 @world(2)
-def test_groups_and_meshes_exclude_each_other(rank: Any) -> None:
+def test_groups_and_meshes_exclude_each_other(rank: Rank) -> None:
     mesh = rank.mesh()
     hybrid = ShardingStrategy.HYBRID_SHARD
     for options, text in (
@@ -176,7 +177,7 @@ def test_groups_and_meshes_exclude_each_other(rank: Any) -> None:
 
 
 @world(2)
-def test_hybrid_groups_are_shared_by_the_units_of_a_policy(rank: Any) -> None:
+def test_hybrid_groups_are_shared_by_the_units_of_a_policy(rank: Rank) -> None:
     before = len(dist.distributed_c10d._world.pg_map)
     model = wrap(
         tower(5, 2),
@@ -195,7 +196,7 @@ def test_hybrid_groups_are_shared_by_the_units_of_a_policy(rank: Any) -> None:
 @world(2)
 @pytest.mark.parametrize("strategy", [FULL, NONE])
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_the_first_rank_gives_the_values(rank: Any, strategy: Any, use_orig_params: bool) -> None:
+def test_the_first_rank_gives_the_values(rank: Rank, strategy: Any, use_orig_params: bool) -> None:
     torch.manual_seed(rank.index)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last))
     nn.init.normal_(model[1].weight)
@@ -211,7 +212,7 @@ def test_the_first_rank_gives_the_values(rank: Any, strategy: Any, use_orig_para
 
 
 @world(4)
-def test_the_first_rank_gives_the_values_to_replicas_too(rank: Any) -> None:
+def test_the_first_rank_gives_the_values_to_replicas_too(rank: Rank) -> None:
     torch.manual_seed(rank.index)
     model = MLP(5).to(rank.device)
     expected = rank.exchange([param.detach().clone() for param in model.parameters()])[0]
@@ -246,7 +247,7 @@ class Own(nn.Module):
 @world(2)
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("by", ["reset_parameters", "param_init_fn"])
-def test_modules_without_values_get_some(rank: Any, by: str, use_orig_params: bool) -> None:
+def test_modules_without_values_get_some(rank: Rank, by: str, use_orig_params: bool) -> None:
     def init(module: nn.Module) -> None:
         if list(module.parameters(recurse=False)):
             module.to_empty(device=rank.device, recurse=False)
@@ -271,7 +272,7 @@ def test_modules_without_values_get_some(rank: Any, by: str, use_orig_params: bo
 
 
 @world(1)
-def test_without_a_way_to_values_it_says_whose(rank: Any) -> None:
+def test_without_a_way_to_values_it_says_whose(rank: Rank) -> None:
     class Bare(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -285,7 +286,7 @@ def test_without_a_way_to_values_it_says_whose(rank: Any) -> None:
 
 
 @world(1)
-def test_parameters_that_cannot_be_flattened(rank: Any) -> None:
+def test_parameters_that_cannot_be_flattened(rank: Rank) -> None:
     def build(*params: torch.Tensor) -> FullyShardedDataParallel:
         model = nn.Module()
         model.params = nn.ParameterList([nn.Parameter(param, param.is_floating_point()) for param in params])
@@ -302,7 +303,7 @@ def test_parameters_that_cannot_be_flattened(rank: Any) -> None:
 
 
 @world(2)
-def test_options_that_all_units_must_share(rank: Any) -> None:
+def test_options_that_all_units_must_share(rank: Rank) -> None:
     for name, option in (("limit_all_gathers", "limit_all_gathers"), ("_use_orig_params", "use_orig_params")):
         model = tower(5, 1)
         model[1] = wrap(model[1], device_id=rank.device, **{option: False})
@@ -312,14 +313,14 @@ def test_options_that_all_units_must_share(rank: Any) -> None:
 
 
 @world(2)
-def test_containers_without_forward_are_reported(rank: Any) -> None:
+def test_containers_without_forward_are_reported(rank: Rank) -> None:
     with pytest.warns(UserWarning, match="FSDP will not all-gather parameters for containers that do not implement"):
         wrap(nn.ModuleList([nn.Linear(2, 2)]), device_id=rank.device)
 
 
 @world(2)
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_the_cpu_needs_no_asking(rank: Any, use_orig_params: bool) -> None:
+def test_the_cpu_needs_no_asking(rank: Rank, use_orig_params: bool) -> None:
     if rank.device.type != "cpu":
         return
     assert texts(lambda: FullyShardedDataParallel(tower(5, 1))) == []
@@ -329,7 +330,7 @@ def test_the_cpu_needs_no_asking(rank: Any, use_orig_params: bool) -> None:
 
 
 @world(2)
-def test_on_accelerators_devices_must_agree(rank: Any) -> None:
+def test_on_accelerators_devices_must_agree(rank: Rank) -> None:
     if rank.device.type == "cpu":
         return
     (found,) = texts(lambda: FullyShardedDataParallel(nn.Linear(2, 2)))

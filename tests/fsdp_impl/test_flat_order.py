@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardproof.harness import world
+from shardproof.harness.parity import Rank
 from tests.fsdp_impl.flat_replicas import FULL, NONE, ZERO2, wrap
 from tests.fsdp_impl.replicas import ALL_REDUCE, GATHER, REDUCE, batch, counts
 
@@ -42,7 +43,7 @@ def checked() -> Iterator[None]:
         dist.set_debug_level(before)
 
 
-def sharded(rank: Any, strategy: Any, **options: Any) -> Any:
+def sharded(rank: Rank, strategy: Any, **options: Any) -> Any:
     model = Paths()
     for name in ("a", "b"):
         setattr(model, name, wrap(getattr(model, name), sharding_strategy=strategy, device_id=rank.device, **options))
@@ -50,7 +51,7 @@ def sharded(rank: Any, strategy: Any, **options: Any) -> Any:
         return wrap(model, sharding_strategy=strategy, device_id=rank.device, **options)
 
 
-def train(rank: Any, model: nn.Module) -> list[str]:
+def train(rank: Rank, model: nn.Module) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model(batch(rank, 0, (8, 5))).sum().backward()
@@ -65,7 +66,7 @@ def train(rank: Any, model: nn.Module) -> list[str]:
     [("b", "is all-gathering parameters for [['b.0.weight', 'b.2.weight']]"), ("", "is not all-gathering any more")],
 )
 def test_the_first_forward_raises_on_every_rank(
-    rank: Any, path: str, doing: str, strategy: Any, use_orig_params: bool
+    rank: Rank, path: str, doing: str, strategy: Any, use_orig_params: bool
 ) -> None:
     model = sharded(rank, strategy, use_orig_params=use_orig_params)
     if rank.index == rank.world_size - 1:
@@ -96,7 +97,7 @@ def test_the_first_forward_raises_on_every_rank(
         ("", "all-gather for [['a.weight']] but ending the forward"),
     ],
 )
-def test_a_later_forward_warns_once(rank: Any, strategy: Any, before: int, path: str, found: str) -> None:
+def test_a_later_forward_warns_once(rank: Rank, strategy: Any, before: int, path: str, found: str) -> None:
     model = sharded(rank, strategy)
     for _ in range(before):
         assert train(rank, model) == []
@@ -111,7 +112,7 @@ def test_a_later_forward_warns_once(rank: Any, strategy: Any, before: int, path:
 
 @world(2)
 @pytest.mark.parametrize("strategy", [FULL, ZERO2])
-def test_evaluation_is_not_checked(rank: Any, strategy: Any) -> None:
+def test_evaluation_is_not_checked(rank: Rank, strategy: Any) -> None:
     model = sharded(rank, strategy)
     for _ in range(2):
         model.train()
@@ -126,7 +127,7 @@ def test_evaluation_is_not_checked(rank: Any, strategy: Any) -> None:
 
 
 @world(2)
-def test_one_small_reduction_for_each_unit_in_the_first_forward_alone(rank: Any) -> None:
+def test_one_small_reduction_for_each_unit_in_the_first_forward_alone(rank: Rank) -> None:
     model = sharded(rank, FULL)
     found = [counts(lambda: train(rank, model)) for _ in range(2)]
     assert found == [
@@ -136,7 +137,7 @@ def test_one_small_reduction_for_each_unit_in_the_first_forward_alone(rank: Any)
 
 
 @world(2)
-def test_without_the_debug_level_nothing_is_checked(rank: Any) -> None:
+def test_without_the_debug_level_nothing_is_checked(rank: Rank) -> None:
     model = Paths()
     model.a, model.b = (wrap(layer, device_id=rank.device) for layer in (model.a, model.b))
     model = wrap(model, device_id=rank.device)

@@ -8,13 +8,14 @@ from torch import nn
 
 from fsdp_impl import FullyShardedDataParallel
 from shardproof.harness import world
+from shardproof.harness.parity import Rank
 from tests.fsdp_impl.flat_replicas import FULL, NONE, ZERO2, assert_same_whole, wrap, wrap_children
 from tests.fsdp_impl.replicas import average_gradients, batch, plain_copy, tower
 
 
 @world(2)
 @pytest.mark.parametrize("strategy", [FULL, ZERO2, NONE])
-def test_parameters_are_the_same_objects_and_live_in_one_memory(rank: Any, strategy: Any) -> None:
+def test_parameters_are_the_same_objects_and_live_in_one_memory(rank: Rank, strategy: Any) -> None:
     model = tower(5, 1)
     before = dict(model.named_parameters())
     sharded = wrap_children(model, sharding_strategy=strategy, use_orig_params=True, device_id=rank.device)
@@ -38,7 +39,7 @@ def test_parameters_are_the_same_objects_and_live_in_one_memory(rank: Any, strat
 
 
 @world(2)
-def test_within_forward_modules_hold_plain_views(rank: Any) -> None:
+def test_within_forward_modules_hold_plain_views(rank: Rank) -> None:
     for use_orig_params in (False, True):
         seen: list[torch.Tensor] = []
         sharded = wrap(tower(5, 1), use_orig_params=use_orig_params, device_id=rank.device)
@@ -55,7 +56,7 @@ def test_within_forward_modules_hold_plain_views(rank: Any) -> None:
 @world(2)
 @pytest.mark.parametrize("strategy", [FULL, ZERO2, NONE])
 @pytest.mark.parametrize("how", ["parameter", "data"])
-def test_replaced_parameters_are_written_back(rank: Any, how: str, strategy: Any) -> None:
+def test_replaced_parameters_are_written_back(rank: Rank, how: str, strategy: Any) -> None:
     model = tower(5, 1)
     plain = plain_copy(model)
     sharded = wrap_children(model, sharding_strategy=strategy, use_orig_params=True, device_id=rank.device)
@@ -78,7 +79,7 @@ def test_replaced_parameters_are_written_back(rank: Any, how: str, strategy: Any
 
 
 @world(2)
-def test_another_shape_cannot_be_written_back(rank: Any) -> None:
+def test_another_shape_cannot_be_written_back(rank: Rank) -> None:
     sharded = wrap(nn.Linear(5, 5, bias=False), use_orig_params=True, device_id=rank.device)
     sharded.module.weight = nn.Parameter(torch.zeros(2, device=rank.device))
     held = 13 if rank.index == 0 else 12
@@ -88,7 +89,7 @@ def test_another_shape_cannot_be_written_back(rank: Any) -> None:
 
 
 @world(2)
-def test_shared_parameters_cannot_be_replaced_one_by_one(rank: Any) -> None:
+def test_shared_parameters_cannot_be_replaced_one_by_one(rank: Rank) -> None:
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     model[1].weight = model[0].weight
     sharded = wrap(model, use_orig_params=True, device_id=rank.device)
@@ -99,7 +100,7 @@ def test_shared_parameters_cannot_be_replaced_one_by_one(rank: Any) -> None:
 
 @world(2)
 @pytest.mark.parametrize("how", ["parameter", "data"])
-def test_kept_parameters_may_not_change_before_backward(rank: Any, how: str) -> None:
+def test_kept_parameters_may_not_change_before_backward(rank: Rank, how: str) -> None:
     linear = nn.Linear(5, 7)  # both ranks hold a part of its weight
     sharded = wrap(linear, sharding_strategy=ZERO2, use_orig_params=True, device_id=rank.device)
     loss = sharded(batch(rank, 0, (2, 5))).sum()
@@ -113,7 +114,7 @@ def test_kept_parameters_may_not_change_before_backward(rank: Any, how: str) -> 
 
 
 @world(2)
-def test_parameters_may_be_frozen_and_thawed_between_steps(rank: Any) -> None:
+def test_parameters_may_be_frozen_and_thawed_between_steps(rank: Rank) -> None:
     model = tower(5, 2)
     plain = plain_copy(model)
     sharded = wrap_children(model, use_orig_params=True, device_id=rank.device)
@@ -133,7 +134,7 @@ def test_parameters_may_be_frozen_and_thawed_between_steps(rank: Any) -> None:
 
 @world(2)
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_recurrent_layers_know_their_weights(rank: Any, use_orig_params: bool) -> None:
+def test_recurrent_layers_know_their_weights(rank: Rank, use_orig_params: bool) -> None:
     class Recurrent(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -162,7 +163,7 @@ def test_recurrent_layers_know_their_weights(rank: Any, use_orig_params: bool) -
 @world(2)
 @pytest.mark.parametrize("strategy", [FULL, ZERO2, NONE])
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_hooks_see_the_reduced_gradient(rank: Any, strategy: Any, use_orig_params: bool) -> None:
+def test_hooks_see_the_reduced_gradient(rank: Rank, strategy: Any, use_orig_params: bool) -> None:
     sharded = wrap_children(
         tower(5, 1), sharding_strategy=strategy, use_orig_params=use_orig_params, device_id=rank.device
     )
@@ -181,7 +182,7 @@ def test_hooks_see_the_reduced_gradient(rank: Any, strategy: Any, use_orig_param
 
 
 @world(2)
-def test_optimizers_in_backward_need_the_originals(rank: Any) -> None:
+def test_optimizers_in_backward_need_the_originals(rank: Rank) -> None:
     from torch.distributed.optim import _apply_optimizer_in_backward
 
     model = tower(5, 1)

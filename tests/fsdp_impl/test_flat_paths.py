@@ -8,6 +8,7 @@ from torch import nn
 
 from fsdp_impl import BackwardPrefetch, FullyShardedDataParallel
 from shardproof.harness import world
+from shardproof.harness.parity import Rank
 from tests.fsdp_impl.flat_replicas import FULL, ZERO2, assert_same_whole, wrap, wrap_children
 from tests.fsdp_impl.replicas import (
     GATHER,
@@ -25,7 +26,7 @@ from tests.fsdp_impl.replicas import (
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("input_needs_grad", [False, True])
-def test_frozen_units_train_around(rank: Any, use_orig_params: bool, when: str, input_needs_grad: bool) -> None:
+def test_frozen_units_train_around(rank: Rank, use_orig_params: bool, when: str, input_needs_grad: bool) -> None:
     model = tower(5)
     plain = plain_copy(model)
     plain[1].requires_grad_(False)
@@ -57,7 +58,7 @@ def test_frozen_units_train_around(rank: Any, use_orig_params: bool, when: str, 
 
 @world(2)
 @pytest.mark.parametrize("prefetch", list(BackwardPrefetch))
-def test_what_backward_does_not_reach_is_not_gathered(rank: Any, prefetch: BackwardPrefetch) -> None:
+def test_what_backward_does_not_reach_is_not_gathered(rank: Rank, prefetch: BackwardPrefetch) -> None:
     model = tower(5)[1:]
     model[0].requires_grad_(False)
     for index in range(3):
@@ -72,7 +73,7 @@ def test_what_backward_does_not_reach_is_not_gathered(rank: Any, prefetch: Backw
 @world(2)
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("strategy", [FULL, ZERO2])
-def test_a_unit_is_freed_once_backward_has_passed(rank: Any, strategy: Any, frozen: bool) -> None:
+def test_a_unit_is_freed_once_backward_has_passed(rank: Rank, strategy: Any, frozen: bool) -> None:
     model = tower(5, 3)
     model[2].requires_grad_(not frozen)
     sharded = wrap_children(model, sharding_strategy=strategy, device_id=rank.device)
@@ -87,7 +88,7 @@ def test_a_unit_is_freed_once_backward_has_passed(rank: Any, strategy: Any, froz
 
 
 @world(2)
-def test_one_unit_may_mix_frozen_parameters_with_originals_only(rank: Any) -> None:
+def test_one_unit_may_mix_frozen_parameters_with_originals_only(rank: Rank) -> None:
     model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
     model[0].weight.requires_grad_(False)
     plain = plain_copy(model)
@@ -104,7 +105,7 @@ def test_one_unit_may_mix_frozen_parameters_with_originals_only(rank: Any) -> No
 
 @world(2)
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_unused_outputs_and_units(rank: Any, use_orig_params: bool) -> None:
+def test_unused_outputs_and_units(rank: Rank, use_orig_params: bool) -> None:
     class Heads(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -139,7 +140,7 @@ def test_unused_outputs_and_units(rank: Any, use_orig_params: bool) -> None:
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("outside", [False, True])
-def test_recomputation(rank: Any, use_orig_params: bool, reentrant: bool, outside: bool) -> None:
+def test_recomputation(rank: Rank, use_orig_params: bool, reentrant: bool, outside: bool) -> None:
     from torch.utils.checkpoint import checkpoint
 
     class Checkpointed(nn.Module):
@@ -172,7 +173,7 @@ def test_recomputation(rank: Any, use_orig_params: bool, reentrant: bool, outsid
 
 @world(2)
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_a_unit_may_run_twice_and_by_itself(rank: Any, use_orig_params: bool) -> None:
+def test_a_unit_may_run_twice_and_by_itself(rank: Rank, use_orig_params: bool) -> None:
     model = tower(5, 2)
     plain = plain_copy(model)
     sharded = wrap_children(model, use_orig_params=use_orig_params, device_id=rank.device)
@@ -191,7 +192,7 @@ def test_a_unit_may_run_twice_and_by_itself(rank: Any, use_orig_params: bool) ->
 
 @world(2)
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_an_inner_unit_trains_by_itself(rank: Any, use_orig_params: bool) -> None:
+def test_an_inner_unit_trains_by_itself(rank: Rank, use_orig_params: bool) -> None:
     model = tower(5, 2)
     plain = plain_copy(model)
     sharded = wrap_children(model, use_orig_params=use_orig_params, device_id=rank.device)
@@ -211,7 +212,7 @@ def test_an_inner_unit_trains_by_itself(rank: Any, use_orig_params: bool) -> Non
 @world(2)
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("strategy", [FULL, ZERO2])
-def test_forward_may_compute_gradients_on_its_way(rank: Any, strategy: Any, use_orig_params: bool) -> None:
+def test_forward_may_compute_gradients_on_its_way(rank: Rank, strategy: Any, use_orig_params: bool) -> None:
     class Force(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -241,7 +242,7 @@ def test_forward_may_compute_gradients_on_its_way(rank: Any, strategy: Any, use_
 
 
 @world(2)
-def test_an_exception_in_forward_can_be_repeated_without(rank: Any) -> None:
+def test_an_exception_in_forward_can_be_repeated_without(rank: Rank) -> None:
     class Picky(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if x.sum() == 0:
@@ -270,7 +271,7 @@ def test_an_exception_in_forward_can_be_repeated_without(rank: Any) -> None:
 @world(2)
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("strategy", [FULL, ZERO2])
-def test_an_exception_in_backward_can_be_repeated_without(rank: Any, strategy: Any, use_orig_params: bool) -> None:
+def test_an_exception_in_backward_can_be_repeated_without(rank: Rank, strategy: Any, use_orig_params: bool) -> None:
     model = tower(5, 2)
     plain = plain_copy(model)
     sharded = wrap_children(model, sharding_strategy=strategy, use_orig_params=use_orig_params, device_id=rank.device)

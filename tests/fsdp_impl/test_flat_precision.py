@@ -10,6 +10,7 @@ from torch import nn
 from fsdp_impl import CPUOffload, FullyShardedDataParallel, MixedPrecision
 from fsdp_impl.common import collectives
 from shardproof.harness import world
+from shardproof.harness.parity import Rank
 from tests.fsdp_impl.flat_replicas import FULL, NONE, ZERO2, assert_same_whole, texts, wrap, wrap_children
 from tests.fsdp_impl.replicas import assert_close, average_gradients, batch, plain_copy, tower
 
@@ -45,7 +46,7 @@ class Spy(nn.Module):
         MixedPrecision(),
     ],
 )
-def test_dtypes(rank: Any, policy: MixedPrecision, offload: bool, strategy: Any, use_orig_params: bool) -> None:
+def test_dtypes(rank: Rank, policy: MixedPrecision, offload: bool, strategy: Any, use_orig_params: bool) -> None:
     model = wrap(
         Spy().to(rank.device),
         mixed_precision=policy,
@@ -80,7 +81,7 @@ def test_dtypes(rank: Any, policy: MixedPrecision, offload: bool, strategy: Any,
 @world(2)
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("strategy", [FULL, NONE])
-def test_gradients_may_stay_low(rank: Any, strategy: Any, use_orig_params: bool) -> None:
+def test_gradients_may_stay_low(rank: Rank, strategy: Any, use_orig_params: bool) -> None:
     model = wrap_children(
         tower(5, 1),
         mixed_precision=MixedPrecision(F16, keep_low_precision_grads=True),
@@ -98,7 +99,7 @@ def test_gradients_may_stay_low(rank: Any, strategy: Any, use_orig_params: bool)
 @world(2)
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("offload", [False, True])
-def test_trains_as_a_model_with_casts(rank: Any, use_orig_params: bool, offload: bool) -> None:
+def test_trains_as_a_model_with_casts(rank: Rank, use_orig_params: bool, offload: bool) -> None:
     """In a world of two, bit for bit: a sum of two numbers does not depend on who adds."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 4))
@@ -142,7 +143,7 @@ def test_trains_as_a_model_with_casts(rank: Any, use_orig_params: bool, offload:
 
 @world(2, 4)
 @pytest.mark.parametrize("strategy", [FULL, NONE])
-def test_a_narrow_range_is_divided_around_the_sum(rank: Any, strategy: Any) -> None:
+def test_a_narrow_range_is_divided_around_the_sum(rank: Rank, strategy: Any) -> None:
     """The sum is beyond float16, the mean is not; of four ranks, one part is divided out before and one after."""
     largest = 1024 * (40 if rank.world_size == 2 else 28)
     model = wrap(
@@ -157,7 +158,7 @@ def test_a_narrow_range_is_divided_around_the_sum(rank: Any, strategy: Any) -> N
 
 @world(2)
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_no_sync_accumulates_in_the_dtype_of_compute(rank: Any, use_orig_params: bool) -> None:
+def test_no_sync_accumulates_in_the_dtype_of_compute(rank: Rank, use_orig_params: bool) -> None:
     model = wrap(
         nn.Linear(4, 4),
         mixed_precision=MixedPrecision(F16),
@@ -175,7 +176,7 @@ def test_no_sync_accumulates_in_the_dtype_of_compute(rank: Any, use_orig_params:
 
 @world(2)
 @pytest.mark.parametrize("cast", [False, True])
-def test_inner_units_cast_their_inputs_if_asked(rank: Any, cast: bool) -> None:
+def test_inner_units_cast_their_inputs_if_asked(rank: Rank, cast: bool) -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -199,7 +200,7 @@ def test_inner_units_cast_their_inputs_if_asked(rank: Any, cast: bool) -> None:
 
 
 @world(2)
-def test_batch_norm_runs_without_mixed_precision(rank: Any) -> None:
+def test_batch_norm_runs_without_mixed_precision(rank: Rank) -> None:
     torch.manual_seed(0)
     inner = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
     models: list[FullyShardedDataParallel] = []
@@ -227,7 +228,7 @@ def test_batch_norm_runs_without_mixed_precision(rank: Any) -> None:
 @world(2)
 @pytest.mark.parametrize("strategy", [FULL, NONE])
 @pytest.mark.parametrize("kind", ["fp16", "bf16"])
-def test_hooks_that_compress_do_as_a_reduce_dtype_does(rank: Any, strategy: Any, kind: str) -> None:
+def test_hooks_that_compress_do_as_a_reduce_dtype_does(rank: Rank, strategy: Any, kind: str) -> None:
     dtype = {"fp16": F16, "bf16": BF16}[kind]
 
     def hook(state: Any, grad: torch.Tensor, *shard: torch.Tensor) -> None:
@@ -263,7 +264,7 @@ def test_hooks_that_compress_do_as_a_reduce_dtype_does(rank: Any, strategy: Any,
 
 @world(2)
 @pytest.mark.parametrize("strategy", [FULL, NONE])
-def test_a_hook_replaces_the_reduction(rank: Any, strategy: Any) -> None:
+def test_a_hook_replaces_the_reduction(rank: Rank, strategy: Any) -> None:
     model = wrap_children(tower(5, 1), sharding_strategy=strategy, device_id=rank.device)
     calls: list[tuple[Any, ...]] = []
 

@@ -21,6 +21,7 @@ from fsdp_impl import (
     StateDictType,
 )
 from shardproof.harness import world
+from shardproof.harness.parity import Rank
 from tests.fsdp_impl.flat_replicas import FULL, NONE, ZERO2, wrap, wrap_children
 from tests.fsdp_impl.replicas import plain_copy, tower
 
@@ -72,7 +73,7 @@ def assert_same_values(found: Any, expected: Any) -> None:
 @ORIGINALS
 @STRATEGIES
 def test_full_state_dict_is_that_of_the_plain_model(
-    rank: Any, strategy: ShardingStrategy, use_orig_params: bool
+    rank: Rank, strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     model = rich().to(rank.device)
     plain = plain_copy(model)
@@ -96,7 +97,7 @@ def test_full_state_dict_is_that_of_the_plain_model(
 @STRATEGIES
 @pytest.mark.parametrize("kind", [WHOLE, SHARDED])
 def test_what_is_saved_is_loaded_into_other_wrappings(
-    rank: Any, kind: StateDictType, strategy: ShardingStrategy, use_orig_params: bool
+    rank: Rank, kind: StateDictType, strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     source = rich(1).to(rank.device)
     expected = plain_copy(source).state_dict()
@@ -125,7 +126,7 @@ def test_what_is_saved_is_loaded_into_other_wrappings(
 
 
 @world(2)
-def test_only_the_first_rank_gets_anything(rank: Any) -> None:
+def test_only_the_first_rank_gets_anything(rank: Rank) -> None:
     model = rich().to(rank.device)
     expected = plain_copy(model).state_dict()
     sharded = wrap_rich(model, device_id=rank.device)
@@ -142,7 +143,7 @@ def test_only_the_first_rank_gets_anything(rank: Any) -> None:
 
 @world(2)
 @ORIGINALS
-def test_local_state_dict_has_flat_shards(rank: Any, use_orig_params: bool) -> None:
+def test_local_state_dict_has_flat_shards(rank: Rank, use_orig_params: bool) -> None:
     model = wrap_rich(rich(1).to(rank.device), device_id=rank.device, use_orig_params=use_orig_params)
     other = wrap_rich(rich(2).to(rank.device), device_id=rank.device, use_orig_params=use_orig_params)
     for one in (model, other):
@@ -158,7 +159,7 @@ def test_local_state_dict_has_flat_shards(rank: Any, use_orig_params: bool) -> N
 
 
 @world(2)
-def test_wrappers_inside_plain_modules_and_checkpointing(rank: Any) -> None:
+def test_wrappers_inside_plain_modules_and_checkpointing(rank: Rank) -> None:
     model = tower(5).to(rank.device)
     expected = plain_copy(model).state_dict()
     model[1] = checkpoint_wrapper(wrap(model[1], device_id=rank.device))
@@ -170,7 +171,7 @@ def test_wrappers_inside_plain_modules_and_checkpointing(rank: Any) -> None:
 
 
 @world(2)
-def test_ignored_modules_keep_their_memory(rank: Any) -> None:
+def test_ignored_modules_keep_their_memory(rank: Rank) -> None:
     model = tower(5).to(rank.device)
     expected = plain_copy(model).state_dict()
     ignored = model[2]
@@ -181,7 +182,7 @@ def test_ignored_modules_keep_their_memory(rank: Any) -> None:
 
 
 @world(2)
-def test_mixed_precision_stays_outside(rank: Any) -> None:
+def test_mixed_precision_stays_outside(rank: Rank) -> None:
     model = rich().to(rank.device)
     expected = plain_copy(model).state_dict()
     precision = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
@@ -196,7 +197,7 @@ def test_mixed_precision_stays_outside(rank: Any) -> None:
 @world(4)
 @ORIGINALS
 @pytest.mark.parametrize("kind", [WHOLE, SHARDED])
-def test_beside_tensor_parallelism(rank: Any, kind: StateDictType, use_orig_params: bool) -> None:
+def test_beside_tensor_parallelism(rank: Rank, kind: StateDictType, use_orig_params: bool) -> None:
     """Whole tensors are whole over both dimensions; sharded ones lie over both."""
     mesh = rank.mesh((2, 2), ("dp", "tp"))
 
@@ -226,7 +227,7 @@ def test_beside_tensor_parallelism(rank: Any, kind: StateDictType, use_orig_para
 
 @world(4)
 @pytest.mark.parametrize("hybrid", [False, True])
-def test_sharded_state_dict_goes_to_another_number_of_ranks(rank: Any, hybrid: bool) -> None:
+def test_sharded_state_dict_goes_to_another_number_of_ranks(rank: Rank, hybrid: bool) -> None:
     """Written by four ranks (or two groups of two), read by groups of two."""
     mesh = rank.mesh((2, 2), ("replicate", "shard"))
     model = rich(1).to(rank.device)
@@ -249,7 +250,7 @@ def test_sharded_state_dict_goes_to_another_number_of_ranks(rank: Any, hybrid: b
 
 @world(2)
 @ORIGINALS
-def test_missing_unexpected_and_misfit_values_are_told(rank: Any, use_orig_params: bool) -> None:
+def test_missing_unexpected_and_misfit_values_are_told(rank: Rank, use_orig_params: bool) -> None:
     sharded = wrap_rich(rich().to(rank.device), device_id=rank.device, use_orig_params=use_orig_params)
     given = sharded.state_dict()
     del given["body.0.weight"]
@@ -264,7 +265,7 @@ def test_missing_unexpected_and_misfit_values_are_told(rank: Any, use_orig_param
 
 
 @world(2)
-def test_what_a_user_can_get_wrong(rank: Any) -> None:
+def test_what_a_user_can_get_wrong(rank: Rank) -> None:
     model = wrap_children(tower(5).to(rank.device), device_id=rank.device)
     with pytest.raises(RuntimeError, match=r"^Expected state_dict_config of type .*FullStateDictConfig.* but got"):
         FullyShardedDataParallel.set_state_dict_type(model, WHOLE, LocalStateDictConfig())

@@ -8,6 +8,7 @@ from torch import nn
 
 from fsdp_impl import CPUOffload, FullyShardedDataParallel, MixedPrecision
 from shardproof.harness import world
+from shardproof.harness.parity import Rank
 from tests.fsdp_impl.flat_replicas import FULL, NONE, assert_same_whole, wrap, wrap_children
 from tests.fsdp_impl.replicas import assert_close, average_gradients, batch, plain_copy, tower
 
@@ -22,7 +23,7 @@ summon = FullyShardedDataParallel.summon_full_params
 @pytest.mark.parametrize("writeback", [False, True])
 @pytest.mark.parametrize("after_forward", [False, True])
 def test_changes_stay_with_writeback_alone(
-    rank: Any,
+    rank: Rank,
     writeback: bool,
     strategy: Any,
     mixed: bool,
@@ -55,7 +56,7 @@ def test_changes_stay_with_writeback_alone(
 
 @world(2)
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_names_are_those_of_the_model(rank: Any, use_orig_params: bool) -> None:
+def test_names_are_those_of_the_model(rank: Rank, use_orig_params: bool) -> None:
     model = tower(5, 2)
     model.register_buffer("ticks", torch.zeros(1))
     model[2].register_buffer("tocks", torch.zeros(1))
@@ -70,7 +71,7 @@ def test_names_are_those_of_the_model(rank: Any, use_orig_params: bool) -> None:
 
 @world(2)
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_without_recursion_the_inner_units_stay_sharded(rank: Any, use_orig_params: bool) -> None:
+def test_without_recursion_the_inner_units_stay_sharded(rank: Rank, use_orig_params: bool) -> None:
     model = wrap_children(tower(5, 1), use_orig_params=use_orig_params, device_id=rank.device)
     with summon(model, recurse=False):
         assert model[0].weight.shape == (5, 5)
@@ -85,7 +86,7 @@ def test_without_recursion_the_inner_units_stay_sharded(rank: Any, use_orig_para
 @world(2)
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("offload_to_cpu", [False, True])
-def test_the_first_rank_alone(rank: Any, use_orig_params: bool, offload_to_cpu: bool) -> None:
+def test_the_first_rank_alone(rank: Rank, use_orig_params: bool, offload_to_cpu: bool) -> None:
     model = wrap_children(tower(5, 1), use_orig_params=use_orig_params, device_id=rank.device)
     with summon(model, writeback=False, rank0_only=True, offload_to_cpu=offload_to_cpu):
         sizes = sum(param.numel() for param in model.parameters())
@@ -98,7 +99,7 @@ def test_the_first_rank_alone(rank: Any, use_orig_params: bool, offload_to_cpu: 
 
 
 @world(2)
-def test_what_is_not_supported_says_so(rank: Any) -> None:
+def test_what_is_not_supported_says_so(rank: Rank) -> None:
     model = wrap_children(tower(5, 1), device_id=rank.device)
     whole = wrap(nn.Linear(2, 2), sharding_strategy=NONE, device_id=rank.device)
     for target, options, text in (
@@ -129,7 +130,7 @@ def test_what_is_not_supported_says_so(rank: Any) -> None:
 
 @world(2)
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_not_within_forward_or_backward(rank: Any, where: str) -> None:
+def test_not_within_forward_or_backward(rank: Rank, where: str) -> None:
     class Nosy(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -158,7 +159,7 @@ def test_not_within_forward_or_backward(rank: Any, where: str) -> None:
 @world(2)
 @pytest.mark.parametrize("strategy", [FULL, NONE])
 @pytest.mark.parametrize("writeback", [False, True])
-def test_gradients_too(rank: Any, strategy: Any, writeback: bool) -> None:
+def test_gradients_too(rank: Rank, strategy: Any, writeback: bool) -> None:
     model = tower(5, 2)
     plain = plain_copy(model)
     sharded = wrap_children(model, sharding_strategy=strategy, use_orig_params=True, device_id=rank.device)
@@ -178,7 +179,7 @@ def test_gradients_too(rank: Any, strategy: Any, writeback: bool) -> None:
 
 @world(2)
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_apply_sees_whole_parameters(rank: Any, use_orig_params: bool) -> None:
+def test_apply_sees_whole_parameters(rank: Rank, use_orig_params: bool) -> None:
     @torch.no_grad()
     def fill(module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
@@ -197,7 +198,7 @@ def test_apply_sees_whole_parameters(rank: Any, use_orig_params: bool) -> None:
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("strategy", [FULL, NONE])
 @pytest.mark.parametrize("when", ["at once", "after a step"])
-def test_a_cast_model_trains_on(rank: Any, strategy: Any, use_orig_params: bool, when: str) -> None:
+def test_a_cast_model_trains_on(rank: Rank, strategy: Any, use_orig_params: bool, when: str) -> None:
     model = tower(5, 2)
     plain = plain_copy(model)
     sharded = wrap_children(model, sharding_strategy=strategy, use_orig_params=use_orig_params, device_id=rank.device)

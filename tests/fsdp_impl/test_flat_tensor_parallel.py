@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from fsdp_impl import CPUOffload, FullyShardedDataParallel
 from shardproof.harness import world
+from shardproof.harness.parity import Rank
 from tests.fsdp_impl.flat_replicas import FULL, NONE, ZERO2, wrap
 from tests.fsdp_impl.replicas import assert_close, average_gradients, batch, counts, full
 
@@ -25,7 +26,7 @@ class Net(nn.Module):
         return self.net3(self.net2(torch.tanh(self.net1(x))))
 
 
-def parallel(rank: Any, model: nn.Module) -> tuple[nn.Module, Any]:
+def parallel(rank: Rank, model: nn.Module) -> tuple[nn.Module, Any]:
     mesh = rank.mesh((2, 2), ("dp", "tp"))
     plan = {"net1": ColwiseParallel(), "net2": RowwiseParallel()}
     return parallelize_module(model.to(rank.device), mesh["tp"], plan), mesh
@@ -35,7 +36,7 @@ def parallel(rank: Any, model: nn.Module) -> tuple[nn.Module, Any]:
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("strategy", [FULL, ZERO2, NONE])
 @pytest.mark.parametrize("offload", [False, True])
-def test_trains_as_data_parallel_ranks_do(rank: Any, strategy: Any, use_orig_params: bool, offload: bool) -> None:
+def test_trains_as_data_parallel_ranks_do(rank: Rank, strategy: Any, use_orig_params: bool, offload: bool) -> None:
     torch.manual_seed(0)
     model = Net()
     plain = copy.deepcopy(model).to(rank.device)
@@ -69,7 +70,7 @@ def test_trains_as_data_parallel_ranks_do(rank: Any, strategy: Any, use_orig_par
 
 
 @world(4)
-def test_gradients_come_back_whole(rank: Any) -> None:
+def test_gradients_come_back_whole(rank: Rank) -> None:
     torch.manual_seed(0)
     model = Net()
     plain = copy.deepcopy(model).to(rank.device)
@@ -110,7 +111,7 @@ class Normed(nn.Module):
 
 @world(4)
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_gradients_of_replicated_parameters_are_summed_over_their_mesh(rank: Any, use_orig_params: bool) -> None:
+def test_gradients_of_replicated_parameters_are_summed_over_their_mesh(rank: Rank, use_orig_params: bool) -> None:
     mesh = rank.mesh((2, 2), ("dp", "tp"))
     model = Normed(mesh["tp"])
     parallelize_module(
@@ -146,7 +147,7 @@ def test_gradients_of_replicated_parameters_are_summed_over_their_mesh(rank: Any
 
 
 @world(4)
-def test_the_first_rank_gives_replicated_values_too(rank: Any) -> None:
+def test_the_first_rank_gives_replicated_values_too(rank: Rank) -> None:
     class Values(nn.Module):
         def __init__(self, mesh: Any) -> None:
             super().__init__()

@@ -11,6 +11,7 @@ from torch import nn
 import fsdp_impl.wrap as ours
 from fsdp_impl import FullyShardedDataParallel
 from shardproof.harness import world
+from shardproof.harness.parity import Rank
 from tests.fsdp_impl.flat_replicas import wrap
 
 
@@ -50,7 +51,7 @@ POLICIES: dict[str, Any] = {
 
 @world(2)
 @pytest.mark.parametrize("name", sorted(POLICIES))
-def test_the_same_modules_are_wrapped(rank: Any, name: str) -> None:
+def test_the_same_modules_are_wrapped(rank: Rank, name: str) -> None:
     found = []
     for half in (theirs, ours):
         sharded = wrap(model(), auto_wrap_policy=POLICIES[name](half), device_id=rank.device)

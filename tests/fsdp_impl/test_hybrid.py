@@ -9,6 +9,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from fsdp_impl import fully_shard
 from shardproof.harness import world
+from shardproof.harness.parity import Rank
 from tests.fsdp_impl.replicas import (
     ALL_REDUCE,
     GATHER,
@@ -25,7 +26,7 @@ from tests.fsdp_impl.replicas import (
 @world(2, 4)
 @pytest.mark.parametrize("reshard_after_forward", [None, True, False, 2])
 @pytest.mark.parametrize("shape", ["n x 1", "1 x n", "2 x 2"])
-def test_trains_as_replicas_do(rank: Any, shape: str, reshard_after_forward: Any) -> None:
+def test_trains_as_replicas_do(rank: Rank, shape: str, reshard_after_forward: Any) -> None:
     size = rank.world_size
     mesh = rank.mesh({"n x 1": (size, 1), "1 x n": (1, size), "2 x 2": (2, size // 2)}[shape], ("replicate", "shard"))
     if reshard_after_forward == 2 and mesh.size(1) % 2:
@@ -52,7 +53,7 @@ def test_trains_as_replicas_do(rank: Any, shape: str, reshard_after_forward: Any
 
 
 @world(4)
-def test_replicas_stay_equal_bit_for_bit(rank: Any) -> None:
+def test_replicas_stay_equal_bit_for_bit(rank: Rank) -> None:
     mesh = rank.mesh((2, 2), ("replicate", "shard"))
     model = fully_shard(tower(5, 1), mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -72,7 +73,7 @@ def test_replicas_stay_equal_bit_for_bit(rank: Any) -> None:
 @pytest.mark.parametrize("hybrid", [False, True])
 @pytest.mark.parametrize("force_sum", [False, True])
 def test_the_divide_factor_holds_over_both_collectives_and_for_one_unit(
-    rank: Any, hybrid: bool, factor: float, force_sum: bool
+    rank: Rank, hybrid: bool, factor: float, force_sum: bool
 ) -> None:
     mesh = rank.mesh((2, 2), ("replicate", "shard")) if hybrid else rank.mesh()
     model = tower(5, 1)
@@ -93,7 +94,7 @@ def test_the_divide_factor_holds_over_both_collectives_and_for_one_unit(
 
 @world(4)
 @pytest.mark.parametrize("hybrid", [False, True])
-def test_the_all_reduce_hook_sees_what_was_reduced_and_may_change_it(rank: Any, hybrid: bool) -> None:
+def test_the_all_reduce_hook_sees_what_was_reduced_and_may_change_it(rank: Rank, hybrid: bool) -> None:
     """Without native replicas, as a user builds them: the hook averages over the other dimension."""
     mesh = rank.mesh((2, 2), ("replicate", "shard"))
     model = tower(5, 1)

@@ -1,7 +1,5 @@
 """Shards, gradients and optimizer state on the host."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -9,6 +7,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from fsdp_impl import CPUOffloadPolicy, MixedPrecisionPolicy, clip_grad_norm_, fully_shard
 from shardproof.harness import world
+from shardproof.harness.parity import Rank
 from tests.fsdp_impl.replicas import (
     GATHER,
     MLP,
@@ -23,7 +22,7 @@ from tests.fsdp_impl.replicas import (
 )
 
 
-def policy(rank: Any) -> CPUOffloadPolicy:
+def policy(rank: Rank) -> CPUOffloadPolicy:
     return CPUOffloadPolicy(pin_memory=rank.device.type != "cpu")
 
 
@@ -35,7 +34,7 @@ def on_host(model: nn.Module) -> bool:
 
 @world(2, 4)
 @pytest.mark.parametrize("hybrid", [False, True])
-def test_trains_as_replicas_do_and_accumulates(rank: Any, hybrid: bool) -> None:
+def test_trains_as_replicas_do_and_accumulates(rank: Rank, hybrid: bool) -> None:
     mesh = rank.mesh((2, rank.world_size // 2), ("replicate", "shard")) if hybrid else rank.mesh()
     model = tower(5, 2).to(rank.device)
     plain = plain_copy(model)
@@ -61,7 +60,7 @@ def test_trains_as_replicas_do_and_accumulates(rank: Any, hybrid: bool) -> None:
 
 
 @world(2)
-def test_with_other_dtypes_of_compute_and_reduction(rank: Any) -> None:
+def test_with_other_dtypes_of_compute_and_reduction(rank: Rank) -> None:
     model = tower(4, 1)
     plain = plain_copy(model)
     low = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
@@ -77,7 +76,7 @@ def test_with_other_dtypes_of_compute_and_reduction(rank: Any) -> None:
 
 
 @world(2)
-def test_counts_with_tensor_parallelism(rank: Any) -> None:
+def test_counts_with_tensor_parallelism(rank: Rank) -> None:
     """At shard size one there are no collectives but those of tensor parallelism."""
     mesh = rank.mesh((1, 2), ("dp", "tp"))
     torch.manual_seed(0)
@@ -102,7 +101,7 @@ def test_counts_with_tensor_parallelism(rank: Any) -> None:
 
 
 @world(2)
-def test_hooks_find_the_gradient_on_the_host(rank: Any) -> None:
+def test_hooks_find_the_gradient_on_the_host(rank: Rank) -> None:
     model = fully_shard(tower(4, 1).to(rank.device), mesh=rank.mesh(), offload_policy=policy(rank))
     seen: list[bool] = []
 
@@ -119,7 +118,7 @@ def test_hooks_find_the_gradient_on_the_host(rank: Any) -> None:
 
 
 @world(1)
-def test_memory_cannot_be_pinned_without_an_accelerator(rank: Any) -> None:
+def test_memory_cannot_be_pinned_without_an_accelerator(rank: Rank) -> None:
     if torch.accelerator.is_available():
         return
     module = nn.Linear(2, 2)
@@ -129,7 +128,7 @@ def test_memory_cannot_be_pinned_without_an_accelerator(rank: Any) -> None:
 
 
 @world(1)
-def test_parameters_elsewhere_are_named(rank: Any) -> None:
+def test_parameters_elsewhere_are_named(rank: Rank) -> None:
     """Meta tensors stand for another device, where there is no other."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2, 2))

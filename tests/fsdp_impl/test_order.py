@@ -1,7 +1,6 @@
 """``validate_order``: ranks that run their units in another order are told apart."""
 
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -9,6 +8,7 @@ from torch import nn
 
 from fsdp_impl import fully_shard, validate_order
 from shardproof.harness import world
+from shardproof.harness.parity import Rank
 from tests.fsdp_impl.replicas import batch, counts
 
 
@@ -27,7 +27,7 @@ class Paths(nn.Module):
         return x
 
 
-def sharded(rank: Any) -> Paths:
+def sharded(rank: Rank) -> Paths:
     model = Paths().to(rank.device)
     for layer in (model.first, model.a, model.b):
         fully_shard(layer, mesh=rank.mesh())
@@ -36,7 +36,7 @@ def sharded(rank: Any) -> Paths:
     return model
 
 
-def train(rank: Any, model: nn.Module) -> list[str]:
+def train(rank: Rank, model: nn.Module) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model(batch(rank, 0, (2, 4))).sum().backward()
@@ -47,7 +47,7 @@ def train(rank: Any, model: nn.Module) -> list[str]:
 @pytest.mark.parametrize(
     "path, doing", [("b", r"all-gathering parameters for \[\['b.weight', 'b.bias'\]\]"), ("", "not .*")]
 )
-def test_the_first_forward_raises_on_every_rank(rank: Any, path: str, doing: str) -> None:
+def test_the_first_forward_raises_on_every_rank(rank: Rank, path: str, doing: str) -> None:
     model = sharded(rank)
     if rank.index == 1:
         model.path = path
@@ -71,7 +71,7 @@ def test_the_first_forward_raises_on_every_rank(rank: Any, path: str, doing: str
     ],
 )
 @pytest.mark.parametrize("before", [1, 3])
-def test_a_later_forward_warns_once(rank: Any, path: str, found: str, before: int) -> None:
+def test_a_later_forward_warns_once(rank: Rank, path: str, found: str, before: int) -> None:
     model = sharded(rank)
     for _ in range(before):
         assert train(rank, model) == []
@@ -86,7 +86,7 @@ def test_a_later_forward_warns_once(rank: Any, path: str, found: str, before: in
 
 
 @world(2)
-def test_evaluation_is_not_checked(rank: Any) -> None:
+def test_evaluation_is_not_checked(rank: Rank) -> None:
     model = sharded(rank)
     for _ in range(2):
         model.train()
@@ -100,7 +100,7 @@ def test_evaluation_is_not_checked(rank: Any) -> None:
 
 
 @world(2)
-def test_only_the_first_forward_costs(rank: Any) -> None:
+def test_only_the_first_forward_costs(rank: Rank) -> None:
     model = sharded(rank)
     train(rank, model)
     with_check = counts(lambda: train(rank, model))
@@ -109,6 +109,6 @@ def test_only_the_first_forward_costs(rank: Any) -> None:
 
 
 @world(1)
-def test_a_model_without_units_is_refused(rank: Any) -> None:
+def test_a_model_without_units_is_refused(rank: Rank) -> None:
     with pytest.raises(ValueError, match=r"Expects a model with FSDPModules but got .*Linear"):
         validate_order(nn.Linear(2, 2))

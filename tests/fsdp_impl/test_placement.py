@@ -10,6 +10,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from fsdp_impl import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from shardproof.harness import world
+from shardproof.harness.parity import Rank
 from tests.fsdp_impl.replicas import MLP, assert_same, average_gradients, batch, full, plain_copy, tower
 
 
@@ -24,7 +25,7 @@ def last(param: nn.Parameter) -> Shard | None:
 @world(2, 4)
 @pytest.mark.parametrize("placement", [largest, last])
 @pytest.mark.parametrize("raf", [True, False, 2])
-def test_trains_as_replicas_do(rank: Any, placement: Any, raf: Any) -> None:
+def test_trains_as_replicas_do(rank: Rank, placement: Any, raf: Any) -> None:
     """Between parameters cut along dimension 0; shards and gradients are contiguous."""
     for options in ({}, {"mesh": rank.mesh((1, rank.world_size), ("replicate", "shard"))}):
         options.setdefault("mesh", rank.mesh())
@@ -50,7 +51,7 @@ def test_trains_as_replicas_do(rank: Any, placement: Any, raf: Any) -> None:
 
 
 @world(2)
-def test_with_several_dtypes_casts_and_offloading(rank: Any) -> None:
+def test_with_several_dtypes_casts_and_offloading(rank: Rank) -> None:
     model = tower(4, 1)
     model[0].table = nn.Parameter(torch.arange(24, dtype=torch.int32).view(3, 4, 2), requires_grad=False)
     model[0].scale = nn.Parameter(torch.ones(2, 2, dtype=torch.float64), requires_grad=False)
@@ -69,7 +70,7 @@ def test_with_several_dtypes_casts_and_offloading(rank: Any) -> None:
 
 
 @world(4)
-def test_across_the_cut_of_tensor_parallelism(rank: Any) -> None:
+def test_across_the_cut_of_tensor_parallelism(rank: Rank) -> None:
     mesh = rank.mesh((2, 2), ("dp", "tp"))
     torch.manual_seed(0)
     model = nn.Sequential(MLP(4))
@@ -102,7 +103,7 @@ def test_across_the_cut_of_tensor_parallelism(rank: Any) -> None:
     ids=str,
 )
 @world(2)
-def test_wrong_placements_are_refused(rank: Any, placement: Any, error: type[Exception], text: str) -> None:
+def test_wrong_placements_are_refused(rank: Rank, placement: Any, error: type[Exception], text: str) -> None:
     model = nn.Linear(3, 4)
     with pytest.raises(error, match=text):
         fully_shard(model, mesh=rank.mesh(), shard_placement_fn=lambda _: placement)

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_impl import MixedPrecisionPolicy, fully_shard
 from fsdp_impl.common import collectives
 from shardproof.harness import world
+from shardproof.harness.parity import Rank
 from tests.fsdp_impl.replicas import MLP, assert_same, batch, tower
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -26,7 +27,7 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
     ids=str,
 )
 def test_compute_and_reduce(
-    rank: Any, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, reshard_after_forward: bool
+    rank: Rank, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, reshard_after_forward: bool
 ) -> None:
     """Exactly a copy in the compute dtype whose gradients are averaged in the reduce dtype: two ranks, one sum."""
     seen = spy_on_reductions(rank)
@@ -56,7 +57,7 @@ def test_compute_and_reduce(
             optimizer.zero_grad()
 
 
-def spy_on_reductions(rank: Any) -> list[torch.dtype]:
+def spy_on_reductions(rank: Rank) -> list[torch.dtype]:
     seen: list[torch.dtype] = []
     reduce = collectives.reduce
 
@@ -69,7 +70,7 @@ def spy_on_reductions(rank: Any) -> list[torch.dtype]:
 
 
 @world(2)
-def test_the_reduce_dtype_is_asked_for_at_each_reduction(rank: Any) -> None:
+def test_the_reduce_dtype_is_asked_for_at_each_reduction(rank: Rank) -> None:
     """All parameters are frozen at the first forward, next to one that has no gradients at all."""
     seen = spy_on_reductions(rank)
     model = nn.Linear(4, 4)
@@ -87,7 +88,7 @@ def test_the_reduce_dtype_is_asked_for_at_each_reduction(rank: Any) -> None:
 
 
 @world(2)
-def test_a_model_that_is_cast_later_still_reduces_in_the_policys_dtype(rank: Any) -> None:
+def test_a_model_that_is_cast_later_still_reduces_in_the_policys_dtype(rank: Rank) -> None:
     seen = spy_on_reductions(rank)
     model = nn.Linear(4, 4).to(BF16)
     fully_shard(model, mesh=rank.mesh(), mp_policy=MixedPrecisionPolicy(BF16, BF16))
@@ -121,7 +122,7 @@ class Recorder(nn.Module):
     ],
     ids=["last", "middle and back", "middle", "no cast"],
 )
-def test_inputs_of_nested_units(rank: Any, policies: dict[int, MixedPrecisionPolicy], expected: list[Any]) -> None:
+def test_inputs_of_nested_units(rank: Rank, policies: dict[int, MixedPrecisionPolicy], expected: list[Any]) -> None:
     seen: list[torch.dtype] = []
     model = nn.Sequential(*(Recorder(seen) for _ in range(3)))
     for index, policy in policies.items():
@@ -135,7 +136,7 @@ def test_inputs_of_nested_units(rank: Any, policies: dict[int, MixedPrecisionPol
 
 @world(2)
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_recomputation_casts_as_the_forward_did(rank: Any, use_reentrant: bool) -> None:
+def test_recomputation_casts_as_the_forward_did(rank: Rank, use_reentrant: bool) -> None:
     seen: list[torch.dtype] = []
 
     class Root(nn.Module):
@@ -191,7 +192,7 @@ KINDS = {
 
 @world(2)
 @pytest.mark.parametrize("kind", KINDS)
-def test_containers_are_cast_inside_and_their_gradients_flow(rank: Any, kind: str) -> None:
+def test_containers_are_cast_inside_and_their_gradients_flow(rank: Rank, kind: str) -> None:
     make, get = KINDS[kind]
     torch.manual_seed(0)
     model = nn.Sequential(Carrier(make, get), Carrier(make, get))
@@ -206,7 +207,7 @@ def test_containers_are_cast_inside_and_their_gradients_flow(rank: Any, kind: st
 
 
 @world(2)
-def test_a_norm_with_buffers_computes_in_its_own_dtype_between_units_of_another(rank: Any) -> None:
+def test_a_norm_with_buffers_computes_in_its_own_dtype_between_units_of_another(rank: Rank) -> None:
     low, own = MixedPrecisionPolicy(BF16, FP32), MixedPrecisionPolicy(FP32, output_dtype=BF16)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.LayerNorm(4), nn.Linear(4, 4))
     for layer in model:
@@ -218,7 +219,7 @@ def test_a_norm_with_buffers_computes_in_its_own_dtype_between_units_of_another(
 
 
 @world(2)
-def test_frozen_parameters_may_be_of_any_dtype(rank: Any) -> None:
+def test_frozen_parameters_may_be_of_any_dtype(rank: Rank) -> None:
     model = nn.Linear(4, 4)
     model.scale = nn.Parameter(torch.ones(5).to(torch.float8_e4m3fn), requires_grad=False)
     model.table = nn.Parameter(torch.arange(7), requires_grad=False)

@@ -13,10 +13,11 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_impl import fully_shard
 from fsdp_impl.common import collectives, unsharded
 from shardproof.harness import world
+from shardproof.harness.parity import Rank
 from tests.fsdp_impl.replicas import MLP, assert_same, average_gradients, batch, plain_copy, tower
 
 
-def record(rank: Any) -> list[str]:
+def record(rank: Rank) -> list[str]:
     """U: gather, S: reshard of what is unsharded, P: reduction; by unit."""
     events: list[str] = []
 
@@ -71,7 +72,7 @@ KINDS = ["none", "composable", "utils", "utils re-entrant", "wrapper", "wrapper 
 @world(2)
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_order(rank: Any, kind: str, inside: bool) -> None:
+def test_order(rank: Rank, kind: str, inside: bool) -> None:
     """Backward gathers each unit once, ahead of the reduction before it, however forward is run again.
 
     ``inside``: the unit is what is checkpointed, so that its own forward runs again; else the unit holds that.
@@ -117,7 +118,7 @@ def compare(plain: nn.Module, model: nn.Module) -> None:
 
 @world(2)
 @pytest.mark.parametrize("raf", [True, None, False])
-def test_two_forwards_then_one_backward(rank: Any, raf: bool | None) -> None:
+def test_two_forwards_then_one_backward(rank: Rank, raf: bool | None) -> None:
     events = record(rank)
     model = headed()
     for layer in model[1:4]:
@@ -136,7 +137,7 @@ def test_two_forwards_then_one_backward(rank: Any, raf: bool | None) -> None:
 @world(2)
 @pytest.mark.parametrize("kind", ["none", "utils", "utils re-entrant"])
 @pytest.mark.parametrize("ahead", [1, 2])
-def test_forward_prefetch(rank: Any, ahead: int, kind: str) -> None:
+def test_forward_prefetch(rank: Rank, ahead: int, kind: str) -> None:
     """Forward gathers ahead; backward, and what it runs again, does not."""
     events = record(rank)
     model = headed(4)
@@ -157,7 +158,7 @@ def test_forward_prefetch(rank: Any, ahead: int, kind: str) -> None:
 
 @world(2)
 @pytest.mark.parametrize("ahead", [1, 2])
-def test_backward_prefetch(rank: Any, ahead: int) -> None:
+def test_backward_prefetch(rank: Rank, ahead: int) -> None:
     events = record(rank)
     model = headed(4)
     for index in range(1, 5):
@@ -178,7 +179,7 @@ def test_backward_prefetch(rank: Any, ahead: int) -> None:
 
 
 @world(2)
-def test_a_wrong_prefetch_costs_and_does_no_harm(rank: Any) -> None:
+def test_a_wrong_prefetch_costs_and_does_no_harm(rank: Rank) -> None:
     """The second layer's backward gathers the last one again; nothing uses it, and it is not used stale."""
     model = tower(4)
     plain = plain_copy(model)
@@ -203,7 +204,7 @@ def test_a_wrong_prefetch_costs_and_does_no_harm(rank: Any) -> None:
 
 
 @world(2)
-def test_what_backward_does_not_need_is_not_gathered(rank: Any) -> None:
+def test_what_backward_does_not_need_is_not_gathered(rank: Rank) -> None:
     events = record(rank)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 4), nn.Linear(4, 4))
@@ -224,7 +225,7 @@ def test_what_backward_does_not_need_is_not_gathered(rank: Any) -> None:
 
 @pytest.mark.parametrize("setter", ["set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch"])
 @world(1)
-def test_only_units_can_be_prefetched(rank: Any, setter: str) -> None:
+def test_only_units_can_be_prefetched(rank: Rank, setter: str) -> None:
     model = fully_shard(nn.Linear(2, 2), mesh=rank.mesh())
     with pytest.raises(ValueError, match=r"Expects FSDPModule but got .*Linear"):
         getattr(model, setter)([nn.Linear(2, 2)])

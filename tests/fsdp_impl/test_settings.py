@@ -12,6 +12,7 @@ from torch.amp.grad_scaler import GradScaler, OptState
 from fsdp_impl import FSDPModule, clip_grad_norm_, fully_shard, register_fsdp_forward_method, share_comm_ctx
 from fsdp_impl.common import collectives, streams
 from shardproof.harness import world
+from shardproof.harness.parity import Rank
 from tests.fsdp_impl.replicas import (
     GATHER,
     MLP,
@@ -26,7 +27,7 @@ from tests.fsdp_impl.replicas import (
 )
 
 
-def sharded_tower(rank: Any, dim: int = 4, depth: int = 2, **options: Any) -> tuple[Any, nn.Module]:
+def sharded_tower(rank: Rank, dim: int = 4, depth: int = 2, **options: Any) -> tuple[Any, nn.Module]:
     model = tower(dim, depth)
     plain = plain_copy(model)
     for layer in model[1:]:
@@ -35,7 +36,7 @@ def sharded_tower(rank: Any, dim: int = 4, depth: int = 2, **options: Any) -> tu
     return model, plain
 
 
-def check_step(rank: Any, model: Any, plain: nn.Module, *, step: int = 0, dim: int = 4) -> None:
+def check_step(rank: Rank, model: Any, plain: nn.Module, *, step: int = 0, dim: int = 4) -> None:
     inputs = batch(rank, step, (3, dim))
     for which in (model, plain):
         which.zero_grad()
@@ -54,7 +55,7 @@ class Branches(nn.Module):
 
 
 @world(2)
-def test_ranks_may_use_other_parameters_when_zeros_are_reduced(rank: Any) -> None:
+def test_ranks_may_use_other_parameters_when_zeros_are_reduced(rank: Rank) -> None:
     torch.manual_seed(0)
     model = Branches()
     plain = plain_copy(model)
@@ -71,7 +72,7 @@ def test_ranks_may_use_other_parameters_when_zeros_are_reduced(rank: Any) -> Non
 
 @world(2)
 @pytest.mark.parametrize("number", [1, 3])
-def test_more_reductions_in_flight_change_nothing(rank: Any, number: int) -> None:
+def test_more_reductions_in_flight_change_nothing(rank: Rank, number: int) -> None:
     model, plain = sharded_tower(rank)
     model.set_reduce_scatter_max_input_buffers(number)
     check_step(rank, model, plain)
@@ -85,7 +86,7 @@ def test_more_reductions_in_flight_change_nothing(rank: Any, number: int) -> Non
     "value, error, text", [(0, ValueError, "int, got 0"), (2.5, TypeError, "2.5"), (True, TypeError, "True")]
 )
 @world(1)
-def test_a_wrong_number_of_reductions_is_refused(rank: Any, value: Any, error: type[Exception], text: str) -> None:
+def test_a_wrong_number_of_reductions_is_refused(rank: Rank, value: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         fully_shard(nn.Linear(2, 2), mesh=rank.mesh()).set_reduce_scatter_max_input_buffers(value)
 
@@ -108,7 +109,7 @@ class Comm:
 
 
 @world(2)
-def test_communication_of_the_users_own(rank: Any) -> None:
+def test_communication_of_the_users_own(rank: Rank) -> None:
     model, plain = sharded_tower(rank, reshard_after_forward=True)
     gather, reduce = Comm(), Comm()
     model[1].set_custom_all_gather(gather)
@@ -130,7 +131,7 @@ def test_communication_of_the_users_own(rank: Any) -> None:
 
 
 @world(4)
-def test_reductions_on_a_group_of_their_own(rank: Any) -> None:
+def test_reductions_on_a_group_of_their_own(rank: Rank) -> None:
     mesh = rank.mesh((2, 2), ("replicate", "shard"))
     model = tower(4, 1)
     plain = plain_copy(model)
@@ -170,7 +171,7 @@ class Model(nn.Module):
 
 
 @world(2)
-def test_another_forward_method(rank: Any) -> None:
+def test_another_forward_method(rank: Rank) -> None:
     torch.manual_seed(0)
     model = Model()
     plain = plain_copy(model)
@@ -186,7 +187,7 @@ def test_another_forward_method(rank: Any) -> None:
 
 
 @world(2)
-def test_recovery_from_an_exception(rank: Any) -> None:
+def test_recovery_from_an_exception(rank: Rank) -> None:
     """In forward, and in backward; what was accumulated is forgotten."""
     model, plain = sharded_tower(rank, reshard_after_forward=False)
     inputs = batch(rank, 0, (3, 4))
@@ -212,7 +213,7 @@ def test_recovery_from_an_exception(rank: Any) -> None:
 
 
 @world(2)
-def test_roots_may_share_streams_and_buffers(rank: Any) -> None:
+def test_roots_may_share_streams_and_buffers(rank: Rank) -> None:
     pairs = [sharded_tower(rank) for _ in range(2)]
     share_comm_ctx([model for model, _ in pairs])
     for step, (model, plain) in enumerate(pairs):
@@ -225,7 +226,7 @@ def test_roots_may_share_streams_and_buffers(rank: Any) -> None:
 
 
 @world(2)
-def test_gathers_on_the_current_stream_and_a_later_event(rank: Any) -> None:
+def test_gathers_on_the_current_stream_and_a_later_event(rank: Rank) -> None:
     model, plain = sharded_tower(rank)
     model._set_unshard_async_op(True)
     for step in range(2):
@@ -237,7 +238,7 @@ def test_gathers_on_the_current_stream_and_a_later_event(rank: Any) -> None:
 
 
 @world(1, 2)
-def test_gathers_wait_once_for_the_given_event(rank: Any) -> None:
+def test_gathers_wait_once_for_the_given_event(rank: Rank) -> None:
     """Not for what follows it on the current stream. Which wait is asked for shows on the CPU too."""
     model, plain = sharded_tower(rank)
     check_step(rank, model, plain)
@@ -259,7 +260,7 @@ def test_gathers_wait_once_for_the_given_event(rank: Any) -> None:
 
 @world(2)
 @pytest.mark.parametrize("has_inf", [False, True])
-def test_loss_scaling_shares_what_it_found(rank: Any, has_inf: bool) -> None:
+def test_loss_scaling_shares_what_it_found(rank: Rank, has_inf: bool) -> None:
     """An infinity in one rank's shard makes every rank skip the step and lower the scale."""
     model, plain = sharded_tower(rank)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]
@@ -287,7 +288,7 @@ def test_loss_scaling_shares_what_it_found(rank: Any, has_inf: bool) -> None:
 
 
 @world(2)
-def test_chunks_of_a_head_that_shares_its_unit(rank: Any) -> None:
+def test_chunks_of_a_head_that_shares_its_unit(rank: Rank) -> None:
     """Forward leaves the head out; the loss calls it chunk by chunk, each with a backward of its own."""
 
     class Body(nn.Module):
@@ -319,7 +320,7 @@ def test_chunks_of_a_head_that_shares_its_unit(rank: Any) -> None:
 
 @world(2, 4)
 @pytest.mark.parametrize("p", [1.0, 2.0, float("inf")])
-def test_clipping_with_shards_that_are_empty_on_a_rank(rank: Any, p: float) -> None:
+def test_clipping_with_shards_that_are_empty_on_a_rank(rank: Rank, p: float) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.GELU(), nn.Linear(3, 2))
     plain = plain_copy(model)

@@ -40,8 +40,8 @@ def test_built_in_adapter_loads_under_its_own_name(name):
     [
         ("torch.fsdp1", "unknown implementation 'torch.fsdp1': did you mean torch.fsdp"),
         ("deepspeed", "did you mean deepspeed.zero3"),
-        ("horovod", "known are reference, reference.flat, torch.fully_shard, torch.fsdp, deepspeed.zero3, ddp"),
-        ("horovod", "Your own adapter is given as module:Class"),
+        ("horovod", "ones are reference, reference.flat, torch.fully_shard, torch.fsdp, deepspeed.zero3, ddp. Pass"),
+        ("horovod", "Pass your own adapter as module:Class"),
         (":Adapter", "unknown implementation"),
         ("module:", "unknown implementation"),
         ("no.such.module:Adapter", "module 'no.such.module' does not import: ModuleNotFoundError"),
@@ -275,7 +275,7 @@ class Declared(Undeclared):
 
 @pytest.mark.parametrize(
     ("adapter", "says"),
-    [("Declared", "*: 2 pass"), ("Undeclared", "*there is one, and no rank used the parameter")],
+    [("Declared", "*: 2 pass"), ("Undeclared", "*the sharded run has a gradient, but no rank used the parameter")],
 )
 def test_zeros_for_gradients_of_unused_parameters_are_declared(run, adapter, says):
     """Also under momentum, which moves a parameter whose gradient is zero and not one that has none."""

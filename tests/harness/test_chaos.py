@@ -182,7 +182,7 @@ def test_chaos_rank_spins_holding_the_gil(run):
     lines = run("re.match('(a+)+$', 'a' * 60 + 'b') if rank.index == 0 else None\ndist.barrier()")
     lines.fnmatch_lines(
         [
-            "hang: rank 1 is in barrier*, number 1 on ranks [[]0, 1] *, and rank 0 is missing from it",
+            "hang: rank 1 is in barrier*, collective 1 on ranks [[]0, 1] *, and rank 0 is missing from it",
             "rank 0 is at File *test_inner.py*, line 15 in test_wrong, before any collective of the case",
         ]
     )
@@ -207,7 +207,8 @@ def test_chaos_rank_that_has_finished_is_missing(run):
     lines = run("dist.all_reduce(torch.ones(4, device=rank.device)) if rank.index == 1 else None")
     lines.fnmatch_lines(
         [
-            "hang: rank 1 is in all_reduce float32 16 B, number 1 on ranks [[]0, 1] *, and rank 0 is missing from it",
+            "hang: rank 1 is in all_reduce float32 16 B, collective 1 on ranks [[]0, 1] *, "
+            "and rank 0 is missing from it",
             "rank 0 has already finished the case*",
         ]
     )
@@ -282,7 +283,7 @@ on_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two
 
 @on_devices
 def test_chaos_leak_of_device_memory_fails_its_case_by_name(run):
-    told = "device memory: 4194304 bytes more"
+    told = "device memory: grew by 4194304 bytes"
     run("sys.leaked = torch.ones(1 << 20, device=rank.device)").fnmatch_lines(
         [f"fail: left behind: rank 0: {told}; rank 1: {told}"]
     )

@@ -16,6 +16,7 @@ from shardproof.harness.adapters.replicas import DdpAdapter
 from shardproof.harness.findings.finding import Divergence
 from shardproof.harness.findings.stages import Stage
 from shardproof.harness.models import optim
+from shardproof.harness.parity import Rank
 from shardproof.harness.parity.comparison import BASELINE_LIMIT_ULPS, Context, StepComparison, exact_difference
 from shardproof.harness.parity.explanations import guess_gradient, guess_norm
 from shardproof.harness.parity.oracle import Oracle
@@ -83,7 +84,8 @@ STAGES = [Stage.OUTPUT, Stage.LOSS, Stage.GRADIENT, Stage.TOTAL_NORM, Stage.CLIP
 
 
 def test_stages_order_themselves():
-    assert sorted(STAGES[::-1]) == STAGES == list(Stage)[1:-1]
+    assert list(Stage)[1:-1] == STAGES
+    assert sorted(STAGES, reverse=True) == STAGES[::-1]
     assert Stage.SHARDING < Stage.OUTPUT <= Stage.OUTPUT < Stage.COLLECTIVES
     with pytest.raises(TypeError):
         Stage.LOSS < "gradient"  # noqa: B015
@@ -107,21 +109,21 @@ def test_the_first_stage_that_diverges_is_named(step, later):
 def test_missing_and_unexpected_gradients(step):
     sharded, baseline, oracle = step
     sharded.gradients["weight"] = None
-    assert "there is none, and the baseline has one" in compare(step).text
+    assert "the sharded run has no gradient; the baseline has one" in compare(step).text
     sharded.gradients["weight"] = whole(torch.zeros(2, 3))
     baseline.gradients["weight"], oracle.gradients["weight"] = None, None
-    assert "there is one, and no rank used the parameter" in compare(step).text
+    assert "the sharded run has a gradient, but no rank used the parameter" in compare(step).text
     assert compare(step, unused_is_zero=True) is None
     sharded.gradients["weight"] = whole(torch.ones(2, 3))
-    assert "there is one, and no rank used the parameter" in compare(step, unused_is_zero=True).text
+    assert "the sharded run has a gradient, but no rank used the parameter" in compare(step, unused_is_zero=True).text
 
 
 def test_wrong_shape_dtype_and_names(step):
     gradients = step[0].gradients
     gradients["weight"] = whole(torch.zeros(2, 2))
-    assert "the local shard has shape (2, 2) of (2, 3); this rank's share is (2, 3)" in compare(step).text
+    assert "the local shard has shape (2, 2); this rank's share of (2, 3) is (2, 3)" in compare(step).text
     gradients["weight"] = whole(step[2].gradients["weight"].bfloat16())
-    assert "has dtype torch.bfloat16, and the baseline torch.float32" in compare(step).text
+    assert "has dtype torch.bfloat16; the baseline has torch.float32" in compare(step).text
     gradients["wait"] = gradients.pop("weight")
     assert compare(step).text == "parameters missing: ['weight']; unknown: ['wait']"
 
@@ -158,7 +160,7 @@ OWN = [torch.tensor([2.0, 1.0]), torch.tensor([4.0, -3.0])]
 
 
 @pytest.mark.parametrize(
-    (Stage.GRADIENT, "told"),
+    ("gradient", "told"),
     [
         (AVERAGE * 2, "2 times the oracle's everywhere, as when the division by the 2 ranks is missing"),
         (AVERAGE / 2, "0.5 times the oracle's everywhere, as when the average over the 2 ranks is divided twice"),
@@ -209,7 +211,7 @@ def test_shared_modules_belong_to_the_inner_unit():
 
 @world(4)
 @pytest.mark.parametrize("rows", [3, 5, 8])
-def test_cut_is_the_chunk_of_the_rank(rank, rows):
+def test_cut_is_the_chunk_of_the_rank(rank: Rank, rows):
     from torch.distributed.tensor import Shard
 
     full = torch.arange(rows * 2.0).view(rows, 2)
@@ -226,20 +228,20 @@ class Unsharded(DdpAdapter):
 
 
 @world(2)
-def test_a_model_that_is_not_sharded_is_found_out(rank):
+def test_a_model_that_is_not_sharded_is_found_out(rank: Rank):
     rank.implementation = Unsharded
     with pytest.raises(Divergence, match=r"the model is not sharded: sharding on rank [01]\n  holds \d+ bytes"):
         rank.run(models.two_linear((90, 80), (80, 10)))
 
 
 @world(2)
-def test_a_model_without_parameters_can_be_run(rank):
+def test_a_model_without_parameters_can_be_run(rank: Rank):
     run = rank.run(torch.nn.Tanh())
     assert torch.equal(run.adapter.forward(torch.zeros(2)), torch.zeros(2))
 
 
 @world(2)
-def test_clipping_that_does_not_fire_proves_nothing(rank):
+def test_clipping_that_does_not_fire_proves_nothing(rank: Rank):
     rank.implementation = DdpAdapter
     pair = rank.pair(models.MLP(4), clip=Clip(max_norm=1e6))
     pair.step(rank.batch(0, (2, 4)))
@@ -248,7 +250,7 @@ def test_clipping_that_does_not_fire_proves_nothing(rank):
 
 
 @world(2)
-def test_ranks_see_different_data_and_all_raise_together(rank):
+def test_ranks_see_different_data_and_all_raise_together(rank: Rank):
     batches = rank.exchange(rank.batch(0, (4,)))
     assert not torch.equal(batches[0], batches[1])
     assert torch.equal(rank.batch(0, (4,)), rank.batch(0, (4,)))

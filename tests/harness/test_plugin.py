@@ -241,4 +241,4 @@ def test_ranks_that_disagree_on_an_inline_text_fail(run):
     source = CASE.format(body='rank.expect(f"rank {rank.index}", """rank 0""")')
     result = run(source)
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*ranks 0 and 1 gave different texts for one inline expectation*"])
+    result.stdout.fnmatch_lines(["*ranks 0 and 1 rendered different texts for one inline literal*"])

@@ -103,5 +103,5 @@ def test_verdicts_of_ranks_become_one(said, verdict):
 
 
 def test_nobody_said_anything():
-    with pytest.raises(ValueError, match="no rank said anything"):
+    with pytest.raises(ValueError, match="no rank has a verdict"):
         combine([])

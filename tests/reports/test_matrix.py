@@ -128,7 +128,7 @@ def test_one_line_for_each_missing_thing():
     assert_expected_inline(
         "\n".join(summary(*skips).splitlines()[:4]),
         """\
-unmet, (the run file does not say what is missing): reference 1
+unmet, (the run file does not name what is missing): reference 1
 unmet, 4 GPUs: reference 1
 unsupported, offload: reference 3, torch.fsdp 1
 unsupported, tied: reference 1""",
@@ -136,22 +136,22 @@ unsupported, tied: reference 1""",
 
 
 def test_what_was_expected_is_told_and_what_was_not_is_a_failure():
-    """As harness/plugin.py writes them: a known failure keeps its text, a pass in its place names the entry."""
+    """As harness/plugin writes them: a known failure keeps its text, a pass in its place names the entry."""
     known = {"verdict": "expected-fail", "failure": {"text": "no norm", "rank": 3}}
     cases = [
         samples.case(id="a", expected="fail: the norm raises (F-2)", **known),
         samples.case(id="b", expected="fail: the norm raises (F-2)", **known),
         samples.case(id="c", **known),
-        samples.case(id="d", verdict="unexpected-pass", failure={"text": "passes, and x.toml entry 1 expects fail: y"}),
+        samples.case(id="d", verdict="unexpected-pass", failure={"text": "passed, but x.toml entry 1 expects fail: y"}),
         samples.case(id="e", verdict="unmet", missing=["4 GPUs"]),
     ]
     assert_expected_inline(
         summary(*cases),
         """\
 unexpected-pass: reference d (AUTOGRAD-1)
-    passes, and x.toml entry 1 expects fail: y
+    passed, but x.toml entry 1 expects fail: y
 
-expected-fail, (the run file does not say why): reference 1
+expected-fail, (the run file gives no reason): reference 1
 expected-fail, fail: the norm raises (F-2): reference 2
 unmet, 4 GPUs: reference 1
 

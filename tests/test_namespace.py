@@ -1,0 +1,89 @@
+"""Each of our files is imported under one name, in the controller and in ranks."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# Run in both: every name in sys.modules whose file is one of ours, by the real file.
+NAMES = """
+import collections, pathlib, sys
+
+def shared_files():
+    names = collections.defaultdict(set)
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if file and name not in ("__main__", "__mp_main__"):
+            names[str(pathlib.Path(file).resolve())].add(name)
+    ours = {file: sorted(found) for file, found in names.items() if file.startswith(ROOT)}
+    assert len(ours) > 10, "the files are elsewhere"
+    return {file: found for file, found in ours.items() if len(found) > 1}
+""".replace("ROOT", repr(str(ROOT)))
+
+PLUGIN = f"""
+{NAMES}
+def pytest_sessionfinish(session):
+    print("controller:", shared_files(), sorted(name for name in sys.modules if name.split(".")[0] in
+        ("harness", "suites", "reports")))
+"""
+
+CASE = f"""
+{NAMES}
+from shardproof.harness import world
+import shardproof.harness.plugin.axes, shardproof.harness.models.parallel
+# MORE
+@world(2)
+def test_ranks(rank):
+    assert shared_files() == {{}}
+"""
+
+
+def run_beside_a_suite(tmp_path, target, more=""):
+    """Run a file of cases and one case of the suites, named by `target`, with a plugin that looks at the controller."""
+    (tmp_path / "look.py").write_text(PLUGIN)
+    (tmp_path / "test_names.py").write_text(CASE.replace("# MORE", more))
+    options = ["--impl", "reference", "--device", "cpu", "--world", "2", "-p", "no:cacheprovider", "-p", "look", "-s"]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
+    cases = [str(tmp_path / "test_names.py"), target, "-k", "ranks or 16x15"]
+    command = [sys.executable, "-m", "pytest", *cases, *options]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("folder", ["suites", "shardproof/suites"])
+def test_one_name_for_each_file(tmp_path, folder):
+    done = run_beside_a_suite(tmp_path, str(ROOT / folder / "test_training.py"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "controller: {} []\n" in done.stdout
+    assert "reference: 2 pass" in done.stdout
+
+
+def test_a_second_name_is_noticed(tmp_path):
+    more = "sys.modules['second.marks'] = sys.modules['shardproof.harness.plugin.marks']"
+    done = run_beside_a_suite(tmp_path, str(ROOT / "suites/test_training.py"), more=more)
+    assert done.returncode == 1
+    assert "harness/plugin/marks.py': ['second.marks', 'shardproof.harness.plugin.marks']" in done.stdout
+    assert "controller: {}" not in done.stdout
+
+
+@pytest.mark.parametrize("name", ["harness", "harness.plugin.marks", "reports", "reports.table"])
+def test_a_folder_is_not_importable_beside_its_link(name):
+    """From the root of a clone, where the folders would be packages."""
+    done = subprocess.run([sys.executable, "-c", f"import {name}"], cwd=ROOT, capture_output=True, text=True)
+    package = name.partition(".")[0]
+    assert done.returncode == 1
+    assert done.stderr.endswith(f"ImportError: {package} is imported as shardproof.{package}\n")
+
+
+def test_nothing_imports_a_case_module():
+    files = [path for folder in ("harness", "suites", "reports", "tests") for path in (ROOT / folder).rglob("*.py")]
+    importers = [
+        str(path.relative_to(ROOT))
+        for path in files
+        for line in path.read_text().splitlines()
+        if line.startswith(("from shardproof.suites", "import shardproof.suites", "from suites", "import suites"))
+    ]
+    assert importers == []
