@@ -47,7 +47,8 @@ def run_beside_a_suite(tmp_path, target, more=""):
     (tmp_path / "look.py").write_text(PLUGIN)
     (tmp_path / "test_names.py").write_text(CASE.replace("# MORE", more))
     options = ["--impl", "reference", "--device", "cpu", "--world", "2", "-p", "no:cacheprovider", "-p", "look", "-s"]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
+    paths = filter(None, [str(ROOT), str(tmp_path), os.environ.get("PYTHONPATH")])
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     cases = [str(tmp_path / "test_names.py"), target, "-k", "ranks or 16x15"]
     command = [sys.executable, "-m", "pytest", *cases, *options]
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)

@@ -15,8 +15,10 @@ FOLDERS = ("fsdp_impl", "harness", "reports", "suites")
 
 def run(*arguments, cwd, path, timeout=240):
     """Run this Python with `arguments`, with `path` before everything installed, and return what came of it."""
-    # Without bytecode: an import would leave files in folders that a test looks at.
-    env = os.environ | {"PYTHONPATH": str(path), "PYTHONDONTWRITEBYTECODE": "1"}
+    # What the host's own path has may be needed, expecttest say. Without bytecode: an import would leave files in
+    # folders that a test looks at.
+    paths = filter(None, [str(path), os.environ.get("PYTHONPATH")])
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, *map(str, arguments)]
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
 

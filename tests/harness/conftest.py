@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.harness.inner import QUIET, ROOT
+from tests.harness.inner import PYTHONPATH, QUIET
 
 
 @pytest.fixture
 def run(pytester, monkeypatch):
     """Run pytest on one case file with these options, in this process unless told otherwise."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
 
     def run(source, *options, own_process=False):
         pytester.path.joinpath("test_inner.py").write_text(source)

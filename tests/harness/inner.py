@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 
 # Imported before the inner runs, which forget the modules that they import: torch cannot be imported twice.
@@ -10,6 +11,10 @@ import shardproof.harness.adapters.replicas
 import shardproof.harness.models.plain  # noqa: F401
 
 ROOT = pathlib.Path(__file__).parents[2]
+
+#: For processes of their own: this clone before everything else, and what the host needs besides.
+PYTHONPATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
 QUIET = ("-p", "no:cacheprovider", "-p", "shardproof.plugin")
 
 CASE = """

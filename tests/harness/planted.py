@@ -17,6 +17,7 @@ import torch.distributed as dist
 from fsdp_impl.common import collectives, divide, norm
 from fsdp_impl.per_parameter import accumulation
 from shardproof.harness.adapters.reference import ReferenceAdapter
+from tests.harness.inner import PYTHONPATH
 
 ROOT = pathlib.Path(__file__).parents[2]
 DROPPED_UNIT = "layers.1"
@@ -154,7 +155,7 @@ def failures_of(bugs: Sequence[type[ReferenceAdapter]], cases: str, folder: path
     names = ["reference", *(f"{__name__}:{bug.__name__}" for bug in bugs)]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "suites", "-k", cases]
     command += ["--impl", ",".join(names), "--device", "cpu", "--report", str(report)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1, done.stdout + done.stderr
     failures: dict[str, dict[str, Any]] = {}

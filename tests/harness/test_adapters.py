@@ -20,6 +20,7 @@ from shardproof.harness.adapters import registry
 from shardproof.harness.adapters.base import Adapter, Config
 from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.torch_fsdp import TorchFsdpAdapter
+from tests.harness.inner import PYTHONPATH
 
 ROOT = pathlib.Path(__file__).parents[2]
 DOCUMENT = (ROOT / "docs/adapters.md").read_text()
@@ -153,7 +154,7 @@ def test_fsdp_wraps_inner_units_first_and_keeps_the_models_names(rank_of):
 @pytest.fixture
 def run(pytester, monkeypatch):
     """Run pytest in a process of its own, with the adapters of ``adapters.py`` in its directory."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
 
     def run(*options, cases="", adapters=""):
         pytester.makepyfile(adapters=adapters)

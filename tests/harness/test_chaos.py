@@ -14,8 +14,8 @@ import torch
 
 import shardproof.harness.adapters.replicas  # noqa: F401  (imported before inner runs, which forget what they import)
 from shardproof.harness.worlds.world import GRACE_SECONDS
+from tests.harness.inner import PYTHONPATH
 
-ROOT = pathlib.Path(__file__).parents[2]
 DEADLINE = 3
 QUIET = (
     "-p",
@@ -54,7 +54,7 @@ def test_after(rank):
 @pytest.fixture
 def run(pytester, monkeypatch):
     """Run a case with this body between two sound ones; the lines that pytest printed."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
 
     def run(body, *options, within=DEADLINE + 5):
         body = body.strip().replace("\n", "\n    ")
@@ -338,7 +338,7 @@ def test_chaos_controller_ends(tmp_path, signals):
     """However pytest ends, no rank outlives it by 5 seconds."""
     tmp_path.joinpath("test_inner.py").write_text(STUCK)
     command = [sys.executable, "-m", "pytest", *QUIET, "test_inner.py"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL) as process:
         until = time.monotonic() + 60
         files = [tmp_path / f"rank{index}" for index in range(2)]

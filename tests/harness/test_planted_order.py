@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from tests.harness import planted_order as planted
+from tests.harness.inner import PYTHONPATH
 
 ROOT = pathlib.Path(__file__).parents[2]
 FIRST, LATER, EVALUATION, COST = (
@@ -35,7 +36,7 @@ def failures(tmp_path_factory):
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "suites/test_order.py"]
     command += ["-k", "w2 and original-True and not w2-3", "--impl", ",".join(names)]
     command += ["--device", "cpu", "--report", str(report)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1, done.stdout + done.stderr
     failures = {}
