@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import signal
@@ -329,6 +330,24 @@ def test_stuck(rank):
 """
 
 
+@contextlib.contextmanager
+def started(command, **options):
+    """A process that takes Ctrl-C even if these tests run in the background, where shells ignore it for their children.
+
+    Killed in the end, also by a test that fails: it would hold the host's cores until its deadline.
+    """
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        process = subprocess.Popen(command, **options)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
 @pytest.mark.parametrize(
     "signals",
     [[signal.SIGINT], [signal.SIGINT, signal.SIGINT], [signal.SIGTERM], [signal.SIGKILL]],
@@ -339,7 +358,7 @@ def test_chaos_controller_ends(tmp_path, signals):
     tmp_path.joinpath("test_inner.py").write_text(STUCK)
     command = [sys.executable, "-m", "pytest", *QUIET, "test_inner.py"]
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
-    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL) as process:
+    with started(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL) as process:
         until = time.monotonic() + 60
         files = [tmp_path / f"rank{index}" for index in range(2)]
         while not all(file.exists() for file in files) and time.monotonic() < until:
