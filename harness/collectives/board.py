@@ -3,7 +3,8 @@
 A rank that is stuck in native code cannot answer, but the entries that it wrote before it entered that code remain
 readable. The board is a file in the world's directory, which every process maps into memory. Each rank writes only to
 its own part, a ring buffer of entries with a counter. It writes the entry first and the counter last, so that the
-counter never includes an entry that is only partly written.
+counter never includes an entry that is only partly written. A reader takes the counter before and after, and leaves out
+the entries whose places the rank may have written to in between.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import mmap
 import pathlib
 import struct
 
-#: Announcements that the board keeps for each rank.
+#: Places for announcements that the board has for each rank. The oldest is the one that is written next, so one fewer
+#: can be read.
 ENTRIES = 32
 
 _COUNT = struct.Struct("<Q")
@@ -41,15 +43,41 @@ class Announcement:
     text: str
 
     def pack(self) -> bytes:
-        """Encode the entry as ``_ENTRY_BYTES`` bytes; the end of a text that is too long is cut off."""
-        fields = [str(self.job), str(self.number), self.group, ",".join(map(str, self.ranks)), self.text]
-        return _SEPARATOR.join(fields).encode()[:_ENTRY_BYTES].ljust(_ENTRY_BYTES, b"\0")
+        """Encode the entry as ``_ENTRY_BYTES`` bytes; the end of a text that is too long is cut off.
+
+        Raises:
+            ValueError: the name and the ranks of the group alone are too long.
+        """
+        head = _SEPARATOR.join([str(self.job), str(self.number), self.group, _shorten(self.ranks), ""]).encode()
+        if len(head) > _ENTRY_BYTES:
+            raise ValueError(f"the group {self.group!r} has {len(self.ranks)} ranks too irregular for the board")
+        return (head + self.text.encode())[:_ENTRY_BYTES].ljust(_ENTRY_BYTES, b"\0")
 
     @classmethod
     def unpack(cls, data: bytes) -> Announcement:
         """Decode an entry that :meth:`pack` encoded."""
         job, number, group, ranks, text = data.rstrip(b"\0").decode(errors="ignore").split(_SEPARATOR)
-        return cls(int(job), int(number), group, tuple(map(int, ranks.split(","))), text)
+        return cls(int(job), int(number), group, _lengthen(ranks), text)
+
+
+def _shorten(ranks: tuple[int, ...]) -> str:
+    """Write ranks as runs of equal distance, "first:last:step", separated by commas."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and (len(runs[-1]) == 1 or rank - runs[-1][-1] == runs[-1][1] - runs[-1][0]) and rank != runs[-1][-1]:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ",".join(f"{run[0]}:{run[-1]}:{run[1] - run[0] if len(run) > 1 else 1}" for run in runs)
+
+
+def _lengthen(text: str) -> tuple[int, ...]:
+    """Read what :func:`_shorten` wrote."""
+    ranks: list[int] = []
+    for run in text.split(","):
+        first, last, step = map(int, run.split(":"))
+        ranks += range(first, last + (1 if step > 0 else -1), step)
+    return tuple(ranks)
 
 
 class Board:
@@ -74,16 +102,17 @@ class Board:
         _COUNT.pack_into(self._memory, start, count + 1)
 
     def entries(self, rank: int, *, job: int) -> list[Announcement]:
-        """Return the last entries of ``rank`` in a job, oldest first; at most ``ENTRIES``."""
+        """Return the last entries of ``rank`` in a job, oldest first; at most ``ENTRIES - 1``."""
         start = rank * _RANK_BYTES
         (count,) = _COUNT.unpack_from(self._memory, start)
-        found = []
-        for position in range(max(0, count - ENTRIES), count):
+        data = {}
+        for position in range(max(0, count - ENTRIES + 1), count):
             offset = start + _COUNT.size + (position % ENTRIES) * _ENTRY_BYTES
-            entry = Announcement.unpack(self._memory[offset : offset + _ENTRY_BYTES])
-            if entry.job == job:
-                found.append(entry)
-        return found
+            data[position] = self._memory[offset : offset + _ENTRY_BYTES]
+        (now,) = _COUNT.unpack_from(self._memory, start)
+        # The rank may be writing entry ``now``, which takes the place of entry ``now - ENTRIES``.
+        entries = [Announcement.unpack(one) for position, one in data.items() if position > now - ENTRIES]
+        return [entry for entry in entries if entry.job == job]
 
     def close(self) -> None:
         """Unmap the shared memory."""

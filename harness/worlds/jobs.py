@@ -12,6 +12,9 @@ from shardproof.harness.findings.observations import Observations
 #: The file name of the world's board, the memory shared with its ranks, in the world's directory.
 BOARD = "board"
 
+#: The ending of the file in which a rank counts its complete stack dumps, beside its output.
+DUMPED = ".dumped"
+
 
 @dataclasses.dataclass(frozen=True)
 class WorldKey:

@@ -35,7 +35,7 @@ from shardproof.harness.findings.verdict import Verdict
 from shardproof.harness.parity.rank import Rank, Seeds
 from shardproof.harness.parity.rank_state import RankState
 from shardproof.harness.worlds import casefile, leftovers
-from shardproof.harness.worlds.jobs import BOARD, Job, RankSpec, Result
+from shardproof.harness.worlds.jobs import BOARD, DUMPED, Job, RankSpec, Result
 
 _PR_SET_PDEATHSIG = 1
 
@@ -62,7 +62,7 @@ def main(connection: Connection, spec: RankSpec) -> None:
     _leave_with_the_controller()
     log = _redirect_output(pathlib.Path(spec.directory) / f"rank{spec.index}.out")
     faulthandler.enable(log)
-    faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
+    _dump_stacks_on_signal(log, pathlib.Path(spec.directory) / f"rank{spec.index}{DUMPED}")
     try:
         state = _start(spec)
     except Exception:
@@ -88,6 +88,23 @@ def _leave_with_the_controller() -> None:
     os.setsid()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _dump_stacks_on_signal(log: Any, dumped: pathlib.Path) -> None:
+    """Dump the stacks of all threads to ``log`` on SIGUSR1, and append a byte to ``dumped`` when the dump is complete.
+
+    A dump has no end mark, and the controller must not read half of one. faulthandler calls the previous handler after
+    the dump. That is the interpreter's own, which writes to the wakeup descriptor at once and in C, so that the byte is
+    written even while the main thread runs native code.
+    """
+    descriptor = os.open(dumped, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
+    signal.signal(signal.SIGUSR1, _ignore)
+    faulthandler.register(signal.SIGUSR1, file=log, all_threads=True, chain=True)
+
+
+def _ignore(number: int, frame: Any) -> None:
+    """Handle a signal by doing nothing; SIG_IGN would not write to the wakeup descriptor."""
 
 
 def _redirect_output(path: pathlib.Path) -> Any:

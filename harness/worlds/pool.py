@@ -34,7 +34,9 @@ class Pool:
     def run(self, key: WorldKey, job: Job, *, alone: bool = False) -> Outcome:
         """Run a case on the world of ``key``, on devices or cores that are leased for the duration of the case.
 
-        Starts the world if there is none, and discards it afterwards if it cannot run another case.
+        Starts the world if there is none. While the world runs the case it is not in the pool, and it returns there
+        only if it can run another case. After an exception that interrupts this call, such as a KeyboardInterrupt, its
+        ranks may still send results of this case, which must not become those of the next.
 
         Args:
             key: the world's key.
@@ -45,9 +47,16 @@ class Pool:
             WorldDied: the world could not be started.
         """
         with self._leased(key, alone=alone):
-            outcome = self._world(key).run(job)
-        if not _is_in_step(outcome.results) or any(result.is_worn_out for result in outcome.results):
-            self.discard(key)
+            world = self._take(key)
+            try:
+                outcome = world.run(job)
+            except BaseException:
+                world.kill()
+                raise
+        if _is_in_step(outcome.results) and not any(result.is_worn_out for result in outcome.results):
+            self._worlds[key] = world
+        else:
+            world.kill()
         return outcome
 
     def _leased(self, key: WorldKey, *, alone: bool) -> contextlib.AbstractContextManager[None]:
@@ -72,18 +81,17 @@ class Pool:
             _, world = self._worlds.popitem()
             world.stop()
 
-    def _world(self, key: WorldKey) -> World:
-        world = self._worlds.get(key)
-        if world is not None and not world.is_alive:
-            self.discard(key)
-            world = None
-        if world is None:
-            while len(self._worlds) > KEPT_WORLDS:
-                _, oldest = self._worlds.popitem(last=False)
-                oldest.stop()
-            world = self._worlds[key] = World(key, self._devices(key))
-        self._worlds.move_to_end(key)
-        return world
+    def _take(self, key: WorldKey) -> World:
+        """Take the world of ``key`` out of the pool, or start one."""
+        world = self._worlds.pop(key, None)
+        if world is not None and world.is_alive:
+            return world
+        if world is not None:
+            world.kill()
+        while len(self._worlds) > KEPT_WORLDS:
+            _, oldest = self._worlds.popitem(last=False)
+            oldest.stop()
+        return World(key, self._devices(key))
 
 
 def _is_in_step(results: Iterable[Result]) -> bool:

@@ -14,13 +14,13 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from shardproof.harness.collectives.board import Announcement
 
-#: Seconds that a rank may take to write its stack dump. faulthandler writes it in the signal handler, whatever the rank
-#: is executing.
-_STACK_SECONDS = 1.0
+#: Seconds that ranks may take to write their stack dumps. faulthandler writes in the signal handler, whatever the rank
+#: is executing, so only a rank that is stopped or gets no processor time needs longer.
+_STACK_SECONDS = 3.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,25 +36,44 @@ class Diagnosis:
     text: str
 
 
-def stacks(pid: int, output: pathlib.Path, read: Callable[[], str]) -> str:
-    """Dump the Python stacks of a rank's threads and, if py-spy is installed, its native stacks.
+def dump_stacks(ranks: Mapping[int, tuple[int, pathlib.Path]]) -> set[int]:
+    """Have ranks dump the Python stacks of their threads to their output files, all at once, and wait for the dumps.
+
+    Args:
+        ranks: by global rank, its process id and the file to which it appends a byte after each complete dump.
+
+    Returns:
+        The ranks whose dumps are complete. The others did not finish in time.
+    """
+    before = {rank: _size(dumped) for rank, (_, dumped) in ranks.items()}
+    for pid, _ in ranks.values():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR1)
+    until = time.monotonic() + _STACK_SECONDS
+    while True:
+        complete = {rank for rank, (_, dumped) in ranks.items() if _size(dumped) > before[rank]}
+        if len(complete) == len(ranks) or time.monotonic() >= until:
+            return complete
+        time.sleep(0.01)
+
+
+def stacks(pid: int, text: str, *, is_complete: bool) -> str:
+    """Render a rank's stacks.
 
     Args:
         pid: the rank's process id.
-        output: the file to which the rank's faulthandler writes.
-        read: returns the part of ``output`` that was written since it was last called.
+        text: what the rank wrote to its output since the case began, with the Python stacks.
+        is_complete: whether the rank finished the dump.
 
     Returns:
-        The new part of ``output``, which includes the Python stacks if the rank wrote them in time, and the output of
-        py-spy.
+        The text, a line that the dump is cut off unless it is complete, and with py-spy installed the native stacks.
     """
-    size = output.stat().st_size if output.exists() else 0
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGUSR1)
-    until = time.monotonic() + _STACK_SECONDS
-    while time.monotonic() < until and output.exists() and output.stat().st_size == size:
-        time.sleep(0.01)
-    return read() + _native_stacks(pid)
+    end = "" if is_complete else f"(cut off: the rank did not finish its stack dump within {_STACK_SECONDS:g} s)\n"
+    return text + end + _native_stacks(pid)
+
+
+def _size(path: pathlib.Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def _native_stacks(pid: int) -> str:

@@ -17,8 +17,8 @@ from typing import Any
 from shardproof.harness.collectives.board import Announcement, Board
 from shardproof.harness.findings.verdict import Verdict
 from shardproof.harness.worlds import entry, forkserver
-from shardproof.harness.worlds.jobs import BOARD, Job, RankSpec, Result, WorldKey
-from shardproof.harness.worlds.watchdog import Diagnosis, diagnose, stacks
+from shardproof.harness.worlds.jobs import BOARD, DUMPED, Job, RankSpec, Result, WorldKey
+from shardproof.harness.worlds.watchdog import Diagnosis, diagnose, dump_stacks, stacks
 
 #: Seconds that the ranks may take from the fork to the first barrier, including device contexts and process groups.
 START_SECONDS = 120.0
@@ -42,6 +42,11 @@ class RankProcess:
     connection: Connection
     output: pathlib.Path
     read: int = 0
+
+    @property
+    def dumped(self) -> pathlib.Path:
+        """The file to which the rank appends a byte after each complete stack dump."""
+        return self.output.with_suffix(DUMPED)
 
     def new_output(self, limit: int = 64 * 1024) -> str:
         """Return the output that the rank has written since the last call, at most its last ``limit`` bytes."""
@@ -96,8 +101,10 @@ class World:
         self._announced: dict[int, list[Announcement]] = {}
         self._is_busy = False
         forkserver.start()
-        self.ranks = [self._spawn(index) for index in range(key.size)]
+        self.ranks: list[RankProcess] = []
         try:
+            for index in range(key.size):
+                self.ranks.append(self._spawn(index))
             self._await_start()
         except BaseException:
             self.kill()
@@ -163,24 +170,29 @@ class World:
             # Read the board before any stack dump is requested: the signal interrupts a rank's sleep, and the rank may
             # then continue.
             self._announced = {rank: self._board.entries(rank, job=job.number) for rank in range(self.key.size)}
-        for index in waiting.values():
-            results[index] = self._stuck(index, job, after_failure=failed)
+            stuck = {index: self.ranks[index] for index in waiting.values()}
+            complete = dump_stacks({index: (rank.process.pid, rank.dumped) for index, rank in stuck.items()})
+            for index in stuck:
+                results[index] = self._stuck(index, job, after_failure=failed, is_complete=index in complete)
         return [results[index] for index in sorted(results)]
 
     def _receive(self, index: int, job: Job) -> Result:
         rank = self.ranks[index]
         try:
             result: Result = rank.connection.recv()
-            return result
+            if result.number == job.number:
+                return result
+            text = f"the rank answered job {result.number} during job {job.number}"
+            return Result(job.number, index, Verdict.HARNESS_ERROR, text)
         except (EOFError, OSError):
             rank.process.join(timeout=1.0)
             return Result(
                 job.number, index, Verdict.CRASH, f"the rank's process ended: {_ending(rank.process.exitcode)}"
             )
 
-    def _stuck(self, index: int, job: Job, *, after_failure: bool) -> Result:
+    def _stuck(self, index: int, job: Job, *, after_failure: bool, is_complete: bool) -> Result:
         rank = self.ranks[index]
-        shown = stacks(rank.process.pid, rank.output, rank.new_output)
+        shown = stacks(rank.process.pid, rank.new_output(), is_complete=is_complete)
         if after_failure:
             text = f"the rank was still waiting {GRACE_SECONDS:g} s after another rank had failed"
         else:
