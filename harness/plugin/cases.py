@@ -65,8 +65,11 @@ def case_id(item: pytest.Function) -> str:
     """Return the id of a case in run files and files of known failures, which is the same for all implementations."""
     launch = launch_of(item)
     # The node id depends on the root directory of the run; the id of a case of shardproof's own suites must not.
-    parent = item.parent
-    path = f"suites/{parent.path.name}" if isinstance(parent, SuiteModule) else item.nodeid.partition("::")[0]
+    if isinstance(item.parent, SuiteModule):
+        path = f"suites/{item.path.name}"
+    else:
+        # Outside of the root directory a file that is named on the command line has an empty path in its node id.
+        path = item.nodeid.partition("::")[0] or item.path.name
     return f"{path}::{item.name.replace(f'[{launch}', f'[w{launch.size}', 1)}"
 
 

@@ -185,6 +185,14 @@ def test_hardware(rank):
     assert run_file["environment"]["implementations"]["ddp"]["version"]
 
 
+def test_a_case_outside_of_the_root_directory_has_the_name_of_its_file(run, pytester):
+    source = CASE.format(body="pass")
+    other = pytester.mkdir("other")
+    run(source, "--rootdir", other, "--report", "run.json", pytester.path / "test_inner.py").assert_outcomes(passed=1)
+    (case,) = json.loads(pytester.path.joinpath("run.json").read_text())["cases"]
+    assert case["id"] == "test_inner.py::test_case[w2]"
+
+
 def test_xdist_gives_the_same_verdicts_and_run_file(run, pytester):
     source = """
 import pytest
