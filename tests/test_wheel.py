@@ -120,6 +120,8 @@ def test_the_suites_run_beside_a_neighbour(neighbour, path):
     """Their conftest, options and packages take no part, and files are written where the command was given."""
     before = {file.relative_to(neighbour) for file in neighbour.rglob("*")}
     options = ["--impl", "reference", "--device", "cpu", "--world", "2", "--report", "out/run.json"]
+    # pytest-benchmark, where it is installed, makes a folder in any run.
+    options += ["-p", "no:benchmark"]
     done = run("-m", "shardproof", "run", "-k", "test_single_unit", *options, cwd=neighbour, path=path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "reference: 3 pass" in done.stdout

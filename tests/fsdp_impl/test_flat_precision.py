@@ -235,7 +235,8 @@ def test_hooks_that_compress_do_as_a_reduce_dtype_does(rank: Rank, strategy: Any
         low = grad.to(dtype).div_(2)
         if shard:
             output = torch.empty(shard[0].shape, dtype=dtype, device=grad.device)
-            dist.reduce_scatter_single(output, low)
+            # torch 2.13 has a new name for it, and warns of the old one.
+            getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(output, low)
             shard[0].copy_(output)
         else:
             dist.all_reduce(low)
