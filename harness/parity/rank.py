@@ -120,10 +120,9 @@ class Rank(Member):
 
     def _split(self, options: dict[str, Any]) -> tuple[Config, RunOptions]:
         """Separate the fields of ``Config`` from those of :class:`RunOptions`."""
-        known = {field.name for kind in (Config, RunOptions) for field in dataclasses.fields(kind)}
-        if unknown := sorted(options.keys() - known):
-            raise ValueError(f"unknown option {unknown[0]!r}; known are {', '.join(sorted(known))}")
-        driving = {field.name for field in dataclasses.fields(RunOptions)}
+        driving, sharding = ({field.name for field in dataclasses.fields(kind)} for kind in (RunOptions, Config))
+        if unknown := sorted(options.keys() - driving - sharding):
+            raise ValueError(f"unknown option {unknown[0]!r}; known are {', '.join(sorted(driving | sharding))}")
         chosen = {name: value for name, value in options.items() if name in driving}
         return self.config(**{name: options[name] for name in options.keys() - driving}), RunOptions(**chosen)
 

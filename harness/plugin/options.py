@@ -120,8 +120,8 @@ class _Clashes:
 
 def _names_of(parser: pytest.Parser) -> set[str]:
     # pytest has no public function for this, and what it does with a name that is added twice depends on its version.
-    groups = {id(group): group for group in (parser._anonymous, *parser._groups)}
-    return {name for group in groups.values() for option in group.options for name in option.names()}
+    groups = (parser._anonymous, *parser._groups)
+    return {name for group in groups for option in group.options for name in option.names()}
 
 
 def _owner(name: str, manager: pytest.PytestPluginManager) -> str:

@@ -1,7 +1,7 @@
 """Imports the modules of shardproof's own suites under one name, wherever pytest finds them.
 
 A clone has the suites in its root directory and, through a link, inside the package; an installation has them only
-inside the package. pytest would name a module after the path that it was given, and one file under two names would be
+inside the package. pytest would name a module after the path on the command line, and one file under two names would be
 two modules.
 """
 

@@ -99,7 +99,6 @@ class World:
         self._directory = pathlib.Path(tempfile.mkdtemp(prefix="shardproof-"))
         self._board = Board(self._directory / BOARD, key.size)
         self._announced: dict[int, list[Announcement]] = {}
-        self._is_busy = False
         forkserver.start()
         self.ranks: list[RankProcess] = []
         try:
@@ -136,12 +135,10 @@ class World:
         does not check whether its ranks are still in step; the caller decides that from the results.
         """
         started = time.monotonic()
-        self._is_busy = True
         for rank in self.ranks:
             with contextlib.suppress(OSError):
                 rank.connection.send(job)
         results = self._collect(job, started + job.deadline)
-        self._is_busy = False
         diagnosis = self._diagnose(job, results)
         seconds = time.monotonic() - started
         return Outcome(results, [rank.new_output() for rank in self.ranks], seconds, diagnosis)
@@ -205,12 +202,7 @@ class World:
         return all(rank.process.is_alive() for rank in self.ranks)
 
     def stop(self) -> None:
-        """Ask the ranks to leave their loops, then kill those that have not exited.
-
-        If a case is still running, kills the ranks without asking.
-        """
-        if self._is_busy:
-            return self.kill()
+        """Ask the ranks to leave their loops, then kill those that have not exited; for a world that runs no case."""
         for rank in self.ranks:
             with contextlib.suppress(OSError):
                 rank.connection.send(None)

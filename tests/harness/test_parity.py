@@ -269,3 +269,12 @@ def _spoiled(gradients):
     pieces = copy.deepcopy(gradients())
     pieces["out_proj.bias"].tensor[2] += 1.0
     return pieces
+
+
+@world(1)
+def test_an_option_that_does_not_exist_is_one_line(rank: Rank):
+    for make in (rank.pair, rank.run):
+        with pytest.raises(
+            ValueError, match=r"^unknown option 'reshard'; known are accumulation, after_backward, .*units$"
+        ):
+            make(models.MLP(4), reshard=True)
