@@ -8,6 +8,7 @@ from shardproof.reports.matrix import render_summary
 from shardproof.reports.run import RunFileError, load_run
 
 BAD_INPUT = 2
+INCOMPLETE = 1
 
 
 def report(arguments: Sequence[str]) -> int:
@@ -19,7 +20,8 @@ def report(arguments: Sequence[str]) -> int:
         arguments: the arguments after the name of the command.
 
     Returns:
-        The exit code: 0, or 2 if the file cannot be read, with one line on stderr.
+        The exit code: 0; 1 for the journal of an incomplete run; or 2 if the file cannot be read, with one line on
+        stderr.
 
     Raises:
         SystemExit: from argparse, with code 2 for unknown arguments and 0 for ``--help``.
@@ -31,12 +33,12 @@ def report(arguments: Sequence[str]) -> int:
         print(f"shardproof: {error}", file=sys.stderr)
         return BAD_INPUT
     print(render_summary(run, by_case=options.cases, full=options.full), end="")
-    return 0
+    return INCOMPLETE if run.incomplete else 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="shardproof report", description="Print a run file of shardproof.")
-    parser.add_argument("file", help="a run file, written by a run with --report")
+    parser.add_argument("file", help="a run file, or the FILE.partial of an incomplete run")
     parser.add_argument("--cases", action="store_true", help="print one row for each case instead of each requirement")
     parser.add_argument("--full", action="store_true", help="print long failure texts in full")
     return parser

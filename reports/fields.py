@@ -6,7 +6,9 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-_KINDS: dict[type, str] = {str: "a string", int: "an integer", float: "a number", list: "a list", dict: "an object"}
+_KINDS: dict[type, str] = {
+    str: "a string", int: "an integer", float: "a number", bool: "true or false", list: "a list", dict: "an object",
+}  # fmt: skip
 _NOT_FINITE = ("nan", "inf", "-inf")
 _WHOLE = "the run file"  # the place that a message names if the error is in no field
 _SHOWN = 80  # the most characters of a wrong value in a message, which must stay one line
@@ -27,7 +29,7 @@ def kind_of(value: object, kind: type[T], where: str) -> T:
 
     Args:
         value: the value.
-        kind: the expected type, one of str, int, float, list and dict. A bool is not an integer. A float may be
+        kind: the expected type, one of str, int, float, bool, list and dict. A bool is not an integer. A float may be
             written as an integer, or as one of the strings "nan", "inf" and "-inf": JSON has no such numbers, and the
             losses of a diverging run have these values.
         where: the path of the value in the file, for the message.
@@ -41,7 +43,7 @@ def kind_of(value: object, kind: type[T], where: str) -> T:
     if kind is float and (type(value) is int or value in _NOT_FINITE):
         with suppress(OverflowError):  # an integer of 400 digits fits no float and is rejected below
             value = float(value)
-    if isinstance(value, kind) and not isinstance(value, bool):
+    if isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
         return value
     raise RecordError(f"{where}: {shown(value)} is not {_KINDS[kind]}")
 

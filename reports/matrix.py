@@ -28,10 +28,11 @@ def render_summary(run: Run, *, by_case: bool = False, full: bool = False) -> st
     """
     blocks = [
         _heading(run.environment),
+        _gaps(run),
         *(_failure(case, full=full) for case in run.cases if case.verdict.failed),
         _excused(run.cases),
         _cases(run) if by_case else _requirements(run),
-        [_total(run.cases)],
+        [_total(run)],
     ]
     return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
 
@@ -47,6 +48,26 @@ def _heading(env: Environment) -> list[str]:
     when = [env.started] if env.started else []
     when += [f"{env.seconds:.1f} s"] if env.seconds else []
     return [printable(", ".join(line)) for line in (facts, when) if line]
+
+
+def _gaps(run: Run) -> list[str]:
+    """What a reader of the verdicts must know: why the run is incomplete, what did not run, and what ran twice."""
+    lines = [f"INCOMPLETE: {run.incomplete}"] if run.incomplete else []
+    not_run = Counter(name for name, _ in run.not_run)
+    if not_run:
+        lines.append(f"selected, but not run: {_by_name(not_run)}")
+    reasons: dict[str, Counter[str]] = {}
+    for case in run.left_out:
+        reasons.setdefault(case.reason, Counter())[case.implementation] += 1
+    lines += [f"skipped by pytest ({reason}): {_by_name(counts)}" for reason, counts in sorted(reasons.items())]
+    if run.earlier:
+        again = Counter(case.implementation for case in run.earlier)
+        lines.append(f"run again, only the last attempt counts: {_by_name(again)}")
+    return [printable(line) for line in lines]
+
+
+def _by_name(counts: Counter[str]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts.items())
 
 
 def _requirements(run: Run) -> list[str]:
@@ -122,8 +143,7 @@ def _excused(cases: Iterable[CaseRecord]) -> list[str]:
                 found.setdefault((case.verdict, why), Counter())[case.implementation] += 1
     lines = []
     for (verdict, why), counts in sorted(found.items()):
-        who = ", ".join(f"{implementation} {count}" for implementation, count in counts.items())
-        lines.append(printable(f"{verdict}, {why}: {who}"))
+        lines.append(printable(f"{verdict}, {why}: {_by_name(counts)}"))
     return lines
 
 
@@ -133,7 +153,8 @@ def _reasons(case: CaseRecord) -> list[str]:
     return list(case.missing) or ["(the run file does not name what is missing)"]
 
 
-def _total(cases: Sequence[CaseRecord]) -> str:
-    ran = [case for case in cases if not case.verdict.skipped]
+def _total(run: Run) -> str:
+    ran = [case for case in run.cases if not case.verdict.skipped]
     failed = sum(case.verdict.failed for case in ran)
-    return f"{failed} of {len(ran)} verdicts are failures; {len(cases) - len(ran)} more are skips"
+    text = f"{failed} of {len(ran)} verdicts are failures; {len(run.cases) - len(ran)} more are skips"
+    return text + ("; the run is INCOMPLETE" if run.incomplete else "")

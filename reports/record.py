@@ -173,6 +173,8 @@ class CaseRecord:
         losses: the loss of each step, by run.
         distances: the errors against the oracle.
         collectives: the traces of all ranks; ranks with the same trace share one.
+        attempt: 1, or more if the case was run again.
+        shortened: the fields that were emptied because the record was too large.
     """
 
     id: str
@@ -191,6 +193,8 @@ class CaseRecord:
     losses: Mapping[str, tuple[float, ...]]
     distances: tuple[Distance, ...]
     collectives: tuple[Trace, ...]
+    attempt: int = 1
+    shortened: tuple[str, ...] = ()
 
     @property
     def requirements(self) -> list[str]:
@@ -226,6 +230,8 @@ class CaseRecord:
             losses=fields.mapping("losses", _numbers),
             distances=fields.items("distances", Distance.parse),
             collectives=fields.items("collectives", Trace.parse),
+            attempt=fields.optional("attempt", 1),
+            shortened=fields.items("shortened", text),
         )
 
 

@@ -1,17 +1,18 @@
 """Run files: the environment of a run, and a record for each case and implementation."""
 
-import gzip
 import json
-import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shardproof.reports.fields import Fields, RecordError, text
+from shardproof.reports import files
+from shardproof.reports.fields import Fields, RecordError, kind_of, text
 from shardproof.reports.record import CaseRecord
 
-SUPPORTED_VERSIONS = (1,)
+SUPPORTED_VERSIONS = (1, 2)
+
+_KILLED = "its process was killed before it could write the reason"
 
 
 class RunFileError(ValueError):
@@ -133,21 +134,74 @@ class Environment:
 
 
 @dataclass(frozen=True)
+class LeftOut:
+    """A selected case that pytest skipped without asking shardproof, as by ``@pytest.mark.skip``.
+
+    Attributes:
+        id: the name of the case.
+        implementation: the name of the implementation.
+        reason: pytest's reason.
+    """
+
+    id: str
+    implementation: str
+    reason: str
+
+    @classmethod
+    def parse(cls, data: object, where: str) -> "LeftOut":
+        """Read a case that was left out from JSON data.
+
+        Args:
+            data: the JSON object.
+            where: the path of the object in the file, for messages.
+
+        Raises:
+            RecordError: the data violate the schema.
+        """
+        fields = Fields(data, where)
+        return cls(
+            id=fields.required("id", str),
+            implementation=fields.required("implementation", str),
+            reason=fields.optional("reason", ""),
+        )
+
+
+@dataclass(frozen=True)
 class Run:
     """One run.
 
     Attributes:
         environment: the environment of the run.
-        cases: the records, in the order of the file.
+        cases: the records, in the order of the file; of a case that was run again, the last one.
+        run_id: identifies the run; empty in a file of version 1.
+        selected: the ids of the selected cases by implementation; empty in a file of version 1.
+        left_out: the selected cases that pytest skipped.
+        earlier: the records of cases that were run again later.
+        incomplete: why the run is incomplete; empty if it is complete. Files of version 1 do not say.
+        exit_code: the exit code of the run; None if it is unknown.
     """
 
     environment: Environment
     cases: tuple[CaseRecord, ...]
+    run_id: str = ""
+    selected: Mapping[str, tuple[str, ...]] | None = None
+    left_out: tuple[LeftOut, ...] = ()
+    earlier: tuple[CaseRecord, ...] = ()
+    incomplete: str = ""
+    exit_code: int | None = None
 
     @property
     def implementations(self) -> list[str]:
         """The names of the implementations: those of the environment in its order, then those of records alone."""
         return list(dict.fromkeys([*self.environment.implementations, *(case.implementation for case in self.cases)]))
+
+    @property
+    def not_run(self) -> list[tuple[str, str]]:
+        """The selected cases without a record that were not left out, as (implementation, id)."""
+        known = {(case.implementation, case.id) for case in self.cases}
+        known |= {(case.implementation, case.id) for case in self.left_out}
+        pairs = ((name, id_) for name, ids in (self.selected or {}).items() for id_ in ids)
+        return [pair for pair in pairs if pair not in known]
 
 
 def parse_run(data: object) -> Run:
@@ -162,60 +216,97 @@ def parse_run(data: object) -> Run:
         The run.
 
     Raises:
-        RecordError: the data violate the schema, have an unknown version, or have two records for one case and
-            implementation. The message is one line with the field and its value.
+        RecordError: the data violate the schema, have an unknown version, have two records for one attempt of a case
+            on an implementation, or call a run complete in which a selected case has no record. The message is one line
+            with the field and its value.
     """
     fields = Fields(data, "")
     version = fields.required("schema_version", int)
     if version not in SUPPORTED_VERSIONS:
         supported = ", ".join(map(str, SUPPORTED_VERSIONS))
         raise RecordError(f"schema_version: {version} is not supported; supported: {supported}")
+    return _version_1(fields) if version == 1 else _version_2(fields)
+
+
+def _version_1(fields: Fields) -> Run:
     fields.required("cases", list)
+    cases, earlier = _last_attempts(fields.items("cases", CaseRecord.parse))
+    if earlier:
+        raise RecordError(f"cases: attempts are of version 2, and {earlier[0].id!r} has several")
+    environment = Environment.parse(fields.required("environment", dict), "environment")
+    return Run(environment=environment, cases=cases)
+
+
+def _version_2(fields: Fields) -> Run:
+    """Read a run of version 2. Of an incomplete run, everything but the id may be missing."""
+    end = Fields(fields.optional("end", {"complete": False, "reason": _KILLED}), "end")
+    complete = end.required("complete", bool)
+    if complete:
+        for name, kind in (("environment", dict), ("selected", dict), ("cases", list)):
+            fields.required(name, kind)
+    cases, earlier = _last_attempts(fields.items("cases", CaseRecord.parse))
+    environment = Environment.parse(fields.optional("environment", {}), "environment")
     run = Run(
-        environment=Environment.parse(fields.required("environment", dict), "environment"),
-        cases=fields.items("cases", CaseRecord.parse),
+        environment=replace(environment, seconds=end.optional("seconds", 0.0)),
+        cases=cases,
+        run_id=fields.required("run_id", str),
+        selected=fields.mapping("selected", _texts),
+        left_out=fields.items("left_out", LeftOut.parse),
+        earlier=earlier,
+        incomplete="" if complete else end.required("reason", str) or "the run file gives no reason",
+        exit_code=end.maybe("exit_code", int),
     )
-    _refuse_duplicates(run.cases)
+    if complete and run.not_run:
+        name, id_ = run.not_run[0]
+        raise RecordError(f"end.complete: true, but {id_!r} was selected for {name!r} and has no record")
     return run
 
 
 def load_run(path: str | Path) -> Run:
-    """Read a run file.
+    """Read a run file, or the journal that an incomplete run has left.
 
     A run file is data: nothing in it is executed or unpickled.
 
     Args:
-        path: the path of the file; the file is compressed if its name ends in ``.gz``.
+        path: the path of the file. A file that is compressed by gzip is recognised by its content.
 
     Returns:
         The run.
 
     Raises:
-        RunFileError: the file is missing, is not compressed although its name ends in ``.gz``, is not JSON, or violates
-            the schema. The message is one line that begins with the path.
+        RunFileError: the file is missing, is no regular file, is too large, is not JSON, or violates the schema; or the
+            journal of a newer, incomplete run stands beside it. The message is one line that begins with the path.
     """
+    path = Path(path)
     try:
-        return parse_run(json.loads(_content(Path(path))))
-    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
-        raise RunFileError(f"{path}: not compressed by gzip: {error}") from error
+        return parse_run(json.loads(files.read(path)))
     except OSError as error:
         raise RunFileError(f"{path}: {error.strerror or error}") from error
-    except RecordError as error:
+    except (RecordError, files.FileError) as error:
         raise RunFileError(f"{path}: {error}") from error
     except (ValueError, RecursionError) as error:  # not JSON, not Unicode, a number of 5000 digits, nested too deeply
         raise RunFileError(f"{path}: not a JSON file: {error}") from error
 
 
-def _content(path: Path) -> bytes:
-    content = path.read_bytes()
-    return gzip.decompress(content) if path.suffix == ".gz" else content
+def _last_attempts(cases: Iterable[CaseRecord]) -> tuple[tuple[CaseRecord, ...], tuple[CaseRecord, ...]]:
+    """Separate the last attempt of each case from the earlier ones.
 
-
-def _refuse_duplicates(cases: tuple[CaseRecord, ...]) -> None:
-    """Reject a second record for one case and implementation: one cell of the matrix would hide one of the two."""
-    seen: set[tuple[str, str]] = set()
+    Raises:
+        RecordError: the attempts of a case are not numbered 1, 2, 3, ...: one cell of the matrix would hide a verdict.
+    """
+    last: dict[tuple[str, str], CaseRecord] = {}
+    earlier = []
     for i, case in enumerate(cases):
         key = (case.id, case.implementation)
-        if key in seen:
+        before = last.pop(key, None)
+        if case.attempt != (before.attempt if before else 0) + 1:
             raise RecordError(f"cases[{i}].id: {case.id!r} on {case.implementation!r} is in the file twice")
-        seen.add(key)
+        if before:
+            earlier.append(before)
+        last[key] = case
+    return tuple(last.values()), tuple(earlier)
+
+
+def _texts(value: object, where: str) -> tuple[str, ...]:
+    elements: list[object] = kind_of(value, list, where)
+    return tuple(text(element, f"{where}[{i}]") for i, element in enumerate(elements))

@@ -3,6 +3,7 @@
 from shardproof.harness.plugin.hooks import (
     pytest_addoption,
     pytest_collect_directory,
+    pytest_collection_finish,
     pytest_collection_modifyitems,
     pytest_configure,
     pytest_generate_tests,
@@ -11,12 +12,14 @@ from shardproof.harness.plugin.hooks import (
     pytest_runtest_makereport,
     pytest_sessionfinish,
     pytest_terminal_summary,
+    pytest_unconfigure,
     rank,
 )
 
 __all__ = [
     "pytest_addoption",
     "pytest_collect_directory",
+    "pytest_collection_finish",
     "pytest_collection_modifyitems",
     "pytest_configure",
     "pytest_generate_tests",
@@ -25,5 +28,6 @@ __all__ = [
     "pytest_runtest_makereport",
     "pytest_sessionfinish",
     "pytest_terminal_summary",
+    "pytest_unconfigure",
     "rank",
 ]

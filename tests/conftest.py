@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+import pathlib
+import zlib
+from collections.abc import Iterator
+
 import pytest
+
+SCHEMA = pathlib.Path(__file__).parents[1] / "reports/run-file.schema.json"
 
 pytest_plugins = ["pytester"]
 
@@ -13,3 +21,26 @@ def plain_output(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CI", "BUILD_NUMBER", "PYTEST_ADDOPTS", "FORCE_COLOR", "PY_COLORS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("COLUMNS", "80")
+
+
+@pytest.fixture(autouse=True)
+def valid_run_files(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every run file that a test has written agrees with the published schema."""
+    names = {"tmp_path", "pytester"} & set(request.fixturenames)
+    folders = {name: request.getfixturevalue(name) for name in names}
+    yield
+    for name, folder in folders.items():
+        for path in (folder.path if name == "pytester" else folder).rglob("*.json*"):
+            _validate(path)
+
+
+def _validate(path: pathlib.Path) -> None:
+    """Compare a file with the schema if it is a run file of version 2 with an end."""
+    try:
+        content = path.read_bytes() if path.is_file() else b""
+        run = json.loads(gzip.decompress(content) if content.startswith(b"\x1f\x8b") else content)
+    except (ValueError, OSError, EOFError, RecursionError, zlib.error):  # not a run file, or one that a test has cut
+        return
+    if isinstance(run, dict) and run.get("schema_version") == 2 and "end" in run:
+        jsonschema = pytest.importorskip("jsonschema")
+        jsonschema.validate(run, json.loads(SCHEMA.read_text()))

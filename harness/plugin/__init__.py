@@ -9,7 +9,10 @@ imported from outside.
 - ``options``: the command line; ``selection``: the checked values of its options.
 - ``marks``: the marks of cases; ``axes``: parameter sets that several chapters share.
 - ``collection``: makes one pytest item for each implementation and world; ``cases``: runs one item.
-- ``records``: the record of one case; ``run_file``: the file of all records.
+- ``records``: the record of one case; ``journal``: the run file, with the ``environment`` of the run.
+- ``bounds``: how large a record may be.
+- ``progress``: which cases were selected and which have a record; ``exit_codes``: what a run as a whole exits with.
+- ``signals``: SIGTERM and SIGHUP end a run as Ctrl-C does.
 - ``suite_modules``: imports the modules of shardproof's own suites under one name.
 - ``known_failures``: strict expected failures; ``expected_texts``: inline expected texts.
 """

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import pathlib
-import sys
 from collections.abc import Generator
 from typing import Any
 
 import pytest
 
 from shardproof.harness.findings.verdict import Verdict
-from shardproof.harness.plugin import cases, collection, marks, options
+from shardproof.harness.plugin import cases, collection, exit_codes, marks, options
+from shardproof.harness.plugin.journal import PARTIAL
 from shardproof.harness.plugin.records import CaseRecord
-from shardproof.harness.plugin.run_file import RunFile
+from shardproof.harness.plugin.signals import EndingSignals
 from shardproof.harness.plugin.state import STATE, State
 from shardproof.harness.plugin.suite_modules import SuiteModule, is_suites
 from shardproof.harness.worlds import forkserver
 
 _RECORD = pytest.StashKey[CaseRecord]()
+_SIGNALS = pytest.StashKey[EndingSignals]()
+
+#: The exit code in the journal of a run that ended before pytest had one.
+_UNKNOWN = -1
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
@@ -31,11 +35,20 @@ def pytest_configure(config: pytest.Config) -> None:
     for line in marks.MARKER_LINES:
         config.addinivalue_line("markers", line)
     state = config.stash[STATE] = State(config)
-    config.pluginmanager.register(_RecordCollector(state))
+    config.stash[_SIGNALS] = EndingSignals()
+    config.pluginmanager.register(_RunObserver(state))
     if options.asks_for_a_run(config):
         if not _only_distributes(config):
             forkserver.start()
+        state.open_journal()
         state.selection  # noqa: B018  (checks)
+        _heed_signals(config)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Restore the handlers of signals; close a run file that no session has finished."""
+    config.stash[_SIGNALS].restore()
+    config.stash[STATE].finish_journal(reason="pytest ended before it ran anything", exit_code=_UNKNOWN)
 
 
 @pytest.fixture
@@ -69,6 +82,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Refuse cases that cannot run on ranks and deselect those that ``--world`` leaves out."""
     collection.check_and_filter(config, items)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Note which cases are selected; in an xdist worker, before xdist tells the controller that it has collected."""
+    state = session.config.stash[STATE]
+    state.select(session.items)
+    if state.progress.selected:
+        _heed_signals(session.config)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -107,25 +129,51 @@ def pytest_runtest_makereport(
             made.verdict = Verdict.EXPECTED_FAIL if report.skipped else Verdict.UNEXPECTED_PASS
         # pytest serializes all attributes of a report for the controller, as long as they are plain values.
         vars(report)["shardproof"] = made.as_json()
+    elif report.when == "setup" and report.skipped and isinstance(item, pytest.Function) and cases.is_case(item):
+        launch = cases.launch_of(item)
+        reason = call.excinfo.exconly(tryshort=True) if call.excinfo is not None else ""
+        left_out = {"id": cases.case_id(item), "implementation": launch.implementation, "reason": reason}
+        vars(report)["shardproof_left_out"] = left_out
     return report
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Stop the worlds and write the run file."""
+    """Stop the worlds, judge the run as a whole, and complete the run file."""
     config = session.config
     state = config.stash[STATE]
     state.close()
-    if session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and not config.option.collectonly:
+    if config.option.collectonly:
+        return
+    if session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         state.note_problems(session)
     if state.errors:
         session.exitstatus = pytest.ExitCode.USAGE_ERROR
     elif state.problems and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
-    path = config.option.shardproof_report
-    if path and not hasattr(config, "workerinput"):
-        run_file = state.run_file or RunFile(state.selection, command=sys.argv)
-        run_file.write(pathlib.Path(path))
+    if not state.is_worker:
+        _judge_the_run(session, state)
+
+
+def _judge_the_run(session: pytest.Session, state: State) -> None:
+    """Set the exit code of a run without failures that asked nothing or is incomplete, and complete the run file."""
+    reason = state.why_incomplete(session)
+    quiet = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+    if session.exitstatus in quiet and state.is_conformance_run:
+        if state.progress.selected and reason:
+            session.exitstatus = exit_codes.INCOMPLETE
+        elif names := state.asked_nothing():
+            state.problems.add(f"no case ran on {', '.join(names)}: every case was skipped or deselected")
+            session.exitstatus = exit_codes.ASKED_NOTHING
+    # pytest, or a worker, has already told the error of a run that could not begin.
+    if state.is_conformance_run and reason and session.exitstatus != pytest.ExitCode.USAGE_ERROR:
+        state.problems.add(f"the run is incomplete: {reason}")
+    is_written = state.finish_journal(reason=reason, exit_code=int(session.exitstatus))
+    if not is_written and not reason:
+        assert state.journal is not None
+        state.problems.add(f"the run file could not be completed: {state.journal.error}")
+        if session.exitstatus in quiet:
+            session.exitstatus = exit_codes.INCOMPLETE
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -133,30 +181,59 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     state = config.stash[STATE]
     for error in sorted(state.errors | state.problems):
         terminalreporter.write_line(f"ERROR: {error}")
-    if not state.verdicts:
-        return
-    terminalreporter.section("shardproof")
-    for name in state.selection.implementations:
-        counts = [f"{n} {verdict}" for verdict in Verdict if (n := state.verdicts[name, verdict.value])]
-        terminalreporter.write_line(f"{name}: {', '.join(counts) or 'no case'}")
-    if config.option.shardproof_report:
-        terminalreporter.write_line(f"run file: {config.option.shardproof_report}")
+    if state.progress.verdicts:
+        terminalreporter.section("shardproof")
+        for name in state.selection.implementations:
+            counts = [f"{n} {verdict}" for verdict in Verdict if (n := state.progress.verdicts[name, verdict.value])]
+            terminalreporter.write_line(f"{name}: {', '.join(counts) or 'no case'}")
+    if state.journal is not None:
+        given = pathlib.Path(config.option.shardproof_report)
+        if state.journal.partial.exists():
+            terminalreporter.write_line(f"incomplete run file: {given}{PARTIAL}")
+        else:
+            terminalreporter.write_line(f"run file: {given}")
 
 
-class _RecordCollector:
-    """Collects the records of all reports; in an xdist run, the workers' reports arrive in the controller."""
+class _RunObserver:
+    """Collects what happens in a run; in an xdist run, the workers' reports arrive in the controller."""
 
     def __init__(self, state: State) -> None:
         self._state = state
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        case = getattr(report, "shardproof", None)
-        if case is not None:
-            self._state.add(case)
+        record = getattr(report, "shardproof", None)
+        if record is not None:
+            self._state.add(record)
+        left_out = getattr(report, "shardproof_left_out", None)
+        if left_out is not None:
+            self._state.progress.left_out.append(left_out)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self._state.collection_errors += report.failed
+
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        self._state.interruption = self._state.interruption or str(excinfo.value) or "interrupted by Ctrl-C"
+
+    def pytest_internalerror(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        self._state.interruption = f"pytest failed: {excinfo.exconly(tryshort=True)}"
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        self._state.configure_worker(node.workerinput)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, node: Any) -> None:
+        self._state.take_selected(node.gateway.id)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
         self._state.take_worker_output(getattr(node, "workeroutput", {}))
+
+
+def _heed_signals(config: pytest.Config) -> None:
+    """Handle the signals that end a run, unless this process is an xdist worker, whose controller ends it."""
+    if not config.stash[STATE].is_worker:
+        config.stash[_SIGNALS].install()
 
 
 def _only_distributes(config: pytest.Config) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 
 from shardproof.harness.adapters.capability import Capability, Hardware
+from shardproof.harness.plugin.selection import check_deadline
 
 #: Registered with pytest by the plugin, so that ``--strict-markers`` knows them.
 MARKER_LINES = (
@@ -67,7 +68,10 @@ def alone() -> pytest.MarkDecorator:
 
 
 def deadline(seconds: float) -> pytest.MarkDecorator:
-    """Give the case its own deadline in seconds instead of the run's."""
-    if seconds <= 0:
-        raise ValueError(f"deadline({seconds!r}): expected a positive number of seconds")
+    """Give the case its own deadline in seconds instead of the run's.
+
+    Raises:
+        ValueError: not a positive number of seconds, or more than a case may have.
+    """
+    check_deadline(seconds, f"deadline({seconds!r})")
     return pytest.mark.deadline(seconds)

@@ -104,8 +104,8 @@ def _add_short_forms(parser: pytest.Parser, manager: pytest.PytestPluginManager)
 
 def asks_for_a_run(config: pytest.Config) -> bool:
     """Return whether any option of a conformance run was given."""
-    names = ("impl", "device", "world", "report", "deadline")
-    return any(getattr(config.option, f"shardproof_{name}") not in (None, "auto") for name in names)
+    names = (option.name.replace("-", "_") for option in _OPTIONS)
+    return any(getattr(config.option, f"shardproof_{name}") not in (None, "auto", False) for name in names)
 
 
 class _Clashes:

@@ -11,6 +11,7 @@ from shardproof.harness.findings.finding import Location
 from shardproof.harness.findings.observations import Measured, keep_worst
 from shardproof.harness.findings.stages import Stage
 from shardproof.harness.findings.verdict import Verdict, combine
+from shardproof.harness.plugin import bounds
 from shardproof.harness.worlds.jobs import Result
 from shardproof.harness.worlds.world import Outcome
 
@@ -88,14 +89,14 @@ class CaseRecord:
             self.verdict, self.text = Verdict.FAIL, text
 
     def as_json(self) -> dict[str, Any]:
-        """Return the record as plain JSON values; non-finite numbers become strings such as "inf"."""
+        """Return the record as plain JSON values of bounded size; non-finite numbers become strings such as "inf"."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         for name in ("text", "location", "failed_rank", "outputs"):
             del fields[name]
         fields["distances"] = [item.as_record() for item in self.distances]
         fields["failure"] = self._failure() if self.text else None
-        plain: dict[str, Any] = _plain(fields)
-        return plain
+        fields["parameters"] = {name: _shortened(value) for name, value in self.parameters.items()}
+        return bounds.bounded(_plain(fields))
 
     def _failure(self) -> dict[str, Any]:
         unknown = {"stage": None, "step": None, "rank": self.failed_rank, "name": None, "element": None}
@@ -141,6 +142,11 @@ def _shared_traces(results: Sequence[Result]) -> list[dict[str, Any]]:
         elif lines:
             shared.append({"ranks": [result.rank], "trace": lines})
     return shared
+
+
+def _shortened(value: Any) -> Any:
+    plain = _plain(value)
+    return bounds.shorten(plain) if isinstance(plain, str) else plain
 
 
 def _plain(value: Any) -> Any:

@@ -17,6 +17,10 @@ DEFAULT_IMPLEMENTATIONS = ("reference",)
 DEFAULT_DEADLINES = {"cpu": 60.0, "cuda": 30.0}
 """The deadline of a case in seconds, by device type, for a run without ``--deadline``."""
 
+#: The longest deadline of a case in seconds. The process groups of the ranks time out after 30 minutes; the deadline
+#: must come first, because only then the ranks' stacks and collectives are collected.
+MOST_DEADLINE_SECONDS = 1500.0
+
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
@@ -74,9 +78,23 @@ def resolve(
         if chosen != "cpu" and size > count:
             raise ValueError(f"--world {size}: there are {count} {chosen} devices; a rank needs one of its own")
     adapters = _adapters(implementations, chosen)
-    if deadline is not None and not deadline > 0:
-        raise ValueError(f"--deadline {deadline:g}: expected a positive number of seconds")
+    if deadline is not None:
+        check_deadline(deadline, f"--deadline {deadline:g}")
     return Selection(adapters, chosen, count, sizes, deadline or DEFAULT_DEADLINES[chosen], check_collectives)
+
+
+def check_deadline(seconds: float, given: str) -> None:
+    """Refuse a deadline that is not a positive number of seconds below ``MOST_DEADLINE_SECONDS``.
+
+    Args:
+        seconds: the deadline.
+        given: what the user wrote, for the message.
+
+    Raises:
+        ValueError: the deadline is not valid; NaN and infinity are not.
+    """
+    if not 0 < seconds <= MOST_DEADLINE_SECONDS:
+        raise ValueError(f"{given}: expected a positive number of seconds, at most {MOST_DEADLINE_SECONDS:g}")
 
 
 def _device(asked: str) -> tuple[str, int]:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import collections
+import json
 import os
 import pathlib
 import sys
+import tempfile
 from typing import Any
 
 import pytest
 
-from shardproof.harness.plugin import selection
+from shardproof.harness.findings.verdict import Verdict
+from shardproof.harness.plugin import cases, environment, selection
+from shardproof.harness.plugin.journal import Journal
 from shardproof.harness.plugin.known_failures import RunKnownFailures
-from shardproof.harness.plugin.run_file import RunFile
+from shardproof.harness.plugin.progress import Progress, Selected
 from shardproof.harness.worlds.pool import Pool
 
 _ERRORS = "shardproof_usage_errors"
 _PROBLEMS = "shardproof_problems"
+_FOLDER = "shardproof_folder"
 
 
 class State:
@@ -24,10 +28,12 @@ class State:
 
     Attributes:
         started: the number of cases that were started in this process.
-        run_file: the run file; None until a report brings the first record.
+        journal: the run file; None without ``--report`` and in xdist workers.
+        progress: which cases were selected and which have a record.
         errors: the usage errors that xdist workers sent; a single process raises its own instead.
         problems: what is wrong with entries of known failures; any problem fails the run.
-        verdicts: the number of cases for each (implementation, verdict).
+        interruption: what ended the run early, such as the name of a signal; empty if nothing did.
+        collection_errors: the number of files and directories that could not be collected.
     """
 
     def __init__(self, config: pytest.Config) -> None:
@@ -35,11 +41,19 @@ class State:
         self._selection: selection.Selection | None = None
         self._pool: Pool | None = None
         self._known_failures: RunKnownFailures | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
         self.started = 0
-        self.run_file: RunFile | None = None
+        self.journal: Journal | None = None
+        self.progress = Progress()
         self.errors: set[str] = set()
         self.problems: set[str] = set()
-        self.verdicts: collections.Counter[tuple[str, str]] = collections.Counter()
+        self.interruption = ""
+        self.collection_errors = 0
+
+    @property
+    def is_worker(self) -> bool:
+        """Whether this process is an xdist worker."""
+        return hasattr(self._config, "workerinput")
 
     @property
     def selection(self) -> selection.Selection:
@@ -86,7 +100,7 @@ class State:
         """Collect the problems of the entries of known failures; an xdist worker sends them to the controller."""
         if self._known_failures is not None:
             self.problems.update(self._known_failures.problems(session.items, session.config))
-        if hasattr(session.config, "workerinput"):
+        if self.is_worker:
             vars(session.config)["workeroutput"][_PROBLEMS] = sorted(self.problems)
 
     def refuse(self, config: pytest.Config, items: list[pytest.Item], errors: list[str]) -> None:
@@ -103,7 +117,8 @@ class State:
         Raises:
             pytest.UsageError: in a single process.
         """
-        if not hasattr(config, "workerinput"):
+        if not self.is_worker:
+            self.interruption = errors[0]
             raise pytest.UsageError("\n".join(errors))
         vars(config)["workeroutput"][_ERRORS] = errors
         items.clear()
@@ -113,12 +128,105 @@ class State:
         self.errors.update(output.get(_ERRORS, ()))
         self.problems.update(output.get(_PROBLEMS, ()))
 
-    def add(self, case: dict[str, Any]) -> None:
-        """Add a case's record, as JSON values, to the run file and to the counts."""
-        if self.run_file is None:
-            self.run_file = RunFile(self.selection, command=[pathlib.Path(sys.argv[0]).name, *sys.argv[1:]])
-        self.run_file.cases.append(case)
-        self.verdicts[case["implementation"], case["verdict"]] += 1
+    # the run file ------------------------------------------------------------------------
+
+    def open_journal(self) -> None:
+        """Open the run file, if there is to be one, and write the environment of the run.
+
+        Raises:
+            pytest.UsageError: the run file cannot be written there, or an option is not valid.
+        """
+        path = self._config.option.shardproof_report
+        # --collect-only runs nothing, so there is nothing to report, and an earlier run file stays as it is.
+        if not path or self.is_worker or self._config.option.collectonly:
+            return
+        try:
+            self.journal = Journal(pathlib.Path(path))
+        except ValueError as error:
+            raise pytest.UsageError(str(error)) from None
+        command = [pathlib.Path(sys.argv[0]).name, *sys.argv[1:]]
+        try:
+            self.journal.describe(environment.describe(self.selection, command=command, started=self.journal.started))
+        except pytest.UsageError as error:
+            self.journal.finish(reason=str(error), exit_code=pytest.ExitCode.USAGE_ERROR)
+            raise
+
+    def select(self, items: list[pytest.Item]) -> None:
+        """Note the cases that are to run; an xdist worker leaves their list for the controller."""
+        functions = [item for item in items if isinstance(item, pytest.Function) and cases.is_case(item)]
+        selected: Selected = {}
+        for item in functions:
+            selected.setdefault(cases.launch_of(item).implementation, []).append(cases.case_id(item))
+        if self.is_worker:
+            given = vars(self._config)["workerinput"]
+            if _FOLDER in given:
+                pathlib.Path(given[_FOLDER], given["workerid"]).write_text(json.dumps(selected))
+        else:
+            self._selected(selected)
+
+    def configure_worker(self, given: dict[str, Any]) -> None:
+        """Tell an xdist worker where to leave the list of its cases; xdist itself passes on their node ids only."""
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="shardproof-selected-")
+        given[_FOLDER] = self._folder.name
+
+    def take_selected(self, worker: str) -> None:
+        """Read the list of cases that an xdist worker has left; all workers have the same."""
+        assert self._folder is not None, "workers are configured before they collect"
+        path = pathlib.Path(self._folder.name, worker)
+        if not self.progress.selected and path.exists():
+            self._selected(json.loads(path.read_text()))
+
+    def _selected(self, selected: Selected) -> None:
+        self.progress.selected = selected
+        if self.journal is not None and selected:
+            self.journal.select(selected)
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Add a case's record, as JSON values, to the counts and the run file."""
+        attempt = self.progress.add(record)
+        if self.journal is not None:
+            self.journal.add(record | ({"attempt": attempt} if attempt > 1 else {}))
+
+    def finish_journal(self, *, reason: str, exit_code: int) -> bool:
+        """Complete the run file, or leave its journal with the reason why it is incomplete.
+
+        Returns:
+            Whether the run file is complete, or there is none.
+        """
+        if self._folder is not None:
+            self._folder.cleanup()
+        if self.journal is None or not self.journal.is_open:
+            return True
+        return self.journal.finish(reason=reason, exit_code=exit_code, left_out=self.progress.left_out)
+
+    def why_incomplete(self, session: pytest.Session) -> str:
+        """Return in one line why the run is incomplete; "" if every selected case has a record."""
+        reasons = [*sorted(self.errors)[:1], self.interruption]
+        if given := next((reason for reason in reasons if reason), ""):
+            return given.splitlines()[0]
+        if self.collection_errors:
+            return f"{self.collection_errors} errors during collection"
+        if not self.progress.selected:
+            return "no case was selected"
+        if missing := self.progress.missing:
+            stopped = session.shouldfail or session.shouldstop
+            why = f"{stopped}: " if stopped else ""
+            return (
+                f"{why}{len(missing)} of {self.progress.count} selected cases have no record; the first is {missing[0]}"
+            )
+        return ""
+
+    @property
+    def is_conformance_run(self) -> bool:
+        """Whether cases were selected or asked for; a run of a project's ordinary tests alone is none."""
+        option = self._config.option
+        return bool(self.progress.selected or option.shardproof_impl or self.journal is not None)
+
+    def asked_nothing(self) -> list[str]:
+        """Return the implementations on which no case ran."""
+        skips = [verdict.value for verdict in Verdict if verdict.is_skip]
+        return self.progress.asked_nothing(self.selection.implementations, skips=skips)
 
 
 STATE = pytest.StashKey[State]()

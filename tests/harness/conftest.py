@@ -12,9 +12,9 @@ def run(pytester, monkeypatch):
     """Run pytest on one case file with these options, in this process unless told otherwise."""
     monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
 
-    def run(source, *options, own_process=False):
+    def run(source, *options, own_process=False, named=True):
         pytester.path.joinpath("test_inner.py").write_text(source)
-        options = options if "--impl" in options else (*options, "--impl", "ddp")
+        options = options if "--impl" in options or not named else (*options, "--impl", "ddp")
         if own_process:
             return pytester.runpytest_subprocess(*QUIET, *options, timeout=120)
         return pytester.runpytest_inprocess(*QUIET, *options)

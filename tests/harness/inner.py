@@ -15,7 +15,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 #: For processes of their own: this clone before everything else, and what the host needs besides.
 PYTHONPATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
-QUIET = ("-p", "no:cacheprovider", "-p", "shardproof.plugin")
+#: Without the plugin that listens on a port in every run, only to hear of reruns.
+QUIET = ("-p", "no:cacheprovider", "-p", "no:rerunfailures", "-p", "shardproof.plugin")
 
 CASE = """
 from shardproof.harness import world

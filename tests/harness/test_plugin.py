@@ -177,7 +177,7 @@ def test_hardware(rank):
     result.assert_outcomes(skipped=2)
     result.stdout.fnmatch_lines(["*unsupported: sharded*", "*unmet: streams*"])
     run_file = json.loads(pytester.path.joinpath("run.json").read_text())
-    assert run_file["schema_version"] == 1
+    assert run_file["schema_version"] == 2
     assert [(c["requirement"], c["verdict"], c["missing"]) for c in run_file["cases"]] == [
         ("X-1", "unsupported", ["sharded"]),
         ("", "unmet", ["streams"]),

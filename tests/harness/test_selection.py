@@ -55,6 +55,9 @@ def test_case_larger_than_the_devices_is_no_error(gpus):
         ({"implementations": "shardproof.harness.adapters.replicas:Ddp"}, "has no 'Ddp'; it has DdpAdapter"),
         ({"deadline": 0.0}, "--deadline 0: expected a positive number of seconds"),
         ({"deadline": -1.0}, "--deadline -1: expected a positive number of seconds"),
+        ({"deadline": float("inf")}, "--deadline inf: expected a positive number of seconds, at most 1500"),
+        ({"deadline": float("nan")}, "--deadline nan: expected a positive number of seconds, at most 1500"),
+        ({"deadline": 1e9}, "--deadline 1e+09: expected a positive number of seconds, at most 1500"),
     ],
 )
 def test_one_line_names_what_is_wrong(options, told):
@@ -73,6 +76,7 @@ def test_one_line_names_what_is_wrong(options, told):
         (lambda: world(2, debug_level="LOUD"), "debug_level='LOUD'"),
         (lambda: needs("sharded"), "needs('sharded'): expected a member of Capability or Hardware"),
         (lambda: deadline(0), "deadline(0)"),
+        (lambda: deadline(float("inf")), "deadline(inf): expected a positive number of seconds, at most 1500"),
     ],
 )
 def test_marks_refuse_what_makes_no_sense(mark, told):

@@ -71,3 +71,22 @@ def whole_environment() -> dict[str, Any]:
         "implementations": {"reference": {"version": "0.1.0", "capabilities": ["reshard_after_forward"]}},
         "numerics": {"slack_ulps": 8},
     }
+
+
+def journal(*cases: dict[str, Any], selected: dict[str, list[str]] | None = None, reason: str = "") -> dict[str, Any]:
+    """A run of version 2 with these records; complete unless there is a reason."""
+    by_name: dict[str, list[str]] = {}
+    for one in cases:
+        by_name.setdefault(one["implementation"], []).append(one["id"])
+    # What only version 1 leaves out.
+    rest = {"nodeid": "", "seeds": {}, "missing": [], "expected": "", "losses": {}, "distances": [], "collectives": []}
+    rest["failure"] = None
+    return {
+        "schema_version": 2,
+        "run_id": "0123456789abcdef0123456789abcdef",
+        "environment": whole_environment(),
+        "selected": by_name if selected is None else selected,
+        "cases": [rest | one for one in cases],
+        "left_out": [],
+        "end": {"complete": not reason, "reason": reason, "exit_code": 0, "seconds": 7.5},
+    }

@@ -71,6 +71,28 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, content):
     assert done.stderr.count("\n") == 1
 
 
+def test_the_journal_of_an_incomplete_run_is_printed_with_exit_code_1(tmp_path):
+    path = tmp_path / "run.json.partial"
+    data = samples.journal(samples.case(id="a"), selected={"reference": ["a", "b"]}, reason="SIGTERM")
+    path.write_text(json.dumps(data) + "\n")
+    done = report(path)
+    assert done.returncode == 1
+    assert "\nINCOMPLETE: SIGTERM\nselected, but not run: reference 1\n" in done.stdout
+    assert done.stdout.endswith("0 of 1 verdicts are failures; 0 more are skips; the run is INCOMPLETE\n")
+
+
+def test_what_ran_again_and_what_pytest_skipped_is_said(tmp_path):
+    path = tmp_path / "run.json"
+    data = samples.journal(samples.case(verdict="fail"), samples.case(attempt=2))
+    data["left_out"] = [{"id": "b", "implementation": "reference", "reason": "Skipped: on a whim"}]
+    path.write_text(json.dumps(data))
+    done = report(path)
+    assert done.returncode == 0
+    assert "\nskipped by pytest (Skipped: on a whim): reference 1\n" in done.stdout
+    assert "\nrun again, only the last attempt counts: reference 1\n" in done.stdout
+    assert "0 of 1 verdicts are failures" in done.stdout
+
+
 def test_an_unknown_option_is_exit_code_2_without_a_traceback():
     done = report("--case", "--row", "out/run.json")
     assert done.returncode == 2

@@ -2,12 +2,14 @@
 
 import gzip
 import json
+import os
 import pickle
 import re
 from pathlib import Path
 
 import pytest
 
+from shardproof.reports import files
 from shardproof.reports.fields import RecordError
 from shardproof.reports.run import Accelerator, Implementation, RunFileError, load_run, parse_run
 from tests.reports import samples
@@ -56,7 +58,15 @@ def test_implementations_keep_the_order_of_the_command_and_miss_none():
         ([], "the run file: [] is not an object"),
         ({}, "the run file: the field 'schema_version' is missing"),
         ({"schema_version": "1"}, "schema_version: '1' is not an integer"),
-        ({"schema_version": 2, "records": []}, "schema_version: 2 is not supported; supported: 1"),
+        ({"schema_version": 3, "records": []}, "schema_version: 3 is not supported; supported: 1, 2"),
+        ({"schema_version": 2}, "the run file: the field 'run_id' is missing"),
+        (samples.journal() | {"end": {"complete": 1}}, "end.complete: 1 is not true or false"),
+        (samples.journal() | {"end": {"complete": False}}, "end: the field 'reason' is missing"),
+        (samples.journal() | {"selected": {"a": ["b", 3]}}, "selected.a[1]: 3 is not a string"),
+        (
+            {"schema_version": 2, "run_id": "x", "end": {"complete": True}},
+            "the run file: the field 'environment' is missing",
+        ),
         ({"schema_version": 1, "environment": {}}, "the run file: the field 'cases' is missing"),
         ({"schema_version": 1, "cases": []}, "the run file: the field 'environment' is missing"),
         ({"schema_version": 1, "environment": {}, "cases": {}}, "cases: {} is not a list"),
@@ -81,6 +91,52 @@ def test_two_verdicts_for_one_cell_are_refused():
     )
 
 
+def test_a_complete_run_has_a_record_of_every_selected_case():
+    """What was taken out of a file by hand must not look as if it had never been there."""
+    with pytest.raises(RecordError) as raised:
+        parse_run(samples.journal(samples.case(id="a"), selected={"reference": ["a", "b"]}))
+    assert str(raised.value) == "end.complete: true, but 'b' was selected for 'reference' and has no record"
+
+
+def test_an_incomplete_run_names_what_did_not_run():
+    data = samples.journal(samples.case(id="a"), selected={"reference": ["a", "b", "c"]}, reason="SIGTERM")
+    data["left_out"] = [{"id": "c", "implementation": "reference", "reason": "Skipped"}]
+    run = parse_run(data)
+    assert (run.incomplete, run.not_run) == ("SIGTERM", [("reference", "b")])
+    assert run.environment.seconds == 7.5
+
+
+def test_the_last_attempt_counts_and_the_earlier_ones_are_kept():
+    attempts = [samples.case(verdict="fail"), samples.case(attempt=2), samples.case(id="other")]
+    run = parse_run(samples.journal(*attempts))
+    assert [(case.id, case.attempt) for case in run.cases] == [(attempts[1]["id"], 2), ("other", 1)]
+    assert [(case.verdict, case.attempt) for case in run.earlier] == [("fail", 1)]
+    for wrong in ([attempts[1]], [attempts[0], samples.case(attempt=3)], [attempts[0], attempts[0]]):
+        with pytest.raises(RecordError, match="is in the file twice"):
+            parse_run(samples.journal(*wrong))
+
+
+def test_a_file_of_version_1_has_no_attempts():
+    with pytest.raises(RecordError, match="attempts are of version 2"):
+        parse_run(samples.run(samples.case(), samples.case(attempt=2)))
+
+
+def test_what_is_no_regular_file_is_one_line(tmp_path):
+    """Opening a named pipe would wait for a writer."""
+    os.mkfifo(tmp_path / "run.json")
+    with pytest.raises(RunFileError, match=r"run.json: not a regular file$"):
+        load_run(tmp_path / "run.json")
+
+
+@pytest.mark.parametrize("name", ["run.json", "run.json.gz"])
+def test_a_huge_file_is_one_line(tmp_path, name, monkeypatch):
+    monkeypatch.setattr(files, "MOST_BYTES", 1 << 20)
+    content = b" " * (1 << 22)
+    tmp_path.joinpath(name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    with pytest.raises(RunFileError, match=f"{name}: more than 1 MiB of text$"):
+        load_run(tmp_path / name)
+
+
 @pytest.mark.parametrize(
     "content, message",
     [
@@ -89,7 +145,7 @@ def test_two_verdicts_for_one_cell_are_refused():
         (b"\xff\xfe\xfd", "not a JSON file: .*decode.*"),
         (b"[" * 100_000, "not a JSON file: .*recursion.*"),
         (b"1" * 5000, "not a JSON file: .*digits.*"),
-        (b'{"schema_version": 7}', "schema_version: 7 is not supported; supported: 1"),
+        (b'{"schema_version": 7}', "schema_version: 7 is not supported; supported: 1, 2"),
         (
             json.dumps(samples.run(samples.case(seconds=10**400))).encode(),
             r"cases\[0\].seconds: 10+\.\.\. is not a number",

@@ -1,0 +1,66 @@
+"""Which cases of a run were selected, which of them have a record, and what is missing."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+Selected = dict[str, list[str]]
+"""The ids of the selected cases, by implementation."""
+
+
+class Progress:
+    """The selected cases and the records of one run; in an xdist run, those of all workers.
+
+    Attributes:
+        selected: the ids of the selected cases, by implementation; empty until collection has ended.
+        left_out: the selected cases that pytest skipped without asking the plugin, as by ``@pytest.mark.skip``.
+        verdicts: the number of cases for each (implementation, verdict); a case that was run again counts once, with
+            its last verdict.
+    """
+
+    def __init__(self) -> None:
+        self.selected: Selected = {}
+        self.left_out: list[dict[str, str]] = []
+        self.verdicts: collections.Counter[tuple[str, str]] = collections.Counter()
+        self._last: dict[tuple[str, str], str] = {}
+        self._attempts: collections.Counter[tuple[str, str]] = collections.Counter()
+
+    def add(self, record: Mapping[str, Any]) -> int:
+        """Count a record.
+
+        Args:
+            record: the record of a case as JSON values.
+
+        Returns:
+            The number of the attempt, from 1: plugins such as pytest-rerunfailures run a case again.
+        """
+        key = (record["implementation"], record["id"])
+        if key in self._last:
+            self.verdicts[key[0], self._last[key]] -= 1
+        self._last[key] = record["verdict"]
+        self._attempts[key] += 1
+        self.verdicts[key[0], record["verdict"]] += 1
+        return self._attempts[key]
+
+    @property
+    def missing(self) -> list[str]:
+        """The selected cases that have no record and were not left out: ``<id> on <implementation>``."""
+        known = self._last.keys() | {(item["implementation"], item["id"]) for item in self.left_out}
+        return [f"{id_} on {name}" for name, ids in self.selected.items() for id_ in ids if (name, id_) not in known]
+
+    @property
+    def count(self) -> int:
+        """The number of selected cases."""
+        return sum(map(len, self.selected.values()))
+
+    def asked_nothing(self, implementations: Iterable[str], *, skips: Sequence[str]) -> list[str]:
+        """Return the implementations on which no case ran.
+
+        Args:
+            implementations: the implementations of the run.
+            skips: the verdicts of cases that did not run.
+        """
+        ran = {name for (name, verdict), count in self.verdicts.items() if count and verdict not in skips}
+        return [name for name in implementations if name not in ran]
