@@ -76,9 +76,9 @@ def run(pytester, monkeypatch):
 def is_alive(pid):
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):  # it has ended, before or after the signal was sent
         return False
-    return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
 
 
 # Failing on some ranks
