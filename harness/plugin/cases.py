@@ -8,7 +8,7 @@ import pathlib
 import tempfile
 import zlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 import pytest
 
@@ -49,7 +49,7 @@ class Launch:
         return f"{self.implementation}-w{self.size}"
 
 
-def is_case(item: pytest.Item) -> bool:
+def is_case(item: pytest.Item) -> TypeGuard[pytest.Function]:
     """Return whether the item is a case, which runs on ranks."""
     return isinstance(item, pytest.Function) and isinstance(_parameters(item).get("rank"), Launch)
 
@@ -143,6 +143,19 @@ def run(item: pytest.Function, pool: Pool, selection: Selection, *, number: int)
     made.take(outcome)
     if made.verdict == Verdict.PASS:
         made.fail_if(expected_texts.compare([result.observations.expected_texts for result in outcome.results]))
+    return made
+
+
+def interrupted(item: pytest.Function, selection: Selection, why: str) -> CaseRecord:
+    """Return the record of a case that an exception in the pytest process ended, as pytest-timeout raises one.
+
+    Args:
+        item: the case.
+        selection: the checked options of the run.
+        why: the exception, in one line.
+    """
+    made = _new_record(item, selection)
+    made.verdict, made.text = Verdict.HARNESS_ERROR, f"the pytest process stopped waiting for the case: {why}"
     return made
 
 

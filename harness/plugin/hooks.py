@@ -99,6 +99,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if not cases.is_case(pyfuncitem):
         return None
     state = pyfuncitem.config.stash[STATE]
+    # Of an earlier attempt, if a plugin runs the case again.
+    if _RECORD in pyfuncitem.stash:
+        del pyfuncitem.stash[_RECORD]
     state.started += 1
     made = cases.run(pyfuncitem, state.pool, state.selection, number=state.started)
     if not pyfuncitem.config.getoption("runxfail", default=False):
@@ -123,17 +126,23 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Attach the record of the case to the report, which also carries it from an xdist worker to the controller."""
     report = yield
+    case = item if cases.is_case(item) else None
+    if case is not None and report.when == "call" and report.failed and _RECORD not in case.stash:
+        why = call.excinfo.exconly(tryshort=True) if call.excinfo is not None else "an unknown error"
+        case.stash[_RECORD] = cases.interrupted(case, case.config.stash[STATE].selection, why.splitlines()[0])
     made = item.stash.get(_RECORD, None)
     if made is not None and report.when == "call":
         if hasattr(report, "wasxfail"):
             made.verdict = Verdict.EXPECTED_FAIL if report.skipped else Verdict.UNEXPECTED_PASS
         # pytest serializes all attributes of a report for the controller, as long as they are plain values.
         vars(report)["shardproof"] = made.as_json()
-    elif report.when == "setup" and report.skipped and isinstance(item, pytest.Function) and cases.is_case(item):
-        launch = cases.launch_of(item)
+    elif case is not None and report.when == "setup" and report.skipped:
         reason = call.excinfo.exconly(tryshort=True) if call.excinfo is not None else ""
-        left_out = {"id": cases.case_id(item), "implementation": launch.implementation, "reason": reason}
-        vars(report)["shardproof_left_out"] = left_out
+        vars(report)["shardproof_left_out"] = {
+            "id": cases.case_id(case),
+            "implementation": cases.launch_of(case).implementation,
+            "reason": reason,
+        }
     return report
 
 
