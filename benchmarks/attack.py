@@ -56,7 +56,7 @@ class Attack(Exception):
 def attack(number, frame):
     raise Attack("an attack on the controller")
 
-def pytest_runtestloop(session):
+def pytest_sessionstart(session):
     pathlib.Path({folder!r}, f"controller-{{os.getpid()}}").touch()
 
 def pytest_runtest_call(item):
@@ -228,7 +228,11 @@ def main() -> int:
         while processes_of(folder) and time.monotonic() < until:
             time.sleep(0.1)
         wrong += [f"process {pid} is left: {command}" for pid, command in processes_of(folder).items()]
-        left = [path.name for path in (folder / "tmp").iterdir() if not path.name.startswith("shardproof-leases")]
+        left = [
+            path.name
+            for path in (folder / "tmp").iterdir()
+            if not path.name.startswith(("shardproof-leases", "pytest-of-"))
+        ]
         wrong += [f"{path} is left" for path in left]
         if code not in (0, 1):
             wrong.append(f"exit code {code}: {folder.joinpath('output').read_text(errors='replace')[-2000:]}")

@@ -1,0 +1,68 @@
+"""The temporary directory of one pytest process, which the next run removes if the process was killed.
+
+Everything that a run writes for itself is in it: the directories of worlds and cases, and the forkserver's socket. The
+process holds a lock on a file in it for as long as it lives. A directory whose lock is free has no owner any more.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import functools
+import os
+import pathlib
+import shutil
+import tempfile
+from multiprocessing import process
+
+_PREFIX = "shardproof-run-"
+_LOCK = "owner"
+
+
+def directory(prefix: str) -> pathlib.Path:
+    """Make a new directory in the temporary directory of this process.
+
+    Args:
+        prefix: the beginning of its name.
+
+    Raises:
+        OSError: there is no space, or no permission.
+    """
+    return pathlib.Path(tempfile.mkdtemp(prefix=prefix, dir=_own(os.getpid())))
+
+
+def use_for_multiprocessing() -> None:
+    """Let multiprocessing keep the forkserver's socket in the temporary directory of this process.
+
+    The directory that it would make itself stays if the process is killed.
+    """
+    # The name is private, and multiprocessing has no public one. Without effect, its directory is elsewhere.
+    vars(process.current_process())["_config"].setdefault("tempdir", str(_own(os.getpid())))
+
+
+@functools.cache
+def _own(pid: int) -> pathlib.Path:
+    """Make and lock the directory of the process ``pid``, which is this one, after removing those without an owner."""
+    parent = pathlib.Path(tempfile.gettempdir())
+    _remove_abandoned(parent)
+    # Under another name until it is locked: a process that starts now would remove it.
+    unlocked = pathlib.Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=parent))
+    descriptor = os.open(unlocked / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    path = unlocked.with_name(unlocked.name.removeprefix("."))
+    unlocked.rename(path)
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return path
+
+
+def _remove_abandoned(parent: pathlib.Path) -> None:
+    for path in parent.glob(f"{_PREFIX}*"):
+        # Of another user, or removed meanwhile; a lock that is held raises BlockingIOError.
+        with contextlib.suppress(OSError):
+            descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(descriptor)
