@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardproof.harness import Capability, contract, models, needs, world
+from shardproof.harness.findings.finding import step_label
 from shardproof.harness.parity import Rank
 
 AHEAD = 2
@@ -42,17 +43,21 @@ def test_order(rank: Rank) -> None:
     model = models.Tower(dim=9, depth=depth)
     pair = rank.pair(model, units=model.units(), reshard_after_forward=True)
     pair.adapter.prefetch(**two_ahead(depth))
-    gathered: list[int] = []
+    units = ["(root)", *(f"layers.{index}" for index in range(depth))]
+    gathered: list[list[str]] = []
     for index in range(depth):
         pair.adapter.submodule(f"layers.{index}.in_proj").register_forward_pre_hook(
-            lambda module, args: gathered.append(pair.last_trace().counts("forward")["all_gather"])
+            lambda module, args: gathered.append([item.unit for item in pair.last_trace() if item.kind == "all_gather"])
         )
     for step in range(2):
         gathered.clear()
         pair.step(rank.batch(step, (4, 9)))
         pair.check()
-        # The root, the layers up to this one, and two ahead.
-        assert gathered == [min(1 + index + 1 + AHEAD, 1 + depth) for index in range(depth)]
+        for index, found in enumerate(gathered):
+            # The root, the layers up to this one, and two ahead.
+            expected = units[: 1 + index + 1 + AHEAD]
+            assert found == expected, f"layers.{index} computes in {step_label(step)} after other units are gathered"
+        assert len(gathered) == depth
     rank.expect(
         pair.last_trace().render(),
         """\

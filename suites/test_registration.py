@@ -8,6 +8,7 @@ import pytest
 from torch import nn
 
 from shardproof.harness import Capability, contract, models, needs, world
+from shardproof.harness.findings.finding import step_label
 from shardproof.harness.parity import Rank, Run, exact_difference
 from shardproof.harness.plugin.axes import RESHARD, RESHARD_UNEVEN, with_first
 
@@ -32,7 +33,7 @@ def test_after_forward(rank: Rank, dim: int, units: list[list[str]], reshard_aft
     model = models.Tower(dim=dim, depth=2)
     original = copy.deepcopy(model).to(rank.device)
     run = rank.run(model, units=units, reshard_after_forward=reshard_after_forward)
-    assert not any(run.adapter.gathered().values()), "before forward every parameter is sharded"
+    _assert_sharded(run, "before forward")
     _assert_values(run, original)
 
     run.adapter.forward(rank.batch(0, (3, dim)))
@@ -43,7 +44,7 @@ def test_after_forward(rank: Rank, dim: int, units: list[list[str]], reshard_aft
     _assert_values(run, original)
 
     run.adapter.reshard()
-    assert not any(run.adapter.gathered().values()), "reshard() shows every parameter sharded again"
+    _assert_sharded(run, "after reshard()")
     _assert_values(run, original)
 
 
@@ -57,8 +58,15 @@ def test_after_backward(rank: Rank, units: list[list[str]], reshard_after_forwar
     run = rank.run(model, units=units, reshard_after_forward=reshard_after_forward)
     for step in range(2):
         run.forward_backward((rank.batch(step, (3, 5)),), loss=models.mean_square)
-        assert not any(run.adapter.gathered().values()), f"after backward {step} every parameter is sharded"
+        _assert_sharded(run, f"after the backward of {step_label(step)}")
         _assert_values(run, original)
+
+
+def _assert_sharded(run: Run, when: str) -> None:
+    """Every parameter is shown sharded; if not, name the units that are not."""
+    units = {name: unit.label for unit in run.units for name in unit.names}
+    gathered = sorted({units[name] for name, is_gathered in run.adapter.gathered().items() if is_gathered})
+    assert not gathered, f"{when} every parameter is sharded, but units are gathered: {', '.join(gathered)}"
 
 
 def _assert_values(run: Run, original: nn.Module) -> None:

@@ -19,8 +19,10 @@ from typing import Any
 import torch.distributed as dist
 
 from shardproof.harness.collectives.board import Announcement, Board
+from shardproof.harness.collectives.trace import without_own_bytes
 from shardproof.harness.findings.finding import Divergence, Location
 from shardproof.harness.findings.stages import Stage
+from shardproof.harness.findings.texts import ranks_of
 from shardproof.harness.tensors.trees import tensors_of
 
 #: Methods of ``ProcessGroup`` across torch versions, and the kind of collective that each one issues.
@@ -53,6 +55,10 @@ _METHODS = {
 }
 _POINT_TO_POINT = ("send", "recv")
 
+#: Kinds that combine the values of the ranks with an operator, and how a kind with a root is named with it.
+_REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
+_ROOTED = {"broadcast": "from", "scatter": "from", "reduce": "to", "gather": "to"}
+
 
 class Announcer:
     """Writes one rank's announcements to the board.
@@ -71,6 +77,15 @@ class Announcer:
         self._patience = 0.0
         self._depth = 0
         self._recorders = 0
+        self._operator = ""
+
+    @property
+    def operator(self) -> str:
+        """The operator of the reduction that a method of ``ProcessGroup`` is about to issue, for a Recorder.
+
+        Dispatch passes it on as an opaque object. It is empty outside of such a method, as for DDP's own reducer.
+        """
+        return self._operator
 
     def start_job(self, job: int, *, checking: bool, patience: float) -> None:
         """Start a job: reset the numbers of collectives.
@@ -111,8 +126,8 @@ class Announcer:
         until = time.monotonic() + self._patience
         for peer in entry.ranks:
             theirs = self._await(peer, entry, until)
-            if theirs is not None and theirs.text != entry.text:
-                lines = [f"collective {entry.number} on ranks {list(entry.ranks)} differs between ranks"]
+            if theirs is not None and without_own_bytes(theirs.text) != without_own_bytes(entry.text):
+                lines = [f"collective {entry.number} on {ranks_of(entry.ranks)} differs between ranks"]
                 lines += [f"  rank {who}: {self._sequence(who, entry)}" for who in (entry.ranks[0], self._rank, peer)]
                 raise Divergence("\n".join(dict.fromkeys(lines)), Location(stage=Stage.COLLECTIVES, rank=peer))
 
@@ -153,21 +168,59 @@ class Announcer:
         def announcing(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
             # torch 2.13 implements the old method names with the new ones, so that calls nest: only the outermost call
             # is a collective of its own.
-            if self._depth == 0 and not self._recorders:
-                self.announce(group, kind, _describe(kind, args, kwargs))
+            if self._depth == 0:
+                self._operator = _operator_of(kind, [*args, *kwargs.values()])
+                if not self._recorders:
+                    self.announce(group, kind, _describe(group, kind, args, kwargs))
             self._depth += 1
             try:
                 return method(group, *args, **kwargs)
             finally:
                 self._depth -= 1
+                self._operator = self._operator if self._depth else ""
 
         return announcing
 
 
-def _describe(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def full_kind(kind: str, *, operator: str, root: int | None) -> str:
+    """Name a collective with what all ranks must agree on: "all_reduce sum", "broadcast from rank 0".
+
+    Args:
+        kind: the kind of collective, in the trace's vocabulary.
+        operator: the operator of a reduction; empty if it is not known.
+        root: the global rank of the root, for the kinds that have one.
+    """
+    parts = [kind, operator if kind in _REDUCTIONS else ""]
+    parts += [f"{_ROOTED[kind]} rank {root}"] if kind in _ROOTED and root is not None else []
+    return " ".join(filter(None, parts))
+
+
+def _describe(group: dist.ProcessGroup, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    values = [*args, *kwargs.values()]
+    root = _root_of(group, values) if kind in _ROOTED else None
+    name = full_kind(kind, operator=_operator_of(kind, values), root=root)
     tensors = list(tensors_of([list(args), kwargs]))
     if not tensors:
-        return kind
+        return name
     # The largest tensor is the unsharded side of a gather or a reduction.
     largest = max(tensors, key=lambda tensor: tensor.numel())
-    return f"{kind} {str(largest.dtype).removeprefix('torch.')} {largest.numel() * largest.element_size()} B"
+    return f"{name} {str(largest.dtype).removeprefix('torch.')} {largest.numel() * largest.element_size()} B"
+
+
+def _operator_of(kind: str, values: list[Any]) -> str:
+    """The name of a reduction's operator, which is an argument of its own or a field of the options."""
+    if kind not in _REDUCTIONS:
+        return ""
+    for value in values:
+        operator = getattr(value, "reduceOp", value)
+        # A ReduceOp holds the member of the enumeration, and for PREMUL_SUM a factor, which may differ between ranks.
+        operator = getattr(operator, "op", operator) if isinstance(operator, dist.ReduceOp) else operator
+        if isinstance(operator, dist.ReduceOp.RedOpType):
+            return str(operator.name).lower()
+    return "sum"  # the default of all methods
+
+
+def _root_of(group: dist.ProcessGroup, values: list[Any]) -> int:
+    """The global rank of the root, whose number in the group is an argument of its own or a field of the options."""
+    roots = [root for value in values if type(root := getattr(value, "rootRank", value)) is int]
+    return dist.get_process_group_ranks(group)[roots[0] if roots else 0]

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Sequence
 from typing import Literal
 
 import torch
 
-from shardproof.harness.collectives.recorder import Recorder
+from shardproof.harness.collectives.recorder import KINDS, Recorder
 from shardproof.harness.collectives.trace import Collective
+
+_WHEN = ("before", "after")
+_POINTS = ("collective", "loss", "step")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,7 +29,7 @@ class Delay:
 
     Attributes:
         milliseconds: the duration; positive.
-        when: whether to wait before or after the collective or step.
+        when: whether to wait before or after the collective or step; the gap ("loss") has no end to wait after.
         collective: the kind of collective, in the trace's vocabulary; None matches every kind.
         phase: the phase of the step in which the collective is issued; None matches every phase.
         at: delay collectives, the gap between forward and backward ("loss"), or the optimizer step ("step").
@@ -33,7 +37,7 @@ class Delay:
         ranks: the global ranks that wait; None means all.
 
     Raises:
-        ValueError: ``milliseconds`` is not positive, or ``collective`` or ``phase`` is given for another ``at``.
+        ValueError: ``milliseconds`` is not a positive number, or no point of any run can match.
     """
 
     milliseconds: float
@@ -44,10 +48,18 @@ class Delay:
     ranks: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.milliseconds <= 0:
+        if not 0 < self.milliseconds < math.inf:
             raise ValueError(f"Delay(milliseconds={self.milliseconds!r}): expected a positive number")
+        for name, known in (("when", _WHEN), ("at", _POINTS), ("collective", (None, *KINDS))):
+            if (value := getattr(self, name)) not in known:
+                choices = ", ".join(map(repr, known))
+                raise ValueError(f"Delay({name}={value!r}) can never be met; expected one of {choices}")
         if self.at != "collective" and (self.collective or self.phase):
             raise ValueError(f"Delay(at={self.at!r}): collective and phase apply to at='collective' only")
+        if self.at == "loss" and self.when == "after":
+            raise ValueError("Delay(at='loss', when='after') can never be met; use when='before', or at='step'")
+        if self.ranks is not None and not self.ranks:
+            raise ValueError("Delay(ranks=()) delays no rank; use None for all ranks")
 
     def matches(self, collective: Collective) -> bool:
         """Whether this delay applies to ``collective``."""

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardproof.harness.collectives.announce import Announcer
-from shardproof.harness.collectives.trace import Collective, Trace, squeeze
+from shardproof.harness.collectives.announce import Announcer, full_kind
+from shardproof.harness.collectives.trace import Collective, Trace
 from shardproof.harness.tensors.trees import tensors_of
 
 #: The kind of collective of each operator, by the operator's name without its namespace: c10d's operators first, then
@@ -59,6 +59,9 @@ _KINDS = {
     "irecv": "recv",
     "barrier": "barrier",
 }
+
+#: The kinds of collectives that a Recorder sees. A barrier has no tensors, so it reaches no dispatch mode.
+KINDS = tuple(dict.fromkeys(kind for kind in _KINDS.values() if kind != "barrier"))
 
 _NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
 
@@ -124,11 +127,21 @@ class Recorder(TorchDispatchMode):
         collective = self._describe(_KINDS[name], named, tuple(dist.get_process_group_ranks(group)))
         self.trace.append(collective)
         if self._announcer is not None:
-            self._announcer.announce(group, collective.kind, squeeze(str(collective)))
+            self._announcer.announce(group, collective.kind, self._announcement(collective, named))
         self.before(collective)
         result = func(*args, **(kwargs or {}))
         self.after(collective)
         return result
+
+    def _announcement(self, collective: Collective, named: dict[str, Any]) -> str:
+        """Describe a collective with the operator and the root, in which ranks may differ; the trace has neither."""
+        assert self._announcer is not None
+        operator = named.get("reduce_op")
+        operator = operator if isinstance(operator, str) else self._announcer.operator
+        root = named.get("root_rank", named.get("src"))
+        name = full_kind(collective.kind, operator=operator, root=None if root is None else collective.group[root])
+        nbytes = f"{collective.nbytes} B"
+        return " ".join(filter(None, [collective.phase, name, collective.dtype, nbytes, collective.unit]))
 
     def _describe(self, kind: str, named: dict[str, Any], group: tuple[int, ...]) -> Collective:
         first = next(tensors_of(list(named.values())))
@@ -150,6 +163,8 @@ def _nbytes(kind: str, named: dict[str, Any], size: int) -> int:
     outputs = {name: value for name, value in named.items() if name.startswith("output")}
     if kind in ("all_gather", "gather"):
         return _bytes_of(outputs) or _bytes_of(inputs) * size
+    if kind == "scatter":
+        return _bytes_of(inputs) or _bytes_of(outputs) * size
     return _bytes_of(inputs) or _bytes_of(named)
 
 

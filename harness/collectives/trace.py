@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import re
 from collections.abc import Sequence
 
 from shardproof.harness.findings.finding import Finding, Location
@@ -58,7 +59,7 @@ def first_difference(traces: Sequence[Trace]) -> Finding | None:
 
     Returns:
         A finding that names the first rank that differs from its group's first member, or None if all members of each
-        group issued the same sequence on it.
+        group issued the same sequence on it. The bytes of an all_to_all may differ.
     """
     groups = sorted({item.group for trace in traces for item in trace})
     for group in groups:
@@ -67,7 +68,7 @@ def first_difference(traces: Sequence[Trace]) -> Finding | None:
         for rank, sequence in sequences.items():
             for position in range(max(len(first), len(sequence))):
                 ours, theirs = (_at(items, position) for items in (first, sequence))
-                if ours != theirs:
+                if without_own_bytes(ours) != without_own_bytes(theirs):
                     text = (
                         f"collective {position} on ranks {squeeze(str(list(group)))} differs: "
                         f"rank {group[0]} issued [{ours}], rank {rank} issued [{theirs}]"
@@ -76,21 +77,33 @@ def first_difference(traces: Sequence[Trace]) -> Finding | None:
     return None
 
 
+def without_own_bytes(line: str) -> str:
+    """Drop from the description of a collective the bytes that may differ between ranks: those of an all_to_all."""
+    return _BYTES.sub("", line) if "all_to_all" in line.split() else line
+
+
+_BYTES = re.compile(r" \d+ B\b")
+
+
 def _at(items: Sequence[Collective], position: int) -> str:
     return squeeze(str(items[position])) if position < len(items) else "nothing more"
 
 
-def count_difference(trace: Trace, phase: str, expected: dict[str, int]) -> Finding | None:
+def count_difference(
+    trace: Trace, phase: str, expected: dict[str, int], *, units: Sequence[str] = (), root: str = ""
+) -> Finding | None:
     """Compare the number of collectives in a phase with the expected number.
 
     Args:
         trace: the trace of one rank.
         phase: "forward", "backward", "clip" or "step".
         expected: the expected number of each kind; 0 for kinds that are absent.
+        units: the labels of the units, of which a missing collective is one's.
+        root: the label among them of the root's own unit, which is kept after forward by default.
 
     Returns:
         A finding about the first kind, in alphabetical order, whose number differs, or None. The finding names the unit
-        with the most collectives of that kind, if it has more than one.
+        with the most collectives of that kind, if it has more than one, or the only unit whose collective is missing.
     """
     counts = trace.counts(phase)
     for kind in sorted(counts.keys() | expected.keys()):
@@ -98,11 +111,36 @@ def count_difference(trace: Trace, phase: str, expected: dict[str, int]) -> Find
         if found != wanted:
             items = [item for item in trace if item.phase == phase and item.kind == kind]
             per_unit = collections.Counter(item.unit or f"{item.nbytes} B" for item in items)
-            listed = ", ".join(f"{unit} {count}" for unit, count in per_unit.items())
+            listed = ", ".join(f"{unit} {count}" for unit, count in per_unit.items()) or "none"
             unit, most = per_unit.most_common(1)[0] if per_unit else ("", 0)
-            location = Location(stage=Stage.COLLECTIVES, phase=phase, name=unit if most > 1 else None)
-            return Finding(location, f"{found} {kind} instead of {wanted} in {phase}: {listed or 'none'}")
+            name = unit if most > 1 else None
+            per_unit_kind = kind in ("all_gather", "reduce_scatter")
+            if per_unit_kind and found < wanted and (absent := _absent(items, wanted - found, units, root)):
+                name = absent[0] if len(absent) == 1 else None
+                listed += f"; none of {', '.join(absent)}{_NEVER_FREED.get((kind, phase), '')}"
+            location = Location(stage=Stage.COLLECTIVES, phase=phase, name=name)
+            return Finding(location, f"{found} {kind} instead of {wanted} in {phase}: {listed}")
     return None
+
+
+#: Why a unit is not gathered.
+_NEVER_FREED = {
+    ("all_gather", "forward"): ", as when it was not resharded after the backward before",
+    ("all_gather", "backward"): ", as when it was not resharded after forward",
+}
+
+
+def _absent(items: Sequence[Collective], missing: int, units: Sequence[str], root: str) -> list[str]:
+    """Return the units that have none of the collectives, if they explain how many are missing.
+
+    The root's own unit is left out if it may lack a collective by right and the others explain the number alone.
+    """
+    present = {label for item in items for label in item.unit.split("|")}
+    absent = [unit for unit in units if unit not in present]
+    choices = [absent, [unit for unit in absent if unit != root]]
+    exact = [choice for choice in choices if len(choice) == missing]
+    multiple = [choice for choice in choices if choice and missing % len(choice) == 0]
+    return (exact or multiple or [[]])[0]
 
 
 def _is_range(ranks: tuple[int, ...]) -> bool:

@@ -7,6 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardproof.harness.findings.stages import Stage
+from shardproof.harness.findings.texts import ranks_of
+
+_ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
+
+
+def step_label(step: int) -> str:
+    """Name a step so that it cannot be taken for its neighbour: "the first step (step 0)"."""
+    return f"the {_ORDINALS[step]} step (step {step})" if step < len(_ORDINALS) else f"step {step} (counted from 0)"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,10 +51,32 @@ class Location:
     def __str__(self) -> str:
         parts = [self.stage_label]
         parts += [f"of {self.name!r}"] if self.name else []
-        parts += [f"at step {self.step}"] if self.step is not None else []
+        parts += [f"in {step_label(self.step)}"] if self.step is not None else []
         parts += [f"on rank {self.rank}"] if self.rank is not None else []
         parts += [f"element {list(self.element)}"] if self.element is not None else []
         return " ".join(parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Guess:
+    """A guess at why a tensor is wrong. It never decides a verdict.
+
+    Attributes:
+        seen: what holds for this rank's part of the tensor: "it is 2 times the oracle's everywhere".
+        cause: a cause that lies in all ranks, such as a missing division. One rank alone cannot tell it from a fault of
+            its own, so it is given only if every rank has the same guess. Empty if there is none.
+    """
+
+    seen: str
+    cause: str = ""
+
+    def render(self, *, is_shared: bool) -> str:
+        """Return the clause for the text of the failure.
+
+        Args:
+            is_shared: whether all ranks have the same guess.
+        """
+        return f"{self.seen}, as when {self.cause}" if self.cause and is_shared else self.seen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,27 +85,35 @@ class Finding:
 
     Attributes:
         location: where the two sides of the comparison differ.
-        text: the numbers that differ, and a guess at the cause where there is one; may have several lines.
+        text: the numbers that differ; may have several lines.
+        guess: a guess at the cause, where there is one.
     """
 
     location: Location
     text: str
+    guess: Guess | None = None
 
-    def render(self, *, title: str, also: Sequence[int] = ()) -> str:
+    def render(self, *, title: str, others: Sequence[Finding] = (), size: int = 1) -> str:
         """Return the message of the failure.
 
         Args:
             title: what went wrong, for example "the sharded run diverges from the baseline".
-            also: other ranks that have a finding at the same stage.
+            others: the findings of other ranks at the same step and stage.
+            size: the number of ranks that compared.
 
         Returns:
-            Lines with the title and the location, the finding's own text, and the other ranks; no newline at the end.
+            Lines with the title and the location, the finding's own text, the guess, and what the other ranks found at
+            the same step and stage; no newline at the end.
         """
         lines = [f"{title}: {self.location}", f"  {self.text}"]
-        if also:
-            lines.append(
-                f"  the same stage diverges on rank{'s' * (len(also) > 1)} {', '.join(map(str, also))} as well"
-            )
+        if self.guess is not None:
+            causes = {other.guess.cause if other.guess else "" for other in others}
+            lines.append(f"  {self.guess.render(is_shared=len(others) == size - 1 and causes <= {self.guess.cause})}")
+        ranks = [other.location.rank for other in others if other.location.rank is not None]
+        if ranks:
+            lines.append(f"  the same stage diverges on {ranks_of(ranks)} as well")
+        elif size > 1 and self.location.rank is not None:
+            lines.append(f"  rank {self.location.rank} alone: no other rank diverges at this stage")
         return "\n".join(lines)
 
 

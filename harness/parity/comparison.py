@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from shardproof.harness.adapters.base import Piece
-from shardproof.harness.findings.finding import Finding, Location
+from shardproof.harness.findings.finding import Finding, Guess, Location
 from shardproof.harness.findings.observations import Measured
 from shardproof.harness.findings.stages import Stage
-from shardproof.harness.parity.explanations import guess_gradient, guess_norm
+from shardproof.harness.parity.explanations import guess_clipped, guess_from_values, guess_gradient, guess_norm
 from shardproof.harness.parity.numerics import ADAM_NOISE_ULPS, Distance, distance, ulp
 from shardproof.harness.parity.oracle import OracleStep, total_norm
 from shardproof.harness.parity.run import Pieces, StepPicture
@@ -106,7 +106,7 @@ class StepComparison:
         local = float(total_norm(held, p))
         for finding in self._scalar_or_tensor(Stage.TOTAL_NORM, f"the {p:g}-norm", sharded, baseline, oracle):
             why = guess_norm(float(sharded), float(oracle), local, self.context.size, p)
-            yield dataclasses.replace(finding, text=_with_reason(finding.text, why))
+            yield dataclasses.replace(finding, guess=why or finding.guess)
 
     def _scalar_or_tensor(
         self, stage: Stage, name: str, sharded: torch.Tensor, baseline: torch.Tensor, oracle: torch.Tensor
@@ -126,17 +126,26 @@ class StepComparison:
         for name in sharded:
             mine, full, reference = sharded[name], oracle[name], baseline[name]
             if mine is None or full is None or reference is None:
-                yield from self._absent(stage, name, mine, full)
+                yield from self._absent(stage, name, mine, reference, full)
             else:
                 yield from self._judge(stage, name, mine, reference.tensor, full)
 
-    def _absent(self, stage: Stage, name: str, mine: Piece | None, full: torch.Tensor | None) -> Iterator[Finding]:
-        if mine is None and full is None:
-            return
-        if full is not None:
-            yield self._finding(stage, name, None, "the sharded run has no gradient; the baseline has one")
-        elif mine is not None and not (self.context.unused_is_zero and not bool(mine.tensor.any())):
-            yield self._finding(stage, name, None, "the sharded run has a gradient, but no rank used the parameter")
+    def _absent(
+        self, stage: Stage, name: str, mine: Piece | None, reference: Piece | None, full: torch.Tensor | None
+    ) -> Iterator[Finding]:
+        """Compare which of the three runs have a gradient, where one of them has none."""
+        if full is None:
+            if mine is None or (self.context.unused_is_zero and not bool(mine.tensor.any())):
+                return
+            text = "the sharded run has a gradient, but no rank used the parameter"
+            text += "" if reference is None else " (the baseline has one too, the oracle has none)"
+        elif mine is not None:
+            text = "the baseline has no gradient; the sharded run and the oracle have one"
+        elif reference is not None:
+            text = "the sharded run has no gradient; the baseline has one"
+        else:
+            text = "the sharded run and the baseline have no gradient; the oracle has one"
+        yield self._finding(stage, name, None, text)
 
     def _judge(
         self, stage: Stage, name: str, mine: Piece, baseline: torch.Tensor, oracle: torch.Tensor
@@ -194,17 +203,25 @@ class StepComparison:
             f"{numbers}\n  off by {_number(result.sharded_ulps)} ulps (1 ulp is {result.unit:.3g}); the baseline is "
             f"off by {_number(result.baseline_ulps)} ulps, so at most {_number(result.allowed_ulps)} ulps are allowed"
         )
-        why = self._guess(name, mine, value, expected) if stage == Stage.GRADIENT else None
-        return self._finding(stage, name, element, _with_reason(text, why))
+        guess = self._guess(stage, name, mine, value, expected)
+        guess = guess or guess_from_values(value, expected, magnitude=float(oracle.abs().max()))
+        return self._finding(stage, name, element, text, guess)
 
-    def _guess(self, name: str, mine: Piece, value: torch.Tensor, expected: torch.Tensor) -> str | None:
+    def _guess(self, stage: Stage, name: str, mine: Piece, value: torch.Tensor, expected: torch.Tensor) -> Guess | None:
+        before = self.sharded.gradients.get(name)
+        if stage == Stage.CLIPPED_GRADIENT and before is not None:
+            return guess_clipped(value, before.tensor)
+        if stage != Stage.GRADIENT:
+            return None
         full = [one[name] for one in self.oracle.own_gradients]
         own = [None if gradient is None else mine.cut(gradient) for gradient in full]
         return guess_gradient(value, expected, own, self.context.member)
 
-    def _finding(self, stage: Stage, name: str, element: tuple[int, ...] | None, text: str) -> Finding:
+    def _finding(
+        self, stage: Stage, name: str, element: tuple[int, ...] | None, text: str, guess: Guess | None = None
+    ) -> Finding:
         location = Location(stage=stage, step=self.context.step, rank=self.context.rank, name=name, element=element)
-        return Finding(location, text)
+        return Finding(location, text, guess)
 
 
 def _global_index(piece: Piece, full: torch.Tensor, index: int) -> tuple[int, ...]:
@@ -221,10 +238,6 @@ def _global_index(piece: Piece, full: torch.Tensor, index: int) -> tuple[int, ..
     positions = torch.arange(full.numel(), device=full.device).view(full.shape)
     position = int(piece.cut(positions).flatten()[index])
     return tuple(int(part) for part in torch.unravel_index(torch.tensor(position), full.shape))
-
-
-def _with_reason(text: str, why: str | None) -> str:
-    return f"{text}\n  {why}" if why else text
 
 
 def _number(value: float) -> str:

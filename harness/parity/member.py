@@ -11,6 +11,7 @@ from shardproof.harness.adapters.base import Adapter
 from shardproof.harness.collectives.announce import Announcer
 from shardproof.harness.findings.finding import Divergence, Finding
 from shardproof.harness.findings.observations import Observations
+from shardproof.harness.findings.stages import Stage
 from shardproof.harness.parity.rank_state import RankState
 from shardproof.harness.tensors.trees import map_tensors
 
@@ -92,7 +93,11 @@ class Member:
         """
         findings = [found for found in self.exchange(finding) if found is not None]
         if findings:
-            first = min(findings, key=lambda found: (found.location.step or 0, found.location.stage))
-            others = [one.location for one in findings if one is not first]
-            also = [one.rank for one in others if one.stage == first.location.stage and one.rank is not None]
-            raise Divergence(first.render(title=title, also=also), first.location)
+            first = min(findings, key=_place)
+            # A rank compares no further than its own first finding, which may be at a later step or stage.
+            others = [found for found in findings if found is not first and _place(found) == _place(first)]
+            raise Divergence(first.render(title=title, others=others, size=self.world_size), first.location)
+
+
+def _place(finding: Finding) -> tuple[int, Stage]:
+    return finding.location.step or 0, finding.location.stage

@@ -19,7 +19,7 @@ from shardproof.harness.parity.comparison import Context, StepComparison
 from shardproof.harness.parity.member import Member
 from shardproof.harness.parity.oracle import Oracle, OracleStep
 from shardproof.harness.parity.run import Batch, Loss, Run, RunOptions, StepPicture, as_microbatches, sharded_run
-from shardproof.harness.parity.units import UnitSize
+from shardproof.harness.parity.units import ROOT, UnitSize
 from shardproof.harness.tensors.trees import map_tensors
 
 Baseline = Literal["ddp", "replicated"]
@@ -148,11 +148,28 @@ class Pair:
             finding = comparison.first_finding()
             self._member.record.add_distances(comparison.measured)
             if finding is not None:
+                finding = self._with_units_not_gathered(finding, one.step)
                 break
         self._unchecked.clear()
         self._member.agree(finding, title="the sharded run diverges from the baseline")
         self._check_same_collectives()
         self.sharded.perturbation.assert_met()
+
+    def _with_units_not_gathered(self, finding: Finding, step: int) -> Finding:
+        """Add the units that this step's forward did not gather, although that of the first step did.
+
+        A unit that is not resharded keeps the values of an earlier step, and what diverges is an output or a gradient
+        far away from it.
+        """
+        first, this = (
+            {item.unit for item in self._trace_of(number) if (item.phase, item.kind) == ("forward", "all_gather")}
+            for number in (0, step)
+        )
+        if not (missing := sorted(first - this - {""})):
+            return finding
+        listed = ", ".join(missing)
+        text = f"this forward did not gather {listed}, that of the first step did, as when it was never resharded"
+        return dataclasses.replace(finding, text=f"{finding.text}\n  {text}")
 
     def _replay(self, one: _Unchecked) -> tuple[StepPicture, OracleStep]:
         """Train the same step with the baseline and the oracle (collective), and record the losses of all three."""
@@ -177,7 +194,8 @@ class Pair:
         Raises:
             Divergence: on every rank, with the counts per unit.
         """
-        finding = count_difference(self.last_trace(), phase, expected)
+        labels = [unit.label for unit in self.units]
+        finding = count_difference(self.last_trace(), phase, expected, units=labels, root=ROOT)
         if finding is not None:
             here = dataclasses.replace(finding.location, step=self._steps - 1, rank=self._member.index)
             finding = dataclasses.replace(finding, location=here)
@@ -206,7 +224,12 @@ class Pair:
 
     def last_trace(self) -> Trace:
         """The collectives that this rank's sharded run issued in the last step."""
-        return Trace(self.sharded.trace[self._step_starts[-1] :])
+        return self._trace_of(len(self._step_starts) - 1)
+
+    def _trace_of(self, step: int) -> Trace:
+        """The collectives of one step, and of what the case does before the next."""
+        starts = [*self._step_starts, len(self.sharded.trace)]
+        return Trace(self.sharded.trace[starts[step] : starts[step + 1]])
 
     def _context(self, step: int) -> Context:
         assert not (self._adaptive and step), (

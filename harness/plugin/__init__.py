@@ -13,6 +13,7 @@ imported from outside.
 - ``bounds``: how large a record may be.
 - ``progress``: which cases were selected and which have a record; ``exit_codes``: what a run as a whole exits with.
 - ``signals``: SIGTERM and SIGHUP end a run as Ctrl-C does.
+- ``terminal``: what the end of a run prints: failures that are alike once.
 - ``suite_modules``: imports the modules of shardproof's own suites under one name.
 - ``known_failures``: strict expected failures; ``expected_texts``: inline expected texts.
 """

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shardproof.harness.findings.verdict import Verdict
-from shardproof.harness.plugin import cases, collection, exit_codes, marks, options
+from shardproof.harness.plugin import cases, collection, exit_codes, marks, options, terminal
 from shardproof.harness.plugin.journal import PARTIAL
 from shardproof.harness.plugin.records import CaseRecord
 from shardproof.harness.plugin.signals import EndingSignals
@@ -37,6 +37,8 @@ def pytest_configure(config: pytest.Config) -> None:
     state = config.stash[STATE] = State(config)
     config.stash[_SIGNALS] = EndingSignals()
     config.pluginmanager.register(_RunObserver(state))
+    config.pluginmanager.register(terminal.AlikeFailures())
+    config.pluginmanager.register(terminal.AllFailures())
     if options.asks_for_a_run(config):
         if not _only_distributes(config):
             forkserver.start()
@@ -107,9 +109,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if not pyfuncitem.config.getoption("runxfail", default=False):
         state.known_failures.judge(pyfuncitem, made)
     pyfuncitem.stash[_RECORD] = made
-    for index, output in enumerate(made.outputs):
-        if output:
-            pyfuncitem.add_report_section("call", f"output of rank {index}", output)
+    terminal.add_outputs(pyfuncitem, made.outputs)
     if made.verdict.is_skip:
         pytest.skip(f"{made.verdict}: {', '.join(made.missing)}")
     if made.verdict == Verdict.EXPECTED_FAIL:
@@ -134,6 +134,7 @@ def pytest_runtest_makereport(
     if made is not None and report.when == "call":
         if hasattr(report, "wasxfail"):
             made.verdict = Verdict.EXPECTED_FAIL if report.skipped else Verdict.UNEXPECTED_PASS
+        terminal.fill_in(report, made)
         # pytest serializes all attributes of a report for the controller, as long as they are plain values.
         vars(report)["shardproof"] = made.as_json()
     elif case is not None and report.when == "setup" and report.skipped:

@@ -10,10 +10,18 @@ from typing import Any
 from shardproof.harness.findings.finding import Location
 from shardproof.harness.findings.observations import Measured, keep_worst
 from shardproof.harness.findings.stages import Stage
+from shardproof.harness.findings.texts import bounded, gist, ranks_of, without_rank
 from shardproof.harness.findings.verdict import Verdict, combine
 from shardproof.harness.plugin import bounds
 from shardproof.harness.worlds.jobs import Result
+from shardproof.harness.worlds.watchdog import ADVICE
 from shardproof.harness.worlds.world import Outcome
+
+#: What a rank's error contains if another rank's process ended: gloo's words for it, and NCCL's.
+_LOST_CONNECTION = (
+    "Connection closed by peer", "Connection reset by peer", "Broken pipe",
+    "remote process exited or there was a network error",
+)  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -69,10 +77,14 @@ class CaseRecord:
         cause = _cause(results)
         self.verdict = combine(Verdict(result.verdict) for result in results)
         if self.verdict != Verdict.PASS:
-            self.text, self.location, self.failed_rank = _text_of(results, cause), cause.location, cause.rank
+            self.location, self.failed_rank = cause.location, cause.rank
+            lines = [_text_of(results, cause)]
+            if self.verdict == Verdict.CRASH or ADVICE in outcome.collectives:
+                lines += outcome.collectives
             if self.verdict == Verdict.HANG and outcome.diagnosis is not None:
                 self.location, self.failed_rank = None, outcome.diagnosis.rank
-                self.text = f"{outcome.diagnosis.text}\n{self.text}"
+                lines = [outcome.diagnosis.text, *outcome.collectives, lines[0]]
+            self.text = bounded("\n".join(line.rstrip("\n") for line in lines))
         elif leaks := [f"rank {r.rank}: {line}" for r in results for line in r.left_behind]:
             self.fail_if("left behind: " + "; ".join(leaks))
         self.losses = results[0].observations.losses
@@ -86,7 +98,7 @@ class CaseRecord:
             text: the reason; without one nothing changes.
         """
         if text:
-            self.verdict, self.text = Verdict.FAIL, text
+            self.verdict, self.text = Verdict.FAIL, bounded(text)
 
     def as_json(self) -> dict[str, Any]:
         """Return the record as plain JSON values of bounded size; non-finite numbers become strings such as "inf"."""
@@ -111,17 +123,37 @@ def _cause(results: Sequence[Result]) -> Result:
 
 
 def _text_of(results: Sequence[Result], cause: Result) -> str:
+    """Render the texts of all ranks, that of the cause first, and what several ranks share only once."""
     if cause.agreed:
         return cause.text
-    alike = [result for result in results if result.text == cause.text]
-    who = (
-        "every rank"
-        if len(alike) == len(results)
-        else f"rank{'s' * (len(alike) > 1)} " + ", ".join(str(result.rank) for result in alike)
-    )
-    parts = [f"{who} of {len(results)}:\n{cause.text}"]
-    parts += [f"rank {r.rank} of {len(results)}:\n{r.text}" for r in results if r.text and r.text != cause.text]
+    lost = [result.rank for result in results if cause.verdict == Verdict.CRASH and _lost_connection(result)]
+    alike: dict[str, list[Result]] = {without_rank(cause.text): []}
+    for result in results:
+        if result.text and result.rank not in lost:
+            alike.setdefault(without_rank(result.text), []).append(result)
+    parts = [_part(same, cause.text, len(results)) for same in alike.values()]
+    if lost:
+        parts.insert(1, f"{ranks_of(lost)} lost the connection to it")
     return "\n".join(parts)
+
+
+def _part(same: Sequence[Result], cause: str, size: int) -> str:
+    """Render the text of ranks that failed alike."""
+    who = "every rank" if len(same) == size else ranks_of(result.rank for result in same)
+    text = same[0].text.rstrip("\n")
+    if text.startswith("Traceback") and text != cause.rstrip("\n") and _frames(text) == _frames(cause):
+        return f"{who} of {size}, at the same place: {gist(text)}"
+    differ = any(result.text != same[0].text for result in same)
+    return f"{who} of {size}{', alike but for ranks, addresses and times' if differ else ''}:\n{text}"
+
+
+def _frames(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith('  File "')]
+
+
+def _lost_connection(result: Result) -> bool:
+    """Whether a rank failed only because the process of another one ended."""
+    return result.verdict == Verdict.FAIL and any(words in gist(result.text) for words in _LOST_CONNECTION)
 
 
 def _worst(results: Sequence[Result]) -> list[Measured]:

@@ -31,6 +31,7 @@ from shardproof.harness.adapters.base import Adapter
 from shardproof.harness.collectives.announce import Announcer
 from shardproof.harness.collectives.board import Board
 from shardproof.harness.findings.finding import Divergence
+from shardproof.harness.findings.texts import bounded
 from shardproof.harness.findings.verdict import Verdict
 from shardproof.harness.parity.rank import Rank, Seeds
 from shardproof.harness.parity.rank_state import RankState
@@ -66,7 +67,7 @@ def main(connection: Connection, spec: RankSpec) -> None:
     try:
         state = _start(spec)
     except Exception:
-        connection.send(("failed", traceback.format_exc()))
+        connection.send(("failed", bounded(traceback.format_exc())))
         return
     gc.collect()
     gc.freeze()
@@ -168,7 +169,7 @@ def run_job(state: RankState, job: Job) -> Result:
     try:
         function, parameters, implementation = _prepare(state, job)
     except Exception:
-        result.verdict, result.text = Verdict.HARNESS_ERROR, traceback.format_exc()
+        result.verdict, result.text = Verdict.HARNESS_ERROR, bounded(traceback.format_exc())
         return result
     state.announcer.start_job(job.number, checking=job.check_collectives, patience=job.deadline)
     _shorten_output()
@@ -229,12 +230,13 @@ def _outcome(result: Result) -> Iterator[None]:
     except BaseException as error:
         if result.verdict != Verdict.PASS:
             return
-        result.verdict, result.text = Verdict.FAIL, _describe(error)
+        # Bounded here: a text of any size would be pickled, sent and held by the controller.
+        result.verdict, result.text = Verdict.FAIL, bounded(_describe(error))
         if isinstance(error, Divergence):
             result.agreed = True
             result.location = error.location
         if isinstance(error, pytest.skip.Exception):
-            result.text = f"a case must not skip by itself: use @needs ({error})"
+            result.text = bounded(f"a case must not skip by itself: use @needs ({error})")
 
 
 @contextlib.contextmanager

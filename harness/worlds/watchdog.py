@@ -1,7 +1,7 @@
 """Diagnosis of a hang: which ranks are stuck, where, and which ranks have not entered the collective they wait in.
 
 The controller runs it after a deadline has passed. It works from outside the ranks, from stack dumps and from the
-board, because a stuck rank cannot answer.
+board, because a stuck rank cannot answer. After a crash the board shows which collectives the ranks had entered.
 """
 
 from __future__ import annotations
@@ -14,13 +14,21 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from shardproof.harness.collectives.board import Announcement
+from shardproof.harness.collectives.trace import without_own_bytes
+from shardproof.harness.findings.texts import ranks_of
 
 #: Seconds that ranks may take to write their stack dumps. faulthandler writes in the signal handler, whatever the rank
 #: is executing, so only a rank that is stopped or gets no processor time needs longer.
 _STACK_SECONDS = 3.0
+
+#: The last collectives of each rank that a report shows; those that ranks share take one line.
+_SHOWN_COLLECTIVES = 8
+
+#: Printed where it helps: two ranks were about to enter different collectives.
+ADVICE = "the ranks announced different collectives on one group: --check-collectives stops them before they enter"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +76,7 @@ def stacks(pid: int, text: str, *, is_complete: bool) -> str:
     Returns:
         The text, a line that the dump is cut off unless it is complete, and with py-spy installed the native stacks.
     """
+    text = without_harness(text)
     end = "" if is_complete else f"(cut off: the rank did not finish its stack dump within {_STACK_SECONDS:g} s)\n"
     return text + end + _native_stacks(pid)
 
@@ -88,6 +97,19 @@ def _native_stacks(pid: int) -> str:
     return f"native stacks:\n{completed.stdout or completed.stderr}"
 
 
+def without_harness(text: str) -> str:
+    """Remove from stack dumps the frames in which the rank process called the case, which are the same in all dumps."""
+    kept, is_below = [], False
+    for line in text.splitlines(keepends=True):
+        is_below = line.startswith('  File "') and (is_below or _RUNS_A_CASE in line)
+        if not is_below:
+            kept.append(line)
+    return "".join(kept)
+
+
+_RUNS_A_CASE = f'{pathlib.Path(__file__).with_name("loop.py")}", line '
+
+
 def diagnose(entries: Mapping[int, list[Announcement]], *, stuck: Mapping[int, str], case_path: str) -> Diagnosis:
     """Determine which rank keeps the stuck ranks waiting.
 
@@ -96,25 +118,81 @@ def diagnose(entries: Mapping[int, list[Announcement]], *, stuck: Mapping[int, s
         stuck: the ranks that did not answer, with their stack dumps.
         case_path: the case's source file; a frame in it shows where in the case a rank is.
     """
-    lines, culprits = [], []
+    waiting: dict[tuple[str, int, tuple[int, ...], tuple[int, ...], str], list[int]] = {}
     for rank in stuck:
         last = entries[rank][-1] if entries[rank] else None
-        missing = [] if last is None else [peer for peer in last.ranks if _entered(entries[peer], last) < last.number]
-        if last is None or not missing:
-            continue
-        culprits += [peer for peer in missing if peer not in culprits]
-        lines.append(
-            f"rank {rank} is in {last.text}, collective {last.number} on ranks {list(last.ranks)} "
-            f"(group {last.group!r}), and {_listed(missing)} missing from it"
-        )
+        missing = () if last is None else tuple(p for p in last.ranks if _entered(entries[p], last) < last.number)
+        if last is not None and missing:
+            waiting.setdefault((last.group, last.number, last.ranks, missing, last.text), []).append(rank)
+    lines = [_is_in(ranks, *collective) for collective, ranks in waiting.items()]
+    culprits = list(dict.fromkeys(rank for _, _, _, missing, _ in waiting for rank in missing))
     # A rank that itself waits in a collective is not the cause of the hang if another missing rank is outside every
     # collective.
-    outside = [rank for rank in culprits if not any(line.startswith(f"rank {rank} is in ") for line in lines)]
+    inside = {rank for ranks in waiting.values() for rank in ranks}
+    outside = [rank for rank in culprits if rank not in inside]
     suspects = outside or culprits or [rank for rank in stuck if not _waits(entries[rank], entries)] or list(stuck)
+    whereabouts: dict[str, list[int]] = {}
     for rank in suspects:
-        lines.append(f"rank {rank} {_whereabouts(rank, entries[rank], stuck, case_path)}")
-    lines += [_tail(rank, own) for rank, own in entries.items() if own]
+        whereabouts.setdefault(_whereabouts(entries[rank], stuck.get(rank), case_path), []).append(rank)
+    lines += [_place(ranks, where) for where, ranks in whereabouts.items()]
     return Diagnosis(suspects[0] if suspects else None, "\n".join(lines))
+
+
+def collectives(entries: Mapping[int, list[Announcement]]) -> list[str]:
+    """Render the last collectives of all ranks, each one once, with the ranks that entered it.
+
+    Args:
+        entries: for every rank of the world, its announcements during the case, oldest first.
+
+    Returns:
+        A title, one line for each collective in an order that agrees with that of every rank, and the advice to check
+        collectives if two members of a group announced different ones; nothing if no rank announced any.
+    """
+    entered: dict[Announcement, list[int]] = {}
+    order: list[Announcement] = []
+    for rank, own in entries.items():
+        position = 0
+        for entry in own[-_SHOWN_COLLECTIVES:]:
+            if entry in entered:
+                position = max(position, order.index(entry) + 1)
+            else:
+                order.insert(position, entry)
+                position += 1
+            entered.setdefault(entry, []).append(rank)
+    if not order:
+        return []
+    for entry in order:
+        entered[entry] += [rank for rank in entry.ranks if rank not in entered[entry] and _passed(entries[rank], entry)]
+    lines = [f"  {one.number} on {ranks_of(one.ranks)}: {one.text}, {_by(entered[one], one.ranks)}" for one in order]
+    return ["last collectives, and the ranks that entered them:", *lines, *([ADVICE] if _differ(order) else [])]
+
+
+def _differ(order: list[Announcement]) -> bool:
+    """Whether two members of a group announced different collectives in the same place."""
+    places: dict[tuple[str, int, tuple[int, ...]], set[str]] = {}
+    for entry in order:
+        places.setdefault((entry.group, entry.number, entry.ranks), set()).add(without_own_bytes(entry.text))
+    return any(len(texts) > 1 for texts in places.values())
+
+
+def _passed(own: list[Announcement], entry: Announcement) -> bool:
+    """Whether a rank entered a collective longer ago than its lines go back, or announced exactly this one."""
+    numbers = [one.number for one in own if one.group == entry.group]
+    return entry in own or entry.number < min(numbers, default=0)
+
+
+def _by(entered: list[int], members: tuple[int, ...]) -> str:
+    others = sorted(set(members) - set(entered))
+    if not others:
+        return "all"
+    return f"all but {ranks_of(others)}" if len(others) < len(entered) else f"{ranks_of(entered)} only"
+
+
+def _is_in(
+    ranks: list[int], group: str, number: int, members: tuple[int, ...], missing: tuple[int, ...], text: str
+) -> str:
+    where = f"{text}, collective {number} on {ranks_of(members)} (group {group!r})"
+    return f"{_are(ranks)} in {where}, and {_are(missing)} missing from it"
 
 
 def _entered(entries: list[Announcement], last: Announcement) -> int:
@@ -127,20 +205,20 @@ def _waits(own: list[Announcement], entries: Mapping[int, list[Announcement]]) -
     return bool(own) and any(_entered(entries[peer], own[-1]) < own[-1].number for peer in own[-1].ranks)
 
 
-def _whereabouts(rank: int, own: list[Announcement], stuck: Mapping[int, str], case_path: str) -> str:
-    if rank not in stuck:
+def _whereabouts(own: list[Announcement], dump: str | None, case_path: str) -> str:
+    """Where a rank is: in which line of the case, and after which collective. ``dump`` is None if it has answered."""
+    if dump is None:
         return "has already finished the case" + (f"; its last collective was {own[-1].text}" if own else "")
-    frames = [line.strip() for line in stuck[rank].splitlines() if line.strip().startswith("File ")]
+    frames = [line.strip() for line in dump.splitlines() if line.strip().startswith("File ")]
     in_case = [line for line in frames if case_path in line]
     where = (in_case or frames or ["an unknown line (its stack dump has no frames)"])[0]
     return f"is at {where}" + (f", after {own[-1].text}" if own else ", before any collective of the case")
 
 
-def _tail(rank: int, entries: list[Announcement]) -> str:
-    shown = "".join(f"\n    {entry.number} on ranks {list(entry.ranks)}: {entry.text}" for entry in entries)
-    return f"  last collectives of rank {rank}:{shown}"
+def _place(ranks: Sequence[int], where: str) -> str:
+    verb, _, rest = where.partition(" ")
+    return f"{ranks_of(ranks)} {verb if len(ranks) == 1 else {'is': 'are', 'has': 'have'}[verb]} {rest}"
 
 
-def _listed(ranks: list[int]) -> str:
-    names = ", ".join(map(str, ranks))
-    return f"rank {names} is" if len(ranks) == 1 else f"ranks {names} are"
+def _are(ranks: Sequence[int]) -> str:
+    return f"{ranks_of(ranks)} {'is' if len(ranks) == 1 else 'are'}"

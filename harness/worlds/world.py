@@ -15,10 +15,11 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from shardproof.harness.collectives.board import Announcement, Board
+from shardproof.harness.findings.texts import bounded
 from shardproof.harness.findings.verdict import Verdict
 from shardproof.harness.worlds import entry, forkserver
 from shardproof.harness.worlds.jobs import BOARD, DUMPED, Job, RankSpec, Result, WorldKey
-from shardproof.harness.worlds.watchdog import Diagnosis, diagnose, dump_stacks, stacks
+from shardproof.harness.worlds.watchdog import Diagnosis, collectives, diagnose, dump_stacks, stacks
 
 #: Seconds that the ranks may take from the fork to the first barrier, including device contexts and process groups.
 START_SECONDS = 120.0
@@ -70,12 +71,14 @@ class Outcome:
         outputs: the end of what each rank wrote to stdout and stderr.
         seconds: wall-clock time of the job, without the wait for a lease and the start of the world.
         diagnosis: the explanation of the hang, if a rank did not answer.
+        collectives: the last collectives of the ranks, rendered, if they did not all pass or fail by agreement.
     """
 
     results: list[Result]
     outputs: list[str]
     seconds: float
     diagnosis: Diagnosis | None = None
+    collectives: list[str] = dataclasses.field(default_factory=list)
 
 
 class WorldDied(Exception):
@@ -126,7 +129,8 @@ class World:
                 with contextlib.suppress(EOFError, OSError):
                     answer = rank.connection.recv()
             if answer[0] != "ready":
-                raise WorldDied(f"a world of {self.key} did not start: rank {index}: {answer[1]}\n{rank.new_output()}")
+                text = f"a world of {self.key} did not start: rank {index}: {answer[1]}\n{rank.new_output()}"
+                raise WorldDied(bounded(text))
 
     def run(self, job: Job) -> Outcome:
         """Run a case on all ranks and collect their results.
@@ -138,10 +142,17 @@ class World:
         for rank in self.ranks:
             with contextlib.suppress(OSError):
                 rank.connection.send(job)
+        self._announced = {}
         results = self._collect(job, started + job.deadline)
+        if any(result.verdict != Verdict.PASS and not result.agreed for result in results):
+            self._announced = self._announced or self._read_board(job)
         diagnosis = self._diagnose(job, results)
         seconds = time.monotonic() - started
-        return Outcome(results, [rank.new_output() for rank in self.ranks], seconds, diagnosis)
+        outputs = [rank.new_output() for rank in self.ranks]
+        return Outcome(results, outputs, seconds, diagnosis, collectives(self._announced))
+
+    def _read_board(self, job: Job) -> dict[int, list[Announcement]]:
+        return {rank: self._board.entries(rank, job=job.number) for rank in range(self.key.size)}
 
     def _diagnose(self, job: Job, results: list[Result]) -> Diagnosis | None:
         stuck = {result.rank: result.text for result in results if result.verdict == Verdict.HANG}
@@ -166,7 +177,7 @@ class World:
         if waiting:
             # Read the board before any stack dump is requested: the signal interrupts a rank's sleep, and the rank may
             # then continue.
-            self._announced = {rank: self._board.entries(rank, job=job.number) for rank in range(self.key.size)}
+            self._announced = self._read_board(job)
             stuck = {index: self.ranks[index] for index in waiting.values()}
             complete = dump_stacks({index: (rank.process.pid, rank.dumped) for index, rank in stuck.items()})
             for index in stuck:

@@ -98,11 +98,31 @@ def test_delay_that_met_nothing_is_an_error(rank: Rank):
 
 
 @pytest.mark.parametrize(
-    "options", [{"milliseconds": 0}, {"milliseconds": 1, "at": "loss", "collective": "all_gather"}]
+    "options",
+    [
+        {"milliseconds": 0},
+        {"milliseconds": float("nan")},
+        {"milliseconds": float("inf")},
+        {"at": "loss", "collective": "all_gather"},
+        {"at": "loss", "when": "after"},
+        {"at": "backward"},
+        {"when": "during"},
+        {"collective": "allgather"},
+        {"collective": "barrier"},
+        {"ranks": ()},
+    ],
+    ids=str,
 )
-def test_delay_refuses_what_makes_no_sense(options):
-    with pytest.raises(ValueError, match="Delay"):
-        Delay(**options)
+def test_delay_refuses_what_can_never_be_met(options):
+    with pytest.raises(ValueError, match=r"^Delay\([^\n]*$"):
+        Delay(**{"milliseconds": 1} | options)
+
+
+@world(2)
+def test_a_scatter_moves_as_many_bytes_on_all_ranks(rank: Rank):
+    pieces = [torch.ones(3), torch.zeros(3)] if rank.index == 0 else None
+    trace = recorded(lambda: dist.scatter(torch.empty(3), pieces, src=0))
+    assert trace == [Collective("forward", "scatter", "float32", 24, (0, 1))]
 
 
 def gathers(*nbytes, group=(0, 1), phase="forward"):
@@ -134,3 +154,25 @@ def test_counts_name_the_unit_that_stands_out():
     )
     missing = count_difference(trace, "backward", {"all_gather": 1})
     assert missing.text == "0 all_gather instead of 1 in backward: none"
+
+
+def test_counts_name_the_unit_that_lacks_one():
+    """The root's own unit may be kept after forward by right, so that it does not make the choice ambiguous."""
+    trace = Trace(Collective("backward", "all_gather", "float32", 8, (0, 1), unit) for unit in ("a", "b|c"))
+    units = ["a", "b", "d", "root"]
+    told = "2 all_gather instead of 3 in backward: a 1, b|c 1; none of d, as when it was not resharded after forward"
+    found = count_difference(trace, "backward", {"all_gather": 3}, units=units, root="root")
+    assert found == Finding(Location(stage=Stage.COLLECTIVES, phase="backward", name="d"), told)
+    found = count_difference(trace, "backward", {"all_gather": 4}, units=units, root="root")
+    assert (found.location.name, "none of d, root, as when" in found.text) == (None, True)
+    found = count_difference(Trace(), "clip", {"all_reduce": 1}, units=units, root="root")
+    assert found.text == "0 all_reduce instead of 1 in clip: none"
+
+
+def test_parts_of_an_all_to_all_may_differ_between_ranks():
+    traces = [Trace([Collective("forward", "all_to_all", dtype, size, (0, 1))]) for dtype, size in MOVED]
+    assert first_difference(traces[:2]) is None
+    assert "all_to_all int64 16 B" in first_difference(traces[1:]).text
+
+
+MOVED = [("float32", 8), ("float32", 16), ("int64", 16)]

@@ -12,13 +12,14 @@ from torch import nn
 from shardproof.harness import models, world
 from shardproof.harness.adapters.base import Clip, Piece, Traits, whole
 from shardproof.harness.adapters.dtensor import cut_like
+from shardproof.harness.adapters.reference import ReferenceAdapter
 from shardproof.harness.adapters.replicas import DdpAdapter
-from shardproof.harness.findings.finding import Divergence
+from shardproof.harness.findings.finding import Divergence, Finding, Location
 from shardproof.harness.findings.stages import Stage
 from shardproof.harness.models import optim
 from shardproof.harness.parity import Rank
 from shardproof.harness.parity.comparison import BASELINE_LIMIT_ULPS, Context, StepComparison, exact_difference
-from shardproof.harness.parity.explanations import guess_gradient, guess_norm
+from shardproof.harness.parity.explanations import guess_from_values, guess_gradient, guess_norm
 from shardproof.harness.parity.oracle import Oracle
 from shardproof.harness.parity.run import StepPicture
 from shardproof.harness.parity.units import ROOT, UnitLookup, units_of
@@ -109,13 +110,19 @@ def test_the_first_stage_that_diverges_is_named(step, later):
 def test_missing_and_unexpected_gradients(step):
     sharded, baseline, oracle = step
     sharded.gradients["weight"] = None
-    assert "the sharded run has no gradient; the baseline has one" in compare(step).text
+    assert compare(step).text == "the sharded run has no gradient; the baseline has one"
+    baseline.gradients["weight"] = None
+    assert compare(step).text == "the sharded run and the baseline have no gradient; the oracle has one"
     sharded.gradients["weight"] = whole(torch.zeros(2, 3))
-    baseline.gradients["weight"], oracle.gradients["weight"] = None, None
-    assert "the sharded run has a gradient, but no rank used the parameter" in compare(step).text
+    assert compare(step).text == "the baseline has no gradient; the sharded run and the oracle have one"
+    oracle.gradients["weight"] = None
+    assert compare(step).text == "the sharded run has a gradient, but no rank used the parameter"
     assert compare(step, unused_is_zero=True) is None
-    sharded.gradients["weight"] = whole(torch.ones(2, 3))
-    assert "the sharded run has a gradient, but no rank used the parameter" in compare(step, unused_is_zero=True).text
+    sharded.gradients["weight"] = baseline.gradients["weight"] = whole(torch.ones(2, 3))
+    told = (
+        "the sharded run has a gradient, but no rank used the parameter (the baseline has one too, the oracle has none)"
+    )
+    assert compare(step, unused_is_zero=True).text == told
 
 
 def test_wrong_shape_dtype_and_names(step):
@@ -164,21 +171,67 @@ OWN = [torch.tensor([2.0, 1.0]), torch.tensor([4.0, -3.0])]
     [
         (AVERAGE * 2, "2 times the oracle's everywhere, as when the division by the 2 ranks is missing"),
         (AVERAGE / 2, "0.5 times the oracle's everywhere, as when the average over the 2 ranks is divided twice"),
-        (OWN[1], "this rank's own gradient"),
+        (OWN[1], "this rank's own gradient, as when the reduction over the ranks is missing"),
         (OWN[0], "the gradient of rank 0 alone"),
         (OWN[1] / 2, "this rank's own gradient divided by 2"),
+        (AVERAGE + OWN[1] / 2, "it is the average in which the gradient of rank 1 counts twice"),
         (AVERAGE * 0, "it is zero"),
     ],
 )
 def test_guess_of_a_wrong_gradient(gradient, told):
-    assert told in guess_gradient(gradient, AVERAGE, OWN, rank=1)
+    assert told in guess_gradient(gradient, AVERAGE, OWN, rank=1).render(is_shared=True)
     assert guess_gradient(torch.tensor([9.0, 9.0]), AVERAGE, OWN, rank=1) is None
 
 
+def test_guess_of_a_contribution_that_is_missing():
+    own = [torch.randn(8) for _ in range(3)]
+    average = sum(own) / 3
+    missing = guess_gradient(average - own[2] / 3, average, own, rank=0)
+    assert missing.render(is_shared=True) == "it is the average in which the gradient of rank 2 counts not at all"
+
+
 def test_guess_of_a_wrong_norm():
-    assert "this rank alone holds" in guess_norm(3.0, 5.0, 3.0, 2, 2.0)
-    assert "replicated parts" in guess_norm(5.0 * 2**0.5, 5.0, 3.0, 2, 2.0)
+    assert "this rank alone holds, as when" in guess_norm(3.0, 5.0, 3.0, 2, 2.0).render(is_shared=True)
+    assert "replicated parts" in guess_norm(5.0 * 2**0.5, 5.0, 3.0, 2, 2.0).render(is_shared=True)
     assert guess_norm(4.0, 5.0, 3.0, 2, 2.0) is None
+
+
+def told_of(step):
+    return compare(step).render(title="title")
+
+
+def test_clipping_that_did_nothing_is_called_so(step):
+    step[0].clipped["weight"] = step[0].gradients["weight"]
+    assert "\n  it equals the gradient before clipping: clipping did nothing to it" in told_of(step)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+def test_rounding_to_a_narrower_dtype_is_recognised(step, name):
+    dtype = getattr(torch, name)
+    exact = step[2].gradients["weight"]
+    step[0].gradients["weight"] = whole(exact.to(dtype).float())
+    assert f"\n  it equals the expected value rounded to {name}" in told_of(step)
+    step[0].gradients["weight"] = whole((exact * (1 + 2 * torch.finfo(dtype).eps)).to(dtype).float())
+    assert f"\n  all of its elements are {name} numbers, as when it was rounded to {name} on its way" in told_of(step)
+
+
+def test_errors_of_the_size_of_roundings_are_called_so():
+    """Sums of rounded values are not rounded themselves; what is wrong in one element only is no rounding."""
+    torch.manual_seed(0)
+    parts = torch.randn(4, 64)
+    exact = parts.double().sum(0)
+    magnitude = float(exact.abs().max())
+    for dtype, name in ((torch.bfloat16, "bfloat16"), (torch.float16, "float16 or TF32")):
+        rounded = parts.to(dtype).float().sum(0) + torch.rand(64) * 2**-22
+        told = guess_from_values(rounded, exact, magnitude=magnitude)
+        assert told.seen == f"its errors are as large as rounding to {name} makes"
+    wrong = exact.float()
+    wrong[5] += 0.01 * magnitude
+    assert guess_from_values(wrong, exact, magnitude=magnitude) is None
+    scaled = guess_from_values(exact.float() * 1.01, exact, magnitude=magnitude)
+    assert scaled.seen == "it is 1.01 times the oracle's everywhere"
+    whole_numbers = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    assert guess_from_values(whole_numbers.flip(0), whole_numbers, magnitude=4.0) is None
 
 
 def test_exact_difference():
@@ -269,6 +322,109 @@ def _spoiled(gradients):
     pieces = copy.deepcopy(gradients())
     pieces["out_proj.bias"].tensor[2] += 1.0
     return pieces
+
+
+class TwiceOnRankOne(DdpAdapter):
+    """Its gradients are doubled on rank 1 alone."""
+
+    name = "twice-on-rank-one"
+
+    def gradients(self):
+        pieces = copy.deepcopy(super().gradients())
+        for piece in pieces.values():
+            piece.tensor.mul_(2 if torch.distributed.get_rank() == 1 else 1)
+        return pieces
+
+
+class Twice(DdpAdapter):
+    """Its gradients are doubled on all ranks."""
+
+    name = "twice"
+
+    def gradients(self):
+        pieces = copy.deepcopy(super().gradients())
+        for piece in pieces.values():
+            piece.tensor.mul_(2)
+        return pieces
+
+
+def message(rank, implementation):
+    rank.implementation = implementation
+    pair = rank.pair(models.MLP(4))
+    pair.step(rank.batch(0, (2, 4)))
+    with pytest.raises(Divergence) as caught:
+        pair.check()
+    return str(caught.value)
+
+
+@world(2)
+def test_what_only_one_rank_sees_has_no_cause_in_all(rank: Rank):
+    """A doubled gradient is a missing division only if every rank has one."""
+    told = message(rank, TwiceOnRankOne)
+    assert "(step 0) on rank 1" in told
+    assert "\n  it is 2 times the oracle's everywhere\n  rank 1 alone: no other rank diverges at this stage" in told
+    told = message(rank, Twice)
+    assert "everywhere, as when the division by the 2 ranks is missing" in told
+    assert "\n  the same stage diverges on rank 1 as well" in told
+
+
+@world(2)
+def test_ranks_that_diverge_in_another_step_are_not_named(rank: Rank):
+    location = Location(stage=Stage.GRADIENT, step=rank.index, rank=rank.index)
+    with pytest.raises(Divergence, match="first step") as caught:
+        rank.agree(Finding(location, "text"), title="title")
+    alone = "  rank 0 alone: no other rank diverges at this stage"
+    assert str(caught.value) == f"title: gradient in the first step (step 0) on rank 0\n  text\n{alone}"
+
+
+@pytest.mark.parametrize(
+    ("step", "told"),
+    [(0, "in the first step (step 0)"), (9, "in the tenth step (step 9)"), (10, "in step 10 (counted from 0)")],
+)
+def test_steps_are_named_unambiguously(step, told):
+    assert str(Location(stage=Stage.LOSS, step=step, rank=3)) == f"loss {told} on rank 3"
+
+
+class Resharding(ReferenceAdapter):
+    """One unit is not resharded after its forward."""
+
+    name = "resharding"
+
+    def forward(self, *arguments, submodule=""):
+        self.submodule("layers.1").set_reshard_after_forward(False)
+        return super().forward(*arguments, submodule=submodule)
+
+
+@world(2)
+def test_a_unit_that_never_resharded_is_named(rank: Rank):
+    rank.implementation = Resharding
+    model = models.Tower(dim=9, depth=3)
+    pair = rank.pair(model, units=model.units(), reshard_after_forward=True)
+    pair.step(rank.batch(0, (4, 9)))
+    pair.check()
+    told = r"3 all_gather instead of 4 in backward: .*; none of layers.1, as when it was not resharded after forward"
+    with pytest.raises(Divergence, match=told) as caught:
+        pair.check_counts("backward", all_gather=4, reduce_scatter=4)
+    assert caught.value.location.name == "layers.1"
+
+
+@world(2)
+def test_a_unit_with_the_values_of_an_earlier_step_is_named(rank: Rank):
+    """What diverges is the output; the unit that was not gathered again stands beside it."""
+    rank.implementation = ReferenceAdapter
+    model = models.Tower(dim=9, depth=3)
+    pair = rank.pair(model, units=model.units(), reshard_after_forward=True)
+    for step in range(2):
+        pair.step(rank.batch(step, (4, 9)))
+    last = pair.last_trace()
+    (stale,) = [item for item in last if (item.phase, item.kind, item.unit) == ("forward", "all_gather", "layers.1")]
+    del pair.sharded.trace[len(pair.sharded.trace) - len(last) + last.index(stale)]
+    pair._unchecked[1].sharded.outputs[0][0][0] += 1.0
+    with pytest.raises(Divergence) as caught:
+        pair.check()
+    assert "output of 'microbatch 0, tensor 0' in the second step (step 1)" in str(caught.value)
+    told = "this forward did not gather layers.1, that of the first step did, as when it was never resharded"
+    assert f"\n  {told}\n" in str(caught.value)
 
 
 @world(1)

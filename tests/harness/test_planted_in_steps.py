@@ -33,13 +33,13 @@ def test_the_sound_reference_passes_the_same_cases(failures):
 def test_replicas_that_do_not_reduce(failures):
     found = caught(failures, planted.LonelyReplicas)
     assert found.keys() == {"test_hybrid_parameters_stay_gathered"}
-    assert f"gradient of '{planted.DROPPED_UNIT}.in_proj.bias' at step 0" in found.popitem()[1]
+    assert f"gradient of '{planted.DROPPED_UNIT}.in_proj.bias' in the first step (step 0)" in found.popitem()[1]
 
 
 def test_a_gradient_that_is_not_added(failures):
     found = caught(failures, planted.ReplacedGradient)
     assert found.keys() == {"test_reduction_waits"}
-    assert "gradient of 'layers.0.in_proj.bias' at step 0" in found.popitem()[1]
+    assert "gradient of 'layers.0.in_proj.bias' in the first step (step 0)" in found.popitem()[1]
 
 
 def test_units_that_do_not_gather_ahead(failures):

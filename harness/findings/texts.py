@@ -1,0 +1,77 @@
+"""Texts of failures: bounded, compared without what differs from rank to rank, with short lists of ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+#: The most characters of a failure's text. A text beyond it loses its middle: a comparison is at the beginning, the
+#: error of a traceback at the end.
+MOST_CHARACTERS = 16 * 1024
+
+#: What differs between ranks that fail in the same way: their numbers, devices, ports, addresses, processes and times.
+_OF_ONE_RANK = [
+    (re.compile(pattern, re.IGNORECASE), replacement)
+    for pattern, replacement in (
+        (r"0x[0-9a-f]+", "0x*"),
+        (r"\b(rank|pid|process|thread|cuda|device)([ =:]*)\d+", r"\1\2*"),
+        (r"(\[?\d+\.\d+\.\d+\.\d+\]?|localhost):\d+", r"\1:*"),
+        (r"\d{4}-\d\d-\d\d[T ]", "* "),
+        (r"\b\d\d:\d\d:\d\d([.,]\d+)?", "*"),
+    )
+]
+
+
+def bounded(text: str, most: int = MOST_CHARACTERS) -> str:
+    """Cut the middle out of a text that is too long, and make the text encodable.
+
+    Args:
+        text: any text; a lone surrogate in it is escaped, because no stream to the controller or a file can hold it.
+        most: the most characters to keep, without the line that reports the omission.
+
+    Returns:
+        The text, or its two ends with a line between them that gives the number of characters left out.
+    """
+    if len(text) > most:
+        head, tail = text[: most // 2], text[len(text) - most // 2 :]
+        text = f"{head}\n... {len(text) - len(head) - len(tail)} characters left out ...\n{tail}"
+    return text.encode(errors="backslashreplace").decode()
+
+
+def without_rank(text: str) -> str:
+    """Replace what differs between ranks that fail in the same way: numbers of ranks, addresses, processes, times."""
+    for pattern, replacement in _OF_ONE_RANK:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def ranks_of(ranks: Iterable[int]) -> str:
+    """Name ranks in one short phrase: "rank 3", "ranks 0-4, 6-7"."""
+    numbers = sorted(set(ranks))
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    listed = ", ".join(f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"rank{'s' * (len(numbers) != 1)} {listed}"
+
+
+def gist(text: str) -> str:
+    """Return the one line of a failure's text that is worth most: a traceback's error, else the beginning.
+
+    Args:
+        text: a text as in the record of a case: after a line such as "rank 0 of 2:" the traceback of that rank, and
+            then perhaps those of others.
+    """
+    lines = text.splitlines() or [""]
+    starts = [number for number, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+    if not starts or starts[0] > 1:
+        return " ".join(lines[: 2 if _OF_RANKS.match(lines[0]) else 1])
+    end = next((number for number in range(starts[0], len(lines)) if _OF_RANKS.match(lines[number])), len(lines))
+    frames = [number for number in range(starts[0], end) if lines[number].startswith('  File "')]
+    return next((line for line in lines[max(frames, default=end) + 1 : end] if not line.startswith("  ")), lines[0])
+
+
+_OF_RANKS = re.compile(r"(every rank|ranks? [\d, -]+) of \d+")
