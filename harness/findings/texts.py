@@ -9,6 +9,9 @@ from collections.abc import Iterable
 #: error of a traceback at the end.
 MOST_CHARACTERS = 16 * 1024
 
+#: The most characters that one rank adds to it, so that the text of a case is not cut a second time.
+MOST_OF_A_RANK = MOST_CHARACTERS // 2
+
 #: What differs between ranks that fail in the same way: their numbers, devices, ports, addresses, processes and times.
 _OF_ONE_RANK = [
     (re.compile(pattern, re.IGNORECASE), replacement)

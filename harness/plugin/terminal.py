@@ -28,6 +28,9 @@ _QUOTED = re.compile(r"'[^'\n]*'|\"[^\"\n]*\"")
 #: The styles of ``--tb`` in which pytest prints the texts of failures.
 _STYLES_WITH_TEXT = ("auto", "long", "short", "native")
 
+#: The most characters of the one line; with CI set pytest does not shorten it.
+_MOST_OF_A_MESSAGE = 300
+
 _ALL_FAILURES = pytest.StashKey[list[Any]]()
 
 
@@ -40,7 +43,7 @@ def fill_in(report: pytest.TestReport, made: CaseRecord) -> None:
     """
     crash = getattr(report.longrepr, "reprcrash", None)
     if report.failed and crash is not None:
-        crash.message = f"{made.verdict}: {gist(made.text)}"
+        crash.message = f"{made.verdict}: {gist(made.text)}"[:_MOST_OF_A_MESSAGE]
 
 
 def add_outputs(item: pytest.Item, outputs: Sequence[str]) -> None:

@@ -31,7 +31,7 @@ from shardproof.harness.adapters.base import Adapter
 from shardproof.harness.collectives.announce import Announcer
 from shardproof.harness.collectives.board import Board
 from shardproof.harness.findings.finding import Divergence
-from shardproof.harness.findings.texts import bounded
+from shardproof.harness.findings.texts import MOST_OF_A_RANK, bounded
 from shardproof.harness.findings.verdict import Verdict
 from shardproof.harness.parity.rank import Rank, Seeds
 from shardproof.harness.parity.rank_state import RankState
@@ -67,7 +67,7 @@ def main(connection: Connection, spec: RankSpec) -> None:
     try:
         state = _start(spec)
     except Exception:
-        connection.send(("failed", bounded(traceback.format_exc())))
+        connection.send(("failed", bounded(traceback.format_exc(), MOST_OF_A_RANK)))
         return
     gc.collect()
     gc.freeze()
@@ -169,7 +169,7 @@ def run_job(state: RankState, job: Job) -> Result:
     try:
         function, parameters, implementation = _prepare(state, job)
     except Exception:
-        result.verdict, result.text = Verdict.HARNESS_ERROR, bounded(traceback.format_exc())
+        result.verdict, result.text = Verdict.HARNESS_ERROR, bounded(traceback.format_exc(), MOST_OF_A_RANK)
         return result
     state.announcer.start_job(job.number, checking=job.check_collectives, patience=job.deadline)
     _shorten_output()
@@ -231,12 +231,12 @@ def _outcome(result: Result) -> Iterator[None]:
         if result.verdict != Verdict.PASS:
             return
         # Bounded here: a text of any size would be pickled, sent and held by the controller.
-        result.verdict, result.text = Verdict.FAIL, bounded(_describe(error))
+        result.verdict, result.text = Verdict.FAIL, bounded(_describe(error), MOST_OF_A_RANK)
         if isinstance(error, Divergence):
             result.agreed = True
             result.location = error.location
         if isinstance(error, pytest.skip.Exception):
-            result.text = bounded(f"a case must not skip by itself: use @needs ({error})")
+            result.text = bounded(f"a case must not skip by itself: use @needs ({error})", MOST_OF_A_RANK)
 
 
 @contextlib.contextmanager
