@@ -40,5 +40,5 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="shardproof report", description="Print a run file of shardproof.")
     parser.add_argument("file", help="a run file, or the FILE.partial of an incomplete run")
     parser.add_argument("--cases", action="store_true", help="print one row for each case instead of each requirement")
-    parser.add_argument("--full", action="store_true", help="print long failure texts in full")
+    parser.add_argument("--full", action="store_true", help="print each failure, and long texts in full")
     return parser

@@ -1,14 +1,18 @@
 """Renders a run as text: failures, skips, and a matrix of requirements or cases by implementations."""
 
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from shardproof.reports.alike import alike
 from shardproof.reports.record import CaseRecord, Failure, Verdict
 from shardproof.reports.run import Environment, Run
 from shardproof.reports.table import indented, printable, table
 
 _NOT_RUN = "-"  # the text of a cell without a record
 _FIRST_LINES, _LAST_LINES = 6, 10  # of a long failure text that is shortened
+_WIDTH = 100  # of the lists of cases
+_ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
 
 
 def render_summary(run: Run, *, by_case: bool = False, full: bool = False) -> str:
@@ -21,7 +25,7 @@ def render_summary(run: Run, *, by_case: bool = False, full: bool = False) -> st
     Args:
         run: the run.
         by_case: whether the matrix has a row for each case, with its verdict, instead of each requirement.
-        full: whether to keep the middle of long failure texts.
+        full: whether to show each failure, instead of one of those that are alike, and the middle of long texts.
 
     Returns:
         The text, which ends with a newline.
@@ -29,7 +33,7 @@ def render_summary(run: Run, *, by_case: bool = False, full: bool = False) -> st
     blocks = [
         _heading(run.environment),
         _gaps(run),
-        *(_failure(case, full=full) for case in run.cases if case.verdict.failed),
+        *_failures([case for case in run.cases if case.verdict.failed], full=full),
         _excused(run.cases),
         _cases(run) if by_case else _requirements(run),
         [_total(run)],
@@ -98,6 +102,28 @@ def _cases(run: Run) -> list[str]:
     return table([*rows, _counts_row("all", run.cases, run.implementations)])
 
 
+def _failures(failed: Sequence[CaseRecord], *, full: bool) -> list[list[str]]:
+    """One block for each failure, or for those that are alike the block of the first with the others below it."""
+    blocks = []
+    for first, *others in [[case] for case in failed] if full else alike(failed):
+        ids = " ".join(printable(case.id) for case in others)
+        listed = (
+            textwrap.wrap(
+                ids,
+                _WIDTH,
+                initial_indent=" " * 4,
+                subsequent_indent=" " * 4,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+            if ids
+            else []
+        )
+        title = [f"  {len(others)} more fail alike, but for numbers and names; --full shows each:"] if others else []
+        blocks.append([*_failure(first, full=full), *title, *listed])
+    return blocks
+
+
 def _failure(case: CaseRecord, *, full: bool) -> list[str]:
     lines = [printable(f"{case.verdict}: {case.implementation} {case.id} ({case.requirement})")]
     if case.nodeid:
@@ -119,11 +145,16 @@ def _without_middle(lines: list[str]) -> list[str]:
 
 
 def _place(failure: Failure) -> str:
-    """The place of a failure without unknown parts, as in `gradient, step 1, rank 3, head0.weight, element [0, 4]`."""
+    """The place of a failure without unknown parts: `gradient, second step (step 1), rank 3, w, element [0, 4]`."""
     element = None if failure.element is None else list(failure.element)
-    named = [("step", failure.step), ("rank", failure.rank), ("", failure.name), ("element", element)]
+    step = None if failure.step is None else _step(failure.step)
+    named = [("", step), ("rank", failure.rank), ("", failure.name), ("element", element)]
     parts = [f"{word} {value}".strip() for word, value in named if value is not None]
     return printable(", ".join([*([failure.stage] if failure.stage else []), *parts]))
+
+
+def _step(step: int) -> str:
+    return f"{_ORDINALS[step]} step (step {step})" if 0 <= step < len(_ORDINALS) else f"step {step} (counted from 0)"
 
 
 def _excused(cases: Iterable[CaseRecord]) -> list[str]:

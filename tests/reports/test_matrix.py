@@ -41,7 +41,7 @@ shardproof 0.1.0, torch 2.11.0+cu130, Python 3.12.3, NCCL 2.28.9, cuda, 64 cores
 2026-01-02T03:04:05+00:00, 61.2 s
 
 fail: torch.fully_shard suites/b.py::test_clip[w2] (CLIP-1)
-  gradient, step 1, rank 0, head0.weight, element [3, 4]
+  gradient, second step (step 1), rank 0, head0.weight, element [3, 4]
     first line
     second line
 
@@ -63,7 +63,7 @@ def test_a_row_for_each_case_on_request():
         summary(*mixed_cases(), by_case=True),
         """\
 fail: torch.fully_shard suites/b.py::test_clip[w2] (CLIP-1)
-  gradient, step 1, rank 0, head0.weight, element [3, 4]
+  gradient, second step (step 1), rank 0, head0.weight, element [3, 4]
     first line
     second line
 
@@ -87,6 +87,29 @@ def test_every_failing_verdict_is_listed_and_no_other():
     assert [line.split(":")[0] for line in listed] == ["harness-error", "crash", "fail", "hang", "unexpected-pass"]
 
 
+def failed(name, text, **more):
+    return samples.case(id=name, verdict="fail", failure={"text": text}, **more)
+
+
+def test_failures_that_are_alike_are_shown_once():
+    cases = [
+        failed("a", "gradient of 'x' on rank 0 element [1, 2]\n  sharded 1.5e-07"),
+        failed("b", "gradient of 'y.z' on rank 1 element [3]\n  sharded -2"),
+        failed("c", "gradient of 'x' on rank 0 element [1, 2]\n  sharded 1", implementation="torch.fully_shard"),
+        failed("d", "loss of 'x' on rank 0\n  sharded 1"),
+        failed("e", "every rank of 2:\nTraceback (most recent call last):\n  at 0x12\nassert 1 == 2"),
+        failed("f", "every rank of 2:\nTraceback (most recent call last):\n  at 0x34\nassert 1 == 2"),
+        failed("g", "every rank of 2:\nTraceback (most recent call last):\n  at 0x34\nassert 1 == 3"),
+        failed("h", "gradient of 'y' on rank 1 element [3]\n  sharded -2"),
+    ]
+    shown = summary(*cases).partition("\n\nrequirement")[0]
+    assert [line.split()[2] for line in shown.splitlines() if line.startswith("fail: ")] == ["a", "c", "d", "e", "g"]
+    assert "    sharded 1.5e-07\n  2 more fail alike, but for numbers and names; --full shows each:\n    b h\n" in shown
+    assert "assert 1 == 2\n  1 more fail alike, but for numbers and names; --full shows each:\n    f\n" in shown
+    whole = summary(*cases, full=True)
+    assert [line.split()[2] for line in whole.splitlines() if line.startswith("fail: ")] == list("abcdefgh")
+
+
 def test_a_failure_says_as_much_as_is_known():
     fails = samples.case(verdict="crash", failure={"text": "killed by signal 9", "rank": 0})
     where = {"verdict": "fail", "id": "x", "nodeid": "x[reference]"}
@@ -101,7 +124,7 @@ crash: reference suites/test_autograd.py::test_unused[w2] (AUTOGRAD-1)
 
 fail: reference x (AUTOGRAD-1)
   reproduce: python -m pytest "x[reference]" --impl reference --device cpu
-  step 0, element []
+  first step (step 0), element []
     no baseline
 
 unexpected-pass: reference y (AUTOGRAD-1)
