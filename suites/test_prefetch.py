@@ -56,7 +56,10 @@ def test_order(rank: Rank) -> None:
         for index, found in enumerate(gathered):
             # The root, the layers up to this one, and two ahead.
             expected = units[: 1 + index + 1 + AHEAD]
-            assert found == expected, f"layers.{index} computes in {step_label(step)} after other units are gathered"
+            missing = [unit for unit in expected if unit not in found]
+            where = f"layers.{index} computes in {step_label(step)}"
+            assert not missing, f"{where} before these are gathered: {', '.join(missing)}"
+            assert found == expected, f"{where} after other units are gathered than should be"
         assert len(gathered) == depth
     rank.expect(
         pair.last_trace().render(),

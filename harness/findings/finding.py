@@ -53,7 +53,7 @@ class Location:
         parts += [f"of {self.name!r}"] if self.name else []
         parts += [f"in {step_label(self.step)}"] if self.step is not None else []
         parts += [f"on rank {self.rank}"] if self.rank is not None else []
-        parts += [f"element {list(self.element)}"] if self.element is not None else []
+        parts += [f"element {list(self.element)}"] if self.element else []
         return " ".join(parts)
 
 

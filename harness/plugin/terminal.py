@@ -170,5 +170,5 @@ def _standing_for(reports: Sequence[Any], width: int) -> Any:
             break_long_words=False, break_on_hyphens=False,
         )  # fmt: skip
     shown = copy.copy(first)
-    shown.longrepr = f"{first.longreprtext}\n" + "\n".join(lines)
+    shown.longrepr = "\n".join([str(first.longrepr), *lines])
     return shown

@@ -99,7 +99,7 @@ dist.barrier()
 def test_chaos_exception_on_all_ranks_is_told_once(run):
     lines = run('raise RuntimeError("everywhere")')
     lines.fnmatch_lines(["fail: every rank of 2:", "RuntimeError: everywhere"])
-    assert lines.str().count("RuntimeError: everywhere") == 1
+    assert lines.lines.count("RuntimeError: everywhere") == 1
 
 
 def test_chaos_exception_without_a_text_that_cannot_be_pickled(run):
