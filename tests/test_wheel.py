@@ -147,7 +147,10 @@ def test_nightly_cases_wait_for_their_night(neighbour, path):
 
 
 def test_adapters_of_the_current_directory_are_found(neighbour, path):
-    source = "from shardproof.harness.adapters.replicas import DdpAdapter\nclass Mine(DdpAdapter):\n    name = 'mine'\n"
+    source = (
+        "from shardproof.harness.adapters.reference import ReferenceAdapter\n"
+        "class Mine(ReferenceAdapter):\n    name = 'mine'\n"
+    )
     (neighbour / "mine.py").write_text(source)
     script = f"import sys; sys.path[0] = {str(path)!r}; from shardproof.__main__ import main; sys.exit(main())"
     options = ["--impl", "mine:Mine", "--device", "cpu", "--world", "2"]

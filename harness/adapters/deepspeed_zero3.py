@@ -63,7 +63,6 @@ class DeepSpeedZero3Adapter(Adapter):
 
     name = "deepspeed.zero3"
     traits = Traits(
-        shards=frozenset({"parameters", "gradients", "optimizer"}),
         # "gathered": while the engine is made, each parameter is gathered to find the place of its gradient in the
         # autograd graph.
         held_from_start=frozenset({"master", "gradients", "gathered"}),

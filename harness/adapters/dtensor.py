@@ -20,7 +20,6 @@ from shardproof.harness.adapters.base import (
     Config,
     OptimizerFactory,
     Piece,
-    Traits,
     inner_first,
     whole,
 )
@@ -95,8 +94,6 @@ class DTensorAdapter(Adapter):
         offload_policy: the class of its policy that keeps shards on the CPU; takes ``pin_memory``.
         register: its ``register_fsdp_forward_method``, as a staticmethod.
     """
-
-    traits = Traits(shards=frozenset({"parameters", "gradients", "optimizer"}))
 
     fully_shard: ClassVar[Callable[..., Any]]
     offload_policy: ClassVar[Callable[..., Any]]

@@ -77,7 +77,6 @@ class FlatAdapter(Adapter):
     """
 
     traits = Traits(
-        shards=frozenset({"parameters", "gradients", "optimizer"}),
         local_numel=share_of_flat,
         # The end of the flat parameter is padded to a multiple of the number of ranks: at most one element per rank.
         collective_padding=1,

@@ -11,6 +11,8 @@ import importlib
 import inspect
 from typing import TYPE_CHECKING
 
+from shardproof.harness.adapters.lines import line_of_error
+
 if TYPE_CHECKING:
     from shardproof.harness.adapters.base import Adapter
 
@@ -39,27 +41,46 @@ def load(name: str) -> type[Adapter]:
     module_name, colon, class_name = target.partition(":")
     if not colon or not module_name or not class_name:
         raise ValueError(f"unknown implementation {name!r}: {_suggest(name)}")
+    # A ValueError alone becomes one line: a module may raise anything, such as the SystemExit of a script.
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:
+    except BaseException as error:
         raise ValueError(
-            f"implementation {name!r}: module {module_name!r} does not import: {type(error).__name__}: {error}"
+            f"implementation {name!r}: module {module_name!r} does not import: {line_of_error(error)}"
         ) from error
+    try:
+        return _adapter_in(module, name, module_name, class_name)
+    except _NoAdapter:
+        raise
+    except BaseException as error:
+        raise ValueError(
+            f"implementation {name!r}: {class_name!r} cannot be examined: {line_of_error(error)}"
+        ) from error
+
+
+class _NoAdapter(ValueError):
+    """There is no adapter of the name; one line."""
+
+
+def _adapter_in(module: object, name: str, module_name: str, class_name: str) -> type[Adapter]:
+    from shardproof.harness.adapters.base import Adapter
+
     adapter = getattr(module, class_name, None)
     if adapter is None:
         near = difflib.get_close_matches(class_name, _adapters_of(module), n=3, cutoff=0.0)
-        raise ValueError(
+        raise _NoAdapter(
             f"implementation {name!r}: module {module_name!r} has no {class_name!r}"
             + (f"; it has {', '.join(near)}" if near else " and no other adapter")
         )
-    from shardproof.harness.adapters.base import Adapter
-
-    if not (isinstance(adapter, type) and issubclass(adapter, Adapter)) or inspect.isabstract(adapter):
-        raise ValueError(
+    is_adapter = isinstance(adapter, type) and issubclass(adapter, Adapter)
+    if not is_adapter or inspect.isabstract(adapter):
+        lacking = ", ".join(sorted(adapter.__abstractmethods__)) if is_adapter else ""
+        raise _NoAdapter(
             f"implementation {name!r}: {class_name!r} is not a complete subclass of "
-            "shardproof.harness.adapters.base.Adapter"
+            "shardproof.harness.adapters.base.Adapter" + (f": it lacks {lacking}" if lacking else "")
         )
-    return adapter
+    checked: type[Adapter] = adapter
+    return checked
 
 
 def _suggest(name: str) -> str:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from shardproof.harness.adapters.base import Adapter, Config, OptimizerFactory, Piece, original_name, whole
+from shardproof.harness.adapters.base import Adapter, Config, OptimizerFactory, Piece, Traits, original_name, whole
 from shardproof.harness.adapters.capability import Capability
 
 _UNSHARDED = frozenset(
@@ -33,6 +33,8 @@ _UNSHARDED = frozenset(
 
 class _Replica(Adapter):
     """A full copy of the model on every rank; its pieces are the parameters and gradients themselves."""
+
+    traits = Traits(shards=frozenset())
 
     @classmethod
     def availability(cls, device_type: str) -> str | None:

@@ -130,3 +130,29 @@ class Divergence(AssertionError):
     def __init__(self, text: str, location: Location) -> None:
         super().__init__(text)
         self.location = location
+
+
+def raise_first(findings: Sequence[Finding | None], *, title: str) -> None:
+    """Raise the first of all ranks' findings. Every rank must call it with the same findings.
+
+    Args:
+        findings: one for each rank; None where a rank has none. A finding about all ranks stands alone.
+        title: the first line of the failure, a statement of what went wrong.
+
+    Raises:
+        Divergence: with the text and location of the first finding by step, stage and rank.
+    """
+    found = [finding for finding in findings if finding is not None]
+    if found:
+        first = min(found, key=_place)
+        # A rank compares no further than its own first finding, which may be at a later step or stage.
+        others = [one for one in found if one is not first and _place(one) == _place(first)]
+        raise Divergence(first.render(title=title, others=others, size=len(findings)), first.location)
+
+
+def _place(finding: Finding) -> tuple[int, Stage]:
+    return finding.location.step or 0, finding.location.stage
+
+
+class ProtocolError(TypeError):
+    """An adapter departs from the protocol. Its text explains itself: a rank reports it without a traceback."""

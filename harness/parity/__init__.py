@@ -6,6 +6,8 @@ room; the other rooms import from its modules.
 - ``rank``: ``Rank``, the context object that a case receives. It builds on ``member`` and ``rank_state``.
 - ``run``: ``Run`` drives an adapter through training steps; ``sharded_run`` also checks that its model is sharded.
 - ``pair``: ``Pair`` trains the sharded run, the baseline and the oracle; ``comparison`` compares one step of them.
+- ``coverage``, ``claims``: check by positions and by sizes that the shards of all ranks make up the model.
+- ``protocol``: checks in a rank that an adapter keeps to the protocol.
 - ``twins``: ``check_exact`` compares two runs of one implementation bit for bit.
 - ``oracle``, ``numerics``, ``explanations``: the float64 replay, the tolerances, and probable causes of an error.
 - ``units``: matches collectives to units by their size in bytes.

@@ -15,6 +15,7 @@ from shardproof.harness.findings.stages import Stage
 from shardproof.harness.parity.explanations import guess_clipped, guess_from_values, guess_gradient, guess_norm
 from shardproof.harness.parity.numerics import ADAM_NOISE_ULPS, Distance, distance, ulp
 from shardproof.harness.parity.oracle import OracleStep, total_norm
+from shardproof.harness.parity.protocol import cut
 from shardproof.harness.parity.run import Pieces, StepPicture
 from shardproof.harness.tensors.trees import tensors_of
 
@@ -150,7 +151,7 @@ class StepComparison:
     def _judge(
         self, stage: Stage, name: str, mine: Piece, baseline: torch.Tensor, oracle: torch.Tensor
     ) -> Iterator[Finding]:
-        expected = mine.cut(oracle)
+        expected = cut(mine, oracle, name)
         if mine.tensor.shape != expected.shape:
             shapes = (
                 f"{tuple(mine.tensor.shape)}; this rank's share of {tuple(oracle.shape)} is {tuple(expected.shape)}"
@@ -162,7 +163,7 @@ class StepComparison:
             return
         # The maximum of the full tensor, not of the local shard: every rank measures with the same ulp.
         magnitude = float(oracle.abs().max()) if oracle.numel() else 0.0
-        value, other = mine.tensor.detach(), mine.cut(baseline.detach())
+        value, other = mine.tensor.detach(), cut(mine, baseline.detach(), name)
         if stage == Stage.PARAMETER and self.context.adaptive:
             value, other, expected = self._without_noise(name, mine, value, other, expected)
         result = distance(value, other, expected, magnitude=magnitude)

@@ -9,9 +9,8 @@ import torch.distributed as dist
 
 from shardproof.harness.adapters.base import Adapter
 from shardproof.harness.collectives.announce import Announcer
-from shardproof.harness.findings.finding import Divergence, Finding
+from shardproof.harness.findings.finding import Finding, raise_first
 from shardproof.harness.findings.observations import Observations
-from shardproof.harness.findings.stages import Stage
 from shardproof.harness.parity.rank_state import RankState
 from shardproof.harness.tensors.trees import map_tensors
 
@@ -91,13 +90,4 @@ class Member:
             Divergence: with the same text and location on all ranks, those of the first finding by step, stage and
                 rank.
         """
-        findings = [found for found in self.exchange(finding) if found is not None]
-        if findings:
-            first = min(findings, key=_place)
-            # A rank compares no further than its own first finding, which may be at a later step or stage.
-            others = [found for found in findings if found is not first and _place(found) == _place(first)]
-            raise Divergence(first.render(title=title, others=others, size=self.world_size), first.location)
-
-
-def _place(finding: Finding) -> tuple[int, Stage]:
-    return finding.location.step or 0, finding.location.stage
+        raise_first(self.exchange(finding), title=title)

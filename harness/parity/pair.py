@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from typing import Any, Literal
 
 import torch
@@ -15,6 +16,7 @@ from shardproof.harness.collectives.trace import Trace, count_difference, first_
 from shardproof.harness.findings.finding import Divergence, Finding, Location
 from shardproof.harness.findings.stages import Stage
 from shardproof.harness.models.plain import mean_square
+from shardproof.harness.parity.claims import Counts, state_numel, states_per_parameter
 from shardproof.harness.parity.comparison import Context, StepComparison
 from shardproof.harness.parity.member import Member
 from shardproof.harness.parity.oracle import Oracle, OracleStep
@@ -78,6 +80,7 @@ class Pair:
         unsharded = RunOptions(optimizer=options.optimizer)
         self.baseline = Run(member, _BASELINES[baseline], copy.deepcopy(model), config=config, options=unsharded)
         self.sharded = sharded_run(member, model, config=config, options=options)
+        self.sharded.foreign = functools.partial(_storages, self.baseline.adapter.module, self.oracle.model)
         self._unchecked: list[_Unchecked] = []
         self._steps = 0
         self._step_starts: list[int] = []
@@ -150,9 +153,10 @@ class Pair:
             if finding is not None:
                 finding = self._with_units_not_gathered(finding, one.step)
                 break
+        steps = [(one.step, one.sharded) for one in self._unchecked]
         self._unchecked.clear()
         self._member.agree(finding, title="the sharded run diverges from the baseline")
-        self._check_same_collectives()
+        self._check_evidence_and_collectives(steps)
         self.sharded.perturbation.assert_met()
 
     def _with_units_not_gathered(self, finding: Finding, step: int) -> Finding:
@@ -253,11 +257,34 @@ class Pair:
                 f"clipping at {clip.max_norm:g} did nothing to a total norm of {oracle.norm}: a wrong norm would pass"
             )
 
-    def _check_same_collectives(self) -> None:
-        """Check that all ranks of a group issued the same sequence on it; otherwise a collective cannot complete."""
-        difference = first_difference(self._member.exchange(self.sharded.trace))
+    def _check_evidence_and_collectives(self, steps: list[tuple[int, StepPicture]]) -> None:
+        """Check over all ranks that the pieces of these steps cover the model, and that collectives match (collective).
+
+        All members of a group must issue the same sequence on it; otherwise a collective cannot complete.
+        """
+        shown = [picture.show(step=step) for step, picture in steps]
+        if steps[0][0] == 0 and self.sharded.evidence.sizes.can_tell and self.adapter.config.shard_size > 1:
+            shown[0].counts.update(self._counts(steps[0][1]))
+        everyone = self._member.exchange((shown, self.sharded.trace))
+        for index in range(len(steps)):
+            self.sharded.evidence.judge([shown[index] for shown, _ in everyone])
+        difference = first_difference([trace for _, trace in everyone])
         if difference is not None:
             raise Divergence(f"collectives differ between ranks: {difference.text}", difference.location)
+
+    def _counts(self, picture: StepPicture) -> dict[str, Counts]:
+        """Count what this rank holds of gradients and optimizer state, after the first step."""
+        trained = sum(value.numel() for value in self.oracle.model.parameters() if value.requires_grad)
+        kinds = states_per_parameter(self.baseline.adapter.optimizer)
+        return {
+            "gradients": Counts(picture.gradient_numel, trained),
+            "optimizer": Counts(state_numel(self.adapter.optimizer), trained * kinds),
+        }
+
+
+def _storages(*models: nn.Module) -> set[int]:
+    """Return the addresses of the storages of the models' parameters."""
+    return {value.untyped_storage().data_ptr() for model in models for value in model.parameters()}
 
 
 def _copies(microbatches: list[Batch]) -> list[Batch]:

@@ -6,17 +6,19 @@ import collections
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from shardproof.harness.adapters.base import Adapter, Config, OptimizerFactory, Piece, Traits
+from shardproof.harness.adapters.base import Adapter, Config, OptimizerFactory, Piece
 from shardproof.harness.collectives.delays import Delay, Perturbation
 from shardproof.harness.collectives.recorder import Recorder
 from shardproof.harness.collectives.trace import Trace
 from shardproof.harness.findings.finding import Finding, Location
 from shardproof.harness.findings.stages import Stage
+from shardproof.harness.parity import claims, protocol
+from shardproof.harness.parity.coverage import Evidence, Shown
 from shardproof.harness.parity.member import Member
 from shardproof.harness.parity.units import UnitLookup, UnitSize, units_of
 from shardproof.harness.tensors import memory
@@ -70,6 +72,8 @@ class StepPicture:
         clipped: local shards of the gradients after clipping; None unless clipping is a call between backward and the
             optimizer step.
         parameters: local shards of the parameters after the optimizer step.
+        gradient_numel: the elements that the rank held of the gradients of its registered parameters.
+        evidence: checks that the shards of all ranks cover the model; None for pictures that no run took.
     """
 
     outputs: list[list[torch.Tensor]]
@@ -78,6 +82,20 @@ class StepPicture:
     norm: torch.Tensor | None
     clipped: Pieces | None
     parameters: Pieces
+    gradient_numel: int | None = None
+    evidence: Evidence | None = None
+
+    def show(self, *, step: int) -> Shown:
+        """Return what this rank holds of the tensors that the run has not shown before.
+
+        Args:
+            step: the number of the step, for messages.
+        """
+        assert self.evidence is not None, "only pictures of a run show anything"
+        stages = (
+            (Stage.GRADIENT, self.gradients), (Stage.CLIPPED_GRADIENT, self.clipped), (Stage.PARAMETER, self.parameters)
+        )  # fmt: skip
+        return self.evidence.show(stages, step=step)
 
 
 class Run:
@@ -94,6 +112,8 @@ class Run:
         units: the units of the model, the root's own last.
         recorder: records the collectives.
         perturbation: injects the delays.
+        evidence: what the run has shown of its pieces, and how large they may be.
+        foreign: returns the addresses of storages in which no piece may lie, those of the baseline and the oracle.
         adapter: the adapter, with the sharded model.
     """
 
@@ -105,8 +125,11 @@ class Run:
         self.recorder = Recorder(UnitLookup(self.units), announcer=member.announcer)
         self.perturbation = Perturbation(options.delays, rank=member.index, device_type=config.mesh.device_type)
         self.perturbation.install(self.recorder)
+        self.evidence = Evidence(model, config=config, traits=implementation.traits, rank=member.index)
+        self.foreign: Callable[[], set[int]] = set
         prepared = options.prepare(model) if options.prepare else model
-        self.adapter = implementation(prepared, optimizer=options.optimizer, config=config)
+        self.evidence.note_tensor_parallel(prepared)
+        self.adapter = protocol.make(implementation, prepared, optimizer=options.optimizer, config=config)
 
     @property
     def runs(self) -> tuple[Run, ...]:
@@ -145,19 +168,27 @@ class Run:
             outputs, losses = self._one_by_one(microbatches, loss=loss, submodule=submodule)
         if self._options.after_backward is not None:
             self._options.after_backward(adapter)
-        gradients = copy_pieces(adapter.gradients())
+        gradients = self._picture(Stage.GRADIENT)
+        numel = claims.gradient_numel(adapter)
         norm, clipped = None, None
         if clip is not None and adapter.traits.clips == "call":
             with self._during("clip"):
                 returned = adapter.clip()
             norm = adapter.norm_value(returned).detach().clone()
-            clipped = copy_pieces(adapter.gradients())
+            clipped = self._picture(Stage.CLIPPED_GRADIENT)
         self._optimize()
         if clip is not None and adapter.traits.clips == "step":
             norm = adapter.norm_after_step()
-        parameters = copy_pieces(adapter.parameters())
+        parameters = self._picture(Stage.PARAMETER)
         adapter.zero_grad(set_to_none=set_to_none)
-        return StepPicture(outputs, losses, gradients, norm, clipped, parameters)
+        return StepPicture(outputs, losses, gradients, norm, clipped, parameters, numel, self.evidence)
+
+    def _picture(self, stage: Stage) -> Pieces:
+        """Ask the adapter for its gradients, or for its parameters after the step, and copy them."""
+        method: Literal["gradients", "parameters"] = "parameters" if stage == Stage.PARAMETER else "gradients"
+        pieces = protocol.pieces_of(self.adapter, method, self.evidence.shapes)
+        self.evidence.note_borrowed(stage, pieces, self.foreign)
+        return copy_pieces(pieces)
 
     def _one_by_one(self, microbatches: Sequence[Batch], *, loss: Loss, submodule: str) -> tuple[Any, Any]:
         outputs, losses = [], []
@@ -228,7 +259,7 @@ def _detached(output: Any) -> list[torch.Tensor]:
     return [tensor.detach().clone() for tensor in tensors_of(output)]
 
 
-def copy_pieces(pieces: Pieces | dict[str, Piece]) -> Pieces:
+def copy_pieces(pieces: Pieces) -> Pieces:
     """Copies of the tensors, sorted by name, because ranks and implementations may register in different orders."""
     return {
         name: None if piece is None else dataclasses.replace(piece, tensor=piece.tensor.detach().clone())
@@ -262,29 +293,13 @@ def sharded_run(member: Member, model: nn.Module, *, config: Config, options: Ru
         Divergence: on every rank, if any rank holds more parameter bytes than its share.
     """
     traits = member.implementation.traits
-    limit, share = _byte_limits(model, config, traits)
     before = memory.held_bytes(member.device) - memory.bytes_of(model.parameters())
     run = Run(member, member.implementation, model, config=config, options=options)
-    if "parameters" in traits.shards and share and config.shard_size > 1:
+    sizes = run.evidence.sizes
+    if "parameters" in traits.shards and sizes.share and config.shard_size > 1:
         held = memory.held_bytes(member.device) - before
-        text = f"holds {held} bytes of parameters after sharding; its share is {share}"
-        location = Location(stage=Stage.SHARDING, rank=member.index)
-        member.agree(Finding(location, text) if held > limit else None, title="the model is not sharded")
+        counts = claims.Counts(claims.registered_numel(run.adapter) if sizes.can_tell else None, sizes.numel)
+        text = f"holds {held} bytes of parameters after sharding; its share is {sizes.byte_share}"
+        finding = Finding(Location(stage=Stage.SHARDING, rank=member.index), text) if held > sizes.byte_limit else None
+        claims.check_sharded(member.exchange((counts, finding)))
     return run
-
-
-def _byte_limits(model: nn.Module, config: Config, traits: Traits) -> tuple[int, int]:
-    """The most bytes of parameters that a rank may hold after sharding, and the bytes of its share with padding."""
-    parameters = list(model.parameters())
-    itemsize = config.cast.itemsize if config.cast else max((value.element_size() for value in parameters), default=0)
-    copies = 1 + len(traits.held_from_start - {"gathered"})
-    full = copies * itemsize * sum(value.numel() for value in parameters)
-    padding = traits.collective_padding * (len(config.units) + 1)
-    shares = [traits.local_numel(value.shape, config.shard_size) for value in parameters]
-    share = copies * itemsize * (padding + sum(shares))
-    if "gathered" in traits.held_from_start or config.sync_states:
-        # The parameter that was broadcast or gathered last stays allocated in full until a thread of the communication
-        # library releases it.
-        share += itemsize * config.shard_size * max(shares, default=0)
-    # The margin is half of what sharding saves: bookkeeping tensors are smaller, an unsharded model exceeds it.
-    return share + max(full - share, 0) // 2, share

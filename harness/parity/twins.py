@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from shardproof.harness.findings.finding import Finding, Location
+from shardproof.harness.findings.finding import Finding, Location, raise_first
 from shardproof.harness.findings.stages import Stage
 from shardproof.harness.parity.comparison import exact_difference
 from shardproof.harness.parity.member import Member
@@ -24,8 +24,8 @@ def check_exact(member: Member, first: StepPicture, second: StepPicture, *, step
         why: why the arithmetic is the same by construction, for the message.
 
     Raises:
-        Divergence: on every rank, if any tensor differs on any rank. It names the first that differs, by stage and
-            then by rank.
+        Divergence: on every rank, if any tensor differs on any rank; it names the first that differs, by stage and then
+            by rank. Or if the pieces of either run do not cover the model.
     """
     finding = None
     for stage, name, one, other in _compared(first, second):
@@ -35,7 +35,12 @@ def check_exact(member: Member, first: StepPicture, second: StepPicture, *, step
             location = Location(stage=stage, step=step, rank=member.index, name=name, element=index)
             finding = Finding(location, f"{a!r} and {b!r} (element of the local shard); expected equal bits: {why}")
             break
-    member.agree(finding, title="two runs that should be equal differ")
+    pictures = (first, second)
+    everyone = member.exchange((finding, [picture.show(step=step) for picture in pictures]))
+    raise_first([found for found, _ in everyone], title="two runs that should be equal differ")
+    for number, picture in enumerate(pictures):
+        assert picture.evidence is not None
+        picture.evidence.judge([shown[number] for _, shown in everyone])
 
 
 def _compared(first: StepPicture, second: StepPicture) -> Iterator[tuple[Stage, str, torch.Tensor, torch.Tensor]]:

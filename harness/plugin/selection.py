@@ -123,7 +123,8 @@ def _adapters(text: str | None, device: str) -> dict[str, type[Adapter]]:
         if not name:
             raise ValueError(f"--impl {text}: expected names such as reference,torch.fully_shard")
         adapters[name] = registry.load(name)
-        reason = adapters[name].availability(device)
-        if reason:
-            raise ValueError(f"implementation {name!r} cannot run here on {device}: {reason}")
+        # Imported late, as registry imports the adapters: it imports torch.
+        from shardproof.harness.adapters import declarations
+
+        declarations.check(name, adapters[name], device)
     return adapters

@@ -30,7 +30,7 @@ from shardproof.harness.adapters import registry
 from shardproof.harness.adapters.base import Adapter
 from shardproof.harness.collectives.announce import Announcer
 from shardproof.harness.collectives.board import Board
-from shardproof.harness.findings.finding import Divergence
+from shardproof.harness.findings.finding import Divergence, ProtocolError
 from shardproof.harness.findings.texts import MOST_OF_A_RANK, bounded
 from shardproof.harness.findings.verdict import Verdict
 from shardproof.harness.parity.rank import Rank, Seeds
@@ -259,7 +259,7 @@ def _threads_watched() -> Iterator[None]:
 
 
 def _describe(error: BaseException) -> str:
-    if isinstance(error, Divergence):
+    if isinstance(error, (Divergence, ProtocolError)):
         return str(error)
     # Skip the frames of this file, which carry no information about the case.
     frames = error.__traceback__

@@ -204,22 +204,22 @@ def test_accumulates_and_clips(run, implementation):
 
 
 CHANGES_A_VARIABLE = """
+import dataclasses
 import os
-from shardproof.harness.adapters.replicas import DdpAdapter
-from shardproof.harness.adapters.base import Traits
+from shardproof.harness.adapters.reference import ReferenceAdapter
 
-class InPrepare(DdpAdapter):
-    traits = Traits(isolation="adapter")
+class InPrepare(ReferenceAdapter):
+    traits = dataclasses.replace(ReferenceAdapter.traits, isolation="adapter")
 
     @classmethod
     def prepare(cls, device_type):
         os.environ["A_VARIABLE"] = device_type
 
 class InPrepareButShared(InPrepare):
-    traits = Traits()
+    traits = ReferenceAdapter.traits
 
-class InInit(DdpAdapter):
-    traits = Traits(isolation="adapter")
+class InInit(ReferenceAdapter):
+    traits = InPrepare.traits
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -252,16 +252,11 @@ def test_process_is_changed_in_prepare_and_in_ranks_of_its_own_only(run, adapter
 
 FILLS_WITH_ZEROS = """
 import contextlib
+import dataclasses
 import torch
-from shardproof.harness import Capability
-from shardproof.harness.adapters.base import Traits
-from shardproof.harness.adapters.replicas import ReplicatedAdapter
+from shardproof.harness.adapters.reference import ReferenceAdapter
 
-class Undeclared(ReplicatedAdapter):
-    @classmethod
-    def capabilities(cls):
-        return super().capabilities() | {Capability.RESHARD_AFTER_FORWARD}
-
+class Undeclared(ReferenceAdapter):
     @contextlib.contextmanager
     def microbatch(self, *, is_last):
         with super().microbatch(is_last=is_last):
@@ -270,7 +265,7 @@ class Undeclared(ReplicatedAdapter):
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 class Declared(Undeclared):
-    traits = Traits(unused_gradient="zero")
+    traits = dataclasses.replace(ReferenceAdapter.traits, unused_gradient="zero")
 """
 
 

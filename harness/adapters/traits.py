@@ -1,0 +1,131 @@
+"""Facts about an implementation that its adapter declares and that comparisons depend on."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import torch
+
+
+def padded_to_rows(shape: torch.Size, size: int) -> int:
+    """Return the elements that a rank holds of a tensor whose dimension 0 is padded to a multiple of ``size``.
+
+    This is the layout of per-parameter sharding, and the default of :attr:`Traits.local_numel`.
+
+    Args:
+        shape: the full shape. A scalar is held as one element.
+        size: the number of ranks among which dimension 0 is divided.
+    """
+    if not shape:
+        return 1
+    return math.ceil(shape[0] / size) * math.prod(shape[1:])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Traits:
+    """Facts about an implementation that the harness needs for its comparisons and that are neither right nor wrong.
+
+    Each default is the common case. A wrong trait makes correct cases fail, or makes checks too weak to find a bug.
+    """
+
+    shards: frozenset[Literal["parameters", "gradients", "optimizer"]] = frozenset(
+        {"parameters", "gradients", "optimizer"}
+    )
+    """The tensors that are divided among the ranks; by default all, so that an adapter states what it does not divide.
+
+    The harness checks this against the bytes and the elements that each rank holds. With ``"parameters"`` the adapter
+    declares :attr:`Capability.SHARDED`, and without it does not.
+    """
+
+    held_from_start: frozenset[Literal["master", "gradients", "gathered"]] = frozenset()
+    """What each rank holds besides its share of the parameters, from the moment the model is sharded.
+
+    - ``"master"``: a copy of the share, which the optimizer updates in place of the parameters.
+    - ``"gradients"``: a buffer for gradients, as large as the share.
+    - ``"gathered"``: the parameter that was gathered last while the model was being sharded, in full size, for as long
+      as a thread of the communication library keeps a reference to it.
+    """
+
+    local_numel: Callable[[torch.Size, int], int] = padded_to_rows
+    """The number of elements, padding included, that a rank holds of one parameter.
+
+    It is called with the full shape and the number of ranks that share the parameter. For one parameter a rank may hold
+    more or fewer elements; for a unit it holds at most the sum over the unit's parameters. The number should be as
+    small as the layout allows, because the harness identifies the unit of a collective by its size in bytes.
+    """
+
+    collective_padding: int = 0
+    """The number of elements by which each rank's part of a unit may be padded, beyond ``local_numel``."""
+
+    clips: Literal["call", "step"] = "call"
+    """When gradients are clipped: by :meth:`Adapter.clip` before the step, or inside :meth:`Adapter.step`.
+
+    An implementation of the second kind is set up from :attr:`Config.clip` in the constructor.
+    """
+
+    divides_by_microbatches: bool = False
+    """Whether backward also divides gradients by the number of microbatches.
+
+    Everywhere else gradients are summed over microbatches, so the harness multiplies the losses by that number first.
+    """
+
+    unused_gradient: Literal["none", "zero"] = "none"
+    """The gradient of a parameter that no rank used in the step: ``None``, or a tensor of zeros.
+
+    Momentum moves a parameter whose gradient is zero, so with ``"zero"`` the baseline keeps zeros too where the case
+    sets gradients to None.
+    """
+
+    process_groups: Literal["none", "kept", "abandoned"] = "none"
+    """What happens to process groups that the implementation makes.
+
+    - ``"none"``: it makes none. A group that a case leaves behind is a failure.
+    - ``"kept"``: it reuses them for as long as the process lives.
+    - ``"abandoned"``: it never uses them again. The harness replaces the world once many have accumulated.
+    """
+
+    frees_models: bool = True
+    """Whether every module of a model is freed once the case holds no reference to it.
+
+    If not, the harness does not compare the modules that are alive before and after a case.
+    """
+
+    isolation: Literal["shared", "adapter", "case"] = "shared"
+    """The cases that may run in the same rank processes.
+
+    - ``"shared"``: the cases of all implementations.
+    - ``"adapter"``: the cases of this adapter only. :meth:`Adapter.prepare` may change the process.
+    - ``"case"``: one case; each case gets new processes. :meth:`Adapter.prepare` may change the process.
+    """
+
+    def __post_init__(self) -> None:
+        """Check that every trait has a value of its kind.
+
+        Raises:
+            ValueError: a trait has another value. The message is one line.
+        """
+        hints = get_type_hints(type(self))
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            wanted = _unlike(value, hints[field.name])
+            if wanted:
+                raise ValueError(f"traits.{field.name} = {value!r}: expected {wanted}")
+
+
+def _unlike(value: Any, hint: Any) -> str | None:
+    """Return what a trait with this type annotation should be, or None if ``value`` is such."""
+    if get_origin(hint) is frozenset:
+        words = get_args(get_args(hint)[0])
+        fits = isinstance(value, (set, frozenset)) and value <= set(words)
+        return None if fits else f"a set of words out of {', '.join(words)}"
+    if get_origin(hint) is Literal:
+        return None if value in get_args(hint) else f"one of {', '.join(get_args(hint))}"
+    if hint is int:
+        fits = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+        return None if fits else "a number of elements, 0 or more"
+    if hint is bool:
+        return None if isinstance(value, bool) else "True or False"
+    return None if callable(value) else "a function of a shape and a number of ranks"

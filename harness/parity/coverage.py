@@ -1,0 +1,300 @@
+"""Checks by positions that the pieces of all ranks cover each tensor: nothing missing, nothing twice.
+
+A comparison judges what an adapter shows. Pieces that cover nothing agree with every baseline, so the positions that
+``cut`` gives are checked as well, once for each tensor of a run. A rank describes what it holds as spans of positions,
+which travel with values that the ranks exchange anyway.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardproof.harness.adapters.base import Config, Piece, Traits, original_name
+from shardproof.harness.adapters.dtensor import piece_of
+from shardproof.harness.findings.finding import Divergence, Location
+from shardproof.harness.findings.stages import Stage
+from shardproof.harness.parity import claims, protocol
+
+Spans = tuple[tuple[int, int], ...]
+"""Sorted ranges of flat positions in a full tensor: the first position of each, and the one behind its last."""
+
+Key = tuple[Stage, str]
+"""A stage and the name of a parameter: a tensor of which each rank has a piece."""
+
+_PARAMETER = Stage.PARAMETER
+
+
+@dataclasses.dataclass
+class Shown:
+    """What one rank shows of the tensors that it has not shown before.
+
+    Attributes:
+        group: the global ranks among which this rank's parameters are divided, this rank included.
+        replica: the number of that group on the mesh.
+        spans: the positions that the rank holds.
+        parts: by parameter name, the positions of the tensor-parallel part that the group divides, where it is one.
+        wrong: the first piece that makes no sense by itself, with the reason.
+        counts: by member of ``traits.shards``, the elements that the rank holds.
+    """
+
+    group: tuple[int, ...]
+    replica: int
+    spans: dict[Key, Spans] = dataclasses.field(default_factory=dict)
+    parts: dict[str, Spans] = dataclasses.field(default_factory=dict)
+    wrong: tuple[Location, str] | None = None
+    counts: dict[str, claims.Counts] = dataclasses.field(default_factory=dict)
+
+    @property
+    def who(self) -> str:
+        """The group, for messages."""
+        ranks = ", ".join(map(str, self.group))
+        return f"replica {self.replica} (rank{'s' * (len(self.group) > 1)} {ranks})"
+
+
+class Evidence:
+    """Remembers which tensors a run has shown on one rank, and judges what all ranks show.
+
+    Args:
+        model: the model before it is prepared and sharded.
+        config: how the model is sharded.
+        traits: the traits of the implementation.
+        rank: this rank's global rank.
+
+    Attributes:
+        sizes: what a rank may hold of the model.
+        shapes: the full shape of each parameter, by name.
+    """
+
+    def __init__(self, model: nn.Module, *, config: Config, traits: Traits, rank: int) -> None:
+        self.sizes = claims.sizes_of(model, config, traits)
+        self.shapes = {original_name(name): value.shape for name, value in model.named_parameters()}
+        self._traits, self._rank = traits, rank
+        self._size = config.shard_size
+        self._group, self._replica = _group_of(config, rank)
+        self._cuts: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
+        self._seen: dict[Key, torch.Size] = {}
+        self._borrowed: tuple[Location, str] | None = None
+
+    def note_tensor_parallel(self, prepared: nn.Module) -> None:
+        """Note which parameters tensor parallelism has cut, and how, before the model is sharded."""
+        for name, value in prepared.named_parameters():
+            if isinstance(value, DTensor):
+                self._cuts[original_name(name)] = piece_of(value.detach()).cut
+
+    # On one rank ----------------------------------------------------------------------------
+
+    def note_borrowed(self, stage: Stage, pieces: Mapping[str, Piece | None], foreign: Callable[[], set[int]]) -> None:
+        """Note a piece that lies in memory of the baseline or the oracle; only before anything was shown.
+
+        Args:
+            stage: the stage of the pieces.
+            pieces: the pieces as the adapter returned them, not copies.
+            foreign: returns the addresses of the storages of the baseline and the oracle.
+        """
+        if self._seen or self._borrowed:
+            return
+        addresses = foreign()
+        for name, piece in pieces.items():
+            if piece is not None and piece.tensor.numel() and piece.tensor.untyped_storage().data_ptr() in addresses:
+                where = Location(stage=stage, rank=self._rank, name=name)
+                self._borrowed = (where, "its memory belongs to the run with which it would be compared")
+
+    def show(self, stages: Iterable[tuple[Stage, Mapping[str, Piece | None] | None]], *, step: int) -> Shown:
+        """Return what this rank holds of the tensors that it has not shown before.
+
+        Args:
+            stages: stages of one step, with the pieces of each.
+            step: the number of the step, for messages.
+        """
+        shown = Shown(self._group, self._replica, wrong=self._borrowed)
+        for stage, pieces in stages:
+            for name, piece in (pieces or {}).items():
+                text = None if piece is None else self._take(shown, (stage, name), piece)
+                if text and shown.wrong is None:
+                    shown.wrong = (Location(stage=stage, step=step, rank=self._rank, name=name), text)
+        return shown
+
+    def _take(self, shown: Shown, key: Key, piece: Piece) -> str | None:
+        """Add one piece to what is shown; return what is wrong with the piece by itself, or None."""
+        shape, known, name = piece.tensor.shape, self._seen.get(key), key[1]
+        if known is not None:
+            changed = f"the shard has shape {tuple(shape)}, and had {tuple(known)} in an earlier step"
+            return changed if known != shape else None
+        self._seen[key] = shape
+        full = self.shapes[name]
+        positions = torch.arange(full.numel(), device=piece.tensor.device).view(full)
+        held = protocol.cut(piece, positions, name)
+        if text := _wrong_cut(piece, held, positions, name):
+            return text
+        shown.spans[key] = _spans_of(held)
+        if name in self._cuts and name not in shown.parts:
+            shown.parts[name] = _spans_of(self._cuts[name](positions))
+        return None
+
+    # Over all ranks -------------------------------------------------------------------------
+
+    def judge(self, everyone: Sequence[Shown]) -> None:
+        """Check what all ranks show. Every rank must call it with the same values.
+
+        Args:
+            everyone: what each rank shows, in rank order.
+
+        Raises:
+            Divergence: a piece makes no sense by itself; the pieces of a tensor do not cover it, or overlap; a rank
+                holds more than its share; or every rank holds all of what the implementation claims to shard.
+        """
+        for shown in everyone:
+            if shown.wrong is not None:
+                where, text = shown.wrong
+                raise Divergence(f"a piece is not a part of its tensor: {where}\n  {text}", where)
+        # Parameters first: a model is better described by them than by its gradients.
+        keys = sorted({key for shown in everyone for key in shown.spans}, key=lambda key: (key[0] != _PARAMETER, key))
+        groups = sorted({shown.group for shown in everyone})
+        for group in groups:
+            members = {rank: everyone[rank] for rank in group}
+            # A tensor that some rank of the group does not show is a gradient that it lacks, which a comparison finds.
+            divided = [
+                key for key in keys if all(key in one.spans for one in members.values()) and self._divides(key, members)
+            ]
+            self._check_shares([key for key in divided if key[0] == _PARAMETER], members)
+        for what in sorted(self._traits.shards):
+            counts = [shown.counts[what] for shown in everyone if what in shown.counts]
+            finding = claims.all_of(what, counts) if len(counts) == len(everyone) else None
+            if finding is not None:
+                raise Divergence(finding.render(title=claims.NOT_SHARDED), finding.location)
+
+    def _divides(self, key: Key, members: Mapping[int, Shown]) -> bool:
+        """Return whether a group divides a tensor, or else each of its ranks holds the whole.
+
+        Raises:
+            Divergence: it does neither.
+        """
+        first = next(iter(members.values()))
+        whole: Spans = ((0, self.shapes[key[1]].numel()),) if self.shapes[key[1]].numel() else ()
+        part = first.parts.get(key[1], whole)
+        held = [one.spans[key] for one in members.values()]
+        if held[0] in (part, whole) and all(spans == held[0] for spans in held):
+            return False
+        if _joined(held) == part:
+            return True
+        raise self._uncovered(key, part, members)
+
+    def _uncovered(self, key: Key, part: Spans, members: Mapping[int, Shown]) -> Divergence:
+        """Return the failure of a tensor whose pieces do not cover it exactly once; it names the first element."""
+        stage, name = key
+        shape, who = self.shapes[name], next(iter(members.values())).who
+        wanted = _counted([part], shape.numel())
+        found = _counted([one.spans[key] for one in members.values()], shape.numel())
+        tensor = repr(name) if stage == _PARAMETER else f"the {stage.value} of {name!r}"
+        missing, position = _first(found < wanted)
+        if missing:
+            element = _element(position, shape)
+            text = (
+                f"the shards of {tensor} do not cover it: element {list(element)} is on no rank of {who}; "
+                f"{missing} of {int(wanted.sum())} elements are missing"
+            )
+        else:
+            more, position = _first(found > wanted)
+            element = _element(position, shape)
+            owners = [rank for rank, one in members.items() if any(a <= position < b for a, b in one.spans[key])]
+            on = f"rank{'s' * (len(owners) > 1)} {', '.join(map(str, owners))} of {who}"
+            text = (
+                f"the shards of {tensor} overlap: element {list(element)} is on {on}; {more} of {int(wanted.sum())} "
+                "elements are on several ranks"
+            )
+            if len(owners) == 1:
+                text = f"the shards of {tensor} are not its part: element {list(element)}, on {on}, is not its own"
+        where = Location(stage=Stage.SHARDING, name=name, element=element)
+        return Divergence(text, where)
+
+    def _check_shares(self, keys: Sequence[Key], members: Mapping[int, Shown]) -> None:
+        """Check that no rank of a group holds more than its share of the parameters that the group divides."""
+        if "parameters" not in self._traits.shards:
+            return
+        shapes = [self.shapes[name] for _, name in keys]
+        share = sum(self._traits.local_numel(shape, self._size) for shape in shapes) + self.sizes.padding
+        full = sum(shape.numel() for shape in shapes)
+        for rank, one in members.items():
+            held = sum(stop - start for key in keys for start, stop in one.spans[key])
+            # The margin of the check of bytes: half of what sharding saves.
+            if held > share + max(full - share, 0) // 2:
+                text = f"holds {held} of {full} elements of parameters that the ranks divide; its share is {share}"
+                where = Location(stage=Stage.SHARDING, rank=rank)
+                raise Divergence(f"{claims.NOT_SHARDED}: {where}\n  {text}", where)
+
+
+def _group_of(config: Config, rank: int) -> tuple[tuple[int, ...], int]:
+    """Return the ranks among which this rank's parameters are divided, and the number of that replica."""
+    ranks = config.mesh.mesh.tolist()
+    rows = ranks if config.mesh.ndim == 2 else [ranks]
+    (found,) = [(tuple(row), replica) for replica, row in enumerate(rows) if rank in row]
+    return found
+
+
+def _wrong_cut(piece: Piece, held: torch.Tensor, positions: torch.Tensor, name: str) -> str | None:
+    """Return why the cut of a tensor of positions does not select elements of it, or None if it does."""
+    shape = piece.tensor.shape
+    if held.dtype != torch.int64 or held.shape != shape or held.device != positions.device:
+        return (
+            f"its cut of int64 positions is {held.dtype} of shape {tuple(held.shape)} on {held.device}; expected int64 "
+            f"of the piece's shape {tuple(shape)} on {positions.device}"
+        )
+    flat = held.flatten().sort().values
+    if flat.numel() and not 0 <= int(flat[0]) <= int(flat[-1]) < positions.numel():
+        return "its cut of positions has values that are no positions: a cut selects elements and computes none"
+    twice = (flat[1:] == flat[:-1]).nonzero()
+    if twice.numel():
+        return f"its cut selects element {list(_element(int(flat[twice[0]]), positions.shape))} more than once"
+    for dtype in (torch.float32, torch.float64):
+        other = protocol.cut(piece, positions.to(dtype), name)
+        if other.dtype != dtype or not torch.equal(other.to(positions.device), held.to(dtype)):
+            return f"its cut of {dtype} positions does not select the elements that its cut of int64 positions selects"
+    return None
+
+
+def _spans_of(positions: torch.Tensor) -> Spans:
+    """Return the spans of different positions, in any order and shape."""
+    flat = positions.flatten()
+    if not flat.numel():
+        return ()
+    flat = flat.sort().values
+    ends = (flat[1:] != flat[:-1] + 1).nonzero().flatten()
+    first = flat[torch.cat([ends.new_zeros(1), ends + 1])].tolist()
+    last = flat[torch.cat([ends, ends.new_full((1,), flat.numel() - 1)])].tolist()
+    return tuple((start, stop + 1) for start, stop in zip(first, last, strict=True))
+
+
+def _joined(held: Iterable[Spans]) -> Spans | None:
+    """Return the union of several ranks' spans, or None if they overlap."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in sorted(span for spans in held for span in spans):
+        if joined and start < joined[-1][1]:
+            return None
+        if joined and start == joined[-1][1]:
+            start = joined.pop()[0]
+        joined.append((start, stop))
+    return tuple(joined)
+
+
+def _counted(held: Iterable[Spans], numel: int) -> torch.Tensor:
+    """Return for each position how many of ``held`` contain it."""
+    counts = torch.zeros(numel, dtype=torch.int64)
+    for start, stop in (span for spans in held for span in spans):
+        counts[start:stop] += 1
+    return counts
+
+
+def _first(mask: torch.Tensor) -> tuple[int, int]:
+    """Return how many elements of a 1-D mask are set, and the position of the first, or -1."""
+    found = mask.nonzero()
+    return found.shape[0], int(found[0]) if found.shape[0] else -1
+
+
+def _element(position: int, shape: torch.Size) -> tuple[int, ...]:
+    """Return the index in a tensor of ``shape`` of a flat position."""
+    return tuple(int(part) for part in torch.unravel_index(torch.tensor(position), shape))

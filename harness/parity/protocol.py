@@ -1,0 +1,129 @@
+"""Checks in a rank that an adapter keeps to the protocol: what its methods return, and how its pieces are cut."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Collection, Mapping
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardproof.harness.adapters.base import Adapter, Config, OptimizerFactory, Piece
+from shardproof.harness.adapters.lines import line_of, line_of_error, one_line
+from shardproof.harness.findings.finding import ProtocolError
+
+_CUTS = "a cut takes a full tensor and returns its elements at the places of the piece"
+
+#: The most frames of the adapter's own code below a message.
+_MOST_FRAMES = 5
+
+
+def make(
+    implementation: type[Adapter], model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config
+) -> Adapter:
+    """Make an adapter.
+
+    Raises:
+        ProtocolError: the constructor cannot be called as the protocol says, or leaves out an attribute.
+    """
+    try:
+        adapter = implementation(model, optimizer=optimizer, config=config)
+    except TypeError as error:
+        # Raised by the call itself, and not in the constructor.
+        if error.__traceback__ is not None and error.__traceback__.tb_next is None:
+            raise ProtocolError(
+                f"adapter {_name(implementation)}: __init__(model, optimizer=..., config=...) raised TypeError: {error}"
+            ) from None
+        raise
+    for attribute, kind, wanted in (
+        ("config", Config, "super().__init__(model, optimizer=optimizer, config=config) sets it"),
+        ("module", nn.Module, "__init__ sets it to the module that a training loop calls"),
+        ("optimizer", object, "__init__ sets it, to None where the case trains without one"),
+    ):
+        if not hasattr(adapter, attribute):
+            raise ProtocolError(f"adapter {_name(implementation)}: there is no attribute {attribute!r}; {wanted}")
+        if not isinstance(value := getattr(adapter, attribute), kind):
+            raise ProtocolError(
+                f"adapter {_name(implementation)}: the attribute {attribute!r} is {line_of(value)}; {wanted}"
+            )
+    return adapter
+
+
+def pieces_of(
+    adapter: Adapter, method: Literal["gradients", "parameters"], names: Collection[str]
+) -> dict[str, Piece | None]:
+    """Call ``gradients()`` or ``parameters()`` of an adapter.
+
+    Args:
+        adapter: the adapter to ask.
+        method: which of them.
+        names: the names of the parameters of the original model.
+
+    Raises:
+        ProtocolError: the method returns anything but what the protocol says, with the names of all parameters.
+    """
+    found = getattr(adapter, method)()
+    who = f"adapter {_name(type(adapter))}: {method}()"
+    if not isinstance(found, Mapping):
+        raise ProtocolError(f"{who} returned {line_of(found)}; it returns a dict from parameter names to pieces")
+    if found.keys() != set(names):
+        unknown, missing = sorted(map(str, found.keys() - set(names))), sorted(set(names) - found.keys())
+        raise ProtocolError(
+            f"{who} returned names of other parameters than the original model's: unknown are "
+            f"{one_line(', '.join(unknown)) or 'none'}, missing are {one_line(', '.join(missing)) or 'none'}"
+        )
+    for name, piece in found.items():
+        if piece is None and method == "gradients":
+            continue
+        wrong = _wrong(piece, adapter.config.mesh.device_type)
+        if wrong:
+            raise ProtocolError(f"{who}[{name!r}] {wrong}")
+    return dict(found)
+
+
+def _wrong(piece: Any, device_type: str) -> str | None:
+    if not isinstance(piece, Piece):
+        kind = "a Piece" if piece is None else "a Piece, such as whole(tensor)"
+        return f"is {line_of(piece)}; expected {kind}"
+    tensor = piece.tensor
+    if not isinstance(tensor, torch.Tensor):
+        return f"has {line_of(tensor)} for a tensor"
+    if isinstance(tensor, DTensor):
+        return "has a DTensor; a piece holds this rank's plain tensor, such as that of piece_of(tensor)"
+    if tensor.device.type != device_type:
+        return f"has a tensor on {tensor.device}; the mesh, on whose device pieces are, is on {device_type}"
+    return None if callable(piece.cut) else f"has {line_of(piece.cut)} for a cut; {_CUTS}"
+
+
+def cut(piece: Piece, full: torch.Tensor, name: str) -> torch.Tensor:
+    """Cut a full tensor to a piece.
+
+    Args:
+        piece: the piece whose cut is called.
+        full: a tensor of the full shape.
+        name: the name of the tensor, for the message.
+
+    Raises:
+        ProtocolError: the cut raises an error, or returns no tensor.
+    """
+    try:
+        found = piece.cut(full)
+    except Exception as error:
+        what = f"the cut of the piece of {name!r} raised {line_of_error(error)}; {_CUTS}"
+        raise ProtocolError(what + _frames(error.__traceback__)) from None
+    if not isinstance(found, torch.Tensor):
+        raise ProtocolError(f"the cut of the piece of {name!r} returned {line_of(found)}; {_CUTS}")
+    return found
+
+
+def _frames(frames: TracebackType | None) -> str:
+    """Render the last frames of an error without the first, which is this module's."""
+    own = traceback.extract_tb(frames)[1:][-_MOST_FRAMES:]
+    return "".join("\n" + line.rstrip("\n") for line in traceback.format_list(own))
+
+
+def _name(implementation: type[Adapter]) -> str:
+    return repr(implementation.name)
