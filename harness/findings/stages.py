@@ -14,7 +14,7 @@ class Stage(enum.Enum):
     """
 
     SHARDING = "sharding"
-    """The bytes that a rank holds once the model is sharded."""
+    """What each rank holds: the bytes once the model is sharded, and the elements of its shards."""
 
     OUTPUT = "output"
     """The tensors that forward returned."""

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardproof.harness.adapters.base import Adapter, Config, OptimizerFactory, Piece
-from shardproof.harness.adapters.lines import line_of, line_of_error, one_line
+from shardproof.harness.adapters.lines import line_of_error, one_line
 from shardproof.harness.findings.finding import ProtocolError
 
 _CUTS = "a cut takes a full tensor and returns its elements at the places of the piece"
@@ -47,7 +47,7 @@ def make(
             raise ProtocolError(f"adapter {_name(implementation)}: there is no attribute {attribute!r}; {wanted}")
         if not isinstance(value := getattr(adapter, attribute), kind):
             raise ProtocolError(
-                f"adapter {_name(implementation)}: the attribute {attribute!r} is {line_of(value)}; {wanted}"
+                f"adapter {_name(implementation)}: the attribute {attribute!r} is {_kind(value)}; {wanted}"
             )
     return adapter
 
@@ -68,7 +68,7 @@ def pieces_of(
     found = getattr(adapter, method)()
     who = f"adapter {_name(type(adapter))}: {method}()"
     if not isinstance(found, Mapping):
-        raise ProtocolError(f"{who} returned {line_of(found)}; it returns a dict from parameter names to pieces")
+        raise ProtocolError(f"{who} returned {_kind(found)}; it returns a dict from parameter names to pieces")
     if found.keys() != set(names):
         unknown, missing = sorted(map(str, found.keys() - set(names))), sorted(set(names) - found.keys())
         raise ProtocolError(
@@ -87,15 +87,15 @@ def pieces_of(
 def _wrong(piece: Any, device_type: str) -> str | None:
     if not isinstance(piece, Piece):
         kind = "a Piece" if piece is None else "a Piece, such as whole(tensor)"
-        return f"is {line_of(piece)}; expected {kind}"
+        return f"is {_kind(piece)}; expected {kind}"
     tensor = piece.tensor
     if not isinstance(tensor, torch.Tensor):
-        return f"has {line_of(tensor)} for a tensor"
+        return f"has {_kind(tensor)} for a tensor"
     if isinstance(tensor, DTensor):
         return "has a DTensor; a piece holds this rank's plain tensor, such as that of piece_of(tensor)"
     if tensor.device.type != device_type:
         return f"has a tensor on {tensor.device}; the mesh, on whose device pieces are, is on {device_type}"
-    return None if callable(piece.cut) else f"has {line_of(piece.cut)} for a cut; {_CUTS}"
+    return None if callable(piece.cut) else f"has {_kind(piece.cut)} for a cut; {_CUTS}"
 
 
 def cut(piece: Piece, full: torch.Tensor, name: str) -> torch.Tensor:
@@ -115,7 +115,7 @@ def cut(piece: Piece, full: torch.Tensor, name: str) -> torch.Tensor:
         what = f"the cut of the piece of {name!r} raised {line_of_error(error)}; {_CUTS}"
         raise ProtocolError(what + _frames(error.__traceback__)) from None
     if not isinstance(found, torch.Tensor):
-        raise ProtocolError(f"the cut of the piece of {name!r} returned {line_of(found)}; {_CUTS}")
+        raise ProtocolError(f"the cut of the piece of {name!r} returned {_kind(found)}; {_CUTS}")
     return found
 
 
@@ -123,6 +123,11 @@ def _frames(frames: TracebackType | None) -> str:
     """Render the last frames of an error without the first, which is this module's."""
     own = traceback.extract_tb(frames)[1:][-_MOST_FRAMES:]
     return "".join("\n" + line.rstrip("\n") for line in traceback.format_list(own))
+
+
+def _kind(value: object) -> str:
+    """Name a value by its type: values differ between ranks, and their texts are long."""
+    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def _name(implementation: type[Adapter]) -> str:

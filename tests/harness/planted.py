@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from fsdp_impl.common import collectives, divide, norm
 from fsdp_impl.per_parameter import accumulation
+from shardproof.harness.adapters.base import Adapter
 from shardproof.harness.adapters.reference import ReferenceAdapter
 from tests.harness.inner import PYTHONPATH
 
@@ -143,16 +144,16 @@ class ForgottenFlags(ReferenceAdapter):
         pass
 
 
-def failures_of(bugs: Sequence[type[ReferenceAdapter]], cases: str, folder: pathlib.Path) -> dict[str, dict[str, Any]]:
+def failures_of(bugs: Sequence[type[Adapter]], cases: str, folder: pathlib.Path) -> dict[str, dict[str, Any]]:
     """What the suites' cases say of each bug and of the sound reference: ``{bug: {test: failure or None}}``.
 
     Args:
-        bugs: adapters of this module.
+        bugs: adapters, with names of their own.
         cases: an expression as of pytest's ``-k``, which leaves one case of each test.
         folder: where the run file may be written.
     """
     report = folder / "run.json"
-    names = ["reference", *(f"{__name__}:{bug.__name__}" for bug in bugs)]
+    names = ["reference", *(f"{bug.__module__}:{bug.__name__}" for bug in bugs)]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "suites", "-k", cases]
     command += ["--impl", ",".join(names), "--device", "cpu", "--report", str(report)]
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH}

@@ -5,7 +5,6 @@ Each would pass every case if a comparison trusted what an adapter shows.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -193,16 +192,18 @@ class HoldsEverythingFromTheStart(PlainDdp):
     traits = Traits(held_from_start=frozenset({"master", "gradients", "gathered"}))
 
 
-class PaddedToEverything(PlainDdp):
-    name = "padded-to-everything"
-    traits = Traits(collective_padding=1 << 20)
+class PaddedByAPage(PlainDdp):
+    """So much padding that a small model is not larger than a share of it."""
+
+    name = "padded-by-a-page"
+    traits = Traits(collective_padding=4096)
 
 
 class HiddenCopy(ReplicatedAdapter):
     """Registers no parameter: what it holds is found in memory only."""
 
     name = "hidden-copy"
-    traits = Traits(held_from_start=frozenset({"gathered"}))
+    traits = Traits()
 
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
@@ -229,15 +230,10 @@ class ClaimsGradients(DdpAdapter):
     traits = Traits(shards=frozenset({"gradients"}))
 
 
-class ClaimsNothing(DdpAdapter):
-    name = "claims-nothing"
-    traits = dataclasses.replace(DdpAdapter.traits)
-
-
 PIECES: list[type[Adapter]] = [
     Nothing, NothingAndNoStep, NothingOnRankOne, AllOnRankZero, ZerosCutFromZeros, CutIsTheTensor,
     CutOfFloatsIsTheTensor, RankZerosPieces, FirstRowEverywhere, NoGradients, LessFromTheSecondStep,
 ]  # fmt: skip
 CLAIMS: list[type[Adapter]] = [
-    PlainDdp, HoldsEverythingFromTheStart, PaddedToEverything, HiddenCopy, ClaimsOptimizerState, ClaimsGradients,
+    PlainDdp, HoldsEverythingFromTheStart, PaddedByAPage, HiddenCopy, ClaimsOptimizerState, ClaimsGradients,
 ]  # fmt: skip
