@@ -20,6 +20,7 @@ from shardproof.harness.plugin.selection import Selection
 from shardproof.harness.plugin.suite_modules import SuiteModule
 from shardproof.harness.worlds.jobs import Job, WorldKey, dump_parameters
 from shardproof.harness.worlds.pool import Pool
+from shardproof.harness.worlds.waiting import WaitedTooLong
 from shardproof.harness.worlds.world import WorldDied
 
 _REPLACEMENTS = {
@@ -134,7 +135,7 @@ def run(item: pytest.Function, pool: Pool, selection: Selection, *, number: int)
         key = _world_key(item, selection, launch)
         try:
             outcome = pool.run(key, job, alone=item.get_closest_marker("alone") is not None)
-        except WorldDied as error:
+        except (WorldDied, WaitedTooLong) as error:
             made.verdict, made.text = Verdict.HARNESS_ERROR, str(error)
             return made
         finally:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shardproof.harness.findings.verdict import Verdict
-from shardproof.harness.plugin import cases, collection, exit_codes, marks, options, terminal
+from shardproof.harness.plugin import cases, collection, exit_codes, marks, notices, options, terminal
 from shardproof.harness.plugin.journal import PARTIAL
 from shardproof.harness.plugin.records import CaseRecord
 from shardproof.harness.plugin.signals import EndingSignals
@@ -39,6 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_RunObserver(state))
     config.pluginmanager.register(terminal.AlikeFailures())
     config.pluginmanager.register(terminal.AllFailures())
+    notices.show(config)
     if options.asks_for_a_run(config):
         if not _only_distributes(config):
             forkserver.start()

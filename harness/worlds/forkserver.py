@@ -6,12 +6,26 @@ import contextlib
 import multiprocessing
 import os
 import pathlib
+import signal
+import time
 from collections.abc import Iterator
 from multiprocessing import forkserver
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 
 import shardproof
-from shardproof.harness.worlds import entry
+from shardproof.harness.worlds import entry, waiting
+from shardproof.harness.worlds.waiting import Blockers, Process, Wait, WaitedTooLong
+
+#: Seconds that the forkserver may take to fork a rank. The first fork waits until the forkserver has imported torch.
+FORK_SECONDS = 120.0
+
+#: Seconds for which a stopped forkserver may stay so. It is ours and serves only us: nobody needs it stopped.
+STOPPED_SECONDS = 10.0
+
+#: Seconds that the end of a killed forkserver may take.
+_END_SECONDS = 5.0
+
+_REPLACED = "the next case gets a new forkserver"
 
 #: Libraries read these variables when they load or when a process group starts, so they must be set before the ranks
 #: start.
@@ -37,6 +51,89 @@ def start() -> None:
 def context() -> ForkServerContext:
     """Return the multiprocessing context that starts rank processes."""
     return multiprocessing.get_context("forkserver")
+
+
+class ForkserverEnded(Exception):
+    """The forkserver ended while it started a rank; the message is one line."""
+
+
+def spawn(process: ForkServerProcess, what: str) -> None:
+    """Start a process, and replace a forkserver that does not.
+
+    Args:
+        process: the process.
+        what: names it in messages.
+
+    Raises:
+        WaitedTooLong: the forkserver did not answer in time. It has been killed, and the next process gets a new one.
+        ForkserverEnded: the forkserver ended.
+    """
+    wait = Wait(
+        f"the forkserver to start {what}",
+        bound=FORK_SECONDS,
+        stopped_bound=STOPPED_SECONDS,
+        blockers=_blockers,
+        advice=_REPLACED,
+        stopped_advice=_REPLACED,
+    )
+    asked = _pid()
+    try:
+        waiting.in_thread(process.start, wait, discard=lambda _: process.kill())
+    except WaitedTooLong:
+        kill()
+        raise
+    except (EOFError, OSError) as error:
+        raise ForkserverEnded(
+            f"the forkserver (pid {asked}) ended while it started {what} ({type(error).__name__}); {_REPLACED}"
+        ) from None
+
+
+def has_ended(within: float = 0.0) -> bool:
+    """Whether the forkserver has ended; the ranks that it forked end with it.
+
+    Args:
+        within: seconds to wait for its end.
+    """
+    until = time.monotonic() + within
+    while True:
+        process = _look()
+        if process is None or process.has_ended:
+            return True
+        if time.monotonic() >= until:
+            return False
+        time.sleep(0.01)
+
+
+def kill_if_stopped() -> bool:
+    """Kill the forkserver if it is stopped, because it then reports the end of no rank; return whether it was."""
+    process = _look()
+    if process is None or not process.is_stopped:
+        return False
+    kill()
+    return True
+
+
+def kill() -> None:
+    """Kill the forkserver, and with it the ranks that it forked; :func:`start` starts a new one."""
+    pid = _pid()
+    if pid is not None and not has_ended():
+        os.kill(pid, signal.SIGKILL)
+        has_ended(within=_END_SECONDS)
+
+
+def _pid() -> int | None:
+    pid: int | None = vars(forkserver._forkserver)["_forkserver_pid"]
+    return pid
+
+
+def _look() -> Process | None:
+    pid = _pid()
+    return None if pid is None else waiting.look_at(pid)
+
+
+def _blockers() -> Blockers:
+    process = _look()
+    return Blockers() if process is None else Blockers((process,), need_sigcont=process.is_stopped)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,8 @@ A process runs a case only while it holds a lease on the devices of the case's w
 slots, and each slot is a lock file. A correctness case takes one slot of each of its devices; a case that measures
 takes all of them. Processes queue for the right to take slots. The process at the head of the queue takes either all
 the slots that it needs or none, so no process holds some slots while it waits for others. The kernel releases the locks
-of a process that dies.
+of a process that dies. A process writes its id into the files that it has locked, so that those that wait for it can
+name it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ import pathlib
 import stat
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+
+from shardproof.harness.worlds import waiting
+from shardproof.harness.worlds.waiting import Blockers, Process, Wait
 
 #: Cases that may use one GPU at the same time. Measured: four concurrent worlds did four times the work in 2.4 times
 #: the time.
@@ -24,6 +28,16 @@ DEVICE_SLOTS = 4
 
 #: Seconds between the attempts of the process at the head of the queue to take its slots.
 _POLL_SECONDS = 0.002
+
+#: Seconds after which a process gives up its wait for a lease. Each case has a deadline, and a queue of many workers is
+#: legal, so a wait this long means that something is wrong. A holder that is stopped is given up earlier, after
+#: ``waiting.STOPPED_SECONDS``.
+LEASE_SECONDS = 1800.0
+
+_ADVICE = "if it hangs, end it; if it only has much to do, run fewer pytest processes at once"
+
+_Takes = Sequence[tuple[Sequence[str], int]]
+"""Pairs of lock file names and how many of them to lock."""
 
 
 def device_of(worker: int, *, size: int, count: int) -> list[int]:
@@ -57,72 +71,162 @@ class Leases:
         status = self._directory.lstat()
         if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode) or status.st_mode & 0o022:
             raise ValueError(f"{self._directory} must be a directory that you own and that nobody else may write to")
+        self._given_up: set[Process] = set()
 
     @contextlib.contextmanager
     def devices(self, indices: Sequence[int], *, alone: bool) -> Iterator[None]:
-        """Hold a lease on CUDA devices; waits without a time limit.
+        """Hold a lease on CUDA devices.
 
         Args:
             indices: the devices; duplicates count once.
             alone: take all slots of each device, so that no other case uses it, instead of one slot of each.
+
+        Raises:
+            WaitedTooLong: the lease did not come within ``LEASE_SECONDS``, or its holder is stopped.
         """
-        needs = [[f"cuda-{index}.{slot}" for slot in range(DEVICE_SLOTS)] for index in sorted(set(indices))]
+        chosen = sorted(set(indices))
+        needs = [[f"cuda-{index}.{slot}" for slot in range(DEVICE_SLOTS)] for index in chosen]
         takes = [(slots, len(slots) if alone else 1) for slots in needs]
-        with self._hold(takes):
+        with self._hold(takes, f"a lease on device{'s' * (len(chosen) > 1)} {', '.join(map(str, chosen))}"):
             yield
 
     @contextlib.contextmanager
     def cores(self, ranks: int, *, alone: bool) -> Iterator[None]:
-        """Hold a lease on one CPU core for each rank; waits without a time limit.
+        """Hold a lease on one CPU core for each rank.
 
         Args:
             ranks: the number of ranks; a world with more ranks than cores takes all cores.
             alone: take all cores, so that no other case runs.
+
+        Raises:
+            WaitedTooLong: as :meth:`devices`.
         """
         cores = [f"core-{index}.0" for index in sorted(os.sched_getaffinity(0))]
-        with self._hold([(cores, len(cores) if alone else min(ranks, len(cores)))]):
+        wanted = len(cores) if alone else min(ranks, len(cores))
+        with self._hold([(cores, wanted)], f"a lease on {wanted} core{'s' * (wanted > 1)}"):
             yield
 
     @contextlib.contextmanager
-    def _hold(self, takes: Sequence[tuple[Sequence[str], int]]) -> Iterator[None]:
+    def _hold(self, takes: _Takes, what: str) -> Iterator[None]:
         with contextlib.ExitStack() as held:
-            with self._locked("queue", blocking=True):
+            with self._head_of_queue(what):
+                wait = self._wait(what, lambda: self._holders(takes))
                 while not self._try_all(takes, held):
+                    wait.check()
                     time.sleep(_POLL_SECONDS)
             yield
 
-    def _try_all(self, takes: Sequence[tuple[Sequence[str], int]], held: contextlib.ExitStack) -> bool:
+    def _wait(self, what: str, blockers: Callable[[], Blockers]) -> Wait:
+        return Wait(
+            f"{what} (lock files in {self._directory})",
+            bound=LEASE_SECONDS,
+            blockers=blockers,
+            given_up=self._given_up,
+            advice=_ADVICE,
+        )
+
+    @contextlib.contextmanager
+    def _head_of_queue(self, what: str) -> Iterator[None]:
+        with contextlib.ExitStack() as lock:
+            descriptor = lock.enter_context(self._opened("queue"))
+            if not _try_lock(descriptor):
+                wait = self._wait(f"the head of the queue for {what}", lambda: self._holders([(["queue"], 1)]))
+                self._await_lock(descriptor, wait)
+            _sign(descriptor)
+            yield
+
+    def _await_lock(self, descriptor: int, wait: Wait) -> None:
+        """Wait for a lock in the kernel's queue, which is fair, where repeated attempts would not be."""
+        # The lock belongs to the open file, which both descriptors share. A thread that still waits when this wait is
+        # over has a descriptor of its own, and releases the lock if it ever gets it.
+        copy = os.dup(descriptor)
+
+        def lock() -> int:
+            try:
+                fcntl.flock(copy, fcntl.LOCK_EX)
+            except BaseException:
+                os.close(copy)
+                raise
+            return copy
+
+        os.close(waiting.in_thread(lock, wait, discard=os.close))
+
+    def _try_all(self, takes: _Takes, held: contextlib.ExitStack) -> bool:
         """Lock the requested number of files of each list, or none of them.
 
         Args:
-            takes: pairs of lock file names and how many of them to lock.
+            takes: what to lock.
             held: receives the locks if all of them were taken.
 
         Returns:
             Whether the locks were taken.
         """
         with contextlib.ExitStack() as attempt:
+            locked = []
             for names, wanted in takes:
                 for name in names:
-                    if wanted and self._try(name, attempt):
+                    if wanted and (descriptor := self._try(name, attempt)) is not None:
+                        locked.append(descriptor)
                         wanted -= 1
                 if wanted:
                     return False
+            for descriptor in locked:
+                _sign(descriptor)
             held.push(attempt.pop_all())
             return True
 
-    def _try(self, name: str, attempt: contextlib.ExitStack) -> bool:
-        try:
-            attempt.enter_context(self._locked(name, blocking=False))
-        except BlockingIOError:
-            return False
-        return True
+    def _try(self, name: str, attempt: contextlib.ExitStack) -> int | None:
+        with contextlib.ExitStack() as opened:
+            descriptor = opened.enter_context(self._opened(name))
+            if not _try_lock(descriptor):
+                return None
+            attempt.push(opened.pop_all())
+            return descriptor
 
     @contextlib.contextmanager
-    def _locked(self, name: str, *, blocking: bool) -> Iterator[None]:
+    def _opened(self, name: str) -> Iterator[int]:
         descriptor = os.open(self._directory / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if blocking else fcntl.LOCK_NB))
-            yield
+            yield descriptor
         finally:
             os.close(descriptor)
+
+    def _holders(self, takes: _Takes) -> Blockers:
+        """Find the processes that hold lock files of ``takes`` at this moment."""
+        processes: dict[int, Process] = {}
+        need_sigcont = False
+        for names, wanted in takes:
+            with contextlib.ExitStack() as attempt:
+                taken = [name for name in names if self._try(name, attempt) is None]
+            holders = [holder for name in taken if (holder := self._holder(name)) is not None]
+            processes |= {holder.pid: holder for holder in holders}
+            need_sigcont |= len(names) - sum(holder.is_stopped for holder in holders) < wanted
+        return Blockers(tuple(processes.values()), need_sigcont)
+
+    def _holder(self, name: str) -> Process | None:
+        """Return the process that holds a lock file, if it can be seen from here.
+
+        The id in the file may be that of an earlier holder, or of a process in another container.
+        """
+        path = self._directory / name
+        try:
+            process = waiting.look_at(int(path.read_text()))
+            if process is None:
+                return None
+            links = [os.path.realpath(link) for link in pathlib.Path(f"/proc/{process.pid}/fd").iterdir()]
+        except (ValueError, OSError):
+            return None
+        return process if os.path.realpath(path) in links else None
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _sign(descriptor: int) -> None:
+    """Write this process's id into a file that it has locked."""
+    os.pwrite(descriptor, f"{os.getpid():<20}\n".encode(), 0)

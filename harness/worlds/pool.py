@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Iterable
 
 from shardproof.harness.findings.verdict import Verdict
+from shardproof.harness.worlds import forkserver
 from shardproof.harness.worlds.jobs import Job, Result, WorldKey
 from shardproof.harness.worlds.lease import Leases, device_of
 from shardproof.harness.worlds.world import Outcome, World
@@ -45,6 +46,7 @@ class Pool:
 
         Raises:
             WorldDied: the world could not be started.
+            WaitedTooLong: the lease or a new rank did not come in time.
         """
         with self._leased(key, alone=alone):
             world = self._take(key)
@@ -80,6 +82,8 @@ class Pool:
         while self._worlds:
             _, world = self._worlds.popitem()
             world.stop()
+        # It would never notice the end of this process.
+        forkserver.kill_if_stopped()
 
     def _take(self, key: WorldKey) -> World:
         """Take the world of ``key`` out of the pool, or start one."""

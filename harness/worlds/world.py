@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import multiprocessing.process
 import os
 import pathlib
 import shutil
@@ -17,8 +18,9 @@ from typing import Any
 from shardproof.harness.collectives.board import Announcement, Board
 from shardproof.harness.findings.texts import bounded
 from shardproof.harness.findings.verdict import Verdict
-from shardproof.harness.worlds import entry, forkserver
+from shardproof.harness.worlds import entry, forkserver, waiting
 from shardproof.harness.worlds.jobs import BOARD, DUMPED, Job, RankSpec, Result, WorldKey
+from shardproof.harness.worlds.waiting import Blockers, Wait, WaitedTooLong
 from shardproof.harness.worlds.watchdog import Diagnosis, collectives, diagnose, dump_stacks, stacks
 
 #: Seconds that the ranks may take from the fork to the first barrier, including device contexts and process groups.
@@ -26,6 +28,22 @@ START_SECONDS = 120.0
 
 #: Seconds that the other ranks may take to finish after one rank failed; after that they count as waiting for it.
 GRACE_SECONDS = 2.0
+
+#: Seconds that the ranks may take to leave their loops when they are asked to, all together.
+_LEAVE_SECONDS = 2.0
+
+#: Seconds after which the controller stops to wait for the end of a rank that it has killed. Only a rank that is in an
+#: uninterruptible sleep, as in a broken driver, needs longer.
+END_SECONDS = 10.0
+
+#: Seconds after which the controller looks whether the forkserver, which reports the end of its ranks, is stopped.
+_REPORT_SECONDS = 1.0
+
+#: Seconds between two looks at whether a starting world waits too long; an answer is received at once.
+_POLL_SECONDS = 0.1
+
+#: ``exitcode`` of a rank whose exit code the forkserver, which has ended, could not report.
+_UNREPORTED = 255
 
 
 @dataclasses.dataclass
@@ -94,6 +112,7 @@ class World:
 
     Raises:
         WorldDied: a rank did not start.
+        WaitedTooLong: the forkserver did not start a rank in time.
     """
 
     def __init__(self, key: WorldKey, devices: Sequence[int]) -> None:
@@ -117,20 +136,43 @@ class World:
         ours, theirs = context.Pipe()
         spec = RankSpec(self.key, index, str(self._directory), device_index=self.devices[index])
         process = context.Process(target=entry.main, args=(theirs, spec), daemon=True, name=f"rank {index}")
-        process.start()
-        theirs.close()
+        try:
+            forkserver.spawn(process, f"rank {index} of {self.key}")
+        except BaseException as error:
+            ours.close()
+            if isinstance(error, forkserver.ForkserverEnded):
+                raise WorldDied(str(error)) from None
+            raise
+        finally:
+            theirs.close()
         return RankProcess(process, ours, self._directory / f"rank{index}.out")
 
     def _await_start(self) -> None:
-        deadline = time.monotonic() + START_SECONDS
+        wait = Wait(
+            f"the ranks of a world of {self.key} to start",
+            bound=START_SECONDS,
+            stopped_bound=START_SECONDS,
+            blockers=self._starting,
+        )
         for index, rank in enumerate(self.ranks):
-            answer = ("failed", f"no answer within {START_SECONDS:g} s")
-            if rank.connection.poll(max(0.0, deadline - time.monotonic())):
-                with contextlib.suppress(EOFError, OSError):
-                    answer = rank.connection.recv()
+            answer = ("failed", "it closed its connection")
+            try:
+                while not rank.connection.poll(_POLL_SECONDS):
+                    wait.check()
+                answer = rank.connection.recv()
+            except WaitedTooLong:
+                answer = ("failed", f"no answer within {START_SECONDS:g} s; it is {waiting.look_at(rank.process.pid)}")
+            except (EOFError, OSError):
+                pass
             if answer[0] != "ready":
                 text = f"a world of {self.key} did not start: rank {index}: {answer[1]}\n{rank.new_output()}"
                 raise WorldDied(bounded(text))
+
+    def _starting(self) -> Blockers:
+        """The ranks that have not answered; those that are ready wait in their loops."""
+        silent = [rank.process.pid for rank in self.ranks if not rank.connection.poll()]
+        processes = tuple(process for pid in silent if (process := waiting.look_at(pid)) is not None)
+        return Blockers(processes, need_sigcont=any(process.is_stopped for process in processes))
 
     def run(self, job: Job) -> Outcome:
         """Run a case on all ranks and collect their results.
@@ -194,9 +236,11 @@ class World:
             return Result(job.number, index, Verdict.HARNESS_ERROR, text)
         except (EOFError, OSError):
             rank.process.join(timeout=1.0)
-            return Result(
-                job.number, index, Verdict.CRASH, f"the rank's process ended: {_ending(rank.process.exitcode)}"
-            )
+            code = rank.process.exitcode
+            if code == _UNREPORTED and forkserver.has_ended(within=1.0):
+                text = "the forkserver ended, and its ranks with it; the next case gets a new one"
+                return Result(job.number, index, Verdict.HARNESS_ERROR, text)
+            return Result(job.number, index, Verdict.CRASH, f"the rank's process ended: {_ending(code)}")
 
     def _stuck(self, index: int, job: Job, *, after_failure: bool, is_complete: bool) -> Result:
         rank = self.ranks[index]
@@ -217,8 +261,7 @@ class World:
         for rank in self.ranks:
             with contextlib.suppress(OSError):
                 rank.connection.send(None)
-        for rank in self.ranks:
-            rank.process.join(timeout=2.0)
+        self._join(_LEAVE_SECONDS)
         self.kill()
 
     def kill(self) -> None:
@@ -226,11 +269,30 @@ class World:
         for rank in self.ranks:
             if rank.process.is_alive():
                 _kill_tree(rank.process.pid)
+        self._await_end()
         for rank in self.ranks:
-            rank.process.join()
             rank.connection.close()
         self._board.close()
         shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _await_end(self) -> None:
+        """Wait until the killed ranks have ended, and give up those that do not end."""
+        if self._join(_REPORT_SECONDS) and forkserver.kill_if_stopped():
+            waiting.tell("shardproof: the forkserver was stopped and has been killed; the next case gets a new one")
+        for rank in self._join(END_SECONDS):
+            waiting.tell(
+                f"shardproof: {rank.process.name}, {waiting.look_at(rank.process.pid)}, did not end within "
+                f"{END_SECONDS:g} s of SIGKILL; it may keep its device and its memory"
+            )
+            # Otherwise the interpreter would wait for it when it exits, for ever.
+            multiprocessing.process._children.discard(rank.process)  # type: ignore[attr-defined]
+
+    def _join(self, seconds: float) -> list[RankProcess]:
+        """Wait for the end of all ranks; return those that have not ended."""
+        until = time.monotonic() + seconds
+        for rank in self.ranks:
+            rank.process.join(timeout=max(0.0, until - time.monotonic()))
+        return [rank for rank in self.ranks if rank.process.is_alive()]
 
 
 def _kill_tree(pid: int) -> None:

@@ -1,0 +1,246 @@
+"""Waiting of the controller that is visible and bounded.
+
+After some seconds a line says for what the controller waits, which processes are in the way, in which state they are,
+and when the wait ends. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+#: Seconds of waiting before the first line; each further line comes after twice the time of the one before.
+NOTICE_SECONDS = 5.0
+
+#: Seconds after which a wait is given up because every process that could end it is stopped. Such a process continues
+#: only if somebody continues it: time to read the line and to do so.
+STOPPED_SECONDS = 60.0
+
+#: Seconds between two looks at the processes in the way, and the most that the time between two calls of
+#: :meth:`Wait.check` counts: while this process itself was stopped, it did not wait.
+_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 0.1
+
+_STATES = {
+    "R": "running",
+    "S": "sleeping",
+    "D": "uninterruptible sleep",
+    "T": "stopped",
+    "t": "stopped by a debugger",
+    "Z": "ended, not yet reaped",
+    "X": "ended",
+}
+
+_T = TypeVar("_T")
+
+
+class WaitedTooLong(Exception):
+    """A wait was given up; the message is one line that names what was waited for, who is in the way and what to do."""
+
+
+def tell_on_stderr(line: str) -> None:
+    """Write a line to stderr at once."""
+    print(line, file=sys.stderr, flush=True)
+
+
+#: Shows a line to the user while a case runs. The plugin replaces it, because pytest captures stderr meanwhile.
+tell: Callable[[str], None] = tell_on_stderr
+
+
+@dataclasses.dataclass(frozen=True)
+class Process:
+    """A process of this host at one moment.
+
+    Attributes:
+        pid: the process id.
+        name: the command's name.
+        state: the state, as a letter of ``/proc/PID/stat``.
+        started: the moment of its start, which tells it from an earlier process with the same id.
+    """
+
+    pid: int
+    name: str
+    state: str
+    started: str
+
+    def __str__(self) -> str:
+        return f"pid {self.pid} ({self.name}, {_STATES.get(self.state, self.state)})"
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the process runs nothing until it gets SIGCONT."""
+        return self.state == "T"
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process is only an entry that its parent has not yet reaped."""
+        return self.state in "ZX"
+
+
+def look_at(pid: int) -> Process | None:
+    """Return the process with this id, or None if there is none that this process can see."""
+    try:
+        text = pathlib.Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    # The name is in parentheses and may itself contain parentheses and spaces.
+    head, _, rest = text.rpartition(") ")
+    fields = rest.split()
+    return Process(pid, head.partition(" (")[2], fields[0], fields[19])
+
+
+@dataclasses.dataclass(frozen=True)
+class Blockers:
+    """What is in the way of a wait at one moment.
+
+    Attributes:
+        processes: the processes that can be named.
+        need_sigcont: whether the wait cannot end before a stopped process continues.
+    """
+
+    processes: tuple[Process, ...] = ()
+    need_sigcont: bool = False
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.processes)) or "a process that is not visible here"
+
+
+class Wait:
+    """One wait: call :meth:`check` at each poll.
+
+    Args:
+        what: what is waited for, such as "a lease on 2 cores".
+        bound: the seconds after which the wait is given up.
+        blockers: looks at what is in the way.
+        stopped_bound: the seconds after which it is given up while only a stopped process could end it.
+        given_up: the stopped processes for which earlier waits were given up, and this one is at once, so that each
+            further case does not wait as long as the first; receives those of this wait.
+        advice: what to do when the wait is given up, or what happens then.
+        stopped_advice: the same if a stopped process was in the way; by default to continue or to end it.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        bound: float,
+        blockers: Callable[[], Blockers],
+        stopped_bound: float | None = None,
+        given_up: set[Process] | None = None,
+        advice: str = "end it if it hangs",
+        stopped_advice: str = "",
+    ) -> None:
+        self._what = what
+        self._bound = bound
+        self._blockers = blockers
+        self._stopped_bound = STOPPED_SECONDS if stopped_bound is None else stopped_bound
+        self._advice, self._stopped_advice = advice, stopped_advice
+        self._waited, self._last = 0.0, time.monotonic()
+        self._given_up = set() if given_up is None else given_up
+        self._next_line = min(NOTICE_SECONDS, bound)
+        self._next_look = 0.0 if self._given_up else self._next_line
+        self._stopped_from: float | None = None
+
+    def check(self) -> None:
+        """Count the time since the last call, and show a line if one is due.
+
+        Raises:
+            WaitedTooLong: the wait has reached its bound.
+        """
+        now = time.monotonic()
+        self._waited += min(now - self._last, _LOOK_SECONDS)
+        self._last = now
+        if self._waited >= self._next_look:
+            self._next_look = self._waited + min(_LOOK_SECONDS, NOTICE_SECONDS)
+            self._look(self._blockers())
+
+    def _look(self, blockers: Blockers) -> None:
+        has_changed = blockers.need_sigcont != (self._stopped_from is not None)
+        if has_changed:
+            self._stopped_from = self._waited if blockers.need_sigcont else None
+        remaining = self._bound - self._waited
+        if self._stopped_from is not None:
+            remaining = min(remaining, self._stopped_from + self._stopped_bound - self._waited)
+        if blockers.need_sigcont and not self._given_up.isdisjoint(blockers.processes):
+            remaining = 0.0
+        if remaining <= 0:
+            self._given_up.update(process for process in blockers.processes if process.is_stopped)
+            raise WaitedTooLong(self._last_words(blockers))
+        if self._waited >= self._next_line or (has_changed and self._waited >= NOTICE_SECONDS):
+            self._next_line = max(2 * self._waited, NOTICE_SECONDS)
+            tell(
+                f"shardproof: waiting for {self._what} since {self._waited:.0f} s, blocked by {blockers}; "
+                f"gives up in {remaining:.0f} s"
+            )
+
+    def _last_words(self, blockers: Blockers) -> str:
+        advice = self._advice
+        if blockers.need_sigcont:
+            pid = next(process.pid for process in blockers.processes if process.is_stopped)
+            advice = self._stopped_advice or f"continue it (kill -CONT {pid}) or end it"
+        return f"gave up after {self._waited:.0f} s of waiting for {self._what}, blocked by {blockers}: {advice}"
+
+
+def in_thread(function: Callable[[], _T], wait: Wait, *, discard: Callable[[_T], None]) -> _T:
+    """Call a function that may block for ever, in a thread, and wait for it.
+
+    Args:
+        function: the function; it keeps running when the wait is given up or interrupted.
+        wait: the wait for it.
+        discard: undoes what the function returned, if it returns after the wait has ended.
+
+    Returns:
+        What the function returned.
+
+    Raises:
+        WaitedTooLong: the wait was given up.
+        Exception: what the function raised.
+    """
+    call = _Call(function, discard)
+    threading.Thread(target=call.run, name="shardproof waits", daemon=True).start()
+    try:
+        while not call.done.wait(_POLL_SECONDS):
+            wait.check()
+    except BaseException:
+        call.abandon()
+        raise
+    if call.error is not None:
+        raise call.error
+    (value,) = call.values
+    return value
+
+
+class _Call(Generic[_T]):
+    """A call in a thread, whose value belongs either to the waiting thread or, once that has left, to ``discard``."""
+
+    def __init__(self, function: Callable[[], _T], discard: Callable[[_T], None]) -> None:
+        self._function, self._discard = function, discard
+        self._lock, self._abandoned = threading.Lock(), False
+        self.done = threading.Event()
+        self.values: list[_T] = []
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        """Make the call."""
+        try:
+            value = self._function()
+        except BaseException as error:
+            self.error = error
+        else:
+            with self._lock:
+                if self._abandoned:
+                    self._discard(value)
+                self.values.append(value)
+        self.done.set()
+
+    def abandon(self) -> None:
+        """Discard the value, now or when the call returns."""
+        with self._lock:
+            self._abandoned = True
+            for value in self.values:
+                self._discard(value)
