@@ -186,9 +186,19 @@ class Rank(Member):
         self.record.add_expected_text(ExpectedText(text, expected, frame.f_code.co_filename, frame.f_lineno))
 
     def finish(self) -> None:
-        """Collect the traces of the case's runs and tear down their adapters. The harness calls it after the case."""
+        """Collect the traces of the case's runs and tear down their adapters. The harness calls it after the case.
+
+        Raises:
+            Exception: the first exception of a teardown, after the other adapters are torn down too.
+        """
+        errors: list[BaseException] = []
         for run in (run for owner in self._watched for run in owner.runs):
             if run.adapter.name == self.implementation.name:
                 self.record.add_trace([str(item) for item in run.trace])
-            run.adapter.teardown()
+            try:
+                run.adapter.teardown()
+            except BaseException as error:  # SystemExit too: the rank must end by no adapter's hand
+                errors.append(error)
         self._watched.clear()
+        if errors:
+            raise errors[0]

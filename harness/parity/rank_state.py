@@ -46,7 +46,7 @@ class RankState:
         self.control = control
         self.announcer = announcer
         self.used: set[str] = set()
-        self._groups = process_groups()
+        self._groups = {group: str(group.group_name) for group in process_groups()}
         self._meshes: dict[tuple[tuple[int, ...], tuple[str, ...]], DeviceMesh] = {}
 
     def mesh(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
@@ -54,9 +54,14 @@ class RankState:
         if (shape, names) not in self._meshes:
             before = process_groups()
             self._meshes[shape, names] = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
-            self._groups |= process_groups() - before
+            self._groups |= {group: str(group.group_name) for group in process_groups() - before}
         return self._meshes[shape, names]
 
     def foreign_groups(self) -> set[dist.ProcessGroup]:
         """The process groups that neither the harness nor its meshes created."""
-        return process_groups() - self._groups
+        return process_groups() - self._groups.keys()
+
+    def lost_groups(self) -> list[str]:
+        """The names of the process groups of the harness and its meshes that no longer exist."""
+        existing = process_groups()
+        return [name for group, name in self._groups.items() if group not in existing]

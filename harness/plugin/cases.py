@@ -160,6 +160,12 @@ def interrupted(item: pytest.Function, selection: Selection, why: str) -> CaseRe
     return made
 
 
+def reproduction(made: CaseRecord, selection: Selection) -> str:
+    """Return the command that repeats a failure; a left-over shows in new processes, whatever ran before it."""
+    isolate = " --isolate" if selection.isolate or made.is_left_over else ""
+    return f'python -m pytest "{made.nodeid}" --impl {made.implementation} --device {made.device}{isolate}'
+
+
 def _new_record(item: pytest.Function, selection: Selection) -> CaseRecord:
     launch = launch_of(item)
     made_id = case_id(item)
@@ -193,7 +199,7 @@ def _job(item: pytest.Function, selection: Selection, made: CaseRecord, *, numbe
 
 
 def _world_key(item: pytest.Function, selection: Selection, launch: Launch) -> WorldKey:
-    isolation = selection.implementations[launch.implementation].traits.isolation
+    isolation = "case" if selection.isolate else selection.implementations[launch.implementation].traits.isolation
     names = {"shared": "", "adapter": launch.implementation, "case": item.nodeid}
     mark = item.get_closest_marker("world")
     assert mark is not None, "only functions with @world become cases"

@@ -116,8 +116,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if made.verdict == Verdict.EXPECTED_FAIL:
         pytest.xfail(made.expected)
     if made.verdict != Verdict.PASS:
-        reproduce = f'reproduce: python -m pytest "{made.nodeid}" --impl {made.implementation} --device {made.device}'
-        pytest.fail(f"{made.verdict}: {made.text}\n{reproduce}", pytrace=False)
+        reproduce = cases.reproduction(made, state.selection)
+        pytest.fail(f"{made.verdict}: {made.text}\nreproduce: {reproduce}", pytrace=False)
     return True
 
 

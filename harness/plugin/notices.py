@@ -27,6 +27,8 @@ def show(config: pytest.Config) -> None:
                 waiting.tell_on_stderr(line)
             else:
                 reporter.ensure_newline()
+                if reporter._tw.width_of_current_line:  # with -q, the line above starts none
+                    reporter.write_line("")
                 reporter.write_line(line, flush=True)
 
     def restore() -> None:

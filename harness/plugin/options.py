@@ -46,6 +46,7 @@ _HELP = {
     "world": "run only cases with these numbers of ranks, such as 2,4",
     "report": "write the run file to this path, as JSON",
     "check-collectives": "stop ranks before they block in different collectives on one group",
+    "isolate": "run each case in new rank processes, which run nothing else",
     "deadline": "seconds that a case may take (default: 60 on the CPU, 30 on CUDA)",
 }
 
@@ -55,6 +56,7 @@ _OPTIONS = (
     _Option("world", {"metavar": "SIZES"}),
     _Option("report", {"metavar": "FILE"}),
     _Option("check-collectives", {"action": "store_true"}),
+    _Option("isolate", {"action": "store_true"}),
     _Option("deadline", {"type": float, "metavar": "SECONDS"}),
 )
 

@@ -22,6 +22,7 @@ _LOST_CONNECTION = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe",
     "remote process exited or there was a network error",
 )  # fmt: skip
+_LEFT_BEHIND = "left behind: "
 
 
 @dataclasses.dataclass
@@ -86,7 +87,7 @@ class CaseRecord:
                 lines = [outcome.diagnosis.text, *outcome.collectives, lines[0]]
             self.text = bounded("\n".join(line.rstrip("\n") for line in lines))
         elif leaks := [f"rank {r.rank}: {line}" for r in results for line in r.left_behind]:
-            self.fail_if("left behind: " + "; ".join(leaks))
+            self.fail_if(_LEFT_BEHIND + "; ".join(leaks))
         self.losses = results[0].observations.losses
         self.distances = _worst(results)
         self.collectives = _shared_traces(results)
@@ -99,6 +100,11 @@ class CaseRecord:
         """
         if text:
             self.verdict, self.text = Verdict.FAIL, bounded(text)
+
+    @property
+    def is_left_over(self) -> bool:
+        """Whether the case failed only because of the state that it left behind."""
+        return self.text.startswith(_LEFT_BEHIND)
 
     def as_json(self) -> dict[str, Any]:
         """Return the record as plain JSON values of bounded size; non-finite numbers become strings such as "inf"."""

@@ -33,6 +33,7 @@ class Selection:
         worlds: the world sizes that ``--world`` selects; None selects all.
         deadline: the seconds that a case may take unless it has a deadline of its own.
         check_collectives: whether ranks compare each collective with their peers before they enter it.
+        isolate: whether each case gets new rank processes, which run nothing else.
     """
 
     implementations: dict[str, type[Adapter]]
@@ -41,6 +42,7 @@ class Selection:
     worlds: tuple[int, ...] | None
     deadline: float
     check_collectives: bool = False
+    isolate: bool = False
 
     def allows(self, size: int) -> bool:
         """Return whether ``--world`` selects cases on worlds of this size."""
@@ -58,6 +60,7 @@ def resolve(
     worlds: str | None,
     deadline: float | None,
     check_collectives: bool = False,
+    isolate: bool = False,
 ) -> Selection:
     """Parse and check the values of the command line options.
 
@@ -67,6 +70,7 @@ def resolve(
         worlds: comma-separated world sizes; None selects all.
         deadline: seconds; None selects the default of the device type.
         check_collectives: whether ranks compare each collective with their peers before they enter it.
+        isolate: whether each case gets new rank processes, which run nothing else.
 
     Raises:
         ValueError: an implementation or the device is not available here, or a value is not valid. The message is one
@@ -80,7 +84,7 @@ def resolve(
     adapters = _adapters(implementations, chosen)
     if deadline is not None:
         check_deadline(deadline, f"--deadline {deadline:g}")
-    return Selection(adapters, chosen, count, sizes, deadline or DEFAULT_DEADLINES[chosen], check_collectives)
+    return Selection(adapters, chosen, count, sizes, deadline or DEFAULT_DEADLINES[chosen], check_collectives, isolate)
 
 
 def check_deadline(seconds: float, given: str) -> None:

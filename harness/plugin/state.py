@@ -71,6 +71,7 @@ class State:
                     worlds=option.shardproof_world,
                     deadline=option.shardproof_deadline,
                     check_collectives=option.shardproof_check_collectives,
+                    isolate=option.shardproof_isolate,
                 )
             except ValueError as error:
                 raise pytest.UsageError(str(error)) from None

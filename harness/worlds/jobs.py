@@ -105,6 +105,9 @@ class Result:
         is_worn_out: whether the process holds too many of the objects that the implementation is allowed to leave
             behind, so that the world must be replaced.
         left_behind: one line for each kind of state that the case changed and did not restore.
+        excused: the same for state that an implementation may change when it is first used in a process. Whether it may
+            keep what is named here, or leaks it in each case, only a second run of the case in the process tells.
+        kept: the same for state that the implementation's traits allow. The process is then no place for others.
         observations: what the rank collected during the case for the run file.
     """
 
@@ -116,6 +119,8 @@ class Result:
     agreed: bool = False
     is_worn_out: bool = False
     left_behind: list[str] = dataclasses.field(default_factory=list)
+    excused: list[str] = dataclasses.field(default_factory=list)
+    kept: list[str] = dataclasses.field(default_factory=list)
     observations: Observations = dataclasses.field(default_factory=Observations)
 
 

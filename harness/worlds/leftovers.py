@@ -1,16 +1,20 @@
 """Detects process state that a case leaves behind in a rank.
 
-``picture`` takes a snapshot of that state before and after each case, and ``differences`` compares the two.
+``picture`` takes a snapshot of that state before and after each case, and ``differences`` compares the two. ``Patches``
+finds functions and classes of torch that were replaced.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Collection
 from typing import Any
 
 import torch
+import torch.distributed._functional_collectives as functional_collectives
+import torch.distributed.tensor
+import torch.nn.parallel.distributed
+import torch.utils.checkpoint
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from shardproof.harness.tensors import memory
@@ -24,13 +28,44 @@ _MODULE_HOOKS = (
 )
 
 #: Entries of the picture that may change when an implementation is first used in a process, because it may then set up
-#: state that it keeps. Changes in later cases count as leaks.
+#: state that it keeps. If one does, the case runs once more there, where a change counts as a leak.
 AFTER_FIRST_USE = ("threads", "open files", "modules", "device memory")
 
 #: State that torch.compile creates once and keeps for the life of the process: the monitor thread of tqdm, because it
 #: makes a progress bar for each graph, shown or not, and the locations of Triton's assembler and cache.
 _COMPILER_THREADS = ("tqdm_monitor",)
 _COMPILER_VARIABLES = ("TRITON_CACHE_DIR", "TRITON_PTXAS_PATH")
+
+#: The modules and classes of torch that a training loop and the baseline use, whose functions an adapter may replace.
+_NAMESPACES = (
+    torch,
+    torch.Tensor,
+    torch.nn,
+    torch.nn.functional,
+    torch.nn.init,
+    torch.nn.utils,
+    torch.nn.utils.clip_grad,
+    torch.nn.Parameter,
+    *dict.fromkeys(kind for kind in vars(torch.nn.modules).values() if isinstance(kind, type)),
+    torch.nn.parallel.distributed,
+    torch.nn.parallel.DistributedDataParallel,
+    torch.autograd,
+    torch.autograd.graph,
+    torch.autograd.Function,
+    torch.utils.checkpoint,
+    torch.optim,
+    torch.optim.Optimizer,
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.distributed,
+    torch.distributed.distributed_c10d,
+    torch.distributed.ProcessGroup,
+    torch.distributed.device_mesh.DeviceMesh,
+    functional_collectives,
+    torch.distributed.tensor,
+    torch.distributed.tensor.DTensor,
+)
 
 #: Bytes of device memory in tensors that a case may leave behind: implementations keep buffers for reuse. CPU memory is
 #: not compared, because gloo's threads hold the tensors of a collective for a moment after it has ended.
@@ -74,20 +109,67 @@ def picture(device: torch.device, *, groups: int, directory: str) -> dict[str, A
     return state
 
 
-def differences(before: dict[str, Any], after: dict[str, Any], *, excused: Collection[str]) -> list[str]:
+def differences(before: dict[str, Any], after: dict[str, Any]) -> dict[str, str]:
     """Describe the differences between two pictures.
 
     Args:
         before: the picture before a case.
         after: the picture after it.
-        excused: names of entries that the implementation may change.
 
     Returns:
-        One line for each entry that changed. Items that disappeared from a list, such as threads that ended, and small
-        growth of device memory are not reported.
+        One line for each entry that changed, by the entry's name. Items that disappeared from a list, such as threads
+        that ended, and small growth of device memory are not reported.
     """
-    changed = [name for name, value in before.items() if after[name] != value and name not in excused]
-    return [line for name in changed if (line := _line(name, before[name], after[name]))]
+    changed = [name for name, value in before.items() if after[name] != value]
+    return {name: line for name in changed if (line := _line(name, before[name], after[name]))}
+
+
+class Patches:
+    """The functions and classes of ``_NAMESPACES``, as they were when this object was made."""
+
+    def __init__(self) -> None:
+        for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
+            # torch wraps the step of an optimizer's class when it makes the first instance.
+            kind([torch.zeros(1)])
+        self._before = [_contents(space) for space in _NAMESPACES]
+
+    def found(self) -> list[str]:
+        """The names of what has been replaced since; what did not exist before does not count."""
+        found = []
+        for index, (space, before, values) in enumerate(self._before):
+            # A tuple compares its items by identity first: with 4,400 names this takes 0.1 ms.
+            if not _are_same(tuple(vars(space).values()), values):
+                replaced = _replaced(space, before)
+                found += [f"{_path(space)}.{name}" for name in replaced]
+                if not replaced:  # torch imports some of its modules when they are first used
+                    self._before[index] = _contents(space)
+        return found
+
+
+def _contents(space: Any) -> tuple[Any, dict[str, Any], tuple[Any, ...]]:
+    return space, dict(vars(space)), tuple(vars(space).values())
+
+
+def _are_same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    try:
+        return one == other
+    except Exception:  # objects that differ may be tensors, which have no single truth value
+        return False
+
+
+def _replaced(space: Any, before: dict[str, Any]) -> list[str]:
+    now = vars(space)
+    found = [name for name, value in before.items() if callable(value) and now.get(name) is not value]
+    if isinstance(space, type):
+        # A name that is new in a class may replace one of its base classes.
+        bases = space.__mro__[1:]
+        new = [name for name in now.keys() - before.keys() if callable(now[name])]
+        found += [name for name in new if any(name in vars(base) for base in bases)]
+    return sorted(found)
+
+
+def _path(space: Any) -> str:
+    return f"{space.__module__}.{space.__qualname__}" if isinstance(space, type) else str(space.__name__)
 
 
 def _line(name: str, before: Any, after: Any) -> str | None:

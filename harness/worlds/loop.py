@@ -69,12 +69,13 @@ def main(connection: Connection, spec: RankSpec) -> None:
     except Exception:
         connection.send(("failed", bounded(traceback.format_exc(), MOST_OF_A_RANK)))
         return
+    patches = leftovers.Patches()
     gc.collect()
     gc.freeze()
     connection.send(("ready", os.getpid()))
     with contextlib.suppress(EOFError, OSError):
         while (job := connection.recv()) is not None:
-            connection.send(run_job(state, job))
+            connection.send(run_job(state, job, patches))
             _flush()
 
 
@@ -159,8 +160,13 @@ def _start(spec: RankSpec) -> RankState:
     return state
 
 
-def run_job(state: RankState, job: Job) -> Result:
+def run_job(state: RankState, job: Job, patches: leftovers.Patches) -> Result:
     """Run one case on this rank.
+
+    Args:
+        state: the state of this process.
+        job: the case.
+        patches: finds what the case has replaced in torch.
 
     Returns:
         The result, which contains any exception that the case, its import or one of its threads raised.
@@ -183,24 +189,50 @@ def run_job(state: RankState, job: Job) -> Result:
         with _outcome(result), _threads_watched():
             function(rank, **parameters)
         with _outcome(result):
-            rank.finish()
+            _finish(rank, result)
             if result.verdict == Verdict.PASS:
                 _finish_queued(state.device)
     result.observations = rank.record
-    policy = implementation.traits.process_groups
-    foreign = len(state.foreign_groups())
-    counted = foreign if policy == "none" else len(groups)
-    after = leftovers.picture(state.device, groups=counted, directory=state.directory)
-    result.left_behind = leftovers.differences(before, after, excused=_excused(state, implementation))
-    state.used.add(implementation.name)
-    result.is_worn_out = policy == "abandoned" and foreign > _MOST_ABANDONED_GROUPS
+    _examine(result, state, implementation, before=before, groups=len(groups))
+    # An adapter that has processes to itself may change them.
+    if implementation.traits.isolation == "shared" and (replaced := patches.found()):
+        result.left_behind.append(f"patched: {', '.join(replaced)}")
     return result
 
 
-def _excused(state: RankState, implementation: type[Adapter]) -> set[str]:
-    """Return the names of the entries of the picture that this implementation may change in this case."""
-    excused = set() if implementation.name in state.used else set(leftovers.AFTER_FIRST_USE)
-    return excused if implementation.traits.frees_models else excused | {"modules"}
+def _finish(rank: Rank, result: Result) -> None:
+    """Tear down the case's adapters; after a failure, what a teardown raises is added to the failure."""
+    try:
+        rank.finish()
+    except BaseException as error:
+        if result.verdict == Verdict.PASS:
+            raise
+        line = f"a teardown raised {type(error).__name__}"
+        result.text = f"{result.text.rstrip()}\nafterwards {line}"
+        # Even if all ranks agree on the failure, they can run no further case.
+        result.left_behind.append(line)
+
+
+def _examine(
+    result: Result, state: RankState, implementation: type[Adapter], *, before: dict[str, Any], groups: int
+) -> None:
+    """Compare the state of the process with its state before the case, and sort the differences."""
+    traits = implementation.traits
+    foreign = len(state.foreign_groups())
+    counted = foreign if traits.process_groups == "none" else groups
+    after = leftovers.picture(state.device, groups=counted, directory=state.directory)
+    first = () if implementation.name in state.used else leftovers.AFTER_FIRST_USE
+    for name, line in leftovers.differences(before, after).items():
+        if name == "modules" and not traits.frees_models:
+            result.kept.append(line)
+        else:
+            (result.excused if name in first else result.left_behind).append(line)
+    if counted != foreign:
+        result.kept.append(f"process groups: {groups} became {foreign}")
+    if lost := state.lost_groups():
+        result.left_behind.append(f"process groups of the world are gone: {', '.join(lost)}")
+    state.used.add(implementation.name)
+    result.is_worn_out = traits.process_groups == "abandoned" and foreign > _MOST_ABANDONED_GROUPS
 
 
 def _finish_queued(device: torch.device) -> None:

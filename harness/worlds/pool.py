@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Iterable
+import dataclasses
+import tempfile
+from collections.abc import Sequence
 
 from shardproof.harness.findings.verdict import Verdict
 from shardproof.harness.worlds import forkserver
@@ -18,7 +20,9 @@ KEPT_WORLDS = 3
 
 
 class Pool:
-    """The worlds of one pytest process; it stops the least recently used ones first.
+    """The worlds of one pytest process, by key and by the implementation for which they are reserved.
+
+    The least recently used ones are stopped first.
 
     Args:
         device_count: the number of CUDA devices of the host.
@@ -27,7 +31,7 @@ class Pool:
     """
 
     def __init__(self, *, device_count: int = 0, worker: int = 0) -> None:
-        self._worlds: collections.OrderedDict[WorldKey, World] = collections.OrderedDict()
+        self._worlds: collections.OrderedDict[tuple[WorldKey, str], World] = collections.OrderedDict()
         self._leases = Leases()
         self._device_count = device_count
         self._worker = worker
@@ -35,9 +39,12 @@ class Pool:
     def run(self, key: WorldKey, job: Job, *, alone: bool = False) -> Outcome:
         """Run a case on the world of ``key``, on devices or cores that are leased for the duration of the case.
 
-        Starts the world if there is none. While the world runs the case it is not in the pool, and it returns there
-        only if it can run another case. After an exception that interrupts this call, such as a KeyboardInterrupt, its
-        ranks may still send results of this case, which must not become those of the next.
+        Starts the world if there is none. Once an implementation has left anything in a world, even what it may leave,
+        only its own cases run there. A case whose implementation has set up state at its first use runs twice.
+
+        While the world runs the case it is not in the pool, and it returns there only if it can run another case. After
+        an exception that interrupts this call, such as a KeyboardInterrupt, its ranks may still send results of this
+        case, which must not become those of the next.
 
         Args:
             key: the world's key.
@@ -49,14 +56,18 @@ class Pool:
             WaitedTooLong: the lease or a new rank did not come in time.
         """
         with self._leased(key, alone=alone):
-            world = self._take(key)
+            world = self._take(key, job.implementation)
             try:
                 outcome = world.run(job)
+                if _has_to_show_more(outcome.results):
+                    outcome = _run_again(world, job, outcome)
             except BaseException:
                 world.kill()
                 raise
         if _is_in_step(outcome.results) and not any(result.is_worn_out for result in outcome.results):
-            self._worlds[key] = world
+            if any(result.kept or result.excused for result in outcome.results):
+                world.reserved_for = job.implementation
+            self._worlds[key, world.reserved_for] = world
         else:
             world.kill()
         return outcome
@@ -72,10 +83,9 @@ class Pool:
         return device_of(self._worker, size=key.size, count=self._device_count)
 
     def discard(self, key: WorldKey) -> None:
-        """Kill the world of ``key``, if there is one; the next case with that key starts a new world."""
-        world = self._worlds.pop(key, None)
-        if world is not None:
-            world.kill()
+        """Kill the worlds of ``key``; the next case with that key starts a new world."""
+        for found in [found for found in self._worlds if found[0] == key]:
+            self._worlds.pop(found).kill()
 
     def close(self) -> None:
         """Stop every world."""
@@ -85,24 +95,46 @@ class Pool:
         # It would never notice the end of this process.
         forkserver.kill_if_stopped()
 
-    def _take(self, key: WorldKey) -> World:
-        """Take the world of ``key`` out of the pool, or start one."""
-        world = self._worlds.pop(key, None)
-        if world is not None and world.is_alive:
-            return world
-        if world is not None:
-            world.kill()
+    def _take(self, key: WorldKey, implementation: str) -> World:
+        """Take a world of ``key`` that the implementation may use out of the pool, or start one."""
+        for reserved_for in (implementation, ""):
+            world = self._worlds.pop((key, reserved_for), None)
+            if world is not None and world.is_alive:
+                return world
+            if world is not None:
+                world.kill()
         while len(self._worlds) > KEPT_WORLDS:
             _, oldest = self._worlds.popitem(last=False)
             oldest.stop()
         return World(key, self._devices(key))
 
 
-def _is_in_step(results: Iterable[Result]) -> bool:
+def _has_to_show_more(results: Sequence[Result]) -> bool:
+    """Whether the case passed, but left state that is excused only where its implementation is first used."""
+    return _is_in_step(results) and all(r.verdict == Verdict.PASS for r in results) and any(r.excused for r in results)
+
+
+def _run_again(world: World, job: Job, first: Outcome) -> Outcome:
+    """Run a case once more on the same ranks, where nothing is excused now.
+
+    Without this, a case that leaks would pass where its implementation is first used, and fail after another case.
+
+    Returns:
+        The outcome of the second run, with the time of both and with what was excused in the first.
+    """
+    with tempfile.TemporaryDirectory(prefix="shardproof-case-") as tmp_path:
+        # No other job has a negative number.
+        outcome = world.run(dataclasses.replace(job, number=-job.number, tmp_path=tmp_path))
+    outcome.seconds += first.seconds
+    for again, result in zip(outcome.results, first.results, strict=True):
+        again.excused = result.excused
+    return outcome
+
+
+def _is_in_step(results: Sequence[Result]) -> bool:
     """Whether the world can run another case.
 
     Its ranks are in step if all passed or all failed by agreement, and none left state behind.
     """
-    results = list(results)
     passed = all(result.verdict == Verdict.PASS for result in results)
     return (passed or all(result.agreed for result in results)) and not any(result.left_behind for result in results)

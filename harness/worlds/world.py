@@ -113,10 +113,15 @@ class World:
     Raises:
         WorldDied: a rank did not start.
         WaitedTooLong: the forkserver did not start a rank in time.
+
+    Attributes:
+        reserved_for: the implementation that left state in the ranks and whose cases alone may use them; empty if none
+            did.
     """
 
     def __init__(self, key: WorldKey, devices: Sequence[int]) -> None:
         self.key = key
+        self.reserved_for = ""
         self.devices = devices
         self._directory = pathlib.Path(tempfile.mkdtemp(prefix="shardproof-"))
         self._board = Board(self._directory / BOARD, key.size)
