@@ -7,6 +7,7 @@ finds functions and classes of torch that were replaced.
 from __future__ import annotations
 
 import os
+import pathlib
 import threading
 from typing import Any
 
@@ -32,9 +33,11 @@ _MODULE_HOOKS = (
 AFTER_FIRST_USE = ("threads", "open files", "modules", "device memory")
 
 #: State that torch.compile creates once and keeps for the life of the process: the monitor thread of tqdm, because it
-#: makes a progress bar for each graph, shown or not, and the locations of Triton's assembler and cache.
+#: makes a progress bar for each graph, shown or not, the locations of Triton's assembler and cache, and functions that
+#: replace some of torch's own.
 _COMPILER_THREADS = ("tqdm_monitor",)
 _COMPILER_VARIABLES = ("TRITON_CACHE_DIR", "TRITON_PTXAS_PATH")
+_COMPILER = pathlib.Path(torch.__file__).parent / "_dynamo"
 
 #: The modules and classes of torch that a training loop and the baseline use, whose functions an adapter may replace.
 _NAMESPACES = (
@@ -162,10 +165,15 @@ def _replaced(space: Any, before: dict[str, Any]) -> list[str]:
     found = [name for name, value in before.items() if callable(value) and now.get(name) is not value]
     if isinstance(space, type):
         # A name that is new in a class may replace one of its base classes.
-        bases = space.__mro__[1:]
         new = [name for name in now.keys() - before.keys() if callable(now[name])]
-        found += [name for name in new if any(name in vars(base) for base in bases)]
-    return sorted(found)
+        found += [name for name in new if any(name in vars(base) for base in space.__mro__[1:])]
+    return sorted(name for name in found if not _is_the_compilers(now.get(name)))
+
+
+def _is_the_compilers(value: Any) -> bool:
+    """Whether a function was made by torch.compile, which wraps some of torch's own at its first use, for good."""
+    code = getattr(value, "__code__", None)
+    return code is not None and pathlib.Path(code.co_filename).is_relative_to(_COMPILER)
 
 
 def _path(space: Any) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from torch import nn
 
 from shardproof.harness.worlds import leftovers
+from tests.harness.inner import PYTHONPATH
 
 CPU = torch.device("cpu")
 
@@ -65,3 +68,24 @@ def test_what_torch_compile_keeps_for_the_process_is_nobodys_fault(left_behind, 
     sleeper("monitor")
     monkeypatch.setenv("TRITON_HOME", os.curdir)
     assert left_behind() == ["environment variables changed: TRITON_HOME", "threads: monitor"]
+
+
+def test_what_torch_rebinds_by_itself_is_no_patch():
+    """In a process of its own: the first optimizer and the first compiled function change torch for good."""
+    code = """
+import torch, sys
+from shardproof.harness.worlds import leftovers
+patches = leftovers.Patches()
+model = torch.nn.Linear(2, 2)
+init = torch.nn.Module.__init__
+torch.compile(model, backend="eager")(torch.ones(1, 2))
+assert torch.nn.Module.__init__ is not init, "torch.compile no longer does what this test is about"
+torch.optim.Adam(model.parameters()).step()
+torch.new_name = print
+assert patches.found() == [], patches.found()
+torch.new_name = sum
+torch.nn.Module.__init__ = lambda self: None
+assert patches.found() == ["torch.new_name", "torch.nn.modules.module.Module.__init__"], patches.found()
+"""
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": PYTHONPATH}, check=False)
+    assert done.returncode == 0
