@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import mmap
+import os
 import pathlib
 import struct
 
@@ -86,11 +87,16 @@ class Board:
     Args:
         path: the file to map; created if it does not exist.
         size: the number of ranks of the world.
+
+    Raises:
+        OSError: there is no space for the file.
     """
 
     def __init__(self, path: pathlib.Path, size: int) -> None:
         with path.open("r+b" if path.exists() else "w+b") as file:
             file.truncate(size * _RANK_BYTES)
+            # A hole that finds no space when it is first written to kills the writer with SIGBUS.
+            os.posix_fallocate(file.fileno(), 0, size * _RANK_BYTES)
             self._memory = mmap.mmap(file.fileno(), size * _RANK_BYTES)
 
     def post(self, rank: int, entry: Announcement) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import pathlib
-import tempfile
 import zlib
 from collections.abc import Iterator
 from typing import Any, TypeGuard
@@ -18,6 +17,7 @@ from shardproof.harness.plugin import expected_texts
 from shardproof.harness.plugin.records import CaseRecord
 from shardproof.harness.plugin.selection import Selection
 from shardproof.harness.plugin.suite_modules import SuiteModule
+from shardproof.harness.worlds import scratch
 from shardproof.harness.worlds.jobs import Job, WorldKey, dump_parameters
 from shardproof.harness.worlds.pool import Pool
 from shardproof.harness.worlds.waiting import WaitedTooLong
@@ -124,27 +124,41 @@ def run(item: pytest.Function, pool: Pool, selection: Selection, *, number: int)
         selection: the checked options of the run.
         number: the number of the case in this process, counted from 1.
     """
-    launch = launch_of(item)
     made = _new_record(item, selection)
     skip = missing(item, selection)
     if skip is not None:
         made.verdict, made.missing = skip
         return made
-    with tempfile.TemporaryDirectory(prefix="shardproof-case-") as tmp_path:
+    try:
+        _run_on_world(item, pool, selection, made, number=number)
+    except (WorldDied, WaitedTooLong, OSError) as error:
+        made.verdict, made.text = Verdict.HARNESS_ERROR, str(error)
+    if made.verdict != Verdict.PASS and scratch.is_full():
+        # Whatever the ranks raised or died of, the implementation is not to blame.
+        full = f"no space is left in {scratch.where()}; free some, or set TMPDIR to a directory with space"
+        made.verdict, made.text = Verdict.HARNESS_ERROR, f"{full}\n{made.text}"
+    return made
+
+
+def _run_on_world(item: pytest.Function, pool: Pool, selection: Selection, made: CaseRecord, *, number: int) -> None:
+    """Run a case and fill in its record.
+
+    Raises:
+        WorldDied: the world could not be started.
+        WaitedTooLong: the lease or a new rank did not come in time.
+        OSError: there is no space for temporary files.
+    """
+    with scratch.temporary("case-") as tmp_path:
         job = _job(item, selection, made, number=number, tmp_path=tmp_path)
-        key = _world_key(item, selection, launch)
+        key = _world_key(item, selection, launch_of(item))
         try:
             outcome = pool.run(key, job, alone=item.get_closest_marker("alone") is not None)
-        except (WorldDied, WaitedTooLong) as error:
-            made.verdict, made.text = Verdict.HARNESS_ERROR, str(error)
-            return made
         finally:
             if key.isolation == item.nodeid:
                 pool.discard(key)
     made.take(outcome)
     if made.verdict == Verdict.PASS:
         made.fail_if(expected_texts.compare([result.observations.expected_texts for result in outcome.results]))
-    return made
 
 
 def interrupted(item: pytest.Function, selection: Selection, why: str) -> CaseRecord:

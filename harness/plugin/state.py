@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import shutil
 import sys
-import tempfile
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from shardproof.harness.plugin import cases, environment, selection
 from shardproof.harness.plugin.journal import Journal
 from shardproof.harness.plugin.known_failures import RunKnownFailures
 from shardproof.harness.plugin.progress import Progress, Selected
+from shardproof.harness.worlds import scratch
 from shardproof.harness.worlds.pool import Pool
 
 _ERRORS = "shardproof_usage_errors"
@@ -41,7 +42,7 @@ class State:
         self._selection: selection.Selection | None = None
         self._pool: Pool | None = None
         self._known_failures: RunKnownFailures | None = None
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: pathlib.Path | None = None
         self.started = 0
         self.journal: Journal | None = None
         self.progress = Progress()
@@ -168,13 +169,13 @@ class State:
     def configure_worker(self, given: dict[str, Any]) -> None:
         """Tell an xdist worker where to leave the list of its cases; xdist itself passes on their node ids only."""
         if self._folder is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="shardproof-selected-")
-        given[_FOLDER] = self._folder.name
+            self._folder = scratch.directory("selected-")
+        given[_FOLDER] = str(self._folder)
 
     def take_selected(self, worker: str) -> None:
         """Read the list of cases that an xdist worker has left; all workers have the same."""
         assert self._folder is not None, "workers are configured before they collect"
-        path = pathlib.Path(self._folder.name, worker)
+        path = self._folder / worker
         if not self.progress.selected and path.exists():
             self._selected(json.loads(path.read_text()))
 
@@ -196,7 +197,7 @@ class State:
             Whether the run file is complete, or there is none.
         """
         if self._folder is not None:
-            self._folder.cleanup()
+            shutil.rmtree(self._folder, ignore_errors=True)
         if self.journal is None or not self.journal.is_open:
             return True
         return self.journal.finish(reason=reason, exit_code=exit_code, left_out=self.progress.left_out)

@@ -13,7 +13,7 @@ from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 
 import shardproof
-from shardproof.harness.worlds import entry, waiting
+from shardproof.harness.worlds import entry, scratch, waiting
 from shardproof.harness.worlds.waiting import Blockers, Process, Wait, WaitedTooLong
 
 #: Seconds that the forkserver may take to fork a rank. The first fork waits until the forkserver has imported torch.
@@ -43,6 +43,7 @@ _ENVIRONMENT = {
 
 def start() -> None:
     """Start the forkserver if it is not running; returns before it has finished importing torch."""
+    scratch.use_for_multiprocessing()
     context().set_forkserver_preload([entry.PRELOADED])
     with _environment():
         forkserver.ensure_running()

@@ -5,11 +5,10 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import tempfile
 from collections.abc import Sequence
 
 from shardproof.harness.findings.verdict import Verdict
-from shardproof.harness.worlds import forkserver
+from shardproof.harness.worlds import forkserver, scratch
 from shardproof.harness.worlds.jobs import Job, Result, WorldKey
 from shardproof.harness.worlds.lease import Leases, device_of
 from shardproof.harness.worlds.world import Outcome, World
@@ -122,7 +121,7 @@ def _run_again(world: World, job: Job, first: Outcome) -> Outcome:
     Returns:
         The outcome of the second run, with the time of both and with what was excused in the first.
     """
-    with tempfile.TemporaryDirectory(prefix="shardproof-case-") as tmp_path:
+    with scratch.temporary("case-") as tmp_path:
         # No other job has a negative number.
         outcome = world.run(dataclasses.replace(job, number=-job.number, tmp_path=tmp_path))
     outcome.seconds += first.seconds

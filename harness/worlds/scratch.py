@@ -14,10 +14,14 @@ import os
 import pathlib
 import shutil
 import tempfile
+from collections.abc import Iterator
 from multiprocessing import process
 
 _PREFIX = "shardproof-run-"
 _LOCK = "owner"
+
+#: Free bytes below which the temporary directory counts as full: less than the output and the board of a small world.
+_LEAST_FREE_BYTES = 1 << 16
 
 
 def directory(prefix: str) -> pathlib.Path:
@@ -30,6 +34,28 @@ def directory(prefix: str) -> pathlib.Path:
         OSError: there is no space, or no permission.
     """
     return pathlib.Path(tempfile.mkdtemp(prefix=prefix, dir=_own(os.getpid())))
+
+
+@contextlib.contextmanager
+def temporary(prefix: str) -> Iterator[str]:
+    """Make a directory as :func:`directory` does, and remove it at the end of the block."""
+    path = directory(prefix)
+    try:
+        yield str(path)
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def is_full() -> bool:
+    """Whether the temporary directory has no space left for what a case writes."""
+    status = os.statvfs(_own(os.getpid()))
+    # Some file systems count no files: they have neither files nor free ones.
+    return status.f_bavail * status.f_frsize < _LEAST_FREE_BYTES or (status.f_files > 0 and status.f_favail == 0)
+
+
+def where() -> str:
+    """Return the path of the directory in which temporary directories are made, for messages."""
+    return tempfile.gettempdir()
 
 
 def use_for_multiprocessing() -> None:

@@ -9,7 +9,6 @@ import os
 import pathlib
 import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
@@ -18,7 +17,7 @@ from typing import Any
 from shardproof.harness.collectives.board import Announcement, Board
 from shardproof.harness.findings.texts import bounded
 from shardproof.harness.findings.verdict import Verdict
-from shardproof.harness.worlds import entry, forkserver, waiting
+from shardproof.harness.worlds import entry, forkserver, scratch, waiting
 from shardproof.harness.worlds.jobs import BOARD, DUMPED, Job, RankSpec, Result, WorldKey
 from shardproof.harness.worlds.waiting import Blockers, Wait, WaitedTooLong
 from shardproof.harness.worlds.watchdog import Diagnosis, collectives, diagnose, dump_stacks, stacks
@@ -112,6 +111,7 @@ class World:
 
     Raises:
         WorldDied: a rank did not start.
+        OSError: there is no space for the world's directory.
         WaitedTooLong: the forkserver did not start a rank in time.
 
     Attributes:
@@ -123,8 +123,12 @@ class World:
         self.key = key
         self.reserved_for = ""
         self.devices = devices
-        self._directory = pathlib.Path(tempfile.mkdtemp(prefix="shardproof-"))
-        self._board = Board(self._directory / BOARD, key.size)
+        self._directory = scratch.directory("world-")
+        try:
+            self._board = Board(self._directory / BOARD, key.size)
+        except BaseException:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            raise
         self._announced: dict[int, list[Announcement]] = {}
         forkserver.start()
         self.ranks: list[RankProcess] = []
