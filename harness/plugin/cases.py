@@ -133,10 +133,7 @@ def run(item: pytest.Function, pool: Pool, selection: Selection, *, number: int)
         _run_on_world(item, pool, selection, made, number=number)
     except (WorldDied, WaitedTooLong, OSError) as error:
         made.verdict, made.text = Verdict.HARNESS_ERROR, str(error)
-    if made.verdict != Verdict.PASS and scratch.is_full():
-        # Whatever the ranks raised or died of, the implementation is not to blame.
-        full = f"no space is left in {scratch.where()}; free some, or set TMPDIR to a directory with space"
-        made.verdict, made.text = Verdict.HARNESS_ERROR, f"{full}\n{made.text}"
+        _blame_a_full_directory(made)
     return made
 
 
@@ -156,9 +153,18 @@ def _run_on_world(item: pytest.Function, pool: Pool, selection: Selection, made:
         finally:
             if key.isolation == item.nodeid:
                 pool.discard(key)
-    made.take(outcome)
-    if made.verdict == Verdict.PASS:
-        made.fail_if(expected_texts.compare([result.observations.expected_texts for result in outcome.results]))
+        made.take(outcome)
+        if made.verdict == Verdict.PASS:
+            made.fail_if(expected_texts.compare([result.observations.expected_texts for result in outcome.results]))
+        # While the case's own files are still there.
+        _blame_a_full_directory(made)
+
+
+def _blame_a_full_directory(made: CaseRecord) -> None:
+    """Call a failure the host's if no space is left: the implementation is not to blame for what ranks then raise."""
+    if made.verdict != Verdict.PASS and scratch.is_full():
+        full = f"no space is left in {scratch.where()}; free some, or set TMPDIR to a directory with space"
+        made.verdict, made.text = Verdict.HARNESS_ERROR, f"{full}\n{made.text}"
 
 
 def interrupted(item: pytest.Function, selection: Selection, why: str) -> CaseRecord:

@@ -15,7 +15,7 @@ from shardproof.harness.plugin.records import CaseRecord
 from shardproof.harness.plugin.signals import EndingSignals
 from shardproof.harness.plugin.state import STATE, State
 from shardproof.harness.plugin.suite_modules import SuiteModule, is_suites
-from shardproof.harness.worlds import forkserver
+from shardproof.harness.worlds import forkserver, scratch
 
 _RECORD = pytest.StashKey[CaseRecord]()
 _SIGNALS = pytest.StashKey[EndingSignals]()
@@ -42,7 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
     notices.show(config)
     if options.asks_for_a_run(config):
         if not _only_distributes(config):
-            forkserver.start()
+            _start_forkserver()
         state.open_journal()
         state.selection  # noqa: B018  (checks)
         _heed_signals(config)
@@ -239,6 +239,19 @@ class _RunObserver:
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
         self._state.take_worker_output(getattr(node, "workeroutput", {}))
+
+
+def _start_forkserver() -> None:
+    """Start the forkserver early, so that it imports torch while pytest collects.
+
+    Raises:
+        pytest.UsageError: the temporary directory is of no use.
+    """
+    try:
+        forkserver.start()
+    except OSError as error:
+        where = f"in {scratch.where()}; set TMPDIR to a directory with space and a short path"
+        raise pytest.UsageError(f"the forkserver cannot start: {error.strerror or error}, {where}") from None
 
 
 def _heed_signals(config: pytest.Config) -> None:

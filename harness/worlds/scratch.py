@@ -20,6 +20,10 @@ from multiprocessing import process
 _PREFIX = "shardproof-run-"
 _LOCK = "owner"
 
+#: Characters of a directory in which multiprocessing can bind its sockets, which it names "listener-" and 8 more; the
+#: path of a socket has at most 107.
+_MOST_FOR_SOCKETS = 107 - len("/listener-12345678")
+
 #: Free bytes below which the temporary directory counts as full: less than the output and the board of a small world.
 _LEAST_FREE_BYTES = 1 << 16
 
@@ -63,8 +67,10 @@ def use_for_multiprocessing() -> None:
 
     The directory that it would make itself stays if the process is killed.
     """
-    # The name is private, and multiprocessing has no public one. Without effect, its directory is elsewhere.
-    vars(process.current_process())["_config"].setdefault("tempdir", str(_own(os.getpid())))
+    own = str(_own(os.getpid()))
+    if len(own) <= _MOST_FOR_SOCKETS:
+        # The name is private, and multiprocessing has no public one. Without effect, its directory is elsewhere.
+        vars(process.current_process())["_config"].setdefault("tempdir", own)
 
 
 @functools.cache

@@ -69,7 +69,7 @@ FULL = "no space is left in {folder}; free some, or set TMPDIR to a directory wi
 
 def test_a_full_temporary_directory_is_not_the_fault_of_the_implementation(tmp_path):
     """On a file system of its own; the second case fills it for good."""
-    folder = tmp_path / "small"
+    folder = tmp_path / "s"
     folder.mkdir()
     unshare = ["unshare", "--mount", "--map-root-user", "sh", "-c"]
     mount = f"mount -t tmpfs -o size=3m none {folder}"
@@ -83,10 +83,25 @@ def test_a_full_temporary_directory_is_not_the_fault_of_the_implementation(tmp_p
     assert done.returncode == 1, done.stdout + done.stderr
     cases = {case.parameters["how"]: case for case in load_run(tmp_path / "run.json").cases}
     assert {how: str(case.verdict) for how, case in cases.items()} == {
-        "write": "fail",  # the case's own directory is gone, and with it the reason, when the case has ended
+        "write": "harness-error",
         "die": "harness-error",
-        "pass": "harness-error",
+        "pass": "pass",
     }
-    assert "No space left on device" in cases["write"].failure.text
-    for how in ("die", "pass"):
+    for how in ("write", "die"):
         assert cases[how].failure.text.startswith(FULL.format(folder=folder))
+        assert "No space left on device" in cases[how].failure.text
+
+
+def test_a_temporary_directory_with_a_long_path_is_refused_in_one_line(tmp_path):
+    """The path of the forkserver's socket has a limit."""
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    tmp_path.joinpath("test_inner.py").write_text(CASES)
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "TMPDIR": str(folder)}
+    command = [sys.executable, "-m", "pytest", *QUIET, "--impl", "ddp"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout
+    assert done.stderr.strip() == (
+        f"ERROR: the forkserver cannot start: AF_UNIX path too long, in {folder}; set TMPDIR to a directory with space "
+        "and a short path"
+    )
