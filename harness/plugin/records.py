@@ -14,7 +14,7 @@ from shardproof.harness.findings.texts import bounded, gist, ranks_of, without_r
 from shardproof.harness.findings.verdict import Verdict, combine
 from shardproof.harness.plugin import bounds
 from shardproof.harness.worlds.jobs import Result
-from shardproof.harness.worlds.watchdog import ADVICE
+from shardproof.harness.worlds.watchdog import ADVICE, ends_of_stacks
 from shardproof.harness.worlds.world import Outcome
 
 #: What a rank's error contains if another rank's process ended: gloo's words for it, and NCCL's.
@@ -79,12 +79,13 @@ class CaseRecord:
         self.verdict = combine(Verdict(result.verdict) for result in results)
         if self.verdict != Verdict.PASS:
             self.location, self.failed_rank = cause.location, cause.rank
-            lines = [_text_of(results, cause)]
-            if self.verdict == Verdict.CRASH or ADVICE in outcome.collectives:
-                lines += outcome.collectives
             if self.verdict == Verdict.HANG and outcome.diagnosis is not None:
                 self.location, self.failed_rank = None, outcome.diagnosis.rank
-                lines = [outcome.diagnosis.text, *outcome.collectives, lines[0]]
+            lines = [_text_of(results, cause, suspect=self.failed_rank)]
+            if self.verdict == Verdict.HANG and outcome.diagnosis is not None:
+                lines = [outcome.diagnosis.text, *outcome.collectives, *lines]
+            elif self.verdict == Verdict.CRASH or ADVICE in outcome.collectives:
+                lines += outcome.collectives
             self.text = bounded("\n".join(line.rstrip("\n") for line in lines))
         elif leaks := [f"rank {r.rank}: {line}" for r in results for line in r.left_behind]:
             self.fail_if(_LEFT_BEHIND + "; ".join(leaks))
@@ -128,8 +129,11 @@ def _cause(results: Sequence[Result]) -> Result:
     return agreed or min(results, key=lambda result: order.index(Verdict(result.verdict)))
 
 
-def _text_of(results: Sequence[Result], cause: Result) -> str:
-    """Render the texts of all ranks, that of the cause first, and what several ranks share only once."""
+def _text_of(results: Sequence[Result], cause: Result, *, suspect: int | None) -> str:
+    """Render the texts of all ranks, that of the cause first, and what several ranks share only once.
+
+    Of the ranks that did not answer only the suspect's stacks are shown whole.
+    """
     if cause.agreed:
         return cause.text
     lost = [result.rank for result in results if cause.verdict == Verdict.CRASH and _lost_connection(result)]
@@ -137,18 +141,20 @@ def _text_of(results: Sequence[Result], cause: Result) -> str:
     for result in results:
         if result.text and result.rank not in lost:
             alike.setdefault(without_rank(result.text), []).append(result)
-    parts = [_part(same, cause.text, len(results)) for same in alike.values()]
+    parts = [_part(same, cause.text, len(results), suspect) for same in alike.values()]
     if lost:
         parts.insert(1, f"{ranks_of(lost)} lost the connection to it")
     return "\n".join(parts)
 
 
-def _part(same: Sequence[Result], cause: str, size: int) -> str:
+def _part(same: Sequence[Result], cause: str, size: int, suspect: int | None) -> str:
     """Render the text of ranks that failed alike."""
     who = "every rank" if len(same) == size else ranks_of(result.rank for result in same)
     text = same[0].text.rstrip("\n")
     if text.startswith("Traceback") and text != cause.rstrip("\n") and _frames(text) == _frames(cause):
         return f"{who} of {size}, at the same place: {gist(text)}"
+    if same[0].verdict == Verdict.HANG and suspect not in [result.rank for result in same]:
+        text = ends_of_stacks(text)
     differ = any(result.text != same[0].text for result in same)
     return f"{who} of {size}{', alike but for ranks, addresses and times' if differ else ''}:\n{text}"
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import pathlib
 import shutil
@@ -26,6 +27,9 @@ _STACK_SECONDS = 3.0
 
 #: The last collectives of each rank that a report shows; those that ranks share take one line.
 _SHOWN_COLLECTIVES = 8
+
+#: The frames at each end of the stack of a rank that waits for another; that of the other is shown whole.
+_END_FRAMES = 3
 
 #: Printed where it helps: two ranks were about to enter different collectives.
 ADVICE = "the ranks announced different collectives on one group: --check-collectives stops them before they enter"
@@ -105,6 +109,18 @@ def without_harness(text: str) -> str:
         if not is_below:
             kept.append(line)
     return "".join(kept)
+
+
+def ends_of_stacks(text: str) -> str:
+    """Leave of each stack the innermost and the outermost frames: what a rank waits in, and where in the case it is."""
+    lines: list[str] = []
+    for is_stack, run in itertools.groupby(text.splitlines(), key=lambda line: line.startswith('  File "')):
+        frames = list(run)
+        left_out = len(frames) - 2 * _END_FRAMES if is_stack else 0
+        if left_out > 1:
+            frames[_END_FRAMES:-_END_FRAMES] = [f"  ... {left_out} frames left out ..."]
+        lines += frames
+    return "\n".join(lines)
 
 
 _RUNS_A_CASE = f'{pathlib.Path(__file__).with_name("loop.py")}", line '

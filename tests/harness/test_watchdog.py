@@ -96,6 +96,40 @@ def test_stopped_ranks_share_one_wait(rank, tmp_path, monkeypatch):
     assert time.monotonic() - started < 1
 
 
+def test_the_stack_of_a_rank_that_waits_keeps_its_ends():
+    frames = [f'  File "/x.py", line {number} in f' for number in range(20)]
+    short = ["its stacks:", "Current thread 0x1 (most recent call first):", *frames[:7]]
+    assert watchdog.ends_of_stacks("\n".join(short)) == "\n".join(short)
+    long = ["Thread 0x2 (most recent call first):", *frames, "", *short]
+    expected = [long[0], *frames[:3], "  ... 14 frames left out ...", *frames[-3:], "", *short]
+    assert watchdog.ends_of_stacks("\n".join(long)) == "\n".join(expected)
+
+
+def announced(*texts, ranks=(0, 1)):
+    return [Announcement(1, number, "g", ranks, text) for number, text in enumerate(texts, start=1)]
+
+
+def test_collectives_that_ranks_share_take_one_line():
+    entries = {0: announced("a", "b", "c"), 1: announced("a", "x"), 2: []}
+    assert watchdog.collectives(entries) == [
+        "last collectives, and the ranks that entered them:",
+        "  1 on ranks 0-1: a, all",
+        "  2 on ranks 0-1: b, rank 0 only",
+        "  2 on ranks 0-1: x, rank 1 only",
+        "  3 on ranks 0-1: c, rank 0 only",
+        watchdog.ADVICE,
+    ]
+    assert watchdog.collectives({0: [], 1: []}) == []
+
+
+def test_a_rank_that_is_far_ahead_has_entered_what_it_shows_no_more():
+    many = announced(*map(str, range(1, 41)))
+    lines = watchdog.collectives({0: many[9:], 1: many[:5]})
+    assert "  5 on ranks 0-1: 5, all" in lines
+    assert "  40 on ranks 0-1: 40, rank 0 only" in lines
+    assert watchdog.ADVICE not in lines
+
+
 @pytest.mark.parametrize(
     "ranks",
     [
