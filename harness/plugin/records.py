@@ -17,6 +17,9 @@ from shardproof.harness.worlds.jobs import Result
 from shardproof.harness.worlds.watchdog import ADVICE, ends_of_stacks
 from shardproof.harness.worlds.world import Outcome
 
+#: Follows the names of ranks whose texts are not the same in every character.
+ALIKE = ", alike but for ranks, addresses and times"
+
 #: What a rank's error contains if another rank's process ended: gloo's words for it, and NCCL's.
 _LOST_CONNECTION = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe",
@@ -156,7 +159,7 @@ def _part(same: Sequence[Result], cause: str, size: int, suspect: int | None) ->
     if same[0].verdict == Verdict.HANG and suspect not in [result.rank for result in same]:
         text = ends_of_stacks(text)
     differ = any(result.text != same[0].text for result in same)
-    return f"{who} of {size}{', alike but for ranks, addresses and times' if differ else ''}:\n{text}"
+    return f"{who} of {size}{ALIKE if differ else ''}:\n{text}"
 
 
 def _frames(text: str) -> list[str]:

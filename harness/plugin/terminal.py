@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from shardproof.harness.findings.texts import gist, ranks_of, without_rank
-from shardproof.harness.plugin.records import CaseRecord
+from shardproof.harness.plugin.records import ALIKE, CaseRecord
 from shardproof.harness.worlds.watchdog import without_harness
 
 _FRAME = '  File "'
@@ -136,7 +136,7 @@ def kind_of_text(text: str, file: str) -> str:
         text: the text of a failed case.
         file: the name of the case's file.
     """
-    text = _SIZE.sub("of #", without_rank(text))
+    text = _SIZE.sub("of #", without_rank(text.replace(ALIKE, "")))
     lines = text.splitlines()
     in_case = f'{file}", line '
     frames = [line for line in lines if line.startswith(_FRAME)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardproof.harness.findings.texts import bounded, gist, ranks_of, without_rank
+from shardproof.harness.plugin.records import ALIKE
 from shardproof.harness.plugin.terminal import kind_of_text
 
 
@@ -86,6 +87,8 @@ def test_an_assertion_of_the_case_itself_is_alike_only_where_it_is_the_same():
     own = "\n".join([*lines[:3], "    assert found == {dim}", "AssertionError: assert 2 == {dim}"])
     first = own.format(line=9, function="test_x", dim=3)
     assert kind_of_text(first, "test_a.py") == kind_of_text(first.replace("of 2", "of 4"), "test_a.py")
+    # Whether the addresses of two ranks are equal is chance.
+    assert kind_of_text(first, "test_a.py") == kind_of_text(first.replace("of 2", f"of 2{ALIKE}"), "test_a.py")
     for change in ({"dim": 4}, {"line": 10}, {"function": "test_y"}):
         other = own.format(**{"line": 9, "function": "test_x", "dim": 3} | change)
         assert kind_of_text(first, "test_a.py") != kind_of_text(other, "test_a.py")
