@@ -14,6 +14,7 @@ imported from outside.
 - ``progress``: which cases were selected and which have a record; ``exit_codes``: what a run as a whole exits with.
 - ``signals``: SIGTERM and SIGHUP end a run as Ctrl-C does.
 - ``terminal``: what the end of a run prints: failures that are alike once.
+- ``notices``: shows lines while a case runs.
 - ``suite_modules``: imports the modules of shardproof's own suites under one name.
 - ``known_failures``: strict expected failures; ``expected_texts``: inline expected texts.
 """
