@@ -70,6 +70,9 @@ _NAMESPACES = (
     torch.distributed.tensor.DTensor,
 )
 
+#: Names that torch rebinds by itself: ``Storage`` follows the default dtype, which the picture has.
+_REBOUND = ("torch.Storage",)
+
 #: Bytes of device memory in tensors that a case may leave behind: implementations keep buffers for reuse. CPU memory is
 #: not compared, because gloo's threads hold the tensors of a collective for a moment after it has ended.
 _MEMORY_GRAIN = 1 << 16
@@ -142,8 +145,9 @@ class Patches:
         for index, (space, before, values) in enumerate(self._before):
             # A tuple compares its items by identity first: with 4,400 names this takes 0.1 ms.
             if not _are_same(tuple(vars(space).values()), values):
-                replaced = _replaced(space, before)
-                found += [f"{_path(space)}.{name}" for name in replaced]
+                names = [f"{_path(space)}.{name}" for name in _replaced(space, before)]
+                replaced = [name for name in names if name not in _REBOUND]
+                found += replaced
                 if not replaced:  # torch imports some of its modules when they are first used
                     self._before[index] = _contents(space)
         return found

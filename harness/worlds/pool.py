@@ -13,9 +13,12 @@ from shardproof.harness.worlds.jobs import Job, Result, WorldKey
 from shardproof.harness.worlds.lease import Leases, device_of
 from shardproof.harness.worlds.world import Outcome, World
 
-#: Idle worlds that the pool keeps besides the one in use. Each holds the memory of its ranks and a context on each of
-#: their devices.
-KEPT_WORLDS = 3
+#: Idle worlds that the pool keeps besides the one in use, and the ranks that they have at most. Each rank holds memory
+#: (80 MiB of its own on the CPU) and a context on its device. Cases come in the order of implementations and sizes, so
+#: that each world is used in turn: with four sizes and two implementations that leave process groups in the worlds of
+#: some sizes, fewer worlds would mean that almost each case starts one.
+KEPT_WORLDS = 7
+KEPT_RANKS = 24
 
 
 class Pool:
@@ -102,7 +105,7 @@ class Pool:
                 return world
             if world is not None:
                 world.kill()
-        while len(self._worlds) > KEPT_WORLDS:
+        while len(self._worlds) > KEPT_WORLDS or sum(kept.size for kept, _ in self._worlds) > KEPT_RANKS:
             _, oldest = self._worlds.popitem(last=False)
             oldest.stop()
         return World(key, self._devices(key))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from shardproof.harness import world
 from shardproof.harness.parity import Rank
+from shardproof.harness.worlds import pool
+from shardproof.harness.worlds.jobs import Job, Result, WorldKey
 
 
 @world(2, debug_level="DETAIL")
@@ -39,3 +43,39 @@ def test_worlds_on_the_cpu_see_no_other_device(rank: Rank):
 def test_meshes_are_made_once(rank: Rank):
     assert rank.mesh() is rank.mesh()
     assert rank.mesh().size() == rank.world_size
+
+
+class Counted:
+    """Stands for a world; every implementation keeps something in it."""
+
+    started, alive, most = 0, 0, 0
+    is_alive, reserved_for = True, ""
+
+    def __init__(self, key, devices):
+        self.size = key.size
+        Counted.started += 1
+        Counted.alive += key.size
+        Counted.most = max(Counted.most, Counted.alive)
+
+    def run(self, job):
+        result = Result(job.number, 0, "pass", kept=["modules: Linear"])
+        return pool.Outcome([result], [], 0.0)
+
+    def stop(self):
+        Counted.alive -= self.size
+
+
+@pytest.mark.parametrize(
+    ("sizes", "implementations", "started", "ranks"), [((1, 2, 4), "ab", 6, 14), ((8,), "abcdef", 12, 32)]
+)
+def test_worlds_that_are_used_in_turn_are_kept_within_bounds(monkeypatch, sizes, implementations, started, ranks):
+    monkeypatch.setattr(pool, "World", Counted)
+    monkeypatch.setattr(Counted, "started", 0)
+    monkeypatch.setattr(Counted, "alive", 0)
+    monkeypatch.setattr(Counted, "most", 0)
+    worlds = pool.Pool()
+    for size, name in list(itertools.product(sizes, implementations)) * 2:
+        worlds.run(WorldKey(size, "cpu"), Job(1, "m", "p", "f", name, b"", 0, 0, "", 1.0))
+    worlds.close()
+    assert (Counted.started, Counted.most) == (started, ranks)
+    assert Counted.alive == 0
