@@ -134,7 +134,7 @@ def test_an_id_in_a_lock_file_that_is_not_the_holders_is_not_believed(holder, tm
     process = holder("queue")
     leases = Leases(tmp_path)
     assert leases._holder("queue").pid == process.pid
-    (tmp_path / "queue").write_text("1\n")
+    (tmp_path / "queue").write_text(f"{os.getpid()}\n")
     assert leases._holder("queue") is None
     assert str(leases._holders([(["queue"], 1)])) == "a process that is not visible here"
 
