@@ -27,7 +27,11 @@ def sources(folder):
     """The folder's files as git would see them, as paths in a wheel."""
     prefix = "" if folder == "fsdp_impl" else "shardproof/"
     files = (path for path in (ROOT / folder).rglob("*") if path.is_file())
-    return {f"{prefix}{path.relative_to(ROOT)}" for path in files if path.suffix in (".py", ".toml", ".typed")}
+    return {
+        f"{prefix}{path.relative_to(ROOT)}"
+        for path in files
+        if path.suffix in (".py", ".toml", ".typed") or path.name == "run-file.schema.json"
+    }
 
 
 @pytest.fixture(scope="module")

@@ -11,12 +11,12 @@ import pytest
 from tests.harness.inner import QUIET
 
 ADAPTERS = """
-import threading, time
+import dataclasses, threading, time
 import torch
 import torch.distributed as dist
-from shardproof.harness.adapters.replicas import DdpAdapter
+from shardproof.harness.adapters.reference import ReferenceAdapter
 
-class Untidy(DdpAdapter):
+class Untidy(ReferenceAdapter):
     name = "untidy"
     kept = []
 
@@ -65,7 +65,7 @@ def verdicts(pytester, run):
         source = ADAPTERS.replace("    kept = []\n", f"    kept = []\n{body}\n", 1)
         source = source.replace("\n    def teardown(self):\n        pass\n", "") if "def teardown" in method else source
         source = source.replace("\n    def start(self):\n        pass\n", "") if "def start" in method else source
-        source = source.replace("class Sound(Untidy)", "class Sound(DdpAdapter)")
+        source = source.replace("class Sound(Untidy)", "class Sound(ReferenceAdapter)")
         pytester.path.joinpath("planted_adapters.py").write_text(source)
         monkey = [*options, "--impl", impl, "--device", "cpu", "--report", "run.json"]
         result = run(CASES.format(pairs=pairs), *monkey)
@@ -138,7 +138,7 @@ THREAD = "def start(self):\n    threading.Thread(target=time.sleep, args=(600,),
 
 
 def test_a_leak_fails_first_or_second_and_when_it_is_reproduced(verdicts, pytester, monkeypatch):
-    result, found = verdicts(THREAD)
+    result, found = verdicts(THREAD, "-v")
     assert_only_the_untidy_fail(found, "left behind: rank 0: threads: left")
     commands = {line for line in result.outlines if line.startswith("reproduce: ")}
     assert len(commands) == 2
@@ -174,7 +174,7 @@ def test_state_that_is_set_up_once_is_no_leak_and_costs_one_more_run(verdicts, p
     ids=["models", "kept-groups", "abandoned-groups"],
 )
 def test_a_world_in_which_an_adapter_left_what_it_may_is_for_its_own_cases(verdicts, pytester, traits, method):
-    declared = f"from shardproof.harness.adapters.base import Traits\ntraits = Traits({traits})"
+    declared = f"traits = dataclasses.replace(ReferenceAdapter.traits, {traits})"
     _, found = verdicts(method, traits=declared)
     assert {verdict for verdict, _ in found.values()} == {"pass"}, found
     untidy, sound = (set(pytester.path.joinpath(f"{name}-0.log").read_text().split()) for name in ("untidy", "sound"))

@@ -239,8 +239,8 @@ def test_cases_that_one_fault_ends_are_printed_once(run, pytester):
 
 
 BROKEN = """
-from shardproof.harness.adapters.replicas import DdpAdapter
-class Broken(DdpAdapter):
+from shardproof.harness.adapters.reference import ReferenceAdapter
+class Broken(ReferenceAdapter):
     name = "broken"
     def __init__(self, model, *, optimizer, config):
         raise ValueError(f"no support for {model.in_proj.in_features} features")
