@@ -85,12 +85,13 @@ class Journal:
         self._cases = 0
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Write the record of a case; :meth:`select` must have been called.
+        """Write the record of a case.
 
         Args:
             record: the record as JSON values.
         """
-        assert self._cases >= 0, "records follow the list of the selected cases"
+        if self._cases < 0:  # nobody has told which cases were selected
+            self.select({})
         self._append(f"{',' * (self._cases > 0)}{_json(record)}\n")
         self._cases += 1
 

@@ -94,9 +94,11 @@ class State:
         return self._pool
 
     def close(self) -> None:
-        """Stop all worlds."""
+        """Stop all worlds, and remove what xdist workers that were killed have left."""
         if self._pool is not None:
             self._pool.close()
+        if not self.is_worker:
+            scratch.remove_abandoned()
 
     def note_problems(self, session: pytest.Session) -> None:
         """Collect the problems of the entries of known failures; an xdist worker sends them to the controller."""

@@ -73,23 +73,9 @@ def use_for_multiprocessing() -> None:
         vars(process.current_process())["_config"].setdefault("tempdir", own)
 
 
-@functools.cache
-def _own(pid: int) -> pathlib.Path:
-    """Make and lock the directory of the process ``pid``, which is this one, after removing those without an owner."""
-    parent = pathlib.Path(tempfile.gettempdir())
-    _remove_abandoned(parent)
-    # Under another name until it is locked: a process that starts now would remove it.
-    unlocked = pathlib.Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=parent))
-    descriptor = os.open(unlocked / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    path = unlocked.with_name(unlocked.name.removeprefix("."))
-    unlocked.rename(path)
-    atexit.register(shutil.rmtree, path, ignore_errors=True)
-    return path
-
-
-def _remove_abandoned(parent: pathlib.Path) -> None:
-    for path in parent.glob(f"{_PREFIX}*"):
+def remove_abandoned() -> None:
+    """Remove the directories of processes that were killed, such as xdist workers of this run."""
+    for path in pathlib.Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         # Of another user, or removed meanwhile; a lock that is held raises BlockingIOError.
         with contextlib.suppress(OSError):
             descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -98,3 +84,23 @@ def _remove_abandoned(parent: pathlib.Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
             finally:
                 os.close(descriptor)
+
+
+@functools.cache
+def _own(pid: int) -> pathlib.Path:
+    """Make and lock the directory of the process ``pid``, which is this one, after removing those without an owner."""
+    remove_abandoned()
+    # Under another name until it is locked: a process that starts now would remove it.
+    unlocked = pathlib.Path(tempfile.mkdtemp(prefix=f".{_PREFIX}"))
+    descriptor = os.open(unlocked / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    path = unlocked.with_name(unlocked.name.removeprefix("."))
+    unlocked.rename(path)
+    atexit.register(_remove, path, pid)
+    return path
+
+
+def _remove(path: pathlib.Path, pid: int) -> None:
+    """Remove the directory of the process ``pid``, but not in a process that it has forked and that inherits this."""
+    if os.getpid() == pid:
+        shutil.rmtree(path, ignore_errors=True)
