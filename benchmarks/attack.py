@@ -49,6 +49,7 @@ def test_known(rank, number):
 #: Loaded into every pytest process: it leaves its process id, and raises what the attacker asks for.
 PLUGIN = """
 import os, pathlib, signal
+import pytest
 
 class Attack(Exception):
     pass
@@ -59,11 +60,14 @@ def attack(number, frame):
 def pytest_sessionstart(session):
     pathlib.Path({folder!r}, f"controller-{{os.getpid()}}").touch()
 
-def pytest_runtest_call(item):
-    signal.signal(signal.SIGUSR2, attack)
-
-def pytest_runtest_teardown(item):
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem):
+    # Not in pytest's own code around the case, which ends the whole run.
+    try:
+        signal.signal(signal.SIGUSR2, attack)
+        return (yield)
+    finally:
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 """
@@ -98,7 +102,7 @@ class Attacker(threading.Thread):
 
     def run(self) -> None:
         kinds = ["kill a rank", "stop a rank", "interrupt a controller", "interrupt a controller", "kill a worker"]
-        while not self._ended.wait(self._random.uniform(0.2, 2.0)):
+        while not self._ended.wait(self._random.uniform(0.5, 4.0)):
             kind = self._random.choices(kinds, weights=[4, 4, 4, 4, 1])[0]
             if self._attack(kind):
                 self.done[kind] += 1

@@ -41,6 +41,11 @@ class Verdict(enum.StrEnum):
         """Whether the case did not run because a capability or hardware is missing."""
         return self in (Verdict.UNMET, Verdict.UNSUPPORTED)
 
+    @property
+    def fails(self) -> bool:
+        """Whether the verdict fails the run."""
+        return self not in (Verdict.PASS, Verdict.EXPECTED_FAIL) and not self.is_skip
+
 
 _ORDER = {verdict: position for position, verdict in enumerate(Verdict)}
 

@@ -128,24 +128,48 @@ def pytest_runtest_makereport(
     """Attach the record of the case to the report, which also carries it from an xdist worker to the controller."""
     report = yield
     case = item if cases.is_case(item) else None
-    if case is not None and report.when == "call" and report.failed and _RECORD not in case.stash:
-        why = call.excinfo.exconly(tryshort=True) if call.excinfo is not None else "an unknown error"
-        case.stash[_RECORD] = cases.interrupted(case, case.config.stash[STATE].selection, why.splitlines()[0])
     made = item.stash.get(_RECORD, None)
-    if made is not None and report.when == "call":
-        if hasattr(report, "wasxfail"):
-            made.verdict = Verdict.EXPECTED_FAIL if report.skipped else Verdict.UNEXPECTED_PASS
-        terminal.fill_in(report, made)
-        # pytest serializes all attributes of a report for the controller, as long as they are plain values.
-        vars(report)["shardproof"] = made.as_json()
-    elif case is not None and report.when == "setup" and report.skipped:
+    if case is not None and _is_left_out(report, made):
         reason = call.excinfo.exconly(tryshort=True) if call.excinfo is not None else ""
         vars(report)["shardproof_left_out"] = {
             "id": cases.case_id(case),
             "implementation": cases.launch_of(case).implementation,
             "reason": reason,
         }
+    elif case is not None and report.when == "call" and (made is not None or report.failed):
+        made = case.stash[_RECORD] = _in_agreement(case, report, call, made)
+        terminal.fill_in(report, made)
+        # pytest serializes all attributes of a report for the controller, as long as they are plain values.
+        vars(report)["shardproof"] = made.as_json()
     return report
+
+
+def _is_left_out(report: pytest.TestReport, made: CaseRecord | None) -> bool:
+    """Whether pytest skipped a case, by a mark or another plugin, that the plugin did not skip itself."""
+    is_own = made is not None and (made.verdict.is_skip or made.verdict == Verdict.EXPECTED_FAIL)
+    return report.skipped and report.when in ("setup", "call") and not is_own and not hasattr(report, "wasxfail")
+
+
+def _in_agreement(
+    case: pytest.Function, report: pytest.TestReport, call: pytest.CallInfo[None], made: CaseRecord | None
+) -> CaseRecord:
+    """Return the record of a case whose call has ended, which never passes where pytest's report fails.
+
+    Args:
+        case: the case.
+        report: pytest's report of the call.
+        call: how the call ended.
+        made: the record; None if an exception kept the case from getting one.
+    """
+    if made is None or (report.failed and call.excinfo is not None and not made.verdict.fails):
+        # Raised in this process, by pytest-timeout or another plugin; perhaps after the ranks had answered.
+        why = call.excinfo.exconly(tryshort=True) if call.excinfo is not None else "an unknown error"
+        return cases.interrupted(case, case.config.stash[STATE].selection, why.splitlines()[0])
+    if hasattr(report, "wasxfail"):
+        made.verdict = Verdict.EXPECTED_FAIL if report.skipped else Verdict.UNEXPECTED_PASS
+    elif report.failed and call.excinfo is None:  # a strict xfail mark
+        made.verdict = Verdict.UNEXPECTED_PASS
+    return made
 
 
 @pytest.hookimpl(trylast=True)

@@ -300,6 +300,50 @@ def test_a_case_that_pytest_skips_is_named_and_does_not_make_the_run_incomplete(
     assert (left_out.id, left_out.reason) == ("test_inner.py::test_other[w2]", "Skipped: on a whim")
 
 
+RAISING = """
+import pytest
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem):
+    {before}
+    result = yield
+    {after}
+    return result
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "verdict"),
+    [
+        ("raise TimeoutError('too slow')", "", "harness-error"),
+        ("", "raise TimeoutError('too slow')", "harness-error"),
+        ("", "pytest.skip('too slow')", "left out"),
+        ("pytest.skip('too slow')", "", "left out"),
+    ],
+    ids=["before", "after", "skip-after", "skip-before"],
+)
+def test_a_record_never_passes_where_pytest_does_not(run, pytester, before, after, verdict):
+    """As when pytest-timeout raises after the ranks have answered and before the case has ended."""
+    pytester.path.joinpath("raising.py").write_text(RAISING.format(before=before, after=after))
+    pytester.syspathinsert()
+    run(PASSES, "--report", "run.json", "-p", "raising")
+    found = load_run(pytester.path / "run.json")
+    if verdict == "left out":
+        assert (found.cases, [case.reason for case in found.left_out]) == ((), ["Skipped: too slow"])
+    else:
+        (case,) = found.cases
+        assert case.verdict == verdict
+        assert "the pytest process stopped waiting for the case: TimeoutError: too slow" in case.failure.text
+
+
+@pytest.mark.parametrize(
+    ("strict", "code", "verdict"), [(True, 1, "unexpected-pass"), (False, 0, "unexpected-pass")], ids=str
+)
+def test_a_case_that_passes_against_an_xfail_mark(run, pytester, strict, code, verdict):
+    source = "import pytest\n" + PASSES.replace("@world", f"@pytest.mark.xfail(strict={strict})\n@world")
+    assert run(source, "--report", "run.json").ret == code
+    assert [str(case.verdict) for case in load_run(pytester.path / "run.json").cases] == [verdict]
+
+
 NOTHING_TO_ASK = """
 from shardproof.harness import Capability, needs, world
 @world(2)
