@@ -130,7 +130,7 @@ def pytest_runtest_makereport(
     case = item if cases.is_case(item) else None
     made = item.stash.get(_RECORD, None)
     if case is not None and _is_left_out(report, made):
-        reason = call.excinfo.exconly(tryshort=True) if call.excinfo is not None else ""
+        reason = str(call.excinfo.value) if call.excinfo is not None else ""
         vars(report)["shardproof_left_out"] = {
             "id": cases.case_id(case),
             "implementation": cases.launch_of(case).implementation,
@@ -145,9 +145,12 @@ def pytest_runtest_makereport(
 
 
 def _is_left_out(report: pytest.TestReport, made: CaseRecord | None) -> bool:
-    """Whether pytest skipped a case, by a mark or another plugin, that the plugin did not skip itself."""
-    is_own = made is not None and (made.verdict.is_skip or made.verdict == Verdict.EXPECTED_FAIL)
-    return report.skipped and report.when in ("setup", "call") and not is_own and not hasattr(report, "wasxfail")
+    """Whether pytest skipped a case, by a mark or another plugin, before or after the case ran."""
+    if not report.skipped or report.when == "teardown":
+        return False
+    if made is None or report.when == "setup":
+        return True
+    return made.verdict == Verdict.PASS and not hasattr(report, "wasxfail")
 
 
 def _in_agreement(

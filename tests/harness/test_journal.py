@@ -291,13 +291,19 @@ def test_a_run_file_that_cannot_be_completed_fails_the_run(run, pytester):
     assert len(left_by(pytester).cases) == 1
 
 
-def test_a_case_that_pytest_skips_is_named_and_does_not_make_the_run_incomplete(run, pytester):
-    source = (
-        "import pytest\n" + PASSES + "\n@pytest.mark.skip(reason='on a whim')\n@world(2)\ndef test_other(rank): pass"
-    )
+@pytest.mark.parametrize(
+    ("mark", "told"),
+    [
+        ("skip(reason='on a whim')", "on a whim"),
+        ("xfail(run=False, reason='on a whim')", "[NOTRUN] on a whim"),
+    ],
+    ids=["skip", "xfail"],
+)
+def test_a_case_that_pytest_skips_is_named_and_does_not_make_the_run_incomplete(run, pytester, mark, told):
+    source = "import pytest\n" + PASSES + f"\n@pytest.mark.{mark}\n@world(2)\ndef test_other(rank): pass"
     assert run(source, "--report", "run.json").ret == 0
     (left_out,) = load_run(pytester.path / "run.json").left_out
-    assert (left_out.id, left_out.reason) == ("test_inner.py::test_other[w2]", "Skipped: on a whim")
+    assert (left_out.id, left_out.reason) == ("test_inner.py::test_other[w2]", told)
 
 
 RAISING = """
@@ -328,7 +334,7 @@ def test_a_record_never_passes_where_pytest_does_not(run, pytester, before, afte
     run(PASSES, "--report", "run.json", "-p", "raising")
     found = load_run(pytester.path / "run.json")
     if verdict == "left out":
-        assert (found.cases, [case.reason for case in found.left_out]) == ((), ["Skipped: too slow"])
+        assert (found.cases, [case.reason for case in found.left_out]) == ((), ["too slow"])
     else:
         (case,) = found.cases
         assert case.verdict == verdict
