@@ -52,7 +52,8 @@ def read(path: Path) -> bytes:
 
 
 def _refuse_if_a_newer_run_is_incomplete(path: Path) -> None:
-    partial = path.with_name(path.name + PARTIAL)
+    path = path.resolve()  # a link's journal is beside the file that it leads to
+    partial = path.parent / (path.name + PARTIAL)
     try:
         started = partial.stat().st_mtime_ns
     except OSError:

@@ -12,7 +12,7 @@ from shardproof.reports.record import CaseRecord
 
 SUPPORTED_VERSIONS = (1, 2)
 
-_KILLED = "its process was killed before it could write the reason"
+_KILLED = "the run is under way, or its process ended before it could write the reason"
 
 
 class RunFileError(ValueError):

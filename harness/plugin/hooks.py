@@ -10,7 +10,6 @@ import pytest
 
 from shardproof.harness.findings.verdict import Verdict
 from shardproof.harness.plugin import cases, collection, exit_codes, marks, notices, options, terminal
-from shardproof.harness.plugin.journal import PARTIAL
 from shardproof.harness.plugin.records import CaseRecord
 from shardproof.harness.plugin.signals import EndingSignals
 from shardproof.harness.plugin.state import STATE, State
@@ -50,8 +49,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Restore the handlers of signals; close a run file that no session has finished."""
+    if STATE not in config.stash:  # another plugin's pytest_configure raised before this one's was called
+        return
     config.stash[_SIGNALS].restore()
-    config.stash[STATE].finish_journal(reason="pytest ended before it ran anything", exit_code=_UNKNOWN)
+    state = config.stash[STATE]
+    state.finish_journal(reason=state.interruption or "pytest ended before the run did", exit_code=_UNKNOWN)
 
 
 @pytest.fixture
@@ -225,11 +227,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
             counts = [f"{n} {verdict}" for verdict in Verdict if (n := state.progress.verdicts[name, verdict.value])]
             terminalreporter.write_line(f"{name}: {', '.join(counts) or 'no case'}")
     if state.journal is not None:
-        given = pathlib.Path(config.option.shardproof_report)
         if state.journal.partial.exists():
-            terminalreporter.write_line(f"incomplete run file: {given}{PARTIAL}")
+            terminalreporter.write_line(f"incomplete run file: {state.journal.partial}")
         else:
-            terminalreporter.write_line(f"run file: {given}")
+            terminalreporter.write_line(f"run file: {config.option.shardproof_report}")
 
 
 class _RunObserver:

@@ -109,6 +109,7 @@ class Journal:
         if self._cases >= 0:
             self._append("]\n")
         self._field("left_out", list(left_out))
+        before_the_end = self._written
         self._field(
             "end",
             {
@@ -127,6 +128,9 @@ class Journal:
             os.replace(self.partial, self.path)
         except (OSError, ValueError) as error:
             self.error = str(error)
+            # Without its end: it must not call itself complete.
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._descriptor, before_the_end)
             return False
         finally:
             os.close(self._descriptor)

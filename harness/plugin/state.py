@@ -23,6 +23,9 @@ _ERRORS = "shardproof_usage_errors"
 _PROBLEMS = "shardproof_problems"
 _FOLDER = "shardproof_folder"
 
+#: Options of pytest with which it runs no test.
+_WITHOUT_RUN = ("collectonly", "help", "version", "markers", "showfixtures", "show_fixtures_per_test")
+
 
 class State:
     """The plugin's state in one pytest process; its parts are made when they are first needed.
@@ -141,8 +144,9 @@ class State:
             pytest.UsageError: the run file cannot be written there, or an option is not valid.
         """
         path = self._config.option.shardproof_report
-        # --collect-only runs nothing, so there is nothing to report, and an earlier run file stays as it is.
-        if not path or self.is_worker or self._config.option.collectonly:
+        # What runs nothing has nothing to report, and an earlier run file stays as it is.
+        runs_nothing = any(getattr(self._config.option, name, False) for name in _WITHOUT_RUN)
+        if not path or self.is_worker or runs_nothing:
             return
         try:
             self.journal = Journal(pathlib.Path(path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import json
 import os
@@ -56,7 +57,7 @@ def test_every_record_is_on_the_disk_when_its_case_has_ended(tmp_path, name):
         journal.add(record(number))
         left = load_run(tmp_path / f"{name}.partial")
         assert [case.id for case in left.cases] == IDS[: number + 1]
-        assert left.incomplete == "its process was killed before it could write the reason"
+        assert left.incomplete == "the run is under way, or its process ended before it could write the reason"
     assert journal.finish(reason="", exit_code=0)
     assert os.listdir(tmp_path) == [name]
     run = load_run(tmp_path / name)
@@ -111,6 +112,9 @@ def test_a_link_is_followed(tmp_path):
     assert journal.finish(reason="", exit_code=0)
     assert (tmp_path / "latest.json").is_symlink()
     assert len(load_run(tmp_path / "runs/7.json").cases) == 2
+    begun(tmp_path / "latest.json").finish(reason="stopped", exit_code=2)
+    with pytest.raises(RunFileError, match=r"a newer run is incomplete; read 7.json.partial"):
+        load_run(tmp_path / "latest.json")
 
 
 def _socket(path):
@@ -163,6 +167,23 @@ def test_two_runs_do_not_write_one_file(tmp_path):
         Journal(tmp_path / "run.json")
     journal.add(record(0))
     assert load_run(tmp_path / "run.json.partial").cases, "the refused run has emptied nothing"
+
+
+def test_a_run_file_that_is_completed_while_another_run_opens_it_is_not_emptied(tmp_path, monkeypatch):
+    """Between its open and its lock, what was the journal becomes the run file."""
+    journal = begun(tmp_path / "run.json")
+    for number in range(2):
+        journal.add(record(number))
+    lock = fcntl.flock
+
+    def complete_then_lock(descriptor, how):
+        journal.finish(reason="", exit_code=0)
+        lock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", complete_then_lock)
+    with pytest.raises(ValueError, match=r"another run is writing"):
+        Journal(tmp_path / "run.json")
+    assert len(load_run(tmp_path / "run.json").cases) == 2
 
 
 @pytest.fixture
@@ -288,7 +309,8 @@ def test_a_run_file_that_cannot_be_completed_fails_the_run(run, pytester):
     result = run(PASSES, "--report", "run.json", "-p", "in_the_way")
     assert result.ret == exit_codes.INCOMPLETE
     result.stdout.fnmatch_lines(["ERROR: the run file could not be completed: --report *: this is a directory;*"])
-    assert len(left_by(pytester).cases) == 1
+    left = left_by(pytester)
+    assert len(left.cases) == 1 and left.incomplete
 
 
 @pytest.mark.parametrize(
@@ -432,9 +454,9 @@ def test_case(rank, n):
         (signal.SIGTERM, 0, "SIGTERM"),
         (signal.SIGHUP, 0, "SIGHUP"),
         (signal.SIGINT, 0, "interrupted by Ctrl-C"),
-        (signal.SIGKILL, 0, "its process was killed before it could write the reason"),
+        (signal.SIGKILL, 0, "the run is under way, or its process ended before it could write the reason"),
         (signal.SIGTERM, 2, "SIGTERM"),
-        (signal.SIGKILL, 2, "its process was killed before it could write the reason"),
+        (signal.SIGKILL, 2, "the run is under way, or its process ended before it could write the reason"),
     ],
 )
 def test_what_had_ended_when_the_run_was_ended_is_in_the_journal(tmp_path, number, workers, reason):
