@@ -86,7 +86,7 @@ SIGNS = (
 
 
 class Attacker(threading.Thread):
-    """Attacks the processes of a run until it is told to stop.
+    """Attacks the processes of a run until :meth:`end` is called.
 
     Args:
         process: the run.

@@ -9,18 +9,10 @@ from typing import Any
 MOST_BYTES = 1 << 18
 
 #: Characters of one string in the parameters of a case, such as the representation of an object.
-MOST_CHARACTERS = 1000
+MOST_OF_A_PARAMETER = 1000
 
 #: Fields that are emptied in this order until a record is small enough; a verdict does not depend on them.
 _DISPENSABLE = ("collectives", "distances", "losses", "parameters", "missing")
-
-
-def shorten(text: str) -> str:
-    """Cut the middle out of a long string."""
-    if len(text) <= MOST_CHARACTERS:
-        return text
-    half = MOST_CHARACTERS // 2
-    return f"{text[:half]} ... {len(text) - 2 * half} characters left out ... {text[-half:]}"
 
 
 def bounded(record: dict[str, Any]) -> dict[str, Any]:

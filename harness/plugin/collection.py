@@ -31,7 +31,7 @@ def check_and_filter(config: pytest.Config, items: list[pytest.Item]) -> None:
         pytest.UsageError: a case cannot run on ranks, or a file of known failures cannot be read. An xdist worker does
             not raise; it sends the errors to the controller.
     """
-    functions = [item for item in items if isinstance(item, pytest.Function) and cases.is_case(item)]
+    functions = [item for item in items if cases.is_case(item)]
     errors = [error for item in functions if (error := cases.usage_error(item))]
     state = config.stash[STATE]
     if functions:

@@ -239,7 +239,7 @@ class RunKnownFailures:
 
         errors = []
         self._collected = list(collected)
-        self._cases = [item for item in collected if isinstance(item, pytest.Function) and cases.is_case(item)]
+        self._cases = [item for item in collected if cases.is_case(item)]
         for folder, implementation in sorted({_key(item) for item in self._cases}):
             try:
                 entries = load(folder, implementation)

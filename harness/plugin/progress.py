@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+from shardproof.harness.findings.verdict import Verdict
 
 Selected = dict[str, list[str]]
 """The ids of the selected cases, by implementation."""
@@ -55,12 +57,7 @@ class Progress:
         """The number of selected cases."""
         return sum(map(len, self.selected.values()))
 
-    def asked_nothing(self, implementations: Iterable[str], *, skips: Sequence[str]) -> list[str]:
-        """Return the implementations on which no case ran.
-
-        Args:
-            implementations: the implementations of the run.
-            skips: the verdicts of cases that did not run.
-        """
-        ran = {name for (name, verdict), count in self.verdicts.items() if count and verdict not in skips}
+    def asked_nothing(self, implementations: Iterable[str]) -> list[str]:
+        """Return those of the implementations on which no case ran."""
+        ran = {name for (name, verdict), count in self.verdicts.items() if count and not Verdict(verdict).is_skip}
         return [name for name in implementations if name not in ran]

@@ -193,7 +193,7 @@ def _shared_traces(results: Sequence[Result]) -> list[dict[str, Any]]:
 
 def _shortened(value: Any) -> Any:
     plain = _plain(value)
-    return bounds.shorten(plain) if isinstance(plain, str) else plain
+    return bounded(plain, bounds.MOST_OF_A_PARAMETER) if isinstance(plain, str) else plain
 
 
 def _plain(value: Any) -> Any:

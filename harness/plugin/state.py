@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from shardproof.harness.findings.verdict import Verdict
 from shardproof.harness.plugin import cases, environment, selection
 from shardproof.harness.plugin.journal import Journal
 from shardproof.harness.plugin.known_failures import RunKnownFailures
@@ -161,9 +160,8 @@ class State:
 
     def select(self, items: list[pytest.Item]) -> None:
         """Note the cases that are to run; an xdist worker leaves their list for the controller."""
-        functions = [item for item in items if isinstance(item, pytest.Function) and cases.is_case(item)]
         selected: Selected = {}
-        for item in functions:
+        for item in filter(cases.is_case, items):
             selected.setdefault(cases.launch_of(item).implementation, []).append(cases.case_id(item))
         if self.is_worker:
             given = vars(self._config)["workerinput"]
@@ -233,8 +231,7 @@ class State:
 
     def asked_nothing(self) -> list[str]:
         """Return the implementations on which no case ran."""
-        skips = [verdict.value for verdict in Verdict if verdict.is_skip]
-        return self.progress.asked_nothing(self.selection.implementations, skips=skips)
+        return self.progress.asked_nothing(self.selection.implementations)
 
 
 STATE = pytest.StashKey[State]()

@@ -97,7 +97,7 @@ def test_an_incomplete_run_leaves_the_older_file_and_the_reader_refuses_it(tmp_p
     with pytest.raises(RunFileError, match=r"run.json: a newer run is incomplete; read run.json.partial, or delete it"):
         load_run(path)
     os.utime(path, (time.time() + 60,) * 2)
-    assert not load_run(path).incomplete, "what is older says nothing about the file"
+    assert not load_run(path).incomplete, "an older journal does not affect the file"
     path.unlink()
     with pytest.raises(RunFileError, match=r"there is no such file, but an incomplete run has left run.json.partial"):
         load_run(path)
