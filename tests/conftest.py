@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import pathlib
+import tempfile
 import zlib
 from collections.abc import Iterator
 
@@ -21,6 +22,13 @@ def plain_output(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CI", "BUILD_NUMBER", "PYTEST_ADDOPTS", "FORCE_COLOR", "PY_COLORS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("COLUMNS", "80")
+
+
+@pytest.fixture
+def short_tmp() -> Iterator[pathlib.Path]:
+    """A folder that an inner run can have for TMPDIR: the path of a socket in it fits into the system's 108 bytes."""
+    with tempfile.TemporaryDirectory(prefix="sp-", dir="/tmp") as folder:
+        yield pathlib.Path(folder)
 
 
 @pytest.fixture(autouse=True)

@@ -67,10 +67,9 @@ def test_case(rank, how):
 FULL = "no space is left in {folder}; free some, or set TMPDIR to a directory with space\n"
 
 
-def test_a_full_temporary_directory_is_not_the_fault_of_the_implementation(tmp_path):
+def test_a_full_temporary_directory_is_not_the_fault_of_the_implementation(tmp_path, short_tmp):
     """On a file system of its own; the second case fills it for good."""
-    folder = tmp_path / "s"
-    folder.mkdir()
+    folder = short_tmp
     unshare = ["unshare", "--mount", "--map-root-user", "sh", "-c"]
     mount = f"mount -t tmpfs -o size=3m none {folder}"
     if subprocess.run([*unshare, mount], check=False, capture_output=True).returncode:

@@ -143,11 +143,11 @@ def test_a_stopped_or_killed_forkserver_costs_one_case(pytester, run):
 
 
 @pytest.fixture
-def stopped_holder(tmp_path, monkeypatch):
+def stopped_holder(short_tmp, monkeypatch):
     """A stopped process that holds all cores of the inner run, whose leases are its own."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(short_tmp))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    directory = tmp_path / f"shardproof-leases-{os.getuid()}"
+    directory = short_tmp / f"shardproof-leases-{os.getuid()}"
     ready = PROCESSES.Event()
 
     def hold():
