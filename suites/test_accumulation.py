@@ -9,7 +9,7 @@ import pytest
 from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.adapters.base import Accumulation
 from shardproof.harness.parity import Pair, Rank
-from shardproof.harness.plugin.axes import RESHARD
+from shardproof.harness.plugin.axes import RESHARD_CHOICES, RESHARD_EXPLICIT
 
 DIM = 9
 DEPTH = 3
@@ -30,8 +30,8 @@ OFFLOADED = needs(Capability.OFFLOAD, Capability.PAGEABLE_OFFLOAD)
 RESHARD_AND_OFFLOAD = pytest.mark.parametrize(
     ("reshard_after_forward", "offload"),
     [
-        *(pytest.param(*item.values, None, marks=item.marks) for item in RESHARD),
-        pytest.param(True, "pageable", marks=[*RESHARD[0].marks, OFFLOADED]),
+        *(pytest.param(*item.values, None, marks=item.marks) for item in RESHARD_EXPLICIT),
+        pytest.param(True, "pageable", marks=[*RESHARD_CHOICES[0].marks, OFFLOADED]),
     ],
 )
 COUNTED = needs(Capability.DEFERRED_REDUCTION, Capability.COUNTED_UNITS)
@@ -44,7 +44,7 @@ def reductions(waiting: str | tuple[str, ...]) -> int:
     return UNITS + (UNITS - number) * (MICROBATCHES - 1)
 
 
-def gathers_of(reshard_after_forward: bool | int) -> dict[str, int]:
+def gathers_of(reshard_after_forward: bool | int | None) -> dict[str, int]:
     """Gathers in forward and in backward, if units are freed after each backward."""
     again = 0 if reshard_after_forward is False else UNITS * MICROBATCHES
     return {"forward": UNITS * MICROBATCHES, "backward": again}

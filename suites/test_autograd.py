@@ -18,7 +18,7 @@ from shardproof.harness.plugin.axes import RESHARD
 @world(2, 4)
 @needs(Capability.UNUSED_OUTPUT)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
-def test_unused_output_keeps_other_gradients(rank: Rank, reshard_after_forward: bool | int) -> None:
+def test_unused_output_keeps_other_gradients(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """A forward output that the loss ignores must not stop the other gradients.
 
     Gradients are zeroed after even steps and forgotten after odd ones: the unused head then has a
@@ -41,7 +41,7 @@ def test_unused_output_keeps_other_gradients(rank: Rank, reshard_after_forward: 
 @world(2, 4)
 @needs(Capability.UNUSED_MODULE)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
-def test_unused_module_gets_no_gradient(rank: Rank, reshard_after_forward: bool | int) -> None:
+def test_unused_module_gets_no_gradient(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """A unit that never ran has no gradient, does not move, and leaves the others alone."""
     pair = rank.pair(
         models.SkippedModule(dim=25),

@@ -15,7 +15,7 @@ UNITS = DEPTH + 1  # the root has parameters of its own
 @contract("COLLECTIVES-1", "COLLECTIVES-2")
 @world(2, 4)
 @needs(Capability.COUNTED_UNITS)
-@pytest.mark.parametrize("reshard_after_forward", [None, *RESHARD_ROOT])
+@pytest.mark.parametrize("reshard_after_forward", RESHARD_ROOT)
 def test_counts_and_bytes(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """Each unit is gathered once in forward, again in backward if it was freed, and reduced once."""
     model = models.Tower(dim=9, depth=DEPTH)

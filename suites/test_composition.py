@@ -49,7 +49,7 @@ SHAPES = pytest.mark.parametrize(
 @pytest.mark.parametrize("reshard_after_forward", [False, True])
 @RECOMPUTES
 @pytest.mark.parametrize("dim", [3, 16, 17])
-def test_two_dimensions(rank: Rank, dim: int, recomputes: bool, reshard_after_forward: bool) -> None:
+def test_two_dimensions(rank: Rank, dim: int, recomputes: bool, reshard_after_forward: bool | None) -> None:
     """What tensor parallelism has cut is sharded again, and trains as DDP over the data-parallel ranks does."""
     mesh = rank.mesh((2, 2), ("dp", "tp"))
     train(rank, mesh, dim=dim, recomputes=recomputes, reshard_after_forward=reshard_after_forward)
@@ -61,7 +61,7 @@ def test_two_dimensions(rank: Rank, dim: int, recomputes: bool, reshard_after_fo
 @pytest.mark.parametrize("reshard_after_forward", [False, True])
 @RECOMPUTES
 @pytest.mark.parametrize("dim", [3, 16, 17])
-def test_part_of_a_larger_mesh(rank: Rank, dim: int, recomputes: bool, reshard_after_forward: bool) -> None:
+def test_part_of_a_larger_mesh(rank: Rank, dim: int, recomputes: bool, reshard_after_forward: bool | None) -> None:
     """The same within a mesh that has further dimensions: one stage of a pipeline, or on eight ranks two."""
     mesh = rank.mesh((rank.world_size // 4, 2, 2), ("pp", "dp", "tp"))
     train(rank, mesh, dim=dim, recomputes=recomputes, reshard_after_forward=reshard_after_forward)

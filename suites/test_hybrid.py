@@ -11,7 +11,7 @@ from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.adapters.base import Accumulation
 from shardproof.harness.models.recomputation import recompute
 from shardproof.harness.parity import Rank
-from shardproof.harness.plugin.axes import RESHARD
+from shardproof.harness.plugin.axes import RESHARD_CHOICES
 
 NAMES = ("replicate", "shard")
 DEFERRED = needs(Capability.DEFERRED_REDUCTION)
@@ -30,7 +30,7 @@ pytestmark = needs(Capability.HYBRID)
 @pytest.mark.parametrize("recomputes", [False, pytest.param(True, marks=needs(Capability.RECOMPUTATION))])
 @pytest.mark.parametrize("dim", [3, 16, 17])
 @pytest.mark.parametrize("waits", [pytest.param(True, marks=DEFERRED), False])
-def test_replicas(rank: Rank, waits: bool, dim: int, recomputes: bool, reshard_after_forward: bool) -> None:
+def test_replicas(rank: Rank, waits: bool, dim: int, recomputes: bool, reshard_after_forward: bool | None) -> None:
     """Replicas train as DDP over all ranks, whether they reduce each microbatch or their sum."""
     model = models.NormedStack(dim)
     microbatches = 3
@@ -55,7 +55,7 @@ def test_replicas(rank: Rank, waits: bool, dim: int, recomputes: bool, reshard_a
 @pytest.mark.parametrize("reshard_after_forward", [False, True])
 @pytest.mark.parametrize("dim", [3, 17])
 @pytest.mark.parametrize("shape", [(2, 4), (4, 2)], ids=["2x4", "4x2"])
-def test_replicas_of_eight(rank: Rank, shape: tuple[int, int], dim: int, reshard_after_forward: bool) -> None:
+def test_replicas_of_eight(rank: Rank, shape: tuple[int, int], dim: int, reshard_after_forward: bool | None) -> None:
     """The same where there are not as many replicas as shards, so that one cannot stand for the other."""
     model = models.NormedStack(dim)
     pair = rank.pair(
@@ -75,7 +75,7 @@ def test_replicas_of_eight(rank: Rank, shape: tuple[int, int], dim: int, reshard
 @SHAPES
 @pytest.mark.parametrize(
     "reshard_after_forward",
-    [None, pytest.param(True, marks=[*RESHARD[0].marks, needs(Capability.ROOT_RESHARD)]), RESHARD[1]],
+    [None, pytest.param(True, marks=[*RESHARD_CHOICES[0].marks, needs(Capability.ROOT_RESHARD)]), RESHARD_CHOICES[1]],
 )
 def test_counts(rank: Rank, reshard_after_forward: Any, shape: tuple[int, int]) -> None:
     """Each unit is gathered and reduced within its replica, unless that is one rank, and then over the replicas."""

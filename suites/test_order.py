@@ -16,7 +16,7 @@ pytestmark = needs(Capability.ORDER_VALIDATION)
 
 DIM = 5
 UNITS = [["first"], ["second"]]
-STRATEGIES = pytest.mark.parametrize("reshard_after_forward", RESHARD[:2])
+STRATEGIES = pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
 PARAMETERS = pytest.mark.parametrize(
     "flat_parameters",
     [
@@ -37,7 +37,7 @@ SMALL = 512
 @world(2, 4, debug_level="DETAIL")
 @STRATEGIES
 @PARAMETERS
-def test_ranks_differ_in_the_first_iteration(rank: Rank, flat_parameters: bool, reshard_after_forward: bool) -> None:
+def test_ranks_differ_in_the_first_iteration(rank: Rank, flat_parameters: bool, reshard_after_forward: bool | None) -> None:
     """Every rank raises, with the names of what two ranks run, before either is gathered.
 
     All of them or none: what compares is a collective of all ranks, and a rank that went on alone would wait for the
@@ -60,7 +60,7 @@ def test_ranks_differ_in_the_first_iteration(rank: Rank, flat_parameters: bool, 
 @STRATEGIES
 @PARAMETERS
 @pytest.mark.parametrize("before", [1, 3])
-def test_a_later_iteration_differs(rank: Rank, before: int, flat_parameters: bool, reshard_after_forward: bool) -> None:
+def test_a_later_iteration_differs(rank: Rank, before: int, flat_parameters: bool, reshard_after_forward: bool | None) -> None:
     """Ranks that leave the order of their first iteration are warned once; the others and later iterations are not.
 
     Nothing is compared across ranks any more, and both paths have collectives of the same sizes, so that no rank is
@@ -89,7 +89,7 @@ def test_a_later_iteration_differs(rank: Rank, before: int, flat_parameters: boo
 @world(2, 4, debug_level="DETAIL")
 @STRATEGIES
 @PARAMETERS
-def test_evaluation_is_not_compared(rank: Rank, flat_parameters: bool, reshard_after_forward: bool) -> None:
+def test_evaluation_is_not_compared(rank: Rank, flat_parameters: bool, reshard_after_forward: bool | None) -> None:
     """Forwards in eval mode, on either path, neither warn nor count as an iteration."""
     run, model = make(rank, reshard_after_forward=reshard_after_forward, flat_parameters=flat_parameters)
 
@@ -132,7 +132,7 @@ def test_comparing_costs_the_first_iteration_alone(
         assert sum(counts.values()) == len(pair.units) + len(extra), counts
 
 
-def make(rank: Rank, **options: bool) -> tuple[Run, models.TwoPaths]:
+def make(rank: Rank, **options: bool | None) -> tuple[Run, models.TwoPaths]:
     """A model whose ranks may take different paths."""
     model = models.TwoPaths(dim=DIM)
     run = rank.run(model, units=UNITS, **options)

@@ -19,7 +19,7 @@ MEANS = pytest.mark.parametrize("means", ["hooks", "call", "wrapper", "reentrant
 @world(2)
 @needs(Capability.RECOMPUTATION, Capability.RECOMPUTES_GATHERED, Capability.COUNTED_UNITS, Capability.ROOT_RESHARD)
 @MEANS
-@pytest.mark.parametrize("reshard_after_forward", [None, *RESHARD])
+@pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_recomputed_units(rank: Rank, reshard_after_forward: Any, means: Means) -> None:
     """Recomputed units train as DDP does without recomputation, and are gathered as often as if nothing recomputed.
 

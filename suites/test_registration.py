@@ -22,7 +22,7 @@ UNITS = pytest.mark.parametrize("units", [[], [["layers.0"], ["layers.1"]]], ids
 @UNITS
 @pytest.mark.parametrize(
     ("dim", "reshard_after_forward"),
-    [(8, None), *with_first(8, RESHARD), *with_first(5, RESHARD_UNEVEN)],
+    [*with_first(8, RESHARD), *with_first(5, RESHARD_UNEVEN)],
 )
 def test_after_forward(rank: Rank, dim: int, units: list[list[str]], reshard_after_forward: bool | int | None) -> None:
     """After forward a unit shows shards if it reshards, gathered parameters otherwise; values never change.
@@ -51,7 +51,7 @@ def test_after_forward(rank: Rank, dim: int, units: list[list[str]], reshard_aft
 @contract("REGISTRATION-2")
 @UNITS
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
-def test_after_backward(rank: Rank, units: list[list[str]], reshard_after_forward: bool | int) -> None:
+def test_after_backward(rank: Rank, units: list[list[str]], reshard_after_forward: bool | int | None) -> None:
     """After backward every unit shows shards, whatever it did after forward."""
     model = models.Tower(dim=5, depth=2)
     original = copy.deepcopy(model).to(rank.device)

@@ -17,7 +17,7 @@ from shardproof.harness.parity import Rank
 @needs(Capability.TIED_PARAMETERS, Capability.RESHARD_AFTER_FORWARD)
 @pytest.mark.parametrize("reshard_after_forward", [False, True])
 @pytest.mark.parametrize("recomputes", [False, pytest.param(True, marks=needs(Capability.RECOMPUTATION))])
-def test_tied_embedding(rank: Rank, recomputes: bool, reshard_after_forward: bool) -> None:
+def test_tied_embedding(rank: Rank, recomputes: bool, reshard_after_forward: bool | None) -> None:
     """An output projection that is the embedding sums both gradients and is sharded, and moved, once."""
     config = models.TransformerConfig(layers=3, vocabulary=4 * rank.world_size + 1, is_tied=True)
     model = models.Transformer(config)

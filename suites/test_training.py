@@ -31,7 +31,7 @@ def test_single_unit(rank: Rank, shapes: tuple[tuple[int, int], tuple[int, int]]
 @world(2, 4)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 @pytest.mark.parametrize("delays", DELAYED)
-def test_many_units(rank: Rank, delays: tuple[str, ...], reshard_after_forward: bool | int) -> None:
+def test_many_units(rank: Rank, delays: tuple[str, ...], reshard_after_forward: bool | int | None) -> None:
     """A transformer of several units trains as DDP does, also when streams run at other speeds."""
     config = models.TransformerConfig(layers=3, vocabulary=61, length=16, heads=4)
     model = models.Transformer(config)
@@ -51,7 +51,7 @@ def test_many_units(rank: Rank, delays: tuple[str, ...], reshard_after_forward: 
 @contract("TRAINING-2")
 @world(8)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD_TO_PARTS)
-def test_many_units_on_eight_ranks(rank: Rank, reshard_after_forward: bool | int) -> None:
+def test_many_units_on_eight_ranks(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """The same on more ranks, where groups of two and of four are both less than all."""
     model = models.Transformer()
     pair = rank.pair(model, units=model.units(), reshard_after_forward=reshard_after_forward)
@@ -76,7 +76,7 @@ def test_unit_called_directly(rank: Rank) -> None:
 @world(2, 4)
 @needs(Capability.MULTIPLE_FORWARD)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
-def test_unit_called_twice(rank: Rank, reshard_after_forward: bool | int) -> None:
+def test_unit_called_twice(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """A unit that runs twice in a forward sums both contributions and is reduced with both."""
     pair = rank.pair(models.ReusedInner(dim=5), units=[["inner"]], reshard_after_forward=reshard_after_forward)
     for step in range(3):
@@ -120,7 +120,7 @@ def test_unit_of_several_modules(rank: Rank) -> None:
 @contract("TRAINING-8")
 @world(2, 4)
 @needs(Capability.FORWARD_METHOD)
-@pytest.mark.parametrize("reshard_after_forward", [None, *RESHARD[:2]])
+@pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
 def test_other_forward_methods(rank: Rank, reshard_after_forward: bool | None) -> None:
     """A registered method, called by a parent instead of forward, gathers, frees and trains as forward does."""
     pair = rank.pair(
@@ -153,7 +153,7 @@ def test_inputs_move_to_device(rank: Rank) -> None:
 
 @contract("TRAINING-9")
 @world(2)
-@pytest.mark.parametrize("reshard_after_forward", [None, *RESHARD[:2]])
+@pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
 def test_root_without_inputs(rank: Rank, reshard_after_forward: bool | None) -> None:
     """A root whose forward takes nothing trains as any other."""
     pair = rank.pair(models.NoInputs(dim=5), baseline="replicated", reshard_after_forward=reshard_after_forward)

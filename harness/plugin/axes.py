@@ -13,26 +13,29 @@ from shardproof.harness.plugin.marks import needs
 
 _CHOOSES = needs(Capability.RESHARD_AFTER_FORWARD)
 
-#: What happens to gathered parameters after forward: freed, kept, or resharded to groups of two.
-RESHARD = [
-    pytest.param(True, marks=_CHOOSES),
-    pytest.param(False, marks=_CHOOSES),
-    pytest.param(2, marks=needs(Capability.RESHARD_TO_SIZE)),
-]
+#: What happens to gathered parameters after forward, as chosen: freed, or kept.
+RESHARD_CHOICES = [pytest.param(True, marks=_CHOOSES), pytest.param(False, marks=_CHOOSES)]
+
+#: The same with resharding to groups of two.
+RESHARD_EXPLICIT = [*RESHARD_CHOICES, pytest.param(2, marks=needs(Capability.RESHARD_TO_SIZE))]
+
+#: The same with the implementation's own default, so that a case runs for implementations without a choice.
+RESHARD = [pytest.param(None), *RESHARD_EXPLICIT]
 
 #: The same for worlds of more than four ranks, in which groups of four are possible as well.
 RESHARD_TO_PARTS = [*RESHARD, pytest.param(4, marks=needs(Capability.RESHARD_TO_SIZE))]
 
 #: The same for cases that observe whether the root's own unit is freed.
 RESHARD_ROOT = [
+    pytest.param(None),
     pytest.param(True, marks=needs(Capability.RESHARD_AFTER_FORWARD, Capability.ROOT_RESHARD)),
-    RESHARD[1],
+    RESHARD_CHOICES[1],
     pytest.param(2, marks=needs(Capability.RESHARD_TO_SIZE, Capability.ROOT_RESHARD)),
 ]
 
-#: The same for cases with sizes that the groups do not divide, where ``parameters()`` is checked after forward.
+#: The choices for cases with sizes that the groups do not divide, where ``parameters()`` is checked after forward.
 RESHARD_UNEVEN = [
-    *RESHARD[:2],
+    *RESHARD_CHOICES,
     pytest.param(2, marks=needs(Capability.RESHARD_TO_SIZE, Capability.RESHARD_TO_SIZE_UNEVEN)),
 ]
 
