@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.traits import Traits as Traits
@@ -163,6 +164,10 @@ class Config:
         return tuple(self.mesh.mesh.flatten().tolist())
 
 
+Cut = Callable[[torch.Tensor], torch.Tensor]
+"""Takes a full tensor of any dtype and returns the elements that this rank holds."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Piece:
     """The part of one named tensor that one rank holds.
@@ -178,12 +183,24 @@ class Piece:
     """
 
     tensor: torch.Tensor
-    cut: Callable[[torch.Tensor], torch.Tensor]
+    cut: Cut
 
 
 def whole(tensor: torch.Tensor) -> Piece:
     """Return the piece of a rank that holds the full tensor."""
     return Piece(tensor, lambda full: full)
+
+
+def state_pieces(state: Mapping[str, Any], cut: Cut) -> dict[str, Piece]:
+    """Return the pieces of one parameter's optimizer state.
+
+    Args:
+        state: from keys to values; values that are no tensors are left out. A DTensor stands for its local shard.
+        cut: the cut of the parameter, which is that of every tensor with dimensions.
+    """
+    tensors = {key: value for key, value in sorted(state.items()) if isinstance(value, torch.Tensor)}
+    local = {key: value.to_local() if isinstance(value, DTensor) else value for key, value in tensors.items()}
+    return {key: Piece(value, cut) if value.ndim else whole(value) for key, value in local.items()}
 
 
 class Adapter(ABC):
@@ -197,16 +214,19 @@ class Adapter(ABC):
                 output = adapter.forward(...)
                 adapter.backward(loss)
         adapter.gradients()
-        adapter.clip()              # these three calls only with config.clip and traits.clips == "call"
-        adapter.norm_value(...)
+        adapter.clip()              # these two calls only with config.clip and traits.clips == "call"
         adapter.gradients()
         adapter.step()
         adapter.norm_after_step()   # only with config.clip and traits.clips == "step"
         adapter.parameters()
+        adapter.optimizer_state()
         adapter.zero_grad(...)
 
     The trace records the collectives of ``forward``, ``backward``, ``clip`` and ``step``. The other methods may
     communicate where their description allows it, and those collectives are not counted.
+
+    ``gradients``, ``parameters`` and ``optimizer_state`` only read: they return the tensors where they lie, and neither
+    gather nor reshard nor wait for a device. An adapter that cannot do so sets ``traits.reads`` to "gathering".
 
     Cases call a method whose docstring names a capability only if :meth:`capabilities` contains it. An adapter that
     declares the capability overrides the method, unless the default fits.
@@ -301,14 +321,15 @@ class Adapter(ABC):
         """
         return self.module.get_submodule(name)
 
-    def forward(self, *args: Any, submodule: str = "") -> Any:
+    def forward(self, *args: Any, submodule: str = "", **kwargs: Any) -> Any:
         """Run the forward of the root or of one submodule, and return its output.
 
         Args:
             args: the positional arguments of the forward.
             submodule: the name of the module in the original model; "" is the root.
+            kwargs: the keyword arguments of the forward.
         """
-        return self.submodule(submodule)(*args)
+        return self.submodule(submodule)(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Run backward from the loss of one microbatch.
@@ -336,6 +357,8 @@ class Adapter(ABC):
 
     def norm_value(self, norm: torch.Tensor) -> torch.Tensor:
         """Return the total norm as a plain scalar tensor, equal on all ranks. May communicate.
+
+        Called when the step is compared, which may be some steps later.
 
         Args:
             norm: what :meth:`clip` returned, for example a DTensor that is still to be reduced.
@@ -365,24 +388,46 @@ class Adapter(ABC):
 
     @abstractmethod
     def gradients(self) -> dict[str, Piece | None]:
-        """Return what this rank holds of each gradient. May communicate; must not change the training.
+        """Return what this rank holds of each gradient, where it lies.
 
         Called after the last backward, and again after :meth:`clip`. The harness copies the tensors at once.
 
         Returns:
-            By parameter name of the original model, a piece on the mesh's device; None for a parameter without a
-            gradient.
+            By parameter name of the original model, a piece on the mesh's device, or on the CPU with
+            ``config.offload``; None for a parameter without a gradient.
         """
 
     @abstractmethod
     def parameters(self) -> dict[str, Piece]:
-        """Return what this rank holds of each parameter. May communicate; must not change the training.
+        """Return what this rank holds of each parameter, where it lies.
 
         Called after the optimizer step. The harness copies the tensors at once.
 
         Returns:
-            By parameter name of the original model, a piece on the mesh's device.
+            By parameter name of the original model, a piece on the mesh's device, or on the CPU with
+            ``config.offload``.
         """
+
+    def held_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the tensors that the optimizer updates, by parameter names of the original model."""
+        return self.named_parameters()
+
+    def optimizer_state(self) -> dict[str, dict[str, Piece]] | None:
+        """Return what this rank holds of each parameter's optimizer state, where it lies.
+
+        Called after the optimizer step. The default reads ``optimizer.state`` of :meth:`held_parameters`; a tensor of
+        state lies as its parameter does, and a scalar is whole on every rank.
+
+        Returns:
+            By parameter name of the original model and by key of the state, a piece; None if the state cannot be read.
+        """
+        if self.optimizer is None:
+            return None
+        pieces, state = self.parameters(), self.optimizer.state
+        return {
+            name: state_pieces(state.get(parameter, {}), pieces[name].cut)
+            for name, parameter in self.held_parameters().items()
+        }
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Return the registered parameters, sharded or gathered, by their names in the original model."""

@@ -63,6 +63,7 @@ class DeepSpeedZero3Adapter(Adapter):
 
     name = "deepspeed.zero3"
     traits = Traits(
+        reads="gathering",
         # "gathered": while the engine is made, each parameter is gathered to find the place of its gradient in the
         # autograd graph.
         held_from_start=frozenset({"master", "gradients", "gathered"}),

@@ -18,9 +18,11 @@ from shardproof.harness.adapters.base import (
     Accumulation,
     Adapter,
     Config,
+    Cut,
     OptimizerFactory,
     Piece,
     inner_first,
+    original_name,
     whole,
 )
 from shardproof.harness.adapters.capability import Capability
@@ -73,17 +75,31 @@ def _chunk(full: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, dim: int) -> tor
     return chunks[index] if index < len(chunks) else full.narrow(dim, 0, 0)
 
 
-def piece_of(tensor: torch.Tensor, device: torch.device | None = None) -> Piece:
-    """Return what this rank holds of a parameter or a gradient.
+def piece_of(tensor: torch.Tensor) -> Piece:
+    """Return what this rank holds of a parameter or a gradient, cut by the placements that the tensor itself has.
 
     Args:
         tensor: a DTensor, or a plain tensor that this rank holds in full.
-        device: where the shard of a DTensor is moved; None leaves it where it is.
     """
     if not isinstance(tensor, DTensor):
         return whole(tensor)
     cut = functools.partial(cut_like, mesh=tensor.device_mesh, placements=tuple(tensor.placements))
-    return Piece(tensor.to_local().to(device), cut)
+    return Piece(tensor.to_local(), cut)
+
+
+def cut_of_share(full: torch.Tensor, *, cut: Cut, mesh: DeviceMesh) -> torch.Tensor:
+    """Cut a full tensor to this rank's share under per-parameter sharding.
+
+    The share is the rank's chunk, by ``torch.chunk`` along dimension 0, of what tensor parallelism has left. It follows
+    from the documentation of ``fully_shard`` and not from the placements of any tensor, so that a parameter that is
+    replicated by mistake does not count as sharded.
+
+    Args:
+        full: a tensor of the full shape.
+        cut: cuts a full tensor to the part that tensor parallelism left, before sharding.
+        mesh: the data-parallel mesh; the parameters are divided over its last dimension.
+    """
+    return _chunk(cut(full), mesh, mesh.ndim - 1, 0)
 
 
 class DTensorAdapter(Adapter):
@@ -112,6 +128,10 @@ class DTensorAdapter(Adapter):
         super().__init__(model, optimizer=optimizer, config=config)
         assert not (config.flat_parameters or config.sync_states), "fully_shard has no such option"
         # Looked up before anything is sharded: sharding changes the class of a module, although not its name.
+        cuts = {original_name(name): piece_of(value.detach()).cut for name, value in model.named_parameters()}
+        self._cuts: dict[str, Cut] = {
+            name: functools.partial(cut_of_share, cut=cut, mesh=config.mesh) for name, cut in cuts.items()
+        }
         groups = [[model.get_submodule(name) for name in unit] for unit in inner_first(config.units)]
         options: dict[str, Any] = {"mesh": config.mesh, "reshard_after_forward": config.reshard_after_forward}
         if config.offload:
@@ -120,6 +140,7 @@ class DTensorAdapter(Adapter):
             type(self).fully_shard(modules if len(modules) > 1 else modules[0], **options)
         type(self).fully_shard(model, **options)
         self.module = model if config.cast is None else model.to(config.cast)
+        self._held = self.named_parameters()
         self.optimizer = optimizer(model.parameters()) if optimizer else None
 
     @contextlib.contextmanager
@@ -141,21 +162,28 @@ class DTensorAdapter(Adapter):
             root.set_is_last_backward(is_last)
 
     def gradients(self) -> dict[str, Piece | None]:
-        """Return the local shards of the gradients, after a reshard if parameters are gathered."""
+        """Return the local shards of the gradients, where the optimizer finds them."""
         return {
-            name: None if parameter.grad is None else piece_of(parameter.grad, self._device)
-            for name, parameter in self._sharded_parameters().items()
+            name: None if parameter.grad is None else self._share(name, parameter.grad)
+            for name, parameter in self._held.items()
         }
 
     def parameters(self) -> dict[str, Piece]:
-        """Return the local shards of the parameters, after a reshard if parameters are gathered."""
-        return {
-            name: piece_of(parameter.detach(), self._device) for name, parameter in self._sharded_parameters().items()
-        }
+        """Return the local shards of the parameters, where the optimizer updates them."""
+        return {name: self._share(name, parameter.detach()) for name, parameter in self._held.items()}
+
+    def held_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the sharded parameters as they were registered when the optimizer was made.
+
+        They are these objects for as long as the model lives: forward and backward register others in their place.
+        """
+        return self._held
+
+    def _share(self, name: str, tensor: torch.Tensor) -> Piece:
+        return Piece(tensor.to_local() if isinstance(tensor, DTensor) else tensor, self._cuts[name])
 
     def own_gradients(self, names: Sequence[str]) -> list[torch.Tensor]:
-        named = self._sharded_parameters()
-        gradients = [gradient for name in names if (gradient := named[name].grad) is not None]
+        gradients = [gradient for name in names if (gradient := self._held[name].grad) is not None]
         return [one.to_local() if isinstance(one, DTensor) else one for one in gradients]
 
     def registered(self) -> dict[str, Piece]:
@@ -192,21 +220,3 @@ class DTensorAdapter(Adapter):
 
     def _sharded_modules(self) -> list[Any]:
         return [module for module in self.module.modules() if callable(getattr(module, "reshard", None))]
-
-    @property
-    def _device(self) -> torch.device | None:
-        """The device on which pieces are compared, or None if it is that of the shards."""
-        if not self.config.offload or self.config.mesh.device_type == "cpu":
-            return None
-        return torch.device(self.config.mesh.device_type, torch.accelerator.current_device_index())
-
-    def _sharded_parameters(self) -> dict[str, nn.Parameter]:
-        """Return the sharded parameters, after a reshard if gathered ones are registered.
-
-        After a forward that did not reshard, the sharded parameters still hold ``.grad`` and the values that the
-        optimizer updates. Resharding frees only the gathered copies. The next forward gathers them again, which it
-        does anyway once the step has changed the parameters.
-        """
-        if any(self.gathered().values()):
-            self.reshard()
-        return self.named_parameters()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -20,17 +20,18 @@ from shardproof.harness.adapters.base import (
     Traits,
     Units,
     inner_first,
+    whole,
 )
 from shardproof.harness.adapters.capability import Capability
-from shardproof.harness.adapters.dtensor import piece_of
-from shardproof.harness.adapters.flat_layout import FlatLayout, flat_units
+from shardproof.harness.adapters.flat_layout import FlatLayout, Place, flat_units
 
 #: The prefix that a wrapper adds to the names of everything inside the wrapped module.
 _WRAPPED = "_fsdp_wrapped_module."
 
-#: With ``use_orig_params=True``, each parameter starts at a multiple of 16 bytes in its flat parameter. Counted in
-#: elements, the padding is largest for a dtype of 2 bytes.
-_ALIGNMENT = 8
+#: With ``use_orig_params=True``, each parameter starts at a multiple of 16 bytes in its flat parameter.
+_ALIGNMENT_BYTES = 16
+#: Counted in elements, the padding is largest for a dtype of 2 bytes.
+_MOST_ALIGNMENT = 8
 
 CAPABILITIES = frozenset(
     {
@@ -66,7 +67,7 @@ CAPABILITIES = frozenset(
 
 def share_of_flat(shape: torch.Size, size: int) -> int:
     """Return a rank's share, in elements, of what one parameter adds to the flat parameter, alignment included."""
-    return math.ceil((math.prod(shape) + _ALIGNMENT - 1) / size)
+    return math.ceil((math.prod(shape) + _MOST_ALIGNMENT - 1) / size)
 
 
 class FlatAdapter(Adapter):
@@ -101,7 +102,9 @@ class FlatAdapter(Adapter):
             "parameters that are freed after forward are freed after backward too"
         )
         names = _names(config.units)
-        self._units = flat_units(model, [*names, ""])
+        itemsize = next(model.parameters()).element_size()
+        alignment = 1 if config.flat_parameters else _ALIGNMENT_BYTES // itemsize
+        self._units = flat_units(model, [*names, ""], alignment=alignment)
         wrap = functools.partial(self.api.FullyShardedDataParallel, **self._options())
         for name in names:
             parent, _, child = name.rpartition(".")
@@ -109,6 +112,9 @@ class FlatAdapter(Adapter):
         self.module = wrap(model)
         if config.cast is not None:
             self.module.to(config.cast)
+        # The optimizer's references: modules register views of gathered parameters in their place while they compute.
+        self._held = self.named_parameters()
+        self._held_flat = [(unit, _flat_parameter(self.module, unit)) for unit in self._units if config.flat_parameters]
         self.optimizer = optimizer(self.module.parameters()) if optimizer else None
 
     def _options(self) -> dict[str, Any]:
@@ -145,34 +151,44 @@ class FlatAdapter(Adapter):
         return norm
 
     def gradients(self) -> dict[str, Piece | None]:
-        """Gather the gradients (collective), or cut views from the gradients of flat parameters."""
+        """Return the local parts of the gradients, where the optimizer finds them.
+
+        With ``use_orig_params=True`` a rank that holds no element of a parameter has no gradient of it either.
+        """
         if self.config.flat_parameters:
-            return self._flat_gradients(self._picture_device)
-        with self._full_parameters(with_grads=True) as named:
-            return {
-                name: None if parameter.grad is None else self._copied(parameter.grad)
-                for name, parameter in named.items()
-            }
+            return self._flat_pieces(lambda parameter: parameter.grad)
+        return {
+            place.name: None if (grad := self._held[place.name].grad) is None else Piece(grad, place.cut)
+            for place in self._places()
+        }
 
     def parameters(self) -> dict[str, Piece]:
-        """Gather the parameters (collective), or cut views from flat parameters."""
+        """Return the local parts of the parameters, where the optimizer updates them."""
         if self.config.flat_parameters:
-            return {
-                name: piece
-                for unit, parameter in self._flat_parameters()
-                for name, piece in self._pieces_of(unit, parameter.detach(), self._picture_device)
-                if piece is not None
-            }
-        with self._full_parameters() as named:
-            return {name: self._copied(parameter.detach()) for name, parameter in named.items()}
+            pieces = self._flat_pieces(torch.Tensor.detach)
+            return {name: piece for name, piece in pieces.items() if piece is not None}
+        return {place.name: Piece(self._held[place.name].detach(), place.cut) for place in self._places()}
+
+    def held_parameters(self) -> dict[str, nn.Parameter]:
+        return self._held
+
+    def optimizer_state(self) -> dict[str, dict[str, Piece]] | None:
+        if self.optimizer is None or not self.config.flat_parameters:
+            return super().optimizer_state()
+        found: dict[str, dict[str, Piece]] = {}
+        for unit, parameter in self._held_flat:
+            state = self.optimizer.state.get(parameter, {})
+            tensors = {key: value for key, value in sorted(state.items()) if isinstance(value, torch.Tensor)}
+            for place in self._places_in(unit):
+                found[place.name] = {
+                    key: Piece(value[place.first : place.last], place.cut) if value.ndim else whole(value)
+                    for key, value in tensors.items()
+                }
+        return found
 
     def own_gradients(self, names: Sequence[str]) -> list[torch.Tensor]:
-        if self.config.flat_parameters:
-            # Not moved: the case writes to these tensors, and writes to a copy on another device would be lost.
-            pieces = self._flat_gradients(None)
-            return [piece.tensor for name in names if (piece := pieces[name]) is not None]
-        named = self.named_parameters()
-        return [gradient for name in names if (gradient := named[name].grad) is not None]
+        pieces = self.gradients()
+        return [piece.tensor for name in names if (piece := pieces[name]) is not None]
 
     def checkpoint(self) -> dict[str, Any]:
         """Return sharded state dicts (collective)."""
@@ -193,47 +209,30 @@ class FlatAdapter(Adapter):
     def named_parameters(self) -> dict[str, nn.Parameter]:
         return {name.replace(_WRAPPED, ""): value for name, value in super().named_parameters().items()}
 
-    @contextlib.contextmanager
-    def _full_parameters(self, *, with_grads: bool = False) -> Iterator[dict[str, nn.Parameter]]:
-        """Gather all units (collective). The tensors are valid only inside the context.
-
-        Args:
-            with_grads: whether gradients are gathered as well.
-        """
-        options = {"writeback": False, "with_grads": with_grads}
-        with self.api.FullyShardedDataParallel.summon_full_params(self.module, **options):
-            yield self.named_parameters()
-
-    def _copied(self, tensor: torch.Tensor) -> Piece:
-        piece = piece_of(tensor, self._picture_device)
-        return Piece(piece.tensor.clone(), piece.cut)
-
-    def _flat_parameters(self) -> Iterator[tuple[FlatLayout, nn.Parameter]]:
+    def _places(self) -> Iterator[Place]:
         for unit in self._units:
-            wrapper: Any = self.module.get_submodule(unit.module)
-            (parameter,) = wrapper.module.parameters(recurse=False)
-            yield unit, parameter
+            yield from self._places_in(unit)
 
-    def _flat_gradients(self, device: torch.device | None) -> dict[str, Piece | None]:
-        return {
-            name: piece
-            for unit, parameter in self._flat_parameters()
-            for name, piece in self._pieces_of(unit, parameter.grad, device)
-        }
+    def _places_in(self, unit: FlatLayout) -> Iterator[Place]:
+        mesh = self.config.mesh
+        yield from unit.places(index=mesh.get_local_rank(mesh.ndim - 1), size=self.config.shard_size)
 
-    def _pieces_of(
-        self, unit: FlatLayout, shard: torch.Tensor | None, device: torch.device | None
-    ) -> Iterator[tuple[str, Piece | None]]:
+    def _flat_pieces(self, read: Callable[[nn.Parameter], torch.Tensor | None]) -> dict[str, Piece | None]:
+        """Return the pieces of all parameters in what ``read`` returns of each flat parameter."""
         mesh = self.config.mesh
         index = mesh.get_local_rank(mesh.ndim - 1)
-        if shard is not None:
-            shard = shard.to(device)
-        yield from unit.pieces(shard, index=index, size=self.config.shard_size)
+        return {
+            name: piece
+            for unit, parameter in self._held_flat
+            for name, piece in unit.pieces(read(parameter), index=index, size=self.config.shard_size)
+        }
 
-    @property
-    def _picture_device(self) -> torch.device | None:
-        """The device on which pieces are compared, or None if it is that of the shards."""
-        return _device(self.config.mesh.device_type) if self.config.offload else None
+
+def _flat_parameter(module: nn.Module, unit: FlatLayout) -> nn.Parameter:
+    wrapper: Any = module.get_submodule(unit.module)
+    (parameter,) = wrapper.module.parameters(recurse=False)
+    assert isinstance(parameter, nn.Parameter)
+    return parameter
 
 
 def _device(device_type: str) -> torch.device:

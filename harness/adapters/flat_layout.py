@@ -1,8 +1,8 @@
 """How the parameters of a unit lie in its flat parameter, and which part of each a rank holds.
 
 The layout is computed here from its specification and not read from the implementation: the parameters follow each
-other in the order of ``named_parameters()``, the end is padded to a multiple of the number of ranks, and each rank
-holds one of the equal parts.
+other in the order of ``named_parameters()``, each at a multiple of an alignment, the end is padded to a multiple of the
+number of ranks, and each rank holds one of the equal parts.
 """
 
 from __future__ import annotations
@@ -10,16 +10,30 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 
-from shardproof.harness.adapters.base import Piece, original_name
+from shardproof.harness.adapters.base import Cut, Piece, original_name
 from shardproof.harness.adapters.dtensor import piece_of
 
-Cut = Callable[[torch.Tensor], torch.Tensor]
-"""Takes a full tensor and returns the part that this rank holds, as in :class:`Piece`."""
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """The part of one parameter in one rank's shard of a flat parameter.
+
+    Attributes:
+        name: the name of the parameter in the original model.
+        first: its first element in the shard.
+        last: the element of the shard behind its last; equal to ``first`` if the rank holds nothing of the parameter.
+        cut: the cut from the full tensor to the part, as a 1-D tensor.
+    """
+
+    name: str
+    first: int
+    last: int
+    cut: Cut
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,12 +46,29 @@ class FlatLayout:
         numels: for each parameter, the number of elements that go into the flat parameter: those of this rank's
             tensor-parallel shard, or all elements of a parameter that is not tensor-parallel.
         cuts: for each parameter, the cut from its full tensor to these elements.
+        alignment: each parameter starts at a multiple of this number of elements.
     """
 
     module: str
     names: tuple[str, ...]
     numels: tuple[int, ...]
     cuts: tuple[Cut, ...]
+    alignment: int = 1
+
+    def places(self, *, index: int, size: int) -> Iterator[Place]:
+        """Yield the part of each parameter in one rank's shard.
+
+        Args:
+            index: the position of the rank among those that share the flat parameter.
+            size: the number of ranks that share it.
+        """
+        starts, end = self._extents()
+        length = math.ceil(end / size)
+        for name, start, numel, cut in zip(self.names, starts, self.numels, self.cuts, strict=True):
+            offset = start - index * length
+            first, last = (min(max(0, place), length) for place in (offset, offset + numel))
+            part = functools.partial(_part, cut=cut, first=first - offset, last=last - offset)
+            yield Place(name, first, last, part)
 
     def pieces(self, shard: torch.Tensor | None, *, index: int, size: int) -> Iterator[tuple[str, Piece | None]]:
         """Yield the name and the piece of each parameter in one rank's shard of the flat parameter.
@@ -50,31 +81,20 @@ class FlatLayout:
         Yields:
             For each parameter its name and a piece whose tensor is a view of ``shard``, or None without a shard.
         """
-        length = math.ceil(sum(self.numels) / size)
-        offset = -index * length
-        for name, numel, cut in zip(self.names, self.numels, self.cuts, strict=True):
-            first, last = (min(max(0, place), length) for place in (offset, offset + numel))
-            piece = None
-            if shard is not None:
-                assert shard.shape == (length,), f"a shard of {tuple(shard.shape)} instead of {length} elements"
-                part = functools.partial(_part, cut=cut, first=first - offset, last=last - offset)
-                piece = Piece(shard[first:last], part)
-            yield name, piece
-            offset += numel
+        length = math.ceil(self._extents()[1] / size)
+        assert shard is None or shard.shape == (length,), (
+            f"a shard of {tuple(shard.shape)} instead of {length} elements"
+        )
+        for place in self.places(index=index, size=size):
+            yield place.name, None if shard is None else Piece(shard[place.first : place.last], place.cut)
 
-    def joined(self, parts: Callable[[str], Sequence[torch.Tensor]]) -> Iterator[tuple[str, Piece | None]]:
-        """Yield the name and the piece of each parameter, joined from the parts that all ranks hold.
-
-        Args:
-            parts: takes the name of a parameter and returns its parts in rank order; empty if no rank holds any.
-
-        Yields:
-            For each parameter its name and a piece with all of its elements, or None if there are no parts.
-        """
-        for name, numel, cut in zip(self.names, self.numels, self.cuts, strict=True):
-            found = parts(name)
-            part = functools.partial(_part, cut=cut, first=0, last=numel)
-            yield name, Piece(torch.cat([one.flatten() for one in found]), part) if found else None
+    def _extents(self) -> tuple[list[int], int]:
+        """Return the first element of each parameter in the flat parameter, and the one behind the last parameter."""
+        starts, end = [], 0
+        for numel in self.numels:
+            starts.append(math.ceil(end / self.alignment) * self.alignment)
+            end = starts[-1] + numel
+        return starts, end
 
 
 def _part(full: torch.Tensor, *, cut: Cut, first: int, last: int) -> torch.Tensor:
@@ -82,13 +102,14 @@ def _part(full: torch.Tensor, *, cut: Cut, first: int, last: int) -> torch.Tenso
     return flat[min(first, flat.numel()) : min(last, flat.numel())] if last > first else flat[:0]
 
 
-def flat_units(model: nn.Module, modules: Sequence[str]) -> list[FlatLayout]:
+def flat_units(model: nn.Module, modules: Sequence[str], *, alignment: int = 1) -> list[FlatLayout]:
     """Return the layouts of the flat parameters that wrapping makes.
 
     Args:
         model: the model before anything is wrapped.
         modules: the names of the modules in the order of wrapping; "" is the root. A parameter belongs to the first of
             them that contains it.
+        alignment: each parameter starts at a multiple of this number of elements.
 
     Returns:
         One layout for each module, without the modules that are left with no parameters.
@@ -106,5 +127,6 @@ def flat_units(model: nn.Module, modules: Sequence[str]) -> list[FlatLayout]:
         if named:
             pieces = [piece_of(parameter.detach()) for _, parameter in named]
             numels = tuple(piece.tensor.numel() for piece in pieces)
-            found.append(FlatLayout(module, tuple(name for name, _ in named), numels, tuple(p.cut for p in pieces)))
+            names, cuts = tuple(name for name, _ in named), tuple(piece.cut for piece in pieces)
+            found.append(FlatLayout(module, names, numels, cuts, alignment))
     return found

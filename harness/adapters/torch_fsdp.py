@@ -5,11 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-import torch
-import torch.distributed as dist
 import torch.distributed.fsdp
 
-from shardproof.harness.adapters.base import Piece
 from shardproof.harness.adapters.flat import FlatAdapter
 
 
@@ -20,22 +17,6 @@ class TorchFsdpAdapter(FlatAdapter):
     api: ClassVar[Any] = torch.distributed.fsdp
     # Models outlive their last reference: F-19 of docs/findings.md.
     traits = dataclasses.replace(FlatAdapter.traits, frees_models=False)
-
-    def gradients(self) -> dict[str, Piece | None]:
-        """Gather the gradients (collective), from the CPU by object collectives where they are offloaded."""
-        device = self._picture_device
-        if device is None or device.type == "cpu" or self.config.flat_parameters:
-            return super().gradients()
-        # summon_full_params cannot read gradients that are offloaded to the CPU: F-18 of docs/findings.md.
-        named, mesh = self.named_parameters(), self.config.mesh
-        group = mesh.get_group(mesh.ndim - 1)
-
-        def parts(name: str) -> list[torch.Tensor]:
-            everyone: list[Any] = [None] * self.config.shard_size
-            dist.all_gather_object(everyone, named[name].grad, group=group)
-            return [part.to(device) for part in everyone if part is not None]
-
-        return {name: piece for unit in self._units for name, piece in unit.joined(parts)}
 
 
 # Why the other capabilities are missing; those that are not listed have not been tried:

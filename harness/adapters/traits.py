@@ -40,11 +40,20 @@ class Traits:
     declares :attr:`Capability.SHARDED`, and without it does not.
     """
 
-    held_from_start: frozenset[Literal["master", "gradients", "gathered"]] = frozenset()
+    reads: Literal["in-place", "gathering"] = "in-place"
+    """How the adapter reads gradients, parameters and optimizer state.
+
+    - ``"in-place"``: it returns the tensors where they lie, and calls nothing of the implementation.
+    - ``"gathering"``: it gathers them through the implementation, which may wait for the device and free what was
+      gathered. Cases that need :attr:`Hardware.STREAMS` do not run: what they look for could be repaired by reading.
+    """
+
+    held_from_start: frozenset[Literal["master", "gradients", "gathered", "optimizer"]] = frozenset()
     """What each rank holds besides its share of the parameters, from the moment the model is sharded.
 
     - ``"master"``: a copy of the share, which the optimizer updates in place of the parameters.
     - ``"gradients"``: a buffer for gradients, as large as the share.
+    - ``"optimizer"``: the optimizer's state, up to two tensors as large as the share.
     - ``"gathered"``: the parameter that was gathered last while the model was being sharded, in full size, for as long
       as a thread of the communication library keeps a reference to it.
     """

@@ -34,6 +34,9 @@ class Stage(enum.Enum):
     PARAMETER = "parameter after step"
     """The parameters after the optimizer step."""
 
+    OPTIMIZER_STATE = "optimizer state"
+    """The state of the optimizer after its step."""
+
     COLLECTIVES = "collectives"
     """The collectives that were issued."""
 

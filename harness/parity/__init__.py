@@ -5,6 +5,7 @@ room; the other rooms import from its modules.
 
 - ``rank``: ``Rank``, the context object that a case receives. It builds on ``member`` and ``rank_state``.
 - ``run``: ``Run`` drives an adapter through training steps; ``sharded_run`` also checks that its model is sharded.
+  ``snapshots`` copies what a step shows.
 - ``pair``: ``Pair`` trains the sharded run, the baseline and the oracle; ``comparison`` compares one step of them.
 - ``coverage``, ``claims``: check by positions and by sizes that the shards of all ranks make up the model.
 - ``protocol``: checks in a rank that an adapter keeps to the protocol.
@@ -17,7 +18,7 @@ room; the other rooms import from its modules.
 from shardproof.harness.parity.comparison import exact_difference
 from shardproof.harness.parity.pair import Pair
 from shardproof.harness.parity.rank import Rank
-from shardproof.harness.parity.run import Run
+from shardproof.harness.parity.run import Inputs, Run
 from shardproof.harness.parity.twins import check_exact
 
-__all__ = ["Pair", "Rank", "Run", "check_exact", "exact_difference"]
+__all__ = ["Inputs", "Pair", "Rank", "Run", "check_exact", "exact_difference"]

@@ -18,6 +18,9 @@ from shardproof.harness.adapters.base import Adapter, Config, Traits
 from shardproof.harness.findings.finding import Finding, Location, raise_first
 from shardproof.harness.findings.stages import Stage
 
+#: How many shares of the parameters each member of ``traits.held_from_start`` is; what is gathered is counted apart.
+_SHARES = {"master": 1, "gradients": 1, "optimizer": 2, "gathered": 0}
+
 NOT_SHARDED = "the model is not sharded"
 """The title of failures about the size of what a rank holds."""
 
@@ -55,7 +58,7 @@ def sizes_of(model: nn.Module, config: Config, traits: Traits) -> Sizes:
     padding = traits.collective_padding * (len(config.units) + 1)
     share = sum(shares) + padding
     # What is held besides the parameters is a share too, never the full model.
-    held = share * (1 + len(traits.held_from_start - {"gathered"}))
+    held = share * (1 + sum(_SHARES[what] for what in traits.held_from_start))
     if "gathered" in traits.held_from_start or config.sync_states:
         # The parameter that was broadcast or gathered last stays allocated in full until a thread of the communication
         # library releases it.

@@ -37,6 +37,7 @@ class Context:
         unused_is_zero: whether the implementation gives a parameter that no rank used a gradient of zeros, not None.
         adaptive: whether the optimizer is adaptive (not SGD), so that elements whose gradient is rounding noise are
             left out of the comparison of parameters.
+        evaluates: whether this is a forward without autograd before the step, and not the step.
     """
 
     step: int
@@ -46,6 +47,7 @@ class Context:
     norm_type: float = 2.0
     unused_is_zero: bool = False
     adaptive: bool = False
+    evaluates: bool = False
 
 
 class StepComparison:
@@ -85,7 +87,10 @@ class StepComparison:
             expected = [*tensors_of(self.oracle.outputs[member][number])]
             for index, triple in enumerate(zip(outputs, self.baseline.outputs[number], expected, strict=True)):
                 if triple[0].is_floating_point():
-                    yield from self._scalar_or_tensor(Stage.OUTPUT, f"microbatch {number}, tensor {index}", *triple)
+                    where = "evaluation" if self.context.evaluates else f"microbatch {number}"
+                    yield from self._scalar_or_tensor(Stage.OUTPUT, f"{where}, tensor {index}", *triple)
+            if self.context.evaluates:
+                return
             loss = self.sharded.losses[number], self.baseline.losses[number], self.oracle.losses[member][number]
             yield from self._scalar_or_tensor(Stage.LOSS, f"microbatch {number}", *loss)
         yield from self._pieces(Stage.GRADIENT, self.sharded.gradients, self.baseline.gradients, self.oracle.gradients)
@@ -97,6 +102,30 @@ class StepComparison:
         yield from self._pieces(
             Stage.PARAMETER, self.sharded.parameters, self.baseline.parameters, self.oracle.parameters
         )
+        yield from self._states()
+
+    def _states(self) -> Iterator[Finding]:
+        """Compare the optimizer state of every parameter of which this rank holds anything."""
+        mine, reference = self.sharded.state, self.baseline.state
+        if mine is None or reference is None:
+            return
+        for name in sorted(self.oracle.state):
+            full = self.oracle.state[name]
+            if self._holds_nothing(name) and not mine.get(name):
+                continue
+            if (found := mine.get(name, {})).keys() != full.keys():
+                text = f"has the state {sorted(found) or 'nothing'}; the baseline's is {sorted(full) or 'nothing'}"
+                yield self._finding(Stage.OPTIMIZER_STATE, name, None, text)
+                continue
+            for key, piece in found.items():
+                # An optimizer may keep its scalars on the CPU in one run and on the device in the other.
+                other, expected = (one.to(piece.tensor.device) for one in (reference[name][key].tensor, full[key]))
+                yield from self._judge(Stage.OPTIMIZER_STATE, f"{name}: {key}", piece, other, expected)
+
+    def _holds_nothing(self, name: str) -> bool:
+        """Whether this rank holds no element of a parameter, so that it may have no gradient and no state of it."""
+        piece = self.sharded.parameters.get(name)
+        return piece is not None and piece.tensor.numel() == 0
 
     def _norm(self) -> Iterator[Finding]:
         sharded, baseline, oracle = self.sharded.norm, self.baseline.norm, self.oracle.norm
@@ -120,6 +149,8 @@ class StepComparison:
     def _pieces(
         self, stage: Stage, sharded: Pieces, baseline: Pieces, oracle: Mapping[str, torch.Tensor | None]
     ) -> Iterator[Finding]:
+        if not sharded and not self.sharded.parameters:
+            return  # a run without pictures
         if sharded.keys() != oracle.keys():
             missing, extra = sorted(oracle.keys() - sharded.keys()), sorted(sharded.keys() - oracle.keys())
             yield self._finding(stage, "", None, f"parameters missing: {missing or 'none'}; unknown: {extra or 'none'}")
@@ -135,6 +166,8 @@ class StepComparison:
         self, stage: Stage, name: str, mine: Piece | None, reference: Piece | None, full: torch.Tensor | None
     ) -> Iterator[Finding]:
         """Compare which of the three runs have a gradient, where one of them has none."""
+        if mine is None and self._holds_nothing(name):
+            return
         if full is None:
             if mine is None or (self.context.unused_is_zero and not bool(mine.tensor.any())):
                 return

@@ -16,7 +16,7 @@ from shardproof.harness.tensors.trees import map_tensors
 
 @dataclasses.dataclass
 class OracleStep:
-    """The results of one step of the oracle, as full float64 tensors.
+    """The results of one step of the oracle, as full float64 tensors. An evaluation has outputs alone.
 
     Gradients and parameters are keyed by parameter name. The gradient of an unused parameter is None.
 
@@ -29,15 +29,17 @@ class OracleStep:
         norm: the total norm of ``gradients``, or None without clipping.
         clipped: the gradients after clipping; equal to ``gradients`` without clipping.
         parameters: the parameters after the optimizer step.
+        state: the tensors of the optimizer's state after the step, by parameter and key.
     """
 
     outputs: list[list[Any]]
-    losses: list[list[torch.Tensor]]
-    own_gradients: list[dict[str, torch.Tensor | None]]
-    gradients: dict[str, torch.Tensor | None]
-    norm: torch.Tensor | None
-    clipped: dict[str, torch.Tensor | None]
-    parameters: dict[str, torch.Tensor]
+    losses: list[list[torch.Tensor]] = dataclasses.field(default_factory=list)
+    own_gradients: list[dict[str, torch.Tensor | None]] = dataclasses.field(default_factory=list)
+    gradients: dict[str, torch.Tensor | None] = dataclasses.field(default_factory=dict)
+    norm: torch.Tensor | None = None
+    clipped: dict[str, torch.Tensor | None] = dataclasses.field(default_factory=dict)
+    parameters: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    state: dict[str, dict[str, torch.Tensor]] = dataclasses.field(default_factory=dict)
 
 
 class Oracle:
@@ -60,7 +62,7 @@ class Oracle:
 
     def step(
         self,
-        batches: Sequence[Sequence[tuple[Any, ...]]],
+        batches: Sequence[Sequence[Any]],
         *,
         loss: Callable[[Any], torch.Tensor],
         submodule: str = "",
@@ -69,8 +71,8 @@ class Oracle:
         """Train one step.
 
         Args:
-            batches: the arguments of each forward, indexed ``[rank][microbatch]`` by data-parallel rank. Floating-point
-                tensors are converted to float64.
+            batches: the ``Inputs`` of each forward, indexed ``[rank][microbatch]`` by data-parallel rank.
+                Floating-point tensors are converted to float64.
             loss: maps a forward's output to a scalar.
             submodule: the name of the module to call; "" is the root.
             set_to_none: whether gradients are set to None after the step, or to zeros.
@@ -84,7 +86,8 @@ class Oracle:
             losses.append([])
             own.append(dict.fromkeys(self._names))
             for arguments in microbatches:
-                output = module(*map_tensors(_to_double, arguments))
+                inputs = map_tensors(_to_double, arguments)
+                output = module(*inputs.args, **inputs.kwargs)
                 value = loss(output)
                 outputs[-1].append(map_tensors(torch.Tensor.detach, output))
                 losses[-1].append(value.detach())
@@ -96,7 +99,28 @@ class Oracle:
             self.optimizer.step()
         parameters = {name: value.detach().clone() for name, value in self._names.items()}
         self.model.zero_grad(set_to_none=set_to_none)
-        return OracleStep(outputs, losses, own, gradients, norm, clipped, parameters)
+        return OracleStep(outputs, losses, own, gradients, norm, clipped, parameters, self._state())
+
+    @torch.no_grad()
+    def evaluate(self, inputs: Any, *, submodule: str = "") -> Any:
+        """Run one forward of this rank's inputs without autograd, and return its output.
+
+        Args:
+            inputs: the ``Inputs`` of the forward; floating-point tensors are converted to float64.
+            submodule: the name of the module to call; "" is the root.
+        """
+        converted = map_tensors(_to_double, inputs)
+        return self.model.get_submodule(submodule)(*converted.args, **converted.kwargs)
+
+    def _state(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return copies of the tensors of the optimizer's state."""
+        state = {} if self.optimizer is None else self.optimizer.state
+        return {
+            name: {
+                key: one.detach().clone() for key, one in state.get(value, {}).items() if isinstance(one, torch.Tensor)
+            }
+            for name, value in self._names.items()
+        }
 
     def _add(self, gradients: dict[str, torch.Tensor | None], loss: torch.Tensor) -> dict[str, torch.Tensor | None]:
         trained = {name: value for name, value in self._names.items() if value.requires_grad}

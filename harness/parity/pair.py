@@ -20,7 +20,17 @@ from shardproof.harness.parity.claims import Counts, state_numel, states_per_par
 from shardproof.harness.parity.comparison import Context, StepComparison
 from shardproof.harness.parity.member import Member
 from shardproof.harness.parity.oracle import Oracle, OracleStep
-from shardproof.harness.parity.run import Batch, Loss, Run, RunOptions, StepPicture, as_microbatches, sharded_run
+from shardproof.harness.parity.run import (
+    EvaluationMode,
+    Inputs,
+    Loss,
+    Run,
+    RunOptions,
+    StepPicture,
+    as_inputs,
+    as_microbatches,
+    sharded_run,
+)
 from shardproof.harness.parity.units import ROOT, UnitSize
 from shardproof.harness.tensors.trees import map_tensors
 
@@ -32,21 +42,38 @@ _WRONG_COLLECTIVES = "the collectives do not match the contract"
 
 
 @dataclasses.dataclass
-class _Unchecked:
+class _Step:
     """A step of the sharded run that has not been compared yet, with what it takes to replay the step.
 
     Attributes:
-        step: the training step, counted from 0.
+        number: the training step, counted from 0.
         sharded: the sharded run's step.
         batch: this rank's microbatches.
         ahead: as for :meth:`Pair.step`.
         options: further arguments for the step of the baseline and of the oracle.
     """
 
-    step: int
+    number: int
     sharded: StepPicture
-    batch: list[Batch]
+    batch: list[Inputs]
     ahead: int
+    options: dict[str, Any]
+
+
+@dataclasses.dataclass
+class _Evaluation:
+    """A forward without autograd of the sharded run that has not been compared yet.
+
+    Attributes:
+        number: the training step that follows, counted from 0.
+        outputs: the tensors of the sharded run's output.
+        inputs: this rank's arguments.
+        options: the mode and the submodule.
+    """
+
+    number: int
+    outputs: list[torch.Tensor]
+    inputs: Inputs
     options: dict[str, Any]
 
 
@@ -81,7 +108,8 @@ class Pair:
         self.baseline = Run(member, _BASELINES[baseline], copy.deepcopy(model), config=config, options=unsharded)
         self.sharded = sharded_run(member, model, config=config, options=options)
         self.sharded.foreign = functools.partial(_storages, self.baseline.adapter.module, self.oracle.model)
-        self._unchecked: list[_Unchecked] = []
+        self._must_clip = options.must_clip
+        self._unchecked: list[_Step | _Evaluation] = []
         self._steps = 0
         self._step_starts: list[int] = []
 
@@ -109,8 +137,8 @@ class Pair:
         the host waiting.
 
         Args:
-            batch: this rank's arguments of one forward (a tuple, or a single tensor), or a list of such, one per
-                microbatch.
+            batch: this rank's arguments of one forward (:class:`Inputs`, a tuple, or a single tensor), or a list of
+                such, one per microbatch.
             loss: maps a forward's output to a scalar.
             submodule: the name of a module to call directly and train alone; the baseline must then be "replicated".
             set_to_none: whether gradients are set to None after the step, or to zeros.
@@ -127,8 +155,22 @@ class Pair:
         filled = options | {"set_to_none": set_to_none and self.adapter.traits.unused_gradient == "none"}
         self._step_starts.append(len(self.sharded.trace))
         sharded = self.sharded.step(_copies(mine), ahead=ahead, **options)
-        self._unchecked.append(_Unchecked(self._steps, sharded, mine, ahead, filled))
+        self._unchecked.append(_Step(self._steps, sharded, mine, ahead, filled))
         self._steps += 1
+
+    def evaluate(self, batch: Any, *, mode: EvaluationMode = "no_grad", submodule: str = "") -> None:
+        """Run one forward of the sharded run without autograd; :meth:`check` compares its output.
+
+        Its collectives are in the phase "evaluation" of the trace.
+
+        Args:
+            batch: this rank's arguments of one forward.
+            mode: the context in which the forward runs.
+            submodule: the name of a module to call directly; the baseline must then be "replicated".
+        """
+        inputs = as_inputs(batch)
+        outputs = self.sharded.evaluate(_copies([inputs])[0], mode=mode, submodule=submodule)
+        self._unchecked.append(_Evaluation(self._steps, outputs, inputs, {"mode": mode, "submodule": submodule}))
 
     def check(self) -> None:
         """Compare all steps since the last check, stage by stage.
@@ -143,17 +185,17 @@ class Pair:
         assert self._unchecked, "nothing to check: no step since the last check"
         # Replay all steps before comparing any: a replay is collective, and a rank that stopped at its first finding
         # would leave the other ranks waiting in the next replay.
-        replayed = [self._replay(one) for one in self._unchecked]
+        comparisons = [
+            self._replay(one) if isinstance(one, _Step) else self._replay_evaluation(one) for one in self._unchecked
+        ]
         finding = None
-        for one, (baseline, oracle) in zip(self._unchecked, replayed, strict=True):
-            self._assert_clipped(oracle)
-            comparison = StepComparison(one.sharded, baseline, oracle, self._context(one.step))
+        for comparison in comparisons:
             finding = comparison.first_finding()
             self._member.record.add_distances(comparison.measured)
             if finding is not None:
-                finding = self._with_units_not_gathered(finding, one.step)
+                finding = self._with_units_not_gathered(finding, comparison.context.step)
                 break
-        steps = [(one.step, one.sharded) for one in self._unchecked]
+        steps = [(one.number, one.sharded) for one in self._unchecked if isinstance(one, _Step)]
         self._unchecked.clear()
         self._member.agree(finding, title="the sharded run diverges from the baseline")
         self._check_evidence_and_collectives(steps)
@@ -175,17 +217,27 @@ class Pair:
         text = f"this forward did not gather {listed}, that of the first step did, as when it was never resharded"
         return dataclasses.replace(finding, text=f"{finding.text}\n  {text}")
 
-    def _replay(self, one: _Unchecked) -> tuple[StepPicture, OracleStep]:
+    def _replay(self, one: _Step) -> StepComparison:
         """Train the same step with the baseline and the oracle (collective), and record the losses of all three."""
-        baseline = self.baseline.step(_copies(one.batch), ahead=one.ahead, **one.options)
+        baseline = self.baseline.settle(self.baseline.step(_copies(one.batch), ahead=one.ahead, **one.options))
         everyone = self._member.exchange_tensors(one.batch)
         oracle = self.oracle.step([everyone[index] for index in self.adapter.config.data_ranks], **one.options)
+        one.sharded = self.sharded.settle(one.sharded)
+        self._assert_clipped(oracle)
         self._member.record.add_losses(
             sharded=sum(map(float, one.sharded.losses)),
             baseline=sum(map(float, baseline.losses)),
             oracle=sum(map(float, oracle.losses[self._position])),
         )
-        return baseline, oracle
+        return StepComparison(one.sharded, baseline, oracle, self._context(one.number))
+
+    def _replay_evaluation(self, one: _Evaluation) -> StepComparison:
+        """Run the same forward with the baseline and the oracle."""
+        baseline = self.baseline.evaluate(_copies([one.inputs])[0], **one.options)
+        expected = self.oracle.evaluate(one.inputs, submodule=one.options["submodule"])
+        replayed = OracleStep([[[expected]] for _ in self.adapter.config.data_ranks])
+        context = dataclasses.replace(self._context(one.number), evaluates=True)
+        return StepComparison(_output_alone(one.outputs), _output_alone(baseline), replayed, context)
 
     def check_counts(self, phase: str, **expected: int) -> None:
         """Check that the last step issued exactly these collectives in one phase (collective).
@@ -252,9 +304,16 @@ class Pair:
 
     def _assert_clipped(self, oracle: OracleStep) -> None:
         clip = self.adapter.config.clip
-        if clip is not None:
-            assert oracle.norm is not None and float(oracle.norm) > clip.max_norm, (
+        if clip is None:
+            return
+        assert oracle.norm is not None
+        if self._must_clip:
+            assert float(oracle.norm) > clip.max_norm, (
                 f"clipping at {clip.max_norm:g} did nothing to a total norm of {oracle.norm}: a wrong norm would pass"
+            )
+        else:
+            assert float(oracle.norm) < clip.max_norm, (
+                f"must_clip=False expects a total norm below {clip.max_norm:g}, not {oracle.norm}"
             )
 
     def _check_evidence_and_collectives(self, steps: list[tuple[int, StepPicture]]) -> None:
@@ -263,7 +322,13 @@ class Pair:
         All members of a group must issue the same sequence on it; otherwise a collective cannot complete.
         """
         shown = [picture.show(step=step) for step, picture in steps]
-        if steps[0][0] == 0 and self.sharded.evidence.sizes.can_tell and self.adapter.config.shard_size > 1:
+        if (
+            steps
+            and steps[0][0] == 0
+            and steps[0][1].parameters
+            and self.sharded.evidence.sizes.can_tell
+            and self.adapter.config.shard_size > 1
+        ):
             shown[0].counts.update(self._counts(steps[0][1]))
         everyone = self._member.exchange((shown, self.sharded.trace))
         for index in range(len(steps)):
@@ -287,6 +352,11 @@ def _storages(*models: nn.Module) -> set[int]:
     return {value.untyped_storage().data_ptr() for model in models for value in model.parameters()}
 
 
-def _copies(microbatches: list[Batch]) -> list[Batch]:
+def _output_alone(outputs: list[torch.Tensor]) -> StepPicture:
+    """Return a picture of a forward that nothing follows."""
+    return StepPicture([outputs], [], {}, None, None, {})
+
+
+def _copies(microbatches: list[Inputs]) -> list[Inputs]:
     """Copies of the microbatches, so that an implementation that writes to its input changes no other run's data."""
     return [map_tensors(torch.clone, arguments) for arguments in microbatches]

@@ -78,13 +78,49 @@ def pieces_of(
     for name, piece in found.items():
         if piece is None and method == "gradients":
             continue
-        wrong = _wrong(piece, adapter.config.mesh.device_type)
+        wrong = _wrong(piece, _device_types(adapter.config))
         if wrong:
             raise ProtocolError(f"{who}[{name!r}] {wrong}")
     return dict(found)
 
 
-def _wrong(piece: Any, device_type: str) -> str | None:
+def state_of(adapter: Adapter, names: Collection[str]) -> dict[str, dict[str, Piece]] | None:
+    """Call ``optimizer_state()`` of an adapter.
+
+    Args:
+        adapter: the adapter to ask.
+        names: the names of the parameters of the original model.
+
+    Raises:
+        ProtocolError: the method returns anything but what the protocol says.
+    """
+    found = adapter.optimizer_state()
+    if found is None:
+        return None
+    who = f"adapter {_name(type(adapter))}: optimizer_state()"
+    if not isinstance(found, Mapping) or not all(isinstance(state, Mapping) for state in found.values()):
+        raise ProtocolError(
+            f"{who} returned {_kind(found)}; it returns a dict from parameter names to dicts from keys to pieces, or "
+            "None"
+        )
+    if unknown := sorted(map(str, found.keys() - set(names))):
+        raise ProtocolError(
+            f"{who} returned names of no parameter of the original model: {one_line(', '.join(unknown))}"
+        )
+    for name, state in found.items():
+        for key, piece in state.items():
+            # Where the state is kept is the optimizer's choice: its scalars are on the CPU everywhere.
+            if wrong := _wrong(piece, ("cpu", adapter.config.mesh.device_type)):
+                raise ProtocolError(f"{who}[{name!r}][{key!r}] {wrong}")
+    return {name: dict(state) for name, state in found.items()}
+
+
+def _device_types(config: Config) -> tuple[str, ...]:
+    """Return the types of the devices on which pieces may be."""
+    return (config.mesh.device_type, "cpu") if config.offload else (config.mesh.device_type,)
+
+
+def _wrong(piece: Any, device_types: tuple[str, ...]) -> str | None:
     if not isinstance(piece, Piece):
         kind = "a Piece" if piece is None else "a Piece, such as whole(tensor)"
         return f"is {_kind(piece)}; expected {kind}"
@@ -93,8 +129,8 @@ def _wrong(piece: Any, device_type: str) -> str | None:
         return f"has {_kind(tensor)} for a tensor"
     if isinstance(tensor, DTensor):
         return "has a DTensor; a piece holds this rank's plain tensor, such as that of piece_of(tensor)"
-    if tensor.device.type != device_type:
-        return f"has a tensor on {tensor.device}; the mesh, on whose device pieces are, is on {device_type}"
+    if tensor.device.type not in device_types:
+        return f"has a tensor on {tensor.device}; the mesh, on whose device pieces are, is on {device_types[0]}"
     return None if callable(piece.cut) else f"has {_kind(piece.cut)} for a cut; {_CUTS}"
 
 

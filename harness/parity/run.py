@@ -20,12 +20,27 @@ from shardproof.harness.findings.stages import Stage
 from shardproof.harness.parity import claims, protocol
 from shardproof.harness.parity.coverage import Evidence, Shown
 from shardproof.harness.parity.member import Member
+from shardproof.harness.parity.snapshots import Snapshots
 from shardproof.harness.parity.units import UnitLookup, UnitSize, units_of
 from shardproof.harness.tensors import memory
 from shardproof.harness.tensors.trees import tensors_of
 
-Batch = tuple[Any, ...]
-"""The arguments of one forward."""
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """The arguments of one forward.
+
+    Attributes:
+        args: the positional arguments.
+        kwargs: the keyword arguments.
+    """
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+EvaluationMode = Literal["no_grad", "inference_mode"]
+"""The context in which a forward is evaluated."""
 
 Loss = Callable[[Any], torch.Tensor]
 """Maps a forward's output to a scalar."""
@@ -45,6 +60,10 @@ class RunOptions:
             it or its replacement. Parameters keep their names, except for the prefix of a wrapper.
         is_traced: whether collectives are recorded. It must be False for ``torch.compile``, which compiles nothing
             under the dispatch mode that records them.
+        pictures: whether gradients, parameters and optimizer state are copied in every step. Without, only outputs and
+            losses are, for cases about memory.
+        must_clip: whether the total norm must exceed the norm to which gradients are clipped; False expects the
+            contrary.
         after_backward: called with the adapter between the last backward and the optimizer step, as a training script
             may change gradients there; it may communicate.
     """
@@ -53,6 +72,8 @@ class RunOptions:
     delays: Sequence[Delay] = ()
     prepare: Callable[[nn.Module], nn.Module] | None = None
     is_traced: bool = True
+    pictures: bool = True
+    must_clip: bool = True
     after_backward: Callable[[Adapter], None] | None = None
 
     def __post_init__(self) -> None:
@@ -68,10 +89,13 @@ class StepPicture:
         outputs: the tensors of each microbatch's forward output.
         losses: each microbatch's scalar loss.
         gradients: local shards of the gradients after the last backward, before clipping.
-        norm: the scalar total norm; None without clipping, or if the adapter cannot return it.
+        norm: the total norm as the adapter returned it, which may be a DTensor until :meth:`Run.settle`; None without
+            clipping, or if the adapter cannot return it.
         clipped: local shards of the gradients after clipping; None unless clipping is a call between backward and the
             optimizer step.
         parameters: local shards of the parameters after the optimizer step.
+        state: local shards of the optimizer state after the step, by parameter and key; None if the adapter cannot
+            return it.
         gradient_numel: the elements that the rank held of the gradients of its registered parameters.
         evidence: checks that the shards of all ranks cover the model; None for pictures that no run took.
     """
@@ -82,6 +106,7 @@ class StepPicture:
     norm: torch.Tensor | None
     clipped: Pieces | None
     parameters: Pieces
+    state: dict[str, dict[str, Piece]] | None = None
     gradient_numel: int | None = None
     evidence: Evidence | None = None
 
@@ -121,6 +146,7 @@ class Run:
         self, member: Member, implementation: type[Adapter], model: nn.Module, *, config: Config, options: RunOptions
     ) -> None:
         self._options = options
+        self._snapshots = Snapshots()
         self.units: list[UnitSize] = units_of(model, config.units, traits=implementation.traits, size=config.shard_size)
         self.recorder = Recorder(UnitLookup(self.units), announcer=member.announcer)
         self.perturbation = Perturbation(options.delays, rank=member.index, device_type=config.mesh.device_type)
@@ -143,7 +169,7 @@ class Run:
 
     def step(
         self,
-        microbatches: Sequence[Batch],
+        microbatches: Sequence[Inputs | tuple[Any, ...]],
         *,
         loss: Loss,
         submodule: str = "",
@@ -162,6 +188,7 @@ class Run:
             ahead: the number of forwards that run before the first backward, as in a pipeline.
         """
         adapter, clip = self.adapter, self.adapter.config.clip
+        self._snapshots.reserve()
         if ahead:
             outputs, losses = self._interleaved(microbatches, loss=loss, submodule=submodule, ahead=ahead)
         else:
@@ -173,41 +200,88 @@ class Run:
         norm, clipped = None, None
         if clip is not None and adapter.traits.clips == "call":
             with self._during("clip"):
-                returned = adapter.clip()
-            norm = adapter.norm_value(returned).detach().clone()
+                norm = adapter.clip()
+            norm = self._snapshots.copy(Stage.TOTAL_NORM, norm)
             clipped = self._picture(Stage.CLIPPED_GRADIENT)
         self._optimize()
         if clip is not None and adapter.traits.clips == "step":
             norm = adapter.norm_after_step()
         parameters = self._picture(Stage.PARAMETER)
+        state = self._state_picture()
         adapter.zero_grad(set_to_none=set_to_none)
-        return StepPicture(outputs, losses, gradients, norm, clipped, parameters, numel, self.evidence)
+        return StepPicture(outputs, losses, gradients, norm, clipped, parameters, state, numel, self.evidence)
+
+    def settle(self, picture: StepPicture) -> StepPicture:
+        """Return a picture with its pieces on this rank's device and its norm as a plain scalar (collective).
+
+        It communicates and waits for the device, so it is called once the steps that it could disturb are over.
+        """
+        norm = picture.norm
+        if norm is not None and self.adapter.traits.clips == "call":
+            norm = self.adapter.norm_value(norm).detach()
+        device = next((tensor.device for outputs in picture.outputs for tensor in outputs), picture.losses[0].device)
+        return dataclasses.replace(
+            picture,
+            norm=norm,
+            gradients=_moved(picture.gradients, device),
+            clipped=None if picture.clipped is None else _moved(picture.clipped, device),
+            parameters=_moved(picture.parameters, device),
+            state=None
+            if picture.state is None
+            else {
+                name: {key: dataclasses.replace(one, tensor=one.tensor.to(device)) for key, one in state.items()}
+                for name, state in picture.state.items()
+            },
+        )
 
     def _picture(self, stage: Stage) -> Pieces:
-        """Ask the adapter for its gradients, or for its parameters after the step, and copy them."""
+        """Ask the adapter for its gradients, or for its parameters after the step, and copy them.
+
+        The copies are sorted by name, because ranks and implementations may register in different orders.
+        """
+        if not self._options.pictures:
+            return {}
         method: Literal["gradients", "parameters"] = "parameters" if stage == Stage.PARAMETER else "gradients"
         pieces = protocol.pieces_of(self.adapter, method, self.evidence.shapes)
         self.evidence.note_borrowed(stage, pieces, self.foreign)
-        return copy_pieces(pieces)
+        return {
+            name: None if piece is None else self._copied((stage, name), piece)
+            for name, piece in sorted(pieces.items())
+        }
 
-    def _one_by_one(self, microbatches: Sequence[Batch], *, loss: Loss, submodule: str) -> tuple[Any, Any]:
+    def _state_picture(self) -> dict[str, dict[str, Piece]] | None:
+        state = protocol.state_of(self.adapter, self.evidence.shapes) if self._options.pictures else None
+        if state is None:
+            return None
+        return {
+            name: {
+                key: self._copied((Stage.OPTIMIZER_STATE, name, key), piece) for key, piece in sorted(pieces.items())
+            }
+            for name, pieces in sorted(state.items())
+        }
+
+    def _copied(self, key: tuple[object, ...], piece: Piece) -> Piece:
+        return dataclasses.replace(piece, tensor=self._snapshots.copy(key, piece.tensor))
+
+    def _one_by_one(self, microbatches: Sequence[Any], *, loss: Loss, submodule: str) -> tuple[Any, Any]:
         outputs, losses = [], []
         for index, arguments in enumerate(microbatches):
             with self.adapter.microbatch(is_last=index == len(microbatches) - 1):
-                output, value = self.forward_backward(arguments, loss=loss, submodule=submodule)
-            outputs.append(output)
-            losses.append(value)
+                output, value = self._forward(arguments, loss=loss, submodule=submodule)
+                self._backward(value)
+            outputs.append(self._output_copies(output, index))
+            losses.append(self._snapshots.copy((Stage.LOSS, index), value))
         return outputs, losses
 
-    def _interleaved(self, microbatches: Sequence[Batch], *, loss: Loss, submodule: str, ahead: int) -> tuple[Any, Any]:
+    def _interleaved(self, microbatches: Sequence[Any], *, loss: Loss, submodule: str, ahead: int) -> tuple[Any, Any]:
         """Run microbatches as a pipeline does: ``ahead`` forwards, then forward and backward in turn, then the rest."""
         outputs, losses = [], []
         pending: collections.deque[torch.Tensor] = collections.deque()
         for index in range(len(microbatches) + ahead):
             if index < len(microbatches):
                 output, value = self._forward(microbatches[index], loss=loss, submodule=submodule)
-                outputs.append(_detached(output))
-                losses.append(value.detach().clone())
+                outputs.append(self._output_copies(output, index))
+                losses.append(self._snapshots.copy((Stage.LOSS, index), value))
                 pending.append(value)
             if index >= ahead:
                 with self.adapter.microbatch(is_last=len(pending) == 1):
@@ -215,12 +289,12 @@ class Run:
         return outputs, losses
 
     def forward_backward(
-        self, arguments: Batch, *, loss: Loss, submodule: str = ""
+        self, arguments: Inputs | tuple[Any, ...], *, loss: Loss, submodule: str = ""
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Run forward and backward of one microbatch, without an optimizer step.
 
         Args:
-            arguments: the arguments of the forward.
+            arguments: the arguments of the forward; a tuple stands for positional ones.
             loss: maps the output to a scalar.
             submodule: the name of the module to call; "" is the root.
 
@@ -229,11 +303,33 @@ class Run:
         """
         output, value = self._forward(arguments, loss=loss, submodule=submodule)
         self._backward(value)
-        return _detached(output), value.detach().clone()
+        return self._output_copies(output, 0), self._snapshots.copy((Stage.LOSS, 0), value)
 
-    def _forward(self, arguments: Batch, *, loss: Loss, submodule: str) -> tuple[Any, torch.Tensor]:
+    def evaluate(
+        self, arguments: Inputs | tuple[Any, ...], *, mode: EvaluationMode = "no_grad", submodule: str = ""
+    ) -> list[torch.Tensor]:
+        """Run one forward without autograd, in the phase "evaluation" of the trace.
+
+        Args:
+            arguments: as for :meth:`forward_backward`.
+            mode: the context in which the forward runs.
+            submodule: the name of the module to call; "" is the root.
+
+        Returns:
+            Copies of the output's tensors.
+        """
+        inputs = as_inputs(arguments)
+        context = torch.inference_mode() if mode == "inference_mode" else torch.no_grad()
+        with self._during("evaluation"), context:
+            output = self.adapter.forward(*inputs.args, submodule=submodule, **inputs.kwargs)
+            copies = [tensor.detach().clone() for tensor in tensors_of(output)]
+        # An inference tensor cannot be compared under autograd.
+        return [tensor.clone() for tensor in copies] if mode == "inference_mode" else copies
+
+    def _forward(self, arguments: Any, *, loss: Loss, submodule: str) -> tuple[Any, torch.Tensor]:
+        inputs = as_inputs(arguments)
         with self._during("forward"):
-            output = self.adapter.forward(*arguments, submodule=submodule)
+            output = self.adapter.forward(*inputs.args, submodule=submodule, **inputs.kwargs)
             return output, loss(output)
 
     def _backward(self, value: torch.Tensor) -> None:
@@ -243,6 +339,12 @@ class Run:
         factor = self.adapter.config.microbatches if self.adapter.traits.divides_by_microbatches else 1
         with self._during("backward"):
             self.adapter.backward(value * factor if factor != 1 else value)
+
+    def _output_copies(self, output: Any, microbatch: int) -> list[torch.Tensor]:
+        return [
+            self._snapshots.copy((Stage.OUTPUT, microbatch, index), tensor)
+            for index, tensor in enumerate(tensors_of(output))
+        ]
 
     def _during(self, phase: str) -> contextlib.AbstractContextManager[None]:
         # The recorder is a dispatch mode, under which torch.compile compiles nothing.
@@ -255,27 +357,27 @@ class Run:
             self.perturbation.at("step", "after")
 
 
-def _detached(output: Any) -> list[torch.Tensor]:
-    return [tensor.detach().clone() for tensor in tensors_of(output)]
-
-
-def copy_pieces(pieces: Pieces) -> Pieces:
-    """Copies of the tensors, sorted by name, because ranks and implementations may register in different orders."""
+def _moved(pieces: Pieces, device: torch.device) -> Pieces:
     return {
-        name: None if piece is None else dataclasses.replace(piece, tensor=piece.tensor.detach().clone())
-        for name, piece in sorted(pieces.items())
+        name: None if piece is None else dataclasses.replace(piece, tensor=piece.tensor.to(device))
+        for name, piece in pieces.items()
     }
 
 
-def as_microbatches(batch: Any) -> list[Batch]:
+def as_inputs(arguments: Any) -> Inputs:
+    """Normalize the arguments of one forward: ``Inputs``, a tuple of positional arguments, or a single one."""
+    if isinstance(arguments, Inputs):
+        return arguments
+    return Inputs(arguments if isinstance(arguments, tuple) else (arguments,))
+
+
+def as_microbatches(batch: Any) -> list[Inputs]:
     """Normalize a batch to a list of microbatches.
 
     Args:
-        batch: one microbatch, or a list of them. A microbatch is the tuple of a forward's arguments, or a single
-            argument that is not a tuple.
+        batch: one microbatch, or a list of them, each as :func:`as_inputs` takes it.
     """
-    microbatches = batch if isinstance(batch, list) else [batch]
-    return [arguments if isinstance(arguments, tuple) else (arguments,) for arguments in microbatches]
+    return [as_inputs(arguments) for arguments in (batch if isinstance(batch, list) else [batch])]
 
 
 def sharded_run(member: Member, model: nn.Module, *, config: Config, options: RunOptions) -> Run:

@@ -14,7 +14,9 @@ from shardproof.harness.parity.run import StepPicture
 
 
 def check_exact(member: Member, first: StepPicture, second: StepPicture, *, step: int, why: str) -> None:
-    """Check that two runs of one implementation have bitwise equal losses and parameters after a step (collective).
+    """Check that losses, parameters and optimizer state of two runs are bitwise equal after a step (collective).
+
+    The state is compared where both runs have it: one whose optimizers step in hooks has none.
 
     Args:
         member: this rank.
@@ -44,7 +46,7 @@ def check_exact(member: Member, first: StepPicture, second: StepPicture, *, step
 
 
 def _compared(first: StepPicture, second: StepPicture) -> Iterator[tuple[Stage, str, torch.Tensor, torch.Tensor]]:
-    """The tensors to compare, in order: each microbatch's loss, then each parameter's local shard."""
+    """The tensors to compare, in order: losses, the local shards of parameters, and those of optimizer state."""
     for number, (one, other) in enumerate(zip(first.losses, second.losses, strict=True)):
         yield Stage.LOSS, f"microbatch {number}", one, other
     assert first.parameters.keys() == second.parameters.keys()
@@ -52,3 +54,8 @@ def _compared(first: StepPicture, second: StepPicture) -> Iterator[tuple[Stage, 
         counterpart = second.parameters[name]
         assert piece is not None and counterpart is not None
         yield Stage.PARAMETER, name, piece.tensor, counterpart.tensor
+    for name, state in (first.state or {}).items():
+        others = (second.state or {}).get(name, {}) if second.state is not None else state
+        assert state.keys() == others.keys(), f"the optimizer state of {name!r}: {sorted(state)} and {sorted(others)}"
+        for key, piece in state.items():
+            yield Stage.OPTIMIZER_STATE, f"{name}: {key}", piece.tensor, others[key].tensor

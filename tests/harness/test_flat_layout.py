@@ -37,17 +37,16 @@ def test_without_a_shard_there_is_nothing():
     assert dict(unit.pieces(None, index=0, size=2)) == {"weight": None, "bias": None}
 
 
-@pytest.mark.parametrize("size", [1, 2, 7])
-def test_parts_are_joined_in_the_order_of_the_ranks(size):
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_aligned_parameters_start_at_multiples(size):
     model = models.two_linear((3, 5), (5, 2))
     named = dict(model.named_parameters())
-    (unit,) = flat_units(model, [""])
-    held = {name: named[name].detach().flatten().tensor_split(size) for name in named if name != "2.bias"}
-    pieces = dict(unit.joined(lambda name: held.get(name, ())))
-    assert list(pieces) == list(named)
-    assert [name for name, piece in pieces.items() if piece is None] == ["2.bias"]
-    for name in held:
-        assert torch.equal(pieces[name].tensor, pieces[name].cut(named[name]))
+    (unit,) = flat_units(model, [""], alignment=4)
+    aligned = [nn.functional.pad(value.detach().flatten(), (0, -value.numel() % 4)) for value in named.values()]
+    # 15, 5, 10 and 2 elements at 0, 16, 24 and 36; nothing follows the last.
+    for index, shard in enumerate(shards_of([torch.cat(aligned)[:38]], size)):
+        for place in unit.places(index=index, size=size):
+            assert torch.equal(shard[place.first : place.last], place.cut(named[place.name]))
 
 
 def test_a_shard_of_another_length_is_refused():
