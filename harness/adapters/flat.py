@@ -215,7 +215,12 @@ class FlatAdapter(Adapter):
 
     def _places_in(self, unit: FlatLayout) -> Iterator[Place]:
         mesh = self.config.mesh
-        yield from unit.places(index=mesh.get_local_rank(mesh.ndim - 1), size=self.config.shard_size)
+        if self.config.shard_size > 1 or self.config.flat_parameters:
+            yield from unit.places(index=mesh.get_local_rank(mesh.ndim - 1), size=self.config.shard_size)
+            return
+        # A group of one rank shards nothing, and the original parameters keep their shapes.
+        for name, numel, cut in zip(unit.names, unit.numels, unit.cuts, strict=True):
+            yield Place(name, 0, numel, cut)
 
     def _flat_pieces(self, read: Callable[[nn.Parameter], torch.Tensor | None]) -> dict[str, Piece | None]:
         """Return the pieces of all parameters in what ``read`` returns of each flat parameter."""

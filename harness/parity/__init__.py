@@ -16,9 +16,10 @@ room; the other rooms import from its modules.
 """
 
 from shardproof.harness.parity.comparison import exact_difference
+from shardproof.harness.parity.inputs import Inputs
 from shardproof.harness.parity.pair import Pair
 from shardproof.harness.parity.rank import Rank
-from shardproof.harness.parity.run import Inputs, Run
+from shardproof.harness.parity.run import Run
 from shardproof.harness.parity.twins import check_exact
 
 __all__ = ["Inputs", "Pair", "Rank", "Run", "check_exact", "exact_difference"]

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from shardproof.harness.adapters.base import Clip, OptimizerFactory
+from shardproof.harness.parity.inputs import as_inputs
 from shardproof.harness.tensors.trees import map_tensors
 
 
@@ -71,8 +72,8 @@ class Oracle:
         """Train one step.
 
         Args:
-            batches: the ``Inputs`` of each forward, indexed ``[rank][microbatch]`` by data-parallel rank.
-                Floating-point tensors are converted to float64.
+            batches: the arguments of each forward, as :func:`as_inputs` takes them, indexed ``[rank][microbatch]`` by
+                data-parallel rank. Floating-point tensors are converted to float64.
             loss: maps a forward's output to a scalar.
             submodule: the name of the module to call; "" is the root.
             set_to_none: whether gradients are set to None after the step, or to zeros.
@@ -86,7 +87,7 @@ class Oracle:
             losses.append([])
             own.append(dict.fromkeys(self._names))
             for arguments in microbatches:
-                inputs = map_tensors(_to_double, arguments)
+                inputs = map_tensors(_to_double, as_inputs(arguments))
                 output = module(*inputs.args, **inputs.kwargs)
                 value = loss(output)
                 outputs[-1].append(map_tensors(torch.Tensor.detach, output))
@@ -106,10 +107,10 @@ class Oracle:
         """Run one forward of this rank's inputs without autograd, and return its output.
 
         Args:
-            inputs: the ``Inputs`` of the forward; floating-point tensors are converted to float64.
+            inputs: the arguments of the forward; floating-point tensors are converted to float64.
             submodule: the name of the module to call; "" is the root.
         """
-        converted = map_tensors(_to_double, inputs)
+        converted = map_tensors(_to_double, as_inputs(inputs))
         return self.model.get_submodule(submodule)(*converted.args, **converted.kwargs)
 
     def _state(self) -> dict[str, dict[str, torch.Tensor]]:

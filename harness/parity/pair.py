@@ -18,17 +18,15 @@ from shardproof.harness.findings.stages import Stage
 from shardproof.harness.models.plain import mean_square
 from shardproof.harness.parity.claims import Counts, state_numel, states_per_parameter
 from shardproof.harness.parity.comparison import Context, StepComparison
+from shardproof.harness.parity.inputs import Inputs, as_inputs, as_microbatches
 from shardproof.harness.parity.member import Member
 from shardproof.harness.parity.oracle import Oracle, OracleStep
 from shardproof.harness.parity.run import (
     EvaluationMode,
-    Inputs,
     Loss,
     Run,
     RunOptions,
     StepPicture,
-    as_inputs,
-    as_microbatches,
     sharded_run,
 )
 from shardproof.harness.parity.units import ROOT, UnitSize

@@ -19,25 +19,12 @@ from shardproof.harness.findings.finding import Finding, Location
 from shardproof.harness.findings.stages import Stage
 from shardproof.harness.parity import claims, protocol
 from shardproof.harness.parity.coverage import Evidence, Shown
+from shardproof.harness.parity.inputs import Inputs, as_inputs
 from shardproof.harness.parity.member import Member
 from shardproof.harness.parity.snapshots import Snapshots
 from shardproof.harness.parity.units import UnitLookup, UnitSize, units_of
 from shardproof.harness.tensors import memory
 from shardproof.harness.tensors.trees import tensors_of
-
-
-@dataclasses.dataclass(frozen=True)
-class Inputs:
-    """The arguments of one forward.
-
-    Attributes:
-        args: the positional arguments.
-        kwargs: the keyword arguments.
-    """
-
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
-
 
 EvaluationMode = Literal["no_grad", "inference_mode"]
 """The context in which a forward is evaluated."""
@@ -362,22 +349,6 @@ def _moved(pieces: Pieces, device: torch.device) -> Pieces:
         name: None if piece is None else dataclasses.replace(piece, tensor=piece.tensor.to(device))
         for name, piece in pieces.items()
     }
-
-
-def as_inputs(arguments: Any) -> Inputs:
-    """Normalize the arguments of one forward: ``Inputs``, a tuple of positional arguments, or a single one."""
-    if isinstance(arguments, Inputs):
-        return arguments
-    return Inputs(arguments if isinstance(arguments, tuple) else (arguments,))
-
-
-def as_microbatches(batch: Any) -> list[Inputs]:
-    """Normalize a batch to a list of microbatches.
-
-    Args:
-        batch: one microbatch, or a list of them, each as :func:`as_inputs` takes it.
-    """
-    return [as_inputs(arguments) for arguments in (batch if isinstance(batch, list) else [batch])]
 
 
 def sharded_run(member: Member, model: nn.Module, *, config: Config, options: RunOptions) -> Run:

@@ -36,6 +36,9 @@ class _Shown(ReferenceAdapter):
     def parameters(self) -> dict[str, Piece]:
         return {name: self.shown(name, piece) for name, piece in super().parameters().items()}
 
+    def optimizer_state(self) -> None:
+        return None
+
 
 def nothing_of(piece: Piece) -> Piece:
     return Piece(piece.tensor.flatten()[:0], lambda full: full.flatten()[:0])
@@ -72,10 +75,10 @@ class AllOnRankZero(_Shown):
         return {n: p if p is None or self.index == 0 else nothing_of(p) for n, p in full.items()}
 
     def gradients(self) -> dict[str, Piece | None]:
-        return self.gathered_pieces({name: value.grad for name, value in self._sharded_parameters().items()})
+        return self.gathered_pieces({name: value.grad for name, value in self._held.items()})
 
     def parameters(self) -> dict[str, Piece]:
-        return self.gathered_pieces({name: value.detach() for name, value in self._sharded_parameters().items()})
+        return self.gathered_pieces({name: value.detach() for name, value in self._held.items()})
 
 
 class ZerosCutFromZeros(_Shown):
@@ -111,7 +114,7 @@ class RankZerosPieces(_Shown):
     name = "rank-zeros-pieces"
 
     def shown(self, name: str, piece: Piece) -> Piece:
-        (full,) = [v for n, v in self._sharded_parameters().items() if n == name]
+        (full,) = [v for n, v in self._held.items() if n == name]
         value = full.grad if full.grad is not None and self._reading == "gradients" else full.detach()
         assert isinstance(value, DTensor)
         rows = math.ceil(full.shape[0] / self.config.shard_size)
@@ -132,7 +135,7 @@ class FirstRowEverywhere(RankZerosPieces):
     name = "first-row-everywhere"
 
     def shown(self, name: str, piece: Piece) -> Piece:
-        full = self._sharded_parameters()[name]
+        full = self._held[name]
         value = full.grad if self._reading == "gradients" else full.detach()
         assert isinstance(value, DTensor)
         gathered = value.full_tensor()

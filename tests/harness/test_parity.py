@@ -45,6 +45,7 @@ def step():
             norm=computed.norm.float(),
             clipped=pieces(computed.clipped),
             parameters=pieces(computed.parameters),
+            state={name: pieces(state) for name, state in computed.state.items()},
         )
 
     return picture(), picture(), computed
@@ -65,6 +66,7 @@ def test_equal_pictures_do_not_diverge(step):
         Stage.TOTAL_NORM,
         *[Stage.CLIPPED_GRADIENT] * 2,
         *[Stage.PARAMETER] * 2,
+        *[Stage.OPTIMIZER_STATE] * 2,
     ]
 
 
@@ -77,11 +79,15 @@ def spoil(step, stage):
         Stage.TOTAL_NORM: sharded.norm,
         Stage.CLIPPED_GRADIENT: sharded.clipped["weight"].tensor,
         Stage.PARAMETER: sharded.parameters["weight"].tensor,
+        Stage.OPTIMIZER_STATE: sharded.state["weight"]["momentum_buffer"].tensor,
     }[stage]
     tensor[(1, 1)[: tensor.ndim]] += 1.0
 
 
-STAGES = [Stage.OUTPUT, Stage.LOSS, Stage.GRADIENT, Stage.TOTAL_NORM, Stage.CLIPPED_GRADIENT, Stage.PARAMETER]
+STAGES = [
+    Stage.OUTPUT, Stage.LOSS, Stage.GRADIENT, Stage.TOTAL_NORM, Stage.CLIPPED_GRADIENT, Stage.PARAMETER,
+    Stage.OPTIMIZER_STATE,
+]  # fmt: skip
 
 
 def test_stages_order_themselves():
