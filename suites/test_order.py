@@ -47,6 +47,7 @@ def test_ranks_differ_in_the_first_iteration(
     fails here without hanging.
     """
     run, model = make(rank, reshard_after_forward=reshard_after_forward, flat_parameters=flat_parameters)
+    rank.expect_different_collectives()
     if rank.index:
         model.flip()
     with pytest.raises(RuntimeError, match=ACROSS_RANKS) as caught:
@@ -71,6 +72,7 @@ def test_a_later_iteration_differs(
     left waiting for another.
     """
     run, model = make(rank, reshard_after_forward=reshard_after_forward, flat_parameters=flat_parameters)
+    rank.expect_different_collectives()
 
     def train(step: int) -> None:
         run.forward_backward((rank.batch(step, (8, DIM)),), loss=models.mean_square)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardproof.harness.collectives.board import Announcement, Board
-from shardproof.harness.collectives.trace import without_own_bytes
+from shardproof.harness.collectives.trace import Collective, without_own_bytes
 from shardproof.harness.findings.finding import Divergence, Location
 from shardproof.harness.findings.stages import Stage
 from shardproof.harness.findings.texts import ranks_of
@@ -78,6 +79,7 @@ class Announcer:
         self._depth = 0
         self._recorders = 0
         self._operator = ""
+        self._listener: Callable[[Collective], None] | None = None
 
     @property
     def operator(self) -> str:
@@ -156,6 +158,23 @@ class Announcer:
         finally:
             self._recorders -= 1
 
+    @contextlib.contextmanager
+    def heard_by(self, listener: Callable[[Collective], None], *, phase: str) -> Iterator[None]:
+        """Pass on the collectives that the methods of ``ProcessGroup`` issue in this context.
+
+        It serves where no Recorder may be active, and misses what is issued below Python, as by DDP's reducer.
+
+        Args:
+            listener: called with each collective, before it is issued.
+            phase: the phase to which the collectives belong.
+        """
+        before = self._listener
+        self._listener = lambda collective: listener(dataclasses.replace(collective, phase=phase))
+        try:
+            yield
+        finally:
+            self._listener = before
+
     def watch_process_groups(self) -> None:
         """Patch the methods of ``ProcessGroup`` to announce collectives, for the rest of the process."""
         for name, kind in _METHODS.items():
@@ -172,6 +191,8 @@ class Announcer:
                 self._operator = _operator_of(kind, [*args, *kwargs.values()])
                 if not self._recorders:
                     self.announce(group, kind, _describe(group, kind, args, kwargs))
+                    if self._listener is not None:
+                        self._listener(_collective(group, kind, args, kwargs))
             self._depth += 1
             try:
                 return method(group, *args, **kwargs)
@@ -199,12 +220,20 @@ def _describe(group: dist.ProcessGroup, kind: str, args: tuple[Any, ...], kwargs
     values = [*args, *kwargs.values()]
     root = _root_of(group, values) if kind in _ROOTED else None
     name = full_kind(kind, operator=_operator_of(kind, values), root=root)
+    one = _collective(group, kind, args, kwargs)
+    return f"{name} {one.dtype} {one.nbytes} B" if one.dtype else name
+
+
+def _collective(group: dist.ProcessGroup, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Collective:
+    ranks = tuple(dist.get_process_group_ranks(group))
     tensors = list(tensors_of([list(args), kwargs]))
     if not tensors:
-        return name
+        return Collective("", kind, "", 0, ranks)
     # The largest tensor is the unsharded side of a gather or a reduction.
     largest = max(tensors, key=lambda tensor: tensor.numel())
-    return f"{name} {str(largest.dtype).removeprefix('torch.')} {largest.numel() * largest.element_size()} B"
+    return Collective(
+        "", kind, str(largest.dtype).removeprefix("torch."), largest.numel() * largest.element_size(), ranks
+    )
 
 
 def _operator_of(kind: str, values: list[Any]) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from shardproof.harness.findings.finding import Finding, Location
 from shardproof.harness.findings.stages import Stage
@@ -75,6 +76,45 @@ def first_difference(traces: Sequence[Trace]) -> Finding | None:
                     )
                     return Finding(Location(stage=Stage.COLLECTIVES, rank=rank), text)
     return None
+
+
+def rendered_difference(lines: Mapping[int, Sequence[str]]) -> str | None:
+    """Find the first collective that differs between the members of a group, in traces that were sent as text.
+
+    Args:
+        lines: by global rank, the collectives of that rank, each as ``str(Collective)``. Sends and receives are left
+            out, because their sides differ.
+
+    Returns:
+        A description that names the group and both collectives, or None.
+    """
+    by_group: dict[str, dict[int, list[str]]] = {}
+    for rank, collectives in lines.items():
+        for line in map(squeeze, collectives):
+            ranks = _RANKS.search(line)
+            if ranks and not {"send", "recv"} & set(line.split()):
+                by_group.setdefault(ranks[1], {}).setdefault(rank, []).append(line)
+    for group, sequences in sorted(by_group.items()):
+        members = [rank for rank in _members(group) if rank in lines]
+        first = sequences.get(members[0], [])
+        for rank in members:
+            own = sequences.get(rank, [])
+            for position, (ours, theirs) in enumerate(itertools.zip_longest(first, own, fillvalue="nothing more")):
+                if without_own_bytes(ours) != without_own_bytes(theirs):
+                    return (
+                        f"collective {position} on ranks {group} differs: rank {members[0]} issued [{ours}], "
+                        f"rank {rank} issued [{theirs}]"
+                    )
+    return None
+
+
+_RANKS = re.compile(r" ranks ([\d,-]+)(?: |$)")
+
+
+def _members(group: str) -> list[int]:
+    """Return the ranks of a group as a line of a trace writes them: "0-3" or "0,2"."""
+    first, dash, last = group.partition("-")
+    return list(range(int(first), int(last) + 1)) if dash else [int(rank) for rank in group.split(",")]
 
 
 def without_own_bytes(line: str) -> str:

@@ -68,12 +68,14 @@ class Observations:
         losses: from the name of a run, such as "oracle", to its loss in each step.
         distances: for each step and stage, the distance that used most of what is allowed.
         trace: the collectives of the implementation's runs, one line each.
+        compares_collectives: whether the members of a group must have issued the same collectives on it.
         expected_texts: the texts to compare with inline literals, in the order of the calls.
     """
 
     losses: dict[str, list[float]] = dataclasses.field(default_factory=dict)
     distances: dict[tuple[int, Stage], Measured] = dataclasses.field(default_factory=dict)
     trace: list[str] = dataclasses.field(default_factory=list)
+    compares_collectives: bool = True
     expected_texts: list[ExpectedText] = dataclasses.field(default_factory=list)
 
     def add_losses(self, **by_run: float) -> None:

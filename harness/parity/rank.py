@@ -185,6 +185,10 @@ class Rank(Member):
         frame = sys._getframe(1)
         self.record.add_expected_text(ExpectedText(text, expected, frame.f_code.co_filename, frame.f_lineno))
 
+    def expect_different_collectives(self) -> None:
+        """Let the members of a group issue different collectives on it, which is a failure of every other case."""
+        self.record.compares_collectives = False
+
     def finish(self) -> None:
         """Collect the traces of the case's runs and tear down their adapters. The harness calls it after the case.
 

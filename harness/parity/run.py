@@ -11,10 +11,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from shardproof.harness.adapters.base import Adapter, Config, OptimizerFactory, Piece
+from shardproof.harness.adapters.base import Adapter, Config, OptimizerFactory, Piece, original_name
 from shardproof.harness.collectives.delays import Delay, Perturbation
 from shardproof.harness.collectives.recorder import Recorder
-from shardproof.harness.collectives.trace import Trace
+from shardproof.harness.collectives.trace import Collective, Trace
 from shardproof.harness.findings.finding import Finding, Location
 from shardproof.harness.findings.stages import Stage
 from shardproof.harness.parity import claims, protocol
@@ -45,8 +45,8 @@ class RunOptions:
         delays: delays to inject around collectives, between forward and backward, or around the optimizer step.
         prepare: changes the model before it is sharded (tensor parallelism, recomputation, compilation) and returns
             it or its replacement. Parameters keep their names, except for the prefix of a wrapper.
-        is_traced: whether collectives are recorded. It must be False for ``torch.compile``, which compiles nothing
-            under the dispatch mode that records them.
+        is_traced: whether a dispatch mode records collectives. It must be False for ``torch.compile``, which compiles
+            nothing under a dispatch mode; then those are recorded that the methods of ``ProcessGroup`` issue.
         pictures: whether gradients, parameters and optimizer state are copied in every step. Without, only outputs and
             losses are, for cases about memory.
         must_clip: whether the total norm must exceed the norm to which gradients are clipped; False expects the
@@ -135,13 +135,16 @@ class Run:
         self._options = options
         self._snapshots = Snapshots()
         self.units: list[UnitSize] = units_of(model, config.units, traits=implementation.traits, size=config.shard_size)
-        self.recorder = Recorder(UnitLookup(self.units), announcer=member.announcer)
+        self._lookup, self._announcer = UnitLookup(self.units), member.announcer
+        self.recorder = Recorder(self._lookup, announcer=member.announcer)
         self.perturbation = Perturbation(options.delays, rank=member.index, device_type=config.mesh.device_type)
         self.perturbation.install(self.recorder)
         self.evidence = Evidence(model, config=config, traits=implementation.traits, rank=member.index)
         self.foreign: Callable[[], set[int]] = set
         prepared = options.prepare(model) if options.prepare else model
         self.evidence.note_tensor_parallel(prepared)
+        # An implementation keeps these modules, whatever it puts around them or makes of their classes.
+        self._modules: dict[str, nn.Module] = {original_name(name): module for name, module in prepared.named_modules()}
         self.adapter = protocol.make(implementation, prepared, optimizer=options.optimizer, config=config)
 
     @property
@@ -197,6 +200,14 @@ class Run:
         state = self._state_picture()
         adapter.zero_grad(set_to_none=set_to_none)
         return StepPicture(outputs, losses, gradients, norm, clipped, parameters, state, numel, self.evidence)
+
+    def original_module(self, name: str) -> nn.Module:
+        """Return a module of the model as it was before sharding, for hooks of the harness and of cases.
+
+        Args:
+            name: its name in the original model; "" is the root.
+        """
+        return self._modules[name]
 
     def settle(self, picture: StepPicture) -> StepPicture:
         """Return a picture with its pieces on this rank's device and its norm as a plain scalar (collective).
@@ -334,8 +345,14 @@ class Run:
         ]
 
     def _during(self, phase: str) -> contextlib.AbstractContextManager[None]:
+        if self._options.is_traced:
+            return self.recorder.during(phase)
         # The recorder is a dispatch mode, under which torch.compile compiles nothing.
-        return self.recorder.during(phase) if self._options.is_traced else contextlib.nullcontext()
+        return self._announcer.heard_by(self._hear, phase=phase)
+
+    def _hear(self, collective: Collective) -> None:
+        unit = self._lookup(collective.kind, collective.dtype, collective.nbytes)
+        self.recorder.trace.append(dataclasses.replace(collective, unit=unit))
 
     def _optimize(self) -> None:
         with self._during("step"):

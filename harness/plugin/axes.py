@@ -48,6 +48,8 @@ DELAYS = {
     "before-all-gather": Delay(milliseconds=DELAY_MS, collective="all_gather"),
     "before-reduce-scatter": Delay(milliseconds=DELAY_MS, collective="reduce_scatter"),
     "before-step": Delay(milliseconds=DELAY_MS, at="step"),
+    "after-reduce-scatter": Delay(milliseconds=DELAY_MS, collective="reduce_scatter", when="after"),
+    "gathers-late-on-rank-0": Delay(milliseconds=DELAY_MS, collective="all_gather", ranks=(0,)),
 }
 """The delays of the cases about device streams, by name."""
 

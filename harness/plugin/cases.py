@@ -108,6 +108,9 @@ def missing(item: pytest.Function, selection: Selection) -> tuple[Verdict, list[
     if not selection.has_devices_for(launch.size):
         return Verdict.UNMET, [f"{launch.size} {selection.device} devices (there are {selection.device_count})"]
     hardware = {name for name in needed if isinstance(name, Hardware)}
+    if Hardware.STREAMS in hardware and selection.implementations[launch.implementation].traits.reads == "gathering":
+        # What gathers in order to read may wait for what the case wants to see missing.
+        return Verdict.UNSUPPORTED, ["pictures that only read"]
     if selection.device == "cpu" and hardware:
         return Verdict.UNMET, sorted(str(name) for name in hardware)
     return None

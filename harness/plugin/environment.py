@@ -37,7 +37,11 @@ def describe(selection: Selection, *, command: Sequence[str], started: datetime.
         "started": started.isoformat(timespec="seconds"),
         "command": list(command),
         "implementations": {
-            name: {"version": adapter.version(), "capabilities": sorted(map(str, adapter.capabilities()))}
+            name: {
+                "version": adapter.version(),
+                "capabilities": sorted(map(str, adapter.capabilities())),
+                "reads": adapter.traits.reads,
+            }
             for name, adapter in selection.implementations.items()
         },
         "numerics": {

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from shardproof.harness.collectives.trace import rendered_difference
 from shardproof.harness.findings.finding import Location
 from shardproof.harness.findings.observations import Measured, keep_worst
 from shardproof.harness.findings.stages import Stage
@@ -92,6 +93,9 @@ class CaseRecord:
             self.text = bounded("\n".join(line.rstrip("\n") for line in lines))
         elif leaks := [f"rank {r.rank}: {line}" for r in results for line in r.left_behind]:
             self.fail_if(_LEFT_BEHIND + "; ".join(leaks))
+        elif difference := _different_collectives(results):
+            self.fail_if(f"collectives differ between ranks: {difference}")
+            self.location = Location(stage=Stage.COLLECTIVES)
         self.losses = results[0].observations.losses
         self.distances = _worst(results)
         self.collectives = _shared_traces(results)
@@ -176,6 +180,13 @@ def _worst(results: Sequence[Result]) -> list[Measured]:
     for result in results:
         keep_worst(worst, result.observations.distances.values())
     return list(worst.values())
+
+
+def _different_collectives(results: Sequence[Result]) -> str | None:
+    """Compare what the members of each group issued on it over the whole case, also in runs that no pair checked."""
+    if not all(result.observations.compares_collectives for result in results):
+        return None
+    return rendered_difference({result.rank: result.observations.trace for result in results})
 
 
 def _shared_traces(results: Sequence[Result]) -> list[dict[str, Any]]:

@@ -1,0 +1,92 @@
+"""A census of the memory in which units are gathered, taken while a step runs.
+
+Hooks of the harness note the storages of the parameters with which a module computes, by weak references, so that the
+census keeps nothing alive. What a storage holds later is read from it: an implementation that frees a unit either drops
+the storage or resizes it to nothing. This works on every device, also for memory that only C++ references.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from shardproof.harness.parity.run import Run
+from shardproof.harness.tensors.trees import tensors_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """What was gathered when a unit began to compute.
+
+    Attributes:
+        phase: "forward" or "backward".
+        unit: the label of the unit that began.
+        held: the bytes in which each unit is gathered, by label; units without are absent.
+    """
+
+    phase: str
+    unit: str
+    held: dict[str, int]
+
+
+class Census:
+    """Notes the gathered parameters of a run's units, and counts their bytes at every unit's beginning.
+
+    Args:
+        run: a run whose model is sharded and has not computed yet.
+
+    Attributes:
+        moments: one entry whenever a unit begins its forward or its backward, in order.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.moments: list[Moment] = []
+        self._storages: dict[str, dict[int, StorageWeakRef]] = {unit.label: {} for unit in run.units}
+        self._computing = ""
+        for unit in run.units:
+            owners: dict[str, list[str]] = {}
+            for name in unit.names:
+                module, _, parameter = name.rpartition(".")
+                owners.setdefault(module, []).append(parameter)
+            for module, names in owners.items():
+                note = functools.partial(self._begin, unit.label, names)
+                run.original_module(module).register_forward_pre_hook(note)
+                run.original_module(module).register_forward_hook(functools.partial(self._watch_backward, unit.label))
+
+    def held(self) -> dict[str, int]:
+        """Return the bytes in which each unit is gathered now, by label; units without are absent."""
+        counted = {label: sum(map(_bytes_of, refs.values())) for label, refs in self._storages.items()}
+        return {label: nbytes for label, nbytes in counted.items() if nbytes}
+
+    def _begin(self, label: str, names: list[str], module: nn.Module, args: Any) -> None:
+        if self._computing != label:
+            self.moments.append(Moment("forward", label, self.held()))
+        self._computing = label
+        for name in names:
+            # By attribute: an implementation may register a plain tensor in the place of a parameter.
+            found = getattr(module, name)
+            if isinstance(found, torch.Tensor) and not isinstance(found, DTensor):
+                reference = StorageWeakRef(found.untyped_storage())
+                self._storages[label][reference.cdata] = reference
+
+    def _watch_backward(self, label: str, module: nn.Module, args: Any, output: Any) -> None:
+        for tensor in tensors_of(output):
+            if tensor.requires_grad:
+                tensor.register_hook(functools.partial(self._begin_backward, label))
+
+    def _begin_backward(self, label: str, gradient: torch.Tensor) -> None:
+        self._computing = ""
+        last = self.moments[-1] if self.moments else None
+        if last is None or (last.phase, last.unit) != ("backward", label):
+            self.moments.append(Moment("backward", label, self.held()))
+
+
+def _bytes_of(reference: StorageWeakRef) -> int:
+    storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+    return 0 if storage is None else storage.nbytes()
