@@ -12,7 +12,13 @@ from torch.nn.parallel import DistributedDataParallel
 from shardproof.harness import world
 from shardproof.harness.collectives.delays import Delay, Perturbation
 from shardproof.harness.collectives.recorder import Recorder
-from shardproof.harness.collectives.trace import Collective, Trace, count_difference, first_difference
+from shardproof.harness.collectives.trace import (
+    Collective,
+    Trace,
+    count_difference,
+    first_difference,
+    rendered_difference,
+)
 from shardproof.harness.findings.finding import Finding, Location
 from shardproof.harness.findings.stages import Stage
 from shardproof.harness.parity import Rank
@@ -176,3 +182,37 @@ def test_parts_of_an_all_to_all_may_differ_between_ranks():
 
 
 MOVED = [("float32", 8), ("float32", 16), ("int64", 16)]
+
+
+LINE = "forward   all_gather      float32      400 B  ranks {}  layers.0"
+
+
+def test_traces_that_were_sent_as_text_are_compared_in_each_group():
+    both, pair = LINE.format("0-3"), LINE.format("1,3")
+    assert rendered_difference({0: [both], 1: [both, pair], 2: [both], 3: [pair, both]}) is None
+    text = rendered_difference({0: [both], 1: [pair, both, pair], 2: [both], 3: [both, pair]})
+    assert text == (
+        "collective 1 on ranks 1,3 differs: rank 1 issued [forward all_gather float32 400 B ranks 1,3 layers.0], rank 3 "
+        "issued [nothing more]"
+    )
+
+
+def test_bytes_of_an_all_to_all_and_sides_of_a_send_may_differ():
+    uneven = [LINE.replace("all_gather", "all_to_all").replace("400", number).format("0-1") for number in "48"]
+    sends = [LINE.replace("all_gather", kind).format("0-1") for kind in ("send", "recv")]
+    assert rendered_difference({0: [uneven[0], sends[0]], 1: [uneven[1], sends[1]]}) is None
+    assert rendered_difference({0: [], 1: []}) is None
+
+
+@world(2)
+def test_what_process_groups_issue_is_heard_without_a_dispatch_mode(rank: Rank):
+    heard: list[Collective] = []
+    shard, full = torch.ones(3), torch.empty(6)
+    with rank.announcer.heard_by(heard.append, phase="forward"):
+        torch.distributed.all_gather_into_tensor(full, shard)
+        dist.all_reduce(shard)
+    dist.all_reduce(shard)
+    assert heard == [
+        Collective("forward", "all_gather", "float32", 24, (0, 1)),
+        Collective("forward", "all_reduce", "float32", 12, (0, 1)),
+    ]

@@ -245,3 +245,26 @@ class Broken(ReferenceAdapter):
     def __init__(self, model, *, optimizer, config):
         raise ValueError(f"no support for {model.in_proj.in_features} features")
 """
+
+
+DIFFERENT = """
+from shardproof.harness import world
+@world(2)
+def test_case(rank):
+    {first}
+    rank.record.add_trace([f"forward   all_gather  float32  {{4 + rank.index}} B  ranks 0-1  layers.0"])
+"""
+
+
+@pytest.mark.parametrize(("first", "fails"), [("pass", True), ("rank.expect_different_collectives()", False)])
+def test_a_case_fails_whose_ranks_issued_different_collectives(run, first, fails):
+    """Also if it compares nothing itself."""
+    result = run(DIFFERENT.format(first=first), "--device", "cpu")
+    result.assert_outcomes(passed=not fails, failed=int(fails))
+    if fails:
+        result.stdout.fnmatch_lines(
+            [
+                "fail: collectives differ between ranks: collective 0 on ranks 0-1 differs: rank 0 issued [[]forward "
+                "all_gather float32 4 B ranks 0-1 layers.0], rank 1 issued [[]forward all_gather float32 5 B ranks 0-1 *"
+            ]
+        )
