@@ -1,9 +1,10 @@
 """The collectives, as replaceable functions.
 
 Every collective that moves parameters or gradients of a step goes through this module's attributes
-(``collectives.gather(...)``), so that replacing an attribute replaces the behaviour: another communication back end,
-or a planted fault. Norms, the comparison of orders, and what sets up or summons a model issue theirs where they are. ``unit`` names the unit that is served, by the module names of its members joined with ``", "``;
-the root's own unit is ``"(root)"``.
+(``collectives.gather(...)``), so that replacing an attribute replaces the behaviour: another communication back end, or
+a planted fault. Norms, the comparison of orders, and what sets up or summons a model issue theirs where they are.
+``unit`` names the unit that is served, by the module names of its members joined with ``", "``; the root's own unit is
+``"(root)"``.
 """
 
 from typing import Any

@@ -192,8 +192,8 @@ def test_traces_that_were_sent_as_text_are_compared_in_each_group():
     assert rendered_difference({0: [both], 1: [both, pair], 2: [both], 3: [pair, both]}) is None
     text = rendered_difference({0: [both], 1: [pair, both, pair], 2: [both], 3: [both, pair]})
     assert text == (
-        "collective 1 on ranks 1,3 differs: rank 1 issued [forward all_gather float32 400 B ranks 1,3 layers.0], rank 3 "
-        "issued [nothing more]"
+        "collective 1 on ranks 1,3 differs: rank 1 issued [forward all_gather float32 400 B ranks 1,3 layers.0], "
+        "rank 3 issued [nothing more]"
     )
 
 
