@@ -1,12 +1,13 @@
-"""Chapter ACCUMULATION: the gradients of several microbatches, reduced as often as was asked for and no more."""
+"""Chapter ACCUMULATION: gradients of several microbatches add up, and are reduced as often as configured."""
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 
-from shardproof.harness import Capability, contract, models, needs, world
+from shardproof.harness import Capability, Hardware, contract, models, needs, world
 from shardproof.harness.adapters.base import Accumulation
 from shardproof.harness.parity import Pair, Rank
 from shardproof.harness.plugin.axes import RESHARD_CHOICES, RESHARD_EXPLICIT
@@ -26,12 +27,14 @@ WAITING = pytest.mark.parametrize(
     ],
 )
 OFFLOADED = needs(Capability.OFFLOAD, Capability.PAGEABLE_OFFLOAD)
-#: As the seeds have it, offloading is crossed with one way of resharding.
+PINNED = needs(Capability.OFFLOAD, Hardware.ACCELERATOR)
+#: As in the seeds, offloading is crossed with one way of resharding.
 RESHARD_AND_OFFLOAD = pytest.mark.parametrize(
     ("reshard_after_forward", "offload"),
     [
         *(pytest.param(*item.values, None, marks=item.marks) for item in RESHARD_EXPLICIT),
         pytest.param(True, "pageable", marks=[*RESHARD_CHOICES[0].marks, OFFLOADED]),
+        pytest.param(True, "pinned", marks=[*RESHARD_CHOICES[0].marks, PINNED]),
     ],
 )
 COUNTED = needs(Capability.DEFERRED_REDUCTION, Capability.COUNTED_UNITS)
@@ -39,7 +42,7 @@ ROOT_TOO = needs(Capability.ROOT_RESHARD)
 
 
 def reductions(waiting: str | tuple[str, ...]) -> int:
-    """How often units are reduced in a step, if these wait for the last microbatch."""
+    """The number of reductions in a step, if the reduction of these units is deferred to the last microbatch."""
     number = {"all": UNITS, "root-only": 1}[waiting] if isinstance(waiting, str) else len(waiting)
     return UNITS + (UNITS - number) * (MICROBATCHES - 1)
 
@@ -51,9 +54,9 @@ def gathers_of(reshard_after_forward: bool | int | None) -> dict[str, int]:
 
 
 def train_and_count(rank: Rank, gathers: dict[str, int], reduces: dict[str, int], **options: Any) -> None:
-    """Three steps beside DDP, which reduces once, after the last microbatch.
+    """Train three steps beside DDP, which reduces once, after the last microbatch, and count the collectives.
 
-    Gradients are zeroed or forgotten in turn, so that they are added to what is there too.
+    Gradients are set to zeros and to None in turn, so that reductions also add to gradients that exist.
     """
     model = models.Tower(dim=DIM, depth=DEPTH)
     pair = rank.pair(model, units=model.units(), microbatches=MICROBATCHES, **options)
@@ -78,7 +81,7 @@ def step_with(rank: Rank, pair: Pair, step: int, *, ahead: int = 0) -> None:
 @RESHARD_AND_OFFLOAD
 @WAITING
 def test_reduction_waits(rank: Rank, waiting: Any, reshard_after_forward: bool | int, offload: Any) -> None:
-    """Units that wait for the last microbatch are reduced once, the others each time; gathers stay what they are."""
+    """A unit whose reduction is deferred is reduced once, the others by every backward; the gathers do not change."""
     how = Accumulation(units=waiting)
     train_and_count(
         rank, gathers_of(reshard_after_forward), {"reduce_scatter": reductions(waiting)},
@@ -99,7 +102,7 @@ def test_reduction_waits(rank: Rank, waiting: Any, reshard_after_forward: bool |
 def test_hybrid_reduction_waits(
     rank: Rank, skips: Any, waiting: Any, reshard_after_forward: bool | int, offload: Any
 ) -> None:
-    """Replicas either reduce nothing before the last microbatch, or within each shard group only."""
+    """Before the last microbatch replicas reduce nothing, or only within each shard group."""
     reduces = {"reduce_scatter": reductions(waiting), "all_reduce": reductions(waiting)}
     if skips == "all-reduce":
         reduces["reduce_scatter"] = UNITS * MICROBATCHES
@@ -114,16 +117,76 @@ def test_hybrid_reduction_waits(
 @world(2, 4)
 @COUNTED
 def test_root_keeps_its_own_while_waiting(rank: Rank) -> None:
-    """By default the root keeps its own parameters between forward and backward, and the others do not."""
+    """By default only the root's own unit stays gathered between forward and backward."""
     gathers = {"forward": UNITS * MICROBATCHES, "backward": (UNITS - 1) * MICROBATCHES}
     train_and_count(rank, gathers, {"reduce_scatter": UNITS}, accumulation=Accumulation())
+
+
+@contract("ACCUMULATION-1", "ACCUMULATION-6")
+@world(4)
+@pytest.mark.parametrize(
+    "reduces", ["default", pytest.param("every-backward", marks=needs(Capability.DEFERRED_REDUCTION))]
+)
+@pytest.mark.parametrize(
+    "has_replicas", [False, pytest.param(True, marks=needs(Capability.HYBRID))], ids=["shards", "replicas"]
+)
+def test_microbatches_add_up(rank: Rank, has_replicas: bool, reduces: str) -> None:
+    """Gradients of several microbatches add up, also where no context defers the reduction of any backward."""
+    model = models.Tower(dim=DIM, depth=DEPTH)
+    mesh = rank.mesh((2, 2), ("replicate", "shard")) if has_replicas else None
+    pair = rank.pair(model, units=model.units(), microbatches=MICROBATCHES, mesh=mesh)
+    if reduces == "every-backward":
+        rank.monkeypatch.setattr(pair.adapter, "microbatch", lambda *, is_last: contextlib.nullcontext())
+    for step in range(3):
+        step_with(rank, pair, step)
+        pair.check()
+
+
+#: How the gradients of microbatches are combined, on a mesh of one dimension and on replicas.
+COMBINED = pytest.mark.parametrize(
+    ("replicas", "how"),
+    [
+        pytest.param(1, None, id="default"),
+        pytest.param(1, Accumulation(), marks=needs(Capability.DEFERRED_REDUCTION), id="deferred"),
+        pytest.param(2, None, marks=needs(Capability.HYBRID), id="replicas"),
+        pytest.param(
+            2, Accumulation(), marks=needs(Capability.HYBRID, Capability.DEFERRED_REDUCTION), id="replicas-deferred"
+        ),
+        pytest.param(
+            2,
+            Accumulation(skips="all-reduce"),
+            marks=needs(Capability.HYBRID, Capability.DEFERRED_ALL_REDUCE),
+            id="replicas-deferred-all-reduce",
+        ),
+    ],
+)
+
+
+@contract("ACCUMULATION-7")
+@world(4)
+@needs(Capability.UNUSED_MODULE)
+@COMBINED
+@pytest.mark.parametrize("own_units", [False, True], ids=["one-unit", "own-units"])
+def test_part_used_by_one_microbatch(rank: Rank, own_units: bool, replicas: int, how: Accumulation | None) -> None:
+    """A parameter that only the first, the second or the last microbatch uses has that microbatch's gradient."""
+    model = models.Branches(DIM, MICROBATCHES)
+    mesh = rank.mesh((2, 2), ("replicate", "shard")) if replicas > 1 else None
+    pair = rank.pair(
+        model, units=model.units() if own_units else [], baseline="replicated", microbatches=MICROBATCHES, mesh=mesh,
+        accumulation=how, find_unused=True,
+    )  # fmt: skip
+    for step in range(3):
+        batches = [rank.batch(step, (2, DIM), microbatch=number) for number in range(MICROBATCHES)]
+        used = [(step + number) % MICROBATCHES for number in range(MICROBATCHES)]
+        pair.step(list(zip(batches, used, strict=True)), set_to_none=step % 2 == 1)
+        pair.check()
 
 
 KEPT = pytest.mark.parametrize("waiting", ["all", pytest.param("root-only", marks=PER_UNIT)])
 
 
 def kept_gathers(waiting: str) -> dict[str, int]:
-    """Units that stay gathered after backward are gathered in the first microbatch alone."""
+    """Gathers by phase: units that stay gathered after backward are gathered in the first microbatch only."""
     return {"forward": UNITS if waiting == "all" else UNITS + (UNITS - 1) * (MICROBATCHES - 1), "backward": 0}
 
 
@@ -149,7 +212,7 @@ def test_parameters_stay_gathered(rank: Rank, waiting: Any) -> None:
     "skips", ["reduction", pytest.param("all-reduce", marks=needs(Capability.DEFERRED_ALL_REDUCE))]
 )
 def test_hybrid_parameters_stay_gathered(rank: Rank, skips: Any, waiting: Any) -> None:
-    """The same on replicas, whether they reduce within their shard groups or not at all."""
+    """The same on replicas, whether the shard groups reduce before the last microbatch or not."""
     reduces = {"reduce_scatter": reductions(waiting), "all_reduce": reductions(waiting)}
     if skips == "all-reduce":
         reduces["reduce_scatter"] = UNITS * MICROBATCHES
@@ -171,9 +234,9 @@ def test_hybrid_parameters_stay_gathered(rank: Rank, skips: Any, waiting: Any) -
 @pytest.mark.parametrize("unshards", [False, pytest.param(True, marks=needs(Capability.ASYNC_UNSHARD))])
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 def test_forwards_run_ahead(rank: Rank, ahead: int, unshards: bool, keeps_gathered: bool) -> None:
-    """Microbatches in the order of a pipeline's stage, reduced by the backward that is marked as the last.
+    """Forwards may run ahead of backwards, as in a pipeline; the backward that is marked as the last reduces.
 
-    Parameters may have been gathered by a call before the first forward, which then gathers nothing.
+    If a call has gathered the parameters before the first forward, that forward gathers nothing.
     """
     model = models.Tower(dim=DIM, depth=DEPTH)
     pair = rank.pair(
@@ -186,8 +249,51 @@ def test_forwards_run_ahead(rank: Rank, ahead: int, unshards: bool, keeps_gather
                 pair.adapter.unshard()
         step_with(rank, pair, step, ahead=ahead)
         pair.check()
-        # What a backward freed is gathered by what comes next: a forward, or at the end of a pipeline another backward.
+        # What a backward freed, the next forward gathers, or at the end of the pipeline the next backward.
         forwards, backwards = (1, 0) if keeps_gathered else (MICROBATCHES - ahead, ahead)
         pair.check_counts("forward", all_gather=UNITS * (forwards - unshards))
         pair.check_counts("backward", all_gather=UNITS * backwards, reduce_scatter=UNITS)
         assert pair.sharded.trace.counts("unshard") == ({"all_gather": UNITS * (step + 1)} if unshards else {})
+
+
+@contract("ACCUMULATION-9")
+@world(2)
+@needs(Capability.MARKED_LAST_BACKWARD, Capability.DEFERRED_PER_UNIT, Capability.COUNTED_UNITS, Capability.GATHER_ORDER)
+@needs(Capability.RESHARD_AFTER_FORWARD, Capability.ROOT_RESHARD)
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_backwards_before_the_last_keep_the_order(rank: Rank, ahead: int) -> None:
+    """A backward that is marked as not the last leaves the order of the forwards, by which later ones gather ahead."""
+    model = models.Tower(dim=DIM, depth=DEPTH)
+    pair = rank.pair(
+        model, units=model.units(), baseline="replicated", microbatches=MICROBATCHES, reshard_after_forward=True,
+        accumulation=Accumulation(units=(), marks_last=True),
+    )  # fmt: skip
+    for step in range(2):
+        step_with(rank, pair, step, ahead=ahead)
+        pair.check()
+        backward = [(item.kind, item.unit) for item in pair.last_trace() if item.phase == "backward"]
+        size = 2 * UNITS
+        parts = [backward[start : start + size] for start in range(0, len(backward), size)]
+        assert len(parts) == MICROBATCHES, f"{len(backward)} collectives in {MICROBATCHES} backwards: {backward}"
+        for number, part in enumerate(parts):
+            assert part == parts[0], f"backward {number} does not follow the order of the forwards, as backward 0 did"
+
+
+@contract("ACCUMULATION-5")
+@world(2)
+@needs(Capability.MARKED_LAST_BACKWARD, Capability.TIED_PARAMETERS)
+def test_tied_forwards_run_ahead(rank: Rank) -> None:
+    """The same for a model whose output projection is its embedding."""
+    config = models.TransformerConfig(is_tied=True)
+    model = models.Transformer(config)
+    pair = rank.pair(
+        model, units=model.units(), baseline="replicated", microbatches=MICROBATCHES,
+        accumulation=Accumulation(marks_last=True),
+    )  # fmt: skip
+    for step in range(3):
+        batches = [
+            rank.tokens(step, (2, config.length), vocabulary=config.vocabulary, microbatch=number)
+            for number in range(MICROBATCHES)
+        ]
+        pair.step(batches, set_to_none=step % 2 == 1, ahead=1)
+        pair.check()

@@ -62,6 +62,9 @@ class Capability(enum.StrEnum):
     MANUAL_RESHARD = "manual-reshard"
     """Scripts can call ``unshard()`` and ``reshard()`` on a unit."""
 
+    CLIPPING = "clipping"
+    """Gradients can be clipped by the 2-norm of all gradients together, by a call or inside the step."""
+
     CLIP_BY_CALL = "clip-by-call"
     """Gradients can be clipped by a call between backward and step, by their 2-norm."""
 

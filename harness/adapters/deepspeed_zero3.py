@@ -28,6 +28,7 @@ _CAPABILITIES = frozenset(
         Capability.MULTIPLE_FORWARD,
         Capability.RECOMPUTATION,
         Capability.TIED_PARAMETERS,
+        Capability.CLIPPING,
         Capability.ADAM,
     }
 )

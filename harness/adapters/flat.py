@@ -48,6 +48,7 @@ CAPABILITIES = frozenset(
         Capability.CAST_AFTER_INIT,
         Capability.DEFERRED_REDUCTION,
         Capability.KEEP_AFTER_BACKWARD,
+        Capability.CLIPPING,
         Capability.CLIP_BY_CALL,
         Capability.CLIP_ANY_NORM,
         Capability.CLIP_EMPTY_SHARDS,

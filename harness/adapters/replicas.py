@@ -21,6 +21,7 @@ _UNSHARDED = frozenset(
         Capability.CONTAINER_OUTPUT,
         Capability.DATACLASS_OUTPUT,
         Capability.MULTIPLE_FORWARD,
+        Capability.CLIPPING,
         Capability.CLIP_BY_CALL,
         Capability.CLIP_ANY_NORM,
         Capability.ADAM,

@@ -4,12 +4,14 @@ Imports ``adapters`` (for the type of an optimizer factory) and ``tensors``. Cas
 room.
 
 - ``plain``: models and losses.
+- ``branches``: a model of which each microbatch uses another part.
 - ``parallel``: models for tensor parallelism, with their plans.
 - ``recomputation``: activation checkpointing of a model's layers.
 - ``compilation``: ``torch.compile`` of a model's layers.
 - ``optim``: optimizer factories.
 """
 
+from shardproof.harness.models.branches import Branches
 from shardproof.harness.models.plain import (
     MLP,
     Container,
@@ -35,6 +37,7 @@ from shardproof.harness.models.plain import (
 
 __all__ = [
     "MLP",
+    "Branches",
     "Container",
     "NoInputs",
     "NormedStack",
