@@ -1,18 +1,20 @@
-"""Chapter COLLECTIVES: how many, how large, in which order."""
+"""Chapter COLLECTIVES: how many, how large, in which order, among which ranks."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import pytest
 
 from shardproof.harness import Capability, contract, models, needs, world
-from shardproof.harness.parity import Rank
+from shardproof.harness.parity import Pair, Rank
 from shardproof.harness.plugin.axes import RESHARD_ROOT
 
 DEPTH = 3
 UNITS = DEPTH + 1  # the root has parameters of its own
 
 
-@contract("COLLECTIVES-1", "COLLECTIVES-2")
+@contract("COLLECTIVES-1", "COLLECTIVES-2", "COLLECTIVES-5", "COLLECTIVES-6")
 @world(2, 4)
 @needs(Capability.COUNTED_UNITS)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD_ROOT)
@@ -22,6 +24,10 @@ def test_counts_and_bytes(rank: Rank, reshard_after_forward: bool | int | None) 
     pair = rank.pair(model, units=model.units(), reshard_after_forward=reshard_after_forward)
     kept: dict[bool | int | None, int] = {None: DEPTH, False: 0}
     in_backward = kept.get(reshard_after_forward, UNITS)
+    # An int that is no bool: backward gathers from the ranks among which forward has left the parameters.
+    size = rank.world_size if type(reshard_after_forward) is not int else reshard_after_forward
+    first = rank.index - rank.index % size
+    groups = {("backward", "all_gather"): tuple(range(first, first + size))}
     for step in range(2):
         pair.step(rank.batch(step, (4, 9)))
         pair.check()
@@ -29,13 +35,17 @@ def test_counts_and_bytes(rank: Rank, reshard_after_forward: bool | int | None) 
         pair.check_counts("backward", all_gather=in_backward, reduce_scatter=UNITS)
         pair.check_counts("step")
         pair.check_bytes()
+        for item in pair.last_trace():
+            expected = groups.get((item.phase, item.kind), tuple(range(rank.world_size)))
+            assert item.group == expected, f"{item}: its ranks should be {expected}"
+            assert item.dtype == "float32", f"{item}: its dtype should be that of the parameters, float32"
 
 
 @contract("COLLECTIVES-3")
 @world(1)
 @needs(Capability.SINGLE_RANK)
 def test_no_collectives_alone(rank: Rank) -> None:
-    """A world of one rank has nobody to talk to."""
+    """A world of one rank issues no collective."""
     model = models.Tower(dim=9, depth=DEPTH)
     pair = rank.pair(model, units=model.units())
     for step in range(2):
@@ -71,3 +81,82 @@ backward  reduce_scatter  float32      400 B  ranks 0-1  (root)
 backward  reduce_scatter  float32     1480 B  ranks 0-1  layers.0
 """,
     )
+
+
+@contract("COLLECTIVES-6")
+@world(4)
+@needs(Capability.TENSOR_PARALLEL)  # beside which a data-parallel mesh is a part of the world
+@pytest.mark.parametrize("name", ["columns", "rows"])
+def test_only_ranks_of_the_mesh_take_part(rank: Rank, name: str) -> None:
+    """On a mesh of half the ranks nothing is exchanged with the other half, which trains on other data."""
+    mesh = rank.mesh((2, 2), ("columns", "rows"))[name]
+    model = models.Tower(dim=9, depth=DEPTH)
+    pair = rank.pair(model, units=model.units(), mesh=mesh)
+    mine = tuple(mesh.mesh.tolist())
+    for step in range(2):
+        # A batch of this rank's own: the two halves have nothing in common.
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+        for item in pair.last_trace():
+            assert item.group == mine, f"{item}: the data-parallel ranks are {mine}"
+
+
+@contract("COLLECTIVES-7")
+@world(2)
+@needs(Capability.COUNTED_UNITS, Capability.GROUPED_UNIT, Capability.RESHARD_AFTER_FORWARD, Capability.ROOT_RESHARD)
+def test_unit_of_several_modules(rank: Rank) -> None:
+    """Several modules of one unit are gathered by one collective and reduced by one."""
+    model = models.Tower(dim=9, depth=DEPTH)
+    pair = rank.pair(model, units=[["layers.0", "layers.1"], ["layers.2"]], reshard_after_forward=True)
+    for step in range(2):
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+        pair.check_counts("forward", all_gather=3)
+        pair.check_counts("backward", all_gather=3, reduce_scatter=3)
+        pair.check_bytes()
+
+
+@contract("COLLECTIVES-7")
+@world(2)
+@needs(Capability.COUNTED_UNITS, Capability.GROUPED_UNIT, Capability.UNUSED_MODULE)
+@needs(Capability.RESHARD_AFTER_FORWARD, Capability.ROOT_RESHARD)
+@pytest.mark.parametrize("used", [0, 2])
+def test_unit_with_modules_that_do_not_run(rank: Rank, used: int) -> None:
+    """A unit of which only the first or the last module runs is gathered once and reduced once too."""
+    model = models.Branches(dim=9, branches=3)
+    grouped = [["branches.0", "branches.1", "branches.2"]]
+    pair = rank.pair(model, units=grouped, baseline="replicated", find_unused=True, reshard_after_forward=True)
+    for step in range(2):
+        pair.step((rank.batch(step, (4, 9)), used))
+        pair.check()
+        pair.check_counts("forward", all_gather=2)
+        pair.check_counts("backward", all_gather=2, reduce_scatter=2)
+
+
+@contract("COLLECTIVES-8")
+@world(2, 4)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD_ROOT)
+def test_bytes_of_a_step(rank: Rank, reshard_after_forward: bool | int | None) -> None:
+    """A step moves each sharded parameter at most twice, and each gradient once."""
+    model = models.Tower(dim=33, depth=DEPTH)
+    pair = rank.pair(model, units=model.units(), reshard_after_forward=reshard_after_forward)
+    gathers = 1 if reshard_after_forward is False else 2
+    if "parameters" not in rank.implementation.traits.shards:
+        gathers = 1  # of the parameters or gradients that an all-reduce, or the step, distributes
+    full, padded = (4 * sum(sizes) for sizes in zip(*_sizes(pair), strict=True))
+    for step in range(2):
+        pair.step(rank.batch(step, (4, 33)))
+        pair.check()
+        trace = pair.last_trace()
+        moved = sum(item.nbytes * (2 if item.kind == "all_reduce" else 1) for item in trace)
+        # A sixteenth of the parameters is allowed for flags and norms.
+        limit = (gathers + 1) * padded + full // 16
+        assert full < moved <= limit, (
+            f"step {step} moved {moved} bytes; with {full} bytes of parameters at most {limit} are needed:\n"
+            f"{trace.render()}"
+        )
+
+
+def _sizes(pair: Pair) -> Sequence[tuple[int, int]]:
+    """The elements of each unit, without padding and with all padding that is declared."""
+    return [(unit.numel, unit.padded_numel) for unit in pair.units]

@@ -9,12 +9,14 @@ import pytest
 
 from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.adapters.base import Accumulation
+from shardproof.harness.collectives.trace import Trace
 from shardproof.harness.models.recomputation import recompute
 from shardproof.harness.parity import Rank
-from shardproof.harness.plugin.axes import RESHARD_CHOICES
+from shardproof.harness.plugin.axes import RESHARD_CHOICES, with_first
 
 NAMES = ("replicate", "shard")
 DEFERRED = needs(Capability.DEFERRED_REDUCTION)
+DEFAULT = pytest.param(None)
 #: (replicate, shard) sizes on four ranks; the second shards nothing.
 SHAPES = pytest.mark.parametrize(
     "shape", [(2, 2), pytest.param((4, 1), marks=needs(Capability.SINGLE_RANK))], ids=["2x2", "4x1"]
@@ -25,13 +27,14 @@ pytestmark = needs(Capability.HYBRID)
 
 @contract("HYBRID-1")
 @world(4)
-@needs(Capability.RESHARD_AFTER_FORWARD)
-@pytest.mark.parametrize("reshard_after_forward", [False, True])
 @pytest.mark.parametrize("recomputes", [False, pytest.param(True, marks=needs(Capability.RECOMPUTATION))])
-@pytest.mark.parametrize("dim", [3, 16, 17])
+@pytest.mark.parametrize(
+    ("dim", "reshard_after_forward"),
+    [*with_first(3, RESHARD_CHOICES), *with_first(16, RESHARD_CHOICES), *with_first(17, [DEFAULT, *RESHARD_CHOICES])],
+)
 @pytest.mark.parametrize("waits", [pytest.param(True, marks=DEFERRED), False])
 def test_replicas(rank: Rank, waits: bool, dim: int, recomputes: bool, reshard_after_forward: bool | None) -> None:
-    """Replicas train as DDP over all ranks, whether they reduce each microbatch or their sum."""
+    """Replicas train as DDP over all ranks, whether they reduce each microbatch's gradients or their sum."""
     model = models.NormedStack(dim)
     microbatches = 3
     pair = rank.pair(
@@ -50,13 +53,27 @@ def test_replicas(rank: Rank, waits: bool, dim: int, recomputes: bool, reshard_a
 
 
 @contract("HYBRID-1")
+@world(4)
+@pytest.mark.parametrize(
+    "shape", [(1, 4), pytest.param((4, 1), marks=needs(Capability.SINGLE_RANK))], ids=["1x4", "4x1"]
+)
+def test_one_replica_and_one_shard(rank: Rank, shape: tuple[int, int]) -> None:
+    """One replica of four shards, and four replicas of one, train as DDP over all ranks."""
+    model = models.Tower(dim=9)
+    pair = rank.pair(model, units=model.units(), mesh=rank.mesh(shape, NAMES), microbatches=2)
+    for step in range(3):
+        batch = [rank.batch(step, (4, 9), microbatch=number) for number in range(2)]
+        pair.step(batch, set_to_none=step % 2 == 0)
+        pair.check()
+
+
+@contract("HYBRID-1")
 @world(8)
-@needs(Capability.RESHARD_AFTER_FORWARD)
-@pytest.mark.parametrize("reshard_after_forward", [False, True])
+@pytest.mark.parametrize("reshard_after_forward", [DEFAULT, *RESHARD_CHOICES])
 @pytest.mark.parametrize("dim", [3, 17])
 @pytest.mark.parametrize("shape", [(2, 4), (4, 2)], ids=["2x4", "4x2"])
 def test_replicas_of_eight(rank: Rank, shape: tuple[int, int], dim: int, reshard_after_forward: bool | None) -> None:
-    """The same where there are not as many replicas as shards, so that one cannot stand for the other."""
+    """The same with unequal numbers of replicas and shards, so that the two cannot be mistaken for each other."""
     model = models.NormedStack(dim)
     pair = rank.pair(
         model,
@@ -84,6 +101,8 @@ def test_counts(rank: Rank, reshard_after_forward: Any, shape: tuple[int, int]) 
     pair = rank.pair(
         model, units=model.units(), mesh=rank.mesh(shape, NAMES), reshard_after_forward=reshard_after_forward
     )
+    mesh = pair.adapter.config.mesh
+    replicas, replica = (tuple(mesh[name].mesh.tolist()) for name in NAMES)
     again = {None: units - 1, False: 0}.get(reshard_after_forward, units)
     for step in range(2):
         pair.step(rank.batch(step, (4, 9)))
@@ -91,6 +110,35 @@ def test_counts(rank: Rank, reshard_after_forward: Any, shape: tuple[int, int]) 
         shards = shape[1] > 1
         pair.check_counts("forward", all_gather=units * shards)
         pair.check_counts("backward", all_gather=again * shards, reduce_scatter=units * shards, all_reduce=units)
+        pair.check_bytes()
         for item in pair.last_trace():
-            over = shape[0] if item.kind == "all_reduce" else shape[1]
-            assert len(item.group) == over, f"{item} on a mesh of {shape[0]} replicas of {shape[1]} shards"
+            expected = replicas if item.kind == "all_reduce" else replica
+            assert item.group == expected, f"{item}: its ranks should be {expected}"
+            assert item.dtype == "float32", f"{item}: its dtype should be that of the parameters, float32"
+        if shards:
+            _assert_all_reduces_follow(pair.last_trace(), shape[1])
+
+
+def _assert_all_reduces_follow(trace: Trace, shards: int) -> None:
+    """Each reduce-scatter is followed by the all-reduce of its output, before the next unit's all-reduce."""
+    scattered = [item for item in trace if item.kind == "reduce_scatter"]
+    summed = [item for item in trace if item.kind == "all_reduce"]
+    for first, second in zip(scattered, summed, strict=True):
+        assert second.nbytes * shards == first.nbytes, f"[{second}] is not the all-reduce of the output of [{first}]"
+        assert trace.index(first) < trace.index(second), f"[{second}] comes before [{first}]"
+
+
+@contract("HYBRID-3")
+@world(8)
+@needs(Capability.COUNTED_UNITS, Capability.RESHARD_TO_SIZE, Capability.ROOT_RESHARD)
+def test_resharded_within_a_replica(rank: Rank) -> None:
+    """Resharded to groups of two of the four ranks of a replica, backward gathers within those two."""
+    model = models.Tower(dim=9)
+    pair = rank.pair(model, units=model.units(), mesh=rank.mesh((2, 4), NAMES), reshard_after_forward=2)
+    first = rank.index - rank.index % 2
+    for step in range(2):
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+        for item in pair.last_trace():
+            gathers_again = (item.phase, item.kind) == ("backward", "all_gather")
+            assert not gathers_again or item.group == (first, first + 1), f"{item}: its ranks should be neighbours"

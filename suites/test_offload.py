@@ -2,38 +2,88 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
+import torch
+from torch.distributed.tensor import DTensor
 
 from shardproof.harness import Capability, Hardware, contract, models, needs, world
+from shardproof.harness.models import optim
 from shardproof.harness.parity import Rank
 from shardproof.harness.plugin.axes import DELAYED, DELAYS
 
 
-@contract("OFFLOAD-1")
-@world(2, 4)
-@needs(Capability.OFFLOAD, Capability.RESHARD_AFTER_FORWARD)
-@pytest.mark.parametrize(
+KINDS = pytest.mark.parametrize(
     "offload",
     [
         pytest.param("pageable", marks=needs(Capability.PAGEABLE_OFFLOAD)),
         pytest.param("pinned", marks=needs(Hardware.ACCELERATOR)),
     ],
 )
+
+pytestmark = [needs(Capability.OFFLOAD), world(2, 4)]
+
+
+@contract("OFFLOAD-1")
+@KINDS
 @pytest.mark.parametrize("delays", DELAYED)
 def test_offloaded(rank: Rank, delays: tuple[str, ...], offload: str) -> None:
     """Shards that live on the CPU train as DDP does, also when streams run at other speeds."""
     config = models.TransformerConfig(layers=3, vocabulary=61, length=16, heads=4)
     model = models.Transformer(config)
-    pair = rank.pair(
-        model,
-        units=model.units(),
-        delays=[DELAYS[name] for name in delays],
-        reshard_after_forward=True,
-        offload=offload,
-    )
+    pair = rank.pair(model, units=model.units(), delays=[DELAYS[name] for name in delays], offload=offload)
     batches = [rank.tokens(step, (3, config.length), vocabulary=config.vocabulary) for step in range(3)]
     for step, tokens in enumerate(batches):
         pair.step(tokens, set_to_none=step % 2 == 0)
-        for name, parameter in pair.adapter.named_parameters().items():
-            assert parameter.device.type == "cpu", f"{name} is on {parameter.device} after a step"
     pair.check()
+
+
+@contract("OFFLOAD-1")
+@needs(Capability.TIED_PARAMETERS)
+@KINDS
+def test_offloaded_tied_parameters(rank: Rank, offload: str) -> None:
+    """The same for an embedding that is the output projection too, with its gradients summed over microbatches."""
+    config = models.TransformerConfig(vocabulary=61, is_tied=True)
+    model = models.Transformer(config)
+    pair = rank.pair(model, units=model.units(), offload=offload, microbatches=2)
+    for step in range(3):
+        batch = [
+            rank.tokens(step, (3, config.length), vocabulary=config.vocabulary, microbatch=number)
+            for number in range(2)
+        ]
+        pair.step(batch, set_to_none=step % 2 == 0)
+        pair.check()
+
+
+@contract("OFFLOAD-2")
+@KINDS
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_memory_of_shards(rank: Rank, microbatches: int, offload: str) -> None:
+    """Between steps parameters, gradients and optimizer state are on the CPU, pinned exactly if that is configured."""
+    model = models.Tower(dim=9)
+    run = rank.run(model, units=model.units(), offload=offload, optimizer=optim.sgd(), microbatches=microbatches)
+    is_pinned = offload == "pinned"
+    for step in range(2):
+        for number in range(microbatches):
+            run.forward_backward((rank.batch(step, (4, 9), microbatch=number),), loss=models.mean_square)
+        parameters = run.adapter.named_parameters()
+        _assert_on_cpu("parameter", parameters, is_pinned=is_pinned)
+        _assert_on_cpu("gradient of", {name: value.grad for name, value in parameters.items()}, is_pinned=is_pinned)
+        run.adapter.step()
+        optimizer = run.adapter.optimizer
+        if optimizer is not None:
+            state = {name: optimizer.state[value].get("momentum_buffer") for name, value in parameters.items()}
+            # Whether the optimizer's own state is pinned is the optimizer's matter.
+            _assert_on_cpu("momentum of", state, is_pinned=None)
+        run.adapter.zero_grad(set_to_none=step == 1)
+
+
+def _assert_on_cpu(what: str, tensors: Mapping[str, torch.Tensor | None], *, is_pinned: bool | None) -> None:
+    for name, tensor in tensors.items():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if local is None or not local.numel():
+            continue
+        assert local.device.type == "cpu", f"{what} {name} is on {local.device}"
+        if is_pinned is not None and torch.accelerator.is_available():
+            assert local.is_pinned() == is_pinned, f"{what} {name}: is_pinned() is {local.is_pinned()}"

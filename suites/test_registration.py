@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.findings.finding import step_label
 from shardproof.harness.parity import Rank, Run, exact_difference
-from shardproof.harness.plugin.axes import RESHARD, RESHARD_UNEVEN, with_first
+from shardproof.harness.plugin.axes import RESHARD, RESHARD_ROOT, RESHARD_UNEVEN, with_first
 
 pytestmark = [needs(Capability.REGISTERED_STATE), world(2, 4)]
 
@@ -18,17 +20,17 @@ UNITS = pytest.mark.parametrize("units", [[], [["layers.0"], ["layers.1"]]], ids
 
 
 @contract("REGISTRATION-1")
-@needs(Capability.MANUAL_RESHARD, Capability.ROOT_RESHARD)
+@needs(Capability.MANUAL_RESHARD)
 @UNITS
 @pytest.mark.parametrize(
     ("dim", "reshard_after_forward"),
-    [*with_first(8, RESHARD), *with_first(5, RESHARD_UNEVEN)],
+    [*with_first(8, RESHARD_ROOT), *with_first(5, RESHARD_UNEVEN)],
 )
 def test_after_forward(rank: Rank, dim: int, units: list[list[str]], reshard_after_forward: bool | int | None) -> None:
     """After forward a unit shows shards if it reshards, gathered parameters otherwise; values never change.
 
-    The default is to reshard every unit but the root's, and an explicit choice is the root's as well.
-    Both with sizes that every group divides and with sizes that none does.
+    By default every unit but the root's reshards; an explicit choice applies to the root's too. The sizes divide by
+    the number of ranks of every group, or of none.
     """
     model = models.Tower(dim=dim, depth=2)
     original = copy.deepcopy(model).to(rank.device)
@@ -37,10 +39,7 @@ def test_after_forward(rank: Rank, dim: int, units: list[list[str]], reshard_aft
     _assert_values(run, original)
 
     run.adapter.forward(rank.batch(0, (3, dim)))
-    keeps = {"root": reshard_after_forward in (None, False), "others": reshard_after_forward is False}
-    for name, gathered in run.adapter.gathered().items():
-        owner = "others" if units and name.startswith("layers.") else "root"
-        assert gathered == keeps[owner], f"{name}: gathered is {gathered} after forward with {reshard_after_forward!r}"
+    _assert_as_after_forward(run, reshard_after_forward, has_units=bool(units))
     _assert_values(run, original)
 
     run.adapter.reshard()
@@ -62,15 +61,101 @@ def test_after_backward(rank: Rank, units: list[list[str]], reshard_after_forwar
         _assert_values(run, original)
 
 
+@contract("REGISTRATION-3")
+@pytest.mark.parametrize("reshard_after_forward", RESHARD_ROOT)
+def test_after_forward_without_gradients(rank: Rank, reshard_after_forward: bool | int | None) -> None:
+    """A forward without gradients leaves what one with gradients leaves, also before and between training steps."""
+    model = models.Tower(dim=8, depth=2)
+    original = copy.deepcopy(model).to(rank.device)
+    run = rank.run(model, units=[["layers.0"], ["layers.1"]], reshard_after_forward=reshard_after_forward)
+    for step in range(2):
+        with torch.no_grad():
+            run.adapter.forward(rank.batch(step, (3, 8)))
+        _assert_as_after_forward(run, reshard_after_forward, has_units=True)
+        _assert_values(run, original)
+        run.forward_backward((rank.batch(step, (3, 8)),), loss=models.mean_square)
+        _assert_sharded(run, f"after the backward of {step_label(step)}")
+        _assert_values(run, original)
+
+
+@contract("REGISTRATION-4")
+@needs(Capability.NON_ROOT_FORWARD)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD_ROOT)
+def test_after_partial_forward(rank: Rank, reshard_after_forward: bool | int | None) -> None:
+    """A unit that is called directly leaves the others sharded, and its backward leaves itself sharded."""
+    model = models.Tower(dim=8, depth=2)
+    original = copy.deepcopy(model).to(rank.device)
+    run = rank.run(model, units=[["layers.0"], ["layers.1"]], reshard_after_forward=reshard_after_forward)
+    run.forward_backward((rank.batch(0, (3, 8)),), loss=models.mean_square)
+    for step in range(2):
+        output = run.adapter.forward(rank.batch(step, (3, 8)), submodule="layers.1")
+        for name, gathered in run.adapter.gathered().items():
+            expected = name.startswith("layers.1.") and reshard_after_forward is False
+            assert gathered == expected, f"{name}: gathered is {gathered} after a forward of layers.1 alone"
+        _assert_values(run, original)
+        run.adapter.backward(models.mean_square(output))
+        _assert_sharded(run, f"after the backward of layers.1 in {step_label(step)}")
+        _assert_values(run, original)
+
+
+@contract("REGISTRATION-5")
+@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+def test_attributes_of_parameters(rank: Rank, reshard_after_forward: bool | int | None) -> None:
+    """Sharded or gathered, a parameter keeps its name, dtype, device and requires_grad, and gradients have its dtype."""
+    model = models.Tower(dim=8, depth=2)
+    model.layers[1].in_proj.weight.requires_grad_(False)
+    model.out.requires_grad_(False)
+    original = copy.deepcopy(model).to(rank.device)
+    run = rank.run(model, units=[["layers.0"], ["layers.1"]], reshard_after_forward=reshard_after_forward)
+    _assert_attributes(run, original, "before forward")
+    for step in range(2):
+        output = run.adapter.forward(rank.batch(step, (3, 8)))
+        _assert_attributes(run, original, f"after the forward of {step_label(step)}")
+        run.adapter.backward(models.mean_square(output))
+        _assert_attributes(run, original, f"after the backward of {step_label(step)}")
+        for name, parameter in run.adapter.named_parameters().items():
+            has_gradient = parameter.grad is not None
+            assert has_gradient == parameter.requires_grad, f"{name}: has a gradient: {has_gradient}"
+            assert parameter.grad is None or parameter.grad.shape == parameter.shape, f"{name}: shapes differ"
+
+
+def _assert_attributes(run: Run, original: nn.Module, when: str) -> None:
+    expected = {name: _attributes(parameter) for name, parameter in original.named_parameters()}
+    found = {name: _attributes(parameter) for name, parameter in run.adapter.named_parameters().items()}
+    assert list(found) == list(expected), f"{when} the parameters have other names, or another order"
+    for name in expected:
+        assert found[name] == expected[name], f"{when} {name} has {found[name]}, the original {expected[name]}"
+
+
+def _attributes(parameter: torch.Tensor) -> dict[str, Any]:
+    return {
+        "shape": parameter.shape,
+        "stride": parameter.stride(),
+        "dtype": parameter.dtype,
+        "device": parameter.device,
+        "requires_grad": parameter.requires_grad,
+        "is_leaf": parameter.is_leaf,
+        "type": isinstance(parameter, nn.Parameter),
+    }
+
+
+def _assert_as_after_forward(run: Run, reshard_after_forward: bool | int | None, *, has_units: bool) -> None:
+    """Units that do not reshard after forward are gathered, the others are not."""
+    keeps = {"root": reshard_after_forward in (None, False), "others": reshard_after_forward is False}
+    for name, gathered in run.adapter.gathered().items():
+        owner = "others" if has_units and name.startswith("layers.") else "root"
+        assert gathered == keeps[owner], f"{name}: gathered is {gathered} after forward with {reshard_after_forward!r}"
+
+
 def _assert_sharded(run: Run, when: str) -> None:
-    """Every parameter is shown sharded; if not, name the units that are not."""
+    """Every registered parameter is sharded; if not, name the units that are gathered."""
     units = {name: unit.label for unit in run.units for name in unit.names}
     gathered = sorted({units[name] for name, is_gathered in run.adapter.gathered().items() if is_gathered})
     assert not gathered, f"{when} every parameter is sharded, but units are gathered: {', '.join(gathered)}"
 
 
 def _assert_values(run: Run, original: nn.Module) -> None:
-    """What is shown is, bit for bit, this rank's part of the original: nothing has been computed with it."""
+    """Every registered parameter is, bit for bit, this rank's part of the original."""
     full = dict(original.named_parameters())
     pieces = run.adapter.registered()
     assert pieces.keys() == full.keys()
