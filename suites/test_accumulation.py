@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import pytest
@@ -122,21 +121,28 @@ def test_root_keeps_its_own_while_waiting(rank: Rank) -> None:
     train_and_count(rank, gathers, {"reduce_scatter": UNITS}, accumulation=Accumulation())
 
 
+DEFERRED = needs(Capability.DEFERRED_REDUCTION)
+
+
 @contract("ACCUMULATION-1", "ACCUMULATION-6")
 @world(4)
 @pytest.mark.parametrize(
-    "reduces", ["default", pytest.param("every-backward", marks=needs(Capability.DEFERRED_REDUCTION))]
+    "reduces",
+    ["default", pytest.param("every-backward", marks=DEFERRED), pytest.param("first-and-last", marks=DEFERRED)],
 )
 @pytest.mark.parametrize(
     "has_replicas", [False, pytest.param(True, marks=needs(Capability.HYBRID))], ids=["shards", "replicas"]
 )
 def test_microbatches_add_up(rank: Rank, has_replicas: bool, reduces: str) -> None:
-    """Gradients of several microbatches add up, also where no context defers the reduction of any backward."""
+    """Gradients of several microbatches add up, whether none, some or all backwards before the last reduce."""
     model = models.Tower(dim=DIM, depth=DEPTH)
     mesh = rank.mesh((2, 2), ("replicate", "shard")) if has_replicas else None
-    pair = rank.pair(model, units=model.units(), microbatches=MICROBATCHES, mesh=mesh)
-    if reduces == "every-backward":
-        rank.monkeypatch.setattr(pair.adapter, "microbatch", lambda *, is_last: contextlib.nullcontext())
+    how = None if reduces == "default" else Accumulation()
+    pair = rank.pair(model, units=model.units(), microbatches=MICROBATCHES, mesh=mesh, accumulation=how)
+    if reduces != "default":
+        last = iter([True, reduces == "every-backward", True] * 3)
+        context = pair.adapter.microbatch
+        rank.monkeypatch.setattr(pair.adapter, "microbatch", lambda *, is_last: context(is_last=next(last)))
     for step in range(3):
         step_with(rank, pair, step)
         pair.check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 
 import pytest
@@ -77,6 +78,16 @@ def test_memory_of_shards(rank: Rank, microbatches: int, offload: str) -> None:
             # Whether the optimizer's own state is pinned is the optimizer's matter.
             _assert_on_cpu("momentum of", state, is_pinned=None)
         run.adapter.zero_grad(set_to_none=step == 1)
+
+
+@contract("OFFLOAD-3")
+@needs(Capability.PAGEABLE_OFFLOAD)
+def test_memory_that_cannot_be_pinned(rank: Rank) -> None:
+    """Where no memory can be pinned, because there is no accelerator, pinned shards are refused and not approximated."""
+    model = models.Tower(dim=9)
+    refused = pytest.raises(RuntimeError, match="accelerator|CUDA|pin")
+    with contextlib.nullcontext() if torch.accelerator.is_available() else refused:
+        rank.run(model, units=model.units(), offload="pinned")
 
 
 def _assert_on_cpu(what: str, tensors: Mapping[str, torch.Tensor | None], *, is_pinned: bool | None) -> None:

@@ -1,0 +1,124 @@
+"""Bugs of one edited place in reductions, accumulation, clipping and resharding each fail a case that names them."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from typing import NamedTuple
+
+import pytest
+
+from tests.harness import planted_reductions as planted
+from tests.harness.inner import PYTHONPATH
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+class Killer(NamedTuple):
+    """The item that fails because of a bug, as an expression of ``-k``, and words of its message."""
+
+    item: str
+    words: str
+
+
+ADD_UP = "test_microbatches_add_up and shards-{}"
+ADD_UP_REPLICAS = "test_microbatches_add_up and replicas-{}"
+ONE_UNIT, OWN_UNITS = "test_part_used and one-unit-{0}]", "test_part_used and own-units-{0}]"
+NORM = "test_small_and_large and w2-1e-06-{}"
+GRADIENT = "gradient of '"
+CLIPPED = "clipped gradient of '"
+NORM_WRONG = "total norm"
+KILLED = {
+    "partial-shards-dropped": Killer(OWN_UNITS.format("replicas-deferred-all-reduce"), GRADIENT),
+    "other-partial-dropped": Killer(ONE_UNIT.format("replicas-deferred-all-reduce"), GRADIENT),
+    "partial-never-completed": Killer(OWN_UNITS.format("replicas-deferred-all-reduce"), GRADIENT),
+    "partial-kept": Killer(OWN_UNITS.format("replicas-deferred-all-reduce"), GRADIENT),
+    "all-reduce-sums": Killer(ADD_UP_REPLICAS.format("default"), GRADIENT),
+    "all-reduce-over-shards": Killer("test_hybrid and test_counts and 2x2-None", GRADIENT),
+    "all-reduce-skipped-for-one-shard": Killer("test_one_replica_and_one_shard and 4x1", GRADIENT),
+    "all-reduce-of-a-copy-in-double": Killer("test_hybrid and test_counts and 2x2-None", "float32"),
+    "stray-all-reduce-over-the-world": Killer("test_only_ranks_of_the_mesh and rows", "data-parallel ranks are"),
+    "unit-without-backward-not-reduced": Killer(OWN_UNITS.format("deferred"), GRADIENT),
+    "existing-gradients-dropped": Killer(ONE_UNIT.format("default"), GRADIENT),
+    "buffer-is-always-current": Killer(ADD_UP.format("default"), GRADIENT),
+    "current-without-the-same-parameters": Killer(ONE_UNIT.format("default"), ""),
+    "buffer-replaced": Killer(ADD_UP.format("default"), GRADIENT),
+    "gradient-not-taken": Killer(ADD_UP.format("default"), GRADIENT),
+    "unreduced-dropped": Killer(ADD_UP.format("first-and-last"), GRADIENT),
+    "root-only-recurses": Killer("test_reduction_waits and root-only-True-None", "instead of 10 in backward"),
+    "all-reduce-flag-stops-all": Killer("test_hybrid_reduction_waits and all-reduce-all-True-None", "reduce_scatter"),
+    "kept-after-backward-ignored": Killer("test_parameters_stay_gathered and w4-all", "all_gather instead of 4"),
+    "last-backward-ignored": Killer("test_backwards_before and w2-2", "backward 1 does not follow the order"),
+    "indices-forgotten-early": Killer("test_backwards_before and w2-2", "backward 1 does not follow the order"),
+    "backward-gathers-world": Killer("test_counts_and_bytes and w4-2", "its ranks should be (0, 1)"),
+    "strided-groups": Killer("test_counts_and_bytes and w4-2", "its ranks should be (0, 1)"),
+    "root-frees-by-default": Killer("test_counts_and_bytes and w4-None", "4 all_gather instead of 3 in backward"),
+    "kept-without-autograd": Killer("test_after_forward_without_gradients and w2-True", "gathered is True after"),
+    "skipped-member-never-completes": Killer("test_unit_with_modules and w2-0", ""),
+    "gathered-for-each-module": Killer("test_collectives and test_unit_of_several", ""),
+    "frozen-thawed": Killer("test_attributes_of and w2-None", "before forward layers.1.in_proj.weight has"),
+    "smaller-shards-thawed": Killer("test_attributes_of and w4-2", "layers.1.in_proj.weight has"),
+    "norm-counts-replicas": Killer("test_clipping and test_replicas and w4-2.0", ""),
+    "gradients-scaled-up": Killer("test_norm_below and w2-2.0", CLIPPED),
+    "large-epsilon": Killer(NORM.format("2.0"), CLIPPED),
+    "powers-not-taken": Killer(NORM.format("2.0"), NORM_WRONG),
+    "always-a-square-root": Killer(NORM.format("3.0"), NORM_WRONG),
+    "inf-norm-summed-over-ranks": Killer("test_norm_costs and w2-inf", NORM_WRONG),
+    "inf-norm-summed-over-shares": Killer("test_clipping and test_two_dimensions and 16-inf", NORM_WRONG),
+    "norm-of-empty-shards": Killer("test_empty_shards and w4-inf", ""),
+    "empty-rank-leaves-the-norm": Killer("test_empty_shards and w4-2.0", ""),
+    "gradients-in-float-norm": Killer(NORM.format("3.0"), NORM_WRONG),
+    "flat-buffer-replaced": Killer(ADD_UP.format("every-backward"), GRADIENT),
+    "flat-existing-replaced": Killer(ADD_UP.format("first-and-last"), GRADIENT),
+    "flat-always-current": Killer(ADD_UP.format("every-backward"), GRADIENT),
+    "flat-aside-lost": Killer(ADD_UP.format("first-and-last"), GRADIENT),
+    "flat-gradient-not-taken": Killer(ADD_UP.format("every-backward"), GRADIENT),
+    "flat-unit-without-backward-not-reduced": Killer(OWN_UNITS.format("deferred"), GRADIENT),
+    "flat-always-frees": Killer("test_parameters_stay_gathered and w4-all", "all_gather instead of 4"),
+    "flat-no-sync-of-the-root": Killer("test_root_keeps and w2", "reduce_scatter instead of 4"),
+    "flat-no-sync-for-good": Killer("test_root_keeps and w2", ""),
+    "flat-all-reduce-over-shards": Killer("test_hybrid and test_counts and 2x2-None", GRADIENT),
+    "flat-empty-rank-leaves-the-norm": Killer("test_empty_shards and w4-2.0", ""),
+    "flat-root-frees": Killer("test_counts_and_bytes and w4-None", "4 all_gather instead of 3 in backward"),
+    "flat-division-by-shards": Killer(ADD_UP_REPLICAS.format("default"), GRADIENT),
+}
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory):
+    """The cases of one run of every bug's item, with the bug and with the reference that it is a bug of."""
+    names = ["reference", "reference.flat"]
+    chosen = set()
+    for bug, killer in KILLED.items():
+        adapter = planted.ADAPTERS[bug]
+        names.append(f"{adapter.__module__}:{adapter.__name__}")
+        chosen.add(f":{adapter.__name__}- and {killer.item}")
+        chosen.add(f"{'reference.flat' if bug in planted.FLAT else 'reference-'} and {killer.item}")
+    report = tmp_path_factory.mktemp("planted") / "run.json"
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "suites", "-k", " or ".join(chosen)]
+    command += ["--impl", ",".join(names), "--device", "cpu", "--report", str(report)]
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 1, done.stdout + done.stderr
+    return json.loads(report.read_text())["cases"]
+
+
+def test_every_bug_has_a_case():
+    assert KILLED.keys() == planted.ADAPTERS.keys()
+
+
+def test_the_sound_references_pass_the_same_cases(cases):
+    sound = [case for case in cases if case["implementation"].startswith("reference")]
+    assert sound
+    assert [case["id"] for case in sound if case["verdict"] != "pass"] == []
+
+
+@pytest.mark.parametrize("bug", KILLED)
+def test_bug_is_caught(cases, bug):
+    name = planted.ADAPTERS[bug].__name__
+    (case,) = [case for case in cases if case["implementation"].rpartition(":")[2] == name]
+    assert case["failure"] is not None, f"{case['id']} passes"
+    assert KILLED[bug].words in case["failure"]["text"]
