@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -143,6 +145,29 @@ def test_microbatches_add_up(rank: Rank, has_replicas: bool, reduces: str) -> No
         last = iter([True, reduces == "every-backward", True] * 3)
         context = pair.adapter.microbatch
         rank.monkeypatch.setattr(pair.adapter, "microbatch", lambda *, is_last: context(is_last=next(last)))
+    for step in range(3):
+        step_with(rank, pair, step)
+        pair.check()
+
+
+@contract("ACCUMULATION-10")
+@world(2)
+@needs(Capability.SHARDED, Capability.DEFERRED_REDUCTION)
+def test_gradients_that_a_script_replaced(rank: Rank) -> None:
+    """A reduction adds to the gradients that are there, also if a script has put other tensors in their place."""
+    model = models.Tower(dim=DIM, depth=DEPTH)
+    pair = rank.pair(model, units=model.units(), microbatches=MICROBATCHES, accumulation=Accumulation())
+    context = pair.adapter.microbatch
+
+    @contextlib.contextmanager
+    def replacing(*, is_last: bool) -> Iterator[None]:
+        with context(is_last=True):
+            yield
+        for parameter in pair.adapter.named_parameters().values():
+            if not is_last and parameter.grad is not None:
+                parameter.grad = parameter.grad.clone()
+
+    rank.monkeypatch.setattr(pair.adapter, "microbatch", replacing)
     for step in range(3):
         step_with(rank, pair, step)
         pair.check()

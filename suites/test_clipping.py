@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
 from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.adapters.base import Clip
@@ -133,6 +134,17 @@ def test_empty_shards(rank: Rank, norm_type: float) -> None:
     pair = rank.pair(models.two_linear((4, 3), (3, 2)), clip=Clip(max_norm=0.01, norm_type=norm_type))
     for step in range(2):
         pair.step(rank.batch(step, (4, 4)))
+        pair.check()
+
+
+@contract("CLIPPING-3")
+@world(4)
+@needs(Capability.CLIP_EMPTY_SHARDS)
+def test_ranks_without_any_gradient(rank: Rank) -> None:
+    """Ranks that hold no element of any parameter take part in the norm and return it."""
+    pair = rank.pair(nn.Linear(2, 1, bias=False), clip=Clip(max_norm=1e-3))
+    for step in range(2):
+        pair.step(rank.batch(step, (4, 2)))
         pair.check()
 
 

@@ -14,7 +14,6 @@ from shardproof.harness.models import optim
 from shardproof.harness.parity import Rank
 from shardproof.harness.plugin.axes import DELAYED, DELAYS
 
-
 KINDS = pytest.mark.parametrize(
     "offload",
     [
@@ -83,9 +82,9 @@ def test_memory_of_shards(rank: Rank, microbatches: int, offload: str) -> None:
 @contract("OFFLOAD-3")
 @needs(Capability.PAGEABLE_OFFLOAD)
 def test_memory_that_cannot_be_pinned(rank: Rank) -> None:
-    """Where no memory can be pinned, because there is no accelerator, pinned shards are refused and not approximated."""
+    """Pinned shards are refused where there is no accelerator for which memory could be pinned."""
     model = models.Tower(dim=9)
-    refused = pytest.raises(RuntimeError, match="accelerator|CUDA|pin")
+    refused = pytest.raises(RuntimeError, match=r"accelerator|CUDA|pin")
     with contextlib.nullcontext() if torch.accelerator.is_available() else refused:
         rank.run(model, units=model.units(), offload="pinned")
 

@@ -37,7 +37,9 @@ SMALL = 512
 @world(2, 4, debug_level="DETAIL")
 @STRATEGIES
 @PARAMETERS
-def test_ranks_differ_in_the_first_iteration(rank: Rank, flat_parameters: bool, reshard_after_forward: bool | None) -> None:
+def test_ranks_differ_in_the_first_iteration(
+    rank: Rank, flat_parameters: bool, reshard_after_forward: bool | None
+) -> None:
     """Every rank raises, with the names of what two ranks run, before either is gathered.
 
     All of them or none: what compares is a collective of all ranks, and a rank that went on alone would wait for the
@@ -61,7 +63,9 @@ def test_ranks_differ_in_the_first_iteration(rank: Rank, flat_parameters: bool, 
 @STRATEGIES
 @PARAMETERS
 @pytest.mark.parametrize("before", [1, 3])
-def test_a_later_iteration_differs(rank: Rank, before: int, flat_parameters: bool, reshard_after_forward: bool | None) -> None:
+def test_a_later_iteration_differs(
+    rank: Rank, before: int, flat_parameters: bool, reshard_after_forward: bool | None
+) -> None:
     """Ranks that leave the order of their first iteration are warned once; the others and later iterations are not.
 
     Nothing is compared across ranks any more, and both paths have collectives of the same sizes, so that no rank is

@@ -101,7 +101,7 @@ def test_after_partial_forward(rank: Rank, reshard_after_forward: bool | int | N
 @contract("REGISTRATION-5")
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_attributes_of_parameters(rank: Rank, reshard_after_forward: bool | int | None) -> None:
-    """Sharded or gathered, a parameter keeps its name, dtype, device and requires_grad, and gradients have its dtype."""
+    """Sharded or gathered, a parameter keeps its name, shape, dtype, device and requires_grad."""
     model = models.Tower(dim=8, depth=2)
     model.layers[1].in_proj.weight.requires_grad_(False)
     model.out.requires_grad_(False)

@@ -13,7 +13,7 @@ import sys
 import textwrap
 from typing import Any, ClassVar
 
-from shardproof.harness.adapters.base import Adapter
+from shardproof.harness.adapters.base import Adapter, Config
 from shardproof.harness.adapters.reference import ReferenceAdapter
 from shardproof.harness.adapters.reference_flat import ReferenceFlatAdapter
 
@@ -83,15 +83,19 @@ PER_PARAMETER = {
         "False",
     ),
     "partial-kept": Edit(
-        "per_parameter.reduction:Reducer._with_partial", "partial, self._partial = self._partial, None",
+        "per_parameter.reduction:Reducer._with_partial",
+        "partial, self._partial = self._partial, None",
         "partial = self._partial",
     ),
     "all-reduce-sums": Edit("common.divide:divide", "all_reduce_op=ReduceOp.AVG", "all_reduce_op=ReduceOp.SUM"),
     "all-reduce-over-shards": Edit(
-        "per_parameter.reduction:Reducer._finish", "total.shards, group.mesh.replicas,", "total.shards, group.mesh.group,"
+        "per_parameter.reduction:Reducer._finish",
+        "total.shards, group.mesh.replicas,",
+        "total.shards, group.mesh.group,",
     ),
     "all-reduce-skipped-for-one-shard": Edit(
-        "per_parameter.reduction:Reducer._finish", "if group.mesh.replicas is not None:",
+        "per_parameter.reduction:Reducer._finish",
+        "if group.mesh.replicas is not None:",
         "if group.mesh.replicas is not None and group.mesh.size > 1:",
     ),
     "all-reduce-of-a-copy-in-double": Edit(
@@ -101,11 +105,14 @@ PER_PARAMETER = {
         "unit=group.label); total.shards.copy_(wide)",
     ),
     "stray-all-reduce-over-the-world": Edit(
-        "per_parameter.reduction:Reducer._finish", "    with streams.use(stream):\n",
+        "per_parameter.reduction:Reducer._finish",
+        "    with streams.use(stream):\n",
         "    torch.distributed.all_reduce(torch.zeros(1))\n    with streams.use(stream):\n",
     ),
     "unit-without-backward-not-reduced": Edit(
-        "per_parameter.unit:Unit._end_of_backward", "            unit._post_backward()\n", "            unit.group.reshard()\n"
+        "per_parameter.unit:Unit._end_of_backward",
+        "            unit._post_backward()\n",
+        "            unit.group.reshard()\n",
     ),
     # Accumulation.
     "existing-gradients-dropped": Edit(
@@ -118,17 +125,23 @@ PER_PARAMETER = {
     "buffer-replaced": Edit(
         "per_parameter.accumulation:Accumulator.add", "last.buffer.add_(shards)", "last.buffer.copy_(shards)"
     ),
+    "replaced-gradient-is-current": Edit(
+        "per_parameter.accumulation:GradBuffer.is_current", " and dtensor.local_of(param.sharded.grad) is local", ""
+    ),
     "gradient-not-taken": Edit(
         "per_parameter.param:ShardedParam.take_grad",
         "grad, self.unsharded.grad = self.unsharded.grad, None",
         "grad = self.unsharded.grad",
     ),
     "unreduced-dropped": Edit(
-        "per_parameter.unit:Unit._post_backward", "        gradients.accumulate(group)\n", "        gradients.drop(group)\n"
+        "per_parameter.unit:Unit._post_backward",
+        "        gradients.accumulate(group)\n",
+        "        gradients.drop(group)\n",
     ),
     "root-only-recurses": Edit(
         "per_parameter.settings:Settings.set_requires_gradient_sync",
-        "self._groups(recurse=recurse)", "self._groups(recurse=True)",
+        "self._groups(recurse=recurse)",
+        "self._groups(recurse=True)",
     ),
     "all-reduce-flag-stops-all": Edit(
         "per_parameter.settings:Settings.set_requires_all_reduce",
@@ -137,28 +150,32 @@ PER_PARAMETER = {
     ),
     "kept-after-backward-ignored": Edit(
         "per_parameter.settings:Settings.set_reshard_after_backward",
-        "group.options.reshard_after_backward = reshard_after_backward", "pass",
+        "group.options.reshard_after_backward = reshard_after_backward",
+        "pass",
     ),
     "last-backward-ignored": Edit(
         "per_parameter.settings:Settings.set_is_last_backward",
-        "self._unit().iteration.is_last_backward = is_last_backward", "pass",
+        "self._unit().iteration.is_last_backward = is_last_backward",
+        "pass",
     ),
     "indices-forgotten-early": Edit(
         "per_parameter.unit:Unit._end_of_backward",
-        "unit.group.phase = Phase.IDLE\n", "unit.group.phase = Phase.IDLE; unit.group.forward_indices.clear()\n",
+        "unit.group.phase = Phase.IDLE\n",
+        "unit.group.phase = Phase.IDLE; unit.group.forward_indices.clear()\n",
     ),
     # Units and resharding.
     "backward-gathers-world": Edit(
         "per_parameter.group:ParamGroup._gather_source", "if self._smaller is not None:", "if False:"
     ),
     "strided-groups": Edit(
-        "per_parameter.after_forward:_smaller_mesh", "mesh.mesh.mesh.view(-1, size)", "mesh.mesh.mesh.view(size, -1).t()"
+        "per_parameter.after_forward:_smaller_mesh",
+        "mesh.mesh.mesh.view(-1, size)",
+        "mesh.mesh.mesh.view(size, -1).t()",
     ),
-    "root-frees-by-default": Edit(
-        "per_parameter.lazy_init:_join", "if root.auto_reshard and", "if False and"
-    ),
+    "root-frees-by-default": Edit("per_parameter.lazy_init:_join", "if root.auto_reshard and", "if False and"),
     "kept-without-autograd": Edit(
-        "per_parameter.unit:Unit._complete_forward", "if not hooks.in_backward():",
+        "per_parameter.unit:Unit._complete_forward",
+        "if not hooks.in_backward():",
         "if not hooks.in_backward() and torch.is_grad_enabled():",
     ),
     "skipped-member-never-completes": Edit(
@@ -171,54 +188,81 @@ PER_PARAMETER = {
         "per_parameter.param:ShardedParam.__init__", "requires_grad=original.requires_grad", "requires_grad=True"
     ),
     "smaller-shards-thawed": Edit(
-        "per_parameter.smaller:SmallerShards.__init__", "requires_grad=param.sharded.requires_grad", "requires_grad=True"
+        "per_parameter.smaller:SmallerShards.__init__",
+        "requires_grad=param.sharded.requires_grad",
+        "requires_grad=True",
     ),
     # The norm.
     "norm-counts-replicas": Edit("common.clip:sharding_groups", "if not isinstance(placement, Replicate):", "if True:"),
     "gradients-scaled-up": Edit("common.clip:scale_to", ", max=1.0)", ", max=float('inf'))"),
-    "large-epsilon": Edit("common.clip:scale_to", "1e-6", "1e-4"),
+    "large-epsilon": Edit("common.clip:scale_to", "+ 1e-6), max", "+ 1e-4), max"),
     "powers-not-taken": Edit("common.norm:local_share", "norms.pow(p).sum()", "norms.sum()"),
     "always-a-square-root": Edit("common.norm:finish", "value.pow(1.0 / p)", "value.sqrt()"),
     "inf-norm-summed-over-ranks": Edit("common.norm:reduce_norm", "dist.ReduceOp.MAX if math.isinf(p) else ", ""),
     "inf-norm-summed-over-shares": Edit("common.norm:combine", "stacked.amax(dim=0) if math.isinf(p) else ", ""),
     "norm-of-empty-shards": Edit("common.norm:local_share", "if tensor.numel() > 0]", "]"),
     "empty-rank-leaves-the-norm": Edit(
-        "common.clip:combine_over_ranks", "        shares = _reduce_over(group, shares, p)\n",
+        "common.clip:combine_over_ranks",
+        "        shares = _reduce_over(group, shares, p)\n",
         "        empty = all(float(share[0]) == 0 for share in shares.values())\n"
         "        shares = {(): next(iter(shares.values()))} if empty else _reduce_over(group, shares, p)\n",
     ),
-    "gradients-in-float-norm": Edit("common.norm:local_share", "norm.to(device, torch.float64)", "norm.to(device)"),
-}  # fmt: skip
+}
 
 FLAT = {
-    "flat-buffer-replaced": Edit("flat.gradients:Gradients.add", "self._last.add_(reduced)", "self._last.copy_(reduced)"),
+    "flat-buffer-replaced": Edit(
+        "flat.gradients:Gradients.add", "self._last.add_(reduced)", "self._last.copy_(reduced)"
+    ),
     "flat-existing-replaced": Edit("flat.gradients:Gradients.add", "param.grad.add_(view)", "param.grad.copy_(view)"),
     "flat-always-current": Edit("flat.gradients:Gradients.add", " and self._is_current()", ""),
     "flat-aside-lost": Edit(
         "flat.gradients:Gradients.hide_unsharded", "if aside is not None and not dropped:", "if False:"
     ),
-    "flat-gradient-not-taken": Edit("flat.unit:FlatUnit._reduce", "grad, leaf.grad = leaf.grad, None", "grad = leaf.grad"),
-    "flat-unit-without-backward-not-reduced": Edit("flat.unit:FlatUnit._finish_backward", "if self.syncs:", "if False:"),
+    "flat-gradient-not-taken": Edit(
+        "flat.unit:FlatUnit._reduce", "grad, leaf.grad = leaf.grad, None", "grad = leaf.grad"
+    ),
+    "flat-unit-without-backward-not-reduced": Edit(
+        "flat.unit:FlatUnit._finish_backward", "if self.syncs:", "if False:"
+    ),
     "flat-always-frees": Edit(
         "flat.unit:FlatUnit._frees_after_backward", "self.syncs or self.strategy.reshards_after_forward", "True"
     ),
     "flat-no-sync-of-the-root": Edit(
-        "flat.module:FullyShardedDataParallel.no_sync", "    for unit in units:\n        unit.syncs = False",
+        "flat.module:FullyShardedDataParallel.no_sync",
+        "    for unit in units:\n        unit.syncs = False",
         "    for unit in units[:1]:\n        unit.syncs = False",
     ),
     "flat-no-sync-for-good": Edit(
         "flat.module:FullyShardedDataParallel.no_sync", "unit.syncs = syncs", "unit.syncs = syncs and unit.is_root"
     ),
     "flat-all-reduce-over-shards": Edit(
-        "flat.reduction:Reducer._finish", "collectives.all_reduce(shard, replicas,",
+        "flat.reduction:Reducer._finish",
+        "collectives.all_reduce(shard, replicas,",
         "collectives.all_reduce(shard, group.ranks.shard_group,",
     ),
     "flat-empty-rank-leaves-the-norm": Edit("flat.clip:_parts", "        yield data_parallel, None\n", ""),
     "flat-root-frees": Edit("flat.unit:FlatUnit._frees_after_forward", " and not self.is_root", ""),
-    "flat-division-by-shards": Edit(
-        "flat.reduction:Reducer._division", "self._group.ranks.replicate_size", "1"
-    ),
-}  # fmt: skip
+}
+
+
+class SplitUnits(ReferenceAdapter):
+    """Each module of a unit becomes a unit of its own."""
+
+    name = "split-units"
+
+    def __init__(self, model: Any, *, optimizer: Any, config: Config) -> None:
+        apart = tuple((name,) for unit in config.units for name in unit)
+        super().__init__(model, optimizer=optimizer, config=dataclasses.replace(config, units=apart))
+
+
+class IgnoredOffload(ReferenceAdapter):
+    """The policy that keeps shards on the CPU is not passed on."""
+
+    name = "ignored-offload"
+
+    def __init__(self, model: Any, *, optimizer: Any, config: Config) -> None:
+        super().__init__(model, optimizer=optimizer, config=dataclasses.replace(config, offload=None))
+
 
 #: Adapters by the names of their bugs.
 ADAPTERS: dict[str, type[Adapter]] = {
@@ -235,4 +279,5 @@ ADAPTERS: dict[str, type[Adapter]] = {
     for base, edits in ((ReferenceAdapter, PER_PARAMETER), (ReferenceFlatAdapter, FLAT))
     for name, edit in edits.items()
 }
+ADAPTERS |= {adapter.name: adapter for adapter in (SplitUnits, IgnoredOffload)}
 globals().update({adapter.__name__: adapter for adapter in ADAPTERS.values()})
