@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-#: No case ran on some implementation of the run: all of its cases were skipped, or none was selected.
+#: No case ran on some implementations of the run, because their cases were skipped or deselected; others had cases.
 ASKED_NOTHING = 6
 
 #: No case failed, but the run is incomplete, or its run file could not be written.

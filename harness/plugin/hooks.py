@@ -204,7 +204,9 @@ def _judge_the_run(session: pytest.Session, state: State) -> None:
             session.exitstatus = exit_codes.INCOMPLETE
         elif names := state.asked_nothing():
             state.problems.add(f"no case ran on {', '.join(names)}: every case was skipped or deselected")
-            session.exitstatus = exit_codes.ASKED_NOTHING
+            # pytest has a code for a run in which nothing ran at all.
+            everyone = len(names) == len(state.selection.implementations)
+            session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED if everyone else exit_codes.ASKED_NOTHING
     # pytest, or a worker, has already told the error of a run that could not begin.
     if state.is_conformance_run and reason and session.exitstatus != pytest.ExitCode.USAGE_ERROR:
         state.problems.add(f"the run is incomplete: {reason}")

@@ -385,13 +385,14 @@ def test_an_implementation_that_was_asked_nothing_has_an_exit_code_of_its_own(ru
     result = run(NOTHING_TO_ASK, "--impl", "ddp,reference")
     assert result.ret == exit_codes.ASKED_NOTHING
     result.stdout.fnmatch_lines(["ERROR: no case ran on ddp: every case was skipped or deselected"])
+    assert run(NOTHING_TO_ASK, "--impl", "ddp").ret == pytest.ExitCode.NO_TESTS_COLLECTED, "nothing ran at all"
     assert run(NOTHING_TO_ASK, "--impl", "reference").ret == 0
     assert run(NOTHING_TO_ASK + "    assert False", "--impl", "ddp,reference").ret == 1, "a failure is more urgent"
 
 
 def test_ordinary_tests_alone_are_no_conformance_run(run):
     source = PASSES + "\ndef test_ordinary():\n    pass\n"
-    assert run(source, "-k", "ordinary", "--shardproof-device", "cpu", "--impl", "ddp").ret == exit_codes.ASKED_NOTHING
+    assert run(source, "-k", "ordinary", "--shardproof-device", "cpu", "--impl", "ddp").ret == pytest.ExitCode.NO_TESTS_COLLECTED
     assert run(source, "-k", "ordinary", named=False).ret == 0
 
 
