@@ -75,7 +75,7 @@ def step_with(rank: Rank, pair: Pair, step: int, *, ahead: int = 0) -> None:
     pair.step(batch, set_to_none=step % 2 == 1, ahead=ahead)
 
 
-@contract("ACCUMULATION-1", "ACCUMULATION-2")
+@contract("ACCUMULATION-1", "ACCUMULATION-2", "ACCUMULATION-8")
 @world(4)
 @COUNTED
 @ROOT_TOO
@@ -90,7 +90,7 @@ def test_reduction_waits(rank: Rank, waiting: Any, reshard_after_forward: bool |
     )  # fmt: skip
 
 
-@contract("ACCUMULATION-1", "ACCUMULATION-2", "ACCUMULATION-3")
+@contract("ACCUMULATION-1", "ACCUMULATION-2", "ACCUMULATION-3", "ACCUMULATION-8")
 @world(4)
 @COUNTED
 @ROOT_TOO

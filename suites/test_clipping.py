@@ -69,8 +69,8 @@ def test_small_and_large_gradients(rank: Rank, scale: float, norm_type: float) -
 def test_frozen_and_unused_parameters(rank: Rank, norm_type: float) -> None:
     """Parameters without gradient, frozen or not used, add nothing to the norm."""
     model = models.Branches(dim=12, branches=4)
-    model.entry.weight.requires_grad_(False)
-    model.branches[1].in_proj.bias.requires_grad_(False)
+    for name in ("entry.weight", "branches.1.in_proj.bias"):
+        model.get_parameter(name).requires_grad_(False)
     model.branches[2].requires_grad_(False)
     pair = rank.pair(
         model, units=model.units(), baseline="replicated", find_unused=True, microbatches=2,

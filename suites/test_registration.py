@@ -103,7 +103,7 @@ def test_after_partial_forward(rank: Rank, reshard_after_forward: bool | int | N
 def test_attributes_of_parameters(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """Sharded or gathered, a parameter keeps its name, shape, dtype, device and requires_grad."""
     model = models.Tower(dim=8, depth=2)
-    model.layers[1].in_proj.weight.requires_grad_(False)
+    model.get_parameter("layers.1.in_proj.weight").requires_grad_(False)
     model.out.requires_grad_(False)
     original = copy.deepcopy(model).to(rank.device)
     run = rank.run(model, units=[["layers.0"], ["layers.1"]], reshard_after_forward=reshard_after_forward)

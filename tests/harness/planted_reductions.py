@@ -167,6 +167,14 @@ PER_PARAMETER = {
     "backward-gathers-world": Edit(
         "per_parameter.group:ParamGroup._gather_source", "if self._smaller is not None:", "if False:"
     ),
+    "kept-after-backward": Edit(
+        "per_parameter.group:ParamGroup.reshard",
+        "if self.phase is Phase.FORWARD:",
+        "if self.phase in (Phase.FORWARD, Phase.POST_BACKWARD):",
+    ),
+    "smaller-shards-reversed": Edit(
+        "per_parameter.smaller:_part_of", "mesh.size, mesh.rank)", "mesh.size, mesh.size - 1 - mesh.rank)"
+    ),
     "strided-groups": Edit(
         "per_parameter.after_forward:_smaller_mesh",
         "mesh.mesh.mesh.view(-1, size)",
@@ -241,6 +249,17 @@ FLAT = {
         "collectives.all_reduce(shard, group.ranks.shard_group,",
     ),
     "flat-empty-rank-leaves-the-norm": Edit("flat.clip:_parts", "        yield data_parallel, None\n", ""),
+    "flat-frozen-gets-gradients": Edit("flat.shards:FlatShards.holders", " and param.requires_grad", ""),
+    "flat-groups-swapped": Edit(
+        "flat.ranks:_resolve_hybrid",
+        "replicas, group = device_mesh.get_group(mesh_dim=0)",
+        "group, replicas = device_mesh.get_group(mesh_dim=0)",
+    ),
+    "flat-norm-of-one-unit": Edit(
+        "flat.clip:clip_grad_norm",
+        "    for group in root._unit.groups():\n        grads +=",
+        "    for group in root._unit.groups()[:1]:\n        grads +=",
+    ),
     "flat-root-frees": Edit("flat.unit:FlatUnit._frees_after_forward", " and not self.is_root", ""),
 }
 
