@@ -131,6 +131,9 @@ class Capability(enum.StrEnum):
     PAGEABLE_OFFLOAD = "pageable-offload"
     """Offloaded shards can live in memory that is not pinned, which needs no accelerator."""
 
+    OFFLOAD_CHOICE = "offload-choice"
+    """A script chooses whether offloaded shards live in pinned memory; pinning raises where memory cannot be pinned."""
+
     DISTRIBUTED_CHECKPOINT = "distributed-checkpoint"
     """``torch.distributed.checkpoint`` can save and load model and optimizer through their state dicts."""
 
