@@ -86,7 +86,7 @@ KILLED = {
     "flat-all-reduce-over-shards": Killer("test_hybrid and test_counts and None-2x2", GRADIENT),
     "flat-empty-rank-leaves-the-norm": Killer("test_ranks_without_any", ""),
     "flat-frozen-gets-gradients": Killer("test_frozen_and_unused and w2-2.0", GRADIENT),
-    "flat-groups-swapped": Killer("test_hybrid and test_counts and None-2x2", "its ranks should be"),
+    "flat-groups-swapped": Killer("test_hybrid and test_counts and None-2x2", "the local shard has shape"),
     "flat-norm-of-one-unit": Killer("test_norm_costs and w2-2.0", NORM_WRONG),
     "flat-root-frees": Killer("test_counts_and_bytes and w4-None", "4 all_gather instead of 3 in backward"),
     "split-units": Killer("test_collectives and test_unit_of_several", "4 all_gather instead of 3 in forward"),
@@ -108,7 +108,7 @@ def cases(tmp_path_factory):
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "suites", "-k", " or ".join(chosen)]
     command += ["--impl", ",".join(names), "--device", "cpu", "--report", str(report)]
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 1, done.stdout + done.stderr
     return json.loads(report.read_text())["cases"]
 
