@@ -1,0 +1,99 @@
+"""Bugs of hooks, containers, units, prefetching and freezing are caught, each by the case that names what it breaks."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardproof.harness.adapters.reference_flat import ReferenceFlatAdapter
+from tests.harness import planted
+from tests.harness import planted_training as bugs
+
+#: A case and the rest of its id: one item of each case is enough.
+SEVERAL = "test_unit_of_several_modules_is_gathered_once", "None]"
+SKIPPED_MEMBER = "test_member_that_does_not_run", "w2"
+METHOD = "test_other_forward_methods_free", "None]"
+ALONE = "test_unit_called_directly", "undelayed"
+AHEAD = "test_more_is_gathered_before_a_layer_computes", "w2"
+ORDER = "test_order", "w2"
+ANY_OUTPUT = "test_loss_of_any_one_output", "nested"
+IN_PLACE = "test_output_changed_in_place", "w2"
+KEYWORDS = "test_inputs_by_keyword", "not order"
+KEYWORDS_ORDER = "test_inputs_by_keyword_are_reduced_in_order", "w2"
+INPUT = "test_gradient_of_the_input", "None]"
+UNUSED = "test_unused_output_keeps_other_gradients", "None]"
+HOOK = "test_post_accumulate_hook_runs_once", "w2"
+NESTED = "test_nested_units_are_gathered_apart", "None]"
+ONCE = "test_evaluation_gathers_each_unit_once", "no-grad"
+OUTLIVES = "test_values_of_an_evaluation_do_not_outlive_the_step", "no-grad"
+INFERENCE = "test_first_forward_is_in_inference_mode", "w2"
+FROZEN = "test_frozen_before_sharding", "middle-None"
+BETWEEN = "test_frozen_between_steps", "None]"
+REDUCED = "test_frozen_units_are_not_reduced", "middle"
+FREED = "test_frozen_units_are_freed_in_backward", "middle"
+COMPILED = "test_compiled_units", "aot_eager-None-None"
+
+FIRST = "in the first step (step 0)"
+ROWS = [
+    (bugs.SplitUnits, SEVERAL, "forward gathers ['(root)', '', '', 'layers.2']"),
+    (bugs.PrefetchIgnored, AHEAD, "layers.0 computes in forward after 2 collectives with prefetching and 2 without"),
+    (bugs.MethodNeverFrees, METHOD, "encoder: gathered is True once its registered method has returned"),
+    (bugs.FirstOutputOnly, ANY_OUTPUT, ""),
+    (bugs.FlatFirstOutputOnly, ANY_OUTPUT, ""),
+    (bugs.NoGradNotResharded, ONCE, "uses what the evaluation gathered of layers.0, layers.1, layers.2"),
+    (bugs.NoGradNotResharded, OUTLIVES, ""),
+    (bugs.FlatNoGradNotResharded, ONCE, "uses what the evaluation gathered of layers.0, layers.1, layers.2"),
+    (bugs.FrozenThawed, FROZEN, "before the first step (step 0) requires_grad is True of layers.1.in_proj.bias"),
+    (bugs.GraphBreaks, COMPILED, "graphs, and 2 unsharded: sharding breaks graphs"),
+    (bugs.ViewsForgotten, IN_PLACE, ""),
+    (bugs.KeywordsNotHooked, KEYWORDS_ORDER, "before layers.0 has all its gradients, reduced are []"),
+    (bugs.GradientsReversed, KEYWORDS, f"gradient of 'layers.0.back.bias' {FIRST}"),
+    (bugs.InputsDetached, INPUT, "the input has no gradient"),
+    (bugs.NestedContainersSkipped, ANY_OUTPUT, ""),
+    (bugs.MemberNeverCompletes, SKIPPED_MEMBER, ""),
+    (bugs.InnerUnitsApart, NESTED, ""),
+    (bugs.OnlyRootEndsBackward, ALONE, ""),
+    (bugs.MissedPrefetchKept, UNUSED, ""),
+    (bugs.MadeInInferenceMode, INFERENCE, "nference"),
+    (bugs.BackwardPrefetchIgnored, AHEAD, "layers.2 computes in backward after"),
+    (bugs.OneAheadOnly, ORDER, "layers.0 computes in the first step (step 0) before these are gathered: layers.2"),
+    (bugs.PrefetchReversed, ORDER, "expected"),
+    (bugs.FrozenOnce, BETWEEN, "in step 1"),
+    (bugs.FlatFrozenOnce, BETWEEN, ""),
+    (bugs.FrozenReduced, REDUCED, "'layers.1.in_proj.bias'"),
+    (bugs.FrozenNeverFreed, FREED, "layers.1 is still gathered when layers.0 computes its gradients"),
+    (bugs.FlatFrozenKept, FREED, "layers.1 is still gathered when layers.0 computes its gradients"),
+    (bugs.HooksRunTwice, HOOK, "ran twice in one backward"),
+]
+
+
+CHAPTERS = ["training", "autograd", "prefetch", "init", "evaluation", "frozen", "compiled"]
+
+
+def _expression() -> str:
+    """For pytest's ``-k``: each bug with its own cases, and each sound half with the cases of its bugs."""
+    chosen = {(who, case) for bug, case, _ in ROWS for who in (f":{bug.__name__}", _sound(bug))}
+    return " or ".join(f"({case} and {who}-w2 and {rest})" for who, (case, rest) in sorted(chosen))
+
+
+def _sound(bug: type) -> str:
+    return ":ReferenceFlatAdapter" if issubclass(bug, ReferenceFlatAdapter) else "[reference"
+
+
+@pytest.fixture(scope="module")
+def failures(tmp_path_factory):
+    adapters = [*dict.fromkeys(bug for bug, _, _ in ROWS), ReferenceFlatAdapter]
+    suites = [f"suites/test_{chapter}.py" for chapter in CHAPTERS]
+    return planted.failures_of(adapters, _expression(), tmp_path_factory.mktemp("training"), suites)
+
+
+@pytest.mark.parametrize("sound", ["[reference", ":ReferenceFlatAdapter"])
+def test_both_halves_pass_the_same_cases(failures, sound):
+    cases = {case for bug, (case, _), _ in ROWS if _sound(bug) == sound}
+    assert failures[sound[1:]] == dict.fromkeys(cases)
+
+
+@pytest.mark.parametrize(("bug", "case", "words"), ROWS, ids=[f"{bug.name}-{case[0]}" for bug, case, _ in ROWS])
+def test_caught(failures, bug, case, words):
+    failure = failures[bug.__name__][case[0]]
+    assert failure is not None, "it passes"
+    assert words in failure["text"]
