@@ -180,18 +180,24 @@ def test_loss_of_any_one_output(rank: Rank, nesting: shapes.Nesting) -> None:
 @contract("AUTOGRAD-6")
 @world(2)
 @needs(Capability.UNUSED_OUTPUT)
+@pytest.mark.parametrize("units", [[["head0"]], [["head0"], ["head1"]]], ids=["of-the-root", "of-a-unit"])
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
-def test_loss_of_the_roots_last_output(rank: Rank, reshard_after_forward: bool | int | None) -> None:
-    """The loss may use the last output of the root alone, whatever the root does after forward."""
+def test_loss_of_the_last_output(rank: Rank, reshard_after_forward: bool | int | None, units: list[list[str]]) -> None:
+    """After a step that used both outputs of the root, the loss may use the last one alone.
+
+    Gradients are zeroed: momentum still moves the unit that backward does not reach, so that values of it which were
+    gathered ahead in vain are old ones.
+    """
     pair = rank.pair(
         models.TwoHeads(dim=9),
-        units=[["head0"]],
+        units=units,
         baseline="replicated",
         reshard_after_forward=reshard_after_forward,
         find_unused=True,
     )
-    for step in range(3):
-        pair.step(rank.batch(step, (2, 9)), loss=lambda output: models.mean_square(output[1]))
+    for step in range(4):
+        loss = functools.partial(_loss_of, index=1) if step else models.both_heads
+        pair.step(rank.batch(step, (2, 9)), loss=loss, set_to_none=False)
         pair.check()
 
 

@@ -110,8 +110,9 @@ def _nbytes(storage: StorageWeakRef) -> int:
 @needs(Capability.UNUSED_OUTPUT)  # an implementation that, like DDP, decides at construction what it reduces lacks it
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_frozen_between_steps(rank: Rank, reshard_after_forward: bool | int | None) -> None:
-    """Freezing and thawing between two steps holds from the next forward on."""
+    """Freezing and thawing between two steps holds from the next forward on, whatever was frozen before sharding."""
     model = models.Tower(dim=9, depth=DEPTH)
+    _freeze(dict(model.named_parameters()), FROZEN["middle"])
     pair = rank.pair(
         model, units=model.units(), baseline="replicated", reshard_after_forward=reshard_after_forward, find_unused=True
     )
