@@ -35,6 +35,7 @@ def test_unused_output_keeps_other_gradients(rank: Rank, reshard_after_forward: 
         baseline="replicated",
         reshard_after_forward=reshard_after_forward,
         find_unused=True,
+        after_backward=_assert_nothing_gathered,
     )
     for step in range(6):
         loss = models.both_heads if step < 3 else models.first_head
@@ -54,6 +55,7 @@ def test_unused_module_gets_no_gradient(rank: Rank, reshard_after_forward: bool 
         baseline="replicated",
         reshard_after_forward=reshard_after_forward,
         find_unused=True,
+        after_backward=_assert_nothing_gathered,
     )
     for step in range(3):
         pair.step(rank.batch(step, (2, 25)), set_to_none=step % 2 == 1)
@@ -186,7 +188,7 @@ def test_loss_of_the_last_output(rank: Rank, reshard_after_forward: bool | int |
     """After a step that used both outputs of the root, the loss may use the last one alone.
 
     Gradients are zeroed: momentum still moves the unit that backward does not reach, so that values of it which were
-    gathered ahead in vain are old ones.
+    gathered ahead in vain are old ones. Nothing is left gathered for the optimizer's step.
     """
     pair = rank.pair(
         models.TwoHeads(dim=9),
@@ -194,6 +196,7 @@ def test_loss_of_the_last_output(rank: Rank, reshard_after_forward: bool | int |
         baseline="replicated",
         reshard_after_forward=reshard_after_forward,
         find_unused=True,
+        after_backward=_assert_nothing_gathered,
     )
     for step in range(4):
         loss = functools.partial(_loss_of, index=1) if step else models.both_heads

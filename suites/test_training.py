@@ -133,8 +133,13 @@ def test_unit_called_twice(
 @contract("TRAINING-5")
 @world(2)
 @needs(Capability.CAST_AFTER_INIT)
-def test_cast_after_sharding(rank: Rank) -> None:
-    """A model cast to float64 once it is sharded trains in float64: parameters, gradients and losses."""
+@pytest.mark.parametrize("swaps", [False, True], ids=["sets-data", "swaps-tensors"])
+def test_cast_after_sharding(rank: Rank, swaps: bool) -> None:
+    """A model cast to float64 once it is sharded trains in float64: parameters, gradients and losses.
+
+    torch casts by setting the parameters' data or, as it announces for the future, by swapping tensors.
+    """
+    rank.monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", swaps)
     pair = rank.pair(models.MLP(5), units=[["in_proj"], ["out_proj"]], baseline="replicated", cast=torch.float64)
     for step in range(3):
         pair.step(rank.batch(step, (2, 5)).double(), set_to_none=step % 2 == 0)

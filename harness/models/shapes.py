@@ -192,8 +192,10 @@ class Keywords(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden, skip = x, torch.tanh(x)
         for layer in self.layers:
-            hidden = layer(inputs={"hidden": [hidden], "skips": (skip, None)}, mask=None, times=2)
-            skip = hidden * 0.5
+            inputs: dict[str, Any] = {"hidden": [hidden], "skips": (skip, None)}
+            output = layer(inputs=inputs, mask=None, times=2)
+            assert inputs["hidden"][0] is hidden, "a unit leaves the containers of its caller as they are"
+            hidden, skip = output, output * 0.5
         out: torch.Tensor = self.out(hidden)
         return out
 

@@ -237,19 +237,20 @@ class NestedContainersSkipped(_Planted):
 # Units
 
 
+def _end_without_members(self: Unit, output: Any) -> None:
+    for unit in self.iteration.units:
+        unit.to_run.clear()
+    _root_post_forward(self, output)
+
+
+_root_post_forward = Unit._root_post_forward
+
+
 class MemberNeverCompletes(_Planted):
     """A unit of which one module did not run is not freed when the root's forward ends."""
 
     name = "member-never-completes"
-
-    @staticmethod
-    def wrong(self: Unit, output: Any) -> None:
-        for unit in self.iteration.units:
-            unit.to_run.clear()
-        self.comm.release_output()
-        self.iteration.forward_root = None
-
-    changes = ((Unit, "_root_post_forward", wrong),)
+    changes = ((Unit, "_root_post_forward", _end_without_members),)
 
 
 _join = lazy_init._join
@@ -291,6 +292,21 @@ class MissedPrefetchKept(_Planted):
 
     name = "missed-prefetch-kept"
     changes = ((ParamGroup, "drop_pending", lambda self: None),)
+
+
+_post_backward = Unit._post_backward
+
+
+def _post_backward_of_reached(self: Unit) -> None:
+    if self.group is not None and self.group.phase is not Phase.IDLE:
+        _post_backward(self)
+
+
+class UnreachedKept(_Planted):
+    """The end of backward leaves units gathered that backward did not reach."""
+
+    name = "unreached-kept"
+    changes = ((Unit, "_post_backward", _post_backward_of_reached),)
 
 
 class _InferenceTensors:
@@ -381,9 +397,6 @@ class FrozenReduced(_Planted):
 
     name = "frozen-reduced"
     changes = ((gradients, "take", _take_zeros),)
-
-
-_post_backward = Unit._post_backward
 
 
 def _post_backward_of_trained(self: Unit) -> None:
