@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -218,10 +219,19 @@ def test_other_forward_methods(rank: Rank, reshard_after_forward: bool | int | N
 
 @contract("TRAINING-8")
 @world(2)
-@needs(Capability.FORWARD_METHOD, Capability.REGISTERED_STATE, Capability.COUNTED_UNITS, Capability.ROOT_RESHARD)
+@needs(
+    Capability.FORWARD_METHOD,
+    Capability.REGISTERED_STATE,
+    Capability.COUNTED_UNITS,
+    Capability.ROOT_RESHARD,
+    Capability.GATHER_ORDER,
+)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_other_forward_methods_free(rank: Rank, reshard_after_forward: bool | int | None) -> None:
-    """Once a registered method has returned, its unit is freed or kept as after forward; backward gathers it."""
+    """Once a registered method has returned, its unit is freed or kept as after forward; backward gathers it.
+
+    Its gradients are reduced when backward has passed it, before the input's gradient is known.
+    """
     pair = _with_registered_method(rank, reshard_after_forward)
     shown: list[bool] = []
     pair.adapter.submodule("projector").register_forward_pre_hook(
@@ -229,11 +239,19 @@ def test_other_forward_methods_free(rank: Rank, reshard_after_forward: bool | in
     )
     keeps = reshard_after_forward is False
     for step in range(2):
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+        batch = rank.batch(step, (4, 9)).requires_grad_()
+        reduced: list[int] = []
+        batch.register_hook(functools.partial(_note_reduced, pair, reduced))
+        pair.step(batch)
         assert shown.pop() == keeps, f"encoder: gathered is {not keeps} once its registered method has returned"
+        assert reduced == [2], f"when the input's gradient is known, the number of reduced units is {reduced[0]} of 2"
+        pair.check()
         pair.check_counts("forward", all_gather=2)
         pair.check_counts("backward", all_gather=0 if keeps else 2, reduce_scatter=2)
+
+
+def _note_reduced(pair: Pair, reduced: list[int], gradient: torch.Tensor) -> None:
+    reduced.append(sum(item.kind == "reduce_scatter" for item in pair.last_trace()))
 
 
 def _with_registered_method(rank: Rank, reshard_after_forward: bool | int | None) -> Pair:

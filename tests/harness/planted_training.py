@@ -95,6 +95,38 @@ class MethodNeverFrees(ReferenceAdapter):
         setattr(target, name, types.MethodType(wrapped, target))
 
 
+class MethodNotHooked(ReferenceAdapter):
+    """A registered method gets the inputs that it was called with, and not those with a hook for backward."""
+
+    name = "method-not-hooked"
+
+    @staticmethod
+    def register(target: nn.Module, name: str) -> None:
+        method = getattr(target, name)
+
+        def wrapped(self: nn.Module, *args: Any) -> Any:
+            unit: Any = unit_of(self)
+            unit.pre_forward(self, args, {})
+            return unit.post_forward(self, args, method(*args))
+
+        setattr(target, name, types.MethodType(wrapped, target))
+
+
+_post_forward = Unit.post_forward
+
+
+def _complete_at_once(self: Unit, module: nn.Module, args: Any, output: Any) -> Any:
+    self.to_run.intersection_update({module})
+    return _post_forward(self, module, args, output)
+
+
+class FirstMemberCompletes(_Planted):
+    """A unit of several modules is complete when the first of them has run."""
+
+    name = "first-member-completes"
+    changes = ((Unit, "post_forward", _complete_at_once),)
+
+
 def _of_first_output(callback: Callable[[], None], outputs: Any) -> None:
     if torch.is_grad_enabled():
         for tensor in containers.tensors_requiring_grad(outputs)[:1]:
