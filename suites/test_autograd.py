@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,9 +11,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardproof.harness import Capability, contract, models, needs, world
-from shardproof.harness.models import optim
-from shardproof.harness.parity import Rank, check_exact, exact_difference
+from shardproof.harness.adapters.base import Adapter
+from shardproof.harness.findings.finding import step_label
+from shardproof.harness.models import optim, shapes
+from shardproof.harness.parity import Rank, Run, check_exact, exact_difference
 from shardproof.harness.plugin.axes import RESHARD
+from shardproof.harness.tensors.trees import tensors_of
 
 
 @contract("AUTOGRAD-1")
@@ -30,6 +35,7 @@ def test_unused_output_keeps_other_gradients(rank: Rank, reshard_after_forward: 
         baseline="replicated",
         reshard_after_forward=reshard_after_forward,
         find_unused=True,
+        after_backward=_assert_nothing_gathered,
     )
     for step in range(6):
         loss = models.both_heads if step < 3 else models.first_head
@@ -42,16 +48,17 @@ def test_unused_output_keeps_other_gradients(rank: Rank, reshard_after_forward: 
 @needs(Capability.UNUSED_MODULE)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_unused_module_gets_no_gradient(rank: Rank, reshard_after_forward: bool | int | None) -> None:
-    """A unit that never ran has no gradient, does not move, and leaves the others alone."""
+    """A unit that never ran has no gradient, does not move, and leaves the others alone, with gradients zeroed too."""
     pair = rank.pair(
         models.SkippedModule(dim=25),
         units=[["head0"], ["head1"]],
         baseline="replicated",
         reshard_after_forward=reshard_after_forward,
         find_unused=True,
+        after_backward=_assert_nothing_gathered,
     )
     for step in range(3):
-        pair.step(rank.batch(step, (2, 25)))
+        pair.step(rank.batch(step, (2, 25)), set_to_none=step % 2 == 1)
         pair.check()
 
 
@@ -117,14 +124,17 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 @world(2)
 @needs(Capability.POST_ACCUMULATE_GRAD_HOOK, Capability.ADAM)
 def test_optimizer_in_hook_equals_optimizer_after_backward(rank: Rank) -> None:
-    """Stepping each parameter in its hook trains the same bits as one step after backward."""
+    """Stepping each parameter, and its learning rate, in its hook trains the same bits as one step after backward."""
     model = models.Transformer()
     ordinary = rank.run(models.copy_of(model), units=model.units(), optimizer=optim.adamw())
+    assert ordinary.adapter.optimizer is not None
+    schedule = _schedule(ordinary.adapter.optimizer)
     hooked = rank.run(models.copy_of(model), units=model.units())
     _step_in_hooks(hooked.adapter.named_parameters().values())
     tokens = rank.tokens(0, (2, 8), vocabulary=11)
     for step in range(10):
         pictures = [run.step([(tokens,)], loss=models.mean_square) for run in (ordinary, hooked)]
+        schedule.step()
         check_exact(
             rank, *pictures, step=step, why="the same kernels on the same shards, in another order of parameters"
         )
@@ -134,8 +144,174 @@ def _step_in_hooks(parameters: Any) -> None:
     for parameter in parameters:
         optimizer = optim.adamw()([parameter])
 
-        def step(_: torch.Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+        def step(_: torch.Tensor, optimizer: torch.optim.Optimizer = optimizer, schedule: Any = None) -> None:
             optimizer.step()
             optimizer.zero_grad()
+            schedule.step()
 
-        parameter.register_post_accumulate_grad_hook(step)
+        parameter.register_post_accumulate_grad_hook(functools.partial(step, schedule=_schedule(optimizer)))
+
+
+def _schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=4, gamma=0.5)
+
+
+@contract("AUTOGRAD-6")
+@world(2, 4)
+@needs(Capability.UNUSED_OUTPUT, Capability.CONTAINER_OUTPUT)
+@pytest.mark.parametrize(
+    "nesting",
+    [
+        "tuple",
+        "list",
+        "dict",
+        "ordered-dict",
+        "namedtuple",
+        "nested",
+        pytest.param("dataclass", marks=needs(Capability.DATACLASS_OUTPUT)),
+    ],
+)
+def test_loss_of_any_one_output(rank: Rank, nesting: shapes.Nesting) -> None:
+    """The loss may use any one of a unit's outputs, wherever it is in a container: the last, the first, the second."""
+    pair = rank.pair(shapes.ThreeOutputs(dim=9, nesting=nesting), units=[["branches"]])
+    for step, used in enumerate([2, 0, 1]):
+        pair.step(rank.batch(step, (2, 9)), loss=functools.partial(_loss_of, index=used))
+        pair.check()
+
+
+@contract("AUTOGRAD-6")
+@world(2)
+@needs(Capability.UNUSED_OUTPUT)
+@pytest.mark.parametrize("units", [[["head0"]], [["head0"], ["head1"]]], ids=["of-the-root", "of-a-unit"])
+@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+def test_loss_of_the_last_output(rank: Rank, reshard_after_forward: bool | int | None, units: list[list[str]]) -> None:
+    """After a step that used both outputs of the root, the loss may use the last one alone.
+
+    Gradients are zeroed: momentum still moves the unit that backward does not reach, so that values of it which were
+    gathered ahead in vain are old ones. Nothing is left gathered for the optimizer's step.
+    """
+    pair = rank.pair(
+        models.TwoHeads(dim=9),
+        units=units,
+        baseline="replicated",
+        reshard_after_forward=reshard_after_forward,
+        find_unused=True,
+        after_backward=_assert_nothing_gathered,
+    )
+    for step in range(4):
+        loss = functools.partial(_loss_of, index=1) if step else models.both_heads
+        pair.step(rank.batch(step, (2, 9)), loss=loss, set_to_none=False)
+        pair.check()
+
+
+def _loss_of(output: Any, *, index: int) -> torch.Tensor:
+    trained = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
+    return models.mean_square(trained[index])
+
+
+@contract("AUTOGRAD-7")
+@world(2)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+def test_gradient_of_the_input(rank: Rank, reshard_after_forward: bool | int | None) -> None:
+    """An input that requires a gradient gets the baseline's own, which is not averaged over the ranks."""
+    model = models.Tower(dim=9)
+    pair = rank.pair(model, units=model.units(), reshard_after_forward=reshard_after_forward)
+    for step in range(3):
+        batch = rank.batch(step, (4, 9)).requires_grad_()
+        pair.step(batch)
+        gradient, batch.grad = batch.grad, None
+        pair.check()  # replays the step on the baseline, with the same input
+        assert batch.grad is not None
+        assert gradient is not None, f"the input has no gradient in {step_label(step)}; the baseline's has one"
+        # The same kernels on parameters that two ranks, whose sums have one order, keep bitwise equal.
+        difference = exact_difference(gradient, batch.grad)
+        assert difference is None, (
+            f"gradient of the input in {step_label(step)}: element, sharded, baseline: {difference}"
+        )
+
+
+@contract("AUTOGRAD-7")
+@world(2, 4)
+def test_inputs_by_keyword(rank: Rank) -> None:
+    """Units may get their inputs by keyword, in nested containers, beside None and a number."""
+    model = shapes.Keywords(dim=9)
+    pair = rank.pair(model, units=model.units())
+    for step in range(3):
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+
+
+@contract("AUTOGRAD-7")
+@world(2)
+@needs(Capability.COUNTED_UNITS, Capability.GATHER_ORDER)
+def test_inputs_by_keyword_are_reduced_in_order(rank: Rank) -> None:
+    """The gradients of a unit whose inputs came by keyword are reduced before backward reaches the unit after next."""
+    model = shapes.Keywords(dim=9)
+    pair = rank.pair(model, units=model.units())
+    reduced: list[list[str]] = []
+
+    def note(*_: Any) -> None:
+        reduced.append([item.unit for item in pair.last_trace() if item.kind == "reduce_scatter"])
+
+    def hook(module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
+        output.register_hook(note)
+
+    pair.adapter.submodule("layers.0.into").register_forward_hook(hook)
+    pair.step(rank.batch(0, (4, 9)))
+    pair.check()
+    assert reduced[0] == ["layers.2", "layers.1"], f"before layers.0 has all its gradients, reduced are {reduced[0]}"
+
+
+@contract("AUTOGRAD-8")
+@world(2, 4)
+@needs(Capability.MULTIPLE_FORWARD)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+def test_two_forwards_before_one_backward(rank: Rank, reshard_after_forward: bool | int | None) -> None:
+    """One backward of the losses of two forwards of the root has the sum of both gradients."""
+    model = models.Tower(dim=9)
+    pair = rank.pair(model, units=model.units(), baseline="replicated", reshard_after_forward=reshard_after_forward)
+    again = torch.linspace(-1, 1, 18, device=rank.device).view(2, 9)
+
+    def loss(output: torch.Tensor, *, runs: Iterator[Run]) -> torch.Tensor:
+        is_oracle = output.dtype == torch.float64
+        second = pair.oracle.model(again.double()) if is_oracle else next(runs).adapter.forward(again)
+        return models.mean_square(output) + models.mean_square(second)
+
+    for step in range(3):
+        runs = iter(pair.runs)  # the sharded run's step, and the baseline's when the pair is checked
+        pair.step(rank.batch(step, (4, 9)), loss=functools.partial(loss, runs=runs))
+        pair.check()
+
+
+@contract("AUTOGRAD-13")
+@world(2, 4)
+def test_output_changed_in_place(rank: Rank) -> None:
+    """A unit's output may be a view that its caller changes in place, before backward has reached the unit."""
+    model = shapes.InPlaceStack(dim=9)
+    pair = rank.pair(model, units=model.units())
+    for step in range(3):
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+
+
+@contract("AUTOGRAD-14")
+@world(2, 4)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+def test_dropped_forward(rank: Rank, reshard_after_forward: bool | int | None) -> None:
+    """A forward whose output is dropped changes neither the next step nor, after it, what is gathered."""
+    model = models.Tower(dim=9)
+    pair = rank.pair(
+        model, units=model.units(), reshard_after_forward=reshard_after_forward, after_backward=_assert_nothing_gathered
+    )
+    for step in range(3):
+        with pair.sharded.recorder.during("dropped"):
+            pair.adapter.forward(rank.batch(step, (2, 9), microbatch=1))
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+
+
+def _assert_nothing_gathered(adapter: Adapter) -> None:
+    if Capability.REGISTERED_STATE not in adapter.capabilities():
+        return
+    gathered = [name for name, is_gathered in adapter.gathered().items() if is_gathered]
+    assert not gathered, f"after backward every parameter is sharded, but gathered are {', '.join(gathered)}"

@@ -16,7 +16,7 @@ from shardproof.harness.plugin.axes import RESHARD
 RECOMPUTES = needs(Capability.RECOMPUTATION)
 
 
-@contract("COMPILED-1")
+@contract("COMPILED-1", "COMPILED-2")
 @world(2)
 @needs(Capability.COMPILED_MODULES)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
@@ -27,9 +27,10 @@ RECOMPUTES = needs(Capability.RECOMPUTATION)
 def test_compiled_units(
     rank: Rank, backend: str, means: Means | None, reshard_after_forward: bool | int | None
 ) -> None:
-    """Compiled units, recomputed or not, train as DDP does uncompiled, and nothing is compiled again."""
+    """Compiled units, recomputed or not, train as DDP does uncompiled, in the graphs that they have unsharded."""
     config = models.TransformerConfig(layers=2)
     model = models.Transformer(config)
+    unsharded = _unsharded_graphs(rank, model, backend, means)
     with compiler(backend) as compiled:
 
         def prepare(plain: nn.Module) -> Any:
@@ -45,4 +46,36 @@ def test_compiled_units(
             pair.check()
             graphs.append(compiled.graphs)
         assert graphs[0] > 0, "nothing was compiled"
+        assert graphs[0] == unsharded, f"{graphs[0]} graphs, and {unsharded} unsharded: sharding breaks graphs"
         assert graphs == graphs[:1] * 3, f"{graphs} graphs after each step: something was compiled again"
+
+
+def _unsharded_graphs(rank: Rank, model: models.Transformer, backend: str, means: Means | None) -> int:
+    """The number of graphs of one step of a copy of the model that nothing shards."""
+    plain: Any = models.copy_of(model)
+    with compiler(backend) as compiled:
+        made = compiled.compile_layers(plain.to(rank.device))
+        made = recompute(made, means) if means else made
+        tokens = rank.tokens(0, (3, model.config.length), vocabulary=model.config.vocabulary)
+        models.mean_square(made(tokens)).backward()
+        return compiled.graphs
+
+
+@contract("COMPILED-3")
+@world(2)
+@needs(Capability.COMPILED_MODULES)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+def test_root_compiled_after_sharding(rank: Rank, reshard_after_forward: bool | int | None) -> None:
+    """A root that is compiled once it is sharded, with its units, trains as DDP does and is not compiled again."""
+    config = models.TransformerConfig(layers=2)
+    model = models.Transformer(config)
+    pair = rank.pair(model, units=model.units(), reshard_after_forward=reshard_after_forward, is_traced=False)
+    with compiler("aot_eager") as compiled:
+        pair.adapter.module.compile(backend=compiled)
+        graphs = []
+        for step in range(3):
+            pair.step(rank.tokens(step, (3, config.length), vocabulary=config.vocabulary), set_to_none=step % 2 == 0)
+            pair.check()
+            graphs.append(compiled.graphs)
+        assert graphs[0] > 0, "nothing was compiled"
+        assert graphs[1] == graphs[2], f"{graphs} graphs after each step: the third step was compiled again"

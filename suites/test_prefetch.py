@@ -1,10 +1,16 @@
-"""Chapter PREFETCH: units that gather others ahead, because they were told to."""
+"""Chapter PREFETCH: units that gather others ahead, as a script has set."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+import torch
+
 from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.findings.finding import step_label
-from shardproof.harness.parity import Rank
+from shardproof.harness.parity import Rank, Run
+from shardproof.harness.plugin.axes import RESHARD
 
 AHEAD = 2
 
@@ -20,24 +26,71 @@ def two_ahead(depth: int) -> dict[str, dict[str, list[str]]]:
 @contract("PREFETCH-1")
 @world(2, 4)
 @needs(Capability.EXPLICIT_PREFETCH)
-def test_told_units_train_the_same(rank: Rank) -> None:
+@pytest.mark.parametrize("is_tied", [False, pytest.param(True, marks=needs(Capability.TIED_PARAMETERS))])
+@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+def test_training(rank: Rank, reshard_after_forward: bool | int | None, is_tied: bool) -> None:
     """A transformer of eight layers that gather two ahead trains as DDP does."""
-    config = models.TransformerConfig(layers=8)
+    config = models.TransformerConfig(layers=8, is_tied=is_tied)
     model = models.Transformer(config)
-    pair = rank.pair(model, units=model.units())
+    pair = rank.pair(model, units=model.units(), reshard_after_forward=reshard_after_forward)
     pair.adapter.prefetch(**two_ahead(config.layers))
     for step in range(3):
         pair.step(rank.tokens(step, (2, config.length), vocabulary=config.vocabulary), set_to_none=step % 2 == 0)
         pair.check()
 
 
+@contract("PREFETCH-1")
+@world(2, 4)
+@needs(Capability.EXPLICIT_PREFETCH)
+def test_more_is_gathered_before_a_layer_computes(rank: Rank) -> None:
+    """With prefetching, each layer computes after more collectives than without, in forward and in backward."""
+    depth = 5
+    model = models.Tower(dim=9, depth=depth)
+    found: dict[bool, dict[str, list[int]]] = {}
+    for prefetches in (False, True):
+        run = rank.run(models.copy_of(model), units=model.units())
+        if prefetches:
+            run.adapter.prefetch(**two_ahead(depth))
+        found[prefetches] = _collectives_before(run, depth)
+        run.forward_backward((rank.batch(0, (4, 9)),), loss=models.mean_square)
+    # The last layers of each direction have nothing more to gather.
+    for phase, layers in (("forward", range(depth - 1)), ("backward", range(AHEAD, depth))):
+        for layer in layers:
+            without, ahead = found[False][phase][layer], found[True][phase][layer]
+            assert ahead > without, (
+                f"layers.{layer} computes in {phase} after {ahead} collectives with prefetching and {without} without"
+            )
+
+
+def _collectives_before(run: Run, depth: int) -> dict[str, list[int]]:
+    """Filled while the run trains a step: by phase and layer, the collectives issued before the layer computes."""
+    found = {"forward": [0] * depth, "backward": [0] * depth}
+
+    def note(phase: str, layer: int) -> None:
+        found[phase][layer] = sum(item.phase == phase and item.kind == "all_gather" for item in run.trace)
+
+    def before_forward(layer: int) -> Any:
+        return lambda module, args: note("forward", layer)
+
+    def before_backward(layer: int) -> Any:
+        def hook(module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
+            output.register_hook(lambda gradient: note("backward", layer))
+
+        return hook
+
+    for layer in range(depth):
+        run.adapter.submodule(f"layers.{layer}.in_proj").register_forward_pre_hook(before_forward(layer))
+        run.adapter.submodule(f"layers.{layer}.out_proj").register_forward_hook(before_backward(layer))
+    return found
+
+
 @contract("PREFETCH-2")
 @world(2)
 @needs(Capability.EXPLICIT_PREFETCH, Capability.COUNTED_UNITS, Capability.GATHER_ORDER, Capability.ROOT_RESHARD)
 def test_order(rank: Rank) -> None:
-    """A unit gathers itself, if nobody has, and then, before it computes, those that it was told.
+    """A unit gathers itself, unless another has, and then, before it computes, the units that it is set to prefetch.
 
-    In forward the order of the gathers is the same without a word: what tells is how many came before a unit computes.
+    In forward the order of the gathers is the same without prefetching, but each comes before another unit computes.
     """
     depth = 5
     model = models.Tower(dim=9, depth=depth)

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from shardproof.harness import Capability, Hardware, contract, models, needs, world
-from shardproof.harness.models import optim
-from shardproof.harness.parity import Rank
-from shardproof.harness.plugin.axes import DELAYED, DELAYS, RESHARD, RESHARD_TO_PARTS
+from shardproof.harness.adapters.base import OptimizerFactory
+from shardproof.harness.collectives.delays import Delay
+from shardproof.harness.collectives.trace import Collective
+from shardproof.harness.models import optim, shapes
+from shardproof.harness.parity import Pair, Rank
+from shardproof.harness.plugin.axes import DELAY_MS, DELAYED, DELAYS, RESHARD, RESHARD_TO_PARTS
+from shardproof.harness.tensors.trees import tensors_of
 
 
 @contract("TRAINING-1")
@@ -24,6 +32,28 @@ def test_single_unit(rank: Rank, shapes: tuple[tuple[int, int], tuple[int, int]]
     pair = rank.pair(models.two_linear(*shapes))
     for step in range(3):
         pair.step(rank.batch(step, (4, shapes[0][0])), set_to_none=step % 2 == 0)
+        pair.check()
+
+
+@contract("TRAINING-1")
+@world(2, 4)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+def test_many_shapes(rank: Rank, reshard_after_forward: bool | int | None) -> None:
+    """Parameters of one to four dimensions, of one element and few rows, in lists and beside buffers, train."""
+    pair = rank.pair(shapes.ManyShapes(), units=[["body"]], reshard_after_forward=reshard_after_forward)
+    for step in range(3):
+        pair.step(rank.batch(step, (2, 3, 6, 6)))
+        pair.check()
+
+
+@contract("TRAINING-1")
+@world(2)
+@needs(Capability.POST_ACCUMULATE_GRAD_HOOK)  # without it, a rank that holds no element of a parameter has no gradient
+def test_parameter_without_rows(rank: Rank) -> None:
+    """A parameter whose first dimension is zero trains beside others, and has an empty gradient."""
+    pair = rank.pair(shapes.ManyShapes(has_empty=True), units=[["body"]])
+    for step in range(3):
+        pair.step(rank.batch(step, (2, 3, 6, 6)))
         pair.check()
 
 
@@ -63,22 +93,39 @@ def test_many_units_on_eight_ranks(rank: Rank, reshard_after_forward: bool | int
 @contract("TRAINING-3")
 @world(2, 4)
 @needs(Capability.NON_ROOT_FORWARD)
-def test_unit_called_directly(rank: Rank) -> None:
-    """Training one unit by calling it alone reduces its gradients and leaves the others without."""
+@pytest.mark.parametrize(
+    "delays", [pytest.param((), id="undelayed"), pytest.param(("before-step",), marks=needs(Hardware.STREAMS))]
+)
+def test_unit_called_directly(rank: Rank, delays: tuple[str, ...]) -> None:
+    """Training one unit by calling it alone reduces its gradients and leaves the others without.
+
+    Steps follow each other without the host waiting, so that a unit which does not wait for the step reads too early.
+    """
     model = models.Tower(dim=33)
-    pair = rank.pair(model, units=model.units(), baseline="replicated", find_unused=True)
-    for step, submodule in enumerate(["", "layers.0", "", "layers.0"]):
-        pair.step(rank.batch(step, (8, 33)), submodule=submodule)
-        pair.check()
+    pair = rank.pair(
+        model,
+        units=model.units(),
+        baseline="replicated",
+        find_unused=True,
+        delays=[DELAYS[name] for name in delays],
+    )
+    order = ["", "layers.0", "layers.0", "", "layers.0"]
+    batches = [rank.batch(step, (8, 33)) for step in range(len(order))]
+    for batch, submodule in zip(batches, order, strict=True):
+        pair.step(batch, submodule=submodule)
+    pair.check()
 
 
 @contract("TRAINING-4")
 @world(2, 4)
 @needs(Capability.MULTIPLE_FORWARD)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
-def test_unit_called_twice(rank: Rank, reshard_after_forward: bool | int | None) -> None:
-    """A unit that runs twice in a forward sums both contributions and is reduced with both."""
-    pair = rank.pair(models.ReusedInner(dim=5), units=[["inner"]], reshard_after_forward=reshard_after_forward)
+@pytest.mark.parametrize("model", [models.ReusedInner, shapes.TwoCalls], ids=["chained", "on-one-input"])
+def test_unit_called_twice(
+    rank: Rank, model: Callable[[int], nn.Module], reshard_after_forward: bool | int | None
+) -> None:
+    """A unit that runs twice in a forward, in a chain or on one input, is reduced with both contributions."""
+    pair = rank.pair(model(5), units=[["inner"]], reshard_after_forward=reshard_after_forward)
     for step in range(3):
         pair.step(rank.batch(step, (32, 5)))
         pair.check()
@@ -87,8 +134,13 @@ def test_unit_called_twice(rank: Rank, reshard_after_forward: bool | int | None)
 @contract("TRAINING-5")
 @world(2)
 @needs(Capability.CAST_AFTER_INIT)
-def test_cast_after_sharding(rank: Rank) -> None:
-    """A model cast to float64 once it is sharded trains in float64: parameters, gradients and losses."""
+@pytest.mark.parametrize("swaps", [False, True], ids=["sets-data", "swaps-tensors"])
+def test_cast_after_sharding(rank: Rank, swaps: bool) -> None:
+    """A model cast to float64 once it is sharded trains in float64: parameters, gradients and losses.
+
+    torch casts by setting the parameters' data or, as it announces for the future, by swapping tensors.
+    """
+    rank.monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", swaps)
     pair = rank.pair(models.MLP(5), units=[["in_proj"], ["out_proj"]], baseline="replicated", cast=torch.float64)
     for step in range(3):
         pair.step(rank.batch(step, (2, 5)).double(), set_to_none=step % 2 == 0)
@@ -98,10 +150,12 @@ def test_cast_after_sharding(rank: Rank) -> None:
 @contract("TRAINING-6")
 @world(2, 4)
 @needs(Capability.ADAM)
-def test_first_step_of_adam(rank: Rank) -> None:
-    """Adam's state starts at step one on every shard: its first update is the baseline's."""
+@pytest.mark.parametrize("factory", [optim.adam, optim.adamw], ids=["adam", "adamw"])
+@pytest.mark.parametrize("kernels", ["for-loop", "foreach", "fused"])
+def test_first_step_of_adam(rank: Rank, kernels: optim.Kernels, factory: Callable[..., OptimizerFactory]) -> None:
+    """Adam's state starts at step one on every shard: its first update is the baseline's, by any kernels."""
     model = models.Tower(dim=17)
-    pair = rank.pair(model, units=model.units(), optimizer=optim.adamw())
+    pair = rank.pair(model, units=model.units(), optimizer=factory(kernels=kernels))
     pair.step(rank.batch(0, (8, 17)))
     pair.check()
 
@@ -110,51 +164,139 @@ def test_first_step_of_adam(rank: Rank) -> None:
 @world(2, 4)
 @needs(Capability.GROUPED_UNIT)
 def test_unit_of_several_modules(rank: Rank) -> None:
-    """Modules that share a unit are gathered once, together, and train as DDP does."""
+    """Modules that share a unit train as DDP does."""
     pair = rank.pair(models.Tower(dim=9), units=[["layers.0", "layers.1"], ["layers.2"]])
     for step in range(3):
         pair.step(rank.batch(step, (4, 9)))
         pair.check()
 
 
+@contract("TRAINING-7")
+@world(2)
+@needs(Capability.GROUPED_UNIT, Capability.COUNTED_UNITS)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+def test_unit_of_several_modules_is_gathered_once(rank: Rank, reshard_after_forward: bool | int | None) -> None:
+    """Modules that share a unit are gathered by one collective and reduced by one, of their common size."""
+    pair = rank.pair(
+        models.Tower(dim=9),
+        units=[["layers.0", "layers.1"], ["layers.2"]],
+        reshard_after_forward=reshard_after_forward,
+    )
+    for step in range(2):
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+        gathered = [item.unit for item in pair.last_trace() if item.phase == "forward"]
+        assert gathered == ["(root)", "layers.0,layers.1", "layers.2"], f"forward gathers {gathered}"
+        in_backward = 2 if reshard_after_forward is None else 3 * bool(reshard_after_forward)
+        pair.check_counts("backward", all_gather=in_backward, reduce_scatter=3)
+        pair.check_bytes()
+
+
+@contract("TRAINING-7")
+@world(2)
+@needs(Capability.GROUPED_UNIT, Capability.COUNTED_UNITS, Capability.UNUSED_MODULE)
+def test_member_that_does_not_run(rank: Rank) -> None:
+    """A unit of which one module does not run is gathered once, freed after forward, and reduced once."""
+    pair = rank.pair(shapes.SkippedMember(dim=9), units=[["used", "skipped"]], baseline="replicated", find_unused=True)
+    for step in range(2):
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+        pair.check_counts("forward", all_gather=2)
+        pair.check_counts("backward", all_gather=1, reduce_scatter=2)
+
+
 @contract("TRAINING-8")
 @world(2, 4)
 @needs(Capability.FORWARD_METHOD)
-@pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
-def test_other_forward_methods(rank: Rank, reshard_after_forward: bool | None) -> None:
-    """A registered method, called by a parent instead of forward, gathers, frees and trains as forward does."""
-    pair = rank.pair(
-        models.TwoStage(dim=9), units=[["encoder"], ["projector"]], reshard_after_forward=reshard_after_forward
-    )
-    pair.adapter.register_forward_method("encoder", "features")
+@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+def test_other_forward_methods(rank: Rank, reshard_after_forward: bool | int | None) -> None:
+    """A registered method, called by a parent instead of forward, gathers and trains as forward does."""
+    pair = _with_registered_method(rank, reshard_after_forward)
     for step in range(3):
         pair.step(rank.batch(step, (4, 9)))
         pair.check()
 
 
+@contract("TRAINING-8")
+@world(2)
+@needs(
+    Capability.FORWARD_METHOD,
+    Capability.REGISTERED_STATE,
+    Capability.COUNTED_UNITS,
+    Capability.ROOT_RESHARD,
+    Capability.GATHER_ORDER,
+)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+def test_other_forward_methods_free(rank: Rank, reshard_after_forward: bool | int | None) -> None:
+    """Once a registered method has returned, its unit is freed or kept as after forward; backward gathers it.
+
+    Its gradients are reduced when backward has passed it, before the input's gradient is known.
+    """
+    pair = _with_registered_method(rank, reshard_after_forward)
+    shown: list[bool] = []
+    pair.adapter.submodule("projector").register_forward_pre_hook(
+        lambda module, args: shown.append(pair.adapter.gathered()["encoder.inner.weight"])
+    )
+    keeps = reshard_after_forward is False
+    for step in range(2):
+        batch = rank.batch(step, (4, 9)).requires_grad_()
+        reduced: list[int] = []
+        batch.register_hook(functools.partial(_note_reduced, pair, reduced))
+        pair.step(batch)
+        assert shown.pop() == keeps, f"encoder: gathered is {not keeps} once its registered method has returned"
+        assert reduced == [2], f"when the input's gradient is known, the number of reduced units is {reduced[0]} of 2"
+        pair.check()
+        pair.check_counts("forward", all_gather=2)
+        pair.check_counts("backward", all_gather=0 if keeps else 2, reduce_scatter=2)
+
+
+def _note_reduced(pair: Pair, reduced: list[int], gradient: torch.Tensor) -> None:
+    reduced.append(sum(item.kind == "reduce_scatter" for item in pair.last_trace()))
+
+
+def _with_registered_method(rank: Rank, reshard_after_forward: bool | int | None) -> Pair:
+    pair = rank.pair(
+        models.TwoStage(dim=9), units=[["encoder"], ["projector"]], reshard_after_forward=reshard_after_forward
+    )
+    pair.adapter.register_forward_method("encoder", "features")
+    return pair
+
+
 @contract("TRAINING-9")
 @world(2)
 @needs(Capability.INPUTS_TO_DEVICE, Hardware.ACCELERATOR)
-def test_inputs_move_to_device(rank: Rank) -> None:
-    """Tensors on the CPU, alone or in a tuple, reach the root's forward on the device."""
+@pytest.mark.parametrize("form", ["positional", "tuple", "list", "dict", "nested", "keyword", "keyword-nested"])
+def test_inputs_move_to_device(rank: Rank, form: str) -> None:
+    """Tensors on the CPU, alone or in containers, by position or by keyword, reach the root's forward on the device."""
+    x, y, z = (rank.batch(step, (2, 3)).cpu() for step in range(3))
+    forms: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+        "positional": ((x, y, z), {}),
+        "tuple": (((x, y, z),), {}),
+        "list": (([x, y, z],), {}),
+        "dict": (({"x": x, "y": y, "z": z},), {}),
+        "nested": (({"a": [x, (y, None)]}, (1, [z])), {}),
+        "keyword": ((x,), {"y": y, "z": z}),
+        "keyword-nested": ((), {"pair": {"x": [x], "y": (None, y)}, "z": z}),
+    }
+    args, keywords = forms[form]
     seen: list[torch.device] = []
 
     class Inner(nn.Module):
-        def forward(self, x: torch.Tensor, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-            seen.extend(tensor.device for tensor in (x, *pair))
-            return x + pair[0] * pair[1]
+        def forward(self, *args: Any, **keywords: Any) -> torch.Tensor:
+            first, second, third = tensors_of((args, keywords))
+            seen.extend(tensor.device for tensor in (first, second, third))
+            return first + second * third
 
     run = rank.run(Inner())
-    inputs = [rank.batch(step, (2, 3)).cpu() for step in range(3)]
-    output = run.adapter.forward(inputs[0], (inputs[1], inputs[2]))
-    assert seen == [rank.device] * 3
-    assert torch.equal(output.cpu(), inputs[0] + inputs[1] * inputs[2])
+    output = run.adapter.submodule("")(*args, **keywords)
+    assert seen == [rank.device] * 3, f"the inputs are on {seen}"
+    assert torch.equal(output.cpu(), x + y * z)
 
 
 @contract("TRAINING-9")
 @world(2)
-@pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
-def test_root_without_inputs(rank: Rank, reshard_after_forward: bool | None) -> None:
+@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+def test_root_without_inputs(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """A root whose forward takes nothing trains as any other."""
     pair = rank.pair(models.NoInputs(dim=5), baseline="replicated", reshard_after_forward=reshard_after_forward)
     for _ in range(3):
@@ -165,15 +307,52 @@ def test_root_without_inputs(rank: Rank, reshard_after_forward: bool | None) -> 
 @contract("TRAINING-10")
 @world(2, 4)
 @needs(Capability.POST_OPTIM_EVENT, Hardware.STREAMS)
-def test_gathers_wait_for_the_step(rank: Rank) -> None:
+@pytest.mark.parametrize("is_tied", [False, pytest.param(True, marks=needs(Capability.TIED_PARAMETERS))])
+def test_gathers_wait_for_the_step(rank: Rank, is_tied: bool) -> None:
     """Gathers that wait for an event after the optimizer's step, instead of its stream, still see the new values."""
-    model = models.Transformer()
-    pair = rank.pair(model, units=model.units(), delays=[DELAYS["before-step"]])
-    optimizer = pair.adapter.optimizer
-    assert optimizer is not None
-    streams = torch.get_device_module(rank.device)
-    optimizer.register_step_post_hook(lambda *_: pair.adapter.after_step(streams.current_stream().record_event()))
+    pair = _with_event_after_step(rank, [DELAYS["before-step"]], is_tied=is_tied)
     batches = [rank.tokens(step, (2, 8), vocabulary=11) for step in range(3)]
     for tokens in batches:
         pair.step(tokens)
     pair.check()
+
+
+@contract("TRAINING-10")
+@world(2)
+@needs(Capability.POST_OPTIM_EVENT, Hardware.STREAMS)
+def test_gathers_wait_for_the_event_alone(rank: Rank) -> None:
+    """The first gather after the step begins while work that follows the event still occupies the step's stream."""
+    behind = Delay(milliseconds=4 * DELAY_MS, at="step", when="after")
+    pair = _with_event_after_step(rank, [behind], is_tied=False)
+    streams = torch.get_device_module(rank.device)
+    begun: list[torch.Event] = []
+    issue = pair.sharded.recorder.before
+
+    def note(collective: Collective) -> None:
+        if not begun and collective.kind == "all_gather":
+            begun.append(streams.Event(enable_timing=True))
+            begun[0].record()  # on the stream that gathers
+        issue(collective)
+
+    batches = [rank.tokens(step, (2, 8), vocabulary=11) for step in range(3)]
+    pair.step(batches[0])
+    pair.step(batches[1])
+    behind_is_done = streams.Event(enable_timing=True)
+    behind_is_done.record()
+    pair.sharded.recorder.before = note
+    pair.step(batches[2])
+    pair.check()
+    streams.synchronize()
+    early = begun[0].elapsed_time(behind_is_done)
+    assert early > DELAY_MS, f"the gather begins {early:.1f} ms before the work behind the event ends: it waited for it"
+
+
+def _with_event_after_step(rank: Rank, delays: Sequence[Delay], *, is_tied: bool) -> Pair:
+    """A pair that records an event after each optimizer's step and passes it on."""
+    model = models.Transformer(models.TransformerConfig(is_tied=is_tied))
+    pair = rank.pair(model, units=model.units(), delays=delays)
+    optimizer = pair.adapter.optimizer
+    assert optimizer is not None
+    streams = torch.get_device_module(rank.device)
+    optimizer.register_step_post_hook(lambda *_: pair.adapter.after_step(streams.current_stream().record_event()))
+    return pair

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -26,19 +27,28 @@ def sgd(*, lr: float = 0.05, momentum: float = 0.9) -> OptimizerFactory:
     return functools.partial(_sgd, lr=lr, momentum=momentum)
 
 
-def _adam(parameters: Iterable[nn.Parameter], *, lr: float) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=lr, foreach=False)
+Kernels = Literal["for-loop", "foreach", "fused"]
+"""How an optimizer updates its parameters: one by one, in lists, or by one kernel."""
 
 
-def adam(*, lr: float = 1e-2) -> OptimizerFactory:
-    """A factory of Adam, for twins that are compared bit for bit."""
-    return functools.partial(_adam, lr=lr)
+def _options(kernels: Kernels) -> dict[str, Any]:
+    # With foreach=None torch chooses by device and type of tensor, so the choice is always explicit.
+    return {"foreach": kernels == "foreach", "fused": kernels == "fused"}
 
 
-def _adamw(parameters: Iterable[nn.Parameter], *, lr: float) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=lr, foreach=False)
+def _adam(parameters: Iterable[nn.Parameter], *, lr: float, kernels: Kernels) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=lr, **_options(kernels))
 
 
-def adamw(*, lr: float = 1e-2) -> OptimizerFactory:
+def adam(*, lr: float = 1e-2, kernels: Kernels = "for-loop") -> OptimizerFactory:
+    """A factory of Adam, for twins that are compared bit for bit and for comparisons after one step."""
+    return functools.partial(_adam, lr=lr, kernels=kernels)
+
+
+def _adamw(parameters: Iterable[nn.Parameter], *, lr: float, kernels: Kernels) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=lr, **_options(kernels))
+
+
+def adamw(*, lr: float = 1e-2, kernels: Kernels = "for-loop") -> OptimizerFactory:
     """A factory of AdamW, for twins that are compared bit for bit and for comparisons after one step."""
-    return functools.partial(_adamw, lr=lr)
+    return functools.partial(_adamw, lr=lr, kernels=kernels)

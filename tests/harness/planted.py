@@ -144,17 +144,20 @@ class ForgottenFlags(ReferenceAdapter):
         pass
 
 
-def failures_of(bugs: Sequence[type[Adapter]], cases: str, folder: pathlib.Path) -> dict[str, dict[str, Any]]:
+def failures_of(
+    bugs: Sequence[type[Adapter]], cases: str, folder: pathlib.Path, suites: Sequence[str] = ("suites",)
+) -> dict[str, dict[str, Any]]:
     """What the suites' cases say of each bug and of the sound reference: ``{bug: {test: failure or None}}``.
 
     Args:
         bugs: adapters, with names of their own.
         cases: an expression as of pytest's ``-k``, which leaves one case of each test.
         folder: where the run file may be written.
+        suites: what to collect the cases from.
     """
     report = folder / "run.json"
     names = ["reference", *(f"{bug.__module__}:{bug.__name__}" for bug in bugs)]
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "suites", "-k", cases]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", *suites, "-k", cases]
     command += ["--impl", ",".join(names), "--device", "cpu", "--report", str(report)]
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)

@@ -1,0 +1,290 @@
+"""Models with unusual parameters, inputs, outputs or nesting: each has one thing that implementations get wrong."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+
+
+class ManyShapes(nn.Module):
+    """A unit ``body`` whose parameters have one to four dimensions, one element and few rows, and a root.
+
+    ``body`` also has a :class:`torch.nn.ParameterList`, and a persistent buffer that scales its output.
+
+    Input: (batch, 3, 6, 6). Output: (batch, 4).
+
+    Args:
+        has_empty: whether ``body`` also has a parameter without rows.
+    """
+
+    def __init__(self, *, has_empty: bool = False) -> None:
+        super().__init__()
+        self.body = _Body(has_empty=has_empty)
+        self.head = nn.Linear(5, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.head(self.body(x)))
+
+
+class _Body(nn.Module):
+    scale: torch.Tensor
+
+    def __init__(self, *, has_empty: bool) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 5, 3)
+        self.line = nn.Conv1d(5, 5, 2, bias=False)
+        self.one = nn.Parameter(torch.randn(1))
+        self.row = nn.Parameter(torch.randn(1, 5))
+        self.empty = nn.Parameter(torch.randn(0, 5)) if has_empty else None
+        self.listed = nn.ParameterList([torch.randn(5), torch.randn(3, 5)])
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.conv(x)).flatten(2)
+        hidden = torch.tanh(self.line(hidden)).mean(2) * self.one + self.row
+        if self.empty is not None:
+            hidden = hidden + self.empty.sum(0)
+        return self.scale * torch.tanh(hidden * self.listed[0] + self.listed[1].sum(0))
+
+
+class Nested(nn.Module):
+    """Units at three depths: ``blocks.N`` with ``blocks.N.attention`` in it, which has ``projection`` in it.
+
+    Each level has parameters of its own beside those of the level inside, and computes with them before and after it
+    calls that level. No two units have the same size, so that the bytes of a collective determine its unit.
+
+    Input and output: (batch, dim).
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.entry = nn.Linear(dim, dim)
+        self.blocks = nn.ModuleList(_Outer(dim, width) for width in (dim + 1, 3 * dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.entry(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+    def units(self) -> list[list[str]]:
+        """Lists of module names, one list for each unit, outer modules first."""
+        inside = ("", ".attention", ".attention.projection")
+        return [[f"blocks.{index}{name}"] for index in range(len(self.blocks)) for name in inside]
+
+
+class _Outer(nn.Module):
+    def __init__(self, dim: int, width: int) -> None:
+        super().__init__()
+        self.attention = _Middle(width)
+        self.before = nn.Linear(dim, width)
+        self.after = nn.Linear(width, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.after(self.attention(torch.tanh(self.before(x)))))
+
+
+class _Middle(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.projection = nn.Linear(width, width)
+        self.gain = nn.Parameter(torch.randn(width))
+        self.shift = nn.Parameter(torch.randn(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.projection(self.gain * x)) * self.gain + self.shift
+
+
+Nesting = Literal["tuple", "list", "dict", "ordered-dict", "namedtuple", "dataclass", "nested"]
+
+
+class NamedTriple(NamedTuple):
+    """Three trained tensors.
+
+    Attributes:
+        first: a tensor.
+        second: a tensor.
+        third: a tensor.
+    """
+
+    first: torch.Tensor
+    second: torch.Tensor
+    third: torch.Tensor
+
+
+@dataclasses.dataclass
+class RecordOfThree:
+    """Three trained tensors, with values of other kinds between them.
+
+    Attributes:
+        first: a tensor.
+        nothing: None.
+        second: a tensor.
+        count: a number.
+        third: a tensor.
+    """
+
+    first: torch.Tensor
+    nothing: None
+    second: torch.Tensor
+    count: int
+    third: torch.Tensor
+
+
+class ThreeOutputs(nn.Module):
+    """Linear(dim, dim), then a unit ``branches`` that returns three tensors in a container.
+
+    Each of the three depends on every parameter of the model, so that a loss of any one of them trains all.
+
+    Input: (batch, dim). Output: the container, of three (batch, dim) tensors; see :func:`pack_three`.
+    """
+
+    def __init__(self, dim: int, nesting: Nesting) -> None:
+        super().__init__()
+        self.entry = nn.Linear(dim, dim)
+        self.branches = _Three(dim, nesting)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        packed: Any = self.branches(torch.tanh(self.entry(x)))
+        return packed
+
+
+class _Three(nn.Module):
+    def __init__(self, dim: int, nesting: Nesting) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(dim, dim) for _ in range(3))
+        self.nesting = nesting
+
+    def forward(self, x: torch.Tensor) -> Any:
+        a, b, c = (torch.tanh(layer(x)) for layer in self.layers)
+        return pack_three(a * b + c, a + b * c, torch.tanh(a - b - c), self.nesting)
+
+
+def pack_three(first: torch.Tensor, second: torch.Tensor, third: torch.Tensor, nesting: Nesting) -> Any:
+    """Put three tensors into a container, in this order; "nested" has containers of every kind within each other."""
+    packed: dict[Nesting, Any] = {
+        "tuple": (first, second, third),
+        "list": [first, second, third],
+        "dict": {"first": first, "constant": torch.zeros(2), "second": second, "third": third},
+        "ordered-dict": collections.OrderedDict(first=first, second=second, third=third),
+        "namedtuple": NamedTriple(first, second, third),
+        "dataclass": RecordOfThree(first, None, second, 3, third),
+        "nested": {"a": [first, None, (second,)], "b": (7, {"c": [[third]]})},
+    }
+    return packed[nesting]
+
+
+class Keywords(nn.Module):
+    """Three units ``layers.N`` that take their inputs by keyword, nested in containers, beside None and a number.
+
+    Input and output: (batch, dim).
+    """
+
+    def __init__(self, dim: int, depth: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Keyworded(dim, 2 + index) for index in range(depth))
+        self.out = nn.Linear(dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden, skip = x, torch.tanh(x)
+        for layer in self.layers:
+            inputs: dict[str, Any] = {"hidden": [hidden], "skips": (skip, None)}
+            output = layer(inputs=inputs, mask=None, times=2)
+            assert inputs["hidden"][0] is hidden, "a unit leaves the containers of its caller as they are"
+            hidden, skip = output, output * 0.5
+        out: torch.Tensor = self.out(hidden)
+        return out
+
+    def units(self) -> list[list[str]]:
+        """Lists of module names, one list for each unit: each layer is a unit."""
+        return [[f"layers.{index}"] for index in range(len(self.layers))]
+
+
+class _Keyworded(nn.Module):
+    def __init__(self, dim: int, multiplier: int) -> None:
+        super().__init__()
+        self.into = nn.Linear(dim, multiplier * dim)
+        self.back = nn.Linear(multiplier * dim, dim)
+
+    def forward(self, *, inputs: dict[str, Any], mask: torch.Tensor | None, times: int) -> torch.Tensor:
+        assert mask is None, "a keyword argument that is None stays None"
+        (hidden,), (skip, nothing) = inputs["hidden"], inputs["skips"]
+        assert nothing is None, "None within a container stays None"
+        out: torch.Tensor = skip + torch.tanh(self.back(torch.tanh(self.into(hidden * times))))
+        return out
+
+
+class TwoCalls(nn.Module):
+    """Calls ``inner``, a Linear(dim, dim), twice on one input, adds both results, and calls ``outer``.
+
+    Neither call of ``inner`` gets an input that requires a gradient unless the model's own input does.
+
+    Input: (batch, dim). Output: (batch, dim + 1).
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(dim, dim)
+        self.outer = nn.Linear(dim, dim + 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.outer(torch.tanh(self.inner(x)) + self.inner(x).square())
+        return out
+
+
+class SkippedMember(nn.Module):
+    """Linear(dim, dim) as ``used``, then ``out``; a Linear(dim, dim) ``skipped`` never runs.
+
+    Cases put ``used`` and ``skipped`` into one unit.
+
+    Input and output: (batch, dim).
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.used = nn.Linear(dim, dim)
+        self.skipped = nn.Linear(dim, dim)
+        self.out = nn.Linear(dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.out(torch.tanh(self.used(x)))
+        return out
+
+
+class InPlaceStack(nn.Module):
+    """Units ``layers.N`` whose output, a view of what they computed, is changed in place by their caller.
+
+    Input and output: (batch, dim).
+    """
+
+    def __init__(self, dim: int, depth: int = 3) -> None:
+        super().__init__()
+        self.entry = nn.Linear(dim, dim)
+        self.layers = nn.ModuleList(_ReturnsView(dim, dim + index) for index in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.entry(x)
+        for layer in self.layers:
+            out = layer(x)
+            out += x
+            x = out
+        return x
+
+    def units(self) -> list[list[str]]:
+        """Lists of module names, one list for each unit: each layer is a unit."""
+        return [[f"layers.{index}"] for index in range(len(self.layers))]
+
+
+class _ReturnsView(nn.Module):
+    def __init__(self, dim: int, width: int) -> None:
+        super().__init__()
+        self.into = nn.Linear(dim, width)
+        self.back = nn.Linear(width, 2 * dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        both: torch.Tensor = self.back(torch.tanh(self.into(x)))
+        return both.view(2 * x.shape[0], x.shape[1])[: x.shape[0]]

@@ -1,0 +1,146 @@
+"""Chapter FROZEN: parameters that need no gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from shardproof.harness import Capability, contract, models, needs, world
+from shardproof.harness.findings.finding import step_label
+from shardproof.harness.parity import Pair, Rank, exact_difference
+from shardproof.harness.plugin.axes import RESHARD, RESHARD_EXPLICIT, with_first
+
+DEPTH = 3
+
+#: What is frozen, by parameter name.
+FROZEN: dict[str, Callable[[str], bool]] = {
+    "first": lambda name: name.startswith("layers.0."),
+    "middle": lambda name: name.startswith("layers.1."),
+    "last": lambda name: name.startswith("layers.2."),
+    "root": lambda name: name.startswith("out."),
+    "all-but-one": lambda name: not name.startswith("layers.1."),
+    "weights": lambda name: name.endswith("weight"),
+    "biases": lambda name: name.endswith("bias"),
+}
+
+
+@contract("FROZEN-1")
+@world(2, 4)
+@pytest.mark.parametrize(
+    ("what", "reshard_after_forward"),
+    [*((what, None) for what in FROZEN), *with_first("middle", RESHARD_EXPLICIT)],
+)
+def test_frozen_before_sharding(rank: Rank, what: str, reshard_after_forward: bool | int | None) -> None:
+    """Frozen units, and frozen parameters within units, get no gradient and keep their bits; the others train."""
+    model = models.Tower(dim=9, depth=DEPTH)
+    _freeze(dict(model.named_parameters()), FROZEN[what])
+    pair = rank.pair(model, units=model.units(), reshard_after_forward=reshard_after_forward)
+    before = _frozen_values(pair, what)
+    for step in range(3):
+        _assert_requires_grad(pair, what, f"before {step_label(step)}")
+        pair.step(rank.batch(step, (4, 9)), set_to_none=step % 2 == 0)
+        pair.check()
+    _assert_requires_grad(pair, what, "after training")
+    for name, value in _frozen_values(pair, what).items():
+        difference = exact_difference(before[name], value)
+        assert difference is None, f"{name} is frozen and moved: element, before, after: {difference}"
+
+
+@contract("FROZEN-2")
+@world(2)
+@needs(Capability.COUNTED_UNITS)
+@pytest.mark.parametrize("what", ["first", "middle", "last", "root", "all-but-one"])
+def test_frozen_units_are_not_reduced(rank: Rank, what: str) -> None:
+    """A unit is reduced once in a step exactly if it has a trainable parameter; forward gathers it all the same."""
+    model = models.Tower(dim=9, depth=DEPTH)
+    _freeze(dict(model.named_parameters()), FROZEN[what])
+    pair = rank.pair(model, units=model.units())
+    for step in range(2):
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+        reduced = sorted(item.unit for item in pair.last_trace() if item.kind == "reduce_scatter")
+        expected = sorted(unit.label for unit in pair.units if not all(map(FROZEN[what], unit.names)))
+        assert reduced == expected, f"{step_label(step)} reduces {reduced} with {what!r} frozen"
+        pair.check_counts("forward", all_gather=DEPTH + 1)
+
+
+@contract("FROZEN-3")
+@world(2)
+@needs(Capability.SHARDED)
+@pytest.mark.parametrize("what", ["middle", "last"])
+def test_frozen_units_are_freed_in_backward(rank: Rank, what: str) -> None:
+    """A frozen unit that backward has passed is freed before the units that ran before it compute their gradients."""
+    model = models.Tower(dim=9, depth=DEPTH)
+    _freeze(dict(model.named_parameters()), FROZEN[what])
+    pair = rank.pair(model, units=model.units())
+    frozen = f"layers.{1 if what == 'middle' else 2}"
+    gathered: list[StorageWeakRef] = []
+    kept: list[int] = []
+
+    def before_forward(module: nn.Module, args: Any) -> None:
+        weight = cast(torch.Tensor, module.weight)
+        gathered.append(StorageWeakRef(weight.untyped_storage()))
+
+    def after_forward(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        output.register_hook(lambda gradient: kept.append(_nbytes(gathered[-1])))
+
+    pair.adapter.submodule(f"{frozen}.in_proj").register_forward_pre_hook(before_forward)
+    pair.adapter.submodule("layers.0.in_proj").register_forward_hook(after_forward)
+    for step in range(2):
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+        assert kept.pop() == 0, f"{frozen} is still gathered when layers.0 computes its gradients in {step_label(step)}"
+
+
+def _nbytes(storage: StorageWeakRef) -> int:
+    """The bytes of a storage, 0 once it is freed; the weak reference does not keep it."""
+    if storage.expired():
+        return 0
+    alive = torch.UntypedStorage._new_with_weak_ptr(storage.cdata)
+    return 0 if alive is None else int(alive.size())
+
+
+@contract("FROZEN-4")
+@world(2, 4)
+@needs(Capability.UNUSED_OUTPUT)  # an implementation that, like DDP, decides at construction what it reduces lacks it
+@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+def test_frozen_between_steps(rank: Rank, reshard_after_forward: bool | int | None) -> None:
+    """Freezing and thawing between two steps holds from the next forward on, whatever was frozen before sharding."""
+    model = models.Tower(dim=9, depth=DEPTH)
+    _freeze(dict(model.named_parameters()), FROZEN["middle"])
+    pair = rank.pair(
+        model, units=model.units(), baseline="replicated", reshard_after_forward=reshard_after_forward, find_unused=True
+    )
+    order = ["weights", "middle", "biases", "first", "all-but-one"]
+    for step, what in enumerate(order):
+        for named in (
+            pair.adapter.named_parameters(),
+            pair.baseline.adapter.named_parameters(),
+            dict(pair.oracle.model.named_parameters()),
+        ):
+            _freeze(named, FROZEN[what])
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+        _assert_requires_grad(pair, what, f"after {step_label(step)}")
+
+
+def _freeze(named: dict[str, nn.Parameter], is_frozen: Callable[[str], bool]) -> None:
+    for name, parameter in named.items():
+        parameter.requires_grad_(not is_frozen(name))
+
+
+def _assert_requires_grad(pair: Pair, what: str, when: str) -> None:
+    named = pair.adapter.named_parameters()
+    wrong = sorted(name for name, value in named.items() if value.requires_grad == FROZEN[what](name))
+    assert not wrong, f"{when} requires_grad is {named[wrong[0]].requires_grad} of {', '.join(wrong)}"
+
+
+def _frozen_values(pair: Pair, what: str) -> dict[str, torch.Tensor]:
+    """Copies of this rank's shards of the frozen parameters."""
+    pieces = pair.adapter.parameters()
+    return {name: piece.tensor.clone() for name, piece in pieces.items() if FROZEN[what](name)}
