@@ -24,7 +24,9 @@ RECOMPUTES = needs(Capability.RECOMPUTATION)
     "means", [None, pytest.param("call", marks=RECOMPUTES), pytest.param("wrapper", marks=RECOMPUTES)]
 )
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
-def test_compiled_units(rank: Rank, backend: str, means: Means | None, reshard_after_forward: bool | int | None) -> None:
+def test_compiled_units(
+    rank: Rank, backend: str, means: Means | None, reshard_after_forward: bool | int | None
+) -> None:
     """Compiled units, recomputed or not, train as DDP does uncompiled, and nothing is compiled again."""
     config = models.TransformerConfig(layers=2)
     model = models.Transformer(config)
