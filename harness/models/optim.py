@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from typing import Literal
 
 import torch
 from torch import nn
@@ -42,3 +43,22 @@ def _adamw(parameters: Iterable[nn.Parameter], *, lr: float) -> torch.optim.Opti
 def adamw(*, lr: float = 1e-2) -> OptimizerFactory:
     """A factory of AdamW, for twins that are compared bit for bit and for comparisons after one step."""
     return functools.partial(_adamw, lr=lr)
+
+
+def _in_two_groups(
+    parameters: Iterable[nn.Parameter], *, kind: Literal["adam", "adamw"], lr: float
+) -> torch.optim.Optimizer:
+    given = list(parameters)
+    groups = [{"params": given[::2]}, {"params": given[1::2], "lr": lr / 4, "weight_decay": 0.1}]
+    made = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[kind]
+    return made(groups, lr=lr, foreach=False)
+
+
+def in_two_groups(kind: Literal["adam", "adamw"], *, lr: float = 1e-2) -> OptimizerFactory:
+    """A factory of Adam or AdamW with two groups of parameters, which take turns.
+
+    Args:
+        kind: the class of the optimizer.
+        lr: the learning rate of the first group; the second has a quarter of it, and a weight decay of its own.
+    """
+    return functools.partial(_in_two_groups, kind=kind, lr=lr)

@@ -11,6 +11,7 @@ from torch import nn
 # Private names of torch: these two functions have no public ones yet.
 from torch.distributed._composable.checkpoint_activation import checkpoint as checkpoint_by_hooks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardproof.harness.models.plain import Stacked
@@ -111,4 +112,5 @@ class Computations:
         is_backward = torch._C._current_graph_task_id() != -1
         self._counts[name, "backward" if is_backward else "forward"] += 1
         if not is_backward:
-            self._activations[name] = StorageWeakRef(output.untyped_storage())
+            local = output.to_local() if isinstance(output, DTensor) else output
+            self._activations[name] = StorageWeakRef(local.untyped_storage())
