@@ -8,6 +8,7 @@ import pytest
 
 from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.models.recomputation import Computations, Means, recompute
+from shardproof.harness.models.ties import RepeatedTower
 from shardproof.harness.parity import Pair, Rank
 from shardproof.harness.plugin.axes import RESHARD, RESHARD_ROOT
 
@@ -61,6 +62,25 @@ def test_recomputed_from_smaller_shards(rank: Rank, means: Means) -> None:
         pair.check_counts("backward", all_gather=units, reduce_scatter=units)
         groups = [item.group for item in pair.last_trace() if (item.phase, item.kind) == ("backward", "all_gather")]
         assert set(map(len, groups)) == {2}, f"gathered in backward among the ranks {groups}"
+
+
+@contract("RECOMPUTATION-5")
+@world(2)
+@needs(Capability.MULTIPLE_FORWARD)
+@pytest.mark.parametrize("means", ["call", "hooks"])
+@pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
+def test_recomputed_unit_runs_twice(rank: Rank, reshard_after_forward: bool | None, means: Means) -> None:
+    """A unit that runs twice in a forward is there for both recomputations, and gets the sum of both contributions."""
+    computations = Computations(models.mean_square, inside="in_proj")
+    model = RepeatedTower(dim=9)
+    pair = rank.pair(
+        model, units=model.units(), reshard_after_forward=reshard_after_forward,
+        prepare=lambda plain: recompute(computations.watch(plain), means),
+    )  # fmt: skip
+    for step in range(3):
+        pair.step(rank.batch(step, (4, 9)), loss=computations.loss, set_to_none=step % 2 == 0)
+        computations.check(times=2)
+        pair.check()
 
 
 def make(rank: Rank, means: Means, **options: Any) -> tuple[Pair, Computations]:

@@ -62,11 +62,20 @@ def test_two_dimensions(rank: Rank, sequence: bool, optimizer: Literal["adam", "
 @contract("RESUME-2")
 @world(4)
 @REUSES
+@needs(Capability.TIED_PARAMETERS)
 @pytest.mark.parametrize("layout", ["shards", pytest.param("replicas", marks=HYBRID)])
 def test_one_dimension_and_replicas(rank: Rank, layout: Layout, reuses: bool) -> None:
-    """The same on a one-dimensional mesh, and on replicas."""
-    make, mesh = maker(rank, layout)
-    check_resumes(rank, make, SplitTransformer(), reuses=reuses, mesh=mesh)
+    """The same on a one-dimensional mesh, and on replicas, with a parameter that has two names."""
+    config = models.TransformerConfig(is_tied=True)
+    mesh = rank.mesh((2, 2), ("replicate", "shard")) if layout == "replicas" else rank.mesh()
+
+    def make(number: int) -> Run:
+        torch.manual_seed(rank.seeds.init + number)
+        model = models.Transformer(config)
+        optimizer = optim.in_two_groups("adamw", lr=LR * (1 + 2 * number))
+        return rank.run(model, units=model.units(), mesh=mesh, optimizer=optimizer)
+
+    check_resumes(rank, make, models.Transformer(config), reuses=reuses, mesh=mesh)
 
 
 @contract("RESUME-3")
@@ -158,6 +167,7 @@ def check_state(run: Run, plain: nn.Module, picture: StepPicture) -> None:
         cut = piece.cut(whole(state["model"][name]).to(piece.tensor.device))
         assert torch.equal(cut, piece.tensor), f"{name} of the checkpoint is not the parameter after the step"
     states = state["optimizer"]["state"]
+    shapes = {name: value.shape for name, value in plain.named_parameters()}
     assert states.keys() == shapes.keys(), f"states of {sorted(states.keys() ^ shapes.keys())} are missing or unknown"
     moments = {name: (one["exp_avg"].shape, one["exp_avg_sq"].shape) for name, one in states.items()}
     wrong = {name: found for name, found in moments.items() if found != (shapes[name], shapes[name])}

@@ -1,4 +1,4 @@
-"""Models in which several modules share a parameter."""
+"""Models in which several modules share a parameter, or which use a module twice."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shardproof.harness.models.plain import Stacked
+from shardproof.harness.models.plain import Stacked, Tower
 
 
 class TiedMLP(nn.Module):
@@ -39,3 +39,14 @@ class TiedStack(Stacked):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.out(self.run_layers(x))
         return out
+
+
+class RepeatedTower(Tower):
+    """A :class:`Tower` that runs its layers in turn, and then again.
+
+    Input and output: (..., dim).
+    """
+
+    def run_layers(self, x: torch.Tensor) -> torch.Tensor:
+        """Call all layers twice."""
+        return super().run_layers(super().run_layers(x))
