@@ -113,7 +113,7 @@ def test_layout_of_two_dimensions(rank: Rank, dim: int) -> None:
         found, expected = tuple(parameter.placements), PLACEMENTS[name.partition(".")[2].partition(".")[2]]
         assert found == expected, f"{name} is placed {found} instead of {expected}"
         assert parameter.shape == full[name].shape, f"{name} has the global shape {tuple(parameter.shape)}"
-        whole = parameter.detach().full_tensor()
+        whole: torch.Tensor = parameter.full_tensor()
         assert torch.equal(whole, full[name]), f"the shards of {name} are put together in another order"
 
 
@@ -289,7 +289,7 @@ def check_replicas(rank: Rank, pair: Pair, mesh: DeviceMesh) -> None:
     """What the ranks of a tensor-parallel dimension hold in common has the same bits on all of them (collective)."""
     named = pair.adapter.named_parameters()
     shared = {
-        name: parameter.detach().to_local().cpu()
+        name: parameter.to_local().detach().cpu()
         for name, parameter in named.items()
         if isinstance(parameter, DTensor) and parameter.placements[-1] == Replicate()
     }

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shardproof.harness import Capability, contract, models, needs, world
-from shardproof.harness.models.paths import OptionalUnits
+from shardproof.harness.models.paths import Layer, OptionalUnits
 from shardproof.harness.parity import Pair, Rank, Run
 from shardproof.harness.plugin.axes import RESHARD
 
@@ -66,7 +66,7 @@ def test_ranks_differ_in_the_first_iteration(
 @world(2, 4, debug_level="DETAIL")
 @PARAMETERS
 @pytest.mark.parametrize("unit", ["optional", "exit"], ids=["in-between", "at-the-end"])
-def test_a_rank_runs_fewer_units(rank: Rank, unit: str, flat_parameters: bool) -> None:
+def test_a_rank_runs_fewer_units(rank: Rank, unit: Layer, flat_parameters: bool) -> None:
     """The forward of every rank raises, with the name of the unit that one rank leaves out, before it is gathered."""
     model = OptionalUnits(dim=DIM)
     run = rank.run(model, units=OPTIONAL, flat_parameters=flat_parameters)
@@ -138,7 +138,7 @@ def test_a_later_iteration_differs(
     ],
 )
 def test_later_iterations_run_other_units(
-    rank: Rank, first: str, later: str, warning: str, flat_parameters: bool
+    rank: Rank, first: Layer, later: Layer, warning: str, flat_parameters: bool
 ) -> None:
     """If all ranks run a unit more, or less, than in the first iteration, that forward warns, and training goes on."""
     model = OptionalUnits(dim=DIM)

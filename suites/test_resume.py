@@ -188,7 +188,8 @@ def full_state(run: Run) -> dict[str, torch.Tensor]:
 
 def whole(value: torch.Tensor) -> torch.Tensor:
     """All of a DTensor (collective); another tensor is whole already."""
-    return value.detach().full_tensor() if isinstance(value, DTensor) else value.detach()
+    full: torch.Tensor = value.full_tensor() if isinstance(value, DTensor) else value
+    return full.detach()
 
 
 def rates(run: Run) -> list[float]:

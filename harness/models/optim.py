@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -49,9 +49,10 @@ def _in_two_groups(
     parameters: Iterable[nn.Parameter], *, kind: Literal["adam", "adamw"], lr: float
 ) -> torch.optim.Optimizer:
     given = list(parameters)
-    groups = [{"params": given[::2]}, {"params": given[1::2], "lr": lr / 4, "weight_decay": 0.1}]
-    made = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[kind]
-    return made(groups, lr=lr, foreach=False)
+    groups: list[dict[str, Any]] = [{"params": given[::2]}, {"params": given[1::2], "lr": lr / 4, "weight_decay": 0.1}]
+    if kind == "adam":
+        return torch.optim.Adam(groups, lr=lr, foreach=False)
+    return torch.optim.AdamW(groups, lr=lr, foreach=False)
 
 
 def in_two_groups(kind: Literal["adam", "adamw"], *, lr: float = 1e-2) -> OptimizerFactory:

@@ -7,6 +7,8 @@ from typing import Literal
 import torch
 from torch import nn
 
+Layer = Literal["", "optional", "exit"]
+
 
 class OptionalUnits(nn.Module):
     """Linear(dim, 8), then two layers without bias of which one may be skipped: ``optional`` and ``exit``.
@@ -22,7 +24,7 @@ class OptionalUnits(nn.Module):
         self.entry = nn.Linear(dim, 8)
         self.optional = nn.Linear(8, 8, bias=False)
         self.exit = nn.Linear(8, 4, bias=False)
-        self.skipped: Literal["", "optional", "exit"] = ""
+        self.skipped: Layer = ""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = torch.tanh(self.entry(x))

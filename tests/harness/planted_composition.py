@@ -10,12 +10,10 @@ import inspect
 import textwrap
 from typing import Any, ClassVar
 
-import torch.distributed as dist
-
 from fsdp_impl.common import collectives, mesh, order
 from fsdp_impl.flat import group, materialize, optim_state, optim_state_load, resharded, shards, state_dict
 from fsdp_impl.flat import unit as flat_unit
-from fsdp_impl.per_parameter import collect, cut, param, prefetch
+from fsdp_impl.per_parameter import collect, cut, param
 from fsdp_impl.per_parameter import unit as parameter_unit
 from shardproof.harness.adapters.reference import ReferenceAdapter
 from shardproof.harness.adapters.reference_flat import ReferenceFlatAdapter
@@ -106,13 +104,6 @@ class FlatRecomputesWithoutGather(_Flat):
         "            self._unshard_now()\n            return",
         "            return",
     )
-
-
-class PrefetchesItself(_PerParameter):
-    """Backward gathers ahead the unit at hand instead of the one before it."""
-
-    name = "prefetches-itself"
-    place = (prefetch, "prefetch_previous", "forward_order[index - 1]", "forward_order[index - 2]")
 
 
 # Tied parameters
@@ -218,12 +209,13 @@ class PlainShard(_PerParameter):
     place = (cut, "_shard", "if split_factor > 1", "if split_factor > 2")
 
 
-class WrongSplitFactor(_PerParameter):
-    """The strided shard names another number of parts."""
+class TensorParallelFirst(_PerParameter):
+    """The mesh of a sharded parameter lists the tensor-parallel dimension first."""
 
-    name = "wrong-split-factor"
-    place = (cut, "_cut_tensor_parallel", "_shard(dim, _parts(old.mesh, old.placements, dim))",
-             "_shard(dim, _parts(old.mesh, old.placements, 0))")  # fmt: skip
+    name = "tensor-parallel-first"
+    place = (cut, "_cut_tensor_parallel",
+             "concatenate([mesh.mesh, old.mesh]), (*mesh.placements(shard), *old.placements)",
+             "concatenate([old.mesh, mesh.mesh]), (*old.placements, *mesh.placements(shard))")  # fmt: skip
 
 
 class PendingSum(_PerParameter):
@@ -240,17 +232,17 @@ class StrayWorld(_PerParameter):
     place = (collectives, "reduce", "op=op)", "op=op)\n    dist.all_reduce(torch.zeros(1, device=output.device))")
 
 
-class PipelineAverage(ReferenceAdapter):
+class PipelineAverage(_PerParameter):
     """Gradients are averaged over the stages of a pipeline too (appendix A, 10)."""
 
     name = "pipeline-average"
-
-    def backward(self, loss: Any) -> None:
-        super().backward(loss)
-        for value in self.module.parameters():
-            local = value.grad.to_local()
-            dist.all_reduce(local)
-            local.div_(dist.get_world_size())
+    place = (collectives, "reduce", "op=op)", """op=op)
+    first = dist.get_rank() % 2
+    groups = dist.distributed_c10d._world.pg_map
+    pipeline = next(group for group in groups if dist.get_process_group_ranks(group) == [first, first + 2])
+    dist.all_reduce(output, group=pipeline)
+    output.div_(2)
+""")  # fmt: skip
 
 
 class ShardsOverReplicas(_PerParameter):
@@ -308,10 +300,10 @@ class OneNameOfTied(_Flat):
     place = (state_dict, "keys_of", "for owner in owners\n", "for owner in owners[:1]\n")
 
 
-class RowsOfThePlainShard(_Flat):
+class RowsMisplaced(_Flat):
     """Rows of a tensor-parallel part are saved at the places of a plain shard."""
 
-    name = "rows-of-the-plain-shard"
+    name = "rows-misplaced"
     place = (resharded, "_rows", "if pieces > 1", "if pieces > 2")
 
 
