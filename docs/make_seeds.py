@@ -1,8 +1,9 @@
 """Writes docs/seeds.md from docs/seeds.toml; with ``--check``, compares the page instead of writing it.
 
-The table lists the seed tests, the cases that replace each of them, and the cases that replace none. The collected
-suites give the number of items of each case. Both ways are checked: the suites have every case of the table, and the
-table has every case of the suites.
+The table lists the seed tests with their combinations of parameters, the cases that replace each of them, and the cases
+that replace none. The collected suites give the items of each case and their parameters, from which the page counts the
+combinations that are covered. Published run files say how many items ran, and how many had no hardware. Both ways are
+checked: the suites have every case of the table, and the table has every case of the suites.
 
 Run as ``python docs/make_seeds.py`` in the repository's root.
 """
@@ -14,6 +15,8 @@ import collections
 import contextlib
 import dataclasses
 import io
+import itertools
+import math
 import pathlib
 import sys
 import tomllib
@@ -23,23 +26,81 @@ from typing import Any
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))  # a clone need not be installed
+
+from shardproof.reports.record import Verdict  # noqa: E402
+from shardproof.reports.run import load_run  # noqa: E402
+
 NAME = "docs/seeds.toml"
 TABLE = ROOT / NAME
 PAGE = ROOT / "docs/seeds.md"
+
+PUBLISHED = ROOT / "reports/published"
 
 _HEAD = """\
 # From the seeds to the suites
 
 The suites began from five test files of torch, of the middle of 2024: three for `fully_shard`, two for
 `FullyShardedDataParallel`. This page says which cases took the place of each of their tests. *Combinations* are those
-that the seed's test ran, within one test and after its skips; *items* are pytest items of one implementation, worlds
-counted apart, each of which can fail alone.
+that the seed's test ran on four devices, within one test and after its skips, compiled and eager runs apart; *covered*
+are those for which the suites have an item with these parameters, counted from the collected items. *Items* are pytest
+items of one implementation, worlds counted apart, each of which can fail alone. *CPU* and *GPUs* are items of published
+runs: those that ran on any implementation, and after the plus sign those that were `unmet` for lack of hardware; the
+runs are older than the suites, so that their items may be others than those counted here.
 
-Everywhere: gradients and every stage of a step are compared, not the losses alone; each rank has data of its own; three
-steps take the place of ten; SGD takes that of Adam, which divides noise by noise.
+Data differ per data-parallel rank, three steps take the place of ten, and SGD that of Adam, which divides noise by
+noise; RESUME and AUTOGRAD-5 use Adam. Outputs, losses, gradients and parameters are compared stage by stage, not the
+losses alone, except where a case compares something else: what is registered (REGISTRATION), warnings and errors
+(parts of ORDER), the values that sharding begins with (COMPOSITION-8).
 
-Written by `python docs/make_seeds.py` from `docs/seeds.toml`; `tests/test_seeds.py` keeps it so.
+Written by `python docs/make_seeds.py` from `docs/seeds.toml`; `tests/test_seeds.py` compares the two.
 """
+
+Items = Mapping[str, Sequence[Mapping[str, Any]]]
+"""The items of each case, ``test_file.py::test_function``: the parameters of each item, the size of its world too."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """Combinations of a seed's test for which one case should have items: the product of values of parameters.
+
+    Args:
+        case: the case, as ``test_file.py::test_function``.
+        axes: the values of each parameter of the case, as :func:`plain` returns them. Parameters of the case that are
+            missing here may have any value.
+    """
+
+    case: str
+    axes: Mapping[str, Sequence[Any]]
+
+    @property
+    def combinations(self) -> int:
+        """The number of combinations, those without items too."""
+        return math.prod(len(values) for values in self.axes.values())
+
+    def covered(self, items: Items) -> int:
+        """Count the combinations for which the case has an item."""
+        found = [{name: plain(value) for name, value in item.items()} for item in items.get(self.case, ())]
+        return sum(
+            any(
+                all(_same(item.get(name), value) for name, value in zip(self.axes, values, strict=True))
+                for item in found
+            )
+            for values in itertools.product(*self.axes.values())
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Lost:
+    """Combinations of a seed's test that no case has.
+
+    Args:
+        combinations: how many.
+        why: the reason, for the page.
+    """
+
+    combinations: int
+    why: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,14 +108,25 @@ class SeedTest:
     """One test of the seeds.
 
     Args:
-        combinations: how many of them the test ran on four devices, after its own skips.
         cases: the cases that replace the test, as ``test_file.py::test_function``.
+        grids: the combinations that cases should cover.
+        lost: the combinations that no case covers.
         note: where the meaning changed; empty if nowhere.
     """
 
-    combinations: int
     cases: tuple[str, ...]
+    grids: tuple[Grid, ...] = ()
+    lost: tuple[Lost, ...] = ()
     note: str = ""
+
+    @property
+    def combinations(self) -> int:
+        """The number of combinations that the test ran, covered or not."""
+        return sum(part.combinations for part in (*self.grids, *self.lost))
+
+    def covered(self, items: Items) -> int:
+        """Count the combinations for which the suites have an item."""
+        return sum(grid.covered(items) for grid in self.grids)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,19 +136,38 @@ class Table:
     Args:
         seeds: the seed tests of each seed file, ``{file: {test: SeedTest}}``, in the order of the page.
         own: the cases that replace no seed test.
+        runs: names of published run files, by the heading of their column.
     """
 
     seeds: Mapping[str, Mapping[str, SeedTest]]
     own: tuple[str, ...]
+    runs: Mapping[str, tuple[str, ...]]
 
     def places(self) -> Iterator[tuple[str, str]]:
         """Every mention of a case with its place: ``file.py::test`` of a seed test, or ``own``."""
         for case in self.own:
             yield case, "own"
+        for name, test in self.tests():
+            for case in test.cases:
+                yield case, name
+
+    def tests(self) -> Iterator[tuple[str, SeedTest]]:
+        """Every seed test with its name, ``file.py::test``."""
         for file, tests in self.seeds.items():
             for name, test in tests.items():
-                for case in test.cases:
-                    yield case, f"{file}::{name}"
+                yield f"{file}::{name}", test
+
+
+def plain(value: Any) -> Any:
+    """Return a parameter's value as TOML has it: tuples become lists, and None becomes the text "None"."""
+    if isinstance(value, (list, tuple)):
+        return [plain(one) for one in value]
+    return "None" if value is None else value
+
+
+def _same(found: Any, wanted: Any) -> bool:
+    """Compare two plain values; True is not 1."""
+    return type(found) is type(wanted) and bool(found == wanted)
 
 
 def read(path: pathlib.Path = TABLE) -> Table:
@@ -97,13 +188,16 @@ def read(path: pathlib.Path = TABLE) -> Table:
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{NAME} is not TOML: {error}") from None
     own = _cases(document.pop("own", None), f"{NAME}: own")
+    runs = document.pop("runs", None)
+    if not isinstance(runs, dict):
+        raise ValueError(f"{NAME}: runs must be a table of lists of run files, not {runs!r}")
     if unknown := [key for key, tests in document.items() if not (key.endswith(".py") and isinstance(tests, dict))]:
-        raise ValueError(f"{NAME}: unknown keys {', '.join(unknown)}: expected own and tables of seed files")
+        raise ValueError(f"{NAME}: unknown keys {', '.join(unknown)}: expected own, runs and tables of seed files")
     seeds = {
         file: {name: _seed_test(test, f"{NAME}: {file}::{name}") for name, test in tests.items()}
         for file, tests in document.items()
     }
-    return Table(seeds, own)
+    return Table(seeds, own, {name: _cases(files, f"{NAME}: runs.{name}") for name, files in runs.items()})
 
 
 def _seed_test(value: Any, where: str) -> SeedTest:
@@ -111,12 +205,27 @@ def _seed_test(value: Any, where: str) -> SeedTest:
         raise ValueError(f"{where} is an unknown key: expected a table with combinations, cases and note")
     if unknown := value.keys() - {"combinations", "cases", "note"}:
         raise ValueError(f"{where}: unknown keys {', '.join(sorted(unknown))}: expected combinations, cases and note")
-    combinations, note = value.get("combinations"), value.get("note", "")
-    if type(combinations) is not int:
-        raise ValueError(f"{where}: combinations must be an integer, not {combinations!r}")
+    parts, note = value.get("combinations"), value.get("note", "")
+    if not (isinstance(parts, list) and all(isinstance(part, dict) for part in parts)):
+        raise ValueError(f"{where}: combinations must be a list of tables, not {parts!r}")
     if not isinstance(note, str):
         raise ValueError(f"{where}: note must be a string, not {note!r}")
-    return SeedTest(combinations, _cases(value.get("cases"), f"{where}: cases"), note)
+    grids = tuple(_grid(part, where) for part in parts if "case" in part)
+    lost = tuple(_lost(part, where) for part in parts if "case" not in part)
+    return SeedTest(_cases(value.get("cases"), f"{where}: cases"), grids, lost, note)
+
+
+def _grid(part: dict[str, Any], where: str) -> Grid:
+    axes = {name: values for name, values in part.items() if name != "case"}
+    if wrong := [name for name, values in axes.items() if not isinstance(values, list)]:
+        raise ValueError(f"{where}: combinations: {wrong[0]} must be a list of values, not {axes[wrong[0]]!r}")
+    return Grid(part["case"], axes)
+
+
+def _lost(part: dict[str, Any], where: str) -> Lost:
+    if part.keys() != {"lost", "why"} or type(part["lost"]) is not int or not isinstance(part["why"], str):
+        raise ValueError(f"{where}: combinations: expected a case with lists of values, or lost and why, not {part!r}")
+    return Lost(part["lost"], part["why"])
 
 
 def _cases(value: Any, where: str) -> tuple[str, ...]:
@@ -125,12 +234,12 @@ def _cases(value: Any, where: str) -> tuple[str, ...]:
     return tuple(value)
 
 
-def problems(table: Table, items: Mapping[str, int]) -> list[str]:
+def problems(table: Table, items: Items) -> list[str]:
     """Compare the cases of the table with those of the suites.
 
     Args:
         table: what docs/seeds.toml lists.
-        items: the number of pytest items of each case of the suites.
+        items: the items of each case of the suites.
 
     Returns:
         One line for each disagreement, which names the case and the remedy; none if the two agree.
@@ -147,29 +256,45 @@ def problems(table: Table, items: Mapping[str, int]) -> list[str]:
         lines.append(f"{NAME} lists {case}, which the suites do not have: correct its name or remove it")
     for case in sorted(items.keys() - places.keys()):
         lines.append(f"{NAME} lacks {case}: add it to the cases of the seed test that it replaces, or to own")
+    for name, test in table.tests():
+        lines += [line for grid in test.grids for line in _grid_problems(name, test, grid, items)]
     return lines
 
 
+def _grid_problems(name: str, test: SeedTest, grid: Grid, items: Items) -> Iterator[str]:
+    if grid.case not in test.cases:
+        yield f"{NAME} has combinations of {grid.case} in {name}: add it to the cases there"
+    elif grid.case in items:
+        known = {parameter for item in items[grid.case] for parameter in item}
+        for unknown in sorted(grid.axes.keys() - known):
+            yield f"{NAME} has combinations of {unknown} of {grid.case} in {name}: the case has no such parameter"
+
+
 class Collector:
-    """A plugin of pytest that counts the collected items of each case.
+    """A plugin of pytest that notes the parameters of the collected items of each case.
 
     Attributes:
-        items: ``{test_file.py::test_function: items}``.
+        items: as :data:`Items`.
     """
 
     def __init__(self) -> None:
-        self.items: collections.Counter[str] = collections.Counter()
+        self.items: dict[str, list[dict[str, Any]]] = collections.defaultdict(list)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Called by pytest."""
-        self.items.update(item.nodeid.partition("[")[0].removeprefix("suites/") for item in session.items)
+        for item in session.items:
+            assert isinstance(item, pytest.Function), f"{item.nodeid} is no function"
+            parameters = dict(item.callspec.params)
+            launch: Any = parameters.pop("rank")
+            case = item.nodeid.partition("[")[0].removeprefix("suites/")
+            self.items[case].append({"world": launch.size, **parameters})
 
 
-def collected() -> Mapping[str, int]:
+def collected() -> Items:
     """Collect the suites.
 
     Returns:
-        The number of items of each case, nightly ones included.
+        The items of each case, nightly ones included.
 
     Raises:
         ValueError: the suites cannot be collected.
@@ -180,28 +305,60 @@ def collected() -> Mapping[str, int]:
         code = pytest.main(arguments, plugins=[collector])
     if code != pytest.ExitCode.OK:
         raise ValueError(f"the suites cannot be collected:\n{output.getvalue()}")
-    return collector.items
+    return dict(collector.items)
 
 
-def page(table: Table, items: Mapping[str, int]) -> str:
+class Outcomes:
+    """What became of the items of each case in some run files, over all their implementations.
+
+    Args:
+        files: names of published run files.
+    """
+
+    def __init__(self, files: Sequence[str]) -> None:
+        self._verdicts: dict[str, dict[str, set[Verdict]]] = collections.defaultdict(dict)
+        for file in files:
+            for record in load_run(PUBLISHED / file).cases:
+                case = record.id.partition("[")[0].removeprefix("suites/")
+                self._verdicts[case].setdefault(record.id, set()).add(record.verdict)
+
+    def show(self, cases: Sequence[str]) -> str:
+        """Return the number of items that ran, and of those that did not for lack of hardware, as ``ran + unmet``."""
+        found = [verdicts for case in cases for verdicts in self._verdicts.get(case, {}).values()]
+        ran = sum(not all(verdict.skipped for verdict in verdicts) for verdicts in found)
+        unmet = sum(all(one.skipped for one in verdicts) and Verdict.UNMET in verdicts for verdicts in found)
+        return f"{ran} + {unmet}"
+
+
+def page(table: Table, items: Items) -> str:
     """Write the page.
 
     Args:
         table: without problems.
-        items: the number of items of each case.
+        items: the items of each case.
 
     Returns:
         The page, in Markdown.
     """
+    outcomes = {heading: Outcomes(files) for heading, files in table.runs.items()}
     lines = [_HEAD]
+    for heading, files in table.runs.items():
+        lines.append(f"{heading}: " + ", ".join(f"`reports/published/{file}`" for file in files) + ".")
+    lines.append("")
+    headings = ["test", "combinations", "covered", "cases", "items", *outcomes, "what changed"]
     for file, tests in table.seeds.items():
-        lines += [f"## {file}", "", "| test | combinations | cases | items | what changed |", "|---|---|---|---|---|"]
+        lines += [f"## {file}", "", f"| {' | '.join(headings)} |", f"|{'---|' * len(headings)}"]
         for name, test in tests.items():
-            cases = "<br>".join(f"`{case}`" for case in sorted(test.cases)) or "none yet"
-            total = sum(items[case] for case in test.cases)
-            lines.append(f"| `{name}` | {test.combinations} | {cases} | {total} | {test.note} |")
+            cells = [f"`{name}`", test.combinations, test.covered(items)]
+            cells += ["<br>".join(f"`{case}`" for case in sorted(test.cases)) or "none yet"]
+            cells += [sum(len(items[case]) for case in test.cases)]
+            cells += [outcome.show(test.cases) for outcome in outcomes.values()]
+            cells += [
+                "; ".join(filter(None, [test.note, *(f"{one.combinations} lost: {one.why}" for one in test.lost)]))
+            ]
+            lines.append(f"| {' | '.join(map(str, cells))} |")
         covered = [test for test in tests.values() if test.cases]
-        lines += ["", f"{len(covered)} of {len(tests)} tests, {sum(test.combinations for test in covered)} of "
+        lines += ["", f"{len(covered)} of {len(tests)} tests, {sum(test.covered(items) for test in covered)} of "
                   f"{sum(test.combinations for test in tests.values())} combinations.", ""]  # fmt: skip
     return "\n".join(lines)
 

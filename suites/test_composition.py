@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardproof.harness import Capability, Hardware, contract, models, needs, world
 from shardproof.harness.adapters.base import Adapter
@@ -25,13 +27,21 @@ from shardproof.harness.models.parallel import (
     parallelize_transformer,
     replicate,
 )
-from shardproof.harness.models.recomputation import recompute
+from shardproof.harness.models.recomputation import Computations, recompute
 from shardproof.harness.parity import Pair, Rank
+from shardproof.harness.plugin.axes import RESHARD, RESHARD_CHOICES, with_first
 
 pytestmark = needs(Capability.TENSOR_PARALLEL)
 
-RECOMPUTES = pytest.mark.parametrize("recomputes", [False, pytest.param(True, marks=needs(Capability.RECOMPUTATION))])
-FREES = needs(Capability.RESHARD_AFTER_FORWARD)
+RECOMPUTED = needs(Capability.RECOMPUTATION)
+#: Recomputed or not, what happens after forward.
+WAYS = pytest.mark.parametrize(
+    ("recomputes", "reshard_after_forward"),
+    [
+        *with_first(False, RESHARD[:3]),
+        *(pytest.param(True, *item.values, marks=[*item.marks, RECOMPUTED]) for item in RESHARD_CHOICES),
+    ],
+)
 OFFLOAD = [
     None,
     pytest.param("pageable", marks=needs(Capability.OFFLOAD, Capability.PAGEABLE_OFFLOAD)),
@@ -45,9 +55,7 @@ SHAPES = pytest.mark.parametrize(
 
 @contract("COMPOSITION-1")
 @world(4)
-@FREES
-@pytest.mark.parametrize("reshard_after_forward", [False, True])
-@RECOMPUTES
+@WAYS
 @pytest.mark.parametrize("dim", [3, 16, 17])
 def test_two_dimensions(rank: Rank, dim: int, recomputes: bool, reshard_after_forward: bool | None) -> None:
     """What tensor parallelism has cut is sharded again, and trains as DDP over the data-parallel ranks does."""
@@ -56,14 +64,12 @@ def test_two_dimensions(rank: Rank, dim: int, recomputes: bool, reshard_after_fo
 
 
 @contract("COMPOSITION-2")
-@world(4, 8)
-@FREES
-@pytest.mark.parametrize("reshard_after_forward", [False, True])
-@RECOMPUTES
+@world(8)
+@WAYS
 @pytest.mark.parametrize("dim", [3, 16, 17])
 def test_part_of_a_larger_mesh(rank: Rank, dim: int, recomputes: bool, reshard_after_forward: bool | None) -> None:
-    """The same within a mesh that has further dimensions: one stage of a pipeline, or on eight ranks two."""
-    mesh = rank.mesh((rank.world_size // 4, 2, 2), ("pp", "dp", "tp"))
+    """The same within each stage of a pipeline of two: stages have values and data of their own."""
+    mesh = rank.mesh((2, 2, 2), ("pp", "dp", "tp"))
     train(rank, mesh, dim=dim, recomputes=recomputes, reshard_after_forward=reshard_after_forward)
 
 
@@ -72,7 +78,7 @@ def test_part_of_a_larger_mesh(rank: Rank, dim: int, recomputes: bool, reshard_a
 @pytest.mark.parametrize("dim", [3, 17])
 @SHAPES
 def test_two_halves_of_a_mesh(rank: Rank, shape: tuple[int, ...], dim: int) -> None:
-    """Two stages of a pipeline shard on their own: neither waits for, nor adds to, the other."""
+    """Two stages of a pipeline, with values and data of their own, share no collective."""
     train(rank, rank.mesh(shape, ("pp", "dp", "tp")), dim=dim, recomputes=False)
 
 
@@ -85,6 +91,39 @@ def test_replicas_of_tensor_parallel_shards(rank: Rank, shape: tuple[int, ...], 
     """A (replicate, shard) mesh beside a tensor-parallel one."""
     mesh = rank.mesh(shape, ("replicate", "shard", "tp"))
     train(rank, mesh, dim=dim, recomputes=False, data=("replicate", "shard"))
+
+
+@contract("COMPOSITION-14")
+@world(4, 8)
+@needs(Capability.REGISTERED_STATE)
+@pytest.mark.parametrize("dim", [3, 16, 17])
+def test_layout_of_two_dimensions(rank: Rank, dim: int) -> None:
+    """DTensor parameters lie on the mesh (dp, tp), placed as documented, and together are the full tensors."""
+    names = ("dp", "tp") if rank.world_size == 4 else ("pp", "dp", "tp")
+    mesh = rank.mesh((2,) * len(names), names)
+    model = MLPStack(dim)
+    full = {name: value.detach().clone() for name, value in model.named_parameters()}
+    run = rank.run(
+        model, units=model.units(), mesh=mesh["dp"], prepare=functools.partial(parallelize_mlps, mesh=mesh["tp"])
+    )
+    for name, parameter in run.adapter.named_parameters().items():
+        if not isinstance(parameter, DTensor):
+            continue  # the layout of other tensors is the implementation's own
+        assert parameter.device_mesh.mesh_dim_names == ("dp", "tp"), f"{name} is on {parameter.device_mesh}"
+        found, expected = tuple(parameter.placements), PLACEMENTS[name.partition(".")[2].partition(".")[2]]
+        assert found == expected, f"{name} is placed {found} instead of {expected}"
+        assert parameter.shape == full[name].shape, f"{name} has the global shape {tuple(parameter.shape)}"
+        whole: torch.Tensor = parameter.full_tensor()
+        assert torch.equal(whole, full[name]), f"the shards of {name} are put together in another order"
+
+
+#: Of the parameters of a layer, on the mesh (dp, tp). A strided shard cuts what tensor parallelism has cut already.
+PLACEMENTS = {
+    "in_proj.weight": (_StridedShard(0, split_factor=2), Shard(0)),
+    "in_proj.bias": (_StridedShard(0, split_factor=2), Shard(0)),
+    "out_proj.weight": (Shard(0), Shard(1)),
+    "out_proj.bias": (Shard(0), Replicate()),
+}
 
 
 @contract("COMPOSITION-4")
@@ -104,19 +143,21 @@ def test_transformer(rank: Rank, sequence: bool) -> None:
     for step in range(3):
         pair.step(rank.tokens(step, (3, config.length), vocabulary=config.vocabulary, mesh=mesh["dp"]))
         pair.check()
+        check_groups(pair, mesh["dp"], mesh["tp"])
+        check_replicas(rank, pair, mesh["tp"])
 
 
 @contract("COMPOSITION-5")
 @world(2, 4)
-@FREES
-@needs(Capability.TENSOR_PARALLEL_COUNTS, Capability.OFFLOAD, Capability.PAGEABLE_OFFLOAD, Capability.COUNTED_UNITS)
-def test_offloaded_tensor_parallel(rank: Rank) -> None:
+@needs(Capability.TENSOR_PARALLEL_COUNTS)
+@pytest.mark.parametrize("offload", OFFLOAD)
+def test_offloaded_tensor_parallel(rank: Rank, offload: Any) -> None:
     """With one data-parallel rank only tensor parallelism communicates, also if the shards live on the CPU."""
     mesh = rank.mesh((1, rank.world_size), ("dp", "tp"))
     model = MLPStack(16)
     layers = len(model.layers)
     pair = rank.pair(
-        model, units=model.units(), mesh=mesh["dp"], reshard_after_forward=True, offload="pageable",
+        model, units=model.units(), mesh=mesh["dp"], offload=offload,
         prepare=functools.partial(parallelize_mlps, mesh=mesh["tp"]),
     )  # fmt: skip
     for step in range(3):
@@ -125,15 +166,15 @@ def test_offloaded_tensor_parallel(rank: Rank) -> None:
         pair.check_counts("forward", all_reduce=layers)
         # The first layer's input needs no gradient.
         pair.check_counts("backward", all_reduce=layers - 1)
+        pair.check_counts("step")
         places = {parameter.device.type for parameter in pair.adapter.named_parameters().values()}
-        assert places == {"cpu"}, f"parameters on {places}"
+        assert places == {"cpu" if offload else rank.device.type}, f"parameters on {places}"
 
 
 @contract("COMPOSITION-6")
 @world(4)
-@FREES
 @pytest.mark.parametrize("flat_parameters", [False, pytest.param(True, marks=needs(Capability.FLAT_PARAMETERS))])
-@pytest.mark.parametrize("reshard_after_forward", [None, False])
+@pytest.mark.parametrize("reshard_after_forward", [RESHARD[0], RESHARD_CHOICES[1]])
 @pytest.mark.parametrize("offload", OFFLOAD)
 def test_parameters_of_both_kinds(
     rank: Rank, offload: Any, reshard_after_forward: bool | None, flat_parameters: bool
@@ -161,15 +202,19 @@ def test_parameters_of_both_kinds(
 @world(4)
 @needs(Capability.COUNTED_UNITS)
 def test_collectives_of_both_dimensions(rank: Rank) -> None:
-    """Beside tensor parallelism a unit is gathered once and reduced once, among the data-parallel ranks alone."""
+    """Beside tensor parallelism a unit is gathered once and reduced once, among the data-parallel ranks alone.
+
+    A step has seven collectives in all: there is none on any other group.
+    """
     mesh = rank.mesh((2, 2), ("dp", "tp"))
     model = Projections(normed=True)
-    # Everything is cut or said to be replicated, so that no script has to add gradients.
+    # Everything is cut or a replicated DTensor, so that no script has to add gradients.
     model.net3 = nn.Identity()
     pair = rank.pair(model, mesh=mesh["dp"], prepare=functools.partial(parallelize_projections, mesh=mesh["tp"]))
     for step in range(2):
         pair.step(rank.batch(step, (4, 5), mesh=mesh["dp"]))
         pair.check()
+        check_groups(pair, mesh["dp"], mesh["tp"])
         counts = {name: counts_within(pair, mesh[name]) for name in ("dp", "tp")}
         assert counts["dp"] == {"forward all_gather": 1, "backward reduce_scatter": 1}, counts
         # The input of the first layer and the output; the gradient of the second's output.
@@ -180,6 +225,7 @@ def test_collectives_of_both_dimensions(rank: Rank) -> None:
             "backward reduce_scatter": 1,
             "backward all_reduce": 1,
         }, counts
+        check_replicas(rank, pair, mesh["tp"])
 
 
 @contract("COMPOSITION-8")
@@ -203,20 +249,72 @@ def test_states_of_the_first_rank(rank: Rank) -> None:
     assert not any(by_rank), f"not those of the first rank: {by_rank}"
 
 
+@contract("COMPOSITION-8")
+@world(4)
+@needs(Capability.SYNC_STATES)
+@pytest.mark.parametrize("replicas", [False, pytest.param(True, marks=needs(Capability.HYBRID))])
+def test_states_of_the_first_rank_everywhere(rank: Rank, replicas: bool) -> None:
+    """The same for plain parameters of uneven sizes and for integer buffers, in several units, on replicas too."""
+    mesh = rank.mesh((2, 2), ("replicate", "shard")) if replicas else rank.mesh()
+    torch.manual_seed(rank.seeds.init + rank.index)
+    model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3), nn.Linear(3, 7)).to(rank.device)
+    for number, buffer in enumerate(model.buffers(), start=1):
+        buffer.fill_(10 * number + rank.index)
+    own = {name: value.detach().cpu() for name, value in models.copy_of(model).state_dict().items()}
+    first = rank.exchange(own)[0]
+    buffers = [name for name, _ in model.named_buffers()]
+    run = rank.run(model, units=[["0"], ["1"]], mesh=mesh, sync_states=True)
+    shown = dict(zip(buffers, run.adapter.module.buffers(), strict=True))
+    pieces = {**run.adapter.parameters(), **{name: piece_of(buffer) for name, buffer in shown.items()}}
+    assert pieces.keys() == own.keys()
+    wrong = [name for name, piece in pieces.items() if not torch.equal(piece.tensor.cpu(), piece.cut(first[name]))]
+    by_rank = rank.exchange(wrong)
+    assert not any(by_rank), f"not those of the first rank: {by_rank}"
+
+
 def counts_within(pair: Pair, mesh: DeviceMesh) -> dict[str, int]:
     """How often the last step issued which collective in which phase, among the ranks of one dimension."""
     ranks = tuple(mesh.mesh.tolist())
     return dict(collections.Counter(f"{item.phase} {item.kind}" for item in pair.last_trace() if item.group == ranks))
 
 
+def check_groups(pair: Pair, *dimensions: DeviceMesh) -> None:
+    """The last step issued collectives among the ranks of one of these dimensions at a time, and among no others."""
+    known = {tuple(mesh.mesh.tolist()) for mesh in dimensions}
+    stray = [str(item) for item in pair.last_trace() if item.group not in known]
+    assert not stray, f"collectives on groups other than {sorted(known)}: {stray}"
+
+
+def check_replicas(rank: Rank, pair: Pair, mesh: DeviceMesh) -> None:
+    """What the ranks of a tensor-parallel dimension hold in common has the same bits on all of them (collective)."""
+    named = pair.adapter.named_parameters()
+    shared = {
+        name: parameter.to_local().detach().cpu()
+        for name, parameter in named.items()
+        if isinstance(parameter, DTensor) and parameter.placements[-1] == Replicate()
+    }
+    everyone = rank.exchange(shared)
+    for other in mesh.mesh.tolist():
+        wrong = [name for name, value in shared.items() if not torch.equal(value, everyone[other][name])]
+        assert not wrong, f"ranks {rank.index} and {other} hold different bits of {wrong}"
+
+
 def train(
     rank: Rank, mesh: DeviceMesh, *, dim: int, recomputes: bool, data: tuple[str, ...] = ("dp",), **options: Any
 ) -> None:
-    """Three steps of an MLPStack, cut over ``mesh["tp"]`` and sharded over the dimensions ``data``."""
+    """Three steps of an MLPStack, cut over ``mesh["tp"]`` and sharded over the dimensions ``data``.
+
+    Where the mesh has the dimension "pp", each of its stages has another model and other data.
+    """
+    names = mesh.mesh_dim_names or ()
+    stage = mesh["pp"].get_local_rank() if "pp" in names else 0
+    torch.manual_seed(rank.seeds.init + stage)
     model = MLPStack(dim)
     parallel = mesh[data if len(data) > 1 else data[0]]
+    computations = Computations(models.mean_square, inside="in_proj")
 
     def prepare(plain: nn.Module) -> nn.Module:
+        computations.watch(plain)
         cut = parallelize_mlps(plain, mesh["tp"])
         return recompute(cut, "hooks") if recomputes else cut
 
@@ -225,5 +323,9 @@ def train(
         baseline="ddp" if len(data) == 1 else "replicated", **options,
     )  # fmt: skip
     for step in range(3):
-        pair.step(rank.batch(step, (8, dim), mesh=parallel), set_to_none=step % 2 == 0)
+        batch = rank.batch(step, (8, dim), mesh=parallel, microbatch=stage)
+        pair.step(batch, loss=computations.loss, set_to_none=step % 2 == 0)
+        if recomputes:
+            computations.check()
         pair.check()
+        check_groups(pair, *(mesh[name] for name in (*data, "tp")))

@@ -1,21 +1,24 @@
-"""Chapter ORDER: ranks that run their units in different orders are told, before anything is exchanged wrongly."""
+"""Chapter ORDER: ranks that run their units in different orders learn of it before wrong parameters are exchanged."""
 
 from __future__ import annotations
 
 import re
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from shardproof.harness import Capability, contract, models, needs, world
-from shardproof.harness.parity import Rank, Run
+from shardproof.harness.models.paths import Layer, OptionalUnits
+from shardproof.harness.parity import Pair, Rank, Run
 from shardproof.harness.plugin.axes import RESHARD
 
 pytestmark = needs(Capability.ORDER_VALIDATION)
 
 DIM = 5
 UNITS = [["first"], ["second"]]
+OPTIONAL = [["optional"], ["exit"]]
 STRATEGIES = pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
 PARAMETERS = pytest.mark.parametrize(
     "flat_parameters",
@@ -27,6 +30,7 @@ PARAMETERS = pytest.mark.parametrize(
 
 DEPARTURE = "Forward order differs"
 ACROSS_RANKS = f"^{DEPARTURE} across ranks"
+UNCHECKED = r"\. Collectives are unchecked and may give incorrect results or hang\.?\n"
 MOST_EXTRA = 3
 """Collectives that comparing may cost a unit, in the first iteration."""
 SMALL = 512
@@ -40,21 +44,38 @@ SMALL = 512
 def test_ranks_differ_in_the_first_iteration(
     rank: Rank, flat_parameters: bool, reshard_after_forward: bool | None
 ) -> None:
-    """Every rank raises, with the names of what two ranks run, before either is gathered.
+    """The forward of every rank raises, with the names of what two ranks run, before either is gathered.
 
     All of them or none: what compares is a collective of all ranks, and a rank that went on alone would wait for the
     others in a gather. An implementation that compares nothing gathers one path for the other, of equal size, and
     fails here without hanging.
     """
-    run, model = make(rank, reshard_after_forward=reshard_after_forward, flat_parameters=flat_parameters)
+    model = models.TwoPaths(dim=DIM)
+    run = rank.run(model, units=UNITS, reshard_after_forward=reshard_after_forward, flat_parameters=flat_parameters)
     rank.expect_different_collectives()
     if rank.index:
         model.flip()
-    with pytest.raises(RuntimeError, match=ACROSS_RANKS) as caught:
-        run.forward_backward((rank.batch(0, (8, DIM)),), loss=models.mean_square)
+    with pytest.raises(RuntimeError, match=ACROSS_RANKS) as caught, run.recorder.during("forward"):
+        run.adapter.forward(rank.batch(0, (8, DIM)))
     text = str(caught.value)
     assert re.search(r"\brank 0\b.*\bfirst\.weight\b.*\brank \d\b.*\bsecond\.0\.weight\b.*\bsecond\.2\.weight\b", text)
     gathered = [str(item) for item in run.trace if item.kind == "all_gather" and "first" in item.unit]
+    assert not gathered, f"gathered although the ranks differ: {gathered}"
+
+
+@contract("ORDER-5")
+@world(2, 4, debug_level="DETAIL")
+@PARAMETERS
+@pytest.mark.parametrize("unit", ["optional", "exit"], ids=["in-between", "at-the-end"])
+def test_a_rank_runs_fewer_units(rank: Rank, unit: Layer, flat_parameters: bool) -> None:
+    """The forward of every rank raises, with the name of the unit that one rank leaves out, before it is gathered."""
+    model = OptionalUnits(dim=DIM)
+    run = rank.run(model, units=OPTIONAL, flat_parameters=flat_parameters)
+    model.skipped = unit if rank.index == rank.world_size - 1 else ""
+    text = raised_by(run, rank.batch(0, (8, DIM)))
+    assert re.search(ACROSS_RANKS, text), f"raised: {text!r}"
+    assert re.search(rf"\brank 0\b.*\b{unit}\.weight\b.*\brank \d\b", text), text
+    gathered = [str(item) for item in run.trace if unit in item.unit and item.dtype == "float32"]
     assert not gathered, f"gathered although the ranks differ: {gathered}"
 
 
@@ -71,24 +92,74 @@ def test_a_later_iteration_differs(
     Nothing is compared across ranks any more, and both paths have collectives of the same sizes, so that no rank is
     left waiting for another.
     """
-    run, model = make(rank, reshard_after_forward=reshard_after_forward, flat_parameters=flat_parameters)
+    pair, model = make(rank, reshard_after_forward=reshard_after_forward, flat_parameters=flat_parameters)
+    run = pair.sharded
     rank.expect_different_collectives()
 
     def train(step: int) -> None:
-        run.forward_backward((rank.batch(step, (8, DIM)),), loss=models.mean_square)
+        pair.step(rank.batch(step, (8, DIM)))
+        check_frozen(run, "second")
+        pair.check()
+
+    def depart(step: int) -> None:
+        output = run.adapter.forward(rank.batch(step, (8, DIM)))
+        # A warning counts only if it comes in time: before the backward.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            run.adapter.backward(models.mean_square(output))
 
     for step in range(before):
         check_silent(rank, departures(train, step))
     if rank.index:
         model.flip()
     # All ranks judge the warnings of all, so that they fail together.
-    on_rank_0, *on_others = rank.exchange(departures(train, before))
+    on_rank_0, *on_others = rank.exchange(departures(depart, before))
     assert not on_rank_0, f"rank 0 keeps to its order: {on_rank_0}"
     for number, found in enumerate(on_others, start=1):
-        assert len(found) == 1, f"rank {number} should have been warned once: {found}"
-        assert found[0].startswith(f"{DEPARTURE} from that of the first iteration on rank {number}. Collectives are ")
-        assert re.search(r"\bfirst\.weight\b.*\bsecond\.0\.weight\b", found[0], flags=re.DOTALL), found[0]
-    check_silent(rank, departures(train, before + 1))
+        assert len(found) == 1, f"the forward on rank {number} should have given one warning: {found}"
+        text = checked(found[0], number)
+        assert text.endswith(
+            "Expected to all-gather for [['first.weight']] but trying to all-gather parameters for "
+            "[['second.0.weight', 'second.2.weight']]"
+        ), text
+    check_frozen(run, "first" if rank.index else "second")
+    check_silent(rank, departures(depart, before + 1))
+
+
+@contract("ORDER-6")
+@world(2, debug_level="DETAIL")
+@PARAMETERS
+@pytest.mark.parametrize(
+    ("first", "later", "warning"),
+    [
+        pytest.param("optional", "", "but trying to all-gather parameters for [['optional.weight']]", id="more"),
+        pytest.param("", "optional", "Expected to all-gather for [['optional.weight']] but", id="fewer"),
+        pytest.param(
+            "", "exit", "Expected to all-gather for [['exit.weight']] but ending the forward", id="ends-early"
+        ),
+    ],
+)
+def test_later_iterations_run_other_units(
+    rank: Rank, first: Layer, later: Layer, warning: str, flat_parameters: bool
+) -> None:
+    """If all ranks run a unit more, or less, than in the first iteration, that forward warns, and training goes on."""
+    model = OptionalUnits(dim=DIM)
+    model.skipped = first
+    pair = rank.pair(model, units=OPTIONAL, baseline="replicated", flat_parameters=flat_parameters)
+    everyone: list[Any] = [model, pair.baseline.adapter.module, pair.oracle.model]
+
+    def train(step: int) -> None:
+        pair.step(rank.batch(step, (8, DIM)))
+        pair.check()
+
+    check_silent(rank, departures(train, 0))
+    for one in everyone:
+        one.skipped = later
+    for number, found in enumerate(rank.exchange(departures(train, 1))):
+        assert found, f"rank {number} should have been warned"
+        text = checked(found[0], number)
+        assert warning in text, text
+    check_silent(rank, departures(train, 2))
 
 
 @contract("ORDER-3")
@@ -96,18 +167,21 @@ def test_a_later_iteration_differs(
 @STRATEGIES
 @PARAMETERS
 def test_evaluation_is_not_compared(rank: Rank, flat_parameters: bool, reshard_after_forward: bool | None) -> None:
-    """Forwards in eval mode, on either path, neither warn nor count as an iteration."""
-    run, model = make(rank, reshard_after_forward=reshard_after_forward, flat_parameters=flat_parameters)
+    """Forwards in eval mode, on either path, neither warn nor count as an iteration, nor change the training."""
+    pair, model = make(rank, reshard_after_forward=reshard_after_forward, flat_parameters=flat_parameters)
+    adapter = pair.adapter
 
     def epoch(number: int) -> None:
-        run.adapter.module.train()
-        for step in range(3):
-            run.forward_backward((rank.batch(3 * number + step, (8, DIM)),), loss=models.mean_square)
-        run.adapter.module.eval()
-        for step in range(3):
+        adapter.module.eval()
+        for step in range(2):
             model.takes_second = step == 1
-            run.adapter.forward(rank.batch(step, (8, DIM)))
+            adapter.forward(rank.batch(step, (8, DIM)))
         model.takes_second = False
+        adapter.module.train()
+        for step in range(2):
+            pair.step(rank.batch(2 * number + step, (8, DIM)))
+            check_frozen(pair.sharded, "second")
+            pair.check()
 
     for number in range(2):
         check_silent(rank, departures(epoch, number))
@@ -123,7 +197,6 @@ def test_comparing_costs_the_first_iteration_alone(
 ) -> None:
     """A few small collectives a unit in the first forward, none afterwards, and none in evaluation."""
     model = models.Tower(dim=9)
-    # DDP ends with a segmentation fault at this debug level, over gloo: F-15 of docs/findings.md.
     pair = rank.pair(
         model, units=model.units(), baseline="replicated", flat_parameters=flat_parameters,
         reshard_after_forward=reshard_after_forward,
@@ -138,22 +211,51 @@ def test_comparing_costs_the_first_iteration_alone(
         assert sum(counts.values()) == len(pair.units) + len(extra), counts
 
 
-def make(rank: Rank, **options: bool | None) -> tuple[Run, models.TwoPaths]:
-    """A model whose ranks may take different paths."""
+def make(rank: Rank, **options: bool | None) -> tuple[Pair, models.TwoPaths]:
+    """A model whose ranks may take different paths, beside its baseline."""
     model = models.TwoPaths(dim=DIM)
-    run = rank.run(model, units=UNITS, **options)
-    return run, model
+    # DDP ends with a segmentation fault at this debug level, over gloo: F-15 of docs/findings.md.
+    pair = rank.pair(model, units=UNITS, baseline="replicated", **options)
+    return pair, model
 
 
-def departures(function: Callable[[int], None], number: int) -> list[str]:
-    """The warnings about the order that ``function(number)`` gave."""
+def checked(warning: tuple[str, str], number: int) -> str:
+    """Return the text of a warning that was given on rank ``number``, once its category and its sentence are right."""
+    category, text = warning
+    assert category == "UserWarning", f"{category}: {text}"
+    sentence = f"{DEPARTURE} from that of the first iteration on rank {number}{UNCHECKED}"
+    assert re.match(sentence, text), f"does not begin with {sentence!r}: {text!r}"
+    return text
+
+
+def raised_by(run: Run, batch: Any) -> str:
+    """Return the error of the forward; without one, run backward too, so that no other rank waits in the forward."""
+    try:
+        with run.recorder.during("forward"):
+            output = run.adapter.forward(batch)
+    except RuntimeError as error:
+        return str(error)
+    run.adapter.backward(models.mean_square(output))
+    return ""
+
+
+def check_frozen(run: Run, path: str) -> None:
+    """The parameters of one path, and no others, are shown as frozen, gathered or sharded."""
+    shown = {name: parameter.requires_grad for name, parameter in run.adapter.named_parameters().items()}
+    wrong = {name: trains for name, trains in shown.items() if trains == name.startswith(path)}
+    assert not wrong, f"requires_grad after backward, where only {path} is frozen: {wrong}"
+
+
+def departures(function: Callable[[int], None], number: int) -> list[tuple[str, str]]:
+    """The category and the text of each warning about the order that ``function(number)`` gave."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         function(number)
-    return [str(one.message) for one in caught if str(one.message).startswith(DEPARTURE)]
+    found = [(one.category.__name__, str(one.message)) for one in caught]
+    return [(category, text) for category, text in found if text.startswith(DEPARTURE)]
 
 
-def check_silent(rank: Rank, found: list[str]) -> None:
+def check_silent(rank: Rank, found: list[tuple[str, str]]) -> None:
     """No rank was warned (collective)."""
     by_rank = dict(enumerate(rank.exchange(found)))
     assert not any(by_rank.values()), f"warned although the order is that of the first iteration: {by_rank}"

@@ -2,41 +2,100 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
 
 from shardproof.harness import Capability, contract, models, needs, world
-from shardproof.harness.models.recomputation import Means, recompute
-from shardproof.harness.parity import Rank
-from shardproof.harness.plugin.axes import RESHARD
+from shardproof.harness.models.recomputation import Computations, Means, recompute
+from shardproof.harness.models.ties import RepeatedTower
+from shardproof.harness.parity import Pair, Rank
+from shardproof.harness.plugin.axes import RESHARD, RESHARD_ROOT
+
+pytestmark = needs(Capability.RECOMPUTATION)
 
 MEANS = pytest.mark.parametrize("means", ["hooks", "call", "wrapper", "reentrant-call"])
+COUNTS = needs(Capability.RECOMPUTES_GATHERED, Capability.COUNTED_UNITS)
+
+CONFIG = models.TransformerConfig(layers=3, vocabulary=61, length=16, heads=4)
+
+
+@contract("RECOMPUTATION-1", "RECOMPUTATION-3")
+@world(2)
+@MEANS
+@pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
+def test_recomputed_units(rank: Rank, reshard_after_forward: bool | None, means: Means) -> None:
+    """Recomputed units compute twice, hold no activations in between and train as DDP does without recomputation."""
+    pair, computations = make(rank, means, reshard_after_forward=reshard_after_forward)
+    for step in range(3):
+        train(rank, pair, computations, step)
+
+
+@contract("RECOMPUTATION-2")
+@world(2)
+@COUNTS
+@MEANS
+@pytest.mark.parametrize("reshard_after_forward", RESHARD_ROOT[:3])
+def test_one_gather_serves_both(rank: Rank, reshard_after_forward: bool | None, means: Means) -> None:
+    """Backward gathers a recomputed unit as often as any other: one gather serves both computations."""
+    pair, computations = make(rank, means, reshard_after_forward=reshard_after_forward)
+    units = len(pair.units)
+    again = {None: units - 1, False: 0}.get(reshard_after_forward, units)
+    for step in range(2):
+        train(rank, pair, computations, step)
+        pair.check_counts("forward", all_gather=units)
+        pair.check_counts("backward", all_gather=again, reduce_scatter=units)
+        pair.check_bytes()
 
 
 @contract("RECOMPUTATION-1", "RECOMPUTATION-2")
-@world(2)
-@needs(Capability.RECOMPUTATION, Capability.RECOMPUTES_GATHERED, Capability.COUNTED_UNITS, Capability.ROOT_RESHARD)
+@world(4)
+@COUNTS
+@needs(Capability.RESHARD_TO_SIZE, Capability.ROOT_RESHARD)
 @MEANS
-@pytest.mark.parametrize("reshard_after_forward", RESHARD)
-def test_recomputed_units(rank: Rank, reshard_after_forward: Any, means: Means) -> None:
-    """Recomputed units train as DDP does without recomputation, and are gathered as often as if nothing recomputed.
+def test_recomputed_from_smaller_shards(rank: Rank, means: Means) -> None:
+    """Units that are resharded to two of four ranks are gathered once among the two for recomputation and backward."""
+    pair, computations = make(rank, means, reshard_after_forward=2)
+    units = len(pair.units)
+    for step in range(2):
+        train(rank, pair, computations, step)
+        pair.check_counts("backward", all_gather=units, reduce_scatter=units)
+        groups = [item.group for item in pair.last_trace() if (item.phase, item.kind) == ("backward", "all_gather")]
+        assert set(map(len, groups)) == {2}, f"gathered in backward among the ranks {groups}"
 
-    On the way back a unit computes twice, forward again and then backward: one gather serves both.
-    """
-    config = models.TransformerConfig(layers=3, vocabulary=61, length=16, heads=4)
-    model = models.Transformer(config)
-    units = len(model.units()) + 1
+
+@contract("RECOMPUTATION-5")
+@world(2)
+@needs(Capability.MULTIPLE_FORWARD)
+@pytest.mark.parametrize("means", ["call", "hooks"])
+@pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
+def test_recomputed_unit_runs_twice(rank: Rank, reshard_after_forward: bool | None, means: Means) -> None:
+    """A unit that runs twice in a forward is there for both recomputations, and gets the sum of both contributions."""
+    computations = Computations(models.mean_square, inside="in_proj")
+    model = RepeatedTower(dim=9)
     pair = rank.pair(
-        model,
-        units=model.units(),
-        reshard_after_forward=reshard_after_forward,
-        prepare=functools.partial(recompute, means=means),
-    )
-    again = {None: units - 1, False: 0}.get(reshard_after_forward, units)
+        model, units=model.units(), reshard_after_forward=reshard_after_forward,
+        prepare=lambda plain: recompute(computations.watch(plain), means),
+    )  # fmt: skip
     for step in range(3):
-        pair.step(rank.tokens(step, (3, config.length), vocabulary=config.vocabulary), set_to_none=step % 2 == 0)
+        pair.step(rank.batch(step, (4, 9)), loss=computations.loss, set_to_none=step % 2 == 0)
+        computations.check(times=2)
         pair.check()
-        pair.check_counts("forward", all_gather=units)
-        pair.check_counts("backward", all_gather=again, reduce_scatter=units)
+
+
+def make(rank: Rank, means: Means, **options: Any) -> tuple[Pair, Computations]:
+    """A transformer whose layers are units that are recomputed by ``means``."""
+    computations = Computations(models.mean_square, inside="w1")
+    model = models.Transformer(CONFIG)
+    pair = rank.pair(
+        model, units=model.units(), prepare=lambda plain: recompute(computations.watch(plain), means), **options
+    )
+    return pair, computations
+
+
+def train(rank: Rank, pair: Pair, computations: Computations, step: int) -> None:
+    """One step, compared; each layer must have computed twice."""
+    tokens = rank.tokens(step, (3, CONFIG.length), vocabulary=CONFIG.vocabulary)
+    pair.step(tokens, loss=computations.loss, set_to_none=step % 2 == 0)
+    computations.check()
+    pair.check()

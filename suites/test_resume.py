@@ -3,30 +3,45 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Literal
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.models import optim
 from shardproof.harness.models.parallel import SplitTransformer, parallelize_transformer
 from shardproof.harness.parity import Rank, Run, check_exact, resume
+from shardproof.harness.parity.run import StepPicture
 
 pytestmark = needs(Capability.DISTRIBUTED_CHECKPOINT, Capability.ADAM)
 
-#: Whether the run that goes on is the one that was saved, spoilt in between, or one made anew from other values.
+#: Whether the run that goes on is the one that was saved, with other values meanwhile, or one made anew.
 REUSES = pytest.mark.parametrize("reuses", [False, True], ids=["new-run", "same-run"])
 WHY = "the same kernels on the same bits, which a checkpoint stores unchanged"
+TWO_DIMENSIONS = needs(Capability.TENSOR_PARALLEL, Capability.TENSOR_PARALLEL_CHECKPOINT)
+HYBRID = needs(Capability.HYBRID)
+
+LR = 1e-2
+#: By which a schedule multiplies the learning rates after each step.
+DECAY = 0.5
+
+Layout = Literal["shards", "replicas", "tensor"]
+Make = Callable[[int], Run]
+"""Makes a run: number 0 is that which is saved, another number has other values and other learning rates."""
 
 
 @contract("RESUME-1")
 @world(4)
-@needs(Capability.TENSOR_PARALLEL, Capability.TENSOR_PARALLEL_CHECKPOINT)
+@TWO_DIMENSIONS
 @REUSES
 @pytest.mark.parametrize("optimizer", ["adam", "adamw"])
 @pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
-def test_two_dimensions(rank: Rank, sequence: bool, optimizer: str, reuses: bool) -> None:
+def test_two_dimensions(rank: Rank, sequence: bool, optimizer: Literal["adam", "adamw"], reuses: bool) -> None:
     """Model and optimizer, sharded over data- and tensor-parallel ranks, are restored bit for bit."""
     mesh = rank.mesh((2, 2), ("dp", "tp"))
 
@@ -37,47 +52,159 @@ def test_two_dimensions(rank: Rank, sequence: bool, optimizer: str, reuses: bool
             model,
             units=model.units(),
             mesh=mesh["dp"],
-            optimizer={"adam": optim.adam, "adamw": optim.adamw}[optimizer](),
+            optimizer=optim.in_two_groups(optimizer, lr=LR * (1 + 2 * number)),
             prepare=functools.partial(parallelize_transformer, mesh=mesh["tp"], sequence=sequence),
         )
 
-    check_resumes(rank, make, reuses=reuses, mesh=mesh["dp"])
+    check_resumes(rank, make, SplitTransformer(), reuses=reuses, mesh=mesh["dp"])
 
 
 @contract("RESUME-2")
 @world(4)
 @REUSES
-@pytest.mark.parametrize("hybrid", [False, pytest.param(True, marks=needs(Capability.HYBRID))])
-def test_one_dimension_and_replicas(rank: Rank, hybrid: bool, reuses: bool) -> None:
-    """The same on a one-dimensional mesh, and on replicas."""
-    mesh = rank.mesh((2, 2), ("replicate", "shard")) if hybrid else rank.mesh()
+@needs(Capability.TIED_PARAMETERS)
+@pytest.mark.parametrize("layout", ["shards", pytest.param("replicas", marks=HYBRID)])
+def test_one_dimension_and_replicas(rank: Rank, layout: Layout, reuses: bool) -> None:
+    """The same on a one-dimensional mesh, and on replicas, with a parameter that has two names."""
+    config = models.TransformerConfig(is_tied=True)
+    mesh = rank.mesh((2, 2), ("replicate", "shard")) if layout == "replicas" else rank.mesh()
 
     def make(number: int) -> Run:
         torch.manual_seed(rank.seeds.init + number)
-        model = models.Transformer()
-        return rank.run(model, units=model.units(), mesh=mesh, optimizer=optim.adamw())
+        model = models.Transformer(config)
+        optimizer = optim.in_two_groups("adamw", lr=LR * (1 + 2 * number))
+        return rank.run(model, units=model.units(), mesh=mesh, optimizer=optimizer)
 
-    check_resumes(rank, make, reuses=reuses, mesh=mesh)
+    check_resumes(rank, make, models.Transformer(config), reuses=reuses, mesh=mesh)
 
 
-def check_resumes(rank: Rank, make: Any, *, reuses: bool, mesh: Any) -> None:
+@contract("RESUME-3")
+@world(4)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param("shards", "replicas", marks=HYBRID),
+        pytest.param("replicas", "shards", marks=HYBRID),
+        pytest.param("shards", "tensor", marks=TWO_DIMENSIONS),
+        pytest.param("tensor", "shards", marks=TWO_DIMENSIONS),
+    ],
+)
+def test_onto_another_mesh(rank: Rank, before: Layout, after: Layout) -> None:
+    """A checkpoint of one mesh loads on another: all values, states and learning rates are those that were saved."""
+    (make, mesh), (make_other, other_mesh) = maker(rank, before), maker(rank, after)
+    saved, loaded = make(0), make_other(1)
+    train_step(rank, saved, 0, mesh)
+    train_step(rank, loaded, 0, other_mesh)
+    resume.save(saved, rank.tmp_path / "checkpoint")
+    resume.load(loaded, rank.tmp_path / "checkpoint")
+    expected, found = full_state(saved), full_state(loaded)
+    assert found.keys() == expected.keys(), f"differ in {sorted(found.keys() ^ expected.keys())}"
+    wrong = [name for name in expected if not torch.equal(found[name], expected[name])]
+    assert not wrong, f"not as saved: {wrong}"
+    check_rates(loaded, rates(saved))
+
+
+def maker(rank: Rank, layout: Layout) -> tuple[Make, DeviceMesh]:
+    """How to make a run on one of the meshes, and its data-parallel mesh."""
+    dims: dict[Layout, tuple[str, ...]] = {
+        "shards": ("dp",),
+        "replicas": ("replicate", "shard"),
+        "tensor": ("dp", "tp"),
+    }
+    names = dims[layout]
+    mesh = rank.mesh((2, 2) if len(names) > 1 else None, names)
+    parallel = mesh["dp"] if layout == "tensor" else mesh
+    prepare = functools.partial(parallelize_transformer, mesh=mesh["tp"]) if layout == "tensor" else None
+
+    def make(number: int) -> Run:
+        torch.manual_seed(rank.seeds.init + number)
+        model = SplitTransformer()
+        optimizer = optim.in_two_groups("adamw", lr=LR * (1 + 2 * number))
+        return rank.run(model, units=model.units(), mesh=parallel, optimizer=optimizer, prepare=prepare)
+
+    return make, parallel
+
+
+def train_step(rank: Rank, run: Run, number: int, mesh: DeviceMesh) -> StepPicture:
+    """One step, after which a schedule lowers the learning rates."""
+    tokens = rank.tokens(number, (3, 8), vocabulary=11, mesh=mesh)
+    picture = run.step([(tokens,)], loss=models.mean_square)
+    set_rates(run, [rate * DECAY for rate in rates(run)])
+    return picture
+
+
+def check_resumes(rank: Rank, make: Make, plain: nn.Module, *, reuses: bool, mesh: DeviceMesh) -> None:
     """Three steps without interruption, and the same with a save and a load after the first."""
-
-    def step(run: Run, number: int) -> Any:
-        tokens = rank.tokens(number, (3, 8), vocabulary=11, mesh=mesh)
-        return run.step([(tokens,)], loss=models.mean_square)
-
     through = make(0)
-    expected = [step(through, number) for number in range(3)]
+    expected = [train_step(rank, through, number, mesh) for number in range(3)]
     saved = make(0)
-    check_exact(rank, step(saved, 0), expected[0], step=0, why="the same seed, the same data")
+    first = train_step(rank, saved, 0, mesh)
+    check_exact(rank, first, expected[0], step=0, why="the same seed, the same data")
+    check_state(saved, plain, first)
     checkpoint = rank.tmp_path / "checkpoint"
     resume.save(saved, checkpoint)
+    saved_rates = rates(saved)
     resumed = saved if reuses else make(1)
     if reuses:
         resume.spoil(resumed)
-    wrong = step(resumed, 1)
+        set_rates(resumed, [3 * rate for rate in saved_rates])
+    wrong = train_step(rank, resumed, 1, mesh)
     assert not torch.equal(wrong.losses[0], expected[1].losses[0]), "before loading the loss must be another"
+    assert rates(resumed) != saved_rates, "before loading the learning rates must be others"
     resume.load(resumed, checkpoint)
+    check_rates(resumed, saved_rates)
     for number in (1, 2):
-        check_exact(rank, step(resumed, number), expected[number], step=number, why=WHY)
+        check_exact(rank, train_step(rank, resumed, number, mesh), expected[number], step=number, why=WHY)
+
+
+def check_state(run: Run, plain: nn.Module, picture: StepPicture) -> None:
+    """A checkpoint has the names and shapes of the unsharded model, and the values that the last step left."""
+    state, shapes = run.adapter.checkpoint(), {name: value.shape for name, value in plain.state_dict().items()}
+    found = {name: value.shape for name, value in state["model"].items()}
+    assert found == shapes, f"the model's names and shapes are {found} instead of {shapes}"
+    for name, piece in picture.parameters.items():
+        assert piece is not None
+        cut = piece.cut(whole(state["model"][name]).to(piece.tensor.device))
+        assert torch.equal(cut, piece.tensor), f"{name} of the checkpoint is not the parameter after the step"
+    states = state["optimizer"]["state"]
+    shapes = {name: value.shape for name, value in plain.named_parameters()}
+    assert states.keys() == shapes.keys(), f"states of {sorted(states.keys() ^ shapes.keys())} are missing or unknown"
+    moments = {name: (one["exp_avg"].shape, one["exp_avg_sq"].shape) for name, one in states.items()}
+    wrong = {name: found for name, found in moments.items() if found != (shapes[name], shapes[name])}
+    assert not wrong, f"moments of other shapes than their parameters: {wrong}"
+    grouped = [name for group in state["optimizer"]["param_groups"] for name in group["params"]]
+    assert sorted(grouped) == sorted(shapes), f"the groups have {grouped}"
+
+
+def full_state(run: Run) -> dict[str, torch.Tensor]:
+    """All tensors of a run's checkpoint in full, on the CPU, by name (collective)."""
+    state = run.adapter.checkpoint()
+    named = dict(state["model"])
+    for name, values in state["optimizer"]["state"].items():
+        named |= {f"{key} of {name}": value for key, value in values.items() if isinstance(value, torch.Tensor)}
+    # Sorted: to gather a DTensor is a collective.
+    return {name: whole(named[name]).cpu() for name in sorted(named)}
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    """All of a DTensor (collective); another tensor is whole already."""
+    full: torch.Tensor = value.full_tensor() if isinstance(value, DTensor) else value
+    return full.detach()
+
+
+def rates(run: Run) -> list[float]:
+    """The learning rate of each group of the run's optimizer."""
+    assert run.adapter.optimizer is not None
+    return [float(group["lr"]) for group in run.adapter.optimizer.param_groups]
+
+
+def set_rates(run: Run, wanted: list[float]) -> None:
+    """Set the learning rate of each group."""
+    assert run.adapter.optimizer is not None
+    for group, rate in zip(run.adapter.optimizer.param_groups, wanted, strict=True):
+        group["lr"] = rate
+
+
+def check_rates(run: Run, expected: list[float]) -> None:
+    """The learning rates must be those that were saved."""
+    assert rates(run) == expected, f"learning rates {rates(run)} after loading instead of {expected}"

@@ -2,28 +2,110 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
 
 from shardproof.harness import Capability, contract, models, needs, world
-from shardproof.harness.models.recomputation import recompute
-from shardproof.harness.parity import Rank
+from shardproof.harness.adapters.base import Clip
+from shardproof.harness.models.recomputation import Computations, recompute
+from shardproof.harness.models.ties import TiedStack
+from shardproof.harness.parity import Pair, Rank
+from shardproof.harness.plugin.axes import RESHARD, RESHARD_ROOT, with_first
+
+pytestmark = needs(Capability.TIED_PARAMETERS)
+
+DIM = 9
+RECOMPUTED = needs(Capability.RECOMPUTATION)
+#: Recomputed or not, what happens after forward.
+WAYS = pytest.mark.parametrize(
+    ("recomputes", "reshard_after_forward"),
+    [
+        *with_first(False, RESHARD[:3]),
+        *(pytest.param(True, *item.values, marks=[*item.marks, RECOMPUTED]) for item in RESHARD[1:3]),
+    ],
+)
 
 
 @contract("TIED-1")
 @world(2, 4)
-@needs(Capability.TIED_PARAMETERS, Capability.RESHARD_AFTER_FORWARD)
-@pytest.mark.parametrize("reshard_after_forward", [False, True])
-@pytest.mark.parametrize("recomputes", [False, pytest.param(True, marks=needs(Capability.RECOMPUTATION))])
+@WAYS
 def test_tied_embedding(rank: Rank, recomputes: bool, reshard_after_forward: bool | None) -> None:
-    """An output projection that is the embedding sums both gradients and is sharded, and moved, once."""
+    """An output projection that is the embedding sums both gradients and is one parameter of the root's own unit."""
     config = models.TransformerConfig(layers=3, vocabulary=4 * rank.world_size + 1, is_tied=True)
     model = models.Transformer(config)
-    prepare: Any = functools.partial(recompute, means="hooks") if recomputes else None
+    computations = Computations(models.mean_square, inside="w1")
+
+    def prepare(plain: Any) -> Any:
+        return recompute(computations.watch(plain), "hooks") if recomputes else plain
+
     pair = rank.pair(model, units=model.units(), reshard_after_forward=reshard_after_forward, prepare=prepare)
-    assert "output.weight" not in pair.adapter.parameters(), "the shared parameter has the first of its names"
     for step in range(3):
-        pair.step(rank.tokens(step, (2, config.length), vocabulary=config.vocabulary), set_to_none=step % 2 == 0)
+        check_names(pair, ["output.weight"])
+        tokens = rank.tokens(step, (2, config.length), vocabulary=config.vocabulary)
+        pair.step(tokens, loss=computations.loss, set_to_none=step % 2 == 0)
+        if recomputes:
+            computations.check()
         pair.check()
+
+
+@contract("TIED-1", "TIED-2")
+@world(2)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
+def test_tied_inside_of_units(rank: Rank, reshard_after_forward: bool | None) -> None:
+    """A unit that is freed and gathered again shows its shared parameter in both places, with one optimizer state."""
+    model = TiedStack(DIM)
+    pair = rank.pair(model, units=model.units(), reshard_after_forward=reshard_after_forward)
+    for step in range(3):
+        check_names(pair, [f"layers.{index}.second.weight" for index in range(len(model.layers))])
+        pair.step(rank.batch(step, (4, DIM)), set_to_none=step % 2 == 0)
+        pair.check()
+        check_states(pair)
+
+
+@contract("TIED-2")
+@world(2)
+@needs(Capability.CLIP_BY_CALL)
+def test_tied_gradients_count_once(rank: Rank) -> None:
+    """The total norm has the gradient of a shared parameter once, which is the sum of both."""
+    model = TiedStack(DIM)
+    pair = rank.pair(model, units=model.units(), clip=Clip(1e-3))
+    for step in range(3):
+        pair.step(rank.batch(step, (4, DIM)))
+        pair.check()
+
+
+@contract("TIED-3")
+@world(2)
+@needs(Capability.COUNTED_UNITS)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD_ROOT[:3])
+def test_tied_parameters_move_once(rank: Rank, reshard_after_forward: bool | None) -> None:
+    """The collectives of a unit have the bytes of its parameters, the shared one once."""
+    model = TiedStack(DIM)
+    pair = rank.pair(model, units=model.units(), reshard_after_forward=reshard_after_forward)
+    units = len(pair.units)
+    again = {None: units - 1, False: 0}.get(reshard_after_forward, units)
+    for step in range(2):
+        pair.step(rank.batch(step, (4, DIM)))
+        pair.check()
+        pair.check_counts("forward", all_gather=units)
+        pair.check_counts("backward", all_gather=again, reduce_scatter=units)
+        pair.check_bytes()
+
+
+def check_names(pair: Pair, others: list[str]) -> None:
+    """A shared parameter is shown by the first of its names alone, so that all its places show one object."""
+    shown = pair.adapter.named_parameters()
+    found = [name for name in others if name in shown]
+    assert not found, f"shown beside the first name of the same parameter: {found}"
+
+
+def check_states(pair: Pair) -> None:
+    """The optimizer has no parameter, and no state, twice (its groups may have fewer, where a rank has no element)."""
+    optimizer = pair.adapter.optimizer
+    if optimizer is None:
+        return  # an engine owns the step
+    known = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    assert len(known) == len(set(known)), "the optimizer has a parameter twice"
+    distinct = len(list(pair.oracle.model.parameters()))
+    assert len(optimizer.state) <= distinct, f"{len(optimizer.state)} states for {distinct} parameters"

@@ -5,6 +5,8 @@ so that only the first test collects them.
 """
 
 import importlib
+import itertools
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -26,8 +28,15 @@ def make_seeds(monkeypatch):
 
 @pytest.fixture
 def items(make_seeds):
-    """One item of each case."""
-    return {case: 1 for case, _ in make_seeds.read().places()}
+    """For each case an item of each combination that the table has of it."""
+    table = make_seeds.read()
+    found = {case: [] for case, _ in table.places()}
+    for _, test in table.tests():
+        for grid in test.grids:
+            found[grid.case] += [
+                dict(zip(grid.axes, values, strict=True)) for values in itertools.product(*grid.axes.values())
+            ]
+    return found
 
 
 @pytest.fixture
@@ -97,16 +106,89 @@ def test_the_table_as_it_is_has_no_problems(make_seeds, items):
     ],
 )
 def test_a_table_that_disagrees_with_the_suites(make_seeds, items, planted, old, new, problem):
-    assert make_seeds.problems(planted(old, new), items) == [f"docs/seeds.toml {problem}"]
+    found = [line for line in make_seeds.problems(planted(old, new), items) if "has combinations of" not in line]
+    assert found == [f"docs/seeds.toml {problem}"]
 
 
-NOTE = 'note = "the vocabulary does not divide by the ranks"'
+GRID = f'{{case = "{CASE}", world = [4], recomputes = [false, true]'
+PARITY = "test_train_parity_with_shared_params"
+
+
+def test_every_combination_with_an_item_is_covered(make_seeds, items):
+    for name, test in make_seeds.read().tests():
+        assert test.covered(items) == sum(grid.combinations for grid in test.grids), name
+
+
+@pytest.mark.parametrize(
+    ("gone", "covered"),
+    [
+        pytest.param({"reshard_after_forward": True}, 2, id="a-value"),
+        pytest.param({"reshard_after_forward": True, "recomputes": True}, 3, id="an-item"),
+        pytest.param({}, 0, id="the-case"),
+    ],
+)
+def test_a_parameter_that_is_deleted_lowers_the_count(make_seeds, items, gone, covered):
+    table = make_seeds.read()
+    test = table.seeds["test_fully_shard_training.py"][PARITY]
+    assert (test.covered(items), test.combinations) == (4, 4)
+    items[CASE] = [item for item in items[CASE] if not gone.items() <= item.items()]
+    assert (test.covered(items), test.combinations) == (covered, 4)
+    row = next(line for line in make_seeds.page(table, items).splitlines() if PARITY in line)
+    assert row.startswith(f"| `{PARITY}` | 4 | {covered} |")
+
+
+def test_true_is_not_one_and_tuples_are_lists(make_seeds):
+    grid = make_seeds.Grid("case", {"value": [True, "None", [[1, 2]]]})
+    assert grid.covered({"case": [{"value": 1}]}) == 0
+    assert grid.covered({"case": [{"value": value} for value in (True, None, ((1, 2),))]}) == 3
+
+
+def test_items_that_ran_and_items_without_hardware_come_from_run_files(make_seeds, monkeypatch, tmp_path):
+    def record(case, implementation, verdict):
+        least = {"requirement": "TIED-1", "world": 2, "device": "cpu", "parameters": {}, "seconds": 1.0}
+        return {"id": f"suites/{CASE}[{case}]", "implementation": implementation, "verdict": verdict, **least}
+
+    records = [
+        record("w2", "reference", "pass"),
+        record("w2", "torch.fsdp", "unsupported"),
+        record("w4", "reference", "unmet"),
+        record("w4", "torch.fsdp", "unsupported"),
+        record("w8", "reference", "unsupported"),
+        record("w16", "reference", "fail"),
+    ]
+    monkeypatch.setattr(make_seeds, "PUBLISHED", tmp_path)
+    (tmp_path / "run.json").write_text(json.dumps({"schema_version": 1, "environment": {}, "cases": records}))
+    assert make_seeds.Outcomes(["run.json"]).show([CASE]) == "2 + 1"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        pytest.param(
+            f"{GRID}, reshard_after_forward = [false, true]",
+            f"{GRID}, reshards = [true]",
+            f"has combinations of reshards of {CASE} in {SEED}: the case has no such parameter",
+            id="unknown-parameter",
+        ),
+        pytest.param(
+            f'cases = ["{CASE}"]',
+            f'cases = ["{OWN}"]',
+            f"has combinations of {CASE} in {SEED}: add it to the cases there",
+            id="case-of-another-test",
+        ),
+    ],
+)
+def test_combinations_that_disagree_with_the_cases(make_seeds, items, planted, old, new, problem):
+    assert f"docs/seeds.toml {problem}" in make_seeds.problems(planted(old, new), items)
+
+
+NOTE = 'note = "the vocabulary does not divide by the ranks; layers are counted that compute"'
 
 
 @pytest.mark.parametrize(
     ("old", "new", "error"),
     [
-        pytest.param("own = [", 'owned = "x"\nown = [', "unknown keys owned: expected own and", id="at-the-top"),
+        pytest.param("own = [", 'owned = "x"\nown = [', "unknown keys owned: expected own, runs and", id="at-the-top"),
         pytest.param(
             NOTE,
             f'{NOTE}\nwhy = "x"',
@@ -132,6 +214,18 @@ def test_unknown_keys(planted, old, new, error):
         pytest.param("own = [", "own = [1,", ": own must be a list of strings, not [1, ", id="own-of-numbers"),
         pytest.param(NOTE, "note = 3", f": {SEED}: note must be a string, not 3", id="note"),
         pytest.param("own = [", "own = [[", " is not TOML: ", id="not-toml"),
+        pytest.param(
+            "{lost = 15",
+            '{lost = "15"',
+            ": test_fully_shard_training.py::test_train_parity_multi_group: combin",
+            id="lost",
+        ),
+        pytest.param(
+            "dim = [16]",
+            "dim = 16",
+            ": test_fully_shard_clip_grad_norm_.py::test_clip_grad_norm_2d: combin",
+            id="no-list",
+        ),
     ],
 )
 def test_wrong_values(planted, old, new, error):

@@ -115,7 +115,8 @@ class FlatUnit:
         if self._recomputes():
             return output
         if self.group is not None:
-            if self._frees_after_forward():
+            # A re-entrant recomputation, inside backward, is followed by its own backward: it would gather again.
+            if self._frees_after_forward() and not hooks.in_backward():
                 self.group.reshard()
             else:
                 # Optimizers, zero_grad and checkpoints are to find the sharded parameters.

@@ -52,3 +52,23 @@ def _adamw(parameters: Iterable[nn.Parameter], *, lr: float, kernels: Kernels) -
 def adamw(*, lr: float = 1e-2, kernels: Kernels = "for-loop") -> OptimizerFactory:
     """A factory of AdamW, for twins that are compared bit for bit and for comparisons after one step."""
     return functools.partial(_adamw, lr=lr, kernels=kernels)
+
+
+def _in_two_groups(
+    parameters: Iterable[nn.Parameter], *, kind: Literal["adam", "adamw"], lr: float
+) -> torch.optim.Optimizer:
+    given = list(parameters)
+    groups: list[dict[str, Any]] = [{"params": given[::2]}, {"params": given[1::2], "lr": lr / 4, "weight_decay": 0.1}]
+    if kind == "adam":
+        return torch.optim.Adam(groups, lr=lr, foreach=False)
+    return torch.optim.AdamW(groups, lr=lr, foreach=False)
+
+
+def in_two_groups(kind: Literal["adam", "adamw"], *, lr: float = 1e-2) -> OptimizerFactory:
+    """A factory of Adam or AdamW with two groups of parameters, which take turns.
+
+    Args:
+        kind: the class of the optimizer.
+        lr: the learning rate of the first group; the second has a quarter of it, and a weight decay of its own.
+    """
+    return functools.partial(_in_two_groups, kind=kind, lr=lr)

@@ -392,7 +392,10 @@ def test_an_implementation_that_was_asked_nothing_has_an_exit_code_of_its_own(ru
 
 def test_ordinary_tests_alone_are_no_conformance_run(run):
     source = PASSES + "\ndef test_ordinary():\n    pass\n"
-    assert run(source, "-k", "ordinary", "--shardproof-device", "cpu", "--impl", "ddp").ret == pytest.ExitCode.NO_TESTS_COLLECTED
+    assert (
+        run(source, "-k", "ordinary", "--shardproof-device", "cpu", "--impl", "ddp").ret
+        == pytest.ExitCode.NO_TESTS_COLLECTED
+    )
     assert run(source, "-k", "ordinary", named=False).ret == 0
 
 

@@ -1,0 +1,52 @@
+"""Models in which several modules share a parameter, or which use a module twice."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shardproof.harness.models.plain import Stacked, Tower
+
+
+class TiedMLP(nn.Module):
+    """Linear(dim, dim), GELU, and a Linear(dim, dim) with the same weight and a bias of its own, tanh.
+
+    Input and output: (..., dim).
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(dim, dim)
+        self.second = nn.Linear(dim, dim)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.second(F.gelu(self.first(x))))
+
+
+class TiedStack(Stacked):
+    """Layers that each tie a parameter within their own unit, and a Linear(dim, dim) of the root's own.
+
+    Input and output: (..., dim).
+    """
+
+    def __init__(self, dim: int, depth: int = 2) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(TiedMLP(dim) for _ in range(depth))
+        self.out = nn.Linear(dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.out(self.run_layers(x))
+        return out
+
+
+class RepeatedTower(Tower):
+    """A :class:`Tower` that runs its layers in turn, and then again.
+
+    Input and output: (..., dim).
+    """
+
+    def run_layers(self, x: torch.Tensor) -> torch.Tensor:
+        """Call all layers twice."""
+        return super().run_layers(super().run_layers(x))

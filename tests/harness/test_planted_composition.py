@@ -1,0 +1,109 @@
+"""Bugs in the areas of five chapters are caught, each by the cases that name the requirement that it breaks."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from tests.harness import planted_composition as planted
+from tests.harness.inner import PYTHONPATH
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+#: One item of each test, by the words of its id.
+COMPUTES = "test_recomputed_units[w2-None-call"
+TWICE = "test_recomputed_unit_runs_twice[w2-None-call"
+GATHERS = "test_one_gather_serves_both[w2-None-reentrant-call"
+TIED = "test_tied_inside_of_units[w2-None"
+FEWER = "test_a_rank_runs_fewer_units[w2-at-the-end-original"
+LATER = "test_a_later_iteration_differs[w2-1-original-None"
+EARLY = "test_later_iterations_run_other_units[w2-ends-early-original"
+EVALUATION = "test_evaluation_is_not_compared[w2-original-None"
+HALVES = "test_two_halves_of_a_mesh[w4-2x2x1-3"
+REPLICAS = "test_replicas_of_tensor_parallel_shards[w4-2x2x1-3"
+LAYOUT = "test_layout_of_two_dimensions[w4-16"
+COUNTS = "test_collectives_of_both_dimensions[w4"
+STATES = "test_states_of_the_first_rank_everywhere[w4-True"
+RESUMES = "test_one_dimension_and_replicas[w4-shards-new-run"
+ONTO = "test_onto_another_mesh[w4-shards-tensor"
+
+CAUGHT = {
+    planted.NothingRecomputed: (COMPUTES, "layers.0 1 and 0, layers.1 1 and 0, layers.2 1 and 0"),
+    planted.ReshardsInRecomputation: (GATHERS, "all_gather instead of 3 in backward"),
+    planted.FlatReshardsInRecomputation: (GATHERS, "all_gather instead of 3 in backward"),
+    planted.RecomputesWithoutGather: (TWICE, ""),
+    planted.FlatRecomputesWithoutGather: (TWICE, ""),
+    planted.TiedInOnePlace: (TIED, "every rank holds all of them"),
+    planted.TiedUnknownElsewhere: (TIED, ""),
+    planted.FlatTiedInOnePlace: (TIED, ""),
+    planted.FlatTiedShardInOnePlace: (TIED, ""),
+    planted.EndIsNotCompared: (FEWER, ""),
+    planted.EarlyEndGivesNoWarning: (EARLY, "rank 0 should have been warned"),
+    planted.WrongCategory: (LATER, "DeprecationWarning: Forward order differs"),
+    planted.ShortSentence: (LATER, "does not begin with"),
+    planted.PositionGoesOn: (LATER, "warned although the order is that of the first iteration"),
+    planted.WarnsInEvaluation: (EVALUATION, "warned although the order is that of the first iteration"),
+    planted.Thawed: (LATER, "requires_grad after backward, where only second is frozen: {'second.0.weight': True"),
+    planted.FlatThawed: (
+        EVALUATION,
+        "requires_grad after backward, where only second is frozen: {'second.0.weight': True",
+    ),
+    planted.PlainShard: (LAYOUT, "layers.0.in_proj.weight is placed (Shard(dim=0), Shard(dim=0)) instead of"),
+    planted.TensorParallelFirst: (LAYOUT, ""),
+    planted.PendingSum: (COUNTS, "norm.weight"),
+    planted.StrayWorld: (COUNTS, "collectives on groups other than"),
+    planted.PipelineAverage: (HALVES, "gradient"),
+    planted.ShardsOverReplicas: (REPLICAS, ""),
+    planted.FirstRankOfShards: (STATES, "not those of the first rank"),
+    planted.LastRanksValues: (STATES, "not those of the first rank"),
+    planted.FloatingBuffersOnly: (STATES, "1.num_batches_tracked"),
+    planted.OwnLearningRate: (RESUMES, "after loading instead of"),
+    planted.OneNameOfTied: (RESUMES, "the model's names and shapes are"),
+    planted.RowsMisplaced: (ONTO, "not as saved"),
+    planted.ForgottenMoments: (RESUMES, ""),
+    planted.StateOfTheOldPlace: (RESUMES, ""),
+}
+
+
+def words(item: str) -> str:
+    """The expression of pytest's ``-k`` that finds an item of any implementation."""
+    test, _, parameters = item.partition("[")
+    return f"{test} and -{parameters}"
+
+
+@pytest.fixture(scope="module")
+def failures(tmp_path_factory):
+    """The failure of each item, or None: ``{implementation: {item: failure}}``, of a bug its own item alone."""
+    report = tmp_path_factory.mktemp("planted") / "run.json"
+    names = ["reference", "reference.flat", *(f"{planted.__name__}:{bug.__name__}" for bug in CAUGHT)]
+    chosen = [f"({bug.__name__} and {words(item)})" for bug, (item, _) in CAUGHT.items()]
+    chosen += [f"(not planted_composition and {words(item)})" for item in {item for item, _ in CAUGHT.values()}]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "suites", "-k", " or ".join(chosen)]
+    command += ["--impl", ",".join(names), "--device", "cpu", "--report", str(report)]
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 1, done.stdout + done.stderr
+    found = {}
+    for case in json.loads(report.read_text())["cases"]:
+        of_one = found.setdefault(case["implementation"].rpartition(":")[2], {})
+        of_one[case["id"].partition("::")[2].removesuffix("]")] = case["failure"]
+    return found
+
+
+@pytest.mark.parametrize("sound", ["reference", "reference.flat"])
+def test_the_sound_implementations_pass_the_same_cases(failures, sound):
+    assert {item for item, failure in failures[sound].items() if failure} == set()
+    assert len(failures[sound]) == len({item for item, _ in CAUGHT.values()})
+
+
+@pytest.mark.parametrize("bug", CAUGHT, ids=lambda bug: bug.name)
+def test_bug_is_caught(failures, bug):
+    item, says = CAUGHT[bug]
+    (failure,) = failures[bug.__name__].values()
+    assert failure is not None, f"{item}] passes"
+    assert says in failure["text"], failure["text"]
