@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.findings.finding import step_label
-from shardproof.harness.parity import Pair, Rank, exact_difference
+from shardproof.harness.parity import Census, Pair, Rank, exact_difference
 from shardproof.harness.plugin.axes import RESHARD, RESHARD_EXPLICIT, with_first
 
 DEPTH = 3
@@ -74,35 +72,20 @@ def test_frozen_units_are_not_reduced(rank: Rank, what: str) -> None:
 @needs(Capability.SHARDED)
 @pytest.mark.parametrize("what", ["middle", "last"])
 def test_frozen_units_are_freed_in_backward(rank: Rank, what: str) -> None:
-    """A frozen unit that backward has passed is freed before the units that ran before it compute their gradients."""
+    """A frozen unit that backward has passed is freed before the backward of the unit before it begins."""
     model = models.Tower(dim=9, depth=DEPTH)
     _freeze(dict(model.named_parameters()), FROZEN[what])
     pair = rank.pair(model, units=model.units())
+    census = Census(pair.sharded)
     frozen = f"layers.{1 if what == 'middle' else 2}"
-    gathered: list[StorageWeakRef] = []
-    kept: list[int] = []
-
-    def before_forward(module: nn.Module, args: Any) -> None:
-        weight = cast(torch.Tensor, module.weight)
-        gathered.append(StorageWeakRef(weight.untyped_storage()))
-
-    def after_forward(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-        output.register_hook(lambda gradient: kept.append(_nbytes(gathered[-1])))
-
-    pair.adapter.submodule(f"{frozen}.in_proj").register_forward_pre_hook(before_forward)
-    pair.adapter.submodule("layers.0.in_proj").register_forward_hook(after_forward)
     for step in range(2):
+        census.moments.clear()
         pair.step(rank.batch(step, (4, 9)))
+        (first,) = [moment for moment in census.moments if (moment.phase, moment.unit) == ("backward", "layers.0")]
+        assert frozen not in first.held, (
+            f"{frozen} is still gathered when the backward of layers.0 begins in {step_label(step)}"
+        )
         pair.check()
-        assert kept.pop() == 0, f"{frozen} is still gathered when layers.0 computes its gradients in {step_label(step)}"
-
-
-def _nbytes(storage: StorageWeakRef) -> int:
-    """The bytes of a storage, 0 once it is freed; the weak reference does not keep it."""
-    if storage.expired():
-        return 0
-    alive = torch.UntypedStorage._new_with_weak_ptr(storage.cdata)
-    return 0 if alive is None else int(alive.size())
 
 
 @contract("FROZEN-4")

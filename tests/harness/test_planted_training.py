@@ -24,7 +24,7 @@ KEPT_OUTPUT = "test_loss_of_the_last_output", "False-of-a-unit"
 LAST_OUTPUT = "test_loss_of_the_last_output", "None-of-a-unit"
 HOOK = "test_post_accumulate_hook_runs_once", "w2"
 NESTED = "test_nested_units_are_gathered_apart", "None]"
-ONCE = "test_evaluation_gathers_each_unit_once", "no-grad"
+ONCE = "test_evaluation_gathers_each_unit_once", "no_grad"
 INFERENCE = "test_first_forward_is_in_inference_mode", "w2"
 FROZEN = "test_frozen_before_sharding", "middle-None"
 BETWEEN = "test_frozen_between_steps", "None]"
@@ -72,8 +72,8 @@ ROWS = [
     (bugs.FrozenOnce, BETWEEN, "gradient of 'layers.0.in_proj.weight' in the second step (step 1)"),
     (bugs.FlatFrozenOnce, BETWEEN, f"gradient of 'layers.1.in_proj.bias' {FIRST}"),
     (bugs.FrozenReduced, REDUCED, "'layers.1.in_proj.bias'"),
-    (bugs.FrozenNeverFreed, FREED, "layers.1 is still gathered when layers.0 computes its gradients"),
-    (bugs.FlatFrozenKept, FREED, "layers.1 is still gathered when layers.0 computes its gradients"),
+    (bugs.FrozenNeverFreed, FREED, "layers.1 is still gathered when the backward of layers.0 begins"),
+    (bugs.FlatFrozenKept, FREED, "layers.1 is still gathered when the backward of layers.0 begins"),
     (bugs.HooksRunTwice, HOOK, "ran twice in one backward"),
 ]
 
