@@ -70,7 +70,10 @@ def test_recomputed_from_smaller_shards(rank: Rank, means: Means) -> None:
 @pytest.mark.parametrize("means", ["call", "hooks"])
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
 def test_recomputed_unit_runs_twice(rank: Rank, reshard_after_forward: bool | None, means: Means) -> None:
-    """A unit that runs twice in a forward is there for both recomputations, and gets the sum of both contributions."""
+    """A unit that runs twice in a forward is gathered for both recomputations, and sums both contributions.
+
+    What the caller recomputes is more than the unit, so that the second recomputation meets a unit that is freed.
+    """
     computations = Computations(models.mean_square, inside="in_proj")
     model = RepeatedTower(dim=9)
     pair = rank.pair(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from shardproof.harness.models.plain import Stacked, Tower
 
@@ -42,11 +43,22 @@ class TiedStack(Stacked):
 
 
 class RepeatedTower(Tower):
-    """A :class:`Tower` that runs its layers in turn, and then again.
+    """A :class:`Tower` that runs its layers in turn, and then again, each within a function that ends with a sine.
+
+    A recomputation is that of the function: it begins before backward has reached the output of the layer.
 
     Input and output: (..., dim).
     """
 
     def run_layers(self, x: torch.Tensor) -> torch.Tensor:
         """Call all layers twice."""
-        return super().run_layers(super().run_layers(x))
+        for layer in (*self.layers, *self.layers):
+            if self.calls == "plain":
+                x = _sine(layer, x)
+            else:
+                x = checkpoint(_sine, layer, x, use_reentrant=self.calls == "recomputed-reentrant")
+        return x
+
+
+def _sine(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return torch.sin(layer(x))

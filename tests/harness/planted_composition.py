@@ -19,8 +19,8 @@ from shardproof.harness.adapters.reference import ReferenceAdapter
 from shardproof.harness.adapters.reference_flat import ReferenceFlatAdapter
 
 
-def edit(owner: Any, name: str, old: str, new: str) -> None:
-    """Replace a function or method by one whose source has ``new`` in the place of ``old``, which occurs once.
+def source_of(owner: Any, name: str, old: str, new: str) -> str:
+    """The source of a function or method with ``new`` in the place of ``old``, which occurs once.
 
     Args:
         owner: the module or class that has the function.
@@ -28,12 +28,9 @@ def edit(owner: Any, name: str, old: str, new: str) -> None:
         old: a part of its source.
         new: what takes the place.
     """
-    function = inspect.unwrap(getattr(owner, name))
-    source = textwrap.dedent(inspect.getsource(function))
+    source = textwrap.dedent(inspect.getsource(inspect.unwrap(getattr(owner, name))))
     assert source.count(old) == 1, f"{old!r} occurs {source.count(old)} times in {name}"
-    made: dict[str, Any] = {}
-    exec(compile(source.replace(old, new), f"<planted {name}>", "exec"), function.__globals__, made)
-    setattr(owner, name, made[name])
+    return source.replace(old, new)
 
 
 _edited: set[type] = set()
@@ -43,11 +40,22 @@ class _Edited:
     """Changes the source before the first model of the process is sharded, for good."""
 
     place: ClassVar[tuple[Any, str, str, str]]
+    source: ClassVar[str]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if hasattr(cls, "place"):
+            # Here, so that a place that has moved fails the import, and is not taken for a caught bug.
+            cls.source = source_of(*cls.place)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if type(self) not in _edited:
             _edited.add(type(self))
-            edit(*type(self).place)
+            owner, name, *_ = type(self).place
+            made: dict[str, Any] = {}
+            function = inspect.unwrap(getattr(owner, name))
+            exec(compile(self.source, f"<planted {name}>", "exec"), function.__globals__, made)
+            setattr(owner, name, made[name])
         super().__init__(*args, **kwargs)
 
 
@@ -91,19 +99,17 @@ class RecomputesWithoutGather(_PerParameter):
     place = (
         parameter_unit.Unit,
         "pre_forward",
-        "            self._unshard_now()\n            return",
-        "            return",
+        "        self._unshard_now()\n        return",
+        "        return",
     )
 
 
-class FlatRecomputesWithoutGather(_Flat):
-    name = "flat-recomputes-without-gather"
-    place = (
-        flat_unit.FlatUnit,
-        "pre_forward",
-        "            self._unshard_now()\n            return",
-        "            return",
-    )
+class FlatRecomputationIsForward(_Flat):
+    """A recomputation is taken for another forward of the unit."""
+
+    name = "flat-recomputation-is-forward"
+    place = (flat_unit.FlatUnit, "_recomputes", "return self.phase is Phase.PRE_BACKWARD and hooks.in_backward()",
+             "return False")  # fmt: skip
 
 
 # Tied parameters
@@ -190,10 +196,10 @@ class Thawed(_PerParameter):
     place = (param.ShardedParam, "__init__", "requires_grad=original.requires_grad", "requires_grad=True")
 
 
-class FlatThawed(_Flat):
+class FlatNeverFreezes(_Flat):
     """A flat parameter is trainable whatever its parameters are."""
 
-    name = "flat-thawed"
+    name = "flat-never-freezes"
     place = (shards.FlatShards, "sync_requires_grad",
              "self.flat.requires_grad_(any(param.requires_grad for param in self.originals))",
              "[param.requires_grad_(True) for param in (self.flat, *self.originals)]")  # fmt: skip
