@@ -419,7 +419,8 @@ class Adapter(ABC):
         state lies as its parameter does, and a scalar is whole on every rank.
 
         Returns:
-            By parameter name of the original model and by key of the state, a piece; None if the state cannot be read.
+            By parameter name of the original model and by key of the state, a piece. A parameter is left out whose
+            state other ranks hold alone. None if the state cannot be read.
         """
         if self.optimizer is None:
             return None

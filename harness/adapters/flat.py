@@ -103,7 +103,7 @@ class FlatAdapter(Adapter):
             "parameters that are freed after forward are freed after backward too"
         )
         names = _names(config.units)
-        itemsize = next(model.parameters()).element_size()
+        itemsize = max((parameter.element_size() for parameter in model.parameters()), default=1)
         alignment = 1 if config.flat_parameters else _ALIGNMENT_BYTES // itemsize
         self._units = flat_units(model, [*names, ""], alignment=alignment)
         wrap = functools.partial(self.api.FullyShardedDataParallel, **self._options())

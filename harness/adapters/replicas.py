@@ -114,14 +114,12 @@ class DdpAdapter(_Replica):
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         super().__init__(model, optimizer=optimizer, config=config)
-        device = config.mesh.device_type
         with warnings.catch_warnings():
             # torch 2.13 deprecates the argument in favour of one that 2.11 lacks and that also synchronizes at
             # construction.
             warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
             self._ddp = self.module = DistributedDataParallel(
                 model,
-                device_ids=None if device == "cpu" else [torch.accelerator.current_device_index()],
                 process_group=_group_of(config.mesh),
                 broadcast_buffers=False,
                 find_unused_parameters=config.find_unused,

@@ -109,11 +109,11 @@ class StepComparison:
         mine, reference = self.sharded.state, self.baseline.state
         if mine is None or reference is None:
             return
-        for name in sorted(self.oracle.state):
+        for name in sorted(self.oracle.state.keys() & mine.keys()):
             full = self.oracle.state[name]
-            if self._holds_nothing(name) and not mine.get(name):
+            if self._holds_nothing(name) and not mine[name]:
                 continue
-            if (found := mine.get(name, {})).keys() != full.keys():
+            if (found := mine[name]).keys() != full.keys():
                 text = f"has the state {sorted(found) or 'nothing'}; the baseline's is {sorted(full) or 'nothing'}"
                 yield self._finding(Stage.OPTIMIZER_STATE, name, None, text)
                 continue

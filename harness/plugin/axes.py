@@ -53,11 +53,18 @@ DELAYS = {
 }
 """The delays of the cases about device streams, by name."""
 
+
+def _delayed(*names: str) -> pytest.MarkDecorator:
+    """What delays need: streams and, where a gather or a reduction is delayed, an implementation that issues them."""
+    issued = any(DELAYS[name].at == "collective" for name in names)
+    return needs(Hardware.STREAMS, Capability.SHARDED) if issued else needs(Hardware.STREAMS)
+
+
 #: Tuples of names in DELAYS: none, each delay alone, all together.
 DELAYED = [
     pytest.param((), id="undelayed"),
-    *(pytest.param((name,), id=name, marks=needs(Hardware.STREAMS)) for name in DELAYS),
-    pytest.param(tuple(DELAYS), id="all-delayed", marks=needs(Hardware.STREAMS)),
+    *(pytest.param((name,), id=name, marks=_delayed(name)) for name in DELAYS),
+    pytest.param(tuple(DELAYS), id="all-delayed", marks=_delayed(*DELAYS)),
 ]
 
 

@@ -48,7 +48,7 @@ def test_a_unit_without_gradients_that_is_not_freed(failures):
 
 def test_bytes_that_are_kept_after_backward(failures):
     text = caught(failures, planted_memory.KeepsBytesAfterBackward)["test_units_are_freed_behind_the_computation"]
-    assert "when the backward of layers.1 begins in the first step (step 0), these units are done with and" in text
+    assert "when the backward of layers.3 begins in the first step (step 0), these units are done with and" in text
 
 
 def test_optimizer_state_is_compared(failures):

@@ -27,7 +27,7 @@ class Killer(NamedTuple):
 ADD_UP = "test_microbatches_add_up and shards-{}"
 ADD_UP_REPLICAS = "test_microbatches_add_up and replicas-{}"
 ONE_UNIT, OWN_UNITS = "test_part_used and one-unit-{0}]", "test_part_used and own-units-{0}]"
-NORM = "test_small_and_large and w2-1e-06-{}"
+NORM = "test_small_and_large and w2-{}"
 REPLACED = "test_gradients_that_a_script"
 GRADIENT = "gradient of '"
 CLIPPED = "clipped gradient of '"
@@ -67,9 +67,9 @@ KILLED = {
     "smaller-shards-thawed": Killer("test_attributes_of and w4-2", "layers.1.in_proj.weight has"),
     "norm-counts-replicas": Killer("test_clipping and test_replicas and w4-2.0", ""),
     "gradients-scaled-up": Killer("test_norm_below and w2-2.0", CLIPPED),
-    "large-epsilon": Killer(NORM.format("2.0"), CLIPPED),
-    "powers-not-taken": Killer(NORM.format("2.0"), NORM_WRONG),
-    "always-a-square-root": Killer(NORM.format("3.0"), NORM_WRONG),
+    "large-epsilon": Killer(NORM.format("1e-06-2.0"), CLIPPED),
+    "powers-not-taken": Killer(NORM.format("1e-06-2.0"), NORM_WRONG),
+    "always-a-square-root": Killer(NORM.format("1.0-3.0"), NORM_WRONG),
     "inf-norm-summed-over-ranks": Killer("test_norm_costs and w2-inf", NORM_WRONG),
     "inf-norm-summed-over-shares": Killer("test_clipping and test_two_dimensions and 16-inf", NORM_WRONG),
     "norm-of-empty-shards": Killer("test_empty_shards and w4-inf", ""),
