@@ -13,8 +13,8 @@ BUGS = [
     planted_memory.DoubledMomentum,
 ]
 CASES = (
-    "w2 and (test_units_are_freed_behind_the_computation and True or test_first_step_of_adam or False and "
-    "(test_everything_is_freed_when_backward_ends or test_unused_output_keeps_other_gradients))"
+    "w2 and (test_units_are_freed_behind_the_computation and True or test_first_step_of_adam and for-loop-adamw or "
+    "False and (test_everything_is_freed_when_backward_ends or test_unused_output_keeps_other_gradients))"
 )
 
 
