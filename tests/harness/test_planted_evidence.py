@@ -6,7 +6,7 @@ import pytest
 
 from tests.harness import planted, planted_evidence
 
-CASES = "test_first_step_of_adam and w2 and for-loop-adamw or test_single_unit and w2 and 16x15 or test_rank_holds_its_share and w2"
+CASES = "w2 and (test_first_step_of_adam and for-loop-adamw or test_single_unit and 16x15 or test_rank_holds_its_share)"
 ADAM, TWO_STEPS, SHARE = "test_first_step_of_adam", "test_single_unit", "test_rank_holds_its_share"
 BIAS = "'layers.0.in_proj.bias'"
 ALL = "every rank holds all of"
