@@ -64,7 +64,6 @@ def test_unused_module_gets_no_gradient(rank: Rank, reshard_after_forward: bool 
 
 @contract("AUTOGRAD-3")
 @world(2, 4)
-@needs(Capability.CONTAINER_OUTPUT)
 @pytest.mark.parametrize(
     "container",
     ["list", "namedtuple", "tuple", "dict", pytest.param("dataclass", marks=needs(Capability.DATACLASS_OUTPUT))],
@@ -264,7 +263,6 @@ def test_inputs_by_keyword_are_reduced_in_order(rank: Rank) -> None:
 
 @contract("AUTOGRAD-8")
 @world(2, 4)
-@needs(Capability.MULTIPLE_FORWARD)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_two_forwards_before_one_backward(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """One backward of the losses of two forwards of the root has the sum of both gradients."""

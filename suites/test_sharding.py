@@ -7,6 +7,7 @@ import copy
 from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.models import optim
 from shardproof.harness.parity import Rank
+from shardproof.harness.parity.claims import state_numel
 from shardproof.harness.tensors import memory
 
 
@@ -38,3 +39,23 @@ def test_rank_holds_its_share(rank: Rank) -> None:
         assert held <= sum(expected) + full // 4, (
             f"after {when} the rank holds {held} bytes; its share is {sum(expected)} of {full * len(expected)}"
         )
+
+
+@contract("SHARDING-1")
+@world(2, 4)
+def test_state_is_divided(rank: Rank) -> None:
+    """The optimizer's state is divided if the implementation claims so, and whole on each rank if not."""
+    model = models.Tower(dim=65)
+    full = sum(parameter.numel() for parameter in model.parameters())
+    pair = rank.pair(model, units=model.units())
+    pair.step(rank.batch(0, (2, 65)))
+    pair.check()
+    held = rank.exchange(state_numel(pair.adapter.optimizer))
+    if None in held:
+        # An engine that keeps its optimizer to itself: the bytes of test_rank_holds_its_share tell.
+        assert Capability.SHARDED in rank.implementation.capabilities(), "there is no optimizer to look into"
+    elif "optimizer" in rank.implementation.traits.shards:
+        assert full <= sum(held) <= full + full // 4, f"the ranks hold {held} elements of momentum, in all {full}"
+        assert max(held) < full, f"a rank holds all {full} elements of momentum: {held}"
+    else:
+        assert set(held) == {full}, f"the ranks hold {held} elements of momentum, {full} each"

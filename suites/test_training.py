@@ -118,7 +118,6 @@ def test_unit_called_directly(rank: Rank, delays: tuple[str, ...]) -> None:
 
 @contract("TRAINING-4")
 @world(2, 4)
-@needs(Capability.MULTIPLE_FORWARD)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 @pytest.mark.parametrize("model", [models.ReusedInner, shapes.TwoCalls], ids=["chained", "on-one-input"])
 def test_unit_called_twice(
@@ -149,7 +148,6 @@ def test_cast_after_sharding(rank: Rank, swaps: bool) -> None:
 
 @contract("TRAINING-6")
 @world(2, 4)
-@needs(Capability.ADAM)
 @pytest.mark.parametrize("factory", [optim.adam, optim.adamw], ids=["adam", "adamw"])
 @pytest.mark.parametrize("kernels", ["for-loop", "foreach", "fused"])
 def test_first_step_of_adam(rank: Rank, kernels: optim.Kernels, factory: Callable[..., OptimizerFactory]) -> None:
