@@ -138,14 +138,14 @@ def test_unit_with_modules_that_do_not_run(rank: Rank, used: int) -> None:
 @pytest.mark.parametrize("reshard_after_forward", RESHARD_ROOT)
 def test_bytes_of_a_step(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """A step moves each sharded parameter at most twice, and each gradient once."""
-    model = models.Tower(dim=33, depth=DEPTH)
+    model = models.Tower(dim=17, depth=DEPTH)
     pair = rank.pair(model, units=model.units(), reshard_after_forward=reshard_after_forward)
     gathers = 1 if reshard_after_forward is False else 2
     if "parameters" not in rank.implementation.traits.shards:
         gathers = 1  # of the parameters or gradients that an all-reduce, or the step, distributes
     full, padded = (4 * sum(sizes) for sizes in zip(*_sizes(pair), strict=True))
     for step in range(2):
-        pair.step(rank.batch(step, (4, 33)))
+        pair.step(rank.batch(step, (4, 17)))
         pair.check()
         trace = pair.last_trace()
         moved = sum(item.nbytes * (2 if item.kind == "all_reduce" else 1) for item in trace)

@@ -45,10 +45,10 @@ def test_rank_holds_its_share(rank: Rank) -> None:
 @world(2, 4)
 def test_state_is_divided(rank: Rank) -> None:
     """The optimizer's state is divided if the implementation claims so, and whole on each rank if not."""
-    model = models.Tower(dim=65)
+    model = models.Tower(dim=17)
     full = sum(parameter.numel() for parameter in model.parameters())
     pair = rank.pair(model, units=model.units())
-    pair.step(rank.batch(0, (2, 65)))
+    pair.step(rank.batch(0, (2, 17)))
     pair.check()
     held = rank.exchange(state_numel(pair.adapter.optimizer))
     if None in held:
