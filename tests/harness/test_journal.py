@@ -238,8 +238,8 @@ def left_by(pytester, name="run.json"):
     ("source", "options", "code", "reason"),
     [
         (PASSES, ["no_such_file.py"], 4, "no case was selected"),
-        (PASSES, ["-k", "nothing"], 6, "no case was selected"),
-        (PASSES, ["--world", "3"], 6, "no case was selected"),
+        (PASSES, ["-k", "nothing"], 5, "no case was selected"),
+        (PASSES, ["--world", "3"], 5, "no case was selected"),
         (PASSES, ["--impl", "nobody"], 4, "unknown implementation 'nobody'"),
         ("import nothing_of_that_name", [], 2, "1 error during collection"),
         (CASE.format(body="assert rank.world_size == 1").replace("2", "1, 2, 3"), ["-x"], 1, "stopping after 1 fail"),

@@ -42,8 +42,8 @@ def test_a_unit_without_gradients_that_is_not_freed(failures):
     found = caught(failures, planted_memory.KeepsUnusedUnits)
     text = found["test_everything_is_freed_when_backward_ends"]
     assert "when the backward of the second step (step 1) has ended, units are gathered (bytes): {'head1': " in text
-    # Its old values show too: no picture reshards it any more.
-    assert "diverges from the baseline" in found["test_unused_output_keeps_other_gradients"]
+    # No picture reshards it any more.
+    assert "gathered are head1.weight, head1.bias" in found["test_unused_output_keeps_other_gradients"]
 
 
 def test_bytes_that_are_kept_after_backward(failures):
