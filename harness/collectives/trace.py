@@ -64,17 +64,10 @@ def first_difference(traces: Sequence[Trace]) -> Finding | None:
     """
     groups = sorted({item.group for trace in traces for item in trace})
     for group in groups:
-        sequences = {rank: [item for item in traces[rank] if item.group == group] for rank in group}
-        first = sequences[group[0]]
-        for rank, sequence in sequences.items():
-            for position in range(max(len(first), len(sequence))):
-                ours, theirs = (_at(items, position) for items in (first, sequence))
-                if without_own_bytes(ours) != without_own_bytes(theirs):
-                    text = (
-                        f"collective {position} on ranks {squeeze(str(list(group)))} differs: "
-                        f"rank {group[0]} issued [{ours}], rank {rank} issued [{theirs}]"
-                    )
-                    return Finding(Location(stage=Stage.COLLECTIVES, rank=rank), text)
+        sequences = {rank: [squeeze(str(item)) for item in traces[rank] if item.group == group] for rank in group}
+        if found := _difference_on(squeeze(str(list(group))), sequences):
+            rank, text = found
+            return Finding(Location(stage=Stage.COLLECTIVES, rank=rank), text)
     return None
 
 
@@ -95,16 +88,27 @@ def rendered_difference(lines: Mapping[int, Sequence[str]]) -> str | None:
             if ranks and not {"send", "recv"} & set(line.split()):
                 by_group.setdefault(ranks[1], {}).setdefault(rank, []).append(line)
     for group, sequences in sorted(by_group.items()):
-        members = [rank for rank in _members(group) if rank in lines]
-        first = sequences.get(members[0], [])
-        for rank in members:
-            own = sequences.get(rank, [])
-            for position, (ours, theirs) in enumerate(itertools.zip_longest(first, own, fillvalue="nothing more")):
-                if without_own_bytes(ours) != without_own_bytes(theirs):
-                    return (
-                        f"collective {position} on ranks {group} differs: rank {members[0]} issued [{ours}], "
-                        f"rank {rank} issued [{theirs}]"
-                    )
+        members = {rank: sequences.get(rank, []) for rank in _members(group) if rank in lines}
+        if found := _difference_on(group, members):
+            return found[1]
+    return None
+
+
+def _difference_on(group: str, sequences: Mapping[int, Sequence[str]]) -> tuple[int, str] | None:
+    """Return the first rank whose sequence on a group differs from that of its first member, with a description.
+
+    Args:
+        group: how the description names the group's ranks.
+        sequences: by rank, the collectives on the group as squeezed lines, the first member's first.
+    """
+    member, first = next(iter(sequences.items()))
+    for rank, own in sequences.items():
+        for position, (ours, theirs) in enumerate(itertools.zip_longest(first, own, fillvalue="nothing more")):
+            if without_own_bytes(ours) != without_own_bytes(theirs):
+                return rank, (
+                    f"collective {position} on ranks {group} differs: rank {member} issued [{ours}], "
+                    f"rank {rank} issued [{theirs}]"
+                )
     return None
 
 
@@ -123,10 +127,6 @@ def without_own_bytes(line: str) -> str:
 
 
 _BYTES = re.compile(r" \d+ B\b")
-
-
-def _at(items: Sequence[Collective], position: int) -> str:
-    return squeeze(str(items[position])) if position < len(items) else "nothing more"
 
 
 def count_difference(

@@ -224,12 +224,8 @@ class Run:
             gradients=_moved(picture.gradients, device),
             clipped=None if picture.clipped is None else _moved(picture.clipped, device),
             parameters=_moved(picture.parameters, device),
-            state=None
-            if picture.state is None
-            else {
-                name: {key: dataclasses.replace(one, tensor=one.tensor.to(device)) for key, one in state.items()}
-                for name, state in picture.state.items()
-            },
+            state=picture.state
+            and {name: {key: _on(device, one) for key, one in state.items()} for name, state in picture.state.items()},
         )
 
     def _picture(self, stage: Stage) -> Pieces:
@@ -362,10 +358,11 @@ class Run:
 
 
 def _moved(pieces: Pieces, device: torch.device) -> Pieces:
-    return {
-        name: None if piece is None else dataclasses.replace(piece, tensor=piece.tensor.to(device))
-        for name, piece in pieces.items()
-    }
+    return {name: None if piece is None else _on(device, piece) for name, piece in pieces.items()}
+
+
+def _on(device: torch.device, piece: Piece) -> Piece:
+    return dataclasses.replace(piece, tensor=piece.tensor.to(device))
 
 
 def sharded_run(member: Member, model: nn.Module, *, config: Config, options: RunOptions) -> Run:

@@ -96,7 +96,7 @@ class MethodNeverFrees(ReferenceAdapter):
 
 
 class MethodNotHooked(ReferenceAdapter):
-    """A registered method gets the inputs that it was called with, and not those with a hook for backward."""
+    """A registered method receives its inputs without the hook for backward."""
 
     name = "method-not-hooked"
 
