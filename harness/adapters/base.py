@@ -198,9 +198,13 @@ def state_pieces(state: Mapping[str, Any], cut: Cut) -> dict[str, Piece]:
         state: from keys to values; values that are no tensors are left out. A DTensor stands for its local shard.
         cut: the cut of the parameter, which is that of every tensor with dimensions.
     """
+    return {key: Piece(value, cut) if value.ndim else whole(value) for key, value in tensors_of_state(state).items()}
+
+
+def tensors_of_state(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors of one parameter's optimizer state by key; a DTensor stands for its local shard."""
     tensors = {key: value for key, value in sorted(state.items()) if isinstance(value, torch.Tensor)}
-    local = {key: value.to_local() if isinstance(value, DTensor) else value for key, value in tensors.items()}
-    return {key: Piece(value, cut) if value.ndim else whole(value) for key, value in local.items()}
+    return {key: value.to_local() if isinstance(value, DTensor) else value for key, value in tensors.items()}
 
 
 class Adapter(ABC):

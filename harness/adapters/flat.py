@@ -20,7 +20,8 @@ from shardproof.harness.adapters.base import (
     Traits,
     Units,
     inner_first,
-    whole,
+    state_pieces,
+    tensors_of_state,
 )
 from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.flat_layout import FlatLayout, Place, flat_units
@@ -178,13 +179,10 @@ class FlatAdapter(Adapter):
             return super().optimizer_state()
         found: dict[str, dict[str, Piece]] = {}
         for unit, parameter in self._held_flat:
-            state = self.optimizer.state.get(parameter, {})
-            tensors = {key: value for key, value in sorted(state.items()) if isinstance(value, torch.Tensor)}
+            state = tensors_of_state(self.optimizer.state.get(parameter, {}))
             for place in self._places_in(unit):
-                found[place.name] = {
-                    key: Piece(value[place.first : place.last], place.cut) if value.ndim else whole(value)
-                    for key, value in tensors.items()
-                }
+                parts = {key: one[place.first : place.last] if one.ndim else one for key, one in state.items()}
+                found[place.name] = state_pieces(parts, place.cut)
         return found
 
     def own_gradients(self, names: Sequence[str]) -> list[torch.Tensor]:

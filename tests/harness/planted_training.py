@@ -31,24 +31,21 @@ from shardproof.harness.adapters.reference_flat import ReferenceFlatAdapter
 Changes = tuple[tuple[Any, str, Any], ...]
 
 
-class _Planted(ReferenceAdapter):
+class _Changing:
+    changes: ClassVar[Changes] = ()
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        for owner, name, wrong in self.changes:
+            setattr(owner, name, wrong)
+        super().__init__(*args, **kwargs)
+
+
+class _Planted(_Changing, ReferenceAdapter):
     traits = dataclasses.replace(ReferenceAdapter.traits, isolation="adapter")
-    changes: ClassVar[Changes] = ()
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        for owner, name, wrong in self.changes:
-            setattr(owner, name, wrong)
-        super().__init__(*args, **kwargs)
 
 
-class _PlantedFlat(ReferenceFlatAdapter):
+class _PlantedFlat(_Changing, ReferenceFlatAdapter):
     traits = dataclasses.replace(ReferenceFlatAdapter.traits, isolation="adapter")
-    changes: ClassVar[Changes] = ()
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        for owner, name, wrong in self.changes:
-            setattr(owner, name, wrong)
-        super().__init__(*args, **kwargs)
 
 
 # Appendix A of the audit
