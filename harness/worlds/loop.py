@@ -221,6 +221,8 @@ def _examine(
     foreign = len(state.foreign_groups())
     counted = foreign if traits.process_groups == "none" else groups
     after = leftovers.picture(state.device, groups=counted, directory=state.directory)
+    if leftovers.WHILE_PENDING & leftovers.differences(before, after).keys() and state.await_watchdogs():
+        after = leftovers.picture(state.device, groups=counted, directory=state.directory)
     first = () if implementation.name in state.used else leftovers.AFTER_FIRST_USE
     for name, line in leftovers.differences(before, after).items():
         if name == "modules" and not traits.frees_models:
