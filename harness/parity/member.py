@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from shardproof.harness.adapters.base import Adapter
 from shardproof.harness.collectives.announce import Announcer
 from shardproof.harness.findings.finding import Finding, raise_first
 from shardproof.harness.findings.observations import Observations
 from shardproof.harness.parity.rank_state import RankState
+from shardproof.harness.parity.replay_cache import ReplayCache
 from shardproof.harness.tensors.trees import map_tensors
 
 
@@ -53,6 +54,11 @@ class Member:
         """Announces this rank's collectives on the world's board."""
         return self._state.announcer
 
+    @property
+    def replays(self) -> ReplayCache:
+        """The results of baselines and oracles that this rank process keeps."""
+        return self._state.replays
+
     def exchange(self, value: Any) -> list[Any]:
         """Gather one value from every rank (collective), outside the trace and outside every group under test.
 
@@ -62,9 +68,7 @@ class Member:
         Returns:
             One value per rank, in rank order.
         """
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self._state.control)
-        return values
+        return [pickle.loads(one) for one in self._state.exchange.gather(pickle.dumps(value))]
 
     def exchange_tensors(self, value: Any) -> list[Any]:
         """Gather one container of tensors from every rank (collective); see :meth:`exchange`.

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
 from shardproof.harness.adapters.base import Adapter, Config
-from shardproof.harness.adapters.replicas import DdpAdapter, ReplicatedAdapter
 from shardproof.harness.collectives.trace import Trace, count_difference, first_difference
 from shardproof.harness.findings.finding import Divergence, Finding, Location
 from shardproof.harness.findings.stages import Stage
 from shardproof.harness.models.plain import mean_square
-from shardproof.harness.parity.claims import Counts, state_numel, states_per_parameter
+from shardproof.harness.parity.claims import Counts, state_numel
 from shardproof.harness.parity.comparison import Context, StepComparison
 from shardproof.harness.parity.inputs import Inputs, as_inputs, as_microbatches
 from shardproof.harness.parity.member import Member
 from shardproof.harness.parity.oracle import Oracle, OracleStep
+from shardproof.harness.parity.replay import Baseline, Replay
 from shardproof.harness.parity.run import (
     EvaluationMode,
     Loss,
@@ -31,10 +30,6 @@ from shardproof.harness.parity.run import (
 )
 from shardproof.harness.parity.units import ROOT, UnitSize
 from shardproof.harness.tensors.trees import map_tensors
-
-Baseline = Literal["ddp", "replicated"]
-
-_BASELINES: dict[Baseline, type[Adapter]] = {"ddp": DdpAdapter, "replicated": ReplicatedAdapter}
 
 _WRONG_COLLECTIVES = "the collectives do not match the contract"
 
@@ -91,8 +86,6 @@ class Pair:
 
     Attributes:
         sharded: the run of the implementation under test.
-        baseline: the run of the baseline.
-        oracle: the float64 oracle.
     """
 
     def __init__(
@@ -100,21 +93,30 @@ class Pair:
     ) -> None:
         self._member = member
         self._position = config.data_ranks.index(member.index)
-        self.oracle = Oracle(model, optimizer=options.optimizer, clip=config.clip)
-        self._adaptive = not isinstance(self.oracle.optimizer, torch.optim.SGD)
-        unsharded = RunOptions(optimizer=options.optimizer)
-        self.baseline = Run(member, _BASELINES[baseline], copy.deepcopy(model), config=config, options=unsharded)
+        assert options.optimizer is not None, "a pair trains with an optimizer"
+        self._replay = Replay(member, model, config=config, optimizer=options.optimizer, baseline=baseline)
         self.sharded = sharded_run(member, model, config=config, options=options)
-        self.sharded.foreign = functools.partial(_storages, self.baseline.adapter.module, self.oracle.model)
+        self.sharded.foreign = functools.partial(_storages, self._replay)
         self._must_clip = options.must_clip
         self._unchecked: list[_Step | _Evaluation] = []
         self._steps = 0
+        self._state_kinds = 0
         self._step_starts: list[int] = []
 
     @property
     def runs(self) -> tuple[Run, ...]:
-        """The sharded run and the baseline."""
-        return (self.sharded, self.baseline)
+        """The sharded run, and the baseline where it was made."""
+        return (self.sharded, *self._replay.runs)
+
+    @property
+    def baseline(self) -> Run:
+        """The run of the baseline (collective at its first use)."""
+        return self._replay.expose()[0]
+
+    @property
+    def oracle(self) -> Oracle:
+        """The float64 oracle (collective at its first use)."""
+        return self._replay.expose()[1]
 
     @property
     def adapter(self) -> Adapter:
@@ -184,7 +186,7 @@ class Pair:
         # Replay all steps before comparing any: a replay is collective, and a rank that stopped at its first finding
         # would leave the other ranks waiting in the next replay.
         comparisons = [
-            self._replay(one) if isinstance(one, _Step) else self._replay_evaluation(one) for one in self._unchecked
+            self._replayed(one) if isinstance(one, _Step) else self._replayed_evaluation(one) for one in self._unchecked
         ]
         finding = None
         for comparison in comparisons:
@@ -215,24 +217,22 @@ class Pair:
         text = f"this forward did not gather {listed}, that of the first step did, as when it was never resharded"
         return dataclasses.replace(finding, text=f"{finding.text}\n  {text}")
 
-    def _replay(self, one: _Step) -> StepComparison:
-        """Train the same step with the baseline and the oracle (collective), and record the losses of all three."""
-        baseline = self.baseline.settle(self.baseline.step(_copies(one.batch), ahead=one.ahead, **one.options))
-        everyone = self._member.exchange_tensors(one.batch)
-        oracle = self.oracle.step([everyone[index] for index in self.adapter.config.data_ranks], **one.options)
+    def _replayed(self, one: _Step) -> StepComparison:
+        """Replay a step with the baseline and the oracle (collective), and record the losses of all three."""
+        replayed = self._replay.step(_copies(one.batch), options=one.options, ahead=one.ahead)
         one.sharded = self.sharded.settle(one.sharded)
-        self._assert_clipped(oracle)
+        self._state_kinds = replayed.state_kinds
+        self._assert_clipped(replayed.oracle)
         self._member.record.add_losses(
             sharded=sum(map(float, one.sharded.losses)),
-            baseline=sum(map(float, baseline.losses)),
-            oracle=sum(map(float, oracle.losses[self._position])),
+            baseline=sum(map(float, replayed.baseline.losses)),
+            oracle=sum(map(float, replayed.oracle.losses[self._position])),
         )
-        return StepComparison(one.sharded, baseline, oracle, self._context(one.number))
+        return StepComparison(one.sharded, replayed.baseline, replayed.oracle, self._context(one.number))
 
-    def _replay_evaluation(self, one: _Evaluation) -> StepComparison:
-        """Run the same forward with the baseline and the oracle."""
-        baseline = self.baseline.evaluate(_copies([one.inputs])[0], **one.options)
-        expected = self.oracle.evaluate(one.inputs, submodule=one.options["submodule"])
+    def _replayed_evaluation(self, one: _Evaluation) -> StepComparison:
+        """Replay a forward with the baseline and the oracle (collective)."""
+        baseline, expected = self._replay.evaluate(_copies([one.inputs])[0], options=one.options)
         replayed = OracleStep([[[expected]] for _ in self.adapter.config.data_ranks])
         context = dataclasses.replace(self._context(one.number), evaluates=True)
         return StepComparison(_output_alone(one.outputs), _output_alone(baseline), replayed, context)
@@ -286,7 +286,7 @@ class Pair:
         return Trace(self.sharded.trace[starts[step] : starts[step + 1]])
 
     def _context(self, step: int) -> Context:
-        assert not (self._adaptive and step), (
+        assert not (self._replay.is_adaptive and step), (
             "under an adaptive optimizer parameters are comparable only after the first step; use SGD"
         )
         config = self.adapter.config
@@ -297,7 +297,7 @@ class Pair:
             size=len(config.data_ranks),
             norm_type=config.clip.norm_type if config.clip else 2.0,
             unused_is_zero=self.adapter.traits.unused_gradient == "zero",
-            adaptive=self._adaptive,
+            adaptive=self._replay.is_adaptive,
         )
 
     def _assert_clipped(self, oracle: OracleStep) -> None:
@@ -337,17 +337,16 @@ class Pair:
 
     def _counts(self, picture: StepPicture) -> dict[str, Counts]:
         """Count what this rank holds of gradients and optimizer state, after the first step."""
-        trained = sum(value.numel() for value in self.oracle.model.parameters() if value.requires_grad)
-        kinds = states_per_parameter(self.baseline.adapter.optimizer)
+        trained = self._replay.trained_numel()
         return {
             "gradients": Counts(picture.gradient_numel, trained),
-            "optimizer": Counts(state_numel(self.adapter.optimizer), trained * kinds),
+            "optimizer": Counts(state_numel(self.adapter.optimizer), trained * self._state_kinds),
         }
 
 
-def _storages(*models: nn.Module) -> set[int]:
-    """Return the addresses of the storages of the models' parameters."""
-    return {value.untyped_storage().data_ptr() for model in models for value in model.parameters()}
+def _storages(replay: Replay) -> set[int]:
+    """Return the addresses of the storages of the parameters of the baseline and the oracle."""
+    return {value.untyped_storage().data_ptr() for model in replay.models() for value in model.parameters()}
 
 
 def _output_alone(outputs: list[torch.Tensor]) -> StepPicture:

@@ -17,8 +17,9 @@ from shardproof.harness.adapters.base import Adapter, Config
 from shardproof.harness.findings.observations import ExpectedText
 from shardproof.harness.models import optim
 from shardproof.harness.parity.member import Member
-from shardproof.harness.parity.pair import Baseline, Pair
+from shardproof.harness.parity.pair import Pair
 from shardproof.harness.parity.rank_state import RankState
+from shardproof.harness.parity.replay import Baseline
 from shardproof.harness.parity.run import Run, RunOptions, sharded_run
 
 

@@ -7,6 +7,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardproof.harness.collectives.announce import Announcer
+from shardproof.harness.parity.exchange import Exchange
+from shardproof.harness.parity.replay_cache import ReplayCache
 
 
 def process_groups() -> set[dist.ProcessGroup]:
@@ -22,11 +24,12 @@ class RankState:
         size: the number of ranks of the world.
         device: the device of this rank's tensors.
         directory: a directory of the world alone.
-        control: a gloo group of all ranks, reserved for the harness.
+        exchange: this rank's part in the harness's exchanges.
         announcer: announces this rank's collectives on the world's board.
 
     Attributes:
         used: the names of the implementations that have run in this process.
+        replays: the results of baselines and oracles that later cases may need again.
     """
 
     def __init__(
@@ -36,16 +39,17 @@ class RankState:
         size: int,
         device: torch.device,
         directory: str,
-        control: dist.ProcessGroup,
+        exchange: Exchange,
         announcer: Announcer,
     ) -> None:
         self.index = index
         self.size = size
         self.device = device
         self.directory = directory
-        self.control = control
+        self.exchange = exchange
         self.announcer = announcer
         self.used: set[str] = set()
+        self.replays = ReplayCache()
         self._groups = {group: str(group.group_name) for group in process_groups()}
         self._meshes: dict[tuple[tuple[int, ...], tuple[str, ...]], DeviceMesh] = {}
 

@@ -21,7 +21,7 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_of(part)
 
 
-def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     """Rebuild ``value`` with ``function`` applied to every tensor.
 
     Args:
@@ -31,18 +31,23 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
     Returns:
         Containers of the same types, with the replaced tensors. Other leaves are the same objects.
     """
-    if isinstance(value, torch.Tensor):
+    return map_leaves(function, value, kind=torch.Tensor)
+
+
+def map_leaves(function: Callable[[Any], Any], value: Any, *, kind: type) -> Any:
+    """Rebuild ``value`` with ``function`` applied to every instance of ``kind``; see :func:`map_tensors`."""
+    if isinstance(value, kind):
         return function(value)
     if isinstance(value, Mapping):
         rebuilt: Any = type(value)
-        return rebuilt({key: map_tensors(function, part) for key, part in value.items()})
+        return rebuilt({key: map_leaves(function, part, kind=kind) for key, part in value.items()})
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(function, part) for part in value))
+        return type(value)(*(map_leaves(function, part, kind=kind) for part in value))
     if isinstance(value, (tuple, list)):
-        return type(value)(map_tensors(function, part) for part in value)
+        return type(value)(map_leaves(function, part, kind=kind) for part in value)
     if _is_dataclass(value):
-        changed = {f.name: map_tensors(function, getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
-        return dataclasses.replace(value, **changed)
+        fields = (field.name for field in dataclasses.fields(value) if field.init)
+        return dataclasses.replace(value, **{n: map_leaves(function, getattr(value, n), kind=kind) for n in fields})
     return value
 
 

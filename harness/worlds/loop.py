@@ -7,7 +7,6 @@ import ctypes
 import datetime
 import faulthandler
 import functools
-import gc
 import importlib
 import os
 import pathlib
@@ -33,8 +32,10 @@ from shardproof.harness.collectives.board import Board
 from shardproof.harness.findings.finding import Divergence, ProtocolError
 from shardproof.harness.findings.texts import MOST_OF_A_RANK, bounded
 from shardproof.harness.findings.verdict import Verdict
+from shardproof.harness.parity.exchange import Exchange
 from shardproof.harness.parity.rank import Rank, Seeds
 from shardproof.harness.parity.rank_state import RankState
+from shardproof.harness.tensors import memory
 from shardproof.harness.worlds import casefile, leftovers
 from shardproof.harness.worlds.jobs import BOARD, DUMPED, Job, RankSpec, Result
 
@@ -70,13 +71,14 @@ def main(connection: Connection, spec: RankSpec) -> None:
         connection.send(("failed", bounded(traceback.format_exc(), MOST_OF_A_RANK)))
         return
     patches = leftovers.Patches()
-    gc.collect()
-    gc.freeze()
+    memory.retire_objects()
     connection.send(("ready", os.getpid()))
     with contextlib.suppress(EOFError, OSError):
         while (job := connection.recv()) is not None:
             connection.send(run_job(state, job, patches))
             _flush()
+            # What is alive now, the left-over check has seen; from here on it looks at later objects alone.
+            memory.retire_objects()
 
 
 def _leave_with_the_controller() -> None:
@@ -144,7 +146,8 @@ def _start(spec: RankSpec) -> RankState:
         timeout=_TIMEOUT,
         device_id=None if device.type == "cpu" else device,
     )
-    control = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+    # Constructed before the barrier, so that each rank finds the files of the others after it.
+    exchange = Exchange(pathlib.Path(spec.directory), index=spec.index, size=key.size)
     announcer = Announcer(Board(pathlib.Path(spec.directory, BOARD), key.size), rank=spec.index)
     announcer.watch_process_groups()
     state = RankState(
@@ -152,11 +155,12 @@ def _start(spec: RankSpec) -> RankState:
         size=key.size,
         device=device,
         directory=spec.directory,
-        control=control,
+        exchange=exchange,
         announcer=announcer,
     )
     state.mesh((key.size,), ("dp",))
-    dist.barrier(group=control)
+    dist.barrier()
+    exchange.connect()
     return state
 
 

@@ -1,0 +1,215 @@
+"""Replays the steps of a sharded run on the baseline and the oracle, or takes the results from the rank's cache."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from shardproof.harness.adapters.base import Adapter, Config, OptimizerFactory
+from shardproof.harness.adapters.replicas import DdpAdapter, ReplicatedAdapter
+from shardproof.harness.parity.claims import states_per_parameter
+from shardproof.harness.parity.digests import digest
+from shardproof.harness.parity.inputs import Inputs
+from shardproof.harness.parity.member import Member
+from shardproof.harness.parity.oracle import Oracle, OracleStep
+from shardproof.harness.parity.replay_cache import is_equal
+from shardproof.harness.parity.run import Run, RunOptions, StepPicture
+from shardproof.harness.tensors.trees import map_tensors
+
+Baseline = Literal["ddp", "replicated"]
+
+_BASELINES: dict[Baseline, type[Adapter]] = {"ddp": DdpAdapter, "replicated": ReplicatedAdapter}
+
+#: The fields of ``Config`` that no baseline looks at: how the implementation under test shards.
+_SHARDING = frozenset({"mesh", "units", "reshard_after_forward", "accumulation", "offload", "flat_parameters"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Replayed:
+    """The results of one step.
+
+    Attributes:
+        baseline: the baseline's step, as full tensors.
+        oracle: the oracle's step.
+        state_kinds: how many tensors the baseline's optimizer keeps for one parameter.
+    """
+
+    baseline: StepPicture
+    oracle: OracleStep
+    state_kinds: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Request:
+    """A step or an evaluation to replay.
+
+    Attributes:
+        is_step: whether this is a training step.
+        everyone: the microbatches of every rank, or the arguments of every rank.
+        options: further arguments for the baseline and the oracle.
+        ahead: as for :meth:`Pair.step`.
+    """
+
+    is_step: bool
+    everyone: list[Any]
+    options: dict[str, Any]
+    ahead: int
+
+
+class Replay:
+    """The baseline and the oracle of one sharded run, made when a result is not in the cache.
+
+    Every rank must call the methods that are marked as collective.
+
+    Args:
+        member: this rank.
+        model: the model before sharding; it is copied.
+        config: how the run is sharded.
+        optimizer: the optimizer of all three.
+        baseline: which baseline.
+    """
+
+    def __init__(
+        self, member: Member, model: nn.Module, *, config: Config, optimizer: OptimizerFactory, baseline: Baseline
+    ) -> None:
+        self._member = member
+        self._config = config
+        self._optimizer = optimizer
+        self._baseline = baseline
+        self._initial = copy.deepcopy(model)
+        self._made: tuple[Run, Oracle] | None = None
+        #: What the two have not replayed yet, because the results were in the cache.
+        self._behind: list[_Request] = []
+        self._key = self._first_key()
+        self.is_adaptive = not isinstance(optimizer(self._initial.parameters()), torch.optim.SGD)
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """The baseline's run, if it was made."""
+        return () if self._made is None else (self._made[0],)
+
+    def models(self) -> tuple[nn.Module, ...]:
+        """The models whose memory no other run may use."""
+        return (self._initial,) if self._made is None else (self._made[0].adapter.module, self._made[1].model)
+
+    def trained_numel(self) -> int:
+        """The number of elements of the parameters that are trained."""
+        return sum(value.numel() for value in self.models()[-1].parameters() if value.requires_grad)
+
+    def expose(self) -> tuple[Run, Oracle]:
+        """Return the baseline and the oracle as they are now, for a case that looks at or changes them (collective).
+
+        From here on the results of this pair are neither taken from the cache nor kept in it.
+        """
+        self._key = None
+        self._catch_up()
+        return self._make()
+
+    def step(self, microbatches: list[Inputs], *, options: dict[str, Any], ahead: int) -> Replayed:
+        """Replay a training step (collective).
+
+        Args:
+            microbatches: this rank's.
+            options: further arguments for the step of the baseline and of the oracle.
+            ahead: as for :meth:`Pair.step`.
+        """
+        replayed: Replayed = self._result(True, microbatches, options, ahead)
+        return replayed
+
+    def evaluate(self, inputs: Inputs, *, options: dict[str, Any]) -> tuple[list[torch.Tensor], Any]:
+        """Replay a forward without autograd (collective).
+
+        Args:
+            inputs: this rank's arguments.
+            options: the mode and the submodule.
+
+        Returns:
+            The tensors of the baseline's output, and the oracle's output.
+        """
+        outputs: tuple[list[torch.Tensor], Any] = self._result(False, inputs, options, 0)
+        return outputs
+
+    def _result(self, is_step: bool, mine: Any, options: dict[str, Any], ahead: int) -> Any:
+        cache = self._member.replays
+        request_key = digest((is_step, mine, options, ahead))
+        key = None if self._key is None or request_key is None else self._key + request_key
+        gathered = self._member.exchange_tensors((cache.version, key, mine))
+        versions, keys, everyone = zip(*gathered, strict=True)
+        if len(set(versions)) > 1:  # a rank failed between two results: what the ranks have may differ
+            cache.clear(version=max(versions) + 1)
+        self._key = None if None in keys else hashlib.blake2b(b"".join(keys), digest_size=16).digest()
+        self._behind.append(_Request(is_step, list(everyone), options, ahead))
+        found = None if self._key is None else cache.get(self._key)
+        if found is not None and not cache.is_due:
+            return found.unpack()
+        before = _random_state(self._member.device)
+        result = self._catch_up()
+        if found is not None and not is_equal(found.unpack(), result):
+            raise RuntimeError(
+                "the baseline and the oracle, computed again, differ from those of a case with the same model, "
+                "batches and options: their results depend on something that the cache's key leaves out"
+            )
+        if not torch.equal(before, _random_state(self._member.device)):
+            self._key = None  # a result that draws random numbers belongs to this case alone
+        if found is None and self._key is not None:
+            cache.put(self._key, result)
+        return result
+
+    def _catch_up(self) -> Any:
+        """Replay what has not been replayed yet, and return the last result."""
+        result = None
+        behind, self._behind = self._behind, []
+        for request in behind:
+            result = self._compute(request)
+        return result
+
+    def _compute(self, request: _Request) -> Any:
+        baseline, oracle = self._make()
+        mine = map_tensors(torch.clone, request.everyone[self._member.index])
+        if not request.is_step:
+            expected = oracle.evaluate(mine, submodule=request.options["submodule"])
+            return baseline.evaluate(map_tensors(torch.clone, mine), **request.options), expected
+        picture = baseline.settle(baseline.step(mine, ahead=request.ahead, **request.options))
+        batches = [request.everyone[index] for index in self._config.data_ranks]
+        expected = oracle.step(batches, **request.options)
+        kinds = states_per_parameter(baseline.adapter.optimizer)
+        return Replayed(dataclasses.replace(picture, evidence=None), expected, kinds)
+
+    def _make(self) -> tuple[Run, Oracle]:
+        if self._made is None:
+            oracle = Oracle(self._initial, optimizer=self._optimizer, clip=self._config.clip)
+            options = RunOptions(optimizer=self._optimizer)
+            kind = _BASELINES[self._baseline]
+            self._made = Run(self._member, kind, self._initial, config=self._config, options=options), oracle
+        return self._made
+
+    def _first_key(self) -> bytes | None:
+        """Return a digest of what shapes the results before the first step, or None if they must not be kept."""
+        if self._member.implementation.traits.isolation != "shared":
+            return None  # the adapter may have patched torch for good
+        config, device = self._config, self._member.device
+        fields = {field.name for field in dataclasses.fields(config)} - _SHARDING
+        return digest(
+            (
+                self._initial,
+                self._baseline,
+                self._optimizer,
+                {name: getattr(config, name) for name in sorted(fields)},
+                (config.mesh.mesh.tolist(), config.mesh.mesh_dim_names, str(device), self._member.index),
+                (torch.get_default_dtype(), torch.get_default_device(), torch.get_float32_matmul_precision()),
+                (torch.are_deterministic_algorithms_enabled(), torch.is_autocast_enabled(device.type)),
+            )
+        )
+
+
+def _random_state(device: torch.device) -> torch.Tensor:
+    """The states of the generators that a model may draw from."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return torch.cat(states)
