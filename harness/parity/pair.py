@@ -11,7 +11,7 @@ from torch import nn
 
 from shardproof.harness.adapters.base import Adapter, Config
 from shardproof.harness.collectives.trace import Trace, count_difference, first_difference
-from shardproof.harness.findings.finding import Divergence, Finding, Location
+from shardproof.harness.findings.finding import Divergence, Finding, Location, raise_first
 from shardproof.harness.findings.stages import Stage
 from shardproof.harness.models.plain import mean_square
 from shardproof.harness.parity.claims import Counts, state_numel
@@ -197,8 +197,7 @@ class Pair:
                 break
         steps = [(one.number, one.sharded) for one in self._unchecked if isinstance(one, _Step)]
         self._unchecked.clear()
-        self._member.agree(finding, title="the sharded run diverges from the baseline")
-        self._check_evidence_and_collectives(steps)
+        self._agree(finding, steps)
         self.sharded.perturbation.assert_met()
 
     def _with_units_not_gathered(self, finding: Finding, step: int) -> Finding:
@@ -314,24 +313,26 @@ class Pair:
                 f"must_clip=False expects a total norm below {clip.max_norm:g}, not {oracle.norm}"
             )
 
-    def _check_evidence_and_collectives(self, steps: list[tuple[int, StepPicture]]) -> None:
-        """Check over all ranks that the pieces of these steps cover the model, and that collectives match (collective).
+    def _agree(self, finding: Finding | None, steps: list[tuple[int, StepPicture]]) -> None:
+        """Raise on every rank what any rank has found, in one exchange (collective).
 
-        All members of a group must issue the same sequence on it; otherwise a collective cannot complete.
+        Then check over all ranks that the pieces of these steps cover the model, and that collectives match: all
+        members of a group must issue the same sequence on it; otherwise a collective cannot complete.
         """
-        shown = [picture.show(step=step) for step, picture in steps]
+        shown = [picture.show(step=step) for step, picture in steps] if finding is None else []
         if (
-            steps
+            shown
             and steps[0][0] == 0
             and steps[0][1].parameters
             and self.sharded.evidence.sizes.can_tell
             and self.adapter.config.shard_size > 1
         ):
             shown[0].counts.update(self._counts(steps[0][1]))
-        everyone = self._member.exchange((shown, self.sharded.trace))
+        everyone = self._member.exchange((finding, shown, self.sharded.trace))
+        raise_first([found for found, _, _ in everyone], title="the sharded run diverges from the baseline")
         for index in range(len(steps)):
-            self.sharded.evidence.judge([shown[index] for shown, _ in everyone])
-        difference = first_difference([trace for _, trace in everyone])
+            self.sharded.evidence.judge([shown[index] for _, shown, _ in everyone])
+        difference = first_difference([trace for _, _, trace in everyone])
         if difference is not None:
             raise Divergence(f"collectives differ between ranks: {difference.text}", difference.location)
 

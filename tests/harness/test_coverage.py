@@ -137,7 +137,7 @@ def test_spans():
 
 @world(2)
 def test_evidence_costs_no_exchange(rank: Rank):
-    """A check exchanges batches, findings and traces, as before; evidence travels with the traces."""
+    """A check exchanges batches once, and findings, evidence and traces together."""
     pair = rank.pair(models.Tower(dim=9))
     sent = []
     exchange = rank.exchange
@@ -146,8 +146,8 @@ def test_evidence_costs_no_exchange(rank: Rank):
         sent.clear()
         pair.step(rank.batch(step, (2, 9)))
         pair.check()
-        assert len(sent) == 3, sent
-        (shown,), _ = sent[-1]
+        assert len(sent) == 2, sent
+        _, (shown,), _ = sent[-1]
         assert bool(shown.spans) == (step == 0), "each tensor is shown once"
 
 
