@@ -173,6 +173,7 @@ class CaseRecord:
         losses: the loss of each step, by run.
         distances: the errors against the oracle.
         collectives: the traces of all ranks; ranks with the same trace share one.
+        spent: the seconds of each activity, the mean of the ranks.
         attempt: 1, or more if the case was run again.
         shortened: the fields that were emptied because the record was too large.
     """
@@ -193,6 +194,7 @@ class CaseRecord:
     losses: Mapping[str, tuple[float, ...]]
     distances: tuple[Distance, ...]
     collectives: tuple[Trace, ...]
+    spent: Mapping[str, float]
     attempt: int = 1
     shortened: tuple[str, ...] = ()
 
@@ -230,6 +232,7 @@ class CaseRecord:
             losses=fields.mapping("losses", _numbers),
             distances=fields.items("distances", Distance.parse),
             collectives=fields.items("collectives", Trace.parse),
+            spent=fields.mapping("spent", number),
             attempt=fields.optional("attempt", 1),
             shortened=fields.items("shortened", text),
         )

@@ -70,6 +70,7 @@ class Observations:
         trace: the collectives of the implementation's runs, one line each.
         compares_collectives: whether the members of a group must have issued the same collectives on it.
         expected_texts: the texts to compare with inline literals, in the order of the calls.
+        spent: the seconds of each activity of the rank.
     """
 
     losses: dict[str, list[float]] = dataclasses.field(default_factory=dict)
@@ -77,6 +78,7 @@ class Observations:
     trace: list[str] = dataclasses.field(default_factory=list)
     compares_collectives: bool = True
     expected_texts: list[ExpectedText] = dataclasses.field(default_factory=list)
+    spent: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def add_losses(self, **by_run: float) -> None:
         """Append the losses of one step.

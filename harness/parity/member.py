@@ -13,6 +13,7 @@ from shardproof.harness.findings.finding import Finding, raise_first
 from shardproof.harness.findings.observations import Observations
 from shardproof.harness.parity.rank_state import RankState
 from shardproof.harness.parity.replay_cache import ReplayCache
+from shardproof.harness.parity.stopwatch import Stopwatch
 from shardproof.harness.tensors.trees import map_tensors
 
 
@@ -59,6 +60,11 @@ class Member:
         """The results of baselines and oracles that this rank process keeps."""
         return self._state.replays
 
+    @property
+    def stopwatch(self) -> Stopwatch:
+        """Measures where this rank's time goes."""
+        return self._state.stopwatch
+
     def exchange(self, value: Any) -> list[Any]:
         """Gather one value from every rank (collective), outside the trace and outside every group under test.
 
@@ -68,7 +74,10 @@ class Member:
         Returns:
             One value per rank, in rank order.
         """
-        return [pickle.loads(one) for one in self._state.exchange.gather(pickle.dumps(value))]
+        mine = pickle.dumps(value)
+        with self.stopwatch.during("waiting"):
+            everyone = self._state.exchange.gather(mine)
+        return [pickle.loads(one) for one in everyone]
 
     def exchange_tensors(self, value: Any) -> list[Any]:
         """Gather one container of tensors from every rank (collective); see :meth:`exchange`.

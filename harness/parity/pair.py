@@ -154,7 +154,8 @@ class Pair:
         # implementation has zeros for unused parameters, the baseline and the oracle must keep zeros as well.
         filled = options | {"set_to_none": set_to_none and self.adapter.traits.unused_gradient == "none"}
         self._step_starts.append(len(self.sharded.trace))
-        sharded = self.sharded.step(_copies(mine), ahead=ahead, **options)
+        with self._member.stopwatch.during("training"):
+            sharded = self.sharded.step(_copies(mine), ahead=ahead, **options)
         self._unchecked.append(_Step(self._steps, sharded, mine, ahead, filled))
         self._steps += 1
 
@@ -185,20 +186,25 @@ class Pair:
         assert self._unchecked, "nothing to check: no step since the last check"
         # Replay all steps before comparing any: a replay is collective, and a rank that stopped at its first finding
         # would leave the other ranks waiting in the next replay.
-        comparisons = [
-            self._replayed(one) if isinstance(one, _Step) else self._replayed_evaluation(one) for one in self._unchecked
-        ]
-        finding = None
-        for comparison in comparisons:
-            finding = comparison.first_finding()
-            self._member.record.add_distances(comparison.measured)
-            if finding is not None:
-                finding = self._with_units_not_gathered(finding, comparison.context.step)
-                break
+        with self._member.stopwatch.during("replaying"):
+            comparisons = [
+                self._replayed(one) if isinstance(one, _Step) else self._replayed_evaluation(one)
+                for one in self._unchecked
+            ]
+        with self._member.stopwatch.during("comparing"):
+            finding = self._first_finding(comparisons)
         steps = [(one.number, one.sharded) for one in self._unchecked if isinstance(one, _Step)]
         self._unchecked.clear()
         self._agree(finding, steps)
         self.sharded.perturbation.assert_met()
+
+    def _first_finding(self, comparisons: list[StepComparison]) -> Finding | None:
+        for comparison in comparisons:
+            finding = comparison.first_finding()
+            self._member.record.add_distances(comparison.measured)
+            if finding is not None:
+                return self._with_units_not_gathered(finding, comparison.context.step)
+        return None
 
     def _with_units_not_gathered(self, finding: Finding, step: int) -> Finding:
         """Add the units that this step's forward did not gather, although that of the first step did.

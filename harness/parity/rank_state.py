@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardproof.harness.collectives.announce import Announcer
 from shardproof.harness.parity.exchange import Exchange
 from shardproof.harness.parity.replay_cache import ReplayCache
+from shardproof.harness.parity.stopwatch import Stopwatch
 
 
 def process_groups() -> set[dist.ProcessGroup]:
@@ -29,6 +30,7 @@ class RankState:
 
     Attributes:
         used: the names of the implementations that have run in this process.
+        stopwatch: measures where the time of a case goes.
         replays: the results of baselines and oracles that later cases may need again.
     """
 
@@ -50,6 +52,7 @@ class RankState:
         self.announcer = announcer
         self.used: set[str] = set()
         self.replays = ReplayCache()
+        self.stopwatch = Stopwatch()
         self._groups = {group: str(group.group_name) for group in process_groups()}
         self._meshes: dict[tuple[tuple[int, ...], tuple[str, ...]], DeviceMesh] = {}
 

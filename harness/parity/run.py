@@ -380,11 +380,14 @@ def sharded_run(member: Member, model: nn.Module, *, config: Config, options: Ru
         Divergence: on every rank, if any rank holds more parameter bytes than its share.
     """
     traits = member.implementation.traits
-    before = memory.held_bytes(member.device) - memory.bytes_of(model.parameters())
-    run = Run(member, member.implementation, model, config=config, options=options)
+    with member.stopwatch.during("leftovers"):
+        before = memory.held_bytes(member.device) - memory.bytes_of(model.parameters())
+    with member.stopwatch.during("sharding"):
+        run = Run(member, member.implementation, model, config=config, options=options)
     sizes = run.evidence.sizes
     if "parameters" in traits.shards and sizes.share and config.shard_size > 1:
-        held = memory.held_bytes(member.device) - before
+        with member.stopwatch.during("leftovers"):
+            held = memory.held_bytes(member.device) - before
         counts = claims.Counts(claims.registered_numel(run.adapter) if sizes.can_tell else None, sizes.numel)
         text = f"holds {held} bytes of parameters after sharding; its share is {sizes.byte_share}"
         finding = Finding(Location(stage=Stage.SHARDING, rank=member.index), text) if held > sizes.byte_limit else None

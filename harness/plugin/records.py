@@ -52,6 +52,7 @@ class CaseRecord:
         losses: from the name of a run, such as "oracle", to its loss in each step; those of rank 0.
         distances: for each step and stage, the distance to the oracle that used most of what is allowed, on any rank.
         collectives: each distinct trace, with the ranks that issued it.
+        spent: the seconds of each activity, the mean of the ranks.
         outputs: what each rank printed; attached to pytest's report and left out of the run file.
     """
 
@@ -73,6 +74,7 @@ class CaseRecord:
     losses: dict[str, list[float]] = dataclasses.field(default_factory=dict)
     distances: list[Measured] = dataclasses.field(default_factory=list)
     collectives: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    spent: dict[str, float] = dataclasses.field(default_factory=dict)
     outputs: list[str] = dataclasses.field(default_factory=list)
 
     def take(self, outcome: Outcome) -> None:
@@ -99,6 +101,7 @@ class CaseRecord:
         self.losses = results[0].observations.losses
         self.distances = _worst(results)
         self.collectives = _shared_traces(results)
+        self.spent = _mean_spent(results)
 
     def fail_if(self, text: str | None) -> None:
         """Turn a pass into a failure if there is a reason.
@@ -180,6 +183,12 @@ def _worst(results: Sequence[Result]) -> list[Measured]:
     for result in results:
         keep_worst(worst, result.observations.distances.values())
     return list(worst.values())
+
+
+def _mean_spent(results: Sequence[Result]) -> dict[str, float]:
+    spent = [result.observations.spent for result in results]
+    names = sorted({name for one in spent for name in one})
+    return {name: round(sum(one.get(name, 0.0) for one in spent) / len(spent), 4) for name in names}
 
 
 def _different_collectives(results: Sequence[Result]) -> str | None:

@@ -181,10 +181,12 @@ def run_job(state: RankState, job: Job, patches: leftovers.Patches) -> Result:
     except Exception:
         result.verdict, result.text = Verdict.HARNESS_ERROR, bounded(traceback.format_exc(), MOST_OF_A_RANK)
         return result
+    state.stopwatch.restart()
     state.announcer.start_job(job.number, checking=job.check_collectives, patience=job.deadline)
     _shorten_output()
     groups = state.foreign_groups()
-    before = leftovers.picture(state.device, groups=len(groups), directory=state.directory)
+    with state.stopwatch.during("leftovers"):
+        before = leftovers.picture(state.device, groups=len(groups), directory=state.directory)
     seeds = Seeds(job.init_seed, job.data_seed)
     with pytest.MonkeyPatch.context() as monkeypatch:
         tmp_path = pathlib.Path(job.tmp_path)
@@ -197,7 +199,9 @@ def run_job(state: RankState, job: Job, patches: leftovers.Patches) -> Result:
             if result.verdict == Verdict.PASS:
                 _finish_queued(state.device)
     result.observations = rank.record
-    _examine(result, state, implementation, before=before, groups=len(groups))
+    with state.stopwatch.during("leftovers"):
+        _examine(result, state, implementation, before=before, groups=len(groups))
+    rank.record.spent = state.stopwatch.stop()
     # An adapter that has processes to itself may change them.
     if implementation.traits.isolation == "shared" and (replaced := patches.found()):
         result.left_behind.append(f"patched: {', '.join(replaced)}")
