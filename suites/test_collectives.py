@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from collections.abc import Sequence
 
 import pytest
 
 from shardproof.harness import Capability, contract, models, needs, world
+from shardproof.harness.adapters.base import Accumulation
 from shardproof.harness.parity import Pair, Rank
 from shardproof.harness.plugin.axes import RESHARD_ROOT
 
@@ -155,6 +158,28 @@ def test_bytes_of_a_step(rank: Rank, reshard_after_forward: bool | int | None) -
             f"step {step} moved {moved} bytes; with {full} bytes of parameters at most {limit} are needed:\n"
             f"{trace.render()}"
         )
+
+
+@contract("COLLECTIVES-10")
+@world(4)
+@needs(Capability.COUNTED_UNITS, Capability.HYBRID, Capability.DEFERRED_ALL_REDUCE)
+def test_deferred_all_reduce_is_taken_back(rank: Rank) -> None:
+    """Where only the all-reduce was deferred, the setting that all gradients are reduced takes that back."""
+    model = models.Tower(dim=9, depth=DEPTH)
+    mesh = rank.mesh((2, 2), ("replicate", "shard"))
+    pair = rank.pair(model, units=model.units(), mesh=mesh, microbatches=2, accumulation=Accumulation())
+    adapter, context = pair.adapter, pair.adapter.microbatch
+
+    def microbatch(*, is_last: bool) -> contextlib.AbstractContextManager[None]:
+        how = Accumulation(skips="reduction" if is_last else "all-reduce")
+        adapter.config = dataclasses.replace(adapter.config, accumulation=how)
+        return context(is_last=is_last)
+
+    rank.monkeypatch.setattr(adapter, "microbatch", microbatch)
+    for step in range(3):
+        pair.step([rank.batch(step, (4, 9), microbatch=number) for number in range(2)], set_to_none=step % 2 == 0)
+        pair.check()
+        pair.check_counts("backward", all_gather=2 * DEPTH, reduce_scatter=2 * UNITS, all_reduce=UNITS)
 
 
 def _sizes(pair: Pair) -> Sequence[tuple[int, int]]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
 from shardproof.harness import Capability, contract, needs, world
 from shardproof.harness.findings.finding import step_label
+from shardproof.harness.models import shapes
 from shardproof.harness.parity import Rank, exact_difference
 
 pytestmark = needs(Capability.CAST_AFTER_INIT)
@@ -17,29 +17,6 @@ ROWS = 7
 TINY = 2.0**-23
 #: Of the gradients of all ranks; the largest float16 is 65504.
 LARGE_SUM = 81920
-
-
-class Scales(nn.Module):
-    """Two units of one weight each; the gradient of either weight is the input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Scale()
-        self.weight = nn.Parameter(torch.ones(ROWS, 4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.stack([self.inner(x), x * self.weight])
-
-
-class Scale(nn.Module):
-    """Multiplies by a weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(ROWS, 4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.weight
 
 
 @contract("PRECISION-4")
@@ -68,12 +45,12 @@ def average(rank: Rank, shape: tuple[int, int] | None) -> None:
     """
     size = rank.world_size
     mesh = rank.mesh(shape, ("replicate", "shard")) if shape else None
-    run = rank.run(Scales(), units=[["inner"]], mesh=mesh, cast=torch.float16)
+    run = rank.run(shapes.TwoScales(ROWS, 4, 4), units=[["low"]], mesh=mesh, cast=torch.float16)
     mine, averaged = torch.full((2, ROWS, 4), TINY, dtype=torch.float16, device=rank.device)
     averaged[::2] = LARGE_SUM / size
     mine[::2] = LARGE_SUM / size + 64 * (rank.index - (size - 1) / 2)
     for step in range(2):
-        run.forward_backward((mine,), loss=lambda output: output.float().sum())
+        run.forward_backward((mine,), loss=torch.sum)
         for name, piece in run.adapter.gradients().items():
             where = f"gradient of {name!r} in {step_label(step)}"
             assert piece is not None, f"{where}: there is none"

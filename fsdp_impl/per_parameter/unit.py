@@ -125,6 +125,9 @@ class Unit(_State):
         self.iteration.forward_root = self
         if self.is_root and self.iteration.order is not None:
             self.iteration.order.begin(training=self.modules[0].training)
+        for group in _groups(self.iteration.units):
+            # Kept after a forward without a backward, and the optimizer has stepped since.
+            group.drop_stale()
         # Gathers read the sharded parameters, which the optimizer wrote on the current stream, or before the event.
         event, self.iteration.post_optim_event = self.iteration.post_optim_event, None
         if event is None:

@@ -288,3 +288,35 @@ class _ReturnsView(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         both: torch.Tensor = self.back(torch.tanh(self.into(x)))
         return both.view(2 * x.shape[0], x.shape[1])[: x.shape[0]]
+
+
+class TwoScales(nn.Module):
+    """A unit ``low`` and a root that multiply their inputs by a weight, so that a gradient is the input itself.
+
+    ``low`` computes in the dtype of its weight, which may be another than the root's.
+
+    Input: (rows, columns). Output: (rows, low + columns), in float32 or wider.
+
+    Args:
+        rows: the first dimension of both weights.
+        low: the second dimension of the weight of ``low``, at most ``columns``.
+        columns: that of the weight of the root.
+    """
+
+    def __init__(self, rows: int, low: int, columns: int) -> None:
+        super().__init__()
+        self.low = _Scale(rows, low)
+        self.weight = nn.Parameter(torch.ones(rows, columns))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.low(x), x * self.weight], dim=1)
+
+
+class _Scale(nn.Module):
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(rows, columns))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        part = x[:, : self.weight.shape[1]].to(self.weight.dtype) * self.weight
+        return part.float()

@@ -1,4 +1,4 @@
-"""Adapters of a reference of which one place is edited: bugs that the suites let live until a case was written for them.
+"""Adapters of a reference of which one place is edited: bugs that had lived until a case was written for them.
 
 They lie in the division of gradients, in dtypes, in settings that are taken back, in prefetching and in evaluation.
 """
@@ -22,9 +22,7 @@ PER_PARAMETER = {
     "divided-by-the-root-of-shards": Edit(
         "common.divide:divide", "before = _near_square_root(divisor)", "before = _near_square_root(shard_size)"
     ),
-    "divided-before": Edit(
-        "common.divide:divide", "before = _near_square_root(divisor)", "before = divisor"
-    ),
+    "divided-before": Edit("common.divide:divide", "before = _near_square_root(divisor)", "before = divisor"),
     "divided-after": Edit("common.divide:divide", "before = _near_square_root(divisor)", "before = 1"),
     "not-divided-before": Edit(
         "per_parameter.reduction:Reducer._reduce_scatter", "    divide.scale(contributions, division.before)\n", ""
@@ -40,12 +38,61 @@ PER_PARAMETER = {
     "half-range-is-wide": Edit(
         "common.divide:divide", "if dtype in _WIDE_RANGE:", "if dtype in (*_WIDE_RANGE, torch.float16):"
     ),
+    # The norm of gradients of several dtypes.
+    "norms-in-half": Edit(
+        "common.norm:_norms", "torch.promote_types(tensor.dtype, torch.float32) for tensor", "tensor.dtype for tensor"
+    ),
+    "shares-in-float32": Edit("common.norm:local_share", "norm.to(device, torch.float64)", "norm.to(device).float()"),
+    "norm-in-the-first-dtype": Edit(
+        "common.clip:clip_grad_norm_",
+        "(grad.dtype for grad in grads), torch.float32)",
+        "[min((grad.dtype for grad in grads), key=lambda dtype: dtype.itemsize)])",
+    ),
+    "one-dtype-scaled": Edit(
+        "common.clip:_scale",
+        "    for (device, _), members in by_kind.items():",
+        "    for (device, _), members in [*by_kind.items()][:1]:",
+    ),
+    "kinds-by-device": Edit(
+        "common.clip:_scale",
+        "by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)",
+        "by_kind[tensor.device, None] = [tensor]",
+    ),
+    "shares-overwritten": Edit(
+        "common.clip:clip_grad_norm_",
+        "by_groups.setdefault(sharding_groups(grad), []).append(grad)",
+        "by_groups[sharding_groups(grad)] = [one for one in grads if one.dtype == grad.dtype]",
+    ),
+    # Values that stay gathered over an optimizer's step.
+    "stale-values-kept": Edit(
+        "per_parameter.unit:Unit._root_pre_forward", "        group.drop_stale()\n", "        pass\n"
+    ),
+    "stale-smaller-shards-kept": Edit(
+        "per_parameter.group:ParamGroup.drop_stale",
+        "self.residence is not Residence.SHARDED",
+        "self.residence is Residence.UNSHARDED",
+    ),
+    "steps-not-counted": Edit(
+        "per_parameter.shards:Shards.version", "sum(param.sharded._version for param in self.params) + ", ""
+    ),
+    # Settings.
+    "sync-leaves-all-reduce": Edit(
+        "per_parameter.settings:Settings.set_requires_gradient_sync",
+        "        group.options.all_reduce_grads = requires_gradient_sync\n",
+        "",
+    ),
 }
 
 FLAT = {
-    "flat-replicas-not-divided": Edit(
-        "flat.reduction:Reducer._division", ", self._group.ranks.replicate_size)", ")"
+    "flat-stale-values-kept": Edit(
+        "flat.group:FlatGroup.is_stale", "self._version() != self._gathered_version or ", ""
     ),
+    "flat-norm-in-float32": Edit(
+        "flat.clip:clip_grad_norm",
+        "wide = reduce(torch.promote_types, [grad.dtype for grad in grads], torch.float32)",
+        "wide = torch.float32",
+    ),
+    "flat-replicas-not-divided": Edit("flat.reduction:Reducer._division", ", self._group.ranks.replicate_size)", ")"),
     "flat-not-divided-before": Edit(
         "flat.reduction:Reducer._reduce_scatter", "    divide.scale(contributions, division.before)\n", ""
     ),
