@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
+import torch
 
 from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.adapters.base import Accumulation
+from shardproof.harness.findings.finding import step_label
+from shardproof.harness.models.ties import RepeatedTower
 from shardproof.harness.parity import Pair, Rank
 from shardproof.harness.plugin.axes import RESHARD_ROOT
 
@@ -84,6 +88,50 @@ backward  reduce_scatter  float32      400 B  ranks 0-1  (root)
 backward  reduce_scatter  float32     1480 B  ranks 0-1  layers.0
 """,
     )
+
+
+@contract("COLLECTIVES-4")
+@world(2)
+@needs(Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD, Capability.MULTIPLE_FORWARD)
+@pytest.mark.parametrize("model", [models.Tower, RepeatedTower], ids=["once", "twice"])
+def test_backward_gathers_one_unit_ahead(rank: Rank, model: Callable[[int], models.Tower]) -> None:
+    """While a layer computes its gradients, the one that follows is gathered, and no other: by the order of forward.
+
+    Layers that run twice follow each other twice. They may be freed after each of their backwards or after the last.
+    """
+    tower = model(9)
+    pair = rank.pair(tower, units=tower.units(), reshard_after_forward=True)
+    ran: list[str] = []
+    found: list[tuple[str, list[str]]] = []
+
+    def gathered() -> list[str]:
+        items = [item for item in pair.last_trace() if (item.phase, item.kind) == ("backward", "all_gather")]
+        return [item.unit for item in items if item.unit.startswith("layers.")]
+
+    def watch(name: str) -> Callable[[Any, Any, torch.Tensor], None]:
+        def hook(module: Any, args: Any, output: torch.Tensor) -> None:
+            ran.append(name)
+            output.register_hook(lambda gradient: found.append((name, gathered())))
+
+        return hook
+
+    for index in range(DEPTH):
+        pair.adapter.submodule(f"layers.{index}.in_proj").register_forward_hook(watch(f"layers.{index}"))
+    for step in range(2):
+        ran.clear()
+        found.clear()
+        pair.step(rank.batch(step, (4, 9)))
+        order = ran[::-1]
+        # Freed after the last of its backwards, a layer is gathered once.
+        needed = order if len(gathered()) == len(order) else list(dict.fromkeys(order))
+        for number, (name, units) in enumerate(found):
+            assert name == order[number], f"layers compute their gradients in the order {[name for name, _ in found]}"
+            assert units == needed[: number + 2], (
+                f"while backward {number} of {len(order)}, of {name}, computes in {step_label(step)}, gathered are "
+                f"{units} instead of {needed[: number + 2]}"
+            )
+        assert len(found) == len(order)
+        pair.check()
 
 
 @contract("COLLECTIVES-6")

@@ -89,6 +89,22 @@ def test_frozen_units_are_freed_in_backward(rank: Rank, what: str) -> None:
         pair.check()
 
 
+@contract("FROZEN-5")
+@world(2)
+@needs(Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD)
+def test_backward_gathers_no_unit_in_vain(rank: Rank) -> None:
+    """Frozen units before the first trainable one have no backward, and are gathered in forward alone."""
+    model = models.Tower(dim=9, depth=DEPTH)
+    _freeze(dict(model.named_parameters()), lambda name: name.startswith(("layers.0.", "layers.1.")))
+    pair = rank.pair(model, units=model.units(), reshard_after_forward=True)
+    for step in range(2):
+        pair.step(rank.batch(step, (4, 9)))
+        gathered = [item.unit for item in pair.last_trace() if (item.phase, item.kind) == ("backward", "all_gather")]
+        layers = [unit for unit in gathered if unit.startswith("layers.")]
+        assert layers == ["layers.2"], f"the backward of {step_label(step)} gathers {gathered}"
+        pair.check()
+
+
 @contract("FROZEN-4")
 @world(2, 4)
 @needs(Capability.UNUSED_OUTPUT)  # an implementation that, like DDP, decides at construction what it reduces lacks it

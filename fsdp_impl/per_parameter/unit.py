@@ -9,7 +9,7 @@ from torch.distributed._composable_state import _State
 
 from fsdp_impl.common import hooks, streams
 from fsdp_impl.common.comm_context import CommContext
-from fsdp_impl.common.containers import map_tensors
+from fsdp_impl.common.containers import map_tensors, tensors_requiring_grad
 from fsdp_impl.common.phase import Phase
 from fsdp_impl.common.policies import MixedPrecisionPolicy
 from fsdp_impl.per_parameter import gradients, lazy_init, precision, prefetch, registry
@@ -155,7 +155,8 @@ class Unit(_State):
             # Recomputation inside backward neither ends the life of the parameters nor is a forward to prefetch for.
             if not hooks.in_backward():
                 self.group.reshard()
-                prefetch.record_forward(self.group, self.iteration)
+                if torch.is_grad_enabled() and tensors_requiring_grad(output):
+                    prefetch.record_forward(self.group, self.iteration)
             self.group.phase = Phase.IDLE
         hooks.call_before_backward(self._pre_backward, output)
         self.phase = Phase.IDLE

@@ -81,12 +81,51 @@ PER_PARAMETER = {
         "        group.options.all_reduce_grads = requires_gradient_sync\n",
         "",
     ),
+    # Prefetching.
+    "first-place-of-two": Edit("per_parameter.prefetch:_pop_index", "forward_indices.pop()", "forward_indices.pop(0)"),
+    "one-unit-skipped": Edit("per_parameter.prefetch:prefetch_previous", "index - 1]", "index - 2]"),
+    "prefetched-in-vain": Edit(
+        "per_parameter.unit:Unit._complete_forward",
+        "if torch.is_grad_enabled() and tensors_requiring_grad(output):",
+        "if True:",
+    ),
+    # Containers.
+    "late-fields-not-seen": Edit(
+        "common.containers:map_tensors", "if hasattr(value, field.name)", "if field.init and hasattr(value, field.name)"
+    ),
+    # NaN.
+    "nan-left-out-of-the-norm": Edit(
+        "common.norm:finish", "        value = torch.where(has_nan > 0, math.nan, value)\n", "        pass\n"
+    ),
 }
 
 FLAT = {
     "flat-stale-values-kept": Edit(
         "flat.group:FlatGroup.is_stale", "self._version() != self._gathered_version or ", ""
     ),
+    "flat-one-unit-skipped": Edit(
+        "flat.prefetch:prefetch_previous",
+        "_prefetch(iteration.forward_order[index - 1])",
+        "_prefetch(iteration.forward_order[index - 2])",
+    ),
+    "flat-prefetched-in-vain": Edit(
+        "flat.unit:FlatUnit.post_forward", "torch.is_grad_enabled() and bool(tensors_requiring_grad(output))", "True"
+    ),
+    # What modules show between forward and backward, and between microbatches.
+    "flat-unsharded-shown-after-forward": Edit(
+        "flat.unit:FlatUnit.post_forward", "            self.group.shards.register()\n", "            pass\n"
+    ),
+    "flat-unreduced-not-shown": Edit(
+        "flat.unit:FlatUnit._end_of_backward", "    self._show_unsharded_gradients()\n", ""
+    ),
+    "flat-dropped-comes-back": Edit(
+        "flat.gradients:Gradients.hide_unsharded", "if aside is not None and not dropped:", "if aside is not None:"
+    ),
+    "flat-one-dropped-is-kept": Edit("flat.gradients:Gradients.hide_unsharded", "if dropped and kept:", "if False:"),
+    "flat-inner-context-ends-all": Edit(
+        "flat.module:FullyShardedDataParallel.no_sync", "unit.syncs = syncs", "unit.syncs = True"
+    ),
+    "flat-new-data-lost": Edit("flat.shards:FlatShards.adopt", "            place.copy_(held.detach())\n", ""),
     "flat-norm-in-float32": Edit(
         "flat.clip:clip_grad_norm",
         "wide = reduce(torch.promote_types, [grad.dtype for grad in grads], torch.float32)",
