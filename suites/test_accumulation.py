@@ -176,9 +176,16 @@ def test_gradients_that_a_script_replaced(rank: Rank) -> None:
 @contract("ACCUMULATION-11")
 @world(2)
 @needs(Capability.FLAT_PARAMETERS, Capability.DEFERRED_REDUCTION)  # its modules show gradients that are not reduced yet
-@pytest.mark.parametrize("when", ["before-forward", "before-backward"])
-@pytest.mark.parametrize("dropped", ["all", "layers.1.in_proj.weight"], ids=["all", "one"])
-def test_gradients_that_a_script_drops(rank: Rank, dropped: str, when: str) -> None:
+@pytest.mark.parametrize(
+    ("dropped", "when", "reshard_after_forward"),
+    [
+        pytest.param("all", "before-backward", None, id="all-before-backward"),
+        pytest.param("all", "before-forward", None, id="all-before-forward"),
+        pytest.param("all", "before-forward", False, id="all-kept", marks=RESHARD_CHOICES[1].marks),
+        pytest.param("layers.1.in_proj.weight", "before-forward", None, id="one-before-forward"),
+    ],
+)
+def test_gradients_that_a_script_drops(rank: Rank, dropped: str, when: str, reshard_after_forward: bool | None) -> None:
     """Gradients that a script sets to None between two microbatches are gone, reduced ones and others.
 
     So they are between a forward and its backward, by whatever parameters the module shows then.
@@ -187,7 +194,10 @@ def test_gradients_that_a_script_drops(rank: Rank, dropped: str, when: str) -> N
     batches = [rank.batch(number, (2, DIM)) for number in range(3)]
 
     def gradients(first: int, drop: str) -> dict[str, Any]:
-        run = rank.run(models.copy_of(model), units=model.units(), accumulation=Accumulation())
+        run = rank.run(
+            models.copy_of(model), units=model.units(), accumulation=Accumulation(),
+            reshard_after_forward=reshard_after_forward,
+        )  # fmt: skip
         for number, batch in list(enumerate(batches))[first:]:
             with run.adapter.microbatch(is_last=number != 1):
                 if when == "before-forward" and number == 2:

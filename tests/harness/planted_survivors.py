@@ -115,6 +115,9 @@ FLAT = {
     "flat-unsharded-shown-after-forward": Edit(
         "flat.unit:FlatUnit.post_forward", "            self.group.shards.register()\n", "            pass\n"
     ),
+    "flat-kept-shown-after-backward": Edit(
+        "flat.unit:FlatUnit._finish_backward", "    else:\n        self.group.shards.register()\n", ""
+    ),
     "flat-unreduced-not-shown": Edit(
         "flat.unit:FlatUnit._end_of_backward", "    self._show_unsharded_gradients()\n", ""
     ),

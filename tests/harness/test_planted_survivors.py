@@ -55,6 +55,7 @@ KILLED = {
     "flat-one-unit-skipped": Killer("test_backward_gathers_one_unit_ahead and once", "gathered are"),
     "flat-prefetched-in-vain": Killer("test_backward_gathers_no_unit_in_vain", "'layers.1'"),
     "flat-unsharded-shown-after-forward": Killer(DROPS.format("all-before-backward"), DROPPED),
+    "flat-kept-shown-after-backward": Killer(DROPS.format("all-kept"), DROPPED),
     "flat-unreduced-not-shown": Killer(DROPS.format("all-before-forward"), DROPPED),
     "flat-dropped-comes-back": Killer(DROPS.format("all-before-forward"), DROPPED),
     "flat-one-dropped-is-kept": Killer(DROPS.format("one-before-forward"), DROPPED),
