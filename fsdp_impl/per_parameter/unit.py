@@ -155,7 +155,8 @@ class Unit(_State):
             # Recomputation inside backward neither ends the life of the parameters nor is a forward to prefetch for.
             if not hooks.in_backward():
                 self.group.reshard()
-                if torch.is_grad_enabled() and tensors_requiring_grad(output):
+                # Without autograd too: a re-entrant checkpoint runs forward so, and backward will pass it.
+                if not torch.is_grad_enabled() or tensors_requiring_grad(output):
                     prefetch.record_forward(self.group, self.iteration)
             self.group.phase = Phase.IDLE
         hooks.call_before_backward(self._pre_backward, output)

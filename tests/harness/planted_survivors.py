@@ -86,8 +86,13 @@ PER_PARAMETER = {
     "one-unit-skipped": Edit("per_parameter.prefetch:prefetch_previous", "index - 1]", "index - 2]"),
     "prefetched-in-vain": Edit(
         "per_parameter.unit:Unit._complete_forward",
-        "if torch.is_grad_enabled() and tensors_requiring_grad(output):",
+        "if not torch.is_grad_enabled() or tensors_requiring_grad(output):",
         "if True:",
+    ),
+    # Units of two dtypes.
+    "narrow-first": Edit("common.layout:build_layout", "key=lambda index: -dtypes[index].itemsize", "key=lambda _: 0"),
+    "elements-for-bytes": Edit(
+        "common.layout:build_layout", "chunk * (dtypes[index].itemsize // unit.itemsize)", "chunk"
     ),
     # Containers.
     "late-fields-not-seen": Edit(
