@@ -40,8 +40,7 @@ def test_replicas(rank: Rank, waits: bool, dim: int, recomputes: bool, reshard_a
     computations = Computations(models.mean_square, inside="in_proj")
 
     def prepare(plain: nn.Module) -> nn.Module:
-        computations.watch(plain)
-        return recompute(plain, means="hooks") if recomputes else plain
+        return recompute(computations.watch(plain), means="hooks")
 
     pair = rank.pair(
         model,
@@ -50,11 +49,11 @@ def test_replicas(rank: Rank, waits: bool, dim: int, recomputes: bool, reshard_a
         reshard_after_forward=reshard_after_forward,
         microbatches=microbatches,
         accumulation=Accumulation() if waits else None,
-        prepare=prepare,
+        prepare=prepare if recomputes else None,
     )
     for step in range(3):
         batch = [rank.batch(step, (8, dim), microbatch=number) for number in range(microbatches)]
-        pair.step(batch, loss=computations.loss, set_to_none=step % 2 == 0)
+        pair.step(batch, loss=computations.loss if recomputes else models.mean_square, set_to_none=step % 2 == 0)
         if recomputes:
             computations.check(times=microbatches)
         pair.check()
