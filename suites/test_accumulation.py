@@ -10,7 +10,7 @@ import pytest
 
 from shardproof.harness import Capability, Hardware, contract, models, needs, world
 from shardproof.harness.adapters.base import Accumulation
-from shardproof.harness.parity import Pair, Rank
+from shardproof.harness.parity import Pair, Rank, Run, exact_difference
 from shardproof.harness.plugin.axes import RESHARD_CHOICES, RESHARD_EXPLICIT
 
 DIM = 9
@@ -171,6 +171,82 @@ def test_gradients_that_a_script_replaced(rank: Rank) -> None:
     for step in range(3):
         step_with(rank, pair, step)
         pair.check()
+
+
+@contract("ACCUMULATION-11")
+@world(2)
+@needs(Capability.FLAT_PARAMETERS, Capability.DEFERRED_REDUCTION)  # its modules show gradients that are not reduced yet
+@pytest.mark.parametrize(
+    ("dropped", "when", "reshard_after_forward"),
+    [
+        pytest.param("all", "before-backward", None, id="all-before-backward"),
+        pytest.param("all", "before-forward", None, id="all-before-forward"),
+        pytest.param("all", "before-forward", False, id="all-kept", marks=RESHARD_CHOICES[1].marks),
+        pytest.param("layers.1.in_proj.weight", "before-forward", None, id="one-before-forward"),
+    ],
+)
+def test_gradients_that_a_script_drops(rank: Rank, dropped: str, when: str, reshard_after_forward: bool | None) -> None:
+    """Gradients that a script sets to None between two microbatches are gone, reduced ones and others.
+
+    So they are between a forward and its backward, by whatever parameters the module shows then.
+    """
+    model = models.Tower(dim=DIM, depth=DEPTH)
+    batches = [rank.batch(number, (2, DIM)) for number in range(3)]
+
+    def gradients(first: int, drop: str) -> dict[str, Any]:
+        run = rank.run(
+            models.copy_of(model), units=model.units(), accumulation=Accumulation(),
+            reshard_after_forward=reshard_after_forward,
+        )  # fmt: skip
+        for number, batch in list(enumerate(batches))[first:]:
+            with run.adapter.microbatch(is_last=number != 1):
+                if when == "before-forward" and number == 2:
+                    drop_gradients(run, drop)
+                loss = models.mean_square(run.adapter.forward(batch))
+                if when == "before-backward" and number == 2:
+                    drop_gradients(run, drop)
+                run.adapter.backward(loss)
+        return run.adapter.gradients()
+
+    found, last, everything = gradients(0, dropped), gradients(2, ""), gradients(0, "")
+    for name, piece in found.items():
+        expected = (last if dropped in ("all", name) else everything)[name]
+        assert (piece is None) == (expected is None), f"{name} has a gradient: {piece is not None}"
+        if piece is not None:
+            # The same kernels on the same numbers, or on zeros and the same numbers.
+            difference = exact_difference(piece.tensor, expected.tensor)
+            assert difference is None, f"gradient of {name!r}: element, found and expected: {difference}"
+
+
+def drop_gradients(run: Run, name: str) -> None:
+    """Set the gradients of all parameters that the module shows to None, of one of them, or ("") of none."""
+    for shown, parameter in run.adapter.named_parameters().items():
+        if name in ("all", shown):
+            parameter.grad = None
+
+
+@contract("ACCUMULATION-12")
+@world(2)
+@COUNTED
+def test_contexts_nest(rank: Rank) -> None:
+    """Where a context defers the reduction, one that was entered and left within it changes nothing."""
+    model = models.Tower(dim=DIM, depth=DEPTH)
+    pair = rank.pair(model, units=model.units(), microbatches=MICROBATCHES, accumulation=Accumulation())
+    context = pair.adapter.microbatch
+
+    @contextlib.contextmanager
+    def nested(*, is_last: bool) -> Iterator[None]:
+        with context(is_last=is_last):
+            if not is_last:
+                with context(is_last=False):
+                    pass
+            yield
+
+    rank.monkeypatch.setattr(pair.adapter, "microbatch", nested)
+    for step in range(2):
+        step_with(rank, pair, step)
+        pair.check()
+        pair.check_counts("backward", all_gather=DEPTH * MICROBATCHES, reduce_scatter=UNITS)
 
 
 #: How the gradients of microbatches are combined, on a mesh of one dimension and on replicas.

@@ -168,6 +168,7 @@ def _schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSc
         "namedtuple",
         "nested",
         pytest.param("dataclass", marks=needs(Capability.DATACLASS_OUTPUT)),
+        pytest.param("late-dataclass", marks=needs(Capability.DATACLASS_OUTPUT)),
     ],
 )
 def test_loss_of_any_one_output(rank: Rank, nesting: shapes.Nesting) -> None:

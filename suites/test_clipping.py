@@ -11,7 +11,7 @@ from torch import nn
 
 from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.adapters.base import Clip
-from shardproof.harness.models import optim
+from shardproof.harness.models import optim, shapes
 from shardproof.harness.models.parallel import MLPStack, parallelize_mlps
 from shardproof.harness.parity import Rank
 
@@ -190,3 +190,59 @@ def test_replicas(rank: Rank, norm_type: float) -> None:
             pair.check_counts("clip", all_reduce=reductions_of_norm(rank, 1))
         for item in pair.last_trace():
             assert item.phase != "clip" or item.group == replica, f"{item}: the ranks of this replica are {replica}"
+
+
+@contract("CLIPPING-7")
+@world(4)
+@needs(Capability.CLIP_BY_CALL, Capability.SHARDED)
+@pytest.mark.parametrize("norm_type", NORMS)
+@pytest.mark.parametrize(
+    "dtypes",
+    [(torch.float16, torch.float16), (torch.float16, torch.float32), (torch.float32, torch.float64)],
+    ids=["float16", "float16-32", "float32-64"],
+)
+def test_gradients_of_two_dtypes(rank: Rank, dtypes: tuple[torch.dtype, torch.dtype], norm_type: float) -> None:
+    """Gradients of two dtypes count together, and all are scaled, also if the norm is no number of the narrower."""
+    low, wide = dtypes
+    # Each rank holds 9 and 16 elements: 3, 4 and 5 times this in the 2-norm. The largest float16 is 65504.
+    value = 24576.0
+    more = value if low == wide else value * (1 + torch.finfo(wide).eps * 1024)
+    norm = {1.0: 36 * value + 64 * more, 2.0: math.hypot(6 * value, 8 * more), math.inf: more}[norm_type]
+
+    def prepare(model: nn.Module) -> nn.Module:
+        model.to(wide).get_submodule("low").to(low)
+        return model
+
+    clip = Clip(max_norm=norm / 4, norm_type=norm_type)
+    run = rank.run(shapes.TwoScales(4, 9, 16), units=[["low"]], prepare=prepare, clip=clip)
+    # The averages over the ranks are these values; all sums that lead to them are exact.
+    mine = torch.full((4, 16), more, dtype=wide, device=rank.device) + 128 * (rank.index - 1.5)
+    for _ in range(2):
+        run.forward_backward((mine,), loss=torch.sum)
+        found = float(run.adapter.norm_value(run.adapter.clip()))
+        error = abs(found - norm) / norm / torch.finfo(wide).eps
+        # Gradients of float16 alone may have a norm of float16, which is infinite here; they are scaled all the same.
+        assert error <= 4 or wide == low, f"total norm: {found} instead of {norm}, {error:.0f} ulps of {wide} off"
+        for name, piece in run.adapter.gradients().items():
+            assert piece is not None, f"{name} has no gradient"
+            expected = (value if name.startswith("low") else more) * clip.max_norm / (norm + 1e-6)
+            error = float((piece.tensor.double() / expected - 1).abs().max()) / torch.finfo(piece.tensor.dtype).eps
+            where = f"clipped gradient of {name!r}"
+            assert error <= 4, f"{where}: {piece.tensor.flatten()[:3]} instead of {expected}, {error:.0f} ulps off"
+        run.adapter.zero_grad(set_to_none=True)
+
+
+@contract("CLIPPING-8")
+@world(2, 4)
+@needs(Capability.CLIP_BY_CALL, Capability.SHARDED)
+@pytest.mark.parametrize("norm_type", NORMS)
+def test_norm_of_nan(rank: Rank, norm_type: float) -> None:
+    """A gradient that is NaN in one element makes the norm NaN on every rank, whichever rank holds the element."""
+    run = rank.run(shapes.TwoScales(4, 9, 16), units=[["low"]], clip=Clip(max_norm=1, norm_type=norm_type))
+    for row in range(4):
+        batch = torch.ones((4, 16), device=rank.device)
+        batch[row, 12] = math.nan  # of the root's weight alone
+        run.forward_backward((batch,), loss=torch.sum)
+        norm = float(run.adapter.norm_value(run.adapter.clip()))
+        assert math.isnan(norm), f"the {norm_type}-norm is {norm} with a NaN in row {row}"
+        run.adapter.zero_grad(set_to_none=True)

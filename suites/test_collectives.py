@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
+import torch
 
 from shardproof.harness import Capability, contract, models, needs, world
+from shardproof.harness.adapters.base import Accumulation
+from shardproof.harness.findings.finding import step_label
+from shardproof.harness.models.ties import RepeatedTower
 from shardproof.harness.parity import Pair, Rank
 from shardproof.harness.plugin.axes import RESHARD_ROOT
 
@@ -83,6 +90,50 @@ backward  reduce_scatter  float32     1480 B  ranks 0-1  layers.0
     )
 
 
+@contract("COLLECTIVES-4")
+@world(2)
+@needs(Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD, Capability.MULTIPLE_FORWARD)
+@pytest.mark.parametrize("model", [models.Tower, RepeatedTower], ids=["once", "twice"])
+def test_backward_gathers_one_unit_ahead(rank: Rank, model: Callable[[int], models.Tower]) -> None:
+    """While a layer computes its gradients, the one that follows is gathered, and no other: by the order of forward.
+
+    Layers that run twice follow each other twice. They may be freed after each of their backwards or after the last.
+    """
+    tower = model(9)
+    pair = rank.pair(tower, units=tower.units(), reshard_after_forward=True)
+    ran: list[str] = []
+    found: list[tuple[str, list[str]]] = []
+
+    def gathered() -> list[str]:
+        items = [item for item in pair.last_trace() if (item.phase, item.kind) == ("backward", "all_gather")]
+        return [item.unit for item in items if item.unit.startswith("layers.")]
+
+    def watch(name: str) -> Callable[[Any, Any, torch.Tensor], None]:
+        def hook(module: Any, args: Any, output: torch.Tensor) -> None:
+            ran.append(name)
+            output.register_hook(lambda gradient: found.append((name, gathered())))
+
+        return hook
+
+    for index in range(DEPTH):
+        pair.adapter.submodule(f"layers.{index}.in_proj").register_forward_hook(watch(f"layers.{index}"))
+    for step in range(2):
+        ran.clear()
+        found.clear()
+        pair.step(rank.batch(step, (4, 9)))
+        order = ran[::-1]
+        # Freed after the last of its backwards, a layer is gathered once.
+        needed = order if len(gathered()) == len(order) else list(dict.fromkeys(order))
+        for number, (name, units) in enumerate(found):
+            assert name == order[number], f"layers compute their gradients in the order {[name for name, _ in found]}"
+            assert units == needed[: number + 2], (
+                f"while backward {number} of {len(order)}, of {name}, computes in {step_label(step)}, gathered are "
+                f"{units} instead of {needed[: number + 2]}"
+            )
+        assert len(found) == len(order)
+        pair.check()
+
+
 @contract("COLLECTIVES-6")
 @world(4)
 @needs(Capability.TENSOR_PARALLEL)  # beside which a data-parallel mesh is a part of the world
@@ -155,6 +206,28 @@ def test_bytes_of_a_step(rank: Rank, reshard_after_forward: bool | int | None) -
             f"step {step} moved {moved} bytes; with {full} bytes of parameters at most {limit} are needed:\n"
             f"{trace.render()}"
         )
+
+
+@contract("COLLECTIVES-10")
+@world(4)
+@needs(Capability.COUNTED_UNITS, Capability.HYBRID, Capability.DEFERRED_ALL_REDUCE)
+def test_deferred_all_reduce_is_taken_back(rank: Rank) -> None:
+    """Where only the all-reduce was deferred, the setting that all gradients are reduced takes that back."""
+    model = models.Tower(dim=9, depth=DEPTH)
+    mesh = rank.mesh((2, 2), ("replicate", "shard"))
+    pair = rank.pair(model, units=model.units(), mesh=mesh, microbatches=2, accumulation=Accumulation())
+    adapter, context = pair.adapter, pair.adapter.microbatch
+
+    def microbatch(*, is_last: bool) -> contextlib.AbstractContextManager[None]:
+        how = Accumulation(skips="reduction" if is_last else "all-reduce")
+        adapter.config = dataclasses.replace(adapter.config, accumulation=how)
+        return context(is_last=is_last)
+
+    rank.monkeypatch.setattr(adapter, "microbatch", microbatch)
+    for step in range(3):
+        pair.step([rank.batch(step, (4, 9), microbatch=number) for number in range(2)], set_to_none=step % 2 == 0)
+        pair.check()
+        pair.check_counts("backward", all_gather=2 * DEPTH, reduce_scatter=2 * UNITS, all_reduce=UNITS)
 
 
 def _sizes(pair: Pair) -> Sequence[tuple[int, int]]:

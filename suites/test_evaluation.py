@@ -92,6 +92,29 @@ def test_values_of_an_evaluation_do_not_outlive_the_step(rank: Rank, mode: Any) 
 
 
 @contract("EVALUATION-2")
+@world(2, 4)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+def test_second_evaluation_sees_the_step(rank: Rank, reshard_after_forward: bool | int | None) -> None:
+    """Of two evaluations, one between backward and the optimizer's step and one after it, the second sees the step.
+
+    What stays gathered after the first, by default the root's own unit, has the values of before.
+    """
+    model = models.Tower(dim=9, depth=DEPTH)
+    batch = rank.batch(0, (2, 9), microbatch=1)
+
+    def evaluate(adapter: Adapter) -> None:
+        with torch.no_grad():
+            adapter.forward(batch)
+
+    pair = rank.pair(model, units=model.units(), reshard_after_forward=reshard_after_forward, after_backward=evaluate)
+    for step in range(3):
+        if step:
+            pair.evaluate(batch)
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+
+
+@contract("EVALUATION-2")
 @world(2)
 @needs(Capability.COUNTED_UNITS)
 @pytest.mark.parametrize("mode", MODES)

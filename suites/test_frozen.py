@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 
 from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.findings.finding import step_label
+from shardproof.harness.models import shapes
 from shardproof.harness.parity import Census, Pair, Rank, exact_difference
 from shardproof.harness.plugin.axes import RESHARD, RESHARD_EXPLICIT, with_first
 
@@ -87,6 +89,54 @@ def test_frozen_units_are_freed_in_backward(rank: Rank, what: str) -> None:
             f"{frozen} is still gathered when the backward of layers.0 begins in {step_label(step)}"
         )
         pair.check()
+
+
+@contract("FROZEN-5")
+@world(2)
+@needs(Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD)
+def test_backward_gathers_no_unit_in_vain(rank: Rank) -> None:
+    """Frozen units before the first trainable one have no backward, and are gathered in forward alone."""
+    model = models.Tower(dim=9, depth=DEPTH)
+    _freeze(dict(model.named_parameters()), lambda name: name.startswith(("layers.0.", "layers.1.")))
+    pair = rank.pair(model, units=model.units(), reshard_after_forward=True)
+    for step in range(2):
+        pair.step(rank.batch(step, (4, 9)))
+        gathered = [item.unit for item in pair.last_trace() if (item.phase, item.kind) == ("backward", "all_gather")]
+        layers = [unit for unit in gathered if unit.startswith("layers.")]
+        assert layers == ["layers.2"], f"the backward of {step_label(step)} gathers {gathered}"
+        pair.check()
+
+
+@contract("FROZEN-6")
+@world(2, 4)
+@needs(Capability.REGISTERED_STATE)  # flat parameters have one dtype
+@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+def test_frozen_of_another_dtype(rank: Rank, reshard_after_forward: bool | int | None) -> None:
+    """A unit may have frozen parameters of another dtype: each keeps its dtype and its values, and the others train."""
+    model = shapes.TwoScales(5, 3, 5)
+    model.weight = nn.Parameter(torch.randn(5, 5).half(), requires_grad=False)
+    # Behind 15 or 25 elements of two bytes, in whatever order the parameters are laid out.
+    model.register_parameter("unused", nn.Parameter(torch.randn(5, 1), requires_grad=False))
+    nn.init.normal_(model.low.weight)
+    plain = copy.deepcopy(model).to(rank.device)
+    dtypes = {name: parameter.dtype for name, parameter in plain.named_parameters()}
+    run = rank.run(model, reshard_after_forward=reshard_after_forward)
+    inputs = torch.full((5, 5), float(rank.index + 1), device=rank.device)
+    average = (rank.world_size + 1) / 2
+    for step in range(2):
+        output = run.adapter.forward(inputs)
+        difference = exact_difference(output.detach(), plain(inputs).detach())
+        assert difference is None, f"output of {step_label(step)}: element, sharded and unsharded: {difference}"
+        found = {name: piece.tensor.dtype for name, piece in run.adapter.registered().items()}
+        assert found == dtypes, f"after the forward of {step_label(step)}"
+        run.adapter.backward(output.sum())
+        gradients = run.adapter.gradients()
+        wrong = [name for name in ("weight", "unused") if gradients[name] is not None]
+        assert not wrong, f"frozen and with a gradient: {wrong}"
+        piece = gradients["low.weight"]
+        assert piece is not None, "low.weight has no gradient"
+        assert piece.tensor.eq(average).all(), f"gradient of 'low.weight': {piece.tensor} instead of {average}"
+        run.adapter.zero_grad(set_to_none=True)
 
 
 @contract("FROZEN-4")

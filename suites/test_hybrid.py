@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
+from torch import nn
 
 from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.adapters.base import Accumulation
 from shardproof.harness.collectives.trace import Trace
-from shardproof.harness.models.recomputation import recompute
+from shardproof.harness.models.recomputation import Computations, recompute
 from shardproof.harness.parity import Rank
 from shardproof.harness.plugin.axes import RESHARD_CHOICES, with_first
 
@@ -37,6 +37,11 @@ def test_replicas(rank: Rank, waits: bool, dim: int, recomputes: bool, reshard_a
     """Replicas train as DDP over all ranks, whether they reduce each microbatch's gradients or their sum."""
     model = models.NormedStack(dim)
     microbatches = 3
+    computations = Computations(models.mean_square, inside="in_proj")
+
+    def prepare(plain: nn.Module) -> nn.Module:
+        return recompute(computations.watch(plain), means="hooks")
+
     pair = rank.pair(
         model,
         units=[["norm"], *model.units()],
@@ -44,11 +49,13 @@ def test_replicas(rank: Rank, waits: bool, dim: int, recomputes: bool, reshard_a
         reshard_after_forward=reshard_after_forward,
         microbatches=microbatches,
         accumulation=Accumulation() if waits else None,
-        prepare=functools.partial(recompute, means="hooks") if recomputes else None,
+        prepare=prepare if recomputes else None,
     )
     for step in range(3):
         batch = [rank.batch(step, (8, dim), microbatch=number) for number in range(microbatches)]
-        pair.step(batch, set_to_none=step % 2 == 0)
+        pair.step(batch, loss=computations.loss if recomputes else models.mean_square, set_to_none=step % 2 == 0)
+        if recomputes:
+            computations.check(times=microbatches)
         pair.check()
 
 

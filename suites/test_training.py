@@ -146,6 +146,28 @@ def test_cast_after_sharding(rank: Rank, swaps: bool) -> None:
         pair.check()
 
 
+@contract("TRAINING-11")
+@world(2, 4)
+@pytest.mark.parametrize("how", ["in-place", pytest.param("data", marks=needs(Capability.FLAT_PARAMETERS))])
+def test_parameters_that_a_script_changes(rank: Rank, how: str) -> None:
+    """What a script writes to parameters between two steps, in place or as new data, is what the next step uses."""
+    model = models.Tower(dim=9)
+    pair = rank.pair(model, units=model.units())
+    everyone = [pair.adapter, pair.baseline.adapter]
+    for step in range(3):
+        with torch.no_grad():
+            for parameter in [
+                *(parameter for adapter in everyone for parameter in adapter.named_parameters().values()),
+                *pair.oracle.model.parameters(),
+            ]:
+                if how == "data":
+                    parameter.data = parameter.data * 0.5
+                else:
+                    parameter.mul_(0.5)
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+
+
 @contract("TRAINING-6")
 @world(2, 4)
 @pytest.mark.parametrize("factory", [optim.adam, optim.adamw], ids=["adam", "adamw"])

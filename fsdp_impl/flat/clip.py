@@ -37,7 +37,9 @@ def clip_grad_norm(root: "FullyShardedDataParallel", max_norm: float, p: float) 
             grads.append(param.grad)
     device = root.compute_device
     shares = {groups: norm.local_share(members, p, device, foreach=True) for groups, members in by_groups.items()}
-    total = norm.finish(combine_over_ranks(shares, p), p, torch.float32)
+    # Half precision is scaled by a factor of float32, float64 by one of its own.
+    wide = reduce(torch.promote_types, [grad.dtype for grad in grads], torch.float32)
+    total = norm.finish(combine_over_ranks(shares, p), p, wide)
     scale_to(grads, max_norm, total, foreach=True)
     if not grads:
         # Another rank's gradients may have another dtype; asking would cost a collective at each step.

@@ -82,6 +82,8 @@ class ParamGroup:
         self.residence = Residence.SHARDED
         self.comm = CommContext(device)
         self.forward_indices: list[int] = []
+        # Version of the sharded parameters when they were gathered last, to notice a step while the values are kept.
+        self._gathered_version = 0
         self._pending: PendingGather | None = None
         self._smaller: SmallerShards | None = None
         self._unsharded: unsharded.UnshardedBuffer | None = None
@@ -108,6 +110,8 @@ class ParamGroup:
         if self.refresh():
             streams.join(stream, current)
         with record_function(f"FSDP::gather ({self.label})"), torch.no_grad(), streams.use(stream):
+            if self.residence is Residence.SHARDED:
+                self._gathered_version = self.shards.version()
             source, layout, mesh = self._gather_source(stream)
             if mesh.size == 1:
                 self._pending = PendingGather(source, source, layout, streams.record(stream), None)
@@ -168,6 +172,13 @@ class ParamGroup:
             pending.work.wait()
         # The optimizer may write to the source, and others may take the memory of the output, once it has run.
         streams.wait(streams.current(self.device), pending.event)
+
+    def drop_stale(self) -> None:
+        """Forget what was gathered, or is being gathered, if the sharded parameters were changed in place since."""
+        is_kept = self._pending is not None or self.residence is not Residence.SHARDED
+        if is_kept and self.shards.version() != self._gathered_version:
+            self.drop_pending()
+            self.to_sharded()
 
     def refresh(self) -> bool:
         """Notice sharded parameters that were moved or replaced; whether the current stream wrote a new buffer."""

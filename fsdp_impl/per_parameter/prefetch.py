@@ -17,7 +17,7 @@ from fsdp_impl.per_parameter.group import ParamGroup
 
 
 def record_forward(group: ParamGroup, iteration: IterationContext) -> None:
-    """Note that ``group`` finished a forward; one that runs twice is noted twice, as backward will pass it twice."""
+    """Note that ``group`` finished a forward that backward will pass; one that runs twice is noted twice."""
     group.forward_indices.append(len(iteration.forward_order))
     iteration.forward_order.append(group)
 

@@ -60,6 +60,12 @@ class Shards:
         self.gather_layout = self._gather_layout()
         self.gather_sizes = sizes
 
+    def version(self) -> int:
+        """A number that grows whenever sharded parameters are changed in place."""
+        # A DTensor counts what is done to it, and not its local tensor; all in slots share the count of the buffer.
+        buffers = [self._buffer] if self._buffer is not None else [param.local for param in self.params]
+        return sum(param.sharded._version for param in self.params) + sum(one._version for one in buffers)
+
     @torch.no_grad()
     def refresh(self) -> bool:
         """Notice parameters that were moved or replaced; once all were, move them into a new buffer.

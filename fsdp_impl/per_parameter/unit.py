@@ -9,7 +9,7 @@ from torch.distributed._composable_state import _State
 
 from fsdp_impl.common import hooks, streams
 from fsdp_impl.common.comm_context import CommContext
-from fsdp_impl.common.containers import map_tensors
+from fsdp_impl.common.containers import map_tensors, tensors_requiring_grad
 from fsdp_impl.common.phase import Phase
 from fsdp_impl.common.policies import MixedPrecisionPolicy
 from fsdp_impl.per_parameter import gradients, lazy_init, precision, prefetch, registry
@@ -125,6 +125,9 @@ class Unit(_State):
         self.iteration.forward_root = self
         if self.is_root and self.iteration.order is not None:
             self.iteration.order.begin(training=self.modules[0].training)
+        for group in _groups(self.iteration.units):
+            # Kept after a forward without a backward, and the optimizer has stepped since.
+            group.drop_stale()
         # Gathers read the sharded parameters, which the optimizer wrote on the current stream, or before the event.
         event, self.iteration.post_optim_event = self.iteration.post_optim_event, None
         if event is None:
@@ -152,7 +155,9 @@ class Unit(_State):
             # Recomputation inside backward neither ends the life of the parameters nor is a forward to prefetch for.
             if not hooks.in_backward():
                 self.group.reshard()
-                prefetch.record_forward(self.group, self.iteration)
+                # Without autograd too: a re-entrant checkpoint runs forward so, and backward will pass it.
+                if not torch.is_grad_enabled() or tensors_requiring_grad(output):
+                    prefetch.record_forward(self.group, self.iteration)
             self.group.phase = Phase.IDLE
         hooks.call_before_backward(self._pre_backward, output)
         self.phase = Phase.IDLE

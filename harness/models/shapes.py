@@ -99,7 +99,7 @@ class _Middle(nn.Module):
         return torch.tanh(self.projection(self.gain * x)) * self.gain + self.shift
 
 
-Nesting = Literal["tuple", "list", "dict", "ordered-dict", "namedtuple", "dataclass", "nested"]
+Nesting = Literal["tuple", "list", "dict", "ordered-dict", "namedtuple", "dataclass", "late-dataclass", "nested"]
 
 
 class NamedTriple(NamedTuple):
@@ -135,12 +135,28 @@ class RecordOfThree:
     third: torch.Tensor
 
 
+@dataclasses.dataclass
+class LateRecord:
+    """Three trained tensors, of which the constructor takes none but the first.
+
+    Attributes:
+        first: a tensor.
+        second: a tensor, set later.
+        third: a tensor, set later.
+    """
+
+    first: torch.Tensor
+    second: torch.Tensor = dataclasses.field(init=False)
+    third: torch.Tensor = dataclasses.field(init=False)
+
+
 class ThreeOutputs(nn.Module):
     """Linear(dim, dim), then a unit ``branches`` that returns three tensors in a container.
 
     Each of the three depends on every parameter of the model, so that a loss of any one of them trains all.
 
-    Input: (batch, dim). Output: the container, of three (batch, dim) tensors; see :func:`pack_three`.
+    Input: (batch, dim). Output: the container, of three (batch, dim) tensors; see :func:`pack_three`. A
+    :class:`LateRecord` becomes a tuple.
     """
 
     def __init__(self, dim: int, nesting: Nesting) -> None:
@@ -150,6 +166,8 @@ class ThreeOutputs(nn.Module):
 
     def forward(self, x: torch.Tensor) -> Any:
         packed: Any = self.branches(torch.tanh(self.entry(x)))
+        if isinstance(packed, LateRecord):
+            return packed.first, packed.second, packed.third
         return packed
 
 
@@ -166,6 +184,8 @@ class _Three(nn.Module):
 
 def pack_three(first: torch.Tensor, second: torch.Tensor, third: torch.Tensor, nesting: Nesting) -> Any:
     """Put three tensors into a container, in this order; "nested" has containers of every kind within each other."""
+    record = LateRecord(first)
+    record.second, record.third = second, third
     packed: dict[Nesting, Any] = {
         "tuple": (first, second, third),
         "list": [first, second, third],
@@ -173,6 +193,7 @@ def pack_three(first: torch.Tensor, second: torch.Tensor, third: torch.Tensor, n
         "ordered-dict": collections.OrderedDict(first=first, second=second, third=third),
         "namedtuple": NamedTriple(first, second, third),
         "dataclass": RecordOfThree(first, None, second, 3, third),
+        "late-dataclass": record,
         "nested": {"a": [first, None, (second,)], "b": (7, {"c": [[third]]})},
     }
     return packed[nesting]
@@ -288,3 +309,35 @@ class _ReturnsView(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         both: torch.Tensor = self.back(torch.tanh(self.into(x)))
         return both.view(2 * x.shape[0], x.shape[1])[: x.shape[0]]
+
+
+class TwoScales(nn.Module):
+    """A unit ``low`` and a root that multiply their inputs by a weight, so that a gradient is the input itself.
+
+    ``low`` computes in the dtype of its weight, which may be another than the root's.
+
+    Input: (rows, columns). Output: (rows, low + columns), in float32 or wider.
+
+    Args:
+        rows: the first dimension of both weights.
+        low: the second dimension of the weight of ``low``, at most ``columns``.
+        columns: that of the weight of the root.
+    """
+
+    def __init__(self, rows: int, low: int, columns: int) -> None:
+        super().__init__()
+        self.low = _Scale(rows, low)
+        self.weight = nn.Parameter(torch.ones(rows, columns))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.low(x), x * self.weight], dim=1)
+
+
+class _Scale(nn.Module):
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(rows, columns))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        part = x[:, : self.weight.shape[1]].to(self.weight.dtype) * self.weight
+        return part.float()

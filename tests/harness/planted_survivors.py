@@ -1,0 +1,168 @@
+"""Adapters of a reference of which one place is edited: bugs that had lived until a case was written for them.
+
+They lie in the division of gradients, in dtypes, in settings that are taken back, in prefetching and in evaluation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from shardproof.harness.adapters.base import Adapter
+from shardproof.harness.adapters.reference import ReferenceAdapter
+from shardproof.harness.adapters.reference_flat import ReferenceFlatAdapter
+from tests.harness.planted_reductions import Edit, Edited
+
+PER_PARAMETER = {
+    # The division of gradients.
+    "replicas-not-divided": Edit(
+        "per_parameter.reduction:Reducer._division",
+        "divide.divide(dtype, mesh.size, mesh.replicate_size, **extra)",
+        "divide.divide(dtype, mesh.size, **extra)",
+    ),
+    "divided-by-the-root-of-shards": Edit(
+        "common.divide:divide", "before = _near_square_root(divisor)", "before = _near_square_root(shard_size)"
+    ),
+    "divided-before": Edit("common.divide:divide", "before = _near_square_root(divisor)", "before = divisor"),
+    "divided-after": Edit("common.divide:divide", "before = _near_square_root(divisor)", "before = 1"),
+    "not-divided-before": Edit(
+        "per_parameter.reduction:Reducer._reduce_scatter", "    divide.scale(contributions, division.before)\n", ""
+    ),
+    "not-divided-after": Edit(
+        "per_parameter.reduction:Reducer._finish", "        divide.scale(total.shards, division.after)\n", ""
+    ),
+    "divided-again-by-replicas": Edit(
+        "per_parameter.reduction:Reducer._finish",
+        "divide.scale(total.shards, division.after)",
+        "divide.scale(total.shards, division.after * (group.mesh.replicate_size if group.mesh.size == 1 else 1))",
+    ),
+    "half-range-is-wide": Edit(
+        "common.divide:divide", "if dtype in _WIDE_RANGE:", "if dtype in (*_WIDE_RANGE, torch.float16):"
+    ),
+    # The norm of gradients of several dtypes.
+    "norms-in-half": Edit(
+        "common.norm:_norms", "torch.promote_types(tensor.dtype, torch.float32) for tensor", "tensor.dtype for tensor"
+    ),
+    "shares-in-float32": Edit("common.norm:local_share", "norm.to(device, torch.float64)", "norm.to(device).float()"),
+    "norm-in-the-first-dtype": Edit(
+        "common.clip:clip_grad_norm_",
+        "(grad.dtype for grad in grads), torch.float32)",
+        "[min((grad.dtype for grad in grads), key=lambda dtype: dtype.itemsize)])",
+    ),
+    "one-dtype-scaled": Edit(
+        "common.clip:_scale",
+        "    for (device, _), members in by_kind.items():",
+        "    for (device, _), members in [*by_kind.items()][:1]:",
+    ),
+    "kinds-by-device": Edit(
+        "common.clip:_scale",
+        "by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)",
+        "by_kind[tensor.device, None] = [tensor]",
+    ),
+    "shares-overwritten": Edit(
+        "common.clip:clip_grad_norm_",
+        "by_groups.setdefault(sharding_groups(grad), []).append(grad)",
+        "by_groups[sharding_groups(grad)] = [one for one in grads if one.dtype == grad.dtype]",
+    ),
+    # Values that stay gathered over an optimizer's step.
+    "stale-values-kept": Edit(
+        "per_parameter.unit:Unit._root_pre_forward", "        group.drop_stale()\n", "        pass\n"
+    ),
+    "stale-smaller-shards-kept": Edit(
+        "per_parameter.group:ParamGroup.drop_stale",
+        "self.residence is not Residence.SHARDED",
+        "self.residence is Residence.UNSHARDED",
+    ),
+    "steps-not-counted": Edit(
+        "per_parameter.shards:Shards.version", "sum(param.sharded._version for param in self.params) + ", ""
+    ),
+    # Settings.
+    "sync-leaves-all-reduce": Edit(
+        "per_parameter.settings:Settings.set_requires_gradient_sync",
+        "        group.options.all_reduce_grads = requires_gradient_sync\n",
+        "",
+    ),
+    # Prefetching.
+    "first-place-of-two": Edit("per_parameter.prefetch:_pop_index", "forward_indices.pop()", "forward_indices.pop(0)"),
+    "one-unit-skipped": Edit("per_parameter.prefetch:prefetch_previous", "index - 1]", "index - 2]"),
+    "prefetched-in-vain": Edit(
+        "per_parameter.unit:Unit._complete_forward",
+        "if not torch.is_grad_enabled() or tensors_requiring_grad(output):",
+        "if True:",
+    ),
+    # Units of two dtypes.
+    "narrow-first": Edit("common.layout:build_layout", "key=lambda index: -dtypes[index].itemsize", "key=lambda _: 0"),
+    "elements-for-bytes": Edit(
+        "common.layout:build_layout", "chunk * (dtypes[index].itemsize // unit.itemsize)", "chunk"
+    ),
+    # Containers.
+    "late-fields-not-seen": Edit(
+        "common.containers:map_tensors", "if hasattr(value, field.name)", "if field.init and hasattr(value, field.name)"
+    ),
+    # NaN.
+    "nan-left-out-of-the-norm": Edit(
+        "common.norm:finish", "        value = torch.where(has_nan > 0, math.nan, value)\n", "        pass\n"
+    ),
+}
+
+FLAT = {
+    "flat-stale-values-kept": Edit(
+        "flat.group:FlatGroup.is_stale", "self._version() != self._gathered_version or ", ""
+    ),
+    "flat-one-unit-skipped": Edit(
+        "flat.prefetch:prefetch_previous",
+        "_prefetch(iteration.forward_order[index - 1])",
+        "_prefetch(iteration.forward_order[index - 2])",
+    ),
+    "flat-prefetched-in-vain": Edit(
+        "flat.unit:FlatUnit.post_forward", "torch.is_grad_enabled() and bool(tensors_requiring_grad(output))", "True"
+    ),
+    # What modules show between forward and backward, and between microbatches.
+    "flat-unsharded-shown-after-forward": Edit(
+        "flat.unit:FlatUnit.post_forward", "            self.group.shards.register()\n", "            pass\n"
+    ),
+    "flat-kept-shown-after-backward": Edit(
+        "flat.unit:FlatUnit._finish_backward", "    else:\n        self.group.shards.register()\n", ""
+    ),
+    "flat-unreduced-not-shown": Edit(
+        "flat.unit:FlatUnit._end_of_backward", "    self._show_unsharded_gradients()\n", ""
+    ),
+    "flat-dropped-comes-back": Edit(
+        "flat.gradients:Gradients.hide_unsharded", "if aside is not None and not dropped:", "if aside is not None:"
+    ),
+    "flat-one-dropped-is-kept": Edit("flat.gradients:Gradients.hide_unsharded", "if dropped and kept:", "if False:"),
+    "flat-inner-context-ends-all": Edit(
+        "flat.module:FullyShardedDataParallel.no_sync", "unit.syncs = syncs", "unit.syncs = True"
+    ),
+    "flat-new-data-lost": Edit("flat.shards:FlatShards.adopt", "            place.copy_(held.detach())\n", ""),
+    "flat-norm-in-float32": Edit(
+        "flat.clip:clip_grad_norm",
+        "wide = reduce(torch.promote_types, [grad.dtype for grad in grads], torch.float32)",
+        "wide = torch.float32",
+    ),
+    "flat-replicas-not-divided": Edit("flat.reduction:Reducer._division", ", self._group.ranks.replicate_size)", ")"),
+    "flat-not-divided-before": Edit(
+        "flat.reduction:Reducer._reduce_scatter", "    divide.scale(contributions, division.before)\n", ""
+    ),
+    "flat-not-divided-after": Edit(
+        "flat.reduction:Reducer._finish",
+        "            divide.scale(shard, division.after)\n",
+        "            pass\n",
+    ),
+}
+
+#: Adapters by the names of their bugs.
+ADAPTERS: dict[str, type[Adapter]] = {
+    name: type(
+        name.replace("-", "_"),
+        (Edited, base),
+        {
+            "name": name,
+            "edit": edit,
+            "traits": dataclasses.replace(base.traits, isolation="adapter"),
+            "__module__": __name__,
+        },
+    )
+    for base, edits in ((ReferenceAdapter, PER_PARAMETER), (ReferenceFlatAdapter, FLAT))
+    for name, edit in edits.items()
+}
+globals().update({adapter.__name__: adapter for adapter in ADAPTERS.values()})

@@ -1,0 +1,104 @@
+"""Bugs that had lived each fail the case that was written for them, in one run."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from tests.harness import planted_survivors as planted
+from tests.harness.inner import PYTHONPATH
+from tests.harness.test_planted_reductions import Killer
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+SUM, SUM_OF_REPLICAS = "test_sums_beyond and w2", "test_sums_of_replicas and 4x1"
+BOTH_DTYPES = "test_gradients_of_two_dtypes and {}"
+SECOND = "test_second_evaluation and w2-{}"
+DROPS = "test_gradients_that_a_script_drops and {}"
+GRADIENT, AVERAGE = "gradient of '", "element, gradient and average of the ranks"
+CLIPPED, NORM = "clipped gradient of '", "total norm: "
+EVALUATED = "output of 'evaluation"
+DROPPED = "element, found and expected"
+KILLED = {
+    "replicas-not-divided": Killer(SUM_OF_REPLICAS, AVERAGE),
+    "divided-by-the-root-of-shards": Killer(SUM_OF_REPLICAS, AVERAGE),
+    "divided-before": Killer("test_sums_beyond and w4", AVERAGE),
+    "divided-after": Killer(SUM, AVERAGE),
+    "not-divided-before": Killer(SUM, AVERAGE),
+    "not-divided-after": Killer("test_sums_of_replicas and 2x2", AVERAGE),
+    "divided-again-by-replicas": Killer(SUM_OF_REPLICAS, AVERAGE),
+    "half-range-is-wide": Killer(SUM, AVERAGE),
+    "norms-in-half": Killer(BOTH_DTYPES.format("float16-32-1.0"), NORM + "inf"),
+    "shares-in-float32": Killer(BOTH_DTYPES.format("float32-64-2.0"), NORM),
+    "norm-in-the-first-dtype": Killer(BOTH_DTYPES.format("float16-2.0"), CLIPPED),
+    "one-dtype-scaled": Killer(BOTH_DTYPES.format("float16-32-2.0"), CLIPPED),
+    "kinds-by-device": Killer(BOTH_DTYPES.format("float16-32-2.0"), CLIPPED),
+    "shares-overwritten": Killer(BOTH_DTYPES.format("float16-32-2.0"), NORM),
+    "stale-values-kept": Killer(SECOND.format("None"), EVALUATED),
+    "stale-smaller-shards-kept": Killer("test_second_evaluation and w4-2", EVALUATED),
+    "steps-not-counted": Killer(SECOND.format("None"), EVALUATED),
+    "sync-leaves-all-reduce": Killer("test_deferred_all_reduce_is_taken_back", GRADIENT),
+    "first-place-of-two": Killer("test_backward_gathers_one_unit_ahead and twice", "gathered are"),
+    "one-unit-skipped": Killer("test_backward_gathers_one_unit_ahead and once", "gathered are"),
+    "prefetched-in-vain": Killer("test_backward_gathers_no_unit_in_vain", "'layers.1'"),
+    "narrow-first": Killer("test_frozen_of_another_dtype and w2-None", "Byte as Float"),
+    "elements-for-bytes": Killer("test_frozen_of_another_dtype and w2-None", "Byte as Float"),
+    "late-fields-not-seen": Killer("test_loss_of_any_one_output and w2-late-dataclass", ""),
+    "nan-left-out-of-the-norm": Killer("test_norm_of_nan and w2-inf", "with a NaN in row"),
+    "flat-replicas-not-divided": Killer(SUM_OF_REPLICAS, AVERAGE),
+    "flat-not-divided-before": Killer(SUM, AVERAGE),
+    "flat-not-divided-after": Killer("test_sums_of_replicas and 2x2", AVERAGE),
+    "flat-stale-values-kept": Killer(SECOND.format("None"), EVALUATED),
+    "flat-one-unit-skipped": Killer("test_backward_gathers_one_unit_ahead and once", "gathered are"),
+    "flat-prefetched-in-vain": Killer("test_backward_gathers_no_unit_in_vain", "'layers.1'"),
+    "flat-unsharded-shown-after-forward": Killer(DROPS.format("all-before-backward"), DROPPED),
+    "flat-kept-shown-after-backward": Killer(DROPS.format("all-kept"), DROPPED),
+    "flat-unreduced-not-shown": Killer(DROPS.format("all-before-forward"), DROPPED),
+    "flat-dropped-comes-back": Killer(DROPS.format("all-before-forward"), DROPPED),
+    "flat-one-dropped-is-kept": Killer(DROPS.format("one-before-forward"), DROPPED),
+    "flat-inner-context-ends-all": Killer("test_contexts_nest", "reduce_scatter instead of 4"),
+    "flat-new-data-lost": Killer("test_parameters_that_a_script_changes and w2-data", ""),
+    "flat-norm-in-float32": Killer(BOTH_DTYPES.format("float32-64-2.0"), NORM),
+}
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory):
+    """The cases of one run of every bug's item, with the bug and with the reference that it is a bug of."""
+    names = ["reference", "reference.flat"]
+    chosen = set()
+    for bug, killer in KILLED.items():
+        adapter = planted.ADAPTERS[bug]
+        names.append(f"{adapter.__module__}:{adapter.__name__}")
+        chosen.add(f":{adapter.__name__}- and {killer.item}")
+        chosen.add(f"{'reference.flat' if bug in planted.FLAT else 'reference-'} and {killer.item}")
+    report = tmp_path_factory.mktemp("planted") / "run.json"
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "suites", "-k", " or ".join(chosen)]
+    command += ["--impl", ",".join(names), "--device", "cpu", "--report", str(report)]
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 1, done.stdout + done.stderr
+    return json.loads(report.read_text())["cases"]
+
+
+def test_every_bug_has_a_case():
+    assert KILLED.keys() == planted.ADAPTERS.keys()
+
+
+def test_the_sound_references_pass_the_same_cases(cases):
+    sound = [case for case in cases if case["implementation"].startswith("reference")]
+    assert sound
+    assert [case["id"] for case in sound if case["verdict"] != "pass"] == []
+
+
+@pytest.mark.parametrize("bug", KILLED)
+def test_bug_is_caught(cases, bug):
+    name = planted.ADAPTERS[bug].__name__
+    (case,) = [case for case in cases if case["implementation"].rpartition(":")[2] == name]
+    assert case["failure"] is not None, f"{case['id']} passes"
+    assert KILLED[bug].words in case["failure"]["text"]
