@@ -212,6 +212,8 @@ class Pair:
         A unit that is not resharded keeps the values of an earlier step, and what diverges is an output or a gradient
         far away from it.
         """
+        if step == len(self._step_starts):
+            return finding  # an evaluation that no step follows
         first, this = (
             {item.unit for item in self._trace_of(number) if (item.phase, item.kind) == ("forward", "all_gather")}
             for number in (0, step)

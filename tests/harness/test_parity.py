@@ -435,6 +435,16 @@ def test_a_unit_with_the_values_of_an_earlier_step_is_named(rank: Rank):
     assert f"\n  {told}\n" in str(caught.value)
 
 
+@world(2)
+def test_an_evaluation_after_the_last_step_may_diverge(rank: Rank):
+    pair = rank.pair(models.Tower(dim=9))
+    pair.step(rank.batch(0, (4, 9)))
+    pair.evaluate(rank.batch(1, (4, 9)))
+    pair._unchecked[-1].outputs[0][0] += 1.0
+    with pytest.raises(Divergence, match="output of 'evaluation, tensor 0'"):
+        pair.check()
+
+
 @world(1)
 def test_an_option_that_does_not_exist_is_one_line(rank: Rank):
     for make in (rank.pair, rank.run):
