@@ -63,10 +63,9 @@ def _effort(run: Run) -> list[str]:
     counts: Counter[str] = Counter()
     for files in run.effort.deselected.values():
         counts.update({PurePath(file).stem.removeprefix("test_"): count for file, count in files.items()})
-    left_out = counts.total()
-    text = f"effort {run.effort.name}: " + (
-        f"{left_out} of {left_out + len(run.cases)} cases left out: {_by_name(counts)}" if left_out else "all cases"
-    )
+    left_out, kept = counts.total(), sum(map(len, (run.selected or {}).values()))
+    what = f"{left_out} of {left_out + kept} cases left out: {_by_name(counts)}" if left_out else "all cases"
+    text = f"effort {run.effort.name}: {what}"
     return textwrap.wrap(printable(text), _WIDTH, subsequent_indent="  ", break_long_words=False)
 
 
