@@ -123,6 +123,7 @@ def _candidate(item: pytest.Function, selection: Selection) -> quick.Candidate:
         # A case without a requirement has one of its own.
         requirements=cases.requirements(item) or (f"{path}::{function}",),
         runs=_SKIPPED not in needs and cases.missing(item, selection) is None,
+        needs=len(needs),
         is_meant=_NOT_MEANT not in needs,
         values=_values(item),
         places=_places(item),

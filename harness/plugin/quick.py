@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from shardproof.harness.plugin.pairwise import WORLD
 
@@ -18,6 +18,7 @@ class Candidate:
         function: the name of its test function, in the file.
         requirements: the requirements that it checks.
         runs: whether the host and the implementation have what it needs.
+        needs: how many capabilities and kinds of hardware it needs.
         is_meant: whether its parameters mean something of their own on so few ranks.
         values: the values of its parameters, by name, as texts.
         places: the places of these values in the lists of the case.
@@ -28,10 +29,15 @@ class Candidate:
     function: str
     requirements: tuple[str, ...]
     runs: bool = True
+    needs: int = 0
     is_meant: bool = True
     values: Mapping[str, str] = dataclasses.field(default_factory=dict)
     places: tuple[int, ...] = ()
     size: int = 1
+
+
+_Function = tuple[str, str]
+"""A file and the name of a function in it."""
 
 
 class _Used:
@@ -53,11 +59,11 @@ class _Used:
 def choose(candidates: Sequence[Candidate]) -> list[int]:
     """Choose one item for each requirement.
 
-    Requirements choose in the order in which they first occur:
+    Requirements with the fewest functions choose first; of several, those that occur first.
 
-    - A requirement takes the first of its functions that has an item which can run and that no requirement has taken;
-      if there is none, the first with an item that can run. If no item can run, it takes one all the same, and the
-      verdict says what is missing.
+    - A requirement takes a function with an item that can run; of several, one that no requirement has taken; of
+      several, the one whose items need most, because a case looks at what it needs; of several, the first. If no item
+      can run, it takes one all the same, and the verdict says what is missing.
     - Of the function's items it takes the one whose values were taken least often in this file, so that the cases of a
       chapter have them in turn; of several, the one whose values stand last in their lists, because lists begin with
       what is plain and end with what is special; of several, the one with the fewest ranks.
@@ -68,24 +74,29 @@ def choose(candidates: Sequence[Candidate]) -> list[int]:
     Returns:
         The chosen positions in ``candidates``, in ascending order.
     """
-    functions: dict[str, dict[tuple[str, str], list[int]]] = {}
-    for index, candidate in enumerate(candidates):
-        for name in candidate.requirements:
-            of_one = functions.setdefault(name, collections.defaultdict(list))
-            of_one[candidate.file, candidate.function].append(index)
     chosen: set[int] = set()
-    taken: set[tuple[str, str]] = set()
+    taken: set[_Function] = set()
     used = _Used()
-    for by_function in functions.values():
-        can_run = {key: [index for index in items if candidates[index].runs] for key, items in by_function.items()}
-        choices = {key: items for key, items in can_run.items() if items} or by_function
-        function = next((key for key in choices if key not in taken), next(iter(choices)))
+    for functions in sorted(_choices(candidates), key=len):
+        function = min(functions, key=lambda key: (key in taken, -max(candidates[i].needs for i in functions[key])))
         taken.add(function)
-        best = min(choices[function], key=lambda index: _rank(candidates[index], used))
+        best = min(functions[function], key=lambda index: _rank(candidates[index], used))
         if best not in chosen:
             chosen.add(best)
             used.add(candidates[best])
     return sorted(chosen)
+
+
+def _choices(candidates: Sequence[Candidate]) -> Iterator[dict[_Function, list[int]]]:
+    """For each requirement, its functions with the items that can run; those that cannot, where no function can."""
+    by_requirement: dict[str, dict[_Function, list[int]]] = {}
+    for index, candidate in enumerate(candidates):
+        for name in candidate.requirements:
+            functions = by_requirement.setdefault(name, collections.defaultdict(list))
+            functions[candidate.file, candidate.function].append(index)
+    for functions in by_requirement.values():
+        can_run = {key: [index for index in items if candidates[index].runs] for key, items in functions.items()}
+        yield {key: items for key, items in can_run.items() if items} or functions
 
 
 def _rank(one: Candidate, used: _Used) -> tuple[bool, int, tuple[int, ...], int]:

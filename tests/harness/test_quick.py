@@ -43,6 +43,15 @@ def test_a_function_that_another_requirement_has_taken_comes_last():
     assert choose([both, candidate("g", "A-2", runs=False)]) == [0]
 
 
+def test_the_function_that_needs_most_comes_first():
+    candidates = [candidate("f"), candidate("g", needs=2), candidate("h", needs=2), candidate("i", needs=3, runs=False)]
+    assert choose(candidates) == [1]
+
+
+def test_requirements_without_a_choice_choose_first():
+    assert choose([candidate("f", "A-1", "A-2", needs=1), candidate("g", "A-1")]) == [0, 1]
+
+
 def test_the_last_values_come_first_and_the_others_in_turn():
     norms = ["2", "1", "inf"]
     candidates = [one for n in range(4) for one in grid(f"f{n}", f"A-{n}", norm=norms, own=["plain", "odd"])]
