@@ -4,7 +4,7 @@
 - ``standard`` keeps of each case every pair of values of its parameters, every number of ranks, and the combinations
   that a table beside the case lists (``pairwise``, ``always``). What it keeps is the same for every host and
   implementation.
-- ``quick`` keeps one item of each requirement for each implementation (``quick``).
+- ``quick`` keeps one item of each function for each implementation, so that every requirement has one (``quick``).
 
 The effort is applied last, to what ``--world``, ``-k``, ``-m`` and other plugins have selected, so that what they
 exclude covers nothing. An item that the command line names by its node id is always kept.
@@ -89,7 +89,7 @@ def choose(items: Iterable[pytest.Function], selection: Selection) -> Iterator[p
     for item in sorted(items, key=_order):
         by_implementation[cases.launch_of(item).implementation].append(item)
     for same in by_implementation.values():
-        chosen = _one_a_requirement(same, selection) if selection.effort == Effort.QUICK else _every_pair(same)
+        chosen = _one_a_function(same, selection) if selection.effort == Effort.QUICK else _every_pair(same)
         yield from (same[index] for index in chosen)
 
 
@@ -110,7 +110,7 @@ def _function(item: pytest.Function) -> tuple[pathlib.Path, str]:
     return item.path, item.function.__name__
 
 
-def _one_a_requirement(items: Sequence[pytest.Function], selection: Selection) -> list[int]:
+def _one_a_function(items: Sequence[pytest.Function], selection: Selection) -> list[int]:
     return quick.choose([_candidate(item, selection) for item in items])
 
 
@@ -123,7 +123,6 @@ def _candidate(item: pytest.Function, selection: Selection) -> quick.Candidate:
         # A case without a requirement has one of its own.
         requirements=cases.requirements(item) or (f"{path}::{function}",),
         runs=_SKIPPED not in needs and cases.missing(item, selection) is None,
-        needs=len(needs),
         is_meant=_NOT_MEANT not in needs,
         values=_values(item),
         places=_places(item),

@@ -48,7 +48,7 @@ _HELP = {
     "check-collectives": "stop ranks before they block in different collectives on one group",
     "isolate": "run each case in new rank processes, which run nothing else",
     "effort": "how much of the selected cases runs: full (default), standard (every pair of values of parameters) or "
-    "quick (one item of each requirement)",
+    "quick (one item of each test function)",
     "deadline": "seconds that a case may take (default: 60 on the CPU, 30 on CUDA)",
 }
 

@@ -1,10 +1,10 @@
-"""Chooses one item for each requirement: what ``--effort quick`` runs. Depends on neither pytest nor torch."""
+"""Chooses one item of each function: what ``--effort quick`` runs. Depends on neither pytest nor torch."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from shardproof.harness.plugin.pairwise import WORLD
 
@@ -18,7 +18,6 @@ class Candidate:
         function: the name of its test function, in the file.
         requirements: the requirements that it checks.
         runs: whether the host and the implementation have what it needs.
-        needs: how many capabilities and kinds of hardware it needs.
         is_meant: whether its parameters mean something of their own on so few ranks.
         values: the values of its parameters, by name, as texts.
         places: the places of these values in the lists of the case.
@@ -29,15 +28,10 @@ class Candidate:
     function: str
     requirements: tuple[str, ...]
     runs: bool = True
-    needs: int = 0
     is_meant: bool = True
     values: Mapping[str, str] = dataclasses.field(default_factory=dict)
     places: tuple[int, ...] = ()
     size: int = 1
-
-
-_Function = tuple[str, str]
-"""A file and the name of a function in it."""
 
 
 class _Used:
@@ -57,14 +51,11 @@ class _Used:
 
 
 def choose(candidates: Sequence[Candidate]) -> list[int]:
-    """Choose one item for each requirement.
+    """Choose one item of each function that can run, so that every requirement has one.
 
-    Requirements with the fewest functions choose first; of several, those that occur first.
-
-    - A requirement takes a function with an item that can run; of several, one that no requirement has taken; of
-      several, the one whose items need most, because a case looks at what it needs; of several, the first. If no item
-      can run, it takes one all the same, and the verdict says what is missing.
-    - Of the function's items it takes the one whose values were taken least often in this file, so that the cases of a
+    - Functions choose in the order of the candidates. A function of which no item can run has none, unless it is the
+      first of a requirement of which nothing can run: the verdict then says what is missing.
+    - Of a function's items it takes the one whose values were taken least often in this file, so that the cases of a
       chapter have them in turn; of several, the one whose values stand last in their lists, because lists begin with
       what is plain and end with what is special; of several, the one with the fewest ranks.
 
@@ -74,29 +65,21 @@ def choose(candidates: Sequence[Candidate]) -> list[int]:
     Returns:
         The chosen positions in ``candidates``, in ascending order.
     """
-    chosen: set[int] = set()
-    taken: set[_Function] = set()
-    used = _Used()
-    for functions in sorted(_choices(candidates), key=len):
-        function = min(functions, key=lambda key: (key in taken, -max(candidates[i].needs for i in functions[key])))
-        taken.add(function)
-        best = min(functions[function], key=lambda index: _rank(candidates[index], used))
-        if best not in chosen:
-            chosen.add(best)
-            used.add(candidates[best])
-    return sorted(chosen)
-
-
-def _choices(candidates: Sequence[Candidate]) -> Iterator[dict[_Function, list[int]]]:
-    """For each requirement, its functions with the items that can run; those that cannot, where no function can."""
-    by_requirement: dict[str, dict[_Function, list[int]]] = {}
+    can_run = {name for candidate in candidates if candidate.runs for name in candidate.requirements}
+    functions: dict[tuple[str, str], list[int]] = {}
     for index, candidate in enumerate(candidates):
-        for name in candidate.requirements:
-            functions = by_requirement.setdefault(name, collections.defaultdict(list))
-            functions[candidate.file, candidate.function].append(index)
-    for functions in by_requirement.values():
-        can_run = {key: [index for index in items if candidates[index].runs] for key, items in functions.items()}
-        yield {key: items for key, items in can_run.items() if items} or functions
+        functions.setdefault((candidate.file, candidate.function), []).append(index)
+    chosen = []
+    used = _Used()
+    for items in functions.values():
+        asked = {name for index in items for name in candidates[index].requirements}
+        choices = [index for index in items if candidates[index].runs] or ([] if asked <= can_run else items)
+        if choices:
+            best = min(choices, key=lambda index: _rank(candidates[index], used))
+            chosen.append(best)
+            used.add(candidates[best])
+            can_run |= asked
+    return sorted(chosen)
 
 
 def _rank(one: Candidate, used: _Used) -> tuple[bool, int, tuple[int, ...], int]:

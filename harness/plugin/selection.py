@@ -27,7 +27,7 @@ class Effort(enum.StrEnum):
     """How much of the selected cases a run runs."""
 
     QUICK = "quick"
-    """One item of each requirement and implementation."""
+    """One item of each test function and implementation."""
 
     STANDARD = "standard"
     """Every pair of values of each case's parameters."""

@@ -82,9 +82,8 @@ def test_standard_is_the_same_for_all_implementations(collected):
     ]
 
 
-def test_quick_asks_each_requirement_once(collected):
+def test_quick_asks_each_function_once(collected):
     names = [name.partition("[")[0] for name in collected("--effort=quick")]
-    # and the case without a requirement.
     assert names == ["test_product", "test_one_parameter", "test_half_unsupported", "test_without_requirement"]
 
 
