@@ -1,4 +1,4 @@
-"""Writes docs/seeds.md from docs/seeds.toml; with ``--check``, compares the page instead of writing it.
+"""Writes docs/seeds.md and suites/standard.toml from docs/seeds.toml; ``--check`` compares instead of writing.
 
 The table lists the seed tests with their combinations of parameters, the cases that replace each of them, and the cases
 that replace none. The collected suites give the items of each case and their parameters, from which the page counts the
@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import io
 import itertools
+import json
 import math
 import pathlib
 import sys
@@ -34,6 +35,7 @@ from shardproof.reports.run import load_run  # noqa: E402
 NAME = "docs/seeds.toml"
 TABLE = ROOT / NAME
 PAGE = ROOT / "docs/seeds.md"
+STANDARD = ROOT / "suites/standard.toml"
 
 PUBLISHED = ROOT / "reports/published"
 
@@ -363,17 +365,46 @@ def page(table: Table, items: Items) -> str:
     return "\n".join(lines)
 
 
+_STANDARD_HEAD = """\
+# The combinations of the seed tests, which `--effort standard` always keeps.
+# Written by `python docs/make_seeds.py` from `docs/seeds.toml`; `tests/test_seeds.py` compares the two.
+"""
+
+
+def standard(table: Table) -> str:
+    """Write the table of combinations that ``--effort standard`` keeps: those that the seed tests ran.
+
+    Args:
+        table: without problems.
+
+    Returns:
+        The table, in TOML.
+    """
+    grids = [grid for _, test in table.tests() for grid in test.grids]
+    # A case without parameters is always kept.
+    entries = [{"case": grid.case, **grid.axes} for grid in grids if grid.axes]
+    lines = [["", "[[always]]", *(f"{name} = {_toml(value)}" for name, value in entry.items())] for entry in entries]
+    return _STANDARD_HEAD + "\n".join(itertools.chain(*lines)) + "\n"
+
+
+def _toml(value: Any) -> str:
+    """Return a value of docs/seeds.toml as TOML has it."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml, value))}]"
+    return json.dumps(value) if isinstance(value, (bool, str)) else repr(value)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the page, or compare it.
+    """Write the page and the table of the suites, or compare them.
 
     Args:
         arguments: of the command line; those of the process unless given.
 
     Returns:
-        The exit code: 0, or 1 if the table has problems or the page is out of date.
+        The exit code: 0, or 1 if the table has problems or a file is out of date.
     """
-    parser = argparse.ArgumentParser(description="docs/seeds.md from docs/seeds.toml")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if the page is out of date")
+    parser = argparse.ArgumentParser(description="docs/seeds.md and suites/standard.toml from docs/seeds.toml")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a file is out of date")
     options = parser.parse_args(arguments)
     try:
         table, items = read(), collected()
@@ -383,14 +414,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if found := problems(table, items):
         print("\n".join(found), file=sys.stderr)
         return 1
-    text = page(table, items)
+    written = {PAGE: page(table, items), STANDARD: standard(table)}
     if not options.check:
-        PAGE.write_text(text)
+        for path, text in written.items():
+            path.write_text(text)
         return 0
-    if PAGE.is_file() and PAGE.read_text() == text:
-        return 0
-    print("docs/seeds.md is out of date: run python docs/make_seeds.py", file=sys.stderr)
-    return 1
+    outdated = [path for path, text in written.items() if not (path.is_file() and path.read_text() == text)]
+    for path in outdated:
+        print(f"{path.relative_to(ROOT)} is out of date: run python docs/make_seeds.py", file=sys.stderr)
+    return 1 if outdated else 0
 
 
 if __name__ == "__main__":

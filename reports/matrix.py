@@ -3,6 +3,7 @@
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from pathlib import PurePath
 
 from shardproof.reports.alike import alike
 from shardproof.reports.record import CaseRecord, Failure, Verdict
@@ -32,6 +33,7 @@ def render_summary(run: Run, *, by_case: bool = False, full: bool = False) -> st
     """
     blocks = [
         _heading(run.environment),
+        _effort(run),
         _gaps(run),
         *_failures([case for case in run.cases if case.verdict.failed], full=full),
         _excused(run.cases),
@@ -52,6 +54,19 @@ def _heading(env: Environment) -> list[str]:
     when = [env.started] if env.started else []
     when += [f"{env.seconds:.1f} s"] if env.seconds else []
     return [printable(", ".join(line)) for line in (facts, when) if line]
+
+
+def _effort(run: Run) -> list[str]:
+    """Which effort was run, and how many cases it left out, by the names of their files."""
+    if run.effort is None:
+        return []
+    counts: Counter[str] = Counter()
+    for files in run.effort.deselected.values():
+        counts.update({PurePath(file).stem.removeprefix("test_"): count for file, count in files.items()})
+    left_out, kept = counts.total(), sum(map(len, (run.selected or {}).values()))
+    what = f"{left_out} of {left_out + kept} cases left out: {_by_name(counts)}" if left_out else "all cases"
+    text = f"effort {run.effort.name}: {what}"
+    return textwrap.wrap(printable(text), _WIDTH, subsequent_indent="  ", break_long_words=False)
 
 
 def _gaps(run: Run) -> list[str]:

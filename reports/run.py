@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shardproof.reports import files
-from shardproof.reports.fields import Fields, RecordError, kind_of, text
+from shardproof.reports.fields import Fields, RecordError, integer, kind_of, text
 from shardproof.reports.record import CaseRecord
 
 SUPPORTED_VERSIONS = (1, 2)
@@ -167,6 +167,33 @@ class LeftOut:
 
 
 @dataclass(frozen=True)
+class Effort:
+    """How much of what was asked for a run ran.
+
+    Attributes:
+        name: "quick", "standard" or "full".
+        deselected: the number of cases that were left out, by implementation and file.
+    """
+
+    name: str
+    deselected: Mapping[str, Mapping[str, int]]
+
+    @classmethod
+    def parse(cls, data: object, where: str) -> "Effort":
+        """Read an effort from JSON data.
+
+        Args:
+            data: the JSON object.
+            where: the path of the object in the file, for messages.
+
+        Raises:
+            RecordError: the data violate the schema.
+        """
+        fields = Fields(data, where)
+        return cls(name=fields.required("name", str), deselected=fields.mapping("deselected", _counts))
+
+
+@dataclass(frozen=True)
 class Run:
     """One run.
 
@@ -177,6 +204,7 @@ class Run:
         selected: the ids of the selected cases by implementation; empty in a file of version 1.
         left_out: the selected cases that pytest skipped.
         earlier: the records of cases that were run again later.
+        effort: the effort of the run; None in a file of a version without efforts, which had the full one.
         incomplete: why the run is incomplete; empty if it is complete. Files of version 1 do not say.
         exit_code: the exit code of the run; None if it is unknown.
     """
@@ -187,6 +215,7 @@ class Run:
     selected: Mapping[str, tuple[str, ...]] | None = None
     left_out: tuple[LeftOut, ...] = ()
     earlier: tuple[CaseRecord, ...] = ()
+    effort: Effort | None = None
     incomplete: str = ""
     exit_code: int | None = None
 
@@ -253,6 +282,7 @@ def _version_2(fields: Fields) -> Run:
         selected=fields.mapping("selected", _texts),
         left_out=fields.items("left_out", LeftOut.parse),
         earlier=earlier,
+        effort=Effort.parse(fields.data["effort"], "effort") if fields.has("effort") else None,
         incomplete="" if complete else end.required("reason", str) or "the run file gives no reason",
         exit_code=end.maybe("exit_code", int),
     )
@@ -305,6 +335,11 @@ def _last_attempts(cases: Iterable[CaseRecord]) -> tuple[tuple[CaseRecord, ...],
             earlier.append(before)
         last[key] = case
     return tuple(last.values()), tuple(earlier)
+
+
+def _counts(value: object, where: str) -> dict[str, int]:
+    counts: dict[str, object] = kind_of(value, dict, where)
+    return {name: integer(count, f"{where}.{name}") for name, count in counts.items()}
 
 
 def _texts(value: object, where: str) -> tuple[str, ...]:

@@ -9,6 +9,8 @@ imported from outside.
 - ``options``: the command line; ``selection``: the checked values of its options.
 - ``marks``: the marks of cases; ``axes``: parameter sets that several chapters share.
 - ``collection``: makes one pytest item for each implementation and world; ``cases``: runs one item.
+- ``effort``: what a shorter run leaves out. ``pairwise`` and ``quick`` choose what it keeps, and ``always`` reads what
+  it keeps in any case.
 - ``records``: the record of one case; ``journal``: the run file, with the ``environment`` of the run.
 - ``bounds``: how large a record may be.
 - ``progress``: which cases were selected and which have a record; ``exit_codes``: what a run as a whole exits with.

@@ -9,35 +9,38 @@ import pytest
 
 from shardproof.harness.adapters.capability import Capability, Hardware
 from shardproof.harness.collectives.delays import Delay
-from shardproof.harness.plugin.marks import needs
+from shardproof.harness.plugin.marks import meaningful_from, needs
 
 _CHOOSES = needs(Capability.RESHARD_AFTER_FORWARD)
+
+
+def _to_size(size: int, *also: Capability) -> Any:
+    """Resharding to groups of this size, which on as many ranks is the same as ``True``."""
+    return pytest.param(size, marks=[needs(Capability.RESHARD_TO_SIZE, *also), meaningful_from(2 * size)])
+
 
 #: What happens to gathered parameters after forward, as chosen: freed, or kept.
 RESHARD_CHOICES = [pytest.param(True, marks=_CHOOSES), pytest.param(False, marks=_CHOOSES)]
 
 #: The same with resharding to groups of two.
-RESHARD_EXPLICIT = [*RESHARD_CHOICES, pytest.param(2, marks=needs(Capability.RESHARD_TO_SIZE))]
+RESHARD_EXPLICIT = [*RESHARD_CHOICES, _to_size(2)]
 
 #: The same with the implementation's own default, so that a case runs for implementations without a choice.
 RESHARD = [pytest.param(None), *RESHARD_EXPLICIT]
 
 #: The same for worlds of more than four ranks, in which groups of four are possible as well.
-RESHARD_TO_PARTS = [*RESHARD, pytest.param(4, marks=needs(Capability.RESHARD_TO_SIZE))]
+RESHARD_TO_PARTS = [*RESHARD, _to_size(4)]
 
 #: The same for cases that observe whether the root's own unit is freed.
 RESHARD_ROOT = [
     pytest.param(None),
     pytest.param(True, marks=needs(Capability.RESHARD_AFTER_FORWARD, Capability.ROOT_RESHARD)),
     RESHARD_CHOICES[1],
-    pytest.param(2, marks=needs(Capability.RESHARD_TO_SIZE, Capability.ROOT_RESHARD)),
+    _to_size(2, Capability.ROOT_RESHARD),
 ]
 
 #: The choices for cases with sizes that the groups do not divide, where ``parameters()`` is checked after forward.
-RESHARD_UNEVEN = [
-    *RESHARD_CHOICES,
-    pytest.param(2, marks=needs(Capability.RESHARD_TO_SIZE, Capability.RESHARD_TO_SIZE_UNEVEN)),
-]
+RESHARD_UNEVEN = [*RESHARD_CHOICES, _to_size(2, Capability.RESHARD_TO_SIZE_UNEVEN)]
 
 
 DELAY_MS = 50.0

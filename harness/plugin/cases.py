@@ -74,6 +74,11 @@ def case_id(item: pytest.Function) -> str:
     return f"{path}::{item.name.replace(f'[{launch}', f'[w{launch.size}', 1)}"
 
 
+def requirements(item: pytest.Function) -> tuple[str, ...]:
+    """Return the ids of the requirements that a case checks."""
+    return tuple(name for mark in item.iter_markers("contract") for name in mark.args)
+
+
 def usage_error(item: pytest.Function) -> str | None:
     """Return why the item cannot run on ranks, in one line that names an alternative, or None if it can."""
     if item.cls is not None:
@@ -198,7 +203,7 @@ def _new_record(item: pytest.Function, selection: Selection) -> CaseRecord:
         id=made_id,
         nodeid=item.nodeid,
         implementation=launch.implementation,
-        requirement=",".join(name for mark in item.iter_markers("contract") for name in mark.args),
+        requirement=",".join(requirements(item)),
         world=launch.size,
         device=selection.device,
         parameters=_own_parameters(item),

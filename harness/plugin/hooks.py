@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shardproof.harness.findings.verdict import Verdict
-from shardproof.harness.plugin import cases, collection, exit_codes, marks, notices, options, terminal
+from shardproof.harness.plugin import cases, collection, effort, exit_codes, marks, notices, options, terminal
 from shardproof.harness.plugin.records import CaseRecord
 from shardproof.harness.plugin.signals import EndingSignals
 from shardproof.harness.plugin.state import STATE, State
@@ -36,6 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
     state = config.stash[STATE] = State(config)
     config.stash[_SIGNALS] = EndingSignals()
     config.pluginmanager.register(_RunObserver(state))
+    config.pluginmanager.register(effort.Shortening(state))
     config.pluginmanager.register(terminal.AlikeFailures())
     config.pluginmanager.register(terminal.AllFailures())
     notices.show(config)
@@ -228,6 +229,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         for name in state.selection.implementations:
             counts = [f"{n} {verdict}" for verdict in Verdict if (n := state.progress.verdicts[name, verdict.value])]
             terminalreporter.write_line(f"{name}: {', '.join(counts) or 'no case'}")
+        terminalreporter.write_line(effort.summary(state.selection.effort, state.progress))
     if state.journal is not None:
         if state.journal.partial.exists():
             terminalreporter.write_line(f"incomplete run file: {state.journal.partial}")

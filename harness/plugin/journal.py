@@ -78,8 +78,22 @@ class Journal:
         """Write the environment of the run."""
         self._field("environment", environment)
 
-    def select(self, selected: Mapping[str, Sequence[str]]) -> None:
-        """Write the ids of the selected cases, by implementation, and begin the list of records."""
+    def select(
+        self,
+        selected: Mapping[str, Sequence[str]],
+        *,
+        effort: str | None = None,
+        spared: Mapping[str, Mapping[str, int]] | None = None,
+    ) -> None:
+        """Write which cases were selected, and begin the list of records.
+
+        Args:
+            selected: the ids of the selected cases, by implementation.
+            effort: the effort of the run, if it is known.
+            spared: the number of cases that the effort left out, by implementation and file.
+        """
+        if effort is not None:
+            self._field("effort", {"name": effort, "deselected": spared or {}})
         self._field("selected", selected)
         self._append(',"cases": [\n')
         self._cases = 0

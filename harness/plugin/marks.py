@@ -18,6 +18,7 @@ MARKER_LINES = (
     "world(*sizes): the numbers of ranks that the case runs on, one pytest item each",
     "needs(*names): the capabilities and the hardware without which the case is skipped",
     "alone(): the case measures time or memory and shares its devices with no other case",
+    "meaningful_from(size): on fewer ranks this value of a parameter means what another one does",
     "deadline(seconds): how long the case may take before its verdict is hang",
 )
 
@@ -43,8 +44,7 @@ def world(*sizes: int, debug_level: str = "OFF") -> pytest.MarkDecorator:
     if debug_level not in _DEBUG_LEVELS:
         raise ValueError(f"world(debug_level={debug_level!r}): expected one of {', '.join(_DEBUG_LEVELS)}")
     for size in sizes:
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ValueError(f"world({size!r}): a world's size is a positive integer")
+        _check_size(size, f"world({size!r})")
     if len(set(sizes)) != len(sizes):
         raise ValueError(f"world{sizes}: each size may be given once")
     return pytest.mark.world(*sizes, debug_level=debug_level)
@@ -62,6 +62,18 @@ def needs(*names: Capability | Hardware) -> pytest.MarkDecorator:
     return pytest.mark.needs(*names)
 
 
+def meaningful_from(size: int) -> pytest.MarkDecorator:
+    """Say of one value of a parameter that on fewer ranks it means what another value does.
+
+    ``--effort standard`` keeps pairs with the value on the fewest ranks; with this mark, also on as many as these.
+
+    Raises:
+        ValueError: the size is not a positive integer.
+    """
+    _check_size(size, f"meaningful_from({size!r})")
+    return pytest.mark.meaningful_from(size)
+
+
 def alone() -> pytest.MarkDecorator:
     """Run the case while no other case of this host uses its devices or cores: it measures."""
     return pytest.mark.alone()
@@ -75,3 +87,8 @@ def deadline(seconds: float) -> pytest.MarkDecorator:
     """
     check_deadline(seconds, f"deadline({seconds!r})")
     return pytest.mark.deadline(seconds)
+
+
+def _check_size(size: object, given: str) -> None:
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ValueError(f"{given}: a world's size is a positive integer")

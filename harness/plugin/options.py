@@ -47,6 +47,8 @@ _HELP = {
     "report": "write the run file to this path, as JSON",
     "check-collectives": "stop ranks before they block in different collectives on one group",
     "isolate": "run each case in new rank processes, which run nothing else",
+    "effort": "how much of the selected cases runs: full (default), standard (every pair of values of parameters) or "
+    "quick (one item of each test function)",
     "deadline": "seconds that a case may take (default: 60 on the CPU, 30 on CUDA)",
 }
 
@@ -57,6 +59,7 @@ _OPTIONS = (
     _Option("report", {"metavar": "FILE"}),
     _Option("check-collectives", {"action": "store_true"}),
     _Option("isolate", {"action": "store_true"}),
+    _Option("effort", {"metavar": "NAME", "default": "full"}),
     _Option("deadline", {"type": float, "metavar": "SECONDS"}),
 )
 
@@ -107,7 +110,7 @@ def _add_short_forms(parser: pytest.Parser, manager: pytest.PytestPluginManager)
 def asks_for_a_run(config: pytest.Config) -> bool:
     """Return whether any option of a conformance run was given."""
     names = (option.name.replace("-", "_") for option in _OPTIONS)
-    return any(getattr(config.option, f"shardproof_{name}") not in (None, "auto", False) for name in names)
+    return any(getattr(config.option, f"shardproof_{name}") not in (None, "auto", "full", False) for name in names)
 
 
 class _Clashes:

@@ -11,12 +11,16 @@ from shardproof.harness.findings.verdict import Verdict
 Selected = dict[str, list[str]]
 """The ids of the selected cases, by implementation."""
 
+Spared = Mapping[str, Mapping[str, int]]
+"""The number of cases that the effort of a run left out, by implementation and file."""
+
 
 class Progress:
     """The selected cases and the records of one run; in an xdist run, those of all workers.
 
     Attributes:
         selected: the ids of the selected cases, by implementation; empty until collection has ended.
+        spared: the number of cases that the effort of the run left out, by implementation and file.
         left_out: the selected cases that pytest skipped without asking the plugin, as by ``@pytest.mark.skip``.
         verdicts: the number of cases for each (implementation, verdict); a case that was run again counts once, with
             its last verdict.
@@ -24,6 +28,7 @@ class Progress:
 
     def __init__(self) -> None:
         self.selected: Selected = {}
+        self.spared: Spared = {}
         self.left_out: list[dict[str, str]] = []
         self.verdicts: collections.Counter[tuple[str, str]] = collections.Counter()
         self._last: dict[tuple[str, str], str] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,19 @@ DEFAULT_DEADLINES = {"cpu": 60.0, "cuda": 30.0}
 MOST_DEADLINE_SECONDS = 1500.0
 
 
+class Effort(enum.StrEnum):
+    """How much of the selected cases a run runs."""
+
+    QUICK = "quick"
+    """One item of each test function and implementation."""
+
+    STANDARD = "standard"
+    """Every pair of values of each case's parameters."""
+
+    FULL = "full"
+    """Everything."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Selection:
     """The checked options of a run.
@@ -34,6 +48,7 @@ class Selection:
         deadline: the seconds that a case may take unless it has a deadline of its own.
         check_collectives: whether ranks compare each collective with their peers before they enter it.
         isolate: whether each case gets new rank processes, which run nothing else.
+        effort: how much of what the other options select runs.
     """
 
     implementations: dict[str, type[Adapter]]
@@ -43,6 +58,7 @@ class Selection:
     deadline: float
     check_collectives: bool = False
     isolate: bool = False
+    effort: Effort = Effort.FULL
 
     def allows(self, size: int) -> bool:
         """Return whether ``--world`` selects cases on worlds of this size."""
@@ -61,6 +77,7 @@ def resolve(
     deadline: float | None,
     check_collectives: bool = False,
     isolate: bool = False,
+    effort: str = Effort.FULL,
 ) -> Selection:
     """Parse and check the values of the command line options.
 
@@ -71,6 +88,7 @@ def resolve(
         deadline: seconds; None selects the default of the device type.
         check_collectives: whether ranks compare each collective with their peers before they enter it.
         isolate: whether each case gets new rank processes, which run nothing else.
+        effort: the name of an effort.
 
     Raises:
         ValueError: an implementation or the device is not available here, or a value is not valid. The message is one
@@ -81,10 +99,21 @@ def resolve(
     for size in sizes or ():
         if chosen != "cpu" and size > count:
             raise ValueError(f"--world {size}: there are {count} {chosen} devices; a rank needs one of its own")
+    if effort not in list(Effort):
+        raise ValueError(f"--effort {effort}: expected {', '.join(Effort)}")
     adapters = _adapters(implementations, chosen)
     if deadline is not None:
         check_deadline(deadline, f"--deadline {deadline:g}")
-    return Selection(adapters, chosen, count, sizes, deadline or DEFAULT_DEADLINES[chosen], check_collectives, isolate)
+    return Selection(
+        adapters,
+        chosen,
+        count,
+        sizes,
+        deadline or DEFAULT_DEADLINES[chosen],
+        check_collectives,
+        isolate,
+        Effort(effort),
+    )
 
 
 def check_deadline(seconds: float, given: str) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import os
 import pathlib
 import shutil
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -37,6 +39,7 @@ class State:
         problems: what is wrong with entries of known failures; any problem fails the run.
         interruption: what ended the run early, such as the name of a signal; empty if nothing did.
         collection_errors: the number of files and directories that could not be collected.
+        spared: the cases that the effort of the run leaves out; in an xdist run, of each worker.
     """
 
     def __init__(self, config: pytest.Config) -> None:
@@ -52,6 +55,7 @@ class State:
         self.problems: set[str] = set()
         self.interruption = ""
         self.collection_errors = 0
+        self.spared: list[pytest.Function] = []
 
     @property
     def is_worker(self) -> bool:
@@ -75,6 +79,7 @@ class State:
                     deadline=option.shardproof_deadline,
                     check_collectives=option.shardproof_check_collectives,
                     isolate=option.shardproof_isolate,
+                    effort=option.shardproof_effort,
                 )
             except ValueError as error:
                 raise pytest.UsageError(str(error)) from None
@@ -105,7 +110,9 @@ class State:
     def note_problems(self, session: pytest.Session) -> None:
         """Collect the problems of the entries of known failures; an xdist worker sends them to the controller."""
         if self._known_failures is not None:
-            self.problems.update(self._known_failures.problems(session.items, session.config))
+            # What the effort leaves out narrows no run: entries are compared with the ids of all collected cases.
+            remaining = [*session.items, *self.spared]
+            self.problems.update(self._known_failures.problems(remaining, session.config))
         if self.is_worker:
             vars(session.config)["workeroutput"][_PROBLEMS] = sorted(self.problems)
 
@@ -160,15 +167,13 @@ class State:
 
     def select(self, items: list[pytest.Item]) -> None:
         """Note the cases that are to run; an xdist worker leaves their list for the controller."""
-        selected: Selected = {}
-        for item in filter(cases.is_case, items):
-            selected.setdefault(cases.launch_of(item).implementation, []).append(cases.case_id(item))
+        selected, spared = _ids(filter(cases.is_case, items)), _ids(self.spared)
         if self.is_worker:
             given = vars(self._config)["workerinput"]
             if _FOLDER in given:
-                pathlib.Path(given[_FOLDER], given["workerid"]).write_text(json.dumps(selected))
+                pathlib.Path(given[_FOLDER], given["workerid"]).write_text(json.dumps([selected, spared]))
         else:
-            self._selected(selected)
+            self._selected(selected, spared)
 
     def configure_worker(self, given: dict[str, Any]) -> None:
         """Tell an xdist worker where to leave the list of its cases; xdist itself passes on their node ids only."""
@@ -181,12 +186,13 @@ class State:
         assert self._folder is not None, "workers are configured before they collect"
         path = self._folder / worker
         if not self.progress.selected and path.exists():
-            self._selected(json.loads(path.read_text()))
+            self._selected(*json.loads(path.read_text()))
 
-    def _selected(self, selected: Selected) -> None:
+    def _selected(self, selected: Selected, spared: Selected) -> None:
         self.progress.selected = selected
+        self.progress.spared = {name: collections.Counter(map(_file, ids)) for name, ids in spared.items()}
         if self.journal is not None and selected:
-            self.journal.select(selected)
+            self.journal.select(selected, effort=self.selection.effort, spared=self.progress.spared)
 
     def add(self, record: dict[str, Any]) -> None:
         """Add a case's record, as JSON values, to the counts and the run file."""
@@ -232,6 +238,17 @@ class State:
     def asked_nothing(self) -> list[str]:
         """Return the implementations on which no case ran."""
         return self.progress.asked_nothing(self.selection.implementations)
+
+
+def _ids(items: Iterable[pytest.Function]) -> Selected:
+    ids: Selected = {}
+    for item in items:
+        ids.setdefault(cases.launch_of(item).implementation, []).append(cases.case_id(item))
+    return ids
+
+
+def _file(case_id: str) -> str:
+    return case_id.partition("::")[0]
 
 
 STATE = pytest.StashKey[State]()

@@ -86,7 +86,7 @@ def test_without_another_owner_nothing_is_printed_and_both_forms_mean_the_same(p
 
 def test_help_names_both_forms(pytester):
     text = pytester.runpytest_inprocess(*QUIET, "--help").stdout.str()
-    for name in ("impl", "device", "world", "report", "check-collectives", "isolate", "deadline"):
+    for name in ("impl", "device", "world", "report", "check-collectives", "isolate", "effort", "deadline"):
         assert f"--shardproof-{name}" in text
         assert f" --{name}" in text
 

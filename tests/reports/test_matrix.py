@@ -234,3 +234,28 @@ def test_what_would_steer_the_terminal_is_written_out(field):
 def test_a_failure_text_keeps_its_lines_and_loses_its_colours():
     text = summary(samples.case(verdict="fail", failure={"text": "\x1b[31mone\n\ttwo\r\n\nfour"}))
     assert "    \\x1b[31mone\n            two\n\n    four\n" in text
+
+
+@pytest.mark.parametrize(
+    ("effort", "line"),
+    [
+        ({"name": "full", "deselected": {}}, "effort full: all cases"),
+        (
+            {
+                "name": "quick",
+                "deselected": {"reference": {"suites/test_tied.py": 2, "own.py": 1}, "ddp": {"own.py": 3}},
+            },
+            "effort quick: 6 of 7 cases left out: tied 2, own 4",
+        ),
+    ],
+)
+def test_what_the_effort_left_out_comes_before_the_verdicts(effort, line):
+    journal = samples.journal(samples.case()) | {"effort": effort}
+    lines = render_summary(parse_run(journal)).splitlines()
+    assert lines[2:5] == ["", line, ""]
+
+
+def test_a_file_without_an_effort_says_nothing_of_it():
+    run = parse_run(samples.journal(samples.case()))
+    assert run.effort is None
+    assert "effort" not in render_summary(run)

@@ -63,6 +63,12 @@ def test_implementations_keep_the_order_of_the_command_and_miss_none():
         (samples.journal() | {"end": {"complete": 1}}, "end.complete: 1 is not true or false"),
         (samples.journal() | {"end": {"complete": False}}, "end: the field 'reason' is missing"),
         (samples.journal() | {"selected": {"a": ["b", 3]}}, "selected.a[1]: 3 is not a string"),
+        (samples.journal() | {"effort": "quick"}, "effort: 'quick' is not an object"),
+        (samples.journal() | {"effort": {}}, "effort: the field 'name' is missing"),
+        (
+            samples.journal() | {"effort": {"name": "quick", "deselected": {"a": {"b": "c"}}}},
+            "effort.deselected.a.b: 'c' is not an integer",
+        ),
         (
             {"schema_version": 2, "run_id": "x", "end": {"complete": True}},
             "the run file: the field 'environment' is missing",

@@ -1,0 +1,73 @@
+"""Combinations of parameters that ``--effort standard`` always keeps, from ``standard.toml`` beside the cases.
+
+An entry is a product of values of some parameters of one case; other parameters may have any value::
+
+    [[always]]
+    case = "test_tied.py::test_tied_embedding"
+    world = [4]
+    recomputes = [false, true]
+
+``world`` is the number of ranks, a tuple is written as a list, and None as "None".
+"""
+
+from __future__ import annotations
+
+import itertools
+import pathlib
+import tomllib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from shardproof.harness.plugin.pairwise import Part
+
+TABLE = "standard.toml"
+"""The name of the file."""
+
+
+def text(value: Any) -> str:
+    """Return the text of a parameter's value by which values are compared; lists and tuples are the same."""
+    return repr(_with_lists(value))
+
+
+def _with_lists(value: Any) -> Any:
+    return [_with_lists(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+
+def read(folder: pathlib.Path) -> Mapping[str, list[Part]]:
+    """Return the combinations of each case of a folder, ``<file>::<function>``; a folder without a table has none.
+
+    Raises:
+        ValueError: the table is not valid. The message is one line that names the file.
+    """
+    path = folder / TABLE
+    if not path.is_file():
+        return {}
+    try:
+        document = tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: {error}") from None
+    entries = document.pop("always", [])
+    if document or not isinstance(entries, list):
+        raise ValueError(f"{path}: entries are [[always]], and there is nothing else")
+    found: dict[str, list[Part]] = {}
+    for number, entry in enumerate(entries, start=1):
+        case = entry.pop("case", None) if isinstance(entry, dict) else None
+        if not isinstance(case, str) or not all(isinstance(values, list) for values in entry.values()):
+            raise ValueError(f"{path} entry {number}: expected a case and lists of values of its parameters")
+        found.setdefault(case, []).extend(_product(entry))
+    return found
+
+
+def _product(axes: Mapping[str, list[Any]]) -> Iterator[Part]:
+    for values in itertools.product(*axes.values()):
+        yield frozenset((name, _text_of_toml(value)) for name, value in zip(axes, values, strict=True))
+
+
+def _text_of_toml(value: Any) -> str:
+    return text(_with_none(value))
+
+
+def _with_none(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_with_none(one) for one in value]
+    return None if value == "None" else value

@@ -1,0 +1,86 @@
+"""Chooses one item of each function: what ``--effort quick`` runs. Depends on neither pytest nor torch."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from shardproof.harness.plugin.pairwise import WORLD
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One item of an implementation.
+
+    Attributes:
+        file: the file of its case.
+        function: the name of its test function, in the file.
+        requirements: the requirements that it checks.
+        runs: whether the host and the implementation have what it needs.
+        is_meant: whether its parameters mean something of their own on so few ranks.
+        values: the values of its parameters, by name, as texts.
+        places: the places of these values in the lists of the case.
+        size: the number of ranks.
+    """
+
+    file: str
+    function: str
+    requirements: tuple[str, ...]
+    runs: bool = True
+    is_meant: bool = True
+    values: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    places: tuple[int, ...] = ()
+    size: int = 1
+
+
+class _Used:
+    """How often the chosen items of a file have each value of a parameter, and each number of ranks."""
+
+    def __init__(self) -> None:
+        self._counts: collections.Counter[tuple[str, str, str]] = collections.Counter()
+
+    def add(self, one: Candidate) -> None:
+        self._counts.update(self._keys(one))
+
+    def of(self, one: Candidate) -> int:
+        return sum(self._counts[key] for key in self._keys(one))
+
+    def _keys(self, one: Candidate) -> list[tuple[str, str, str]]:
+        return [(one.file, name, value) for name, value in (*one.values.items(), (WORLD, repr(one.size)))]
+
+
+def choose(candidates: Sequence[Candidate]) -> list[int]:
+    """Choose one item of each function that can run, so that every requirement has one.
+
+    - Functions choose in the order of the candidates. A function of which no item can run has none, unless it is the
+      first of a requirement of which nothing can run: the verdict then says what is missing.
+    - Of a function's items it takes the one whose values were taken least often in this file, so that the cases of a
+      chapter have them in turn; of several, the one whose values stand last in their lists, because lists begin with
+      what is plain and end with what is special; of several, the one with the fewest ranks.
+
+    Args:
+        candidates: the items of one implementation, in an order that is always the same.
+
+    Returns:
+        The chosen positions in ``candidates``, in ascending order.
+    """
+    can_run = {name for candidate in candidates if candidate.runs for name in candidate.requirements}
+    functions: dict[tuple[str, str], list[int]] = {}
+    for index, candidate in enumerate(candidates):
+        functions.setdefault((candidate.file, candidate.function), []).append(index)
+    chosen = []
+    used = _Used()
+    for items in functions.values():
+        asked = {name for index in items for name in candidates[index].requirements}
+        choices = [index for index in items if candidates[index].runs] or ([] if asked <= can_run else items)
+        if choices:
+            best = min(choices, key=lambda index: _rank(candidates[index], used))
+            chosen.append(best)
+            used.add(candidates[best])
+            can_run |= asked
+    return sorted(chosen)
+
+
+def _rank(one: Candidate, used: _Used) -> tuple[bool, int, tuple[int, ...], int]:
+    return not one.is_meant, used.of(one), tuple(-place for place in one.places), one.size

@@ -1,0 +1,184 @@
+"""Shorter runs: what they leave out, what they never leave out, and what they print of it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from shardproof.reports.run import load_run
+from tests.harness.inner import last_error
+
+SOURCE = """
+import pytest
+from shardproof.harness import Capability, Hardware, contract, meaningful_from, needs, world
+
+@contract("X-1", "X-2")
+@world(1, 2)
+@pytest.mark.parametrize("c", [0, 1])
+@pytest.mark.parametrize("b", [0, pytest.param(1, marks=needs(Hardware.STREAMS))])
+@pytest.mark.parametrize("a", [0, 1])
+def test_product(rank, a, b, c):
+    pass
+
+@contract("X-2")
+@world(1, 2)
+@pytest.mark.parametrize("a", [0, pytest.param(1, marks=meaningful_from(2))])
+def test_one_parameter(rank, a):
+    pass
+
+@contract("X-3")
+@world(1)
+@pytest.mark.parametrize("a", [pytest.param(0, marks=needs(Capability.SHARDED)), 1])
+def test_half_unsupported(rank, a):
+    pass
+
+@world(1)
+@pytest.mark.parametrize("a", [0, 1, 2])
+def test_without_requirement(rank, a):
+    pass
+
+def test_ordinary():
+    pass
+"""
+CASES = 16 + 4 + 2 + 3
+STANDARD = [
+    # Pairs with what needs streams, and pairs without it, apart.
+    "test_product[ddp-w1-0-0-0]", "test_product[ddp-w1-0-0-1]", "test_product[ddp-w1-1-0-0]",
+    "test_product[ddp-w1-1-0-1]", "test_product[ddp-w1-0-1-0]", "test_product[ddp-w1-1-1-1]",
+    "test_product[ddp-w2-0-0-0]",
+    "test_one_parameter[ddp-w1-0]", "test_one_parameter[ddp-w1-1]", "test_one_parameter[ddp-w2-1]",
+    "test_half_unsupported[ddp-w1-0]", "test_half_unsupported[ddp-w1-1]",
+    "test_without_requirement[ddp-w1-0]", "test_without_requirement[ddp-w1-1]", "test_without_requirement[ddp-w1-2]",
+]  # fmt: skip
+
+
+@pytest.fixture
+def collected(run):
+    """The names of the collected cases, in a run with these options."""
+
+    def collected(*options, source=SOURCE):
+        result = run(source, "--device", "cpu", "--collect-only", "-q", *options)
+        names = [line.partition("::")[2] for line in result.stdout.lines if "::" in line]
+        return [name for name in names if "[" in name]
+
+    return collected
+
+
+def test_full_is_the_default_and_leaves_out_nothing(collected):
+    assert len(collected()) == CASES
+    assert collected("--effort", "full") == collected()
+
+
+def test_standard_keeps_every_pair_for_whoever_can_run_it(collected):
+    assert sorted(collected("--effort=standard")) == sorted(STANDARD)
+    assert collected("--shardproof-effort=standard") == collected("--effort=standard")
+
+
+def test_standard_is_the_same_for_all_implementations(collected):
+    chosen = collected("--effort=standard", "--impl", "ddp,reference")
+    assert [name.replace("reference", "ddp") for name in chosen if "reference" in name] == [
+        name for name in chosen if "ddp" in name
+    ]
+
+
+def test_quick_asks_each_function_once(collected):
+    names = [name.partition("[")[0] for name in collected("--effort=quick")]
+    assert names == ["test_product", "test_one_parameter", "test_half_unsupported", "test_without_requirement"]
+
+
+def test_quick_takes_what_can_run(collected):
+    chosen = collected("--effort=quick", "--impl", "ddp,reference", "-k", "half_unsupported")
+    assert len(chosen) == 2
+    assert "test_half_unsupported[ddp-w1-1]" in chosen
+
+
+@pytest.mark.parametrize("effort", ["quick", "standard"])
+def test_an_item_that_is_named_by_its_node_id_always_runs(collected, pytester, effort):
+    name = "test_product[ddp-w2-1-1-1]"
+    assert name not in collected("--effort", effort)
+    for path in ("test_inner.py", pytester.path / "test_inner.py"):
+        assert collected("--effort", effort, f"{path}::{name}") == [name]
+    assert len(collected("--effort", effort, "test_inner.py::test_product")) < 16
+    assert name in collected("--effort", effort, "test_inner.py::test_half_unsupported", f"test_inner.py::{name}")
+
+
+def test_the_effort_is_applied_to_what_other_options_select(collected):
+    assert collected("--effort=standard", "-k", "w2-1-1-1") == ["test_product[ddp-w2-1-1-1]"]
+    assert collected("--effort=quick", "-k", "w2-1-1-1") == ["test_product[ddp-w2-1-1-1]"]
+    in_large_worlds = collected("--effort=standard", "--world=2")
+    assert [name for name in in_large_worlds if "one_parameter" in name] == [
+        "test_one_parameter[ddp-w2-0]",
+        "test_one_parameter[ddp-w2-1]",
+    ]
+
+
+def test_what_is_skipped_covers_nothing(collected):
+    source = """
+import pytest
+from shardproof.harness import contract, world
+@contract("X-1")
+@world(1)
+@pytest.mark.parametrize("b", [0, 1])
+@pytest.mark.parametrize("a", [0, pytest.param(1, marks=pytest.mark.skip(reason="broken"))])
+def test_case(rank, a, b):
+    pass
+"""
+    assert "test_case[ddp-w1-0" in collected("--effort=quick", source=source)[0]
+    assert len(collected("--effort=standard", source=source)) == 4
+
+
+def test_combinations_that_a_table_lists_are_kept(collected, pytester, run):
+    source = SOURCE.replace("needs(Hardware.STREAMS)", "()")
+    listed = "[[always]]\ncase = 'test_inner.py::test_product'\nworld = [2]\na = [1]\nb = [1]\nc = [0, 1]\n"
+    without = collected("--effort=standard", source=source)
+    table = pytester.path / "standard.toml"
+    table.write_text(listed)
+    added = set(collected("--effort=standard", source=source)) - set(without)
+    assert {"test_product[ddp-w2-1-1-0]", "test_product[ddp-w2-1-1-1]"} <= added
+    table.write_text(listed.replace("[1]", "1"))
+    result = run(source, "--effort=standard", "--device", "cpu")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert last_error(result).endswith("standard.toml entry 1: expected a case and lists of values of its parameters")
+
+
+def test_an_unknown_effort_is_one_line(run):
+    result = run(SOURCE, "--effort=some")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert last_error(result) == "ERROR: --effort some: expected quick, standard, full"
+
+
+#: Nothing runs in it on the CPU, so that no rank starts.
+UNMET = SOURCE.replace("@world", "@needs(Hardware.STREAMS)\n@world")
+
+
+@pytest.mark.parametrize("effort", ["quick", "standard"])
+def test_xdist_runs_the_same_items_and_counts_the_same(run, pytester, effort):
+    counts = []
+    for workers in ("0", "2"):
+        report = pytester.path / f"run{workers}.json"
+        options = ("-n", workers, "--effort", effort, "--device", "cpu", "--report", str(report))
+        result = run(UNMET, *options, own_process=workers != "0")
+        found = load_run(report)
+        counts.append((found.selected, found.effort, {case.id for case in found.cases}))
+        left_out = CASES - len(found.cases)
+        result.stdout.fnmatch_lines([f"effort {effort}: {left_out} of {CASES} cases left out: inner {left_out}"])
+    assert counts[0] == counts[1]
+    assert counts[0][1].name == effort
+
+
+def test_the_run_file_of_a_full_run_has_its_effort(run, pytester):
+    result = run(SOURCE, "-k", "without_requirement", "--report", "run.json")
+    result.stdout.fnmatch_lines(["effort full: all cases"])
+    assert json.loads((pytester.path / "run.json").read_text())["effort"] == {"name": "full", "deselected": {}}
+
+
+def test_a_known_failure_that_the_effort_leaves_out_is_no_mistake(run, pytester):
+    folder = pytester.mkdir("expectations")
+    entry = "[[expect]]\nverdict = 'fail'\nreason = 'r'\nlink = 'l'\ncase = 'test_inner.py::{}'\n"
+    (folder / "ddp.toml").write_text(entry.format("test_product[[]w2-1-1-1]".replace("[[]", "[")))
+    assert run(SOURCE, "--effort=quick", "--device", "cpu").ret == pytest.ExitCode.OK
+    (folder / "ddp.toml").write_text(entry.format("test_gone"))
+    result = run(SOURCE, "--effort=quick", "--device", "cpu")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["ERROR: expectations/ddp.toml entry 1 matches no case: test_inner.py::test_gone"])

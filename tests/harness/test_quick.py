@@ -1,0 +1,61 @@
+"""The choice of one item of each function."""
+
+from __future__ import annotations
+
+import itertools
+
+from shardproof.harness.plugin.quick import Candidate, choose
+
+
+def candidate(function="f", *requirements, file="a.py", **more):
+    return Candidate(file, function, requirements or ("A-1",), **more)
+
+
+def grid(function, requirement, **axes):
+    """The product of values of parameters, in the order of their lists."""
+    rows = itertools.product(*(enumerate(values) for values in axes.values()))
+    return [
+        candidate(
+            function,
+            requirement,
+            values=dict(zip(axes, (value for _, value in row), strict=True)),
+            places=tuple(place for place, _ in row),
+        )
+        for row in rows
+    ]
+
+
+def test_each_function_has_one_item():
+    candidates = [candidate("f", "A-1")] * 5 + [candidate("g", "A-2")] * 5 + [candidate("h", "A-2")]
+    assert [candidates[index].function for index in choose(candidates)] == ["f", "g", "h"]
+
+
+def test_what_can_run_comes_before_what_cannot():
+    candidates = [candidate("f", runs=False), candidate("g", runs=False), candidate("g")]
+    assert choose(candidates) == [2]
+
+
+def test_a_requirement_of_which_nothing_can_run_has_one_item_all_the_same():
+    candidates = [candidate("f", runs=False), candidate("f", runs=False), candidate("g", runs=False)]
+    assert choose(candidates) == [0]
+    assert choose([candidate("f", "A-1", "A-2", runs=False), candidate("g", "A-2")]) == [0, 1]
+
+
+def test_the_last_values_come_first_and_the_others_in_turn():
+    norms = ["2", "1", "inf"]
+    candidates = [one for n in range(4) for one in grid(f"f{n}", f"A-{n}", norm=norms, own=["plain", "odd"])]
+    chosen = [(candidates[index].values["norm"], candidates[index].values["own"]) for index in choose(candidates)]
+    assert chosen == [("inf", "odd"), ("1", "plain"), ("2", "odd"), ("inf", "plain")]
+
+
+def test_of_equal_ones_the_fewest_ranks_that_mean_something():
+    assert choose([candidate(size=2), candidate(size=4)]) == [0]
+    assert choose([candidate(size=2, is_meant=False), candidate(size=4)]) == [1]
+    assert choose([candidate(size=2, is_meant=False), candidate(size=4, runs=False)]) == [0]
+
+
+def test_the_choice_in_a_file_does_not_depend_on_other_files():
+    own = grid("f", "A-1", a=["0", "1", "2"]) + grid("f", "A-2", a=["0", "1", "2"])
+    other = [candidate("g", "B-1", file="b.py", values={"a": "2"})] * 3
+    alone = choose(own)
+    assert [index - 3 for index in choose([*other, *own]) if index >= 3] == alone
