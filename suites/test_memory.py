@@ -8,7 +8,7 @@ from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.findings.finding import step_label
 from shardproof.harness.parity import Census, Rank
 from shardproof.harness.parity.units import ROOT
-from shardproof.harness.plugin.axes import RESHARD
+from shardproof.harness.plugin.axes import RESHARD, RESHARD_FREES
 
 DEPTH = 5
 #: On a device the bytes of a unit may go back once the work that reads them has run: those of so many units at most.
@@ -21,7 +21,7 @@ pytestmark = needs(Capability.SHARDED)
 @contract("MEMORY-1")
 @world(2, 4)
 @needs(Capability.RESHARD_AFTER_FORWARD)
-@pytest.mark.parametrize("reshard_after_forward", [True, pytest.param(2, marks=needs(Capability.RESHARD_TO_SIZE))])
+@pytest.mark.parametrize("reshard_after_forward", RESHARD_FREES)
 def test_units_are_freed_behind_the_computation(rank: Rank, reshard_after_forward: bool | int) -> None:
     """When a unit begins, in forward and in backward, the units that are done with hold no gathered bytes."""
     model = models.Tower(dim=9, depth=DEPTH)

@@ -22,7 +22,10 @@ def _to_size(size: int, *also: Capability) -> Any:
 #: What happens to gathered parameters after forward, as chosen: freed, or kept.
 RESHARD_CHOICES = [pytest.param(True, marks=_CHOOSES), pytest.param(False, marks=_CHOOSES)]
 
-#: The same with resharding to groups of two.
+#: What frees parameters after forward, wholly or to groups of two.
+RESHARD_FREES = [RESHARD_CHOICES[0], _to_size(2)]
+
+#: The choices, and resharding to groups of two.
 RESHARD_EXPLICIT = [*RESHARD_CHOICES, _to_size(2)]
 
 #: The same with the implementation's own default, so that a case runs for implementations without a choice.
