@@ -11,9 +11,16 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests import warm
+
 SCHEMA = pathlib.Path(__file__).parents[1] / "reports/run-file.schema.json"
 
 pytest_plugins = ["pytester"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Share one warm Python between xdist's workers."""
+    config.add_cleanup(warm.make_folder())
 
 
 @pytest.fixture(autouse=True)

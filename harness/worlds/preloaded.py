@@ -10,6 +10,7 @@ import gc
 
 # torch._dynamo: the first optimizer step would otherwise import it, which takes half a second in every rank.
 import torch._dynamo
+import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp
 import torch.distributed.tensor  # noqa: F401
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
+from tests import warm
 from tests.harness.inner import PYTHONPATH, QUIET
 
 
@@ -16,7 +19,9 @@ def run(pytester, monkeypatch):
         pytester.path.joinpath("test_inner.py").write_text(source)
         options = options if "--impl" in options or not named else (*options, "--impl", "ddp")
         if own_process:
-            return pytester.runpytest_subprocess(*QUIET, *options, timeout=120)
+            with monkeypatch.context() as patch:
+                patch.setattr(sys, "executable", warm.python())
+                return pytester.runpytest_subprocess(*QUIET, *options, timeout=120)
         return pytester.runpytest_inprocess(*QUIET, *options)
 
     return run

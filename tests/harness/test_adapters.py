@@ -20,6 +20,7 @@ from shardproof.harness.adapters import registry
 from shardproof.harness.adapters.base import Adapter, Config
 from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.torch_fsdp import TorchFsdpAdapter
+from tests import warm
 from tests.harness.inner import PYTHONPATH
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -161,7 +162,9 @@ def run(pytester, monkeypatch):
         if cases:
             pytester.makepyfile(test_inner=cases)
         quiet = ("-p", "no:cacheprovider", "-p", "shardproof.plugin", "--device", "cpu")
-        return pytester.runpytest_subprocess(*quiet, *options, timeout=300)
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "executable", warm.python())
+            return pytester.runpytest_subprocess(*quiet, *options, timeout=300)
 
     return run
 

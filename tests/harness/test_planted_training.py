@@ -78,9 +78,6 @@ ROWS = [
 ]
 
 
-_CHAPTERS = ["training", "autograd", "prefetch", "init", "evaluation", "frozen", "compiled"]
-
-
 def _expression() -> str:
     """For pytest's ``-k``: each bug with its own cases, and each sound half with the cases of its bugs."""
     # A sound half runs one item of each case, although two bugs may need two.
@@ -97,8 +94,7 @@ def _sound(bug: type) -> str:
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory):
     adapters = [*dict.fromkeys(bug for bug, _, _ in ROWS), ReferenceFlatAdapter]
-    suites = [f"suites/test_{chapter}.py" for chapter in _CHAPTERS]
-    return planted.failures_of(adapters, _expression(), tmp_path_factory.mktemp("training"), suites)
+    return planted.failures_of(adapters, _expression(), tmp_path_factory.mktemp("training"))
 
 
 @pytest.mark.parametrize("sound", ["[reference", ":ReferenceFlatAdapter"])
