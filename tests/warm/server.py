@@ -11,6 +11,7 @@ import gc
 import os
 import pathlib
 import selectors
+import shutil
 import signal
 import socket
 import sys
@@ -100,7 +101,11 @@ def main() -> program.Request | None:
         listener.listen(16)
         owner = int((folder / "owner").read_text())
         print("ready", flush=True)
-        return Server(listener, owner).requests()
+        request = Server(listener, owner).requests()
+        if request is None:
+            # The owner does it too, unless it was killed.
+            shutil.rmtree(folder, ignore_errors=True)
+        return request
 
 
 if __name__ == "__main__" and (found := main()) is not None:
