@@ -3,8 +3,8 @@
 Usage: ``python benchmarks/slowest_tests.py [--first N] [arguments of pytest]``, from the root of a clone. Runs the
 tests one after another, because what two workers do at once cannot be told apart, and prints the N (20) that cost most.
 The seconds are those of the test's own process and of all processes that it starts, with its fixtures: a fixture that
-several tests share is counted for the first of them. The exit code is 1 if a test of more than ``LIMIT`` seconds has no
-mark ``slow`` with the reason, or if a test failed.
+several tests share is counted for the first of them. The servers that all tests share are started before. The exit code
+is 1 if a test of more than ``LIMIT`` seconds has no mark ``slow`` with the reason, or if a test failed.
 """
 
 from __future__ import annotations
@@ -40,6 +40,19 @@ class Meter:
 
     def __init__(self) -> None:
         self.costs: list[Cost] = []
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self) -> None:
+        """Start what all tests share, which would be counted for the first test that uses it."""
+        # From the clone, whose root pytest has put on the path.
+        from shardproof.harness.worlds import forkserver
+        from tests import warm
+
+        warm.python()
+        forkserver.start()
+        process = forkserver.context().Process(target=int)
+        forkserver.spawn(process, "a process")
+        process.join()
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:

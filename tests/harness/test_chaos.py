@@ -354,6 +354,7 @@ def started(command, **options):
             process.kill()
 
 
+@pytest.mark.slow("one combination has an interpreter that is not warm: it imports torch, and so does its forkserver")
 @pytest.mark.parametrize(
     "signals",
     [[signal.SIGINT], [signal.SIGINT, signal.SIGINT], [signal.SIGTERM], [signal.SIGKILL]],

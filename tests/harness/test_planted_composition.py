@@ -7,6 +7,8 @@ import pytest
 from tests.harness import planted_composition as planted
 from tests.harness.planted import name_of, run_suites
 
+pytestmark = pytest.mark.slow("the tests share one run of the suites, in which each planted bug has ranks of its own")
+
 #: One item of each test, by the words of its id.
 COMPUTES = "test_recomputed_units[w2-None-call"
 TWICE = "test_recomputed_unit_runs_twice[w2-None-call"

@@ -7,6 +7,8 @@ import pytest
 from tests.harness import planted_order as planted
 from tests.harness.planted import name_of, run_suites
 
+pytestmark = pytest.mark.slow("the tests share one run of the suites, in which each planted bug has ranks of its own")
+
 FIRST, LATER, EVALUATION, COST = (
     "test_ranks_differ_in_the_first_iteration",
     "test_a_later_iteration_differs",

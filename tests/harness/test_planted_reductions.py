@@ -9,6 +9,8 @@ import pytest
 from tests.harness import planted_reductions as planted
 from tests.harness.planted import name_of, run_suites
 
+pytestmark = pytest.mark.slow("the tests share one run of the suites, in which each planted bug has ranks of its own")
+
 
 class Killer(NamedTuple):
     """The item that fails because of a bug, as an expression of ``-k``, and words of its message."""
