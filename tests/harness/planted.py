@@ -146,7 +146,12 @@ class ForgottenFlags(ReferenceAdapter):
 
 
 def run_suites(
-    names: Sequence[str], expression: str, folder: pathlib.Path, *, timeout: float = 300
+    names: Sequence[str],
+    expression: str,
+    folder: pathlib.Path,
+    *,
+    chapters: Sequence[str] = (),
+    timeout: float = 300,
 ) -> list[dict[str, Any]]:
     """Run the suites' cases on implementations, at least one of which fails; returns the records of the cases.
 
@@ -155,11 +160,13 @@ def run_suites(
         expression: the cases, as of pytest's ``-k``. Only the chapters that it names, or of which it names a test, are
             collected: every further one costs as many items as it has combinations, for each implementation.
         folder: where the run file may be written.
+        chapters: the chapters to collect instead, by the names of their files without "test_".
         timeout: seconds that the run may take.
     """
     report = folder / "run.json"
     words = set(re.findall(r"\btest_\w+", expression))
-    files = [str(path) for path in sorted(ROOT.glob("suites/test_*.py")) if _has(path, words)]
+    found = [path for path in sorted(ROOT.glob("suites/test_*.py")) if _has(path, words)]
+    files = [f"suites/test_{chapter}.py" for chapter in chapters] or [str(path) for path in found]
     command = [warm.python(), "-m", "pytest", "-p", "no:cacheprovider", "-q", *files, "-k", expression]
     command += ["--impl", ",".join(names), "--device", "cpu", "--report", str(report)]
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
@@ -180,16 +187,19 @@ def name_of(bug: type[Adapter]) -> str:
     return f"{bug.__module__}:{bug.__name__}"
 
 
-def failures_of(bugs: Sequence[type[Adapter]], cases: str, folder: pathlib.Path) -> dict[str, dict[str, Any]]:
+def failures_of(
+    bugs: Sequence[type[Adapter]], cases: str, folder: pathlib.Path, chapters: Sequence[str] = ()
+) -> dict[str, dict[str, Any]]:
     """What the suites' cases say of each bug and of the sound reference: ``{bug: {test: failure or None}}``.
 
     Args:
         bugs: adapters, with names of their own.
         cases: an expression as of pytest's ``-k``, which leaves one case of each test.
         folder: where the run file may be written.
+        chapters: as of :func:`run_suites`.
     """
     failures: dict[str, dict[str, Any]] = {}
-    for case in run_suites(["reference", *map(name_of, bugs)], cases, folder):
+    for case in run_suites(["reference", *map(name_of, bugs)], cases, folder, chapters=chapters):
         found = failures.setdefault(case["implementation"].rpartition(":")[2], {})
         test = case["id"].partition("::")[2].partition("[")[0]
         assert test not in found, f"{cases!r} leaves two cases of {test}"

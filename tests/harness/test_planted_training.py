@@ -80,6 +80,9 @@ ROWS = [
 ]
 
 
+_CHAPTERS = ["training", "autograd", "prefetch", "init", "evaluation", "frozen", "compiled"]
+
+
 def _expression() -> str:
     """For pytest's ``-k``: each bug with its own cases, and each sound half with the cases of its bugs."""
     # A sound half runs one item of each case, although two bugs may need two.
@@ -96,7 +99,7 @@ def _sound(bug: type) -> str:
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory):
     adapters = [*dict.fromkeys(bug for bug, _, _ in ROWS), ReferenceFlatAdapter]
-    return planted.failures_of(adapters, _expression(), tmp_path_factory.mktemp("training"))
+    return planted.failures_of(adapters, _expression(), tmp_path_factory.mktemp("training"), _CHAPTERS)
 
 
 @pytest.mark.parametrize("sound", ["[reference", ":ReferenceFlatAdapter"])
