@@ -2,18 +2,48 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
 import pathlib
 import tempfile
 import zlib
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+
+from tests import warm
 
 SCHEMA = pathlib.Path(__file__).parents[1] / "reports/run-file.schema.json"
 
 pytest_plugins = ["pytester"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the mark of slow tests, and share one warm Python between xdist's workers."""
+    config.addinivalue_line("markers", "slow(reason): why the test is among the slowest; benchmarks/slowest_tests.py")
+    config.add_cleanup(warm.make_folder())
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give the tests of a file that share a fixture to one worker, those of large files first."""
+    if config.getoption("dist") != "load":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return file if _has_shared_fixture(config.rootpath / file) else nodeid
+
+    return Scheduling(config, log)
+
+
+@functools.cache
+def _has_shared_fixture(path: pathlib.Path) -> bool:
+    return 'scope="module"' in path.read_text()
 
 
 @pytest.fixture(autouse=True)

@@ -6,9 +6,9 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
+from tests import warm
 from tests.harness.inner import PYTHONPATH
 
 ROOT = Path(__file__).parents[1]
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 def test_an_adapter_that_declares_nothing_is_asked_two_thirds_of_what_is_for_any(tmp_path):
     contract = (ROOT / "docs/contract.md").read_text()
     marked = set(re.findall(r"^\| ([A-Z]+-\d+) \| any \|", contract, flags=re.MULTILINE))
-    command = [sys.executable, "-m", "pytest", "suites", "--co", "-q", "-p", "no:cacheprovider", "-p", "tests.minimal"]
+    command = [warm.python(), "-m", "pytest", "suites", "--co", "-q", "-p", "no:cacheprovider", "-p", "tests.minimal"]
     command += ["--impl", "tests.minimal:Minimal", "--device", "cpu", "--world", "1,2,4"]
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "ASKED": str(tmp_path / "asked")}
     subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=True)

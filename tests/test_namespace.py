@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
+
 ROOT = Path(__file__).parents[1]
 
 # Run in both: every name in sys.modules whose file is one of ours, by the real file.
@@ -36,6 +38,8 @@ CASE = f"""
 {NAMES}
 from shardproof.harness import world
 import shardproof.harness.plugin.axes, shardproof.harness.models.parallel
+
+from tests import warm
 # MORE
 @world(2)
 def test_ranks(rank):
@@ -51,7 +55,7 @@ def run_beside_a_suite(tmp_path, target, more=""):
     paths = filter(None, [str(ROOT), str(tmp_path), os.environ.get("PYTHONPATH")])
     env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     cases = [str(tmp_path / "test_names.py"), target, "-k", "ranks or 16x15"]
-    command = [sys.executable, "-m", "pytest", *cases, *options]
+    command = [warm.python(), "-m", "pytest", *cases, *options]
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
 
 

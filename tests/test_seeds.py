@@ -8,10 +8,11 @@ import importlib
 import itertools
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import warm
 
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "docs/seeds.toml"
@@ -55,7 +56,7 @@ def planted(make_seeds, tmp_path):
 
 def test_the_page_is_up_to_date():
     done = subprocess.run(
-        [sys.executable, "docs/make_seeds.py", "--check"], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [warm.python(), "docs/make_seeds.py", "--check"], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -3,11 +3,12 @@
 import os
 import shutil
 import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+
+from tests import warm
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("fsdp_impl", "harness", "reports", "suites")
@@ -15,11 +16,14 @@ FOLDERS = ("fsdp_impl", "harness", "reports", "suites")
 
 def run(*arguments, cwd, path, timeout=240):
     """Run this Python with `arguments`, with `path` before everything installed, and return what came of it."""
-    # What the host's own path has may be needed, expecttest say. Without bytecode: an import would leave files in
+    # What the host's own path has may be needed, expecttest say. Bytecode elsewhere: an import would leave files in
     # folders that a test looks at.
     paths = filter(None, [str(path), os.environ.get("PYTHONPATH")])
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, *map(str, arguments)]
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONPYCACHEPREFIX": f"{os.path.dirname(warm.python())}/bytecode",
+    }
+    command = [warm.python(), *map(str, arguments)]
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
 
 

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from shardproof.harness.worlds.jobs import RankSpec
 
 #: The module that the forkserver imports once, so that starting a rank costs about a fork.
-PRELOADED = "shardproof.harness.worlds.loop"
+PRELOADED = "shardproof.harness.worlds.preloaded"
 
 
 def main(connection: Connection, spec: RankSpec) -> None:

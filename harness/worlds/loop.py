@@ -7,7 +7,6 @@ import ctypes
 import datetime
 import faulthandler
 import functools
-import importlib
 import os
 import pathlib
 import pickle
@@ -330,16 +329,3 @@ def _shorten_output() -> None:
 def _flush() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
-
-
-def preload() -> None:
-    """Import the modules that every rank needs, in the forkserver, so that starting a rank costs a fork.
-
-    Initialises no device.
-    """
-    # torch._dynamo: the first optimizer step would otherwise import it, which takes half a second in every rank.
-    for name in ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp"):
-        importlib.import_module(name)
-
-
-preload()

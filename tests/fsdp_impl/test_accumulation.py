@@ -83,6 +83,10 @@ def check(rank: Rank, mesh: Any, case: tuple[Any, ...], *, steps: int = 2) -> No
             optimizer.zero_grad(set_to_none=step % 2 == 1)
 
 
+SETTINGS = "trains with every combination of the settings of resharding and synchronisation"
+
+
+@pytest.mark.slow(SETTINGS)
 @world(2)
 @pytest.mark.parametrize("mode", ["all", "root_only", "some"])
 def test_counts_and_gradients(rank: Rank, mode: str) -> None:
@@ -91,6 +95,7 @@ def test_counts_and_gradients(rank: Rank, mode: str) -> None:
             check(rank, rank.mesh(), case)
 
 
+@pytest.mark.slow(SETTINGS)
 @world(4)
 @pytest.mark.parametrize("mode", ["all", "root_only", "some"])
 def test_counts_and_gradients_of_replicas(rank: Rank, mode: str) -> None:

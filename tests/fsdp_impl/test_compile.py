@@ -10,6 +10,8 @@ from shardproof.harness import world
 from shardproof.harness.parity import Rank
 from tests.fsdp_impl.replicas import assert_same, average_gradients, batch, plain_copy, tower
 
+pytestmark = pytest.mark.slow("compiles, and the first compilation in a rank imports the compiler")
+
 
 class Backend:
     """Runs graphs as they are and keeps what each calls, in order."""

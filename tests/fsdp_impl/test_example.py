@@ -3,16 +3,17 @@
 import os
 import pathlib
 import subprocess
-import sys
 
 import pytest
+
+from tests import warm
 
 ROOT = pathlib.Path(__file__).parents[2]
 
 
 def run(*args: str) -> list[str]:
     """The lines that a run on two ranks prints."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [warm.python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [*command, str(ROOT / "examples" / "train_transformer.py"), *args],
@@ -22,6 +23,7 @@ def run(*args: str) -> list[str]:
     return [line for line in done.stdout.splitlines() if line.startswith("step")]
 
 
+@pytest.mark.slow("trains three times under torchrun")
 @pytest.mark.parametrize(
     "bf16", [pytest.param((), id="fp32"), pytest.param(("--bf16",), id="bf16", marks=pytest.mark.nightly)]
 )

@@ -6,8 +6,8 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import subprocess
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +18,7 @@ from fsdp_impl.common import collectives, divide, norm
 from fsdp_impl.per_parameter import accumulation
 from shardproof.harness.adapters.base import Adapter
 from shardproof.harness.adapters.reference import ReferenceAdapter
+from tests import warm
 from tests.harness.inner import PYTHONPATH
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -144,8 +145,50 @@ class ForgottenFlags(ReferenceAdapter):
         pass
 
 
+def run_suites(
+    names: Sequence[str],
+    expression: str,
+    folder: pathlib.Path,
+    *,
+    chapters: Sequence[str] = (),
+    timeout: float = 300,
+) -> list[dict[str, Any]]:
+    """Run the suites' cases on implementations, at least one of which fails; returns the records of the cases.
+
+    Args:
+        names: the implementations, as of ``--impl``.
+        expression: the cases, as of pytest's ``-k``. Only the chapters that it names, or of which it names a test, are
+            collected: every further one costs as many items as it has combinations, for each implementation.
+        folder: where the run file may be written.
+        chapters: the chapters to collect instead, by the names of their files without "test_".
+        timeout: seconds that the run may take.
+    """
+    report = folder / "run.json"
+    words = set(re.findall(r"\btest_\w+", expression))
+    found = [path for path in sorted(ROOT.glob("suites/test_*.py")) if _has(path, words)]
+    files = [f"suites/test_{chapter}.py" for chapter in chapters] or [str(path) for path in found]
+    command = [warm.python(), "-m", "pytest", "-p", "no:cacheprovider", "-q", *files, "-k", expression]
+    command += ["--impl", ",".join(names), "--device", "cpu", "--report", str(report)]
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 1, done.stdout + done.stderr
+    cases: list[dict[str, Any]] = json.loads(report.read_text())["cases"]
+    return cases
+
+
+def _has(path: pathlib.Path, words: set[str]) -> bool:
+    """Whether a chapter's name, or the name of one of its tests, contains one of the words."""
+    names = [path.stem, *re.findall(r"^def (test_\w+)", path.read_text(), flags=re.MULTILINE)]
+    return any(word in name for name in names for word in words)
+
+
+def name_of(bug: type[Adapter]) -> str:
+    """The name by which ``--impl`` takes an adapter."""
+    return f"{bug.__module__}:{bug.__name__}"
+
+
 def failures_of(
-    bugs: Sequence[type[Adapter]], cases: str, folder: pathlib.Path, suites: Sequence[str] = ("suites",)
+    bugs: Sequence[type[Adapter]], cases: str, folder: pathlib.Path, chapters: Sequence[str] = ()
 ) -> dict[str, dict[str, Any]]:
     """What the suites' cases say of each bug and of the sound reference: ``{bug: {test: failure or None}}``.
 
@@ -153,17 +196,10 @@ def failures_of(
         bugs: adapters, with names of their own.
         cases: an expression as of pytest's ``-k``, which leaves one case of each test.
         folder: where the run file may be written.
-        suites: what to collect the cases from.
+        chapters: as of :func:`run_suites`.
     """
-    report = folder / "run.json"
-    names = ["reference", *(f"{bug.__module__}:{bug.__name__}" for bug in bugs)]
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", *suites, "-k", cases]
-    command += ["--impl", ",".join(names), "--device", "cpu", "--report", str(report)]
-    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 1, done.stdout + done.stderr
     failures: dict[str, dict[str, Any]] = {}
-    for case in json.loads(report.read_text())["cases"]:
+    for case in run_suites(["reference", *map(name_of, bugs)], cases, folder, chapters=chapters):
         found = failures.setdefault(case["implementation"].rpartition(":")[2], {})
         test = case["id"].partition("::")[2].partition("[")[0]
         assert test not in found, f"{cases!r} leaves two cases of {test}"

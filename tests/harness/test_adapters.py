@@ -20,6 +20,7 @@ from shardproof.harness.adapters import registry
 from shardproof.harness.adapters.base import Adapter, Config
 from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.torch_fsdp import TorchFsdpAdapter
+from tests import warm
 from tests.harness.inner import PYTHONPATH
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -161,11 +162,14 @@ def run(pytester, monkeypatch):
         if cases:
             pytester.makepyfile(test_inner=cases)
         quiet = ("-p", "no:cacheprovider", "-p", "shardproof.plugin", "--device", "cpu")
-        return pytester.runpytest_subprocess(*quiet, *options, timeout=300)
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "executable", warm.python())
+            return pytester.runpytest_subprocess(*quiet, *options, timeout=300)
 
     return run
 
 
+@pytest.mark.slow("trains three steps with each number of microbatches, clipped or not, and makes five models")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_accumulates_and_clips(run, implementation):
     result = run(
@@ -281,6 +285,7 @@ def test_zeros_for_gradients_of_unused_parameters_are_declared(run, adapter, say
     result.stdout.fnmatch_lines([says])
 
 
+@pytest.mark.slow("runs three chapters of the suites on the example")
 def test_example_of_the_document_passes_the_suites(run):
     (example,) = re.findall(r"^```python\n(.*?)^```$", DOCUMENT, flags=re.DOTALL | re.MULTILINE)
     suites = [str(ROOT / "suites" / name) for name in ("test_training.py", "test_clipping.py", "test_autograd.py")]

@@ -14,13 +14,14 @@ from tests.harness.inner import QUIET
 
 CASES = """
 import os, pathlib, time
-from shardproof.harness import world
+from shardproof.harness import deadline, world
 
 @world(2)
 def test_that_starts_the_world(rank):
     pathlib.Path(f"{rank.index}-{os.getpid()}.pid").touch()
 
 @world(2)
+@deadline(1)
 def test_interrupted(rank):
     time.sleep(0.5)
     BODY
@@ -88,7 +89,7 @@ POINTS = [
 def test_an_interrupted_case_keeps_its_results(pytester, owner, name, body, when):
     interrupter = Interrupter(owner, name, when)
     pytester.path.joinpath("test_inner.py").write_text(CASES.replace("BODY", body))
-    result = pytester.runpytest_inprocess(*QUIET, "--impl", "ddp", "--deadline", "3", plugins=[interrupter])
+    result = pytester.runpytest_inprocess(*QUIET, "--impl", "ddp", plugins=[interrupter])
     assert interrupter.raised
     result.assert_outcomes(passed=2, failed=2)
     reports = {

@@ -19,6 +19,7 @@ import pytest
 from shardproof.harness.plugin import exit_codes
 from shardproof.harness.plugin.journal import Journal
 from shardproof.reports.run import RunFileError, load_run
+from tests import warm
 from tests.harness.inner import CASE, PYTHONPATH, QUIET, last_error
 from tests.harness.test_chaos import is_alive, started
 
@@ -452,6 +453,15 @@ def test_case(rank, n):
 """
 
 
+def has_ended(folder, count):
+    """Whether the journal has the records of so many cases."""
+    try:
+        return len(load_run(folder / "run.json.partial").cases) >= count
+    except RunFileError:
+        return False
+
+
+@pytest.mark.slow("one combination has an interpreter that is not warm: it imports torch, and so does its forkserver")
 @pytest.mark.parametrize(
     ("number", "workers", "reason"),
     [
@@ -467,14 +477,15 @@ def test_what_had_ended_when_the_run_was_ended_is_in_the_journal(tmp_path, numbe
     tmp_path.joinpath("test_inner.py").write_text(MANY)
     tmp_path.joinpath("run.json").write_text("as it was")
     options = ["--impl", "ddp", "--report", "run.json", "-n", str(workers), "--deadline", "300"]
-    command = [sys.executable, "-m", "pytest", *QUIET, *options]
+    python = warm.python() if workers or number != signal.SIGTERM else sys.executable
+    command = [python, "-m", "pytest", *QUIET, *options]
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
     with started(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL) as process:
         until = time.monotonic() + 100
-        while not list(tmp_path.glob("3-1-*.pid")) and time.monotonic() < until:
-            time.sleep(0.05)
         # Case 3 sleeps, so its worker has sent the records before; another worker may have more of them.
-        time.sleep(0.5)
+        while not (list(tmp_path.glob("3-1-*.pid")) and has_ended(tmp_path, 1 if workers else 3)):
+            assert time.monotonic() < until, "case 3 has not begun"
+            time.sleep(0.05)
         process.send_signal(number)
         code = process.wait(30)
     assert code == (2 if number != signal.SIGKILL else -9)
@@ -526,7 +537,7 @@ class Sender:
 sys.exit(pytest.main([*{QUIET!r}, "--impl", "ddp", "--report", "run.json"], plugins=[Sender()]))
 """
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = subprocess.run([warm.python(), "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     assert not load_run(tmp_path / "run.json").incomplete
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import threading
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from shardproof.harness.worlds import leftovers
+from tests import warm
 from tests.harness.inner import PYTHONPATH
 
 CPU = torch.device("cpu")
@@ -88,5 +88,5 @@ torch.new_name = sum
 torch.nn.Module.__init__ = lambda self: None
 assert patches.found() == ["torch.new_name", "torch.nn.modules.module.Module.__init__"], patches.found()
 """
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": PYTHONPATH}, check=False)
+    done = subprocess.run([warm.python(), "-c", code], env={**os.environ, "PYTHONPATH": PYTHONPATH}, check=False)
     assert done.returncode == 0

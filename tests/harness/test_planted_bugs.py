@@ -6,6 +6,8 @@ import pytest
 
 from tests.harness import planted
 
+pytestmark = pytest.mark.slow("the tests share one run of the suites, in which each planted bug has ranks of its own")
+
 BUGS = [
     planted.ForgottenDivision,
     planted.DroppedReduction,

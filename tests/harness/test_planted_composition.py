@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import pathlib
-import subprocess
-import sys
-
 import pytest
 
 from tests.harness import planted_composition as planted
-from tests.harness.inner import PYTHONPATH
+from tests.harness.planted import name_of, run_suites
 
-ROOT = pathlib.Path(__file__).parents[2]
+pytestmark = pytest.mark.slow("the tests share one run of the suites, in which each planted bug has ranks of its own")
 
 #: One item of each test, by the words of its id.
 COMPUTES = "test_recomputed_units[w2-None-call"
@@ -79,17 +73,11 @@ def words(item: str) -> str:
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory):
     """The failure of each item, or None: ``{implementation: {item: failure}}``, of a bug its own item alone."""
-    report = tmp_path_factory.mktemp("planted") / "run.json"
-    names = ["reference", "reference.flat", *(f"{planted.__name__}:{bug.__name__}" for bug in CAUGHT)]
+    names = ["reference", "reference.flat", *map(name_of, CAUGHT)]
     chosen = [f"({bug.__name__} and {words(item)})" for bug, (item, _) in CAUGHT.items()]
     chosen += [f"(not planted_composition and {words(item)})" for item in {item for item, _ in CAUGHT.values()}]
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "suites", "-k", " or ".join(chosen)]
-    command += ["--impl", ",".join(names), "--device", "cpu", "--report", str(report)]
-    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 1, done.stdout + done.stderr
     found = {}
-    for case in json.loads(report.read_text())["cases"]:
+    for case in run_suites(names, " or ".join(chosen), tmp_path_factory.mktemp("planted"), timeout=500):
         of_one = found.setdefault(case["implementation"].rpartition(":")[2], {})
         of_one[case["id"].partition("::")[2].removesuffix("]")] = case["failure"]
     return found

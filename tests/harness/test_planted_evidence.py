@@ -6,6 +6,8 @@ import pytest
 
 from tests.harness import planted, planted_evidence
 
+pytestmark = pytest.mark.slow("the tests share one run of the suites, in which each planted bug has ranks of its own")
+
 CASES = "w2 and (test_first_step_of_adam and for-loop-adamw or test_single_unit and 16x15 or test_rank_holds_its_share)"
 ADAM, TWO_STEPS, SHARE = "test_first_step_of_adam", "test_single_unit", "test_rank_holds_its_share"
 BIAS = "'layers.0.in_proj.bias'"

@@ -6,6 +6,8 @@ import pytest
 
 from tests.harness import planted
 
+pytestmark = pytest.mark.slow("the tests share one run of the suites, in which each planted bug has ranks of its own")
+
 BUGS = [planted.LonelyReplicas, planted.ReplacedGradient, planted.DeafToPrefetch, planted.ForgottenFlags]
 CASES = (
     "test_reduction_waits and root-only-True-None or test_hybrid_parameters_stay_gathered and all-reduce-all "

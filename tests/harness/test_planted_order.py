@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import pathlib
-import subprocess
-import sys
-
 import pytest
 
 from tests.harness import planted_order as planted
-from tests.harness.inner import PYTHONPATH
+from tests.harness.planted import name_of, run_suites
 
-ROOT = pathlib.Path(__file__).parents[2]
+pytestmark = pytest.mark.slow("the tests share one run of the suites, in which each planted bug has ranks of its own")
+
 FIRST, LATER, EVALUATION, COST = (
     "test_ranks_differ_in_the_first_iteration",
     "test_a_later_iteration_differs",
@@ -31,16 +26,10 @@ CAUGHT = {
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory):
     """What each case says of each bug and of the sound reference: {bug: {case: text}}, without the cases that pass."""
-    report = tmp_path_factory.mktemp("planted") / "run.json"
-    names = ["reference", *(f"{planted.__name__}:{bug.__name__}" for bug in CAUGHT)]
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "suites/test_order.py"]
-    command += ["-k", "w2 and original-True and not w2-3", "--impl", ",".join(names)]
-    command += ["--device", "cpu", "--report", str(report)]
-    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 1, done.stdout + done.stderr
+    names = ["reference", *map(name_of, CAUGHT)]
+    chosen = "test_order.py and w2 and original-True and not w2-3"
     failures = {}
-    for case in json.loads(report.read_text())["cases"]:
+    for case in run_suites(names, chosen, tmp_path_factory.mktemp("planted")):
         bug = case["implementation"].rpartition(":")[2]
         found = failures.setdefault(bug, {})
         if case["failure"]:

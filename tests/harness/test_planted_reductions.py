@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import pathlib
-import subprocess
-import sys
 from typing import NamedTuple
 
 import pytest
 
 from tests.harness import planted_reductions as planted
-from tests.harness.inner import PYTHONPATH
+from tests.harness.planted import name_of, run_suites
 
-ROOT = pathlib.Path(__file__).parents[2]
+pytestmark = pytest.mark.slow("the tests share one run of the suites, in which each planted bug has ranks of its own")
 
 
 class Killer(NamedTuple):
@@ -101,16 +96,10 @@ def cases(tmp_path_factory):
     chosen = set()
     for bug, killer in KILLED.items():
         adapter = planted.ADAPTERS[bug]
-        names.append(f"{adapter.__module__}:{adapter.__name__}")
+        names.append(name_of(adapter))
         chosen.add(f":{adapter.__name__}- and {killer.item}")
         chosen.add(f"{'reference.flat' if bug in planted.FLAT else 'reference-'} and {killer.item}")
-    report = tmp_path_factory.mktemp("planted") / "run.json"
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "suites", "-k", " or ".join(chosen)]
-    command += ["--impl", ",".join(names), "--device", "cpu", "--report", str(report)]
-    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800)
-    assert done.returncode == 1, done.stdout + done.stderr
-    return json.loads(report.read_text())["cases"]
+    return run_suites(names, " or ".join(chosen), tmp_path_factory.mktemp("planted"), timeout=1800)
 
 
 def test_every_bug_has_a_case():

@@ -8,6 +8,8 @@ from shardproof.harness.adapters.reference_flat import ReferenceFlatAdapter
 from tests.harness import planted
 from tests.harness import planted_training as bugs
 
+pytestmark = pytest.mark.slow("the tests share one run of the suites, in which each planted bug has ranks of its own")
+
 #: A case and the rest of its id: one item of each case is enough.
 SEVERAL = "test_unit_of_several_modules_is_gathered_once", "None]"
 SKIPPED_MEMBER = "test_member_that_does_not_run", "w2"
@@ -97,8 +99,7 @@ def _sound(bug: type) -> str:
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory):
     adapters = [*dict.fromkeys(bug for bug, _, _ in ROWS), ReferenceFlatAdapter]
-    suites = [f"suites/test_{chapter}.py" for chapter in _CHAPTERS]
-    return planted.failures_of(adapters, _expression(), tmp_path_factory.mktemp("training"), suites)
+    return planted.failures_of(adapters, _expression(), tmp_path_factory.mktemp("training"), _CHAPTERS)
 
 
 @pytest.mark.parametrize("sound", ["[reference", ":ReferenceFlatAdapter"])

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from shardproof.reports.run import load_run
+from tests import warm
 from tests.harness.inner import PYTHONPATH, QUIET
 
 OWNER = """
@@ -67,6 +68,7 @@ def test_case(rank, how):
 FULL = "no space is left in {folder}; free some, or set TMPDIR to a directory with space\n"
 
 
+@pytest.mark.slow("its mounts are its own, so that its interpreter and its forkserver are not warm: both import torch")
 def test_a_full_temporary_directory_is_not_the_fault_of_the_implementation(tmp_path, short_tmp):
     """On a file system of its own; the second case fills it for good."""
     folder = short_tmp
@@ -97,7 +99,7 @@ def test_a_temporary_directory_with_a_long_path_is_refused_in_one_line(tmp_path)
     folder.mkdir()
     tmp_path.joinpath("test_inner.py").write_text(CASES)
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "TMPDIR": str(folder)}
-    command = [sys.executable, "-m", "pytest", *QUIET, "--impl", "ddp"]
+    command = [warm.python(), "-m", "pytest", *QUIET, "--impl", "ddp"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout
     assert done.stderr.strip() == (
