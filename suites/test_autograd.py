@@ -277,7 +277,8 @@ def test_two_forwards_before_one_backward(rank: Rank, reshard_after_forward: boo
         return models.mean_square(output) + models.mean_square(second)
 
     for step in range(3):
-        runs = iter(pair.runs)  # the sharded run's step, and the baseline's when the pair is checked
+        # The sharded run's step comes first, and the baseline's when the pair is checked.
+        runs = iter((pair.sharded, pair.baseline))
         pair.step(rank.batch(step, (4, 9)), loss=functools.partial(loss, runs=runs))
         pair.check()
 

@@ -19,7 +19,7 @@ from shardproof.harness.parity.member import Member
 from shardproof.harness.parity.oracle import Oracle, OracleStep
 from shardproof.harness.parity.replay_cache import is_equal
 from shardproof.harness.parity.run import Run, RunOptions, StepPicture
-from shardproof.harness.tensors.trees import map_tensors
+from shardproof.harness.tensors.trees import map_tensors, tensors_of
 
 Baseline = Literal["ddp", "replicated"]
 
@@ -50,12 +50,14 @@ class _Request:
 
     Attributes:
         is_step: whether this is a training step.
-        everyone: the microbatches of every rank, or the arguments of every rank.
+        mine: this rank's microbatches or arguments, part of the caller's graph if they need gradients.
+        everyone: the microbatches or arguments of every rank.
         options: further arguments for the baseline and the oracle.
         ahead: as for :meth:`Pair.step`.
     """
 
     is_step: bool
+    mine: Any
     everyone: list[Any]
     options: dict[str, Any]
     ahead: int
@@ -136,14 +138,16 @@ class Replay:
 
     def _result(self, is_step: bool, mine: Any, options: dict[str, Any], ahead: int) -> Any:
         cache = self._member.replays
-        request_key = digest((is_step, mine, options, ahead))
+        # Of inputs that need gradients the caller looks at the gradients.
+        needs_gradient = any(tensor.requires_grad for tensor in tensors_of(mine))
+        request_key = None if needs_gradient else digest((is_step, mine, options, ahead))
         key = None if self._key is None or request_key is None else self._key + request_key
         gathered = self._member.exchange_tensors((cache.version, key, mine))
         versions, keys, everyone = zip(*gathered, strict=True)
         if len(set(versions)) > 1:  # a rank failed between two results: what the ranks have may differ
             cache.clear(version=max(versions) + 1)
         self._key = None if None in keys else hashlib.blake2b(b"".join(keys), digest_size=16).digest()
-        self._behind.append(_Request(is_step, list(everyone), options, ahead))
+        self._behind.append(_Request(is_step, mine, list(everyone), options, ahead))
         found = None if self._key is None else cache.get(self._key)
         if found is not None and not cache.is_due:
             return found.unpack()
@@ -170,7 +174,7 @@ class Replay:
 
     def _compute(self, request: _Request) -> Any:
         baseline, oracle = self._make()
-        mine = map_tensors(torch.clone, request.everyone[self._member.index])
+        mine = map_tensors(torch.clone, request.mine)
         if not request.is_step:
             expected = oracle.evaluate(mine, submodule=request.options["submodule"])
             return baseline.evaluate(map_tensors(torch.clone, mine), **request.options), expected

@@ -22,6 +22,11 @@ def model() -> nn.Module:
     return models.Tower(dim=9)
 
 
+def fresh(rank: Rank) -> None:
+    """Let the case begin with an empty cache, and leave none of its results to others."""
+    rank.monkeypatch.setattr(rank._state, "replays", ReplayCache())
+
+
 def half(output: Any) -> torch.Tensor:
     """A loss of half the size."""
     return models.mean_square(output) / 2
@@ -38,6 +43,7 @@ def train(rank: Rank, pair: Pair, *, seed: int = 0, steps: int = 2, loss: Any = 
 
 @world(2)
 def test_another_way_to_shard_takes_the_results_of_the_first(rank: Rank) -> None:
+    fresh(rank)
     assert train(rank, rank.pair(model())) == 2
     second = rank.pair(model(), units=model().units(), reshard_after_forward=True)
     assert train(rank, second) == 0
@@ -53,12 +59,14 @@ def test_another_way_to_shard_takes_the_results_of_the_first(rank: Rank) -> None
     "other", [{"optimizer": optim.sgd(lr=0.01)}, {"clip": Clip(max_norm=0.1)}, {"baseline": "replicated"}]
 )
 def test_another_configuration_has_its_own(rank: Rank, other: dict[str, Any]) -> None:
+    fresh(rank)
     train(rank, rank.pair(model()))
     assert train(rank, rank.pair(model(), **other)) == 2
 
 
 @world(2)
 def test_another_batch_loss_or_start_has_its_own(rank: Rank) -> None:
+    fresh(rank)
     train(rank, rank.pair(model()))
     assert train(rank, rank.pair(model()), seed=1) == 2
     assert train(rank, rank.pair(model()), loss=half) == 2
@@ -77,6 +85,7 @@ def test_another_batch_loss_or_start_has_its_own(rank: Rank) -> None:
 
 @world(2)
 def test_what_has_state_of_its_own_is_computed_every_time(rank: Rank) -> None:
+    fresh(rank)
     calls = []
 
     def counting(output: Any) -> torch.Tensor:
@@ -90,6 +99,7 @@ def test_what_has_state_of_its_own_is_computed_every_time(rank: Rank) -> None:
 
 @world(2)
 def test_a_baseline_that_a_case_looks_at_is_its_own(rank: Rank) -> None:
+    fresh(rank)
     train(rank, rank.pair(model()))
     pair = rank.pair(model())
     with torch.no_grad():
@@ -101,6 +111,7 @@ def test_a_baseline_that_a_case_looks_at_is_its_own(rank: Rank) -> None:
 @world(2)
 def test_random_results_are_not_kept(rank: Rank) -> None:
     """Only the outputs of the baseline are looked at: a random model has no oracle."""
+    fresh(rank)
     replay = rank.pair(nn.Sequential(nn.Linear(9, 9), nn.Dropout(0.5)))._replay
     before = rank.replays.version
     replay.step([_inputs(rank)], options={"loss": models.mean_square}, ahead=0)
@@ -115,6 +126,7 @@ def _inputs(rank: Rank) -> Any:
 
 @world(2)
 def test_a_result_in_so_many_is_computed_again(rank: Rank) -> None:
+    fresh(rank)
     train(rank, rank.pair(model()), steps=1)
     rank.replays._found = _RECOMPUTED - 1
     pair = rank.pair(model())
@@ -131,6 +143,7 @@ def test_a_result_in_so_many_is_computed_again(rank: Rank) -> None:
 
 @world(2)
 def test_ranks_that_may_have_different_results_drop_them(rank: Rank) -> None:
+    fresh(rank)
     train(rank, rank.pair(model()))
     if rank.index == 1:
         rank.replays.clear(version=rank.replays.version - 1)
