@@ -133,10 +133,13 @@ def test_norm_costs_one_reduction(rank: Rank, norm_type: float) -> None:
 @needs(Capability.CLIP_EMPTY_SHARDS)
 @pytest.mark.parametrize("norm_type", NORMS)
 def test_empty_shards(rank: Rank, norm_type: float) -> None:
-    """Ranks whose shards are empty, of some parameters or of all, take part in the norm all the same."""
+    """Ranks whose shards are empty, of some parameters or of all, take part in the norm all the same.
+
+    The second norm is smaller than the first, of which none may be left on a rank that has nothing to add.
+    """
     pair = rank.pair(models.two_linear((4, 3), (3, 2)), clip=Clip(max_norm=0.01, norm_type=norm_type))
     for step in range(2):
-        pair.step(rank.batch(step, (4, 4)))
+        pair.step(rank.batch(step, (4, 4)), loss=_quarter if step else models.mean_square)
         pair.check()
 
 
@@ -246,3 +249,7 @@ def test_norm_of_nan(rank: Rank, norm_type: float) -> None:
         norm = float(run.adapter.norm_value(run.adapter.clip()))
         assert math.isnan(norm), f"the {norm_type}-norm is {norm} with a NaN in row {row}"
         run.adapter.zero_grad(set_to_none=True)
+
+
+def _quarter(output: torch.Tensor) -> torch.Tensor:
+    return models.mean_square(output) / 4

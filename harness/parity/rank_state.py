@@ -68,16 +68,6 @@ class RankState:
         """The process groups that neither the harness nor its meshes created."""
         return process_groups() - self._groups.keys()
 
-    def await_watchdogs(self) -> bool:
-        """Wait until NCCL's watchdogs have let go of all collectives that have ended; return whether there are any.
-
-        A watchdog looks every 100 ms, and holds the tensors of a collective until it has seen its end.
-        """
-        watched = [group for group in process_groups() if dist.get_backend(group) == "nccl"]
-        for group in watched:
-            group._wait_for_pending_works()
-        return bool(watched)
-
     def lost_groups(self) -> list[str]:
         """The names of the process groups of the harness and its meshes that no longer exist."""
         existing = process_groups()

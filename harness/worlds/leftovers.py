@@ -32,10 +32,6 @@ _MODULE_HOOKS = (
 #: state that it keeps. If one does, the case runs once more there, where a change counts as a leak.
 AFTER_FIRST_USE = ("threads", "open files", "modules", "device memory")
 
-#: Entries that a collective keeps after it has ended, until NCCL's watchdog has seen that: its tensors (DDP's buckets
-#: among them), and through an attribute or a graph of theirs the modules.
-WHILE_PENDING = frozenset({"modules", "device memory"})
-
 #: State that torch.compile creates once and keeps for the life of the process: the monitor thread of tqdm, because it
 #: makes a progress bar for each graph, shown or not, the locations of Triton's assembler and cache, and functions that
 #: replace some of torch's own.

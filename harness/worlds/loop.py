@@ -76,8 +76,10 @@ def main(connection: Connection, spec: RankSpec) -> None:
         while (job := connection.recv()) is not None:
             connection.send(run_job(state, job, patches))
             _flush()
-            # What is alive now, the left-over check has seen; from here on it looks at later objects alone.
-            memory.retire_objects()
+            # The left-over check has seen what is alive now, and looks at later objects alone from here on. A model
+            # that an implementation keeps until the next one takes its place must stay within reach of the collector.
+            if not memory.module_names():
+                memory.retire_objects()
 
 
 def _leave_with_the_controller() -> None:
@@ -228,8 +230,6 @@ def _examine(
     foreign = len(state.foreign_groups())
     counted = foreign if traits.process_groups == "none" else groups
     after = leftovers.picture(state.device, groups=counted, directory=state.directory)
-    if leftovers.WHILE_PENDING & leftovers.differences(before, after).keys() and state.await_watchdogs():
-        after = leftovers.picture(state.device, groups=counted, directory=state.directory)
     first = () if implementation.name in state.used else leftovers.AFTER_FIRST_USE
     for name, line in leftovers.differences(before, after).items():
         if name == "modules" and not traits.frees_models:
