@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardproof.harness.tensors.memory import raw_bytes
+
 _BY_REFERENCE = (type, types.BuiltinFunctionType)
 _BY_CONTENT = (nn.Module, functools.partial, torch.Size, torch.dtype, torch.device, enum.Enum, collections.OrderedDict)
 
@@ -61,5 +63,5 @@ class _Digester(pickle.Pickler):
 def _contents(tensor: torch.Tensor) -> tuple[Any, ...]:
     if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
         raise pickle.PicklingError(f"the memory of a {type(tensor).__name__} is not its own")
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return type(tensor), tuple(tensor.shape), str(tensor.dtype), str(tensor.device), tensor.requires_grad, data
+    kind = type(tensor), tuple(tensor.shape), str(tensor.dtype), str(tensor.device), tensor.requires_grad
+    return *kind, raw_bytes(tensor)

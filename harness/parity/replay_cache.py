@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from shardproof.harness.tensors.memory import raw_bytes
 from shardproof.harness.tensors.trees import map_leaves, map_tensors, tensors_of
 
 #: The bytes of the results that a rank keeps; the least recently used are dropped first.
@@ -46,7 +47,7 @@ class Packed:
         self.size = 0
 
         def pack(tensor: torch.Tensor) -> Any:
-            data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            data = raw_bytes(tensor)
             padding = bytes(-len(data) % _ALIGNMENT)
             place = _Place(self.size, self.size + len(data), tensor.shape, tensor.dtype, tensor.device)
             parts.extend((data, padding))
@@ -109,4 +110,4 @@ class ReplayCache:
 def is_equal(one: Any, other: Any) -> bool:
     """Whether two containers have the same tensors, bit for bit."""
     pairs = zip(tensors_of(one), tensors_of(other), strict=True)
-    return all(Packed(first)._data == Packed(second)._data and first.dtype == second.dtype for first, second in pairs)
+    return all(first.dtype == second.dtype and raw_bytes(first) == raw_bytes(second) for first, second in pairs)

@@ -72,6 +72,11 @@ def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in {id(t): t for t in tensors}.values())
 
 
+def raw_bytes(tensor: torch.Tensor) -> bytes:
+    """A copy of the elements of a plain tensor, in order, whatever its device and strides."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
 def module_names() -> list[str]:
     """The class names of all live modules, after garbage collection; sorted, one entry per module.
 

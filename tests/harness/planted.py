@@ -8,7 +8,7 @@ import os
 import pathlib
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -205,3 +205,26 @@ def failures_of(
         assert test not in found, f"{cases!r} leaves two cases of {test}"
         found[test] = case["failure"]
     return failures
+
+
+def cases_of(
+    items: Mapping[str, str], adapters: Mapping[str, type[Adapter]], *, flat: Collection[str], folder: pathlib.Path
+) -> list[dict[str, Any]]:
+    """Run each bug's item, for the bug and for the reference that it is a bug of, all in one run of the suites.
+
+    Args:
+        items: by bug, an expression of ``-k``.
+        adapters: by bug.
+        flat: the bugs of ``reference.flat``.
+        folder: where the run file is written.
+
+    Returns:
+        The records.
+    """
+    names = ["reference", "reference.flat"]
+    chosen = set()
+    for bug, item in items.items():
+        names.append(name_of(adapters[bug]))
+        chosen.add(f":{adapters[bug].__name__}- and {item}")
+        chosen.add(f"{'reference.flat' if bug in flat else 'reference-'} and {item}")
+    return run_suites(names, " or ".join(chosen), folder, timeout=1800)

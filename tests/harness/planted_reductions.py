@@ -283,20 +283,34 @@ class IgnoredOffload(ReferenceAdapter):
         super().__init__(model, optimizer=optimizer, config=dataclasses.replace(config, offload=None))
 
 
+def edited(module: str, edits: dict[type[Adapter], dict[str, Edit]]) -> dict[str, type[Adapter]]:
+    """Make an adapter for each edit, and let its module have it under its name, by which ``--impl`` finds it.
+
+    Args:
+        module: the name of the module.
+        edits: for each sound adapter, its edits by the names of the bugs.
+
+    Returns:
+        The adapters by the names of their bugs.
+    """
+    adapters: dict[str, type[Adapter]] = {
+        name: type(
+            name.replace("-", "_"),
+            (Edited, base),
+            {
+                "name": name,
+                "edit": edit,
+                "traits": dataclasses.replace(base.traits, isolation="adapter"),
+                "__module__": module,
+            },
+        )
+        for base, mine in edits.items()
+        for name, edit in mine.items()
+    }
+    vars(sys.modules[module]).update({adapter.__name__: adapter for adapter in adapters.values()})
+    return adapters
+
+
 #: Adapters by the names of their bugs.
-ADAPTERS: dict[str, type[Adapter]] = {
-    name: type(
-        name.replace("-", "_"),
-        (Edited, base),
-        {
-            "name": name,
-            "edit": edit,
-            "traits": dataclasses.replace(base.traits, isolation="adapter"),
-            "__module__": __name__,
-        },
-    )
-    for base, edits in ((ReferenceAdapter, PER_PARAMETER), (ReferenceFlatAdapter, FLAT))
-    for name, edit in edits.items()
-}
+ADAPTERS = edited(__name__, {ReferenceAdapter: PER_PARAMETER, ReferenceFlatAdapter: FLAT})
 ADAPTERS |= {adapter.name: adapter for adapter in (SplitUnits, IgnoredOffload)}
-globals().update({adapter.__name__: adapter for adapter in ADAPTERS.values()})

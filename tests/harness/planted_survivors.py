@@ -5,12 +5,9 @@ They lie in the division of gradients, in dtypes, in settings that are taken bac
 
 from __future__ import annotations
 
-import dataclasses
-
-from shardproof.harness.adapters.base import Adapter
 from shardproof.harness.adapters.reference import ReferenceAdapter
 from shardproof.harness.adapters.reference_flat import ReferenceFlatAdapter
-from tests.harness.planted_reductions import Edit, Edited
+from tests.harness.planted_reductions import Edit, edited
 
 PER_PARAMETER = {
     # The division of gradients.
@@ -151,18 +148,4 @@ FLAT = {
 }
 
 #: Adapters by the names of their bugs.
-ADAPTERS: dict[str, type[Adapter]] = {
-    name: type(
-        name.replace("-", "_"),
-        (Edited, base),
-        {
-            "name": name,
-            "edit": edit,
-            "traits": dataclasses.replace(base.traits, isolation="adapter"),
-            "__module__": __name__,
-        },
-    )
-    for base, edits in ((ReferenceAdapter, PER_PARAMETER), (ReferenceFlatAdapter, FLAT))
-    for name, edit in edits.items()
-}
-globals().update({adapter.__name__: adapter for adapter in ADAPTERS.values()})
+ADAPTERS = edited(__name__, {ReferenceAdapter: PER_PARAMETER, ReferenceFlatAdapter: FLAT})

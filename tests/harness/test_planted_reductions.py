@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.harness import planted_reductions as planted
-from tests.harness.planted import name_of, run_suites
+from tests.harness.planted import cases_of
 
 pytestmark = pytest.mark.slow("the tests share one run of the suites, in which each planted bug has ranks of its own")
 
@@ -92,14 +92,8 @@ KILLED = {
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory):
     """The cases of one run of every bug's item, with the bug and with the reference that it is a bug of."""
-    names = ["reference", "reference.flat"]
-    chosen = set()
-    for bug, killer in KILLED.items():
-        adapter = planted.ADAPTERS[bug]
-        names.append(name_of(adapter))
-        chosen.add(f":{adapter.__name__}- and {killer.item}")
-        chosen.add(f"{'reference.flat' if bug in planted.FLAT else 'reference-'} and {killer.item}")
-    return run_suites(names, " or ".join(chosen), tmp_path_factory.mktemp("planted"), timeout=1800)
+    items = {bug: killer.item for bug, killer in KILLED.items()}
+    return cases_of(items, planted.ADAPTERS, flat=planted.FLAT, folder=tmp_path_factory.mktemp("planted"))
 
 
 def test_every_bug_has_a_case():

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import pathlib
-import subprocess
-import sys
-
 import pytest
 
 from tests.harness import planted_survivors as planted
-from tests.harness.inner import PYTHONPATH
+from tests.harness.planted import cases_of
 from tests.harness.test_planted_reductions import Killer
 
-ROOT = pathlib.Path(__file__).parents[2]
+pytestmark = pytest.mark.slow("the tests share one run of the suites, in which each planted bug has ranks of its own")
 
 SUM, SUM_OF_REPLICAS = "test_sums_beyond and w2", "test_sums_of_replicas and 4x1"
 BOTH_DTYPES = "test_gradients_of_two_dtypes and {}"
@@ -70,20 +64,8 @@ KILLED = {
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory):
     """The cases of one run of every bug's item, with the bug and with the reference that it is a bug of."""
-    names = ["reference", "reference.flat"]
-    chosen = set()
-    for bug, killer in KILLED.items():
-        adapter = planted.ADAPTERS[bug]
-        names.append(f"{adapter.__module__}:{adapter.__name__}")
-        chosen.add(f":{adapter.__name__}- and {killer.item}")
-        chosen.add(f"{'reference.flat' if bug in planted.FLAT else 'reference-'} and {killer.item}")
-    report = tmp_path_factory.mktemp("planted") / "run.json"
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "suites", "-k", " or ".join(chosen)]
-    command += ["--impl", ",".join(names), "--device", "cpu", "--report", str(report)]
-    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800)
-    assert done.returncode == 1, done.stdout + done.stderr
-    return json.loads(report.read_text())["cases"]
+    items = {bug: killer.item for bug, killer in KILLED.items()}
+    return cases_of(items, planted.ADAPTERS, flat=planted.FLAT, folder=tmp_path_factory.mktemp("planted"))
 
 
 def test_every_bug_has_a_case():

@@ -14,6 +14,7 @@ from shardproof.harness.adapters.base import Clip
 from shardproof.harness.models import optim
 from shardproof.harness.parity import Pair, Rank
 from shardproof.harness.parity.digests import digest
+from shardproof.harness.parity.inputs import as_inputs
 from shardproof.harness.parity.replay_cache import _MOST_BYTES, _RECOMPUTED, Packed, ReplayCache, is_equal
 
 
@@ -115,14 +116,8 @@ def test_random_results_are_not_kept(rank: Rank) -> None:
     fresh(rank)
     replay = rank.pair(nn.Sequential(nn.Linear(9, 9), nn.Dropout(0.5)))._replay
     before = rank.replays.version
-    replay.step([_inputs(rank)], options={"loss": models.mean_square}, ahead=0)
+    replay.step([as_inputs(rank.batch(0, (2, 9)))], options={"loss": models.mean_square}, ahead=0)
     assert rank.replays.version == before
-
-
-def _inputs(rank: Rank) -> Any:
-    from shardproof.harness.parity.inputs import as_inputs
-
-    return as_inputs(rank.batch(0, (2, 9)))
 
 
 @world(2)
