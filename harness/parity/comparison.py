@@ -54,7 +54,7 @@ class StepComparison:
     """Compares one step of the sharded run with the same step of the baseline and of the oracle, on one rank.
 
     Args:
-        sharded: the sharded run's step, as local shards.
+        sharded: the sharded run's step, as local shards; all tensors of the three are on the host.
         baseline: the baseline's step, as full tensors.
         oracle: the oracle's step, as full float64 tensors.
         context: the parameters that all comparisons of the step share.
@@ -118,9 +118,8 @@ class StepComparison:
                 yield self._finding(Stage.OPTIMIZER_STATE, name, None, text)
                 continue
             for key, piece in found.items():
-                # An optimizer may keep its scalars on the CPU in one run and on the device in the other.
-                other, expected = (one.to(piece.tensor.device) for one in (reference[name][key].tensor, full[key]))
-                yield from self._judge(Stage.OPTIMIZER_STATE, f"{name}: {key}", piece, other, expected)
+                other = reference[name][key].tensor
+                yield from self._judge(Stage.OPTIMIZER_STATE, f"{name}: {key}", piece, other, full[key])
 
     def _holds_nothing(self, name: str) -> bool:
         """Whether this rank holds no element of a parameter, so that it may have no gradient and no state of it."""

@@ -29,6 +29,7 @@ from shardproof.harness.parity.run import (
     sharded_run,
 )
 from shardproof.harness.parity.units import ROOT, UnitSize
+from shardproof.harness.tensors.host import on_host
 from shardproof.harness.tensors.trees import map_tensors
 
 _WRONG_COLLECTIVES = "the collectives do not match the contract"
@@ -241,8 +242,9 @@ class Pair:
         """Replay a forward with the baseline and the oracle (collective)."""
         baseline, expected = self._replay.evaluate(_copies([one.inputs])[0], options=one.options)
         replayed = OracleStep([[[expected]] for _ in self.adapter.config.data_ranks])
+        outputs: list[torch.Tensor] = on_host(one.outputs)
         context = dataclasses.replace(self._context(one.number), evaluates=True)
-        return StepComparison(_output_alone(one.outputs), _output_alone(baseline), replayed, context)
+        return StepComparison(_output_alone(outputs), _output_alone(baseline), replayed, context)
 
     def check_counts(self, phase: str, **expected: int) -> None:
         """Check that the last step issued exactly these collectives in one phase (collective).

@@ -19,6 +19,7 @@ from shardproof.harness.parity.member import Member
 from shardproof.harness.parity.oracle import Oracle, OracleStep
 from shardproof.harness.parity.replay_cache import is_equal
 from shardproof.harness.parity.run import Run, RunOptions, StepPicture
+from shardproof.harness.tensors.host import on_host
 from shardproof.harness.tensors.trees import map_tensors, tensors_of
 
 Baseline = Literal["ddp", "replicated"]
@@ -31,7 +32,7 @@ _SHARDING = frozenset({"mesh", "units", "reshard_after_forward", "accumulation",
 
 @dataclasses.dataclass(frozen=True)
 class Replayed:
-    """The results of one step.
+    """The results of one step, on the host.
 
     Attributes:
         baseline: the baseline's step, as full tensors.
@@ -131,7 +132,7 @@ class Replay:
             options: the mode and the submodule.
 
         Returns:
-            The tensors of the baseline's output, and the oracle's output.
+            The tensors of the baseline's output, and the oracle's output, on the host.
         """
         outputs: tuple[list[torch.Tensor], Any] = self._result(False, inputs, options, 0)
         return outputs
@@ -177,12 +178,12 @@ class Replay:
         mine = map_tensors(torch.clone, request.mine)
         if not request.is_step:
             expected = oracle.evaluate(mine, submodule=request.options["submodule"])
-            return baseline.evaluate(map_tensors(torch.clone, mine), **request.options), expected
+            return on_host((baseline.evaluate(map_tensors(torch.clone, mine), **request.options), expected))
         picture = baseline.settle(baseline.step(mine, ahead=request.ahead, **request.options))
         batches = [request.everyone[index] for index in self._config.data_ranks]
         expected = oracle.step(batches, **request.options)
         kinds = states_per_parameter(baseline.adapter.optimizer)
-        return Replayed(dataclasses.replace(picture, evidence=None), expected, kinds)
+        return Replayed(dataclasses.replace(picture, evidence=None), on_host(expected), kinds)
 
     def _make(self) -> tuple[Run, Oracle]:
         if self._made is None:

@@ -32,7 +32,6 @@ class _Place:
     stop: int
     shape: torch.Size
     dtype: torch.dtype
-    device: torch.device
 
 
 class Packed:
@@ -49,7 +48,7 @@ class Packed:
         def pack(tensor: torch.Tensor) -> Any:
             data = raw_bytes(tensor)
             padding = bytes(-len(data) % _ALIGNMENT)
-            place = _Place(self.size, self.size + len(data), tensor.shape, tensor.dtype, tensor.device)
+            place = _Place(self.size, self.size + len(data), tensor.shape, tensor.dtype)
             parts.extend((data, padding))
             self.size += len(data) + len(padding)
             return place
@@ -58,11 +57,11 @@ class Packed:
         self._data = b"".join(parts)
 
     def unpack(self) -> Any:
-        """Return a new copy of the container, with its tensors on the devices where they were."""
+        """Return a new copy of the container, with all tensors on the host."""
         data = torch.frombuffer(bytearray(self._data or b"\0"), dtype=torch.uint8)
 
         def unpack(place: _Place) -> torch.Tensor:
-            return data[place.start : place.stop].view(place.dtype).view(place.shape).to(place.device)
+            return data[place.start : place.stop].view(place.dtype).view(place.shape)
 
         return map_leaves(unpack, self._skeleton, kind=_Place)
 

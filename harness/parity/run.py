@@ -24,6 +24,7 @@ from shardproof.harness.parity.member import Member
 from shardproof.harness.parity.snapshots import Snapshots
 from shardproof.harness.parity.units import UnitLookup, UnitSize, units_of
 from shardproof.harness.tensors import memory
+from shardproof.harness.tensors.host import on_host
 from shardproof.harness.tensors.trees import tensors_of
 
 EvaluationMode = Literal["no_grad", "inference_mode"]
@@ -210,23 +211,16 @@ class Run:
         return self._modules[name]
 
     def settle(self, picture: StepPicture) -> StepPicture:
-        """Return a picture with its pieces on this rank's device and its norm as a plain scalar (collective).
+        """Return a picture with its tensors on the host and its norm as a plain scalar (collective).
 
-        It communicates and waits for the device, so it is called once the steps that it could disturb are over.
+        It communicates and waits for the device, so it is called once the steps that it could disturb are over. The
+        comparison of many small tensors on a device would wait for it several times for each.
         """
         norm = picture.norm
         if norm is not None and self.adapter.traits.clips == "call":
             norm = self.adapter.norm_value(norm).detach()
-        device = next((tensor.device for outputs in picture.outputs for tensor in outputs), picture.losses[0].device)
-        return dataclasses.replace(
-            picture,
-            norm=norm,
-            gradients=_moved(picture.gradients, device),
-            clipped=None if picture.clipped is None else _moved(picture.clipped, device),
-            parameters=_moved(picture.parameters, device),
-            state=picture.state
-            and {name: {key: _on(device, one) for key, one in state.items()} for name, state in picture.state.items()},
-        )
+        settled: StepPicture = on_host(dataclasses.replace(picture, norm=norm))
+        return settled
 
     def _picture(self, stage: Stage) -> Pieces:
         """Ask the adapter for its gradients, or for its parameters after the step, and copy them.
@@ -355,14 +349,6 @@ class Run:
             self.perturbation.at("step", "before")
             self.adapter.step()
             self.perturbation.at("step", "after")
-
-
-def _moved(pieces: Pieces, device: torch.device) -> Pieces:
-    return {name: None if piece is None else _on(device, piece) for name, piece in pieces.items()}
-
-
-def _on(device: torch.device, piece: Piece) -> Piece:
-    return dataclasses.replace(piece, tensor=piece.tensor.to(device))
 
 
 def sharded_run(member: Member, model: nn.Module, *, config: Config, options: RunOptions) -> Run:

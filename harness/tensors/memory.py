@@ -41,6 +41,19 @@ def retire_objects() -> None:
     gc.freeze()
 
 
+def finish_backward(device: torch.device) -> None:
+    """Wait until autograd's thread of a device has dropped the graph of the last backward.
+
+    Backward returns when the last gradient is there. On a device it ran in a thread of autograd, which then still holds
+    the graph with the functions that were to run at its end, and through them perhaps a model; to drop Python objects
+    it waits for the interpreter, which the caller of backward has. The thread begins another backward only after that.
+    On the CPU backward runs in the thread of its caller, which has dropped everything when it returns.
+    """
+    if device.type != "cpu":
+        with torch.inference_mode(False), torch.enable_grad():
+            torch.zeros((), dtype=torch.float32, device=device, requires_grad=True).backward()
+
+
 def held_bytes(device: torch.device) -> int:
     """The bytes of all live tensors on ``device``, after garbage collection.
 
@@ -48,6 +61,7 @@ def held_bytes(device: torch.device) -> int:
     for the device. On the CPU they are the bytes of the storages of all tensors that the garbage collector tracks, each
     storage once; a storage that is referenced from C++ alone, or by retired objects, is not counted.
     """
+    finish_backward(device)
     collect_garbage()
     if device.type == "cuda":
         torch.cuda.synchronize(device)

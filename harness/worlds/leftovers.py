@@ -90,6 +90,7 @@ def picture(device: torch.device, *, groups: int, directory: str) -> dict[str, A
     Returns:
         The state by name; the names appear in messages.
     """
+    memory.finish_backward(device)
     state: dict[str, Any] = {
         "gradient mode": torch.is_grad_enabled(),
         "inference mode": torch.is_inference_mode_enabled(),

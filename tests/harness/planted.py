@@ -8,9 +8,11 @@ import os
 import pathlib
 import re
 import subprocess
-from collections.abc import Collection, Mapping, Sequence
+import zlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -143,6 +145,34 @@ class ForgottenFlags(ReferenceAdapter):
 
     def _accumulate(self, *_: Any, **__: Any) -> None:
         pass
+
+
+def a_third_by_day(rows: Iterable[Any], names: Iterable[str]) -> list[Any]:
+    """The parameter sets of planted bugs, all but a fixed third marked ``nightly``.
+
+    Which third does not depend on the other bugs: a new one moves none into the night.
+
+    Args:
+        rows: the parameters of each test; tuples for several.
+        names: by which each is chosen, and called.
+    """
+    return [
+        pytest.param(*(row if isinstance(row, tuple) else (row,)), id=name, marks=[] if _by_day(name) else _NIGHTLY)
+        for row, name in zip(rows, names, strict=True)
+    ]
+
+
+_NIGHTLY = [pytest.mark.nightly]
+
+
+def _by_day(name: str) -> bool:
+    return zlib.crc32(name.encode()) % 3 == 0
+
+
+def selected(request: pytest.FixtureRequest, argument: str = "bug") -> list[Any]:
+    """The bugs whose tests run: the values of a parameter in the selected items of the fixture's module, once each."""
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    return list(dict.fromkeys(item.callspec.params[argument] for item in items if argument in item.callspec.params))
 
 
 def run_suites(
