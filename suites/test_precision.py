@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 
 from shardproof.harness import Capability, contract, needs, world
+from shardproof.harness.adapters.base import Accumulation, Precision
 from shardproof.harness.findings.finding import step_label
-from shardproof.harness.models import shapes
-from shardproof.harness.parity import Rank, exact_difference
+from shardproof.harness.models import mixed, optim, shapes
+from shardproof.harness.parity import CastReplica, Rank, Run, check_equal, exact_difference
+from shardproof.harness.plugin.axes import RESHARD
 
-pytestmark = needs(Capability.CAST_AFTER_INIT)
+MIXED = needs(Capability.MIXED_PRECISION)
+HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
+POLICIES = {
+    "bf16": Precision(compute=BRAIN),
+    "bf16-fp32": Precision(compute=BRAIN, reduce=FULL),
+    "fp32-bf16": Precision(reduce=BRAIN),
+    "fp16-fp32": Precision(compute=HALF, reduce=FULL),
+    "inputs-as-they-are": Precision(compute=BRAIN, casts_inputs=False),
+}
+SHAPE = (6, 4)
 
 ROWS = 7
 #: Twice the smallest float16.
@@ -19,8 +34,172 @@ TINY = 2.0**-23
 LARGE_SUM = 81920
 
 
+@contract("PRECISION-1", "PRECISION-2")
+@world(2)
+@MIXED
+@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_training(rank: Rank, policy: str, reshard_after_forward: bool | int | None) -> None:
+    """Compute and collectives have the dtypes of the policy; gradients, shards and optimizer state are float32."""
+    precision, model = POLICIES[policy], mixed.Mixed()
+    run, replica = both(rank, model, precision=precision, reshard_after_forward=reshard_after_forward)
+    train(rank, run, replica)
+    assert_seen(model.low.seen, precision)
+    compute = precision.compute or FULL
+    assert_collectives(run, gathers={compute}, reduces={precision.reduce or compute})
+
+
+@contract("PRECISION-1", "PRECISION-5")
+@world(2)
+@needs(Capability.MIXED_PRECISION, Capability.RECOMPUTATION)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_recomputation(rank: Rank, policy: str) -> None:
+    """A unit that backward computes again has the same dtypes in both computations."""
+    precision, model = POLICIES[policy], mixed.Mixed(recomputes=True)
+    run, replica = both(rank, model, precision=precision)
+    train(rank, run, replica)
+    assert len(model.low.seen) == 6, f"in three steps the unit was computed {len(model.low.seen)} times, not 6"
+    assert_seen(model.low.seen, precision)
+
+
+@contract("PRECISION-2")
+@world(4)
+@needs(Capability.MIXED_PRECISION, Capability.HYBRID)
+@pytest.mark.parametrize("policy", ["bf16-fp32", "fp32-bf16"])
+def test_replicas(rank: Rank, policy: str) -> None:
+    """Replicas reduce in the same dtype as shards."""
+    precision = POLICIES[policy]
+    mesh = rank.mesh((2, 2), ("replicate", "shard"))
+    run, replica = both(rank, mixed.Mixed(), precision=precision, mesh=mesh)
+    train(rank, run, replica)
+    compute = precision.compute or FULL
+    assert_collectives(run, gathers={compute}, reduces={precision.reduce or compute})
+
+
+@contract("PRECISION-3")
+@world(2)
+@needs(Capability.MIXED_PRECISION, Capability.ACCUMULATION_DTYPES)
+@pytest.mark.parametrize("policy", ["bf16", "bf16-fp32", "fp32-bf16"])
+@pytest.mark.parametrize("defers", [False, pytest.param(True, marks=needs(Capability.DEFERRED_REDUCTION))])
+def test_microbatches(rank: Rank, defers: bool, policy: str) -> None:
+    """Reduced gradients add up in float32, and those whose reduction is deferred in the dtype of the reduction."""
+    later = Accumulation() if defers else None
+    run, replica = both(rank, mixed.Mixed(), precision=POLICIES[policy], microbatches=4, accumulation=later)
+    train(rank, run, replica)
+
+
+@contract("PRECISION-3")
+@world(4)
+@needs(Capability.MIXED_PRECISION, Capability.DEFERRED_ALL_REDUCE, Capability.ACCUMULATION_DTYPES)
+@needs(Capability.HYBRID)
+@pytest.mark.parametrize("policy", ["bf16-fp32", "fp32-bf16"])
+def test_deferred_all_reduces(rank: Rank, policy: str) -> None:
+    """Shards whose all-reduce is deferred add up in the dtype of the reduction."""
+    mesh = rank.mesh((2, 2), ("replicate", "shard"))
+    later = Accumulation(skips="all-reduce")
+    run, replica = both(rank, mixed.Mixed(), precision=POLICIES[policy], mesh=mesh, microbatches=4, accumulation=later)
+    train(rank, run, replica)
+
+
+@contract("PRECISION-5")
+@world(2)
+@MIXED
+@pytest.mark.parametrize("casts_inputs", [True, False])
+@pytest.mark.parametrize(
+    "passing",
+    ["position", "keyword", "tuple", "dict", pytest.param("dataclass", marks=needs(Capability.DATACLASS_OUTPUT))],
+)
+def test_inputs(rank: Rank, passing: mixed.Passing, casts_inputs: bool) -> None:
+    """A unit casts its floating-point inputs if asked, in any container, and no integers."""
+    model = mixed.Choosing(passing)
+    inner = Precision(compute=BRAIN, reduce=FULL, casts_inputs=casts_inputs)
+    run, replica = both(rank, model, units=[["inner"]], unit_precision={"inner": inner})
+    train(rank, run, replica, chooses=True)
+    expected = (BRAIN if casts_inputs else FULL, torch.int64)
+    assert set(model.taken) == {expected}, f"the unit got {set(model.taken)} instead of {expected}"
+
+
+@contract("PRECISION-5")
+@world(2)
+@MIXED
+@pytest.mark.parametrize(
+    ("root", "low", "high"), [("bf16-fp32", "fp32-bf16", "fp16-fp32"), ("fp32-bf16", "bf16", "inputs-as-they-are")]
+)
+def test_policies_of_units(rank: Rank, root: str, low: str, high: str) -> None:
+    """Units of different dtypes hand each other their outputs, and each reduces in its own."""
+    policies = {"low": POLICIES[low], "high": POLICIES[high]}
+    run, replica = both(rank, mixed.Mixed(), precision=POLICIES[root], unit_precision=policies)
+    train(rank, run, replica)
+    used = [POLICIES[name] for name in (root, low, high)]
+    computes = [one.compute or FULL for one in used]
+    reduces = {one.reduce or compute for one, compute in zip(used, computes, strict=True)}
+    assert_collectives(run, gathers=set(computes), reduces=reduces)
+
+
+@contract("PRECISION-6")
+@world(2)
+@needs(Capability.MIXED_PRECISION, Capability.OUTPUT_DTYPE)
+@pytest.mark.parametrize("recomputes", [False, pytest.param(True, marks=needs(Capability.RECOMPUTATION))])
+def test_outputs(rank: Rank, recomputes: bool) -> None:
+    """What a unit returns is cast to the output dtype in a container too, in each computation, and integers are not."""
+    model = mixed.Choosing(recomputes=recomputes)
+    inner = Precision(compute=BRAIN, reduce=FULL, output=HALF)
+    root = Precision(compute=BRAIN, reduce=FULL, output=FULL)
+    run, replica = both(rank, model, units=[["inner"]], precision=root, unit_precision={"inner": inner})
+    train(rank, run, replica, chooses=True)
+    assert len(model.returned) == (6 if recomputes else 3)
+    assert set(model.returned) == {(HALF, torch.int64)}, f"the unit returned {set(model.returned)}"
+
+
+@contract("PRECISION-7")
+@world(2)
+@needs(Capability.MIXED_PRECISION, Capability.BUFFER_DTYPE)
+@pytest.mark.parametrize("saves", [False, pytest.param(True, marks=needs(Capability.DISTRIBUTED_CHECKPOINT))])
+def test_buffers(rank: Rank, saves: bool) -> None:
+    """Floating-point buffers have the buffer dtype while the model trains, and their own in a checkpoint."""
+    model = mixed.Mixed()
+    run, replica = both(rank, model, precision=Precision(compute=BRAIN, buffers=HALF))
+    train(rank, run, replica)
+    assert {one.offset for one in model.low.seen} == {HALF}, f"in forward the dtypes are {set(model.low.seen)}"
+    assert model.low.calls.dtype == torch.int64
+    if saves:
+        saved = run.adapter.checkpoint()["model"]
+        wrong = [name for name in saved if name.endswith("offset") and saved[name].dtype != FULL]
+        assert not wrong, f"{wrong[0]} is saved in {saved[wrong[0]].dtype}"
+
+
+@contract("PRECISION-8")
+@world(2)
+@needs(Capability.MIXED_PRECISION, Capability.UNUSED_OUTPUT)
+@pytest.mark.parametrize("policy", ["bf16-fp32", "fp32-bf16"])
+def test_thawed_unit(rank: Rank, policy: str) -> None:
+    """A unit that was frozen in the first step is reduced in the same dtype as the others once it is thawed."""
+    precision, model = POLICIES[policy], mixed.Mixed()
+    model.low.weight.requires_grad_(False)
+    run, replica = both(rank, model, precision=precision)
+    train(rank, run, replica, steps=1)
+    for parameters in (run.adapter.named_parameters(), dict(replica.model.named_parameters())):
+        parameters["low.weight"].requires_grad_(True)
+    train(rank, run, replica, first=1)
+    assert_collectives(run, gathers={precision.compute or FULL}, reduces={precision.reduce or FULL})
+
+
+@contract("PRECISION-10")
+@world(2)
+@MIXED
+def test_small_updates(rank: Rank) -> None:
+    """Updates below an ulp of the dtype of compute are not lost."""
+    run, replica = both(rank, mixed.Mixed(), precision=POLICIES["bf16-fp32"], lr=2.0**-20)
+    before = {name: value.detach().clone() for name, value in replica.model.named_parameters()}
+    train(rank, run, replica)
+    for name, value in replica.model.named_parameters():
+        assert not torch.equal(value, before[name]), f"{name} did not change"
+        assert (value - before[name]).abs().max() < 2.0**-12, f"an update of {name} is not small"
+
+
 @contract("PRECISION-4")
 @world(2, 4)
+@needs(Capability.CAST_AFTER_INIT)
 def test_sums_beyond_float16(rank: Rank) -> None:
     """The average of float16 gradients is right, although their sum is no float16."""
     average(rank, None)
@@ -28,7 +207,7 @@ def test_sums_beyond_float16(rank: Rank) -> None:
 
 @contract("PRECISION-4")
 @world(4)
-@needs(Capability.HYBRID)
+@needs(Capability.CAST_AFTER_INIT, Capability.HYBRID)
 @pytest.mark.parametrize(
     "shape", [(2, 2), pytest.param((4, 1), marks=needs(Capability.SINGLE_RANK))], ids=["2x2", "4x1"]
 )
@@ -60,3 +239,38 @@ def average(rank: Rank, shape: tuple[int, int] | None) -> None:
         run.adapter.zero_grad(set_to_none=False)
     other = [str(item) for item in run.trace if item.dtype != "float16"]
     assert not other, f"the parameters are of float16, these collectives are not: {other}"
+
+
+def both(rank: Rank, model: nn.Module, *, lr: float = 0.05, **options: Any) -> tuple[Run, CastReplica]:
+    """The sharded run and the baseline with the same casts."""
+    optimizer, plain = optim.sgd(lr=lr), copy.deepcopy(model)
+    run = rank.run(model, optimizer=optimizer, **{"units": [["low"], ["high"]]} | options)
+    return run, CastReplica(rank, plain, config=run.adapter.config, optimizer=optimizer)
+
+
+def train(rank: Rank, run: Run, replica: CastReplica, *, first: int = 0, steps: int = 3, chooses: bool = False) -> None:
+    """Train both and compare every step."""
+    for step in range(first, first + steps):
+        batch: list[tuple[torch.Tensor, ...]] = []
+        for number in range(run.adapter.config.microbatches):
+            x = rank.batch(step, SHAPE, microbatch=number)
+            batch.append((x, (x * 7).long()) if chooses else (x,))
+        expected = replica.step(batch, loss=torch.sum)
+        check_equal(rank, run, run.step(batch, loss=torch.sum), expected, number=step)
+
+
+def assert_seen(seen: list[mixed.Seen], precision: Precision) -> None:
+    """Check the dtypes in every forward of a unit whose root has the same policy; buffers keep theirs."""
+    compute = precision.compute or FULL
+    expected = mixed.Seen(compute if precision.casts_inputs else FULL, compute, FULL)
+    assert set(seen) == {expected}, f"in forward the dtypes are {set(seen)} instead of {expected}"
+
+
+def assert_collectives(run: Run, *, gathers: set[torch.dtype], reduces: set[torch.dtype]) -> None:
+    """Check the dtypes of all collectives of a run."""
+    kinds = {"all_gather": gathers, "reduce_scatter": reduces, "all_reduce": reduces}
+    for item in run.trace:
+        expected = {str(dtype).removeprefix("torch.") for dtype in kinds[item.kind]}
+        assert item.dtype in expected, f"{item} should be of {' or '.join(sorted(expected))}"
+    found = {item.dtype for item in run.trace if item.kind == "all_gather"}
+    assert len(found) == len(gathers), f"units are gathered in {', '.join(sorted(found))} alone"

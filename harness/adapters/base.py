@@ -88,6 +88,32 @@ class Accumulation:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Precision:
+    """The dtypes of a unit where they differ from those of its parameters.
+
+    Needs :attr:`Capability.MIXED_PRECISION`. Values other than a field's default may need what is named there.
+    """
+
+    compute: torch.dtype | None = None
+    """The dtype in which parameters are gathered and computed with; None is that of the parameters."""
+
+    reduce: torch.dtype | None = None
+    """The dtype in which gradients are reduced, and added up before they are; None is that of compute."""
+
+    output: torch.dtype | None = None
+    """The dtype to which floating-point tensors in the unit's output are cast; None leaves them.
+
+    Needs :attr:`Capability.OUTPUT_DTYPE`.
+    """
+
+    buffers: torch.dtype | None = None
+    """The dtype of floating-point buffers; None leaves them. Needs :attr:`Capability.BUFFER_DTYPE`."""
+
+    casts_inputs: bool = True
+    """Whether floating-point tensors in the unit's inputs are cast to the dtype of compute."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """How a case wants its model sharded, in terms that are the same for every implementation.
 
@@ -141,6 +167,15 @@ class Config:
     Needs :attr:`Capability.CAST_AFTER_INIT`.
     """
 
+    precision: Precision = Precision()
+    """The dtypes of every unit that :attr:`unit_precision` does not name."""
+
+    unit_precision: Mapping[str, Precision] = dataclasses.field(default_factory=dict)
+    """The dtypes of the units of some modules, by the name of the unit's first module.
+
+    Needs :attr:`Capability.MIXED_PRECISION`.
+    """
+
     flat_parameters: bool = False
     """Whether the optimizer gets one flat parameter per unit instead of the model's own parameters.
 
@@ -152,6 +187,10 @@ class Config:
 
     Needs :attr:`Capability.SYNC_STATES`.
     """
+
+    def precision_of(self, unit: str) -> Precision:
+        """Return the dtypes of a unit, by the name of its first module; "" is the root's own."""
+        return self.unit_precision.get(unit, self.precision)
 
     @property
     def shard_size(self) -> int:

@@ -56,6 +56,18 @@ class Capability(enum.StrEnum):
     CAST_AFTER_INIT = "cast-after-init"
     """The sharded module can be cast to another dtype before the first forward."""
 
+    MIXED_PRECISION = "mixed-precision"
+    """Compute and reductions may have dtypes other than the parameters', in each unit its own."""
+
+    ACCUMULATION_DTYPES = "accumulation-dtypes"
+    """Reduced gradients of several microbatches add up in the parameters' dtype, deferred ones in the reduction's."""
+
+    OUTPUT_DTYPE = "output-dtype"
+    """A unit can cast its outputs to a dtype."""
+
+    BUFFER_DTYPE = "buffer-dtype"
+    """Buffers can have a dtype other than their own while the model is sharded, and are saved in their own."""
+
     REGISTERED_STATE = "registered-state"
     """``module.parameters()`` shows which parameters are sharded and which are gathered."""
 

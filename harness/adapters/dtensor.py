@@ -21,6 +21,7 @@ from shardproof.harness.adapters.base import (
     Cut,
     OptimizerFactory,
     Piece,
+    Precision,
     inner_first,
     original_name,
     whole,
@@ -108,11 +109,13 @@ class DTensorAdapter(Adapter):
     Attributes:
         fully_shard: the function under test, as a staticmethod.
         offload_policy: the class of its policy that keeps shards on the CPU; takes ``pin_memory``.
+        precision_policy: the class of its ``mp_policy``.
         register: its ``register_fsdp_forward_method``, as a staticmethod.
     """
 
     fully_shard: ClassVar[Callable[..., Any]]
     offload_policy: ClassVar[Callable[..., Any]]
+    precision_policy: ClassVar[Callable[..., Any]]
     register: ClassVar[Callable[..., None]]
 
     @classmethod
@@ -122,7 +125,7 @@ class DTensorAdapter(Adapter):
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
         # These implementations have no flat parameters, and sharding sends no values between ranks.
-        return frozenset(Capability) - {Capability.FLAT_PARAMETERS, Capability.SYNC_STATES}
+        return frozenset(Capability) - {Capability.FLAT_PARAMETERS, Capability.SYNC_STATES, Capability.BUFFER_DTYPE}
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         super().__init__(model, optimizer=optimizer, config=config)
@@ -132,16 +135,30 @@ class DTensorAdapter(Adapter):
         self._cuts: dict[str, Cut] = {
             name: functools.partial(cut_of_share, cut=cut, mesh=config.mesh) for name, cut in cuts.items()
         }
-        groups = [[model.get_submodule(name) for name in unit] for unit in inner_first(config.units)]
         options: dict[str, Any] = {"mesh": config.mesh, "reshard_after_forward": config.reshard_after_forward}
         if config.offload:
             options["offload_policy"] = type(self).offload_policy(pin_memory=config.offload == "pinned")
-        for modules in groups:
-            type(self).fully_shard(modules if len(modules) > 1 else modules[0], **options)
-        type(self).fully_shard(model, **options)
+        for unit in inner_first(config.units):
+            modules = [model.get_submodule(name) for name in unit]
+            precision = self._mixed_precision(unit[0])
+            type(self).fully_shard(modules if len(modules) > 1 else modules[0], **options, **precision)
+        type(self).fully_shard(model, **options, **self._mixed_precision(""))
         self.module = model if config.cast is None else model.to(config.cast)
         self._held = self.named_parameters()
         self.optimizer = optimizer(model.parameters()) if optimizer else None
+
+    def _mixed_precision(self, unit: str) -> dict[str, Any]:
+        precision = self.config.precision_of(unit)
+        assert precision.buffers is None, "fully_shard leaves buffers alone"
+        if precision == Precision():
+            return {}
+        policy = type(self).precision_policy(
+            param_dtype=precision.compute,
+            reduce_dtype=precision.reduce,
+            output_dtype=precision.output,
+            cast_forward_inputs=precision.casts_inputs,
+        )
+        return {"mp_policy": policy}
 
     @contextlib.contextmanager
     def microbatch(self, *, is_last: bool) -> Iterator[None]:

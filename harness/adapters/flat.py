@@ -17,6 +17,7 @@ from shardproof.harness.adapters.base import (
     Config,
     OptimizerFactory,
     Piece,
+    Precision,
     Traits,
     Units,
     inner_first,
@@ -47,6 +48,8 @@ CAPABILITIES = frozenset(
         Capability.RECOMPUTATION,
         Capability.TIED_PARAMETERS,
         Capability.CAST_AFTER_INIT,
+        Capability.MIXED_PRECISION,
+        Capability.BUFFER_DTYPE,
         Capability.DEFERRED_REDUCTION,
         Capability.KEEP_AFTER_BACKWARD,
         Capability.CLIPPING,
@@ -76,7 +79,8 @@ class FlatAdapter(Adapter):
     """Drives a ``FullyShardedDataParallel``, with ``use_orig_params=True`` unless the case wants flat parameters.
 
     Attributes:
-        api: the module with ``FullyShardedDataParallel``, ``ShardingStrategy``, ``CPUOffload`` and ``StateDictType``.
+        api: the module with ``FullyShardedDataParallel``, ``ShardingStrategy``, ``CPUOffload``, ``MixedPrecision`` and
+            ``StateDictType``.
     """
 
     traits = Traits(
@@ -110,8 +114,9 @@ class FlatAdapter(Adapter):
         wrap = functools.partial(self.api.FullyShardedDataParallel, **self._options())
         for name in names:
             parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, wrap(model.get_submodule(name)))
-        self.module = wrap(model)
+            module = model.get_submodule(name)
+            setattr(model.get_submodule(parent), child, wrap(module, mixed_precision=self._mixed_precision(name)))
+        self.module = wrap(model, mixed_precision=self._mixed_precision(""))
         if config.cast is not None:
             self.module.to(config.cast)
         # The optimizer's references: modules register views of gathered parameters in their place while they compute.
@@ -129,6 +134,19 @@ class FlatAdapter(Adapter):
             "use_orig_params": not config.flat_parameters,
             "sync_module_states": config.sync_states,
         }
+
+    def _mixed_precision(self, unit: str) -> Any:
+        precision = self.config.precision_of(unit)
+        assert precision.output is None, "FullyShardedDataParallel leaves outputs alone"
+        if precision == Precision():
+            return None
+        return self.api.MixedPrecision(
+            param_dtype=precision.compute,
+            reduce_dtype=precision.reduce,
+            buffer_dtype=precision.buffers,
+            cast_forward_inputs=precision.casts_inputs,
+            cast_root_forward_inputs=precision.casts_inputs,
+        )
 
     def _strategy(self) -> Any:
         reshards, strategies = self.config.reshard_after_forward, self.api.ShardingStrategy

@@ -24,6 +24,7 @@ class ReferenceAdapter(DTensorAdapter):
     traits = dataclasses.replace(DTensorAdapter.traits, process_groups="kept")
     fully_shard = staticmethod(fsdp_impl.fully_shard)
     offload_policy = fsdp_impl.CPUOffloadPolicy
+    precision_policy = fsdp_impl.MixedPrecisionPolicy
     register = staticmethod(fsdp_impl.register_fsdp_forward_method)
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:

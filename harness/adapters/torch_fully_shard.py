@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from shardproof.harness.adapters.capability import Capability
@@ -23,6 +23,7 @@ class TorchFullyShardAdapter(DTensorAdapter):
     traits = dataclasses.replace(DTensorAdapter.traits, process_groups="abandoned")
     fully_shard = staticmethod(fully_shard)
     offload_policy = CPUOffloadPolicy
+    precision_policy = MixedPrecisionPolicy
     register = staticmethod(register_fsdp_forward_method)
 
     @classmethod

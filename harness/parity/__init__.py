@@ -10,12 +10,14 @@ room; the other rooms import from its modules.
 - ``coverage``, ``claims``: check by positions and by sizes that the shards of all ranks make up the model.
 - ``protocol``: checks in a rank that an adapter keeps to the protocol.
 - ``twins``: ``check_exact`` compares two runs of one implementation bit for bit.
+- ``casts``: ``CastReplica``, the baseline of runs in low precision, and ``check_equal``.
 - ``oracle``, ``numerics``, ``explanations``: the float64 replay, the tolerances, and probable causes of an error.
 - ``census``: counts the bytes in which units are gathered while a step runs.
 - ``units``: matches collectives to units by their size in bytes.
 - ``resume``: saves and loads checkpoints.
 """
 
+from shardproof.harness.parity.casts import CastReplica, check_equal
 from shardproof.harness.parity.census import Census
 from shardproof.harness.parity.comparison import exact_difference
 from shardproof.harness.parity.inputs import Inputs
@@ -24,4 +26,4 @@ from shardproof.harness.parity.rank import Rank
 from shardproof.harness.parity.run import Run
 from shardproof.harness.parity.twins import check_exact
 
-__all__ = ["Census", "Inputs", "Pair", "Rank", "Run", "check_exact", "exact_difference"]
+__all__ = ["CastReplica", "Census", "Inputs", "Pair", "Rank", "Run", "check_equal", "check_exact", "exact_difference"]

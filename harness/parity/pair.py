@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardproof.harness.adapters.base import Adapter, Config
+from shardproof.harness.adapters.base import Adapter, Config, Precision
 from shardproof.harness.collectives.trace import Trace, count_difference, first_difference
 from shardproof.harness.findings.finding import Divergence, Finding, Location, raise_first
 from shardproof.harness.findings.stages import Stage
@@ -95,6 +95,7 @@ class Pair:
         self._member = member
         self._position = config.data_ranks.index(member.index)
         assert options.optimizer is not None, "a pair trains with an optimizer"
+        assert config.precision == Precision() and not config.unit_precision, "a pair has no casts; use CastReplica"
         self._replay = Replay(member, model, config=config, optimizer=options.optimizer, baseline=baseline)
         self.sharded = sharded_run(member, model, config=config, options=options)
         self.sharded.foreign = functools.partial(_storages, self._replay)

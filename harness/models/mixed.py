@@ -1,0 +1,148 @@
+"""A model whose arithmetic is the same in every order and by every kernel, for cases about dtypes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+
+class Seen(NamedTuple):
+    """The dtypes in one forward of a :class:`Scale`."""
+
+    input: torch.dtype
+    weight: torch.dtype
+    offset: torch.dtype
+
+
+class Scale(nn.Module):
+    """``x * weight + offset``, element by element.
+
+    Input and output: (rows, columns). ``offset`` is a floating-point buffer and ``calls`` an integer one.
+
+    Attributes:
+        seen: the dtypes of each forward.
+    """
+
+    weight: nn.Parameter
+    offset: torch.Tensor
+    calls: torch.Tensor
+
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(rows, columns))
+        self.register_buffer("offset", torch.randn(rows, columns))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.seen: list[Seen] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(Seen(x.dtype, self.weight.dtype, self.offset.dtype))
+        return x * self.weight + self.offset
+
+
+@dataclasses.dataclass
+class Arguments:
+    """What :class:`Chooser` takes in a dataclass."""
+
+    x: torch.Tensor
+    choice: torch.Tensor
+
+
+Passing = Literal["position", "keyword", "tuple", "dict", "dataclass"]
+"""How :class:`Choosing` calls its unit."""
+
+
+class Chooser(nn.Module):
+    """``x * weight`` where an integer ``choice`` is positive, and ``x`` elsewhere.
+
+    Input: both as :data:`Passing` says, (rows, columns) each. Output: a dict of the result and of ``choice``.
+    """
+
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(rows, columns))
+        self.seen: list[tuple[torch.dtype, torch.dtype]] = []
+
+    def forward(self, *args: Any, x: Any = None, choice: Any = None) -> dict[str, torch.Tensor]:
+        given = args[0] if len(args) == 1 else args
+        if isinstance(given, Arguments):
+            x, choice = given.x, given.choice
+        elif isinstance(given, dict):
+            x, choice = given["x"], given["choice"]
+        elif given:
+            x, choice = given
+        self.seen.append((x.dtype, choice.dtype))
+        return {"x": torch.where(choice > 0, x * self.weight, x), "choice": choice}
+
+
+class Choosing(nn.Module):
+    """A unit ``inner``, a :class:`Chooser`, between two multiplications by a parameter of the root.
+
+    Input: ``x`` and ``choice``, (rows, columns) each. Output: (rows, columns).
+
+    Args:
+        passing: how ``inner`` gets its arguments.
+        recomputes: whether backward computes ``inner`` again.
+
+    Attributes:
+        taken: the dtypes of the arguments of ``inner`` in each of its forwards.
+        returned: the dtypes of what each call of ``inner`` returned.
+    """
+
+    def __init__(self, passing: Passing = "position", *, recomputes: bool = False) -> None:
+        super().__init__()
+        self.inner = Chooser(6, 4)
+        self.gain = nn.Parameter(torch.randn(6, 4))
+        self.passing, self.recomputes = passing, recomputes
+        self.taken = self.inner.seen
+        self.returned: list[tuple[torch.dtype, torch.dtype]] = []
+
+    def forward(self, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
+        x = x * self.gain
+        if not self.recomputes:
+            return self._call(x, choice) * self.gain
+        # Otherwise the second computation may end before the call returns.
+        with set_checkpoint_early_stop(False):
+            part: torch.Tensor = checkpoint(self._call, x, choice, use_reentrant=False)
+        return part * self.gain
+
+    def _call(self, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
+        match self.passing:
+            case "position":
+                found = self.inner(x, choice)
+            case "keyword":
+                found = self.inner(x=x, choice=choice)
+            case "tuple":
+                found = self.inner((x, choice))
+            case "dict":
+                found = self.inner({"x": x, "choice": choice})
+            case "dataclass":
+                found = self.inner(Arguments(x, choice))
+        self.returned.append((found["x"].dtype, found["choice"].dtype))
+        result: torch.Tensor = found["x"]
+        return result
+
+
+class Mixed(nn.Module):
+    """Two units ``low`` and ``high``, one :class:`Scale` each, and a parameter of the root.
+
+    Input and output: (rows, columns). No gradient is a sum over a batch, so that none depends on the order in which a
+    kernel adds.
+
+    Args:
+        recomputes: whether backward computes ``low`` again.
+    """
+
+    def __init__(self, rows: int = 6, columns: int = 4, *, recomputes: bool = False) -> None:
+        super().__init__()
+        self.low, self.high = Scale(rows, columns), Scale(rows, columns)
+        self.gain = nn.Parameter(torch.randn(rows, columns))
+        self.recomputes = recomputes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        low = checkpoint(self.low, x, use_reentrant=False) if self.recomputes else self.low(x)
+        output: torch.Tensor = self.high(low) * self.gain
+        return output

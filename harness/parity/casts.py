@@ -1,0 +1,199 @@
+"""A baseline for low precision: full copies on every rank, with the casts of the configuration written out.
+
+An oracle in float64 says nothing about casts. This baseline makes each cast where the contract has it, so a model
+whose arithmetic is the same in every order (``models.Mixed``) trains to the same bits.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardproof.harness.adapters.base import Config, OptimizerFactory, Piece, Precision, tensors_of_state, whole
+from shardproof.harness.findings.finding import Finding, Location, raise_first
+from shardproof.harness.findings.stages import Stage
+from shardproof.harness.models.plain import mean_square
+from shardproof.harness.parity.comparison import exact_difference
+from shardproof.harness.parity.inputs import as_inputs
+from shardproof.harness.parity.member import Member
+from shardproof.harness.parity.protocol import cut
+from shardproof.harness.parity.run import Loss, Run, StepPicture
+from shardproof.harness.tensors.host import on_host
+from shardproof.harness.tensors.trees import map_tensors, tensors_of
+
+_Gradients = dict[str, torch.Tensor | None]
+
+
+class CastReplica:
+    """Trains a full copy of a model on each data-parallel rank.
+
+    Every rank must make the same calls, because the gradients of all ranks are exchanged.
+
+    Args:
+        member: this rank.
+        model: float32 and plain, equal on all ranks; it is copied.
+        config: the units and their dtypes, and what is deferred to the last microbatch.
+        optimizer: updates the float32 parameters.
+    """
+
+    def __init__(self, member: Member, model: nn.Module, *, config: Config, optimizer: OptimizerFactory) -> None:
+        self._member = member
+        self._config = config
+        self.model = copy.deepcopy(model).to(member.device)
+        self._optimizer = optimizer(self.model.parameters())
+        self._units = {name: unit[0] for unit in config.units for name in unit}
+
+    def step(self, microbatches: Sequence[Any], *, loss: Loss = mean_square) -> StepPicture:
+        """Train one step (collective).
+
+        Args:
+            microbatches: the arguments of this rank's forwards.
+            loss: maps a forward's output to a scalar.
+
+        Returns:
+            The step, as full tensors.
+        """
+        kept: list[_Gradients] = []
+        outputs, losses = [], []
+        for arguments in microbatches:
+            output, value, gradients = self._backward(arguments, loss)
+            outputs.append([tensor.detach() for tensor in tensors_of(output)])
+            losses.append(value.detach())
+            kept.append(gradients)
+        for name, parameter in self.model.named_parameters():
+            parameter.grad = self._reduced(name, [gradients[name] for gradients in kept])
+        averaged = {name: self._copied(parameter.grad) for name, parameter in self.model.named_parameters()}
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        parameters = {name: self._copied(parameter) for name, parameter in self.model.named_parameters()}
+        state = {
+            name: {key: whole(value.clone()) for key, value in tensors_of_state(self._optimizer.state[one]).items()}
+            for name, one in self.model.named_parameters()
+        }
+        return StepPicture(outputs, losses, averaged, None, None, parameters, state)
+
+    def _copied(self, tensor: torch.Tensor | None) -> Any:
+        return None if tensor is None else whole(tensor.detach().clone())
+
+    def _unit_of(self, name: str) -> str:
+        """The first module of the unit of a module or parameter; "" is the root's own."""
+        while name and name not in self._units:
+            name = name.rpartition(".")[0]
+        return self._units.get(name, "")
+
+    def _precision_of(self, name: str) -> Precision:
+        return self._config.precision_of(self._unit_of(name))
+
+    def _backward(self, arguments: Any, loss: Loss) -> tuple[Any, torch.Tensor, _Gradients]:
+        """Run one microbatch on a copy with all casts made; the gradients are of the dtypes of compute."""
+        working = copy.deepcopy(self.model)
+        for name, parameter in working.named_parameters():
+            parameter.data = parameter.data.to(self._precision_of(name).compute or parameter.dtype)
+        for name, buffer in working.named_buffers():
+            if buffer.is_floating_point():
+                buffer.data = buffer.data.to(self._precision_of(name).buffers or buffer.dtype)
+        for name in ("", *self._units):
+            _cast_at_the_border(working.get_submodule(name), self._precision_of(name))
+        inputs = as_inputs(arguments)
+        output = working(*inputs.args, **inputs.kwargs)
+        value = loss(output)
+        value.backward()
+        for (_, buffer), (_, after) in zip(self.model.named_buffers(), working.named_buffers(), strict=True):
+            buffer.copy_(after)
+        return output, value, {name: parameter.grad for name, parameter in working.named_parameters()}
+
+    def _reduced(self, name: str, microbatches: list[torch.Tensor | None]) -> torch.Tensor | None:
+        """Return the float32 gradient of a parameter, from those of this rank's microbatches (collective)."""
+        dtype = self._precision_of(name).reduce
+        found = [gradient.to(dtype or gradient.dtype) for gradient in microbatches if gradient is not None]
+        how = self._config.accumulation
+        if found and how is not None and how.skips == "reduction":
+            # The sum is of the dtype of the reduction; what is added to it is not rounded to that before.
+            later = [gradient for gradient in microbatches if gradient is not None][1:]
+            found = [functools.reduce(torch.Tensor.add_, later, found[0].clone())]
+        everyone = self._member.exchange_tensors(found)
+        rows = self._config.mesh.mesh.reshape(-1, self._config.shard_size).tolist()
+        # First over the ranks that divide a unit, then over the replicas.
+        sums = [[_added([everyone[rank][index] for rank in row]) for index in range(len(found))] for row in rows]
+        if how is not None and how.skips == "all-reduce":
+            sums = [[_added(of_row)] if of_row else [] for of_row in sums]
+        count = len(self._config.data_ranks)
+        averages = [(_added(list(of_rows)) / count).float() for of_rows in zip(*sums, strict=True)]
+        return _added(averages) if averages else None
+
+
+def _cast_at_the_border(module: nn.Module, precision: Precision) -> None:
+    """Cast the inputs and outputs of a module."""
+
+    def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return _cast((args, kwargs), precision.compute) if precision.casts_inputs else (args, kwargs)
+
+    def after(_: nn.Module, args: Any, output: Any) -> Any:
+        return _cast(output, precision.output)
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
+    module.register_forward_hook(after)
+
+
+def _cast(value: Any, dtype: torch.dtype | None) -> Any:
+    """Cast the floating-point tensors of a container; None casts nothing."""
+    return value if dtype is None else map_tensors(lambda one: one.to(dtype) if one.is_floating_point() else one, value)
+
+
+def _added(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return functools.reduce(torch.add, tensors)
+
+
+def check_equal(member: Member, run: Run, step: StepPicture, expected: StepPicture, *, number: int) -> None:
+    """Check that a step has the bits and the dtypes of the baseline's step (collective).
+
+    Args:
+        member: this rank.
+        run: the sharded run.
+        step: its step.
+        expected: the same step of :class:`CastReplica`.
+        number: the number of the step, for messages.
+
+    Raises:
+        Divergence: on every rank, at the first tensor that differs, by stage; or if the pieces do not cover the model.
+    """
+    step, expected = run.settle(step), on_host(expected)
+    finding = None
+    for stage, name, text in _differences(step, expected):
+        finding = Finding(Location(stage=stage, step=number, rank=member.index, name=name), text)
+        break
+    everyone = member.exchange((finding, step.show(step=number)))
+    raise_first([found for found, _ in everyone], title="the sharded run diverges from a baseline with the same casts")
+    run.evidence.judge([shown for _, shown in everyone])
+
+
+def _differences(step: StepPicture, expected: StepPicture) -> Iterator[tuple[Stage, str, str]]:
+    for number, (outputs, others) in enumerate(zip(step.outputs, expected.outputs, strict=True)):
+        for index, (mine, other) in enumerate(zip(outputs, others, strict=True)):
+            yield from _difference(Stage.OUTPUT, f"microbatch {number}, tensor {index}", whole(mine), whole(other))
+    for name, piece in step.gradients.items():
+        yield from _difference(Stage.GRADIENT, name, piece, expected.gradients[name])
+    for name, piece in step.parameters.items():
+        yield from _difference(Stage.PARAMETER, name, piece, expected.parameters[name])
+    for name, state in (step.state or {}).items():
+        assert expected.state is not None
+        for key, piece in state.items():
+            yield from _difference(Stage.OPTIMIZER_STATE, f"{name}: {key}", piece, expected.state[name][key])
+
+
+def _difference(stage: Stage, name: str, mine: Piece | None, full: Piece | None) -> Iterator[tuple[Stage, str, str]]:
+    if mine is None or full is None:
+        if mine is not full:
+            yield stage, name, f"only the {'baseline' if mine is None else 'sharded run'} has one"
+        return
+    other = cut(mine, full.tensor, name)
+    if mine.tensor.dtype != other.dtype:
+        yield stage, name, f"has dtype {mine.tensor.dtype}; the baseline has {other.dtype}"
+    elif found := exact_difference(mine.tensor, other):
+        index, one, right = found
+        yield stage, name, f"element {list(index)} of this rank's part is {one!r}; the baseline has {right!r}"
