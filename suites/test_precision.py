@@ -56,10 +56,21 @@ def test_training(rank: Rank, policy: str, reshard_after_forward: bool | int | N
 def test_recomputation(rank: Rank, policy: str) -> None:
     """A unit that backward computes again has the same dtypes in both computations."""
     precision, model = POLICIES[policy], mixed.Mixed(recomputes=True)
-    run, replica = both(rank, model, precision=precision)
+    run, replica = both(rank, model, unit_precision={"low": precision})
     train(rank, run, replica)
     assert len(model.low.seen) == 6, f"in three steps the unit was computed {len(model.low.seen)} times, not 6"
     assert_seen(model.low.seen, precision)
+
+
+@contract("PRECISION-1")
+@world(4)
+@needs(Capability.MIXED_PRECISION, Capability.RESHARD_TO_SIZE)
+def test_smaller_shards(rank: Rank) -> None:
+    """Shards over fewer ranks, from which backward gathers, have the dtype of compute."""
+    # The sum of four bfloat16 gradients in float32 is exact in any order.
+    run, replica = both(rank, mixed.Mixed(), precision=POLICIES["bf16-fp32"], reshard_after_forward=2)
+    train(rank, run, replica)
+    assert_collectives(run, gathers={BRAIN}, reduces={FULL})
 
 
 @contract("PRECISION-2")
@@ -260,7 +271,7 @@ def train(rank: Rank, run: Run, replica: CastReplica, *, first: int = 0, steps: 
 
 
 def assert_seen(seen: list[mixed.Seen], precision: Precision) -> None:
-    """Check the dtypes in every forward of a unit whose root has the same policy; buffers keep theirs."""
+    """Check the dtypes in every forward of a unit of a policy, to which float32 came; buffers keep theirs."""
     compute = precision.compute or FULL
     expected = mixed.Seen(compute if precision.casts_inputs else FULL, compute, FULL)
     assert set(seen) == {expected}, f"in forward the dtypes are {set(seen)} instead of {expected}"
