@@ -176,6 +176,12 @@ class Config:
     Needs :attr:`Capability.MIXED_PRECISION`.
     """
 
+    divide_factors: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """By what the sum of the gradients of some units is divided, instead of the number of ranks.
+
+    By the name of the unit's first module; "" is the root's own. Needs :attr:`Capability.DIVIDE_FACTOR`.
+    """
+
     flat_parameters: bool = False
     """Whether the optimizer gets one flat parameter per unit instead of the model's own parameters.
 

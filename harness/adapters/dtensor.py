@@ -143,6 +143,9 @@ class DTensorAdapter(Adapter):
             precision = self._mixed_precision(unit[0])
             type(self).fully_shard(modules if len(modules) > 1 else modules[0], **options, **precision)
         type(self).fully_shard(model, **options, **self._mixed_precision(""))
+        for name, factor in config.divide_factors.items():
+            sharded: Any = model.get_submodule(name)
+            sharded.set_gradient_divide_factor(factor)
         self.module = model if config.cast is None else model.to(config.cast)
         self._held = self.named_parameters()
         self.optimizer = optimizer(model.parameters()) if optimizer else None

@@ -37,7 +37,7 @@ class CastReplica:
     Args:
         member: this rank.
         model: float32 and plain, equal on all ranks; it is copied.
-        config: the units and their dtypes, and what is deferred to the last microbatch.
+        config: the units with their dtypes and divisors, and what is deferred to the last microbatch.
         optimizer: updates the float32 parameters.
     """
 
@@ -122,7 +122,7 @@ class CastReplica:
         sums = [[_added([everyone[rank][index] for rank in row]) for index in range(len(found))] for row in rows]
         if how is not None and how.skips == "all-reduce":
             sums = [[_added(of_row)] if of_row else [] for of_row in sums]
-        count = len(self._config.data_ranks)
+        count = self._config.divide_factors.get(self._unit_of(name), len(self._config.data_ranks))
         averages = [(_added(list(of_rows)) / count).float() for of_rows in zip(*sums, strict=True)]
         return _added(averages) if averages else None
 
