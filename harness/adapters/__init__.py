@@ -3,7 +3,8 @@
 Imports no other room of the harness, and no other room imports ``fsdp_impl``. ``capability``, ``lines`` and
 ``registry`` import no torch.
 
-- ``base``: ``Adapter``, the class to implement, with ``Config``, ``Traits`` and ``Piece``.
+- ``base``: ``Adapter``, the class to implement, and ``Piece``; with the names of ``config`` and ``traits``.
+- ``config``: ``Config``, how a case wants its model sharded.
 - ``traits``: ``Traits``, facts about an implementation that comparisons depend on.
 - ``capability``: ``Capability`` and ``Hardware``.
 - ``declarations``: checks what an adapter class declares, before any rank starts; ``lines`` keeps its messages short.
