@@ -118,7 +118,14 @@ def test_deferred_all_reduces(rank: Rank, policy: str) -> None:
 @pytest.mark.parametrize("casts_inputs", [True, False])
 @pytest.mark.parametrize(
     "passing",
-    ["position", "keyword", "tuple", "dict", pytest.param("dataclass", marks=needs(Capability.DATACLASS_OUTPUT))],
+    [
+        "position",
+        "keyword",
+        "tuple",
+        "list",
+        "dict",
+        pytest.param("dataclass", marks=needs(Capability.DATACLASS_OUTPUT)),
+    ],
 )
 def test_inputs(rank: Rank, passing: mixed.Passing, casts_inputs: bool) -> None:
     """A unit casts its floating-point inputs if asked, in any container, and no integers."""

@@ -51,7 +51,7 @@ class Arguments:
     choice: torch.Tensor
 
 
-Passing = Literal["position", "keyword", "tuple", "dict", "dataclass"]
+Passing = Literal["position", "keyword", "tuple", "list", "dict", "dataclass"]
 """How :class:`Choosing` calls its unit."""
 
 
@@ -117,8 +117,12 @@ class Choosing(nn.Module):
                 found = self.inner(x=x, choice=choice)
             case "tuple":
                 found = self.inner((x, choice))
+            case "list":
+                found = self.inner([x, choice])
             case "dict":
-                found = self.inner({"x": x, "choice": choice})
+                given = {"x": x, "choice": choice}
+                found = self.inner(given)
+                assert given["x"] is x, "the caller's dict has another tensor after the call"
             case "dataclass":
                 found = self.inner(Arguments(x, choice))
         self.returned.append((found["x"].dtype, found["choice"].dtype))
