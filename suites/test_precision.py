@@ -193,11 +193,12 @@ def test_buffers(rank: Rank, saves: bool) -> None:
 def test_thawed_unit(rank: Rank, policy: str) -> None:
     """A unit that was frozen in the first step is reduced in the same dtype as the others once it is thawed."""
     precision, model = POLICIES[policy], mixed.Mixed()
-    model.low.weight.requires_grad_(False)
+    model.low.requires_grad_(False)
     run, replica = both(rank, model, precision=precision)
     train(rank, run, replica, steps=1)
     for parameters in (run.adapter.named_parameters(), dict(replica.model.named_parameters())):
-        parameters["low.weight"].requires_grad_(True)
+        for name in ("low.weight", "low.shift"):
+            parameters[name].requires_grad_(True)
     train(rank, run, replica, first=1)
     assert_collectives(run, gathers={precision.compute or FULL}, reduces={precision.reduce or FULL})
 

@@ -68,6 +68,9 @@ class Capability(enum.StrEnum):
     BUFFER_DTYPE = "buffer-dtype"
     """Buffers can have a dtype other than their own while the model is sharded, and are saved in their own."""
 
+    IGNORED_PARAMETERS = "ignored-parameters"
+    """Some parameters can be left alone: neither sharded nor reduced."""
+
     DIVIDE_FACTOR = "divide-factor"
     """A script can set by what the sum of a unit's gradients is divided."""
 

@@ -147,6 +147,9 @@ class Config:
     Needs :attr:`Capability.MIXED_PRECISION`.
     """
 
+    ignored: tuple[str, ...] = ()
+    """The parameters that are neither sharded nor reduced, by name. Needs :attr:`Capability.IGNORED_PARAMETERS`."""
+
     divide_factors: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """By what the sum of the gradients of some units is divided, instead of the number of ranks.
 

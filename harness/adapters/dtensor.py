@@ -103,6 +103,11 @@ def cut_of_share(full: torch.Tensor, *, cut: Cut, mesh: DeviceMesh) -> torch.Ten
     return _chunk(cut(full), mesh, mesh.ndim - 1, 0)
 
 
+def _all(full: torch.Tensor) -> torch.Tensor:
+    """Cut a full tensor to the share of a rank that holds all of it."""
+    return full
+
+
 class DTensorAdapter(Adapter):
     """Drives a ``fully_shard`` function with the signature of that of ``torch.distributed.fsdp``.
 
@@ -136,6 +141,9 @@ class DTensorAdapter(Adapter):
             name: functools.partial(cut_of_share, cut=cut, mesh=config.mesh) for name, cut in cuts.items()
         }
         options: dict[str, Any] = {"mesh": config.mesh, "reshard_after_forward": config.reshard_after_forward}
+        self._cuts |= dict.fromkeys(config.ignored, _all)
+        if config.ignored:
+            options["ignored_params"] = {model.get_parameter(name) for name in config.ignored}
         if config.offload:
             options["offload_policy"] = type(self).offload_policy(pin_memory=config.offload == "pinned")
         for unit in inner_first(config.units):

@@ -49,6 +49,7 @@ CAPABILITIES = frozenset(
         Capability.TIED_PARAMETERS,
         Capability.CAST_AFTER_INIT,
         Capability.MIXED_PRECISION,
+        Capability.IGNORED_PARAMETERS,
         Capability.BUFFER_DTYPE,
         Capability.DEFERRED_REDUCTION,
         Capability.KEEP_AFTER_BACKWARD,
@@ -110,8 +111,11 @@ class FlatAdapter(Adapter):
         names = _names(config.units)
         itemsize = max((parameter.element_size() for parameter in model.parameters()), default=1)
         alignment = 1 if config.flat_parameters else _ALIGNMENT_BYTES // itemsize
-        self._units = flat_units(model, [*names, ""], alignment=alignment)
-        wrap = functools.partial(self.api.FullyShardedDataParallel, **self._options())
+        self._units = flat_units(model, [*names, ""], alignment=alignment, ignored=config.ignored)
+        options = self._options()
+        if config.ignored:
+            options["ignored_states"] = [model.get_parameter(name) for name in config.ignored]
+        wrap = functools.partial(self.api.FullyShardedDataParallel, **options)
         for name in names:
             parent, _, child = name.rpartition(".")
             module = model.get_submodule(name)
@@ -229,6 +233,8 @@ class FlatAdapter(Adapter):
     def _places(self) -> Iterator[Place]:
         for unit in self._units:
             yield from self._places_in(unit)
+        for name in self.config.ignored:
+            yield Place(name, 0, self._held[name].numel(), lambda full: full)
 
     def _places_in(self, unit: FlatLayout) -> Iterator[Place]:
         mesh = self.config.mesh

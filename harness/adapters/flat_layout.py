@@ -102,7 +102,9 @@ def _part(full: torch.Tensor, *, cut: Cut, first: int, last: int) -> torch.Tenso
     return flat[min(first, flat.numel()) : min(last, flat.numel())] if last > first else flat[:0]
 
 
-def flat_units(model: nn.Module, modules: Sequence[str], *, alignment: int = 1) -> list[FlatLayout]:
+def flat_units(
+    model: nn.Module, modules: Sequence[str], *, alignment: int = 1, ignored: Sequence[str] = ()
+) -> list[FlatLayout]:
     """Return the layouts of the flat parameters that wrapping makes.
 
     Args:
@@ -110,11 +112,12 @@ def flat_units(model: nn.Module, modules: Sequence[str], *, alignment: int = 1) 
         modules: the names of the modules in the order of wrapping; "" is the root. A parameter belongs to the first of
             them that contains it.
         alignment: each parameter starts at a multiple of this number of elements.
+        ignored: the names of the parameters that belong to none.
 
     Returns:
         One layout for each module, without the modules that are left with no parameters.
     """
-    claimed: set[int] = set()
+    claimed = {id(model.get_parameter(name)) for name in ignored}
     found = []
     for module in modules:
         prefix = f"{module}." if module else ""

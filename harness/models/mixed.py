@@ -19,7 +19,7 @@ class Seen(NamedTuple):
 
 
 class Scale(nn.Module):
-    """``x * weight + offset``, element by element.
+    """``x * weight + offset + shift``, element by element.
 
     Input and output: (rows, columns). ``offset`` is a floating-point buffer and ``calls`` an integer one.
 
@@ -28,19 +28,21 @@ class Scale(nn.Module):
     """
 
     weight: nn.Parameter
+    shift: nn.Parameter
     offset: torch.Tensor
     calls: torch.Tensor
 
     def __init__(self, rows: int, columns: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(rows, columns))
+        self.shift = nn.Parameter(torch.randn(rows, columns))
         self.register_buffer("offset", torch.randn(rows, columns))
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.seen: list[Seen] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen.append(Seen(x.dtype, self.weight.dtype, self.offset.dtype))
-        return x * self.weight + self.offset
+        return x * self.weight + self.offset + self.shift
 
 
 @dataclasses.dataclass

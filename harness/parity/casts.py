@@ -93,7 +93,8 @@ class CastReplica:
         """Run one microbatch on a copy with all casts made; the gradients are of the dtypes of compute."""
         working = copy.deepcopy(self.model)
         for name, parameter in working.named_parameters():
-            parameter.data = parameter.data.to(self._precision_of(name).compute or parameter.dtype)
+            if name not in self._config.ignored:
+                parameter.data = parameter.data.to(self._precision_of(name).compute or parameter.dtype)
         for name, buffer in working.named_buffers():
             if buffer.is_floating_point():
                 buffer.data = buffer.data.to(self._precision_of(name).buffers or buffer.dtype)
@@ -109,6 +110,9 @@ class CastReplica:
 
     def _reduced(self, name: str, microbatches: list[torch.Tensor | None]) -> torch.Tensor | None:
         """Return the float32 gradient of a parameter, from those of this rank's microbatches (collective)."""
+        if name in self._config.ignored:
+            own = [gradient for gradient in microbatches if gradient is not None]
+            return _added(own) if own else None
         dtype = self._precision_of(name).reduce
         found = [gradient.to(dtype or gradient.dtype) for gradient in microbatches if gradient is not None]
         how = self._config.accumulation
@@ -176,12 +180,17 @@ def _differences(step: StepPicture, expected: StepPicture) -> Iterator[tuple[Sta
     for number, (outputs, others) in enumerate(zip(step.outputs, expected.outputs, strict=True)):
         for index, (mine, other) in enumerate(zip(outputs, others, strict=True)):
             yield from _difference(Stage.OUTPUT, f"microbatch {number}, tensor {index}", whole(mine), whole(other))
+    held = {name for name, piece in step.parameters.items() if piece is not None and piece.tensor.numel()}
     for name, piece in step.gradients.items():
-        yield from _difference(Stage.GRADIENT, name, piece, expected.gradients[name])
+        # A rank that holds no element of a parameter may have no gradient and no state of it.
+        if piece is not None or name in held:
+            yield from _difference(Stage.GRADIENT, name, piece, expected.gradients[name])
     for name, piece in step.parameters.items():
         yield from _difference(Stage.PARAMETER, name, piece, expected.parameters[name])
     for name, state in (step.state or {}).items():
         assert expected.state is not None
+        if name in held and (missing := expected.state[name].keys() - state.keys()):
+            yield Stage.OPTIMIZER_STATE, name, f"lacks {', '.join(sorted(missing))}"
         for key, piece in state.items():
             yield from _difference(Stage.OPTIMIZER_STATE, f"{name}: {key}", piece, expected.state[name][key])
 

@@ -54,7 +54,11 @@ def sizes_of(model: nn.Module, config: Config, traits: Traits) -> Sizes:
     parameters = list(model.parameters())
     itemsize = config.cast.itemsize if config.cast else max((value.element_size() for value in parameters), default=0)
     numel = sum(value.numel() for value in parameters)
-    shares = [traits.local_numel(value.shape, config.shard_size) for value in parameters]
+    ignored = {id(model.get_parameter(name)) for name in config.ignored}
+    shares = [
+        value.numel() if id(value) in ignored else traits.local_numel(value.shape, config.shard_size)
+        for value in parameters
+    ]
     padding = traits.collective_padding * (len(config.units) + 1)
     share = sum(shares) + padding
     # What is held besides the parameters is a share too, never the full model.

@@ -135,7 +135,9 @@ class Run:
     ) -> None:
         self._options = options
         self._snapshots = Snapshots()
-        self.units: list[UnitSize] = units_of(model, config.units, traits=implementation.traits, size=config.shard_size)
+        self.units: list[UnitSize] = units_of(
+            model, config.units, traits=implementation.traits, size=config.shard_size, ignored=config.ignored
+        )
         self._lookup, self._announcer = UnitLookup(self.units), member.announcer
         self.recorder = Recorder(self._lookup, announcer=member.announcer)
         self.perturbation = Perturbation(options.delays, rank=member.index, device_type=config.mesh.device_type)

@@ -36,7 +36,9 @@ class UnitSize:
         return self.numel * itemsize <= nbytes <= self.padded_numel * itemsize
 
 
-def units_of(model: nn.Module, units: Units, *, traits: Traits, size: int) -> list[UnitSize]:
+def units_of(
+    model: nn.Module, units: Units, *, traits: Traits, size: int, ignored: Sequence[str] = ()
+) -> list[UnitSize]:
     """The sizes of a model's units.
 
     Args:
@@ -44,11 +46,12 @@ def units_of(model: nn.Module, units: Units, *, traits: Traits, size: int) -> li
         units: tuples of module names, one tuple per unit. The parameters of nested modules belong to the inner unit.
         traits: the implementation's traits, for its padding.
         size: the number of ranks that share a unit.
+        ignored: the names of the parameters that belong to no unit.
 
     Returns:
         The units that have parameters, inner units before outer ones, the root's own unit last.
     """
-    claimed: set[int] = set()
+    claimed = {id(model.get_parameter(name)) for name in ignored}
     found = []
     for label, modules in [*((",".join(unit), unit) for unit in inner_first(units)), (ROOT, ("",))]:
         named = []
