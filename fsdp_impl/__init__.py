@@ -4,7 +4,6 @@ The names and signatures are those of ``torch.distributed.fsdp``.
 """
 
 from fsdp_impl.common.clip import clip_grad_norm_
-from fsdp_impl.common.policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from fsdp_impl.flat import (
     BackwardPrefetch,
     CPUOffload,
@@ -24,7 +23,11 @@ from fsdp_impl.flat import (
     StateDictType,
 )
 from fsdp_impl.per_parameter import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
     FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
     UnshardHandle,
     fully_shard,
     register_fsdp_forward_method,

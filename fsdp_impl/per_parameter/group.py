@@ -1,4 +1,8 @@
-"""A group of parameters that are gathered by one collective: unshard and reshard."""
+"""A group of parameters that are gathered by one collective: unshard and reshard.
+
+Between forward and backward a group may be sharded over fewer ranks (``reshard_after_forward`` as an int). That costs
+more memory than full sharding, and a cheaper gather in backward, over ranks that are close to each other.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -8,20 +12,21 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.profiler import record_function
 
-from fsdp_impl.common import collectives, streams, unsharded
+from fsdp_impl.common import collectives, dtensor, streams, unsharded
 from fsdp_impl.common.comm_context import CommContext
-from fsdp_impl.common.layout import Layout, copy_out
-from fsdp_impl.common.mesh import ShardMesh
+from fsdp_impl.common.layout import shard_rows
 from fsdp_impl.common.owner import Owner
 from fsdp_impl.common.phase import Phase
-from fsdp_impl.common.policies import MixedPrecisionPolicy, OffloadPolicy
 from fsdp_impl.common.streams import Event
-from fsdp_impl.per_parameter.cut import Cut
-from fsdp_impl.per_parameter.options import GroupOptions
+from fsdp_impl.per_parameter.layout import Layout, UnshardedBuffer, build_layout, copy_out, shard_view
+from fsdp_impl.per_parameter.mesh import AfterForward, ShardMesh
+from fsdp_impl.per_parameter.options import GroupOptions, MixedPrecisionPolicy, OffloadPolicy
+from fsdp_impl.per_parameter.param import Cut, ShardedParam
 from fsdp_impl.per_parameter.shards import Shards
-from fsdp_impl.per_parameter.smaller import SmallerShards
 
 
 class Residence(Enum):
@@ -52,8 +57,9 @@ class ParamGroup:
     Attributes:
         label: names the unit in seams, profiles and errors.
         shards: the sharded parameters and their buffer.
-        after_forward: what forward leaves: ``None`` unsharded parameters, ``mesh`` itself sharded ones, another mesh
-            parameters sharded over fewer ranks.
+        mesh: the mesh that they are sharded over.
+        after_forward: what forward leaves of the unsharded parameters.
+        options: what setters change.
         phase: see :class:`Phase`.
         forward_indices: this group's places in the shared ``forward_order``.
     """
@@ -64,7 +70,7 @@ class ParamGroup:
         cuts: Sequence[Cut],
         owners: Sequence[list[Owner]],
         mesh: ShardMesh,
-        after_forward: ShardMesh | None,
+        after_forward: AfterForward,
         device: torch.device,
         precision: MixedPrecisionPolicy,
         offload: OffloadPolicy,
@@ -74,9 +80,7 @@ class ParamGroup:
         self.after_forward = after_forward
         self.device = device
         self.precision = precision
-        self.options = GroupOptions()
-        # Of reduce-scatters. Another than the gathers' lets the two overlap on the wire.
-        self.reduce_group = mesh.group
+        self.options = GroupOptions(reduce_group=mesh.group)
         self.shards = Shards(originals, cuts, owners, mesh, precision, offload)
         self.phase = Phase.IDLE
         self.residence = Residence.SHARDED
@@ -86,8 +90,13 @@ class ParamGroup:
         self._gathered_version = 0
         self._pending: PendingGather | None = None
         self._smaller: SmallerShards | None = None
-        self._unsharded: unsharded.UnshardedBuffer | None = None
+        self._unsharded: UnshardedBuffer | None = None
         self._unsharded_layout: Layout | None = None
+
+    def register(self) -> None:
+        """Let the modules hold the sharded parameters."""
+        for param in self.shards.params:
+            param.register(param.sharded)
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
@@ -146,10 +155,10 @@ class ParamGroup:
     def reshard(self) -> None:
         """Free the unsharded parameters and register the sharded ones, or after forward what `after_forward` says."""
         if self.phase is Phase.FORWARD:
-            if self.after_forward is None:
+            if not self.after_forward.frees:
                 return
-            if self.after_forward is not self.mesh:
-                self._to_smaller(self.after_forward)
+            if self.after_forward.smaller is not None:
+                self._to_smaller(self.after_forward.smaller)
                 return
         self.to_sharded()
 
@@ -157,8 +166,7 @@ class ParamGroup:
         """Free the unsharded parameters and register the sharded ones, whatever the phase."""
         if self.residence is Residence.SHARDED:
             return
-        for param in self.shards.params:
-            param.register(param.sharded)
+        self.register()
         self._free_unsharded()
         self._smaller = None
         self.residence = Residence.SHARDED
@@ -217,7 +225,7 @@ class ParamGroup:
 
     def _make_unsharded(self) -> None:
         layout = self.shards.gather_layout
-        self._unsharded = unsharded.UnshardedBuffer(self.shards.gather_sizes, layout, self.device)
+        self._unsharded = UnshardedBuffer(self.shards.gather_sizes, layout, self.device)
         self._unsharded_layout = layout
         with torch.inference_mode(False):
             self.shards.place_unsharded(self._unsharded.tensors)
@@ -235,6 +243,7 @@ class ParamGroup:
         if self.residence is not Residence.UNSHARDED:
             return
         self._smaller = SmallerShards(self.shards.params, mesh, self.device)
+        self._smaller.register()
         self._free_unsharded()
         self.residence = Residence.SMALLER
 
@@ -245,3 +254,48 @@ class ParamGroup:
 
     def __repr__(self) -> str:
         return f"ParamGroup({self.label})"
+
+
+class SmallerShards:
+    """Shards of unsharded ``params`` over ``mesh``.
+
+    They are laid out anew for the smaller number of ranks, so that the DTensors that the modules hold meanwhile are cut
+    where a DTensor on that mesh is expected to be cut, also when the rows do not divide.
+
+    Attributes:
+        buffer: this rank's shards, the input of the gather in backward.
+        layout: their layout.
+        mesh: the mesh that they are sharded over.
+        written: event after which ``buffer`` may be read on other streams.
+    """
+
+    @torch.no_grad()
+    def __init__(self, params: Sequence[ShardedParam], mesh: ShardMesh, device: torch.device) -> None:
+        self.mesh = mesh
+        self._params = params
+        self.layout = build_layout(
+            [p.size for p in params], [p.compute_dtype for p in params], mesh.size, mesh.rank, [p.dim for p in params]
+        )
+        self.buffer = torch.zeros(self.layout.numel, dtype=self.layout.dtype, device=device)
+        views = [shard_view(self.buffer, slot) for slot in self.layout.slots]
+        torch._foreach_copy_(views, [_part_of(param, mesh) for param in params])
+        self.written = streams.record(streams.current(device))
+        self._smaller = [
+            nn.Parameter(dtensor.wrap(view, _spec_of(param, mesh)), requires_grad=param.sharded.requires_grad)
+            for param, view in zip(params, views, strict=True)
+        ]
+
+    def register(self) -> None:
+        """Let the modules hold them."""
+        for param, smaller in zip(self._params, self._smaller, strict=True):
+            param.register(smaller)
+
+
+def _spec_of(param: ShardedParam, mesh: ShardMesh) -> DTensorSpec:
+    return dtensor.spec_for(mesh.mesh, mesh.placements(Shard(param.dim)), param.size, param.compute_dtype)
+
+
+def _part_of(param: ShardedParam, mesh: ShardMesh) -> torch.Tensor:
+    assert param.unsharded is not None
+    start, rows = shard_rows(param.size[param.dim], mesh.size, mesh.rank)
+    return param.unsharded.detach().narrow(param.dim, start, rows)

@@ -12,13 +12,12 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from fsdp_impl.common.layout import Layout, build_layout, shard_rows, shard_size, shard_view
-from fsdp_impl.common.mesh import ShardMesh
+from fsdp_impl.common.layout import shard_rows
 from fsdp_impl.common.owner import Owner
-from fsdp_impl.common.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from fsdp_impl.per_parameter import extensions
-from fsdp_impl.per_parameter.cut import Cut
-from fsdp_impl.per_parameter.param import ShardedParam
+from fsdp_impl.per_parameter.layout import Layout, build_layout, shard_size, shard_view
+from fsdp_impl.per_parameter.mesh import ShardMesh
+from fsdp_impl.per_parameter.options import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fsdp_impl.per_parameter.param import Cut, Extension, ShardedParam, cut_extended, has_hooks, is_extended
 
 
 class Shards:
@@ -48,7 +47,7 @@ class Shards:
         self.layout = build_layout(sizes, [cut.data.dtype for cut in cuts], mesh.size, mesh.rank, dims)
         self._precision = precision
         self._buffer: torch.Tensor | None = None
-        self._is_extended = any(extensions.is_foreign(cut.data) for cut in cuts)
+        self._is_extended = any(is_extended(cut.data) for cut in cuts)
         with torch.no_grad():
             locals_ = self._cut_apart(cuts) if self._is_extended else self._cut_into_buffer(cuts)
         self.params = [
@@ -114,8 +113,8 @@ class Shards:
         """Look which parameters bring hooks of their own, now that they are final; whether any does."""
         for param in self.params:
             param.adopt()
-            if param.extension is None and extensions.has_hooks(param.local):
-                param.extension = extensions.Extension()
+            if param.extension is None and has_hooks(param.local):
+                param.extension = Extension()
                 self._is_extended = True
         return self._is_extended
 
@@ -154,7 +153,7 @@ class Shards:
         for cut in cuts:
             start, rows = shard_rows(cut.data.size(cut.dim), self._mesh.size, self._mesh.rank)
             padded = shard_size(cut.data.size(), self._mesh.size, 0, cut.dim)
-            local = extensions.cut_local(cut.data, padded, cut.dim, start, rows)
+            local = cut_extended(cut.data, padded, cut.dim, start, rows)
             home = "cpu" if self.offloads and not local.is_meta else local.device
             found.append(local.to(home).pin_memory() if self.pins and not local.is_meta else local.to(home))
         return found

@@ -1,22 +1,53 @@
-"""A unit: the modules of one ``fully_shard`` call and what happens around their forward and backward."""
+"""A unit: the modules of one ``fully_shard`` call and what happens around their forward and backward.
 
-from collections.abc import Sequence
+Which group to gather ahead of its use is decided here too. Forward needs no prefetch of its own: the host runs ahead of
+the device, so the next group's gather is queued while this group's compute runs. In backward the gather of the group
+that comes next, the one whose forward was the one before, is issued before this group's compute, so that it does not
+queue behind this group's reduction. A user may name the modules to gather instead.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
 from torch.distributed._composable_state import _State
+from torch.profiler import record_function
 
 from fsdp_impl.common import hooks, streams
 from fsdp_impl.common.comm_context import CommContext
-from fsdp_impl.common.containers import map_tensors, tensors_requiring_grad
+from fsdp_impl.common.containers import cast, map_tensors, tensors_requiring_grad
+from fsdp_impl.common.order import OrderCheck
 from fsdp_impl.common.phase import Phase
-from fsdp_impl.common.policies import MixedPrecisionPolicy
-from fsdp_impl.per_parameter import gradients, lazy_init, precision, prefetch, registry
-from fsdp_impl.per_parameter.context import IterationContext
+from fsdp_impl.common.streams import Event
+from fsdp_impl.per_parameter import reduction
 from fsdp_impl.per_parameter.group import ParamGroup
-from fsdp_impl.per_parameter.param import ShardedParam
+from fsdp_impl.per_parameter.options import MixedPrecisionPolicy
 from fsdp_impl.per_parameter.reduction import Reducer
+
+
+class IterationContext:
+    """The state of one forward and backward of the units under one root.
+
+    Attributes:
+        units: all units under the root, in the order of ``named_modules()``.
+        forward_root: the unit whose forward is outermost just now. Not always the root: a part may run by itself.
+        forward_order: groups in the order of their post-forwards since the last backward, with repeats.
+        callback_queued: whether this backward's final callback is queued.
+        is_last_backward: whether backward ends with waiting for reductions and clearing ``forward_order``.
+        order: checks the order of gathers; ``None`` unless asked for.
+        post_optim_event: what the next forward's gathers wait for instead of the current stream; used once.
+    """
+
+    def __init__(self) -> None:
+        self.units: list[Unit] = []
+        self.forward_root: Unit | None = None
+        self.forward_order: list[ParamGroup] = []
+        self.callback_queued = False
+        self.is_last_backward = True
+        self.post_optim_event: Event = None
+        self.order: OrderCheck | None = None
 
 
 class Unit(_State):
@@ -24,17 +55,34 @@ class Unit(_State):
 
     Attributes:
         modules: the modules given, in order.
+        device: where they compute.
         group: their parameters, ``None`` if no parameters were left to shard.
-        is_root: ``None`` before lazy initialisation.
         auto_reshard: whether ``reshard_after_forward`` was left to us: ``True``, but for the root ``False``.
+        is_root: ``None`` before lazy initialisation.
+
+    Args:
+        policy: dtypes of inputs and outputs.
+        lazy_init: called with the unit before each of its forwards: settles who the root is.
     """
 
-    modules: tuple[nn.Module, ...]
-    device: torch.device
-    group: ParamGroup | None
-    auto_reshard: bool
-
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        modules: tuple[nn.Module, ...],
+        device: torch.device,
+        group: ParamGroup | None,
+        policy: MixedPrecisionPolicy,
+        lazy_init: Callable[["Unit"], None],
+        *,
+        auto_reshard: bool,
+    ) -> None:
+        self.modules = modules
+        self.device = device
+        self.group = group
+        self.auto_reshard = auto_reshard
+        self._policy = policy
+        self._lazy_init = lazy_init
+        self.comm = group.comm if group is not None else CommContext(device)
+        self.reducer = Reducer(group) if group is not None else None
         self.is_root: bool | None = None
         self.phase = Phase.IDLE
         self.iteration = IterationContext()
@@ -44,28 +92,16 @@ class Unit(_State):
         self.forward_prefetch: list[Unit] = []
         self.backward_prefetch: list[Unit] = []
 
-    def setup(
-        self,
-        modules: tuple[nn.Module, ...],
-        device: torch.device,
-        group: ParamGroup | None,
-        policy: MixedPrecisionPolicy,
-        *,
-        auto_reshard: bool,
-    ) -> None:
-        """Install the unit on its modules. Apart from ``__init__``, whose arguments are the decorator's."""
-        self.modules = modules
-        self.device = device
-        self.group = group
-        self.policy = policy
-        self.auto_reshard = auto_reshard
-        self.comm = group.comm if group is not None else CommContext(device)
-        self.reducer = Reducer(group) if group is not None else None
-        for module in modules:
-            registry.insert(module, self)
+    def register(self) -> None:
+        """Install the unit on its modules, which hold the sharded parameters from now on."""
+        if self.group is not None:
+            self.group.register()
+        for module in self.modules:
+            _units[module] = ref(self)
             module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self.post_forward)
-        for holder in dict.fromkeys(owner.module for param in self._params() for owner in param.owners):
+        params = self.group.shards.params if self.group is not None else ()
+        for holder in dict.fromkeys(owner.module for param in params for owner in param.owners):
             holder.register_state_dict_pre_hook(self._before_state_dict)
             holder.register_load_state_dict_pre_hook(self._before_state_dict)
             holder.register_load_state_dict_post_hook(self._after_load)
@@ -85,7 +121,7 @@ class Unit(_State):
             # Activation checkpointing runs forward again inside backward, after pre-backward has unsharded. An earlier
             # post-backward may have resharded since, if the unit ran twice.
             self._unshard_now()
-            return precision.cast_inputs(self.policy, args, kwargs)
+            return _cast_inputs(self._policy, args, kwargs)
         if not self.to_run:
             self.to_run.update(self.modules)
         entering = self.phase is not Phase.FORWARD
@@ -93,7 +129,7 @@ class Unit(_State):
             # May raise; then this forward has not begun, and the next one is the first again.
             args, kwargs = self._root_pre_forward(args, kwargs)
         self.phase = Phase.FORWARD
-        args, kwargs = precision.cast_inputs(self.policy, args, kwargs)
+        args, kwargs = _cast_inputs(self._policy, args, kwargs)
         if self.group is not None:
             entering_group = self.group.phase is not Phase.FORWARD
             if entering_group and self.iteration.order is not None:
@@ -104,7 +140,7 @@ class Unit(_State):
             if entering_group:
                 args, kwargs = hooks.call_after_backward(self._post_backward, (args, kwargs))
         if entering:
-            prefetch.prefetch(_groups(self.forward_prefetch), Phase.FORWARD)
+            prefetch(_groups(self.forward_prefetch), Phase.FORWARD)
         return args, kwargs
 
     @hooks.outside_graphs
@@ -116,10 +152,10 @@ class Unit(_State):
                 self._complete_forward(output)
                 if self.iteration.forward_root is self:
                     self._root_post_forward(output)
-        return precision.cast_output(self.policy, output)
+        return _cast_output(self._policy, output)
 
     def _root_pre_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        lazy_init.ensure(self)
+        self._lazy_init(self)
         if self.iteration.forward_root is not None:
             return args, kwargs
         self.iteration.forward_root = self
@@ -157,7 +193,7 @@ class Unit(_State):
                 self.group.reshard()
                 # Without autograd too: a re-entrant checkpoint runs forward so, and backward will pass it.
                 if not torch.is_grad_enabled() or tensors_requiring_grad(output):
-                    prefetch.record_forward(self.group, self.iteration)
+                    record_forward(self.group, self.iteration)
             self.group.phase = Phase.IDLE
         hooks.call_before_backward(self._pre_backward, output)
         self.phase = Phase.IDLE
@@ -183,9 +219,9 @@ class Unit(_State):
             return
         self._unshard_now()
         if self.backward_prefetch:
-            prefetch.prefetch_chosen(self.group, _groups(self.backward_prefetch))
+            prefetch_chosen(self.group, _groups(self.backward_prefetch))
         elif self.group is not None:
-            prefetch.prefetch_previous(self.group, self.iteration)
+            prefetch_previous(self.group, self.iteration)
 
     @hooks.outside_graphs
     def _post_backward(self) -> None:
@@ -198,9 +234,9 @@ class Unit(_State):
         if not group.options.reduce_grads:
             # Freed first: accumulating in another dtype makes a copy.
             self._reshard_after_backward(group)
-            gradients.accumulate(group)
+            reduction.accumulate(group)
             return
-        params, grads = gradients.take(group)
+        params, grads = reduction.take(group)
         self._reshard_after_backward(group)
         self.reducer.reduce(params, grads)
 
@@ -249,7 +285,7 @@ class Unit(_State):
                 unit.group.forward_indices.clear()
                 unit.group.drop_pending()
                 unit.group.to_sharded()
-                gradients.drop(unit.group)
+                reduction.drop(unit.group)
                 unit.reducer.reset()
         self.iteration.forward_order.clear()
         self.iteration.forward_root = None
@@ -258,9 +294,8 @@ class Unit(_State):
     # By hand
 
     def unshard(self, *, async_op: bool) -> None:
-        """Issue the gather, also before lazy initialisation."""
+        """Issue the gather."""
         if self.group is not None:
-            lazy_init.check_groups([self.group])
             self.group.unshard(async_op=async_op)
 
     def wait_for_unshard(self) -> None:
@@ -287,9 +322,66 @@ class Unit(_State):
         """With ``assign=True`` loading replaced the parameters."""
         self.refresh()
 
-    def _params(self) -> Sequence[ShardedParam]:
-        return self.group.shards.params if self.group is not None else ()
+
+# From a module to its unit
+
+# Weak on both sides: the module holds the unit, through the hooks that the unit registers on it.
+_units: "WeakKeyDictionary[nn.Module, ref[Unit]]" = WeakKeyDictionary()
+
+
+def unit_of(module: nn.Module) -> "Unit | None":
+    """The unit that ``module`` was given to ``fully_shard`` for, if it was."""
+    reference = _units.get(module)
+    return None if reference is None else reference()
+
+
+# Prefetching
 
 
 def _groups(units: Sequence[Unit]) -> list[ParamGroup]:
     return [unit.group for unit in units if unit.group is not None]
+
+
+def record_forward(group: ParamGroup, iteration: IterationContext) -> None:
+    """Note that ``group`` finished a forward that backward will pass; one that runs twice is noted twice."""
+    group.forward_indices.append(len(iteration.forward_order))
+    iteration.forward_order.append(group)
+
+
+def prefetch_previous(group: ParamGroup, iteration: IterationContext) -> None:
+    """Issue the gather of the group that ran forward before ``group``."""
+    index = _pop_index(group)
+    if index:
+        prefetch([iteration.forward_order[index - 1]], Phase.PRE_BACKWARD)
+
+
+def prefetch_chosen(group: ParamGroup | None, chosen: Sequence[ParamGroup]) -> None:
+    """Issue the gathers of ``chosen`` instead, in backward."""
+    if group is not None:
+        _pop_index(group)
+    prefetch(chosen, Phase.PRE_BACKWARD)
+
+
+def prefetch(targets: Iterable[ParamGroup], phase: Phase) -> None:
+    """Issue the gathers of ``targets``, in order, on the streams of ``phase``."""
+    for target in targets:
+        with record_function(f"FSDP::prefetch ({target.label})"), target.during(phase):
+            target.unshard(async_op=target.options.unshard_async)
+
+
+def _pop_index(group: ParamGroup) -> int | None:
+    """``group``'s last place in the order of forwards; none if this is another backward through the same graph."""
+    return group.forward_indices.pop() if group.forward_indices else None
+
+
+def _cast_inputs(policy: MixedPrecisionPolicy, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Cast floating-point tensors in ``args`` and ``kwargs``, in any container, as ``policy`` says."""
+    if policy.param_dtype is None or not policy.cast_forward_inputs:
+        return args, kwargs
+    args, kwargs = cast(policy.param_dtype, (args, kwargs))
+    return args, kwargs
+
+
+def _cast_output(policy: MixedPrecisionPolicy, output: Any) -> Any:
+    """Cast floating-point tensors in ``output``, in any container, as ``policy`` says."""
+    return output if policy.output_dtype is None else cast(policy.output_dtype, output)
