@@ -1,4 +1,4 @@
-"""The rooms of harness and reports: how many layers they have, and that no imports go in a circle.
+"""The rooms of harness, reports and the reference: how many layers they have, and that no imports go in a circle.
 
 Read from the sources, so that imports inside functions and under TYPE_CHECKING count as any other. import-linter keeps
 the order of the layers (tests/test_repository.py); here their number is counted, and circles of files are found.
@@ -90,6 +90,26 @@ def test_no_circle_and_few_layers(package):
     assert circles(between) == []
     print(f"{package}: {len(edges)} files in {len(between)} rooms, no circle, {layers(between)} layers")
     assert layers(between) <= MOST_LAYERS
+
+
+IN_A_CIRCLE = pytest.mark.xfail(strict=True, reason="being restructured: issue 14")
+
+
+@pytest.mark.parametrize("half", ["common", "per_parameter", pytest.param("flat", marks=IN_A_CIRCLE)])
+def test_no_circle_in_the_reference(half):
+    edges = graph({name: path.read_text() for name, path in modules("fsdp_impl").items()})
+    package = f"fsdp_impl.{half}"
+    assert sum(name.startswith(package) for name in edges) > 6, "the folder has moved"
+    assert [circle for circle in circles(edges) if any(name.startswith(package) for name in circle)] == []
+
+
+def test_the_halves_of_the_reference_share_common_alone():
+    edges = rooms(graph({name: path.read_text() for name, path in modules("fsdp_impl").items()}), depth=2)
+    assert {half: edges[f"fsdp_impl.{half}"] for half in ("common", "per_parameter", "flat")} == {
+        "common": set(),
+        "per_parameter": {"fsdp_impl.common"},
+        "flat": {"fsdp_impl.common"},
+    }
 
 
 def test_a_circle_is_found():
