@@ -172,22 +172,21 @@ def managed_modules(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> l
 
     Nor those of which everything is ``ignored``.
     """
-    found: dict[nn.Module, None] = {}
     visited: set[nn.Module] = set()
+    found = [module for root in roots for module in _not_taken(root, roots, visited)]
+    return [module for module in found if not _is_ignored(module, ignored)]
 
-    def visit(module: nn.Module) -> None:
-        foreign = "replicate" in (_get_registry(module) or ())
-        if module in visited or foreign or (module not in roots and unit_of(module) is not None):
-            return
-        visited.add(module)
-        for child in module.children():
-            visit(child)
-        if not _is_ignored(module, ignored):
-            found.setdefault(module)
 
-    for root in roots:
-        visit(root)
-    return list(found)
+def _not_taken(module: nn.Module, roots: Sequence[nn.Module], visited: set[nn.Module]) -> list[nn.Module]:
+    """``module`` and what is in it, children first, without what is ``visited`` or belongs to others.
+
+    Not a local function: one that calls itself is a cycle, and would keep the model (see Note: ownership).
+    """
+    foreign = "replicate" in (_get_registry(module) or ())
+    if module in visited or foreign or (module not in roots and unit_of(module) is not None):
+        return []
+    visited.add(module)
+    return [*(inner for child in module.children() for inner in _not_taken(child, roots, visited)), module]
 
 
 def _is_ignored(module: nn.Module, ignored: set[nn.Parameter]) -> bool:

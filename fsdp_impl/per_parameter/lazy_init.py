@@ -98,8 +98,7 @@ def _name(root_module: nn.Module, units: list[Unit]) -> None:
             continue
         unit.group.label = ", ".join(module_names.get(module, type(module).__name__) for module in unit.modules)
         for param in unit.group.shards.params:
-            held = param.owners[0].module._parameters.get(param.owners[0].name)
-            param.fqn = param_names.get(held, param.fqn) if held is not None else param.fqn
+            param.fqn = param_names.get(param.held(), param.fqn)
 
 
 def _check_shared_params(units: list[Unit]) -> None:

@@ -5,6 +5,7 @@ import types
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NoReturn, cast
+from weakref import ref
 
 import torch
 from torch import nn
@@ -194,7 +195,7 @@ class FSDPModule:
         Raises:
             ValueError: if one of them is not an ``FSDPModule``.
         """
-        self._unit().forward_prefetch = _units_of(modules)
+        self._unit().forward_prefetch = _groups_of(modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[Any]) -> None:
         """Gather ``modules`` during this module's backward, in this order, instead of the unit that ran before it.
@@ -202,7 +203,7 @@ class FSDPModule:
         Raises:
             ValueError: if one of them is not an ``FSDPModule``.
         """
-        self._unit().backward_prefetch = _units_of(modules)
+        self._unit().backward_prefetch = _groups_of(modules) if modules else None
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the next forward's gathers wait for ``event``, recorded after the optimizer, not for the current stream.
@@ -274,12 +275,12 @@ class FSDPModule:
         return [unit.group for unit in self._units(recurse=recurse) if unit.group is not None]
 
 
-def _units_of(modules: Sequence[Any]) -> list[Unit]:
+def _groups_of(modules: Sequence[Any]) -> list[ParamGroup]:
     units = [unit_of(module) if isinstance(module, nn.Module) else None for module in modules]
     for module, unit in zip(modules, units, strict=True):
         if unit is None:
             raise ValueError(f"Expects FSDPModule but got {type(module)}: {module}")
-    return [unit for unit in units if unit is not None]
+    return [unit.group for unit in units if unit is not None and unit.group is not None]
 
 
 _classes: dict[type, type] = {}
@@ -315,16 +316,36 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return
     if not hasattr(module, method_name):
         raise ValueError(f"{type(module)} does not have a method {method_name}")
-    method = getattr(module, method_name)
+    kind = type(module)
+    if method_name in vars(module) or not hasattr(kind, method_name):
+        method = getattr(module, method_name)
 
-    @functools.wraps(method)
-    def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        own = unit_of(self)
-        assert own is not None
-        args, kwargs = own.pre_forward(self, args, kwargs)
-        return own.post_forward(self, args, method(*args, **kwargs))
+        @functools.wraps(method)
+        def own(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return _run_as_forward(self, method, args, kwargs)
 
-    setattr(module, method_name, types.MethodType(wrapped, module))
+        setattr(module, method_name, types.MethodType(own, module))
+        return
+    # On the class: an attribute of the module that is bound to it would be a cycle (see Note: ownership).
+    unit.forward_methods.add((ref(module), method_name))
+    if method_name in vars(kind):
+        return
+
+    @functools.wraps(getattr(kind, method_name))
+    def shared(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        method, unit = getattr(super(kind, self), method_name), unit_of(self)
+        if unit is None or (ref(self), method_name) not in unit.forward_methods:
+            return method(*args, **kwargs)
+        return _run_as_forward(self, method, args, kwargs)
+
+    setattr(kind, method_name, shared)
+
+
+def _run_as_forward(module: nn.Module, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    unit = unit_of(module)
+    assert unit is not None
+    args, kwargs = unit.pre_forward(module, args, kwargs)
+    return unit.post_forward(module, args, method(*args, **kwargs))
 
 
 def share_comm_ctx(modules: list[Any]) -> None:

@@ -246,11 +246,17 @@ class ShardedParam:
     def register(self, param: nn.Parameter) -> None:
         """Make ``param`` what the owners hold."""
         for owner in self.owners:
-            if type(owner.module).__setattr__ is nn.Module.__setattr__:
-                # The checks of nn.Module.__setattr__ cost more than all else here, and hold by construction.
-                owner.module._parameters[owner.name] = param
-            else:
-                setattr(owner.module, owner.name, param)
+            owner.hold(param)
+
+    def held(self) -> Any:
+        """What the owners hold now: the first that is still there, or none (see Note: ownership)."""
+        for owner in self.owners:
+            if (module := owner.find()) is not None:
+                # Past nn.Module.__getattr__, which is slow; what is not found so is on a module with attributes of its
+                # own.
+                held = module._parameters.get(owner.name)
+                return getattr(module, owner.name) if held is None else held
+        return None
 
     def adopt(self) -> None:
         """Take what the owners hold now for the sharded parameter, and note whether it still lies in its slot.
@@ -261,11 +267,8 @@ class ShardedParam:
         Raises:
             ValueError: if it is no longer a DTensor of the same size, mesh and placements.
         """
-        owner = self.owners[0]
-        # Past nn.Module.__getattr__, which is slow; what is not found there is a module with attributes of its own.
-        held = owner.module._parameters.get(owner.name)
-        held = getattr(owner.module, owner.name) if held is None else held
-        if held is not self.sharded:
+        held = self.held()
+        if held is not self.sharded and held is not None:
             self._check(held)
             self.sharded = held
             self.register(held)
@@ -367,7 +370,7 @@ class Extension:
         if number == 1:  # an older form
             inputs, self._metadata = hook(mesh)
         elif number == 5:
-            module = param.owners[0].module
+            module = param.owners[0].find()
             inputs, self._metadata = hook(mesh, param.size, contiguous_stride(param.size), module, policy)
             self._check_padded(param, inputs, padded)
         else:

@@ -30,9 +30,9 @@ from fsdp_impl.per_parameter.reduction import Reducer
 class IterationContext:
     """The state of one forward and backward of the units under one root.
 
+    Units hold it, so it refers to them weakly (see Note: ownership).
+
     Attributes:
-        units: all units under the root, in the order of ``named_modules()``.
-        forward_root: the unit whose forward is outermost just now. Not always the root: a part may run by itself.
         forward_order: groups in the order of their post-forwards since the last backward, with repeats.
         callback_queued: whether this backward's final callback is queued.
         is_last_backward: whether backward ends with waiting for reductions and clearing ``forward_order``.
@@ -41,24 +41,42 @@ class IterationContext:
     """
 
     def __init__(self) -> None:
-        self.units: list[Unit] = []
-        self.forward_root: Unit | None = None
+        self._units: list[ref[Unit]] = []
+        self._forward_root: ref[Unit] | None = None
         self.forward_order: list[ParamGroup] = []
         self.callback_queued = False
         self.is_last_backward = True
         self.post_optim_event: Event = None
         self.order: OrderCheck | None = None
 
+    @property
+    def units(self) -> list["Unit"]:
+        """The units under the root, in the order of ``named_modules()``."""
+        return [unit for reference in self._units if (unit := reference()) is not None]
+
+    @units.setter
+    def units(self, units: Iterable["Unit"]) -> None:
+        self._units = [ref(unit) for unit in units]
+
+    @property
+    def forward_root(self) -> "Unit | None":
+        """The unit whose forward is outermost just now. Not always the root: a part may run by itself."""
+        return None if self._forward_root is None else self._forward_root()
+
+    @forward_root.setter
+    def forward_root(self, unit: "Unit | None") -> None:
+        self._forward_root = None if unit is None else ref(unit)
+
 
 class Unit(_State):
     """State of one ``fully_shard`` call, shared by its modules.
 
     Attributes:
-        modules: the modules given, in order.
         device: where they compute.
         group: their parameters, ``None`` if no parameters were left to shard.
         auto_reshard: whether ``reshard_after_forward`` was left to us: ``True``, but for the root ``False``.
         is_root: ``None`` before lazy initialisation.
+        forward_methods: methods of the modules around which the unit acts as around forward.
 
     Args:
         policy: dtypes of inputs and outputs.
@@ -75,7 +93,7 @@ class Unit(_State):
         *,
         auto_reshard: bool,
     ) -> None:
-        self.modules = modules
+        self._modules = tuple(ref(module) for module in modules)
         self.device = device
         self.group = group
         self.auto_reshard = auto_reshard
@@ -86,11 +104,17 @@ class Unit(_State):
         self.is_root: bool | None = None
         self.phase = Phase.IDLE
         self.iteration = IterationContext()
+        self.forward_methods: set[tuple[ref[nn.Module], str]] = set()
         # Modules whose forward is still to come in this pass, for units of several modules.
-        self.to_run: set[nn.Module] = set()
-        # Units to gather during this one's forward or backward, if the user has named some.
-        self.forward_prefetch: list[Unit] = []
-        self.backward_prefetch: list[Unit] = []
+        self.to_run: set[ref[nn.Module]] = set()
+        # What to gather during this unit's forward, and during its backward if the user has named anything for that.
+        self.forward_prefetch: list[ParamGroup] = []
+        self.backward_prefetch: list[ParamGroup] | None = None
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The modules given, in order, that are still there."""
+        return tuple(module for reference in self._modules if (module := reference()) is not None)
 
     def register(self) -> None:
         """Install the unit on its modules, which hold the sharded parameters from now on."""
@@ -123,7 +147,7 @@ class Unit(_State):
             self._unshard_now()
             return _cast_inputs(self._policy, args, kwargs)
         if not self.to_run:
-            self.to_run.update(self.modules)
+            self.to_run.update(self._modules)
         entering = self.phase is not Phase.FORWARD
         if entering:
             # May raise; then this forward has not begun, and the next one is the first again.
@@ -140,14 +164,14 @@ class Unit(_State):
             if entering_group:
                 args, kwargs = hooks.call_after_backward(self._post_backward, (args, kwargs))
         if entering:
-            prefetch(_groups(self.forward_prefetch), Phase.FORWARD)
+            prefetch(self.forward_prefetch, Phase.FORWARD)
         return args, kwargs
 
     @hooks.outside_graphs
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Reshard, and return the output to give to the caller."""
         if self.phase is not Phase.PRE_BACKWARD:
-            self.to_run.discard(module)
+            self.to_run.discard(ref(module))
             if not self.to_run:
                 self._complete_forward(output)
                 if self.iteration.forward_root is self:
@@ -218,8 +242,8 @@ class Unit(_State):
         if not entering:
             return
         self._unshard_now()
-        if self.backward_prefetch:
-            prefetch_chosen(self.group, _groups(self.backward_prefetch))
+        if self.backward_prefetch is not None:
+            prefetch_chosen(self.group, self.backward_prefetch)
         elif self.group is not None:
             prefetch_previous(self.group, self.iteration)
 
@@ -325,7 +349,7 @@ class Unit(_State):
 
 # From a module to its unit
 
-# Weak on both sides: the module holds the unit, through the hooks that the unit registers on it.
+# Weak on both sides (see Note: ownership).
 _units: "WeakKeyDictionary[nn.Module, ref[Unit]]" = WeakKeyDictionary()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -113,7 +114,7 @@ _post_forward = Unit.post_forward
 
 
 def _complete_at_once(self: Unit, module: nn.Module, args: Any, output: Any) -> Any:
-    self.to_run.intersection_update({module})
+    self.to_run.intersection_update({weakref.ref(module)})
     return _post_forward(self, module, args, output)
 
 
