@@ -225,7 +225,8 @@ class ParamGroup:
 
     def _make_unsharded(self) -> None:
         layout = self.shards.gather_layout
-        self._unsharded = UnshardedBuffer(self.shards.gather_sizes, layout, self.device)
+        shards = self.shards
+        self._unsharded = UnshardedBuffer(shards.gather_sizes, layout, self.device, apart=shards.gathers_apart)
         self._unsharded_layout = layout
         with torch.inference_mode(False):
             self.shards.place_unsharded(self._unsharded.tensors)

@@ -9,7 +9,7 @@ in the whole parameter is ``blocks`` pieces with gaps between them.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -136,34 +136,46 @@ class UnshardedBuffer:
         sizes: unsharded sizes of the parameters.
         layout: the layout they are sharded with.
         device: where they are computed with.
+        apart: indices of slots that get a storage of their own, which their tensor begins.
     """
 
-    def __init__(self, sizes: Sequence[torch.Size], layout: Layout, device: torch.device) -> None:
-        self._starts: list[int] = []
-        nbytes = 0
-        for slot in layout.slots:
-            self._starts.append(nbytes)
-            nbytes += _round_up(slot.extent * layout.dtype.itemsize * layout.world)
-        self._nbytes = nbytes
+    def __init__(
+        self, sizes: Sequence[torch.Size], layout: Layout, device: torch.device, *, apart: Collection[int] = ()
+    ) -> None:
         self._device = device
+        # Of each slot: the storage, by its index, and where the slot begins there.
+        self._places: list[tuple[int, int]] = []
+        self._nbytes = [0]
+        for index, slot in enumerate(layout.slots):
+            nbytes = _round_up(slot.extent * layout.dtype.itemsize * layout.world)
+            if index in apart:
+                self._places.append((len(self._nbytes), 0))
+                self._nbytes.append(nbytes)
+            else:
+                self._places.append((0, self._nbytes[0]))
+                self._nbytes[0] += nbytes
         # Normal tensors even if the first unshard happens under inference mode: training may follow.
         with torch.inference_mode(False), torch.no_grad():
-            self._storage = torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
+            self._storages = [
+                torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage() for nbytes in self._nbytes
+            ]
             self.tensors = [
-                self._tensor(start, size, slot.dtype)
-                for start, size, slot in zip(self._starts, sizes, layout.slots, strict=True)
+                self._tensor(place, size, slot.dtype)
+                for place, size, slot in zip(self._places, sizes, layout.slots, strict=True)
             ]
         self._targets: dict[int, list[torch.Tensor]] = {}
 
     def allocate(self) -> None:
-        """Give the storage its bytes, in the memory of the current stream; their content is undefined."""
-        if self._storage.size() != self._nbytes:
-            self._storage.resize_(self._nbytes)
+        """Give the storages their bytes, in the memory of the current stream; their content is undefined."""
+        for storage, nbytes in zip(self._storages, self._nbytes, strict=True):
+            if storage.size() != nbytes:
+                storage.resize_(nbytes)
 
     def free(self) -> None:
         """Give the bytes back; the tensors stay, without data."""
-        if self._storage.size() != 0:
-            self._storage.resize_(0)
+        for storage in self._storages:
+            if storage.size() != 0:
+                storage.resize_(0)
 
     def targets(self, layout: Layout) -> list[torch.Tensor]:
         """Tensors of ``layout.dtype``, by rising offset, that :func:`copy_out` copies a gathered buffer into.
@@ -180,13 +192,14 @@ class UnshardedBuffer:
     def _target(self, index: int, layout: Layout) -> torch.Tensor:
         slot = layout.slots[index]
         if slot.blocks == 1:
-            return self._tensor(self._starts[index], torch.Size([layout.world, slot.extent]), layout.dtype)
+            return self._tensor(self._places[index], torch.Size([layout.world, slot.extent]), layout.dtype)
         size = torch.Size([slot.blocks, layout.world, slot.extent // slot.blocks])
-        return self._tensor(self._starts[index], size, layout.dtype).transpose(0, 1)
+        return self._tensor(self._places[index], size, layout.dtype).transpose(0, 1)
 
-    def _tensor(self, start: int, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    def _tensor(self, place: tuple[int, int], size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        index, start = place
         empty = torch.empty(0, dtype=dtype, device=self._device)
-        return empty.set_(self._storage, start // dtype.itemsize, size, contiguous_stride(size))
+        return empty.set_(self._storages[index], start // dtype.itemsize, size, contiguous_stride(size))
 
 
 def _round_up(nbytes: int) -> int:

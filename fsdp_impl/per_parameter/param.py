@@ -339,7 +339,8 @@ class Extension:
     """What one parameter's hooks need between calls."""
 
     def __init__(self) -> None:
-        # Gathered tensors, 1-D: views of the group's unsharded memory, without bytes between reshard and unshard.
+        # Gathered tensors, 1-D, each the beginning of a storage of its own, which has no bytes between reshard and
+        # unshard.
         self.gathered: list[torch.Tensor] = []
         # Of this rank's inputs.
         self.sizes: list[torch.Size] = []

@@ -29,6 +29,8 @@ class Shards:
         gather_layout: the slots of the gather's input, by the dtypes of compute; ``layout`` itself if those are equal.
             With extensions, the slots of what these choose to gather.
         gather_sizes: unsharded sizes of what is gathered, in the order of the slots.
+        gathers_apart: indices of the slots that extensions gather. A hook may expect that a tensor it is given begins
+            its storage.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Shards:
         ]
         self.gather_layout = self._gather_layout()
         self.gather_sizes = sizes
+        self.gathers_apart: set[int] = set()
 
     def version(self) -> int:
         """A number that grows whenever sharded parameters are changed in place."""
@@ -162,6 +165,7 @@ class Shards:
         pieces: list[torch.Tensor] = []
         sizes: list[torch.Size] = []
         dims: list[int] = []
+        apart: set[int] = set()
         mesh, shard_mesh = self._mesh, self._mesh.shard_dim_mesh()
         for param in self.params:
             if param.extension is None:
@@ -171,12 +175,13 @@ class Shards:
                 continue
             padded = shard_size(param.size, mesh.size, 0, param.dim)
             inputs = param.extension.inputs(param, padded, shard_mesh, self._precision, device)
+            apart |= set(range(len(pieces), len(pieces) + len(inputs)))
             pieces += inputs
             sizes += [torch.Size([piece.numel() * mesh.size]) for piece in inputs]
             dims += [0] * len(inputs)
         layout = build_layout(sizes, [piece.dtype for piece in pieces], mesh.size, mesh.rank, dims)
-        if layout != self.gather_layout:
-            self.gather_layout, self.gather_sizes = layout, sizes
+        if (layout, sizes, apart) != (self.gather_layout, self.gather_sizes, self.gathers_apart):
+            self.gather_layout, self.gather_sizes, self.gathers_apart = layout, sizes, apart
         buffer = torch.zeros(layout.numel, dtype=layout.dtype, device=device)
         for slot, piece in zip(layout.slots, pieces, strict=True):
             shard_view(buffer, slot).copy_(piece)
