@@ -45,7 +45,7 @@ def check_groups(groups: Sequence[ParamGroup]) -> None:
             "module.reset_parameters() on each module to initialize values."
         )
     for group in groups:
-        _check_offloaded(group)
+        group.shards.check_home()
         _check_smaller(group, "tensors that extend the all-gather" if group in extended else "")
     for group in groups:
         dtypes = {param.dtype for param in group.shards.params if param.sharded.requires_grad}
@@ -61,16 +61,6 @@ def _check_smaller(group: ParamGroup, kind: str) -> None:
         raise NotImplementedError(
             f"Resharding to smaller mesh is not supported for {kind} yet: "
             f"reshard_after_forward={smaller.size} in {group.label}"
-        )
-
-
-def _check_offloaded(group: ParamGroup) -> None:
-    elsewhere = [(param.fqn, param.local.device) for param in group.shards.params if param.local.device.type != "cpu"]
-    if group.shards.offloads and elsewhere:
-        raise RuntimeError(
-            "FSDP parameters should be materialized on CPU when enabling CPU offloading. For example, load a CPU state "
-            'dict or call module.to_empty(device="cpu"). Found following parameters on non-CPU device: '
-            f"{elsewhere}"
         )
 
 

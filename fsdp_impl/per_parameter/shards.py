@@ -85,12 +85,31 @@ class Shards:
             self.layout = layout
             self.gather_layout = self._gather_layout()
         self._buffer = None
-        if self._is_extended or left < len(self.params) or len({param.local.device for param in self.params}) > 1:
+        devices = {param.local.device for param in self.params}
+        # Offloaded parameters that were moved to a device stay there until they are moved back: check_home names them.
+        is_away = self.offloads and any(device.type not in ("cpu", "meta") for device in devices)
+        if self._is_extended or left < len(self.params) or len(devices) > 1 or is_away:
             return False
         self._buffer = self._filled_buffer()
         for param, slot in zip(self.params, self.layout.slots, strict=True):
             param.move_to(shard_view(self._buffer, slot))
         return True
+
+    def check_home(self) -> None:
+        """Check that offloaded parameters are where they live.
+
+        Raises:
+            RuntimeError: if some are not on the CPU; it names them and their devices.
+        """
+        if not self.offloads or (self._buffer is not None and self._buffer.device.type == "cpu"):
+            return
+        elsewhere = [(param.fqn, param.local.device) for param in self.params if param.local.device.type != "cpu"]
+        if elsewhere:
+            raise RuntimeError(
+                "FSDP parameters should be materialized on CPU when enabling CPU offloading. For example, load a CPU "
+                'state dict or call module.to_empty(device="cpu"). Found following parameters on non-CPU device: '
+                f"{elsewhere}"
+            )
 
     @torch.no_grad()
     def gather_input(self, device: torch.device) -> torch.Tensor:
@@ -98,7 +117,11 @@ class Shards:
 
         The buffer itself if all parameters lie in it and are computed with as they are, else a copy in the memory of
         the current stream. Offloaded shards are cast on ``device``: the host is slower and would be waited for.
+
+        Raises:
+            RuntimeError: as :meth:`check_home`.
         """
+        self.check_home()
         if self._is_extended:
             return self._extended_input(device)
         source = self._filled_buffer() if self._buffer is None else self._buffer
