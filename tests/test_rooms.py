@@ -6,6 +6,7 @@ the order of the layers (tests/test_repository.py); here their number is counted
 
 import ast
 import functools
+import re
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,19 @@ def test_the_halves_of_the_reference_share_common_alone():
         "per_parameter": {"fsdp_impl.common"},
         "flat": {"fsdp_impl.common"},
     }
+
+
+def test_each_note_of_the_reference_is_kept_in_one_place():
+    kept, named = [], set()
+    for path in modules("fsdp_impl").values():
+        text = path.read_text()
+        kept += re.findall(r"^# Note: ([a-z ]+)$", text, flags=re.MULTILINE)
+        # A reference may be broken across the lines of a comment.
+        named |= set(re.findall(r"\((?:see )?Note: ([a-z ]+)\)", re.sub(r"\s+#?\s*", " ", text)))
+    listed = re.search(r"\| note \| kept in \|\n\|---\|---\|\n((?:\|.*\n)+)", (ROOT / "docs/reference.md").read_text())
+    assert len(named) > 4
+    assert named <= set(kept)
+    assert sorted(kept) == sorted(line.split("|")[1].strip() for line in listed[1].splitlines())
 
 
 def test_a_circle_is_found():

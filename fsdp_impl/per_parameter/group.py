@@ -17,7 +17,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.profiler import record_function
 
 from fsdp_impl.common import collectives, dtensor, streams, unsharded
-from fsdp_impl.common.comm_context import CommContext
+from fsdp_impl.common.comm_context import CommContext, InFlight
 from fsdp_impl.common.layout import shard_rows
 from fsdp_impl.common.owner import Owner
 from fsdp_impl.common.phase import Phase
@@ -49,6 +49,36 @@ class PendingGather(NamedTuple):
     layout: Layout
     event: Event
     work: dist.Work | None
+
+
+# Note: gather memory
+#
+# A gather's output is memory of the gather stream (of the current one for an explicit unshard), and the current stream
+# copies it out. Whoever takes that memory next must do so after the copy-out. In backward the gather stream waits for
+# it. In forward the next gather would then wait for the compute that is queued ahead of the copy-out: so the output is
+# held until that gather has been issued, into other memory. Two outputs exist at most.
+#
+# The unsharded parameters are memory of the current stream, allocated at the copy-out and freed at reshard. They need
+# no event, since compute that reads them is queued on the same stream.
+
+
+class GatherContext(CommContext):
+    """Streams and buffers in flight, a gather's output among them, shared by the units under one root."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._held_output: InFlight | None = None
+
+    def hold_output(self, output: torch.Tensor, copied_out: Event) -> None:
+        """Keep a gather's output past its copy-out (see Note: gather memory)."""
+        if copied_out is not None:
+            self._held_output = InFlight(output, copied_out)
+
+    def release_output(self) -> None:
+        """Free the held output: its memory belongs to the gather stream, which from here on waits for the copy-out."""
+        if self._held_output is not None:
+            streams.wait(self.gather_stream, self._held_output.event)
+            self._held_output = None
 
 
 class ParamGroup:
@@ -84,7 +114,7 @@ class ParamGroup:
         self.shards = Shards(originals, cuts, owners, mesh, precision, offload)
         self.phase = Phase.IDLE
         self.residence = Residence.SHARDED
-        self.comm = CommContext(device)
+        self.comm = GatherContext(device)
         self.forward_indices: list[int] = []
         # Version of the sharded parameters when they were gathered last, to notice a step while the values are kept.
         self._gathered_version = 0
@@ -125,7 +155,7 @@ class ParamGroup:
             if mesh.size == 1:
                 self._pending = PendingGather(source, source, layout, streams.record(stream), None)
                 return
-            # Allocated in the memory of `stream`; see wait_for_unshard for when it may be freed.
+            # Allocated in the memory of `stream` (see Note: gather memory).
             source, output, work = self._gather(source, layout, mesh, async_op=async_op)
             self._pending = PendingGather(source, output, layout, streams.record(stream), work if async_op else None)
 
@@ -135,7 +165,7 @@ class ParamGroup:
             return
         pending, self._pending = self._pending, None
         if self.phase is Phase.FORWARD:
-            # The group before this one: this group's gather is issued and has memory of its own.
+            # The group before this one: this group's gather has been issued (see Note: gather memory).
             self.comm.release_output()
         current = streams.current(self.device)
         if pending.work is not None:
@@ -148,8 +178,7 @@ class ParamGroup:
         if pending.work is None and self.phase is Phase.FORWARD:
             self.comm.hold_output(pending.output, copied_out)
         else:
-            # `pending` dies here and its output returns to the memory of the gather stream, or of the current one for
-            # an explicit unshard. Whoever takes it there next must do so after the copy-out.
+            # `pending` dies here, and its output returns to the memory of its stream (see Note: gather memory).
             streams.wait(self.comm.gather_stream, copied_out)
 
     def reshard(self) -> None:

@@ -123,12 +123,19 @@ def split_sizes(layout: Layout) -> list[int]:
 _ALIGNMENT = 512
 
 
+# Note: unsharded parameters
+#
+# An unsharded parameter, its tensor and its storage are made once and stay; only the bytes of the storage come with
+# each unshard and go with each reshard. Autograd saves the tensor, or views of it, between forward and backward, and
+# finds the new bytes through it; and gradients are added up on the one leaf. The copy-out writes through other tensors
+# on the same storage, so that autograd does not take it for a change of what it saved.
+
+
 class UnshardedBuffer:
     """The memory of a group's unsharded parameters.
 
-    All of them share one storage, whose bytes are allocated at unshard and freed at reshard. The tensors on it are made
-    once and stay: autograd saves them, or views of them, for backward, and finds the new bytes through them after the
-    next unshard.
+    All of them share one storage, whose bytes are allocated at unshard and freed at reshard (see Note: unsharded
+    parameters).
 
     Each parameter has room for ``world`` padded chunks of its slot.
 
@@ -180,9 +187,8 @@ class UnshardedBuffer:
     def targets(self, layout: Layout) -> list[torch.Tensor]:
         """Tensors of ``layout.dtype``, by rising offset, that :func:`copy_out` copies a gathered buffer into.
 
-        They are objects of their own on the same storage, with their own version counters: a copy into them does not
-        look to autograd like a change of the parameters that it saved. ``layout.world`` must divide the world of the
-        layout that the buffer was made with: then the padded chunks fit.
+        They have version counters of their own (see Note: unsharded parameters). ``layout.world`` must divide the world
+        of the layout that the buffer was made with: then the padded chunks fit.
         """
         if layout.world not in self._targets:
             with torch.inference_mode(False), torch.no_grad():

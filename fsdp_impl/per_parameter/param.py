@@ -2,8 +2,7 @@
 
 Three tensors tell its life. The *original* parameter is cut at construction and let go. The *sharded* parameter, a
 DTensor, is what optimizers and checkpoints know; it lasts as long as the model. The *unsharded* parameter is an
-autograd leaf whose bytes come with each gather and go with each reshard; it is made once, because autograd keeps
-references to it between forward and backward.
+autograd leaf whose bytes come with each gather and go with each reshard (see Note: unsharded parameters).
 
 Its local tensor may be of a class that chooses what is gathered in its place (an *extension*).
 """
@@ -259,7 +258,7 @@ class ShardedParam:
         return None
 
     def adopt(self) -> None:
-        """Take what the owners hold now for the sharded parameter, and note whether it still lies in its slot.
+        """Take what the owners hold now for the sharded parameter, and look whether it lies in its slot (Note: slots).
 
         ``load_state_dict(assign=True)`` and users replace the parameter; ``.to()`` and ``to_empty`` keep the object
         but swap its local tensor.

@@ -155,7 +155,8 @@ class Reducer:
             else:
                 done = self._finish(total)
             if contributions is not None:
-                # At shard size 1 the input is the output and is read until it has been accumulated.
+                # At shard size 1 the input is the output and is read until it has been accumulated (see Note: reduction
+                # memory).
                 comm.keep_reduce_input(contributions, done if total.shards is contributions else reduced)
 
     def reset(self) -> None:
@@ -334,10 +335,8 @@ class Accumulator:
     def add(self, params: Sequence[ShardedParam], layout: Layout, shards: torch.Tensor) -> bool:
         """Add the views of ``shards`` to the gradients, or make them the gradients where there are none; run hooks.
 
-        Runs on the current stream. A gradient that is made here lives in that stream's memory or in that of ``shards``
-        and is read on others (optimizer). When the user drops it, a later reduction may take its memory at once: that
-        is safe, because the streams of reductions wait for the current stream of backward before each reduction, hence
-        for whatever read the gradient.
+        Runs on the current stream. A gradient that is made here lives in that stream's memory, or in that of ``shards``
+        (see Note: reduction memory).
 
         Args:
             params: what was reduced.

@@ -1,11 +1,4 @@
-"""The one buffer in which the sharded parameters of a group live, and what happens when something moves them out.
-
-The buffer is the input of the gather: while every parameter lies in its slot, a gather copies nothing in. Parameters
-leave their slots when something replaces them (``.to()``, ``to_empty``, ``load_state_dict(assign=True)``, an optimizer
-that swaps tensors). What left is never written back to the old slot: whoever swapped it out may still hold the old
-tensor, and it must keep its values. When all have left they move into a new buffer together. While only some have, the
-rest stays where a state dict made earlier still sees it, and gathers copy in.
-"""
+"""The one buffer in which the sharded parameters of a group live, and what happens when something moves them out."""
 
 from collections.abc import Sequence
 
@@ -18,6 +11,14 @@ from fsdp_impl.per_parameter.layout import Layout, build_layout, shard_size, sha
 from fsdp_impl.per_parameter.mesh import ShardMesh
 from fsdp_impl.per_parameter.options import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fsdp_impl.per_parameter.param import Cut, Extension, ShardedParam, cut_extended, has_hooks, is_extended
+
+# Note: slots
+#
+# The buffer is the input of the gather: while every parameter lies in its slot, a gather copies nothing in. Parameters
+# leave their slots when something replaces them (`.to()`, `to_empty`, `load_state_dict(assign=True)`, an optimizer that
+# swaps tensors). What left is never written back to the old slot: whoever swapped it out may still hold the old tensor,
+# and it must keep its values. When all have left they move into a new buffer together. While only some have, the rest
+# stays where a state dict made earlier still sees it, and gathers copy in.
 
 
 class Shards:
@@ -70,7 +71,7 @@ class Shards:
 
     @torch.no_grad()
     def refresh(self) -> bool:
-        """Notice parameters that were moved or replaced; once all were, move them into a new buffer.
+        """Notice parameters that were moved or replaced; once all were, move them into a new buffer (Note: slots).
 
         Returns:
             Whether it wrote to a new buffer, on the current stream.

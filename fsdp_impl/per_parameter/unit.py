@@ -16,13 +16,12 @@ from torch.distributed._composable_state import _State
 from torch.profiler import record_function
 
 from fsdp_impl.common import hooks, streams
-from fsdp_impl.common.comm_context import CommContext
 from fsdp_impl.common.containers import cast, map_tensors, tensors_requiring_grad
 from fsdp_impl.common.order import OrderCheck
 from fsdp_impl.common.phase import Phase
 from fsdp_impl.common.streams import Event
 from fsdp_impl.per_parameter import reduction
-from fsdp_impl.per_parameter.group import ParamGroup
+from fsdp_impl.per_parameter.group import GatherContext, ParamGroup
 from fsdp_impl.per_parameter.options import MixedPrecisionPolicy
 from fsdp_impl.per_parameter.reduction import Reducer
 
@@ -99,7 +98,7 @@ class Unit(_State):
         self.auto_reshard = auto_reshard
         self._policy = policy
         self._lazy_init = lazy_init
-        self.comm = group.comm if group is not None else CommContext(device)
+        self.comm = group.comm if group is not None else GatherContext(device)
         self.reducer = Reducer(group) if group is not None else None
         self.is_root: bool | None = None
         self.phase = Phase.IDLE
@@ -130,7 +129,7 @@ class Unit(_State):
             holder.register_load_state_dict_pre_hook(self._before_state_dict)
             holder.register_load_state_dict_post_hook(self._after_load)
 
-    def share_comm(self, comm: CommContext) -> None:
+    def share_comm(self, comm: GatherContext) -> None:
         """Use the streams and buffers of ``comm`` from now on."""
         self.comm = comm
         if self.group is not None:
