@@ -85,7 +85,8 @@ def build_layout(
         blocks = math.prod(size[:dim])
         chunk = blocks * chunk_rows(size[dim], world) * math.prod(size[dim + 1 :])
         extent = chunk * (dtypes[index].itemsize // unit.itemsize)
-        slots[index] = Slot(offset, extent, dtypes[index], shard_size(size, world, rank, dim), blocks)
+        # An empty parameter is one empty piece, however it is cut.
+        slots[index] = Slot(offset, extent, dtypes[index], shard_size(size, world, rank, dim), max(blocks, 1))
         offset += extent
     return Layout(world, unit, offset, tuple(slot for slot in slots if slot is not None), tuple(order))
 
