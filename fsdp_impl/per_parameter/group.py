@@ -182,7 +182,7 @@ class ParamGroup:
             streams.wait(self.comm.gather_stream, copied_out)
 
     def reshard(self) -> None:
-        """Free the unsharded parameters and register the sharded ones, or after forward what `after_forward` says."""
+        """Free the unsharded parameters and register the sharded ones; after forward as ``after_forward`` requires."""
         if self.phase is Phase.FORWARD:
             if not self.after_forward.frees:
                 return

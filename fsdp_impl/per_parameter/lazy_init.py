@@ -33,7 +33,7 @@ def ensure(unit: Unit) -> None:
 
 
 def check_groups(groups: Sequence[ParamGroup]) -> None:
-    """Check what can be known of groups only once their parameters are final."""
+    """Check what depends on the final parameters of groups."""
     extended = [group for group in groups if group.shards.find_extensions()]
     for group in groups:
         group.refresh()

@@ -16,7 +16,7 @@ from fsdp_impl.per_parameter.options import DataParallelMeshDims
 
 _logger = logging.getLogger("fsdp_impl")
 
-# Smaller meshes by the shard group that they split. Each costs a process group of its own, and all units want the same.
+# Smaller meshes by the shard group that they split. Each costs a process group, so all units share them.
 _smaller_meshes: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Any, ...], ShardMesh]]" = WeakKeyDictionary()
 
 

@@ -115,7 +115,7 @@ class FSDPModule:
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Reduce by sums only, and divide after; some back ends are faster then, or know nothing else."""
+        """Reduce by sums only, and divide after; some back ends are faster then, or have sums only."""
         for group in self._groups(recurse=False):
             group.options.force_sum = enable
 
@@ -180,7 +180,7 @@ class FSDPModule:
                 unit.group.after_forward = after_forward(reshard_after_forward, unit.group.mesh)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether backward frees the unsharded parameters. Before an optimizer step it has to, or to be told later."""
+        """Whether backward frees the unsharded parameters. They must be freed before an optimizer step."""
         for group in self._groups(recurse=recurse):
             group.options.reshard_after_backward = reshard_after_backward
 

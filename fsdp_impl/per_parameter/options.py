@@ -186,7 +186,7 @@ class SymmetricGather(_SymmetricMemory, _Gather):
 
 
 class SymmetricReduce(_SymmetricMemory, _Reduce):
-    """The reduce-scatter, with buffers in symmetric memory; NCCL's knows sums only."""
+    """The reduce-scatter, with buffers in symmetric memory; NCCL has sums only."""
 
 
 # Options of a group

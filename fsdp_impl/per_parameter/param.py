@@ -1,8 +1,8 @@
 """One parameter: how it is cut, and what the modules see of it, sharded and not.
 
-Three tensors tell its life. The *original* parameter is cut at construction and let go. The *sharded* parameter, a
-DTensor, is what optimizers and checkpoints know; it lasts as long as the model. The *unsharded* parameter is an
-autograd leaf whose bytes come with each gather and go with each reshard (see Note: unsharded parameters).
+A parameter has three forms. The *original* one is cut at construction and dropped. The *sharded* parameter, a DTensor,
+is what optimizers and checkpoints use; it lasts as long as the model. The *unsharded* parameter is an autograd leaf
+whose bytes come with each gather and go with each reshard (see Note: unsharded parameters).
 
 Its local tensor may be of a class that chooses what is gathered in its place (an *extension*).
 """
@@ -176,7 +176,7 @@ class ShardedParam:
 
     Attributes:
         owners: where it is registered, at least once.
-        fqn: its name from the root, known from lazy initialisation on; before, its name in its module.
+        fqn: its name from the root, set at lazy initialisation; before, its name in its module.
         size: the unsharded size; of a tensor-parallel parameter that of this rank's part.
         dim: the dimension that it is cut along.
         spec: of ``sharded``.
@@ -284,7 +284,7 @@ class ShardedParam:
         self._slot_pointer = slot.data_ptr()
 
     def sync_requires_grad(self) -> None:
-        """Users freeze and unfreeze the sharded parameter; autograd asks the unsharded one."""
+        """Users freeze and unfreeze the sharded parameter; autograd reads the unsharded one."""
         assert self.unsharded is not None
         if self.unsharded.requires_grad != self.sharded.requires_grad:
             self.unsharded.requires_grad_(self.sharded.requires_grad)
@@ -344,7 +344,8 @@ class Extension:
         # Of this rank's inputs.
         self.sizes: list[torch.Size] = []
         self._metadata: Any = None
-        # What the unsharded parameter lives in, as its maker told, with its sizes: freed and allocated with the group.
+        # Storages of the unsharded parameter, as returned by the hook, and their bytes: freed and allocated with the
+        # group.
         self._inner: list[tuple[torch.UntypedStorage, int]] = []
 
     def inputs(

@@ -272,7 +272,7 @@ def _reduce_dtype(group: ParamGroup, params: Sequence[ShardedParam], grads: Sequ
     Asked at each reduction, not settled once: parameters may be cast, frozen and unfrozen in between.
 
     Raises:
-        ValueError: if the gradients differ in dtype and the policy does not say which to take.
+        ValueError: if the gradients differ in dtype and the policy has no reduce dtype.
     """
     if group.precision.reduce_dtype is not None:
         return group.precision.reduce_dtype

@@ -35,7 +35,7 @@ class IterationContext:
         forward_order: groups in the order of their post-forwards since the last backward, with repeats.
         callback_queued: whether this backward's final callback is queued.
         is_last_backward: whether backward ends with waiting for reductions and clearing ``forward_order``.
-        order: checks the order of gathers; ``None`` unless asked for.
+        order: checks the order of gathers; ``None`` unless ``validate_order`` was called.
         post_optim_event: what the next forward's gathers wait for instead of the current stream; used once.
     """
 
@@ -398,7 +398,7 @@ def _pop_index(group: ParamGroup) -> int | None:
 
 
 def _cast_inputs(policy: MixedPrecisionPolicy, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Cast floating-point tensors in ``args`` and ``kwargs``, in any container, as ``policy`` says."""
+    """Cast floating-point tensors in ``args`` and ``kwargs``, in any container, as ``policy`` requires."""
     if policy.param_dtype is None or not policy.cast_forward_inputs:
         return args, kwargs
     args, kwargs = cast(policy.param_dtype, (args, kwargs))
@@ -406,5 +406,5 @@ def _cast_inputs(policy: MixedPrecisionPolicy, args: Any, kwargs: Any) -> tuple[
 
 
 def _cast_output(policy: MixedPrecisionPolicy, output: Any) -> Any:
-    """Cast floating-point tensors in ``output``, in any container, as ``policy`` says."""
+    """Cast floating-point tensors in ``output``, in any container, as ``policy`` requires."""
     return output if policy.output_dtype is None else cast(policy.output_dtype, output)
