@@ -248,14 +248,14 @@ class ShardedParam:
             owner.hold(param)
 
     def held(self) -> Any:
-        """What the owners hold now: the first that is still there, or none (see Note: ownership)."""
+        """What the owners hold now; the sharded parameter if all of them are gone (see Note: ownership)."""
         for owner in self.owners:
             if (module := owner.find()) is not None:
                 # Past nn.Module.__getattr__, which is slow; what is not found so is on a module with attributes of its
                 # own.
                 held = module._parameters.get(owner.name)
                 return getattr(module, owner.name) if held is None else held
-        return None
+        return self.sharded
 
     def adopt(self) -> None:
         """Take what the owners hold now for the sharded parameter, and look whether it lies in its slot (Note: slots).
@@ -267,7 +267,7 @@ class ShardedParam:
             ValueError: if it is no longer a DTensor of the same size, mesh and placements.
         """
         held = self.held()
-        if held is not self.sharded and held is not None:
+        if held is not self.sharded:
             self._check(held)
             self.sharded = held
             self.register(held)
