@@ -4,7 +4,6 @@ import math
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -21,14 +20,7 @@ from fsdp_impl.per_parameter.layout import (
     split_sizes,
 )
 from fsdp_impl.per_parameter.param import _parts, _shard
-
-hypothesis = pytest.importorskip("hypothesis", reason="properties are checked by hypothesis: pip install '.[tests]'")
-st: Any = pytest.importorskip("hypothesis.strategies")
-given = hypothesis.given
-
-# Derived from the test's name alone: the same examples in every run, and none kept in the working tree.
-hypothesis.settings.register_profile("shardproof", deadline=None, derandomize=True, database=None, max_examples=150)
-hypothesis.settings.load_profile("shardproof")
+from tests.fsdp_impl.properties import given, st
 
 DTYPES = [torch.uint8, torch.bfloat16, torch.float16, torch.float32, torch.float64]
 WORLDS = st.integers(1, 6)
