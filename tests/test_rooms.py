@@ -1,4 +1,4 @@
-"""The rooms of harness and reports: how many layers they have, and that no imports go in a circle.
+"""The rooms of harness, reports and the reference: how many layers they have, and that no imports go in a circle.
 
 Read from the sources, so that imports inside functions and under TYPE_CHECKING count as any other. import-linter keeps
 the order of the layers (tests/test_repository.py); here their number is counted, and circles of files are found.
@@ -6,6 +6,7 @@ the order of the layers (tests/test_repository.py); here their number is counted
 
 import ast
 import functools
+import re
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,39 @@ def test_no_circle_and_few_layers(package):
     assert circles(between) == []
     print(f"{package}: {len(edges)} files in {len(between)} rooms, no circle, {layers(between)} layers")
     assert layers(between) <= MOST_LAYERS
+
+
+IN_A_CIRCLE = pytest.mark.xfail(strict=True, reason="being restructured: issue 14")
+
+
+@pytest.mark.parametrize("half", ["common", "per_parameter", pytest.param("flat", marks=IN_A_CIRCLE)])
+def test_no_circle_in_the_reference(half):
+    edges = graph({name: path.read_text() for name, path in modules("fsdp_impl").items()})
+    package = f"fsdp_impl.{half}"
+    assert sum(name.startswith(package) for name in edges) > 6, "the folder has moved"
+    assert [circle for circle in circles(edges) if any(name.startswith(package) for name in circle)] == []
+
+
+def test_the_halves_of_the_reference_share_common_alone():
+    edges = rooms(graph({name: path.read_text() for name, path in modules("fsdp_impl").items()}), depth=2)
+    assert {half: edges[f"fsdp_impl.{half}"] for half in ("common", "per_parameter", "flat")} == {
+        "common": set(),
+        "per_parameter": {"fsdp_impl.common"},
+        "flat": {"fsdp_impl.common"},
+    }
+
+
+def test_each_note_of_the_reference_is_kept_in_one_place():
+    kept, named = [], set()
+    for path in modules("fsdp_impl").values():
+        text = path.read_text()
+        kept += re.findall(r"^# Note: ([a-z ]+)$", text, flags=re.MULTILINE)
+        # A reference may be broken across the lines of a comment.
+        named |= set(re.findall(r"\((?:see )?Note: ([a-z ]+)\)", re.sub(r"\s+#?\s*", " ", text)))
+    listed = re.search(r"\| note \| kept in \|\n\|---\|---\|\n((?:\|.*\n)+)", (ROOT / "docs/reference.md").read_text())
+    assert len(named) > 4
+    assert named <= set(kept)
+    assert sorted(kept) == sorted(line.split("|")[1].strip() for line in listed[1].splitlines())
 
 
 def test_a_circle_is_found():

@@ -8,6 +8,16 @@ import torch
 from fsdp_impl.common import streams
 from fsdp_impl.common.streams import Event, Stream
 
+# Note: reduction memory
+#
+# A reduction's input is memory of the current stream, read on the reduce stream; its output is memory of the reduce
+# stream, worked on by the all-reduce stream where there are replicas. Neither is given to `record_stream`: a reference
+# keeps it until the stream that could reuse its memory has waited for the stream that reads it.
+#
+# A sharded gradient is memory of the stream that accumulated it, and is read on the current stream (optimizer). When a
+# user drops it, a later reduction may take its memory at once: the streams of reductions wait for the current stream of
+# backward before each reduction, hence for whatever read the gradient.
+
 # Reduce outputs in the hands of another stream. With one, a reduce-scatter overlaps with the all-reduce before it, and
 # memory is bounded whatever the depth of the model.
 _MAX_REDUCE_OUTPUTS = 1
@@ -21,7 +31,7 @@ class InFlight(NamedTuple):
 
 
 class CommContext:
-    """Streams of the collectives, and the buffers that they share among groups.
+    """Streams of the collectives, and the buffers of reductions in flight on them (see Note: reduction memory).
 
     Before lazy initialisation the streams are ``None``: an early ``unshard`` runs on the caller's stream.
     """
@@ -41,7 +51,6 @@ class CommContext:
         self._reduced: dict[Stream, Event] = {}
         self._host_waits = False
         self._reduce_outputs: deque[InFlight] = deque()
-        self._held_output: InFlight | None = None
         self._reduce_inputs: deque[InFlight] = deque()
         self._has_streams = False
 
@@ -51,20 +60,6 @@ class CommContext:
             self.reduce_stream = streams.create(self.device, priority=streams.HIGH_PRIORITY)
             self.all_reduce_stream = streams.create(self.device)
             self._has_streams = True
-
-    def hold_output(self, output: torch.Tensor, copied_out: Event) -> None:
-        """Keep a gather's output past its copy-out, so that the next gather need not wait for the copy-out.
-
-        The next gather writes to other memory, because this is still held; at most two outputs exist.
-        """
-        if copied_out is not None:
-            self._held_output = InFlight(output, copied_out)
-
-    def release_output(self) -> None:
-        """Free the held output: its memory belongs to the gather stream, which from here on waits for the copy-out."""
-        if self._held_output is not None:
-            streams.wait(self.gather_stream, self._held_output.event)
-            self._held_output = None
 
     def keep_reduce_input(self, contributions: torch.Tensor, reduced: Event) -> None:
         """Keep a reduction's input until the reduce stream has read it."""

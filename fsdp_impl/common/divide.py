@@ -39,7 +39,7 @@ def divide(
         shard_size: ranks of the reduce-scatter.
         replicate_size: ranks of the all-reduce.
         factor: divide by this instead of the number of ranks, over both collectives together.
-        force_sum: sums only, for back ends whose fast path knows nothing else.
+        force_sum: sums only, for back ends whose fast path has nothing else.
     """
     world = shard_size * replicate_size
     divisor = world if factor is None else factor

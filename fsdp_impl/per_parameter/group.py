@@ -1,4 +1,8 @@
-"""A group of parameters that are gathered by one collective: unshard and reshard."""
+"""A group of parameters that are gathered by one collective: unshard and reshard.
+
+Between forward and backward a group may be sharded over fewer ranks (``reshard_after_forward`` as an int). That costs
+more memory than full sharding, and a cheaper gather in backward, over ranks that are close to each other.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -8,20 +12,21 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.profiler import record_function
 
-from fsdp_impl.common import collectives, streams, unsharded
-from fsdp_impl.common.comm_context import CommContext
-from fsdp_impl.common.layout import Layout, copy_out
-from fsdp_impl.common.mesh import ShardMesh
+from fsdp_impl.common import collectives, dtensor, streams, unsharded
+from fsdp_impl.common.comm_context import CommContext, InFlight
+from fsdp_impl.common.layout import shard_rows
 from fsdp_impl.common.owner import Owner
 from fsdp_impl.common.phase import Phase
-from fsdp_impl.common.policies import MixedPrecisionPolicy, OffloadPolicy
 from fsdp_impl.common.streams import Event
-from fsdp_impl.per_parameter.cut import Cut
-from fsdp_impl.per_parameter.options import GroupOptions
+from fsdp_impl.per_parameter.layout import Layout, UnshardedBuffer, build_layout, copy_out, shard_view
+from fsdp_impl.per_parameter.mesh import AfterForward, ShardMesh
+from fsdp_impl.per_parameter.options import GroupOptions, MixedPrecisionPolicy, OffloadPolicy
+from fsdp_impl.per_parameter.param import Cut, ShardedParam
 from fsdp_impl.per_parameter.shards import Shards
-from fsdp_impl.per_parameter.smaller import SmallerShards
 
 
 class Residence(Enum):
@@ -46,14 +51,45 @@ class PendingGather(NamedTuple):
     work: dist.Work | None
 
 
+# Note: gather memory
+#
+# A gather's output is memory of the gather stream (of the current one for an explicit unshard), and the current stream
+# copies it out. Whoever takes that memory next must do so after the copy-out. In backward the gather stream waits for
+# it. In forward the next gather would then wait for the compute that is queued ahead of the copy-out: so the output is
+# held until that gather has been issued, into other memory. Two outputs exist at most.
+#
+# The unsharded parameters are memory of the current stream, allocated at the copy-out and freed at reshard. They need
+# no event, since compute that reads them is queued on the same stream.
+
+
+class GatherContext(CommContext):
+    """Streams and buffers in flight, a gather's output among them, shared by the units under one root."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._held_output: InFlight | None = None
+
+    def hold_output(self, output: torch.Tensor, copied_out: Event) -> None:
+        """Keep a gather's output past its copy-out (see Note: gather memory)."""
+        if copied_out is not None:
+            self._held_output = InFlight(output, copied_out)
+
+    def release_output(self) -> None:
+        """Free the held output: its memory belongs to the gather stream, which from here on waits for the copy-out."""
+        if self._held_output is not None:
+            streams.wait(self.gather_stream, self._held_output.event)
+            self._held_output = None
+
+
 class ParamGroup:
     """Parameters that are unsharded and resharded together.
 
     Attributes:
         label: names the unit in seams, profiles and errors.
         shards: the sharded parameters and their buffer.
-        after_forward: what forward leaves: ``None`` unsharded parameters, ``mesh`` itself sharded ones, another mesh
-            parameters sharded over fewer ranks.
+        mesh: the mesh that they are sharded over.
+        after_forward: what forward leaves of the unsharded parameters.
+        options: what setters change.
         phase: see :class:`Phase`.
         forward_indices: this group's places in the shared ``forward_order``.
     """
@@ -64,7 +100,7 @@ class ParamGroup:
         cuts: Sequence[Cut],
         owners: Sequence[list[Owner]],
         mesh: ShardMesh,
-        after_forward: ShardMesh | None,
+        after_forward: AfterForward,
         device: torch.device,
         precision: MixedPrecisionPolicy,
         offload: OffloadPolicy,
@@ -74,20 +110,23 @@ class ParamGroup:
         self.after_forward = after_forward
         self.device = device
         self.precision = precision
-        self.options = GroupOptions()
-        # Of reduce-scatters. Another than the gathers' lets the two overlap on the wire.
-        self.reduce_group = mesh.group
+        self.options = GroupOptions(reduce_group=mesh.group)
         self.shards = Shards(originals, cuts, owners, mesh, precision, offload)
         self.phase = Phase.IDLE
         self.residence = Residence.SHARDED
-        self.comm = CommContext(device)
+        self.comm = GatherContext(device)
         self.forward_indices: list[int] = []
         # Version of the sharded parameters when they were gathered last, to notice a step while the values are kept.
         self._gathered_version = 0
         self._pending: PendingGather | None = None
         self._smaller: SmallerShards | None = None
-        self._unsharded: unsharded.UnshardedBuffer | None = None
+        self._unsharded: UnshardedBuffer | None = None
         self._unsharded_layout: Layout | None = None
+
+    def register(self) -> None:
+        """Let the modules hold the sharded parameters."""
+        for param in self.shards.params:
+            param.register(param.sharded)
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
@@ -116,7 +155,7 @@ class ParamGroup:
             if mesh.size == 1:
                 self._pending = PendingGather(source, source, layout, streams.record(stream), None)
                 return
-            # Allocated in the memory of `stream`; see wait_for_unshard for when it may be freed.
+            # Allocated in the memory of `stream` (see Note: gather memory).
             source, output, work = self._gather(source, layout, mesh, async_op=async_op)
             self._pending = PendingGather(source, output, layout, streams.record(stream), work if async_op else None)
 
@@ -126,7 +165,7 @@ class ParamGroup:
             return
         pending, self._pending = self._pending, None
         if self.phase is Phase.FORWARD:
-            # The group before this one: this group's gather is issued and has memory of its own.
+            # The group before this one: this group's gather has been issued (see Note: gather memory).
             self.comm.release_output()
         current = streams.current(self.device)
         if pending.work is not None:
@@ -139,17 +178,16 @@ class ParamGroup:
         if pending.work is None and self.phase is Phase.FORWARD:
             self.comm.hold_output(pending.output, copied_out)
         else:
-            # `pending` dies here and its output returns to the memory of the gather stream, or of the current one for
-            # an explicit unshard. Whoever takes it there next must do so after the copy-out.
+            # `pending` dies here, and its output returns to the memory of its stream (see Note: gather memory).
             streams.wait(self.comm.gather_stream, copied_out)
 
     def reshard(self) -> None:
-        """Free the unsharded parameters and register the sharded ones, or after forward what `after_forward` says."""
+        """Free the unsharded parameters and register the sharded ones; after forward as ``after_forward`` requires."""
         if self.phase is Phase.FORWARD:
-            if self.after_forward is None:
+            if not self.after_forward.frees:
                 return
-            if self.after_forward is not self.mesh:
-                self._to_smaller(self.after_forward)
+            if self.after_forward.smaller is not None:
+                self._to_smaller(self.after_forward.smaller)
                 return
         self.to_sharded()
 
@@ -157,8 +195,7 @@ class ParamGroup:
         """Free the unsharded parameters and register the sharded ones, whatever the phase."""
         if self.residence is Residence.SHARDED:
             return
-        for param in self.shards.params:
-            param.register(param.sharded)
+        self.register()
         self._free_unsharded()
         self._smaller = None
         self.residence = Residence.SHARDED
@@ -217,7 +254,8 @@ class ParamGroup:
 
     def _make_unsharded(self) -> None:
         layout = self.shards.gather_layout
-        self._unsharded = unsharded.UnshardedBuffer(self.shards.gather_sizes, layout, self.device)
+        shards = self.shards
+        self._unsharded = UnshardedBuffer(shards.gather_sizes, layout, self.device, apart=shards.gathers_apart)
         self._unsharded_layout = layout
         with torch.inference_mode(False):
             self.shards.place_unsharded(self._unsharded.tensors)
@@ -235,6 +273,7 @@ class ParamGroup:
         if self.residence is not Residence.UNSHARDED:
             return
         self._smaller = SmallerShards(self.shards.params, mesh, self.device)
+        self._smaller.register()
         self._free_unsharded()
         self.residence = Residence.SMALLER
 
@@ -245,3 +284,48 @@ class ParamGroup:
 
     def __repr__(self) -> str:
         return f"ParamGroup({self.label})"
+
+
+class SmallerShards:
+    """Shards of unsharded ``params`` over ``mesh``.
+
+    They are laid out anew for the smaller number of ranks, so that the DTensors that the modules hold meanwhile are cut
+    where a DTensor on that mesh is expected to be cut, also when the rows do not divide.
+
+    Attributes:
+        buffer: this rank's shards, the input of the gather in backward.
+        layout: their layout.
+        mesh: the mesh that they are sharded over.
+        written: event after which ``buffer`` may be read on other streams.
+    """
+
+    @torch.no_grad()
+    def __init__(self, params: Sequence[ShardedParam], mesh: ShardMesh, device: torch.device) -> None:
+        self.mesh = mesh
+        self._params = params
+        self.layout = build_layout(
+            [p.size for p in params], [p.compute_dtype for p in params], mesh.size, mesh.rank, [p.dim for p in params]
+        )
+        self.buffer = torch.zeros(self.layout.numel, dtype=self.layout.dtype, device=device)
+        views = [shard_view(self.buffer, slot) for slot in self.layout.slots]
+        torch._foreach_copy_(views, [_part_of(param, mesh) for param in params])
+        self.written = streams.record(streams.current(device))
+        self._smaller = [
+            nn.Parameter(dtensor.wrap(view, _spec_of(param, mesh)), requires_grad=param.sharded.requires_grad)
+            for param, view in zip(params, views, strict=True)
+        ]
+
+    def register(self) -> None:
+        """Let the modules hold them."""
+        for param, smaller in zip(self._params, self._smaller, strict=True):
+            param.register(smaller)
+
+
+def _spec_of(param: ShardedParam, mesh: ShardMesh) -> DTensorSpec:
+    return dtensor.spec_for(mesh.mesh, mesh.placements(Shard(param.dim)), param.size, param.compute_dtype)
+
+
+def _part_of(param: ShardedParam, mesh: ShardMesh) -> torch.Tensor:
+    assert param.unsharded is not None
+    start, rows = shard_rows(param.size[param.dim], mesh.size, mesh.rank)
+    return param.unsharded.detach().narrow(param.dim, start, rows)

@@ -1,18 +1,15 @@
 """What waits until the first forward: only then are all units in place, and the first to run is the root."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from fsdp_impl.per_parameter.group import ParamGroup
-from fsdp_impl.per_parameter.registry import unit_of
-
-if TYPE_CHECKING:
-    from fsdp_impl.per_parameter.unit import Unit
+from fsdp_impl.per_parameter.mesh import KEEP
+from fsdp_impl.per_parameter.unit import Unit, unit_of
 
 
-def ensure(unit: "Unit") -> None:
+def ensure(unit: Unit) -> None:
     """Make ``unit`` the root of all units in its module, unless it has been initialised.
 
     Everything is checked before anything is changed, so that a forward that fails here can be repaired and repeated.
@@ -36,7 +33,7 @@ def ensure(unit: "Unit") -> None:
 
 
 def check_groups(groups: Sequence[ParamGroup]) -> None:
-    """Check what can be known of groups only once their parameters are final."""
+    """Check what depends on the final parameters of groups."""
     extended = [group for group in groups if group.shards.find_extensions()]
     for group in groups:
         group.refresh()
@@ -48,7 +45,7 @@ def check_groups(groups: Sequence[ParamGroup]) -> None:
             "module.reset_parameters() on each module to initialize values."
         )
     for group in groups:
-        _check_offloaded(group)
+        group.shards.check_home()
         _check_smaller(group, "tensors that extend the all-gather" if group in extended else "")
     for group in groups:
         dtypes = {param.dtype for param in group.shards.params if param.sharded.requires_grad}
@@ -57,27 +54,17 @@ def check_groups(groups: Sequence[ParamGroup]) -> None:
 
 
 def _check_smaller(group: ParamGroup, kind: str) -> None:
-    smaller = group.after_forward
+    smaller = group.after_forward.smaller
     if any(param.is_tensor_parallel for param in group.shards.params):
         kind = "DTensor parameters"
-    if smaller is not None and smaller is not group.mesh and kind:
+    if smaller is not None and kind:
         raise NotImplementedError(
             f"Resharding to smaller mesh is not supported for {kind} yet: "
             f"reshard_after_forward={smaller.size} in {group.label}"
         )
 
 
-def _check_offloaded(group: ParamGroup) -> None:
-    elsewhere = [(param.fqn, param.local.device) for param in group.shards.params if param.local.device.type != "cpu"]
-    if group.shards.offloads and elsewhere:
-        raise RuntimeError(
-            "FSDP parameters should be materialized on CPU when enabling CPU offloading. For example, load a CPU state "
-            'dict or call module.to_empty(device="cpu"). Found following parameters on non-CPU device: '
-            f"{elsewhere}"
-        )
-
-
-def _units_below(root: "Unit") -> list["Unit"]:
+def _units_below(root: Unit) -> list[Unit]:
     units: dict[Unit, None] = {}
     for name, module in root.modules[0].named_modules():
         unit = unit_of(module)
@@ -92,7 +79,7 @@ def _units_below(root: "Unit") -> list["Unit"]:
     return list(units)
 
 
-def _name(root_module: nn.Module, units: list["Unit"]) -> None:
+def _name(root_module: nn.Module, units: list[Unit]) -> None:
     """Name groups and parameters from the root, for errors, profiles and seams."""
     module_names = {module: name or "(root)" for name, module in root_module.named_modules()}
     param_names = {param: name for name, param in root_module.named_parameters()}
@@ -101,11 +88,10 @@ def _name(root_module: nn.Module, units: list["Unit"]) -> None:
             continue
         unit.group.label = ", ".join(module_names.get(module, type(module).__name__) for module in unit.modules)
         for param in unit.group.shards.params:
-            held = param.owners[0].module._parameters.get(param.owners[0].name)
-            param.fqn = param_names.get(held, param.fqn) if held is not None else param.fqn
+            param.fqn = param_names.get(param.held(), param.fqn)
 
 
-def _check_shared_params(units: list["Unit"]) -> None:
+def _check_shared_params(units: list[Unit]) -> None:
     seen: set[int] = set()
     for unit in units:
         for param in unit.group.shards.params if unit.group is not None else ():
@@ -117,7 +103,7 @@ def _check_shared_params(units: list["Unit"]) -> None:
             seen.add(param.serial)
 
 
-def _join(root: "Unit", units: list["Unit"]) -> None:
+def _join(root: Unit, units: list[Unit]) -> None:
     """Let all units share the root's contexts."""
     root.comm.create_streams()
     root.iteration.units = units
@@ -129,4 +115,4 @@ def _join(root: "Unit", units: list["Unit"]) -> None:
             root.comm.max_reduce_inputs = max(root.comm.max_reduce_inputs, unit.group.options.max_reduce_inputs)
     if root.auto_reshard and root.group is not None:
         # Backward begins where forward ends: the root's parameters would be freed just to be gathered again.
-        root.group.after_forward = None
+        root.group.after_forward = KEEP

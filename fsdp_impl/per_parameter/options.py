@@ -1,17 +1,200 @@
-"""What a user may change about a group at any time, through the setters of ``FSDPModule``."""
+"""What a user may choose: frozen policies at construction; later, through setters, the options of each group.
 
-from collections.abc import Callable
+Among the options are communication back ends that take the place of the collectives, group by group.
+"""
+
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 
-from fsdp_impl.common.comms import AllGather, ReduceScatter
+from fsdp_impl.common import collectives
 from fsdp_impl.common.streams import Stream
+
+# Policies, shared among units
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """Dtypes at the borders of a unit; ``None`` leaves a dtype as it is.
+
+    Attributes:
+        param_dtype: dtype of unsharded parameters, hence of the gather and of compute. Sharded parameters, and so the
+            optimizer, keep their own dtype.
+        reduce_dtype: dtype in which gradients are reduced, and accumulated while they are not reduced. ``None`` means
+            the dtype of compute.
+        output_dtype: dtype to which floating-point outputs of forward are cast.
+        cast_forward_inputs: whether floating-point inputs of forward are cast to ``param_dtype``.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """No offloading; the base of the policies that offload."""
+
+
+@dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """Sharded parameters, gradients and optimizer state live on CPU.
+
+    Attributes:
+        pin_memory: whether they live in pinned memory, so that copies to and from the device overlap with compute.
+    """
+
+    pin_memory: bool = True
+
+
+@dataclass(frozen=True)
+class DataParallelMeshDims:
+    """Names of the data-parallel dimensions of a mesh on which parameters already are DTensors.
+
+    Attributes:
+        shard: name or names of the dimensions to shard over; several are flattened into one.
+        replicate: name or names of the dimensions to replicate over; several are flattened into one.
+
+    Raises:
+        ValueError: if both are ``None``.
+    """
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.shard is None and self.replicate is None:
+            raise ValueError("At least one of shard or replicate must be set in DataParallelMeshDims")
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        return _names(self.shard)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        return _names(self.replicate)
+
+
+def _names(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+# Replaced communication
+
+
+class Comm(Protocol):
+    """Where the buffers of a collective come from."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """An uninitialised tensor of ``size`` for a collective to read or write, on the current stream."""
+        ...
+
+
+class AllGather(Comm, Protocol):
+    """Replaces the all-gather (``set_custom_all_gather``)."""
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """As :func:`collectives.gather`."""
+        ...
+
+
+class ReduceScatter(Comm, Protocol):
+    """Replaces the reduce-scatter (``set_custom_reduce_scatter``)."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """As :func:`collectives.reduce`."""
+        ...
+
+
+class _GroupMemory:
+    """Buffers from the process group's own allocator, which a back end can send from without copying."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        backend: Any = self._group._get_backend(device)
+        if backend.supports_tensor_alloc(device):
+            tensor: torch.Tensor = backend.allocate_tensor(math.prod(size), dtype=dtype, device=device)
+            return tensor
+        return torch.empty(size, dtype=dtype, device=device)
+
+
+class _SymmetricMemory:
+    """Buffers at the same place on every rank, which NCCL can read directly."""
+
+    def __init__(self, group: dist.ProcessGroup, backend: str) -> None:
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        self._memory: Any = symmetric_memory
+        self._memory.set_backend(backend)
+        # Rendezvous needs the communicator, which NCCL makes at the first collective.
+        dist.barrier(group=group)
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        with torch.cuda.use_mem_pool(self._memory.get_mem_pool(device)):
+            return torch.empty(size, dtype=dtype, device=device)
+
+
+class _Gather:
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        return collectives.gather(output_tensor, input_tensor, group, unit="", async_op=async_op)
+
+
+class _Reduce:
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        collectives.reduce(output_tensor, input_tensor, group, op, unit="")
+        return None
+
+
+class GroupMemoryGather(_GroupMemory, _Gather):
+    """The all-gather, with buffers of the process group."""
+
+
+class GroupMemoryReduce(_GroupMemory, _Reduce):
+    """The reduce-scatter, with buffers of the process group."""
+
+
+class SymmetricGather(_SymmetricMemory, _Gather):
+    """The all-gather, with buffers in symmetric memory."""
+
+
+class SymmetricReduce(_SymmetricMemory, _Reduce):
+    """The reduce-scatter, with buffers in symmetric memory; NCCL has sums only."""
+
+
+# Options of a group
 
 
 @dataclass
 class GroupOptions:
-    """Runtime options of one group.
+    """What setters change about one group, at any time.
 
     Attributes:
         reduce_grads: reduce in backward; otherwise gradients accumulate unsharded.
@@ -27,6 +210,8 @@ class GroupOptions:
         all_reduce_hook_stream: where the hook runs; ``None`` for the stream of all-reduces.
         all_gather: replaces the all-gather; ``None`` for the seam.
         reduce_scatter: replaces the reduce-scatter; ``None`` for the seam.
+        reduce_group: process group of reduce-scatters, ``None`` without a sharded dimension. Another than the
+            gathers' lets the two overlap on the wire.
     """
 
     reduce_grads: bool = True
@@ -42,3 +227,58 @@ class GroupOptions:
     all_reduce_hook_stream: Stream = None
     all_gather: AllGather | None = None
     reduce_scatter: ReduceScatter | None = None
+    reduce_group: dist.ProcessGroup | None = None
+
+
+# One more process group for each shard group, whatever the number of units on it: each is a communicator.
+_reduce_groups: "WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = WeakKeyDictionary()
+
+
+def use_group_memory(options: GroupOptions, group: dist.ProcessGroup | None, *, enable: bool) -> None:
+    """See ``FSDPModule.set_allocate_memory_from_process_group_for_comm``; ``group`` is the one of gathers."""
+    _check_ours(options.all_gather, GroupMemoryGather, "all-gather")
+    _check_ours(options.reduce_scatter, GroupMemoryReduce, "reduce-scatter")
+    if group is None or options.reduce_group is None:
+        return
+    options.all_gather = GroupMemoryGather(group) if enable else None
+    options.reduce_scatter = GroupMemoryReduce(options.reduce_group) if enable else None
+
+
+def use_symmetric_memory(
+    options: GroupOptions, group: dist.ProcessGroup | None, backend: str, device: torch.device, *, label: str
+) -> None:
+    """See ``FSDPModule.set_symm_mem_for_comm``; ``group`` is the one of gathers, ``label`` names the unit in errors."""
+    if backend != "NCCL" or device.type != "cuda":
+        raise NotImplementedError(
+            f"set_symm_mem_for_comm supports backend NCCL on cuda, not {backend} on {device.type}"
+        )
+    _check_ours(options.all_gather, SymmetricGather, "all-gather")
+    _check_ours(options.reduce_scatter, SymmetricReduce, "reduce-scatter")
+    if options.max_reduce_inputs > 1:
+        raise ValueError(
+            "set_reduce_scatter_max_input_buffers(>1) is not supported with the symmetric-memory reduce-scatter, but "
+            f"got {options.max_reduce_inputs} for {label}"
+        )
+    if group is None or options.reduce_group is None:
+        return
+    options.all_gather = SymmetricGather(group, backend)
+    if options.force_sum:
+        options.reduce_scatter = SymmetricReduce(options.reduce_group, backend)
+
+
+def separate_reduce_group(options: GroupOptions, shared: dist.ProcessGroup | None, *, enable: bool) -> None:
+    """See ``FSDPModule.set_separate_reduce_scatter_group``; ``shared`` is the group of gathers."""
+    if shared is None or not enable:
+        options.reduce_group = shared
+        return
+    if shared not in _reduce_groups:
+        # Ranks of other shard groups may not come here: only the members wait for each other.
+        _reduce_groups[shared] = dist.new_group(
+            dist.get_process_group_ranks(shared), use_local_synchronization=True, group_desc="fsdp_reduce_scatter"
+        )
+    options.reduce_group = _reduce_groups[shared]
+
+
+def _check_ours(comm: object, kind: type, name: str) -> None:
+    if comm is not None and not isinstance(comm, kind):
+        raise AssertionError(f"cannot change where buffers live when the {name} is custom: {type(comm).__name__}")

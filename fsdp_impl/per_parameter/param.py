@@ -1,24 +1,171 @@
-"""One parameter: what the modules see of it, sharded and not.
+"""One parameter: how it is cut, and what the modules see of it, sharded and not.
 
-Three tensors tell its life. The *original* parameter is cut at construction and let go. The *sharded* parameter, a
-DTensor, is what optimizers and checkpoints know; it lasts as long as the model. The *unsharded* parameter is an
-autograd leaf whose bytes come with each gather and go with each reshard; it is made once, because autograd keeps
-references to it between forward and backward.
+A parameter has three forms. The *original* one is cut at construction and dropped. The *sharded* parameter, a DTensor,
+is what optimizers and checkpoints use; it lasts as long as the model. The *unsharded* parameter is an autograd leaf
+whose bytes come with each gather and go with each reshard (see Note: unsharded parameters).
+
+Its local tensor may be of a class that chooses what is gathered in its place (an *extension*).
 """
 
+import inspect
 import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from fsdp_impl.common import dtensor
+from fsdp_impl.common.layout import contiguous_stride
+from fsdp_impl.common.mesh import concatenate
 from fsdp_impl.common.owner import Owner
-from fsdp_impl.per_parameter.cut import Cut
-from fsdp_impl.per_parameter.extensions import Extension
+from fsdp_impl.per_parameter.mesh import ShardMesh
+from fsdp_impl.per_parameter.options import MixedPrecisionPolicy
+
+# How a parameter is cut
+
+
+PlacementFn = Callable[[nn.Parameter], Shard | None]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One original parameter and its cut.
+
+    Attributes:
+        data: what is cut: the parameter, or of a DTensor the local tensor.
+        dim: along which dimension.
+        spec: of the sharded parameter.
+        unsharded: of the unsharded parameter, if that is a DTensor.
+        data_parallel: the dimensions of ``unsharded``'s mesh over which FSDP itself reduces gradients.
+    """
+
+    data: torch.Tensor
+    dim: int
+    spec: DTensorSpec
+    unsharded: DTensorSpec | None
+    data_parallel: frozenset[int] = frozenset()
+
+
+def cut(param: nn.Parameter, name: str, mesh: ShardMesh, placement_fn: PlacementFn | None) -> Cut:
+    """Decide how ``param``, called ``name``, is cut over ``mesh``.
+
+    Raises:
+        ValueError: if ``placement_fn`` returns neither ``None`` nor a ``Shard``; if the mesh is one of named dimensions
+            and ``param`` is not a DTensor on it, replicated over them.
+        AssertionError: for a dimension that ``param`` does not have.
+        NotImplementedError: for a dimension other than 0 that the ranks do not divide.
+    """
+    placement = placement_fn(param) if placement_fn is not None else None
+    if placement is not None and not isinstance(placement, Shard):
+        raise ValueError(f"Invalid shard_placement_fn result: {placement} for parameter {name}")
+    data = dtensor.local_of(param) if isinstance(param, DTensor) else param.detach()
+    dim = _checked_dim(placement, data, param, name, mesh)
+    if mesh.spmd is not None:
+        return _cut_spmd(param, data, name, dim, mesh)
+    if isinstance(param, DTensor):
+        return _cut_tensor_parallel(param, data, dim, mesh)
+    spec = dtensor.spec_for(mesh.mesh, mesh.placements(Shard(dim)), param.size(), param.dtype)
+    return Cut(data, dim, spec, None)
+
+
+def _checked_dim(placement: Shard | None, data: torch.Tensor, param: nn.Parameter, name: str, mesh: ShardMesh) -> int:
+    if placement is None:
+        return 0
+    dim = placement.dim + data.ndim if placement.dim < 0 else placement.dim
+    if not 0 <= dim < data.ndim:
+        raise AssertionError(f"Shard dim {dim} is invalid for {data.ndim}D tensor: {param.shape} of {name}")
+    if dim > 0 and data.size(dim) % mesh.size != 0:
+        raise NotImplementedError(
+            f"FSDP does not support uneven sharding on dim {dim}: {data.size()} of {name} (world size: {mesh.size})"
+        )
+    return dim
+
+
+def _shard(dim: int, split_factor: int) -> Placement:
+    """Shard along ``dim``; strided if other mesh dimensions cut it before, into ``split_factor`` parts.
+
+    The mesh lists data parallelism first, but it cuts last: what is cut is already a tensor-parallel shard. A plain
+    ``Shard`` would claim the order of the mesh, and a full tensor would be put together in the wrong order.
+    """
+    return _StridedShard(dim, split_factor=split_factor) if split_factor > 1 else Shard(dim)
+
+
+def _parts(mesh: DeviceMesh, placements: tuple[Placement, ...], dim: int, start: int = 0) -> int:
+    """Into how many parts the mesh dimensions from ``start`` on cut ``dim``."""
+    cutting = [
+        mesh.size(index)
+        for index, placement in enumerate(placements)
+        if index >= start and isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim
+    ]
+    return math.prod(cutting)
+
+
+def _cut_tensor_parallel(param: DTensor, data: torch.Tensor, dim: int, mesh: ShardMesh) -> Cut:
+    """A DTensor on a mesh of its own dimensions (tensor, sequence or expert parallel) beside the data-parallel ones."""
+    old = param._spec
+    shard = _shard(dim, _parts(old.mesh, old.placements, dim))
+    spec = dtensor.spec_for(
+        concatenate([mesh.mesh, old.mesh]), (*mesh.placements(shard), *old.placements), param.size(), param.dtype
+    )
+    return Cut(data, dim, spec, old)
+
+
+def _cut_spmd(param: nn.Parameter, data: torch.Tensor, name: str, dim: int, mesh: ShardMesh) -> Cut:
+    """A DTensor on one mesh of all dimensions, some of which are the data-parallel ones."""
+    assert mesh.spmd is not None
+    full, dims = mesh.spmd
+    if not isinstance(param, DTensor):
+        raise ValueError(
+            "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh (e.g. via "
+            f"distribute_module). Got plain tensor for parameter '{name}'."
+        )
+    old = param._spec
+    if old.mesh is not full:
+        raise ValueError(
+            f"Expected the DTensor mesh of parameter '{name}' to be the same mesh passed to fully_shard, but got "
+            f"different mesh objects: {old.mesh} and {full}"
+        )
+    names = full.mesh_dim_names
+    assert names is not None
+    data_parallel = frozenset(names.index(which) for which in (*dims.shard_names, *dims.replicate_names))
+    for index in sorted(data_parallel):
+        if not isinstance(old.placements[index], Replicate):
+            raise ValueError(
+                f"Expected Replicate() on DP dim '{names[index]}' (index {index}) of parameter '{name}' but got "
+                f"{old.placements[index]}"
+            )
+    spec = _spmd_spec(old, dim, mesh, data_parallel)
+    return Cut(data, dim, spec, old, data_parallel)
+
+
+def _spmd_spec(old: DTensorSpec, dim: int, mesh: ShardMesh, data_parallel: frozenset[int]) -> DTensorSpec:
+    assert mesh.spmd is not None
+    full, dims = mesh.spmd
+    names = full.mesh_dim_names or ()
+    first = min((names.index(name) for name in dims.shard_names), default=0)
+    shard = _shard(dim, _parts(full, old.placements, dim, start=first))
+    meta = dtensor.meta_of(old)
+    if len(dims.shard_names) <= 1 and len(dims.replicate_names) <= 1:
+        placements = list(old.placements)
+        if dims.shard_names:
+            placements[first] = shard
+        return dtensor.spec_for(full, placements, meta.shape, meta.dtype)
+    # Flattened dimensions: the data-parallel mesh takes the place of all its names, ahead of the others.
+    others = [index for index in range(full.ndim) if index not in data_parallel]
+    shard = _shard(dim, _parts(full, old.placements, dim))
+    joined = concatenate([mesh.mesh, *(full[names[index]] for index in others)]) if others else mesh.mesh
+    placements = [*mesh.placements(shard), *(old.placements[index] for index in others)]
+    return dtensor.spec_for(joined, placements, meta.shape, meta.dtype)
+
+
+# A parameter of a group
 
 # Numbers original parameters. Not id(): a freed parameter's id comes back with another one.
 _serial_numbers = itertools.count()
@@ -29,9 +176,12 @@ class ShardedParam:
 
     Attributes:
         owners: where it is registered, at least once.
-        fqn: its name from the root, known from lazy initialisation on; before, its name in its module.
+        fqn: its name from the root, set at lazy initialisation; before, its name in its module.
         size: the unsharded size; of a tensor-parallel parameter that of this rank's part.
         dim: the dimension that it is cut along.
+        spec: of ``sharded``.
+        unsharded_spec: of ``unsharded``, if that is a DTensor.
+        data_parallel: the dimensions of ``unsharded_spec``'s mesh over which FSDP itself reduces gradients.
         sharded: the sharded parameter.
         slot: the local tensor of ``sharded`` while it lies in the group's buffer, else ``None``.
         unsharded: the unsharded parameter, ``None`` before the first unshard.
@@ -55,8 +205,8 @@ class ShardedParam:
         self.size = cut.data.size()
         self.dim = cut.dim
         self.spec = cut.spec
-        self._unsharded_spec = cut.unsharded
-        self._data_parallel = cut.data_parallel
+        self.unsharded_spec = cut.unsharded
+        self.data_parallel = cut.data_parallel
         self._param_dtype = param_dtype
         self.sharded = nn.Parameter(dtensor.wrap(local, self.spec), requires_grad=original.requires_grad)
         # Not `local` itself: nn.Parameter detaches, which makes another tensor object of the same memory.
@@ -66,7 +216,6 @@ class ShardedParam:
         self.unsharded: nn.Parameter | None = None
         self.accumulated: torch.Tensor | None = None
         self.serial = _serial_number(original)
-        self.register(self.sharded)
 
     @property
     def local(self) -> torch.Tensor:
@@ -85,25 +234,31 @@ class ShardedParam:
     @property
     def is_tensor_parallel(self) -> bool:
         """Whether the unsharded parameter is a DTensor too."""
-        return self._unsharded_spec is not None
+        return self.unsharded_spec is not None
 
     def make_unsharded(self, data: torch.Tensor) -> None:
         """Let the unsharded parameter live in ``data`` (``size``, ``compute_dtype``)."""
-        if self._unsharded_spec is not None:
-            data = dtensor.wrap(data, dtensor.with_dtype(self._unsharded_spec, data.dtype))
+        if self.unsharded_spec is not None:
+            data = dtensor.wrap(data, dtensor.with_dtype(self.unsharded_spec, data.dtype))
         self.unsharded = nn.Parameter(data, requires_grad=False)
 
     def register(self, param: nn.Parameter) -> None:
         """Make ``param`` what the owners hold."""
         for owner in self.owners:
-            if type(owner.module).__setattr__ is nn.Module.__setattr__:
-                # The checks of nn.Module.__setattr__ cost more than all else here, and hold by construction.
-                owner.module._parameters[owner.name] = param
-            else:
-                setattr(owner.module, owner.name, param)
+            owner.hold(param)
+
+    def held(self) -> Any:
+        """What the owners hold now; the sharded parameter if all of them are gone (see Note: ownership)."""
+        for owner in self.owners:
+            if (module := owner.find()) is not None:
+                # Past nn.Module.__getattr__, which is slow; what is not found so is on a module with attributes of its
+                # own.
+                held = module._parameters.get(owner.name)
+                return getattr(module, owner.name) if held is None else held
+        return self.sharded
 
     def adopt(self) -> None:
-        """Take what the owners hold now for the sharded parameter, and note whether it still lies in its slot.
+        """Take what the owners hold now for the sharded parameter, and look whether it lies in its slot (Note: slots).
 
         ``load_state_dict(assign=True)`` and users replace the parameter; ``.to()`` and ``to_empty`` keep the object
         but swap its local tensor.
@@ -111,10 +266,7 @@ class ShardedParam:
         Raises:
             ValueError: if it is no longer a DTensor of the same size, mesh and placements.
         """
-        owner = self.owners[0]
-        # Past nn.Module.__getattr__, which is slow; what is not found there is a module with attributes of its own.
-        held = owner.module._parameters.get(owner.name)
-        held = getattr(owner.module, owner.name) if held is None else held
+        held = self.held()
         if held is not self.sharded:
             self._check(held)
             self.sharded = held
@@ -132,56 +284,10 @@ class ShardedParam:
         self._slot_pointer = slot.data_ptr()
 
     def sync_requires_grad(self) -> None:
-        """Users freeze and unfreeze the sharded parameter; autograd asks the unsharded one."""
+        """Users freeze and unfreeze the sharded parameter; autograd reads the unsharded one."""
         assert self.unsharded is not None
         if self.unsharded.requires_grad != self.sharded.requires_grad:
             self.unsharded.requires_grad_(self.sharded.requires_grad)
-
-    def accumulate(self, dtype: torch.dtype | None) -> None:
-        """Add the unsharded gradient, if there is one, to those of earlier backwards, in ``dtype`` if given."""
-        grad = None if self.unsharded is None else self.unsharded.grad
-        if self.unsharded is None or grad is None:
-            return
-        if self.accumulated is not None:
-            self.accumulated += grad
-        elif dtype is not None and dtype != grad.dtype:
-            self.accumulated = grad.to(dtype)
-        else:
-            return  # it stays where it is, and autograd adds to it
-        self.unsharded.grad = None
-
-    def take_grad(self, dtype: torch.dtype | None) -> torch.Tensor | None:
-        """Take the gradient of all backwards since the last reduction, ``None`` if there is none.
-
-        A plain tensor of ``size``: a tensor-parallel gradient that is a pending sum over its mesh is summed here, in
-        the reduce dtype ``dtype`` if given. A sum in the dtype of compute would lose what the reduce dtype is for.
-        """
-        if self.accumulated is not None:
-            self.accumulate(dtype)
-            grad, self.accumulated = self.accumulated, None
-        elif self.unsharded is not None and self.unsharded.grad is not None:
-            grad, self.unsharded.grad = self.unsharded.grad, None
-        else:
-            return None
-        return grad if self._unsharded_spec is None else self._local_grad(grad, self._unsharded_spec, dtype)
-
-    def zero_grad(self, device: torch.device) -> torch.Tensor:
-        """A gradient of zeros, as :meth:`take_grad` returns one."""
-        return torch.zeros(self.size, dtype=self.compute_dtype, device=device)
-
-    def _local_grad(self, grad: torch.Tensor, spec: DTensorSpec, dtype: torch.dtype | None) -> torch.Tensor:
-        assert isinstance(grad, DTensor), f"{self.fqn} is a DTensor but its gradient is a {type(grad)}"
-        # What is pending over data-parallel dimensions is summed by the reduction.
-        wanted = tuple(
-            grad.placements[index] if index in self._data_parallel else placement
-            for index, placement in enumerate(spec.placements)
-        )
-        if grad.placements != wanted:
-            if dtype is not None and any(isinstance(placement, Partial) for placement in grad.placements):
-                grad = cast(DTensor, grad.to(dtype))
-            grad = grad.redistribute(placements=wanted)
-        local = dtensor.local_of(grad)
-        return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
     def _check(self, held: Any) -> None:
         if not isinstance(held, DTensor):
@@ -204,3 +310,121 @@ def _serial_number(original: nn.Parameter) -> int:
         original._fsdp_impl_serial = next(_serial_numbers)  # type: ignore[attr-defined]
     serial: int = original._fsdp_impl_serial  # type: ignore[attr-defined]
     return serial
+
+
+# Tensor subclasses that choose what is gathered
+#
+# A sharded local tensor with `fsdp_pre_all_gather` and `fsdp_post_all_gather`, of its class or set on the object, is
+# not gathered as it is. Before each gather the first returns the tensors to gather instead, quantised for instance, and
+# any metadata; after it the second makes the unsharded parameter of the gathered ones.
+
+
+def has_hooks(local: torch.Tensor) -> bool:
+    """Whether ``local`` brings the two methods.
+
+    Raises:
+        AssertionError: if it brings one of them.
+    """
+    before, after = hasattr(local, "fsdp_pre_all_gather"), hasattr(local, "fsdp_post_all_gather")
+    if before != after:
+        raise AssertionError(
+            "Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined if using all-gather extensions: "
+            f"{type(local)} has only fsdp_{'pre' if before else 'post'}_all_gather"
+        )
+    return before
+
+
+class Extension:
+    """What one parameter's hooks need between calls."""
+
+    def __init__(self) -> None:
+        # Gathered tensors, 1-D, each the beginning of a storage of its own, which has no bytes between reshard and
+        # unshard.
+        self.gathered: list[torch.Tensor] = []
+        # Of this rank's inputs.
+        self.sizes: list[torch.Size] = []
+        self._metadata: Any = None
+        # Storages of the unsharded parameter, as returned by the hook, and their bytes: freed and allocated with the
+        # group.
+        self._inner: list[tuple[torch.UntypedStorage, int]] = []
+
+    def inputs(
+        self,
+        param: "ShardedParam",
+        padded: torch.Size,
+        mesh: DeviceMesh,
+        policy: MixedPrecisionPolicy,
+        device: torch.device,
+    ) -> list[torch.Tensor]:
+        """The tensors to gather, flat and in any dtypes.
+
+        Args:
+            param: the parameter.
+            padded: the size of a full chunk; every rank must give as much.
+            mesh: the sharded dimension, for the hook.
+            policy: for the hook.
+            device: where to gather.
+        """
+        local: Any = param.local.to(device, non_blocking=True) if param.local.device != device else param.local
+        hook = local.fsdp_pre_all_gather
+        number = len(inspect.signature(hook).parameters)
+        if number == 1:  # an older form
+            inputs, self._metadata = hook(mesh)
+        elif number == 5:
+            module = param.owners[0].find()
+            inputs, self._metadata = hook(mesh, param.size, contiguous_stride(param.size), module, policy)
+            self._check_padded(param, inputs, padded)
+        else:
+            raise AssertionError(
+                f"Invalid fsdp_pre_all_gather: {inspect.signature(hook)}\nExpects fsdp_pre_all_gather(self, mesh: "
+                "DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: "
+                "MixedPrecisionPolicy)"
+            )
+        self.sizes = [tensor.size() for tensor in inputs]
+        return [tensor.reshape(-1) for tensor in inputs]
+
+    def finish(self, param: "ShardedParam", dtype: torch.dtype) -> None:
+        """Make the unsharded parameter of :attr:`gathered`, or fill the one that was made before."""
+        outputs = tuple(tensor.view(-1, *size[1:]) for tensor, size in zip(self.gathered, self.sizes, strict=True))
+        hook = param.local.fsdp_post_all_gather  # type: ignore[attr-defined]
+        if param.unsharded is not None:
+            for storage, nbytes in self._inner:
+                if storage.size() != nbytes:
+                    storage.resize_(nbytes)
+            with cast(Any, torch.autograd)._unsafe_preserve_version_counter(param.unsharded):
+                hook(outputs, self._metadata, dtype, out=param.unsharded)
+            return
+        data, inner = hook(outputs, self._metadata, dtype)
+        self._inner = [(tensor.untyped_storage(), tensor.untyped_storage().size()) for tensor in inner]
+        if data.size() != param.size:  # padded, as the gathered tensors are
+            data = torch.as_strided(data, param.size, contiguous_stride(param.size), 0)
+        param.make_unsharded(data)
+
+    def free(self) -> None:
+        """Give the bytes of the unsharded parameter back."""
+        for storage, _ in self._inner:
+            if storage.size() != 0:
+                storage.resize_(0)
+
+    def _check_padded(self, param: "ShardedParam", inputs: Sequence[torch.Tensor], padded: torch.Size) -> None:
+        # Only ranks with padding can notice; the others would wait for them in the gather.
+        if param.local.size() != padded and any(tensor.size() != padded for tensor in inputs):
+            raise AssertionError(
+                f"When a parameter is unevenly sharded by FSDP (orig size={tuple(param.size)}), fsdp_pre_all_gather "
+                f"must return all-gather inputs with the padded sharded size {tuple(padded)} but got "
+                f"{[tuple(tensor.size()) for tensor in inputs]} for {param.fqn}"
+            )
+
+
+def cut_extended(data: torch.Tensor, padded: torch.Size, dim: int, start: int, rows: int) -> torch.Tensor:
+    """This rank's shard of ``data``, of its own class and in memory of its own."""
+    whole = data.new_zeros(padded)
+    shard = whole.narrow(dim, 0, rows)
+    if rows > 0:
+        shard.copy_(data.narrow(dim, start, rows))
+    return shard
+
+
+def is_extended(data: torch.Tensor) -> bool:
+    """Whether ``data`` is of a class that brings the hooks, so that it cannot live in a buffer of plain numbers."""
+    return type(data) not in (torch.Tensor, nn.Parameter) and has_hooks(data)

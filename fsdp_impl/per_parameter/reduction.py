@@ -1,18 +1,109 @@
-"""Reduce the gradients of a group: reduce-scatter over the shards, all-reduce over the replicas."""
+"""The way of a gradient, from autograd to the optimizer.
+
+Autograd leaves gradients on unsharded parameters. They are accumulated there while nothing is reduced (``accumulate``),
+or taken (``take``), copied in, reduce-scattered over the shards and all-reduced over the replicas (``Reducer``), and
+added to the gradients of the sharded parameters (``Accumulator``).
+"""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.profiler import record_function
 
-from fsdp_impl.common import collectives, divide, streams
-from fsdp_impl.common.layout import Layout, build_layout, shard_view
+from fsdp_impl.common import collectives, divide, dtensor, hooks, streams
 from fsdp_impl.common.streams import Event, Stream
-from fsdp_impl.per_parameter import gradients
-from fsdp_impl.per_parameter.accumulation import Accumulator
 from fsdp_impl.per_parameter.group import ParamGroup
+from fsdp_impl.per_parameter.layout import Layout, build_layout, shard_view
 from fsdp_impl.per_parameter.param import ShardedParam
+
+# Unsharded gradients
+
+
+@torch.no_grad()
+def accumulate(group: ParamGroup) -> None:
+    """Keep the gradients of a backward that does not reduce, in the reduce dtype: sums in a low precision lose bits."""
+    for param in group.shards.params:
+        _accumulate_one(param, group.precision.reduce_dtype)
+
+
+@torch.no_grad()
+def take(group: ParamGroup) -> tuple[list[ShardedParam], list[torch.Tensor]]:
+    """Take the gradients that autograd left on unsharded parameters, and the parameters that have one."""
+    params: list[ShardedParam] = []
+    grads: list[torch.Tensor] = []
+    for param in group.shards.params:
+        grad = _take_one(param, group.precision.reduce_dtype)
+        if grad is None and group.options.reduce_unused and param.sharded.requires_grad:
+            grad = zero_grad(param, group.device)
+        if grad is not None:
+            params.append(param)
+            grads.append(grad)
+    return params, grads
+
+
+def drop(group: ParamGroup) -> None:
+    """Forget all unsharded gradients."""
+    for param in group.shards.params:
+        param.accumulated = None
+        if param.unsharded is not None:
+            param.unsharded.grad = None
+
+
+def _accumulate_one(param: ShardedParam, dtype: torch.dtype | None) -> None:
+    """Add the unsharded gradient, if there is one, to those of earlier backwards, in ``dtype`` if given."""
+    grad = None if param.unsharded is None else param.unsharded.grad
+    if param.unsharded is None or grad is None:
+        return
+    if param.accumulated is not None:
+        param.accumulated += grad
+    elif dtype is not None and dtype != grad.dtype:
+        param.accumulated = grad.to(dtype)
+    else:
+        return  # it stays where it is, and autograd adds to it
+    param.unsharded.grad = None
+
+
+def _take_one(param: ShardedParam, dtype: torch.dtype | None) -> torch.Tensor | None:
+    """Take the gradient of all backwards since the last reduction, ``None`` if there is none.
+
+    A plain tensor of ``size``: a tensor-parallel gradient that is a pending sum over its mesh is summed here, in
+    the reduce dtype ``dtype`` if given. A sum in the dtype of compute would lose what the reduce dtype is for.
+    """
+    if param.accumulated is not None:
+        _accumulate_one(param, dtype)
+        grad, param.accumulated = param.accumulated, None
+    elif param.unsharded is not None and param.unsharded.grad is not None:
+        grad, param.unsharded.grad = param.unsharded.grad, None
+    else:
+        return None
+    return grad if param.unsharded_spec is None else _local_grad(param, grad, param.unsharded_spec, dtype)
+
+
+def zero_grad(param: ShardedParam, device: torch.device) -> torch.Tensor:
+    """A gradient of zeros, as :func:`take` returns one."""
+    return torch.zeros(param.size, dtype=param.compute_dtype, device=device)
+
+
+def _local_grad(param: ShardedParam, grad: torch.Tensor, spec: DTensorSpec, dtype: torch.dtype | None) -> torch.Tensor:
+    assert isinstance(grad, DTensor), f"{param.fqn} is a DTensor but its gradient is a {type(grad)}"
+    # What is pending over data-parallel dimensions is summed by the reduction.
+    wanted = tuple(
+        grad.placements[index] if index in param.data_parallel else placement
+        for index, placement in enumerate(spec.placements)
+    )
+    if grad.placements != wanted:
+        if dtype is not None and any(isinstance(placement, Partial) for placement in grad.placements):
+            grad = cast(DTensor, grad.to(dtype))
+        grad = grad.redistribute(placements=wanted)
+    local = dtensor.local_of(grad)
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
+# Reductions
 
 
 class Reduced(NamedTuple):
@@ -64,7 +155,8 @@ class Reducer:
             else:
                 done = self._finish(total)
             if contributions is not None:
-                # At shard size 1 the input is the output and is read until it has been accumulated.
+                # At shard size 1 the input is the output and is read until it has been accumulated (see Note: reduction
+                # memory).
                 comm.keep_reduce_input(contributions, done if total.shards is contributions else reduced)
 
     def reset(self) -> None:
@@ -73,9 +165,9 @@ class Reducer:
 
     def _copy_in(self, params: Sequence[ShardedParam], grads: list[torch.Tensor]) -> tuple[torch.Tensor, Layout]:
         """In the memory of the current stream, on which autograd made the gradients that are copied in."""
-        layout = self._layout(params, gradients.reduce_dtype(self._group, params, grads))
+        layout = self._layout(params, _reduce_dtype(self._group, params, grads))
         contributions = self._allocate(layout.world * layout.numel, layout.dtype)
-        gradients.copy_in(params, grads, layout, contributions)
+        _pack(params, grads, layout, contributions)
         grads.clear()
         return contributions, layout
 
@@ -87,7 +179,7 @@ class Reducer:
         if group.mesh.size == 1:
             return contributions
         output = self._allocate(layout.numel, layout.dtype)
-        process_group = group.reduce_group
+        process_group = group.options.reduce_group
         assert process_group is not None
         if group.options.reduce_scatter is not None:
             group.options.reduce_scatter(
@@ -172,3 +264,115 @@ class Reducer:
         if group.options.reduce_scatter is not None:
             return group.options.reduce_scatter.allocate((numel,), dtype=dtype, device=group.device)
         return torch.empty(numel, dtype=dtype, device=group.device)
+
+
+def _reduce_dtype(group: ParamGroup, params: Sequence[ShardedParam], grads: Sequence[torch.Tensor]) -> torch.dtype:
+    """The policy's reduce dtype, or the one that all ``grads`` have.
+
+    Asked at each reduction, not settled once: parameters may be cast, frozen and unfrozen in between.
+
+    Raises:
+        ValueError: if the gradients differ in dtype and the policy has no reduce dtype.
+    """
+    if group.precision.reduce_dtype is not None:
+        return group.precision.reduce_dtype
+    dtypes = {grad.dtype for grad in grads}
+    if len(dtypes) > 1:
+        found = {param.fqn: grad.dtype for param, grad in zip(params, grads, strict=True)}
+        raise ValueError(f"FSDP reduces the gradients of a group together and expects one dtype, but got {found}")
+    return dtypes.pop()
+
+
+def _pack(
+    params: Sequence[ShardedParam], grads: Sequence[torch.Tensor], layout: Layout, contributions: torch.Tensor
+) -> None:
+    """Cut every gradient into padded chunks (padding zero) and lay them out rank-major in ``contributions``.
+
+    ``contributions`` is 1-D, ``layout.world * layout.numel``, of the reduce dtype, which may differ from the
+    gradients': the kernel casts.
+    """
+    # The kernel refuses empty tensors, which need no room either.
+    filled = [_rows(grad, param.dim, layout.world) for param, grad in zip(params, grads, strict=True) if grad.numel()]
+    if not filled:
+        return
+    if len({grad.dtype for grad in filled}) > 1:
+        # One parameter's gradient was accumulated in the reduce dtype, another's is new and in that of compute.
+        filled = [grad.to(layout.dtype) for grad in filled]
+    torch._chunk_cat(filled, 0, layout.world, out=contributions.view(layout.world, -1))
+
+
+def _rows(grad: torch.Tensor, dim: int, world: int) -> torch.Tensor:
+    """``grad`` with the chunks along ``dim`` one after the other along dimension 0."""
+    return grad if dim == 0 or world == 1 else torch.cat(torch.chunk(grad, world, dim=dim), dim=0)
+
+
+# Sharded gradients
+
+
+class GradBuffer(NamedTuple):
+    """The sharded gradients that one reduction made: ``locals`` are views of ``buffer``, one for each of ``params``."""
+
+    buffer: torch.Tensor
+    params: tuple[ShardedParam, ...]
+    locals: tuple[torch.Tensor, ...]
+
+    def is_current(self) -> bool:
+        """Whether these very tensors still are the gradients, so that adding to the buffer adds to them."""
+        return all(
+            param.sharded.grad is not None and dtensor.local_of(param.sharded.grad) is local
+            for param, local in zip(self.params, self.locals, strict=True)
+        )
+
+
+class Accumulator:
+    """Adds reduced shards to the gradients of one group, in the parameters' dtype and where the parameters live."""
+
+    def __init__(self, *, offloads: bool, pins: bool) -> None:
+        self._offloads = offloads
+        self._pins = pins
+        self._last: GradBuffer | None = None
+
+    def add(self, params: Sequence[ShardedParam], layout: Layout, shards: torch.Tensor) -> bool:
+        """Add the views of ``shards`` to the gradients, or make them the gradients where there are none; run hooks.
+
+        Runs on the current stream. A gradient that is made here lives in that stream's memory, or in that of ``shards``
+        (see Note: reduction memory).
+
+        Args:
+            params: what was reduced.
+            layout: where each of ``params`` lies, in the parameters' dtype.
+            shards: 1-D, of ``layout``.
+
+        Returns:
+            Whether a copy to the host may still be running, for which the host must wait before the gradients are used.
+        """
+        shards, is_copying = self._to_home(params, shards)
+        last = self._last
+        if last is not None and last.params == tuple(params) and last.is_current():
+            last.buffer.add_(shards)
+        else:
+            self._add_views(params, layout, shards)
+        for param in params:
+            hooks.run_post_accumulate(param.sharded)
+        return is_copying
+
+    def _add_views(self, params: Sequence[ShardedParam], layout: Layout, shards: torch.Tensor) -> None:
+        views = tuple(shard_view(shards, slot) for slot in layout.slots)
+        held = [param.sharded.grad for param in params]
+        existing = [(grad, view) for grad, view in zip(held, views, strict=True) if grad is not None]
+        if existing:
+            torch._foreach_add_([dtensor.local_of(grad) for grad, _ in existing], [view for _, view in existing])
+        for param, grad, view in zip(params, held, views, strict=True):
+            if grad is None:
+                param.sharded.grad = dtensor.wrap(view, dtensor.with_dtype(param.spec, view.dtype))
+        self._last = GradBuffer(shards, tuple(params), views)
+
+    def _to_home(self, params: Sequence[ShardedParam], shards: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        if not self._offloads or shards.device.type == "cpu":
+            return shards, False
+        # Nothing on the host waits for a stream: what reads the copy before the end of backward must find it finished.
+        is_read = any(param.sharded.grad is not None or hooks.post_accumulate_of(param.sharded) for param in params)
+        may_overlap = self._pins and not is_read
+        home = torch.empty(shards.shape, dtype=shards.dtype, pin_memory=self._pins)
+        home.copy_(shards, non_blocking=may_overlap)
+        return home, may_overlap

@@ -1,24 +1,24 @@
-"""The one buffer in which the sharded parameters of a group live, and what happens when something moves them out.
-
-The buffer is the input of the gather: while every parameter lies in its slot, a gather copies nothing in. Parameters
-leave their slots when something replaces them (``.to()``, ``to_empty``, ``load_state_dict(assign=True)``, an optimizer
-that swaps tensors). What left is never written back to the old slot: whoever swapped it out may still hold the old
-tensor, and it must keep its values. When all have left they move into a new buffer together. While only some have, the
-rest stays where a state dict made earlier still sees it, and gathers copy in.
-"""
+"""The one buffer in which the sharded parameters of a group live, and what happens when something moves them out."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 
-from fsdp_impl.common.layout import Layout, build_layout, shard_rows, shard_size, shard_view
-from fsdp_impl.common.mesh import ShardMesh
+from fsdp_impl.common.layout import shard_rows
 from fsdp_impl.common.owner import Owner
-from fsdp_impl.common.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from fsdp_impl.per_parameter import extensions
-from fsdp_impl.per_parameter.cut import Cut
-from fsdp_impl.per_parameter.param import ShardedParam
+from fsdp_impl.per_parameter.layout import Layout, build_layout, shard_size, shard_view
+from fsdp_impl.per_parameter.mesh import ShardMesh
+from fsdp_impl.per_parameter.options import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fsdp_impl.per_parameter.param import Cut, Extension, ShardedParam, cut_extended, has_hooks, is_extended
+
+# Note: slots
+#
+# The buffer is the input of the gather: while every parameter lies in its slot, a gather copies nothing in. Parameters
+# leave their slots when something replaces them (`.to()`, `to_empty`, `load_state_dict(assign=True)`, an optimizer that
+# swaps tensors). What left is never written back to the old slot: whoever swapped it out may still hold the old tensor,
+# and it must keep its values. When all have left they move into a new buffer together. While only some have, the rest
+# stays where a state dict made earlier still sees it, and gathers copy in.
 
 
 class Shards:
@@ -30,6 +30,8 @@ class Shards:
         gather_layout: the slots of the gather's input, by the dtypes of compute; ``layout`` itself if those are equal.
             With extensions, the slots of what these choose to gather.
         gather_sizes: unsharded sizes of what is gathered, in the order of the slots.
+        gathers_apart: indices of the slots that extensions gather. A hook may expect that a tensor it is given begins
+            its storage.
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class Shards:
         self.layout = build_layout(sizes, [cut.data.dtype for cut in cuts], mesh.size, mesh.rank, dims)
         self._precision = precision
         self._buffer: torch.Tensor | None = None
-        self._is_extended = any(extensions.is_foreign(cut.data) for cut in cuts)
+        self._is_extended = any(is_extended(cut.data) for cut in cuts)
         with torch.no_grad():
             locals_ = self._cut_apart(cuts) if self._is_extended else self._cut_into_buffer(cuts)
         self.params = [
@@ -59,6 +61,7 @@ class Shards:
         ]
         self.gather_layout = self._gather_layout()
         self.gather_sizes = sizes
+        self.gathers_apart: set[int] = set()
 
     def version(self) -> int:
         """A number that grows whenever sharded parameters are changed in place."""
@@ -68,7 +71,7 @@ class Shards:
 
     @torch.no_grad()
     def refresh(self) -> bool:
-        """Notice parameters that were moved or replaced; once all were, move them into a new buffer.
+        """Notice parameters that were moved or replaced; once all were, move them into a new buffer (Note: slots).
 
         Returns:
             Whether it wrote to a new buffer, on the current stream.
@@ -83,12 +86,31 @@ class Shards:
             self.layout = layout
             self.gather_layout = self._gather_layout()
         self._buffer = None
-        if self._is_extended or left < len(self.params) or len({param.local.device for param in self.params}) > 1:
+        devices = {param.local.device for param in self.params}
+        # Offloaded parameters that were moved to a device stay there until they are moved back: check_home names them.
+        is_away = self.offloads and any(device.type not in ("cpu", "meta") for device in devices)
+        if self._is_extended or left < len(self.params) or len(devices) > 1 or is_away:
             return False
         self._buffer = self._filled_buffer()
         for param, slot in zip(self.params, self.layout.slots, strict=True):
             param.move_to(shard_view(self._buffer, slot))
         return True
+
+    def check_home(self) -> None:
+        """Check that offloaded parameters are where they live.
+
+        Raises:
+            RuntimeError: if some are not on the CPU; it names them and their devices.
+        """
+        if not self.offloads or (self._buffer is not None and self._buffer.device.type == "cpu"):
+            return
+        elsewhere = [(param.fqn, param.local.device) for param in self.params if param.local.device.type != "cpu"]
+        if elsewhere:
+            raise RuntimeError(
+                "FSDP parameters should be materialized on CPU when enabling CPU offloading. For example, load a CPU "
+                'state dict or call module.to_empty(device="cpu"). Found following parameters on non-CPU device: '
+                f"{elsewhere}"
+            )
 
     @torch.no_grad()
     def gather_input(self, device: torch.device) -> torch.Tensor:
@@ -96,7 +118,11 @@ class Shards:
 
         The buffer itself if all parameters lie in it and are computed with as they are, else a copy in the memory of
         the current stream. Offloaded shards are cast on ``device``: the host is slower and would be waited for.
+
+        Raises:
+            RuntimeError: as :meth:`check_home`.
         """
+        self.check_home()
         if self._is_extended:
             return self._extended_input(device)
         source = self._filled_buffer() if self._buffer is None else self._buffer
@@ -114,8 +140,8 @@ class Shards:
         """Look which parameters bring hooks of their own, now that they are final; whether any does."""
         for param in self.params:
             param.adopt()
-            if param.extension is None and extensions.has_hooks(param.local):
-                param.extension = extensions.Extension()
+            if param.extension is None and has_hooks(param.local):
+                param.extension = Extension()
                 self._is_extended = True
         return self._is_extended
 
@@ -154,7 +180,7 @@ class Shards:
         for cut in cuts:
             start, rows = shard_rows(cut.data.size(cut.dim), self._mesh.size, self._mesh.rank)
             padded = shard_size(cut.data.size(), self._mesh.size, 0, cut.dim)
-            local = extensions.cut_local(cut.data, padded, cut.dim, start, rows)
+            local = cut_extended(cut.data, padded, cut.dim, start, rows)
             home = "cpu" if self.offloads and not local.is_meta else local.device
             found.append(local.to(home).pin_memory() if self.pins and not local.is_meta else local.to(home))
         return found
@@ -163,6 +189,7 @@ class Shards:
         pieces: list[torch.Tensor] = []
         sizes: list[torch.Size] = []
         dims: list[int] = []
+        apart: set[int] = set()
         mesh, shard_mesh = self._mesh, self._mesh.shard_dim_mesh()
         for param in self.params:
             if param.extension is None:
@@ -172,12 +199,13 @@ class Shards:
                 continue
             padded = shard_size(param.size, mesh.size, 0, param.dim)
             inputs = param.extension.inputs(param, padded, shard_mesh, self._precision, device)
+            apart |= set(range(len(pieces), len(pieces) + len(inputs)))
             pieces += inputs
             sizes += [torch.Size([piece.numel() * mesh.size]) for piece in inputs]
             dims += [0] * len(inputs)
         layout = build_layout(sizes, [piece.dtype for piece in pieces], mesh.size, mesh.rank, dims)
-        if layout != self.gather_layout:
-            self.gather_layout, self.gather_sizes = layout, sizes
+        if (layout, sizes, apart) != (self.gather_layout, self.gather_sizes, self.gathers_apart):
+            self.gather_layout, self.gather_sizes, self.gathers_apart = layout, sizes, apart
         buffer = torch.zeros(layout.numel, dtype=layout.dtype, device=device)
         for slot, piece in zip(layout.slots, pieces, strict=True):
             shard_view(buffer, slot).copy_(piece)

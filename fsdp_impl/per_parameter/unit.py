@@ -1,76 +1,135 @@
-"""A unit: the modules of one ``fully_shard`` call and what happens around their forward and backward."""
+"""A unit: the modules of one ``fully_shard`` call and what happens around their forward and backward.
 
-from collections.abc import Sequence
+Which group to gather ahead of its use is decided here too. Forward needs no prefetch of its own: the host runs ahead of
+the device, so the next group's gather is queued while this group's compute runs. In backward the gather of the group
+that comes next, the one whose forward was the one before, is issued before this group's compute, so that it does not
+queue behind this group's reduction. A user may name the modules to gather instead.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
 from torch.distributed._composable_state import _State
+from torch.profiler import record_function
 
 from fsdp_impl.common import hooks, streams
-from fsdp_impl.common.comm_context import CommContext
-from fsdp_impl.common.containers import map_tensors, tensors_requiring_grad
+from fsdp_impl.common.containers import cast, map_tensors, tensors_requiring_grad
+from fsdp_impl.common.order import OrderCheck
 from fsdp_impl.common.phase import Phase
-from fsdp_impl.common.policies import MixedPrecisionPolicy
-from fsdp_impl.per_parameter import gradients, lazy_init, precision, prefetch, registry
-from fsdp_impl.per_parameter.context import IterationContext
-from fsdp_impl.per_parameter.group import ParamGroup
-from fsdp_impl.per_parameter.param import ShardedParam
+from fsdp_impl.common.streams import Event
+from fsdp_impl.per_parameter import reduction
+from fsdp_impl.per_parameter.group import GatherContext, ParamGroup
+from fsdp_impl.per_parameter.options import MixedPrecisionPolicy
 from fsdp_impl.per_parameter.reduction import Reducer
+
+
+class IterationContext:
+    """The state of one forward and backward of the units under one root.
+
+    Units hold it, so it refers to them weakly (see Note: ownership).
+
+    Attributes:
+        forward_order: groups in the order of their post-forwards since the last backward, with repeats.
+        callback_queued: whether this backward's final callback is queued.
+        is_last_backward: whether backward ends with waiting for reductions and clearing ``forward_order``.
+        order: checks the order of gathers; ``None`` unless ``validate_order`` was called.
+        post_optim_event: what the next forward's gathers wait for instead of the current stream; used once.
+    """
+
+    def __init__(self) -> None:
+        self._units: list[ref[Unit]] = []
+        self._forward_root: ref[Unit] | None = None
+        self.forward_order: list[ParamGroup] = []
+        self.callback_queued = False
+        self.is_last_backward = True
+        self.post_optim_event: Event = None
+        self.order: OrderCheck | None = None
+
+    @property
+    def units(self) -> list["Unit"]:
+        """The units under the root, in the order of ``named_modules()``."""
+        return [unit for reference in self._units if (unit := reference()) is not None]
+
+    @units.setter
+    def units(self, units: Iterable["Unit"]) -> None:
+        self._units = [ref(unit) for unit in units]
+
+    @property
+    def forward_root(self) -> "Unit | None":
+        """The unit whose forward is outermost just now. Not always the root: a part may run by itself."""
+        return None if self._forward_root is None else self._forward_root()
+
+    @forward_root.setter
+    def forward_root(self, unit: "Unit | None") -> None:
+        self._forward_root = None if unit is None else ref(unit)
 
 
 class Unit(_State):
     """State of one ``fully_shard`` call, shared by its modules.
 
     Attributes:
-        modules: the modules given, in order.
+        device: where they compute.
         group: their parameters, ``None`` if no parameters were left to shard.
-        is_root: ``None`` before lazy initialisation.
         auto_reshard: whether ``reshard_after_forward`` was left to us: ``True``, but for the root ``False``.
+        is_root: ``None`` before lazy initialisation.
+        forward_methods: methods of the modules around which the unit acts as around forward.
+
+    Args:
+        policy: dtypes of inputs and outputs.
+        lazy_init: called with the unit before each of its forwards: settles who the root is.
     """
 
-    modules: tuple[nn.Module, ...]
-    device: torch.device
-    group: ParamGroup | None
-    auto_reshard: bool
-
-    def __init__(self) -> None:
-        self.is_root: bool | None = None
-        self.phase = Phase.IDLE
-        self.iteration = IterationContext()
-        # Modules whose forward is still to come in this pass, for units of several modules.
-        self.to_run: set[nn.Module] = set()
-        # Units to gather during this one's forward or backward, if the user has named some.
-        self.forward_prefetch: list[Unit] = []
-        self.backward_prefetch: list[Unit] = []
-
-    def setup(
+    def __init__(
         self,
         modules: tuple[nn.Module, ...],
         device: torch.device,
         group: ParamGroup | None,
         policy: MixedPrecisionPolicy,
+        lazy_init: Callable[["Unit"], None],
         *,
         auto_reshard: bool,
     ) -> None:
-        """Install the unit on its modules. Apart from ``__init__``, whose arguments are the decorator's."""
-        self.modules = modules
+        self._modules = tuple(ref(module) for module in modules)
         self.device = device
         self.group = group
-        self.policy = policy
         self.auto_reshard = auto_reshard
-        self.comm = group.comm if group is not None else CommContext(device)
+        self._policy = policy
+        self._lazy_init = lazy_init
+        self.comm = group.comm if group is not None else GatherContext(device)
         self.reducer = Reducer(group) if group is not None else None
-        for module in modules:
-            registry.insert(module, self)
+        self.is_root: bool | None = None
+        self.phase = Phase.IDLE
+        self.iteration = IterationContext()
+        self.forward_methods: set[tuple[ref[nn.Module], str]] = set()
+        # Modules whose forward is still to come in this pass, for units of several modules.
+        self.to_run: set[ref[nn.Module]] = set()
+        # What to gather during this unit's forward, and during its backward if the user has named anything for that.
+        self.forward_prefetch: list[ParamGroup] = []
+        self.backward_prefetch: list[ParamGroup] | None = None
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The modules given, in order, that are still there."""
+        return tuple(module for reference in self._modules if (module := reference()) is not None)
+
+    def register(self) -> None:
+        """Install the unit on its modules, which hold the sharded parameters from now on."""
+        if self.group is not None:
+            self.group.register()
+        for module in self.modules:
+            _units[module] = ref(self)
             module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self.post_forward)
-        for holder in dict.fromkeys(owner.module for param in self._params() for owner in param.owners):
+        params = self.group.shards.params if self.group is not None else ()
+        for holder in dict.fromkeys(owner.module for param in params for owner in param.owners):
             holder.register_state_dict_pre_hook(self._before_state_dict)
             holder.register_load_state_dict_pre_hook(self._before_state_dict)
             holder.register_load_state_dict_post_hook(self._after_load)
 
-    def share_comm(self, comm: CommContext) -> None:
+    def share_comm(self, comm: GatherContext) -> None:
         """Use the streams and buffers of ``comm`` from now on."""
         self.comm = comm
         if self.group is not None:
@@ -85,15 +144,15 @@ class Unit(_State):
             # Activation checkpointing runs forward again inside backward, after pre-backward has unsharded. An earlier
             # post-backward may have resharded since, if the unit ran twice.
             self._unshard_now()
-            return precision.cast_inputs(self.policy, args, kwargs)
+            return _cast_inputs(self._policy, args, kwargs)
         if not self.to_run:
-            self.to_run.update(self.modules)
+            self.to_run.update(self._modules)
         entering = self.phase is not Phase.FORWARD
         if entering:
             # May raise; then this forward has not begun, and the next one is the first again.
             args, kwargs = self._root_pre_forward(args, kwargs)
         self.phase = Phase.FORWARD
-        args, kwargs = precision.cast_inputs(self.policy, args, kwargs)
+        args, kwargs = _cast_inputs(self._policy, args, kwargs)
         if self.group is not None:
             entering_group = self.group.phase is not Phase.FORWARD
             if entering_group and self.iteration.order is not None:
@@ -104,22 +163,22 @@ class Unit(_State):
             if entering_group:
                 args, kwargs = hooks.call_after_backward(self._post_backward, (args, kwargs))
         if entering:
-            prefetch.prefetch(_groups(self.forward_prefetch), Phase.FORWARD)
+            prefetch(self.forward_prefetch, Phase.FORWARD)
         return args, kwargs
 
     @hooks.outside_graphs
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Reshard, and return the output to give to the caller."""
         if self.phase is not Phase.PRE_BACKWARD:
-            self.to_run.discard(module)
+            self.to_run.discard(ref(module))
             if not self.to_run:
                 self._complete_forward(output)
                 if self.iteration.forward_root is self:
                     self._root_post_forward(output)
-        return precision.cast_output(self.policy, output)
+        return _cast_output(self._policy, output)
 
     def _root_pre_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        lazy_init.ensure(self)
+        self._lazy_init(self)
         if self.iteration.forward_root is not None:
             return args, kwargs
         self.iteration.forward_root = self
@@ -157,7 +216,7 @@ class Unit(_State):
                 self.group.reshard()
                 # Without autograd too: a re-entrant checkpoint runs forward so, and backward will pass it.
                 if not torch.is_grad_enabled() or tensors_requiring_grad(output):
-                    prefetch.record_forward(self.group, self.iteration)
+                    record_forward(self.group, self.iteration)
             self.group.phase = Phase.IDLE
         hooks.call_before_backward(self._pre_backward, output)
         self.phase = Phase.IDLE
@@ -182,10 +241,10 @@ class Unit(_State):
         if not entering:
             return
         self._unshard_now()
-        if self.backward_prefetch:
-            prefetch.prefetch_chosen(self.group, _groups(self.backward_prefetch))
+        if self.backward_prefetch is not None:
+            prefetch_chosen(self.group, self.backward_prefetch)
         elif self.group is not None:
-            prefetch.prefetch_previous(self.group, self.iteration)
+            prefetch_previous(self.group, self.iteration)
 
     @hooks.outside_graphs
     def _post_backward(self) -> None:
@@ -198,9 +257,9 @@ class Unit(_State):
         if not group.options.reduce_grads:
             # Freed first: accumulating in another dtype makes a copy.
             self._reshard_after_backward(group)
-            gradients.accumulate(group)
+            reduction.accumulate(group)
             return
-        params, grads = gradients.take(group)
+        params, grads = reduction.take(group)
         self._reshard_after_backward(group)
         self.reducer.reduce(params, grads)
 
@@ -249,7 +308,7 @@ class Unit(_State):
                 unit.group.forward_indices.clear()
                 unit.group.drop_pending()
                 unit.group.to_sharded()
-                gradients.drop(unit.group)
+                reduction.drop(unit.group)
                 unit.reducer.reset()
         self.iteration.forward_order.clear()
         self.iteration.forward_root = None
@@ -258,9 +317,8 @@ class Unit(_State):
     # By hand
 
     def unshard(self, *, async_op: bool) -> None:
-        """Issue the gather, also before lazy initialisation."""
+        """Issue the gather."""
         if self.group is not None:
-            lazy_init.check_groups([self.group])
             self.group.unshard(async_op=async_op)
 
     def wait_for_unshard(self) -> None:
@@ -287,9 +345,66 @@ class Unit(_State):
         """With ``assign=True`` loading replaced the parameters."""
         self.refresh()
 
-    def _params(self) -> Sequence[ShardedParam]:
-        return self.group.shards.params if self.group is not None else ()
+
+# From a module to its unit
+
+# Weak on both sides (see Note: ownership).
+_units: "WeakKeyDictionary[nn.Module, ref[Unit]]" = WeakKeyDictionary()
+
+
+def unit_of(module: nn.Module) -> "Unit | None":
+    """The unit that ``module`` was given to ``fully_shard`` for, if it was."""
+    reference = _units.get(module)
+    return None if reference is None else reference()
+
+
+# Prefetching
 
 
 def _groups(units: Sequence[Unit]) -> list[ParamGroup]:
     return [unit.group for unit in units if unit.group is not None]
+
+
+def record_forward(group: ParamGroup, iteration: IterationContext) -> None:
+    """Note that ``group`` finished a forward that backward will pass; one that runs twice is noted twice."""
+    group.forward_indices.append(len(iteration.forward_order))
+    iteration.forward_order.append(group)
+
+
+def prefetch_previous(group: ParamGroup, iteration: IterationContext) -> None:
+    """Issue the gather of the group that ran forward before ``group``."""
+    index = _pop_index(group)
+    if index:
+        prefetch([iteration.forward_order[index - 1]], Phase.PRE_BACKWARD)
+
+
+def prefetch_chosen(group: ParamGroup | None, chosen: Sequence[ParamGroup]) -> None:
+    """Issue the gathers of ``chosen`` instead, in backward."""
+    if group is not None:
+        _pop_index(group)
+    prefetch(chosen, Phase.PRE_BACKWARD)
+
+
+def prefetch(targets: Iterable[ParamGroup], phase: Phase) -> None:
+    """Issue the gathers of ``targets``, in order, on the streams of ``phase``."""
+    for target in targets:
+        with record_function(f"FSDP::prefetch ({target.label})"), target.during(phase):
+            target.unshard(async_op=target.options.unshard_async)
+
+
+def _pop_index(group: ParamGroup) -> int | None:
+    """``group``'s last place in the order of forwards; none if this is another backward through the same graph."""
+    return group.forward_indices.pop() if group.forward_indices else None
+
+
+def _cast_inputs(policy: MixedPrecisionPolicy, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Cast floating-point tensors in ``args`` and ``kwargs``, in any container, as ``policy`` requires."""
+    if policy.param_dtype is None or not policy.cast_forward_inputs:
+        return args, kwargs
+    args, kwargs = cast(policy.param_dtype, (args, kwargs))
+    return args, kwargs
+
+
+def _cast_output(policy: MixedPrecisionPolicy, output: Any) -> Any:
+    """Cast floating-point tensors in ``output``, in any container, as ``policy`` requires."""
+    return output if policy.output_dtype is None else cast(policy.output_dtype, output)

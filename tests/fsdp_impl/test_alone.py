@@ -119,6 +119,11 @@ def replace_by_plain(module: nn.Sequential) -> None:
     module[1].weight = nn.Parameter(torch.ones(4, 4))
 
 
+def take_away(module: nn.Sequential) -> None:
+    fully_shard(module)
+    module[1].weight = None
+
+
 def make_root_of_two(module: nn.Sequential) -> None:
     fully_shard([module[0], module[1]])
 
@@ -130,6 +135,7 @@ def make_root_of_two(module: nn.Sequential) -> None:
         (tie_across_units, ValueError, "'(0|1).weight' is shared with a parameter already managed by another"),
         (mix_dtypes, AssertionError, "uniform original parameter dtype but got .*float64"),
         (replace_by_plain, ValueError, "1.weight to stay a DTensor, but it was replaced by a .*Parameter"),
+        (take_away, ValueError, "weight to stay a DTensor, but it was replaced by a .*NoneType"),
         (make_root_of_two, RuntimeError, "requires a single root module but got "),
     ],
 )

@@ -131,6 +131,44 @@ def test_what_is_unsharded_is_freed(rank: Rank) -> None:
     assert model[2].weight.untyped_storage().size() > 0
 
 
+@world(2, 4)
+@pytest.mark.parametrize("raf", [True, False])
+def test_what_is_gathered_begins_its_storage(rank: Rank, raf: bool) -> None:
+    """Also where every rank's piece is laid out as the plain parameter is (one dimension, uneven)."""
+    found = set()
+
+    def before(self: torch.Tensor, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> Any:
+        padded = self.new_zeros(-(-size[0] // mesh.size()), *size[1:])
+        padded[: self.size(0)].copy_(self)
+        return (padded,), None
+
+    def after(self: torch.Tensor, outputs: Any, metadata: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
+        (gathered,) = outputs
+        found.add((gathered.storage_offset(), tuple(gathered.size()), gathered.untyped_storage().data_ptr()))
+        # Without a copy: the parameter lives in what was gathered.
+        return None if out is not None else (gathered, (gathered,))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
+    plain = plain_copy(model)
+    fully_shard(model, mesh=rank.mesh(), reshard_after_forward=raf)
+    for name, param in model.named_parameters():
+        if name != "0.bias":
+            local = param._local_tensor
+            local.fsdp_pre_all_gather, local.fsdp_post_all_gather = before.__get__(local), after.__get__(local)
+    for step in range(2):
+        inputs = batch(rank, step, (3, 5))
+        model(inputs).square().sum().backward()
+        plain(inputs).square().sum().backward()
+    average_gradients(plain)
+    for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert_close(name, full(param.grad), expected.grad)
+    rows = -(-5 // rank.world_size) * rank.world_size
+    assert {offset for offset, _, _ in found} == {0}
+    assert {size for _, size, _ in found} == {(rows, 5), (rows,)}
+    assert len({pointer for _, _, pointer in found}) >= 3
+
+
 @world(2)
 def test_one_hook_alone_is_refused(rank: Rank) -> None:
     model = nn.Linear(4, 4)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp_impl import CPUOffloadPolicy, MixedPrecisionPolicy, clip_grad_norm_, fully_shard
@@ -125,6 +126,50 @@ def test_memory_cannot_be_pinned_without_an_accelerator(rank: Rank) -> None:
     with pytest.raises(RuntimeError, match=r"accelerator|No CUDA GPUs"):
         fully_shard(module, mesh=rank.mesh(), offload_policy=CPUOffloadPolicy())
     assert type(module) is nn.Linear
+
+
+def move_shards(model: nn.Module, rank: Rank) -> None:
+    """Move an offloaded model to the device; without one, its shards become tensors that claim to be on one."""
+    if rank.device.type != "cpu":
+        model.to(rank.device)
+        return
+    fake = FakeTensorMode()
+    model.reshard()  # type: ignore[operator]  # the root, which stays gathered after a forward
+    for param in model.parameters():
+        param._local_tensor = FakeTensor(fake, param.to_local().detach().to("meta"), torch.device("cuda:0"))
+
+
+@world(2)
+@pytest.mark.parametrize("has_run", [False, True])
+def test_parameters_that_were_moved_to_the_device_are_named(rank: Rank, has_run: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model[0], mesh=rank.mesh(), offload_policy=policy(rank))
+    fully_shard(model, mesh=rank.mesh(), offload_policy=policy(rank))
+    inputs = batch(rank, 0, (2, 4))
+    if has_run:
+        model(inputs)
+    move_shards(model, rank)
+    named = r"on CPU when enabling CPU offloading.*\[\('[01].weight', device\(type='cuda', index=\d\)\), \('[01].bias'"
+    for call in (lambda: model(inputs), model[0].unshard):
+        with pytest.raises(RuntimeError, match=named):
+            call()
+
+
+@world(2)
+def test_a_model_that_was_moved_away_and_back_trains(rank: Rank) -> None:
+    model = fully_shard(tower(4, 1), mesh=rank.mesh(), offload_policy=policy(rank))
+    inputs = batch(rank, 0, (2, 4))
+    expected = model(inputs).detach()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.to("meta" if rank.device.type == "cpu" else rank.device)
+    with pytest.raises(RuntimeError, match=r"on CPU when enabling CPU offloading.*'1.in_proj.weight'"):
+        model(inputs)
+    model.to_empty(device="cpu")
+    model.load_state_dict(state)
+    output = model(inputs)
+    assert torch.equal(output, expected)
+    output.sum().backward()
+    assert on_host(model)
 
 
 @world(1)

@@ -109,3 +109,27 @@ def test_wrong_placements_are_refused(rank: Rank, placement: Any, error: type[Ex
         fully_shard(model, mesh=rank.mesh(), shard_placement_fn=lambda _: placement)
     assert type(model) is nn.Linear
     assert type(model.weight) is nn.Parameter
+
+
+class WithEmpty(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = tower(4, 1)
+        self.empty = nn.Parameter(torch.zeros(0, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.net(x)
+        return x + (x @ self.empty.t()).sum()
+
+
+@world(2)
+def test_an_empty_parameter_trains(rank: Rank) -> None:
+    """It has no rows, and is cut along its columns."""
+    model = WithEmpty()
+    plain = plain_copy(model)
+    fully_shard(model, mesh=rank.mesh(), shard_placement_fn=lambda param: Shard(param.ndim - 1))
+    inputs = batch(rank, 0, (3, 4))
+    for one in (model, plain):
+        one(inputs).square().sum().backward()
+    average_gradients(plain)
+    assert_same(plain, model)

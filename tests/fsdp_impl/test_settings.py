@@ -1,5 +1,6 @@
 """What else a user may set, call, or put in place of something."""
 
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -184,6 +185,19 @@ def test_another_forward_method(rank: Rank) -> None:
     assert (found[GATHER], found[REDUCE]) == (4, 2)
     with pytest.raises(ValueError, match=r"FSDPModel.* does not have a method other"):
         register_fsdp_forward_method(model, "other")
+
+
+@world(2)
+def test_a_method_is_registered_of_one_module_alone(rank: Rank) -> None:
+    encoders = [fully_shard(Encoder(4), mesh=rank.mesh()) for _ in range(3)]
+    register_fsdp_forward_method(encoders[0], "features")
+    encoders[2].features = types.MethodType(Encoder.features, encoders[2])  # of the object, not of the class
+    register_fsdp_forward_method(encoders[2], "features")
+    encoders[1].unshard()
+    found = [
+        counts(lambda encoder=encoder: encoder.features(batch(rank, 0, (3, 4)), scale=2.0)) for encoder in encoders
+    ]
+    assert [one.get(GATHER, 0) for one in found] == [1, 0, 1]
 
 
 @world(2)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_impl.common import collectives, divide, norm
-from fsdp_impl.per_parameter import accumulation
+from fsdp_impl.per_parameter import reduction
 from shardproof.harness.adapters.base import Adapter
 from shardproof.harness.adapters.reference import ReferenceAdapter
 from tests import warm
@@ -53,7 +53,7 @@ class ForgottenDivision(_Planted):
 
 
 _reduce, _gather, _all_reduce = collectives.reduce, collectives.gather, collectives.all_reduce
-_add = accumulation.Accumulator.add
+_add = reduction.Accumulator.add
 
 
 class DroppedReduction(_Planted):
@@ -119,10 +119,10 @@ class ReplacedGradient(_Planted):
     """A reduced gradient takes the place of the one that is there, instead of being added to it."""
 
     name = "replaced-gradient"
-    module_, seam = accumulation.Accumulator, "add"
+    module_, seam = reduction.Accumulator, "add"
 
     @staticmethod
-    def wrong(self: accumulation.Accumulator, params: Any, layout: Any, shards: torch.Tensor) -> bool:
+    def wrong(self: reduction.Accumulator, params: Any, layout: Any, shards: torch.Tensor) -> bool:
         self._last = None
         for param in params:
             param.sharded.grad = None

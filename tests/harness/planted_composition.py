@@ -10,10 +10,10 @@ import inspect
 import textwrap
 from typing import Any, ClassVar
 
-from fsdp_impl.common import collectives, mesh, order
+from fsdp_impl.common import collectives, order
 from fsdp_impl.flat import group, materialize, optim_state, optim_state_load, resharded, shards, state_dict
 from fsdp_impl.flat import unit as flat_unit
-from fsdp_impl.per_parameter import collect, cut, param
+from fsdp_impl.per_parameter import construct, mesh, param, reduction
 from fsdp_impl.per_parameter import unit as parameter_unit
 from shardproof.harness.adapters.reference import ReferenceAdapter
 from shardproof.harness.adapters.reference_flat import ReferenceFlatAdapter
@@ -126,7 +126,7 @@ class TiedUnknownElsewhere(_PerParameter):
     """Only the first module that holds a shared parameter is found."""
 
     name = "tied-unknown-elsewhere"
-    place = (collect, "owners_of", "if param is not None and param in owners:",
+    place = (construct, "owners_of", "if param is not None and param in owners:",
              "if param is not None and param in owners and not owners[param]:")  # fmt: skip
 
 
@@ -212,14 +212,14 @@ class PlainShard(_PerParameter):
     """A dimension that tensor parallelism has cut is placed as if data parallelism had cut it first."""
 
     name = "plain-shard"
-    place = (cut, "_shard", "if split_factor > 1", "if split_factor > 2")
+    place = (param, "_shard", "if split_factor > 1", "if split_factor > 2")
 
 
 class TensorParallelFirst(_PerParameter):
     """The mesh of a sharded parameter lists the tensor-parallel dimension first."""
 
     name = "tensor-parallel-first"
-    place = (cut, "_cut_tensor_parallel",
+    place = (param, "_cut_tensor_parallel",
              "concatenate([mesh.mesh, old.mesh]), (*mesh.placements(shard), *old.placements)",
              "concatenate([old.mesh, mesh.mesh]), (*old.placements, *mesh.placements(shard))")  # fmt: skip
 
@@ -228,7 +228,7 @@ class PendingSum(_PerParameter):
     """The gradient of a replicated DTensor is this rank's own part of the sum."""
 
     name = "pending-sum"
-    place = (param.ShardedParam, "_local_grad", "if grad.placements != wanted:", "if False:")
+    place = (reduction, "_local_grad", "if grad.placements != wanted:", "if False:")
 
 
 class StrayWorld(_PerParameter):

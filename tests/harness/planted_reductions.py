@@ -116,45 +116,45 @@ PER_PARAMETER = {
     ),
     # Accumulation.
     "existing-gradients-dropped": Edit(
-        "per_parameter.accumulation:Accumulator._add_views", "    if existing:\n", "    if False:\n"
+        "per_parameter.reduction:Accumulator._add_views", "    if existing:\n", "    if False:\n"
     ),
-    "buffer-is-always-current": Edit("per_parameter.accumulation:Accumulator.add", " and last.is_current()", ""),
+    "buffer-is-always-current": Edit("per_parameter.reduction:Accumulator.add", " and last.is_current()", ""),
     "current-without-the-same-parameters": Edit(
-        "per_parameter.accumulation:Accumulator.add", "last.params == tuple(params) and ", ""
+        "per_parameter.reduction:Accumulator.add", "last.params == tuple(params) and ", ""
     ),
     "buffer-replaced": Edit(
-        "per_parameter.accumulation:Accumulator.add", "last.buffer.add_(shards)", "last.buffer.copy_(shards)"
+        "per_parameter.reduction:Accumulator.add", "last.buffer.add_(shards)", "last.buffer.copy_(shards)"
     ),
     "replaced-gradient-is-current": Edit(
-        "per_parameter.accumulation:GradBuffer.is_current", " and dtensor.local_of(param.sharded.grad) is local", ""
+        "per_parameter.reduction:GradBuffer.is_current", " and dtensor.local_of(param.sharded.grad) is local", ""
     ),
     "gradient-not-taken": Edit(
-        "per_parameter.param:ShardedParam.take_grad",
-        "grad, self.unsharded.grad = self.unsharded.grad, None",
-        "grad = self.unsharded.grad",
+        "per_parameter.reduction:_take_one",
+        "grad, param.unsharded.grad = param.unsharded.grad, None",
+        "grad = param.unsharded.grad",
     ),
     "unreduced-dropped": Edit(
         "per_parameter.unit:Unit._post_backward",
-        "        gradients.accumulate(group)\n",
-        "        gradients.drop(group)\n",
+        "        reduction.accumulate(group)\n",
+        "        reduction.drop(group)\n",
     ),
     "root-only-recurses": Edit(
-        "per_parameter.settings:Settings.set_requires_gradient_sync",
+        "per_parameter.module:FSDPModule.set_requires_gradient_sync",
         "self._groups(recurse=recurse)",
         "self._groups(recurse=True)",
     ),
     "all-reduce-flag-stops-all": Edit(
-        "per_parameter.settings:Settings.set_requires_all_reduce",
+        "per_parameter.module:FSDPModule.set_requires_all_reduce",
         "group.options.all_reduce_grads = requires_all_reduce",
         "group.options.reduce_grads = group.options.all_reduce_grads = requires_all_reduce",
     ),
     "kept-after-backward-ignored": Edit(
-        "per_parameter.settings:Settings.set_reshard_after_backward",
+        "per_parameter.module:FSDPModule.set_reshard_after_backward",
         "group.options.reshard_after_backward = reshard_after_backward",
         "pass",
     ),
     "last-backward-ignored": Edit(
-        "per_parameter.settings:Settings.set_is_last_backward",
+        "per_parameter.module:FSDPModule.set_is_last_backward",
         "self._unit().iteration.is_last_backward = is_last_backward",
         "pass",
     ),
@@ -173,10 +173,10 @@ PER_PARAMETER = {
         "if self.phase in (Phase.FORWARD, Phase.POST_BACKWARD):",
     ),
     "smaller-shards-reversed": Edit(
-        "per_parameter.smaller:_part_of", "mesh.size, mesh.rank)", "mesh.size, mesh.size - 1 - mesh.rank)"
+        "per_parameter.group:_part_of", "mesh.size, mesh.rank)", "mesh.size, mesh.size - 1 - mesh.rank)"
     ),
     "strided-groups": Edit(
-        "per_parameter.after_forward:_smaller_mesh",
+        "per_parameter.mesh:_smaller_mesh",
         "mesh.mesh.mesh.view(-1, size)",
         "mesh.mesh.mesh.view(size, -1).t()",
     ),
@@ -196,7 +196,7 @@ PER_PARAMETER = {
         "per_parameter.param:ShardedParam.__init__", "requires_grad=original.requires_grad", "requires_grad=True"
     ),
     "smaller-shards-thawed": Edit(
-        "per_parameter.smaller:SmallerShards.__init__",
+        "per_parameter.group:SmallerShards.__init__",
         "requires_grad=param.sharded.requires_grad",
         "requires_grad=True",
     ),

@@ -74,22 +74,24 @@ PER_PARAMETER = {
     ),
     # Settings.
     "sync-leaves-all-reduce": Edit(
-        "per_parameter.settings:Settings.set_requires_gradient_sync",
+        "per_parameter.module:FSDPModule.set_requires_gradient_sync",
         "        group.options.all_reduce_grads = requires_gradient_sync\n",
         "",
     ),
     # Prefetching.
-    "first-place-of-two": Edit("per_parameter.prefetch:_pop_index", "forward_indices.pop()", "forward_indices.pop(0)"),
-    "one-unit-skipped": Edit("per_parameter.prefetch:prefetch_previous", "index - 1]", "index - 2]"),
+    "first-place-of-two": Edit("per_parameter.unit:_pop_index", "forward_indices.pop()", "forward_indices.pop(0)"),
+    "one-unit-skipped": Edit("per_parameter.unit:prefetch_previous", "index - 1]", "index - 2]"),
     "prefetched-in-vain": Edit(
         "per_parameter.unit:Unit._complete_forward",
         "if not torch.is_grad_enabled() or tensors_requiring_grad(output):",
         "if True:",
     ),
     # Units of two dtypes.
-    "narrow-first": Edit("common.layout:build_layout", "key=lambda index: -dtypes[index].itemsize", "key=lambda _: 0"),
+    "narrow-first": Edit(
+        "per_parameter.layout:build_layout", "key=lambda index: -dtypes[index].itemsize", "key=lambda _: 0"
+    ),
     "elements-for-bytes": Edit(
-        "common.layout:build_layout", "chunk * (dtypes[index].itemsize // unit.itemsize)", "chunk"
+        "per_parameter.layout:build_layout", "chunk * (dtypes[index].itemsize // unit.itemsize)", "chunk"
     ),
     # Containers.
     "late-fields-not-seen": Edit(

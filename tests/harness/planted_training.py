@@ -8,22 +8,23 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from fsdp_impl.common import containers, hooks, unsharded
+from fsdp_impl.common import containers, hooks
 from fsdp_impl.common.phase import Phase
 from fsdp_impl.flat.shards import FlatShards
 from fsdp_impl.flat.unit import FlatUnit
-from fsdp_impl.per_parameter import accumulation, gradients, lazy_init
+from fsdp_impl.per_parameter import layout, lazy_init, reduction
 from fsdp_impl.per_parameter.group import ParamGroup
+from fsdp_impl.per_parameter.mesh import KEEP
+from fsdp_impl.per_parameter.module import FSDPModule
 from fsdp_impl.per_parameter.param import ShardedParam
-from fsdp_impl.per_parameter.registry import unit_of
-from fsdp_impl.per_parameter.settings import Settings
-from fsdp_impl.per_parameter.unit import Unit
+from fsdp_impl.per_parameter.unit import Unit, unit_of
 from shardproof.harness.adapters.base import Config
 from shardproof.harness.adapters.reference import ReferenceAdapter
 from shardproof.harness.adapters.reference_flat import ReferenceFlatAdapter
@@ -66,8 +67,8 @@ class PrefetchIgnored(_Planted):
 
     name = "prefetch-ignored"
     changes = (
-        (Settings, "set_modules_to_forward_prefetch", lambda self, modules: None),
-        (Settings, "set_modules_to_backward_prefetch", lambda self, modules: None),
+        (FSDPModule, "set_modules_to_forward_prefetch", lambda self, modules: None),
+        (FSDPModule, "set_modules_to_backward_prefetch", lambda self, modules: None),
     )
 
 
@@ -84,7 +85,7 @@ class MethodNeverFrees(ReferenceAdapter):
             unit: Any = unit_of(self)
             args, _ = unit.pre_forward(self, args, {})
             output = method(*args)
-            before, unit.group.after_forward = unit.group.after_forward, None
+            before, unit.group.after_forward = unit.group.after_forward, KEEP
             output = unit.post_forward(self, args, output)
             unit.group.after_forward = before
             return output
@@ -113,7 +114,7 @@ _post_forward = Unit.post_forward
 
 
 def _complete_at_once(self: Unit, module: nn.Module, args: Any, output: Any) -> Any:
-    self.to_run.intersection_update({module})
+    self.to_run.intersection_update({weakref.ref(module)})
     return _post_forward(self, module, args, output)
 
 
@@ -353,28 +354,28 @@ class MadeInInferenceMode(_Planted):
     """Memory that a forward in inference mode makes is of inference tensors."""
 
     name = "made-in-inference-mode"
-    changes = ((unsharded, "torch", _InferenceTensors()),)
+    changes = ((layout, "torch", _InferenceTensors()),)
 
 
 # Prefetching
 
 
-_set_forward = Settings.set_modules_to_forward_prefetch
-_set_backward = Settings.set_modules_to_backward_prefetch
+_set_forward = FSDPModule.set_modules_to_forward_prefetch
+_set_backward = FSDPModule.set_modules_to_backward_prefetch
 
 
 class BackwardPrefetchIgnored(_Planted):
     """Only the forward gathers ahead as set."""
 
     name = "backward-prefetch-ignored"
-    changes = ((Settings, "set_modules_to_backward_prefetch", lambda self, modules: None),)
+    changes = ((FSDPModule, "set_modules_to_backward_prefetch", lambda self, modules: None),)
 
 
 class OneAheadOnly(_Planted):
     """Of the units to gather ahead in forward, only the first is."""
 
     name = "one-ahead-only"
-    changes = ((Settings, "set_modules_to_forward_prefetch", lambda self, modules: _set_forward(self, modules[:1])),)
+    changes = ((FSDPModule, "set_modules_to_forward_prefetch", lambda self, modules: _set_forward(self, modules[:1])),)
 
 
 class PrefetchReversed(_Planted):
@@ -382,7 +383,7 @@ class PrefetchReversed(_Planted):
 
     name = "prefetch-reversed"
     changes = (
-        (Settings, "set_modules_to_backward_prefetch", lambda self, modules: _set_backward(self, modules[::-1])),
+        (FSDPModule, "set_modules_to_backward_prefetch", lambda self, modules: _set_backward(self, modules[::-1])),
     )
 
 
@@ -410,14 +411,14 @@ class FlatFrozenOnce(_PlantedFlat):
     changes = ((FlatShards, "sync_requires_grad", lambda self: None),)
 
 
-_take = gradients.take
+_take = reduction.take
 
 
 def _take_zeros(group: ParamGroup) -> Any:
     params, grads = _take(group)
     if not params:
         params = list(group.shards.params)
-        grads = [param.zero_grad(group.device) for param in params]
+        grads = [reduction.zero_grad(param, group.device) for param in params]
     return params, grads
 
 
@@ -425,7 +426,7 @@ class FrozenReduced(_Planted):
     """A unit without gradients reduces zeros."""
 
     name = "frozen-reduced"
-    changes = ((gradients, "take", _take_zeros),)
+    changes = ((reduction, "take", _take_zeros),)
 
 
 def _post_backward_of_trained(self: Unit) -> None:
@@ -462,4 +463,4 @@ class HooksRunTwice(_Planted):
     """A post-accumulate hook runs twice in a backward."""
 
     name = "hooks-run-twice"
-    changes = ((accumulation.hooks, "run_post_accumulate", _run_hooks_twice),)
+    changes = ((hooks, "run_post_accumulate", _run_hooks_twice),)

@@ -1,0 +1,204 @@
+"""Over which ranks parameters are sharded, and what of that ``reshard_after_forward`` changes until backward."""
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from fsdp_impl.common.mesh import concatenate
+from fsdp_impl.per_parameter.options import DataParallelMeshDims
+
+_logger = logging.getLogger("fsdp_impl")
+
+# Smaller meshes by the shard group that they split. Each costs a process group, so all units share them.
+_smaller_meshes: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Any, ...], ShardMesh]]" = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class ShardMesh:
+    """The data-parallel ranks and the place of this rank among them.
+
+    Attributes:
+        mesh: (shard,), (replicate, shard), or with ``sharded=False`` (replicate,).
+        sharded: whether there is a sharded dimension; it is the last one then.
+        spmd: the mesh that parameters are DTensors on already, of which ``mesh`` is a part, and which of its
+            dimensions are data parallel; ``None`` if ``mesh`` stands for itself.
+        group: process group of the sharded dimension, ``None`` without one.
+        size: number of ranks in ``group``.
+        rank: this rank's index in ``group``.
+        replicas: process group of the ranks that hold the same shard, ``None`` without a replicated dimension.
+        replicate_size: number of ranks in ``replicas``.
+    """
+
+    mesh: DeviceMesh
+    sharded: bool = True
+    spmd: tuple[DeviceMesh, DataParallelMeshDims] | None = None
+    group: dist.ProcessGroup | None = field(init=False, compare=False)
+    size: int = field(init=False, compare=False)
+    rank: int = field(init=False, compare=False)
+    replicas: dist.ProcessGroup | None = field(init=False, compare=False)
+    replicate_size: int = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        last = self.mesh.ndim - 1
+        replicated = self.mesh.ndim == 2 or not self.sharded
+        computed = {
+            "group": self.mesh.get_group(last) if self.sharded else None,
+            "size": self.mesh.size(last) if self.sharded else 1,
+            "rank": self.mesh.get_local_rank(last) if self.sharded else 0,
+            "replicas": self.mesh.get_group(0) if replicated else None,
+            "replicate_size": self.mesh.size(0) if replicated else 1,
+        }
+        for name, value in computed.items():
+            object.__setattr__(self, name, value)
+
+    def shard_dim_mesh(self) -> DeviceMesh:
+        """The sharded dimension alone."""
+        return self.mesh if self.mesh.ndim == 1 else self.mesh[_dim_names(self.mesh)[-1]]
+
+    def placements(self, shard: Placement) -> tuple[Placement, ...]:
+        """Placements on ``mesh`` of what is placed ``shard`` on the sharded dimension."""
+        if not self.sharded:
+            return (Replicate(),)
+        return (*(Replicate() for _ in range(self.mesh.ndim - 1)), shard)
+
+
+def default_mesh() -> DeviceMesh:
+    """All ranks in one dimension, on the accelerator if there is one, else on CPU."""
+    if not dist.is_initialized():
+        dist.init_process_group()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return init_device_mesh(accelerator.type if accelerator else "cpu", (dist.get_world_size(),))
+
+
+def check_mesh(mesh: DeviceMesh) -> None:
+    """Refuse meshes that are not (shard,) or a named (replicate, shard).
+
+    Raises:
+        ValueError: for other numbers of dimensions.
+        AssertionError: for two dimensions without names.
+    """
+    if mesh.ndim not in (1, 2):
+        raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
+    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+        raise AssertionError(f"Please init the 2D mesh for HSDP with mesh_dim_names specified, not {mesh}")
+
+
+def data_parallel_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> ShardMesh:
+    """The data-parallel part of ``mesh``: all of it, or the named ``dims`` of a mesh that has others too.
+
+    Several names of one kind are flattened into one dimension, which makes a process group the first time.
+
+    Raises:
+        ValueError: if the mesh has no names or not those, or as :func:`check_mesh` does.
+    """
+    if dims is None:
+        check_mesh(mesh)
+        return ShardMesh(mesh)
+    if mesh.mesh_dim_names is None:
+        raise ValueError(f"mesh must have mesh_dim_names when dp_mesh_dims is provided, not {mesh}")
+    for name in (*dims.shard_names, *dims.replicate_names):
+        if name not in mesh.mesh_dim_names:
+            raise ValueError(f"dp_mesh_dims name '{name}' not found in mesh.mesh_dim_names {mesh.mesh_dim_names}")
+    kinds = [_one_dim(mesh, names) for names in (dims.replicate_names, dims.shard_names) if names]
+    part = kinds[0] if len(kinds) == 1 else concatenate(kinds)
+    return ShardMesh(part, sharded=bool(dims.shard_names), spmd=(mesh, dims))
+
+
+def _one_dim(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
+
+
+def _dim_names(mesh: DeviceMesh) -> tuple[str, ...]:
+    assert mesh.mesh_dim_names is not None, mesh
+    return mesh.mesh_dim_names
+
+
+@dataclass(frozen=True)
+class AfterForward:
+    """What forward leaves of the unsharded parameters until backward.
+
+    Attributes:
+        frees: whether they are freed.
+        smaller: the mesh that they stay sharded over where they are freed, if that is not the unit's own.
+    """
+
+    frees: bool
+    smaller: ShardMesh | None = None
+
+
+KEEP = AfterForward(frees=False)
+FREE = AfterForward(frees=True)
+
+
+def after_forward(reshard_after_forward: Any, mesh: ShardMesh) -> AfterForward:
+    """What ``reshard_after_forward`` means on ``mesh``.
+
+    Args:
+        reshard_after_forward: ``True`` or ``None`` to free, ``False`` to keep, an int to shard over groups of so many
+            neighbouring ranks.
+        mesh: the mesh that parameters are sharded over.
+
+    Raises:
+        ValueError: if it is neither ``None``, a bool nor an int, or an int that does not divide the shard size.
+    """
+    value = True if reshard_after_forward is None else reshard_after_forward
+    if not isinstance(value, (bool, int)):
+        raise ValueError(
+            "reshard_after_forward should be a bool or an int representing the group size to reshard to, "
+            f"not {reshard_after_forward}"
+        )
+    if isinstance(value, bool):
+        return FREE if value else KEEP
+    if value < 1 or mesh.size % value != 0:
+        raise ValueError(
+            f"If passing reshard_after_forward as an int, it should be a factor of {mesh.size}, not {value}"
+        )
+    if value == mesh.size:
+        return FREE
+    if value == 1:
+        _warn_about_one()
+        return KEEP
+    return AfterForward(frees=True, smaller=_smaller_mesh(mesh, value))
+
+
+_warned_about_one = False
+
+
+def _warn_about_one() -> None:
+    global _warned_about_one
+    if not _warned_about_one:
+        _warned_about_one = True
+        _logger.warning(
+            "reshard_after_forward=1 (int) means resharding parameters to world size 1, "
+            "instead of reshard_after_forward=True (bool)"
+        )
+
+
+def _smaller_mesh(mesh: ShardMesh, size: int) -> ShardMesh:
+    assert mesh.group is not None
+    ranks = mesh.mesh.mesh.view(-1, size)
+    meshes = _smaller_meshes.setdefault(mesh.group, {})
+    key = (size, mesh.mesh.device_type, tuple(ranks.flatten().tolist()))
+    if key not in meshes:
+        meshes[key] = ShardMesh(_mesh_of(ranks, mesh.mesh.device_type))
+    return meshes[key]
+
+
+def _mesh_of(ranks: torch.Tensor, device_type: str) -> DeviceMesh:
+    """A mesh of ``ranks``, 2-D, with process groups of its own; called by all of them."""
+    if ranks.numel() == dist.get_world_size():
+        return DeviceMesh(device_type, ranks)
+    # The other stages of a pipeline make groups of their own meanwhile. DeviceMesh numbers its groups, so that those of
+    # two stages would have one name and meet in the store; these have names of their ranks, and nobody else takes part.
+    (row, column) = (ranks == dist.get_rank()).nonzero()[0].tolist()
+    members = (ranks[:, column].tolist(), ranks[row].tolist())
+    groups = [dist.new_group(group, use_local_synchronization=True) for group in members]
+    names = ("groups", "members")  # wanted of several dimensions; nothing asks for them
+    return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)
