@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from fsdp_impl.common import streams
-from fsdp_impl.flat.buffer import FlatBuffer
-from fsdp_impl.flat.context import FlatContext
+from fsdp_impl.flat.group import FlatBuffer, FlatContext
 
 CPU = torch.device("cpu")
 
@@ -29,9 +28,8 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def buffers(context: FlatContext, count: int) -> list[FlatBuffer]:
-    made = [FlatBuffer(4, torch.float32, CPU) for _ in range(count)]
+    made = [FlatBuffer(4, torch.float32, CPU, context) for _ in range(count)]
     for buffer in made:
-        buffer.context = context
         buffer.allocate()
     return made
 
@@ -41,7 +39,7 @@ def retire(context: FlatContext, buffer: FlatBuffer, event: Any) -> None:
 
 
 def test_a_new_buffer_has_no_bytes_so_that_the_first_are_the_gather_streams() -> None:
-    assert not FlatBuffer(4, torch.float32, CPU).is_allocated
+    assert not FlatBuffer(4, torch.float32, CPU, FlatContext(CPU)).is_allocated
 
 
 def test_the_latest_stays_and_the_gather_stream_waits_for_the_others(waits: list[str]) -> None:
@@ -57,8 +55,7 @@ def test_the_latest_stays_and_the_gather_stream_waits_for_the_others(waits: list
 
 
 def test_without_a_limit_bytes_go_back_once_the_device_is_done(waits: list[str]) -> None:
-    context = FlatContext(CPU)
-    context.limits_gathers = False
+    context = FlatContext(CPU, limits_gathers=False)
     a, b, c = buffers(context, 3)
     for buffer, passed in ((a, True), (b, False), (c, True)):
         retire(context, buffer, Event("x", passed=passed))
