@@ -31,7 +31,7 @@ from fsdp_impl.flat.shards import FlatShards
 # A model that nobody has any more is freed at once, not when the garbage collector runs: no chain of references leads
 # from a unit back to itself. Strong ones go down: wrapper -> unit -> group -> shards -> wrapped modules, and so to the
 # wrappers inside; and from a graph that has yet to run backward to the units that it needs. What leads up is weak: a
-# unit's wrapper, the units of an iteration, and what the unsharded parameter calls when its gradient is there.
+# unit's wrapper, the units and groups of an iteration, and what the unsharded parameter calls once it has its gradient.
 
 
 class IterationContext:
@@ -54,9 +54,9 @@ class IterationContext:
     def __init__(self, units: Sequence["FlatUnit"] = (), order: OrderCheck | None = None) -> None:
         self.order = order
         self.forward_root: FlatUnit | None = None
-        self.forward_order: list[FlatGroup] = []
         self.callback_queued = False
-        # Weak (Note: references).
+        # Weak, all three (Note: references): a group leads to the wrappers inside its modules, and so back here.
+        self.forward_order: list[ref[FlatGroup]] = []
         self._units = [ref(unit) for unit in units]
         # Groups in the order of the first training forward's gathers, each once: what forward prefetches.
         self._first_order: list[ref[FlatGroup]] = []
@@ -75,7 +75,7 @@ class IterationContext:
     def record_forward(self, group: FlatGroup) -> None:
         """Note that ``group`` finished a forward; one that runs twice is noted twice, as backward passes it twice."""
         group.forward_indices.append(len(self.forward_order))
-        self.forward_order.append(group)
+        self.forward_order.append(ref(group))
 
     def prefetch_next(self, group: FlatGroup) -> None:
         """Issue the gather of the group that came after ``group`` in the first forward."""
@@ -87,8 +87,9 @@ class IterationContext:
     def prefetch_previous(self, group: FlatGroup) -> None:
         """Issue the gather of the group that ran forward before ``group``, if backward still wants it."""
         index = group.forward_indices.pop() if group.forward_indices else 0
-        if index and self.forward_order[index - 1].wanted_in_backward:
-            _prefetch(self.forward_order[index - 1])
+        previous = self.forward_order[index - 1]() if index else None
+        if previous is not None and previous.wanted_in_backward:
+            _prefetch(previous)
 
 
 def _prefetch(target: FlatGroup) -> None:

@@ -107,8 +107,8 @@ FLAT = {
     ),
     "flat-one-unit-skipped": Edit(
         "flat.unit:IterationContext.prefetch_previous",
-        "_prefetch(self.forward_order[index - 1])",
-        "_prefetch(self.forward_order[index - 2])",
+        "_prefetch(previous)",
+        "_prefetch(self.forward_order[index - 2]())",
     ),
     "flat-prefetched-in-vain": Edit(
         "flat.unit:FlatUnit.post_forward", "torch.is_grad_enabled() and bool(tensors_requiring_grad(output))", "True"
