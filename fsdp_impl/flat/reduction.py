@@ -152,6 +152,14 @@ class _Shown(NamedTuple):
     aside: torch.Tensor | None
 
 
+class _Given(NamedTuple):
+    """A gradient that was given to a parameter as a view of a reduction's result, and its first element there."""
+
+    param: nn.Parameter
+    grad: torch.Tensor
+    offset: int
+
+
 class Gradients:
     """The gradients of one group that optimizers see: sharded, or between reductions unreduced.
 
@@ -162,7 +170,7 @@ class Gradients:
         self._group = group
         # What one reduction made, and the views of it that were given out: adding to all of them is one addition.
         self._last: torch.Tensor | None = None
-        self._last_views: list[tuple[nn.Parameter, torch.Tensor]] = []
+        self._last_views: list[_Given] = []
         # Unsharded gradients on show, with the sharded ones that they hide.
         self._shown: list[_Shown] = []
 
@@ -175,13 +183,13 @@ class Gradients:
         if self._last is not None and self._is_current() and self._last.dtype == reduced.dtype:
             self._last.add_(reduced)
             return
-        views: list[tuple[nn.Parameter, torch.Tensor]] = []
+        views: list[_Given] = []
         all_new = True
         for param, which in self._group.shards.holders():
             view = self._group.shards.part(which, reduced)
             if param.grad is None:
                 set_grad(param, view)
-                views.append((param, _grad_of(param)))
+                views.append(_Given(param, _grad_of(param), self._group.shards.offset(which)))
             else:
                 param.grad.add_(view)
                 all_new = False
@@ -224,8 +232,15 @@ class Gradients:
         return [(param, part) for param, part in zip(shards.originals, parts, strict=True) if param.requires_grad]
 
     def _is_current(self) -> bool:
-        held: Sequence[tuple[nn.Parameter, torch.Tensor]] = self._last_views
-        return bool(held) and all(param.grad is not None and _grad_of(param) is grad for param, grad in held)
+        """Whether all gradients are the views that were given out, and still lie in what the reduction made."""
+        if self._last is None or not self._last_views:
+            return False
+        start, itemsize = self._last.data_ptr(), self._last.itemsize
+        return all(
+            # The same object may have other data by now: `param.grad.data = ...`.
+            param.grad is grad and grad.data_ptr() == start + offset * itemsize
+            for param, grad, offset in self._last_views
+        )
 
 
 def set_grad(param: nn.Parameter, grad: torch.Tensor) -> None:
