@@ -19,7 +19,7 @@ from fsdp_impl.flat.group import FlatGroup
 from fsdp_impl.flat.layout import shaped
 from fsdp_impl.flat.reduction import set_grad
 from fsdp_impl.flat.registry import unit_of, units_in
-from fsdp_impl.flat.shards import FLAT_PARAM, set_param
+from fsdp_impl.flat.shards import FLAT_PARAM, FlatShards, is_view_of, set_param
 from fsdp_impl.flat.unit import FlatUnit
 
 
@@ -143,7 +143,18 @@ def _write_back(group: FlatGroup) -> None:
         held.append(value)
     flat = shards.flat.detach()
     for index, value in enumerate(held):
-        shards.put(index, value, flat)
+        # Where nothing was copied to make it whole, it was changed in place. To write it onto itself would look to
+        # autograd like a change of what an earlier forward saved.
+        if not _lies_in_place(shards, index, value):
+            shards.put(index, value, flat)
+
+
+def _lies_in_place(shards: FlatShards, index: int, value: torch.Tensor) -> bool:
+    return (
+        not shards.is_sharded
+        and value.stride() == shards.layout.pieces[index].stride
+        and is_view_of(value, shards.flat, shards.spans[index])
+    )
 
 
 def _register_shards(group: FlatGroup) -> None:
