@@ -109,6 +109,7 @@ class FullyShardedDataParallel(nn.Module):
         self.forward_prefetch = forward_prefetch
         self._fsdp_wrapped_module = module
         registry.insert(self, self._unit)
+        self.register_load_state_dict_post_hook(state_dict.clean_keys)
         if self._unit.group is not None:
             self._unit.group.register()
 
@@ -324,7 +325,7 @@ class FullyShardedDataParallel(nn.Module):
         state_dict.check_idle(self._unit)
         missing, errors = state_dict.load(self._unit, given, prefix)
         if strict:
-            missing_keys.extend(map(registry.clean, missing))
+            missing_keys.extend(missing)
         error_msgs.extend(errors)
         super()._load_from_state_dict(given, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
 

@@ -171,6 +171,15 @@ def load(unit: FlatUnit, given: dict[str, Any], prefix: str) -> tuple[list[str],
     return missing, errors
 
 
+def clean_keys(module: nn.Module, incompatible: Any) -> None:
+    """Take what wrappers add out of the names of missing and unexpected keys, when a wrapper has been loaded.
+
+    The modules inside it found the names under which :func:`load` left what they look for.
+    """
+    for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
+        keys[:] = map(clean, keys)
+
+
 def _take_named(
     unit: FlatUnit, group: FlatGroup, given: dict[str, Any], prefix: str, missing: list[str], errors: list[str]
 ) -> None:
