@@ -109,7 +109,7 @@ class FullyShardedDataParallel(nn.Module):
         self.forward_prefetch = forward_prefetch
         self._fsdp_wrapped_module = module
         registry.insert(self, self._unit)
-        self.register_load_state_dict_post_hook(state_dict.clean_keys)
+        self.register_load_state_dict_post_hook(state_dict.clean_keys)  # type: ignore[no-untyped-call]
         if self._unit.group is not None:
             self._unit.group.register()
 
