@@ -307,6 +307,8 @@ def load(
 ) -> State:
     """What ``optim`` on this rank, given as to :func:`groups_of`, can load of the state dict ``given`` by names.
 
+    Parameters that no saved group lists are left out: the caller adds them to groups and state, with their numbers.
+
     A collective with ``rank0_only``, where the first rank's argument counts alone, and where states are DTensors.
     """
     table = Table(model)
@@ -318,6 +320,7 @@ def load(
         for index, name in enumerate(saved.names):
             if name in given["state"]:
                 parts[name] = _shard_state(saved, index, given["state"][name])
+    listed = {name for group in given["param_groups"] for name in group["params"]}
     found: dict[Any, State] = {}
     own: list[dict[str, Any]] = []
     number = 0
@@ -327,7 +330,8 @@ def load(
             place = table.place(param)
             key: Any = place.names[0] if by_name else number
             number += 1
-            keys.append(key)
+            if not listed.isdisjoint(place.names):
+                keys.append(key)
             state = _state_to_load(place, parts, given["state"])
             if state is not None:
                 found[key] = state

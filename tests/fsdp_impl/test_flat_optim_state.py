@@ -213,6 +213,48 @@ def test_frozen_and_unmanaged_parameters(rank: Rank) -> None:
     assert_close_states(saved(whole, other, WHOLE)["state"], found["state"])
 
 
+class WithExtra(nn.Module):
+    """A wrapper beside a parameter that it does not manage."""
+
+    def __init__(self, rank: Rank, *, extra: bool = True, **options: Any) -> None:
+        super().__init__()
+        self.inner = wrap(tower(5, 1).to(rank.device), device_id=rank.device, **options)
+        self.extra = nn.Linear(5, 5).to(rank.device) if extra else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.extra(self.inner(x))
+
+
+@world(2)
+@ORIGINALS
+def test_parameters_that_were_not_saved_are_added_by_the_script(rank: Rank, use_orig_params: bool) -> None:
+    """State of a model, into the same model with parameters that no wrapper manages: append them, then load."""
+    before = WithExtra(rank, extra=False, use_orig_params=use_orig_params)
+    optimizer = torch.optim.Adam(before.parameters(), lr=1e-2)
+    before(batch(rank, 0, (3, 5))).sum().backward()
+    optimizer.step()
+    found = FullyShardedDataParallel.full_optim_state_dict(before, optimizer, rank0_only=False)
+    model = WithExtra(rank, use_orig_params=use_orig_params)
+    other = torch.optim.Adam(model.parameters(), lr=1e-2)
+    ready = FullyShardedDataParallel.shard_full_optim_state_dict(found, model, optim=other)
+    params = list(model.parameters())
+    added = [number for number, param in enumerate(params) if any(param is one for one in model.extra.parameters())]
+    assert [group["params"] for group in ready["param_groups"]] == [
+        [number for number in range(len(params)) if number not in added]
+    ]
+    for number in added:
+        ready["param_groups"][0]["params"].append(number)
+        ready["state"][number] = {
+            "step": torch.tensor(7.0),
+            "exp_avg": torch.ones_like(params[number]),
+            "exp_avg_sq": torch.ones_like(params[number]),
+        }
+    other.load_state_dict(ready)
+    assert [float(other.state[params[number]]["step"]) for number in added] == [7, 7]
+    again = FullyShardedDataParallel.full_optim_state_dict(model, other, rank0_only=False)
+    assert_close_states({name: again["state"][name] for name in found["state"]}, found["state"])
+
+
 @world(2)
 def test_by_names_and_by_numbers(rank: Rank) -> None:
     """A sharded model's state dict into the plain model's optimizer and back."""
