@@ -394,19 +394,44 @@ def _state_to_load(place: Place, parts: dict[str, State], given: dict[str, State
 
 
 def _joined(saved: SavedUnit, states: dict[int, State]) -> State:
-    """The state of the flat parameter; zeros where a parameter has none."""
-    shards = saved.group.shards
+    """The state of the flat parameter; zeros where a parameter has nothing that is laid out like it.
+
+    Raises:
+        ValueError: if the parameters have states of other names or kinds, or differ in one that there is once for the
+            flat parameter, such as a number of steps; also where one has none.
+    """
+    shards, every = saved.group.shards, range(len(saved.names))
+    names = {frozenset(state) for state in states.values()}
+    if len(names) > 1:
+        raise ValueError(f"Differing optimizer state names for the unflattened parameters: {saved.names}")
     found: State = {}
-    for index, state in states.items():
-        span = shards.spans[index]
-        for key, value in state.items():
-            if not isinstance(value, _Part):
-                found.setdefault(key, value)
-                continue
-            if key not in found:
-                found[key] = torch.zeros_like(shards.flat.detach(), dtype=value.tensor.dtype)
-            found[key][span.offset : span.offset + span.numel].copy_(value.tensor)
+    for key in next(iter(states.values())):
+        values = [states[index][key] if index in states else None for index in every]
+        if not any(isinstance(value, _Part) for value in values):
+            found[key] = _one_for_all(key, values, saved.names)
+            continue
+        parts = [part for part in values if part is not None]
+        if not all(isinstance(part, _Part) for part in parts) or len({part.tensor.dtype for part in parts}) > 1:
+            raise ValueError(f"Differing optimizer state types for state {key} of the parameters {saved.names}")
+        found[key] = torch.zeros_like(shards.flat.detach(), dtype=parts[0].tensor.dtype)
+        for span, part in zip(shards.spans, values, strict=True):
+            if part is not None:
+                found[key][span.offset : span.offset + span.numel].copy_(part.tensor)
     return found
+
+
+def _one_for_all(key: str, values: Sequence[Any], names: Sequence[str]) -> Any:
+    plain = [value.item() if isinstance(value, torch.Tensor) and value.dim() == 0 else value for value in values]
+    dtypes = [value.dtype if isinstance(value, torch.Tensor) else None for value in values]
+    if any(isinstance(value, torch.Tensor) for value in plain):
+        raise ValueError(f"Optimizer state {key} does not have the shape of its parameter, among those of {names}")
+    if any(value != plain[0] for value in plain) or any(dtype != dtypes[0] for dtype in dtypes):
+        raise ValueError(
+            "All unflattened parameters comprising a single flat parameter must have scalar state with the same value "
+            f"and dtype but got values {plain} and dtypes {dtypes} for state {key} and unflattened parameter names "
+            f"{list(names)}"
+        )
+    return values[0]
 
 
 def _options_for(names: Sequence[str], own: dict[str, Any], given: ParamGroups) -> dict[str, Any]:

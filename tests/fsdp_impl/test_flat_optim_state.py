@@ -256,6 +256,53 @@ def test_parameters_that_were_not_saved_are_added_by_the_script(rank: Rank, use_
 
 
 @world(2)
+@ORIGINALS
+@pytest.mark.parametrize("lacks", ["everything", "steps", "a moment", "other steps", "other dtype"])
+def test_parameters_of_one_flat_parameter_must_agree(rank: Rank, lacks: str, use_orig_params: bool) -> None:
+    """One flat parameter has one number of steps; original parameters have one each."""
+    model = wrap_children(tower(5, 1).to(rank.device), use_orig_params=use_orig_params, device_id=rank.device)
+    optimizer = adam(model)
+    step(rank, model, optimizer, 0)
+    found = saved(model, optimizer, WHOLE)
+    state = found["state"]["1.in_proj.bias"]
+    if lacks == "everything":
+        del found["state"]["1.in_proj.bias"]
+    elif lacks == "steps":
+        del state["step"]
+    elif lacks == "a moment":
+        state["exp_avg"] = torch.zeros(1, 2)
+    else:
+        state["step"] = torch.tensor(5.0) if lacks == "other steps" else state["step"].double()
+    if use_orig_params:
+        FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, found)
+        return
+    expected = {
+        "everything": r"must have scalar state .* values \[1.0, None, 1.0, 1.0\] .* for state step .*1.in_proj.bias",
+        "steps": "Differing optimizer state names for the unflattened parameters: .*1.in_proj.bias",
+        "a moment": "Differing optimizer state types for state exp_avg of the parameters .*1.in_proj.bias",
+        "other steps": r"must have scalar state .* values \[1.0, 5.0, 1.0, 1.0\]",
+        "other dtype": r"must have scalar state .* dtypes \[torch.float32, torch.float64, ",
+    }
+    with pytest.raises(ValueError, match=expected[lacks]):
+        FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, found)
+
+
+@world(2)
+@ORIGINALS
+def test_a_parameter_without_momentum_has_zeros_in_a_flat_parameter(rank: Rank, use_orig_params: bool) -> None:
+    model = wrap(nn.Linear(5, 5).to(rank.device), use_orig_params=use_orig_params, device_id=rank.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step(rank, model, optimizer, 0)
+    found = saved(model, optimizer, WHOLE)
+    del found["state"]["bias"]
+    FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, found, load_directly=True)
+    again = saved(model, optimizer, WHOLE)["state"]
+    assert torch.equal(again["weight"]["momentum_buffer"], found["state"]["weight"]["momentum_buffer"])
+    if not use_orig_params:
+        assert torch.equal(again["bias"]["momentum_buffer"], torch.zeros(5, device=rank.device))
+
+
+@world(2)
 def test_by_names_and_by_numbers(rank: Rank) -> None:
     """A sharded model's state dict into the plain model's optimizer and back."""
     model = tower(5, 2).to(rank.device)
