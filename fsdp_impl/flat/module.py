@@ -399,7 +399,7 @@ class FullyShardedDataParallel(nn.Module):
             Whole tensors, or DTensors for ``SHARDED_STATE_DICT``; nothing on other ranks than the first if so set.
 
         Raises:
-            RuntimeError: if a rank's optimizer lacks parameters that the first rank's has.
+            RuntimeError: if a rank's optimizer lacks parameters of units that the first rank's has.
             NotImplementedError: for ``LOCAL_STATE_DICT``.
         """
         form = optim_state.form_of(state_dict.settings_in(model))

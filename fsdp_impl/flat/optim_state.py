@@ -128,6 +128,11 @@ class Table:
             )
         return self._places[id(param)]
 
+    def managed_names(self, groups: ParamGroups) -> list[str]:
+        """The names of those parameters in ``groups`` that units have; others may be on some ranks only."""
+        places = map(self.place, params_of(groups))
+        return [name for place in places if place.saved is not None for name in place.names]
+
     def names(self, groups: ParamGroups) -> list[str]:
         """The names of all parameters in ``groups``."""
         return [name for param in params_of(groups) for name in self.place(param).names]
@@ -159,16 +164,18 @@ def save(
     form: Form,
     process_group: dist.ProcessGroup | None,
 ) -> State:
-    """The state dict ``given`` of ``optim``, its own by default, by names. Collective.
+    """The state dict ``given`` of ``optim``, its own by default, by names; without groups if it has none. Collective.
+
+    Parameters that no unit has, and their states, are each rank's own.
 
     Raises:
-        RuntimeError: if a rank's optimizer lacks parameters that the first rank's has.
+        RuntimeError: if a rank's optimizer lacks parameters of units that the first rank's has.
     """
     table = Table(model)
     groups = groups_of(optim, model)
     given = optim.state_dict() if given is None else given
     process_group = process_group or table.process_group
-    check_same_params(table.names(groups), process_group)
+    check_same_params(table.managed_names(groups), process_group)
     found: dict[str, State] = {}
     per_unit: dict[int, dict[int, State]] = {}
     for number, param in enumerate(params_of(groups)):
@@ -186,6 +193,8 @@ def save(
         return {}
     if form.offload_to_cpu:
         found = {name: {key: to_cpu(value) for key, value in state.items()} for name, state in found.items()}
+    if "param_groups" not in given:
+        return {"state": found}
     named = [
         {**{key: value for key, value in options.items() if key != "params"}, "params": table.names([group])}
         for group, options in zip(groups, given["param_groups"], strict=True)
@@ -320,7 +329,8 @@ def load(
         for index, name in enumerate(saved.names):
             if name in given["state"]:
                 parts[name] = _shard_state(saved, index, given["state"][name])
-    listed = {name for group in given["param_groups"] for name in group["params"]}
+    saved_groups = given.get("param_groups", ())
+    listed = {name for group in saved_groups for name in group["params"]}
     found: dict[Any, State] = {}
     own: list[dict[str, Any]] = []
     number = 0
@@ -335,8 +345,8 @@ def load(
             state = _state_to_load(place, parts, given["state"])
             if state is not None:
                 found[key] = state
-        own.append({**_options_for(table.names([group]), group, given["param_groups"]), "params": keys})
-    return {"state": found, "param_groups": own}
+        own.append({**_options_for(table.names([group]), group, saved_groups), "params": keys})
+    return {"state": found, "param_groups": own} if "param_groups" in given else {"state": found}
 
 
 def _from_first_rank(given: State, process_group: dist.ProcessGroup) -> State:

@@ -257,6 +257,46 @@ def test_parameters_that_were_not_saved_are_added_by_the_script(rank: Rank, use_
 
 @world(2)
 @ORIGINALS
+@pytest.mark.parametrize("kind", [WHOLE, SHARDED])
+def test_parameters_outside_may_be_on_some_ranks_only(rank: Rank, kind: StateDictType, use_orig_params: bool) -> None:
+    """As under another kind of parallelism: each rank saves and loads its own, beside what all ranks share."""
+    model = WithExtra(rank, extra=False, use_orig_params=use_orig_params)
+    model.extra = nn.ModuleDict({f"only{rank.index}": nn.Linear(5, 5).to(rank.device)})
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    model.extra[f"only{rank.index}"](model.inner(batch(rank, 0, (3, 5)))).sum().backward()
+    optimizer.step()
+    found = saved(model, optimizer, kind)
+    outside = {name for name in found["state"] if name.startswith("extra")}
+    assert outside == {f"extra.only{rank.index}.{name}" for name in ("weight", "bias")}
+    assert {name for name in found["state"] if name.startswith("inner")} == {
+        f"inner.{name}" for name, _ in tower(5, 1).named_parameters()
+    }
+    other = torch.optim.Adam(model.parameters(), lr=1e-2)
+    with FullyShardedDataParallel.state_dict_type(model, kind):
+        FullyShardedDataParallel.optim_state_dict_to_load(model, other, found, load_directly=True)
+    for param in model.parameters():
+        for key, value in optimizer.state[param].items():
+            assert torch.equal(other.state[param][key], value), key
+
+
+@world(2)
+@ORIGINALS
+def test_without_groups_the_state_alone_is_saved_and_loaded(rank: Rank, use_orig_params: bool) -> None:
+    model = wrap_children(tower(5, 1).to(rank.device), use_orig_params=use_orig_params, device_id=rank.device)
+    optimizer = adam(model)
+    step(rank, model, optimizer, 0)
+    expected = saved(model, optimizer, WHOLE)
+    given = {"state": optimizer.state_dict()["state"]}
+    found = FullyShardedDataParallel.optim_state_dict(model, optimizer, given)
+    assert found.keys() == {"state"}
+    assert_close_states(found["state"], expected["state"])
+    ready = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, found)
+    assert ready.keys() == {"state"}
+    assert ready["state"].keys() == optimizer.state_dict()["state"].keys()
+
+
+@world(2)
+@ORIGINALS
 @pytest.mark.parametrize("lacks", ["everything", "steps", "a moment", "other steps", "other dtype"])
 def test_parameters_of_one_flat_parameter_must_agree(rank: Rank, lacks: str, use_orig_params: bool) -> None:
     """One flat parameter has one number of steps; original parameters have one each."""
