@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_impl.common.phase import Phase
 from fsdp_impl.flat import construct, optim_state, reduction, registry, state_dict, summon
 from fsdp_impl.flat.optim_state import OptimStateKeyType
 from fsdp_impl.flat.options import (
@@ -163,7 +164,14 @@ class FullyShardedDataParallel(nn.Module):
             raise
 
     def apply(self, fn: Callable[[nn.Module], None]) -> "FullyShardedDataParallel":
-        """Call ``fn`` with every module, children first, while this unit's parameters are whole; changes stay."""
+        """Call ``fn`` with every module, children first, while this unit's parameters are whole; changes stay.
+
+        Raises:
+            ValueError: during forward or backward, and inside ``summon_full_params``.
+        """
+        if self._unit.is_summoned or self._unit.phase is not Phase.IDLE:
+            state = "SUMMONED" if self._unit.is_summoned else self._unit.phase.name
+            raise ValueError(f"expected to be in states ['IDLE'] but current state is {state} in apply()")
         is_settled = self._unit.is_root is not None
         with summon.full_params(self, recurse=False):
             super().apply(fn)

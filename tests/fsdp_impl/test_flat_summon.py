@@ -222,6 +222,18 @@ def test_a_cast_model_trains_on(rank: Rank, strategy: Any, use_orig_params: bool
     assert_same_whole(plain, sharded, grads=False)
 
 
+@world(2)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_apply_is_refused_while_parameters_are_gathered(rank: Rank, use_orig_params: bool) -> None:
+    model = wrap_children(tower(5, 1), use_orig_params=use_orig_params, device_id=rank.device)
+    with summon(model), pytest.raises(ValueError, match=r"expected to be in states .* current state is SUMMONED"):
+        model.apply(print)
+    inner = model[1].module
+    inner.register_forward_hook(lambda module, args, output: model.apply(print))
+    with pytest.raises(ValueError, match=r"expected to be in states .* current state is FORWARD"):
+        model(batch(rank, 0, (2, 5)))
+
+
 @world(1, 2)
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_summoning_between_two_forwards_leaves_their_joint_backward(rank: Rank, use_orig_params: bool) -> None:
