@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_impl.common import dtensor
 from fsdp_impl.common.order import OrderCheck
 from fsdp_impl.flat import ranks, wrapping
-from fsdp_impl.flat.group import FlatContext, FlatGroup
+from fsdp_impl.flat.group import FlatContext
 from fsdp_impl.flat.layout import flattened, is_dense
 from fsdp_impl.flat.options import BackwardPrefetch, CPUOffload, Ignored, MixedPrecision, ShardingStrategy
 from fsdp_impl.flat.ranks import Ranks
@@ -265,7 +265,7 @@ def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
 def initialize(unit: FlatUnit) -> None:
     """Make ``unit`` the root of all units in its module, unless it has been initialised.
 
-    Everything is checked before anything is changed.
+    Everything is checked before anything but names is changed.
 
     Raises:
         RuntimeError: if parameters are not where the options say, or a flat one has an optimizer in backward.
@@ -275,8 +275,9 @@ def initialize(unit: FlatUnit) -> None:
     if unit.is_root is not None:
         return
     units = units_in(unit.wrapper)
+    _name(unit.wrapper, units)
     for group in (other.group for other in units if other.group is not None):
-        _check_device(group)
+        group.check_device()
         if hasattr(group.shards.flat, "_in_backward_optimizers"):
             raise RuntimeError("FSDP optimizer in backward only supported with use_orig_params=True!")
     _check_homogeneous(units)
@@ -285,7 +286,6 @@ def initialize(unit: FlatUnit) -> None:
             raise AssertionError(
                 "Non-root FSDP instance's `_is_root` should not have been set yet or should have been set to `False`"
             )
-    _name(unit.wrapper, units)
     context = FlatContext(unit.device, limits_gathers=unit.options.limits_gathers)
     context.create_streams()
     iteration = IterationContext(units, OrderCheck(unit.device) if unit.checks_order else None)
@@ -299,20 +299,6 @@ def undo(unit: FlatUnit) -> None:
     """Forget that ``unit`` is the root, of which forward has yet to decide."""
     for other in units_in(unit.wrapper):
         other.is_root = None
-
-
-def _check_device(group: FlatGroup) -> None:
-    found = group.shards.flat.device
-    if group.shards.offloads and found.type != "cpu":
-        raise RuntimeError(
-            f"An FSDP-managed module with parameter CPU offloading enabled has parameters on {found}. Make sure to not "
-            f"move the module from CPU when offloading parameters. Found in the unit of {group.names}"
-        )
-    if not group.shards.offloads and found != group.device:
-        raise RuntimeError(
-            f"An FSDP-managed module unexpectedly has parameters on {found}. Make sure to move the module to "
-            f"{group.device} before training. Found in the unit of {group.names}"
-        )
 
 
 def _check_homogeneous(units: list[FlatUnit]) -> None:

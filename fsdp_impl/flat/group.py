@@ -210,6 +210,24 @@ class FlatGroup:
             self._make_views_without_data()
             self.register_unsharded()
 
+    def check_device(self) -> None:
+        """Refuse shards that are not where the options say.
+
+        Raises:
+            RuntimeError: with the names of the parameters.
+        """
+        found = self.shards.flat.device
+        if self.shards.offloads and found.type != "cpu":
+            raise RuntimeError(
+                f"An FSDP-managed module with parameter CPU offloading enabled has parameters on {found}. Make sure to "
+                f"not move the module from CPU when offloading parameters. Found for the parameters {self.names}"
+            )
+        if not self.shards.offloads and found != self.device:
+            raise RuntimeError(
+                f"An FSDP-managed module unexpectedly has parameters on {found}. Make sure to move the module to "
+                f"{self.device} before training. Found for the parameters {self.names}"
+            )
+
     def unshard(self) -> None:
         """Issue the gather on the gather stream; nothing if it was issued and not undone."""
         if self.is_unsharded:
@@ -304,6 +322,8 @@ class FlatGroup:
     def _prepare_buffer(self) -> None:
         """Make the buffer, and make it anew when ``.to()`` and the like changed the sharded parameter."""
         flat, old = self.shards.flat, self._buffer
+        if self.shards.offloads:
+            self.check_device()  # it may have been moved since the first forward
         self.shards.sync_requires_grad()
         if self.ranks.size == 1 and flat.dtype == self.dtype and flat.device == self.device:
             if not (isinstance(old, Alias) and old.leaf.data_ptr() == flat.data_ptr() and old.leaf.dtype == flat.dtype):
