@@ -1,5 +1,6 @@
 """From the constructor's arguments to a unit, and at the first forward from units to units under one root."""
 
+import os
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_impl.common import dtensor
 from fsdp_impl.common.order import OrderCheck
+from fsdp_impl.common.owner import Owner
 from fsdp_impl.flat import ranks, wrapping
 from fsdp_impl.flat.group import FlatContext
 from fsdp_impl.flat.layout import flattened, is_dense
@@ -21,7 +23,7 @@ from fsdp_impl.flat.options import BackwardPrefetch, CPUOffload, Ignored, MixedP
 from fsdp_impl.flat.ranks import Ranks
 from fsdp_impl.flat.registry import clean, module_names, units_in, without_checkpointing, wrappers
 from fsdp_impl.flat.shards import FlatShards
-from fsdp_impl.flat.unit import FlatUnit, IterationContext, UnitOptions
+from fsdp_impl.flat.unit import FlatUnit, IterationContext, UnitOptions, cast_buffers
 
 
 @dataclass(frozen=True)
@@ -87,8 +89,19 @@ def build(wrapper: nn.Module, module: nn.Module, arguments: Arguments) -> FlatUn
         synced=arguments.sync_module_states,
         ignored=ignored,
         buffer_dtypes={clean(name): buffer.dtype for name, buffer in module.named_buffers()},
+        full_in_evaluation=_dtypes_in_evaluation(module),
     )
     return FlatUnit(wrapper, _shard(module, arguments, options), options, initialize)
+
+
+def _dtypes_in_evaluation(module: nn.Module) -> dict[Owner, torch.dtype] | None:
+    """The dtypes of buffers in evaluation if the environment asks for full precision there, else ``None``."""
+    if os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") != "1":
+        return None
+    found: dict[Owner, torch.dtype] = {}
+    for child in module.modules():
+        found |= {Owner(child, name): buffer.dtype for name, buffer in child._buffers.items() if buffer is not None}
+    return found
 
 
 def _shard(module: nn.Module, arguments: Arguments, options: UnitOptions) -> FlatShards | None:
@@ -292,6 +305,8 @@ def initialize(unit: FlatUnit) -> None:
     for other in units:
         other.is_root = other is unit
         other.share(context, iteration)
+    for other in units:
+        other.choose_precision()
     cast_buffers(units)
 
 
@@ -320,24 +335,3 @@ def _name(root: nn.Module, units: list[FlatUnit]) -> None:
             prefix = "" if label == "(root)" else label + "."
             unit.group.label = label
             unit.group.names = [prefix + name for name in unit.group.shards.names]
-
-
-def cast_buffers(units: list[FlatUnit]) -> None:
-    """Buffers are not sharded; they are cast once and stay so.
-
-    Cast floating-point buffers to what the innermost unit around them says, and move all to where it computes."""
-    seen: set[torch.Tensor] = set()
-    for unit in reversed(units):  # inner units come later in the order of modules()
-        ignored = unit.options.ignored.buffers()
-        for module in unit.wrapper.modules():
-            for buffer in module.buffers(recurse=False):
-                if buffer not in seen:
-                    seen.add(buffer)
-                    if buffer not in ignored:
-                        _cast(buffer, unit)
-
-
-def _cast(buffer: torch.Tensor, unit: FlatUnit) -> None:
-    dtype = unit.precision.buffer_dtype if buffer.is_floating_point() else None
-    if buffer.device != unit.device or (dtype is not None and buffer.dtype != dtype):
-        buffer.data = buffer.to(device=unit.device, dtype=dtype or buffer.dtype)

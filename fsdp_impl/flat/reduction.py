@@ -32,6 +32,7 @@ class Reducer:
     """Reduces the gradients of one group.
 
     Attributes:
+        reduce_dtype: in which gradients are reduced, ``None`` for the dtype of compute.
         comm_hook: the user's function in place of the collectives and the division, with its state; see
             ``FullyShardedDataParallel.register_comm_hook``.
     """
@@ -46,7 +47,7 @@ class Reducer:
     ) -> None:
         self._group = group
         self._gradients = gradients
-        self._reduce_dtype = reduce_dtype
+        self.reduce_dtype = reduce_dtype
         self._keep_low_precision = keep_low_precision
         self.comm_hook: tuple[Any, CommHook] | None = None
 
@@ -60,7 +61,7 @@ class Reducer:
         with record_function(f"FSDP::reduce ({group.label})"):
             context.release_reduce_inputs()
             context.release_reduce_outputs()
-            contributions = grad.to(self._reduce_dtype or grad.dtype)
+            contributions = grad.to(self.reduce_dtype or grad.dtype)
             streams.join(context.reduce_stream, streams.current(group.device))
             with streams.use(context.reduce_stream):
                 shard = self._reduce_scatter(contributions)

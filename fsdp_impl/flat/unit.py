@@ -13,6 +13,7 @@ from torch.profiler import record_function
 from fsdp_impl.common import hooks, streams
 from fsdp_impl.common.containers import cast, map_tensors, tensors_requiring_grad
 from fsdp_impl.common.order import OrderCheck
+from fsdp_impl.common.owner import Owner
 from fsdp_impl.common.phase import Phase
 from fsdp_impl.flat.group import FlatContext, FlatGroup
 from fsdp_impl.flat.options import (
@@ -108,6 +109,7 @@ class UnitOptions:
         synced: whether the first rank's values were given to all.
         use_orig: whether the original parameters stay visible.
         buffer_dtypes: of the buffers, by their names from the wrapped module, before any cast.
+        full_in_evaluation: the same by their places, if evaluation is to be in full precision, else ``None``.
     """
 
     ranks: Ranks
@@ -121,6 +123,7 @@ class UnitOptions:
     synced: bool
     ignored: Ignored
     buffer_dtypes: dict[str, torch.dtype]
+    full_in_evaluation: dict[Owner, torch.dtype] | None
 
 
 class FlatUnit:
@@ -130,6 +133,7 @@ class FlatUnit:
         group: its parameters, ``None`` if there were none left to shard.
         checks_order: whether the order of forwards is checked, if this becomes the root.
         is_root: ``None`` before lazy initialisation.
+        in_full_precision: whether no mixed precision is used, in evaluation where the environment asks for it.
         is_summoned: whether the modules hold whole parameters, inside ``summon_full_params``.
         is_exposed: whether the modules hold flat parameters in the place of original ones, inside ``.to()``.
         syncs: whether backward reduces gradients; ``no_sync`` clears it.
@@ -162,6 +166,7 @@ class FlatUnit:
         self.is_root: bool | None = None
         self.phase = Phase.IDLE
         self.syncs = True
+        self.in_full_precision = False
         self.is_summoned = False
         self.is_exposed = False
         self.context = FlatContext(options.device)
@@ -266,6 +271,10 @@ class FlatUnit:
         self.iteration.forward_root = self
         if self.is_root and self.iteration.order is not None:
             self.iteration.order.begin(training=self.wrapper.training)
+        if self.options.full_in_evaluation is not None and not hooks.in_backward():
+            changes = [unit.choose_precision() for unit in self.iteration.units]
+            if any(changes):
+                cast_buffers(self.iteration.units)
         for group in self.groups():
             if group.is_stale():
                 group.reshard()
@@ -291,9 +300,23 @@ class FlatUnit:
     def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         precision = self.precision
         wanted = precision.cast_root_forward_inputs if self.is_root else False
-        if precision.param_dtype is not None and (wanted or precision.cast_forward_inputs):
+        casts = wanted or precision.cast_forward_inputs
+        if precision.param_dtype is not None and casts and not self.in_full_precision:
             args, kwargs = cast(precision.param_dtype, (args, kwargs))
         return args, kwargs
+
+    def choose_precision(self) -> bool:
+        """Decide about full precision, before the root's forward; returns whether it changes."""
+        module = self.group.shards.module if self.group is not None else self.wrapper
+        full = self.options.full_in_evaluation is not None and not module.training
+        if full == self.in_full_precision:
+            return False
+        self.in_full_precision = full
+        if self.group is not None and self.reducer is not None:
+            self.group.reshard()
+            self.group.param_dtype = None if full else self.precision.param_dtype
+            self.reducer.reduce_dtype = None if full else self.precision.reduce_dtype or self.precision.param_dtype
+        return True
 
     def _unshard_now(self) -> None:
         if self.group is not None:
@@ -422,3 +445,27 @@ class FlatUnit:
     def groups(self) -> Sequence[FlatGroup]:
         """The groups of all units under the root."""
         return [unit.group for unit in self.iteration.units if unit.group is not None]
+
+
+def cast_buffers(units: Sequence[FlatUnit]) -> None:
+    """Move buffers to where the innermost unit around them computes, floating-point ones to its dtype.
+
+    They are not sharded; they are cast once and stay so, but for evaluation in full precision.
+    """
+    seen: set[torch.Tensor] = set()
+    for unit in reversed(units):  # inner units come later in the order of modules()
+        ignored = unit.options.ignored.buffers()
+        for module in unit.wrapper.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer not in seen:
+                    seen.add(buffer)
+                    if buffer not in ignored:
+                        _cast_buffer(buffer, Owner(module, name), unit)
+
+
+def _cast_buffer(buffer: torch.Tensor, owner: Owner, unit: FlatUnit) -> None:
+    dtype = unit.precision.buffer_dtype if buffer.is_floating_point() else None
+    if dtype is not None and unit.in_full_precision:
+        dtype = (unit.options.full_in_evaluation or {}).get(owner)
+    if buffer.device != unit.device or (dtype is not None and buffer.dtype != dtype):
+        buffer.data = buffer.to(device=unit.device, dtype=dtype or buffer.dtype)
