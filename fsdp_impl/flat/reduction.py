@@ -153,14 +153,6 @@ class _Shown(NamedTuple):
     aside: torch.Tensor | None
 
 
-class _Given(NamedTuple):
-    """A gradient that was given to a parameter as a view of a reduction's result, and its first element there."""
-
-    param: nn.Parameter
-    grad: torch.Tensor
-    offset: int
-
-
 class Gradients:
     """The gradients of one group that optimizers see: sharded, or between reductions unreduced.
 
@@ -171,7 +163,8 @@ class Gradients:
         self._group = group
         # What one reduction made, and the views of it that were given out: adding to all of them is one addition.
         self._last: torch.Tensor | None = None
-        self._last_views: list[_Given] = []
+        # Each with its parameter and its first element.
+        self._last_views: list[tuple[nn.Parameter, torch.Tensor, int]] = []
         # Unsharded gradients on show, with the sharded ones that they hide.
         self._shown: list[_Shown] = []
 
@@ -184,13 +177,14 @@ class Gradients:
         if self._last is not None and self._is_current() and self._last.dtype == reduced.dtype:
             self._last.add_(reduced)
             return
-        views: list[_Given] = []
+        spans = self._group.shards.spans
+        views: list[tuple[nn.Parameter, torch.Tensor, int]] = []
         all_new = True
         for param, which in self._group.shards.holders():
             view = self._group.shards.part(which, reduced)
             if param.grad is None:
                 set_grad(param, view)
-                views.append(_Given(param, _grad_of(param), self._group.shards.offset(which)))
+                views.append((param, _grad_of(param), 0 if which is None else spans[which].offset))
             else:
                 param.grad.add_(view)
                 all_new = False
@@ -234,14 +228,12 @@ class Gradients:
 
     def _is_current(self) -> bool:
         """Whether all gradients are the views that were given out, and still lie in what the reduction made."""
-        if self._last is None or not self._last_views:
+        given = self._last_views
+        if self._last is None or not given or not all(param.grad is grad for param, grad, _ in given):
             return False
         start, itemsize = self._last.data_ptr(), self._last.itemsize
-        return all(
-            # The same object may have other data by now: `param.grad.data = ...`.
-            param.grad is grad and grad.data_ptr() == start + offset * itemsize
-            for param, grad, offset in self._last_views
-        )
+        # The same object may have other data by now: `param.grad.data = ...`.
+        return all(grad.data_ptr() == start + offset * itemsize for _, grad, offset in given)
 
 
 def set_grad(param: nn.Parameter, grad: torch.Tensor) -> None:

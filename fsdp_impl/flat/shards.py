@@ -127,10 +127,6 @@ class FlatShards:
             whole = ordered.copy_(whole)
         return flattened(whole)[span.start : span.start + span.numel]
 
-    def offset(self, index: int | None) -> int:
-        """The first element of :meth:`part` in the shard."""
-        return 0 if index is None else self.spans[index].offset
-
     def part(self, index: int | None, shard: torch.Tensor) -> torch.Tensor:
         """What ``shard`` (1-D, ``layout.shard_numel``) holds of a parameter, as its holder shows it.
 
