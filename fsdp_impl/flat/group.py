@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
-from weakref import WeakMethod
+from weakref import WeakMethod, ref
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -61,7 +61,7 @@ class FlatContext(CommContext):
             self._release_oldest()
 
     def release_all_retired(self) -> None:
-        """Free all retired buffers, where compute ends anyway."""
+        """Free all retired buffers, where compute ends anyway: after the root's forward and after backward."""
         while self._retired:
             self._release_oldest()
 
@@ -78,7 +78,6 @@ class FlatBuffer:
         leaf: what autograd differentiates with respect to.
         target: another tensor on the same storage, with its own version counter: a gather that writes to it does not
             look to autograd like a change of what it saved.
-        context: whose window the bytes pass through.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, context: FlatContext) -> None:
@@ -93,11 +92,12 @@ class FlatBuffer:
             # what they held before, which the first gather, on its own stream, would overwrite.
             self.drop()
         self._device = device
-        self.context = context
+        # Weak: its window may hold this buffer (Note: references).
+        self._context = ref(context)
 
     def allocate(self) -> None:
         """Give the storage its bytes, in the memory of the current stream (the gather stream)."""
-        retired = self.context.take_back(self)
+        retired = self._window().take_back(self)
         if retired is not None:
             # The bytes are still there; whoever read them before has to be done before the gather overwrites them.
             streams.wait(streams.current(self._device), retired)
@@ -110,7 +110,16 @@ class FlatBuffer:
         if used is None:
             self.drop()
         else:
-            self.context.retire(self, used)
+            self._window().retire(self, used)
+
+    def use(self, context: FlatContext) -> None:
+        """Pass the bytes through the window of ``context`` from now on."""
+        self._context = ref(context)
+
+    def _window(self) -> FlatContext:
+        context = self._context()
+        assert context is not None, "a buffer outlived its context"
+        return context
 
     def drop(self) -> None:
         """Give the bytes back at once."""
@@ -199,7 +208,7 @@ class FlatGroup:
         """Use the streams and the window of ``context`` from now on."""
         self.context = context
         if isinstance(self._buffer, FlatBuffer):
-            self._buffer.context = context
+            self._buffer.use(context)
 
     def register(self) -> None:
         """Take the places of the original parameters in the modules, once and for all (Note: held by modules)."""

@@ -1,5 +1,7 @@
 """Unsharded buffers whose compute may still be running: when their bytes may go to another gather."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -76,7 +78,8 @@ def test_a_buffer_that_is_wanted_again_is_written_after_it_was_read(waits: list[
 
 
 def test_the_tensors_outlive_the_bytes_and_do_not_see_each_others_versions() -> None:
-    (a,) = buffers(FlatContext(CPU), 1)
+    context = FlatContext(CPU)
+    (a,) = buffers(context, 1)
     version = a.leaf._version
     a.target.fill_(3)
     assert a.leaf.tolist() == [3] * 4 and a.leaf._version == version
@@ -85,3 +88,17 @@ def test_the_tensors_outlive_the_bytes_and_do_not_see_each_others_versions() -> 
     a.allocate()
     a.target.fill_(5)
     assert a.leaf.tolist() == [5] * 4
+
+
+def test_a_deleted_window_frees_what_it_holds_without_the_garbage_collector() -> None:
+    """As where a model is moved after a forward, which retires buffers, and then deleted."""
+    gc.disable()
+    try:
+        context = FlatContext(CPU)
+        held = buffers(context, 1)
+        retire(context, held[0], Event("a"))
+        references = [weakref.ref(context), weakref.ref(held.pop())]
+        del context
+        assert [reference() for reference in references] == [None, None]
+    finally:
+        gc.enable()
