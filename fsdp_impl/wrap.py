@@ -77,7 +77,7 @@ size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict
 
 
 class CustomPolicy:
-    """Wrap what ``lambda_fn`` says of each module: ``True``, ``False``, or the arguments that shall be others.
+    """Wrap the modules for which ``lambda_fn`` returns ``True`` or a dict of arguments that replace the wrapper's.
 
     Raises:
         ValueError: when it runs, if ``lambda_fn`` returns anything else.

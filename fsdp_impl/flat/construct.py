@@ -48,7 +48,7 @@ class Arguments:
 
 
 def build(wrapper: nn.Module, module: nn.Module, arguments: Arguments) -> FlatUnit:
-    """Wrap what the policy says, then make a unit of the parameters that are left.
+    """Wrap what the policy chooses, then make a unit of the parameters that are left.
 
     The modules hold the parameters as they were until the unit's group is registered.
 
@@ -95,7 +95,7 @@ def build(wrapper: nn.Module, module: nn.Module, arguments: Arguments) -> FlatUn
 
 
 def _dtypes_in_evaluation(module: nn.Module) -> dict[Owner, torch.dtype] | None:
-    """The dtypes of buffers in evaluation if the environment asks for full precision there, else ``None``."""
+    """The dtypes of buffers in evaluation if the environment selects full precision there, else ``None``."""
     if os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") != "1":
         return None
     found: dict[Owner, torch.dtype] = {}
@@ -281,7 +281,8 @@ def initialize(unit: FlatUnit) -> None:
     Everything is checked before anything but names is changed.
 
     Raises:
-        RuntimeError: if parameters are not where the options say, or a flat one has an optimizer in backward.
+        RuntimeError: if parameters are on another device than the options demand, or a flat one has an optimizer in
+            backward.
         ValueError: if units differ in an option that all must share.
         AssertionError: if a unit in it was a root before.
     """

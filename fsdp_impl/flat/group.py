@@ -159,7 +159,7 @@ class FlatGroup:
         device: where it is computed with.
         param_dtype: of the unsharded parameter, ``None`` for that of the sharded one.
         is_unsharded: whether the unsharded values are there, or about to be (a gather may be in flight).
-        wanted_in_backward: whether backward has yet to reach this unit, as far as forward could know.
+        wanted_in_backward: whether backward has yet to reach this unit, as far as forward can determine.
         first_index: this group's place in the order of the first forward's gathers.
         forward_indices: this group's places in the shared ``forward_order``.
 
@@ -220,7 +220,7 @@ class FlatGroup:
             self.register_unsharded()
 
     def check_device(self) -> None:
-        """Refuse shards that are not where the options say.
+        """Refuse shards on another device than the options demand.
 
         Raises:
             RuntimeError: with the names of the parameters.
@@ -359,6 +359,6 @@ class FlatGroup:
 
 
 def _as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """Differentiable: the gradient comes back placed as ``spec`` says, summed over its mesh where that is pending."""
+    """Differentiable: the gradient gets the placements of ``spec``, summed over its mesh where that is pending."""
     meta = dtensor.meta_of(spec)
     return DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, shape=meta.shape, stride=meta.stride)

@@ -306,7 +306,7 @@ class FullyShardedDataParallel(nn.Module):
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """As ``nn.Module`` does, without what wrappers add to names; of the type that was set. Collective.
 
-        Values are copies, whatever ``keep_vars`` says of others.
+        Values of parameters are copies; ``keep_vars`` applies to the rest.
 
         Raises:
             AssertionError: during forward or backward, and inside ``summon_full_params``.
@@ -430,7 +430,7 @@ class FullyShardedDataParallel(nn.Module):
             model: the model, or what is around it.
             optim: its optimizer.
             optim_state_dict: as :meth:`optim_state_dict` returns it, or an unwrapped model's by names.
-            is_named_optimizer: whether the optimizer knows parameters by name.
+            is_named_optimizer: whether the optimizer identifies parameters by name.
             load_directly: load it as well.
             group: the ranks to give the first one's argument to; those of the first wrapper by default.
 

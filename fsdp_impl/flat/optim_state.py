@@ -1,7 +1,7 @@
 """State dicts of optimizers: states by the names of the module without wrappers, whole or sharded, and back.
 
-The optimizer knows the parameters of a unit as one flat parameter or as parts of the original ones. Whatever is as
-large as what it knows, such as a momentum, is *laid out* like it, and is gathered and cut as parameters are. Anything
+The optimizer has the parameters of a unit as one flat parameter or as parts of the original ones. Whatever is as
+large as what it has, such as a momentum, is *laid out* like it, and is gathered and cut as parameters are. Anything
 else, such as a number of steps, is the same for all parts and is copied.
 """
 
@@ -71,7 +71,7 @@ def form_of(settings: StateDictSettings) -> Form:
 
 
 class Place(NamedTuple):
-    """What a parameter that an optimizer may know is: part of a unit, or one that no unit has."""
+    """What a parameter of an optimizer is: part of a unit, or one that no unit has."""
 
     saved: SavedUnit | None
     indices: tuple[int, ...]
@@ -80,13 +80,13 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class _LaidOut:
-    """Stands for a tensor that is laid out like the parameter, when ranks say what states they have."""
+    """Stands for a tensor that is laid out like the parameter, when ranks exchange what states they have."""
 
     dtype: torch.dtype
 
 
 class Table:
-    """The parameters of a model as optimizers know them.
+    """The parameters of a model as optimizers have them.
 
     Raises:
         ValueError: if there is no wrapper in the model.
@@ -275,7 +275,7 @@ def _stands_for(kind: Any) -> bool:
 
 
 def _merge(mine: dict[int, State], process_group: dist.ProcessGroup | None) -> dict[int, State]:
-    """What any rank says of each parameter; of ranks that say different things, the first."""
+    """The states of each parameter from all ranks; where they differ, those of the first rank."""
     everyone: list[Any] = [mine]
     if process_group is not None:
         everyone = [None] * process_group.size()

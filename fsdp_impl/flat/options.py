@@ -54,7 +54,7 @@ class MixedPrecision:
         buffer_dtype: dtype to which floating-point buffers are cast at the first forward, and stay cast.
         keep_low_precision_grads: leave sharded gradients in the reduce dtype instead of the parameters' own.
         cast_forward_inputs: cast floating-point inputs of this unit's forward to ``param_dtype``.
-        cast_root_forward_inputs: do so for the root, whatever ``cast_forward_inputs`` says.
+        cast_root_forward_inputs: do so for the root, whatever ``cast_forward_inputs`` is.
     """
 
     param_dtype: torch.dtype | None = None

@@ -186,7 +186,7 @@ def device_type(params: Iterable[nn.Parameter], asked: torch.device | None, grou
 
 
 def check_single(params: Iterable[nn.Parameter], asked: torch.device | None) -> None:
-    """Refuse parameters on several devices, unless ``device_id`` says where those on the CPU shall go.
+    """Refuse parameters on several devices, unless ``device_id`` is the device to which those on the CPU go.
 
     Raises:
         RuntimeError: if they are.

@@ -29,7 +29,7 @@ FLAT_PARAM = "_flat_param"
 
 
 class Holder(NamedTuple):
-    """A parameter that optimizers know, and which one it is: ``None`` stands for the flat one."""
+    """A parameter that optimizers have, and which one it is: ``None`` stands for the flat one."""
 
     param: nn.Parameter
     which: int | None
@@ -238,7 +238,7 @@ class FlatShards:
 
 
 def set_param(owner: Owner, param: nn.Parameter) -> None:
-    """Register ``param`` where ``owner`` says."""
+    """Register ``param`` at ``owner``."""
     if type(owner.module).__setattr__ is nn.Module.__setattr__:
         # The checks of nn.Module.__setattr__ cost more than all else here, and hold by construction.
         owner.module._parameters[owner.name] = param
@@ -251,7 +251,7 @@ def set_tensor(owner: Owner, tensor: torch.Tensor, *, as_param: bool) -> None:
     """Let ``owner`` hold the plain ``tensor``; ``as_param`` where it stands in the place of a registered parameter."""
     parameters: dict[str, Any] = owner.module._parameters
     if type(owner.module).__setattr__ is not nn.Module.__setattr__:
-        # The class wants to know of what is set (recurrent layers keep lists of their weights), and nn.Module takes
+        # The class has to see what is set (recurrent layers keep lists of their weights), and nn.Module takes
         # only a Parameter for what is registered as one.
         parameters.pop(owner.name, None)
         setattr(owner.module, owner.name, tensor)
@@ -262,7 +262,7 @@ def set_tensor(owner: Owner, tensor: torch.Tensor, *, as_param: bool) -> None:
 
 
 def is_view_of(param: torch.Tensor, flat: torch.Tensor, span: Span) -> bool:
-    """Whether ``param`` lies where ``span`` says in ``flat``'s memory."""
+    """Whether ``param`` lies at ``span`` in ``flat``'s memory."""
     if span.numel == 0:
         return param.numel() == 0 and param.dtype == flat.dtype and param.device == flat.device
     return (

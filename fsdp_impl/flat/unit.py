@@ -44,7 +44,7 @@ class IterationContext:
 
     Args:
         units: all units under the root, in the order of ``modules()``.
-        order: checks the order of gathers; ``None`` unless the debug level asks for it.
+        order: checks the order of gathers; ``None`` unless the debug level is DETAIL.
 
     Attributes:
         forward_root: the unit whose forward is outermost just now.
@@ -86,7 +86,7 @@ class IterationContext:
             _prefetch(following)
 
     def prefetch_previous(self, group: FlatGroup) -> None:
-        """Issue the gather of the group that ran forward before ``group``, if backward still wants it."""
+        """Issue the gather of the group that ran forward before ``group``, if backward has yet to reach it."""
         index = group.forward_indices.pop() if group.forward_indices else 0
         previous = self.forward_order[index - 1]() if index else None
         if previous is not None and previous.wanted_in_backward:
@@ -133,7 +133,7 @@ class FlatUnit:
         group: its parameters, ``None`` if there were none left to shard.
         checks_order: whether the order of forwards is checked, if this becomes the root.
         is_root: ``None`` before lazy initialisation.
-        in_full_precision: whether no mixed precision is used, in evaluation where the environment asks for it.
+        in_full_precision: whether no mixed precision is used, in evaluation where the environment selects that.
         is_summoned: whether the modules hold whole parameters, inside ``summon_full_params``.
         is_exposed: whether the modules hold flat parameters in the place of original ones, inside ``.to()``.
         syncs: whether backward reduces gradients; ``no_sync`` clears it.
@@ -222,7 +222,7 @@ class FlatUnit:
             if self.forward_prefetch and not hooks.in_backward():
                 self.iteration.prefetch_next(self.group)
             if not self.group.shards.flat.requires_grad:
-                # Nothing accumulates, so nothing else tells when backward has passed.
+                # Nothing accumulates, so there is no other sign that backward has passed.
                 args, kwargs = hooks.call_after_backward(self._reshard_after_backward, (args, kwargs))
         return self._cast_inputs(args, kwargs)
 

@@ -169,7 +169,7 @@ def _replace(module: nn.Module, wrapper: Callable[..., nn.Module], targets: Targ
 def _run_callable(
     module: nn.Module, policy: Callable[..., bool], arguments: dict[str, Any], ignored: Ignored
 ) -> Targets:
-    """Ask ``policy`` about each module, children first, with the number of elements that no child's wrapper takes."""
+    """Call ``policy`` with each module, children first, and the number of elements that no child's wrapper takes."""
     targets: Targets = {}
 
     def visit(current: nn.Module, *, is_root: bool) -> int:
@@ -199,7 +199,7 @@ def _numel(module: nn.Module, ignored: Ignored) -> int:
 def _leave_out_of_mixed_precision(
     module: nn.Module, arguments: dict[str, Any], targets: Targets, ignored: Ignored
 ) -> None:
-    """Make units of modules that do not bear a low precision, and cast at their borders."""
+    """Make units of modules that need full precision, and cast at their borders."""
     precision = arguments["mixed_precision"]
     if precision is None:
         return
