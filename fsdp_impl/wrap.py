@@ -23,12 +23,6 @@ __all__ = [
     "wrap",
 ]
 
-# Containers, which have no forward to gather for.
-_NOT_WRAPPED: tuple[type[nn.Module], ...] = (nn.ModuleList, nn.ModuleDict)
-
-# It reads its projection's weight without calling the projection.
-_LEAVES: tuple[type[nn.Module], ...] = (nn.MultiheadAttention,)
-
 # What `wrap` does inside `enable_wrap`: the class and its arguments.
 _enabled: ContextVar[tuple[Any, dict[str, Any]] | None] = ContextVar("_enabled", default=None)
 
@@ -64,18 +58,26 @@ def size_based_auto_wrap_policy(
 
     Args:
         min_num_params: the number of elements.
-        force_leaf_modules: classes inside which nothing is wrapped; attention by default.
-        exclude_wrap_modules: classes that are not wrapped themselves; containers by default.
+        force_leaf_modules: classes inside which nothing is wrapped; by default those in the function's attribute
+            ``FORCE_LEAF_MODULES``, to which a script may add.
+        exclude_wrap_modules: classes that are not wrapped themselves; by default those in ``EXCLUDE_WRAP_MODULES``.
     """
     if nonwrapped_numel < min_num_params:
         return False
-    leaves = _LEAVES if force_leaf_modules is None else tuple(force_leaf_modules)
-    excluded = _NOT_WRAPPED if exclude_wrap_modules is None else tuple(exclude_wrap_modules)
-    return not isinstance(module, leaves if recurse else excluded)
+    defaults: Any = size_based_auto_wrap_policy
+    leaves = defaults.FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules
+    excluded = defaults.EXCLUDE_WRAP_MODULES if exclude_wrap_modules is None else exclude_wrap_modules
+    return not isinstance(module, tuple(leaves if recurse else excluded))
+
+
+# Attention reads its projection's weight without calling the projection.
+size_based_auto_wrap_policy.FORCE_LEAF_MODULES = {nn.MultiheadAttention}  # type: ignore[attr-defined]
+# Containers have no forward to gather for.
+size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}  # type: ignore[attr-defined]
 
 
 class CustomPolicy:
-    """Wrap what ``lambda_fn`` says of each module: ``True``, ``False``, or the arguments that shall be others.
+    """Wrap the modules for which ``lambda_fn`` returns ``True`` or a dict of arguments that replace the wrapper's.
 
     Raises:
         ValueError: when it runs, if ``lambda_fn`` returns anything else.

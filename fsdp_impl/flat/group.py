@@ -1,7 +1,9 @@
-"""The parameters of a unit: unshard and reshard."""
+"""The parameters of a unit: unshard and reshard, and the memory in which they are unsharded."""
 
+from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
+from weakref import WeakMethod, ref
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -9,10 +11,135 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.profiler import record_function
 
 from fsdp_impl.common import collectives, dtensor, hooks, streams, unsharded
+from fsdp_impl.common.comm_context import CommContext
 from fsdp_impl.common.streams import Event
-from fsdp_impl.flat.buffer import Alias, FlatBuffer
-from fsdp_impl.flat.context import FlatContext
 from fsdp_impl.flat.shards import FlatShards, set_tensor
+
+# Note: gather memory
+# The gather writes straight into the unsharded parameter: its bytes are memory of the gather stream, and compute on the
+# current stream reads them. They may go to the next gather only after the current stream has read them, but a gather
+# that waited for the latest compute could not overlap with it. So a window keeps the bytes of the last resharded unit:
+# FlatBuffer.free records an event after all compute queued so far, FlatContext holds the buffer, and the gather stream
+# waits for that event before the bytes are dropped or written again. Autograd keeps references to the tensors between
+# forward and backward: the storage stays, its bytes come and go.
+
+# Buffers that keep their bytes although compute with them is queued to its end. With one, a gather waits for the
+# compute of the unit before the one that computes just now, which has mostly ended: so gather and compute overlap, and
+# three buffers exist at most (computing, retired, being gathered).
+_MAX_RETIRED = 1
+
+
+class FlatContext(CommContext):
+    """Streams, and a window over the buffers whose compute may still be running (Note: gather memory).
+
+    Args:
+        device: where units compute.
+        limits_gathers: whether gathers wait for compute at all, so that unsharded buffers are bounded; else bytes are
+            reused only when the device is seen to be done with them, and a host that runs ahead takes more memory.
+    """
+
+    def __init__(self, device: torch.device, *, limits_gathers: bool = True) -> None:
+        super().__init__(device)
+        self.limits_gathers = limits_gathers
+        self._retired: deque[tuple[FlatBuffer, torch.Event]] = deque()
+
+    def retire(self, buffer: "FlatBuffer", used: torch.Event) -> None:
+        """Free ``buffer`` some time after ``used``."""
+        self._retired.append((buffer, used))
+
+    def take_back(self, buffer: "FlatBuffer") -> Event:
+        """Forget that ``buffer`` is to be freed; returns the event after which it may be written to, if it was."""
+        for entry in self._retired:
+            if entry[0] is buffer:
+                self._retired.remove(entry)
+                return entry[1]
+        return None
+
+    def release_retired(self, keep: int = _MAX_RETIRED) -> None:
+        """Free retired buffers before a gather allocates: the oldest but ``keep``, or what the device is done with."""
+        while self._retired and (len(self._retired) > keep if self.limits_gathers else self._retired[0][1].query()):
+            self._release_oldest()
+
+    def release_all_retired(self) -> None:
+        """Free all retired buffers, where compute ends anyway: after the root's forward and after backward."""
+        while self._retired:
+            self._release_oldest()
+
+    def _release_oldest(self) -> None:
+        buffer, used = self._retired.popleft()
+        streams.wait(self.gather_stream, used)
+        buffer.drop()
+
+
+class FlatBuffer:
+    """A storage for ``numel`` elements of ``dtype``, without bytes at first (Note: gather memory).
+
+    Attributes:
+        leaf: what autograd differentiates with respect to.
+        target: another tensor on the same storage, with its own version counter: a gather that writes to it does not
+            look to autograd like a change of what it saved.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, context: FlatContext) -> None:
+        self._nbytes = numel * dtype.itemsize
+        # Normal tensors even if the first unshard happens under inference mode: training may follow.
+        with torch.inference_mode(False), torch.no_grad():
+            self._storage = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
+            self.leaf, self.target = (
+                torch.empty(0, dtype=dtype, device=device).set_(self._storage, 0, (numel,), (1,)) for _ in range(2)
+            )
+            # set_ gave the storage bytes, of the stream that is current here: compute queued on it may still be reading
+            # what they held before, which the first gather, on its own stream, would overwrite.
+            self.drop()
+        self._device = device
+        # Weak: its window may hold this buffer (Note: references).
+        self._context = ref(context)
+
+    def allocate(self) -> None:
+        """Give the storage its bytes, in the memory of the current stream (the gather stream)."""
+        retired = self._window().take_back(self)
+        if retired is not None:
+            # The bytes are still there; whoever read them before has to be done before the gather overwrites them.
+            streams.wait(streams.current(self._device), retired)
+        if self._storage.size() != self._nbytes:
+            self._storage.resize_(self._nbytes)
+
+    def free(self) -> None:
+        """Let the bytes go once all that is queued on the current stream has read them."""
+        used: Event = streams.record(streams.current(self._device))
+        if used is None:
+            self.drop()
+        else:
+            self._window().retire(self, used)
+
+    def use(self, context: FlatContext) -> None:
+        """Pass the bytes through the window of ``context`` from now on."""
+        self._context = ref(context)
+
+    def _window(self) -> FlatContext:
+        context = self._context()
+        assert context is not None, "a buffer outlived its context"
+        return context
+
+    def drop(self) -> None:
+        """Give the bytes back at once."""
+        if self._storage.size() != 0:
+            self._storage.resize_(0)
+
+    @property
+    def is_allocated(self) -> bool:
+        return self._storage.size() == self._nbytes
+
+
+class Alias:
+    """In the place of a :class:`FlatBuffer` where nothing is sharded or cast: the flat parameter itself."""
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        with torch.inference_mode(False):
+            self.leaf = flat.detach()
+
+    def free(self) -> None:
+        """Nothing to free: these are the parameters themselves."""
 
 
 class PendingGather(NamedTuple):
@@ -32,32 +159,40 @@ class FlatGroup:
         device: where it is computed with.
         param_dtype: of the unsharded parameter, ``None`` for that of the sharded one.
         is_unsharded: whether the unsharded values are there, or about to be (a gather may be in flight).
-        wanted_in_backward: whether backward has yet to reach this unit, as far as forward could know.
+        wanted_in_backward: whether backward has yet to reach this unit, as far as forward can determine.
+        first_index: this group's place in the order of the first forward's gathers.
         forward_indices: this group's places in the shared ``forward_order``.
+
+    Args:
+        on_gradient: a bound method, called when autograd has added up the gradient of the unsharded parameter. It is
+            held weakly (Note: references).
     """
 
-    def __init__(self, shards: FlatShards, device: torch.device, param_dtype: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        shards: FlatShards,
+        device: torch.device,
+        param_dtype: torch.dtype | None,
+        context: FlatContext,
+        on_gradient: Callable[[], None],
+    ) -> None:
         self.label = "(not yet run)"
         self.names = list(shards.names)
         self.shards = shards
         self.ranks = shards.ranks
         self.device = device
         self.param_dtype = param_dtype
-        self.context = FlatContext(device)
+        self.context = context
         self.is_unsharded = False
         self.wanted_in_backward = False
+        self.first_index: int | None = None
         self.forward_indices: list[int] = []
-        self.on_gradient: Callable[[], None] | None = None
+        self._on_gradient = WeakMethod(on_gradient)
         # Version of the shard when it was gathered last, to notice an edit while the values are kept.
         self._gathered_version = 0
         self._pending: PendingGather | None = None
         self._views: list[torch.Tensor] = []
         self._buffer: FlatBuffer | Alias | None = None
-        if not shards.use_orig:
-            # Attributes that are read before the first forward have their shape and dtype, and no data yet.
-            self._prepare_buffer()
-            self._make_views_without_data()
-            self.register_unsharded()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -72,8 +207,35 @@ class FlatGroup:
     def share_context(self, context: FlatContext) -> None:
         """Use the streams and the window of ``context`` from now on."""
         self.context = context
-        if self._buffer is not None:
-            self._buffer.context = context
+        if isinstance(self._buffer, FlatBuffer):
+            self._buffer.use(context)
+
+    def register(self) -> None:
+        """Take the places of the original parameters in the modules, once and for all (Note: held by modules)."""
+        self.shards.take_over()
+        if not self.shards.use_orig:
+            # Attributes that are read before the first forward have their shape and dtype, and no data yet.
+            self._prepare_buffer()
+            self._make_views_without_data()
+            self.register_unsharded()
+
+    def check_device(self) -> None:
+        """Refuse shards on another device than the options demand.
+
+        Raises:
+            RuntimeError: with the names of the parameters.
+        """
+        found = self.shards.flat.device
+        if self.shards.offloads and found.type != "cpu":
+            raise RuntimeError(
+                f"An FSDP-managed module with parameter CPU offloading enabled has parameters on {found}. Make sure to "
+                f"not move the module from CPU when offloading parameters. Found for the parameters {self.names}"
+            )
+        if not self.shards.offloads and found != self.device:
+            raise RuntimeError(
+                f"An FSDP-managed module unexpectedly has parameters on {found}. Make sure to move the module to "
+                f"{self.device} before training. Found for the parameters {self.names}"
+            )
 
     def unshard(self) -> None:
         """Issue the gather on the gather stream; nothing if it was issued and not undone."""
@@ -169,26 +331,24 @@ class FlatGroup:
     def _prepare_buffer(self) -> None:
         """Make the buffer, and make it anew when ``.to()`` and the like changed the sharded parameter."""
         flat, old = self.shards.flat, self._buffer
+        if self.shards.offloads:
+            self.check_device()  # it may have been moved since the first forward
         self.shards.sync_requires_grad()
         if self.ranks.size == 1 and flat.dtype == self.dtype and flat.device == self.device:
             if not (isinstance(old, Alias) and old.leaf.data_ptr() == flat.data_ptr() and old.leaf.dtype == flat.dtype):
                 self._buffer = Alias(flat)
         elif not (isinstance(old, FlatBuffer) and old.leaf.dtype == self.dtype):
-            self._buffer = FlatBuffer(self.shards.layout.padded_numel, self.dtype, self.device)
+            self._buffer = FlatBuffer(self.shards.layout.padded_numel, self.dtype, self.device, self.context)
         assert self._buffer is not None
         leaf = self._buffer.leaf
         if self._buffer is not old:
-            self._buffer.context = self.context
             leaf.requires_grad_(True)
-            hooks.call_when_accumulated(leaf, self._call_on_gradient)
+            if (on_gradient := self._on_gradient()) is not None:
+                hooks.call_when_accumulated(leaf, on_gradient)
             if old is not None and old.leaf.grad is not None:
                 leaf.grad = old.leaf.grad.to(leaf.dtype)
         if leaf.requires_grad != flat.requires_grad:
             leaf.requires_grad_(flat.requires_grad)
-
-    def _call_on_gradient(self) -> None:
-        if self.on_gradient is not None:
-            self.on_gradient()
 
     def _version(self) -> int:
         params = [self.shards.flat, *self.shards.originals]
@@ -199,6 +359,6 @@ class FlatGroup:
 
 
 def _as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """Differentiable: the gradient comes back placed as ``spec`` says, summed over its mesh where that is pending."""
+    """Differentiable: the gradient gets the placements of ``spec``, summed over its mesh where that is pending."""
     meta = dtensor.meta_of(spec)
     return DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, shape=meta.shape, stride=meta.stride)

@@ -14,7 +14,7 @@ import torch
 
 from fsdp_impl.common.layout import contiguous_stride
 
-# What vectorised loads want.
+# The alignment of vectorised loads.
 _ALIGNMENT_BYTES = 16
 
 

@@ -1,4 +1,4 @@
-"""The wrapper: ``FullyShardedDataParallel``."""
+"""The wrapper: ``FullyShardedDataParallel``. Its methods are in the other files; here are their names and contracts."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -9,18 +9,24 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_impl.flat import construct, lazy_init, summon
-from fsdp_impl.flat.clip import clip_grad_norm
-from fsdp_impl.flat.collect import wrappers
-from fsdp_impl.flat.group import FlatGroup
-from fsdp_impl.flat.names import WRAPPED, clean, without_checkpointing
-from fsdp_impl.flat.optim_state_methods import OptimStateMethods
-from fsdp_impl.flat.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from fsdp_impl.flat.state_dict_methods import StateDictMethods
-from fsdp_impl.flat.unit import FlatUnit
+from fsdp_impl.common.phase import Phase
+from fsdp_impl.flat import construct, optim_state, reduction, registry, state_dict, summon
+from fsdp_impl.flat.optim_state import OptimStateKeyType
+from fsdp_impl.flat.options import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    OptimStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+    settings_of,
+)
+from fsdp_impl.flat.registry import WRAPPED, without_checkpointing
 
 
-class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
+class FullyShardedDataParallel(nn.Module):
     """Shards the parameters of ``module`` that no wrapper inside it has taken, over the ranks of a process group.
 
     The parameters become one flat parameter of which each rank keeps a part. Forward and backward gather it for as long
@@ -71,9 +77,9 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
         device_mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
-        built = construct.build(
+        self._unit = construct.build(
+            self,
             module,
-            type(self),
             construct.Arguments(
                 process_group=process_group,
                 sharding_strategy=sharding_strategy,
@@ -92,40 +98,26 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
                 device_mesh=device_mesh,
             ),
         )
-        self._ignored = built.ignored
-        self._use_orig_params = use_orig_params
-        self._synced = sync_module_states
-        self._buffer_dtypes = {clean(name): buffer.dtype for name, buffer in module.named_buffers()}
-        self.process_group = built.ranks.group
-        self.rank, self.world_size = built.ranks.group.rank(), built.ranks.group.size()
-        self.sharding_strategy = built.strategy
-        self.mixed_precision = mixed_precision or MixedPrecision()
+        options = self._unit.options
+        self.process_group = options.ranks.group
+        self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
+        self.sharding_strategy = options.strategy
+        self.mixed_precision = options.precision
         self.cpu_offload = cpu_offload or CPUOffload()
-        self.compute_device = built.device
+        self.compute_device = options.device
         self.limit_all_gathers = limit_all_gathers
         self.backward_prefetch = backward_prefetch
         self.forward_prefetch = forward_prefetch
         self._fsdp_wrapped_module = module
-        self._unit = FlatUnit(
-            self,
-            built.group,
-            built.ranks,
-            built.device,
-            built.strategy,
-            self.mixed_precision,
-            backward_prefetch=backward_prefetch,
-            forward_prefetch=forward_prefetch,
-            limits_gathers=limit_all_gathers,
-        )
+        registry.insert(self, self._unit)
+        self.register_load_state_dict_post_hook(state_dict.clean_keys)  # type: ignore[no-untyped-call]
+        if self._unit.group is not None:
+            self._unit.group.register()
 
     @property
     def module(self) -> nn.Module:
         """The wrapped module, without a checkpointing wrapper around it."""
         return without_checkpointing(self._fsdp_wrapped_module)
-
-    @property
-    def _group(self) -> FlatGroup | None:
-        return self._unit.group
 
     @property
     def _flat_param(self) -> nn.Parameter | None:
@@ -153,13 +145,13 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
 
     def check_is_root(self) -> bool:
         """Whether no wrapper is around this one; settles it if no forward has."""
-        lazy_init.ensure(self._unit)
+        construct.initialize(self._unit)
         return bool(self._unit.is_root)
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list["FullyShardedDataParallel"]:
         """The wrappers in ``module``, itself included; with ``root_only`` those around which there is no other."""
-        found = list(wrappers(module))
+        found = [inner for inner in module.modules() if isinstance(inner, FullyShardedDataParallel)]
         return [wrapper for wrapper in found if wrapper.check_is_root()] if root_only else found
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -172,13 +164,20 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
             raise
 
     def apply(self, fn: Callable[[nn.Module], None]) -> "FullyShardedDataParallel":
-        """Call ``fn`` with every module, children first, while this unit's parameters are whole; changes stay."""
+        """Call ``fn`` with every module, children first, while this unit's parameters are whole; changes stay.
+
+        Raises:
+            ValueError: during forward or backward, and inside ``summon_full_params``.
+        """
+        if self._unit.is_summoned or self._unit.phase is not Phase.IDLE:
+            state = "SUMMONED" if self._unit.is_summoned else self._unit.phase.name
+            raise ValueError(f"expected to be in states ['IDLE'] but current state is {state} in apply()")
         is_settled = self._unit.is_root is not None
         with summon.full_params(self, recurse=False):
             super().apply(fn)
         if not is_settled and self._unit.is_root:
             # Gathering had to decide who is the root; it may not have asked the right one.
-            lazy_init.undo(self._unit)
+            construct.undo(self._unit)
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> "FullyShardedDataParallel":
@@ -238,7 +237,8 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
         """
         if not self.check_is_root():
             raise RuntimeError("`clip_grad_norm_()` should only be called on the root FSDP instance")
-        return clip_grad_norm(self, float(max_norm), float(norm_type))
+        groups, device = self._unit.groups(), self.compute_device
+        return reduction.clip_grad_norm(groups, self.parameters(), device, self.rank, float(max_norm), float(norm_type))
 
     @staticmethod
     @contextmanager
@@ -300,3 +300,221 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
         for unit in units:
             if unit.reducer is not None:
                 unit.reducer.comm_hook = (state, hook)
+
+    # State dicts
+
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """As ``nn.Module`` does, without what wrappers add to names; of the type that was set. Collective.
+
+        Values of parameters are copies; ``keep_vars`` applies to the rest.
+
+        Raises:
+            AssertionError: during forward or backward, and inside ``summon_full_params``.
+            RuntimeError: for local state dicts of what is not sharded.
+        """
+        given = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False))
+        destination, prefix = given.get("destination", destination), given.get("prefix", prefix)
+        state_dict.check_idle(self._unit)
+        found = super().state_dict(destination=destination, prefix=prefix, keep_vars=given.get("keep_vars", keep_vars))
+        state_dict.finish(self._unit, found, prefix)
+        return found
+
+    def _load_from_state_dict(
+        self,
+        given: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Called by ``load_state_dict`` for each module, outer ones first, with what is under their prefix."""
+        state_dict.check_idle(self._unit)
+        missing, errors = state_dict.load(self._unit, given, prefix)
+        if strict:
+            missing_keys.extend(missing)
+        error_msgs.extend(errors)
+        super()._load_from_state_dict(given, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> StateDictSettings:
+        """Set what state dicts of all wrappers in ``module``, itself included, consist of.
+
+        Returns:
+            What was set before.
+
+        Raises:
+            RuntimeError: for a configuration of another type.
+            AssertionError: if the wrappers' settings differ.
+            ValueError: if there is no wrapper.
+        """
+        settings = settings_of(state_dict_type, state_dict_config, optim_state_dict_config)
+        before = state_dict.settings_in(module)
+        state_dict.set_settings(module, settings)
+        return before
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+        """What is set for the wrappers in ``module``, itself included.
+
+        Raises:
+            AssertionError: if the wrappers' settings differ.
+            ValueError: if there is no wrapper.
+        """
+        return state_dict.settings_in(module)
+
+    @staticmethod
+    @contextmanager
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> Iterator[None]:
+        """:meth:`set_state_dict_type` for as long as the context lasts."""
+        settings = settings_of(state_dict_type, state_dict_config, optim_state_dict_config)
+        before = state_dict.settings_in(module)
+        state_dict.set_settings(module, settings)
+        try:
+            yield
+        finally:
+            state_dict.set_settings(module, before)
+
+    # State dicts of optimizers. The older methods are what the two newer ones do.
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any] | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """The optimizer's state dict by the names of the model without wrappers, of the type that was set. Collective.
+
+        Args:
+            model: the model, or what is around it.
+            optim: its optimizer.
+            optim_state_dict: what ``optim.state_dict()`` returned; asked for if not given.
+            group: the ranks that must agree on what the optimizer has; those of the first wrapper by default.
+
+        Returns:
+            Whole tensors, or DTensors for ``SHARDED_STATE_DICT``; nothing on other ranks than the first if so set.
+
+        Raises:
+            RuntimeError: if a rank's optimizer lacks parameters of units that the first rank's has.
+            NotImplementedError: for ``LOCAL_STATE_DICT``.
+        """
+        form = optim_state.form_of(state_dict.settings_in(model))
+        return optim_state.save(model, optim, optim_state_dict, form, group)
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any],
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """What ``optim.load_state_dict()`` takes of a state dict by names, from any number of ranks and any wrapping.
+
+        A collective where tensors are DTensors, or with ``rank0_only``, where the first rank's argument counts alone.
+
+        Args:
+            model: the model, or what is around it.
+            optim: its optimizer.
+            optim_state_dict: as :meth:`optim_state_dict` returns it, or an unwrapped model's by names.
+            is_named_optimizer: whether the optimizer identifies parameters by name.
+            load_directly: load it as well.
+            group: the ranks to give the first one's argument to; those of the first wrapper by default.
+
+        Raises:
+            NotImplementedError: for ``LOCAL_STATE_DICT``.
+        """
+        form = optim_state.form_of(state_dict.settings_in(model))
+        found = optim_state.load(
+            model,
+            optim,
+            optim_state_dict,
+            rank0_only=form.rank0_only,
+            by_name=is_named_optimizer,
+            process_group=group,
+        )
+        if load_directly:
+            optim.load_state_dict(found)
+        return found
+
+    @staticmethod
+    def full_optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_input: Any = None,
+        rank0_only: bool = True,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """:meth:`optim_state_dict` with whole tensors on the CPU, whatever was set."""
+        optim_state.warn_optim_input(optim_input)
+        form = optim_state.Form(shards=False, rank0_only=rank0_only, offload_to_cpu=True)
+        return optim_state.save(model, optim, None, form, group)
+
+    @staticmethod
+    def sharded_optim_state_dict(
+        model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
+    ) -> dict[str, Any]:
+        """:meth:`optim_state_dict` with DTensors, whatever was set."""
+        form = optim_state.Form(shards=True, rank0_only=False, offload_to_cpu=False)
+        return optim_state.save(model, optim, None, form, group)
+
+    @staticmethod
+    def shard_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any],
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """:meth:`optim_state_dict_to_load` of whole tensors that every rank has."""
+        optim_state.warn_optim_input(optim_input)
+        return optim_state.load(model, optim if optim is not None else optim_input, full_optim_state_dict)
+
+    @staticmethod
+    def flatten_sharded_optim_state_dict(
+        sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
+    ) -> dict[str, Any]:
+        """:meth:`optim_state_dict_to_load` of DTensors. Collective."""
+        return optim_state.load(model, optim, sharded_optim_state_dict)
+
+    @staticmethod
+    def scatter_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any] | None,
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: torch.optim.Optimizer | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """:meth:`optim_state_dict_to_load` of whole tensors that the first rank has. Collective."""
+        optim_state.warn_optim_input(optim_input)
+        known = optim if optim is not None else optim_input
+        return optim_state.load(model, known, full_optim_state_dict or {}, rank0_only=True, process_group=group)
+
+    @staticmethod
+    def rekey_optim_state_dict(
+        optim_state_dict: dict[str, Any],
+        optim_state_key_type: OptimStateKeyType,
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """The same state dict by names or by numbers, for an optimizer of the unwrapped ``model``.
+
+        Raises:
+            ValueError: for keys of parameters that the model, or the optimizer, does not have.
+        """
+        optim_state.warn_optim_input(optim_input)
+        known = optim if optim is not None else optim_input
+        return optim_state.rekey(optim_state_dict, optim_state_key_type, model, known)

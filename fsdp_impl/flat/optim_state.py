@@ -1,12 +1,14 @@
 """State dicts of optimizers: states by the names of the module without wrappers, whole or sharded, and back.
 
-The optimizer knows the parameters of a unit as one flat parameter or as parts of the original ones. Whatever is as
-large as what it knows, such as a momentum, is *laid out* like it, and is gathered and cut as parameters are. Anything
+The optimizer has the parameters of a unit as one flat parameter or as parts of the original ones. Whatever is as
+large as what it has, such as a momentum, is *laid out* like it, and is gathered and cut as parameters are. Anything
 else, such as a number of steps, is the same for all parts and is copied.
 """
 
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any, NamedTuple
 
 import torch
@@ -15,16 +17,61 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_impl.common import dtensor
-from fsdp_impl.flat import resharded
-from fsdp_impl.flat.names import clean
-from fsdp_impl.flat.state_dict import SavedUnit, check_idle, units_with_names
+from fsdp_impl.flat.options import FullOptimStateDictConfig, StateDictSettings, StateDictType
+from fsdp_impl.flat.registry import clean
+from fsdp_impl.flat.state_dict import (
+    SavedUnit,
+    check_idle,
+    full_size,
+    local_part,
+    sharded_copy,
+    units_with_names,
+    whole_copy,
+    whole_values,
+)
 
 State = dict[str, Any]
 ParamGroups = Sequence[dict[str, Any]]
 
 
+class OptimStateKeyType(Enum):
+    """What an optimizer's state dict calls its parameters."""
+
+    PARAM_NAME = auto()
+    """By their names."""
+    PARAM_ID = auto()
+    """By their numbers, in the order of the optimizer's parameter groups."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a saved state dict of an optimizer consists of: DTensors or whole tensors, of which ranks, and where."""
+
+    shards: bool
+    rank0_only: bool
+    offload_to_cpu: bool
+
+
+def form_of(settings: StateDictSettings) -> Form:
+    """The form that a user has set.
+
+    Raises:
+        NotImplementedError: for ``LOCAL_STATE_DICT``.
+    """
+    if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+        raise NotImplementedError(
+            "A local state dict of an optimizer is its own: save optim.state_dict(), and load it as it is"
+        )
+    config = settings.optim_state_dict_config
+    return Form(
+        shards=settings.state_dict_type is StateDictType.SHARDED_STATE_DICT,
+        rank0_only=isinstance(config, FullOptimStateDictConfig) and config.rank0_only,
+        offload_to_cpu=config.offload_to_cpu,
+    )
+
+
 class Place(NamedTuple):
-    """What a parameter that an optimizer may know is: part of a unit, or one that no unit has."""
+    """What a parameter of an optimizer is: part of a unit, or one that no unit has."""
 
     saved: SavedUnit | None
     indices: tuple[int, ...]
@@ -33,13 +80,13 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class _LaidOut:
-    """Stands for a tensor that is laid out like the parameter, when ranks say what states they have."""
+    """Stands for a tensor that is laid out like the parameter, when ranks exchange what states they have."""
 
     dtype: torch.dtype
 
 
 class Table:
-    """The parameters of a model as optimizers know them.
+    """The parameters of a model as optimizers have them.
 
     Raises:
         ValueError: if there is no wrapper in the model.
@@ -81,6 +128,11 @@ class Table:
             )
         return self._places[id(param)]
 
+    def managed_names(self, groups: ParamGroups) -> list[str]:
+        """The names of those parameters in ``groups`` that units have; others may be on some ranks only."""
+        places = map(self.place, params_of(groups))
+        return [name for place in places if place.saved is not None for name in place.names]
+
     def names(self, groups: ParamGroups) -> list[str]:
         """The names of all parameters in ``groups``."""
         return [name for param in params_of(groups) for name in self.place(param).names]
@@ -106,22 +158,24 @@ def params_of(groups: ParamGroups) -> Iterator[torch.Tensor]:
 
 @torch.no_grad()
 def save(
-    table: Table,
-    groups: ParamGroups,
-    given: State,
-    *,
-    shards: bool,
-    rank0_only: bool,
-    offload_to_cpu: bool,
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    given: State | None,
+    form: Form,
     process_group: dist.ProcessGroup | None,
 ) -> State:
-    """The state dict ``given`` of an optimizer of ``groups``, by names; with ``shards`` as DTensors. Collective.
+    """The state dict ``given`` of ``optim``, its own by default, by names; without groups if it has none. Collective.
+
+    Parameters that no unit has, and their states, are each rank's own.
 
     Raises:
-        RuntimeError: if a rank's optimizer lacks parameters that the first rank's has.
+        RuntimeError: if a rank's optimizer lacks parameters of units that the first rank's has.
     """
+    table = Table(model)
+    groups = groups_of(optim, model)
+    given = optim.state_dict() if given is None else given
     process_group = process_group or table.process_group
-    check_same_params(table.names(groups), process_group)
+    check_same_params(table.managed_names(groups), process_group)
     found: dict[str, State] = {}
     per_unit: dict[int, dict[int, State]] = {}
     for number, param in enumerate(params_of(groups)):
@@ -134,11 +188,13 @@ def save(
             parts = per_unit.setdefault(id(place.saved), {})
             parts |= {index: _part_of_state(place.saved, index, state) for index in place.indices}
     for saved in table.units:
-        found |= _whole_states(saved, per_unit.get(id(saved), {}), shards=shards)
-    if rank0_only and process_group.rank() != 0:
+        found |= _whole_states(saved, per_unit.get(id(saved), {}), shards=form.shards)
+    if form.rank0_only and process_group.rank() != 0:
         return {}
-    if offload_to_cpu:
+    if form.offload_to_cpu:
         found = {name: {key: to_cpu(value) for key, value in state.items()} for name, state in found.items()}
+    if "param_groups" not in given:
+        return {"state": found}
     named = [
         {**{key: value for key, value in options.items() if key != "params"}, "params": table.names([group])}
         for group, options in zip(groups, given["param_groups"], strict=True)
@@ -203,16 +259,14 @@ def _whole_states(saved: SavedUnit, parts: dict[int, State], *, shards: bool) ->
         for index, state in parts.items():
             if _is_laid_out(state.get(key), spans[index].numel):
                 shard[spans[index].offset : spans[index].offset + spans[index].numel].copy_(state[key])
-        wholes[key, kind] = resharded.whole_values(group, shard)
+        wholes[key, kind] = whole_values(group, shard)
     for index, state in sorted(known.items()):
         for key, kind in state.items():
             value = wholes[key, kind][index] if _stands_for(kind) else None
             if value is None:
                 found[saved.names[index]][key] = copy_of(kind)
             else:
-                found[saved.names[index]][key] = (
-                    resharded.sharded(group, index, value) if shards else resharded.full(value)
-                )
+                found[saved.names[index]][key] = sharded_copy(group, index, value) if shards else whole_copy(value)
     return found
 
 
@@ -221,7 +275,7 @@ def _stands_for(kind: Any) -> bool:
 
 
 def _merge(mine: dict[int, State], process_group: dist.ProcessGroup | None) -> dict[int, State]:
-    """What any rank says of each parameter; of ranks that say different things, the first."""
+    """The states of each parameter from all ranks; where they differ, those of the first rank."""
     everyone: list[Any] = [mine]
     if process_group is not None:
         everyone = [None] * process_group.size()
@@ -245,3 +299,198 @@ def to_cpu(value: Any) -> Any:
 
 def copy_of(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+# Loading
+
+
+@torch.no_grad()
+def load(
+    model: nn.Module,
+    optim: Any,
+    given: State,
+    *,
+    rank0_only: bool = False,
+    by_name: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+) -> State:
+    """What ``optim`` on this rank, given as to :func:`groups_of`, can load of the state dict ``given`` by names.
+
+    Parameters that no saved group lists are left out: the caller adds them to groups and state, with their numbers.
+
+    A collective with ``rank0_only``, where the first rank's argument counts alone, and where states are DTensors.
+    """
+    table = Table(model)
+    groups = groups_of(optim, model)
+    if rank0_only:
+        given = _from_first_rank(given, process_group or table.process_group)
+    parts: dict[str, State] = {}
+    for saved in table.units:
+        for index, name in enumerate(saved.names):
+            if name in given["state"]:
+                parts[name] = _shard_state(saved, index, given["state"][name])
+    saved_groups = given.get("param_groups", ())
+    listed = {name for group in saved_groups for name in group["params"]}
+    found: dict[Any, State] = {}
+    own: list[dict[str, Any]] = []
+    number = 0
+    for group in groups:
+        keys = []
+        for param in params_of([group]):
+            place = table.place(param)
+            key: Any = place.names[0] if by_name else number
+            number += 1
+            if not listed.isdisjoint(place.names):
+                keys.append(key)
+            state = _state_to_load(place, parts, given["state"])
+            if state is not None:
+                found[key] = state
+        own.append({**_options_for(table.names([group]), group, saved_groups), "params": keys})
+    return {"state": found, "param_groups": own} if "param_groups" in given else {"state": found}
+
+
+def _from_first_rank(given: State, process_group: dist.ProcessGroup) -> State:
+    sent: list[Any] = [None]
+    if process_group.rank() == 0:
+        states = {
+            name: {key: to_cpu(_whole(value)) for key, value in state.items()} for name, state in given["state"].items()
+        }
+        sent = [{**given, "state": states}]
+    dist.broadcast_object_list(sent, group_src=0, group=process_group)
+    received: State = sent[0]
+    return received
+
+
+def _whole(value: Any) -> Any:
+    return dtensor.whole(value) if isinstance(value, torch.Tensor) else value
+
+
+def _shard_state(saved: SavedUnit, index: int, state: State) -> State:
+    """This rank's part of what is laid out like parameter ``index``, where its shards live; the rest as it is."""
+    found: State = {}
+    size, home = full_size(saved.group, index), saved.group.shards.flat.device
+    for key, value in state.items():
+        value = _whole(value)
+        if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == size:
+            local = local_part(saved.group, index, value)
+            found[key] = _Part(saved.group.shards.cut_one(index, local).to(home, copy=True))
+        else:
+            found[key] = copy_of(value)
+    return found
+
+
+class _Part(NamedTuple):
+    """This rank's part of something that is laid out like a parameter."""
+
+    tensor: torch.Tensor
+
+
+def _state_to_load(place: Place, parts: dict[str, State], given: dict[str, State]) -> State | None:
+    if place.saved is None:
+        state = given.get(place.names[0])
+        return None if state is None else {key: copy_of(_whole(value)) for key, value in state.items()}
+    shards = place.saved.group.shards
+    states = {index: parts[name] for index, name in zip(place.indices, place.names, strict=True) if name in parts}
+    if not states:
+        return None
+    if not shards.use_orig:
+        return _joined(place.saved, states)
+    ((index, state),) = states.items()
+    if shards.spans[index].numel == 0:
+        # No gradient ever comes here, so the optimizer keeps nothing.
+        return None
+    size = shards.originals[index].size()
+    return {key: value.tensor.view(size) if isinstance(value, _Part) else value for key, value in state.items()}
+
+
+def _joined(saved: SavedUnit, states: dict[int, State]) -> State:
+    """The state of the flat parameter; zeros where a parameter has nothing that is laid out like it.
+
+    Raises:
+        ValueError: if the parameters have states of other names or kinds, or differ in one that there is once for the
+            flat parameter, such as a number of steps; also where one has none.
+    """
+    shards, every = saved.group.shards, range(len(saved.names))
+    names = {frozenset(state) for state in states.values()}
+    if len(names) > 1:
+        raise ValueError(f"Differing optimizer state names for the unflattened parameters: {saved.names}")
+    found: State = {}
+    for key in next(iter(states.values())):
+        values = [states[index][key] if index in states else None for index in every]
+        if not any(isinstance(value, _Part) for value in values):
+            found[key] = _one_for_all(key, values, saved.names)
+            continue
+        parts = [part for part in values if part is not None]
+        if not all(isinstance(part, _Part) for part in parts) or len({part.tensor.dtype for part in parts}) > 1:
+            raise ValueError(f"Differing optimizer state types for state {key} of the parameters {saved.names}")
+        found[key] = torch.zeros_like(shards.flat.detach(), dtype=parts[0].tensor.dtype)
+        for span, part in zip(shards.spans, values, strict=True):
+            if part is not None:
+                found[key][span.offset : span.offset + span.numel].copy_(part.tensor)
+    return found
+
+
+def _one_for_all(key: str, values: Sequence[Any], names: Sequence[str]) -> Any:
+    plain = [value.item() if isinstance(value, torch.Tensor) and value.dim() == 0 else value for value in values]
+    dtypes = [value.dtype if isinstance(value, torch.Tensor) else None for value in values]
+    if any(isinstance(value, torch.Tensor) for value in plain):
+        raise ValueError(f"Optimizer state {key} does not have the shape of its parameter, among those of {names}")
+    if any(value != plain[0] for value in plain) or any(dtype != dtypes[0] for dtype in dtypes):
+        raise ValueError(
+            "All unflattened parameters comprising a single flat parameter must have scalar state with the same value "
+            f"and dtype but got values {plain} and dtypes {dtypes} for state {key} and unflattened parameter names "
+            f"{list(names)}"
+        )
+    return values[0]
+
+
+def _options_for(names: Sequence[str], own: dict[str, Any], given: ParamGroups) -> dict[str, Any]:
+    """The options of the group that had these parameters when they were saved; the optimizer's own if none had."""
+    for group in given:
+        if set(names) & set(group["params"]):
+            return {key: value for key, value in group.items() if key != "params"}
+    return {key: value for key, value in own.items() if key != "params"}
+
+
+# Names and numbers
+
+
+def rekey(given: State, kind: OptimStateKeyType, model: nn.Module, optim: Any) -> State:
+    """See ``FullyShardedDataParallel.rekey_optim_state_dict``."""
+    named = {param: clean(name) for name, param in model.named_parameters()}
+    names = [named[param] for param in params_of(groups_of(optim, model))]  # type: ignore[index]
+    return _rename(given, names, kind)
+
+
+def _rename(given: State, names: Sequence[str], kind: OptimStateKeyType) -> State:
+    """By names or by numbers, where ``names`` are in the order of the numbers.
+
+    Raises:
+        ValueError: for keys that are neither.
+    """
+    keys: Iterable[Any] = [*given["state"], *(key for group in given["param_groups"] for key in group["params"])]
+    to: dict[Any, Any]
+    if kind is OptimStateKeyType.PARAM_NAME:
+        to = dict(enumerate(names))
+    else:
+        to = {name: number for number, name in enumerate(names)}
+    if all(key in to.values() for key in keys):
+        return given
+    if unknown := [key for key in keys if key not in to]:
+        raise ValueError(f"The optimizer state dict has the key {unknown[0]!r}, and the model no such parameter")
+    renamed = [{**group, "params": [to[key] for key in group["params"]]} for group in given["param_groups"]]
+    if kind is OptimStateKeyType.PARAM_ID:
+        # ``load_state_dict`` looks at places, not at numbers: an optimizer counts its groups through, one by one.
+        renamed = [{**group, "params": sorted(group["params"])} for group in renamed]
+        renamed.sort(key=lambda group: group["params"][:1])
+    return {"state": {to[key]: state for key, state in given["state"].items()}, "param_groups": renamed}
+
+
+def warn_optim_input(optim_input: Any) -> None:
+    """Tell the caller of the wrapper's method that ``optim_input`` is deprecated, if it was given."""
+    if optim_input is not None:
+        warnings.warn(
+            "The `optim_input` argument is deprecated: give `optim`, or nothing, in its place.",
+            FutureWarning,
+            stacklevel=3,
+        )

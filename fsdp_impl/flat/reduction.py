@@ -1,23 +1,38 @@
-"""Reduce a unit's gradient: reduce-scatter over the shards, all-reduce over the replicas."""
+"""A unit's gradients: reduce them, accumulate them, show them to optimizers, and take the norm of all.
 
-from collections.abc import Callable
-from typing import Any
+A gradient's way: autograd adds it up in the unsharded parameter's ``grad``; :class:`Reducer` takes it from there, and
+reduces it over the ranks; :class:`Gradients` adds the result to the sharded gradients.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import reduce
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
+from torch.distributed.tensor import Replicate
 from torch.profiler import record_function
 
-from fsdp_impl.common import collectives, divide, hooks, streams
+from fsdp_impl.common import collectives, divide, hooks, norm, streams
+from fsdp_impl.common.clip import Groups, combine_over_ranks, scale_to, sharding_groups
 from fsdp_impl.common.streams import Event
-from fsdp_impl.flat.gradients import Gradients
 from fsdp_impl.flat.group import FlatGroup
 
 CommHook = Callable[..., None]
+
+# Note: unreduced gradients
+# Inside no_sync gradients accumulate unsharded in the leaf's `grad`, in the dtype of compute. Until they are reduced,
+# the sharded parameters show them (of another shape than the parameter), so that zero_grad reaches them; the sharded
+# gradients of earlier reductions are set aside meanwhile. From the root's pre-forward to its post-forward, and from the
+# first gradient of a backward to its end, the sharded ones are back (FlatUnit).
 
 
 class Reducer:
     """Reduces the gradients of one group.
 
     Attributes:
+        reduce_dtype: in which gradients are reduced, ``None`` for the dtype of compute.
         comm_hook: the user's function in place of the collectives and the division, with its state; see
             ``FullyShardedDataParallel.register_comm_hook``.
     """
@@ -25,14 +40,14 @@ class Reducer:
     def __init__(
         self,
         group: FlatGroup,
-        gradients: Gradients,
+        gradients: "Gradients",
         reduce_dtype: torch.dtype | None,
         *,
         keep_low_precision: bool,
     ) -> None:
         self._group = group
         self._gradients = gradients
-        self._reduce_dtype = reduce_dtype
+        self.reduce_dtype = reduce_dtype
         self._keep_low_precision = keep_low_precision
         self.comm_hook: tuple[Any, CommHook] | None = None
 
@@ -46,7 +61,7 @@ class Reducer:
         with record_function(f"FSDP::reduce ({group.label})"):
             context.release_reduce_inputs()
             context.release_reduce_outputs()
-            contributions = grad.to(self._reduce_dtype or grad.dtype)
+            contributions = grad.to(self.reduce_dtype or grad.dtype)
             streams.join(context.reduce_stream, streams.current(group.device))
             with streams.use(context.reduce_stream):
                 shard = self._reduce_scatter(contributions)
@@ -130,3 +145,186 @@ def _step_in_backward(param: torch.Tensor) -> None:
         if param.grad is not None:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+
+
+class _Shown(NamedTuple):
+    param: nn.Parameter
+    grad: torch.Tensor
+    aside: torch.Tensor | None
+
+
+class Gradients:
+    """The gradients of one group that optimizers see: sharded, or between reductions unreduced.
+
+    See Note: unreduced gradients.
+    """
+
+    def __init__(self, group: FlatGroup) -> None:
+        self._group = group
+        # What one reduction made, and the views of it that were given out: adding to all of them is one addition.
+        self._last: torch.Tensor | None = None
+        # Each with its parameter and its first element.
+        self._last_views: list[tuple[nn.Parameter, torch.Tensor, int]] = []
+        # Unsharded gradients on show, with the sharded ones that they hide.
+        self._shown: list[_Shown] = []
+
+    @torch.no_grad()
+    def add(self, reduced: torch.Tensor) -> None:
+        """Add ``reduced`` (1-D, ``layout.shard_numel``, where shards live) to the sharded gradients.
+
+        Where there are none, views of it become the gradients.
+        """
+        if self._last is not None and self._is_current() and self._last.dtype == reduced.dtype:
+            self._last.add_(reduced)
+            return
+        spans = self._group.shards.spans
+        views: list[tuple[nn.Parameter, torch.Tensor, int]] = []
+        all_new = True
+        for param, which in self._group.shards.holders():
+            view = self._group.shards.part(which, reduced)
+            if param.grad is None:
+                set_grad(param, view)
+                views.append((param, _grad_of(param), 0 if which is None else spans[which].offset))
+            else:
+                param.grad.add_(view)
+                all_new = False
+        self._last = reduced if all_new else None
+        self._last_views = views if all_new else []
+
+    def show_unsharded(self) -> None:
+        """Let the sharded parameters show what has accumulated unsharded; undone by :meth:`hide_unsharded`."""
+        leaf = self._group.leaf
+        if leaf is None or leaf.grad is None or self._shown:
+            return
+        for param, whole in self._wholes(leaf.grad):
+            self._shown.append(_Shown(param, whole, param.grad))
+            param.grad = None
+            set_grad(param, whole)
+
+    def hide_unsharded(self) -> None:
+        """Show sharded gradients again. What the user has dropped meanwhile, by ``zero_grad``, is dropped here too."""
+        if not self._shown:
+            return
+        shown, self._shown = self._shown, []
+        leaf = self._group.leaf
+        kept = [entry for entry in shown if entry.param.grad is not None]
+        for param, whole, aside in shown:
+            dropped = param.grad is None
+            if dropped and kept:
+                whole.zero_()
+            param.grad = None
+            if aside is not None and not dropped:
+                set_grad(param, aside)
+        if not kept and leaf is not None:
+            leaf.grad = None
+
+    def _wholes(self, grad: torch.Tensor) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """The unsharded gradient by the parameters that show it: on all ranks, wherever the shard cuts."""
+        shards = self._group.shards
+        if not shards.use_orig:
+            return [(shards.flat, grad)]
+        parts = shards.layout.split(grad)
+        return [(param, part) for param, part in zip(shards.originals, parts, strict=True) if param.requires_grad]
+
+    def _is_current(self) -> bool:
+        """Whether all gradients are the views that were given out, and still lie in what the reduction made."""
+        given = self._last_views
+        if self._last is None or not given or not all(param.grad is grad for param, grad, _ in given):
+            return False
+        start, itemsize = self._last.data_ptr(), self._last.itemsize
+        # The same object may have other data by now: `param.grad.data = ...`.
+        return all(grad.data_ptr() == start + offset * itemsize for _, grad, offset in given)
+
+
+def set_grad(param: nn.Parameter, grad: torch.Tensor) -> None:
+    """Make ``grad`` the gradient of ``param``, also where shape, dtype or device differ from the parameter's."""
+    if grad.size() == param.size() and grad.dtype == param.dtype and grad.device == param.device:
+        param.grad = grad
+        return
+    # autograd checks what is assigned to `grad`, not what its data become.
+    param.grad = torch.empty_like(param)
+    param.grad.data = grad
+
+
+def _grad_of(param: nn.Parameter) -> torch.Tensor:
+    assert param.grad is not None
+    return param.grad
+
+
+@torch.no_grad()
+def clip_grad_norm(
+    groups: Sequence[FlatGroup],
+    params: Iterable[nn.Parameter],
+    device: torch.device,
+    rank: int,
+    max_norm: float,
+    p: float,
+) -> torch.Tensor:
+    """See ``FullyShardedDataParallel.clip_grad_norm_``.
+
+    Args:
+        groups: of all units under the root, in the same order on every rank.
+        params: all parameters under the root; gradients that no unit manages count as equal on all ranks.
+        device: to compute on.
+        rank: this one, for a warning.
+        max_norm: the largest norm to leave alone.
+        p: of the p-norm.
+
+    Raises:
+        ValueError: if ``p`` is negative or NaN.
+    """
+    if not p >= 0:
+        raise ValueError(f"norm_type should be at least 0, not {p}")
+    by_groups: dict[Groups, list[torch.Tensor]] = {(): []}
+    grads: list[torch.Tensor] = []
+    for group in groups:
+        grads += [holder.param.grad for holder in group.shards.holders() if holder.param.grad is not None]
+        for spread, part in _parts(group):
+            # Every rank makes the same entries, also for what it has no part of: each entry means collectives.
+            members = by_groups.setdefault(spread, [])
+            if part is not None:
+                members.append(part)
+    managed = {param for group in groups for param in (group.shards.flat, *group.shards.originals)}
+    for param in params:
+        if param not in managed and param.grad is not None:
+            by_groups.setdefault(sharding_groups(param.grad), []).append(param.grad)
+            grads.append(param.grad)
+    shares = {spread: norm.local_share(members, p, device, foreach=True) for spread, members in by_groups.items()}
+    # Half precision is scaled by a factor of float32, float64 by one of its own.
+    wide = reduce(torch.promote_types, [grad.dtype for grad in grads], torch.float32)
+    total = norm.finish(combine_over_ranks(shares, p), p, wide)
+    scale_to(grads, max_norm, total, foreach=True)
+    if not grads:
+        # Another rank's gradients may have another dtype; asking would cost a collective at each step.
+        warnings.warn(
+            f"Called FSDP.clip_grad_norm_() on rank {rank} with no gradients -- returning the total norm in the "
+            f"default dtype {total.dtype}",
+            stacklevel=4,
+        )
+        return total
+    return total.to(reduce(torch.promote_types, [grad.dtype for grad in grads]))
+
+
+def _parts(group: FlatGroup) -> Iterator[tuple[Groups, torch.Tensor | None]]:
+    """This rank's parts of the gradients, by the ranks that they are spread over; ``None`` where it has none."""
+    shards = group.shards
+    data_parallel = () if group.ranks.shard_group is None else (group.ranks.shard_group,)
+    if not any(shards.specs):
+        for holder in shards.holders():
+            yield data_parallel, holder.param.grad
+        yield data_parallel, None
+        return
+    for index, (spec, span) in enumerate(zip(shards.specs, shards.spans, strict=True)):
+        beside: Groups = ()
+        if spec is not None:
+            beside = tuple(
+                spec.mesh.get_group(dim)
+                for dim, placement in enumerate(spec.placements)
+                if not isinstance(placement, Replicate)
+            )
+        if shards.use_orig:
+            part = shards.originals[index].grad if span.numel else None
+        else:
+            grad = shards.flat.grad
+            part = grad[span.offset : span.offset + span.numel] if grad is not None else None
+        yield (*data_parallel, *beside), part

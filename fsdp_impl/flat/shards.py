@@ -12,12 +12,24 @@ from fsdp_impl.common.owner import Owner
 from fsdp_impl.flat.layout import Span, alignment_of, build_flat_layout, flattened, shaped, stride_of
 from fsdp_impl.flat.ranks import Ranks
 
+# Note: held by modules
+# What the modules hold in the place of a parameter:
+# - outside of forward and backward, and between them: with `use_orig` the original parameter, a view of the shard
+#   (FlatShards.register); else only the wrapped module holds the flat one, and the rest find plain views of the
+#   unsharded parameter, of which only the shapes are there (FlatGroup.register).
+# - while a unit computes: plain tensors, views of the unsharded parameter that autograd differentiates through
+#   (FlatGroup.register_unsharded).
+# - inside summon_full_params: parameters, views of a whole copy (summon.py).
+# - inside `.to()` and the like: only the wrapped module holds the flat one, which owns the memory (summon.py).
+# Optimizers, zero_grad and state dicts so find sharded parameters also where unsharded values are kept after forward.
+# A user may put another parameter, or other data, in the place of a sharded one: FlatShards.adopt takes it over.
+
 #: The name under which a wrapped module holds its unit's flat parameter.
 FLAT_PARAM = "_flat_param"
 
 
 class Holder(NamedTuple):
-    """A parameter that optimizers know, and which one it is: ``None`` stands for the flat one."""
+    """A parameter that optimizers have, and which one it is: ``None`` stands for the flat one."""
 
     param: nn.Parameter
     which: int | None
@@ -55,10 +67,9 @@ class FlatShards:
         self.ranks = ranks
         self.use_orig = use_orig
         self.offloads = offloads
-        self.originals = list(params)
-        check_uniform(self.names, self.originals, use_orig=use_orig)
-        self.specs = tuple(param._spec if isinstance(param, DTensor) else None for param in self.originals)
-        locals_ = [_local(param) for param in self.originals]
+        check_uniform(self.names, list(params), use_orig=use_orig)
+        self.specs = tuple(param._spec if isinstance(param, DTensor) else None for param in params)
+        locals_ = [_local(param) for param in params]
         dtype = compute_dtype or locals_[0].dtype
         self.layout = build_flat_layout(
             [local.size() for local in locals_],
@@ -66,24 +77,29 @@ class FlatShards:
             ranks.size,
             alignment=alignment_of(dtype) if use_orig else 1,
         )
-        self.spans = tuple(self.layout.span(index, ranks.rank) for index in range(len(self.originals)))
+        self.spans = tuple(self.layout.span(index, ranks.rank) for index in range(len(locals_)))
         home = torch.device("cpu") if offloads else locals_[0].device
         shard = self.cut([local.detach() for local in locals_], locals_[0].dtype, home)
         if pins:
             shard = shard.pin_memory()
-        self.flat = nn.Parameter(shard, requires_grad=any(param.requires_grad for param in self.originals))
-        for param in self.originals:
+        self.flat = nn.Parameter(shard, requires_grad=any(param.requires_grad for param in params))
+        # A DTensor cannot be a view of a shard: plain parameters take the places.
+        self.originals = [_plain(param) for param in params] if use_orig else []
+
+    def take_over(self) -> None:
+        """Take the places of the parameters in the modules, once and for all (Note: held by modules)."""
+        for param in (self.flat, *self.originals):
             mark_managed(param)
-        mark_managed(self.flat)
-        if use_orig:
-            if any(self.specs):
-                # A DTensor cannot be a view of a shard: plain parameters take the places.
-                self.originals = [self._plain(param) for param in self.originals]
+        for owners in self.owners:
+            for owner in owners:
+                if (replaced := owner.module._parameters.get(owner.name)) is not None:
+                    mark_managed(replaced)
+                if not self.use_orig:
+                    owner.module._parameters.pop(owner.name, None)
+        if self.use_orig:
             self.register()
         else:
-            self._take_originals_away()
-            self.originals = []
-            module._parameters[FLAT_PARAM] = self.flat
+            self.module._parameters[FLAT_PARAM] = self.flat
 
     @property
     def is_sharded(self) -> bool:
@@ -220,19 +236,9 @@ class FlatShards:
             raise NotImplementedError(f"Changing shared parameters is not supported yet: {self.names[index]}")
         return held[0]
 
-    def _plain(self, param: nn.Parameter) -> nn.Parameter:
-        plain = param if not isinstance(param, DTensor) else nn.Parameter(_local(param).detach(), param.requires_grad)
-        mark_managed(plain)
-        return plain
-
-    def _take_originals_away(self) -> None:
-        for owners in self.owners:
-            for owner in owners:
-                owner.module._parameters.pop(owner.name, None)
-
 
 def set_param(owner: Owner, param: nn.Parameter) -> None:
-    """Register ``param`` where ``owner`` says."""
+    """Register ``param`` at ``owner``."""
     if type(owner.module).__setattr__ is nn.Module.__setattr__:
         # The checks of nn.Module.__setattr__ cost more than all else here, and hold by construction.
         owner.module._parameters[owner.name] = param
@@ -245,7 +251,7 @@ def set_tensor(owner: Owner, tensor: torch.Tensor, *, as_param: bool) -> None:
     """Let ``owner`` hold the plain ``tensor``; ``as_param`` where it stands in the place of a registered parameter."""
     parameters: dict[str, Any] = owner.module._parameters
     if type(owner.module).__setattr__ is not nn.Module.__setattr__:
-        # The class wants to know of what is set (recurrent layers keep lists of their weights), and nn.Module takes
+        # The class has to see what is set (recurrent layers keep lists of their weights), and nn.Module takes
         # only a Parameter for what is registered as one.
         parameters.pop(owner.name, None)
         setattr(owner.module, owner.name, tensor)
@@ -256,7 +262,7 @@ def set_tensor(owner: Owner, tensor: torch.Tensor, *, as_param: bool) -> None:
 
 
 def is_view_of(param: torch.Tensor, flat: torch.Tensor, span: Span) -> bool:
-    """Whether ``param`` lies where ``span`` says in ``flat``'s memory."""
+    """Whether ``param`` lies at ``span`` in ``flat``'s memory."""
     if span.numel == 0:
         return param.numel() == 0 and param.dtype == flat.dtype and param.device == flat.device
     return (
@@ -310,3 +316,9 @@ def check_uniform(names: Sequence[str], params: Sequence[nn.Parameter], *, use_o
 
 def _local(param: torch.Tensor) -> torch.Tensor:
     return dtensor.local_of(param) if isinstance(param, DTensor) else param
+
+
+def _plain(param: nn.Parameter) -> nn.Parameter:
+    if not isinstance(param, DTensor):
+        return param
+    return nn.Parameter(_local(param).detach(), param.requires_grad)

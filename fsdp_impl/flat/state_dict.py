@@ -1,24 +1,49 @@
 """State dicts of wrappers: values under the names of the module without wrappers.
 
 ``nn.Module`` walks the modules; each wrapper corrects, for the parameters of its own unit, what that walk found or is
-about to look for. So wrappers may stand anywhere, also inside modules that are none.
+about to look for. So wrappers may stand anywhere, also inside modules that are none. From flat shards to parameters
+whole or sharded along their first dimension, and back, is the second half.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from fsdp_impl.common import dtensor
+from fsdp_impl.common.layout import shard_rows
+from fsdp_impl.common.mesh import concatenate
 from fsdp_impl.common.phase import Phase
-from fsdp_impl.flat import resharded
 from fsdp_impl.flat.group import FlatGroup
-from fsdp_impl.flat.names import WRAPPED, clean
+from fsdp_impl.flat.options import FullStateDictConfig, StateDictSettings, StateDictType
+from fsdp_impl.flat.registry import WRAPPED, clean, unit_of, units_in, wrapped_by
 from fsdp_impl.flat.shards import FLAT_PARAM
-from fsdp_impl.flat.state_dict_options import FullStateDictConfig, StateDictSettings, StateDictType
 from fsdp_impl.flat.unit import FlatUnit
+
+
+def settings_in(module: nn.Module) -> StateDictSettings:
+    """See ``FullyShardedDataParallel.get_state_dict_type``."""
+    found = [unit.state_dict_settings for unit in units_in(module)]
+    if not found:
+        raise ValueError(f"Expects a module with FSDP modules but got {type(module)}")
+    for other in found:
+        if other != found[0]:
+            raise AssertionError(
+                f"All FSDP modules must have the same state dict settings. Got {other} and {found[0]}."
+            )
+    return found[0]
+
+
+def set_settings(module: nn.Module, settings: StateDictSettings) -> None:
+    """Set what state dicts of all wrappers in ``module`` consist of."""
+    for unit in units_in(module):
+        unit.state_dict_settings = settings
 
 
 class Key(NamedTuple):
@@ -33,7 +58,7 @@ def keys_of(unit: FlatUnit) -> list[Key]:
     if unit.group is None:
         return []
     paths: dict[nn.Module, list[str]] = defaultdict(list)
-    for path, module in unit.wrapper._fsdp_wrapped_module.named_modules(remove_duplicate=False):
+    for path, module in wrapped_by(unit).named_modules(remove_duplicate=False):
         paths[module].append(clean(path))
     return [
         Key(f"{path}.{owner.name}" if path else owner.name, index)
@@ -59,12 +84,13 @@ def check_idle(unit: FlatUnit) -> None:
 
 
 @torch.no_grad()
-def finish(unit: FlatUnit, found: dict[str, Any], prefix: str, settings: StateDictSettings) -> None:
+def finish(unit: FlatUnit, found: dict[str, Any], prefix: str) -> None:
     """Turn what the walk through the wrapper left under ``prefix`` into the wrapper's state dict. Collective.
 
     Raises:
         RuntimeError: for local state dicts of what is not sharded.
     """
+    settings = unit.state_dict_settings
     _rename(found, f"{prefix}{WRAPPED}.", prefix)
     if unit.group is not None:
         unit.group.shards.adopt()
@@ -72,7 +98,7 @@ def finish(unit: FlatUnit, found: dict[str, Any], prefix: str, settings: StateDi
             _put_local(unit, unit.group, found, prefix)
         else:
             _put_named(unit, unit.group, found, prefix, settings.state_dict_type)
-    for name, dtype in unit.wrapper._buffer_dtypes.items():
+    for name, dtype in unit.options.buffer_dtypes.items():
         if isinstance(value := found.get(prefix + name), torch.Tensor) and value.dtype != dtype:
             found[prefix + name] = value.to(dtype)
     config = settings.state_dict_config
@@ -83,16 +109,17 @@ def finish(unit: FlatUnit, found: dict[str, Any], prefix: str, settings: StateDi
         for key in [key for key in found if key.startswith(prefix)]:
             if isinstance(found[key], torch.Tensor):
                 found[key] = found[key].cpu()
+    _clean_metadata(found, prefix)
 
 
 def _put_named(unit: FlatUnit, group: FlatGroup, found: dict[str, Any], prefix: str, kind: StateDictType) -> None:
     found.pop(prefix + FLAT_PARAM, None)
-    values = resharded.whole_values(group, group.shards.flat)
+    values = whole_values(group, group.shards.flat)
     for name, index in keys_of(unit):
         if kind is StateDictType.FULL_STATE_DICT:
-            found[prefix + name] = resharded.full(values[index])
+            found[prefix + name] = whole_copy(values[index])
         else:
-            found[prefix + name] = resharded.sharded(group, index, values[index])
+            found[prefix + name] = sharded_copy(group, index, values[index])
 
 
 def _put_local(unit: FlatUnit, group: FlatGroup, found: dict[str, Any], prefix: str) -> None:
@@ -103,7 +130,7 @@ def _put_local(unit: FlatUnit, group: FlatGroup, found: dict[str, Any], prefix: 
     found[prefix + FLAT_PARAM] = group.shards.flat.detach().clone()
 
 
-def clean_metadata(found: Any, prefix: str) -> None:
+def _clean_metadata(found: Any, prefix: str) -> None:
     """The versions that the walk noted go by the same names as the values."""
     metadata = getattr(found, "_metadata", None)
     if metadata is not None:
@@ -116,9 +143,7 @@ def clean_metadata(found: Any, prefix: str) -> None:
 
 
 @torch.no_grad()
-def load(
-    unit: FlatUnit, given: dict[str, Any], prefix: str, settings: StateDictSettings
-) -> tuple[list[str], list[str]]:
+def load(unit: FlatUnit, given: dict[str, Any], prefix: str) -> tuple[list[str], list[str]]:
     """Take the values of the unit's parameters out of ``given``, and leave what the walk on will find in place.
 
     A collective for sharded state dicts, and for DTensors in any.
@@ -130,7 +155,7 @@ def load(
     errors: list[str] = []
     if unit.group is not None:
         unit.group.shards.adopt()
-        if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+        if unit.state_dict_settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
             _take_local(unit.group, given, prefix, missing, errors)
         else:
             _take_named(unit, unit.group, given, prefix, missing, errors)
@@ -146,6 +171,15 @@ def load(
     return missing, errors
 
 
+def clean_keys(module: nn.Module, incompatible: Any) -> None:
+    """Take what wrappers add out of the names of missing and unexpected keys, when a wrapper has been loaded.
+
+    The modules inside it found the names under which :func:`load` left what they look for.
+    """
+    for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
+        keys[:] = map(clean, keys)
+
+
 def _take_named(
     unit: FlatUnit, group: FlatGroup, given: dict[str, Any], prefix: str, missing: list[str], errors: list[str]
 ) -> None:
@@ -154,11 +188,11 @@ def _take_named(
         if value is None:
             missing.append(prefix + name)
             continue
-        expected = resharded.full_size(group, index)
+        expected = full_size(group, index)
         if value.shape != expected:
             errors.append(_mismatch(prefix + name, value.shape, expected))
             continue
-        resharded.write(group, index, resharded.local_part(group, index, dtensor.whole(value)))
+        write_part(group, index, local_part(group, index, dtensor.whole(value)))
 
 
 def _take_local(group: FlatGroup, given: dict[str, Any], prefix: str, missing: list[str], errors: list[str]) -> None:
@@ -195,12 +229,88 @@ class SavedUnit(NamedTuple):
 
 def units_with_names(model: nn.Module) -> Iterator[SavedUnit]:
     """The units in ``model`` that have parameters, with their parameters' first names from ``model``."""
-    from fsdp_impl.flat.module import FullyShardedDataParallel
-
     for path, module in model.named_modules():
-        if isinstance(module, FullyShardedDataParallel) and module._unit.group is not None:
-            prefix = f"{path}." if clean(path) else ""
-            first: dict[int, str] = {}
-            for name, index in keys_of(module._unit):
-                first.setdefault(index, clean(prefix + name))
-            yield SavedUnit(module._unit, module._unit.group, [first[index] for index in range(len(first))])
+        unit = unit_of(module)
+        if unit is None or unit.group is None:
+            continue
+        prefix = f"{path}." if clean(path) else ""
+        first: dict[int, str] = {}
+        for name, index in keys_of(unit):
+            first.setdefault(index, clean(prefix + name))
+        yield SavedUnit(unit, unit.group, [first[index] for index in range(len(first))])
+
+
+# From flat shards to parameters whole or sharded along their first dimension, and back
+
+
+def whole_values(group: FlatGroup, shard: torch.Tensor) -> list[torch.Tensor]:
+    """The parameters, or what is laid out like them, of which ``shard`` is this rank's part. Collective.
+
+    They are views of memory that may be the shard's own; DTensors where the parameters are.
+    """
+    shard = shard.detach()
+    sharded = group.shards.is_sharded or shard.device != group.device
+    return group.views(group.gather_full(shard) if sharded else shard)
+
+
+def whole_copy(value: torch.Tensor) -> torch.Tensor:
+    """A whole copy of a value of :func:`whole_values`. Collective over the mesh of a DTensor."""
+    return value.full_tensor() if isinstance(value, DTensor) else value.detach().clone()
+
+
+def full_size(group: FlatGroup, index: int) -> torch.Size:
+    """The shape of parameter ``index`` when nothing has cut it."""
+    spec = group.shards.specs[index]
+    return group.shards.layout.pieces[index].size if spec is None else dtensor.meta_of(spec).shape
+
+
+def sharded_copy(group: FlatGroup, index: int, value: torch.Tensor) -> DTensor:
+    """A value of :func:`whole_values` as a DTensor, of which this rank has a copy of its rows.
+
+    Over the data-parallel mesh (replicas first), and behind it the mesh that the parameter is a DTensor of.
+
+    Raises:
+        ValueError: for DTensor parameters over a process group without a mesh.
+    """
+    ranks, spec = group.ranks, group.shards.specs[index]
+    local = dtensor.local_of(value) if isinstance(value, DTensor) else value
+    start, rows = shard_rows(local.size(0), ranks.size, ranks.rank)
+    mesh = ranks.mesh
+    if mesh is None:
+        if spec is not None:
+            raise ValueError("Sharded state dicts of DTensor parameters need a device_mesh, not a process group")
+        mesh = DeviceMesh.from_group(ranks.group, group.device.type)
+    placements: list[Placement] = [Replicate()] * mesh.ndim
+    behind: Sequence[Placement] = () if spec is None else spec.placements
+    if ranks.size > 1:
+        placements[-1] = _rows(mesh, behind, spec.mesh if spec is not None else None)
+    if spec is not None:
+        mesh = concatenate([mesh, spec.mesh])
+    whole_spec = dtensor.spec_for(mesh, [*placements, *behind], full_size(group, index), value.dtype)
+    return dtensor.wrap(local.detach().narrow(0, start, rows).clone(memory_format=torch.contiguous_format), whole_spec)
+
+
+def _rows(mesh: DeviceMesh, behind: Sequence[Placement], other: DeviceMesh | None) -> Placement:
+    """Rows of what the dimensions ``behind`` have cut already."""
+    pieces = 1
+    for dim, placement in enumerate(behind):
+        if isinstance(placement, Shard) and placement.dim == 0 and other is not None:
+            pieces *= other.size(dim)
+    return _StridedShard(0, split_factor=pieces) if pieces > 1 else Shard(0)
+
+
+def local_part(group: FlatGroup, index: int, whole: torch.Tensor) -> torch.Tensor:
+    """What of a ``whole`` tensor the unsharded parameter ``index`` has on this rank: all, unless it is a DTensor."""
+    spec = group.shards.specs[index]
+    if spec is None:
+        return whole
+    size, offset = compute_local_shape_and_global_offset(whole.shape, spec.mesh, spec.placements)
+    for dim, (length, first) in enumerate(zip(size, offset, strict=True)):
+        whole = whole.narrow(dim, min(first, whole.size(dim)), length)
+    return whole
+
+
+@torch.no_grad()
+def write_part(group: FlatGroup, index: int, local: torch.Tensor) -> None:
+    """Copy this rank's part of parameter ``index`` to the shard."""
+    group.shards.put(index, local, group.shards.flat.detach())

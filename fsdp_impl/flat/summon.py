@@ -1,4 +1,7 @@
-"""Whole parameters on request (``summon_full_params``), and flat ones for what acts on memory (``.to()``)."""
+"""Whole parameters on request (``summon_full_params``), and flat ones for what acts on memory (``.to()``).
+
+Both change what modules hold, and change it back (Note: held by modules, in shards.py).
+"""
 
 import warnings
 from collections.abc import Iterator
@@ -11,11 +14,12 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_impl.common import dtensor
 from fsdp_impl.common.phase import Phase
-from fsdp_impl.flat import lazy_init
-from fsdp_impl.flat.gradients import set_grad
+from fsdp_impl.flat import construct
 from fsdp_impl.flat.group import FlatGroup
 from fsdp_impl.flat.layout import shaped
-from fsdp_impl.flat.shards import FLAT_PARAM, set_param
+from fsdp_impl.flat.reduction import set_grad
+from fsdp_impl.flat.registry import unit_of, units_in
+from fsdp_impl.flat.shards import FLAT_PARAM, FlatShards, is_view_of, set_param
 from fsdp_impl.flat.unit import FlatUnit
 
 
@@ -30,9 +34,11 @@ def full_params(
     with_grads: bool = False,
 ) -> Iterator[None]:
     """See ``FullyShardedDataParallel.summon_full_params``."""
-    units = lazy_init.units_in(module)
-    if not recurse:
-        units = [unit for unit in units if unit.wrapper is module]
+    if recurse:
+        units = units_in(module)
+    else:
+        own = unit_of(module)
+        units = [own] if own is not None else []
     with ExitStack() as stack:
         for unit in units:
             _check(unit, writeback, rank0_only, offload_to_cpu, with_grads)
@@ -41,7 +47,7 @@ def full_params(
 
 
 def _check(unit: FlatUnit, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool) -> None:
-    use_orig = unit.wrapper._use_orig_params
+    use_orig = unit.options.use_orig
     if with_grads and (offload_to_cpu or not use_orig):
         raise NotImplementedError(
             f"with_grads={with_grads}, use_orig_params={use_orig}, offload_to_cpu={offload_to_cpu} is not supported yet"
@@ -57,7 +63,7 @@ def _check(unit: FlatUnit, writeback: bool, rank0_only: bool, offload_to_cpu: bo
             "offload_to_cpu=True with rank0_only=True.",
             stacklevel=6,
         )
-    lazy_init.ensure(unit)
+    construct.initialize(unit)
     if unit.phase is not Phase.IDLE:
         raise AssertionError("Cannot manually unshard parameters during forward/backward")
     if unit.is_summoned:
@@ -137,7 +143,18 @@ def _write_back(group: FlatGroup) -> None:
         held.append(value)
     flat = shards.flat.detach()
     for index, value in enumerate(held):
-        shards.put(index, value, flat)
+        # Where nothing was copied to make it whole, it was changed in place. To write it onto itself would look to
+        # autograd like a change of what an earlier forward saved.
+        if not _lies_in_place(shards, index, value):
+            shards.put(index, value, flat)
+
+
+def _lies_in_place(shards: FlatShards, index: int, value: torch.Tensor) -> bool:
+    return (
+        not shards.is_sharded
+        and value.stride() == shards.layout.pieces[index].stride
+        and is_view_of(value, shards.flat, shards.spans[index])
+    )
 
 
 def _register_shards(group: FlatGroup) -> None:
@@ -199,7 +216,7 @@ class WholeGradients:
 @contextmanager
 def flat_params_exposed(wrapper: nn.Module) -> Iterator[None]:
     """Inside, modules hold flat parameters in the place of original ones, and may move them."""
-    units = [unit for unit in lazy_init.units_in(wrapper) if unit.group is not None and not unit.is_exposed]
+    units = [unit for unit in units_in(wrapper) if unit.group is not None and not unit.is_exposed]
     for unit in units:
         _expose(unit)
     try:

@@ -1,80 +1,196 @@
-"""A unit: what happens around the forward and backward of one wrapper module."""
+"""A unit: what happens around the forward and backward of one wrapper, and which unit to gather ahead of its use."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import ref
 
 import torch
+from torch import nn
 from torch._C._distributed_c10d import DebugLevel, get_debug_level
+from torch.profiler import record_function
 
 from fsdp_impl.common import hooks, streams
 from fsdp_impl.common.containers import cast, map_tensors, tensors_requiring_grad
+from fsdp_impl.common.order import OrderCheck
+from fsdp_impl.common.owner import Owner
 from fsdp_impl.common.phase import Phase
-from fsdp_impl.flat import lazy_init, prefetch
-from fsdp_impl.flat.context import FlatContext, IterationContext
-from fsdp_impl.flat.gradients import Gradients
-from fsdp_impl.flat.group import FlatGroup
-from fsdp_impl.flat.options import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from fsdp_impl.flat.group import FlatContext, FlatGroup
+from fsdp_impl.flat.options import (
+    BackwardPrefetch,
+    Ignored,
+    MixedPrecision,
+    ShardingStrategy,
+    StateDictSettings,
+    settings_of,
+)
 from fsdp_impl.flat.ranks import Ranks
-from fsdp_impl.flat.reduction import Reducer
+from fsdp_impl.flat.reduction import Gradients, Reducer
+from fsdp_impl.flat.shards import FlatShards
 
-if TYPE_CHECKING:
-    from fsdp_impl.flat.module import FullyShardedDataParallel
+# Note: references
+# A model that nobody has any more is freed at once, not when the garbage collector runs: no chain of references leads
+# from a unit back to itself. Strong ones go down: wrapper -> unit -> group -> shards -> wrapped modules, and so to the
+# wrappers inside; and from a graph that has yet to run backward to the units that it needs. What leads up is weak: a
+# unit's wrapper, the units and groups of an iteration, and what the unsharded parameter calls once it has its gradient.
+
+
+class IterationContext:
+    """The state of one forward and backward of the units under one root.
+
+    In backward the group whose forward came before is gathered ahead: its gather is issued before (or, to save memory,
+    after) a unit's backward. In forward the host runs ahead of the device and gathers are queued early by themselves;
+    where it does not, ``forward_prefetch`` gathers the group that came next in the first forward.
+
+    Args:
+        units: all units under the root, in the order of ``modules()``.
+        order: checks the order of gathers; ``None`` unless the debug level is DETAIL.
+
+    Attributes:
+        forward_root: the unit whose forward is outermost just now.
+        forward_order: groups in the order of their post-forwards since the last backward, with repeats.
+        callback_queued: whether this backward's final callback is queued.
+    """
+
+    def __init__(self, units: Sequence["FlatUnit"] = (), order: OrderCheck | None = None) -> None:
+        self.order = order
+        self.forward_root: FlatUnit | None = None
+        self.callback_queued = False
+        # Weak, all three (Note: references): a group leads to the wrappers inside its modules, and so back here.
+        self.forward_order: list[ref[FlatGroup]] = []
+        self._units = [ref(unit) for unit in units]
+        # Groups in the order of the first training forward's gathers, each once: what forward prefetches.
+        self._first_order: list[ref[FlatGroup]] = []
+
+    @property
+    def units(self) -> list["FlatUnit"]:
+        """All units under the root, in the order of ``modules()``."""
+        return [unit for held in self._units if (unit := held()) is not None]
+
+    def record_first(self, group: FlatGroup) -> None:
+        """Note ``group``'s first gather, once and for all."""
+        if group.first_index is None:
+            group.first_index = len(self._first_order)
+            self._first_order.append(ref(group))
+
+    def record_forward(self, group: FlatGroup) -> None:
+        """Note that ``group`` finished a forward; one that runs twice is noted twice, as backward passes it twice."""
+        group.forward_indices.append(len(self.forward_order))
+        self.forward_order.append(ref(group))
+
+    def prefetch_next(self, group: FlatGroup) -> None:
+        """Issue the gather of the group that came after ``group`` in the first forward."""
+        assert group.first_index is not None
+        index = group.first_index + 1
+        if index < len(self._first_order) and (following := self._first_order[index]()) is not None:
+            _prefetch(following)
+
+    def prefetch_previous(self, group: FlatGroup) -> None:
+        """Issue the gather of the group that ran forward before ``group``, if backward has yet to reach it."""
+        index = group.forward_indices.pop() if group.forward_indices else 0
+        previous = self.forward_order[index - 1]() if index else None
+        if previous is not None and previous.wanted_in_backward:
+            _prefetch(previous)
+
+
+def _prefetch(target: FlatGroup) -> None:
+    with record_function(f"FSDP::prefetch ({target.label})"):
+        target.unshard()
+
+
+@dataclass(frozen=True)
+class UnitOptions:
+    """What the constructor's arguments came to for one unit; see ``FullyShardedDataParallel``.
+
+    Attributes:
+        ranks: over which the unit is sharded and replicated.
+        device: to compute on.
+        ignored: what the wrapper leaves alone.
+        synced: whether the first rank's values were given to all.
+        use_orig: whether the original parameters stay visible.
+        buffer_dtypes: of the buffers, by their names from the wrapped module, before any cast.
+        full_in_evaluation: the same by their places, if evaluation is to be in full precision, else ``None``.
+    """
+
+    ranks: Ranks
+    device: torch.device
+    strategy: ShardingStrategy
+    precision: MixedPrecision
+    backward_prefetch: BackwardPrefetch | None
+    forward_prefetch: bool
+    limits_gathers: bool
+    use_orig: bool
+    synced: bool
+    ignored: Ignored
+    buffer_dtypes: dict[str, torch.dtype]
+    full_in_evaluation: dict[Owner, torch.dtype] | None
 
 
 class FlatUnit:
     """State of one wrapper.
 
     Attributes:
-        wrapper: the module that it belongs to.
         group: its parameters, ``None`` if there were none left to shard.
         checks_order: whether the order of forwards is checked, if this becomes the root.
         is_root: ``None`` before lazy initialisation.
+        in_full_precision: whether no mixed precision is used, in evaluation where the environment selects that.
         is_summoned: whether the modules hold whole parameters, inside ``summon_full_params``.
         is_exposed: whether the modules hold flat parameters in the place of original ones, inside ``.to()``.
         syncs: whether backward reduces gradients; ``no_sync`` clears it.
+        state_dict_settings: what state dicts consist of.
+
+    Args:
+        wrapper: the module that it belongs to, which holds it.
+        shards: the sharded parameters, if any were left.
+        initialize: called with the unit before each forward; the first call under a root decides who it is.
     """
 
     def __init__(
         self,
-        wrapper: "FullyShardedDataParallel",
-        group: FlatGroup | None,
-        ranks: Ranks,
-        device: torch.device,
-        strategy: ShardingStrategy,
-        precision: MixedPrecision,
-        *,
-        backward_prefetch: BackwardPrefetch | None,
-        forward_prefetch: bool,
-        limits_gathers: bool,
+        wrapper: nn.Module,
+        shards: FlatShards | None,
+        options: UnitOptions,
+        initialize: Callable[["FlatUnit"], None],
     ) -> None:
-        self.wrapper = wrapper
-        self.group = group
-        self.ranks = ranks
-        self.device = device
-        self.strategy = strategy
-        self.precision = precision
-        self.backward_prefetch = backward_prefetch
-        self.forward_prefetch = forward_prefetch
-        self.limits_gathers = limits_gathers
+        self._wrapper = ref(wrapper)
+        self._initialize = initialize
+        self.options = options
+        self.ranks = options.ranks
+        self.device = options.device
+        self.strategy = options.strategy
+        self.precision = options.precision
+        self.backward_prefetch = options.backward_prefetch
+        self.forward_prefetch = options.forward_prefetch
         self.checks_order = get_debug_level() == DebugLevel.DETAIL
+        self.state_dict_settings: StateDictSettings = settings_of()
         self.is_root: bool | None = None
         self.phase = Phase.IDLE
         self.syncs = True
+        self.in_full_precision = False
         self.is_summoned = False
         self.is_exposed = False
-        self.context = group.context if group is not None else FlatContext(device)
+        self.context = FlatContext(options.device)
         self.iteration = IterationContext()
+        self.group: FlatGroup | None = None
         self.gradients: Gradients | None = None
         self.reducer: Reducer | None = None
-        if group is not None:
-            group.on_gradient = self._on_gradient
-            self.gradients = Gradients(group)
+        if shards is not None:
+            precision = options.precision
+            self.group = FlatGroup(shards, options.device, precision.param_dtype, self.context, self._on_gradient)
+            self.gradients = Gradients(self.group)
             self.reducer = Reducer(
-                group,
+                self.group,
                 self.gradients,
                 precision.reduce_dtype or precision.param_dtype,
                 keep_low_precision=precision.keep_low_precision_grads,
             )
+
+    @property
+    def wrapper(self) -> nn.Module:
+        """The module that the unit belongs to."""
+        wrapper = self._wrapper()
+        assert wrapper is not None, "a unit outlived its wrapper"
+        return wrapper
 
     def share(self, context: FlatContext, iteration: IterationContext) -> None:
         """Use what all units under one root share."""
@@ -82,6 +198,7 @@ class FlatUnit:
         self.iteration = iteration
         if self.group is not None:
             self.group.share_context(context)
+            self.group.first_index = None
 
     # Forward
 
@@ -92,7 +209,7 @@ class FlatUnit:
             # After pre-backward has unsharded; an earlier post-backward may have resharded since.
             self._unshard_now()
             return args, kwargs
-        lazy_init.ensure(self)
+        self._initialize(self)
         if self.iteration.forward_root is None:
             args, kwargs = self._root_pre_forward(args, kwargs)
         self.phase = Phase.FORWARD
@@ -100,12 +217,12 @@ class FlatUnit:
             if not hooks.in_backward():
                 if self.iteration.order is not None:
                     self.iteration.order.before_gather(self.group.names, self.group.ranks.group)
-                prefetch.record_first(self.group, self.iteration)
+                self.iteration.record_first(self.group)
             self._unshard_now()
             if self.forward_prefetch and not hooks.in_backward():
-                prefetch.prefetch_next(self.group, self.iteration)
+                self.iteration.prefetch_next(self.group)
             if not self.group.shards.flat.requires_grad:
-                # Nothing accumulates, so nothing else tells when backward has passed.
+                # Nothing accumulates, so there is no other sign that backward has passed.
                 args, kwargs = hooks.call_after_backward(self._reshard_after_backward, (args, kwargs))
         return self._cast_inputs(args, kwargs)
 
@@ -119,10 +236,10 @@ class FlatUnit:
             if self._frees_after_forward() and not hooks.in_backward():
                 self.group.reshard()
             else:
-                # Optimizers, zero_grad and checkpoints are to find the sharded parameters.
+                # Kept, but not shown (Note: held by modules).
                 self.group.shards.register()
             if not hooks.in_backward():
-                prefetch.record_forward(self.group, self.iteration)
+                self.iteration.record_forward(self.group)
             self.group.wanted_in_backward = torch.is_grad_enabled() and bool(tensors_requiring_grad(output))
         hooks.call_before_backward(self._pre_backward, output)
         self.phase = Phase.IDLE
@@ -154,6 +271,10 @@ class FlatUnit:
         self.iteration.forward_root = self
         if self.is_root and self.iteration.order is not None:
             self.iteration.order.begin(training=self.wrapper.training)
+        if self.options.full_in_evaluation is not None and not hooks.in_backward():
+            changes = [unit.choose_precision() for unit in self.iteration.units]
+            if any(changes):
+                cast_buffers(self.iteration.units)
         for group in self.groups():
             if group.is_stale():
                 group.reshard()
@@ -179,9 +300,23 @@ class FlatUnit:
     def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         precision = self.precision
         wanted = precision.cast_root_forward_inputs if self.is_root else False
-        if precision.param_dtype is not None and (wanted or precision.cast_forward_inputs):
+        casts = wanted or precision.cast_forward_inputs
+        if precision.param_dtype is not None and casts and not self.in_full_precision:
             args, kwargs = cast(precision.param_dtype, (args, kwargs))
         return args, kwargs
+
+    def choose_precision(self) -> bool:
+        """Decide about full precision, before the root's forward; returns whether it changes."""
+        module = self.group.shards.module if self.group is not None else self.wrapper
+        full = self.options.full_in_evaluation is not None and not module.training
+        if full == self.in_full_precision:
+            return False
+        self.in_full_precision = full
+        if self.group is not None and self.reducer is not None:
+            self.group.reshard()
+            self.group.param_dtype = None if full else self.precision.param_dtype
+            self.reducer.reduce_dtype = None if full else self.precision.reduce_dtype or self.precision.param_dtype
+        return True
 
     def _unshard_now(self) -> None:
         if self.group is not None:
@@ -201,7 +336,7 @@ class FlatUnit:
         self._check_kept()
         self._unshard_now()
         if self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
-            prefetch.prefetch_previous(self.group, self.iteration)
+            self.iteration.prefetch_previous(self.group)
 
     @hooks.outside_graphs
     def _on_gradient(self) -> None:
@@ -222,7 +357,7 @@ class FlatUnit:
         if self._frees_after_backward():
             self.group.reshard()
         if self.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
-            prefetch.prefetch_previous(self.group, self.iteration)
+            self.iteration.prefetch_previous(self.group)
 
     def _frees_after_backward(self) -> bool:
         # Without a reduction there is likely to be another microbatch: strategies that trade memory for gathers keep.
@@ -310,3 +445,27 @@ class FlatUnit:
     def groups(self) -> Sequence[FlatGroup]:
         """The groups of all units under the root."""
         return [unit.group for unit in self.iteration.units if unit.group is not None]
+
+
+def cast_buffers(units: Sequence[FlatUnit]) -> None:
+    """Move buffers to where the innermost unit around them computes, floating-point ones to its dtype.
+
+    They are not sharded; they are cast once and stay so, but for evaluation in full precision.
+    """
+    seen: set[torch.Tensor] = set()
+    for unit in reversed(units):  # inner units come later in the order of modules()
+        ignored = unit.options.ignored.buffers()
+        for module in unit.wrapper.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer not in seen:
+                    seen.add(buffer)
+                    if buffer not in ignored:
+                        _cast_buffer(buffer, Owner(module, name), unit)
+
+
+def _cast_buffer(buffer: torch.Tensor, owner: Owner, unit: FlatUnit) -> None:
+    dtype = unit.precision.buffer_dtype if buffer.is_floating_point() else None
+    if dtype is not None and unit.in_full_precision:
+        dtype = (unit.options.full_in_evaluation or {}).get(owner)
+    if buffer.device != unit.device or (dtype is not None and buffer.dtype != dtype):
+        buffer.data = buffer.to(device=unit.device, dtype=dtype or buffer.dtype)

@@ -163,6 +163,31 @@ def test_a_rank_without_elements_clips_with_the_others(rank: Rank) -> None:
 
 
 @world(2)
+@pytest.mark.parametrize("strategy", [FULL, NONE])
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("how", ["gradient", "data"])
+def test_gradients_that_a_script_replaces_are_added_to(
+    rank: Rank, how: str, use_orig_params: bool, strategy: Any
+) -> None:
+    """Other data in the same gradient are as good as another gradient: the next backward adds to them."""
+    model = nn.Linear(4, 4, bias=False)
+    sharded = wrap(model, sharding_strategy=strategy, use_orig_params=use_orig_params, device_id=rank.device)
+    for _ in range(2):
+        sharded(torch.ones(1, 4, device=rank.device)).sum().backward()
+    for number in range(2):
+        for param in sharded.parameters():
+            hundred = torch.full_like(param, 100)
+            if how == "data":
+                param.grad.data = hundred
+            else:
+                param.grad = hundred
+        for _ in range(number + 1):
+            sharded(torch.ones(1, 4, device=rank.device)).sum().backward()
+        for param in sharded.parameters():
+            assert param.grad.unique().tolist() == [101 + number]
+
+
+@world(2)
 @pytest.mark.parametrize("set_to_none", [False, True])
 def test_two_optimizers_and_groups_of_parameters(rank: Rank, set_to_none: bool) -> None:
     model = tower(5, 1)

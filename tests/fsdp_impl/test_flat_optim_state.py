@@ -213,6 +213,135 @@ def test_frozen_and_unmanaged_parameters(rank: Rank) -> None:
     assert_close_states(saved(whole, other, WHOLE)["state"], found["state"])
 
 
+class WithExtra(nn.Module):
+    """A wrapper beside a parameter that it does not manage."""
+
+    def __init__(self, rank: Rank, *, extra: bool = True, **options: Any) -> None:
+        super().__init__()
+        self.inner = wrap(tower(5, 1).to(rank.device), device_id=rank.device, **options)
+        self.extra = nn.Linear(5, 5).to(rank.device) if extra else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.extra(self.inner(x))
+
+
+@world(2)
+@ORIGINALS
+def test_parameters_that_were_not_saved_are_added_by_the_script(rank: Rank, use_orig_params: bool) -> None:
+    """State of a model, into the same model with parameters that no wrapper manages: append them, then load."""
+    before = WithExtra(rank, extra=False, use_orig_params=use_orig_params)
+    optimizer = torch.optim.Adam(before.parameters(), lr=1e-2)
+    before(batch(rank, 0, (3, 5))).sum().backward()
+    optimizer.step()
+    found = FullyShardedDataParallel.full_optim_state_dict(before, optimizer, rank0_only=False)
+    model = WithExtra(rank, use_orig_params=use_orig_params)
+    other = torch.optim.Adam(model.parameters(), lr=1e-2)
+    ready = FullyShardedDataParallel.shard_full_optim_state_dict(found, model, optim=other)
+    params = list(model.parameters())
+    added = [number for number, param in enumerate(params) if any(param is one for one in model.extra.parameters())]
+    assert [group["params"] for group in ready["param_groups"]] == [
+        [number for number in range(len(params)) if number not in added]
+    ]
+    for number in added:
+        ready["param_groups"][0]["params"].append(number)
+        ready["state"][number] = {
+            "step": torch.tensor(7.0),
+            "exp_avg": torch.ones_like(params[number]),
+            "exp_avg_sq": torch.ones_like(params[number]),
+        }
+    other.load_state_dict(ready)
+    assert [float(other.state[params[number]]["step"]) for number in added] == [7, 7]
+    again = FullyShardedDataParallel.full_optim_state_dict(model, other, rank0_only=False)
+    assert_close_states({name: again["state"][name] for name in found["state"]}, found["state"])
+
+
+@world(2)
+@ORIGINALS
+@pytest.mark.parametrize("kind", [WHOLE, SHARDED])
+def test_parameters_outside_may_be_on_some_ranks_only(rank: Rank, kind: StateDictType, use_orig_params: bool) -> None:
+    """As under another kind of parallelism: each rank saves and loads its own, beside what all ranks share."""
+    model = WithExtra(rank, extra=False, use_orig_params=use_orig_params)
+    model.extra = nn.ModuleDict({f"only{rank.index}": nn.Linear(5, 5).to(rank.device)})
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    model.extra[f"only{rank.index}"](model.inner(batch(rank, 0, (3, 5)))).sum().backward()
+    optimizer.step()
+    found = saved(model, optimizer, kind)
+    outside = {name for name in found["state"] if name.startswith("extra")}
+    assert outside == {f"extra.only{rank.index}.{name}" for name in ("weight", "bias")}
+    assert {name for name in found["state"] if name.startswith("inner")} == {
+        f"inner.{name}" for name, _ in tower(5, 1).named_parameters()
+    }
+    other = torch.optim.Adam(model.parameters(), lr=1e-2)
+    with FullyShardedDataParallel.state_dict_type(model, kind):
+        FullyShardedDataParallel.optim_state_dict_to_load(model, other, found, load_directly=True)
+    for param in model.parameters():
+        for key, value in optimizer.state[param].items():
+            assert torch.equal(other.state[param][key], value), key
+
+
+@world(2)
+@ORIGINALS
+def test_without_groups_the_state_alone_is_saved_and_loaded(rank: Rank, use_orig_params: bool) -> None:
+    model = wrap_children(tower(5, 1).to(rank.device), use_orig_params=use_orig_params, device_id=rank.device)
+    optimizer = adam(model)
+    step(rank, model, optimizer, 0)
+    expected = saved(model, optimizer, WHOLE)
+    given = {"state": optimizer.state_dict()["state"]}
+    found = FullyShardedDataParallel.optim_state_dict(model, optimizer, given)
+    assert found.keys() == {"state"}
+    assert_close_states(found["state"], expected["state"])
+    ready = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, found)
+    assert ready.keys() == {"state"}
+    assert ready["state"].keys() == optimizer.state_dict()["state"].keys()
+
+
+@world(2)
+@ORIGINALS
+@pytest.mark.parametrize("lacks", ["everything", "steps", "a moment", "other steps", "other dtype"])
+def test_parameters_of_one_flat_parameter_must_agree(rank: Rank, lacks: str, use_orig_params: bool) -> None:
+    """One flat parameter has one number of steps; original parameters have one each."""
+    model = wrap_children(tower(5, 1).to(rank.device), use_orig_params=use_orig_params, device_id=rank.device)
+    optimizer = adam(model)
+    step(rank, model, optimizer, 0)
+    found = saved(model, optimizer, WHOLE)
+    state = found["state"]["1.in_proj.bias"]
+    if lacks == "everything":
+        del found["state"]["1.in_proj.bias"]
+    elif lacks == "steps":
+        del state["step"]
+    elif lacks == "a moment":
+        state["exp_avg"] = torch.zeros(1, 2)
+    else:
+        state["step"] = torch.tensor(5.0) if lacks == "other steps" else state["step"].double()
+    if use_orig_params:
+        FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, found)
+        return
+    expected = {
+        "everything": r"must have scalar state .* values \[1.0, None, 1.0, 1.0\] .* for state step .*1.in_proj.bias",
+        "steps": "Differing optimizer state names for the unflattened parameters: .*1.in_proj.bias",
+        "a moment": "Differing optimizer state types for state exp_avg of the parameters .*1.in_proj.bias",
+        "other steps": r"must have scalar state .* values \[1.0, 5.0, 1.0, 1.0\]",
+        "other dtype": r"must have scalar state .* dtypes \[torch.float32, torch.float64, ",
+    }
+    with pytest.raises(ValueError, match=expected[lacks]):
+        FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, found)
+
+
+@world(2)
+@ORIGINALS
+def test_a_parameter_without_momentum_has_zeros_in_a_flat_parameter(rank: Rank, use_orig_params: bool) -> None:
+    model = wrap(nn.Linear(5, 5).to(rank.device), use_orig_params=use_orig_params, device_id=rank.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step(rank, model, optimizer, 0)
+    found = saved(model, optimizer, WHOLE)
+    del found["state"]["bias"]
+    FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, found, load_directly=True)
+    again = saved(model, optimizer, WHOLE)["state"]
+    assert torch.equal(again["weight"]["momentum_buffer"], found["state"]["weight"]["momentum_buffer"])
+    if not use_orig_params:
+        assert torch.equal(again["bias"]["momentum_buffer"], torch.zeros(5, device=rank.device))
+
+
 @world(2)
 def test_by_names_and_by_numbers(rank: Rank) -> None:
     """A sharded model's state dict into the plain model's optimizer and back."""

@@ -350,3 +350,17 @@ def test_on_accelerators_devices_must_agree(rank: Rank) -> None:
     offloaded = wrap(nn.Linear(2, 2), cpu_offload=CPUOffload(True), device_id=rank.device).to(rank.device)
     with pytest.raises(RuntimeError, match="with parameter CPU offloading enabled has parameters on"):
         offloaded(torch.ones(1, 2))
+
+
+@world(2)
+@pytest.mark.parametrize("when", ["before the first forward", "after it"])
+def test_offloaded_shards_that_were_moved_are_named(rank: Rank, when: str) -> None:
+    """The meta device stands for an accelerator."""
+    model = wrap_children(tower(5, 1), device_id=rank.device, cpu_offload=CPUOffload(offload_params=True))
+    if when == "after it":
+        model(batch(rank, 0, (2, 5)))
+    model.to("meta")
+    with pytest.raises(RuntimeError, match=r"offloading enabled has parameters on meta.*\['0.weight', '0.bias'\]"):
+        model(batch(rank, 0, (2, 5)))
+    model.to_empty(device="cpu")
+    model(batch(rank, 0, (2, 5)))

@@ -285,3 +285,45 @@ def test_a_hook_replaces_the_reduction(rank: Rank, strategy: Any) -> None:
     expected = [(state, whole, shard) if strategy is FULL else (state, whole) for whole, shard in reversed(numels)]
     assert calls == expected
     assert all((param.grad == 7).all() for param in model.parameters())
+
+
+@world(2)
+@pytest.mark.parametrize("strategy", [FULL, ZERO2, NONE])
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_evaluation_in_full_precision(rank: Rank, use_orig_params: bool, strategy: Any) -> None:
+    """Where the environment asks for it when the model is wrapped: parameters, inputs, buffers and reductions."""
+    rank.monkeypatch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
+    model = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 5)).to(rank.device)
+    plain = plain_copy(model)
+    policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+    options: dict[str, Any] = {"mixed_precision": policy, "use_orig_params": use_orig_params}
+    sharded: Any = wrap_children(model, sharding_strategy=strategy, device_id=rank.device, **options)
+    seen: list[Any] = []
+    sharded[1].module.register_forward_hook(
+        lambda module, args, output: seen.append({args[0].dtype, module.weight.dtype, module.running_mean.dtype})
+    )
+    x = batch(rank, 0, (3, 5))
+    low, full = {torch.bfloat16}, {torch.float32}
+    assert torch.equal(sharded.eval()(x), plain.eval()(x))
+    sharded.train()(x).sum().backward()
+    assert seen == [full, low]
+    sharded.zero_grad()
+    plain.load_state_dict(sharded.state_dict())
+    sharded.eval()(x).sum().backward()
+    plain.eval()(x).sum().backward()
+    average_gradients(plain)
+    assert seen == [full, low, full]
+    if use_orig_params:
+        assert_same_whole(plain, sharded)
+    with torch.no_grad():
+        sharded.train()(x)
+        sharded.eval()(x)
+        sharded.train()(x)
+    assert seen == [full, low, full, low, full, low]
+
+
+@world(2)
+def test_evaluation_in_low_precision_by_default(rank: Rank) -> None:
+    policy = MixedPrecision(param_dtype=torch.bfloat16)
+    sharded = wrap(nn.Linear(5, 5), mixed_precision=policy, device_id=rank.device)
+    assert sharded.eval()(batch(rank, 0, (3, 5))).dtype == torch.bfloat16

@@ -265,6 +265,30 @@ def test_missing_unexpected_and_misfit_values_are_told(rank: Rank, use_orig_para
 
 
 @world(2)
+@ORIGINALS
+@pytest.mark.parametrize("around", [False, True])
+def test_missing_and_unexpected_keys_are_named_as_in_the_state_dict(
+    rank: Rank, around: bool, use_orig_params: bool
+) -> None:
+    """At every depth, in wrappers and in the modules inside them, loaded by a wrapper or by a module around it."""
+    options: dict[str, Any] = {"device_id": rank.device, "use_orig_params": use_orig_params}
+    inner = wrap(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), **options)
+    model: nn.Module = wrap(nn.Sequential(inner, nn.Linear(3, 3)), **options)
+    prefix = ""
+    if around:
+        model, prefix = nn.Sequential(model), "0."
+    given = model.state_dict()
+    lacking = {f"{prefix}{name}" for name in ("0.1.running_mean", "0.1.weight", "1.weight")}
+    stray = {f"{prefix}{name}" for name in ("stray", "0.stray", "0.0.stray")}
+    given = {name: value for name, value in given.items() if name not in lacking} | dict.fromkeys(stray, torch.ones(1))
+    missing, unexpected = model.load_state_dict(given, strict=False)
+    assert (set(missing), set(unexpected)) == (lacking, stray)
+    with pytest.raises(RuntimeError) as caught:
+        model.load_state_dict(given)
+    assert "_fsdp_wrapped_module" not in str(caught.value)
+
+
+@world(2)
 def test_what_a_user_can_get_wrong(rank: Rank) -> None:
     model = wrap_children(tower(5).to(rank.device), device_id=rank.device)
     with pytest.raises(RuntimeError, match=r"^Expected state_dict_config of type .*FullStateDictConfig.* but got"):

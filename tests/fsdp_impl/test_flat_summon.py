@@ -220,3 +220,38 @@ def test_a_cast_model_trains_on(rank: Rank, strategy: Any, use_orig_params: bool
     for optimizer in optimizers:
         optimizer.step()
     assert_same_whole(plain, sharded, grads=False)
+
+
+@world(2)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_apply_is_refused_while_parameters_are_gathered(rank: Rank, use_orig_params: bool) -> None:
+    model = wrap_children(tower(5, 1), use_orig_params=use_orig_params, device_id=rank.device)
+    with summon(model), pytest.raises(ValueError, match=r"expected to be in states .* current state is SUMMONED"):
+        model.apply(print)
+    inner = model[1].module
+    inner.register_forward_hook(lambda module, args, output: model.apply(print))
+    with pytest.raises(ValueError, match=r"expected to be in states .* current state is FORWARD"):
+        model(batch(rank, 0, (2, 5)))
+
+
+@world(1, 2)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_summoning_between_two_forwards_leaves_their_joint_backward(rank: Rank, use_orig_params: bool) -> None:
+    """Where nothing is sharded the whole parameters are the flat one itself, and are not written onto themselves."""
+    model = tower(5, 2)
+    plain = plain_copy(model)
+    sharded = wrap_children(model, sharding_strategy=NONE, use_orig_params=use_orig_params, device_id=rank.device)
+    inputs = [batch(rank, number, (2, 5), index=0) for number in range(2)]
+    first = sharded(inputs[0]).sum()
+    with FullyShardedDataParallel.summon_full_params(sharded):
+        pass
+    (first + sharded(inputs[1]).sum()).backward()
+    (plain(inputs[0]).sum() + plain(inputs[1]).sum()).backward()
+    expected = torch.cat([param.grad.flatten() for param in plain.parameters()])
+    found = torch.cat([param.grad.flatten() for param in sharded.parameters() if param.grad is not None])
+    assert_close("norm", found.norm(), expected.norm())
+    with FullyShardedDataParallel.summon_full_params(sharded):
+        for param in sharded.parameters():
+            param.data.fill_(3)
+    with FullyShardedDataParallel.summon_full_params(sharded):
+        assert all(param.eq(3).all() for param in sharded.parameters())

@@ -1,13 +1,14 @@
 """Unsharded buffers whose compute may still be running: when their bytes may go to another gather."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
 import torch
 
 from fsdp_impl.common import streams
-from fsdp_impl.flat.buffer import FlatBuffer
-from fsdp_impl.flat.context import FlatContext
+from fsdp_impl.flat.group import FlatBuffer, FlatContext
 
 CPU = torch.device("cpu")
 
@@ -29,9 +30,8 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def buffers(context: FlatContext, count: int) -> list[FlatBuffer]:
-    made = [FlatBuffer(4, torch.float32, CPU) for _ in range(count)]
+    made = [FlatBuffer(4, torch.float32, CPU, context) for _ in range(count)]
     for buffer in made:
-        buffer.context = context
         buffer.allocate()
     return made
 
@@ -41,7 +41,7 @@ def retire(context: FlatContext, buffer: FlatBuffer, event: Any) -> None:
 
 
 def test_a_new_buffer_has_no_bytes_so_that_the_first_are_the_gather_streams() -> None:
-    assert not FlatBuffer(4, torch.float32, CPU).is_allocated
+    assert not FlatBuffer(4, torch.float32, CPU, FlatContext(CPU)).is_allocated
 
 
 def test_the_latest_stays_and_the_gather_stream_waits_for_the_others(waits: list[str]) -> None:
@@ -57,8 +57,7 @@ def test_the_latest_stays_and_the_gather_stream_waits_for_the_others(waits: list
 
 
 def test_without_a_limit_bytes_go_back_once_the_device_is_done(waits: list[str]) -> None:
-    context = FlatContext(CPU)
-    context.limits_gathers = False
+    context = FlatContext(CPU, limits_gathers=False)
     a, b, c = buffers(context, 3)
     for buffer, passed in ((a, True), (b, False), (c, True)):
         retire(context, buffer, Event("x", passed=passed))
@@ -79,7 +78,8 @@ def test_a_buffer_that_is_wanted_again_is_written_after_it_was_read(waits: list[
 
 
 def test_the_tensors_outlive_the_bytes_and_do_not_see_each_others_versions() -> None:
-    (a,) = buffers(FlatContext(CPU), 1)
+    context = FlatContext(CPU)
+    (a,) = buffers(context, 1)
     version = a.leaf._version
     a.target.fill_(3)
     assert a.leaf.tolist() == [3] * 4 and a.leaf._version == version
@@ -88,3 +88,17 @@ def test_the_tensors_outlive_the_bytes_and_do_not_see_each_others_versions() -> 
     a.allocate()
     a.target.fill_(5)
     assert a.leaf.tolist() == [5] * 4
+
+
+def test_a_deleted_window_frees_what_it_holds_without_the_garbage_collector() -> None:
+    """As where a model is moved after a forward, which retires buffers, and then deleted."""
+    gc.disable()
+    try:
+        context = FlatContext(CPU)
+        held = buffers(context, 1)
+        retire(context, held[0], Event("a"))
+        references = [weakref.ref(context), weakref.ref(held.pop())]
+        del context
+        assert [reference() for reference in references] == [None, None]
+    finally:
+        gc.enable()

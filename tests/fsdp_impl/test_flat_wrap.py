@@ -75,6 +75,22 @@ def test_names_and_signatures(name: str) -> None:
     assert shapes[0] == shapes[1]
 
 
+def test_a_script_adds_to_the_classes_of_the_size_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads them from the policy function, and may add its own there for all policies that follow."""
+    found: list[list[bool]] = []
+    for half in (theirs, ours):
+        policy: Any = half.size_based_auto_wrap_policy
+        answers = []
+        for classes in (policy.FORCE_LEAF_MODULES, policy.FORCE_LEAF_MODULES | {nn.LSTM}):
+            monkeypatch.setattr(policy, "FORCE_LEAF_MODULES", classes)
+            monkeypatch.setattr(policy, "EXCLUDE_WRAP_MODULES", policy.EXCLUDE_WRAP_MODULES | classes)
+            for module in (nn.LSTM(2, 2), nn.MultiheadAttention(2, 2), nn.ModuleList(), nn.Linear(2, 2)):
+                answers += [policy(module, recurse, 10**9) for recurse in (False, True)]
+        found.append(answers)
+    assert found[0] == found[1]
+    assert found[0][:2] == [True, True] and found[0][8:10] == [False, False]
+
+
 def test_wrapping_while_a_model_is_made() -> None:
     class Box(nn.Module):
         def __init__(self, inner: nn.Module, size: int = 0, kind: str = "") -> None:

@@ -11,7 +11,8 @@ import textwrap
 from typing import Any, ClassVar
 
 from fsdp_impl.common import collectives, order
-from fsdp_impl.flat import group, materialize, optim_state, optim_state_load, resharded, shards, state_dict
+from fsdp_impl.flat import construct as flat_construct
+from fsdp_impl.flat import group, optim_state, shards, state_dict
 from fsdp_impl.flat import unit as flat_unit
 from fsdp_impl.per_parameter import construct, mesh, param, reduction
 from fsdp_impl.per_parameter import unit as parameter_unit
@@ -267,14 +268,14 @@ class FirstRankOfShards(_Flat):
     """Values are sent within the shards before they are sent across replicas."""
 
     name = "first-rank-of-shards"
-    place = (materialize, "sync_states", "[ranks.across, ranks.group]", "[ranks.group]")
+    place = (flat_construct, "sync_states", "[ranks.across, ranks.group]", "[ranks.group]")
 
 
 class LastRanksValues(_Flat):
     """The last rank's values are sent instead of the first's."""
 
     name = "last-ranks-values"
-    place = (materialize, "_broadcast", "group_src=0", "group_src=group.size() - 1")
+    place = (flat_construct, "_broadcast", "group_src=0", "group_src=group.size() - 1")
 
 
 class FloatingBuffersOnly(_Flat):
@@ -282,7 +283,7 @@ class FloatingBuffersOnly(_Flat):
 
     name = "floating-buffers-only"
     place = (
-        materialize,
+        flat_construct,
         "sync_states",
         "for tensor in tensors]",
         "for tensor in tensors if tensor.is_floating_point()]",
@@ -296,7 +297,7 @@ class OwnLearningRate(_Flat):
     """Loading keeps the learning rate of the optimizer that is loaded into."""
 
     name = "own-learning-rate"
-    place = (optim_state_load, "_options_for", "for group in given:", "for group in ():")
+    place = (optim_state, "_options_for", "for group in given:", "for group in ():")
 
 
 class OneNameOfTied(_Flat):
@@ -310,7 +311,7 @@ class RowsMisplaced(_Flat):
     """Rows of a tensor-parallel part are saved at the places of a plain shard."""
 
     name = "rows-misplaced"
-    place = (resharded, "_rows", "if pieces > 1", "if pieces > 2")
+    place = (state_dict, "_rows", "if pieces > 1", "if pieces > 2")
 
 
 class ForgottenMoments(_Flat):
@@ -324,4 +325,4 @@ class StateOfTheOldPlace(_Flat):
     """The moments of a parameter are cut where its neighbour lies."""
 
     name = "state-of-the-old-place"
-    place = (optim_state_load, "_shard_state", "cut_one(index, local)", "cut_one(index, local.flip(0))")
+    place = (optim_state, "_shard_state", "cut_one(index, local)", "cut_one(index, local.flip(0))")

@@ -219,12 +219,12 @@ PER_PARAMETER = {
 
 FLAT = {
     "flat-buffer-replaced": Edit(
-        "flat.gradients:Gradients.add", "self._last.add_(reduced)", "self._last.copy_(reduced)"
+        "flat.reduction:Gradients.add", "self._last.add_(reduced)", "self._last.copy_(reduced)"
     ),
-    "flat-existing-replaced": Edit("flat.gradients:Gradients.add", "param.grad.add_(view)", "param.grad.copy_(view)"),
-    "flat-always-current": Edit("flat.gradients:Gradients.add", " and self._is_current()", ""),
+    "flat-existing-replaced": Edit("flat.reduction:Gradients.add", "param.grad.add_(view)", "param.grad.copy_(view)"),
+    "flat-always-current": Edit("flat.reduction:Gradients.add", " and self._is_current()", ""),
     "flat-aside-lost": Edit(
-        "flat.gradients:Gradients.hide_unsharded", "if aside is not None and not dropped:", "if False:"
+        "flat.reduction:Gradients.hide_unsharded", "if aside is not None and not dropped:", "if False:"
     ),
     "flat-gradient-not-taken": Edit(
         "flat.unit:FlatUnit._reduce", "grad, leaf.grad = leaf.grad, None", "grad = leaf.grad"
@@ -248,7 +248,7 @@ FLAT = {
         "collectives.all_reduce(shard, replicas,",
         "collectives.all_reduce(shard, group.ranks.shard_group,",
     ),
-    "flat-empty-rank-leaves-the-norm": Edit("flat.clip:_parts", "        yield data_parallel, None\n", ""),
+    "flat-empty-rank-leaves-the-norm": Edit("flat.reduction:_parts", "        yield data_parallel, None\n", ""),
     "flat-frozen-gets-gradients": Edit("flat.shards:FlatShards.holders", " and param.requires_grad", ""),
     "flat-groups-swapped": Edit(
         "flat.ranks:_resolve_hybrid",
@@ -256,9 +256,9 @@ FLAT = {
         "group, replicas = device_mesh.get_group(mesh_dim=0)",
     ),
     "flat-norm-of-one-unit": Edit(
-        "flat.clip:clip_grad_norm",
-        "    for group in root._unit.groups():\n        grads +=",
-        "    for group in root._unit.groups()[:1]:\n        grads +=",
+        "flat.reduction:clip_grad_norm",
+        "    for group in groups:\n        grads +=",
+        "    for group in groups[:1]:\n        grads +=",
     ),
     "flat-root-frees": Edit("flat.unit:FlatUnit._frees_after_forward", " and not self.is_root", ""),
 }

@@ -108,9 +108,9 @@ FLAT = {
         "flat.group:FlatGroup.is_stale", "self._version() != self._gathered_version or ", ""
     ),
     "flat-one-unit-skipped": Edit(
-        "flat.prefetch:prefetch_previous",
-        "_prefetch(iteration.forward_order[index - 1])",
-        "_prefetch(iteration.forward_order[index - 2])",
+        "flat.unit:IterationContext.prefetch_previous",
+        "_prefetch(previous)",
+        "_prefetch(self.forward_order[index - 2]())",
     ),
     "flat-prefetched-in-vain": Edit(
         "flat.unit:FlatUnit.post_forward", "torch.is_grad_enabled() and bool(tensors_requiring_grad(output))", "True"
@@ -126,15 +126,15 @@ FLAT = {
         "flat.unit:FlatUnit._end_of_backward", "    self._show_unsharded_gradients()\n", ""
     ),
     "flat-dropped-comes-back": Edit(
-        "flat.gradients:Gradients.hide_unsharded", "if aside is not None and not dropped:", "if aside is not None:"
+        "flat.reduction:Gradients.hide_unsharded", "if aside is not None and not dropped:", "if aside is not None:"
     ),
-    "flat-one-dropped-is-kept": Edit("flat.gradients:Gradients.hide_unsharded", "if dropped and kept:", "if False:"),
+    "flat-one-dropped-is-kept": Edit("flat.reduction:Gradients.hide_unsharded", "if dropped and kept:", "if False:"),
     "flat-inner-context-ends-all": Edit(
         "flat.module:FullyShardedDataParallel.no_sync", "unit.syncs = syncs", "unit.syncs = True"
     ),
     "flat-new-data-lost": Edit("flat.shards:FlatShards.adopt", "            place.copy_(held.detach())\n", ""),
     "flat-norm-in-float32": Edit(
-        "flat.clip:clip_grad_norm",
+        "flat.reduction:clip_grad_norm",
         "wide = reduce(torch.promote_types, [grad.dtype for grad in grads], torch.float32)",
         "wide = torch.float32",
     ),

@@ -1,19 +1,126 @@
-"""Wrap modules inside a module, as a policy says."""
+"""Which modules inside a module are wrapped, and which parameters and buffers each wrapper is about."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from fsdp_impl.common.containers import cast, map_tensors
-from fsdp_impl.flat import collect
-from fsdp_impl.flat.collect import Ignored
-from fsdp_impl.flat.names import clean
+from fsdp_impl.common.owner import Owner
+from fsdp_impl.flat.options import Ignored
+from fsdp_impl.flat.registry import clean, unit_of, units_in, wrappers
+from fsdp_impl.flat.shards import is_managed
 
 # What a policy chooses: modules to wrap, each with the arguments for its wrapper.
 Targets = dict[nn.Module, dict[str, Any]]
+
+
+def find_ignored(module: nn.Module, modules: Any, states: Any) -> Ignored:
+    """What a wrapper of ``module`` leaves alone: what the arguments name, and what wrappers inside it leave alone.
+
+    Args:
+        module: the module to wrap.
+        modules: ``ignored_modules``.
+        states: ``ignored_states``: parameters or modules, not both.
+
+    Raises:
+        ValueError: if both arguments are given, ``states`` mixes parameters and modules (or holds other things), or a
+            module has been wrapped.
+        TypeError: if ``modules`` cannot be iterated over.
+    """
+    if modules is not None and states is not None:
+        raise ValueError(
+            "Cannot pass both ignored_modules and ignored_states at the same time. Please just pass ignored_states."
+        )
+    params: list[nn.Parameter] = []
+    roots: list[nn.Module] = []
+    if states is not None:
+        params, roots = _split_states(_as_list(states, "ignored_states"))
+    elif modules is not None:
+        roots = _as_list(modules, "ignored_modules")
+        if not all(isinstance(root, nn.Module) for root in roots):
+            raise ValueError(f"ignored_modules expects nn.Module list elements but got types {_types(roots)}")
+    if any(unit_of(root) is not None for root in roots):
+        raise ValueError("`ignored_modules` should not include FSDP modules")
+    found = {child for root in roots for child in root.modules() if unit_of(child) is None}
+    if module in found:
+        warnings.warn(
+            "Trying to ignore the top-level module passed into the FSDP constructor itself will result in all "
+            f"parameters being ignored and is not well-supported: {module}",
+            stacklevel=4,
+        )
+    own = {param for child in found for param in child.parameters() if not is_managed(param)}
+    own.update(param for param in params if not is_managed(param))
+    for unit in units_in(module):
+        found.update(unit.options.ignored.modules)
+        own.update(unit.options.ignored.params)
+    return Ignored(frozenset(found), frozenset(own))
+
+
+def managed_modules(module: nn.Module) -> dict[nn.Module, str]:
+    """The modules in ``module`` and their names, but those that are inside another wrapper."""
+    inside = {child for wrapper, _ in wrappers(module) for child in wrapper.modules()}
+    return {child: name for name, child in module.named_modules() if child not in inside}
+
+
+def managed_params(module: nn.Module, ignored: Ignored) -> tuple[dict[nn.Parameter, list[Owner]], list[str]]:
+    """The parameters that a wrapper of ``module`` takes, with all places where each is registered, and their names.
+
+    Raises:
+        ValueError: if one is managed by another unit too.
+    """
+    owners: dict[nn.Parameter, list[Owner]] = {}
+    names: list[str] = []
+    for child, prefix in managed_modules(module).items():
+        for name, param in child._parameters.items():
+            if param is None or param in ignored.params:
+                continue
+            full = clean(f"{prefix}.{name}" if prefix else name)
+            if is_managed(param):
+                raise ValueError(
+                    f"Parameter '{full}' is shared with a parameter that another FSDP unit manages. Wrap the modules "
+                    "that share it together, or leave them to the unit around them."
+                )
+            if param not in owners:
+                names.append(full)
+            owners.setdefault(param, []).append(Owner(child, name))
+    return owners, names
+
+
+def unmanaged_params(module: nn.Module, ignored: Ignored) -> Iterator[nn.Parameter]:
+    """The parameters of :func:`managed_params`, without asking where they are."""
+    seen: set[nn.Parameter] = set()
+    for child in managed_modules(module):
+        for param in child.parameters(recurse=False):
+            if param not in ignored.params and param not in seen and not is_managed(param):
+                seen.add(param)
+                yield param
+
+
+def _split_states(states: list[Any]) -> tuple[list[nn.Parameter], list[nn.Module]]:
+    if all(isinstance(state, nn.Parameter) for state in states):
+        return states, []
+    if all(isinstance(state, nn.Module) for state in states):
+        return [], states
+    raise ValueError(
+        "ignored_states expects all nn.Parameter or all nn.Module list elements but got types " + _types(states)
+    )
+
+
+def _as_list(value: Iterable[Any], name: str) -> list[Any]:
+    try:
+        return list(value)
+    except TypeError as error:
+        raise TypeError(f"`{name}` should be an iterable of `torch.nn.Module`s but got {type(value)}") from error
+
+
+def _types(values: Iterable[Any]) -> str:
+    return str(sorted({type(value) for value in values}, key=repr))
+
+
+# Policies
 
 
 def wrap_inner(
@@ -26,7 +133,7 @@ def wrap_inner(
             ``use_orig_params`` is not set.
     """
     for name, child in module.named_modules():
-        if isinstance(child, collect._wrapper_class()):
+        if unit_of(child) is not None:
             raise ValueError(
                 f"FSDP auto wrapping requires modules to not already have FSDP applied but found {name} in\n{module}"
             )
@@ -62,7 +169,7 @@ def _replace(module: nn.Module, wrapper: Callable[..., nn.Module], targets: Targ
 def _run_callable(
     module: nn.Module, policy: Callable[..., bool], arguments: dict[str, Any], ignored: Ignored
 ) -> Targets:
-    """Ask ``policy`` about each module, children first, with the number of elements that no child's wrapper takes."""
+    """Call ``policy`` with each module, children first, and the number of elements that no child's wrapper takes."""
     targets: Targets = {}
 
     def visit(current: nn.Module, *, is_root: bool) -> int:
@@ -92,7 +199,7 @@ def _numel(module: nn.Module, ignored: Ignored) -> int:
 def _leave_out_of_mixed_precision(
     module: nn.Module, arguments: dict[str, Any], targets: Targets, ignored: Ignored
 ) -> None:
-    """Make units of modules that do not bear a low precision, and cast at their borders."""
+    """Make units of modules that need full precision, and cast at their borders."""
     precision = arguments["mixed_precision"]
     if precision is None:
         return
