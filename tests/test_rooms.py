@@ -93,10 +93,7 @@ def test_no_circle_and_few_layers(package):
     assert layers(between) <= MOST_LAYERS
 
 
-IN_A_CIRCLE = pytest.mark.xfail(strict=True, reason="being restructured: issue 14")
-
-
-@pytest.mark.parametrize("half", ["common", "per_parameter", pytest.param("flat", marks=IN_A_CIRCLE)])
+@pytest.mark.parametrize("half", ["common", "per_parameter", "flat"])
 def test_no_circle_in_the_reference(half):
     edges = graph({name: path.read_text() for name, path in modules("fsdp_impl").items()})
     package = f"fsdp_impl.{half}"

@@ -208,7 +208,7 @@ class FlatUnit:
         if self._recomputes():
             # After pre-backward has unsharded; an earlier post-backward may have resharded since.
             self._unshard_now()
-            return args, kwargs
+            return self._cast_inputs(args, kwargs)
         self._initialize(self)
         if self.iteration.forward_root is None:
             args, kwargs = self._root_pre_forward(args, kwargs)

@@ -1,0 +1,63 @@
+"""Bugs of casts, of the dtypes of sums, of divisions and of ignored parameters each fail a case that names them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.harness import planted_precision as planted
+from tests.harness.planted import a_third_by_day, cases_of, selected
+from tests.harness.test_planted_reductions import Killer
+
+pytestmark = pytest.mark.slow("the tests share one run of the suites, in which each planted bug has ranks of its own")
+
+TRAINING = "test_precision and test_training and {}-None"
+RECOMPUTED = "test_precision and test_recomputation and w2-bf16]"
+FACTORS = "test_divide_factors and w2-of-all-units-{}"
+OUTPUT, GRADIENT = "output of 'microbatch 0, tensor 0' in the first step", "gradient of '"
+KILLED = {
+    "inputs-cast-unasked": Killer(TRAINING.format("inputs-as-they-are"), OUTPUT),
+    "keywords-not-cast": Killer("test_inputs and keyword-True", OUTPUT),
+    "recomputed-inputs-not-cast": Killer(RECOMPUTED, "CheckpointError"),
+    "outputs-not-cast": Killer("test_outputs and w2-False", OUTPUT),
+    "lists-not-seen": Killer("test_inputs and list-True", OUTPUT),
+    "reduced-in-the-dtype-of-compute": Killer(TRAINING.format("bf16-fp32"), GRADIENT),
+    "sums-in-the-dtype-of-compute": Killer("test_microbatches and w2-True-bf16-fp32", GRADIENT),
+    "last-microbatch-not-added": Killer("test_microbatches and w2-True-bf16-fp32", GRADIENT),
+    "factor-forgotten": Killer(FACTORS.format("float32"), GRADIENT),
+    "factor-is-the-ranks": Killer(FACTORS.format("float32"), GRADIENT),
+    "ranks-after-the-sum": Killer(FACTORS.format("float16"), GRADIENT),
+    "ignored-are-sharded": Killer("test_ignored and of-the-root-None", ""),
+    "flat-inputs-cast-unasked": Killer(TRAINING.format("inputs-as-they-are"), OUTPUT),
+    "flat-root-alone-casts": Killer("test_inputs and position-True", OUTPUT),
+    "flat-recomputed-inputs-not-cast": Killer(RECOMPUTED, "CheckpointError"),
+    "flat-reduced-in-the-dtype-of-compute": Killer(TRAINING.format("bf16-fp32"), GRADIENT),
+    "flat-gradients-stay-low": Killer(TRAINING.format("bf16"), "has dtype torch.bfloat16; the baseline has"),
+    "flat-buffers-in-the-dtype-of-compute": Killer(TRAINING.format("bf16"), OUTPUT),
+    "flat-integers-cast": Killer("test_buffers and w2-False", ""),
+    "flat-buffers-saved-as-they-are": Killer("test_buffers and w2-True", "is saved in torch.float16"),
+}
+
+
+@pytest.fixture(scope="module")
+def cases(request, tmp_path_factory):
+    """The cases of one run of every selected bug's item, with the bug and with the reference that it is a bug of."""
+    items = {bug: KILLED[bug].item for bug in selected(request)}
+    return cases_of(items, planted.ADAPTERS, flat=planted.FLAT, folder=tmp_path_factory.mktemp("planted"))
+
+
+def test_every_bug_has_a_case():
+    assert KILLED.keys() == planted.ADAPTERS.keys()
+
+
+def test_the_sound_references_pass_the_same_cases(cases):
+    sound = [case for case in cases if case["implementation"].startswith("reference")]
+    assert sound
+    assert [case["id"] for case in sound if case["verdict"] != "pass"] == []
+
+
+@pytest.mark.parametrize("bug", a_third_by_day(KILLED, KILLED))
+def test_bug_is_caught(cases, bug):
+    name = planted.ADAPTERS[bug].__name__
+    (case,) = [case for case in cases if case["implementation"].rpartition(":")[2] == name]
+    assert case["failure"] is not None, f"{case['id']} passes"
+    assert KILLED[bug].words in case["failure"]["text"]
