@@ -20,7 +20,9 @@ PER_PARAMETER = {
         "self._unshard_now()\n        return args, kwargs",
     ),
     "outputs-not-cast": Edit("per_parameter.unit:_cast_output", "if policy.output_dtype is None", "if True"),
-    "lists-not-seen": Edit("common.containers:map_tensors", "isinstance(value, (tuple, list))", "isinstance(value, tuple)"),
+    "lists-not-seen": Edit(
+        "common.containers:map_tensors", "isinstance(value, (tuple, list))", "isinstance(value, tuple)"
+    ),
     # Gradients.
     "reduced-in-the-dtype-of-compute": Edit(
         "per_parameter.reduction:_reduce_dtype", "if group.precision.reduce_dtype is not None:", "if False:"

@@ -10,7 +10,7 @@ from tests.harness.test_planted_reductions import Killer
 
 pytestmark = pytest.mark.slow("the tests share one run of the suites, in which each planted bug has ranks of its own")
 
-TRAINING = "test_precision and test_training and {}-None"
+TRAINING = "test_precision and test_training and w2-{}-None"
 RECOMPUTED = "test_precision and test_recomputation and w2-bf16]"
 FACTORS = "test_divide_factors and w2-of-all-units-{}"
 OUTPUT, GRADIENT = "output of 'microbatch 0, tensor 0' in the first step", "gradient of '"
