@@ -17,8 +17,7 @@ from torch.profiler import record_function
 
 from fsdp_impl.common import hooks, streams
 from fsdp_impl.common.containers import cast, map_tensors, tensors_requiring_grad
-from fsdp_impl.common.order import OrderCheck
-from fsdp_impl.common.phase import Phase
+from fsdp_impl.common.phase import Iteration, Phase
 from fsdp_impl.common.streams import Event
 from fsdp_impl.per_parameter import reduction
 from fsdp_impl.per_parameter.group import GatherContext, ParamGroup
@@ -26,45 +25,20 @@ from fsdp_impl.per_parameter.options import MixedPrecisionPolicy
 from fsdp_impl.per_parameter.reduction import Reducer
 
 
-class IterationContext:
+class IterationContext(Iteration["Unit"]):
     """The state of one forward and backward of the units under one root.
-
-    Units hold it, so it refers to them weakly (see Note: ownership).
 
     Attributes:
         forward_order: groups in the order of their post-forwards since the last backward, with repeats.
-        callback_queued: whether this backward's final callback is queued.
         is_last_backward: whether backward ends with waiting for reductions and clearing ``forward_order``.
-        order: checks the order of gathers; ``None`` unless ``validate_order`` was called.
         post_optim_event: what the next forward's gathers wait for instead of the current stream; used once.
     """
 
     def __init__(self) -> None:
-        self._units: list[ref[Unit]] = []
-        self._forward_root: ref[Unit] | None = None
+        super().__init__()
         self.forward_order: list[ParamGroup] = []
-        self.callback_queued = False
         self.is_last_backward = True
         self.post_optim_event: Event = None
-        self.order: OrderCheck | None = None
-
-    @property
-    def units(self) -> list["Unit"]:
-        """The units under the root, in the order of ``named_modules()``."""
-        return [unit for reference in self._units if (unit := reference()) is not None]
-
-    @units.setter
-    def units(self, units: Iterable["Unit"]) -> None:
-        self._units = [ref(unit) for unit in units]
-
-    @property
-    def forward_root(self) -> "Unit | None":
-        """The unit whose forward is outermost just now. Not always the root: a part may run by itself."""
-        return None if self._forward_root is None else self._forward_root()
-
-    @forward_root.setter
-    def forward_root(self, unit: "Unit | None") -> None:
-        self._forward_root = None if unit is None else ref(unit)
 
 
 class Unit(_State):
