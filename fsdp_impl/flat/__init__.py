@@ -18,7 +18,7 @@ In the order in which to read them; imports point upward in this list alone:
 14. ``module``: ``FullyShardedDataParallel``, whose methods are names for all of this.
 
 Invariants that several files rely on have a name and stand where they are kept: ``Note: held by modules`` (shards),
-``Note: gather memory`` (group), ``Note: unreduced gradients`` (reduction), ``Note: references`` (unit).
+``Note: window of buffers`` (group), ``Note: unreduced gradients`` (reduction), ``Note: references`` (unit).
 """
 
 from fsdp_impl.flat.module import FullyShardedDataParallel

@@ -15,7 +15,7 @@ from fsdp_impl.common.comm_context import CommContext
 from fsdp_impl.common.streams import Event
 from fsdp_impl.flat.shards import FlatShards, set_tensor
 
-# Note: gather memory
+# Note: window of buffers
 # The gather writes straight into the unsharded parameter: its bytes are memory of the gather stream, and compute on the
 # current stream reads them. They may go to the next gather only after the current stream has read them, but a gather
 # that waited for the latest compute could not overlap with it. So a window keeps the bytes of the last resharded unit:
@@ -30,7 +30,7 @@ _MAX_RETIRED = 1
 
 
 class FlatContext(CommContext):
-    """Streams, and a window over the buffers whose compute may still be running (Note: gather memory).
+    """Streams, and a window over the buffers whose compute may still be running (Note: window of buffers).
 
     Args:
         device: where units compute.
@@ -72,7 +72,7 @@ class FlatContext(CommContext):
 
 
 class FlatBuffer:
-    """A storage for ``numel`` elements of ``dtype``, without bytes at first (Note: gather memory).
+    """A storage for ``numel`` elements of ``dtype``, without bytes at first (Note: window of buffers).
 
     Attributes:
         leaf: what autograd differentiates with respect to.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import threading
 
 import pytest
@@ -55,6 +56,16 @@ def test_files_in_the_worlds_own_directory_are_the_harnesss(left_behind, tmp_pat
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="on the CPU backward runs in the thread of its caller")
 def test_what_autograds_thread_still_holds_is_not_left_behind():
+    # Nothing takes the interpreter from this thread, unless it waits.
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(10)
+    try:
+        _run_backward_and_look()
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def _run_backward_and_look():
     device = torch.device("cuda", 0)
     queue = torch.autograd.Variable._execution_engine.queue_callback
     for _ in range(300):
