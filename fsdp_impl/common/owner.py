@@ -15,13 +15,19 @@ from torch import nn
 
 
 class Owner:
-    """A module attribute that holds the parameter; shared parameters have several."""
+    """A module attribute that holds the parameter; shared parameters have several. Equal if both name the same."""
 
     __slots__ = ("_module", "name")
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self._module = ref(module)
         self.name = name
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Owner) and (self._module, self.name) == (other._module, other.name)
+
+    def __hash__(self) -> int:
+        return hash((self._module, self.name))
 
     @property
     def module(self) -> nn.Module:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import threading
 
 import pytest
 import torch
 from torch import nn
 
-from shardproof.harness.tensors import memory
 from shardproof.harness.worlds import leftovers
 from tests import warm
 from tests.harness.inner import PYTHONPATH
@@ -54,30 +52,6 @@ def test_files_in_the_worlds_own_directory_are_the_harnesss(left_behind, tmp_pat
         assert left_behind() == [f"open files: {tmp_path}-other"]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="on the CPU backward runs in the thread of its caller")
-def test_what_autograds_thread_still_holds_is_not_left_behind():
-    # Nothing takes the interpreter from this thread, unless it waits.
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(10)
-    try:
-        _run_backward_and_look()
-    finally:
-        sys.setswitchinterval(interval)
-
-
-def _run_backward_and_look():
-    device = torch.device("cuda", 0)
-    queue = torch.autograd.Variable._execution_engine.queue_callback
-    for _ in range(300):
-        model = nn.Linear(2, 2, device=device)
-        output = model(torch.ones(2, 2, device=device)).sum()
-        output.register_hook(lambda _, kept=model: queue(kept.zero_grad))
-        output.backward()
-        del model, output
-        memory.finish_backward(device)
-        assert memory.module_names() == []
-
-
 def test_modules_count_one_by_one(left_behind):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     assert left_behind() == ["modules: Linear, Linear, Sequential"]
@@ -100,7 +74,6 @@ def test_what_torch_rebinds_by_itself_is_no_patch():
     """In a process of its own: the first optimizer and the first compiled function change torch for good."""
     code = """
 import torch, sys
-from shardproof.harness.tensors import memory
 from shardproof.harness.worlds import leftovers
 patches = leftovers.Patches()
 model = torch.nn.Linear(2, 2)
