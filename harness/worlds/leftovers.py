@@ -33,10 +33,10 @@ _MODULE_HOOKS = (
 AFTER_FIRST_USE = ("threads", "open files", "modules", "device memory")
 
 #: State that torch.compile creates once and keeps for the life of the process: the monitor thread of tqdm, because it
-#: makes a progress bar for each graph, shown or not, the locations of Triton's assembler and cache, and functions that
-#: replace some of torch's own.
+#: makes a progress bar for each graph, shown or not, the locations of its caches and of Triton's assembler, and
+#: functions that replace some of torch's own.
 _COMPILER_THREADS = ("tqdm_monitor",)
-_COMPILER_VARIABLES = ("TRITON_CACHE_DIR", "TRITON_PTXAS_PATH")
+_COMPILER_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_PTXAS_PATH")
 _COMPILER = pathlib.Path(torch.__file__).parent / "_dynamo"
 
 #: The modules and classes of torch that a training loop and the baseline use, whose functions an adapter may replace.

@@ -63,6 +63,7 @@ def test_modules_count_one_by_one(left_behind):
 def test_what_torch_compile_keeps_for_the_process_is_nobodys_fault(left_behind, sleeper, monkeypatch):
     sleeper("tqdm_monitor")
     monkeypatch.setenv("TRITON_CACHE_DIR", os.curdir)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", os.curdir)
     monkeypatch.setenv("TRITON_PTXAS_PATH", os.curdir)
     assert left_behind() == []
     sleeper("monitor")
