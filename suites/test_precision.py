@@ -176,9 +176,11 @@ def test_outputs(rank: Rank, recomputes: bool) -> None:
 def test_buffers(rank: Rank, saves: bool) -> None:
     """Floating-point buffers have the buffer dtype while the model trains, and their own in a checkpoint."""
     model = mixed.Mixed()
-    run, replica = both(rank, model, precision=Precision(compute=BRAIN, buffers=HALF))
+    policies = {"high": Precision(compute=BRAIN, buffers=BRAIN)}
+    run, replica = both(rank, model, precision=Precision(compute=BRAIN, buffers=HALF), unit_precision=policies)
     train(rank, run, replica)
-    assert {one.offset for one in model.low.seen} == {HALF}, f"in forward the dtypes are {set(model.low.seen)}"
+    for unit, dtype in ((model.low, HALF), (model.high, BRAIN)):
+        assert {one.offset for one in unit.seen} == {dtype}, f"in forward the dtypes are {set(unit.seen)}, not {dtype}"
     assert model.low.calls.dtype == torch.int64
     if saves:
         saved = run.adapter.checkpoint()["model"]
