@@ -60,6 +60,7 @@ FLAT = {
     "flat-buffers-in-the-dtype-of-compute": Edit(
         "flat.unit:_cast_buffer", "dtype = unit.precision.buffer_dtype", "dtype = unit.precision.param_dtype"
     ),
+    "flat-buffers-of-the-outermost-unit": Edit("flat.unit:cast_buffers", "reversed(units)", "units"),
     "flat-integers-cast": Edit("flat.unit:_cast_buffer", " if buffer.is_floating_point() else None", ""),
     "flat-buffers-saved-as-they-are": Edit("flat.state_dict:finish", "value.to(dtype)", "value"),
 }
