@@ -8,7 +8,7 @@ import torch
 from fsdp_impl import MixedPrecisionPolicy, fully_shard
 from shardproof.harness import world
 from shardproof.harness.parity import Rank
-from tests.fsdp_impl.replicas import assert_same, average_gradients, batch, plain_copy, tower
+from tests.fsdp_impl.replicas import assert_close, assert_same, average_gradients, batch, plain_copy, tower
 
 pytestmark = pytest.mark.slow("compiles, and the first compilation in a rank imports the compiler")
 
@@ -75,7 +75,7 @@ def test_trains_as_replicas_do(rank: Rank, how: str, when: str, reshard_after_fo
         average_gradients(plain)
         if how != "in place":  # compiling changes names
             for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-                torch.testing.assert_close(one.grad.full_tensor(), other.grad)
+                assert_close("gradient", one.grad.full_tensor(), other.grad)
         else:
             assert_same(plain, model)
         for optimizer in optimizers:

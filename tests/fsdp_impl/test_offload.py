@@ -13,6 +13,7 @@ from tests.fsdp_impl.replicas import (
     GATHER,
     MLP,
     REDUCE,
+    assert_close,
     assert_same,
     average_gradients,
     batch,
@@ -52,7 +53,7 @@ def test_trains_as_replicas_do_and_accumulates(rank: Rank, hybrid: bool) -> None
             assert on_host(model)
         average_gradients(plain)
         for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(full(one.grad), other.grad)
+            assert_close("gradient", full(one.grad), other.grad)
         norm = nn.utils.get_total_norm([param.grad for param in plain.parameters()])
         torch.testing.assert_close(clip_grad_norm_(model.parameters(), 1e9).cpu(), norm.cpu())
         for optimizer in optimizers:

@@ -14,7 +14,7 @@ from fsdp_impl import fully_shard
 from fsdp_impl.common import collectives, unsharded
 from shardproof.harness import world
 from shardproof.harness.parity import Rank
-from tests.fsdp_impl.replicas import MLP, assert_same, average_gradients, batch, plain_copy, tower
+from tests.fsdp_impl.replicas import MLP, assert_close, assert_same, average_gradients, batch, plain_copy, tower
 
 
 def record(rank: Rank) -> list[str]:
@@ -113,7 +113,7 @@ def unit_name(model: nn.Module, index: int, *, inside: bool) -> str:
 
 def compare(plain: nn.Module, model: nn.Module) -> None:
     for param, other in zip(plain.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(other.grad.full_tensor(), param.grad)
+        assert_close("gradient", other.grad.full_tensor(), param.grad)
 
 
 @world(2)
