@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -11,7 +9,7 @@ from torch import nn
 from shardproof.harness import Capability, contract, needs, world
 from shardproof.harness.findings.finding import step_label
 from shardproof.harness.models import mixed, optim
-from shardproof.harness.parity import CastReplica, Rank, check_equal
+from shardproof.harness.parity import Rank, check_equal, run_and_replica
 from shardproof.harness.plugin.axes import RESHARD
 
 SHAPE = (6, 4)
@@ -30,17 +28,16 @@ IGNORED = {
 def test_ignored_parameters(rank: Rank, ignored: str, reshard_after_forward: bool | int | None) -> None:
     """An ignored parameter is the same object, whole on every rank, and its gradient is the rank's own."""
     names = IGNORED[ignored]
-    model, optimizer = mixed.Mixed().to(rank.device), optim.sgd()
-    plain = copy.deepcopy(model)
+    model = mixed.Mixed().to(rank.device)
     objects: dict[str, nn.Parameter] = {name: model.get_parameter(name) for name in names}
-    run = rank.run(
+    run, replica = run_and_replica(
+        rank,
         model,
         units=[["low"], ["high"]],
-        optimizer=optimizer,
+        optimizer=optim.sgd(),
         ignored=names,
         reshard_after_forward=reshard_after_forward,
     )
-    replica = CastReplica(rank, plain, config=run.adapter.config, optimizer=optimizer)
     for step in range(3):
         batch = [(rank.batch(step, SHAPE),)]
         expected = replica.step(batch, loss=torch.sum)

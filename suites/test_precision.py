@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from shardproof.harness import Capability, contract, needs, world
 from shardproof.harness.adapters.base import Accumulation, Precision
 from shardproof.harness.findings.finding import step_label
 from shardproof.harness.models import mixed, optim, shapes
-from shardproof.harness.parity import CastReplica, Rank, Run, check_equal, exact_difference
+from shardproof.harness.parity import CastReplica, Rank, Run, check_equal, exact_difference, run_and_replica
 from shardproof.harness.plugin.axes import RESHARD
 
 MIXED = needs(Capability.MIXED_PRECISION)
@@ -264,9 +263,7 @@ def average(rank: Rank, shape: tuple[int, int] | None) -> None:
 
 def both(rank: Rank, model: nn.Module, *, lr: float = 0.05, **options: Any) -> tuple[Run, CastReplica]:
     """The sharded run and the baseline with the same casts."""
-    optimizer, plain = optim.sgd(lr=lr), copy.deepcopy(model)
-    run = rank.run(model, optimizer=optimizer, **{"units": [["low"], ["high"]]} | options)
-    return run, CastReplica(rank, plain, config=run.adapter.config, optimizer=optimizer)
+    return run_and_replica(rank, model, optimizer=optim.sgd(lr=lr), **{"units": [["low"], ["high"]]} | options)
 
 
 def train(rank: Rank, run: Run, replica: CastReplica, *, first: int = 0, steps: int = 3, chooses: bool = False) -> None:

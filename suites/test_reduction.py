@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 from collections.abc import Iterator
 
@@ -14,7 +13,7 @@ from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.adapters.base import Clip, Precision
 from shardproof.harness.findings.finding import step_label
 from shardproof.harness.models import mixed, optim
-from shardproof.harness.parity import CastReplica, Rank, check_equal
+from shardproof.harness.parity import Rank, check_equal, run_and_replica
 from shardproof.harness.plugin.axes import RESHARD
 
 SHAPE = (6, 4)
@@ -32,20 +31,19 @@ def test_divide_factors(rank: Rank, factors: dict[str, float], dtype: torch.dtyp
     """The sum over shards and replicas together is divided by the factor of the unit, or else by the ranks."""
     # Four ranks are (2, 2), because the order of a sum of two does not matter.
     mesh = rank.mesh((2, 2), ("replicate", "shard")) if rank.world_size == 4 else None
-    model, optimizer = mixed.Mixed(), optim.sgd(lr=2.0**-10)
+    model = mixed.Mixed()
     # All gradients are far from the smallest float16, so that a part of the division before the sum loses nothing.
     for value in (*model.parameters(), model.low.offset, model.high.offset):
         value.data.abs_().add_(1)
-    plain = copy.deepcopy(model)
-    run = rank.run(
+    run, replica = run_and_replica(
+        rank,
         model,
         units=[["low"], ["high"]],
         mesh=mesh,
-        optimizer=optimizer,
+        optimizer=optim.sgd(lr=2.0**-10),
         divide_factors=factors,
         precision=Precision(reduce=dtype),
     )
-    replica = CastReplica(rank, plain, config=run.adapter.config, optimizer=optimizer)
     for step in range(2):
         batch = [(rank.batch(step, SHAPE).abs() + 1,)]
         expected = replica.step(batch, loss=torch.sum)

@@ -64,9 +64,14 @@ class Piece:
     cut: Cut
 
 
+def uncut(full: torch.Tensor) -> torch.Tensor:
+    """The cut of a rank that holds the full tensor."""
+    return full
+
+
 def whole(tensor: torch.Tensor) -> Piece:
     """Return the piece of a rank that holds the full tensor."""
-    return Piece(tensor, lambda full: full)
+    return Piece(tensor, uncut)
 
 
 def state_pieces(state: Mapping[str, Any], cut: Cut) -> dict[str, Piece]:

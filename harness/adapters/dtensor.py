@@ -24,6 +24,7 @@ from shardproof.harness.adapters.base import (
     Precision,
     inner_first,
     original_name,
+    uncut,
     whole,
 )
 from shardproof.harness.adapters.capability import Capability
@@ -103,11 +104,6 @@ def cut_of_share(full: torch.Tensor, *, cut: Cut, mesh: DeviceMesh) -> torch.Ten
     return _chunk(cut(full), mesh, mesh.ndim - 1, 0)
 
 
-def _all(full: torch.Tensor) -> torch.Tensor:
-    """Cut a full tensor to the share of a rank that holds all of it."""
-    return full
-
-
 class DTensorAdapter(Adapter):
     """Drives a ``fully_shard`` function with the signature of that of ``torch.distributed.fsdp``.
 
@@ -141,7 +137,7 @@ class DTensorAdapter(Adapter):
             name: functools.partial(cut_of_share, cut=cut, mesh=config.mesh) for name, cut in cuts.items()
         }
         options: dict[str, Any] = {"mesh": config.mesh, "reshard_after_forward": config.reshard_after_forward}
-        self._cuts |= dict.fromkeys(config.ignored, _all)
+        self._cuts |= dict.fromkeys(config.ignored, uncut)
         if config.ignored:
             options["ignored_params"] = {model.get_parameter(name) for name in config.ignored}
         if config.offload:

@@ -23,6 +23,7 @@ from shardproof.harness.adapters.base import (
     inner_first,
     state_pieces,
     tensors_of_state,
+    uncut,
 )
 from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.flat_layout import FlatLayout, Place, flat_units
@@ -103,6 +104,7 @@ class FlatAdapter(Adapter):
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         super().__init__(model, optimizer=optimizer, config=config)
+        assert not config.divide_factors, "FullyShardedDataParallel divides by the number of ranks"
         keeps = Accumulation(keeps_gathered=True)
         assert config.accumulation in (None, Accumulation(), keeps), "no_sync defers all of the reduction, of all units"
         assert config.accumulation != keeps or config.reshard_after_forward is False, (
@@ -234,7 +236,7 @@ class FlatAdapter(Adapter):
         for unit in self._units:
             yield from self._places_in(unit)
         for name in self.config.ignored:
-            yield Place(name, 0, self._held[name].numel(), lambda full: full)
+            yield Place(name, 0, self._held[name].numel(), uncut)
 
     def _places_in(self, unit: FlatLayout) -> Iterator[Place]:
         mesh = self.config.mesh

@@ -17,7 +17,7 @@ room; the other rooms import from its modules.
 - ``resume``: saves and loads checkpoints.
 """
 
-from shardproof.harness.parity.casts import CastReplica, check_equal
+from shardproof.harness.parity.casts import CastReplica, check_equal, run_and_replica
 from shardproof.harness.parity.census import Census
 from shardproof.harness.parity.comparison import exact_difference
 from shardproof.harness.parity.inputs import Inputs
@@ -26,4 +26,15 @@ from shardproof.harness.parity.rank import Rank
 from shardproof.harness.parity.run import Run
 from shardproof.harness.parity.twins import check_exact
 
-__all__ = ["CastReplica", "Census", "Inputs", "Pair", "Rank", "Run", "check_equal", "check_exact", "exact_difference"]
+__all__ = [
+    "CastReplica",
+    "Census",
+    "Inputs",
+    "Pair",
+    "Rank",
+    "Run",
+    "check_equal",
+    "check_exact",
+    "exact_difference",
+    "run_and_replica",
+]

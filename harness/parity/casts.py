@@ -1,7 +1,7 @@
 """A baseline for low precision: full copies on every rank, with the casts of the configuration written out.
 
-An oracle in float64 says nothing about casts. This baseline makes each cast where the contract has it, so a model
-whose arithmetic is the same in every order (``models.Mixed``) trains to the same bits.
+The float64 oracle makes no casts. This baseline makes each cast where the contract has it, so a model whose arithmetic
+is the same in every order (``models.mixed``) trains to the same bits.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from shardproof.harness.parity.comparison import exact_difference
 from shardproof.harness.parity.inputs import as_inputs
 from shardproof.harness.parity.member import Member
 from shardproof.harness.parity.protocol import cut
+from shardproof.harness.parity.rank import Rank
 from shardproof.harness.parity.run import Loss, Run, StepPicture
 from shardproof.harness.tensors.host import on_host
 from shardproof.harness.tensors.trees import map_tensors, tensors_of
@@ -67,18 +68,15 @@ class CastReplica:
             kept.append(gradients)
         for name, parameter in self.model.named_parameters():
             parameter.grad = self._reduced(name, [gradients[name] for gradients in kept])
-        averaged = {name: self._copied(parameter.grad) for name, parameter in self.model.named_parameters()}
+        averaged = {name: _copied(parameter.grad) for name, parameter in self.model.named_parameters()}
         self._optimizer.step()
         self._optimizer.zero_grad()
-        parameters = {name: self._copied(parameter) for name, parameter in self.model.named_parameters()}
+        parameters = {name: _copied(parameter) for name, parameter in self.model.named_parameters()}
         state = {
             name: {key: whole(value.clone()) for key, value in tensors_of_state(self._optimizer.state[one]).items()}
             for name, one in self.model.named_parameters()
         }
         return StepPicture(outputs, losses, averaged, None, None, parameters, state)
-
-    def _copied(self, tensor: torch.Tensor | None) -> Any:
-        return None if tensor is None else whole(tensor.detach().clone())
 
     def _unit_of(self, name: str) -> str:
         """The first module of the unit of a module or parameter; "" is the root's own."""
@@ -110,16 +108,15 @@ class CastReplica:
 
     def _reduced(self, name: str, microbatches: list[torch.Tensor | None]) -> torch.Tensor | None:
         """Return the float32 gradient of a parameter, from those of this rank's microbatches (collective)."""
+        own = [gradient for gradient in microbatches if gradient is not None]
         if name in self._config.ignored:
-            own = [gradient for gradient in microbatches if gradient is not None]
             return _added(own) if own else None
         dtype = self._precision_of(name).reduce
-        found = [gradient.to(dtype or gradient.dtype) for gradient in microbatches if gradient is not None]
+        found = [gradient.to(dtype or gradient.dtype) for gradient in own]
         how = self._config.accumulation
         if found and how is not None and how.skips == "reduction":
             # The sum is of the dtype of the reduction; what is added to it is not rounded to that before.
-            later = [gradient for gradient in microbatches if gradient is not None][1:]
-            found = [functools.reduce(torch.Tensor.add_, later, found[0].clone())]
+            found = [functools.reduce(torch.Tensor.add_, own[1:], found[0].clone())]
         everyone = self._member.exchange_tensors(found)
         rows = self._config.mesh.mesh.reshape(-1, self._config.shard_size).tolist()
         # First over the ranks that divide a unit, then over the replicas.
@@ -129,6 +126,10 @@ class CastReplica:
         count = self._config.divide_factors.get(self._unit_of(name), len(self._config.data_ranks))
         averages = [(_added(list(of_rows)) / count).float() for of_rows in zip(*sums, strict=True)]
         return _added(averages) if averages else None
+
+
+def _copied(tensor: torch.Tensor | None) -> Piece | None:
+    return None if tensor is None else whole(tensor.detach().clone())
 
 
 def _cast_at_the_border(module: nn.Module, precision: Precision) -> None:
@@ -151,6 +152,22 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
 
 def _added(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return functools.reduce(torch.add, tensors)
+
+
+def run_and_replica(
+    rank: Rank, model: nn.Module, *, optimizer: OptimizerFactory, **options: Any
+) -> tuple[Run, CastReplica]:
+    """The implementation alone and the baseline with its casts, from the same values (collective).
+
+    Args:
+        rank: this rank.
+        model: as for :meth:`Rank.run`.
+        optimizer: the optimizer of both.
+        **options: as for :meth:`Rank.run`.
+    """
+    plain = copy.deepcopy(model)
+    run = rank.run(model, optimizer=optimizer, **options)
+    return run, CastReplica(rank, plain, config=run.adapter.config, optimizer=optimizer)
 
 
 def check_equal(member: Member, run: Run, step: StepPicture, expected: StepPicture, *, number: int) -> None:

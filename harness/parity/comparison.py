@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from shardproof.harness.adapters.base import Piece
+from shardproof.harness.adapters.base import Piece, whole
 from shardproof.harness.findings.finding import Finding, Guess, Location
 from shardproof.harness.findings.observations import Measured
 from shardproof.harness.findings.stages import Stage
@@ -143,7 +143,7 @@ class StepComparison:
         if sharded.shape != oracle.shape:
             yield self._finding(stage, name, None, f"has shape {tuple(sharded.shape)}, not {tuple(oracle.shape)}")
             return
-        yield from self._judge(stage, name, Piece(sharded, lambda full: full), baseline, oracle)
+        yield from self._judge(stage, name, whole(sharded), baseline, oracle)
 
     def _pieces(
         self, stage: Stage, sharded: Pieces, baseline: Pieces, oracle: Mapping[str, torch.Tensor | None]

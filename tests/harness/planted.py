@@ -10,7 +10,7 @@ import re
 import subprocess
 import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -236,6 +236,27 @@ def failures_of(
         assert test not in found, f"{cases!r} leaves two cases of {test}"
         found[test] = case["failure"]
     return failures
+
+
+class Killer(NamedTuple):
+    """The item that fails because of a bug, as an expression of ``-k``, and words of its message."""
+
+    item: str
+    words: str
+
+
+def assert_sound_passes(cases: Iterable[dict[str, Any]]) -> None:
+    """Check that the references pass the items of the bugs, of which there are some."""
+    sound = [case for case in cases if case["implementation"].startswith("reference")]
+    assert sound
+    assert [case["id"] for case in sound if case["verdict"] != "pass"] == []
+
+
+def assert_killed(cases: Iterable[dict[str, Any]], bug: type[Adapter], killer: Killer) -> None:
+    """Check that a bug's one item fails with the words of its killer."""
+    (case,) = [case for case in cases if case["implementation"].rpartition(":")[2] == bug.__name__]
+    assert case["failure"] is not None, f"{case['id']} passes"
+    assert killer.words in case["failure"]["text"]
 
 
 def cases_of(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.harness import planted_survivors as planted
-from tests.harness.planted import a_third_by_day, cases_of, selected
-from tests.harness.test_planted_reductions import Killer
+from tests.harness.planted import Killer, a_third_by_day, assert_killed, assert_sound_passes, cases_of, selected
 
 pytestmark = pytest.mark.slow("the tests share one run of the suites, in which each planted bug has ranks of its own")
 
@@ -73,14 +72,9 @@ def test_every_bug_has_a_case():
 
 
 def test_the_sound_references_pass_the_same_cases(cases):
-    sound = [case for case in cases if case["implementation"].startswith("reference")]
-    assert sound
-    assert [case["id"] for case in sound if case["verdict"] != "pass"] == []
+    assert_sound_passes(cases)
 
 
 @pytest.mark.parametrize("bug", a_third_by_day(KILLED, KILLED))
 def test_bug_is_caught(cases, bug):
-    name = planted.ADAPTERS[bug].__name__
-    (case,) = [case for case in cases if case["implementation"].rpartition(":")[2] == name]
-    assert case["failure"] is not None, f"{case['id']} passes"
-    assert KILLED[bug].words in case["failure"]["text"]
+    assert_killed(cases, planted.ADAPTERS[bug], KILLED[bug])
