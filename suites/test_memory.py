@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from shardproof.harness import Capability, contract, models, needs, world
+import pytest
+import torch
+
+from shardproof.harness import Capability, Hardware, alone, contract, models, needs, world
 from shardproof.harness.findings.finding import step_label
+from shardproof.harness.models import busy, optim
 from shardproof.harness.parity import Census, Rank
 from shardproof.harness.parity.units import ROOT
 from shardproof.harness.plugin.axes import RESHARD, RESHARD_FREES
+from shardproof.harness.tensors import memory
 
 DEPTH = 5
 #: On a device the bytes of a unit may go back once the work that reads them has run: those of so many units at most.
@@ -80,3 +85,64 @@ def test_everything_is_freed_when_backward_ends(rank: Rank, reshard_after_forwar
             f"when the backward of {step_label(step)} has ended, units are gathered (bytes): {held}"
         )
     assert len(seen) == 4
+
+
+#: A layer's bytes: large enough that what libraries and the allocator keep for themselves does not count.
+WIDTH = 1024
+LAYER = 4 * WIDTH * WIDTH
+#: Small beside a layer: activations, the scalars of the loss, the optimizer's.
+CRUMBS = LAYER // 8
+
+
+@contract("MEMORY-2", "MEMORY-5")
+@world(2)
+@alone()
+@needs(Hardware.ACCELERATOR, Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD)
+@pytest.mark.parametrize("mesh", ["shards", pytest.param("replicas", marks=needs(Capability.SINGLE_RANK))])
+def test_peaks(rank: Rank, mesh: str) -> None:
+    """What forward and backward add to the memory that is held is bounded, and does not depend on the depth."""
+    shape = {"shards": (1, rank.world_size), "replicas": (rank.world_size, 1)}[mesh]
+    options: dict[str, Any] = {"mesh": rank.mesh(shape, ("replicate", "shard"))} if mesh == "replicas" else {}
+    shallow, deep = (_peaks_of_a_step(rank, depth, **options) for depth in DEPTHS)
+    for phase, allowed in IN_WHOLE.items():
+        peak = shallow[phase]
+        assert peak <= allowed * LAYER + CRUMBS, (
+            f"{phase} of {DEPTHS[0]} layers adds {peak / LAYER:.2f} layers to the shards; at most {allowed} are right"
+        )
+        growth = deep[phase] - peak
+        assert growth <= CRUMBS, (
+            f"{phase} of {DEPTHS[1]} layers adds {growth / LAYER:.2f} layers more than that of {DEPTHS[0]}"
+        )
+
+
+DEPTHS = (4, 12)
+#: How many units a phase may hold in whole. In forward: the one that computes, and the next one in the memory of the
+#: gather and in that of its parameters. In backward their gradients besides, and the input of a reduction in flight.
+IN_WHOLE = {"forward": 3, "backward": 6}
+
+
+def _peaks_of_a_step(rank: Rank, depth: int, **options: Any) -> dict[str, int]:
+    """What forward and backward of the third step add at most to the shards that are held, in bytes.
+
+    The gradients' shards, which are there when backward has ended, are not counted.
+    """
+    model = busy.EqualLayers(WIDTH, depth)
+    options |= {"reshard_after_forward": True, "optimizer": optim.sgd(), "pictures": False}
+    run = rank.run(model, units=model.units(), **options)
+    peaks: dict[str, int] = {}
+
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        peaks["forward"] = memory.peak_bytes(rank.device)
+        memory.forget_peak(rank.device)
+        return models.mean_square(output)
+
+    for step in range(3):
+        batch = rank.batch(step, (1, WIDTH))
+        before = memory.held_bytes(rank.device)
+        memory.forget_peak(rank.device)
+        run.forward_backward((batch,), loss=loss)
+        peaks["backward"] = memory.peak_bytes(rank.device)
+        with_gradients = memory.held_bytes(rank.device)
+        run.adapter.step()
+        run.adapter.zero_grad(set_to_none=True)
+    return {"forward": peaks["forward"] - before, "backward": peaks["backward"] - with_gradients}

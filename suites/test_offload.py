@@ -10,9 +10,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardproof.harness import Capability, Hardware, contract, models, needs, world
-from shardproof.harness.models import optim
+from shardproof.harness.findings.finding import step_label
+from shardproof.harness.models import busy, optim
 from shardproof.harness.parity import Rank
 from shardproof.harness.plugin.axes import DELAYED, DELAYS
+from shardproof.harness.tensors import memory
+
+WIDTH = 512
 
 KINDS = pytest.mark.parametrize(
     "offload",
@@ -83,6 +87,22 @@ def test_memory_of_shards(rank: Rank, microbatches: int, offload: str) -> None:
             # Whether the optimizer's own state is pinned is the optimizer's matter.
             _assert_on_cpu("momentum of", state, is_pinned=None)
         run.adapter.zero_grad(set_to_none=step == 1)
+
+
+@contract("OFFLOAD-2")
+@needs(Hardware.ACCELERATOR)
+@KINDS
+def test_device_holds_nothing_between_steps(rank: Rank, offload: str) -> None:
+    """Between steps the device holds no parameter, gradient or optimizer state."""
+    model = busy.EqualLayers(WIDTH, depth=3)
+    before = memory.held_bytes(rank.device)
+    run = rank.run(model, units=model.units(), offload=offload, optimizer=optim.sgd(), pictures=False)
+    for step in range(3):
+        run.step([(rank.batch(step, (1, WIDTH)),)], loss=models.mean_square, set_to_none=step == 1)
+        held = memory.held_bytes(rank.device) - before
+        # The step's output and loss are small; a rank's share of one layer is not.
+        share = 4 * WIDTH * WIDTH // rank.world_size
+        assert held < share // 2, f"after {step_label(step)} the device holds {held} bytes; a layer's shard has {share}"
 
 
 @contract("OFFLOAD-3")

@@ -167,6 +167,9 @@ class Capability(enum.StrEnum):
     POST_OPTIM_EVENT = "post-optim-event"
     """The next step's gathers can wait for a given event instead of the optimizer's stream."""
 
+    HOST_RUNS_AHEAD = "host-runs-ahead"
+    """The host enqueues whole steps without waiting for the device, also where gathers and reductions are in flight."""
+
     FLAT_PARAMETERS = "flat-parameters"
     """The optimizer can get one flat parameter per unit instead of the model's own parameters."""
 

@@ -10,14 +10,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import time
 from collections.abc import Sequence
 from typing import Literal
 
-import torch
-
 from shardproof.harness.collectives.recorder import KINDS, Recorder
 from shardproof.harness.collectives.trace import Collective
+from shardproof.harness.tensors.streams import occupy
 
 _WHEN = ("before", "after")
 _POINTS = ("collective", "loss", "step")
@@ -116,23 +114,4 @@ class Perturbation:
     def _meet(self, delay: Delay) -> None:
         self.met[delay] += 1
         if delay.ranks is None or self._rank in delay.ranks:
-            wait(delay.milliseconds, device_type=self._device_type)
-
-
-def wait(milliseconds: float, *, device_type: str) -> None:
-    """Occupy the current stream for ``milliseconds``; on the CPU, sleep."""
-    if device_type == "cuda":
-        # ``_sleep`` takes cycles of the SM clock and returns at once: it occupies the stream and not the host.
-        torch.cuda._sleep(int(milliseconds * _cycles_per_millisecond()))
-    else:
-        time.sleep(milliseconds / 1000)
-
-
-@functools.cache
-def _cycles_per_millisecond() -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    torch.cuda._sleep(10_000_000)
-    end.record()
-    end.synchronize()
-    return 10_000_000 / float(start.elapsed_time(end))
+            occupy(delay.milliseconds, device_type=self._device_type)

@@ -10,6 +10,7 @@ room.
 - ``recomputation``: activation checkpointing of a model's layers.
 - ``compilation``: ``torch.compile`` of a model's layers.
 - ``optim``: optimizer factories.
+- ``busy``: models that occupy the stream for a chosen time, and models of equal layers, for cases that measure.
 """
 
 from shardproof.harness.models.branches import Branches

@@ -13,6 +13,7 @@ room; the other rooms import from its modules.
 - ``casts``: ``CastReplica``, the baseline of runs in low precision, and ``check_equal``.
 - ``oracle``, ``numerics``, ``explanations``: the float64 replay, the tolerances, and probable causes of an error.
 - ``census``: counts the bytes in which units are gathered while a step runs.
+- ``timeline``: when kernels ran, from a profile; ``poison``: fills memory that was freed too early with NaN.
 - ``units``: matches collectives to units by their size in bytes.
 - ``resume``: saves and loads checkpoints.
 """
@@ -22,8 +23,10 @@ from shardproof.harness.parity.census import Census
 from shardproof.harness.parity.comparison import exact_difference
 from shardproof.harness.parity.inputs import Inputs
 from shardproof.harness.parity.pair import Pair
+from shardproof.harness.parity.poison import Poison
 from shardproof.harness.parity.rank import Rank
 from shardproof.harness.parity.run import Run
+from shardproof.harness.parity.timeline import Timeline
 from shardproof.harness.parity.twins import check_exact
 
 __all__ = [
@@ -31,8 +34,10 @@ __all__ = [
     "Census",
     "Inputs",
     "Pair",
+    "Poison",
     "Rank",
     "Run",
+    "Timeline",
     "check_equal",
     "check_exact",
     "exact_difference",

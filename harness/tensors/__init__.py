@@ -4,4 +4,6 @@ Every other room may import from here; this room imports nothing of the harness.
 
 - ``trees``: ``tensors_of`` and ``map_tensors``, for any value that a module takes or returns.
 - ``memory``: the bytes of all live tensors, and the classes of all live modules.
+- ``host``: copies of results on the host.
+- ``streams``: work that occupies a stream.
 """

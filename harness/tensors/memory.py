@@ -72,6 +72,21 @@ def held_bytes(device: torch.device) -> int:
     return sum(_storages(device).values())
 
 
+def forget_peak(device: torch.device) -> None:
+    """Begin to measure the peak of a CUDA device's memory anew, once all work on the device has run."""
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most bytes that tensors on a CUDA device had requested at once since :func:`forget_peak`.
+
+    Requests count, and not the allocator's blocks, whose sizes are rounded. A tensor's memory counts from the host's
+    call that allocates it to the host's call that frees it, whatever the streams have reached.
+    """
+    return int(torch.cuda.memory_stats(device)["requested_bytes.all.peak"])
+
+
 def tensor_bytes(device: torch.device) -> int:
     """The bytes of the storages that Python tensors on ``device`` keep alive, after garbage collection.
 

@@ -183,6 +183,8 @@ def run_suites(
     *,
     chapters: Sequence[str] = (),
     timeout: float = 300,
+    device: str = "cpu",
+    workers: int = 0,
 ) -> list[dict[str, Any]]:
     """Run the suites' cases on implementations, at least one of which fails; returns the records of the cases.
 
@@ -193,13 +195,15 @@ def run_suites(
         folder: where the run file may be written.
         chapters: the chapters to collect instead, by the names of their files without "test_".
         timeout: seconds that the run may take.
+        device: as of ``--device``.
+        workers: as of ``-n``.
     """
     report = folder / "run.json"
     words = set(re.findall(r"\btest_\w+", expression))
     found = [path for path in sorted(ROOT.glob("suites/test_*.py")) if _has(path, words)]
     files = [f"suites/test_{chapter}.py" for chapter in chapters] or [str(path) for path in found]
     command = [warm.python(), "-m", "pytest", "-p", "no:cacheprovider", "-q", *files, "-k", expression]
-    command += ["--impl", ",".join(names), "--device", "cpu", "--report", str(report)]
+    command += ["--impl", ",".join(names), "--device", device, "--report", str(report), "-n", str(workers)]
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 1, done.stdout + done.stderr
@@ -260,7 +264,13 @@ def assert_killed(cases: Iterable[dict[str, Any]], bug: type[Adapter], killer: K
 
 
 def cases_of(
-    items: Mapping[str, str], adapters: Mapping[str, type[Adapter]], *, flat: Collection[str], folder: pathlib.Path
+    items: Mapping[str, str],
+    adapters: Mapping[str, type[Adapter]],
+    *,
+    flat: Collection[str],
+    folder: pathlib.Path,
+    device: str = "cpu",
+    workers: int = 0,
 ) -> list[dict[str, Any]]:
     """Run each bug's item, for the bug and for the reference that it is a bug of, all in one run of the suites.
 
@@ -269,6 +279,8 @@ def cases_of(
         adapters: by bug.
         flat: the bugs of ``reference.flat``.
         folder: where the run file is written.
+        device: as of ``--device``.
+        workers: as of ``-n``.
 
     Returns:
         The records.
@@ -279,4 +291,4 @@ def cases_of(
         names.append(name_of(adapters[bug]))
         chosen.add(f":{adapters[bug].__name__}- and {item}")
         chosen.add(f"{'reference.flat' if bug in flat else 'reference-'} and {item}")
-    return run_suites(names, " or ".join(chosen), folder, timeout=1800)
+    return run_suites(names, " or ".join(chosen), folder, timeout=1800, device=device, workers=workers)

@@ -1,0 +1,214 @@
+"""Chapter OVERLAP: what the streams of a device run at the same time, and what waits."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from shardproof.harness import Capability, Hardware, alone, contract, models, needs, world
+from shardproof.harness.adapters.base import Accumulation, Adapter, Clip
+from shardproof.harness.collectives.delays import Delay
+from shardproof.harness.models import busy, optim
+from shardproof.harness.parity import Pair, Poison, Rank, Timeline, check_exact
+from shardproof.harness.parity.timeline import Interval
+from shardproof.harness.plugin.axes import DELAY_MS, DELAYED, DELAYS, RESHARD
+from shardproof.harness.tensors.streams import occupy
+
+#: How long a layer computes: far longer than a small collective, and than the host takes to issue a layer.
+BUSY_MS = 20.0
+DEPTH = 4
+LAYERS = [f"layers.{index}" for index in range(DEPTH)]
+#: How much longer a reduction takes: long enough to tell whether computation waits for it, shorter than a layer's.
+SLOW_MS = BUSY_MS / 4
+#: Far longer than the host takes for three steps of a small model.
+OCCUPIED_MS = 1500.0
+#: A DDP's bucket may outlive it for a moment, so the models are smaller than what counts as left behind.
+DIM = 17
+
+pytestmark = needs(Capability.SHARDED, Hardware.STREAMS)
+
+
+@contract("OVERLAP-1")
+@world(2, 4)
+@alone()
+@needs(Capability.COUNTED_UNITS, Capability.GATHER_ORDER, Capability.RESHARD_AFTER_FORWARD)
+def test_collectives_run_beside_computation(rank: Rank) -> None:
+    """Gathers end while the unit before computes, in forward and backward, and reductions while the next one does."""
+    model = busy.BusyTower(dim=DIM, depth=DEPTH, milliseconds=BUSY_MS)
+    slow = Delay(milliseconds=SLOW_MS, collective="reduce_scatter")
+    run = rank.run(model, units=model.units(), reshard_after_forward=True, optimizer=optim.sgd(), delays=[slow])
+    batches = [(rank.batch(step, (4, DIM)),) for step in range(3)]
+    for batch in batches[:2]:
+        run.step([batch], loss=models.mean_square)
+    timeline = Timeline(lambda: run.step([batches[2]], loss=models.mean_square), run.trace)
+    timeline.busy = [interval for interval in timeline.busy if interval.end - interval.start > 1000 * BUSY_MS / 2]
+    assert len(timeline.busy) == 2 * DEPTH, f"layers were busy {len(timeline.busy)} times instead of {2 * DEPTH}"
+    forward = dict(zip(LAYERS, timeline.busy[:DEPTH], strict=True))
+    backward = dict(zip(LAYERS[::-1], timeline.busy[DEPTH:], strict=True))
+    for before, layer in itertools.pairwise(LAYERS):
+        assert_overlaps(timeline, ("all_gather", "forward", layer), before, forward[before])
+        assert_overlaps(timeline, ("all_gather", "backward", before), layer, backward[layer])
+        reduced = assert_overlaps(timeline, ("reduce_scatter", "backward", layer), before, backward[before])
+        early = (backward[before].start - reduced.end) / 1000
+        assert early < 0, f"{before} computes its backward {early:.2f} ms after {layer} is reduced: it waited for it"
+
+
+def assert_overlaps(timeline: Timeline, moved: tuple[str, str, str], computes: str, computed: Interval) -> Interval:
+    """Check that the one collective of a kind, phase and unit ended before another unit's computation; return it."""
+    kind, phase, unit = moved
+    found = [item for item in timeline.moved[kind] if (item.collective.phase, item.collective.unit) == (phase, unit)]
+    assert len(found) == 1, f"{phase} has {len(found)} {kind} of {unit} instead of 1"
+    late = (found[0].end - computed.end) / 1000
+    assert late < 0, f"the {kind} of {unit} ends {late:.2f} ms after {computes} has computed its {phase}: no overlap"
+    return found[0]
+
+
+@contract("OVERLAP-2")
+@world(2)
+@needs(Capability.HOST_RUNS_AHEAD)
+@pytest.mark.parametrize(
+    "how", ["plain", "kept", "clipped", "accumulated", pytest.param("replicas", marks=needs(Capability.SINGLE_RANK))]
+)
+def test_host_runs_ahead(rank: Rank, how: str) -> None:
+    """The host enqueues three steps while the stream is still occupied by work from before."""
+    options: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "kept": {"reshard_after_forward": False},
+        "clipped": {"clip": Clip(max_norm=0.01)},
+        "accumulated": {"microbatches": 2, "accumulation": Accumulation()},
+        "replicas": {"mesh": rank.mesh((2, 1), ("replicate", "shard"))},
+    }
+    model = models.Tower(dim=DIM)
+    run = rank.run(model, units=model.units(), optimizer=optim.sgd(), pictures=False, **options[how])
+    microbatches = run.adapter.config.microbatches
+    batches = [
+        [(rank.batch(step, (4, DIM), microbatch=number),) for number in range(microbatches)] for step in range(5)
+    ]
+    for batch in batches[:2]:
+        run.step(batch, loss=models.mean_square)
+    torch.cuda.synchronize()
+    occupy(OCCUPIED_MS, device_type="cuda")
+    behind = torch.cuda.Event()
+    behind.record()
+    for number, batch in enumerate(batches[2:]):
+        run.step(batch, loss=models.mean_square)
+        assert not behind.query(), (
+            f"step {number} returned only once work had ended that occupied the stream for {OCCUPIED_MS:.0f} ms "
+            "before it: the host waited for the device"
+        )
+
+
+@contract("OVERLAP-4")
+@world(2)
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(
+    "kind", ["all_gather", "reduce_scatter", pytest.param("all_reduce", marks=needs(Capability.SINGLE_RANK))]
+)
+def test_one_rank_is_late(rank: Rank, kind: str, when: Any) -> None:
+    """A collective that one rank issues late, or goes on from late, changes no number."""
+    size = rank.world_size
+    mesh = rank.mesh((size, 1), ("replicate", "shard")) if kind == "all_reduce" else rank.mesh()
+    late = Delay(milliseconds=DELAY_MS, collective=kind, when=when, ranks=(size - 1,))
+    model = models.Tower(dim=DIM)
+    train(rank, rank.pair(model, units=model.units(), mesh=mesh, delays=[late]), dim=DIM)
+
+
+@contract("OVERLAP-5")
+@world(2)
+@pytest.mark.parametrize(
+    "delays", [(), *((name,) for name in DELAYS), tuple(DELAYS)], ids=lambda names: "+".join(names) or "none"
+)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+def test_memory_is_not_reused_early(
+    rank: Rank, reshard_after_forward: bool | int | None, delays: tuple[str, ...]
+) -> None:
+    """Memory in which collectives and computation still read or write is not handed out again."""
+    model = models.Tower(dim=DIM)
+    pair = rank.pair(
+        model,
+        units=model.units(),
+        reshard_after_forward=reshard_after_forward,
+        delays=[DELAYS[name] for name in delays],
+    )
+    Poison(pair.sharded, shards=rank.world_size)
+    train(rank, pair, dim=DIM)
+
+
+@contract("OVERLAP-5")
+@world(4)
+@needs(Capability.HYBRID)
+@pytest.mark.parametrize("delays", DELAYED)
+def test_memory_of_replicas_is_not_reused_early(rank: Rank, delays: tuple[str, ...]) -> None:
+    """The same where reductions go on over replicas, on a stream of their own."""
+    model = models.Tower(dim=DIM)
+    mesh = rank.mesh((rank.world_size // 2, 2), ("replicate", "shard"))
+    pair = rank.pair(model, units=model.units(), mesh=mesh, delays=[DELAYS[name] for name in delays])
+    Poison(pair.sharded, shards=2)
+    train(rank, pair, dim=DIM)
+
+
+@contract("OVERLAP-7")
+@world(2)
+@needs(Capability.POST_ACCUMULATE_GRAD_HOOK)
+def test_step_waits_for_hooks(rank: Rank) -> None:
+    """What a hook enqueues when a gradient has been reduced is done before the optimizer reads the gradient."""
+    model, pictures = models.Tower(dim=DIM), []
+    for by_hook in (True, False):
+        run = rank.run(
+            models.copy_of(model),
+            units=model.units(),
+            optimizer=optim.sgd(),
+            after_backward=None if by_hook else double_gradients,
+        )
+        if by_hook:
+            for parameter in run.adapter.held_parameters().values():
+                parameter.register_post_accumulate_grad_hook(double_late)
+        batches = [(rank.batch(step, (4, DIM)),) for step in range(2)]
+        pictures.append([run.step([batch], loss=models.mean_square) for batch in batches])
+    for step, (hooked, plain) in enumerate(zip(*pictures, strict=True)):
+        check_exact(rank, hooked, plain, step=step, why="doubling is exact, whoever does it")
+
+
+def double_late(parameter: torch.Tensor) -> None:
+    """Occupy the current stream, and double the gradient."""
+    assert parameter.grad is not None
+    occupy(SLOW_MS, device_type="cuda")
+    parameter.grad.mul_(2)
+
+
+def double_gradients(adapter: Adapter) -> None:
+    """Double all gradients, between backward and step."""
+    for parameter in adapter.held_parameters().values():
+        assert parameter.grad is not None
+        parameter.grad.mul_(2)
+
+
+@contract("OVERLAP-6")
+@world(2)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+def test_training_on_another_stream(rank: Rank, reshard_after_forward: bool | int | None) -> None:
+    """A model that trains on a stream other than the default one trains the same, also beside work on that one."""
+    model = models.Tower(dim=DIM)
+    pair = rank.pair(model, units=model.units(), reshard_after_forward=reshard_after_forward)
+    batches = [rank.batch(step, (4, DIM)) for step in range(3)]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    # Behind this the default stream would deliver whatever waited for it, or was computed on it, too late.
+    occupy(DELAY_MS, device_type="cuda")
+    with torch.cuda.stream(stream):
+        for batch in batches:
+            pair.step(batch)
+    stream.synchronize()
+    pair.check()
+
+
+def train(rank: Rank, pair: Pair, *, dim: int) -> None:
+    """Train three steps that follow each other without the host waiting, and compare them."""
+    # Made in advance: copying them to the device would wait for the step before.
+    batches = [rank.batch(step, (4, dim)) for step in range(3)]
+    for batch in batches:
+        pair.step(batch)
+    pair.check()
