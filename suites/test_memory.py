@@ -100,49 +100,50 @@ CRUMBS = LAYER // 8
 @needs(Hardware.ACCELERATOR, Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD)
 @pytest.mark.parametrize("mesh", ["shards", pytest.param("replicas", marks=needs(Capability.SINGLE_RANK))])
 def test_peaks(rank: Rank, mesh: str) -> None:
-    """What forward and backward add to the memory that is held is bounded, and does not depend on the depth."""
+    """What forward and backward add to the memory that is held is bounded, however many units there are."""
     shape = {"shards": (1, rank.world_size), "replicas": (rank.world_size, 1)}[mesh]
     options: dict[str, Any] = {"mesh": rank.mesh(shape, ("replicate", "shard"))} if mesh == "replicas" else {}
-    shallow, deep = (_peaks_of_a_step(rank, depth, **options) for depth in DEPTHS)
-    for phase, allowed in IN_WHOLE.items():
-        peak = shallow[phase]
-        assert peak <= allowed * LAYER + CRUMBS, (
-            f"{phase} of {DEPTHS[0]} layers adds {peak / LAYER:.2f} layers to the shards; at most {allowed} are right"
+    for depth in (4, 12):
+        held, peaks = _memory_of_a_step(rank, depth, **options)
+        share = depth * LAYER // shape[1]
+        assert held <= 3 * share + CRUMBS, (
+            f"between steps {depth} layers hold {held / share:.2f} times a rank's share of the parameters; parameters, "
+            "momentum and gradients make 3"
         )
-        growth = deep[phase] - peak
-        assert growth <= CRUMBS, (
-            f"{phase} of {DEPTHS[1]} layers adds {growth / LAYER:.2f} layers more than that of {DEPTHS[0]}"
-        )
+        for phase, allowed in IN_WHOLE.items():
+            # Gradients that a step had set to None are allocated anew.
+            most = allowed * LAYER + (share if phase == "backward" else 0)
+            assert peaks[phase] <= most + CRUMBS, (
+                f"{phase} of {depth} layers adds {peaks[phase] / LAYER:.2f} layers; {most / LAYER:.2f} are allowed"
+            )
 
 
-DEPTHS = (4, 12)
 #: How many units a phase may hold in whole. In forward: the one that computes, and the next one in the memory of the
 #: gather and in that of its parameters. In backward their gradients besides, and the input of a reduction in flight.
 IN_WHOLE = {"forward": 3, "backward": 6}
 
 
-def _peaks_of_a_step(rank: Rank, depth: int, **options: Any) -> dict[str, int]:
-    """What forward and backward of the third step add at most to the shards that are held, in bytes.
-
-    The gradients' shards, which are there when backward has ended, are not counted.
-    """
-    model = busy.EqualLayers(WIDTH, depth)
+def _memory_of_a_step(rank: Rank, depth: int, **options: Any) -> tuple[int, dict[str, int]]:
+    """The bytes that a model holds before its third step, and what forward and backward then add at most."""
+    model = busy.EqualLayers(WIDTH, depth).to(rank.device)
+    without = memory.held_bytes(rank.device) - memory.bytes_of(model.parameters())
     options |= {"reshard_after_forward": True, "optimizer": optim.sgd(), "pictures": False}
     run = rank.run(model, units=model.units(), **options)
-    peaks: dict[str, int] = {}
+    del model
+    marks: list[int] = []
 
     def loss(output: torch.Tensor) -> torch.Tensor:
-        peaks["forward"] = memory.peak_bytes(rank.device)
+        marks.append(memory.peak_bytes(rank.device))
         memory.forget_peak(rank.device)
         return models.mean_square(output)
 
     for step in range(3):
         batch = rank.batch(step, (1, WIDTH))
-        before = memory.held_bytes(rank.device)
+        held = memory.held_bytes(rank.device)
+        marks.clear()
         memory.forget_peak(rank.device)
         run.forward_backward((batch,), loss=loss)
-        peaks["backward"] = memory.peak_bytes(rank.device)
-        with_gradients = memory.held_bytes(rank.device)
+        marks.append(memory.peak_bytes(rank.device))
         run.adapter.step()
         run.adapter.zero_grad(set_to_none=True)
-    return {"forward": peaks["forward"] - before, "backward": peaks["backward"] - with_gradients}
+    return held - without, dict(zip(IN_WHOLE, (mark - held for mark in marks), strict=True))

@@ -137,18 +137,21 @@ def two_linear(first: tuple[int, int], second: tuple[int, int]) -> nn.Sequential
 
 
 class ReusedInner(nn.Module):
-    """Runs ``inner``, a Linear(dim, dim), twice and then ``outer``, a Linear(dim, dim + 1), once.
+    """Runs ``before`` once, ``inner``, a Linear(dim, dim), twice and then ``outer``, a Linear(dim, dim + 1), once.
+
+    Backward needs the weight of ``inner`` for both of its calls: the input of the first requires a gradient too.
 
     Input: (batch, dim). Output: (batch, dim + 1).
     """
 
     def __init__(self, dim: int) -> None:
         super().__init__()
+        self.before = nn.Linear(dim, dim)
         self.inner = nn.Linear(dim, dim)
         self.outer = nn.Linear(dim, dim + 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.outer(torch.tanh(self.inner(torch.tanh(self.inner(x)))))
+        out: torch.Tensor = self.outer(torch.tanh(self.inner(torch.tanh(self.inner(self.before(x))))))
         return out
 
 

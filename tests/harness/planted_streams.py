@@ -57,6 +57,14 @@ PER_PARAMETER = {
         f"{COMM}.finish_reductions", "streams.wait(streams.current(self.device), event)", "pass"
     ),
     "host-reads-before-the-copy": Edit(f"{COMM}.finish_reductions", "event.synchronize()", "pass"),
+    "default-stream-for-the-current-one": Edit("common.streams:current", "current_stream", "default_stream"),
+    # Offloading.
+    "gradients-stay-on-the-device": Edit(
+        "per_parameter.reduction:Accumulator._to_home", "if not self._offloads or", "if True or"
+    ),
+    "gradients-not-pinned": Edit(
+        "per_parameter.reduction:Accumulator._to_home", "pin_memory=self._pins)", "pin_memory=False)"
+    ),
     # Overlap.
     "gathers-on-the-current-stream": Edit(
         f"{GATHERS}.unshard", "self.comm.gather_stream if implicit else current", "current"
@@ -82,7 +90,9 @@ PER_PARAMETER = {
     ),
     # Memory.
     "all-reduce-inputs-kept": Edit(
-        f"{COMM}.release_reduce_inputs", "self.max_reduce_inputs - 1 if keep is None else keep", "keep or 99"
+        f"{COMM}.release_reduce_inputs",
+        "self.max_reduce_inputs - 1 if keep is None else keep",
+        "99 if keep is None else keep",
     ),
     "gradients-kept-until-the-end": Edit(f"{REDUCES}._copy_in", "grads.clear()", "self.kept_ = list(grads)"),
 }
@@ -101,9 +111,6 @@ FLAT = {
     "flat-buffer-freed-early": Edit(
         "flat.group:FlatContext._release_oldest", "streams.wait(self.gather_stream, used)", "pass"
     ),
-    "flat-buffer-written-early": Edit(
-        "flat.group:FlatBuffer.allocate", "streams.wait(streams.current(self._device), retired)", "pass"
-    ),
     "flat-buffer-dropped-at-once": Edit("flat.group:FlatBuffer.free", "if used is None:", "if True:"),
     "flat-reduces-before-backward": Edit(
         f"{FLAT_REDUCES}.reduce", "streams.join(context.reduce_stream, streams.current(group.device))", "pass"
@@ -116,10 +123,9 @@ FLAT = {
         "context.keep_reduce_input(contributions, done if shard is contributions else reduced)",
         "pass",
     ),
-    "flat-steps-before-the-reductions": Edit(
-        f"{FLAT_REDUCES}._finish", "context.note_reduced(stream, done, host_waits=is_copying)", "pass"
-    ),
     "flat-host-reads-before-the-copy": Edit(f"{FLAT_REDUCES}._finish", "host_waits=is_copying)", "host_waits=False)"),
+    "flat-default-stream-for-the-current-one": Edit("common.streams:current", "current_stream", "default_stream"),
+    "flat-gradients-not-pinned": Edit("flat.reduction:Reducer._accumulate", "pin_memory=True", "pin_memory=False"),
     "flat-keeps-three-buffers": Edit(
         "flat.group:FlatContext.release_retired", "len(self._retired) > keep", "len(self._retired) > keep + 2"
     ),

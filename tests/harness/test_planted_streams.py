@@ -14,8 +14,10 @@ OVERLAPS = "test_collectives_run_beside_computation and w2"
 AHEAD = "test_host_runs_ahead and w2-plain"
 LATE = "test_one_rank_is_late and w2-{}"
 REUSED = "test_memory_is_not_reused_early and w2-{}"
-OFFLOADED = "test_offloaded and w2 and pinned-{}"
+OFFLOADED = "test_offloaded and w2-{}-pinned"
 PEAKS = "test_peaks and w2-shards"
+OTHER_STREAM = "test_training_on_another_stream and w2-None"
+SHARDS = "test_memory_of_shards and w2-1-pinned"
 HOOKS = "test_step_waits_for_hooks"
 OUTPUT, GRADIENT, WAITED = "output of 'microbatch 0", "gradient of '", "the host waited for the device"
 KILLED = {
@@ -32,6 +34,9 @@ KILLED = {
     "reduce-input-not-kept": Killer(LATE.format("reduce_scatter-before"), GRADIENT),
     "steps-before-the-reductions": Killer(HOOKS, ""),
     "host-reads-before-the-copy": Killer(OFFLOADED.format("all-delayed"), ""),
+    "default-stream-for-the-current-one": Killer(OTHER_STREAM, ""),
+    "gradients-stay-on-the-device": Killer(SHARDS, ""),
+    "gradients-not-pinned": Killer(SHARDS, "is_pinned() is False"),
     "gathers-on-the-current-stream": Killer(OVERLAPS, "no overlap"),
     "reductions-on-the-current-stream": Killer(OVERLAPS, "it waited for it"),
     "gathers-wait-for-computation": Killer(OVERLAPS, "no overlap"),
@@ -43,13 +48,13 @@ KILLED = {
     "flat-gathers-before-the-step": Killer(LATE.format("all_gather-before"), OUTPUT),
     "flat-computes-before-the-gather": Killer(LATE.format("all_gather-before"), OUTPUT),
     "flat-buffer-freed-early": Killer(REUSED.format("None-all-delayed"), ""),
-    "flat-buffer-written-early": Killer(REUSED.format("None-all-delayed"), ""),
     "flat-buffer-dropped-at-once": Killer(LATE.format("all_gather-before"), OUTPUT),
     "flat-reduces-before-backward": Killer(LATE.format("reduce_scatter-before"), GRADIENT),
     "flat-all-reduces-before-the-reduce-scatter": Killer(LATE.format("all_reduce-before"), GRADIENT),
     "flat-reduce-input-not-kept": Killer(LATE.format("reduce_scatter-before"), GRADIENT),
-    "flat-steps-before-the-reductions": Killer(LATE.format("reduce_scatter-before"), ""),
     "flat-host-reads-before-the-copy": Killer(OFFLOADED.format("all-delayed"), ""),
+    "flat-default-stream-for-the-current-one": Killer(OTHER_STREAM, ""),
+    "flat-gradients-not-pinned": Killer(SHARDS, "is_pinned() is False"),
     "flat-keeps-three-buffers": Killer(PEAKS, "layers"),
 }
 

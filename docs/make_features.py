@@ -1,0 +1,240 @@
+"""Writes docs/features.md and the table of chapters in README.md from the contract and the collected suites.
+
+``--check`` compares instead of writing. The page has a row for each requirement of docs/contract.md: the cases that
+check it, the capabilities and the hardware without which none of them runs, and the built-in implementations that
+declare these capabilities. Both ways are checked: every requirement has a case, and every case a requirement.
+
+Run as ``python docs/make_features.py`` in the repository's root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import io
+import pathlib
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))  # a clone need not be installed
+
+from shardproof.harness.adapters.capability import Capability, Hardware  # noqa: E402
+from shardproof.harness.adapters.registry import load  # noqa: E402
+
+CONTRACT = ROOT / "docs/contract.md"
+PAGE = ROOT / "docs/features.md"
+README = ROOT / "README.md"
+#: The text of README.md between these lines is written here.
+BEGIN, END = "<!-- features: written by docs/make_features.py -->\n", "<!-- end of features -->\n"
+IMPLEMENTATIONS = ("reference", "reference.flat", "torch.fully_shard", "torch.fsdp", "ddp")
+
+_HEAD = """\
+# What the suites check
+
+A row for each requirement of [the contract](contract.md). *Cases* are the test functions that check it and the number
+of their items for one implementation, worlds counted apart. *Needs* names the capabilities and, in italics, the
+hardware that every one of these items needs; `any` stands for requirements that every implementation must meet. *Asked*
+are the built-in implementations that declare the capabilities of at least one item, which is then run if the hardware
+is there; the other implementations are `unsupported`.
+
+Written by `python docs/make_features.py`; `tests/test_features.py` compares."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Requirement:
+    """A row of the contract.
+
+    Attributes:
+        id: the chapter and the number.
+        of_any: whether it is required of every implementation that trains.
+    """
+
+    id: str
+    of_any: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Chapter:
+    """A chapter of the contract.
+
+    Attributes:
+        name: in capitals, as in the ids of its requirements.
+        subject: what it is about.
+        requirements: in the order of the contract.
+    """
+
+    name: str
+    subject: str
+    requirements: tuple[Requirement, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """A collected item.
+
+    Attributes:
+        case: the test function, as ``test_file.py::test_function``.
+        ids: the requirements that it checks.
+        needs: the names of the capabilities and the hardware that it needs.
+    """
+
+    case: str
+    ids: tuple[str, ...]
+    needs: frozenset[str]
+
+
+class Collector:
+    """A pytest plugin that notes the collected items of the suites."""
+
+    def __init__(self) -> None:
+        self.items: list[Item] = []
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        for item in session.items:
+            assert isinstance(item, pytest.Function)
+            ids = [name for mark in item.iter_markers("contract") for name in mark.args]
+            needs = [str(name) for mark in item.iter_markers("needs") for name in mark.args]
+            self.items.append(Item(f"{item.path.name}::{item.originalname}", tuple(ids), frozenset(needs)))
+
+
+def collected() -> list[Item]:
+    """Collect the suites for one implementation.
+
+    Raises:
+        ValueError: the suites cannot be collected.
+    """
+    collector = Collector()
+    arguments = ["--collect-only", "-q", "-p", "no:cacheprovider", "-m", "nightly or not nightly", str(ROOT / "suites")]
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        code = pytest.main(arguments, plugins=[collector])
+    if code != pytest.ExitCode.OK:
+        raise ValueError(f"the suites cannot be collected:\n{output.getvalue()}")
+    return collector.items
+
+
+def chapters(text: str) -> list[Chapter]:
+    """Read the chapters of the contract.
+
+    Args:
+        text: of docs/contract.md.
+    """
+    found = []
+    for part in text.split("\n## ")[1:]:
+        title, _, body = part.partition("\n")
+        name, colon, subject = title.partition(": ")
+        rows = re.findall(r"^\| ([A-Z]+-\d+) \| *(any)? *\|", body, flags=re.MULTILINE)
+        if colon and rows:
+            found.append(Chapter(name, subject, tuple(Requirement(one, bool(of_any)) for one, of_any in rows)))
+    return found
+
+
+def problems(contract: Sequence[Chapter], items: Sequence[Item]) -> list[str]:
+    """What the contract and the suites disagree about, one line each."""
+    written = {requirement.id for chapter in contract for requirement in chapter.requirements}
+    checked = {name for item in items for name in item.ids}
+    return [
+        *(f"docs/contract.md: {name} has no case" for name in sorted(written - checked)),
+        *(f"suites: a case names {name}, which docs/contract.md does not have" for name in sorted(checked - written)),
+        *(f"suites: {item.case} names no requirement" for item in items if not item.ids),
+    ]
+
+
+def page(contract: Sequence[Chapter], items: Sequence[Item]) -> str:
+    """Write docs/features.md."""
+    declared = {name: frozenset(map(str, load(name).capabilities())) for name in IMPLEMENTATIONS}
+    parts = [_HEAD]
+    for chapter in contract:
+        parts.append(f"\n## {chapter.name}: {chapter.subject}\n")
+        parts.append("| requirement | cases | needs | asked |\n|---|---|---|---|")
+        for requirement in chapter.requirements:
+            mine = [item for item in items if requirement.id in item.ids]
+            parts.append(
+                f"| {requirement.id} | {_cases(mine)} | {_needs(requirement, mine)} | {_asked(mine, declared)} |"
+            )
+    return "\n".join(parts) + "\n"
+
+
+def _cases(items: Sequence[Item]) -> str:
+    counts: dict[str, int] = {}
+    for item in items:
+        counts[item.case] = counts.get(item.case, 0) + 1
+    return ", ".join(f"{case.partition('::')[2]} ({number})" for case, number in counts.items())
+
+
+def _needs(requirement: Requirement, items: Sequence[Item]) -> str:
+    common = frozenset.intersection(*(item.needs for item in items))
+    capabilities = [str(name) for name in Capability if str(name) in common]
+    hardware = [f"*{name}*" for name in Hardware if str(name) in common]
+    return ", ".join([*(["any"] if requirement.of_any else []), *capabilities, *hardware])
+
+
+def _asked(items: Sequence[Item], declared: Mapping[str, frozenset[str]]) -> str:
+    hardware = frozenset(map(str, Hardware))
+    able = [name for name in declared if any(item.needs - hardware <= declared[name] for item in items)]
+    return "all" if len(able) == len(declared) else ", ".join(able) or "none"
+
+
+def table(contract: Sequence[Chapter], items: Sequence[Item]) -> str:
+    """Write the table of README.md: a row for each chapter."""
+    rows = ["| chapter | what is checked | requirements | cases |", "|---|---|---|---|"]
+    for chapter in contract:
+        ids = {requirement.id for requirement in chapter.requirements}
+        cases = {item.case for item in items if ids & set(item.ids)}
+        rows.append(f"| {chapter.name} | {chapter.subject} | {len(ids)} | {len(cases)} |")
+    requirements = sum(len(chapter.requirements) for chapter in contract)
+    rows.append(f"| all | | {requirements} | {len({item.case for item in items})} |")
+    return "\n".join(rows) + "\n"
+
+
+def with_table(text: str, made: str) -> str:
+    """Return README.md with a new table.
+
+    Raises:
+        ValueError: the lines around the table are missing.
+    """
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"README.md has no {BEGIN.strip()} with {END.strip()} behind it")
+    return f"{before}{BEGIN}{made}{END}{after}"
+
+
+def main(arguments: Iterable[str] | None = None) -> int:
+    """Write the page and README's table, or compare them.
+
+    Args:
+        arguments: of the command line; those of the process unless given.
+
+    Returns:
+        The exit code: 0, or 1 if the contract and the suites disagree or a file is out of date.
+    """
+    parser = argparse.ArgumentParser(
+        description="docs/features.md and README's table, from the contract and the suites"
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a file is out of date")
+    options = parser.parse_args(None if arguments is None else list(arguments))
+    try:
+        contract, items = chapters(CONTRACT.read_text()), collected()
+        if found := problems(contract, items):
+            raise ValueError("\n".join(found))
+        written = {PAGE: page(contract, items), README: with_table(README.read_text(), table(contract, items))}
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    if not options.check:
+        for path, text in written.items():
+            path.write_text(text)
+        return 0
+    outdated = [path for path, text in written.items() if not (path.is_file() and path.read_text() == text)]
+    for path in outdated:
+        print(f"{path.relative_to(ROOT)} is out of date: run python docs/make_features.py", file=sys.stderr)
+    return 1 if outdated else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

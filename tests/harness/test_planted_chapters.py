@@ -1,0 +1,57 @@
+"""Bugs planted for requirements that no other file has a bug for each fail the case that checks them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.harness import planted_chapters as planted
+from tests.harness.planted import Killer, a_third_by_day, assert_killed, assert_sound_passes, cases_of, selected
+
+pytestmark = pytest.mark.slow("the tests share one run of the suites, in which each planted bug has ranks of its own")
+
+GRADIENT, OUTPUT = "gradient of '", "output of 'microbatch 0"
+KILLED = {
+    "unused-get-zeros": Killer("test_unused_module_gets_no_gradient and w2-None", ""),
+    "named-tuples-become-tuples": Killer("test_containers_between_units and w2-namedtuple", ""),
+    "one-hook-alone": Killer("test_optimizer_in_hook_equals", ""),
+    "second-forward-not-gathered": Killer("test_two_forwards_before_one_backward and w2-None", "storage of size 0"),
+    "kept-after-a-dropped-forward": Killer("test_dropped_forward and w2-None", ""),
+    "first-unit-gathers-all": Killer("test_after_partial_forward and w2-True", ""),
+    "average-is-a-sum": Killer("test_many_units and w2-undelayed-None", GRADIENT),
+    "second-call-not-gathered": Killer("test_unit_called_twice and w2-chained-True", ""),
+    "cast-not-noticed": Killer("test_cast_after_sharding and sets-data", ""),
+    "no-inputs-not-reduced": Killer("test_root_without_inputs and w2-None", ""),
+    "dtype-of-the-first-step": Killer("test_thawed_unit and fp32-bf16", ""),
+    "one-rank-reduces": Killer("test_no_collectives_alone", ""),
+    "gathers-twice": Killer("test_bytes_of_a_step and w2-None", "bytes"),
+    "gathers-what-is-gathered": Killer("test_forwards_run_ahead and 1-True-True", "all_gather instead of"),
+    "neighbours-of-another-replica": Killer("test_resharded_within_a_replica", ""),
+    "new-parameters-each-time": Killer("test_root_compiled_after_sharding and None", ""),
+    "tied-counted-twice": Killer("test_tied_parameters_move_once and None", ""),
+    "unsharded-are-plain": Killer("test_composition and test_two_dimensions and 16-False-None", ""),
+    "pending-sums-not-summed": Killer("test_composition and test_transformer and sequence", ""),
+    "gradients-of-one-kind": Killer("test_parameters_of_both_kinds and None-None-False", GRADIENT),
+    "flat-one-rank-reduces": Killer("test_no_collectives_alone", ""),
+    "flat-gathers-twice": Killer("test_bytes_of_a_step and w2-None", "bytes"),
+    "flat-rows-misplaced": Killer("test_resume and test_two_dimensions and sequence-adam-new", ""),
+}
+
+
+@pytest.fixture(scope="module")
+def cases(request, tmp_path_factory):
+    """The cases of one run of every selected bug's item, with the bug and with the reference that it is a bug of."""
+    items = {bug: KILLED[bug].item for bug in selected(request)}
+    return cases_of(items, planted.ADAPTERS, flat=planted.FLAT, folder=tmp_path_factory.mktemp("planted"))
+
+
+def test_every_bug_has_a_case():
+    assert KILLED.keys() == planted.ADAPTERS.keys()
+
+
+def test_the_sound_references_pass_the_same_cases(cases):
+    assert_sound_passes(cases)
+
+
+@pytest.mark.parametrize("bug", a_third_by_day(KILLED, KILLED))
+def test_bug_is_caught(cases, bug):
+    assert_killed(cases, planted.ADAPTERS[bug], KILLED[bug])

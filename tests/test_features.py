@@ -1,0 +1,60 @@
+"""docs/features.md and the table of README.md are those that the contract and the suites give."""
+
+import importlib
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests import warm
+
+ROOT = Path(__file__).parents[1]
+CONTRACT = """# The contract
+
+## ONE: the first
+
+| id | for | requirement |
+|---|---|---|
+| ONE-1 | any | It trains. |
+| ONE-2 |  | It clips. |
+"""
+
+
+@pytest.fixture
+def make_features(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    return importlib.import_module("make_features")
+
+
+def test_the_tables_are_up_to_date():
+    command = [warm.python(), "docs/make_features.py", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_rows(make_features):
+    contract = make_features.chapters(CONTRACT)
+    items = [
+        make_features.Item("test_one.py::test_trains", ("ONE-1",), frozenset()),
+        make_features.Item("test_one.py::test_trains", ("ONE-1",), frozenset({"grouped-unit"})),
+        make_features.Item("test_one.py::test_clips", ("ONE-2",), frozenset({"clipping", "grouped-unit", "streams"})),
+    ]
+    assert make_features.problems(contract, items) == []
+    page = make_features.page(contract, items)
+    assert "| ONE-1 | test_trains (2) | any | all |" in page
+    assert "| ONE-2 | test_clips (1) | grouped-unit, clipping, *streams* | reference, torch.fully_shard |" in page
+    assert "| ONE | the first | 2 | 2 |" in make_features.table(contract, items)
+
+
+def test_both_ways(make_features):
+    items = [make_features.Item("test_one.py::test_other", ("TWO-1",), frozenset())]
+    assert make_features.problems(make_features.chapters(CONTRACT), items) == [
+        "docs/contract.md: ONE-1 has no case",
+        "docs/contract.md: ONE-2 has no case",
+        "suites: a case names TWO-1, which docs/contract.md does not have",
+    ]
+
+
+def test_readme_without_a_place_for_the_table(make_features):
+    with pytest.raises(ValueError, match=r"README\.md has no <!-- features"):
+        make_features.with_table("nothing", "table")
