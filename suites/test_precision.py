@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from shardproof.harness import Capability, contract, needs, world
+from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.adapters.base import Accumulation, Precision
 from shardproof.harness.findings.finding import step_label
 from shardproof.harness.models import mixed, optim, shapes
-from shardproof.harness.parity import CastReplica, Rank, Run, check_equal, exact_difference, run_and_replica
+from shardproof.harness.parity import (
+    CastReplica,
+    Rank,
+    Run,
+    check_equal,
+    check_evaluation,
+    exact_difference,
+    run_and_replica,
+    step_and_check,
+)
 from shardproof.harness.plugin.axes import RESHARD
 
 MIXED = needs(Capability.MIXED_PRECISION)
@@ -59,6 +69,52 @@ def test_recomputation(rank: Rank, policy: str) -> None:
     train(rank, run, replica)
     assert len(model.low.seen) == 6, f"in three steps the unit was computed {len(model.low.seen)} times, not 6"
     assert_seen(model.low.seen, precision)
+
+
+@contract("PRECISION-1")
+@world(2)
+@MIXED
+@pytest.mark.parametrize("policy", ["bf16", "inputs-as-they-are"])
+def test_evaluation(rank: Rank, policy: str) -> None:
+    """An evaluation has the dtypes and the values of a training forward, and the step after it those of any other."""
+    precision, model = POLICIES[policy], mixed.Mixed()
+    run, replica = both(rank, model, precision=precision)
+    for step in range(3):
+        run.adapter.module.eval()
+        check_evaluation(rank, run, replica, rank.batch(step, SHAPE, microbatch=1), number=step)
+        run.adapter.module.train()
+        train(rank, run, replica, first=step, steps=1)
+    assert_seen(model.low.seen, precision)
+
+
+@contract("PRECISION-1", "PRECISION-2")
+@world(4)
+@needs(Capability.MIXED_PRECISION, Capability.TENSOR_PARALLEL)
+@pytest.mark.parametrize("policy", ["bf16", "bf16-fp32", "fp32-bf16"])
+def test_tensor_parallel_shards(rank: Rank, policy: str) -> None:
+    """What tensor parallelism has cut is gathered, computed with and reduced in the dtypes of the policy."""
+    precision, mesh = POLICIES[policy], rank.mesh((2, 2), ("dp", "tp"))
+    prepare = functools.partial(mixed.split_columns, mesh=mesh["tp"])
+    run, replica = both(rank, mixed.Mixed(), precision=precision, mesh=mesh["dp"], prepare=prepare)
+    train(rank, run, replica)
+    compute = precision.compute or FULL
+    assert_collectives(run, gathers={compute}, reduces={precision.reduce or compute})
+
+
+@contract("PRECISION-9")
+@world(2)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+def test_autocast(rank: Rank, reshard_after_forward: bool | int | None) -> None:
+    """Under autocast a model computes in low precision, trains its float32 parameters, and sees each of their steps."""
+    model = models.TwoHeads(dim=8)
+    run, replica = both(
+        rank, model, units=[["head0"], ["head1"]], reshard_after_forward=reshard_after_forward, lr=2.0**-3
+    )
+    for step in range(3):
+        with torch.autocast(rank.device.type, BRAIN):
+            step_and_check(rank, run, replica, [(rank.batch(step, (4, 8)),)], number=step, loss=models.both_heads)
+        with torch.autocast(rank.device.type, BRAIN):
+            check_evaluation(rank, run, replica, rank.batch(step, (4, 8)), number=step + 1)
 
 
 @contract("PRECISION-1")
@@ -271,7 +327,7 @@ def train(rank: Rank, run: Run, replica: CastReplica, *, first: int = 0, steps: 
     for step in range(first, first + steps):
         batch: list[tuple[torch.Tensor, ...]] = []
         for number in range(run.adapter.config.microbatches):
-            x = rank.batch(step, SHAPE, microbatch=number)
+            x = rank.batch(step, SHAPE, microbatch=number, mesh=run.adapter.config.mesh)
             batch.append((x, (x * 7).long()) if chooses else (x,))
         expected = replica.step(batch, loss=torch.sum)
         check_equal(rank, run, run.step(batch, loss=torch.sum), expected, number=step)
@@ -285,10 +341,11 @@ def assert_seen(seen: list[mixed.Seen], precision: Precision) -> None:
 
 
 def assert_collectives(run: Run, *, gathers: set[torch.dtype], reduces: set[torch.dtype]) -> None:
-    """Check the dtypes of all collectives of a run."""
+    """Check the dtypes of all collectives of a run among its data-parallel ranks."""
     kinds = {"all_gather": gathers, "reduce_scatter": reduces, "all_reduce": reduces}
-    for item in run.trace:
+    trace = [item for item in run.trace if set(item.group) <= set(run.adapter.config.data_ranks)]
+    for item in trace:
         expected = {str(dtype).removeprefix("torch.") for dtype in kinds[item.kind]}
         assert item.dtype in expected, f"{item} should be of {' or '.join(sorted(expected))}"
-    found = {item.dtype for item in run.trace if item.kind == "all_gather"}
+    found = {item.dtype for item in trace if item.kind == "all_gather"}
     assert len(found) == len(gathers), f"units are gathered in {', '.join(sorted(found))} alone"

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -27,6 +27,20 @@ from shardproof.harness.adapters.traits import padded_to_rows as padded_to_rows
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 """Takes parameters and returns an optimizer that updates them."""
+
+
+class Trainee(Protocol):
+    """What a training script has between backward and step: an adapter, or a baseline.
+
+    Attributes:
+        optimizer: the optimizer of :meth:`held_parameters`.
+    """
+
+    optimizer: Any
+
+    def held_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the tensors that the optimizer updates, by parameter names of the original model."""
+
 
 #: The prefix that ``checkpoint_wrapper`` adds to the names of the parameters inside it.
 _RECOMPUTED = "_checkpoint_wrapped_module."
@@ -256,6 +270,18 @@ class Adapter(ABC):
         """Run the optimizer step."""
         if self.optimizer is not None:
             self.optimizer.step()
+
+    def grad_scaler(self, *, init_scale: float, growth_interval: int) -> torch.amp.GradScaler:
+        """Make what scales the loss and unscales the gradients that :attr:`optimizer` uses. It may communicate.
+
+        Needs :attr:`Capability.LOSS_SCALING`.
+
+        Args:
+            init_scale: by what the first losses are multiplied.
+            growth_interval: the number of steps without infinite gradients after which the scale is doubled.
+        """
+        device = self.config.mesh.device_type
+        return torch.amp.GradScaler(device, init_scale=init_scale, growth_interval=growth_interval)
 
     def norm_after_step(self) -> torch.Tensor | None:
         """Return the total norm before clipping, as a scalar tensor, after a step that clipped.

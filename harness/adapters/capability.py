@@ -74,6 +74,9 @@ class Capability(enum.StrEnum):
     DIVIDE_FACTOR = "divide-factor"
     """A script can set by what the sum of a unit's gradients is divided."""
 
+    DTENSOR_PARAMETERS = "dtensor-parameters"
+    """Sharded parameters, their gradients and their state are DTensors, which know the full tensor."""
+
     REGISTERED_STATE = "registered-state"
     """``module.parameters()`` shows which parameters are sharded and which are gathered."""
 
@@ -100,6 +103,12 @@ class Capability(enum.StrEnum):
 
     ADAM = "adam"
     """Optimizers may keep more state than momentum, as Adam does."""
+
+    OWN_OPTIMIZER = "own-optimizer"
+    """The script makes the optimizer and steps it, and may change its groups, the parameters and their gradients."""
+
+    LOSS_SCALING = "loss-scaling"
+    """The loss can be scaled: an infinite gradient on one rank makes every rank skip the step and lower the scale."""
 
     HYBRID = "hybrid"
     """On a (replicate, shard) mesh, parameters are sharded over the second dimension, gradients averaged over both."""

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from shardproof.harness.adapters.base import (
     Accumulation,
@@ -60,6 +61,8 @@ CAPABILITIES = frozenset(
         Capability.CLIP_EMPTY_SHARDS,
         Capability.COUNTED_UNITS,
         Capability.ADAM,
+        Capability.OWN_OPTIMIZER,
+        Capability.LOSS_SCALING,
         Capability.OFFLOAD,
         Capability.DISTRIBUTED_CHECKPOINT,
         Capability.FLAT_PARAMETERS,
@@ -150,8 +153,9 @@ class FlatAdapter(Adapter):
             param_dtype=precision.compute,
             reduce_dtype=precision.reduce,
             buffer_dtype=precision.buffers,
-            cast_forward_inputs=precision.casts_inputs,
-            cast_root_forward_inputs=precision.casts_inputs,
+            # The root's inputs are cast if either is set, and those of other units do not depend on the second.
+            cast_forward_inputs=precision.casts_inputs and unit != "",
+            cast_root_forward_inputs=precision.casts_inputs == (unit == ""),
         )
 
     def _strategy(self) -> Any:
@@ -175,6 +179,11 @@ class FlatAdapter(Adapter):
         assert self.config.clip is not None
         norm: torch.Tensor = self.module.clip_grad_norm_(self.config.clip.max_norm, self.config.clip.norm_type)
         return norm
+
+    def grad_scaler(self, *, init_scale: float, growth_interval: int) -> torch.amp.GradScaler:
+        """Make a scaler that asks all ranks: gradients are plain tensors, of which each rank sees its own part."""
+        device = self.config.mesh.device_type
+        return ShardedGradScaler(device, init_scale=init_scale, growth_interval=growth_interval)
 
     def gradients(self) -> dict[str, Piece | None]:
         """Return the local parts of the gradients, where the optimizer finds them.

@@ -25,6 +25,8 @@ _UNSHARDED = frozenset(
         Capability.CLIP_BY_CALL,
         Capability.CLIP_ANY_NORM,
         Capability.ADAM,
+        Capability.OWN_OPTIMIZER,
+        Capability.LOSS_SCALING,
         Capability.HYBRID,
         Capability.TIED_PARAMETERS,
         Capability.DEFERRED_REDUCTION,

@@ -1,4 +1,4 @@
-"""A model whose arithmetic is the same in every order and by every kernel, for cases about dtypes."""
+"""Models whose arithmetic is the same in every order and by every kernel, for cases that compare bits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from shardproof.harness.models.plain import Stacked
 
 
 class Seen(NamedTuple):
@@ -151,4 +155,91 @@ class Mixed(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         low = checkpoint(self.low, x, use_reentrant=False) if self.recomputes else self.low(x)
         output: torch.Tensor = self.high(low) * self.gain
+        return output
+
+
+def split_columns(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Cut ``low`` and ``high`` of a :class:`Mixed` along their columns, in place; inputs and outputs stay whole.
+
+    Args:
+        model: a :class:`Mixed`.
+        mesh: the tensor-parallel mesh, of one dimension.
+    """
+    assert isinstance(model, Mixed)
+    for unit in (model.low, model.high):
+        # The type of these functions differs between versions of torch.
+        distribute_module(unit, mesh, _cut_columns, input_fn=_columns_of, output_fn=_whole_of)  # type: ignore[arg-type]
+    return model
+
+
+def _cut_columns(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+    for key, parameter in list(module._parameters.items()):
+        if parameter is not None:
+            module.register_parameter(key, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(1)])))
+    for key, buffer in list(module._buffers.items()):
+        if buffer is not None and buffer.ndim:
+            module.register_buffer(key, distribute_tensor(buffer, mesh, [Shard(1)]))
+
+
+def _columns_of(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+    (x,) = inputs
+    return (DTensor.from_local(x, mesh, [Replicate()], run_check=False).redistribute(placements=[Shard(1)]),)
+
+
+def _whole_of(module: nn.Module, output: DTensor, mesh: DeviceMesh) -> torch.Tensor:
+    return output.redistribute(placements=[Replicate()]).to_local()
+
+
+class Dropping(nn.Module):
+    """``dropout(x * weight) + shift``, element by element; half of the products are dropped.
+
+    Input and output: (rows, columns).
+    """
+
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(rows, columns))
+        self.shift = nn.Parameter(torch.randn(rows, columns))
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.dropout(x * self.weight) + self.shift
+        return output
+
+
+class DroppingStack(Stacked):
+    """A parameter and a dropout of the root, and two units of :class:`Dropping`.
+
+    Input and output: (rows, columns).
+    """
+
+    def __init__(self, rows: int = 7, columns: int = 5) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Dropping(rows, columns) for _ in range(2))
+        self.gain = nn.Parameter(torch.randn(rows, columns))
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run_layers(self.dropout(x * self.gain))
+
+
+class Normed(nn.Module):
+    """A :class:`Scale` and a batch norm in a unit ``inner``, a batch norm that is a unit ``norm``, and one of the root.
+
+    Input and output: (rows, columns).
+
+    Args:
+        rows: of the batch.
+        columns: of the batch.
+        momentum: of the running statistics; None averages over all batches.
+    """
+
+    def __init__(self, rows: int = 7, columns: int = 5, *, momentum: float | None = 0.1) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(Scale(rows, columns), nn.BatchNorm1d(columns, momentum=momentum))
+        self.norm = nn.BatchNorm1d(columns, momentum=momentum)
+        self.last = nn.BatchNorm1d(columns, momentum=momentum)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.last(torch.tanh(self.norm(torch.tanh(self.inner(x)))))
         return output

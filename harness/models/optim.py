@@ -54,6 +54,26 @@ def adamw(*, lr: float = 1e-2, kernels: Kernels = "for-loop") -> OptimizerFactor
     return functools.partial(_adamw, lr=lr, kernels=kernels)
 
 
+Kind = Literal["momentum", "nesterov", "adamw", "amsgrad"]
+"""An optimizer with its options: SGD with momentum, SGD with Nesterov's momentum and decay, AdamW, AdamW of AMSGrad."""
+
+
+def _of_kind(parameters: Iterable[nn.Parameter], *, kind: Kind, kernels: Kernels) -> torch.optim.Optimizer:
+    options = _options(kernels)
+    match kind:
+        case "momentum":
+            return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, dampening=0.25, **options)
+        case "nesterov":
+            return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1, **options)
+        case _:
+            return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1, amsgrad=kind == "amsgrad", **options)
+
+
+def of_kind(kind: Kind, kernels: Kernels) -> OptimizerFactory:
+    """A factory for runs that have the bits of their baseline, so that all steps of any optimizer can be compared."""
+    return functools.partial(_of_kind, kind=kind, kernels=kernels)
+
+
 def _in_two_groups(
     parameters: Iterable[nn.Parameter], *, kind: Literal["adam", "adamw"], lr: float
 ) -> torch.optim.Optimizer:

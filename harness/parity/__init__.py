@@ -18,7 +18,13 @@ room; the other rooms import from its modules.
 - ``resume``: saves and loads checkpoints.
 """
 
-from shardproof.harness.parity.casts import CastReplica, check_equal, run_and_replica
+from shardproof.harness.parity.casts import (
+    CastReplica,
+    check_equal,
+    check_evaluation,
+    run_and_replica,
+    step_and_check,
+)
 from shardproof.harness.parity.census import Census
 from shardproof.harness.parity.comparison import exact_difference
 from shardproof.harness.parity.inputs import Inputs
@@ -39,7 +45,9 @@ __all__ = [
     "Run",
     "Timeline",
     "check_equal",
+    "check_evaluation",
     "check_exact",
     "exact_difference",
     "run_and_replica",
+    "step_and_check",
 ]

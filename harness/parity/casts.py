@@ -8,13 +8,21 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardproof.harness.adapters.base import Config, OptimizerFactory, Piece, Precision, tensors_of_state, whole
+from shardproof.harness.adapters.base import (
+    Config,
+    OptimizerFactory,
+    Piece,
+    Precision,
+    Trainee,
+    tensors_of_state,
+    whole,
+)
 from shardproof.harness.findings.finding import Finding, Location, raise_first
 from shardproof.harness.findings.stages import Stage
 from shardproof.harness.models.plain import mean_square
@@ -40,14 +48,36 @@ class CastReplica:
         model: float32 and plain, equal on all ranks; it is copied.
         config: the units with their dtypes and divisors, and what is deferred to the last microbatch.
         optimizer: updates the float32 parameters.
+        after_backward: called between the last backward and the step, as for ``RunOptions``.
+        step: called in the place of the optimizer's step, as for ``RunOptions``.
+
+    Attributes:
+        model: the full copy.
+        optimizer: that of its parameters.
     """
 
-    def __init__(self, member: Member, model: nn.Module, *, config: Config, optimizer: OptimizerFactory) -> None:
+    optimizer: torch.optim.Optimizer
+
+    def __init__(
+        self,
+        member: Member,
+        model: nn.Module,
+        *,
+        config: Config,
+        optimizer: OptimizerFactory,
+        after_backward: Callable[[Trainee], None] | None = None,
+        step: Callable[[Trainee], None] | None = None,
+    ) -> None:
         self._member = member
         self._config = config
         self.model = copy.deepcopy(model).to(member.device)
-        self._optimizer = optimizer(self.model.parameters())
+        self.optimizer = optimizer(self.model.parameters())
+        self._after_backward, self._step = after_backward, step
         self._units = {name: unit[0] for unit in config.units for name in unit}
+
+    def held_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the full parameters, by name."""
+        return dict(self.model.named_parameters())
 
     def step(self, microbatches: Sequence[Any], *, loss: Loss = mean_square) -> StepPicture:
         """Train one step (collective).
@@ -68,12 +98,17 @@ class CastReplica:
             kept.append(gradients)
         for name, parameter in self.model.named_parameters():
             parameter.grad = self._reduced(name, [gradients[name] for gradients in kept])
+        if self._after_backward is not None:
+            self._after_backward(self)
         averaged = {name: _copied(parameter.grad) for name, parameter in self.model.named_parameters()}
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        if self._step is None:
+            self.optimizer.step()
+        else:
+            self._step(self)
+        self.optimizer.zero_grad()
         parameters = {name: _copied(parameter) for name, parameter in self.model.named_parameters()}
         state = {
-            name: {key: whole(value.clone()) for key, value in tensors_of_state(self._optimizer.state[one]).items()}
+            name: {key: whole(value.clone()) for key, value in tensors_of_state(self.optimizer.state[one]).items()}
             for name, one in self.model.named_parameters()
         }
         return StepPicture(outputs, losses, averaged, None, None, parameters, state)
@@ -89,6 +124,21 @@ class CastReplica:
 
     def _backward(self, arguments: Any, loss: Loss) -> tuple[Any, torch.Tensor, _Gradients]:
         """Run one microbatch on a copy with all casts made; the gradients are of the dtypes of compute."""
+        working, inputs = self._working_copy(), as_inputs(arguments)
+        output = working(*inputs.args, **inputs.kwargs)
+        value = loss(output)
+        value.backward()
+        for (_, buffer), (_, after) in zip(self.model.named_buffers(), working.named_buffers(), strict=True):
+            buffer.copy_(after)
+        return output, value, {name: parameter.grad for name, parameter in working.named_parameters()}
+
+    def evaluate(self, arguments: Any) -> list[torch.Tensor]:
+        """Run one forward without autograd, in the mode of :attr:`model`, and return the tensors of its output."""
+        inputs = as_inputs(arguments)
+        with torch.no_grad():
+            return [*tensors_of(self._working_copy()(*inputs.args, **inputs.kwargs))]
+
+    def _working_copy(self) -> nn.Module:
         working = copy.deepcopy(self.model)
         for name, parameter in working.named_parameters():
             if name not in self._config.ignored:
@@ -98,13 +148,7 @@ class CastReplica:
                 buffer.data = buffer.data.to(self._precision_of(name).buffers or buffer.dtype)
         for name in ("", *self._units):
             _cast_at_the_border(working.get_submodule(name), self._precision_of(name))
-        inputs = as_inputs(arguments)
-        output = working(*inputs.args, **inputs.kwargs)
-        value = loss(output)
-        value.backward()
-        for (_, buffer), (_, after) in zip(self.model.named_buffers(), working.named_buffers(), strict=True):
-            buffer.copy_(after)
-        return output, value, {name: parameter.grad for name, parameter in working.named_parameters()}
+        return working
 
     def _reduced(self, name: str, microbatches: list[torch.Tensor | None]) -> torch.Tensor | None:
         """Return the float32 gradient of a parameter, from those of this rank's microbatches (collective)."""
@@ -163,11 +207,61 @@ def run_and_replica(
         rank: this rank.
         model: as for :meth:`Rank.run`.
         optimizer: the optimizer of both.
-        **options: as for :meth:`Rank.run`.
+        **options: as for :meth:`Rank.run`; both have ``after_backward`` and ``step``.
     """
     plain = copy.deepcopy(model)
     run = rank.run(model, optimizer=optimizer, **options)
-    return run, CastReplica(rank, plain, config=run.adapter.config, optimizer=optimizer)
+    script = {name: options[name] for name in ("after_backward", "step") if name in options}
+    return run, CastReplica(rank, plain, config=run.adapter.config, optimizer=optimizer, **script)
+
+
+def step_and_check(
+    member: Member,
+    run: Run,
+    replica: CastReplica,
+    batch: Sequence[Any],
+    *,
+    number: int,
+    loss: Loss = torch.sum,
+    set_to_none: bool = True,
+) -> None:
+    """Train one step of both and compare (collective).
+
+    Args:
+        member: this rank.
+        run: the sharded run.
+        replica: its baseline.
+        batch: the arguments of this rank's forwards.
+        number: the number of the step, for messages.
+        loss: maps a forward's output to a scalar.
+        set_to_none: whether the run's gradients are set to None after the step, or to zeros.
+
+    Raises:
+        Divergence: as :func:`check_equal`.
+    """
+    expected = replica.step(batch, loss=loss)
+    check_equal(member, run, run.step(batch, loss=loss, set_to_none=set_to_none), expected, number=number)
+
+
+def check_evaluation(member: Member, run: Run, replica: CastReplica, arguments: Any, *, number: int) -> None:
+    """Evaluate both and compare the bits and the dtypes of the outputs (collective).
+
+    Args:
+        member: this rank.
+        run: the sharded run.
+        replica: its baseline.
+        arguments: those of the forward.
+        number: the number of the step that follows, for messages.
+
+    Raises:
+        Divergence: on every rank, at the first tensor that differs.
+    """
+    finding = None
+    pairs = zip(run.evaluate(arguments), replica.evaluate(arguments), strict=True)
+    for index, (mine, other) in enumerate(pairs):
+        for stage, name, text in _difference(Stage.OUTPUT, f"evaluation, tensor {index}", whole(mine), whole(other)):
+            finding = finding or Finding(Location(stage=stage, step=number, rank=member.index, name=name), text)
+    member.agree(finding, title="an evaluation diverges from a baseline with the same casts")
 
 
 def check_equal(member: Member, run: Run, step: StepPicture, expected: StepPicture, *, number: int) -> None:

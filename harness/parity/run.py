@@ -54,6 +54,7 @@ class RunOptions:
             contrary.
         after_backward: called with the adapter between the last backward and the optimizer step, as a training script
             may change gradients there; it may communicate.
+        step: called with the adapter in the place of its own step, as where a script scales the loss.
     """
 
     optimizer: OptimizerFactory | None = None
@@ -63,6 +64,7 @@ class RunOptions:
     pictures: bool = True
     must_clip: bool = True
     after_backward: Callable[[Adapter], None] | None = None
+    step: Callable[[Adapter], None] | None = None
 
     def __post_init__(self) -> None:
         if self.delays and not self.is_traced:
@@ -349,7 +351,10 @@ class Run:
     def _optimize(self) -> None:
         with self._during("step"):
             self.perturbation.at("step", "before")
-            self.adapter.step()
+            if self._options.step is None:
+                self.adapter.step()
+            else:
+                self._options.step(self.adapter)
             self.perturbation.at("step", "after")
 
 

@@ -1,0 +1,74 @@
+"""Chapter BUFFERS: tensors of a model that are not trained."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from shardproof.harness import Capability, Hardware, contract, models, needs, world
+from shardproof.harness.findings.finding import step_label
+from shardproof.harness.models import mixed, optim
+from shardproof.harness.parity import (
+    CastReplica,
+    Rank,
+    Run,
+    check_evaluation,
+    exact_difference,
+    run_and_replica,
+    step_and_check,
+)
+from shardproof.harness.plugin.axes import RESHARD
+
+SHAPE = (7, 5)
+UNITS = (("inner",), ("norm",))
+
+
+@contract("BUFFERS-1")
+@world(2)
+@pytest.mark.parametrize("momentum", [0.1, None], ids=["moving", "cumulative"])
+@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+def test_running_statistics(rank: Rank, reshard_after_forward: bool | int | None, momentum: float | None) -> None:
+    """Running statistics are each rank's own, within units and between them, and evaluation uses them."""
+    model = mixed.Normed(*SHAPE, momentum=momentum)
+    check(rank, model, reshard_after_forward=reshard_after_forward)
+
+
+@contract("BUFFERS-1")
+@world(4)
+@needs(Capability.HYBRID)
+def test_running_statistics_of_replicas(rank: Rank) -> None:
+    """The same on replicas, which share their parameters and not their statistics."""
+    check(rank, mixed.Normed(*SHAPE), mesh=rank.mesh((2, 2), ("replicate", "shard")), steps=2)
+
+
+@contract("BUFFERS-1")
+@world(2)
+@needs(Hardware.ACCELERATOR)  # torch has no other
+def test_statistics_of_all_ranks(rank: Rank) -> None:
+    """A synchronized batch norm within a unit, or of the root, takes the statistics of all ranks."""
+    check(rank, nn.SyncBatchNorm.convert_sync_batchnorm(mixed.Normed(*SHAPE)))
+
+
+def check(rank: Rank, model: nn.Module, *, steps: int = 3, **options: object) -> None:
+    """Train and evaluate a :class:`mixed.Normed` and full copies, and compare all buffers after each step."""
+    run, replica = run_and_replica(rank, model, units=UNITS, optimizer=optim.sgd(), **options)
+    for step in range(steps):
+        step_and_check(rank, run, replica, [(rank.batch(step, SHAPE),)], number=step, loss=models.ramp_square)
+        check_buffers(run, replica, f"after {step_label(step)}")
+        run.adapter.module.eval()
+        replica.model.eval()
+        check_evaluation(rank, run, replica, rank.batch(step, SHAPE, microbatch=1), number=step + 1)
+        check_buffers(run, replica, f"after the evaluation that follows {step_label(step)}")
+        run.adapter.module.train()
+        replica.model.train()
+
+
+def check_buffers(run: Run, replica: CastReplica, when: str) -> None:
+    """Check that the modules hold the buffers of the baseline, bit for bit."""
+    for name, expected in replica.model.named_buffers():
+        module, _, key = name.rpartition(".")
+        found = run.original_module(module).get_buffer(key)
+        assert found.shape == expected.shape, f"{when} {name!r} has shape {tuple(found.shape)}"
+        assert found.dtype == expected.dtype, f"{when} {name!r} is of {found.dtype}"
+        difference = exact_difference(found.double(), expected.double())
+        assert difference is None, f"{when} {name!r}: element, buffer and the baseline's: {difference}"

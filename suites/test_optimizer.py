@@ -1,0 +1,233 @@
+"""Chapter OPTIMIZER: optimizers and training scripts work on shards as on full parameters.
+
+Every run is compared bit for bit with full copies: the gradients of the models here depend on no order of sums, and
+optimizers compute element by element.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim.lr_scheduler import StepLR
+from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
+
+from shardproof.harness import Capability, contract, needs, world
+from shardproof.harness.adapters.base import Trainee
+from shardproof.harness.models import mixed, optim
+from shardproof.harness.parity import Rank, check_evaluation, run_and_replica, step_and_check
+from shardproof.harness.plugin.axes import RESHARD
+
+SHAPE = (7, 5)
+UNITS = (("low",), ("high",))
+OWN_OPTIMIZER = needs(Capability.OWN_OPTIMIZER)
+FLAT = pytest.mark.parametrize(
+    "flat_parameters",
+    [False, pytest.param(True, marks=needs(Capability.FLAT_PARAMETERS))],
+    ids=["original", "flat"],
+)
+
+
+@contract("OPTIMIZER-1")
+@world(2)
+@needs(Capability.ADAM)
+@FLAT
+@pytest.mark.parametrize("rows", [7, pytest.param(1, id="empty-shards")])
+@pytest.mark.parametrize(
+    ("kind", "kernels"),
+    [
+        ("momentum", "foreach"),
+        ("nesterov", "for-loop"),
+        ("adamw", "for-loop"),
+        ("adamw", "foreach"),
+        ("adamw", "fused"),
+        ("amsgrad", "foreach"),
+    ],
+)
+def test_ten_steps(rank: Rank, kind: optim.Kind, kernels: optim.Kernels, rows: int, flat_parameters: bool) -> None:
+    """Ten steps, for the powers of Adam's decay rates, leave the parameters and the state that full copies have."""
+    # On the CPU a fused kernel rounds otherwise where a tensor, or a shard of it, does not fill the last vector.
+    shape = (rows + 1, 64) if kernels == "fused" else (rows, 5)
+    optimizer = optim.of_kind(kind, kernels)
+    run, replica = run_and_replica(
+        rank, mixed.Mixed(*shape), units=UNITS, optimizer=optimizer, flat_parameters=flat_parameters
+    )
+    for step in range(10):
+        batch = [(rank.batch(step, shape),)]
+        step_and_check(rank, run, replica, batch, number=step, set_to_none=step % 2 == 0)
+
+
+@contract("OPTIMIZER-2")
+@world(2)
+@OWN_OPTIMIZER
+@FLAT
+def test_groups_and_schedules(rank: Rank, flat_parameters: bool) -> None:
+    """Groups have rates and decays of their own, one is added for a unit that is thawed, and a schedule acts on all."""
+    model = mixed.Mixed(*SHAPE)
+    model.high.requires_grad_(False)
+
+    def in_groups(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        # The root's own parameter, and with original parameters one of the two of a unit.
+        first = trained[:: 3 if flat_parameters else 2]
+        rest = [parameter for parameter in trained if all(parameter is not one for one in first)]
+        groups = [{"params": first, "weight_decay": 0.1}, {"params": rest, "lr": 0.01}]
+        return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+
+    run, replica = run_and_replica(rank, model, units=UNITS, optimizer=in_groups, flat_parameters=flat_parameters)
+    owners: tuple[Trainee, ...] = (run.adapter, replica)
+    schedules = [StepLR(owner.optimizer, step_size=2, gamma=0.5) for owner in owners]
+    for step in range(6):
+        if step == 3:
+            for owner in owners:
+                thawed = [value for name, value in owner.held_parameters().items() if name.startswith("high")]
+                for parameter in thawed:
+                    parameter.requires_grad_(True)
+                owner.optimizer.add_param_group({"params": thawed, "lr": 0.02, "weight_decay": 0.2})
+        step_and_check(rank, run, replica, [(rank.batch(step, SHAPE),)], number=step)
+        for schedule in schedules:
+            schedule.step()
+
+
+@contract("OPTIMIZER-3")
+@world(2)
+@OWN_OPTIMIZER
+@FLAT
+@pytest.mark.parametrize("average", ["exponential", "equal"])
+@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+def test_averages_of_weights(
+    rank: Rank,
+    reshard_after_forward: bool | int | None,
+    average: Literal["exponential", "equal"],
+    flat_parameters: bool,
+) -> None:
+    """An average that each rank takes of its shards is evaluated in their place, and training goes on without it."""
+    run, replica = run_and_replica(
+        rank,
+        mixed.Mixed(*SHAPE),
+        units=UNITS,
+        optimizer=optim.sgd(),
+        flat_parameters=flat_parameters,
+        reshard_after_forward=reshard_after_forward,
+    )
+    take = get_ema_multi_avg_fn(0.75) if average == "exponential" else get_swa_multi_avg_fn()
+    owners: tuple[Trainee, ...] = (run.adapter, replica)
+    averages = [_copies(owner) for owner in owners]
+    for step in range(3):
+        step_and_check(rank, run, replica, [(rank.batch(step, SHAPE),)], number=step)
+        for owner, held in zip(owners, averages, strict=True):
+            current = [parameter.detach() for parameter in owner.held_parameters().values()]
+            take(held, current, torch.tensor(step + 1, device=rank.device))
+            _swap(owner, held)
+        check_evaluation(rank, run, replica, rank.batch(step, SHAPE), number=step + 1)
+        for owner, held in zip(owners, averages, strict=True):
+            _swap(owner, held)
+    check_evaluation(rank, run, replica, rank.batch(3, SHAPE), number=3)
+
+
+def _copies(owner: Trainee) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in owner.held_parameters().values()]
+
+
+@torch.no_grad()
+def _swap(owner: Trainee, others: Sequence[torch.Tensor]) -> None:
+    """Exchange the values of the parameters with those of other tensors."""
+    for parameter, other, before in zip(owner.held_parameters().values(), others, _copies(owner), strict=True):
+        parameter.copy_(other)
+        other.copy_(before)
+
+
+@contract("OPTIMIZER-4")
+@world(2)
+@needs(Capability.OWN_OPTIMIZER, Capability.DTENSOR_PARAMETERS)
+def test_updates_of_whole_matrices(rank: Rank) -> None:
+    """An optimizer that needs whole matrices and norms finds them through the DTensors of parameters and gradients."""
+    model = mixed.Mixed(*SHAPE)
+    run, replica = run_and_replica(rank, model, units=UNITS, optimizer=optim.sgd(), step=_orthogonal_step)
+    for step in range(3):
+        step_and_check(rank, run, replica, [(rank.batch(step, SHAPE),)], number=step)
+
+
+@torch.no_grad()
+def _orthogonal_step(owner: Trainee) -> None:
+    """As Muon and LAMB do: orthogonalise each gradient, and scale it by norms of the parameter and of the gradient."""
+    for parameter in owner.held_parameters().values():
+        gradient = parameter.grad
+        assert gradient is not None
+        update = _whole(gradient) / _whole(torch.linalg.vector_norm(gradient, float("inf"))) / 8
+        for _ in range(2):
+            update = 1.5 * update - 0.5 * update @ update.T @ update
+        update *= _whole(torch.linalg.vector_norm(parameter, float("inf")))
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            whole = DTensor.from_local(update, mesh, [Replicate()] * mesh.ndim, run_check=False)
+            update = whole.redistribute(placements=parameter.placements)
+        parameter.add_(update, alpha=-0.125)
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    full: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full
+
+
+def _scale(parameter: nn.Parameter) -> None:
+    assert parameter.grad is not None
+    parameter.grad *= 2
+
+
+def _set(parameter: nn.Parameter) -> None:
+    assert parameter.grad is not None
+    parameter.grad.fill_(0.25)
+
+
+def _drop(parameter: nn.Parameter) -> None:
+    parameter.grad = None
+
+
+def _replace(parameter: nn.Parameter) -> None:
+    parameter.grad = torch.full_like(parameter, 0.25)
+
+
+def _replace_data(parameter: nn.Parameter) -> None:
+    assert parameter.grad is not None
+    parameter.grad.data = parameter.grad * 3
+
+
+CHANGES = {"scale": _scale, "set": _set, "drop": _drop, "replace": _replace, "replace-data": _replace_data}
+
+
+@contract("OPTIMIZER-5")
+@world(2)
+@OWN_OPTIMIZER
+@FLAT
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zeros"])
+@pytest.mark.parametrize(
+    "change",
+    ["scale", "set", "drop", "replace", pytest.param("replace-data", marks=needs(Capability.FLAT_PARAMETERS))],
+)
+def test_gradients_that_a_script_changes(rank: Rank, change: str, set_to_none: bool, flat_parameters: bool) -> None:
+    """The step uses the gradients that a script scaled, set, dropped or replaced, and the next backward its own."""
+    changed = itertools.cycle(["low", "low", "high", "high"])  # in turn, each in the baseline and in the sharded run
+
+    def after_backward(owner: Trainee) -> None:
+        unit = next(changed)
+        for name, parameter in owner.held_parameters().items():
+            # A rank that holds no element of a parameter may have no gradient of it.
+            if name.startswith(unit) and parameter.grad is not None:
+                CHANGES[change](parameter)
+
+    run, replica = run_and_replica(
+        rank,
+        mixed.Mixed(*SHAPE),
+        units=UNITS,
+        optimizer=optim.sgd(),
+        after_backward=after_backward,
+        flat_parameters=flat_parameters,
+    )
+    for step in range(4):
+        step_and_check(rank, run, replica, [(rank.batch(step, SHAPE),)], number=step, set_to_none=set_to_none)

@@ -1,0 +1,99 @@
+"""Chapter RANDOM: random numbers, which sharding leaves to the model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from shardproof.harness import Capability, contract, needs, world
+from shardproof.harness.findings.finding import step_label
+from shardproof.harness.models import mixed, optim
+from shardproof.harness.models.recomputation import Means, recompute
+from shardproof.harness.parity import Rank, check_equal, run_and_replica
+from shardproof.harness.plugin.axes import RESHARD
+
+SHAPE = (7, 5)
+MEANS: tuple[Means, ...] = ("hooks", "wrapper", "call", "reentrant-call")
+
+
+@contract("RANDOM-1")
+@world(2)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+@pytest.mark.parametrize("means", [None, *(pytest.param(one, marks=needs(Capability.RECOMPUTATION)) for one in MEANS)])
+def test_masks_of_dropout(rank: Rank, means: Means | None, reshard_after_forward: bool | int | None) -> None:
+    """Every rank's masks are those of an unsharded run that began with the same state of the generator."""
+    model = mixed.DroppingStack(*SHAPE)
+    # Every rank has masks of its own.
+    torch.manual_seed(rank.seeds.init + rank.index)
+    generators = [Generator(rank.device), Generator(rank.device)]
+    with generators[0].in_use():
+        run, replica = run_and_replica(
+            rank,
+            model,
+            units=model.units(),
+            optimizer=optim.sgd(),
+            reshard_after_forward=reshard_after_forward,
+            prepare=(lambda plain: recompute(plain, means)) if means else None,
+        )
+    for step in range(3):
+        batch = [(rank.batch(step, SHAPE),)]
+        with generators[1].in_use():
+            expected = replica.step(batch, loss=torch.sum)
+        with generators[0].in_use():
+            found = run.step(batch, loss=torch.sum)
+        check_equal(rank, run, found, expected, number=step)
+        generators[0].check(generators[1], f"after {step_label(step)}")
+
+
+@contract("RANDOM-1")
+@world(2)
+@needs(Capability.DISTRIBUTED_CHECKPOINT)
+def test_state_dicts_draw_nothing(rank: Rank) -> None:
+    """State dicts are taken and loaded without a random number, before the first step and between steps."""
+    model = mixed.DroppingStack(*SHAPE)
+    run = rank.run(model, units=model.units(), optimizer=optim.adamw())
+    for step in range(2):
+        before, after = Generator(rank.device), Generator(rank.device)
+        with after.in_use():
+            run.adapter.restore(run.adapter.checkpoint())
+        after.check(before, f"after state dicts before {step_label(step)}")
+        run.step([(rank.batch(step, SHAPE),)], loss=torch.sum)
+
+
+class Generator:
+    """A copy of the states of this process's generators: of the CPU, and of the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._states = self._read()
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Let the block draw from this copy, and afterwards have the process's states again."""
+        before = self._read()
+        self._write(self._states)
+        try:
+            yield
+        finally:
+            self._states = self._read()
+            self._write(before)
+
+    def check(self, expected: Generator, when: str) -> None:
+        """Check that as many numbers were drawn as from another copy."""
+        for kind, mine, other in zip(("CPU", "device"), self._states, expected._states, strict=False):
+            assert torch.equal(mine, other), (
+                f"{when}: the generator of the {kind} has another state than the baseline's"
+            )
+
+    def _read(self) -> list[torch.Tensor]:
+        if self._device.type == "cpu":
+            return [torch.get_rng_state()]
+        return [torch.get_rng_state(), torch.get_device_module(self._device).get_rng_state(self._device)]
+
+    def _write(self, states: list[torch.Tensor]) -> None:
+        torch.set_rng_state(states[0])
+        if len(states) > 1:
+            torch.get_device_module(self._device).set_rng_state(states[1], self._device)

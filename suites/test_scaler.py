@@ -1,0 +1,139 @@
+"""Chapter SCALER: losses that are scaled, so that small gradients of float16 are not lost."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardproof.harness import Capability, Hardware, contract, needs, world
+from shardproof.harness.adapters.base import Clip, Precision, Trainee
+from shardproof.harness.findings.finding import step_label
+from shardproof.harness.models import mixed, optim
+from shardproof.harness.parity import CastReplica, Rank, Run, check_equal, run_and_replica
+from shardproof.harness.plugin.axes import DELAYS
+
+pytestmark = needs(Capability.LOSS_SCALING, Capability.OWN_OPTIMIZER)
+LOW = needs(Capability.MIXED_PRECISION)
+HALF = Precision(compute=torch.float16, reduce=torch.float32)
+SHAPE = (7, 6)
+UNITS = (("low",), ("high",))
+SCALE = 2.0**10
+#: The steps in which one gradient of one rank is infinite. The scale is doubled after two others.
+INFINITE = (1, 4)
+#: What is left of the scale after each step.
+SCALES = [SCALE, SCALE / 2, SCALE / 2, SCALE, SCALE / 2]
+
+
+class Scaling:
+    """Scales the losses of a sharded run and of its baseline, each by a scaler of its own.
+
+    Args:
+        clip: how gradients are clipped. The sharded run does so by itself.
+    """
+
+    def __init__(self, clip: Clip | None) -> None:
+        self._scalers: dict[Trainee, torch.amp.GradScaler] = {}
+        self._clip = clip
+
+    def begin(self, run: Run, replica: CastReplica) -> None:
+        """Make the scalers."""
+        device = run.adapter.config.mesh.device_type
+        self._scalers[run.adapter] = run.adapter.grad_scaler(init_scale=SCALE, growth_interval=2)
+        self._scalers[replica] = torch.amp.GradScaler(device, init_scale=SCALE, growth_interval=2)
+
+    def loss(self, output: torch.Tensor, *, owner: Trainee) -> torch.Tensor:
+        """The scaled loss."""
+        scaled: torch.Tensor = self._scalers[owner].scale(output.float().sum())
+        return scaled
+
+    def unscale(self, owner: Trainee) -> None:
+        """Between backward and step: from here on gradients are those of the loss itself."""
+        self._scalers[owner].unscale_(owner.optimizer)
+
+    def step(self, owner: Trainee) -> None:
+        """Step unless a gradient is infinite, and change the scale."""
+        if self._clip is not None and isinstance(owner, CastReplica):
+            nn.utils.clip_grad_norm_(owner.model.parameters(), self._clip.max_norm, self._clip.norm_type)
+        self._scalers[owner].step(owner.optimizer)
+        self._scalers[owner].update()
+
+    def scale(self, owner: Trainee) -> float:
+        """The scale of the next loss."""
+        return float(self._scalers[owner].get_scale())
+
+
+@contract("SCALER-1")
+@world(2)
+@pytest.mark.parametrize("flat_parameters", [False, pytest.param(True, marks=needs(Capability.FLAT_PARAMETERS))])
+@pytest.mark.parametrize("clips", [False, pytest.param(True, marks=needs(Capability.CLIP_ANY_NORM))])
+@pytest.mark.parametrize("precision", [Precision(), pytest.param(HALF, marks=LOW)], ids=["float32", "float16"])
+def test_infinite_gradients(rank: Rank, precision: Precision, clips: bool, flat_parameters: bool) -> None:
+    """An infinite gradient in one rank's shard makes all ranks skip the step and lower the scale."""
+    # The maximum is the one norm that does not depend on the order in which ranks are added up.
+    clip = Clip(2.0**-4, float("inf")) if clips else None
+    check(rank, precision=precision, clip=clip, flat_parameters=flat_parameters)
+
+
+@contract("SCALER-1")
+@world(4)
+@needs(Capability.MIXED_PRECISION, Capability.HYBRID)
+def test_replicas(rank: Rank) -> None:
+    """The same on replicas."""
+    check(rank, precision=HALF, mesh=rank.mesh((2, 2), ("replicate", "shard")))
+
+
+@contract("SCALER-1")
+@world(4)
+@needs(Capability.TENSOR_PARALLEL)
+@pytest.mark.parametrize("precision", [Precision(), pytest.param(HALF, marks=LOW)], ids=["float32", "float16"])
+def test_tensor_parallel_shards(rank: Rank, precision: Precision) -> None:
+    """An infinite gradient in one tensor-parallel rank's shard makes all ranks skip the step and lower the scale."""
+    mesh = rank.mesh((2, 2), ("dp", "tp"))
+    prepare = functools.partial(mixed.split_columns, mesh=mesh["tp"])
+    check(rank, precision=precision, mesh=mesh["dp"], prepare=prepare)
+
+
+@contract("SCALER-2")
+@world(2)
+@needs(Capability.OFFLOAD)
+@pytest.mark.parametrize(
+    "offload",
+    [
+        pytest.param("pageable", marks=needs(Capability.PAGEABLE_OFFLOAD)),
+        pytest.param("pinned", marks=needs(Hardware.ACCELERATOR)),
+    ],
+)
+@pytest.mark.parametrize("delayed", [False, pytest.param(True, marks=needs(Hardware.STREAMS))])
+def test_gradients_on_the_cpu(rank: Rank, delayed: bool, offload: str) -> None:
+    """The same with shards and gradients on the CPU, also if they arrive there late."""
+    delays = [DELAYS["before-reduce-scatter"]] if delayed else []
+    check(rank, offload=offload, delays=delays)
+
+
+def check(rank: Rank, **options: Any) -> None:
+    """Train five steps, in two of which a gradient is infinite, and compare each with full copies and plain scaling."""
+    scaling = Scaling(options.get("clip"))
+    run, replica = run_and_replica(
+        rank,
+        mixed.Mixed(*SHAPE),
+        units=UNITS,
+        optimizer=optim.sgd(),
+        after_backward=scaling.unscale,
+        step=scaling.step,
+        **options,
+    )
+    scaling.begin(run, replica)
+    for step, expected_scale in enumerate(SCALES):
+        x = rank.batch(step, SHAPE, mesh=options.get("mesh"))
+        if step in INFINITE:
+            x[-1, -1] = torch.inf  # in the shard of the last rank
+        expected = replica.step([(x,)], loss=functools.partial(scaling.loss, owner=replica))
+        found = run.step([(x,)], loss=functools.partial(scaling.loss, owner=run.adapter))
+        check_equal(rank, run, found, expected, number=step)
+        assert scaling.scale(replica) == expected_scale
+        scale = scaling.scale(run.adapter)
+        assert scale == expected_scale, f"the scale after {step_label(step)} is {scale} instead of {expected_scale}"
