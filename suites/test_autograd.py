@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,10 +12,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardproof.harness import Capability, contract, models, needs, world
-from shardproof.harness.adapters.base import Adapter
+from shardproof.harness.adapters.base import Accumulation, Adapter
 from shardproof.harness.findings.finding import step_label
 from shardproof.harness.models import optim, shapes
+from shardproof.harness.models.recomputation import recompute
 from shardproof.harness.parity import Rank, Run, check_exact, exact_difference
+from shardproof.harness.parity.plain import backward_of_copies, check_gradients, check_parameters
 from shardproof.harness.plugin.axes import RESHARD
 from shardproof.harness.tensors.trees import tensors_of
 
@@ -308,6 +311,220 @@ def test_dropped_forward(rank: Rank, reshard_after_forward: bool | int | None) -
             pair.adapter.forward(rank.batch(step, (2, 9), microbatch=1))
         pair.step(rank.batch(step, (4, 9)))
         pair.check()
+
+
+@contract("AUTOGRAD-8")
+@world(2)
+@needs(Capability.AUTOGRAD_CALLS)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
+@pytest.mark.parametrize("order", ["first-in-first-out", "last-in-first-out", "retained-graph"])
+def test_two_backwards(rank: Rank, order: str, reshard_after_forward: bool | None) -> None:
+    """The backwards of two forwards in either order, or two of one graph, have the sum of both gradients."""
+    model = models.Tower(dim=9)
+    plain = models.copy_of(model).to(rank.device)
+    run = rank.run(model, units=model.units(), optimizer=optim.sgd(), reshard_after_forward=reshard_after_forward)
+    optimizer = optim.sgd()(plain.parameters())
+
+    def in_order(losses: list[torch.Tensor]) -> list[torch.Tensor]:
+        return {"first-in-first-out": losses, "last-in-first-out": losses[::-1]}.get(order, losses[:1] * 2)
+
+    for step in range(2):
+        batches = [rank.batch(step, (4, 9), microbatch=number) for number in range(2)]
+        with run.recorder.during("backward"):
+            losses = [models.mean_square(run.adapter.forward(batch)) for batch in batches]
+            for number, loss in enumerate(in_order(losses)):
+                loss.backward(retain_graph=number == 0)
+        losses = [models.mean_square(plain(batch)) for batch in batches]
+        for number, loss in enumerate(in_order(losses)):
+            backward_of_copies(rank, plain, loss=loss, retain_graph=number == 0)
+        check_gradients(run, plain, step=step)
+        _assert_nothing_gathered(run.adapter)
+        run.adapter.step()
+        optimizer.step()
+        check_parameters(run, plain, step=step)
+        run.adapter.zero_grad(set_to_none=True)
+        optimizer.zero_grad()
+
+
+@contract("AUTOGRAD-9")
+@world(4)
+@needs(Capability.RANKS_DIFFER)
+@pytest.mark.parametrize(
+    ("replicas", "how"),
+    [
+        pytest.param(1, None, id="shards"),
+        pytest.param(1, Accumulation(), marks=needs(Capability.DEFERRED_REDUCTION), id="deferred"),
+        pytest.param(2, None, marks=needs(Capability.HYBRID), id="replicas"),
+    ],
+)
+def test_ranks_use_different_parameters(rank: Rank, replicas: int, how: Accumulation | None) -> None:
+    """Ranks that use different parameters of a unit train as one model: those without contribute zeros."""
+    mesh = rank.mesh((2, 2), ("replicate", "shard")) if replicas > 1 else None
+    pair = rank.pair(
+        models.Branches(9, 2), baseline="replicated", mesh=mesh, microbatches=2, accumulation=how, find_unused=True,
+        ranks_differ=True,
+    )  # fmt: skip
+    for step in range(3):
+        # In the third step rank 0 uses one of the two branches alone, and the others use both.
+        used = [(rank.index + step) % 2, (rank.index * (step == 2) + rank.index + step) % 2]
+        batches = [rank.batch(step, (2, 9), microbatch=number) for number in range(2)]
+        pair.step(list(zip(batches, used, strict=True)), set_to_none=step % 2 == 0)
+        pair.check()
+
+
+@contract("AUTOGRAD-10")
+@world(2, 4)
+def test_batches_of_different_sizes(rank: Rank) -> None:
+    """Ranks may have batches of different sizes: the gradient is the mean of the ranks' gradients."""
+    model = models.Tower(dim=9)
+    pair = rank.pair(model, units=model.units())
+    for step in range(3):
+        rows = [1, 3, 2, 5][(rank.index + step) % 4]
+        pair.step(rank.batch(step, (rows, 9)))
+        pair.check()
+
+
+@contract("AUTOGRAD-11")
+@world(2)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
+@pytest.mark.parametrize("recomputes", [False, pytest.param(True, marks=needs(Capability.RECOMPUTATION))])
+def test_saved_tensors_are_packed(rank: Rank, recomputes: bool, reshard_after_forward: bool | None) -> None:
+    """Hooks may put copies in the place of what forward saves for backward, of parameters too."""
+    model = models.Tower(dim=9)
+    pair = rank.pair(
+        model, units=model.units(), reshard_after_forward=reshard_after_forward,
+        prepare=(lambda plain: recompute(plain, "call")) if recomputes else None,
+    )  # fmt: skip
+    packed: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tensor.numel())
+        return tensor.detach().clone()
+
+    for step in range(3):
+        packed.clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            pair.step(rank.batch(step, (4, 9)))
+        assert packed, "forward saved nothing through the hooks"
+        pair.check()
+
+
+@contract("AUTOGRAD-12")
+@world(2)
+@needs(Capability.AUTOGRAD_CALLS)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
+def test_gradient_of_the_input_alone(rank: Rank, reshard_after_forward: bool | None) -> None:
+    """``torch.autograd.grad`` with respect to the input has the plain gradient, and changes no later step."""
+    model = models.Tower(dim=9)
+    plain = models.copy_of(model).to(rank.device)
+    pair = rank.pair(model, units=model.units(), reshard_after_forward=reshard_after_forward)
+    for step in range(3):
+        x = rank.batch(step, (4, 9), microbatch=1).requires_grad_()
+        with pair.sharded.recorder.during("backward"):
+            (found,) = torch.autograd.grad(models.mean_square(pair.adapter.forward(x)), x)
+        if step == 0:
+            (expected,) = torch.autograd.grad(models.mean_square(plain(x)), x)
+            difference = exact_difference(found, expected)
+            assert difference is None, f"gradient of the input: element, sharded, plain: {difference}"
+        with_gradient = [name for name, piece in pair.adapter.gradients().items() if piece is not None]
+        assert not with_gradient or step, f"after torch.autograd.grad of the input {with_gradient} have gradients"
+        _assert_nothing_gathered(pair.adapter)
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+
+
+@contract("AUTOGRAD-12")
+@world(2)
+@needs(Capability.AUTOGRAD_CALLS)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
+def test_gradient_penalty(rank: Rank, reshard_after_forward: bool | None) -> None:
+    """A penalty on the gradient of the input trains as plain copies do, or every rank raises; no gradient is wrong."""
+    model = models.Tower(dim=9)
+    plain = models.copy_of(model).to(rank.device)
+    run = rank.run(model, units=model.units(), reshard_after_forward=reshard_after_forward)
+    x = rank.batch(0, (4, 9)).requires_grad_()
+    losses = []
+    error: Exception | None = None
+
+    def penalised(output: torch.Tensor) -> torch.Tensor:
+        (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        loss: torch.Tensor = models.mean_square(output) + (gradient.norm(dim=1) - 1).square().mean()
+        losses.append(float(loss.detach()))
+        return loss
+
+    backward_of_copies(rank, plain, loss=penalised(plain(x)))
+    try:
+        with run.recorder.during("backward"):
+            penalised(run.adapter.forward(x)).backward()
+    except RuntimeError as raised:
+        error = raised
+    raised_by = [index for index, one in enumerate(rank.exchange(error is not None)) if one]
+    assert len(raised_by) in (0, rank.world_size), f"ranks {raised_by} raise, and the others do not: {error}"
+    assert len(losses) == 1 or losses[0] == losses[1], (
+        f"the loss is {losses[1]!r}; that of plain copies is {losses[0]!r}"
+    )
+    if error is None:
+        check_gradients(run, plain, step=0)
+
+
+@contract("AUTOGRAD-15")
+@world(2)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
+def test_hooks_of_a_script(rank: Rank, reshard_after_forward: bool | None) -> None:
+    """Hooks on modules, on their backward and on tensors run as often as without sharding, and see whole parameters."""
+    model = models.Tower(dim=9)
+    plain = models.copy_of(model).to(rank.device)
+    seen: dict[str, list[str]] = {"sharded": [], "plain": []}
+    values = {name: value.detach().clone() for name, value in plain.named_parameters()}
+
+    def watch(owner: str, watched: torch.nn.Module) -> torch.nn.Module:
+        for name, module in watched.named_modules():
+            note = functools.partial(_note_hook, seen[owner], values, name)
+            module.register_forward_pre_hook(lambda m, args, note=note: note("forward-pre", m))
+            module.register_forward_hook(lambda m, args, output, note=note: note("forward", m, output))
+            module.register_full_backward_pre_hook(lambda m, gradient, note=note: note("backward-pre", m))
+            module.register_full_backward_hook(lambda m, inputs, outputs, note=note: note("backward", m))
+        return watched
+
+    watch("plain", plain)
+    pair = rank.pair(
+        model, units=model.units(), reshard_after_forward=reshard_after_forward,
+        prepare=lambda prepared: watch("sharded", prepared),
+    )  # fmt: skip
+    for step in range(2):
+        batch = rank.batch(step, (4, 9)).requires_grad_()
+        pair.step(batch)
+        models.mean_square(plain(batch)).backward()
+        assert seen["sharded"] == seen["plain"], _first_of_two(seen["sharded"], seen["plain"])
+        for owner in seen.values():
+            owner.clear()
+        values.clear()  # the parameters have moved
+        pair.check()
+
+
+def _note_hook(
+    seen: list[str], values: dict[str, torch.Tensor], name: str, kind: str, module: torch.nn.Module, output: Any = None
+) -> None:
+    """Note a call, and check the parameters of modules that are no units: those of a Linear in it."""
+    seen.append(f"{kind} of {name or 'the root'}")
+    if isinstance(output, torch.Tensor) and output.requires_grad:
+        output.register_hook(lambda gradient: seen.append(f"tensor hook of {name or 'the root'}"))
+    if isinstance(module, torch.nn.Linear) and name.startswith("layers."):
+        for key in ("weight", "bias"):
+            expected = values.get(f"{name}.{key}")
+            found = getattr(module, key)
+            assert not isinstance(found, DTensor), f"{seen[-1]}: the hook sees a shard of {key}"
+            shape = (module.out_features, module.in_features)[: found.ndim]
+            assert tuple(found.shape) == shape, f"{seen[-1]}: the hook sees {key} of shape {tuple(found.shape)}"
+            same = expected is None or torch.equal(found.detach(), expected)
+            assert same, f"{seen[-1]}: the hook sees other values of {key} than those of the model"
+
+
+def _first_of_two(found: list[str], expected: list[str]) -> str:
+    for number, (one, other) in enumerate(itertools.zip_longest(found, expected, fillvalue="nothing")):
+        if one != other:
+            return f"call {number} of a hook is {one}; without sharding it is {other}"
+    return ""
 
 
 def _assert_nothing_gathered(adapter: Adapter) -> None:

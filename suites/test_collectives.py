@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import string
 from collections.abc import Callable, Sequence
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 
 from shardproof.harness import Capability, contract, models, needs, world
-from shardproof.harness.adapters.base import Accumulation
+from shardproof.harness.adapters.base import Accumulation, Clip, Settings
+from shardproof.harness.collectives.trace import Trace, first_difference
 from shardproof.harness.findings.finding import step_label
+from shardproof.harness.models import optim, shapes
 from shardproof.harness.models.ties import RepeatedTower
 from shardproof.harness.parity import Pair, Rank
 from shardproof.harness.plugin.axes import RESHARD_ROOT
@@ -208,6 +212,38 @@ def test_bytes_of_a_step(rank: Rank, reshard_after_forward: bool | int | None) -
         )
 
 
+@contract("COLLECTIVES-9")
+@world(2, 4)
+@pytest.mark.parametrize("number", range(3))
+def test_ranks_issue_one_sequence(rank: Rank, number: int) -> None:
+    """All ranks issue the same collectives in the same order, whatever the names and the addresses of modules are.
+
+    Sets of either would be walked in another order on each rank, and backward may take branches in any order.
+    """
+    random = Random(1000 * number + rank.index)
+    kept = [bytes(random.randrange(64, 4096)) for _ in range(200)]
+    names = ["".join(random.choices(string.ascii_lowercase, k=8)) for _ in range(6)]
+    model = shapes.Fan(dim=9, names=names)
+    mesh = rank.mesh((2, 2), ("replicate", "shard")) if rank.world_size == 4 and _has(rank, "HYBRID") else None
+    run = rank.run(
+        model, units=[[f"arms.{name}"] for name in names], optimizer=optim.sgd(), mesh=mesh, pictures=False,
+        microbatches=2, clip=Clip(0.01) if _has(rank, "CLIPPING") else None,
+    )  # fmt: skip
+    for step in range(2):
+        kept.append(bytes(random.randrange(64, 4096)))
+        run.step([(rank.batch(step, (2, 9), microbatch=index),) for index in range(2)], loss=models.mean_square)
+    rank.expect_different_collectives()  # by the names of units, and by nothing else
+    mine = Trace(dataclasses.replace(item, unit="") for item in run.trace)
+    difference = first_difference(rank.exchange(mine))
+    if difference is not None:
+        raise AssertionError(f"collectives differ between ranks: {difference.text}")
+    assert len(run.trace) >= 2 * len(names), f"there are {len(run.trace)} collectives of {len(names)} units"
+
+
+def _has(rank: Rank, name: str) -> bool:
+    return Capability[name] in rank.implementation.capabilities()
+
+
 @contract("COLLECTIVES-10")
 @world(4)
 @needs(Capability.COUNTED_UNITS, Capability.HYBRID, Capability.DEFERRED_ALL_REDUCE)
@@ -228,6 +264,75 @@ def test_deferred_all_reduce_is_taken_back(rank: Rank) -> None:
         pair.step([rank.batch(step, (4, 9), microbatch=number) for number in range(2)], set_to_none=step % 2 == 0)
         pair.check()
         pair.check_counts("backward", all_gather=2 * DEPTH, reduce_scatter=2 * UNITS, all_reduce=UNITS)
+
+
+@contract("COLLECTIVES-10")
+@world(2)
+@needs(Capability.UNIT_SETTINGS, Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD, Capability.ROOT_RESHARD)
+@pytest.mark.parametrize(
+    ("unit", "recurse"), [("layers.1", False), ("", False), ("", True)], ids=["a-layer", "the-root", "all-units"]
+)
+def test_resharding_is_changed(rank: Rank, unit: str, recurse: bool) -> None:
+    """Whether a unit, or all of them, frees its parameters after forward can change between steps, and back."""
+    model = models.Tower(dim=9, depth=DEPTH)
+    pair = rank.pair(model, units=model.units())
+    frees = {"(root)": False} | {f"layers.{index}": True for index in range(DEPTH)}
+    for step, choice in enumerate([None, False, True, False]):
+        if choice is not None:
+            pair.adapter.change(Settings(reshard_after_forward=choice), unit=unit, recurse=recurse)
+            frees |= dict.fromkeys(frees if recurse else [unit or "(root)"], choice)
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+        pair.check_counts("forward", all_gather=UNITS)
+        assert_gathered_in_backward(pair, step, [name for name, is_freed in frees.items() if is_freed])
+
+
+@contract("COLLECTIVES-10")
+@world(2)
+@needs(Capability.UNIT_SETTINGS, Capability.COUNTED_UNITS, Capability.GATHER_ORDER)
+def test_backward_gathers_a_unit_or_not(rank: Rank) -> None:
+    """A unit that computes its gradients without its parameters need not be gathered for that, as long as it is set."""
+    model = torch.nn.Sequential(
+        torch.nn.Embedding(11, 9), torch.nn.Linear(9, 12), torch.nn.Tanh(), torch.nn.Linear(12, 7)
+    )
+    pair = rank.pair(model, units=[["0"], ["1"]])
+    for step, gathers in enumerate([None, False, True, False]):
+        if gathers is not None:
+            pair.adapter.change(Settings(unshard_in_backward=gathers), unit="0")
+        pair.step(rank.tokens(step, (4, 3), vocabulary=11))
+        pair.check()
+        pair.check_counts("forward", all_gather=3)
+        assert_gathered_in_backward(pair, step, ["1"] if gathers is False else ["0", "1"])
+
+
+@contract("COLLECTIVES-10")
+@world(2)
+@needs(Capability.UNIT_SETTINGS, Capability.RANKS_DIFFER, Capability.GROUPED_UNIT)
+@pytest.mark.parametrize(
+    ("unit", "recurse"), [("used", False), ("", False), ("", True)], ids=["the-unit", "the-root", "all-units"]
+)
+def test_zeros_are_reduced_or_not(rank: Rank, unit: str, recurse: bool) -> None:
+    """While that is set for its unit, a parameter that was not used is reduced with zeros; otherwise it is left out."""
+    run = rank.run(shapes.SkippedMember(dim=9), units=[["used", "skipped"]])
+    sizes: list[int] = []
+    for step, zeros in enumerate([False, True, False]):
+        run.adapter.change(Settings(reduce_unused=zeros), unit=unit, recurse=recurse)
+        run.trace.clear()
+        run.forward_backward((rank.batch(step, (2, 9)),), loss=models.mean_square)
+        sizes.append(sum(item.nbytes for item in run.trace if item.kind == "reduce_scatter"))
+        has_zeros = zeros and (unit == "used" or recurse)
+        gradients = {name for name, piece in run.adapter.gradients().items() if piece is not None}
+        found = sorted(name for name in gradients if name.startswith("skipped."))
+        assert bool(found) == has_zeros, f"in {step_label(step)} unused parameters have gradients: {not has_zeros}"
+        assert (sizes[step] > sizes[0]) == has_zeros, f"bytes of the reductions in three steps: {sizes}"
+        run.adapter.zero_grad(set_to_none=True)
+
+
+def assert_gathered_in_backward(pair: Pair, step: int, expected: Sequence[str]) -> None:
+    """Check which units the last backward gathered, each once."""
+    trace = [item for item in pair.last_trace() if (item.phase, item.kind) == ("backward", "all_gather")]
+    found = sorted(item.unit for item in trace)
+    assert found == sorted(expected), f"in {step_label(step)} backward gathers {found} instead of {sorted(expected)}"
 
 
 def _sizes(pair: Pair) -> Sequence[tuple[int, int]]:

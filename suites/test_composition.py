@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from shardproof.harness import Capability, Hardware, contract, models, needs, world
 from shardproof.harness.adapters.base import Adapter
 from shardproof.harness.adapters.dtensor import piece_of
+from shardproof.harness.models import optim
 from shardproof.harness.models.parallel import (
     Buffered,
     MLPStack,
@@ -28,7 +30,8 @@ from shardproof.harness.models.parallel import (
     replicate,
 )
 from shardproof.harness.models.recomputation import Computations, recompute
-from shardproof.harness.parity import Pair, Rank
+from shardproof.harness.parity import Pair, Rank, exact_difference
+from shardproof.harness.parity.plain import backward_of_copies, check_gradients, check_parameters
 from shardproof.harness.plugin.axes import RESHARD, RESHARD_CHOICES, with_first
 
 pytestmark = needs(Capability.TENSOR_PARALLEL)
@@ -329,3 +332,87 @@ def train(
             computations.check()
         pair.check()
         check_groups(pair, *(mesh[name] for name in (*data, "tp")))
+
+
+@contract("COMPOSITION-13")
+@world(2)
+@needs(Capability.AUTOGRAD_CALLS, Capability.RESHARD_AFTER_FORWARD)
+@pytest.mark.parametrize("frees", [True, False], ids=["critic-kept", "generator-kept"])
+def test_generator_and_critic(rank: Rank, frees: bool) -> None:
+    """Two models of one process that train in turn, one through the other, train as plain copies do."""
+    generator, critic = models.Tower(dim=9), models.Tower(dim=9, depth=2)
+    plain = [models.copy_of(one).to(rank.device) for one in (generator, critic)]
+    optimizers = [optim.sgd(lr=0.05)(one.parameters()) for one in plain]
+    runs = [
+        rank.run(one, units=one.units(), optimizer=optim.sgd(lr=0.05), reshard_after_forward=keeps == frees)
+        for one, keeps in ((generator, True), (critic, False))
+    ]
+    sharded = [run.adapter.forward for run in runs]
+    for step in range(3):
+        noise, real = (rank.batch(step, (4, 9), microbatch=number) for number in range(2))
+
+        def losses(make: Any, judge: Any, noise: torch.Tensor = noise, real: torch.Tensor = real) -> Iterator[Any]:
+            with torch.no_grad():
+                fake = make(noise)
+            yield models.mean_square(judge(real)) - models.mean_square(judge(fake))
+            yield models.mean_square(judge(make(noise)))
+
+        both = losses(sharded[0], sharded[1]), losses(plain[0], plain[1])
+        for trained in (1, 0):  # the critic, then the generator through it
+            with runs[0].recorder.during("backward"):
+                next(both[0]).backward()
+            backward_of_copies(rank, *plain, loss=next(both[1]))
+            for run, copy in zip(runs, plain, strict=True):
+                check_gradients(run, copy, step=step)
+            runs[trained].adapter.step()
+            optimizers[trained].step()
+            for run, copy in zip(runs, plain, strict=True):
+                check_parameters(run, copy, step=step)
+                run.adapter.zero_grad(set_to_none=True)
+                copy.zero_grad()
+
+
+@contract("COMPOSITION-13")
+@world(4)
+@needs(Capability.HYBRID, Capability.CAST_AFTER_INIT)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+def test_teacher_and_student(rank: Rank, reshard_after_forward: bool | int | None) -> None:
+    """A frozen model on another mesh, of another dtype and other units, changes no training, also where it is nested.
+
+    It computes before each step, between two units of the student's forward, and between backward and step.
+    """
+    teacher, student = models.Tower(dim=9, depth=2), Distilled(dim=9)
+    plain = models.copy_of(teacher).double().to(rank.device)
+    mesh = rank.mesh((2, 2), ("replicate", "shard"))
+    teaching = rank.run(teacher.requires_grad_(False), units=[["layers.1"]], mesh=mesh, cast=torch.float64)
+    frozen = teaching.adapter.forward
+
+    def teach(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad(), teaching.recorder.during("teacher"):
+            found = frozen(x.double())
+            expected = plain(x.double())
+        difference = exact_difference(found, expected)
+        assert difference is None, f"output of the teacher: element, sharded, plain: {difference}"
+        target: torch.Tensor = found.float()
+        return target
+
+    def again() -> None:
+        teach(rank.batch(0, (4, 9), microbatch=1))
+
+    pair = rank.pair(
+        student, units=student.units(), reshard_after_forward=reshard_after_forward,
+        after_backward=lambda adapter: again(),
+    )  # fmt: skip
+    inner = pair.sharded.original_module("layers.1")
+    inner.register_forward_hook(lambda module, args, output: again())
+    for step in range(3):
+        x = rank.batch(step, (4, 9))
+        pair.step((x, teach(x)))
+        pair.check()
+
+
+class Distilled(models.Tower):
+    """Takes a batch and a teacher's output; returns what it lacks to that."""
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x) - target

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import collections
+import gc
+import threading
+import weakref
 from typing import Any
 
 import pytest
 import torch
 
 from shardproof.harness import Capability, Hardware, alone, contract, models, needs, world
+from shardproof.harness.adapters.base import Adapter
 from shardproof.harness.findings.finding import step_label
 from shardproof.harness.models import busy, optim
 from shardproof.harness.parity import Census, Rank
@@ -147,3 +152,121 @@ def _memory_of_a_step(rank: Rank, depth: int, **options: Any) -> tuple[int, dict
         run.adapter.step()
         run.adapter.zero_grad(set_to_none=True)
     return held - without, dict(zip(IN_WHOLE, (mark - held for mark in marks), strict=True))
+
+
+#: After so many steps everything that lives as long as the model has been made.
+SETTLED = 3
+
+
+@contract("MEMORY-4")
+@world(2)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
+def test_fifty_steps_hold_no_more_than_the_third(rank: Rank, reshard_after_forward: bool | None) -> None:
+    """From the third step on, tensors, hooks, threads and objects of Python grow no more, whatever the batch."""
+    model = models.Tower(dim=9)
+    run = rank.run(
+        model, units=model.units(), reshard_after_forward=reshard_after_forward, optimizer=optim.sgd(), pictures=False
+    )
+    counts = []
+    for step in range(SETTLED + 50):
+        # An evaluation, a dropped forward and one microbatch of another size in between.
+        if step % 3 == 1:
+            run.evaluate((rank.batch(0, (2, 9)),))
+        if step % 3 == 2:
+            run.adapter.forward(rank.batch(0, (5, 9)))
+        run.step([(rank.batch(0, (1 + step % 4, 9)),)], loss=models.mean_square)
+        run.trace.clear()
+        if step in (SETTLED - 1, SETTLED + 49):
+            counts.append(held_by(run.adapter, rank.device))
+    first, last = counts
+    # A thread of the communication library may hold the last collective's tensors for a moment, and a few objects of
+    # the interpreter come and go. What every step leaves behind is fifty times as much.
+    largest = 4 * max(unit.padded_numel for unit in run.units)
+    allowed = {"objects": 50, "tensors": 2, "bytes of tensors": 2 * largest}
+    grown = {name: (first[name], last[name]) for name in first if last[name] > first[name] + allowed.get(name, 0)}
+    assert not grown, f"what is held after the third step and fifty steps later: {grown}"
+
+
+def held_by(adapter: Adapter, device: torch.device) -> dict[str, int]:
+    """Count what the process holds, after garbage collection."""
+    memory.collect_garbage()
+    found = gc.get_objects()
+    hooks = (
+        "_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks",
+        "_load_state_dict_post_hooks",
+    )  # fmt: skip
+    tensors = [*adapter.module.parameters(), *adapter.module.buffers()]
+    return {
+        "bytes of tensors": memory.tensor_bytes(device),
+        "tensors": sum(issubclass(type(one), torch.Tensor) for one in found),
+        "hooks of modules": sum(len(getattr(one, name)) for one in adapter.module.modules() for name in hooks),
+        "hooks of tensors": sum(
+            len(getattr(one, name, None) or ())
+            for one in tensors
+            for name in ("_backward_hooks", "_post_accumulate_grad_hooks")
+        ),
+        "threads": threading.active_count(),
+        "objects": len(found),
+    }
+
+
+@contract("MEMORY-4")
+@world(2)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
+@pytest.mark.parametrize(
+    "end", ["after-a-step", "after-an-evaluation", "exception-in-forward", "exception-in-backward"]
+)
+def test_deleted_model_is_freed_at_once(rank: Rank, end: str, reshard_after_forward: bool | None) -> None:
+    """When the last reference to a model goes, its modules and tensors go too, without the garbage collector."""
+    model = models.Tower(dim=9)
+    config = rank.config(units=model.units(), reshard_after_forward=reshard_after_forward)
+    memory.collect_garbage()
+    gc.disable()
+    try:
+        adapter: Any = rank.implementation(model.to(rank.device), optimizer=optim.sgd(), config=config)
+        held = {f"module {name or '(root)'}": weakref.ref(module) for name, module in model.named_modules()}
+        del model
+        for step in range(2):
+            adapter.backward(models.mean_square(adapter.forward(rank.batch(step, (4, 9)))))
+            adapter.step()
+            adapter.zero_grad(set_to_none=True)
+        finish(adapter, end, rank.batch(2, (4, 9)))
+        for name, parameter in adapter.named_parameters().items():
+            held[f"parameter {name}"] = weakref.ref(parameter)
+        del parameter
+        adapter.teardown()
+        del adapter
+        memory.finish_backward(rank.device)
+        alive = [name for name, reference in held.items() if reference() is not None]
+        kinds = collections.Counter(name.partition(" ")[0] for name in alive)
+    finally:
+        gc.enable()
+    assert not alive, f"deleted after the {end}, of the model {dict(kinds)} are alive, such as {alive[0]}"
+
+
+class Injected(Exception):
+    """What goes wrong on all ranks."""
+
+
+def finish(adapter: Adapter, end: str, batch: torch.Tensor) -> None:
+    """Do the last thing with a model before it is deleted."""
+
+    def fail(*_: Any) -> None:
+        raise Injected
+
+    if end == "after-an-evaluation":
+        with torch.no_grad():
+            adapter.forward(batch)
+    if end.startswith("exception"):
+        module = adapter.submodule("layers.1.in_proj")
+        if end == "exception-in-forward":
+            handle = module.register_forward_pre_hook(fail)
+        else:
+            handle = module.register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)
+        try:
+            adapter.backward(models.mean_square(adapter.forward(batch)))
+        except Injected:
+            pass
+        else:
+            raise AssertionError("nothing was raised")
+        handle.remove()

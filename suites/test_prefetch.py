@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 
 from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.findings.finding import step_label
-from shardproof.harness.parity import Rank, Run
+from shardproof.harness.models.ties import RepeatedTower
+from shardproof.harness.parity import Pair, Rank, Run
 from shardproof.harness.plugin.axes import RESHARD
 
 AHEAD = 2
@@ -136,4 +138,89 @@ backward  reduce_scatter  float32     2240 B  ranks 0-1  layers.1
 backward  reduce_scatter  float32      400 B  ranks 0-1  (root)
 backward  reduce_scatter  float32     1480 B  ranks 0-1  layers.0
 """,
+    )
+
+
+CHOICES = ["before-backward", "after-backward", "never"]
+
+
+@contract("PREFETCH-3")
+@world(2)
+@needs(Capability.GATHERS_AHEAD, Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD)
+@pytest.mark.parametrize("when", CHOICES)
+def test_when_backward_gathers_ahead(rank: Rank, when: Any) -> None:
+    """Backward gathers the next unit before the current one computes, after it and before its reduction, or never."""
+    depth = 4
+    model = models.Tower(dim=9, depth=depth)
+    pair = rank.pair(model, units=model.units(), reshard_after_forward=True, gathers_ahead=when)
+    layers = [f"layers.{index}" for index in reversed(range(depth))]
+    found: dict[str, list[str]] = {}
+    for name in layers:
+        _watch_backward(pair, name, found)
+    for step in range(2):
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+        for number, name in enumerate(layers):
+            expected = layers[: number + (2 if when == "before-backward" else 1)]
+            assert found[name] == expected, f"{name} computes its gradients when {found[name]} are gathered"
+        order = [(item.kind, item.unit) for item in pair.last_trace() if item.phase == "backward"]
+        for name, following in itertools.pairwise(layers):
+            ahead = order.index(("all_gather", following)) < order.index(("reduce_scatter", name))
+            assert ahead == (when != "never"), f"{following} is gathered before {name} is reduced: {ahead}"
+
+
+@contract("PREFETCH-3")
+@world(2)
+@needs(Capability.GATHERS_AHEAD, Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD)
+@pytest.mark.parametrize("ahead", [False, True])
+def test_forward_gathers_ahead(rank: Rank, ahead: bool) -> None:
+    """From the second forward on each unit gathers the one that followed it in the first before it computes, if set."""
+    depth = 4
+    model = models.Tower(dim=9, depth=depth)
+    pair = rank.pair(
+        model, units=model.units(), reshard_after_forward=True, gathers_ahead_in_forward=ahead, bounds_gathers=not ahead
+    )
+    units = ["(root)", *(f"layers.{index}" for index in range(depth))]
+    found: list[list[str]] = []
+    for index in range(depth):
+        pair.adapter.submodule(f"layers.{index}.in_proj").register_forward_pre_hook(
+            lambda module, args: found.append([item.unit for item in pair.last_trace() if item.kind == "all_gather"])
+        )
+    for step in range(3):
+        found.clear()
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+        for index, gathered in enumerate(found):
+            expected = units[: index + 2 + (ahead and step > 0)]
+            assert gathered == expected, f"layers.{index} computes in {step_label(step)} when {gathered} are gathered"
+
+
+@contract("PREFETCH-3")
+@world(4)
+@needs(Capability.GATHERS_AHEAD, Capability.RESHARD_AFTER_FORWARD, Capability.HYBRID)
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("when", CHOICES)
+def test_units_that_run_twice(rank: Rank, when: Any, ahead: bool, reshard_after_forward: bool) -> None:
+    """Whatever is gathered ahead, units that run twice train as DDP does, on replicas and as gathers are bounded."""
+    model = RepeatedTower(9)
+    mesh = rank.mesh((2, 2), ("replicate", "shard")) if ahead else None
+    pair = rank.pair(
+        model, units=model.units(), mesh=mesh, reshard_after_forward=reshard_after_forward, gathers_ahead=when,
+        gathers_ahead_in_forward=ahead, bounds_gathers=ahead == reshard_after_forward,
+    )  # fmt: skip
+    for step in range(3):
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+
+
+def _watch_backward(pair: Pair, name: str, found: dict[str, list[str]]) -> None:
+    """Note the layers that backward has gathered when a layer computes its gradients."""
+
+    def note(gradient: torch.Tensor) -> None:
+        trace = [item for item in pair.last_trace() if (item.phase, item.kind) == ("backward", "all_gather")]
+        found[name] = [item.unit for item in trace if item.unit.startswith("layers.")]
+
+    pair.adapter.submodule(f"{name}.in_proj").register_forward_hook(
+        lambda module, args, output: output.register_hook(note) and None
     )

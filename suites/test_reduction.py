@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from shardproof.harness import Capability, contract, models, needs, world
-from shardproof.harness.adapters.base import Clip, Precision
+from shardproof.harness.adapters.base import Accumulation, Clip, Precision, Settings
 from shardproof.harness.findings.finding import step_label
 from shardproof.harness.models import mixed, optim
-from shardproof.harness.parity import Rank, check_equal, run_and_replica
+from shardproof.harness.parity import Rank, Run, check_equal, exact_difference, run_and_replica
+from shardproof.harness.parity.units import ROOT
 from shardproof.harness.plugin.axes import RESHARD
 
 SHAPE = (6, 4)
@@ -48,6 +51,189 @@ def test_divide_factors(rank: Rank, factors: dict[str, float], dtype: torch.dtyp
         batch = [(rank.batch(step, SHAPE).abs() + 1,)]
         expected = replica.step(batch, loss=torch.sum)
         check_equal(rank, run, run.step(batch, loss=torch.sum), expected, number=step)
+
+
+@contract("REDUCTION-2")
+@world(2, 4)
+@needs(Capability.UNIT_SETTINGS, Capability.DEFERRED_REDUCTION)
+@pytest.mark.parametrize("unit", ["layers.1", ""], ids=["a-layer", "the-root"])
+def test_function_after_the_reduction(rank: Rank, unit: str) -> None:
+    """A function that is set for one unit runs once in each reduction, on the gradients that the optimizer gets.
+
+    Half of the ranks, one replica of two, double them: a sum over replicas after that would change both.
+    """
+    runs = two_runs(rank, accumulation=Accumulation(), microbatches=2)
+    sizes: list[int] = []
+    doubles = rank.index >= rank.world_size // 2
+
+    def function(share: torch.Tensor) -> None:
+        sizes.append(share.numel())
+        share.mul_(2 if doubles else 1)
+
+    runs[1].adapter.change(Settings(reduced=function), unit=unit)
+    (changed,) = [one for one in runs[1].units if one.label == (unit or ROOT)]
+    for step in range(2):
+        compare_gradients(rank, runs, step, doubled=changed.names if doubles else ())
+        padded = changed.padded_numel // runs[1].adapter.config.shard_size
+        assert sizes == [padded] * (step + 1), f"by {step_label(step)} the function has got shares of {sizes} elements"
+
+
+@contract("REDUCTION-2")
+@world(2, 4)
+@needs(Capability.REDUCTION_HOOK, Capability.DEFERRED_REDUCTION)
+def test_function_in_place_of_the_reduction(rank: Rank) -> None:
+    """A function in the place of all reductions is called once for each unit and reduction; what it writes is used."""
+    runs = two_runs(rank, accumulation=Accumulation(), microbatches=2, mesh=rank.mesh())
+    calls: list[tuple[int, int]] = []
+
+    def function(gradient: torch.Tensor, share: torch.Tensor) -> None:
+        calls.append((gradient.numel(), share.numel()))
+        whole = gradient.clone()
+        dist.all_reduce(whole)
+        share.copy_(whole.view(rank.world_size, -1)[rank.index]).mul_(2 / rank.world_size)
+
+    runs[1].adapter.replace_reduction(function)
+    names = [name for one in runs[1].units for name in one.names]
+    for step in range(2):
+        calls.clear()
+        # In sums of four numbers the order is a function's own.
+        compare_gradients(rank, runs, step, doubled=names, exact=rank.world_size == 2)
+        assert all(whole == rank.world_size * share for whole, share in calls), f"gradients and shares: {calls}"
+        found = sorted(share for _, share in calls)
+        expected = sorted(one.numel / rank.world_size for one in runs[1].units)
+        assert len(found) == len(expected), f"in {step_label(step)} it is called {len(found)} times"
+        assert all(least <= one <= least + 50 for one, least in zip(found, expected, strict=True)), f"shares: {found}"
+        kinds = {item.kind for item in runs[1].trace if item.phase == "backward"}
+        assert "reduce_scatter" not in kinds, "the implementation reduces too"
+
+
+class Own:
+    """An all-gather or a reduce-scatter of the script's own, in memory of its own."""
+
+    def __init__(self) -> None:
+        self.groups: list[dist.ProcessGroup] = []
+        self.ops: list[Any] = []
+        self._memory: set[int] = set()
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        tensor = torch.empty(*size, dtype=dtype, device=device)
+        self._memory.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, **options: Any) -> Any:
+        for name, tensor in (("input", input_tensor), ("output", output_tensor)):
+            assert tensor.untyped_storage().data_ptr() in self._memory, f"the {name} was not allocated by the script"
+        self.groups.append(group)
+        collective: Any = dist.reduce_scatter_tensor if "op" in options else dist.all_gather_into_tensor
+        if "op" in options:
+            self.ops.append(options["op"])
+        return collective(output_tensor, input_tensor, group=group, **options)
+
+
+@contract("REDUCTION-2")
+@world(2, 4)
+@needs(Capability.UNIT_SETTINGS, Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD, Capability.ROOT_RESHARD)
+@pytest.mark.parametrize("unit", ["layers.1", ""], ids=["a-layer", "the-root"])
+def test_collectives_of_a_script(rank: Rank, unit: str) -> None:
+    """An all-gather and a reduce-scatter of a script's own are used once each time for the unit for which they are set.
+
+    They get tensors that they allocated themselves, and no further collective moves the unit.
+    """
+    model, (gather, reduce) = models.Tower(dim=9), (Own(), Own())
+    mesh = rank.mesh((2, 2), ("replicate", "shard")) if rank.world_size == 4 else None
+    pair = rank.pair(model, units=model.units(), mesh=mesh, reshard_after_forward=True)
+    # Where the process group has no memory of its own this changes nothing.
+    pair.adapter.change(Settings(group_memory=True), unit="layers.0")
+    pair.adapter.change(Settings(gather=gather, reduce_scatter=reduce), unit=unit)
+    for step in range(2):
+        gather.groups.clear()
+        reduce.groups.clear()
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+        assert (len(gather.groups), len(reduce.groups)) == (2, 1), (
+            f"in {step_label(step)} the unit is gathered {len(gather.groups)} times by the script and reduced "
+            f"{len(reduce.groups)} times"
+        )
+        pair.check_counts("forward", all_gather=4)
+        replicas = {"all_reduce": 4} if mesh else {}
+        pair.check_counts("backward", all_gather=4, reduce_scatter=4, **replicas)
+        pair.check_bytes()
+        pair.adapter.change(Settings(group_memory=False), unit="layers.0")
+
+
+@contract("REDUCTION-2")
+@world(2, 4)
+@needs(Capability.UNIT_SETTINGS)
+@pytest.mark.parametrize("has_replicas", [False, pytest.param(True, marks=needs(Capability.HYBRID))])
+def test_sums_alone(rank: Rank, has_replicas: bool) -> None:
+    """A unit for which a script chooses sums reduces by sums and trains the same; the choice can be taken back."""
+    model, reduces = models.Tower(dim=9), {"layers.0": Own(), "layers.1": Own()}
+    mesh = rank.mesh((2, rank.world_size // 2), ("replicate", "shard")) if has_replicas else None
+    if has_replicas and rank.world_size == 2:
+        return  # one shard is not reduced
+    pair = rank.pair(model, units=model.units(), mesh=mesh)
+    for name, reduce in reduces.items():
+        pair.adapter.change(Settings(reduce_scatter=reduce), unit=name)
+    for step, sums in enumerate([False, True, False]):
+        pair.adapter.change(Settings(force_sum=sums), unit="layers.1")
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+    usual, ops = reduces["layers.0"].ops, reduces["layers.1"].ops
+    assert usual == usual[:1] * 3, f"a unit for which nothing was set is reduced by {usual}"
+    assert ops == [usual[0], dist.ReduceOp.SUM, usual[0]], f"with sums in the second step, it is reduced by {ops}"
+
+
+@contract("REDUCTION-2")
+@world(4)
+@needs(Capability.UNIT_SETTINGS, Capability.OWN_REDUCE_GROUP, Capability.HYBRID)
+@pytest.mark.parametrize("recurse", [False, True])
+def test_reductions_have_a_group_of_their_own(rank: Rank, recurse: bool) -> None:
+    """Reductions can have a process group other than the gathers', of the same ranks, and return to that one."""
+    model, mesh = models.Tower(dim=9), rank.mesh((2, 2), ("replicate", "shard"))
+    pair = rank.pair(model, units=model.units(), mesh=mesh)
+    gathers, reduces = ({name: Own() for name in ("", "layers.1")} for _ in range(2))
+    for name in gathers:
+        pair.adapter.change(Settings(gather=gathers[name], reduce_scatter=reduces[name]), unit=name)
+    for step, separate in enumerate([False, True, False, True]):
+        pair.adapter.change(Settings(own_reduce_group=separate), recurse=recurse)
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+        for name in gathers:
+            gather, reduce = gathers[name].groups[-1], reduces[name].groups[-1]
+            expected = separate and (recurse or not name)
+            where = f"{name or ROOT} in {step_label(step)}"
+            assert (gather is not reduce) == expected, f"{where}: another group than the gathers' is {not expected}"
+            ranks = dist.get_process_group_ranks(reduce)
+            assert ranks == dist.get_process_group_ranks(gather), f"{where} is reduced among ranks {ranks}"
+
+
+def two_runs(rank: Rank, **options: Any) -> list[Run]:
+    """Two runs of one model, on replicas if there are four ranks."""
+    model = models.Tower(dim=9)
+    mesh = rank.mesh((2, 2), ("replicate", "shard")) if rank.world_size == 4 else None
+    return [rank.run(models.copy_of(model), **{"units": model.units(), "mesh": mesh} | options) for _ in range(2)]
+
+
+def compare_gradients(
+    rank: Rank, runs: Sequence[Run], step: int, *, doubled: Collection[str], exact: bool = True
+) -> None:
+    """Train both on two microbatches; the second run's gradients are the first's, or twice these, bit for bit."""
+    for run in runs:
+        for number in range(2):
+            with run.adapter.microbatch(is_last=number == 1):
+                run.forward_backward((rank.batch(step, (4, 9), microbatch=number),), loss=models.mean_square)
+    usual, found = (run.adapter.gradients() for run in runs)
+    for name, piece in usual.items():
+        mine = found[name]
+        assert (piece is None) == (mine is None), f"only one of the runs has a gradient of {name!r}"
+        if piece is not None and mine is not None:
+            expected = piece.tensor * (2 if name in doubled else 1)
+            if exact:
+                difference = exact_difference(mine.tensor, expected)
+                where = f"gradient of {name!r} in {step_label(step)}"
+                assert difference is None, f"{where}: element, found and expected: {difference}"
+    for run in runs:
+        run.adapter.zero_grad(set_to_none=True)
 
 
 @contract("REDUCTION-3")

@@ -20,7 +20,9 @@ from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.config import Accumulation as Accumulation
 from shardproof.harness.adapters.config import Clip as Clip
 from shardproof.harness.adapters.config import Config as Config
+from shardproof.harness.adapters.config import OwnCollective as OwnCollective
 from shardproof.harness.adapters.config import Precision as Precision
+from shardproof.harness.adapters.config import Settings as Settings
 from shardproof.harness.adapters.config import Units as Units
 from shardproof.harness.adapters.traits import Traits as Traits
 from shardproof.harness.adapters.traits import padded_to_rows as padded_to_rows
@@ -425,6 +427,41 @@ class Adapter(ABC):
             event: recorded on the current stream after the step.
         """
         raise AssertionError(f"{self.name} does not declare {Capability.POST_OPTIM_EVENT!r}")
+
+    def change(self, settings: Settings, *, unit: str = "", recurse: bool = False) -> None:
+        """Change the settings of one unit, or of all units in a module, for the passes that follow.
+
+        Called between steps. It may communicate.
+
+        Needs :attr:`Capability.UNIT_SETTINGS`.
+
+        Args:
+            settings: what to change.
+            unit: the name of the unit's first module; "" is the root's own.
+            recurse: whether the units inside the module change too.
+        """
+        raise AssertionError(f"{self.name} does not declare {Capability.UNIT_SETTINGS!r}")
+
+    def replace_reduction(self, hook: Callable[..., None]) -> None:
+        """Let ``hook`` reduce the gradients of all units in place of the implementation. Called once, before training.
+
+        Needs :attr:`Capability.REDUCTION_HOOK`.
+
+        Args:
+            hook: called with this rank's whole gradients of one unit, 1-D, and an empty tensor for this rank's share of
+                their average, which it fills.
+        """
+        raise AssertionError(f"{self.name} does not declare {Capability.REDUCTION_HOOK!r}")
+
+    def recover(self) -> None:
+        """Make what the implementation documents as the call after an exception in forward or backward.
+
+        Called on every rank after an exception at the same place on all of them. Gradients are then zeroed, and the
+        next step begins anew. The default fits an implementation that needs no call.
+
+        Needs :attr:`Capability.RECOVERY`.
+        """
+        return None
 
     def checkpoint(self) -> dict[str, Any]:
         """Return the state that ``torch.distributed.checkpoint`` saves. May communicate.

@@ -185,6 +185,27 @@ class Capability(enum.StrEnum):
     SYNC_STATES = "sync-states"
     """Sharding can start from the first data-parallel rank's parameters and buffers on every rank."""
 
+    UNIT_SETTINGS = "unit-settings"
+    """Between steps a script can change single units: when they reshard, and with what they gather and reduce."""
+
+    RANKS_DIFFER = "ranks-differ"
+    """Ranks may use different parameters of a unit in one step."""
+
+    OWN_REDUCE_GROUP = "own-reduce-group"
+    """Reductions can have a process group other than that of the gathers."""
+
+    REDUCTION_HOOK = "reduction-hook"
+    """A function of the script can take the place of the reduction of all units."""
+
+    GATHERS_AHEAD = "gathers-ahead"
+    """A script chooses whether backward and forward gather the next unit ahead, and whether gathers are bounded."""
+
+    AUTOGRAD_CALLS = "autograd-calls"
+    """A script may call ``backward`` and ``torch.autograd.grad`` itself, several times for one forward."""
+
+    RECOVERY = "recovery"
+    """After an exception in forward or backward on all ranks, and a call if one is needed, the next step is right."""
+
     ORDER_VALIDATION = "order-validation"
     """With ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` the implementation compares the order in which units run in forward.
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Protocol
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 Units = tuple[tuple[str, ...], ...]
@@ -84,6 +85,58 @@ class Precision:
     """Whether floating-point tensors in the unit's inputs are cast to the dtype of compute."""
 
 
+class OwnCollective(Protocol):
+    """A collective of a script's own, which takes the place of an all-gather or of a reduce-scatter."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a tensor of ``size`` without values, for an input or an output of the collective."""
+        ...
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, **options: Any
+    ) -> dist.Work | None:
+        """Gather or reduce, with the options of the collective that this one replaces: ``async_op``, ``op``."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a script changes about single units of a sharded model, for the passes that follow; None changes nothing.
+
+    Needs :attr:`Capability.UNIT_SETTINGS`, and what is named at a field as well.
+    """
+
+    reshard_after_forward: bool | None = None
+    """Whether forward frees the parameters."""
+
+    unshard_in_backward: bool | None = None
+    """Whether backward gathers the parameters, which some units compute their gradients without."""
+
+    reduce_unused: bool | None = None
+    """Whether zeros are reduced for parameters without a gradient; see :attr:`Config.ranks_differ`.
+
+    Needs :attr:`Capability.RANKS_DIFFER`.
+    """
+
+    force_sum: bool | None = None
+    """Whether every reduction is a sum, and divisions are separate."""
+
+    own_reduce_group: bool | None = None
+    """Whether reductions have a process group of their own. Needs :attr:`Capability.OWN_REDUCE_GROUP`."""
+
+    group_memory: bool | None = None
+    """Whether buffers come from the allocator of the process group, if it has one."""
+
+    reduced: Callable[[torch.Tensor], None] | None = None
+    """Called with the rank's share of the reduced gradients, 1-D, which it may change; after a sum over replicas."""
+
+    gather: OwnCollective | None = None
+    """Takes the place of the all-gather."""
+
+    reduce_scatter: OwnCollective | None = None
+    """Takes the place of the reduce-scatter."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """How a case wants its model sharded, in terms that are the same for every implementation.
@@ -132,6 +185,9 @@ class Config:
     find_unused: bool = False
     """Whether some parameters may get no gradient in a step, as in DDP's ``find_unused_parameters``."""
 
+    ranks_differ: bool = False
+    """Whether ranks may use different parameters of a unit in one step. Needs :attr:`Capability.RANKS_DIFFER`."""
+
     cast: torch.dtype | None = None
     """The dtype to which the module is cast after it is sharded and before the optimizer is made.
 
@@ -166,6 +222,24 @@ class Config:
     """Whether every rank starts from the parameters and buffers of the first rank of the mesh.
 
     Needs :attr:`Capability.SYNC_STATES`.
+    """
+
+    gathers_ahead: Literal["before-backward", "after-backward", "never"] | None = None
+    """When backward gathers the unit that comes next: before the current unit computes, after it, or not ahead.
+
+    None is the implementation's default. Needs :attr:`Capability.GATHERS_AHEAD`.
+    """
+
+    gathers_ahead_in_forward: bool | None = None
+    """Whether each unit of a forward gathers the one that followed it in the first forward; None is the default.
+
+    Needs :attr:`Capability.GATHERS_AHEAD`.
+    """
+
+    bounds_gathers: bool | None = None
+    """Whether gathers wait for compute, so that few units are gathered at a time; None is the default.
+
+    Needs :attr:`Capability.GATHERS_AHEAD`.
     """
 
     def precision_of(self, unit: str) -> Precision:

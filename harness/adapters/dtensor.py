@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,12 +23,28 @@ from shardproof.harness.adapters.base import (
     OptimizerFactory,
     Piece,
     Precision,
+    Settings,
     inner_first,
     original_name,
     uncut,
     whole,
 )
 from shardproof.harness.adapters.capability import Capability
+
+#: The setters of ``FSDPModule`` by the fields of ``Settings``.
+_SETTERS = {
+    "reshard_after_forward": "set_reshard_after_forward",
+    "unshard_in_backward": "set_unshard_in_backward",
+    "reduce_unused": "set_reduce_scatter_unused_params",
+    "force_sum": "set_force_sum_reduction_for_comms",
+    "own_reduce_group": "set_separate_reduce_scatter_group",
+    "group_memory": "set_allocate_memory_from_process_group_for_comm",
+    "reduced": "set_all_reduce_hook",
+    "gather": "set_custom_all_gather",
+    "reduce_scatter": "set_custom_reduce_scatter",
+}
+#: Of these, those that take ``recurse``.
+_RECURSIVE = frozenset({"reshard_after_forward", "reduce_unused", "own_reduce_group"})
 
 
 def cut_like(full: torch.Tensor, *, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> torch.Tensor:
@@ -125,12 +142,21 @@ class DTensorAdapter(Adapter):
 
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
-        # These implementations have no flat parameters, and sharding sends no values between ranks.
-        return frozenset(Capability) - {Capability.FLAT_PARAMETERS, Capability.SYNC_STATES, Capability.BUFFER_DTYPE}
+        # These implementations have no flat parameters, sharding sends no values between ranks, a script's functions
+        # follow reductions, and what is gathered ahead is set by name.
+        return frozenset(Capability) - {
+            Capability.FLAT_PARAMETERS,
+            Capability.SYNC_STATES,
+            Capability.BUFFER_DTYPE,
+            Capability.REDUCTION_HOOK,
+            Capability.GATHERS_AHEAD,
+        }
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         super().__init__(model, optimizer=optimizer, config=config)
         assert not (config.flat_parameters or config.sync_states), "fully_shard has no such option"
+        ahead = (config.gathers_ahead, config.gathers_ahead_in_forward, config.bounds_gathers)
+        assert ahead == (None, None, None), "fully_shard gathers ahead what a script names"
         # Looked up before anything is sharded: sharding changes the class of a module, although not its name.
         cuts = {original_name(name): piece_of(value.detach()).cut for name, value in model.named_parameters()}
         self._cuts: dict[str, Cut] = {
@@ -150,6 +176,9 @@ class DTensorAdapter(Adapter):
         for name, factor in config.divide_factors.items():
             sharded: Any = model.get_submodule(name)
             sharded.set_gradient_divide_factor(factor)
+        if config.ranks_differ:
+            root: Any = model
+            root.set_reduce_scatter_unused_params(True)
         self.module = model if config.cast is None else model.to(config.cast)
         self._held = self.named_parameters()
         self.optimizer = optimizer(model.parameters()) if optimizer else None
@@ -238,6 +267,25 @@ class DTensorAdapter(Adapter):
 
     def after_step(self, event: torch.Event) -> None:
         self._unit("").set_post_optim_event(event)
+
+    def change(self, settings: Settings, *, unit: str = "", recurse: bool = False) -> None:
+        """Call the setter of each setting on the unit, or on all units in it."""
+        target = self._unit(unit)
+        targets = [one for one in target.modules() if hasattr(one, "set_is_last_backward")] if recurse else [target]
+        for one in dataclasses.fields(settings):
+            value = getattr(settings, one.name)
+            if value is None:
+                continue
+            setter = _SETTERS[one.name]
+            if one.name in _RECURSIVE:
+                getattr(target, setter)(value, recurse=recurse)
+            else:
+                for each in targets:
+                    getattr(each, setter)(value)
+
+    def recover(self) -> None:
+        """Call ``reset_iter_state`` on the root."""
+        self._unit("").reset_iter_state()
 
     def _unit(self, name: str) -> Any:
         return self.module.get_submodule(name)

@@ -70,6 +70,10 @@ CAPABILITIES = frozenset(
         Capability.ORDER_VALIDATION,
         Capability.TENSOR_PARALLEL,
         Capability.INPUTS_TO_DEVICE,
+        Capability.AUTOGRAD_CALLS,
+        Capability.RANKS_DIFFER,
+        Capability.REDUCTION_HOOK,
+        Capability.GATHERS_AHEAD,
     }
 )
 """What the interface of ``FullyShardedDataParallel`` offers in every implementation."""
@@ -84,8 +88,8 @@ class FlatAdapter(Adapter):
     """Drives a ``FullyShardedDataParallel``, with ``use_orig_params=True`` unless the case wants flat parameters.
 
     Attributes:
-        api: the module with ``FullyShardedDataParallel``, ``ShardingStrategy``, ``CPUOffload``, ``MixedPrecision`` and
-            ``StateDictType``.
+        api: the module with ``FullyShardedDataParallel``, ``ShardingStrategy``, ``CPUOffload``, ``MixedPrecision``,
+            ``BackwardPrefetch`` and ``StateDictType``.
     """
 
     traits = Traits(
@@ -142,7 +146,21 @@ class FlatAdapter(Adapter):
             "device_id": _device(config.mesh.device_type),
             "use_orig_params": not config.flat_parameters,
             "sync_module_states": config.sync_states,
+            **self._ahead(),
         }
+
+    def _ahead(self) -> dict[str, Any]:
+        """The options about gathering ahead of which the case has chosen one."""
+        config, prefetch = self.config, self.api.BackwardPrefetch
+        chosen: dict[str, Any] = {}
+        if config.gathers_ahead is not None:
+            kinds = {"before-backward": prefetch.BACKWARD_PRE, "after-backward": prefetch.BACKWARD_POST, "never": None}
+            chosen["backward_prefetch"] = kinds[config.gathers_ahead]
+        if config.gathers_ahead_in_forward is not None:
+            chosen["forward_prefetch"] = config.gathers_ahead_in_forward
+        if config.bounds_gathers is not None:
+            chosen["limit_all_gathers"] = config.bounds_gathers
+        return chosen
 
     def _mixed_precision(self, unit: str) -> Any:
         precision = self.config.precision_of(unit)
@@ -222,6 +240,9 @@ class FlatAdapter(Adapter):
         pieces = self.gradients()
         return [piece.tensor for name in names if (piece := pieces[name]) is not None]
 
+    def replace_reduction(self, hook: Callable[..., None]) -> None:
+        self.module.register_comm_hook(hook, _call)
+
     def checkpoint(self) -> dict[str, Any]:
         """Return sharded state dicts (collective)."""
         wrapper = self.api.FullyShardedDataParallel
@@ -265,6 +286,11 @@ class FlatAdapter(Adapter):
             for unit, parameter in self._held_flat
             for name, piece in unit.pieces(read(parameter), index=index, size=self.config.shard_size)
         }
+
+
+def _call(state: Callable[..., None], *tensors: torch.Tensor) -> None:
+    """The function of a case is the hook's state, so that a hook without its state fails."""
+    state(*tensors)
 
 
 def _flat_parameter(module: nn.Module, unit: FlatLayout) -> nn.Parameter:

@@ -26,6 +26,7 @@ class ReferenceFlatAdapter(FlatAdapter):
             Capability.TENSOR_PARALLEL_CHECKPOINT,
             Capability.PAGEABLE_OFFLOAD,
             Capability.HOST_RUNS_AHEAD,
+            Capability.RECOVERY,
         }
 
 

@@ -36,3 +36,5 @@ class TorchFsdpAdapter(FlatAdapter):
 # - DEFERRED_PER_UNIT: no_sync is called on the root and applies to all units.
 # - PAGEABLE_OFFLOAD: F-10 of docs/findings.md.
 # - TENSOR_PARALLEL_CHECKPOINT: F-17 of docs/findings.md.
+# - UNIT_SETTINGS, OWN_REDUCE_GROUP: what a wrapper does is fixed by its constructor.
+# - RECOVERY: F-71 of docs/findings.md.

@@ -5,11 +5,24 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 
 from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.dtensor import DTensorAdapter
+
+#: Capabilities that torch 2.11 lacks or has, by the methods that they are.
+_RECENT = {
+    Capability.RECOVERY: "reset_iter_state",
+    Capability.RANKS_DIFFER: "set_reduce_scatter_unused_params",
+    Capability.OWN_REDUCE_GROUP: "set_separate_reduce_scatter_group",
+}
 
 
 class TorchFullyShardAdapter(DTensorAdapter):
@@ -29,7 +42,8 @@ class TorchFullyShardAdapter(DTensorAdapter):
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
         # fully_shard does not compare the order of units between ranks.
-        return super().capabilities() - {Capability.ORDER_VALIDATION}
+        missing = {one for one, method in _RECENT.items() if not hasattr(FSDPModule, method)}
+        return super().capabilities() - {Capability.ORDER_VALIDATION} - missing
 
     def norm_value(self, norm: torch.Tensor) -> torch.Tensor:
         return norm.full_tensor() if isinstance(norm, DTensor) else norm

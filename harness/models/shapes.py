@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
+
+from shardproof.harness.models.plain import MLP
 
 
 class ManyShapes(nn.Module):
@@ -274,6 +277,26 @@ class SkippedMember(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.out(torch.tanh(self.used(x)))
         return out
+
+
+class Fan(nn.Module):
+    """The sum of ``arms``, MLPs of different sizes on one input, among which backward has no order, and an ``entry``.
+
+    Input and output: (batch, dim).
+
+    Args:
+        dim: the width.
+        names: of the arms, in the order of their sizes and calls.
+    """
+
+    def __init__(self, dim: int, names: Sequence[str]) -> None:
+        super().__init__()
+        self.entry = nn.Linear(dim, dim)
+        self.arms = nn.ModuleDict({name: MLP(dim, multiplier=1 + index) for index, name in enumerate(names)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.entry(x))
+        return torch.stack([arm(x) for arm in self.arms.values()]).sum(0)
 
 
 class InPlaceStack(nn.Module):

@@ -11,6 +11,7 @@ room; the other rooms import from its modules.
 - ``protocol``: checks in a rank that an adapter keeps to the protocol.
 - ``twins``: ``check_exact`` compares two runs of one implementation bit for bit.
 - ``casts``: ``CastReplica``, the baseline of runs in low precision, and ``check_equal``.
+- ``plain``: averages the gradients of plain copies, for cases of two models or of several backwards.
 - ``oracle``, ``numerics``, ``explanations``: the float64 replay, the tolerances, and probable causes of an error.
 - ``census``: counts the bytes in which units are gathered while a step runs.
 - ``timeline``: when kernels ran, from a profile; ``poison``: fills memory that was freed too early with NaN.

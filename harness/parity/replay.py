@@ -27,7 +27,19 @@ Baseline = Literal["ddp", "replicated"]
 _BASELINES: dict[Baseline, type[Adapter]] = {"ddp": DdpAdapter, "replicated": ReplicatedAdapter}
 
 #: The fields of ``Config`` that no baseline looks at: how the implementation under test shards.
-_SHARDING = frozenset({"mesh", "units", "reshard_after_forward", "accumulation", "offload", "flat_parameters"})
+_SHARDING = frozenset(
+    {
+        "mesh",
+        "units",
+        "reshard_after_forward",
+        "accumulation",
+        "offload",
+        "flat_parameters",
+        "gathers_ahead",
+        "gathers_ahead_in_forward",
+        "bounds_gathers",
+    }
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,192 @@
+"""Chapter RECOVERY: after something went wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from shardproof.harness import Capability, contract, models, needs, world
+from shardproof.harness.adapters.base import Accumulation, Precision
+from shardproof.harness.collectives.trace import Collective
+from shardproof.harness.models import mixed, optim
+from shardproof.harness.models.recomputation import Means, recompute
+from shardproof.harness.parity import Census, Pair, Rank, Run, check_equal, run_and_replica
+from shardproof.harness.parity.run import Loss
+from shardproof.harness.plugin.axes import RESHARD
+
+DIM = 9
+DEPTH = 4
+#: In the second of the units.
+PLACE = "layers.1.out_proj"
+
+pytestmark = needs(Capability.RECOVERY)
+
+
+class Injected(Exception):
+    """What goes wrong on all ranks."""
+
+
+@dataclasses.dataclass
+class Trap:
+    """Raises where one module of a run computes, once it is set.
+
+    Attributes:
+        phase: "forward" or "backward", in which the next computation raises; "" for none.
+    """
+
+    phase: str = ""
+
+    def lay(self, run: Run, place: str) -> None:
+        """Watch a module, by its name in the original model."""
+        run.original_module(place).register_forward_pre_hook(lambda module, args: self._meet("forward"))
+        run.original_module(place).register_forward_hook(self._watch)
+
+    def _watch(self, module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda gradient: self._meet("backward"))
+
+    def _meet(self, phase: str) -> None:
+        if self.phase == phase:
+            self.phase = ""
+            raise Injected(phase)
+
+
+@contract("RECOVERY-1")
+@world(2, 4)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+@pytest.mark.parametrize("phase", ["forward", "backward", "evaluation"])
+def test_exception(rank: Rank, phase: str, reshard_after_forward: bool | int | None) -> None:
+    """After an exception in the first or a later forward or backward, in the second of four units, training goes on."""
+    model = models.Tower(dim=DIM, depth=DEPTH)
+    check_recovery(rank, model, phase, units=model.units(), reshard_after_forward=reshard_after_forward)
+
+
+@contract("RECOVERY-1")
+@world(2)
+@needs(Capability.GROUPED_UNIT)
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_exception_in_a_unit_of_several_modules(rank: Rank, phase: str) -> None:
+    """The same where other modules of the unit have run, and others have not."""
+    model = models.Tower(dim=DIM, depth=DEPTH)
+    check_recovery(rank, model, phase, units=[["layers.0", "layers.1", "layers.2"], ["layers.3"]])
+
+
+@contract("RECOVERY-1")
+@world(2)
+@needs(Capability.RECOMPUTATION)
+@pytest.mark.parametrize("means", ["hooks", "call", "reentrant-call"])
+def test_exception_in_a_recomputation(rank: Rank, means: Means) -> None:
+    """The same where backward computes the unit again."""
+    model = models.NormedStack(dim=DIM)
+    units = [["norm"], *model.units()]
+    check_recovery(rank, model, "recomputation", units=units, prepare=lambda plain: recompute(plain, means))
+
+
+@contract("RECOVERY-1")
+@world(4)
+@needs(Capability.DEFERRED_REDUCTION)
+@pytest.mark.parametrize(
+    ("replicas", "skips"),
+    [
+        (1, "reduction"),
+        pytest.param(2, "reduction", marks=needs(Capability.HYBRID)),
+        pytest.param(2, "all-reduce", marks=needs(Capability.HYBRID, Capability.DEFERRED_ALL_REDUCE)),
+    ],
+)
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_exception_in_a_later_microbatch(rank: Rank, phase: str, replicas: int, skips: Any) -> None:
+    """What earlier microbatches have left, reduced or not, is gone: the step begins anew."""
+    model = models.Tower(dim=DIM, depth=DEPTH)
+    mesh = rank.mesh((replicas, 4 // replicas), ("replicate", "shard")) if replicas > 1 else None
+    how = Accumulation(skips=skips)
+    check_recovery(rank, model, phase, units=model.units(), mesh=mesh, microbatches=2, accumulation=how)
+
+
+@contract("RECOVERY-1")
+@world(2)
+@needs(Capability.DEFERRED_REDUCTION, Capability.MIXED_PRECISION, Capability.ACCUMULATION_DTYPES)
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_exception_while_gradients_add_up_in_another_dtype(rank: Rank, phase: str) -> None:
+    """The same for gradients that add up in the dtype of the reduction."""
+    precision = Precision(compute=torch.bfloat16, reduce=torch.float32)
+    run, replica = run_and_replica(
+        rank, mixed.Mixed(), units=[["low"], ["high"]], optimizer=optim.sgd(), precision=precision, microbatches=2,
+        accumulation=Accumulation(),
+    )  # fmt: skip
+    trap = Trap()
+    trap.lay(run, "low")
+    for step in range(2):
+        attempt(run, trap, phase, [rank.batch(step, (6, 4), microbatch=number) for number in (2, 3)], loss=torch.sum)
+        batch = [(rank.batch(step, (6, 4), microbatch=number),) for number in range(2)]
+        expected = replica.step(batch, loss=torch.sum)
+        check_equal(rank, run, run.step(batch, loss=torch.sum), expected, number=step)
+
+
+def check_recovery(rank: Rank, model: torch.nn.Module, phase: str, **options: Any) -> None:
+    """Train steps that each follow an attempt that raises, the first of all and then two; then evaluate.
+
+    Each issues the collectives of a run that nothing has happened to.
+    """
+    sound = rank.run(models.copy_of(model), **options)
+    pair = rank.pair(model, **options)
+    trap, census = Trap(), Census(pair.sharded)
+    trap.lay(pair.sharded, PLACE)
+    for step in range(3):
+        for number in range(1 + (step == 1)):
+            attempt(pair.sharded, trap, phase, batches(rank, pair, step, shift=10 * (1 + number)))
+            assert_nothing_gathered(pair, census, f"after the exception in {phase} before step {step}")
+        batch = batches(rank, pair, step)
+        pair.step(batch)
+        assert_nothing_gathered(pair, census, f"after step {step}, which followed an exception in {phase}")
+        pair.check()
+        before = len(sound.trace)
+        sound.step([(one,) for one in batch], loss=models.mean_square)
+        assert_same(f"step {step}, after an exception in {phase}", pair.last_trace(), sound.trace[before:])
+    attempt(pair.sharded, trap, phase, batches(rank, pair, 3, shift=10))
+    pair.evaluate(rank.batch(3, (4, DIM)))
+    pair.check()
+
+
+def assert_same(what: str, found: Sequence[Collective], expected: Sequence[Collective]) -> None:
+    """Check that a step has issued the same collectives as that of a run to which nothing has happened."""
+    for number, (one, other) in enumerate(itertools.zip_longest(map(str, found), map(str, expected))):
+        assert one == other, f"{what}: collective {number} is {one} instead of {other}"
+
+
+def batches(rank: Rank, pair: Pair, step: int, *, shift: int = 0) -> list[torch.Tensor]:
+    """The microbatches of a step; those of an attempt that raises are others."""
+    numbers = range(shift, shift + pair.adapter.config.microbatches)
+    return [rank.batch(step, (4, DIM), microbatch=number) for number in numbers]
+
+
+def attempt(
+    run: Run, trap: Trap, phase: str, microbatches: list[torch.Tensor], *, loss: Loss = models.mean_square
+) -> None:
+    """Run the microbatches, of which the last raises on every rank, and what a script calls then."""
+    *before, last = microbatches
+    with pytest.raises(Injected), run.recorder.during("failed"):
+        for batch in before:
+            with run.adapter.microbatch(is_last=False):
+                run.adapter.backward(loss(run.adapter.forward(batch)))
+        with run.adapter.microbatch(is_last=True), torch.set_grad_enabled(phase != "evaluation"):
+            trap.phase = "forward" if phase in ("forward", "evaluation") else ""
+            value = loss(run.adapter.forward(last))
+            trap.phase = "forward" if phase == "recomputation" else phase
+            run.adapter.backward(value)
+    run.adapter.recover()
+    run.adapter.zero_grad(set_to_none=True)
+
+
+def assert_nothing_gathered(pair: Pair, census: Census, when: str) -> None:
+    """Check that no parameter is gathered, where that can be seen."""
+    adapter = pair.adapter
+    if Capability.REGISTERED_STATE in adapter.capabilities():
+        gathered = [name for name, is_gathered in adapter.gathered().items() if is_gathered]
+        assert not gathered, f"{when} these parameters are gathered: {', '.join(gathered)}"
+        if adapter.config.mesh.device_type == "cpu":
+            assert not census.held(), f"{when} units are gathered (bytes): {census.held()}"
