@@ -22,6 +22,7 @@ from shardproof.harness.adapters.config import Clip as Clip
 from shardproof.harness.adapters.config import Config as Config
 from shardproof.harness.adapters.config import Precision as Precision
 from shardproof.harness.adapters.config import Units as Units
+from shardproof.harness.adapters.config import WrapPolicy as WrapPolicy
 from shardproof.harness.adapters.traits import Traits as Traits
 from shardproof.harness.adapters.traits import padded_to_rows as padded_to_rows
 

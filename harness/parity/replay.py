@@ -27,7 +27,12 @@ Baseline = Literal["ddp", "replicated"]
 _BASELINES: dict[Baseline, type[Adapter]] = {"ddp": DdpAdapter, "replicated": ReplicatedAdapter}
 
 #: The fields of ``Config`` that no baseline looks at: how the implementation under test shards.
-_SHARDING = frozenset({"mesh", "units", "reshard_after_forward", "accumulation", "offload", "flat_parameters"})
+_SHARDING = frozenset(
+    {
+        *("mesh", "units", "reshard_after_forward", "accumulation", "offload", "flat_parameters"),
+        *("init", "as_groups", "shard_dim", "unit_meshes", "wraps", "ignored_modules"),
+    }
+)
 
 
 @dataclasses.dataclass(frozen=True)
