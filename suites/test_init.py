@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from shardproof.harness import Capability, Hardware, contract, models, needs, world
+from shardproof.harness import Capability, Hardware, alone, contract, models, needs, world
 from shardproof.harness.adapters.base import Adapter, Clip
 from shardproof.harness.adapters.dtensor import piece_of
 from shardproof.harness.models import shapes, ties
@@ -21,6 +22,7 @@ from shardproof.harness.parity import Rank, exact_difference
 from shardproof.harness.parity.refusals import Refusal, Untouched, sharded
 from shardproof.harness.plugin.axes import RESHARD, RESHARD_ROOT
 from shardproof.harness.plugin.marks import meaningful_from
+from shardproof.harness.tensors import memory
 
 HYBRID = needs(Capability.HYBRID)
 
@@ -156,6 +158,28 @@ def test_shards_draw_different_values(rank: Rank) -> None:
         same = [name for name, values in mine.items() if torch.equal(values, everyone[other][name])]
         assert other == rank.index or not same, f"ranks {rank.index} and {other} drew the same values of {same}"
     assert all(values.unique().numel() > values.numel() // 2 for values in mine.values()), "values repeat"
+
+
+@contract("INIT-4")
+@world(2)
+@alone()
+@needs(Capability.SHARDED, Capability.COUNTED_UNITS, Hardware.ACCELERATOR)
+def test_memory_to_shard_a_model_on_the_cpu(rank: Rank) -> None:
+    """Sharding a model that lies on the CPU takes the device memory of the shards and of two whole units at most.
+
+    One is the unit as it was, the other the copy of it, in the layout of the shards, of which the shards are cut.
+    """
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(10)))
+    whole = memory.bytes_of(model.parameters())
+    unit = whole // len(model)
+    units = [[str(index)] for index in range(len(model))]
+    kept: list[Adapter] = []
+    peak = memory.peak_of(rank.device, lambda: kept.append(sharded(rank, model, units=units)))
+    limit = whole // rank.world_size + 2 * unit
+    peaks = rank.exchange(peak)
+    assert max(peaks) <= limit, f"at most {limit} bytes for {whole} bytes of parameters, but the ranks took {peaks}"
+    places = {piece.tensor.device for piece in kept[0].parameters().values()}
+    assert places == {rank.device}, f"shards on {places}"
 
 
 @contract("INIT-5")
@@ -306,6 +330,10 @@ def refused_or_trained(rank: Rank, unfit: Unfit) -> None:
     adapter: Adapter = construction.result
     first = Refusal(rank, lambda: adapter.forward(batch))
     if first.text is None:
+        shown = adapter.named_parameters()
+        strides = {name: whole.get_parameter(name).stride() for name, one in shown.items() if isinstance(one, DTensor)}
+        other = [name for name, stride in strides.items() if shown[name].stride() != stride]
+        assert not other, f"sharded with other strides: {other}"
         pair = rank.pair(whole, **options)
         for step in range(2):
             pair.step(rank.batch(step, (4, 9)))

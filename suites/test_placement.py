@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.adapters.base import Clip
 from shardproof.harness.models import shapes
+from shardproof.harness.models.experts import ExpertModel
 from shardproof.harness.models.parallel import MLPStack, parallelize_mlps
 from shardproof.harness.parity import Rank, exact_difference
 from shardproof.harness.plugin.axes import RESHARD
@@ -76,6 +77,27 @@ def test_other_dimensions(rank: Rank, choice: str, reshard_after_forward: bool |
     check_layout(pair.adapter.named_parameters(), full, rank.mesh(), dims=dims)
     for step in range(3):
         pair.step(rank.batch(step, (4, 8)))
+        pair.check()
+
+
+@contract("PLACEMENT-2")
+@world(2, 4)
+@needs(Capability.SHARD_DIMENSION)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD[:2])
+def test_three_dimensions(rank: Rank, reshard_after_forward: bool | None) -> None:
+    """Parameters of three dimensions, cut along the second or the last, counted from the end."""
+    even = -(-8 // rank.world_size) * rank.world_size
+
+    def chosen(parameter: nn.Parameter) -> int | None:
+        return None if parameter.ndim < 3 else -2 if parameter.shape[-2] == even else -1
+
+    model = ExpertModel(even, "ragged")
+    full = {name: value.detach().clone() for name, value in model.named_parameters()}
+    dims = {name: chosen(value) or 0 for name, value in model.named_parameters()}
+    pair = rank.pair(model, units=[["experts"]], reshard_after_forward=reshard_after_forward, shard_dim=chosen)
+    check_layout(pair.adapter.named_parameters(), full, rank.mesh(), dims=dims)
+    for step in range(2):
+        pair.step(rank.batch(step, (6, even)))
         pair.check()
 
 

@@ -143,4 +143,5 @@ def _order(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return the dimensions of a dense tensor in the order of memory: the widest stride first."""
     if tensor.is_contiguous():
         return tuple(range(tensor.ndim))
-    return tuple(sorted(range(tensor.ndim), key=lambda dim: -tensor.stride(dim)))
+    strides = tensor.stride()
+    return tuple(sorted(range(tensor.ndim), key=lambda dim: -strides[dim]))

@@ -58,7 +58,7 @@ class Halves(torch.Tensor):
         return cls(inner["held"], calls)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         (first, *_) = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Halves)]
         unwrap = functools.partial(pytree.tree_map_only, Halves, lambda one: one.held)
         found = func(*unwrap(args), **unwrap(kwargs or {}))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import fx, nn
@@ -70,6 +70,19 @@ def held_bytes(device: torch.device) -> int:
         torch.cuda.empty_cache()
         return int(torch.cuda.memory_stats(device)["requested_bytes.all.current"])
     return sum(_storages(device).values())
+
+
+def peak_of(device: torch.device, action: Callable[[], object]) -> int:
+    """Run something, and return the most bytes on ``device`` that it requested at a time, beyond those held before.
+
+    Args:
+        device: a CUDA device.
+        action: what to run; its result is dropped.
+    """
+    before = held_bytes(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    action()
+    return int(torch.cuda.memory_stats(device)["requested_bytes.all.peak"]) - before
 
 
 def tensor_bytes(device: torch.device) -> int:
