@@ -126,7 +126,7 @@ class DTensorAdapter(Adapter):
 
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
-        # These implementations have no flat parameters, and sharding sends no values between ranks.
+        # These implementations have no flat parameters and no policies that find units, and sharding sends no values.
         return frozenset(Capability) - {
             Capability.FLAT_PARAMETERS,
             Capability.SYNC_STATES,

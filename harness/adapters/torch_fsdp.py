@@ -36,3 +36,4 @@ class TorchFsdpAdapter(FlatAdapter):
 # - DEFERRED_PER_UNIT: no_sync is called on the root and applies to all units.
 # - PAGEABLE_OFFLOAD: F-10 of docs/findings.md.
 # - TENSOR_PARALLEL_CHECKPOINT: F-17 of docs/findings.md.
+# - SHARD_DIMENSION, GATHER_EXTENSION, UNIT_MESHES: a unit is one flat parameter on one mesh, which is cut as it lies.
