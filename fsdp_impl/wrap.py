@@ -1,8 +1,9 @@
 """Policies for ``auto_wrap_policy``, and wrapping while a model is being made; as ``torch.distributed.fsdp.wrap``.
 
 A policy is a callable ``policy(module=, recurse=, nonwrapped_numel=)``, asked twice about each module: with ``recurse``
-whether to look inside, and, after all inside has been decided, without it whether to wrap the module itself, of which
-``nonwrapped_numel`` elements are left. Or it is an object that names all modules to wrap at once (``_run_policy``).
+whether to look at it and inside, and, after all inside has been decided, without it whether to wrap the module itself,
+of which ``nonwrapped_numel`` elements are left. Or it is an object that names all modules to wrap at once
+(``_run_policy``).
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -58,8 +59,8 @@ def size_based_auto_wrap_policy(
 
     Args:
         min_num_params: the number of elements.
-        force_leaf_modules: classes inside which nothing is wrapped; by default those in the function's attribute
-            ``FORCE_LEAF_MODULES``, to which a script may add.
+        force_leaf_modules: classes that are not wrapped, nor anything inside them; by default those in the function's
+            attribute ``FORCE_LEAF_MODULES``, to which a script may add.
         exclude_wrap_modules: classes that are not wrapped themselves; by default those in ``EXCLUDE_WRAP_MODULES``.
     """
     if nonwrapped_numel < min_num_params:

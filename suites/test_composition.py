@@ -19,6 +19,7 @@ from shardproof.harness import Capability, Hardware, contract, models, needs, wo
 from shardproof.harness.adapters.base import Adapter
 from shardproof.harness.adapters.dtensor import piece_of
 from shardproof.harness.models import optim
+from shardproof.harness.models.experts import ExpertModel, Router, divide_experts
 from shardproof.harness.models.parallel import (
     Buffered,
     MLPStack,
@@ -273,6 +274,34 @@ def test_states_of_the_first_rank_everywhere(rank: Rank, replicas: bool) -> None
     wrong = [name for name, piece in pieces.items() if not torch.equal(piece.tensor.cpu(), piece.cut(first[name]))]
     by_rank = rank.exchange(wrong)
     assert not any(by_rank), f"not those of the first rank: {by_rank}"
+
+
+@contract("COMPOSITION-9")
+@world(4)
+@needs(Capability.UNIT_MESHES, Capability.DIVIDE_FACTOR)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
+@pytest.mark.parametrize("router", ["ragged", "starved", "one"])
+def test_experts(rank: Rank, router: Router, reshard_after_forward: bool | None) -> None:
+    """Experts that are divided among two ranks, and sharded among two others, train beside what all four share.
+
+    Their gradients are those of the tokens of all four ranks, of which some experts, or ranks, get none.
+    """
+    mesh = rank.mesh((2, 2), ("dp", "ep"))
+    pair = rank.pair(
+        ExpertModel(5, router),
+        units=[["experts"]],
+        prepare=functools.partial(divide_experts, mesh=mesh["ep"]),
+        unit_meshes={"experts": mesh["dp"]},
+        divide_factors={"experts": 4},
+        reshard_after_forward=reshard_after_forward,
+    )
+    for step in range(3):
+        # Ranks have unequally many tokens.
+        pair.step(rank.batch(step, (3 + 2 * rank.index, 5)))
+        pair.check()
+        of_units = [item for item in pair.last_trace() if item.kind in ("all_gather", "reduce_scatter")]
+        groups = {item.group for item in of_units}
+        assert groups == {(0, 1, 2, 3), tuple(mesh["dp"].mesh.tolist())}, f"units are gathered and reduced on {groups}"
 
 
 def counts_within(pair: Pair, mesh: DeviceMesh) -> dict[str, int]:

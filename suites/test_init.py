@@ -2,12 +2,236 @@
 
 from __future__ import annotations
 
-import pytest
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
 
-from shardproof.harness import Capability, contract, needs, world
-from shardproof.harness.models import shapes
-from shardproof.harness.parity import Rank
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from shardproof.harness import Capability, Hardware, alone, contract, models, needs, world
+from shardproof.harness.adapters.base import Adapter, Clip
+from shardproof.harness.adapters.dtensor import piece_of
+from shardproof.harness.models import shapes, ties
+from shardproof.harness.models.made import Drawn, DrawnStack
+from shardproof.harness.parity import Rank, exact_difference
+from shardproof.harness.parity.refusals import Refusal, Untouched, sharded
 from shardproof.harness.plugin.axes import RESHARD, RESHARD_ROOT
+from shardproof.harness.plugin.marks import meaningful_from
+from shardproof.harness.tensors import memory
+
+HYBRID = needs(Capability.HYBRID)
+
+
+@dataclasses.dataclass(frozen=True)
+class Unfit:
+    """What an implementation may refuse.
+
+    Attributes:
+        model: makes a model whose input and output are (batch, 9).
+        names: words one of which is in the error.
+        options: how it should be sharded.
+        may_train: whether an implementation may take it.
+        in_parts: whether earlier units are sharded by then, so that the model is not as it was.
+        repair: removes the cause from the sharded model; None if nothing can.
+    """
+
+    model: Callable[[], nn.Module]
+    names: tuple[str, ...]
+    options: Callable[[Rank], dict[str, Any]] = lambda rank: {}
+    may_train: bool = True
+    in_parts: bool = False
+    repair: Callable[[nn.Module], Any] | None = None
+
+
+def _frozen() -> nn.Module:
+    model = shapes.Spoiled(torch.randn(3))
+    model.odd.requires_grad_(False)
+    return model
+
+
+UNFIT = {
+    "a-scalar": Unfit(lambda: shapes.Spoiled(torch.randn(())), ("odd",)),
+    "strides": Unfit(lambda: shapes.Spoiled(torch.randn(4, 3).t()), ("odd", "[3, 4]")),
+    "two-dtypes": Unfit(
+        lambda: shapes.Spoiled(torch.randn(3, dtype=torch.float64)), ("float64",), repair=lambda one: one.float()
+    ),
+    "three-dimensions": Unfit(
+        lambda: models.Tower(dim=9),
+        ("mesh", "Mesh"),
+        lambda rank: {"mesh": rank.mesh((1, 1, rank.world_size), ("a", "b", "c"))},
+        may_train=False,
+    ),
+    "a-size-that-does-not-divide": Unfit(
+        lambda: models.Tower(dim=9),
+        ("reshard_after_forward",),
+        lambda rank: {"reshard_after_forward": rank.world_size + 1},
+    ),
+    "a-list": Unfit(lambda: models.Tower(dim=9), ("ModuleList",), lambda rank: {"units": [["layers"]]}),
+    "an-uneven-dimension": Unfit(
+        lambda: shapes.Spoiled(torch.randn(3)),
+        ("weight", "[9, 9]"),
+        lambda rank: {"shard_dim": lambda one: one.ndim - 1},
+    ),
+    "no-such-dimension": Unfit(
+        lambda: shapes.Spoiled(torch.randn(3)), ("weight", "[9, 9]"), lambda rank: {"shard_dim": lambda one: one.ndim}
+    ),
+    "frozen-beside-trainable": Unfit(
+        _frozen, ("requires_grad",), lambda rank: {"flat_parameters": True, "reshard_after_forward": True}
+    ),
+}
+#: What only some implementations have an option for.
+UNFIT_NEEDS = {
+    "a-size-that-does-not-divide": Capability.RESHARD_TO_SIZE,
+    "a-list": Capability.GROUPED_UNIT,  # an implementation that wraps one module takes a list as it takes others
+    "an-uneven-dimension": Capability.SHARD_DIMENSION,
+    "no-such-dimension": Capability.SHARD_DIMENSION,
+    "frozen-beside-trainable": Capability.FLAT_PARAMETERS,
+}
+
+
+@contract("INIT-1")
+@world(2)
+@needs(Capability.META_DEVICE)
+@pytest.mark.parametrize("which", ["", "layers.1"], ids=["whole-model", "one-unit"])
+@pytest.mark.parametrize("own_function", [False, True], ids=["reset", "function"])
+def test_values_made_on_the_meta_device(rank: Rank, own_function: bool, which: str) -> None:
+    """A model that is sharded on the meta device holds the values that its modules make, and trains."""
+    model = DrawnStack(dim=9)
+    full = copy.deepcopy(model)
+
+    def to_meta(plain: nn.Module) -> nn.Module:
+        plain.get_submodule(which).to("meta")
+        return plain
+
+    def make(module: nn.Module) -> None:
+        if isinstance(module, Drawn):
+            module.to_empty(device=rank.device, recurse=False)
+            module.reset_parameters()
+
+    pair = rank.pair(model, units=model.units(), prepare=to_meta, init=make if own_function else None)
+    check_values(rank, pair.adapter, full)
+    for step in range(2):
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+
+
+@contract("INIT-1")
+@world(2, 4)
+@needs(Capability.META_DEVICE, Capability.SYNC_STATES)
+@pytest.mark.parametrize(
+    "replicas", [pytest.param(False), pytest.param(True, marks=HYBRID)], ids=["shards", "replicas"]
+)
+def test_values_of_the_first_rank_fill_the_meta_device(rank: Rank, replicas: bool) -> None:
+    """The first rank has the values; the other ranks have a model on the meta device, and get them."""
+    mesh = rank.mesh((2, rank.world_size // 2), ("replicate", "shard")) if replicas else rank.mesh()
+    model = DrawnStack(dim=9)
+    full = copy.deepcopy(model)
+
+    def to_meta(plain: nn.Module) -> nn.Module:
+        return plain if rank.index == 0 else plain.to("meta")
+
+    def make(module: nn.Module) -> None:
+        module.to_empty(device=rank.device, recurse=False)
+
+    pair = rank.pair(model, units=model.units(), mesh=mesh, prepare=to_meta, init=make, sync_states=True)
+    check_values(rank, pair.adapter, full)
+    pair.step(rank.batch(0, (4, 9)))
+    pair.check()
+
+
+@contract("INIT-2")
+@world(2)
+@needs(Capability.META_DEVICE, Hardware.ACCELERATOR)
+def test_shards_draw_different_values(rank: Rank) -> None:
+    """Random values that are drawn on shards differ between the ranks, whose generators have one seed."""
+    model = nn.Sequential(nn.Linear(16, 8 * rank.world_size), nn.Linear(8 * rank.world_size, 16))
+    torch.manual_seed(rank.seeds.init)
+    run = rank.run(model, units=[["0"]], prepare=lambda plain: plain.to("meta"))
+    mine = {name: piece.tensor.cpu() for name, piece in run.adapter.parameters().items() if "weight" in name}
+    everyone = rank.exchange(mine)
+    for other in range(rank.world_size):
+        same = [name for name, values in mine.items() if torch.equal(values, everyone[other][name])]
+        assert other == rank.index or not same, f"ranks {rank.index} and {other} drew the same values of {same}"
+    assert all(values.unique().numel() > values.numel() // 2 for values in mine.values()), "values repeat"
+
+
+@contract("INIT-4")
+@world(2)
+@alone()
+@needs(Capability.SHARDED, Capability.COUNTED_UNITS, Hardware.ACCELERATOR)
+def test_memory_to_shard_a_model_on_the_cpu(rank: Rank) -> None:
+    """Sharding a model that lies on the CPU takes the device memory of the shards and of two whole units at most.
+
+    One is the unit as it was, the other the copy of it, in the layout of the shards, of which the shards are cut.
+    """
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(10)))
+    whole = memory.bytes_of(model.parameters())
+    unit = whole // len(model)
+    units = [[str(index)] for index in range(len(model))]
+    kept: list[Adapter] = []
+    peak = memory.peak_of(rank.device, lambda: kept.append(sharded(rank, model, units=units)))
+    limit = whole // rank.world_size + 2 * unit
+    peaks = rank.exchange(peak)
+    assert max(peaks) <= limit, f"at most {limit} bytes for {whole} bytes of parameters, but the ranks took {peaks}"
+    places = {piece.tensor.device for piece in kept[0].parameters().values()}
+    assert places == {rank.device}, f"shards on {places}"
+
+
+@contract("INIT-5")
+@world(2)
+@pytest.mark.parametrize(
+    "what",
+    [pytest.param(name, marks=[needs(UNFIT_NEEDS[name])] if name in UNFIT_NEEDS else []) for name in UNFIT],
+)
+def test_what_cannot_be_sharded(rank: Rank, what: str) -> None:
+    """What an implementation does not shard it refuses by name, on every rank, and leaves as it was.
+
+    It may refuse it when it shards the model, or in the first forward, which then succeeds once the cause is removed.
+    What it takes trains as DDP does.
+    """
+    refused_or_trained(rank, UNFIT[what])
+
+
+@contract("INIT-6")
+@world(2)
+@pytest.mark.parametrize("units", [[["first"]], [["first"], ["second"]]], ids=["unit-and-root", "two-units"])
+def test_parameter_of_two_units(rank: Rank, units: list[list[str]]) -> None:
+    """A parameter that modules of two units share trains as one, or is refused by name; never as two."""
+    shared = Unfit(lambda: ties.TiedMLP(9), ("weight",), lambda rank: {"units": units}, in_parts=True)
+    refused_or_trained(rank, shared)
+
+
+@contract("INIT-8")
+@world(3, 6)
+@pytest.mark.parametrize(
+    "reshard_after_forward",
+    [*RESHARD[:3], pytest.param(3, marks=[needs(Capability.RESHARD_TO_SIZE), meaningful_from(6)])],
+)
+def test_other_numbers_of_ranks(rank: Rank, reshard_after_forward: bool | int | None) -> None:
+    """Three and six ranks train as DDP does: uneven shapes, microbatches, and resharding to what divides."""
+    pair = rank.pair(shapes.ManyShapes(), units=[["body"]], reshard_after_forward=reshard_after_forward, microbatches=2)
+    for step in range(2):
+        pair.step([rank.batch(step, (2, 3, 6, 6), microbatch=index) for index in range(2)])
+        pair.check()
+
+
+@contract("INIT-8")
+@world(3, 6)
+@needs(Capability.CLIPPING, Capability.CLIP_EMPTY_SHARDS)
+def test_clipping_on_other_numbers_of_ranks(rank: Rank) -> None:
+    """The total norm and the clipped gradients are those of DDP, on replicas too where the ranks can be divided."""
+    replicas = rank.world_size == 6 and Capability.HYBRID in rank.implementation.capabilities()
+    mesh = rank.mesh((2, 3), ("replicate", "shard")) if replicas else rank.mesh()
+    model = models.Tower(dim=7)
+    pair = rank.pair(model, units=model.units(), mesh=mesh, clip=Clip(0.01))
+    for step in range(2):
+        pair.step(rank.batch(step, (4, 7)))
+        pair.check()
 
 
 @contract("INIT-9")
@@ -39,3 +263,109 @@ def test_nested_units_are_gathered_apart(rank: Rank, reshard_after_forward: bool
         assert gathered == expected, f"forward gathers {gathered}"
         pair.check_counts("backward", all_gather=in_backward, reduce_scatter=len(expected))
         pair.check_bytes()
+
+
+@contract("INIT-10")
+@world(4)
+@pytest.mark.parametrize("as_groups", [False, pytest.param(True, marks=needs(Capability.PROCESS_GROUPS))])
+@pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
+def test_part_of_the_world_in_another_order(rank: Rank, reshard_after_forward: bool | None, as_groups: bool) -> None:
+    """Ranks 3 and 1 train one model, ranks 2 and 0 another, given as a mesh or as a process group."""
+    mesh = rank.mesh((2, 2), ("models", "dp"), order=(3, 1, 2, 0))
+    torch.manual_seed(rank.seeds.init + rank.index % 2)
+    model = models.Tower(dim=9)
+    pair = rank.pair(
+        model,
+        units=model.units(),
+        mesh=mesh["dp"],
+        reshard_after_forward=reshard_after_forward,
+        as_groups=as_groups,
+    )
+    for step in range(3):
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+    check_groups(pair.last_trace(), mesh["dp"])
+
+
+@contract("INIT-10")
+@world(4)
+@needs(Capability.HYBRID)
+@pytest.mark.parametrize("as_groups", [False, pytest.param(True, marks=needs(Capability.PROCESS_GROUPS))])
+def test_replicas_in_another_order(rank: Rank, as_groups: bool) -> None:
+    """On a (replicate, shard) mesh of the ranks in another order, shards lie as the mesh has them."""
+    mesh = rank.mesh((2, 2), ("replicate", "shard"), order=(3, 1, 2, 0))
+    model = models.Tower(dim=9)
+    pair = rank.pair(model, units=model.units(), mesh=mesh, as_groups=as_groups)
+    for step in range(2):
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+    check_groups(pair.last_trace(), mesh["replicate"], mesh["shard"])
+
+
+@contract("INIT-10")
+@world(4)
+@needs(Capability.HYBRID)
+def test_replicas_in_different_orders(rank: Rank) -> None:
+    """A mesh whose replicas have their ranks in different orders is refused, or the model trains as DDP does.
+
+    Process groups sort their ranks, so that on such a mesh the ranks of a replicate group hold different shards.
+    """
+    mesh = rank.mesh((2, 2), ("replicate", "shard"), order=(3, 1, 0, 2))
+    refused_or_trained(rank, Unfit(lambda: models.Tower(dim=9), ("mesh", "Mesh"), lambda _: {"mesh": mesh}))
+
+
+def refused_or_trained(rank: Rank, unfit: Unfit) -> None:
+    """Check that an implementation refuses a model, when it shards it or in the first forward, or trains it."""
+    model, batch = unfit.model().to(rank.device), rank.batch(0, (4, 9))
+    whole, untouched = copy.deepcopy(model), Untouched(model)
+    options = unfit.options(rank)
+    construction = Refusal(rank, lambda: sharded(rank, model, **options))
+    if construction.text is not None:
+        construction.check_names(*unfit.names)
+        if not unfit.in_parts:
+            untouched.check(batch)
+        return
+    if not unfit.may_train:
+        raise AssertionError("no rank refuses it")
+    adapter: Adapter = construction.result
+    first = Refusal(rank, lambda: adapter.forward(batch))
+    if first.text is None:
+        shown = adapter.named_parameters()
+        strides = {name: whole.get_parameter(name).stride() for name, one in shown.items() if isinstance(one, DTensor)}
+        other = [name for name, stride in strides.items() if shown[name].stride() != stride]
+        assert not other, f"sharded with other strides: {other}"
+        pair = rank.pair(whole, **options)
+        for step in range(2):
+            pair.step(rank.batch(step, (4, 9)))
+            pair.check()
+        return
+    first.check_names(*unfit.names)
+    if unfit.repair is None:
+        return
+    unfit.repair(adapter.module)
+    adapter.forward(batch).sum().backward()
+    missing = [name for name, piece in adapter.gradients().items() if piece is None]
+    assert not missing, f"no gradient after a refusal: {missing}"
+
+
+def check_groups(trace: Any, *dimensions: DeviceMesh) -> None:
+    """The collectives run among the ranks of these dimensions and among no others."""
+    known = [sorted(mesh.mesh.tolist()) for mesh in dimensions]
+    stray = [str(item) for item in trace if sorted(item.group) not in known]
+    assert not stray, f"collectives on groups other than {known}: {stray}"
+
+
+def check_values(rank: Rank, adapter: Adapter, full: nn.Module) -> None:
+    """Every rank holds its part of the parameters of ``full``, and its buffers, bit for bit (collective)."""
+    pieces = adapter.parameters()
+    assert pieces.keys() == dict(full.named_parameters()).keys()
+    wrong = [name for name, piece in pieces.items() if _differs(piece.tensor, piece.cut(full.get_parameter(name)))]
+    buffers = zip(full.named_buffers(), adapter.module.buffers(), strict=True)
+    wrong += [name for (name, expected), found in buffers if _differs(piece_of(found).tensor, expected)]
+    by_rank = rank.exchange(wrong)
+    assert not any(by_rank), f"other values than those that the model's modules make, by rank: {by_rank}"
+
+
+def _differs(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    expected = expected.detach().to(found.device)
+    return found.dtype != expected.dtype or exact_difference(found, expected) is not None

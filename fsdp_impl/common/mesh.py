@@ -19,6 +19,24 @@ def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     return joined
 
 
+def check_replicas(mesh: DeviceMesh) -> None:
+    """Refuse a (replicate, shard) mesh on which the ranks of a replicate group would hold different shards.
+
+    A rank's shard is its place in the process group, which is sorted by rank. Rows of ranks in different orders would
+    thus put different shards above each other, and gradients of different parameters would be averaged.
+
+    Raises:
+        ValueError: if the rows are not all in one order.
+    """
+    rows = mesh.mesh.tolist()
+    orders = {tuple(sorted(range(len(row)), key=row.__getitem__)) for row in rows}
+    if len(orders) > 1:
+        raise ValueError(
+            "The ranks of each replica must be in one order, as process groups are sorted by rank, but the mesh is "
+            f"{rows}"
+        )
+
+
 def device_of(mesh: DeviceMesh) -> torch.device:
     """The device that this rank computes on: CPU, or the current device of the mesh's type."""
     return current_device(mesh.device_type)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_impl.common.mesh import check_replicas
 from fsdp_impl.flat.options import ShardingStrategy
 
 _CPU = torch.device("cpu")
@@ -68,7 +69,7 @@ def resolve(
 
     Raises:
         ValueError: if both a process group and a mesh are given, or for hybrid strategies neither of them (or of the
-            wrong kind) without a wrapping policy.
+            wrong kind) without a wrapping policy; if replicas on the mesh would hold different shards.
     """
     if process_group is not None and device_mesh is not None:
         raise ValueError(
@@ -101,6 +102,7 @@ def _resolve_hybrid(
     if device_mesh is not None:
         if not isinstance(device_mesh, DeviceMesh) or device_mesh.ndim != 2:
             raise ValueError(f"Expected device_mesh to have ndim=2 but got {getattr(device_mesh, 'ndim', device_mesh)}")
+        check_replicas(device_mesh)
         replicas, group = device_mesh.get_group(mesh_dim=0), device_mesh.get_group(mesh_dim=1)
     elif process_group is None:
         group, replicas = _groups_by_host(device_type)

@@ -169,18 +169,22 @@ def _replace(module: nn.Module, wrapper: Callable[..., nn.Module], targets: Targ
 def _run_callable(
     module: nn.Module, policy: Callable[..., bool], arguments: dict[str, Any], ignored: Ignored
 ) -> Targets:
-    """Call ``policy`` with each module, children first, and the number of elements that no child's wrapper takes."""
+    """Call ``policy`` with each module, children first, and the number of elements that no child's wrapper takes.
+
+    A module inside which it does not want to look is not wrapped either.
+    """
     targets: Targets = {}
 
     def visit(current: nn.Module, *, is_root: bool) -> int:
         """The number of elements in ``current`` that wrappers inside it, or itself, take."""
         numel = _numel(current, ignored)
+        if not policy(module=current, recurse=True, nonwrapped_numel=numel):
+            return 0
         taken = 0
-        if policy(module=current, recurse=True, nonwrapped_numel=numel):
-            for child in current.children():
-                if child not in ignored.modules and child not in seen:
-                    seen.add(child)
-                    taken += visit(child, is_root=False)
+        for child in current.children():
+            if child not in ignored.modules and child not in seen:
+                seen.add(child)
+                taken += visit(child, is_root=False)
         rest = numel - taken
         if not is_root and policy(module=current, recurse=False, nonwrapped_numel=rest):
             targets[current] = dict(arguments)

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from fsdp_impl.common.mesh import concatenate
+from fsdp_impl.common.mesh import check_replicas, concatenate
 from fsdp_impl.per_parameter.options import DataParallelMeshDims
 
 _logger = logging.getLogger("fsdp_impl")
@@ -81,13 +81,15 @@ def check_mesh(mesh: DeviceMesh) -> None:
     """Refuse meshes that are not (shard,) or a named (replicate, shard).
 
     Raises:
-        ValueError: for other numbers of dimensions.
+        ValueError: for other numbers of dimensions, and for replicas that would hold different shards.
         AssertionError: for two dimensions without names.
     """
     if mesh.ndim not in (1, 2):
         raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
         raise AssertionError(f"Please init the 2D mesh for HSDP with mesh_dim_names specified, not {mesh}")
+    if mesh.ndim == 2:
+        check_replicas(mesh)
 
 
 def data_parallel_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> ShardMesh:
@@ -108,6 +110,8 @@ def data_parallel_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> S
             raise ValueError(f"dp_mesh_dims name '{name}' not found in mesh.mesh_dim_names {mesh.mesh_dim_names}")
     kinds = [_one_dim(mesh, names) for names in (dims.replicate_names, dims.shard_names) if names]
     part = kinds[0] if len(kinds) == 1 else concatenate(kinds)
+    if part.ndim == 2:
+        check_replicas(part)
     return ShardMesh(part, sharded=bool(dims.shard_names), spmd=(mesh, dims))
 
 

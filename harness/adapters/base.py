@@ -24,6 +24,7 @@ from shardproof.harness.adapters.config import OwnCollective as OwnCollective
 from shardproof.harness.adapters.config import Precision as Precision
 from shardproof.harness.adapters.config import Settings as Settings
 from shardproof.harness.adapters.config import Units as Units
+from shardproof.harness.adapters.config import WrapPolicy as WrapPolicy
 from shardproof.harness.adapters.traits import Traits as Traits
 from shardproof.harness.adapters.traits import padded_to_rows as padded_to_rows
 

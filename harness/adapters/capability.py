@@ -71,6 +71,27 @@ class Capability(enum.StrEnum):
     IGNORED_PARAMETERS = "ignored-parameters"
     """Some parameters can be left alone: neither sharded nor reduced."""
 
+    IGNORED_MODULES = "ignored-modules"
+    """Modules can be left alone, with all parameters in them."""
+
+    WRAPPING_POLICY = "wrapping-policy"
+    """The implementation can find its units itself, by a rule: by size, by class or by a function of the module."""
+
+    META_DEVICE = "meta-device"
+    """A model may come on the meta device; its values are made when it is sharded, or once it is."""
+
+    PROCESS_GROUPS = "process-groups"
+    """The ranks may be given as process groups instead of a mesh."""
+
+    SHARD_DIMENSION = "shard-dimension"
+    """A script can choose along which dimension a parameter is cut."""
+
+    GATHER_EXTENSION = "gather-extension"
+    """A shard with the methods ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` chooses what is gathered for it."""
+
+    UNIT_MESHES = "unit-meshes"
+    """Units may be sharded over other ranks than the root, as experts are."""
+
     DIVIDE_FACTOR = "divide-factor"
     """A script can set by what the sum of a unit's gradients is divided."""
 

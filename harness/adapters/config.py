@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 Units = tuple[tuple[str, ...], ...]
@@ -137,6 +138,30 @@ class Settings:
     """Takes the place of the reduce-scatter."""
 
 
+@dataclasses.dataclass(frozen=True)
+class WrapPolicy:
+    """A rule by which an implementation finds the units inside the root itself, instead of by their names.
+
+    Attributes:
+        rule: ``"size"``: children first, each module with at least ``min_numel`` elements that nothing inside it has
+            taken. ``"classes"``: modules of ``classes``. ``"function"``: modules that ``chooses`` returns True for.
+            ``"objects"``: as "classes", by a policy object that names all modules at once. ``"custom"``: as "function",
+            by such an object; ``chooses`` may also return a dict with ``reshard_after_forward`` for the module's unit.
+        min_numel: for "size".
+        classes: for "classes" and "objects".
+        chooses: for "function" and "custom".
+        leaves: for "size", classes that become no unit, nor anything inside them; None is the implementation's choice.
+        excluded: for "size", classes that become no unit themselves; None is the implementation's choice.
+    """
+
+    rule: Literal["size", "classes", "function", "objects", "custom"]
+    min_numel: int = 0
+    classes: tuple[type[nn.Module], ...] = ()
+    chooses: Callable[[nn.Module], bool | dict[str, object]] | None = None
+    leaves: tuple[type[nn.Module], ...] | None = None
+    excluded: tuple[type[nn.Module], ...] | None = None
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """How a case wants its model sharded, in terms that are the same for every implementation.
@@ -206,6 +231,12 @@ class Config:
     ignored: tuple[str, ...] = ()
     """The parameters that are neither sharded nor reduced, by name. Needs :attr:`Capability.IGNORED_PARAMETERS`."""
 
+    ignored_modules: tuple[str, ...] = ()
+    """Modules that a script names in place of their parameters, which are all in :attr:`ignored`.
+
+    Needs :attr:`Capability.IGNORED_MODULES`.
+    """
+
     divide_factors: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """By what the sum of the gradients of some units is divided, instead of the number of ranks.
 
@@ -241,6 +272,41 @@ class Config:
 
     Needs :attr:`Capability.GATHERS_AHEAD`.
     """
+
+    init: Callable[[nn.Module], None] | None = None
+    """Makes the parameters and buffers of one module itself real, and gives them their values.
+
+    For a model on the meta device, which needs :attr:`Capability.META_DEVICE`. None moves what is on the meta device to
+    uninitialised memory and calls the module's ``reset_parameters``.
+    """
+
+    as_groups: bool = False
+    """Whether the adapter passes on the process groups of :attr:`mesh` in its place.
+
+    Needs :attr:`Capability.PROCESS_GROUPS`.
+    """
+
+    shard_dim: Callable[[nn.Parameter], int | None] | None = None
+    """Returns the dimension along which a parameter is cut, which may be negative; None is the default.
+
+    Needs :attr:`Capability.SHARD_DIMENSION`.
+    """
+
+    unit_meshes: Mapping[str, DeviceMesh] = dataclasses.field(default_factory=dict)
+    """The data-parallel meshes of some units that have another than :attr:`mesh`, by the name of their first module.
+
+    Needs :attr:`Capability.UNIT_MESHES`.
+    """
+
+    wraps: WrapPolicy | None = None
+    """The rule by which the implementation finds the units itself; :attr:`units` are those that it should find.
+
+    Needs :attr:`Capability.WRAPPING_POLICY`.
+    """
+
+    def mesh_of(self, unit: str) -> DeviceMesh:
+        """Return the mesh of a unit, by the name of its first module; "" is the root's own."""
+        return self.unit_meshes.get(unit, self.mesh)
 
     def precision_of(self, unit: str) -> Precision:
         """Return the dtypes of a unit, by the name of its first module; "" is the root's own."""

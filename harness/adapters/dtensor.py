@@ -106,19 +106,20 @@ def piece_of(tensor: torch.Tensor) -> Piece:
     return Piece(tensor.to_local(), cut)
 
 
-def cut_of_share(full: torch.Tensor, *, cut: Cut, mesh: DeviceMesh) -> torch.Tensor:
+def cut_of_share(full: torch.Tensor, *, cut: Cut, mesh: DeviceMesh, dim: int = 0) -> torch.Tensor:
     """Cut a full tensor to this rank's share under per-parameter sharding.
 
-    The share is the rank's chunk, by ``torch.chunk`` along dimension 0, of what tensor parallelism has left. It follows
-    from the documentation of ``fully_shard`` and not from the placements of any tensor, so that a parameter that is
-    replicated by mistake does not count as sharded.
+    The share is the rank's chunk, by ``torch.chunk`` along one dimension, of what tensor parallelism has left. It
+    follows from the documentation of ``fully_shard`` and not from the placements of any tensor, so that a parameter
+    that is replicated by mistake does not count as sharded.
 
     Args:
         full: a tensor of the full shape.
         cut: cuts a full tensor to the part that tensor parallelism left, before sharding.
         mesh: the data-parallel mesh; the parameters are divided over its last dimension.
+        dim: the dimension of the tensor that is divided.
     """
-    return _chunk(cut(full), mesh, mesh.ndim - 1, 0)
+    return _chunk(cut(full), mesh, mesh.ndim - 1, dim)
 
 
 class DTensorAdapter(Adapter):
@@ -142,27 +143,33 @@ class DTensorAdapter(Adapter):
 
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
-        # These implementations have no flat parameters, sharding sends no values between ranks, a script's functions
-        # follow reductions, and what is gathered ahead is set by name.
+        # These implementations have no flat parameters and no policies that find units. Sharding sends no values, a
+        # script's functions follow reductions, and what is gathered ahead is set by name.
         return frozenset(Capability) - {
             Capability.FLAT_PARAMETERS,
             Capability.SYNC_STATES,
             Capability.BUFFER_DTYPE,
             Capability.REDUCTION_HOOK,
             Capability.GATHERS_AHEAD,
+            Capability.IGNORED_MODULES,
+            Capability.WRAPPING_POLICY,
         }
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         super().__init__(model, optimizer=optimizer, config=config)
-        assert not (config.flat_parameters or config.sync_states), "fully_shard has no such option"
+        other = (config.flat_parameters, config.sync_states, config.ignored_modules, config.wraps)
+        assert not any(other), "fully_shard has no such option"
         ahead = (config.gathers_ahead, config.gathers_ahead_in_forward, config.bounds_gathers)
         assert ahead == (None, None, None), "fully_shard gathers ahead what a script names"
         # Looked up before anything is sharded: sharding changes the class of a module, although not its name.
         cuts = {original_name(name): piece_of(value.detach()).cut for name, value in model.named_parameters()}
         self._cuts: dict[str, Cut] = {
-            name: functools.partial(cut_of_share, cut=cut, mesh=config.mesh) for name, cut in cuts.items()
+            name: functools.partial(cut_of_share, cut=cut, mesh=config.mesh_of(self._unit_of(name)), dim=dim)
+            for (name, cut), dim in zip(cuts.items(), self._dims(model), strict=True)
         }
-        options: dict[str, Any] = {"mesh": config.mesh, "reshard_after_forward": config.reshard_after_forward}
+        options: dict[str, Any] = {"reshard_after_forward": config.reshard_after_forward}
+        if config.shard_dim is not None:
+            options["shard_placement_fn"] = self._placement
         self._cuts |= dict.fromkeys(config.ignored, uncut)
         if config.ignored:
             options["ignored_params"] = {model.get_parameter(name) for name in config.ignored}
@@ -170,9 +177,10 @@ class DTensorAdapter(Adapter):
             options["offload_policy"] = type(self).offload_policy(pin_memory=config.offload == "pinned")
         for unit in inner_first(config.units):
             modules = [model.get_submodule(name) for name in unit]
-            precision = self._mixed_precision(unit[0])
-            type(self).fully_shard(modules if len(modules) > 1 else modules[0], **options, **precision)
-        type(self).fully_shard(model, **options, **self._mixed_precision(""))
+            its = {"mesh": self._mesh(unit[0])} | self._mixed_precision(unit[0])
+            type(self).fully_shard(modules if len(modules) > 1 else modules[0], **options, **its)
+        type(self).fully_shard(model, mesh=self._mesh(""), **options, **self._mixed_precision(""))
+        self._materialize(model)
         for name, factor in config.divide_factors.items():
             sharded: Any = model.get_submodule(name)
             sharded.set_gradient_divide_factor(factor)
@@ -182,6 +190,47 @@ class DTensorAdapter(Adapter):
         self.module = model if config.cast is None else model.to(config.cast)
         self._held = self.named_parameters()
         self.optimizer = optimizer(model.parameters()) if optimizer else None
+
+    def _unit_of(self, parameter: str) -> str:
+        """Return the first module of the innermost unit of a parameter; "" is the root's own."""
+        first = {name: unit[0] for unit in self.config.units for name in unit}
+        while parameter and parameter not in first:
+            parameter = parameter.rpartition(".")[0]
+        return first.get(parameter, "")
+
+    def _dims(self, model: nn.Module) -> list[int]:
+        """Return the dimension along which each parameter is to be cut."""
+        chosen = self.config.shard_dim
+        dims = [0 if chosen is None else chosen(parameter) or 0 for parameter in model.parameters()]
+        return [dim % max(value.ndim, 1) for dim, value in zip(dims, model.parameters(), strict=True)]
+
+    def _placement(self, parameter: nn.Parameter) -> Shard | None:
+        assert self.config.shard_dim is not None
+        dim = self.config.shard_dim(parameter)
+        return None if dim is None else Shard(dim)
+
+    def _mesh(self, unit: str) -> DeviceMesh:
+        """Return the mesh to shard a unit over, made of its process groups if the case wants that."""
+        mesh = self.config.mesh_of(unit)
+        if not self.config.as_groups:
+            return mesh
+        if mesh.ndim == 1:
+            return DeviceMesh.from_group(mesh.get_group(), mesh.device_type)
+        groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+        return DeviceMesh.from_group(groups, mesh.device_type, mesh=mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
+
+    def _materialize(self, model: nn.Module) -> None:
+        """Make what is on the meta device real, module by module, as a script does once the model is sharded."""
+        device = "cpu" if self.config.offload else self.config.mesh.device_type
+        for module in model.modules():
+            own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+            if not any(tensor.is_meta for tensor in own):
+                continue
+            if self.config.init is not None:
+                self.config.init(module)
+            else:
+                module.to_empty(device=device, recurse=False)
+                module.reset_parameters()  # type: ignore[operator]
 
     def _mixed_precision(self, unit: str) -> dict[str, Any]:
         precision = self.config.precision_of(unit)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from shardproof.harness.adapters.base import (
@@ -21,6 +22,7 @@ from shardproof.harness.adapters.base import (
     Precision,
     Traits,
     Units,
+    WrapPolicy,
     inner_first,
     state_pieces,
     tensors_of_state,
@@ -52,6 +54,10 @@ CAPABILITIES = frozenset(
         Capability.CAST_AFTER_INIT,
         Capability.MIXED_PRECISION,
         Capability.IGNORED_PARAMETERS,
+        Capability.IGNORED_MODULES,
+        Capability.WRAPPING_POLICY,
+        Capability.META_DEVICE,
+        Capability.PROCESS_GROUPS,
         Capability.BUFFER_DTYPE,
         Capability.DEFERRED_REDUCTION,
         Capability.KEEP_AFTER_BACKWARD,
@@ -117,15 +123,21 @@ class FlatAdapter(Adapter):
         assert config.accumulation != keeps or config.reshard_after_forward is False, (
             "parameters that are freed after forward are freed after backward too"
         )
+        other = (config.shard_dim, config.unit_meshes)
+        assert not any(other), "FullyShardedDataParallel has no such option"
         names = _names(config.units)
         itemsize = max((parameter.element_size() for parameter in model.parameters()), default=1)
         alignment = 1 if config.flat_parameters else _ALIGNMENT_BYTES // itemsize
         self._units = flat_units(model, [*names, ""], alignment=alignment, ignored=config.ignored)
         options = self._options()
-        if config.ignored:
+        if config.ignored_modules:
+            options["ignored_modules"] = [model.get_submodule(name) for name in config.ignored_modules]
+        elif config.ignored:
             options["ignored_states"] = [model.get_parameter(name) for name in config.ignored]
         wrap = functools.partial(self.api.FullyShardedDataParallel, **options)
-        for name in names:
+        if config.wraps is not None:
+            wrap = functools.partial(wrap, auto_wrap_policy=self._policy(config.wraps))
+        for name in names if config.wraps is None else ():
             parent, _, child = name.rpartition(".")
             module = model.get_submodule(name)
             setattr(model.get_submodule(parent), child, wrap(module, mixed_precision=self._mixed_precision(name)))
@@ -140,8 +152,9 @@ class FlatAdapter(Adapter):
     def _options(self) -> dict[str, Any]:
         config = self.config
         return {
-            "device_mesh": config.mesh,
-            "sharding_strategy": self._strategy(),
+            **({"process_group": _groups(config.mesh)} if config.as_groups else {"device_mesh": config.mesh}),
+            "param_init_fn": config.init,
+            "sharding_strategy": self._strategy(config.reshard_after_forward),
             "cpu_offload": self.api.CPUOffload(offload_params=True) if config.offload else None,
             "device_id": _device(config.mesh.device_type),
             "use_orig_params": not config.flat_parameters,
@@ -162,6 +175,35 @@ class FlatAdapter(Adapter):
             chosen["limit_all_gathers"] = config.bounds_gathers
         return chosen
 
+    def _policy(self, policy: WrapPolicy) -> Any:
+        """Return the policy in the form in which the implementation takes it."""
+        made = self.api.wrap
+        match policy.rule:
+            case "size":
+                by_size = functools.partial(made.size_based_auto_wrap_policy, min_num_params=policy.min_numel)
+                if policy.leaves is not None:
+                    by_size = functools.partial(by_size, force_leaf_modules=set(policy.leaves))
+                if policy.excluded is not None:
+                    by_size = functools.partial(by_size, exclude_wrap_modules=set(policy.excluded))
+                return by_size
+            case "classes":
+                classes = set(policy.classes)
+                return functools.partial(made.transformer_auto_wrap_policy, transformer_layer_cls=classes)
+            case "function":
+                return functools.partial(made.lambda_auto_wrap_policy, lambda_fn=policy.chooses)
+            case "objects":
+                return made.ModuleWrapPolicy(policy.classes)
+            case "custom":
+                return made.CustomPolicy(functools.partial(self._custom, policy))
+
+    def _custom(self, policy: WrapPolicy, module: nn.Module) -> Any:
+        """Return what a policy object expects of a module: whether to wrap it, or the wrapper's arguments."""
+        assert policy.chooses is not None
+        answer = policy.chooses(module)
+        if isinstance(answer, bool):
+            return answer
+        return {"sharding_strategy": self._strategy(answer["reshard_after_forward"])}
+
     def _mixed_precision(self, unit: str) -> Any:
         precision = self.config.precision_of(unit)
         assert precision.output is None, "FullyShardedDataParallel leaves outputs alone"
@@ -176,8 +218,8 @@ class FlatAdapter(Adapter):
             cast_root_forward_inputs=precision.casts_inputs == (unit == ""),
         )
 
-    def _strategy(self) -> Any:
-        reshards, strategies = self.config.reshard_after_forward, self.api.ShardingStrategy
+    def _strategy(self, reshards: Any) -> Any:
+        strategies = self.api.ShardingStrategy
         hybrid = self.config.mesh.ndim == 2
         assert reshards is None or isinstance(reshards, bool), (
             f"there is no strategy that reshards to groups of {reshards}"
@@ -304,6 +346,11 @@ def _device(device_type: str) -> torch.device:
     # Always passed explicitly: without a device_id, FullyShardedDataParallel looks for an accelerator even on the CPU.
     index = None if device_type == "cpu" else torch.accelerator.current_device_index()
     return torch.device(device_type) if index is None else torch.device(device_type, index)
+
+
+def _groups(mesh: DeviceMesh) -> Any:
+    """Return the process group of a mesh; of (replicate, shard) the pair of (sharded over, replicated over)."""
+    return mesh.get_group() if mesh.ndim == 1 else (mesh.get_group(1), mesh.get_group(0))
 
 
 def _names(units: Units) -> list[str]:

@@ -1,8 +1,8 @@
 """How the parameters of a unit lie in its flat parameter, and which part of each a rank holds.
 
 The layout is computed here from its specification and not read from the implementation: the parameters follow each
-other in the order of ``named_parameters()``, each at a multiple of an alignment, the end is padded to a multiple of the
-number of ranks, and each rank holds one of the equal parts.
+other in the order of ``named_parameters()``, each as it lies in memory and at a multiple of an alignment, the end is
+padded to a multiple of the number of ranks, and each rank holds one of the equal parts.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class FlatLayout:
         numels: for each parameter, the number of elements that go into the flat parameter: those of this rank's
             tensor-parallel shard, or all elements of a parameter that is not tensor-parallel.
         cuts: for each parameter, the cut from its full tensor to these elements.
+        orders: for each parameter, its dimensions in the order of memory.
         alignment: each parameter starts at a multiple of this number of elements.
     """
 
@@ -53,6 +54,7 @@ class FlatLayout:
     names: tuple[str, ...]
     numels: tuple[int, ...]
     cuts: tuple[Cut, ...]
+    orders: tuple[tuple[int, ...], ...]
     alignment: int = 1
 
     def places(self, *, index: int, size: int) -> Iterator[Place]:
@@ -64,10 +66,11 @@ class FlatLayout:
         """
         starts, end = self._extents()
         length = math.ceil(end / size)
-        for name, start, numel, cut in zip(self.names, starts, self.numels, self.cuts, strict=True):
+        parameters = zip(self.names, starts, self.numels, self.cuts, self.orders, strict=True)
+        for name, start, numel, cut, order in parameters:
             offset = start - index * length
             first, last = (min(max(0, place), length) for place in (offset, offset + numel))
-            part = functools.partial(_part, cut=cut, first=first - offset, last=last - offset)
+            part = functools.partial(_part, cut=cut, order=order, first=first - offset, last=last - offset)
             yield Place(name, first, last, part)
 
     def pieces(self, shard: torch.Tensor | None, *, index: int, size: int) -> Iterator[tuple[str, Piece | None]]:
@@ -97,8 +100,8 @@ class FlatLayout:
         return starts, end
 
 
-def _part(full: torch.Tensor, *, cut: Cut, first: int, last: int) -> torch.Tensor:
-    flat = cut(full).flatten()
+def _part(full: torch.Tensor, *, cut: Cut, order: tuple[int, ...], first: int, last: int) -> torch.Tensor:
+    flat = cut(full).permute(order).flatten()
     return flat[min(first, flat.numel()) : min(last, flat.numel())] if last > first else flat[:0]
 
 
@@ -131,5 +134,14 @@ def flat_units(
             pieces = [piece_of(parameter.detach()) for _, parameter in named]
             numels = tuple(piece.tensor.numel() for piece in pieces)
             names, cuts = tuple(name for name, _ in named), tuple(piece.cut for piece in pieces)
-            found.append(FlatLayout(module, names, numels, cuts, alignment))
+            orders = tuple(_order(piece.tensor) for piece in pieces)
+            found.append(FlatLayout(module, names, numels, cuts, orders, alignment))
     return found
+
+
+def _order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the dimensions of a dense tensor in the order of memory: the widest stride first."""
+    if tensor.is_contiguous():
+        return tuple(range(tensor.ndim))
+    strides = tensor.stride()
+    return tuple(sorted(range(tensor.ndim), key=lambda dim: -strides[dim]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import fsdp_impl
+import fsdp_impl.wrap
 from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.flat import FlatAdapter
 

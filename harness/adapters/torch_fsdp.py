@@ -38,3 +38,4 @@ class TorchFsdpAdapter(FlatAdapter):
 # - TENSOR_PARALLEL_CHECKPOINT: F-17 of docs/findings.md.
 # - UNIT_SETTINGS, OWN_REDUCE_GROUP: what a wrapper does is fixed by its constructor.
 # - RECOVERY: F-71 of docs/findings.md.
+# - SHARD_DIMENSION, GATHER_EXTENSION, UNIT_MESHES: a unit is one flat parameter on one mesh, which is cut as it lies.

@@ -6,6 +6,10 @@ room.
 - ``plain``: models and losses.
 - ``branches``: a model of which each microbatch uses another part.
 - ``shapes``: models with unusual parameters, inputs, outputs or nesting; cases import the module.
+- ``made``: a model whose modules make their own values, on the meta device too.
+- ``parts``: models for rules that choose units.
+- ``experts``: a model with experts that may be divided among ranks.
+- ``extension``: tensors that choose what is gathered in their place.
 - ``parallel``: models for tensor parallelism, with their plans.
 - ``recomputation``: activation checkpointing of a model's layers.
 - ``compilation``: ``torch.compile`` of a model's layers.

@@ -364,3 +364,21 @@ class _Scale(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         part = x[:, : self.weight.shape[1]].to(self.weight.dtype) * self.weight
         return part.float()
+
+
+class Spoiled(nn.Module):
+    """A Linear(9, 9) whose output is scaled by the sum of a parameter ``odd``, which may be one that cannot be sharded.
+
+    Input and output: (batch, 9), in float32.
+
+    Args:
+        odd: the values of the parameter, of any shape and floating-point dtype.
+    """
+
+    def __init__(self, odd: torch.Tensor) -> None:
+        super().__init__()
+        self.inner = nn.Linear(9, 9)
+        self.odd = nn.Parameter(odd)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.inner(x)) * self.odd.sum().to(x.dtype)

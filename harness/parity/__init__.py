@@ -15,6 +15,7 @@ room; the other rooms import from its modules.
 - ``oracle``, ``numerics``, ``explanations``: the float64 replay, the tolerances, and probable causes of an error.
 - ``census``: counts the bytes in which units are gathered while a step runs.
 - ``timeline``: when kernels ran, from a profile; ``poison``: fills memory that was freed too early with NaN.
+- ``refusals``: what an implementation refuses to shard, and what it has done by then.
 - ``units``: matches collectives to units by their size in bytes.
 - ``resume``: saves and loads checkpoints.
 """

@@ -180,7 +180,8 @@ class Evidence:
         held = [one.spans[key] for one in members.values()]
         if held[0] in (part, whole) and all(spans == held[0] for spans in held):
             return False
-        if _joined(held) == part:
+        # Experts are divided among other ranks than the rest, and all ranks together have all of them.
+        if _joined(held) in (part, whole):
             return True
         raise self._uncovered(key, part, members)
 

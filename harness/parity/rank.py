@@ -65,14 +65,21 @@ class Rank(Member):
         self.monkeypatch = monkeypatch
         self._watched: list[Pair | Run] = []
 
-    def mesh(self, shape: tuple[int, ...] | None = None, names: tuple[str, ...] = ("dp",)) -> DeviceMesh:
-        """A mesh over all ranks, in rank order (collective at the first call with these arguments).
+    def mesh(
+        self,
+        shape: tuple[int, ...] | None = None,
+        names: tuple[str, ...] = ("dp",),
+        *,
+        order: tuple[int, ...] | None = None,
+    ) -> DeviceMesh:
+        """A mesh over all ranks (collective at the first call with these arguments).
 
         Args:
             shape: the size of each dimension; by default one dimension of all ranks.
             names: the name of each dimension.
+            order: the ranks, as they fill the mesh, the last dimension first; by default in rank order.
         """
-        return self._state.mesh(shape or (self.world_size,), names)
+        return self._state.mesh(shape or (self.world_size,), names, order)
 
     def pair(self, model: nn.Module, *, baseline: Baseline = "ddp", **options: Any) -> Pair:
         """The implementation beside its baseline and the oracle (collective).

@@ -54,15 +54,26 @@ class RankState:
         self.replays = ReplayCache()
         self.stopwatch = Stopwatch()
         self._groups = {group: str(group.group_name) for group in process_groups()}
-        self._meshes: dict[tuple[tuple[int, ...], tuple[str, ...]], DeviceMesh] = {}
+        self._meshes: dict[tuple[object, ...], DeviceMesh] = {}
 
-    def mesh(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-        """The mesh of this shape over all ranks, in rank order (collective at the first call with these arguments)."""
-        if (shape, names) not in self._meshes:
+    def mesh(self, shape: tuple[int, ...], names: tuple[str, ...], order: tuple[int, ...] | None = None) -> DeviceMesh:
+        """The mesh of this shape over all ranks (collective at the first call with these arguments).
+
+        Args:
+            shape: the size of each dimension.
+            names: the name of each dimension.
+            order: the ranks, as they fill the mesh; by default in rank order.
+        """
+        key = (shape, names, order)
+        if key not in self._meshes:
             before = process_groups()
-            self._meshes[shape, names] = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+            if order is None:
+                self._meshes[key] = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+            else:
+                ranks = torch.tensor(order).view(shape)
+                self._meshes[key] = DeviceMesh(self.device.type, ranks, mesh_dim_names=names)
             self._groups |= {group: str(group.group_name) for group in process_groups() - before}
-        return self._meshes[shape, names]
+        return self._meshes[key]
 
     def foreign_groups(self) -> set[dist.ProcessGroup]:
         """The process groups that neither the harness nor its meshes created."""

@@ -29,15 +29,9 @@ _BASELINES: dict[Baseline, type[Adapter]] = {"ddp": DdpAdapter, "replicated": Re
 #: The fields of ``Config`` that no baseline looks at: how the implementation under test shards.
 _SHARDING = frozenset(
     {
-        "mesh",
-        "units",
-        "reshard_after_forward",
-        "accumulation",
-        "offload",
-        "flat_parameters",
-        "gathers_ahead",
-        "gathers_ahead_in_forward",
-        "bounds_gathers",
+        *("mesh", "units", "reshard_after_forward", "accumulation", "offload", "flat_parameters"),
+        *("gathers_ahead", "gathers_ahead_in_forward", "bounds_gathers"),
+        *("init", "as_groups", "shard_dim", "unit_meshes", "wraps", "ignored_modules"),
     }
 )
 

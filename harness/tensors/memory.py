@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import fx, nn
@@ -85,6 +85,19 @@ def peak_bytes(device: torch.device) -> int:
     call that allocates it to the host's call that frees it, whatever the streams have reached.
     """
     return int(torch.cuda.memory_stats(device)["requested_bytes.all.peak"])
+
+
+def peak_of(device: torch.device, action: Callable[[], object]) -> int:
+    """Run something, and return the most bytes on ``device`` that it requested at a time, beyond those held before.
+
+    Args:
+        device: a CUDA device.
+        action: what to run; its result is dropped.
+    """
+    before = held_bytes(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    action()
+    return int(torch.cuda.memory_stats(device)["requested_bytes.all.peak"]) - before
 
 
 def tensor_bytes(device: torch.device) -> int:

@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 import torch.distributed.fsdp.wrap as theirs
 from torch import nn
+from torch.distributed.fsdp.wrap import _recursive_wrap as recursive_wrap
 
 import fsdp_impl.wrap as ours
 from fsdp_impl import FullyShardedDataParallel
+from fsdp_impl.flat import wrapping
+from fsdp_impl.flat.options import Ignored
 from shardproof.harness import world
 from shardproof.harness.parity import Rank
 from tests.fsdp_impl.flat_replicas import wrap
@@ -63,6 +66,37 @@ def test_the_same_modules_are_wrapped(rank: Rank, name: str) -> None:
             ]
         )
     assert found[0] == found[1]
+
+
+class Box(nn.Module):
+    """A wrapper that does nothing."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+
+@pytest.mark.parametrize("ignores", [False, True])
+@pytest.mark.parametrize("name", sorted(set(POLICIES) - {"classes", "custom"}))
+def test_policies_are_asked_in_the_same_way(name: str, ignores: bool) -> None:
+    """Which modules are looked into, and what of them is left, decides what a function makes of them."""
+    plain, boxed, policy = model(), model(), POLICIES[name](ours)
+    found = wrapping._run_callable(plain, policy, {}, ignored_in(plain, ignores))
+    left = ignored_in(boxed, ignores)
+    recursive_wrap(
+        boxed, auto_wrap_policy=policy, wrapper_cls=Box, only_wrap_children=True,
+        ignored_modules=set(left.modules), ignored_params=set(left.params),
+    )  # fmt: skip
+    expected = {path.replace("inner.", "") for path, module in boxed.named_modules() if isinstance(module, Box)}
+    assert {path for path, module in plain.named_modules() if module in found} == expected
+
+
+def ignored_in(whole: nn.Module, ignores: bool) -> Ignored:
+    """Nothing, or a list of two linear layers and what is in it."""
+    if not ignores:
+        return Ignored(frozenset(), frozenset())
+    part = whole.get_submodule("1")
+    return Ignored(frozenset(part.modules()), frozenset(part.parameters()))
 
 
 @pytest.mark.parametrize("name", theirs.__all__)

@@ -1,5 +1,6 @@
 """Hybrid sharding: shards within a group, replicas across groups."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard
 
 from fsdp_impl import fully_shard
+from fsdp_impl.common.mesh import check_replicas
 from shardproof.harness import world
 from shardproof.harness.parity import Rank
 from tests.fsdp_impl.replicas import (
@@ -119,3 +121,17 @@ def test_the_all_reduce_hook_sees_what_was_reduced_and_may_change_it(rank: Rank,
     if hybrid:
         with pytest.raises(ValueError, match="stream cannot be set when using native HSDP, but got a stream"):
             model.set_all_reduce_hook(hook, stream="a stream")
+
+
+@pytest.mark.parametrize("rows", [[[0, 1], [2, 3]], [[3, 1], [2, 0]], [[2], [0], [1]], [[2, 0, 1]]], ids=str)
+def test_replicas_in_one_order(rows: list[list[int]]) -> None:
+    mesh: Any = SimpleNamespace(mesh=torch.tensor(rows))
+    check_replicas(mesh)
+
+
+@pytest.mark.parametrize("rows", [[[3, 1], [0, 2]], [[0, 1], [2, 3], [5, 4]]], ids=str)
+def test_replicas_in_different_orders_are_refused(rows: list[list[int]]) -> None:
+    """Process groups are sorted by rank: the ranks of a replicate group would hold different shards."""
+    mesh: Any = SimpleNamespace(mesh=torch.tensor(rows))
+    with pytest.raises(ValueError, match=r"must be in one order, .* but the mesh is \[\["):
+        check_replicas(mesh)

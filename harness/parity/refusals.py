@@ -1,0 +1,97 @@
+"""What an implementation refuses to shard: with which words, on which ranks, and what it has done by then."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardproof.harness.adapters.base import Adapter
+from shardproof.harness.collectives.recorder import Recorder
+from shardproof.harness.parity.comparison import exact_difference
+from shardproof.harness.parity.rank import Rank
+
+
+class Refusal:
+    """One attempt to do something with a model that may be refused (collective).
+
+    Args:
+        rank: this rank.
+        attempt: what may raise an error.
+
+    Attributes:
+        result: what ``attempt`` returned, None if it was refused.
+        text: the type and the message of its error; None if it was not refused.
+    """
+
+    def __init__(self, rank: Rank, attempt: Callable[[], Any]) -> None:
+        self.result: Any = None
+        self.text: str | None = None
+        recorder = Recorder(lambda *_: "", announcer=rank.announcer)
+        try:
+            with recorder.during("sharding"):
+                self.result = attempt()
+        except Exception as error:
+            self.text = f"{type(error).__name__}: {error}"
+        texts = rank.exchange(self.text)
+        accepting = [index for index, text in enumerate(texts) if text is None]
+        assert len(accepting) in (0, rank.world_size), f"ranks {accepting} accept what the others refuse: {texts}"
+        sent = [str(item) for item in recorder.trace]
+        assert self.text is None or not sent, f"refused after these collectives: {sent}"
+
+    def check_names(self, *words: str) -> None:
+        """Check that the error has one of some words."""
+        assert self.text is not None and any(word in self.text for word in words), (
+            f"the error names none of {words}: {self.text}"
+        )
+
+
+class Untouched:
+    """Remembers a model, to see that a refusal has left it as it was.
+
+    Args:
+        model: the model before the attempt.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._modules = {name: (module, type(module)) for name, module in model.named_modules()}
+        self._tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        self._copy = copy.deepcopy(model)
+
+    def check(self, batch: torch.Tensor) -> None:
+        """Check that the model has the same modules, classes and tensors, and trains as a copy of it does.
+
+        Args:
+            batch: an input of the model.
+        """
+        model = self._model
+        modules = {name: (module, type(module)) for name, module in model.named_modules()}
+        changed = [name or "the root" for name, kept in self._modules.items() if modules.get(name) != kept]
+        assert not changed and len(modules) == len(self._modules), f"modules that a refusal replaced: {changed}"
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        replaced = [name for name, tensor in self._tensors.items() if tensors.get(name) is not tensor]
+        assert not replaced and len(tensors) == len(self._tensors), f"tensors that a refusal replaced: {replaced}"
+        for one in (model, self._copy):
+            output: torch.Tensor = one(batch)
+            output.square().mean().backward()
+        for name, other in self._copy.named_parameters():
+            mine = model.get_parameter(name)
+            assert exact_difference(mine, other) is None, f"a refusal changed the values of {name}"
+            if other.grad is not None:
+                assert mine.grad is not None, f"{name} has no gradient after a refusal"
+                assert exact_difference(mine.grad, other.grad) is None, f"after a refusal {name} has another gradient"
+
+
+def sharded(rank: Rank, model: nn.Module, **options: Any) -> Adapter:
+    """Shard a model by the implementation under test, and nothing else, without an optimizer (collective).
+
+    Args:
+        rank: this rank.
+        model: on whichever device the case wants; :meth:`Rank.run` moves it to the rank's.
+        **options: as for :meth:`Rank.config`.
+    """
+    return rank.implementation(model, optimizer=None, config=rank.config(**options))

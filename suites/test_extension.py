@@ -1,0 +1,95 @@
+"""Chapter EXTENSION: parameters that choose what travels."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardproof.harness import Capability, contract, models, needs, world
+from shardproof.harness.models.extension import Calls, extend, extend_shard
+from shardproof.harness.parity import Pair, Rank
+from shardproof.harness.parity.refusals import Refusal, sharded
+from shardproof.harness.plugin.axes import RESHARD
+
+pytestmark = needs(Capability.GATHER_EXTENSION)
+
+SIZES = {"0": (7, 5), "": (6, 7)}
+
+
+@contract("EXTENSION-1")
+@world(2, 4)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
+@pytest.mark.parametrize("kind", ["class", "object"])
+def test_tensors_that_choose_what_travels(rank: Rank, kind: str, reshard_after_forward: bool | None) -> None:
+    """Weights that travel as two halves, beside biases in the same collective, train as DDP does."""
+    pair, calls = extended(rank, kind, reshard_after_forward)
+    expected = {label or "(root)": gathered_bytes(rank.world_size, *size) for label, size in SIZES.items()}
+    for step in range(3):
+        pair.step(rank.batch(step, (4, 5)))
+        pair.check()
+        found = [item.nbytes for item in pair.last_trace() if (item.phase, item.kind) == ("forward", "all_gather")]
+        assert found == [expected["(root)"], expected["0"]], f"forward gathers {found} bytes instead of {expected}"
+        again = {None: 1, True: 2, False: 0}[reshard_after_forward]
+        pair.check_counts("backward", all_gather=again, reduce_scatter=2)
+    given = {(rank.world_size, (7, 5), 7, None), (rank.world_size, (6, 7), 6, None)}
+    assert set(calls.before) == given, f"the first hook was given {set(calls.before)} instead of {given}"
+
+
+@contract("EXTENSION-1")
+@world(2)
+@pytest.mark.parametrize("kind", ["class", "object"])
+def test_what_a_hook_makes_is_freed(rank: Rank, kind: str) -> None:
+    """What the second hook made is freed after forward where the unit is, and filled again in backward."""
+    pair, calls = extended(rank, kind, True)
+    pair.step(rank.batch(0, (4, 5)))
+    pair.check()
+    assert [storage.size() for storage in calls.storages] == [0, 0], "after backward the gathered weights hold bytes"
+    assert calls.filled == 2, f"backward filled {calls.filled} weights again, not 2"
+
+
+@contract("EXTENSION-2")
+@world(2)
+def test_one_hook_alone(rank: Rank) -> None:
+    """A shard with one hook and without the other is refused, with the names of both, and nothing is sent."""
+    adapter = sharded(rank, models.two_linear((5, 7), (7, 6)).to(rank.device))
+    extend_shard(sharded_weight(adapter.named_parameters()["0.weight"]), Calls(), both=False)
+    refusal = Refusal(rank, lambda: adapter.forward(rank.batch(0, (4, 5))))
+    refusal.check_names("fsdp_post_all_gather")
+
+
+def extended(rank: Rank, kind: str, reshard_after_forward: bool | None) -> tuple[Pair, Calls]:
+    """Two linear layers, one of them a unit, whose weights have hooks: by their class, or set on their shards."""
+    calls = Calls()
+
+    def prepare(model: nn.Module) -> nn.Module:
+        if kind == "class":
+            extend(model, calls)
+        return model
+
+    pair = rank.pair(
+        models.two_linear((5, 7), (7, 6)),
+        pictures=kind == "object",  # a tensor of that class has no memory of its own to copy
+        units=[["0"]],
+        prepare=prepare,
+        reshard_after_forward=reshard_after_forward,
+    )
+    if kind == "object":
+        for parameter in pair.adapter.named_parameters().values():
+            if parameter.ndim == 2:
+                extend_shard(sharded_weight(parameter), calls)
+    return pair, calls
+
+
+def gathered_bytes(ranks: int, rows: int, columns: int) -> int:
+    """The bytes of a gather: two and four of each element of a weight, four of each of a bias; rows are padded."""
+    padded = math.ceil(rows / ranks) * ranks
+    return padded * columns * (2 + 4) + padded * 4
+
+
+def sharded_weight(parameter: nn.Parameter) -> DTensor:
+    """The same parameter, which is a DTensor."""
+    assert isinstance(parameter, DTensor)
+    return parameter

@@ -1,0 +1,158 @@
+"""Chapter WRAPPING: units that an implementation finds itself, by a rule."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from shardproof.harness import Capability, contract, needs, world
+from shardproof.harness.adapters.base import Precision, WrapPolicy
+from shardproof.harness.models.parts import Normed, Parts, PartsBlock
+from shardproof.harness.parity import Pair, Rank
+
+pytestmark = needs(Capability.WRAPPING_POLICY, Capability.COUNTED_UNITS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """A rule, the modules of a :class:`Parts` that it should make units, and those left alone.
+
+    Attributes:
+        policy: the rule.
+        units: the modules that are units, besides the root.
+        ignored: the modules that are ignored.
+        keeps: the modules of ``units`` that stay gathered until backward.
+    """
+
+    policy: WrapPolicy
+    units: tuple[str, ...]
+    ignored: tuple[str, ...] = ()
+    keeps: tuple[str, ...] = ()
+
+
+BLOCKS = ("blocks.0", "blocks.1")
+LINEARS = ("entry", "blocks.0.inner", "blocks.0.back", "blocks.1.inner", "blocks.1.back")
+
+BY_SIZE = {
+    # What inner units have taken does not count: each block is left with 12 elements. A list becomes no unit, nor does
+    # attention, or anything inside it.
+    "42": Rule(WrapPolicy("size", min_numel=42), LINEARS),
+    # A module of just the size is a unit, and one that is left with enough is one around it.
+    "84": Rule(WrapPolicy("size", min_numel=84), ("blocks.0", "blocks.1.inner", "blocks.1")),
+    "91": Rule(WrapPolicy("size", min_numel=91), BLOCKS),
+    "169": Rule(WrapPolicy("size", min_numel=169), ("blocks.1",)),
+    "none": Rule(WrapPolicy("size", min_numel=564), ()),
+    "leaves": Rule(WrapPolicy("size", min_numel=42, leaves=(PartsBlock, nn.MultiheadAttention)), ("entry",)),
+    "attention": Rule(WrapPolicy("size", min_numel=100, leaves=()), (*BLOCKS, "attention")),
+    "excluded": Rule(WrapPolicy("size", min_numel=42, excluded=(nn.Linear, nn.ModuleList)), BLOCKS),
+}
+BY_CHOICE = {
+    "classes": Rule(
+        WrapPolicy("classes", classes=(PartsBlock, nn.LayerNorm)), ("blocks.0.norm", "blocks.1.norm", *BLOCKS)
+    ),
+    "objects": Rule(
+        WrapPolicy("objects", classes=(PartsBlock, nn.LayerNorm)), ("blocks.0.norm", "blocks.1.norm", *BLOCKS)
+    ),
+    "function": Rule(
+        WrapPolicy("function", chooses=lambda module: getattr(module, "out_features", 0) == 5), ("heads.0", "heads.1")
+    ),
+    "custom": Rule(
+        WrapPolicy(
+            "custom",
+            chooses=lambda module: (
+                isinstance(module, nn.MultiheadAttention)
+                or ({"reshard_after_forward": False} if isinstance(module, PartsBlock) else False)
+            ),
+        ),
+        (*BLOCKS, "attention"),
+        keeps=BLOCKS,
+    ),
+}
+BESIDE_IGNORED = {
+    # Of a block whose first layer is ignored 60 elements are left, and 90 of the other.
+    "too-small": Rule(
+        WrapPolicy("size", min_numel=61), ("blocks.1.inner", "blocks.1.back"), ignored=("blocks.0.inner",)
+    ),
+    "large-enough": Rule(WrapPolicy("size", min_numel=79), BLOCKS, ignored=("blocks.1.inner",)),
+    "a-block": Rule(
+        WrapPolicy("size", min_numel=42),
+        ("entry", "blocks.1.inner", "blocks.1.back"),
+        ignored=("blocks.0",),
+    ),
+    "classes": Rule(WrapPolicy("classes", classes=(PartsBlock,)), ("blocks.1",), ignored=("blocks.0",)),
+    "objects": Rule(WrapPolicy("objects", classes=(PartsBlock,)), ("blocks.1",), ignored=("blocks.0",)),
+}
+
+
+@contract("WRAPPING-1")
+@world(2)
+@pytest.mark.parametrize("rule", BY_SIZE)
+def test_by_size(rank: Rank, rule: str) -> None:
+    """Children first, each module of which enough elements are left is a unit."""
+    train(rank, BY_SIZE[rule])
+
+
+@contract("WRAPPING-2")
+@world(2)
+@pytest.mark.parametrize("rule", BY_CHOICE)
+def test_by_choice(rank: Rank, rule: str) -> None:
+    """Modules of some classes, or for which a function returns True, are units, also within each other."""
+    train(rank, BY_CHOICE[rule])
+
+
+@contract("WRAPPING-3")
+@world(2)
+@needs(Capability.IGNORED_MODULES)
+@pytest.mark.parametrize("rule", BESIDE_IGNORED)
+def test_beside_ignored_modules(rank: Rank, rule: str) -> None:
+    """An ignored module is no unit, nor anything inside it, and its elements do not count for a module around it."""
+    pair = train(rank, BESIDE_IGNORED[rule])
+    for name in BESIDE_IGNORED[rule].ignored:
+        parent, _, child = name.rpartition(".")
+        found = pair.sharded.original_module(parent).get_submodule(child)
+        assert found is pair.sharded.original_module(name), f"in the place of {name} is a {type(found).__name__}"
+
+
+@contract("WRAPPING-4")
+@world(2)
+@needs(Capability.MIXED_PRECISION)
+def test_batch_norm_in_full_precision(rank: Rank) -> None:
+    """With a compute dtype, batch normalisation becomes a unit without it; what it returns has its input's dtype."""
+    model = Normed()
+    seen, bfloat16 = model.seen, torch.bfloat16
+    policy = WrapPolicy("size", min_numel=10**9)
+    run = rank.run(
+        model,
+        units=[["norm"]],
+        wraps=policy,
+        precision=Precision(compute=bfloat16),
+        unit_precision={"norm": Precision()},
+    )
+    for step in range(2):
+        run.forward_backward((rank.batch(step, (4, 4)),), loss=torch.sum)
+        assert seen == {"norm": [torch.float32, torch.float32], "around": [bfloat16, bfloat16]}, seen
+    gathered = [item.dtype for item in run.trace if (item.phase, item.kind) == ("forward", "all_gather")]
+    assert gathered == 2 * ["bfloat16", "float32"], f"forward gathers in {gathered}"
+
+
+def train(rank: Rank, rule: Rule) -> Pair:
+    """Train with a rule: the units are those that it should find, each gathered and reduced by one collective.
+
+    What is ignored is frozen as well, so that it has no gradient, which would be the rank's own.
+    """
+    model = Parts()
+    for module in rule.ignored:
+        model.get_submodule(module).requires_grad_(False)
+    ignored = tuple(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
+    units = [[name] for name in rule.units]
+    pair = rank.pair(model, units=units, wraps=rule.policy, ignored=ignored, ignored_modules=rule.ignored)
+    for step in range(2):
+        pair.step(rank.batch(step, (4, 6)))
+        pair.check()
+        pair.check_counts("forward", all_gather=len(units) + 1)
+        pair.check_counts("backward", all_gather=len(units) - len(rule.keeps), reduce_scatter=len(units) + 1)
+        pair.check_bytes()
+    return pair
