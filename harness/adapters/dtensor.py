@@ -19,9 +19,11 @@ from shardproof.harness.adapters.base import (
     Adapter,
     Config,
     Cut,
+    KeysLeftOver,
     OptimizerFactory,
     Piece,
     Precision,
+    StateForm,
     inner_first,
     original_name,
     uncut,
@@ -126,7 +128,14 @@ class DTensorAdapter(Adapter):
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
         # These implementations have no flat parameters, and sharding sends no values between ranks.
-        return frozenset(Capability) - {Capability.FLAT_PARAMETERS, Capability.SYNC_STATES, Capability.BUFFER_DTYPE}
+        return frozenset(Capability) - {
+            Capability.FLAT_PARAMETERS,
+            Capability.SYNC_STATES,
+            Capability.BUFFER_DTYPE,
+            # What unshard() gathers is read by registered(); what is written to it is lost.
+            Capability.WHOLE_PARAMETERS,
+            Capability.WHOLE_ON_CPU,
+        }
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         super().__init__(model, optimizer=optimizer, config=config)
@@ -226,6 +235,13 @@ class DTensorAdapter(Adapter):
         """Call ``unshard(async_op=True)`` on every sharded module."""
         for module in self._sharded_modules():
             module.unshard(async_op=True)
+
+    def restore(self, state: dict[str, Any], *, form: StateForm = "sharded", strict: bool = True) -> KeysLeftOver:
+        if form != "sharded":
+            # Parameters that are gathered are plain tensors, which torch's function does not load: F-42 of
+            # docs/findings.md.
+            self.reshard()
+        return super().restore(state, form=form, strict=strict)
 
     def prefetch(self, *, forward: Mapping[str, Sequence[str]], backward: Mapping[str, Sequence[str]]) -> None:
         for name, ahead in forward.items():

@@ -9,6 +9,7 @@ room.
 - ``parallel``: models for tensor parallelism, with their plans.
 - ``recomputation``: activation checkpointing of a model's layers.
 - ``compilation``: ``torch.compile`` of a model's layers.
+- ``stateful``: a model with all that a state dict can hold.
 - ``optim``: optimizer factories.
 """
 

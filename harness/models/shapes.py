@@ -9,6 +9,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
+from shardproof.harness.models.plain import Stacked
+
 
 class ManyShapes(nn.Module):
     """A unit ``body`` whose parameters have one to four dimensions, one element and few rows, and a root.
@@ -341,3 +343,35 @@ class _Scale(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         part = x[:, : self.weight.shape[1]].to(self.weight.dtype) * self.weight
         return part.float()
+
+
+class ScaledBase(nn.Module):
+    """``scale * tanh(base x)``, where ``base``, a Linear(dim, dim), is frozen and ``scale`` has one element.
+
+    Input and output: (..., dim).
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(1))
+        self.base = nn.Linear(dim, dim).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * torch.tanh(self.base(x))
+
+
+class ScaledStack(Stacked):
+    """Layers of :class:`ScaledBase`, and a parameter of one element that is all that the root has of its own.
+
+    What trains has fewer elements than there are ranks, so that an optimizer changes nothing of what most ranks hold.
+
+    Input and output: (..., dim).
+    """
+
+    def __init__(self, dim: int, depth: int = 2) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(ScaledBase(dim) for _ in range(depth))
+        self.gain = nn.Parameter(torch.randn(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run_layers(x) * self.gain

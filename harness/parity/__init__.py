@@ -14,7 +14,7 @@ room; the other rooms import from its modules.
 - ``oracle``, ``numerics``, ``explanations``: the float64 replay, the tolerances, and probable causes of an error.
 - ``census``: counts the bytes in which units are gathered while a step runs.
 - ``units``: matches collectives to units by their size in bytes.
-- ``resume``: saves and loads checkpoints.
+- ``resume``: saves and loads checkpoints; ``states``: reads state dicts whole and compares them.
 """
 
 from shardproof.harness.parity.casts import CastReplica, check_equal, run_and_replica
