@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from shardproof.harness import Capability, contract, models, needs, world
-from shardproof.harness.adapters.base import Adapter
+from shardproof.harness.adapters.base import Adapter, WholeParameters
 from shardproof.harness.findings.finding import step_label
-from shardproof.harness.parity import Rank
+from shardproof.harness.models import optim, shapes
+from shardproof.harness.parity import Rank, Run, check_exact
 from shardproof.harness.plugin.axes import RESHARD
+
+FLAT = pytest.mark.parametrize(
+    "flat", [False, pytest.param(True, marks=needs(Capability.FLAT_PARAMETERS))], ids=["originals", "flat"]
+)
+ON_CPU = needs(Capability.WHOLE_ON_CPU)
+#: All that a script may ask for together.
+WHOLE = [
+    pytest.param(WholeParameters(keeps_changes=False), id="read"),
+    pytest.param(WholeParameters(keeps_changes=False, on_cpu=True), id="read-on-cpu", marks=ON_CPU),
+    pytest.param(WholeParameters(keeps_changes=False, first_rank_only=True), id="first-rank"),
+    pytest.param(
+        WholeParameters(keeps_changes=False, first_rank_only=True, on_cpu=True), id="first-rank-on-cpu", marks=ON_CPU
+    ),
+    pytest.param(WholeParameters(), id="written"),
+    pytest.param(WholeParameters(on_cpu=True), id="written-on-cpu", marks=ON_CPU),
+]
+WHY = "the same values, gathered or not"
 
 MODES = ["no_grad", "inference_mode"]
 
@@ -116,6 +136,26 @@ def test_second_evaluation_sees_the_step(rank: Rank, reshard_after_forward: bool
 
 @contract("EVALUATION-2")
 @world(2)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+def test_step_that_changes_nothing_on_some_ranks(rank: Rank, reshard_after_forward: bool | int | None) -> None:
+    """The same where a rank holds frozen or no elements of a unit: all ranks gather it again, or none."""
+    model = shapes.ScaledStack(dim=9)
+    batch = rank.batch(0, (2, 9), microbatch=1)
+
+    def evaluate(adapter: Adapter) -> None:
+        with torch.no_grad():
+            adapter.forward(batch)
+
+    pair = rank.pair(model, units=model.units(), reshard_after_forward=reshard_after_forward, after_backward=evaluate)
+    for step in range(3):
+        if step:
+            pair.evaluate(batch)
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+
+
+@contract("EVALUATION-2")
+@world(2)
 @needs(Capability.COUNTED_UNITS)
 @pytest.mark.parametrize("mode", MODES)
 def test_evaluation_gathers_each_unit_once(rank: Rank, mode: Any) -> None:
@@ -134,3 +174,123 @@ def test_evaluation_gathers_each_unit_once(rank: Rank, mode: Any) -> None:
         missing = set(expected[1:]) - in_forward
         assert not missing, f"{step_label(step)} uses what the evaluation gathered of {', '.join(sorted(missing))}"
         pair.check_counts("backward", all_gather=DEPTH, reduce_scatter=DEPTH + 1)
+
+
+@contract("EVALUATION-3")
+@world(2, 4)
+@needs(Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD)
+@pytest.mark.parametrize("by_call", [False, pytest.param(True, marks=needs(Capability.ASYNC_UNSHARD))])
+def test_many_forwards_with_one_gather(rank: Rank, by_call: bool) -> None:
+    """Units that stay gathered serve many forwards, by a call or by the first of them, and are right after a step."""
+    model = models.Tower(dim=9, depth=DEPTH)
+    pair = rank.pair(model, units=model.units(), reshard_after_forward=False)
+    for step in range(3):
+        before = len(pair.sharded.trace)
+        if by_call:
+            pair.adapter.unshard()
+        for number in range(3):
+            pair.evaluate(rank.batch(step, (2, 9), microbatch=number + 1))
+        gathered = sorted(item.unit for item in pair.sharded.trace[before:])
+        expected = [] if by_call else ["(root)", *(f"layers.{index}" for index in range(DEPTH))]
+        assert gathered == expected, f"three evaluations before {step_label(step)} gather {gathered}"
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+
+
+@contract("EVALUATION-4")
+@world(2)
+@needs(Capability.WHOLE_PARAMETERS)
+@FLAT
+@pytest.mark.parametrize("how", WHOLE)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+@pytest.mark.filterwarnings("ignore:offload_to_cpu=True and rank0_only=False")
+def test_whole_parameters(
+    rank: Rank, reshard_after_forward: bool | int | None, how: WholeParameters, flat: bool
+) -> None:
+    """Whole parameters have the unsharded names and values, and changes stay if asked to, also after an evaluation."""
+    model = models.Tower(dim=9, depth=DEPTH)
+    plain = copy.deepcopy(model).to(rank.device)
+    options: Any = {"units": model.units(), "optimizer": optim.sgd(), "flat_parameters": flat}
+    options["reshard_after_forward"] = reshard_after_forward
+    run = rank.run(model, **options)
+    for _ in range(2):
+        run.evaluate((rank.batch(0, (2, 9)),))
+        with run.adapter.whole_parameters(how) as found:
+            has_them = check_whole(rank, how, found, plain)
+            if has_them:
+                write(found)
+        if how.keeps_changes:
+            write(dict(plain.named_parameters()))
+        check_values(run, plain)
+    twin = rank.run(plain, **options)
+    batch = (rank.batch(0, (2, 9)),)
+    outputs, expected = run.evaluate(batch), twin.evaluate(batch)
+    assert torch.equal(outputs[0], expected[0]), "the forward after the context has other values"
+    for step in range(2):
+        pictures = (one.step([(rank.batch(step, (4, 9)),)], loss=models.mean_square) for one in (run, twin))
+        check_exact(rank, *pictures, step=step, why=WHY)
+
+
+@contract("EVALUATION-4")
+@world(2)
+@needs(Capability.WHOLE_PARAMETERS)
+@pytest.mark.parametrize("keeps_changes", [False, True])
+@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+def test_whole_gradients(rank: Rank, reshard_after_forward: bool | int | None, keeps_changes: bool) -> None:
+    """Between backward and the step whole gradients are those of the shards; changes reach the step if kept."""
+    how = WholeParameters(keeps_changes=keeps_changes, with_gradients=True)
+
+    def double(adapter: Adapter) -> None:
+        pieces = adapter.gradients()
+        with adapter.whole_parameters(how) as found:
+            for name, parameter in found.items():
+                piece, gradient = pieces[name], parameter.grad
+                assert gradient is not None and gradient.shape == parameter.shape, f"{name} has no whole gradient"
+                if piece is not None:
+                    assert torch.equal(piece.cut(gradient), piece.tensor), f"{name} has another gradient than its shard"
+                gradient.mul_(2)
+
+    def double_shards(adapter: Adapter) -> None:
+        for piece in adapter.gradients().values():
+            if piece is not None and keeps_changes:
+                piece.tensor.mul_(2)
+
+    model = models.Tower(dim=9, depth=DEPTH)
+    options: Any = {"units": model.units(), "optimizer": optim.sgd(), "reshard_after_forward": reshard_after_forward}
+    twin = rank.run(copy.deepcopy(model), after_backward=double_shards, **options)
+    run = rank.run(model, after_backward=double, **options)
+    for step in range(3):
+        pictures = (one.step([(rank.batch(step, (4, 9)),)], loss=models.mean_square) for one in (run, twin))
+        check_exact(rank, *pictures, step=step, why="a product with two has no rounding")
+
+
+def check_whole(rank: Rank, how: WholeParameters, found: dict[str, nn.Parameter], plain: nn.Module) -> bool:
+    """Check what a context gives this rank, and return whether it has whole parameters."""
+    expected = dict(plain.named_parameters())
+    if how.first_rank_only and rank.index:
+        count = sum(parameter.numel() for parameter in found.values())
+        numel = sum(parameter.numel() for parameter in expected.values())
+        assert count < numel, f"this rank has {count} of {numel} elements, although the first rank alone should"
+        return False
+    assert found.keys() == expected.keys(), f"the names differ in {sorted(found.keys() ^ expected.keys())}"
+    for name, parameter in found.items():
+        device = "cpu" if how.on_cpu else rank.device.type
+        assert parameter.device.type == device, f"{name} is on {parameter.device} instead of {device}"
+        right = expected[name].detach().to(parameter.device)
+        assert parameter.shape == right.shape, f"{name} has the shape {tuple(parameter.shape)}"
+        assert torch.equal(parameter.detach(), right), f"{name} has other values than the unsharded model"
+    return True
+
+
+@torch.no_grad()
+def write(parameters: dict[str, nn.Parameter]) -> None:
+    """Change each element of each parameter in another way."""
+    for parameter in parameters.values():
+        parameter.mul_(torch.arange(1.0, parameter.numel() + 1, device=parameter.device).view_as(parameter) / 64)
+
+
+def check_values(run: Run, plain: nn.Module) -> None:
+    """Check that this rank holds its part of the parameters of an unsharded model."""
+    full = dict(plain.named_parameters())
+    for name, piece in run.adapter.parameters().items():
+        assert torch.equal(piece.tensor, piece.cut(full[name].detach())), f"{name} has other values after the context"

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 from shardproof.harness import Capability, Hardware, alone, contract, models, needs, world
 from shardproof.harness.adapters.base import Adapter, Clip
 from shardproof.harness.adapters.dtensor import piece_of
-from shardproof.harness.models import shapes, ties
+from shardproof.harness.models import mixed, shapes, ties
 from shardproof.harness.models.made import Drawn, DrawnStack
-from shardproof.harness.parity import Rank, exact_difference
+from shardproof.harness.parity import Rank, exact_difference, states
 from shardproof.harness.parity.refusals import Refusal, Untouched, sharded
 from shardproof.harness.plugin.axes import RESHARD, RESHARD_ROOT
 from shardproof.harness.plugin.marks import meaningful_from
@@ -369,3 +369,30 @@ def check_values(rank: Rank, adapter: Adapter, full: nn.Module) -> None:
 def _differs(found: torch.Tensor, expected: torch.Tensor) -> bool:
     expected = expected.detach().to(found.device)
     return found.dtype != expected.dtype or exact_difference(found, expected) is not None
+
+
+@contract("INIT-3")
+@world(2, 4)
+@needs(Capability.META_LOAD, Capability.FULL_STATE_DICT)
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "lenient"])
+@pytest.mark.parametrize("on_meta", ["others", "all"])
+def test_values_of_the_first_rank(rank: Rank, on_meta: str, strict: bool) -> None:
+    """Ranks on the meta device take parameters and buffers of the first rank's state dict, also with unknown names."""
+    torch.manual_seed(rank.seeds.init + 1)
+    saved, first = mixed.Mixed(), rank.index == 0
+    units: Any = [["low"], ["high"]]
+    run = rank.run(
+        mixed.Mixed(),
+        units=units,
+        prepare=lambda model: model if first and on_meta == "others" else model.to("meta"),
+    )
+    state = copy.deepcopy(saved.state_dict()) if first else {}
+    if first and not strict:
+        state["stray"] = torch.ones(3)
+    run.adapter.restore({"model": state}, form="first-rank", strict=strict)
+    expected = {"model": {name: value.clone() for name, value in saved.state_dict().items()}}
+    states.check_same(rank, states.read(rank, run), expected)
+    twin = rank.run(saved, units=units)
+    batch = (rank.batch(0, (6, 4)),)
+    outputs, others = run.evaluate(batch), twin.evaluate(batch)
+    assert torch.equal(outputs[0], others[0]), "the forward after loading has other values"

@@ -13,6 +13,7 @@ from torch.profiler import record_function
 from fsdp_impl.common import collectives, dtensor, hooks, streams, unsharded
 from fsdp_impl.common.comm_context import CommContext
 from fsdp_impl.common.streams import Event
+from fsdp_impl.flat import steps
 from fsdp_impl.flat.shards import FlatShards, set_tensor
 
 # Note: window of buffers
@@ -350,9 +351,18 @@ class FlatGroup:
         if leaf.requires_grad != flat.requires_grad:
             leaf.requires_grad_(flat.requires_grad)
 
+    def outdate(self) -> None:
+        """Gather again before the next forward, also on ranks whose shard has none of what is about to change."""
+        self._gathered_version = -1
+
+    def keep_up_to_date(self) -> None:
+        """What was written since to parameters is dropped again: what is gathered is not stale for it."""
+        self._gathered_version = self._version()
+
     def _version(self) -> int:
+        # A step of an optimizer changes nothing on ranks that hold frozen elements alone, or none.
         params = [self.shards.flat, *self.shards.originals]
-        return sum(param._version for param in params)
+        return sum(param._version for param in params) + steps.count()
 
     def __repr__(self) -> str:
         return f"FlatGroup({self.label})"

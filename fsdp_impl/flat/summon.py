@@ -81,6 +81,7 @@ def _unit_full(
             return
         group = unit.group
         group.shards.adopt()
+        was_stale = group.is_stale()
         whole = _gather(group)
         grads = WholeGradients(group) if with_grads else None
         if rank0_only and group.ranks.group.rank() != 0:
@@ -94,10 +95,14 @@ def _unit_full(
             yield
         finally:
             if writeback:
+                group.outdate()
                 _write_back(group)
             if grads is not None:
                 grads.take_back(params, writeback=writeback)
             _register_shards(group)
+            if group.shards.is_sharded and not (writeback or was_stale):
+                # What was written is gone, and another rank may not have had anything to write to.
+                group.keep_up_to_date()
     finally:
         unit.is_summoned = False
 

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -23,7 +23,9 @@ from shardproof.harness.adapters.config import Config as Config
 from shardproof.harness.adapters.config import OwnCollective as OwnCollective
 from shardproof.harness.adapters.config import Precision as Precision
 from shardproof.harness.adapters.config import Settings as Settings
+from shardproof.harness.adapters.config import StateForm as StateForm
 from shardproof.harness.adapters.config import Units as Units
+from shardproof.harness.adapters.config import WholeParameters as WholeParameters
 from shardproof.harness.adapters.config import WrapPolicy as WrapPolicy
 from shardproof.harness.adapters.traits import Traits as Traits
 from shardproof.harness.adapters.traits import padded_to_rows as padded_to_rows
@@ -105,6 +107,28 @@ def tensors_of_state(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the tensors of one parameter's optimizer state by key; a DTensor stands for its local shard."""
     tensors = {key: value for key, value in sorted(state.items()) if isinstance(value, torch.Tensor)}
     return {key: value.to_local() if isinstance(value, DTensor) else value for key, value in tensors.items()}
+
+
+class KeysLeftOver(NamedTuple):
+    """What loading a state dict left over.
+
+    Attributes:
+        missing: names of the model that the state dict does not have.
+        unexpected: names of the state dict that the model does not have.
+    """
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+def _options_of(form: StateForm, *, saves: bool = True, strict: bool = True) -> Any:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    whole_ones = form != "sharded"
+    first = form == "first-rank"
+    return StateDictOptions(
+        full_state_dict=whole_ones, cpu_offload=first and saves, broadcast_from_rank0=first, strict=strict
+    )
 
 
 class Adapter(ABC):
@@ -394,6 +418,22 @@ class Adapter(ABC):
         """
         raise AssertionError(f"{self.name} does not declare {Capability.ASYNC_UNSHARD!r}")
 
+    @contextlib.contextmanager
+    def whole_parameters(self, how: WholeParameters) -> Iterator[dict[str, nn.Parameter]]:
+        """Gather all parameters for as long as the context lasts (collective). Called between steps.
+
+        Needs :attr:`Capability.WHOLE_PARAMETERS`.
+
+        Args:
+            how: on which ranks, on which device, and whether changes are kept.
+
+        Yields:
+            What the modules hold, by names of the original model; on the other ranks than the first with
+            ``how.first_rank_only`` the shards.
+        """
+        raise AssertionError(f"{self.name} does not declare {Capability.WHOLE_PARAMETERS!r}")
+        yield {}
+
     def prefetch(self, *, forward: Mapping[str, Sequence[str]], backward: Mapping[str, Sequence[str]]) -> None:
         """Set which other units each unit gathers before its own computation. Called once, before training.
 
@@ -464,35 +504,46 @@ class Adapter(ABC):
         """
         return None
 
-    def checkpoint(self) -> dict[str, Any]:
-        """Return the state that ``torch.distributed.checkpoint`` saves. May communicate.
-
-        Needs :attr:`Capability.DISTRIBUTED_CHECKPOINT`.
-
-        Returns:
-            The state dicts under "model" and "optimizer".
-        """
-        from torch.distributed.checkpoint.state_dict import get_state_dict
-
-        model, optimizer = get_state_dict(self.module, self._checkpointed_optimizer())
-        return {"model": model, "optimizer": optimizer}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Load a state into model and optimizer. May communicate.
+    def checkpoint(self, *, form: StateForm = "sharded") -> dict[str, Any]:
+        """Return the state that ``torch.distributed.checkpoint`` saves, by names of the original model (collective).
 
         Needs :attr:`Capability.DISTRIBUTED_CHECKPOINT`.
 
         Args:
-            state: what :meth:`checkpoint` returned, with values that were loaded into it since.
-        """
-        from torch.distributed.checkpoint.state_dict import set_state_dict
+            form: what the state dicts consist of. Values other than "sharded" need :attr:`Capability.FULL_STATE_DICT`,
+                and "first-rank" a mesh of one dimension with all ranks.
 
-        set_state_dict(
-            self.module,
-            self._checkpointed_optimizer(),
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
+        Returns:
+            The state dicts under "model" and, if there is an optimizer, under "optimizer".
+        """
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
+
+        if self.optimizer is None:
+            return {"model": get_model_state_dict(self.module, options=_options_of(form))}
+        model, optimizer = get_state_dict(self.module, self.optimizer, options=_options_of(form))
+        return {"model": model, "optimizer": optimizer}
+
+    def restore(self, state: dict[str, Any], *, form: StateForm = "sharded", strict: bool = True) -> KeysLeftOver:
+        """Load a state into the model and, if it has one for that, into the optimizer (collective).
+
+        Needs :attr:`Capability.DISTRIBUTED_CHECKPOINT`.
+
+        Args:
+            state: what :meth:`checkpoint` returned in the same form, with values that were loaded into it since.
+            form: as for :meth:`checkpoint`.
+            strict: whether names of the model that are missing or unknown raise a RuntimeError.
+
+        Returns:
+            The names of the model that are missing in the state, and those in the state that the model does not have.
+        """
+        from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
+
+        options = _options_of(form, saves=False, strict=strict)
+        keys = set_model_state_dict(self.module, state["model"], options=options)
+        if "optimizer" in state:
+            optimizer = self._checkpointed_optimizer()
+            set_optimizer_state_dict(self.module, optimizer, state["optimizer"], options=options)
+        return KeysLeftOver(tuple(keys.missing_keys), tuple(keys.unexpected_keys))
 
     def _checkpointed_optimizer(self) -> torch.optim.Optimizer:
         assert self.optimizer is not None, f"{self.name} exposes no optimizer"

@@ -188,6 +188,18 @@ class Capability(enum.StrEnum):
     TENSOR_PARALLEL_CHECKPOINT = "tensor-parallel-checkpoint"
     """Checkpoints also work for DTensors of a tensor-parallel mesh, including sizes that the mesh does not divide."""
 
+    FULL_STATE_DICT = "full-state-dict"
+    """State dicts can also hold whole tensors, on every rank, or on the first alone, which then also sends them."""
+
+    META_LOAD = "meta-load"
+    """Ranks whose model is on the meta device can take parameters and buffers from the first rank's state dict."""
+
+    WHOLE_PARAMETERS = "whole-parameters"
+    """A context gathers all parameters, which a script can read and change, with gradients too."""
+
+    WHOLE_ON_CPU = "whole-on-cpu"
+    """It can put them on the CPU, also where the model computes there."""
+
     FORWARD_METHOD = "forward-method"
     """A method other than ``forward`` can be registered to gather and free parameters as ``forward`` does."""
 

@@ -14,6 +14,15 @@ from torch.distributed.device_mesh import DeviceMesh
 Units = tuple[tuple[str, ...], ...]
 """The units of a model: each entry names the modules whose parameters are gathered by one collective."""
 
+StateForm = Literal["sharded", "full", "first-rank"]
+"""What a state dict consists of.
+
+- "sharded": each rank has its shards, as ``torch.distributed.checkpoint`` saves and loads them.
+- "full": every rank has all values whole.
+- "first-rank": the first rank of the world has all values whole, on the CPU, and the others have empty dicts. They take
+  the values from the first rank when they load.
+"""
+
 
 @dataclasses.dataclass(frozen=True)
 class Clip:
@@ -160,6 +169,24 @@ class WrapPolicy:
     chooses: Callable[[nn.Module], bool | dict[str, object]] | None = None
     leaves: tuple[type[nn.Module], ...] | None = None
     excluded: tuple[type[nn.Module], ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WholeParameters:
+    """How a script reads and changes whole parameters between two steps.
+
+    Attributes:
+        keeps_changes: whether what the script writes to them stays; not together with ``first_rank_only``.
+        first_rank_only: whether the first rank alone has them.
+        on_cpu: whether they are on the CPU.
+        with_gradients: whether they have whole gradients, whose changes are kept as theirs are. Not together with
+            ``on_cpu`` or :attr:`Config.flat_parameters`.
+    """
+
+    keeps_changes: bool = True
+    first_rank_only: bool = False
+    on_cpu: bool = False
+    with_gradients: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -20,10 +20,12 @@ from shardproof.harness.adapters.base import (
     Adapter,
     Config,
     Cut,
+    KeysLeftOver,
     OptimizerFactory,
     Piece,
     Precision,
     Settings,
+    StateForm,
     inner_first,
     original_name,
     uncut,
@@ -153,6 +155,9 @@ class DTensorAdapter(Adapter):
             Capability.GATHERS_AHEAD,
             Capability.IGNORED_MODULES,
             Capability.WRAPPING_POLICY,
+            # What unshard() gathers is read by registered(); what is written to it is lost.
+            Capability.WHOLE_PARAMETERS,
+            Capability.WHOLE_ON_CPU,
         }
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
@@ -304,6 +309,13 @@ class DTensorAdapter(Adapter):
         """Call ``unshard(async_op=True)`` on every sharded module."""
         for module in self._sharded_modules():
             module.unshard(async_op=True)
+
+    def restore(self, state: dict[str, Any], *, form: StateForm = "sharded", strict: bool = True) -> KeysLeftOver:
+        if form != "sharded":
+            # Parameters that are gathered are plain tensors, which torch's function does not load: F-42 of
+            # docs/findings.md.
+            self.reshard()
+        return super().restore(state, form=form, strict=strict)
 
     def prefetch(self, *, forward: Mapping[str, Sequence[str]], backward: Mapping[str, Sequence[str]]) -> None:
         for name, ahead in forward.items():

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -17,11 +18,14 @@ from shardproof.harness.adapters.base import (
     Accumulation,
     Adapter,
     Config,
+    KeysLeftOver,
     OptimizerFactory,
     Piece,
     Precision,
+    StateForm,
     Traits,
     Units,
+    WholeParameters,
     WrapPolicy,
     inner_first,
     state_pieces,
@@ -71,6 +75,9 @@ CAPABILITIES = frozenset(
         Capability.LOSS_SCALING,
         Capability.OFFLOAD,
         Capability.DISTRIBUTED_CHECKPOINT,
+        Capability.FULL_STATE_DICT,
+        Capability.WHOLE_PARAMETERS,
+        Capability.WHOLE_ON_CPU,
         Capability.FLAT_PARAMETERS,
         Capability.SYNC_STATES,
         Capability.ORDER_VALIDATION,
@@ -285,21 +292,52 @@ class FlatAdapter(Adapter):
     def replace_reduction(self, hook: Callable[..., None]) -> None:
         self.module.register_comm_hook(hook, _call)
 
-    def checkpoint(self) -> dict[str, Any]:
-        """Return sharded state dicts (collective)."""
+    def checkpoint(self, *, form: StateForm = "sharded") -> dict[str, Any]:
         wrapper = self.api.FullyShardedDataParallel
-        with wrapper.state_dict_type(self.module, self.api.StateDictType.SHARDED_STATE_DICT):
-            return {
-                "model": self.module.state_dict(),
-                "optimizer": wrapper.optim_state_dict(self.module, self._checkpointed_optimizer()),
-            }
+        with self._state_dicts_are(form):
+            state = {"model": self.module.state_dict()}
+            if self.optimizer is not None:
+                state["optimizer"] = wrapper.optim_state_dict(self.module, self.optimizer)
+        return state
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Load sharded state dicts (collective)."""
-        wrapper, optimizer = self.api.FullyShardedDataParallel, self._checkpointed_optimizer()
-        with wrapper.state_dict_type(self.module, self.api.StateDictType.SHARDED_STATE_DICT):
-            self.module.load_state_dict(state["model"])
-            wrapper.optim_state_dict_to_load(self.module, optimizer, state["optimizer"], load_directly=True)
+    def restore(self, state: dict[str, Any], *, form: StateForm = "sharded", strict: bool = True) -> KeysLeftOver:
+        """Load state dicts (collective).
+
+        ``FullyShardedDataParallel`` takes the optimizer's from the first rank itself. The module's is sent here, as a
+        script has to.
+        """
+        wrapper, model = self.api.FullyShardedDataParallel, [state["model"]]
+        if form == "first-rank":
+            dist.broadcast_object_list(model, src=0, device=_device(self.config.mesh.device_type))
+        with self._state_dicts_are(form):
+            keys = self.module.load_state_dict(model[0], strict=strict)
+            if "optimizer" in state:
+                optimizer = self._checkpointed_optimizer()
+                wrapper.optim_state_dict_to_load(self.module, optimizer, state["optimizer"], load_directly=True)
+        return KeysLeftOver(tuple(keys.missing_keys), tuple(keys.unexpected_keys))
+
+    def _state_dicts_are(self, form: StateForm) -> contextlib.AbstractContextManager[Any]:
+        api = self.api
+        context = functools.partial(api.FullyShardedDataParallel.state_dict_type, self.module)
+        if form == "sharded":
+            return context(api.StateDictType.SHARDED_STATE_DICT)  # type: ignore[no-any-return]
+        first = form == "first-rank"
+        # What is on the CPU already need not go there, and torch's would free it: F-41 of docs/findings.md.
+        options = {"offload_to_cpu": first and self.config.mesh.device_type != "cpu", "rank0_only": first}
+        configs = api.FullStateDictConfig(**options), api.FullOptimStateDictConfig(**options)
+        return context(api.StateDictType.FULL_STATE_DICT, *configs)  # type: ignore[no-any-return]
+
+    @contextlib.contextmanager
+    def whole_parameters(self, how: WholeParameters) -> Iterator[dict[str, nn.Parameter]]:
+        with self.api.FullyShardedDataParallel.summon_full_params(
+            self.module,
+            writeback=how.keeps_changes,
+            rank0_only=how.first_rank_only,
+            offload_to_cpu=how.on_cpu,
+            with_grads=how.with_gradients,
+        ):
+            # Flat parameters are gone inside: the original ones have their names.
+            yield self.named_parameters()
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         return {name.replace(_WRAPPED, ""): value for name, value in super().named_parameters().items()}

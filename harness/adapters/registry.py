@@ -11,6 +11,7 @@ import importlib
 import inspect
 from typing import TYPE_CHECKING
 
+from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.lines import line_of_error
 
 if TYPE_CHECKING:
@@ -56,6 +57,11 @@ def load(name: str) -> type[Adapter]:
         raise ValueError(
             f"implementation {name!r}: {class_name!r} cannot be examined: {line_of_error(error)}"
         ) from error
+
+
+def built_in_with(capability: Capability) -> tuple[str, ...]:
+    """Return the names of the built-in implementations that declare a capability."""
+    return tuple(name for name in BUILT_IN if capability in load(name).capabilities())
 
 
 class _NoAdapter(ValueError):

@@ -112,7 +112,7 @@ class DdpAdapter(_Replica):
 
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
-        return _UNSHARDED
+        return _UNSHARDED | {Capability.DISTRIBUTED_CHECKPOINT, Capability.FULL_STATE_DICT}
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         super().__init__(model, optimizer=optimizer, config=config)

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch.distributed.fsdp
 
+from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.flat import FlatAdapter
 
 
@@ -17,6 +18,11 @@ class TorchFsdpAdapter(FlatAdapter):
     api: ClassVar[Any] = torch.distributed.fsdp
     # Models outlive their last reference: F-19 of docs/findings.md.
     traits = dataclasses.replace(FlatAdapter.traits, frees_models=False)
+
+    @classmethod
+    def capabilities(cls) -> frozenset[Capability]:
+        # What it puts on the CPU where it is already, it frees: F-41 of docs/findings.md.
+        return super().capabilities() - {Capability.WHOLE_ON_CPU}
 
 
 # Why the other capabilities are missing; those that are not listed have not been tried:
@@ -39,3 +45,5 @@ class TorchFsdpAdapter(FlatAdapter):
 # - UNIT_SETTINGS, OWN_REDUCE_GROUP: what a wrapper does is fixed by its constructor.
 # - RECOVERY: F-71 of docs/findings.md.
 # - SHARD_DIMENSION, GATHER_EXTENSION, UNIT_MESHES: a unit is one flat parameter on one mesh, which is cut as it lies.
+# - WHOLE_ON_CPU: F-41 of docs/findings.md.
+# - META_LOAD: values of the first rank are sent when the model is sharded.

@@ -13,6 +13,7 @@ room.
 - ``parallel``: models for tensor parallelism, with their plans.
 - ``recomputation``: activation checkpointing of a model's layers.
 - ``compilation``: ``torch.compile`` of a model's layers.
+- ``stateful``: a model with all that a state dict can hold.
 - ``optim``: optimizer factories.
 - ``busy``: models that occupy the stream for a chosen time, and models of equal layers, for cases that measure.
 """

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from shardproof.harness.models.plain import MLP
+from shardproof.harness.models.plain import MLP, Stacked
 
 
 class ManyShapes(nn.Module):
@@ -382,3 +382,35 @@ class Spoiled(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(self.inner(x)) * self.odd.sum().to(x.dtype)
+
+
+class ScaledBase(nn.Module):
+    """``scale * tanh(base x)``, where ``base``, a Linear(dim, dim), is frozen and ``scale`` has one element.
+
+    Input and output: (..., dim).
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(1))
+        self.base = nn.Linear(dim, dim).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * torch.tanh(self.base(x))
+
+
+class ScaledStack(Stacked):
+    """Layers of :class:`ScaledBase`, and a parameter of one element that is all that the root has of its own.
+
+    What trains has fewer elements than there are ranks, so that an optimizer changes nothing of what most ranks hold.
+
+    Input and output: (..., dim).
+    """
+
+    def __init__(self, dim: int, depth: int = 2) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(ScaledBase(dim) for _ in range(depth))
+        self.gain = nn.Parameter(torch.randn(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run_layers(x) * self.gain

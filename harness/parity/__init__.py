@@ -17,7 +17,7 @@ room; the other rooms import from its modules.
 - ``timeline``: when kernels ran, from a profile; ``poison``: fills memory that was freed too early with NaN.
 - ``refusals``: what an implementation refuses to shard, and what it has done by then.
 - ``units``: matches collectives to units by their size in bytes.
-- ``resume``: saves and loads checkpoints.
+- ``resume``: saves and loads checkpoints; ``states``: reads state dicts whole and compares them.
 """
 
 from shardproof.harness.parity.casts import (

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardproof.harness.adapters import registry
 from shardproof.harness.adapters.base import Adapter, Config
 from shardproof.harness.findings.observations import ExpectedText
 from shardproof.harness.models import optim
@@ -48,6 +49,9 @@ class Rank(Member):
         seeds: the seeds of the case.
         tmp_path: a directory of the case alone, shared by its ranks.
         monkeypatch: pytest's monkeypatch, undone on this rank after the case.
+
+    Attributes:
+        driven: the implementations that the case has driven, that under test among them.
     """
 
     def __init__(
@@ -63,6 +67,7 @@ class Rank(Member):
         self.seeds = seeds
         self.tmp_path = tmp_path
         self.monkeypatch = monkeypatch
+        self.driven: set[type[Adapter]] = {implementation}
         self._watched: list[Pair | Run] = []
 
     def mesh(
@@ -100,11 +105,13 @@ class Rank(Member):
         self._watched.append(pair)
         return pair
 
-    def run(self, model: nn.Module, **options: Any) -> Run:
+    def run(self, model: nn.Module, *, implementation: str = "", **options: Any) -> Run:
         """The implementation alone, for a twin or for a case that no baseline can express (collective).
 
         Args:
             model: as for :meth:`pair`.
+            implementation: the name of another implementation, which shares rank processes with others; by default that
+                of the case.
             **options: as for :meth:`pair`, but by default there is no optimizer.
 
         Raises:
@@ -112,7 +119,9 @@ class Rank(Member):
             Divergence: as :meth:`pair`.
         """
         config, run_options = self._split(options)
-        run = sharded_run(self, model.to(self.device), config=config, options=run_options)
+        kind = registry.load(implementation) if implementation else self.implementation
+        self.driven.add(kind)
+        run = sharded_run(self, model.to(self.device), implementation=kind, config=config, options=run_options)
         self._watched.append(run)
         return run
 

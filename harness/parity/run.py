@@ -358,25 +358,34 @@ class Run:
             self.perturbation.at("step", "after")
 
 
-def sharded_run(member: Member, model: nn.Module, *, config: Config, options: RunOptions) -> Run:
-    """Create a run of the implementation under test (collective).
+def sharded_run(
+    member: Member,
+    model: nn.Module,
+    *,
+    implementation: type[Adapter] | None = None,
+    config: Config,
+    options: RunOptions,
+) -> Run:
+    """Create a run of an implementation (collective).
 
     If the adapter declares that it shards parameters, the bytes that every rank holds are checked.
 
     Args:
         member: this rank.
         model: float32, on this rank's device, equal on all ranks; from here on it belongs to the run.
+        implementation: the adapter class to drive; by default that under test.
         config: how to shard the model.
         options: how to drive the adapter.
 
     Raises:
         Divergence: on every rank, if any rank holds more parameter bytes than its share.
     """
-    traits = member.implementation.traits
+    implementation = implementation or member.implementation
+    traits = implementation.traits
     with member.stopwatch.during("leftovers"):
         before = memory.held_bytes(member.device) - memory.bytes_of(model.parameters())
     with member.stopwatch.during("sharding"):
-        run = Run(member, member.implementation, model, config=config, options=options)
+        run = Run(member, implementation, model, config=config, options=options)
     sizes = run.evidence.sizes
     if "parameters" in traits.shards and sizes.share and config.shard_size > 1:
         with member.stopwatch.during("leftovers"):

@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
@@ -201,7 +201,7 @@ def run_job(state: RankState, job: Job, patches: leftovers.Patches) -> Result:
                 _finish_queued(state.device)
     result.observations = rank.record
     with state.stopwatch.during("leftovers"):
-        _examine(result, state, implementation, before=before, groups=len(groups))
+        _examine(result, state, rank.driven, before=before, groups=len(groups))
     rank.record.spent = state.stopwatch.stop()
     # An adapter that has processes to itself may change them.
     if implementation.traits.isolation == "shared" and (replaced := patches.found()):
@@ -223,16 +223,21 @@ def _finish(rank: Rank, result: Result) -> None:
 
 
 def _examine(
-    result: Result, state: RankState, implementation: type[Adapter], *, before: dict[str, Any], groups: int
+    result: Result, state: RankState, driven: Collection[type[Adapter]], *, before: dict[str, Any], groups: int
 ) -> None:
-    """Compare the state of the process with its state before the case, and sort the differences."""
-    traits = implementation.traits
+    """Compare the state of the process with its state before the case, and sort the differences.
+
+    What one of the implementations that the case has driven may leave behind, the case may.
+    """
+    leaves_groups = {implementation.traits.process_groups for implementation in driven}
     foreign = len(state.foreign_groups())
-    counted = foreign if traits.process_groups == "none" else groups
+    counted = foreign if leaves_groups == {"none"} else groups
     after = leftovers.picture(state.device, groups=counted, directory=state.directory)
-    first = () if implementation.name in state.used else leftovers.AFTER_FIRST_USE
+    names = {implementation.name for implementation in driven}
+    first = () if names <= state.used else leftovers.AFTER_FIRST_USE
+    frees_models = all(implementation.traits.frees_models for implementation in driven)
     for name, line in leftovers.differences(before, after).items():
-        if name == "modules" and not traits.frees_models:
+        if name == "modules" and not frees_models:
             result.kept.append(line)
         else:
             (result.excused if name in first else result.left_behind).append(line)
@@ -240,8 +245,8 @@ def _examine(
         result.kept.append(f"process groups: {groups} became {foreign}")
     if lost := state.lost_groups():
         result.left_behind.append(f"process groups of the world are gone: {', '.join(lost)}")
-    state.used.add(implementation.name)
-    result.is_worn_out = traits.process_groups == "abandoned" and foreign > _MOST_ABANDONED_GROUPS
+    state.used |= names
+    result.is_worn_out = "abandoned" in leaves_groups and foreign > _MOST_ABANDONED_GROUPS
 
 
 def _finish_queued(device: torch.device) -> None:

@@ -1,0 +1,259 @@
+"""Reads the state dicts of a run whole, and compares them with what ranks hold, with a plain model and with others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardproof.harness.adapters.base import StateForm
+from shardproof.harness.findings.finding import Finding, Location
+from shardproof.harness.findings.stages import Stage
+from shardproof.harness.parity.member import Member
+from shardproof.harness.parity.run import Run
+from shardproof.harness.tensors.trees import map_leaves
+
+State = dict[str, Any]
+"""The state dicts of a model, under "model", and of its optimizer, under "optimizer"; as ``Adapter.checkpoint``."""
+
+_Problem = tuple[Stage, str, str]
+"""A stage, a name and what is wrong with it."""
+
+
+def read(member: Member, run: Run, *, form: StateForm = "sharded") -> State:
+    """Return a run's state dicts whole on every rank, on the CPU (collective).
+
+    Args:
+        member: this rank.
+        run: the run.
+        form: what the state dicts consist of.
+
+    Raises:
+        Divergence: on every rank, if the state dicts of a rank do not have this form.
+    """
+    state = run.adapter.checkpoint(form=form)
+    _agree(member, _of_other_form(member, run, state, form), title=f"a state dict is not of the form {form!r}")
+    if form == "first-rank":
+        first: State = member.exchange(state if member.index == 0 else None)[0]
+        return first
+    gathered: State = map_leaves(_whole_on_cpu, state, kind=torch.Tensor)
+    return gathered
+
+
+def check_names(member: Member, state: State, plain: nn.Module) -> None:
+    """Check that a state dict has the names, shapes and dtypes of the model without sharding (collective).
+
+    Args:
+        member: this rank.
+        state: what :func:`read` returned.
+        plain: the model, not sharded, recomputed or compiled.
+
+    Raises:
+        Divergence: on every rank, at the first name that differs.
+    """
+    _agree(member, _misnamed(state, plain), title="a state dict is not that of the unsharded model")
+
+
+def check_held(member: Member, run: Run, state: State) -> None:
+    """Check that every rank holds its part of the values of a state (collective).
+
+    The parts are read where they lie, by the adapter, and not from another state dict of the run.
+
+    Args:
+        member: this rank.
+        run: the run that saved the state or has loaded it.
+        state: what :func:`read` returned, of this run or of another.
+
+    Raises:
+        Divergence: on every rank, at the first parameter, buffer or tensor of optimizer state that differs.
+    """
+    _agree(member, _not_held(run, state), title="what ranks hold differs from a state dict")
+
+
+def check_same(member: Member, found: State, expected: State) -> None:
+    """Check that two states have the same names, values and options of the optimizer's groups (collective).
+
+    Args:
+        member: this rank.
+        found: what :func:`read` returned of one run.
+        expected: the same of another.
+
+    Raises:
+        Divergence: on every rank, at the first difference.
+    """
+    _agree(member, _differences(found, expected), title="two state dicts that should be equal differ")
+
+
+def _agree(member: Member, problems: Iterator[_Problem], *, title: str) -> None:
+    found = next(problems, None)
+    finding = None
+    if found is not None:
+        stage, name, text = found
+        finding = Finding(Location(stage=stage, rank=member.index, name=name), text)
+    member.agree(finding, title=title)
+
+
+def _of_other_form(member: Member, run: Run, state: State, form: StateForm) -> Iterator[_Problem]:
+    if form == "sharded":
+        yield from _more_than_a_share(run, state)
+        return
+    for kind, entries in _by_kind(state):
+        if form == "first-rank" and member.index:
+            if entries:
+                text = f"this rank's dict of the {kind} has {len(entries)} entries, although it is not the first"
+                yield _STAGES[kind], next(iter(entries)), text
+            continue
+        for name, value in _tensors(entries):
+            if isinstance(value, DTensor):
+                yield _STAGES[kind], name, "is a DTensor, not a whole tensor"
+            elif form == "first-rank" and value.device.type != "cpu":
+                yield _STAGES[kind], name, f"is on {value.device}, not on the CPU"
+
+
+def _more_than_a_share(run: Run, state: State) -> Iterator[_Problem]:
+    """A rank has its share of what is divided, and the state dict keeps no more alive."""
+    size = run.adapter.config.shard_size
+    if "parameters" not in run.adapter.traits.shards or size == 1:
+        return
+    parameters = run.evidence.shapes.keys() - set(run.adapter.config.ignored)
+    for kind, entries in _by_kind(state):
+        held, allowed = {}, 0
+        for name, value in _tensors(entries):
+            if not value.ndim or (kind == "model" and name not in parameters):
+                continue
+            share = math.ceil(value.shape[0] / size) * math.prod(value.shape[1:])
+            local = value.to_local() if isinstance(value, DTensor) else value
+            if local.numel() > share:
+                yield _STAGES[kind], name, f"has {local.numel()} elements on this rank, whose share is {share}"
+            held[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
+            allowed += share * value.element_size()
+        if sum(held.values()) > allowed:
+            text = f"its tensors keep {sum(held.values())} bytes alive on this rank, whose share is {allowed}"
+            yield _STAGES[kind], f"the {kind}'s state dict", text
+
+
+def _tensors(entries: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    return ((name, value) for name, value in entries.items() if isinstance(value, torch.Tensor))
+
+
+_STAGES = {"model": Stage.PARAMETER, "optimizer": Stage.OPTIMIZER_STATE}
+
+
+def _by_kind(state: State) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The entries of the model, and those of the optimizer by name and key."""
+    yield "model", dict(state["model"])
+    if "optimizer" in state:
+        yield "optimizer", _entries(state["optimizer"])
+
+
+def _entries(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        f"{name}: {key}": value for name, values in optimizer.get("state", {}).items() for key, value in values.items()
+    }
+
+
+def _whole_on_cpu(value: torch.Tensor) -> torch.Tensor:
+    full: torch.Tensor = value.full_tensor() if isinstance(value, DTensor) else value
+    return full.detach().cpu().clone()
+
+
+def _misnamed(state: State, plain: nn.Module) -> Iterator[_Problem]:
+    expected = plain.state_dict()
+    yield from _other_names(Stage.PARAMETER, state["model"], expected, "the unsharded model")
+    for name, value in expected.items():
+        found = state["model"][name]
+        if not isinstance(value, torch.Tensor):
+            if type(found) is not type(value):
+                yield Stage.PARAMETER, name, f"is {found!r}; in the unsharded model it is {value!r}"
+        elif (found.shape, found.dtype) != (value.shape, value.dtype):
+            mine, its = (f"the shape {tuple(one.shape)} and the dtype {one.dtype}" for one in (found, value))
+            yield Stage.PARAMETER, name, f"has {mine}; in the unsharded model it has {its}"
+    if "optimizer" not in state:
+        return
+    names = [name for name, _ in plain.named_parameters()]
+    grouped = [name for group in state["optimizer"]["param_groups"] for name in group["params"]]
+    if sorted(grouped) != sorted(names):
+        yield Stage.OPTIMIZER_STATE, "param_groups", f"the groups have {sorted(grouped)} instead of {sorted(names)}"
+    trained = {name: value for name, value in plain.named_parameters() if value.requires_grad}
+    yield from _other_names(Stage.OPTIMIZER_STATE, state["optimizer"]["state"], trained, "the unsharded model")
+
+
+def _other_names(stage: Stage, found: Mapping[str, Any], expected: Mapping[str, Any], whose: str) -> Iterator[_Problem]:
+    for name in sorted(expected.keys() - found.keys()):
+        yield stage, name, f"is missing; {whose} has it"
+    for name in sorted(found.keys() - expected.keys()):
+        yield stage, name, f"is unknown; {whose} has no such name"
+
+
+def _not_held(run: Run, state: State) -> Iterator[_Problem]:
+    for name, piece in run.adapter.parameters().items():
+        yield from _difference(Stage.PARAMETER, name, piece.tensor.cpu(), piece.cut(state["model"][name]))
+    for name, value in state["model"].items():
+        module, _, last = name.rpartition(".")
+        # The buffers of the module as it was before sharding: implementations leave them there.
+        owner = run.original_module(module)
+        owner = getattr(owner, "_checkpoint_wrapped_module", owner)
+        buffer = owner._buffers.get(last)
+        if buffer is not None:
+            yield from _difference(Stage.PARAMETER, name, buffer.cpu(), value)
+        if last == "_extra_state" and value != owner.get_extra_state():
+            yield Stage.PARAMETER, name, f"is {value!r} in the state dict; the module has {owner.get_extra_state()!r}"
+    if "optimizer" not in state:
+        return
+    saved = state["optimizer"]["state"]
+    held = {name for name, piece in run.adapter.parameters().items() if piece.tensor.numel()}
+    for name, pieces in (run.adapter.optimizer_state() or {}).items():
+        # A rank that holds no element of a parameter may have no state of it.
+        if name in held and (lacking := saved.get(name, {}).keys() - pieces.keys()):
+            yield Stage.OPTIMIZER_STATE, name, f"this rank has no {sorted(lacking)[0]!r} of it; the state dict has"
+        for key, piece in pieces.items():
+            if key not in saved.get(name, {}):
+                yield Stage.OPTIMIZER_STATE, name, f"the state dict has no {key!r} of it; this rank has"
+            else:
+                yield from _difference(
+                    Stage.OPTIMIZER_STATE, f"{name}: {key}", piece.tensor.cpu(), piece.cut(saved[name][key])
+                )
+
+
+def _differences(found: State, expected: State) -> Iterator[_Problem]:
+    for (kind, mine), (_, others) in zip(_by_kind(found), _by_kind(expected), strict=True):
+        stage = _STAGES[kind]
+        yield from _other_names(stage, mine, others, "the other")
+        for name, value in others.items():
+            if isinstance(value, torch.Tensor):
+                yield from _difference(stage, name, mine[name], value)
+            elif mine[name] != value:
+                yield stage, name, f"is {mine[name]!r}, and {value!r} in the other"
+    if "optimizer" in expected:
+        groups, others = found["optimizer"]["param_groups"], expected["optimizer"]["param_groups"]
+        if len(groups) != len(others):
+            text = f"there are {len(groups)} groups, and {len(others)} in the other"
+            yield Stage.OPTIMIZER_STATE, "param_groups", text
+        for number, (group, other) in enumerate(zip(groups, others, strict=False)):
+            for key in sorted(group.keys() | other.keys()):
+                one, two = (_option(options, key) for options in (group, other))
+                if one != two:
+                    yield Stage.OPTIMIZER_STATE, f"group {number}: {key}", f"is {one!r}, and {two!r} in the other"
+
+
+def _option(options: Mapping[str, Any], key: str) -> Any:
+    """An option of a group; torch may have made a list of a tuple, and the order of the parameters is no matter."""
+    value = options.get(key)
+    if key == "params":
+        return sorted(options[key])
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _difference(stage: Stage, name: str, mine: torch.Tensor, other: torch.Tensor) -> Iterator[_Problem]:
+    if (mine.shape, mine.dtype) != (other.shape, other.dtype):
+        first, second = (f"the shape {tuple(value.shape)} and the dtype {value.dtype}" for value in (mine, other))
+        yield stage, name, f"has {first}, and {second} in the other"
+    elif not torch.equal(mine, other):
+        index = (mine != other).nonzero()[0]
+        element = tuple(int(part) for part in index)
+        ours, theirs = (float(value[element]) for value in (mine, other))
+        yield stage, name, f"element {list(element)} is {ours!r}, and {theirs!r} in the other"

@@ -1,0 +1,391 @@
+"""Chapter STATE: state dicts and checkpoints."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from shardproof.harness import Capability, contract, models, needs, world
+from shardproof.harness.adapters.base import Adapter, Piece, StateForm
+from shardproof.harness.adapters.registry import built_in_with
+from shardproof.harness.findings.finding import step_label
+from shardproof.harness.models import optim
+from shardproof.harness.models.compilation import compiler
+from shardproof.harness.models.recomputation import recompute
+from shardproof.harness.models.stateful import Stateful
+from shardproof.harness.parity import Census, Rank, Run, check_exact, resume, states
+from shardproof.harness.parity.run import StepPicture
+from shardproof.harness.plugin.axes import RESHARD
+
+pytestmark = needs(Capability.DISTRIBUTED_CHECKPOINT, Capability.TIED_PARAMETERS, Capability.ADAM)
+
+FULL = needs(Capability.FULL_STATE_DICT)
+FORMS = pytest.mark.parametrize(
+    "form", ["sharded", pytest.param("full", marks=FULL), pytest.param("first-rank", marks=FULL)]
+)
+#: The optimizer has the parameters of the model, or one flat parameter for each unit.
+FLAT = pytest.mark.parametrize(
+    "flat", [False, pytest.param(True, marks=needs(Capability.FLAT_PARAMETERS))], ids=["originals", "flat"]
+)
+DIM = 5
+LR = 1e-2
+WHY = "a state dict is read, or loaded with the values that are there"
+
+#: The flaws of a state dict, with the entry that is missing, unknown or of another size.
+FLAWED = {
+    "missing": "out.weight",
+    "missing-buffer": "layers.0.offset",
+    "missing-in-a-unit": "layers.1.first.bias",
+    "unknown": "stray",
+    "unknown-in-a-unit": "layers.0.stray",
+    "misfit": "out.bias",
+    "misfit-in-a-unit": "layers.0.base",
+}
+
+Means = Literal["plain", "hooks", "wrapper", "compiled"]
+
+
+@contract("STATE-1", "STATE-4", "STATE-8")
+@world(2)
+@FORMS
+@pytest.mark.parametrize(
+    "means",
+    [
+        "plain",
+        pytest.param("hooks", marks=needs(Capability.RECOMPUTATION)),
+        pytest.param("wrapper", marks=needs(Capability.RECOMPUTATION)),
+        pytest.param("compiled", marks=needs(Capability.COMPILED_MODULES)),
+    ],
+)
+def test_names_and_values(rank: Rank, means: Means, form: StateForm) -> None:
+    """The state dicts of model and optimizer have the unsharded names, shapes and dtypes, and what the ranks hold."""
+    with compiler("eager") as backend:
+
+        def prepare(model: nn.Module) -> nn.Module:
+            if means == "plain":
+                return model
+            return backend.compile_layers(model) if means == "compiled" else recompute(model, means)
+
+        run = make(rank, 0, has_extra=True, prepare=prepare, is_traced=means != "compiled")
+        train(rank, run, 0)
+        read_and_check(rank, run, form, plain(rank, has_extra=True))
+
+
+@contract("STATE-1", "STATE-4", "STATE-8")
+@world(2)
+@FORMS
+@FLAT
+@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+def test_between_passes(rank: Rank, reshard_after_forward: bool | int | None, flat: bool, form: StateForm) -> None:
+    """State dicts have what the ranks hold, whatever is gathered: after an evaluation, a backward and a step."""
+    run = make(rank, 0, for_flat=flat, flat_parameters=flat, reshard_after_forward=reshard_after_forward)
+    unsharded = plain(rank, for_flat=flat)
+    train(rank, run, 0)
+    run.evaluate((rank.batch(1, (3, DIM)),))
+    read_and_check(rank, run, form, unsharded)
+    run.forward_backward((rank.batch(1, (3, DIM)),), loss=models.mean_square)
+    read_and_check(rank, run, form, unsharded)
+    run.adapter.step()
+    read_and_check(rank, run, form, unsharded)
+
+
+@contract("STATE-1")
+@world(2)
+@FORMS
+@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+def test_before_training(rank: Rank, reshard_after_forward: bool | int | None, form: StateForm) -> None:
+    """A model that has not computed yet, or only evaluated, has the values that it was sharded with."""
+    run = make(rank, 0, optimizer=None, reshard_after_forward=reshard_after_forward)
+    unsharded = plain(rank)
+    expected = {"model": {name: value for name, value in unsharded.state_dict().items() if name in SAVED}}
+    for evaluates in (False, True):
+        if evaluates:
+            run.evaluate((rank.batch(0, (3, DIM)),))
+        state = read_and_check(rank, run, form, unsharded)
+        states.check_same(rank, {"model": {name: state["model"][name] for name in expected["model"]}}, expected)
+
+
+@contract("STATE-2", "STATE-3")
+@world(2)
+@pytest.mark.parametrize("form", ["sharded", pytest.param("full", marks=FULL)])
+@pytest.mark.parametrize("saver", built_in_with(Capability.DISTRIBUTED_CHECKPOINT))
+def test_from_another_implementation(rank: Rank, saver: str, form: StateForm) -> None:
+    """What one implementation has saved, another loads, or the same again: values, states and options of groups."""
+    saved, loaded = make(rank, 0, implementation=saver, has_extra=True), make(rank, 1, has_extra=True)
+    check_loads(rank, saved, loaded, form)
+
+
+@contract("STATE-2", "STATE-3")
+@world(2)
+@FORMS
+@FLAT
+@pytest.mark.parametrize("units", ["other-units", "one-unit"])
+def test_onto_other_units(rank: Rank, units: str, flat: bool, form: StateForm) -> None:
+    """A state dict depends neither on the units nor on what the optimizer has."""
+    onto = [["layers.1"]] if units == "other-units" else []
+    saved = make(rank, 0, for_flat=flat)
+    loaded = make(rank, 1, for_flat=flat, units=onto, flat_parameters=flat)
+    check_loads(rank, saved, loaded, form)
+
+
+@contract("STATE-2", "STATE-3")
+@world(4)
+@pytest.mark.parametrize("fewer", ["before", "after"])
+def test_onto_another_number_of_ranks(rank: Rank, fewer: str) -> None:
+    """A checkpoint of four ranks loads on two, and one of two on four."""
+    meshes = rank.mesh((2, 2), ("copy", "dp"))["dp"], rank.mesh()
+    first, second = meshes if fewer == "before" else meshes[::-1]
+    check_loads(rank, make(rank, 0, mesh=first), make(rank, 1, mesh=second), "sharded")
+
+
+@contract("STATE-3")
+@world(2)
+@FULL
+@FLAT
+@pytest.mark.parametrize("form", ["full", "first-rank"])
+def test_into_a_new_optimizer(rank: Rank, form: StateForm, flat: bool) -> None:
+    """An optimizer that has not stepped yet takes all of it."""
+    saved = make(rank, 0, for_flat=flat)
+    check_loads(rank, saved, make(rank, 1, for_flat=flat, flat_parameters=flat), form, steps_first=False)
+
+
+@contract("STATE-5", "STATE-8")
+@world(2)
+@FORMS
+@pytest.mark.parametrize("after", ["sharding", "evaluation", "backward", "step"])
+@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+def test_loading_between_passes(
+    rank: Rank, reshard_after_forward: bool | int | None, after: str, form: StateForm
+) -> None:
+    """What is loaded is what the next forward uses, whatever is gathered, and training goes on from there."""
+    source, twin, run = (make(rank, number, reshard_after_forward=reshard_after_forward) for number in (0, 0, 1))
+    for one in (source, twin):
+        train(rank, one, 0)
+    if after != "sharding":
+        train(rank, run, 3)
+    batch = (rank.batch(4, (3, DIM)),)
+    if after == "evaluation":
+        run.evaluate(batch)
+    elif after == "backward":
+        run.forward_backward(batch, loss=models.mean_square)
+    state = source.adapter.checkpoint(form=form)
+    run.adapter.restore(state if after != "sharding" else {"model": state["model"]}, form=form)
+    outputs, expected = run.evaluate(batch), twin.evaluate(batch)
+    assert torch.equal(outputs[0], expected[0]), "the forward after loading does not use what was loaded"
+    if after == "sharding":
+        return
+    run.adapter.zero_grad(set_to_none=True)
+    for step in (1, 2):
+        check_exact(rank, train(rank, run, step), train(rank, twin, step), step=step, why="the same values and states")
+
+
+@contract("STATE-5")
+@world(2)
+@pytest.mark.parametrize("name", ["layers.0.gain", "out.bias"])
+@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+def test_loading_a_part(rank: Rank, reshard_after_forward: bool | int | None, name: str) -> None:
+    """An entry of which some ranks hold nothing makes all ranks gather again, or none."""
+    source, run = (make(rank, number, optimizer=None, reshard_after_forward=reshard_after_forward) for number in (0, 1))
+    value, batch = source.adapter.checkpoint()["model"][name], rank.batch(0, (3, DIM))
+    run.evaluate((batch,))
+    run.adapter.restore({"model": {name: value}}, strict=False)
+    unsharded = plain(rank, number=1).to(rank.device)
+    unsharded.load_state_dict({name: plain(rank).state_dict()[name]}, strict=False)
+    twin = rank.run(unsharded, units=unsharded.units(), reshard_after_forward=reshard_after_forward)
+    outputs, expected = run.evaluate((batch,)), twin.evaluate((batch,))
+    assert torch.equal(outputs[0], expected[0]), f"the forward after loading {name} has other values"
+
+
+@contract("STATE-6")
+@world(2)
+@FORMS
+@FLAT
+@pytest.mark.parametrize("loads", [False, True], ids=["saves", "saves-and-loads"])
+@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+def test_saving_changes_nothing(
+    rank: Rank, reshard_after_forward: bool | int | None, loads: bool, flat: bool, form: StateForm
+) -> None:
+    """A run that saves after each backward and each evaluation trains the bits of one that does not.
+
+    Loading what was just saved changes nothing either.
+    """
+    options: Any = {"for_flat": flat, "flat_parameters": flat, "reshard_after_forward": reshard_after_forward}
+
+    def save(adapter: Adapter) -> None:
+        # There is nothing to save before the optimizer's first step.
+        if adapter.optimizer is not None and adapter.optimizer.state:
+            state = adapter.checkpoint(form=form)
+            if loads:
+                adapter.restore(state, form=form)
+
+    twin, run = make(rank, 0, **options), make(rank, 0, after_backward=save, **options)
+    census = Census(run)
+    for step in range(3):
+        check_exact(rank, train(rank, run, step), train(rank, twin, step), step=step, why=WHY)
+        batch = (rank.batch(step, (3, DIM), microbatch=1),)
+        outputs, expected = run.evaluate(batch), twin.evaluate(batch)
+        assert torch.equal(outputs[0], expected[0]), f"the evaluation after {step_label(step)} differs"
+        held = census.held()
+        save(run.adapter)
+        more = {unit: count for unit, count in census.held().items() if count > held.get(unit, 0)}
+        assert not more, f"after saving, more bytes are gathered of {', '.join(more)}"
+
+
+@contract("STATE-7")
+@world(2)
+@needs(Capability.SHARDED)
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "lenient"])
+@pytest.mark.parametrize("flaw", FLAWED)
+def test_entries_that_do_not_fit(rank: Rank, flaw: str, strict: bool) -> None:
+    """Missing, unknown and misfit entries are reported by name on every rank as unsharded, and keep their values."""
+    run, source = make(rank, 0, optimizer=None), make(rank, 1, optimizer=None)
+    before, after = (states.read(rank, one)["model"] for one in (run, source))
+    state = source.adapter.checkpoint()["model"]
+    spoil(state, flaw)
+    expected = report_of(lambda: spoilt_load(plain(rank), flaw, strict=strict))
+    found = report_of(lambda: run.adapter.restore({"model": state}, strict=strict))
+    assert found == expected, f"loading reports {found}; the unsharded model {expected}"
+    is_new = {name: choice(name, piece, before, after) for name, piece in run.adapter.parameters().items()}
+    everyone = rank.exchange({name: new for name, new in is_new.items() if new is not None})
+    assert "neither" not in is_new.values(), f"neither the old values nor those of the state dict: {is_new}"
+    for name in is_new:
+        choices = {one[name] for one in everyone if name in one}
+        assert len(choices) == 1, f"{name} is loaded on some ranks only"
+        if found.get("error") and name != FLAWED[flaw]:
+            continue  # as unsharded, what came before the error may be loaded
+        wanted = "old" if name == FLAWED[flaw] else "new"
+        assert choices == {wanted}, f"{name} has the {choices.pop()} values instead of the {wanted}"
+
+
+@contract("STATE-10")
+@world(2)
+@needs(Capability.SHARDED, Capability.FULL_STATE_DICT)
+@FLAT
+@pytest.mark.parametrize("form", ["full", "first-rank"])
+def test_whole_state_dicts_are_copies(rank: Rank, form: StateForm, flat: bool) -> None:
+    """Whole values do not follow the training, and what a script writes to them changes nothing."""
+    twin, run = (make(rank, 0, for_flat=flat, flat_parameters=flat) for _ in range(2))
+    for one in (twin, run):
+        train(rank, one, 0)
+    state = run.adapter.checkpoint(form=form)
+    named = {name: value for name, value in state["model"].items() if name in TRAINED}
+    for name, values in state.get("optimizer", {}).get("state", {}).items():
+        named |= {f"{key} of {name}": value for key, value in values.items() if value.ndim}
+    copies = {name: value.clone() for name, value in named.items()}
+    check_exact(rank, train(rank, run, 1), train(rank, twin, 1), step=1, why=WHY)
+    changed = [name for name, value in named.items() if not torch.equal(value, copies[name])]
+    assert not changed, f"the step changed what was saved before of {', '.join(changed)}"
+    for value in named.values():
+        value.fill_(7.0)
+    check_exact(rank, train(rank, run, 2), train(rank, twin, 2), step=2, why="the state dict is a copy")
+
+
+#: The entries of the model whose values a forward does not change.
+SAVED = [name for name, value in Stateful(DIM).state_dict().items() if not name.endswith("calls")]
+TRAINED = [name for name, value in Stateful(DIM).named_parameters() if value.requires_grad]
+
+
+def plain(rank: Rank, *, number: int = 0, for_flat: bool = False, has_extra: bool = False) -> Stateful:
+    """The model of :func:`make`, not sharded."""
+    torch.manual_seed(rank.seeds.init + number)
+    return Stateful(DIM, freezes=not for_flat, has_extra=has_extra)
+
+
+def make(rank: Rank, number: int, *, for_flat: bool = False, has_extra: bool = False, **options: Any) -> Run:
+    """A run whose values and learning rates depend on a number.
+
+    Args:
+        rank: this rank.
+        number: another has other values, rates and decay.
+        for_flat: whether all parameters are trainable and of one group, as those of a flat parameter are.
+        has_extra: whether modules have extra state.
+        **options: of the run.
+    """
+    model, lr = plain(rank, number=number, for_flat=for_flat, has_extra=has_extra), LR * (1 + 2 * number)
+    optimizer = optim.adamw(lr=lr) if for_flat else optim.in_two_groups("adamw", lr=lr)
+    chosen: Any = {"units": model.units(), "optimizer": optimizer} | options
+    return rank.run(model, **chosen)
+
+
+def train(rank: Rank, run: Run, step: int) -> StepPicture:
+    """Train one step."""
+    batch = rank.batch(step, (3, DIM), mesh=run.adapter.config.mesh)
+    return run.step([(batch,)], loss=models.mean_square)
+
+
+def read_and_check(rank: Rank, run: Run, form: StateForm, unsharded: nn.Module) -> states.State:
+    """Read the state dicts, which must have the unsharded names and the values that ranks hold."""
+    state = states.read(rank, run, form=form)
+    states.check_names(rank, state, unsharded)
+    states.check_held(rank, run, state)
+    return state
+
+
+def check_loads(rank: Rank, saved: Run, loaded: Run, form: StateForm, *, steps_first: bool = True) -> None:
+    """Save after two steps and a change of the groups' options, load, and compare with the saved state."""
+    for step in range(2):
+        train(rank, saved, step)
+    if steps_first:
+        train(rank, loaded, 3)
+    assert saved.adapter.optimizer is not None
+    for group in saved.adapter.optimizer.param_groups:
+        group["lr"], group["weight_decay"], group["eps"] = group["lr"] / 2, group["weight_decay"] / 4, 1e-7
+    expected = states.read(rank, saved, form=form)
+    states.check_held(rank, saved, expected)
+    if form == "sharded":
+        resume.save(saved, rank.tmp_path / "checkpoint")
+        resume.load(loaded, rank.tmp_path / "checkpoint")
+    else:
+        loaded.adapter.restore(saved.adapter.checkpoint(form=form), form=form)
+    states.check_held(rank, loaded, expected)
+    states.check_same(rank, states.read(rank, loaded, form=form), expected)
+
+
+def spoil(state: dict[str, Any], flaw: str) -> None:
+    """Give the state dict of a model one flaw."""
+    if flaw.startswith("missing"):
+        del state[FLAWED[flaw]]
+    elif flaw.startswith("unknown"):
+        state[FLAWED[flaw]] = torch.ones(2)
+    else:
+        value = state[FLAWED[flaw]]
+        larger = torch.zeros((value.shape[0] + 1, *value.shape[1:]), device=value.device)
+        if isinstance(value, DTensor):
+            larger = distribute_tensor(larger, value.device_mesh, value.placements)
+        state[FLAWED[flaw]] = larger
+
+
+def spoilt_load(model: nn.Module, flaw: str, *, strict: bool) -> Any:
+    """Load a state dict with a flaw into an unsharded model."""
+    state = dict(model.state_dict())
+    spoil(state, flaw)
+    return model.load_state_dict(state, strict=strict)
+
+
+def report_of(load: Callable[[], Any]) -> dict[str, list[str]]:
+    """The names that loading reports, by returning them or by an error."""
+    try:
+        missing, unexpected = load()
+        return {"missing": sorted(missing), "unexpected": sorted(unexpected)}
+    except RuntimeError as error:
+        lines = str(error).splitlines()
+    found = {"error": ["RuntimeError"]}
+    for kind in ("Missing", "Unexpected"):
+        found[kind] = sorted(name for line in lines if kind in line for name in re.findall(r'"([^"]+)"', line))
+    found["misfit"] = sorted(re.findall(r"size mismatch for (\S+):", "\n".join(lines)))
+    return found
+
+
+def choice(name: str, piece: Piece, before: dict[str, Any], after: dict[str, Any]) -> str | None:
+    """Whether a rank has the old or the new values of a parameter; None if it has none."""
+    if not piece.tensor.numel():
+        return None
+    mine = piece.tensor.cpu()
+    found = [which for which, state in (("old", before), ("new", after)) if torch.equal(mine, piece.cut(state[name]))]
+    return found[0] if found else "neither"
