@@ -173,6 +173,9 @@ class Capability(enum.StrEnum):
     SYNC_STATES = "sync-states"
     """Sharding can start from the first data-parallel rank's parameters and buffers on every rank."""
 
+    ANY_COMBINATION = "any-combination"
+    """What is declared works in any combination, so that cases may draw models, policies and schedules from it."""
+
     ORDER_VALIDATION = "order-validation"
     """With ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` the implementation compares the order in which units run in forward.
 

@@ -25,6 +25,7 @@ class ReferenceFlatAdapter(FlatAdapter):
             Capability.TENSOR_PARALLEL_COUNTS,
             Capability.TENSOR_PARALLEL_CHECKPOINT,
             Capability.PAGEABLE_OFFLOAD,
+            Capability.ANY_COMBINATION,
         }
 
 

@@ -6,6 +6,7 @@ room.
 - ``plain``: models and losses.
 - ``branches``: a model of which each microbatch uses another part.
 - ``shapes``: models with unusual parameters, inputs, outputs or nesting; cases import the module.
+- ``drawn``: models described by plain data.
 - ``parallel``: models for tensor parallelism, with their plans.
 - ``recomputation``: activation checkpointing of a model's layers.
 - ``compilation``: ``torch.compile`` of a model's layers.

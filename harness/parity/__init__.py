@@ -14,6 +14,7 @@ room; the other rooms import from its modules.
 - ``oracle``, ``numerics``, ``explanations``: the float64 replay, the tolerances, and probable causes of an error.
 - ``census``: counts the bytes in which units are gathered while a step runs.
 - ``units``: matches collectives to units by their size in bytes.
+- ``drawn``: a training described by plain data: a model, a mesh, policies and a schedule.
 - ``resume``: saves and loads checkpoints.
 """
 
