@@ -9,6 +9,6 @@ if __name__ != "shardproof.harness":
     raise ImportError(f"{__name__} is imported as shardproof.{__name__}")
 
 from shardproof.harness.adapters.capability import Capability, Hardware
-from shardproof.harness.plugin.marks import alone, contract, deadline, meaningful_from, needs, world
+from shardproof.harness.plugin.marks import alone, contract, deadline, drawn, meaningful_from, needs, world
 
-__all__ = ["Capability", "Hardware", "alone", "contract", "deadline", "meaningful_from", "needs", "world"]
+__all__ = ["Capability", "Hardware", "alone", "contract", "deadline", "drawn", "meaningful_from", "needs", "world"]

@@ -154,7 +154,9 @@ class FlatShards:
         with torch.no_grad():
             data = self.flat.detach()
             for index, (param, span, owners) in enumerate(zip(self.originals, self.spans, self.owners, strict=True)):
-                if not is_view_of(param, data, span):
+                # A parameter that has no element on any rank is a view of any memory, in its whole shape at first.
+                is_whole = span.numel == 0 and param.ndim != 1 and self.is_sharded
+                if is_whole or not is_view_of(param, data, span):
                     param.data = self.part(index, data)
                 for owner in owners:
                     set_param(owner, param)

@@ -288,7 +288,9 @@ class FlatUnit:
     def _root_post_forward(self) -> None:
         self.iteration.forward_root = None
         self.context.release_all_retired()
-        self._show_unsharded_gradients()
+        if not hooks.in_backward():
+            # A unit inside of a module that is recomputed is the root of that forward; backward goes on after it.
+            self._show_unsharded_gradients()
         if not torch.is_grad_enabled():
             # No backward will come and forget it.
             self._forget_order()

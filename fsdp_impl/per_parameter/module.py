@@ -13,7 +13,7 @@ from torch import nn
 from fsdp_impl.common.order import OrderCheck
 from fsdp_impl.common.streams import Stream
 from fsdp_impl.per_parameter import lazy_init, options
-from fsdp_impl.per_parameter.group import ParamGroup
+from fsdp_impl.per_parameter.group import ParamGroup, Residence
 from fsdp_impl.per_parameter.mesh import after_forward
 from fsdp_impl.per_parameter.options import AllGather, ReduceScatter
 from fsdp_impl.per_parameter.unit import Unit, unit_of
@@ -58,7 +58,9 @@ class FSDPModule:
         """
         unit = self._unit()
         if unit.group is not None:
-            lazy_init.check_groups([unit.group])  # there may not have been a forward yet
+            unit.group.drop_stale()  # an evaluation may have left values of before a step
+            if unit.group.residence is Residence.SHARDED:
+                lazy_init.check_groups([unit.group])  # there may not have been a forward yet
         unit.unshard(async_op=async_op)
         handle = UnshardHandle(unit)
         if async_op:

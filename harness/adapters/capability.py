@@ -239,6 +239,9 @@ class Capability(enum.StrEnum):
     RECOVERY = "recovery"
     """After an exception in forward or backward on all ranks, and a call if one is needed, the next step is right."""
 
+    ANY_COMBINATION = "any-combination"
+    """What is declared works in any combination, so that cases may draw models, policies and schedules from it."""
+
     ORDER_VALIDATION = "order-validation"
     """With ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` the implementation compares the order in which units run in forward.
 

@@ -27,6 +27,7 @@ class ReferenceFlatAdapter(FlatAdapter):
             Capability.PAGEABLE_OFFLOAD,
             Capability.HOST_RUNS_AHEAD,
             Capability.RECOVERY,
+            Capability.ANY_COMBINATION,
         }
 
 

@@ -10,6 +10,7 @@ room.
 - ``parts``: models for rules that choose units.
 - ``experts``: a model with experts that may be divided among ranks.
 - ``extension``: tensors that choose what is gathered in their place.
+- ``drawn``: models described by plain data.
 - ``parallel``: models for tensor parallelism, with their plans.
 - ``recomputation``: activation checkpointing of a model's layers.
 - ``compilation``: ``torch.compile`` of a model's layers.

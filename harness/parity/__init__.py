@@ -17,6 +17,7 @@ room; the other rooms import from its modules.
 - ``timeline``: when kernels ran, from a profile; ``poison``: fills memory that was freed too early with NaN.
 - ``refusals``: what an implementation refuses to shard, and what it has done by then.
 - ``units``: matches collectives to units by their size in bytes.
+- ``drawn``: a training described by plain data: a model, a mesh, policies and a schedule.
 - ``resume``: saves and loads checkpoints; ``states``: reads state dicts whole and compares them.
 """
 

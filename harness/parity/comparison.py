@@ -218,7 +218,8 @@ class StepComparison:
         ``ADAM_NOISE_ULPS`` ulps, in the parameter's dtype at the largest magnitude of the oracle's full gradient.
         """
         gradient = self.oracle.gradients[name]
-        assert gradient is not None
+        if gradient is None or not gradient.numel():
+            return list(values)  # nothing has moved, or there is nothing that could
         floor = ADAM_NOISE_ULPS * ulp(float(gradient.abs().max()), mine.tensor.dtype)
         significant = mine.cut(gradient).abs() > floor
         return [torch.where(significant, value, torch.zeros_like(value)) for value in values]

@@ -82,7 +82,7 @@ class Pair:
         model: float32, on this rank's device, equal on all ranks; from here on it belongs to the sharded run.
         config: how to shard the model.
         options: how to drive the sharded run; the optimizer must not be None. The baseline and the oracle use the
-            optimizer and no other option.
+            optimizer alone, and what is compared of the baseline is rounded alike.
         baseline: "ddp", or "replicated" where DDP cannot express the case.
 
     Attributes:
@@ -96,7 +96,10 @@ class Pair:
         self._position = config.data_ranks.index(member.index)
         assert options.optimizer is not None, "a pair trains with an optimizer"
         assert config.precision == Precision() and not config.unit_precision, "a pair has no casts; use CastReplica"
-        self._replay = Replay(member, model, config=config, optimizer=options.optimizer, baseline=baseline)
+        self._replay = Replay(
+            member, model, config=config, optimizer=options.optimizer, baseline=baseline,
+            compared_as=options.compared_as,
+        )  # fmt: skip
         self.sharded = sharded_run(member, model, config=config, options=options)
         self.sharded.foreign = functools.partial(_storages, self._replay)
         self._must_clip = options.must_clip

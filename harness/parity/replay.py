@@ -81,15 +81,24 @@ class Replay:
         config: how the run is sharded.
         optimizer: the optimizer of all three.
         baseline: which baseline.
+        compared_as: the dtype to which the baseline's results are rounded, as in :class:`RunOptions`.
     """
 
     def __init__(
-        self, member: Member, model: nn.Module, *, config: Config, optimizer: OptimizerFactory, baseline: Baseline
+        self,
+        member: Member,
+        model: nn.Module,
+        *,
+        config: Config,
+        optimizer: OptimizerFactory,
+        baseline: Baseline,
+        compared_as: torch.dtype | None = None,
     ) -> None:
         self._member = member
         self._config = config
         self._optimizer = optimizer
         self._baseline = baseline
+        self._compared_as = compared_as
         self._initial = copy.deepcopy(model)
         self._made: tuple[Run, Oracle] | None = None
         #: What the two have not replayed yet, because the results were in the cache.
@@ -194,7 +203,7 @@ class Replay:
     def _make(self) -> tuple[Run, Oracle]:
         if self._made is None:
             oracle = Oracle(self._initial, optimizer=self._optimizer, clip=self._config.clip)
-            options = RunOptions(optimizer=self._optimizer)
+            options = RunOptions(optimizer=self._optimizer, compared_as=self._compared_as)
             kind = _BASELINES[self._baseline]
             self._made = Run(self._member, kind, self._initial, config=self._config, options=options), oracle
         return self._made
@@ -210,6 +219,7 @@ class Replay:
                 self._initial,
                 self._baseline,
                 self._optimizer,
+                self._compared_as,
                 {name: getattr(config, name) for name in sorted(fields)},
                 (config.mesh.mesh.tolist(), config.mesh.mesh_dim_names, str(device), self._member.index),
                 (torch.get_default_dtype(), torch.get_default_device(), torch.get_float32_matmul_precision()),

@@ -25,7 +25,7 @@ from shardproof.harness.parity.snapshots import Snapshots
 from shardproof.harness.parity.units import UnitLookup, UnitSize, units_of
 from shardproof.harness.tensors import memory
 from shardproof.harness.tensors.host import on_host
-from shardproof.harness.tensors.trees import tensors_of
+from shardproof.harness.tensors.trees import map_tensors, tensors_of
 
 EvaluationMode = Literal["no_grad", "inference_mode"]
 """The context in which a forward is evaluated."""
@@ -55,6 +55,9 @@ class RunOptions:
         after_backward: called with the adapter between the last backward and the optimizer step, as a training script
             may change gradients there; it may communicate.
         step: called with the adapter in the place of its own step, as where a script scales the loss.
+        compared_as: the dtype to which floating-point tensors are rounded before they are compared, those of the
+            baseline too. A model in float64 that is compared as float32 has no rounding errors that count, however ill
+            its sums are conditioned. None compares them as they are.
     """
 
     optimizer: OptimizerFactory | None = None
@@ -65,6 +68,7 @@ class RunOptions:
     must_clip: bool = True
     after_backward: Callable[[Adapter], None] | None = None
     step: Callable[[Adapter], None] | None = None
+    compared_as: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if self.delays and not self.is_traced:
@@ -223,8 +227,15 @@ class Run:
         norm = picture.norm
         if norm is not None and self.adapter.traits.clips == "call":
             norm = self.adapter.norm_value(norm).detach()
-        settled: StepPicture = on_host(dataclasses.replace(picture, norm=norm))
+        settled: StepPicture = on_host(self._rounded(dataclasses.replace(picture, norm=norm)))
         return settled
+
+    def _rounded(self, value: Any) -> Any:
+        """Return a container with its floating-point tensors in the dtype in which they are compared."""
+        dtype = self._options.compared_as
+        if dtype is None:
+            return value
+        return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
 
     def _picture(self, stage: Stage) -> Pieces:
         """Ask the adapter for its gradients, or for its parameters after the step, and copy them.
@@ -314,7 +325,7 @@ class Run:
         context = torch.inference_mode() if mode == "inference_mode" else torch.no_grad()
         with self._during("evaluation"), context:
             output = self.adapter.forward(*inputs.args, submodule=submodule, **inputs.kwargs)
-            copies = [tensor.detach().clone() for tensor in tensors_of(output)]
+            copies: list[torch.Tensor] = self._rounded([tensor.detach().clone() for tensor in tensors_of(output)])
         # An inference tensor cannot be compared under autograd.
         return [tensor.clone() for tensor in copies] if mode == "inference_mode" else copies
 

@@ -1,14 +1,16 @@
 """How does pytest drive the harness? Options, collection, marks, records, verdicts and known failures.
 
-Imports ``worlds``, ``adapters``, ``collectives`` and ``findings``. A project's conftest names the plugin as
-``shardproof.plugin``; case modules import from ``marks`` (through ``shardproof.harness``) and ``axes``. Nothing else is
-imported from outside.
+Imports ``worlds``, ``adapters``, ``collectives`` and ``findings``, and ``parity`` and ``models`` for what it draws. A
+project's conftest names the plugin as ``shardproof.plugin``; case modules import from ``marks`` (through
+``shardproof.harness``) and ``axes``. Nothing else is imported from outside.
 
 - ``hooks``: the hook functions.
 - ``state``: the objects that the hooks of one pytest process share.
 - ``options``: the command line; ``selection``: the checked values of its options.
 - ``marks``: the marks of cases; ``axes``: parameter sets that several chapters share.
 - ``collection``: makes one pytest item for each implementation and world; ``cases``: runs one item.
+- ``drawing``: searches for an example of a drawn parameter that fails, and shrinks it; ``strategies`` draws examples
+  with hypothesis.
 - ``effort``: what a shorter run leaves out. ``pairwise`` and ``quick`` choose what it keeps, and ``always`` reads what
   it keeps in any case.
 - ``records``: the record of one case; ``journal``: the run file, with the ``environment`` of the run.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import pathlib
+import random
+import time
 import zlib
 from collections.abc import Iterator
 from typing import Any, TypeGuard
@@ -13,7 +15,7 @@ import pytest
 
 from shardproof.harness.adapters.capability import Capability, Hardware
 from shardproof.harness.findings.verdict import Verdict
-from shardproof.harness.plugin import expected_texts
+from shardproof.harness.plugin import drawing, expected_texts
 from shardproof.harness.plugin.records import CaseRecord
 from shardproof.harness.plugin.selection import Selection
 from shardproof.harness.plugin.suite_modules import SuiteModule
@@ -106,9 +108,11 @@ def missing(item: pytest.Function, selection: Selection) -> tuple[Verdict, list[
     A missing capability gives ``unsupported``; too few devices or missing hardware give ``unmet``.
     """
     launch = launch_of(item)
+    if drawing.drawn_parameter(item) is not None and (lacking := drawing.missing()):
+        return Verdict.UNMET, lacking
     needed = {name for mark in item.iter_markers("needs") for name in mark.args}
-    lacking = needed - selection.implementations[launch.implementation].capabilities()
-    if capabilities := sorted(str(name) for name in lacking if isinstance(name, Capability)):
+    lacks = needed - selection.implementations[launch.implementation].capabilities()
+    if capabilities := sorted(str(name) for name in lacks if isinstance(name, Capability)):
         return Verdict.UNSUPPORTED, capabilities
     if not selection.has_devices_for(launch.size):
         return Verdict.UNMET, [f"{launch.size} {selection.device} devices (there are {selection.device_count})"]
@@ -121,7 +125,19 @@ def missing(item: pytest.Function, selection: Selection) -> tuple[Verdict, list[
     return None
 
 
-def run(item: pytest.Function, pool: Pool, selection: Selection, *, number: int) -> CaseRecord:
+def draws(item: pytest.Function, selection: Selection) -> bool:
+    """Return whether a case draws its parameter and can run."""
+    return drawing.drawn_parameter(item) is not None and missing(item, selection) is None
+
+
+def run(
+    item: pytest.Function,
+    pool: Pool,
+    selection: Selection,
+    *,
+    numbers: Iterator[int],
+    seconds: float | None = None,
+) -> CaseRecord:
     """Run or skip a case and return its record.
 
     A failure in a rank, or of a world, becomes a verdict in the record and does not raise.
@@ -130,22 +146,81 @@ def run(item: pytest.Function, pool: Pool, selection: Selection, *, number: int)
         item: the case.
         pool: the worlds of this process.
         selection: the checked options of the run.
-        number: the number of the case in this process, counted from 1.
+        numbers: gives each job of this process a number of its own.
+        seconds: how long a case that draws its parameter draws; None for a fixed number of examples.
     """
     made = _new_record(item, selection)
     skip = missing(item, selection)
     if skip is not None:
         made.verdict, made.missing = skip
         return made
-    try:
-        _run_on_world(item, pool, selection, made, number=number)
-    except (WorldDied, WaitedTooLong, OSError) as error:
-        made.verdict, made.text = Verdict.HARNESS_ERROR, str(error)
-        _blame_a_full_directory(made)
+    if (parameter := drawing.drawn_parameter(item)) is not None:
+        return _search(item, pool, selection, *parameter, numbers=numbers, seconds=seconds)
+    _run_one(item, pool, selection, made, number=next(numbers))
     return made
 
 
-def _run_on_world(item: pytest.Function, pool: Pool, selection: Selection, made: CaseRecord, *, number: int) -> None:
+def _search(
+    item: pytest.Function,
+    pool: Pool,
+    selection: Selection,
+    name: str,
+    kind: type,
+    *,
+    numbers: Iterator[int],
+    seconds: float | None,
+) -> CaseRecord:
+    """Run a case on many examples of its drawn parameter; a failure is that of the shrunk example."""
+
+    def run_example(example: Any, deadline: float | None) -> CaseRecord:
+        one = _new_record(item, selection)
+        one.parameters = {**one.parameters, name: example}
+        deadline = min(deadline, _deadline(item, selection)) if deadline else None
+        _run_one(item, pool, selection, one, number=next(numbers), deadline=deadline)
+        return one
+
+    made, launch = _new_record(item, selection), launch_of(item)
+    search = drawing.Search(run_example)
+    capabilities = selection.implementations[launch.implementation].capabilities()
+    strategy = drawing.strategy_of(kind, capabilities=capabilities, world_size=launch.size)
+    seed = zlib.crc32(made.id.encode()) if seconds is None else random.SystemRandom().getrandbits(32)
+    started = time.monotonic()
+    found = search.find(strategy, seed=seed, seconds=seconds)
+    if found is not None:
+        made = found.record
+        deadline = _deadline(item, selection) if made.verdict == Verdict.HANG else None
+        source = found.example.as_case(world_size=launch.size, requirements=requirements(item), deadline=deadline)
+        made.text = drawing.report(found, examples=search.examples, case=source)
+    made.examples, made.seconds = search.examples, time.monotonic() - started
+    return made
+
+
+def _run_one(
+    item: pytest.Function,
+    pool: Pool,
+    selection: Selection,
+    made: CaseRecord,
+    *,
+    number: int,
+    deadline: float | None = None,
+) -> None:
+    """Run a case with the parameters of its record, and fill in the record."""
+    try:
+        _run_on_world(item, pool, selection, made, number=number, deadline=deadline)
+    except (WorldDied, WaitedTooLong, OSError) as error:
+        made.verdict, made.text = Verdict.HARNESS_ERROR, str(error)
+        _blame_a_full_directory(made)
+
+
+def _run_on_world(
+    item: pytest.Function,
+    pool: Pool,
+    selection: Selection,
+    made: CaseRecord,
+    *,
+    number: int,
+    deadline: float | None,
+) -> None:
     """Run a case and fill in its record.
 
     Raises:
@@ -154,7 +229,7 @@ def _run_on_world(item: pytest.Function, pool: Pool, selection: Selection, made:
         OSError: there is no space for temporary files.
     """
     with scratch.temporary("case-") as tmp_path:
-        job = _job(item, selection, made, number=number, tmp_path=tmp_path)
+        job = _job(item, selection, made, number=number, tmp_path=tmp_path, deadline=deadline)
         key = _world_key(item, selection, launch_of(item))
         try:
             outcome = pool.run(key, job, alone=item.get_closest_marker("alone") is not None)
@@ -190,6 +265,8 @@ def interrupted(item: pytest.Function, selection: Selection, why: str) -> CaseRe
 
 def reproduction(made: CaseRecord, selection: Selection) -> str:
     """Return the command that repeats a failure; a left-over shows in new processes, whatever ran before it."""
+    if made.examples is not None and selection.fuzz is not None:
+        return "paste the case: what --fuzz draws is random"
     isolate = " --isolate" if selection.isolate or made.is_left_over else ""
     return f'python -m pytest "{made.nodeid}" --impl {made.implementation} --device {made.device}{isolate}'
 
@@ -211,7 +288,15 @@ def _new_record(item: pytest.Function, selection: Selection) -> CaseRecord:
     )
 
 
-def _job(item: pytest.Function, selection: Selection, made: CaseRecord, *, number: int, tmp_path: str) -> Job:
+def _job(
+    item: pytest.Function,
+    selection: Selection,
+    made: CaseRecord,
+    *,
+    number: int,
+    tmp_path: str,
+    deadline: float | None,
+) -> Job:
     return Job(
         number=number,
         module=item.module.__name__,
@@ -222,7 +307,7 @@ def _job(item: pytest.Function, selection: Selection, made: CaseRecord, *, numbe
         init_seed=made.seeds["init"],
         data_seed=made.seeds["data"],
         tmp_path=tmp_path,
-        deadline=_deadline(item, selection),
+        deadline=deadline or _deadline(item, selection),
         check_collectives=selection.check_collectives,
     )
 

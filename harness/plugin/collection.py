@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof.harness.plugin import cases
+from shardproof.harness.plugin import cases, drawing
 from shardproof.harness.plugin.state import STATE
 
 
@@ -18,6 +18,10 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
         cases.Launch(name, size) for name in chosen.implementations for size in worlds.args if chosen.allows(size)
     ]
     metafunc.parametrize("rank", launches, ids=map(str, launches), indirect=True)
+    parameter = drawing.drawn_parameter(metafunc.definition)
+    if parameter is not None:
+        name, kind = parameter
+        metafunc.parametrize(name, [drawing.Drawn(kind)], ids=[pytest.HIDDEN_PARAM])
 
 
 def check_and_filter(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -108,8 +108,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     # Of an earlier attempt, if a plugin runs the case again.
     if _RECORD in pyfuncitem.stash:
         del pyfuncitem.stash[_RECORD]
-    state.started += 1
-    made = cases.run(pyfuncitem, state.pool, state.selection, number=state.started)
+    seconds = state.seconds_to_draw
+    made = cases.run(pyfuncitem, state.pool, state.selection, numbers=state.numbers, seconds=seconds)
     if not pyfuncitem.config.getoption("runxfail", default=False):
         state.known_failures.judge(pyfuncitem, made)
     pyfuncitem.stash[_RECORD] = made
@@ -229,6 +229,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         for name in state.selection.implementations:
             counts = [f"{n} {verdict}" for verdict in Verdict if (n := state.progress.verdicts[name, verdict.value])]
             terminalreporter.write_line(f"{name}: {', '.join(counts) or 'no case'}")
+        if state.progress.examples:
+            terminalreporter.write_line(f"drawn: {state.progress.examples} examples")
         terminalreporter.write_line(effort.summary(state.selection.effort, state.progress))
     if state.journal is not None:
         if state.journal.partial.exists():

@@ -19,6 +19,7 @@ MARKER_LINES = (
     "needs(*names): the capabilities and the hardware without which the case is skipped",
     "alone(): the case measures time or memory and shares its devices with no other case",
     "meaningful_from(size): on fewer ranks this value of a parameter means what another one does",
+    "drawn(name=kind): the controller draws this parameter, many times, and the ranks run each example",
     "deadline(seconds): how long the case may take before its verdict is hang",
 )
 
@@ -77,6 +78,20 @@ def meaningful_from(size: int) -> pytest.MarkDecorator:
 def alone() -> pytest.MarkDecorator:
     """Run the case while no other case of this host uses its devices or cores: it measures."""
     return pytest.mark.alone()
+
+
+def drawn(**parameter: type) -> pytest.MarkDecorator:
+    """Let the controller draw a parameter of the case, many times; the ranks run each example, and a failure shrinks.
+
+    Args:
+        **parameter: the name of the parameter, and the class of what is drawn.
+
+    Raises:
+        ValueError: not one parameter.
+    """
+    if len(parameter) != 1:
+        raise ValueError(f"drawn() takes one parameter, name=kind, and got {len(parameter)}")
+    return pytest.mark.drawn(**parameter)
 
 
 def deadline(seconds: float) -> pytest.MarkDecorator:

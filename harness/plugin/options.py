@@ -49,6 +49,8 @@ _HELP = {
     "isolate": "run each case in new rank processes, which run nothing else",
     "effort": "how much of the selected cases runs: full (default), standard (every pair of values of parameters) or "
     "quick (one item of each test function)",
+    "fuzz": "seconds in which the cases that draw models and schedules search, all together, for one that fails "
+    "(default: 10 examples each, always the same)",
     "deadline": "seconds that a case may take (default: 60 on the CPU, 30 on CUDA)",
 }
 
@@ -60,6 +62,7 @@ _OPTIONS = (
     _Option("check-collectives", {"action": "store_true"}),
     _Option("isolate", {"action": "store_true"}),
     _Option("effort", {"metavar": "NAME", "default": "full"}),
+    _Option("fuzz", {"type": float, "metavar": "SECONDS"}),
     _Option("deadline", {"type": float, "metavar": "SECONDS"}),
 )
 

@@ -22,6 +22,7 @@ class Progress:
         selected: the ids of the selected cases, by implementation; empty until collection has ended.
         spared: the number of cases that the effort of the run left out, by implementation and file.
         left_out: the selected cases that pytest skipped without asking the plugin, as by ``@pytest.mark.skip``.
+        examples: the number of examples that cases which draw them have run.
         verdicts: the number of cases for each (implementation, verdict); a case that was run again counts once, with
             its last verdict.
     """
@@ -30,6 +31,7 @@ class Progress:
         self.selected: Selected = {}
         self.spared: Spared = {}
         self.left_out: list[dict[str, str]] = []
+        self.examples = 0
         self.verdicts: collections.Counter[tuple[str, str]] = collections.Counter()
         self._last: dict[tuple[str, str], str] = {}
         self._attempts: collections.Counter[tuple[str, str]] = collections.Counter()
@@ -43,6 +45,7 @@ class Progress:
         Returns:
             The number of the attempt, from 1: plugins such as pytest-rerunfailures run a case again.
         """
+        self.examples += record.get("examples", 0)
         key = (record["implementation"], record["id"])
         if key in self._last:
             self.verdicts[key[0], self._last[key]] -= 1

@@ -53,6 +53,7 @@ class CaseRecord:
         distances: for each step and stage, the distance to the oracle that used most of what is allowed, on any rank.
         collectives: each distinct trace, with the ranks that issued it.
         spent: the seconds of each activity, the mean of the ranks.
+        examples: how many examples ran of a case that draws them, without those that shrink a failure; None of others.
         outputs: what each rank printed; attached to pytest's report and left out of the run file.
     """
 
@@ -75,6 +76,7 @@ class CaseRecord:
     distances: list[Measured] = dataclasses.field(default_factory=list)
     collectives: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     spent: dict[str, float] = dataclasses.field(default_factory=dict)
+    examples: int | None = None
     outputs: list[str] = dataclasses.field(default_factory=list)
 
     def take(self, outcome: Outcome) -> None:
@@ -122,6 +124,8 @@ class CaseRecord:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         for name in ("text", "location", "failed_rank", "outputs"):
             del fields[name]
+        if self.examples is None:
+            del fields["examples"]
         fields["distances"] = [item.as_record() for item in self.distances]
         fields["failure"] = self._failure() if self.text else None
         fields["parameters"] = {name: _shortened(value) for name, value in self.parameters.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -49,6 +50,7 @@ class Selection:
         check_collectives: whether ranks compare each collective with their peers before they enter it.
         isolate: whether each case gets new rank processes, which run nothing else.
         effort: how much of what the other options select runs.
+        fuzz: how many seconds cases that draw their parameter search together; None for a fixed number of examples.
     """
 
     implementations: dict[str, type[Adapter]]
@@ -59,6 +61,7 @@ class Selection:
     check_collectives: bool = False
     isolate: bool = False
     effort: Effort = Effort.FULL
+    fuzz: float | None = None
 
     def allows(self, size: int) -> bool:
         """Return whether ``--world`` selects cases on worlds of this size."""
@@ -78,6 +81,7 @@ def resolve(
     check_collectives: bool = False,
     isolate: bool = False,
     effort: str = Effort.FULL,
+    fuzz: float | None = None,
 ) -> Selection:
     """Parse and check the values of the command line options.
 
@@ -89,6 +93,7 @@ def resolve(
         check_collectives: whether ranks compare each collective with their peers before they enter it.
         isolate: whether each case gets new rank processes, which run nothing else.
         effort: the name of an effort.
+        fuzz: seconds; None does not search.
 
     Raises:
         ValueError: an implementation or the device is not available here, or a value is not valid. The message is one
@@ -102,6 +107,8 @@ def resolve(
     if effort not in list(Effort):
         raise ValueError(f"--effort {effort}: expected {', '.join(Effort)}")
     adapters = _adapters(implementations, chosen)
+    if fuzz is not None and not 0 < fuzz < math.inf:
+        raise ValueError(f"--fuzz {fuzz:g}: expected a positive number of seconds")
     if deadline is not None:
         check_deadline(deadline, f"--deadline {deadline:g}")
     return Selection(
@@ -113,6 +120,7 @@ def resolve(
         check_collectives,
         isolate,
         Effort(effort),
+        fuzz,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import json
 import os
 import pathlib
@@ -32,7 +33,8 @@ class State:
     """The plugin's state in one pytest process; its parts are made when they are first needed.
 
     Attributes:
-        started: the number of cases that were started in this process.
+        numbers: gives each job of this process a number of its own, from 1.
+        drawing: how many of the cases that are to run draw their parameter.
         journal: the run file; None without ``--report`` and in xdist workers.
         progress: which cases were selected and which have a record.
         errors: the usage errors that xdist workers sent; a single process raises its own instead.
@@ -48,7 +50,8 @@ class State:
         self._pool: Pool | None = None
         self._known_failures: RunKnownFailures | None = None
         self._folder: pathlib.Path | None = None
-        self.started = 0
+        self.numbers = itertools.count(1)
+        self.drawing = 0
         self.journal: Journal | None = None
         self.progress = Progress()
         self.errors: set[str] = set()
@@ -80,10 +83,17 @@ class State:
                     check_collectives=option.shardproof_check_collectives,
                     isolate=option.shardproof_isolate,
                     effort=option.shardproof_effort,
+                    fuzz=option.shardproof_fuzz,
                 )
             except ValueError as error:
                 raise pytest.UsageError(str(error)) from None
         return self._selection
+
+    @property
+    def seconds_to_draw(self) -> float | None:
+        """How long each of the cases that draw may draw, by ``--fuzz``; None for a fixed number of examples."""
+        fuzz = self.selection.fuzz
+        return None if fuzz is None else fuzz / max(1, self.drawing)
 
     @property
     def known_failures(self) -> RunKnownFailures:
@@ -168,6 +178,7 @@ class State:
     def select(self, items: list[pytest.Item]) -> None:
         """Note the cases that are to run; an xdist worker leaves their list for the controller."""
         selected, spared = _ids(filter(cases.is_case, items)), _ids(self.spared)
+        self.drawing = sum(cases.draws(item, self.selection) for item in items if cases.is_case(item))
         if self.is_worker:
             given = vars(self._config)["workerinput"]
             if _FOLDER in given:

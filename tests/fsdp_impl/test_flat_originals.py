@@ -14,6 +14,17 @@ from tests.fsdp_impl.replicas import average_gradients, batch, plain_copy, tower
 
 
 @world(2)
+def test_a_parameter_without_elements_is_flat_as_any_other(rank: Rank) -> None:
+    model = nn.Linear(3, 3, device=rank.device)
+    model.empty = nn.Parameter(torch.randn(0, 3, device=rank.device))
+    sharded = wrap(model, use_orig_params=True, device_id=rank.device)
+    assert sharded.module.empty.shape == (0,)
+    with FullyShardedDataParallel.summon_full_params(sharded):
+        assert sharded.module.empty.shape == (0, 3)
+    assert sharded.module.empty.shape == (0,)
+
+
+@world(2)
 @pytest.mark.parametrize("strategy", [FULL, ZERO2, NONE])
 def test_parameters_are_the_same_objects_and_live_in_one_memory(rank: Rank, strategy: Any) -> None:
     model = tower(5, 1)

@@ -201,6 +201,21 @@ def test_a_method_is_registered_of_one_module_alone(rank: Rank) -> None:
 
 
 @world(2)
+@pytest.mark.parametrize("smaller", [False, True])
+def test_unshard_by_hand_after_an_evaluation(rank: Rank, smaller: bool) -> None:
+    """An evaluation leaves a unit gathered, wholly or within fewer ranks; a call gathers it as it is after a step."""
+    model, _ = sharded_tower(rank, reshard_after_forward=1 if smaller else False)
+    held = list(model[1].parameters())
+    with torch.no_grad():
+        model(batch(rank, 0, (3, 4)))
+        model[1].unshard()
+        for param in held:
+            param.zero_()
+        model[1].unshard()
+        assert [float(param.abs().max()) for param in model[1].parameters()] == [0.0] * len(held)
+
+
+@world(2)
 def test_recovery_from_an_exception(rank: Rank) -> None:
     """In forward, and in backward; what was accumulated is forgotten."""
     model, plain = sharded_tower(rank, reshard_after_forward=False)

@@ -1,0 +1,295 @@
+"""A training as plain data: a model, a mesh, policies and a schedule, which hypothesis draws and a case runs.
+
+A training is frozen, can be pickled, and its ``repr`` is Python that makes it again. What it means does not depend on
+the file and the name of the case that runs it: it has a seed of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+
+from shardproof.harness.adapters.base import Accumulation, Clip, OptimizerFactory
+from shardproof.harness.adapters.capability import Capability
+from shardproof.harness.models import drawn, optim
+from shardproof.harness.models.drawn import Described, Plan
+from shardproof.harness.models.plain import mean_square
+from shardproof.harness.parity.pair import Pair
+from shardproof.harness.parity.rank import Rank, Seeds
+from shardproof.harness.parity.run import EvaluationMode
+
+#: Far below the norm of the gradients of any drawn model, so that clipping scales them.
+_MAX_NORM = 1e-5
+
+#: The longest line of the source of a case.
+_MOST_COLUMNS = 120
+
+Optimizer = Literal["sgd", "momentum", "adam"]
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Step(Described):
+    """One training step, and what a script does before it.
+
+    Attributes:
+        evaluates: forwards without autograd that precede it, by their contexts.
+        unshards: whether all parameters are gathered by a call before it.
+        uses: the outputs that its loss uses.
+        set_to_none: whether gradients are set to None after it, or to zeros.
+    """
+
+    evaluates: tuple[EvaluationMode, ...] = ()
+    unshards: bool = False
+    uses: tuple[int, ...] = (0,)
+    set_to_none: bool = True
+
+
+_PLAIN = Plan()
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Training(Described):
+    """A training.
+
+    Attributes:
+        plan: the model.
+        steps: the steps; one under Adam.
+        rows: the rows of each microbatch.
+        inputs_require_grad: whether the model's inputs require gradients.
+        replicas: the number of replicas, on a mesh of (replicas, shards); 0 is a mesh of one dimension.
+        reshard_after_forward: as in ``Config``.
+        microbatches: the microbatches of a step.
+        accumulation: as in ``Config``.
+        ahead: the number of forwards that run before the first backward.
+        clip: the type of the norm by which gradients are clipped.
+        offloads: whether the shards live on the CPU.
+        flat_parameters: whether the optimizer gets one flat parameter for each unit.
+        prefetches: whether each unit gathers the next one ahead, in the order of their names.
+        optimizer: the optimizer.
+        seed: seeds the parameters and the batches.
+    """
+
+    plan: Plan = _PLAIN
+    steps: tuple[Step, ...] = (Step(),)
+    rows: int = 1
+    inputs_require_grad: bool = False
+    replicas: int = 0
+    reshard_after_forward: bool | int | None = None
+    microbatches: int = 1
+    accumulation: Accumulation | None = None
+    ahead: int = 0
+    clip: Literal["", "1", "2", "3", "inf"] = ""
+    offloads: bool = False
+    flat_parameters: bool = False
+    prefetches: bool = False
+    optimizer: Optimizer = "sgd"
+    seed: int = 0
+
+    def as_case(self, *, world_size: int, requirements: Sequence[str], deadline: float | None = None) -> str:
+        """Return a case that runs this training, as the source of a file.
+
+        Args:
+            world_size: the number of ranks.
+            requirements: the requirements that the case checks.
+            deadline: its deadline in seconds; None is that of the run.
+        """
+        capabilities = sorted(needs(self, world_size=world_size))
+        body = source_of(self, indent=4, used=len("    train(rank, )"))
+        marks = [
+            *(f"contract({json.dumps(one)})" for one in requirements),
+            f"world({world_size})",
+            *([f"deadline({deadline:g})"] if deadline else []),
+            *(f"needs(Capability.{one.name})" for one in capabilities),
+        ]
+        return "\n".join(
+            [
+                *_imports(body, [mark.partition("(")[0] for mark in marks]),
+                "",
+                "",
+                *(f"@{mark}" for mark in marks),
+                "def test_found(rank: Rank) -> None:",
+                f"    train(rank, {body})",
+            ]
+        )
+
+
+def _imports(body: str, marks: Sequence[str]) -> list[str]:
+    """Return the lines that import what the source of a training and of its marks uses."""
+    harness = [*(["Capability"] if "needs" in marks else []), *sorted(set(marks))]
+    made = {name: f"{name}(" in body for name in ("Accumulation", "Block", "Part", "Plan", "Step")}
+    classes = [name for name in ("Block", "Part", "Plan") if made[name]]
+    return [
+        f"from shardproof.harness import {', '.join(harness)}",
+        *(["from shardproof.harness.adapters.base import Accumulation"] if made["Accumulation"] else []),
+        *([f"from shardproof.harness.models.drawn import {', '.join(classes)}"] if classes else []),
+        "from shardproof.harness.parity import Rank",
+        f"from shardproof.harness.parity.drawn import {'Step, ' if made['Step'] else ''}Training, train",
+    ]
+
+
+def source_of(value: Any, *, indent: int = 0, used: int = 0) -> str:
+    """Return Python that makes a value, in lines of at most 120 characters where there is a place to break them.
+
+    Args:
+        value: a description, a tuple, or anything with a ``repr`` that is Python.
+        indent: the indentation of the lines that follow the first.
+        used: the characters that the first line has besides the value.
+    """
+    text = repr(value)
+    if used + len(text) <= _MOST_COLUMNS or not isinstance(value, (tuple, Described, Accumulation)):
+        return text
+    inner = indent + 4
+    if isinstance(value, tuple):
+        name, parts = "", [("", one) for one in value]
+    else:
+        fields = value.given() if isinstance(value, Described) else vars(value).items()
+        name, parts = type(value).__name__, [(f"{field}=", one) for field, one in fields]
+    lines = [
+        f"{' ' * inner}{prefix}{source_of(one, indent=inner, used=inner + len(prefix) + 1)},\n" for prefix, one in parts
+    ]
+    return f"{name}(\n{''.join(lines)}{' ' * indent})"
+
+
+def needs(training: Training, *, world_size: int) -> frozenset[Capability]:
+    """Return the capabilities without which an implementation cannot run a training on so many ranks."""
+    return frozenset((*_needs_of_plan(training), *_needs_of_policies(training, world_size)))
+
+
+def _needs_of_plan(training: Training) -> Any:
+    plan = training.plan
+    for _, block in plan.blocks():
+        if block.unit == "joined":
+            yield Capability.GROUPED_UNIT
+        if block.calls > 1:
+            yield Capability.MULTIPLE_FORWARD
+        if block.runs != "always":
+            yield Capability.UNUSED_MODULE
+        if block.recomputed:
+            yield Capability.RECOMPUTATION
+        if block.returns == "spare":
+            yield Capability.UNUSED_OUTPUT
+        elif block.returns == "dataclass":
+            yield Capability.DATACLASS_OUTPUT
+        elif block.returns:
+            yield Capability.CONTAINER_OUTPUT
+    if any(len(step.uses) <= len(plan.heads) for step in training.steps):
+        yield Capability.UNUSED_OUTPUT
+    if any(part.kind == "tied" for part in plan.parts()):
+        yield Capability.TIED_PARAMETERS
+
+
+def _needs_of_policies(training: Training, world_size: int) -> Any:
+    accumulation, reshards = training.accumulation, training.reshard_after_forward
+    if training.replicas:
+        yield Capability.HYBRID
+    if training.replicas == world_size:
+        yield Capability.SINGLE_RANK
+    if isinstance(reshards, bool):
+        yield Capability.RESHARD_AFTER_FORWARD
+    elif reshards is not None:
+        yield Capability.RESHARD_TO_SIZE
+    if accumulation is not None:
+        yield Capability.DEFERRED_REDUCTION
+        if accumulation.units != "all":
+            yield Capability.DEFERRED_PER_UNIT
+        if accumulation.skips == "all-reduce":
+            yield Capability.DEFERRED_ALL_REDUCE
+        if accumulation.keeps_gathered:
+            yield Capability.KEEP_AFTER_BACKWARD
+        if accumulation.marks_last:
+            yield Capability.MARKED_LAST_BACKWARD
+    if training.clip:
+        yield Capability.CLIP_BY_CALL
+        yield Capability.CLIP_EMPTY_SHARDS
+    if training.clip not in ("", "2"):
+        yield Capability.CLIP_ANY_NORM
+    if training.offloads:
+        yield Capability.OFFLOAD
+        yield Capability.PAGEABLE_OFFLOAD
+    if training.flat_parameters:
+        yield Capability.FLAT_PARAMETERS
+    if training.prefetches:
+        yield Capability.EXPLICIT_PREFETCH
+    if training.optimizer == "adam":
+        yield Capability.ADAM
+    if any(step.unshards for step in training.steps):
+        yield Capability.ASYNC_UNSHARD
+
+
+def train(rank: Rank, training: Training) -> Pair:
+    """Train what a training describes, beside the baseline and the oracle, and compare all of it (collective).
+
+    The model is in float64 and compared in float32: a drawn sum may cancel to any degree, and what remains of it must
+    not be rounding noise.
+
+    Returns:
+        The pair.
+
+    Raises:
+        Divergence: on every rank, as :meth:`Pair.check`.
+    """
+    rank.seeds = Seeds(training.seed, training.seed + 1)
+    torch.manual_seed(training.seed)
+    plan = training.plan
+    units = plan.units()
+    pair = rank.pair(
+        drawn.DrawnModel(plan).double(), units=units, baseline="replicated", optimizer=_optimizer(training),
+        compared_as=torch.float32, prepare=functools.partial(drawn.recompute, plan=plan), **_options(rank, training),
+    )  # fmt: skip
+    if training.prefetches:
+        names = [unit[0] for unit in units]
+        following = {name: [other] for name, other in itertools.pairwise(names)}
+        pair.adapter.prefetch(forward=following, backward={other: [name] for name, (other,) in following.items()})
+    for number, step in enumerate(training.steps):
+        _step(rank, pair, training, step, number)
+    pair.check()
+    return pair
+
+
+def _options(rank: Rank, training: Training) -> dict[str, Any]:
+    shape = (training.replicas, rank.world_size // max(1, training.replicas))
+    return {
+        "mesh": rank.mesh(shape, ("replicate", "shard")) if training.replicas else rank.mesh(),
+        "reshard_after_forward": training.reshard_after_forward,
+        "microbatches": training.microbatches,
+        "accumulation": training.accumulation,
+        "clip": Clip(_MAX_NORM, float(training.clip)) if training.clip else None,
+        "offload": "pageable" if training.offloads else None,
+        "flat_parameters": training.flat_parameters,
+        "find_unused": any(block.runs != "always" for _, block in training.plan.blocks()),
+    }
+
+
+def _optimizer(training: Training) -> OptimizerFactory:
+    factories = {"sgd": optim.sgd(momentum=0.0), "momentum": optim.sgd(), "adam": optim.adam()}
+    return factories[training.optimizer]
+
+
+def _step(rank: Rank, pair: Pair, training: Training, step: Step, number: int) -> None:
+    shape = (training.rows, training.plan.dim)
+    for index, mode in enumerate(step.evaluates):
+        pair.evaluate((_batch(rank, number, shape, -1 - index), 2 * number + index), mode=mode)
+    if step.unshards:
+        pair.adapter.unshard()
+    first = number * training.microbatches
+    batches = [
+        (_batch(rank, number, shape, index).requires_grad_(training.inputs_require_grad), first + index)
+        for index in range(training.microbatches)
+    ]
+    loss = functools.partial(_loss, uses=step.uses)
+    pair.step(batches, loss=loss, set_to_none=step.set_to_none, ahead=training.ahead)
+
+
+def _batch(rank: Rank, step: int, shape: tuple[int, ...], microbatch: int) -> torch.Tensor:
+    return rank.batch(step, shape, microbatch=microbatch).double()
+
+
+def _loss(outputs: tuple[torch.Tensor, ...], *, uses: tuple[int, ...]) -> torch.Tensor:
+    """The sum of the mean squares of the outputs that are used, each with a weight of its own."""
+    return torch.stack([mean_square(outputs[index]) * (1 + index) for index in uses]).sum()

@@ -1,0 +1,54 @@
+"""Chapter DRAWN: models, meshes and schedules that nobody wrote down."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shardproof.harness import Capability, contract, deadline, drawn, needs, world
+from shardproof.harness.adapters.base import Accumulation
+from shardproof.harness.models.drawn import Block, Part, Plan
+from shardproof.harness.parity import Rank
+from shardproof.harness.parity.drawn import Step, Training, train
+from shardproof.harness.parity.drawn import needs as needs_of
+
+WORLD = 2
+
+
+@contract("DRAWN-1")
+@world(2, 3, 4)
+@deadline(10)  # of one example, which takes 0.3 s
+@needs(Capability.ANY_COMBINATION)
+@drawn(training=Training)
+def test_any_training(rank: Rank, training: Training) -> None:
+    """Any model, mesh, policies and schedule that the implementation claims train as plain copies do."""
+    train(rank, training)
+
+
+def found(name: str, training: Training) -> Any:
+    """What a search found in a reference, as one value of a parameter."""
+    return pytest.param(training, id=name, marks=needs(*needs_of(training, world_size=WORLD)))
+
+
+INSIDE = Plan(Block((), (Block((), (Block((Part("tied"),), unit="own"),), recomputed="call"),), (Part(),)), dim=2)
+FOUND = [
+    found("gathered-by-a-call-after-an-evaluation", Training(steps=(Step(evaluates=("no_grad",), unshards=True),))),
+    found("no-elements-in-a-unit", Training(plan=Plan(Block((Part("no-rows"), Part())), dim=3))),
+    found(
+        "unit-inside-of-what-is-recomputed",
+        Training(plan=INSIDE, microbatches=2, steps=(Step(), Step()), accumulation=Accumulation()),
+    ),
+    found(
+        "adam-beside-a-frozen-parameter",
+        Training(plan=Plan(Block((Part(), Part("linear", frozen="first"))), dim=2), optimizer="adam"),
+    ),
+]
+
+
+@contract("DRAWN-1")
+@world(WORLD)
+@pytest.mark.parametrize("training", FOUND)
+def test_what_a_search_found(rank: Rank, training: Training) -> None:
+    """Trainings, shrunk, that a reference or the harness failed once."""
+    train(rank, training)
