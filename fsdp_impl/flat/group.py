@@ -352,7 +352,8 @@ class FlatGroup:
 
     def _version(self) -> int:
         params = [self.shards.flat, *self.shards.originals]
-        return sum(param._version for param in params)
+        # Fused kernels do not count what they write.
+        return sum(param._version for param in params) + hooks.optimizer_steps()
 
     def __repr__(self) -> str:
         return f"FlatGroup({self.label})"
