@@ -21,7 +21,7 @@ from shardproof.harness import Capability, contract, needs, world
 from shardproof.harness.adapters.base import Trainee
 from shardproof.harness.models import mixed, optim
 from shardproof.harness.parity import CastReplica, Rank, check_evaluation, run_and_replica, step_and_check
-from shardproof.harness.plugin.axes import RESHARD
+from shardproof.harness.plugin.axes import KEEPS
 
 SHAPE = (7, 5)
 UNITS = (("low",), ("high",))
@@ -77,7 +77,7 @@ def test_steps_after_an_evaluation(rank: Rank, kernels: optim.Kernels, flat_para
 
     def evaluate(owner: Trainee) -> None:
         if not isinstance(owner, CastReplica):
-            run.evaluate(batch)
+            run.evaluate((batch,))
 
     run, replica = run_and_replica(
         rank,
@@ -128,10 +128,10 @@ def test_groups_and_schedules(rank: Rank, flat_parameters: bool) -> None:
 @OWN_OPTIMIZER
 @FLAT
 @pytest.mark.parametrize("average", ["exponential", "equal"])
-@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+@KEEPS
 def test_averages_of_weights(
     rank: Rank,
-    reshard_after_forward: bool | int | None,
+    reshard_after_forward: bool | None,
     average: Literal["exponential", "equal"],
     flat_parameters: bool,
 ) -> None:

@@ -126,7 +126,13 @@ class DTensorAdapter(Adapter):
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
         # These implementations have no flat parameters, and sharding sends no values between ranks.
-        return frozenset(Capability) - {Capability.FLAT_PARAMETERS, Capability.SYNC_STATES, Capability.BUFFER_DTYPE}
+        return frozenset(Capability) - {
+            Capability.FLAT_PARAMETERS,
+            Capability.SYNC_STATES,
+            Capability.BUFFER_DTYPE,
+            Capability.FULL_PRECISION_EVALUATION,
+            Capability.LOW_PRECISION_GRADIENTS,
+        }
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         super().__init__(model, optimizer=optimizer, config=config)
@@ -157,6 +163,7 @@ class DTensorAdapter(Adapter):
     def _mixed_precision(self, unit: str) -> dict[str, Any]:
         precision = self.config.precision_of(unit)
         assert precision.buffers is None, "fully_shard leaves buffers alone"
+        assert not (precision.full_in_evaluation or precision.keeps_gradients), "fully_shard has no such option"
         if precision == Precision():
             return {}
         policy = type(self).precision_policy(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -53,6 +53,8 @@ CAPABILITIES = frozenset(
         Capability.MIXED_PRECISION,
         Capability.IGNORED_PARAMETERS,
         Capability.BUFFER_DTYPE,
+        Capability.FULL_PRECISION_EVALUATION,
+        Capability.LOW_PRECISION_GRADIENTS,
         Capability.DEFERRED_REDUCTION,
         Capability.KEEP_AFTER_BACKWARD,
         Capability.CLIPPING,
@@ -120,12 +122,10 @@ class FlatAdapter(Adapter):
         options = self._options()
         if config.ignored:
             options["ignored_states"] = [model.get_parameter(name) for name in config.ignored]
-        wrap = functools.partial(self.api.FullyShardedDataParallel, **options)
         for name in names:
             parent, _, child = name.rpartition(".")
-            module = model.get_submodule(name)
-            setattr(model.get_submodule(parent), child, wrap(module, mixed_precision=self._mixed_precision(name)))
-        self.module = wrap(model, mixed_precision=self._mixed_precision(""))
+            setattr(model.get_submodule(parent), child, self._wrap(model.get_submodule(name), name, options))
+        self.module = self._wrap(model, "", options)
         if config.cast is not None:
             self.module.to(config.cast)
         # The optimizer's references: modules register views of gathered parameters in their place while they compute.
@@ -144,6 +144,14 @@ class FlatAdapter(Adapter):
             "sync_module_states": config.sync_states,
         }
 
+    def _wrap(self, module: nn.Module, unit: str, options: dict[str, Any]) -> nn.Module:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", str(int(self.config.precision_of(unit).full_in_evaluation)))
+            wrapper: nn.Module = self.api.FullyShardedDataParallel(
+                module, mixed_precision=self._mixed_precision(unit), **options
+            )
+        return wrapper
+
     def _mixed_precision(self, unit: str) -> Any:
         precision = self.config.precision_of(unit)
         assert precision.output is None, "FullyShardedDataParallel leaves outputs alone"
@@ -153,6 +161,7 @@ class FlatAdapter(Adapter):
             param_dtype=precision.compute,
             reduce_dtype=precision.reduce,
             buffer_dtype=precision.buffers,
+            keep_low_precision_grads=precision.keeps_gradients,
             # The root's inputs are cast if either is set, and those of other units do not depend on the second.
             cast_forward_inputs=precision.casts_inputs and unit != "",
             cast_root_forward_inputs=precision.casts_inputs == (unit == ""),

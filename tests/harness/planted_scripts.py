@@ -184,6 +184,19 @@ FLAT = {
     "flat-evaluation-not-cast": Edit(
         "flat.unit:FlatUnit._cast_inputs", "not self.in_full_precision", "self.wrapper.training"
     ),
+    "flat-evaluation-gathers-low": Edit(
+        "flat.unit:FlatUnit.choose_precision",
+        "self.group.param_dtype = None if full else self.precision.param_dtype",
+        "self.group.param_dtype = self.precision.param_dtype",
+    ),
+    "flat-training-after-evaluation-stays-full": Edit(
+        "flat.unit:FlatUnit.choose_precision",
+        "full = self.options.full_in_evaluation is not None and not module.training",
+        "full = self.in_full_precision or (self.options.full_in_evaluation is not None and not module.training)",
+    ),
+    "flat-low-gradients-widened": Edit(
+        "flat.reduction:Reducer._accumulate", "shard.dtype if self._keep_low_precision else flat.dtype", "flat.dtype"
+    ),
     "flat-tensor-parallel-not-cast": Edit(
         "flat.group:FlatGroup.__init__",
         "self.param_dtype = param_dtype",

@@ -58,6 +58,11 @@ KILLED = {
     "flat-replicas-round-apart": Killer("test_determinism and test_replicas and 2x2", "which holds the same share"),
     "flat-reduced-in-the-dtype-of-autocast": Killer("test_autocast and w2-None", GRADIENT),
     "flat-evaluation-not-cast": Killer("test_precision and test_evaluation and w2-bf16", EVALUATION),
+    "flat-evaluation-gathers-low": Killer("test_evaluation_in_full_precision and w2-None", EVALUATION),
+    "flat-training-after-evaluation-stays-full": Killer("test_evaluation_in_full_precision and w2-None", OUTPUT),
+    "flat-low-gradients-widened": Killer(
+        "test_gradients_that_stay_low and w2-bf16-original", "has dtype torch.float32"
+    ),
     "flat-tensor-parallel-not-cast": Killer("test_precision and test_tensor_parallel_shards and w4-bf16]", OUTPUT),
     "flat-flag-of-the-root-in-every-unit": Killer("test_inputs and w2-position-False", OUTPUT),
     "flat-flag-of-the-root-ignored": Killer("test_policies_of_units and w2-bf16-fp32-fp32-bf16-fp16-fp32", OUTPUT),
