@@ -17,7 +17,7 @@ from shardproof.harness.parity import (
     run_and_replica,
     step_and_check,
 )
-from shardproof.harness.plugin.axes import RESHARD
+from shardproof.harness.plugin.axes import KEEPS
 
 SHAPE = (7, 5)
 UNITS = (("inner",), ("norm",))
@@ -26,8 +26,8 @@ UNITS = (("inner",), ("norm",))
 @contract("BUFFERS-1")
 @world(2)
 @pytest.mark.parametrize("momentum", [0.1, None], ids=["moving", "cumulative"])
-@pytest.mark.parametrize("reshard_after_forward", RESHARD)
-def test_running_statistics(rank: Rank, reshard_after_forward: bool | int | None, momentum: float | None) -> None:
+@KEEPS
+def test_running_statistics(rank: Rank, reshard_after_forward: bool | None, momentum: float | None) -> None:
     """Running statistics are each rank's own, within units and between them, and evaluation uses them."""
     model = mixed.Normed(*SHAPE, momentum=momentum)
     check(rank, model, reshard_after_forward=reshard_after_forward)

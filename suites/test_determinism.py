@@ -13,15 +13,15 @@ from shardproof.harness.findings.stages import Stage
 from shardproof.harness.models import optim
 from shardproof.harness.parity import Rank, check_exact, exact_difference
 from shardproof.harness.parity.run import StepPicture
-from shardproof.harness.plugin.axes import RESHARD
+from shardproof.harness.plugin.axes import KEEPS
 
 WHY = "the same implementation, seeds and data, and deterministic algorithms"
 
 
 @contract("DETERMINISM-1")
 @world(2, 4)
-@pytest.mark.parametrize("reshard_after_forward", RESHARD)
-def test_two_runs(rank: Rank, reshard_after_forward: bool | int | None) -> None:
+@KEEPS
+def test_two_runs(rank: Rank, reshard_after_forward: bool | None) -> None:
     """Two runs in one process, with the same seeds and data, have the same bits in every step."""
     model = models.Transformer()
     runs = [

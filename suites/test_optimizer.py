@@ -20,8 +20,8 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from shardproof.harness import Capability, contract, needs, world
 from shardproof.harness.adapters.base import Trainee
 from shardproof.harness.models import mixed, optim
-from shardproof.harness.parity import Rank, check_evaluation, run_and_replica, step_and_check
-from shardproof.harness.plugin.axes import RESHARD
+from shardproof.harness.parity import CastReplica, Rank, check_evaluation, run_and_replica, step_and_check
+from shardproof.harness.plugin.axes import KEEPS
 
 SHAPE = (7, 5)
 UNITS = (("low",), ("high",))
@@ -62,6 +62,35 @@ def test_ten_steps(rank: Rank, kind: optim.Kind, kernels: optim.Kernels, rows: i
         step_and_check(rank, run, replica, batch, number=step, set_to_none=step % 2 == 0)
 
 
+@contract("OPTIMIZER-1")
+@world(2)
+@needs(Capability.ADAM)
+@FLAT
+@pytest.mark.parametrize("kernels", ["for-loop", "foreach", "fused"])
+def test_steps_after_an_evaluation(rank: Rank, kernels: optim.Kernels, flat_parameters: bool) -> None:
+    """A step that follows an evaluation is what the next forward uses, by whatever kernels it was taken.
+
+    What an evaluation has left gathered is older, and a fused kernel does not count what it writes as a new version.
+    """
+    shape = (8, 64)
+    batch = rank.batch(3, shape)
+
+    def evaluate(owner: Trainee) -> None:
+        if not isinstance(owner, CastReplica):
+            run.evaluate((batch,))
+
+    run, replica = run_and_replica(
+        rank,
+        mixed.Mixed(*shape),
+        units=UNITS,
+        optimizer=optim.of_kind("adamw", kernels),
+        flat_parameters=flat_parameters,
+        after_backward=evaluate,
+    )
+    for step in range(3):
+        step_and_check(rank, run, replica, [(rank.batch(step, shape),)], number=step)
+
+
 @contract("OPTIMIZER-2")
 @world(2)
 @OWN_OPTIMIZER
@@ -99,10 +128,10 @@ def test_groups_and_schedules(rank: Rank, flat_parameters: bool) -> None:
 @OWN_OPTIMIZER
 @FLAT
 @pytest.mark.parametrize("average", ["exponential", "equal"])
-@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+@KEEPS
 def test_averages_of_weights(
     rank: Rank,
-    reshard_after_forward: bool | int | None,
+    reshard_after_forward: bool | None,
     average: Literal["exponential", "equal"],
     flat_parameters: bool,
 ) -> None:
@@ -116,29 +145,37 @@ def test_averages_of_weights(
         reshard_after_forward=reshard_after_forward,
     )
     take = get_ema_multi_avg_fn(0.75) if average == "exponential" else get_swa_multi_avg_fn()
+    tensors = _locals if average == "equal" else _parameters
     owners: tuple[Trainee, ...] = (run.adapter, replica)
-    averages = [_copies(owner) for owner in owners]
+    averages = [[tensor.clone() for tensor in tensors(owner)] for owner in owners]
     for step in range(3):
         step_and_check(rank, run, replica, [(rank.batch(step, SHAPE),)], number=step)
         for owner, held in zip(owners, averages, strict=True):
-            current = [parameter.detach() for parameter in owner.held_parameters().values()]
-            take(held, current, torch.tensor(step + 1, device=rank.device))
-            _swap(owner, held)
+            take(held, tensors(owner), torch.tensor(step + 1, device=rank.device))
+            _exchange(tensors(owner), held)
         check_evaluation(rank, run, replica, rank.batch(step, SHAPE), number=step + 1)
         for owner, held in zip(owners, averages, strict=True):
-            _swap(owner, held)
+            _exchange(tensors(owner), held)
     check_evaluation(rank, run, replica, rank.batch(3, SHAPE), number=3)
 
 
-def _copies(owner: Trainee) -> list[torch.Tensor]:
-    return [parameter.detach().clone() for parameter in owner.held_parameters().values()]
+def _parameters(owner: Trainee) -> list[torch.Tensor]:
+    return [parameter.detach() for parameter in owner.held_parameters().values()]
 
 
 @torch.no_grad()
-def _swap(owner: Trainee, others: Sequence[torch.Tensor]) -> None:
-    """Exchange the values of the parameters with those of other tensors."""
-    for parameter, other, before in zip(owner.held_parameters().values(), others, _copies(owner), strict=True):
-        parameter.copy_(other)
+def _locals(owner: Trainee) -> list[torch.Tensor]:
+    """What this rank holds of the parameters, as plain tensors in the same memory."""
+    held = owner.held_parameters().values()
+    return [one.to_local() if isinstance(one, DTensor) else one.detach() for one in held]
+
+
+@torch.no_grad()
+def _exchange(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> None:
+    """Exchange the values of tensors with those of others, in place."""
+    for tensor, other in zip(tensors, others, strict=True):
+        before = tensor.clone()
+        tensor.copy_(other)
         other.copy_(before)
 
 

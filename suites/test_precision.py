@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -23,7 +24,7 @@ from shardproof.harness.parity import (
     run_and_replica,
     step_and_check,
 )
-from shardproof.harness.plugin.axes import RESHARD
+from shardproof.harness.plugin.axes import KEEPS, RESHARD
 
 MIXED = needs(Capability.MIXED_PRECISION)
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
@@ -79,12 +80,33 @@ def test_evaluation(rank: Rank, policy: str) -> None:
     """An evaluation has the dtypes and the values of a training forward, and the step after it those of any other."""
     precision, model = POLICIES[policy], mixed.Mixed()
     run, replica = both(rank, model, precision=precision)
-    for step in range(3):
-        run.adapter.module.eval()
-        check_evaluation(rank, run, replica, rank.batch(step, SHAPE, microbatch=1), number=step)
-        run.adapter.module.train()
-        train(rank, run, replica, first=step, steps=1)
+    evaluate_and_train(rank, run, replica)
     assert_seen(model.low.seen, precision)
+
+
+@contract("PRECISION-11")
+@world(2)
+@needs(Capability.MIXED_PRECISION, Capability.FULL_PRECISION_EVALUATION, Capability.BUFFER_DTYPE)
+@pytest.mark.parametrize("reshard_after_forward", [None, False])
+def test_evaluation_in_full_precision(rank: Rank, reshard_after_forward: bool | None) -> None:
+    """If that is chosen, evaluations cast nothing, and training steps before and after them do."""
+    precision = Precision(compute=BRAIN, buffers=HALF, full_in_evaluation=True)
+    run, replica = both(rank, mixed.Mixed(), precision=precision, reshard_after_forward=reshard_after_forward)
+    # Whether buffers are rounded to their dtype in training before the first step is the implementation's choice.
+    train(rank, run, replica, steps=1)
+    evaluate_and_train(rank, run, replica, first=1)
+
+
+@contract("PRECISION-12")
+@world(2)
+@needs(Capability.MIXED_PRECISION, Capability.LOW_PRECISION_GRADIENTS)
+@pytest.mark.parametrize("flat_parameters", [False, True], ids=["original", "flat"])
+@pytest.mark.parametrize("policy", ["bf16", "fp32-bf16", "bf16-fp32"])
+def test_gradients_that_stay_low(rank: Rank, policy: str, flat_parameters: bool) -> None:
+    """If that is chosen, the optimizer gets gradients of the dtype of the reduction, and updates float32 parameters."""
+    precision = dataclasses.replace(POLICIES[policy], keeps_gradients=True)
+    run, replica = both(rank, mixed.Mixed(), precision=precision, flat_parameters=flat_parameters)
+    train(rank, run, replica)
 
 
 @contract("PRECISION-1", "PRECISION-2")
@@ -103,8 +125,8 @@ def test_tensor_parallel_shards(rank: Rank, policy: str) -> None:
 
 @contract("PRECISION-9")
 @world(2)
-@pytest.mark.parametrize("reshard_after_forward", RESHARD)
-def test_autocast(rank: Rank, reshard_after_forward: bool | int | None) -> None:
+@KEEPS
+def test_autocast(rank: Rank, reshard_after_forward: bool | None) -> None:
     """Under autocast a model computes in low precision, trains its float32 parameters, and sees each of their steps."""
     model = models.TwoHeads(dim=8)
     run, replica = both(
@@ -331,6 +353,17 @@ def train(rank: Rank, run: Run, replica: CastReplica, *, first: int = 0, steps: 
             batch.append((x, (x * 7).long()) if chooses else (x,))
         expected = replica.step(batch, loss=torch.sum)
         check_equal(rank, run, run.step(batch, loss=torch.sum), expected, number=step)
+
+
+def evaluate_and_train(rank: Rank, run: Run, replica: CastReplica, *, first: int = 0) -> None:
+    """Three times, evaluate and train a step, and compare."""
+    for step in range(first, first + 3):
+        for module in (run.adapter.module, replica.model):
+            module.eval()
+        check_evaluation(rank, run, replica, rank.batch(step, SHAPE, microbatch=1), number=step)
+        for module in (run.adapter.module, replica.model):
+            module.train()
+        train(rank, run, replica, first=step, steps=1)
 
 
 def assert_seen(seen: list[mixed.Seen], precision: Precision) -> None:

@@ -13,7 +13,7 @@ from shardproof.harness.findings.finding import step_label
 from shardproof.harness.models import mixed, optim
 from shardproof.harness.models.recomputation import Means, recompute
 from shardproof.harness.parity import Rank, check_equal, run_and_replica
-from shardproof.harness.plugin.axes import RESHARD
+from shardproof.harness.plugin.axes import KEEPS
 
 SHAPE = (7, 5)
 MEANS: tuple[Means, ...] = ("hooks", "wrapper", "call", "reentrant-call")
@@ -21,9 +21,9 @@ MEANS: tuple[Means, ...] = ("hooks", "wrapper", "call", "reentrant-call")
 
 @contract("RANDOM-1")
 @world(2)
-@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+@KEEPS
 @pytest.mark.parametrize("means", [None, *(pytest.param(one, marks=needs(Capability.RECOMPUTATION)) for one in MEANS)])
-def test_masks_of_dropout(rank: Rank, means: Means | None, reshard_after_forward: bool | int | None) -> None:
+def test_masks_of_dropout(rank: Rank, means: Means | None, reshard_after_forward: bool | None) -> None:
     """Every rank's masks are those of an unsharded run that began with the same state of the generator."""
     model = mixed.DroppingStack(*SHAPE)
     # Every rank has masks of its own.

@@ -1,4 +1,4 @@
-"""Where autograd calls back."""
+"""Where autograd and optimizers call back."""
 
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
@@ -7,6 +7,7 @@ from weakref import WeakMethod
 import torch
 from torch._compile import _disable_dynamo
 from torch.autograd import Variable
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fsdp_impl.common.containers import map_tensors, tensors_requiring_grad
 
@@ -109,3 +110,28 @@ def run_post_accumulate(param: torch.Tensor) -> None:
     """Autograd accumulates into unsharded parameters; users hook the sharded ones, whose gradient is there now."""
     for hook in post_accumulate_of(param):
         hook(param)
+
+
+# How many steps the optimizers of shards have taken in this process. A fused optimizer does not count a version of what
+# it writes, so values that were gathered before a step cannot be known by versions alone.
+_optimizer_steps = [0]
+
+
+@outside_graphs
+def _count_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if any(hasattr(param, "_fsdp_impl_shard") for group in optimizer.param_groups for param in group["params"]):
+        _optimizer_steps[0] += 1
+
+
+# For good: it is for all optimizers, and holds nothing.
+register_optimizer_step_post_hook(_count_step)
+
+
+def count_steps_of(param: torch.Tensor) -> None:
+    """Let :func:`optimizer_steps` count the steps of optimizers that have ``param``, a shard."""
+    param._fsdp_impl_shard = True  # type: ignore[attr-defined]
+
+
+def optimizer_steps() -> int:
+    """How many steps the optimizers of shards have taken in this process, whichever shards."""
+    return _optimizer_steps[0]

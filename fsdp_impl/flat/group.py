@@ -13,7 +13,6 @@ from torch.profiler import record_function
 from fsdp_impl.common import collectives, dtensor, hooks, streams, unsharded
 from fsdp_impl.common.comm_context import CommContext
 from fsdp_impl.common.streams import Event
-from fsdp_impl.flat import steps
 from fsdp_impl.flat.shards import FlatShards, set_tensor
 
 # Note: window of buffers
@@ -362,7 +361,9 @@ class FlatGroup:
     def _version(self) -> int:
         # A step of an optimizer changes nothing on ranks that hold frozen elements alone, or none.
         params = [self.shards.flat, *self.shards.originals]
-        return sum(param._version for param in params) + steps.count()
+        # A rank on which an optimizer changes nothing must agree with those on which it does, and fused kernels do not
+        # count what they write.
+        return sum(param._version for param in params) + hooks.optimizer_steps()
 
     def __repr__(self) -> str:
         return f"FlatGroup({self.label})"

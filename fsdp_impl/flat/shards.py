@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_impl.common import dtensor
+from fsdp_impl.common import dtensor, hooks
 from fsdp_impl.common.owner import Owner
 from fsdp_impl.flat.layout import Span, alignment_of, build_flat_layout, flattened, shaped, stride_of
 from fsdp_impl.flat.ranks import Ranks
@@ -278,6 +278,7 @@ def is_view_of(param: torch.Tensor, flat: torch.Tensor, span: Span) -> bool:
 def mark_managed(param: nn.Parameter) -> None:
     """Note that a unit manages ``param``, so that no other takes it."""
     param._fsdp_flat_managed = True  # type: ignore[attr-defined]
+    hooks.count_steps_of(param)
 
 
 def is_managed(param: torch.Tensor) -> bool:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from fsdp_impl.common import dtensor
+from fsdp_impl.common import dtensor, hooks
 from fsdp_impl.common.layout import contiguous_stride
 from fsdp_impl.common.mesh import concatenate
 from fsdp_impl.common.owner import Owner
@@ -209,6 +209,7 @@ class ShardedParam:
         self.data_parallel = cut.data_parallel
         self._param_dtype = param_dtype
         self.sharded = nn.Parameter(dtensor.wrap(local, self.spec), requires_grad=original.requires_grad)
+        hooks.count_steps_of(self.sharded)
         # Not `local` itself: nn.Parameter detaches, which makes another tensor object of the same memory.
         self.slot: torch.Tensor | None = self.local if in_slot else None
         self._slot_pointer = self.local.data_ptr() if in_slot else 0
@@ -270,6 +271,7 @@ class ShardedParam:
         if held is not self.sharded:
             self._check(held)
             self.sharded = held
+            hooks.count_steps_of(held)
             self.register(held)
         local = self.local
         if self.slot is not None and local is self.slot and local.data_ptr() == self._slot_pointer:

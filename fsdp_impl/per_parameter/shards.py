@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from fsdp_impl.common import hooks
 from fsdp_impl.common.layout import shard_rows
 from fsdp_impl.common.owner import Owner
 from fsdp_impl.per_parameter.layout import Layout, build_layout, shard_size, shard_view
@@ -65,9 +66,10 @@ class Shards:
 
     def version(self) -> int:
         """A number that grows whenever sharded parameters are changed in place."""
-        # A DTensor counts what is done to it, and not its local tensor; all in slots share the count of the buffer.
-        buffers = [self._buffer] if self._buffer is not None else [param.local for param in self.params]
-        return sum(param.sharded._version for param in self.params) + sum(one._version for one in buffers)
+        # A DTensor counts what is done to it, and not what is done to its local tensor. Neither counts what fused
+        # kernels do.
+        counts = sum(param.sharded._version + param.local._version for param in self.params)
+        return counts + (0 if self._buffer is None else self._buffer._version) + hooks.optimizer_steps()
 
     @torch.no_grad()
     def refresh(self) -> bool:

@@ -68,6 +68,12 @@ class Capability(enum.StrEnum):
     BUFFER_DTYPE = "buffer-dtype"
     """Buffers can have a dtype other than their own while the model is sharded, and are saved in their own."""
 
+    FULL_PRECISION_EVALUATION = "full-precision-evaluation"
+    """With mixed precision, forwards in evaluation mode can do without any cast."""
+
+    LOW_PRECISION_GRADIENTS = "low-precision-gradients"
+    """With mixed precision, gradients can stay in the dtype in which they are reduced."""
+
     IGNORED_PARAMETERS = "ignored-parameters"
     """Some parameters can be left alone: neither sharded nor reduced."""
 

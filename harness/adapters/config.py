@@ -94,6 +94,18 @@ class Precision:
     casts_inputs: bool = True
     """Whether floating-point tensors in the unit's inputs are cast to the dtype of compute."""
 
+    full_in_evaluation: bool = False
+    """Whether nothing is cast while the module is in evaluation mode.
+
+    Needs :attr:`Capability.FULL_PRECISION_EVALUATION`.
+    """
+
+    keeps_gradients: bool = False
+    """Whether the optimizer gets gradients of the dtype of the reduction; otherwise they have that of the parameters.
+
+    Needs :attr:`Capability.LOW_PRECISION_GRADIENTS`.
+    """
+
 
 class OwnCollective(Protocol):
     """A collective of a script's own, which takes the place of an all-gather or of a reduce-scatter."""

@@ -158,6 +158,8 @@ class DTensorAdapter(Adapter):
             # What unshard() gathers is read by registered(); what is written to it is lost.
             Capability.WHOLE_PARAMETERS,
             Capability.WHOLE_ON_CPU,
+            Capability.FULL_PRECISION_EVALUATION,
+            Capability.LOW_PRECISION_GRADIENTS,
         }
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
@@ -240,6 +242,7 @@ class DTensorAdapter(Adapter):
     def _mixed_precision(self, unit: str) -> dict[str, Any]:
         precision = self.config.precision_of(unit)
         assert precision.buffers is None, "fully_shard leaves buffers alone"
+        assert not (precision.full_in_evaluation or precision.keeps_gradients), "fully_shard has no such option"
         if precision == Precision():
             return {}
         policy = type(self).precision_policy(

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -63,6 +64,8 @@ CAPABILITIES = frozenset(
         Capability.META_DEVICE,
         Capability.PROCESS_GROUPS,
         Capability.BUFFER_DTYPE,
+        Capability.FULL_PRECISION_EVALUATION,
+        Capability.LOW_PRECISION_GRADIENTS,
         Capability.DEFERRED_REDUCTION,
         Capability.KEEP_AFTER_BACKWARD,
         Capability.CLIPPING,
@@ -141,14 +144,12 @@ class FlatAdapter(Adapter):
             options["ignored_modules"] = [model.get_submodule(name) for name in config.ignored_modules]
         elif config.ignored:
             options["ignored_states"] = [model.get_parameter(name) for name in config.ignored]
-        wrap = functools.partial(self.api.FullyShardedDataParallel, **options)
         if config.wraps is not None:
-            wrap = functools.partial(wrap, auto_wrap_policy=self._policy(config.wraps))
+            options["auto_wrap_policy"] = self._policy(config.wraps)
         for name in names if config.wraps is None else ():
             parent, _, child = name.rpartition(".")
-            module = model.get_submodule(name)
-            setattr(model.get_submodule(parent), child, wrap(module, mixed_precision=self._mixed_precision(name)))
-        self.module = wrap(model, mixed_precision=self._mixed_precision(""))
+            setattr(model.get_submodule(parent), child, self._wrap(model.get_submodule(name), name, options))
+        self.module = self._wrap(model, "", options)
         if config.cast is not None:
             self.module.to(config.cast)
         # The optimizer's references: modules register views of gathered parameters in their place while they compute.
@@ -211,6 +212,14 @@ class FlatAdapter(Adapter):
             return answer
         return {"sharding_strategy": self._strategy(answer["reshard_after_forward"])}
 
+    def _wrap(self, module: nn.Module, unit: str, options: dict[str, Any]) -> nn.Module:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", str(int(self.config.precision_of(unit).full_in_evaluation)))
+            wrapper: nn.Module = self.api.FullyShardedDataParallel(
+                module, mixed_precision=self._mixed_precision(unit), **options
+            )
+        return wrapper
+
     def _mixed_precision(self, unit: str) -> Any:
         precision = self.config.precision_of(unit)
         assert precision.output is None, "FullyShardedDataParallel leaves outputs alone"
@@ -220,6 +229,7 @@ class FlatAdapter(Adapter):
             param_dtype=precision.compute,
             reduce_dtype=precision.reduce,
             buffer_dtype=precision.buffers,
+            keep_low_precision_grads=precision.keeps_gradients,
             # The root's inputs are cast if either is set, and those of other units do not depend on the second.
             cast_forward_inputs=precision.casts_inputs and unit != "",
             cast_root_forward_inputs=precision.casts_inputs == (unit == ""),

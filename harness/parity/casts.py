@@ -97,7 +97,7 @@ class CastReplica:
             losses.append(value.detach())
             kept.append(gradients)
         for name, parameter in self.model.named_parameters():
-            parameter.grad = self._reduced(name, [gradients[name] for gradients in kept])
+            _set_gradient(parameter, self._reduced(name, [gradients[name] for gradients in kept]))
         if self._after_backward is not None:
             self._after_backward(self)
         averaged = {name: _copied(parameter.grad) for name, parameter in self.model.named_parameters()}
@@ -120,7 +120,8 @@ class CastReplica:
         return self._units.get(name, "")
 
     def _precision_of(self, name: str) -> Precision:
-        return self._config.precision_of(self._unit_of(name))
+        precision = self._config.precision_of(self._unit_of(name))
+        return Precision() if precision.full_in_evaluation and not self.model.training else precision
 
     def _backward(self, arguments: Any, loss: Loss) -> tuple[Any, torch.Tensor, _Gradients]:
         """Run one microbatch on a copy with all casts made; the gradients are of the dtypes of compute."""
@@ -151,11 +152,11 @@ class CastReplica:
         return working
 
     def _reduced(self, name: str, microbatches: list[torch.Tensor | None]) -> torch.Tensor | None:
-        """Return the float32 gradient of a parameter, from those of this rank's microbatches (collective)."""
+        """Return the gradient that the optimizer gets, from those of this rank's microbatches (collective)."""
         own = [gradient for gradient in microbatches if gradient is not None]
         if name in self._config.ignored:
             return _added(own) if own else None
-        dtype = self._precision_of(name).reduce
+        dtype, keeps = self._precision_of(name).reduce, self._precision_of(name).keeps_gradients
         found = [gradient.to(dtype or gradient.dtype) for gradient in own]
         how = self._config.accumulation
         if found and how is not None and how.skips == "reduction":
@@ -168,8 +169,17 @@ class CastReplica:
         if how is not None and how.skips == "all-reduce":
             sums = [[_added(of_row)] if of_row else [] for of_row in sums]
         count = self._config.divide_factors.get(self._unit_of(name), len(self._config.data_ranks))
-        averages = [(_added(list(of_rows)) / count).float() for of_rows in zip(*sums, strict=True)]
-        return _added(averages) if averages else None
+        averages = [_added(list(of_rows)) / count for of_rows in zip(*sums, strict=True)]
+        return _added([one if keeps else one.float() for one in averages]) if averages else None
+
+
+def _set_gradient(parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
+    if gradient is None or gradient.dtype == parameter.dtype:
+        parameter.grad = gradient
+        return
+    # What is assigned to ``grad`` must have the parameter's dtype, its data need not.
+    parameter.grad = torch.empty_like(parameter)
+    parameter.grad.data = gradient
 
 
 def _copied(tensor: torch.Tensor | None) -> Piece | None:

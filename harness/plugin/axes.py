@@ -31,6 +31,9 @@ RESHARD_EXPLICIT = [*RESHARD_CHOICES, _to_size(2)]
 #: The same with the implementation's own default, so that a case runs for implementations without a choice.
 RESHARD = [pytest.param(None), *RESHARD_EXPLICIT]
 
+#: The default and the choice that keeps gathered values for longest, for cases about something else.
+KEEPS = pytest.mark.parametrize("reshard_after_forward", [pytest.param(None), RESHARD_CHOICES[1]])
+
 #: The same for worlds of more than four ranks, in which groups of four are possible as well.
 RESHARD_TO_PARTS = [*RESHARD, _to_size(4)]
 

@@ -290,6 +290,11 @@ def test_evaluation_sees_the_latest_parameters(rank: Rank, strategy: ShardingStr
     with torch.inference_mode():
         assert model(inputs).abs().sum() == 0
     model(inputs).sum().backward()
+    with torch.no_grad():
+        before = model(inputs)
+        # Its kernels do not count what they write as new versions.
+        torch.optim.AdamW(model.parameters(), lr=0.1, fused=True).step()
+        assert not torch.equal(model(inputs), before)
 
 
 @world(2)

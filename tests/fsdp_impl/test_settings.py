@@ -1,7 +1,7 @@
 """What else a user may set, call, or put in place of something."""
 
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -358,3 +358,27 @@ def test_clipping_with_shards_that_are_empty_on_a_rank(rank: Rank, p: float) -> 
     norm = clip_grad_norm_(model.parameters(), 0.1, p)
     torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.1, p))
     assert_same(plain, model)
+
+
+@world(2)
+def test_values_of_an_evaluation_are_older_than_a_fused_step(rank: Rank) -> None:
+    """Whose kernels do not count what they write as new versions; nor does a DTensor what its local tensor gets."""
+    model, _ = sharded_tower(rank)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    inputs = batch(rank, 0, (3, 4))
+
+    def evaluate() -> torch.Tensor:
+        with torch.no_grad():
+            output: torch.Tensor = model(inputs)
+        return output
+
+    def changed(change: Callable[[], object]) -> None:
+        before = evaluate()
+        change()
+        assert not torch.equal(evaluate(), before)
+        model.reshard()
+
+    model(inputs).sum().backward()
+    changed(optimizer.step)
+    local = model[0].weight.to_local()
+    changed(lambda: torch._foreach_mul_([local.detach()], 2.0))

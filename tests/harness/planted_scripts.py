@@ -16,13 +16,17 @@ PER_PARAMETER = {
     "buffer-added-to-by-half": Edit(
         "per_parameter.reduction:Accumulator.add", "last.buffer.add_(shards)", "last.buffer.add_(shards, alpha=0.5)"
     ),
-    "thawed-only-at-first": Edit(
-        "per_parameter.param:ShardedParam.sync_requires_grad", "if self.unsharded.requires_grad !=", "if False and 1 !="
+    "thawed-not-reduced": Edit(
+        "per_parameter.reduction:take",
+        "for param in group.shards.params:",
+        "trained = group.__dict__.setdefault('trained', [p for p in group.shards.params if p.sharded.requires_grad])\n"
+        "    for param in trained:",
     ),
     "writes-not-noticed": Edit("per_parameter.group:ParamGroup.drop_stale", "if is_kept and", "if False and"),
     "local-writes-not-noticed": Edit(
-        "per_parameter.shards:Shards.version", " + sum(one._version for one in buffers)", ""
+        "per_parameter.shards:Shards.version", "param.sharded._version + param.local._version", "param.sharded._version"
     ),
+    "fused-steps-not-noticed": Edit("per_parameter.shards:Shards.version", " + hooks.optimizer_steps()", ""),
     "gradients-placed-as-replicas": Edit(
         "per_parameter.reduction:Accumulator._add_views",
         "dtensor.with_dtype(param.spec, view.dtype)",
@@ -137,6 +141,7 @@ FLAT = {
     "flat-writes-to-originals-not-noticed": Edit(
         "flat.group:FlatGroup._version", "[self.shards.flat, *self.shards.originals]", "[self.shards.flat]"
     ),
+    "flat-fused-steps-not-noticed": Edit("flat.group:FlatGroup._version", " + hooks.optimizer_steps()", ""),
     "flat-replaced-gradients-not-noticed": Edit(
         "flat.reduction:Gradients._is_current", "not all(param.grad is grad for param, grad, _ in given)", "False"
     ),
@@ -178,6 +183,19 @@ FLAT = {
     ),
     "flat-evaluation-not-cast": Edit(
         "flat.unit:FlatUnit._cast_inputs", "not self.in_full_precision", "self.wrapper.training"
+    ),
+    "flat-evaluation-gathers-low": Edit(
+        "flat.unit:FlatUnit.choose_precision",
+        "self.group.param_dtype = None if full else self.precision.param_dtype",
+        "self.group.param_dtype = self.precision.param_dtype",
+    ),
+    "flat-training-after-evaluation-stays-full": Edit(
+        "flat.unit:FlatUnit.choose_precision",
+        "full = self.options.full_in_evaluation is not None and not module.training",
+        "full = self.in_full_precision or (self.options.full_in_evaluation is not None and not module.training)",
+    ),
+    "flat-low-gradients-widened": Edit(
+        "flat.reduction:Reducer._accumulate", "shard.dtype if self._keep_low_precision else flat.dtype", "flat.dtype"
     ),
     "flat-tensor-parallel-not-cast": Edit(
         "flat.group:FlatGroup.__init__",
