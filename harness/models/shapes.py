@@ -280,7 +280,7 @@ class SkippedMember(nn.Module):
 
 
 class Fan(nn.Module):
-    """The sum of ``arms``, MLPs of different sizes on one input, among which backward has no order, and an ``entry``.
+    """The sum of ``arms``, MLPs of different sizes on one input, among which backward has no order, and ``out``.
 
     Input and output: (batch, dim).
 
@@ -291,12 +291,12 @@ class Fan(nn.Module):
 
     def __init__(self, dim: int, names: Sequence[str]) -> None:
         super().__init__()
-        self.entry = nn.Linear(dim, dim)
+        self.out = nn.Linear(dim, dim)
         self.arms = nn.ModuleDict({name: MLP(dim, multiplier=1 + index) for index, name in enumerate(names)})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.tanh(self.entry(x))
-        return torch.stack([arm(x) for arm in self.arms.values()]).sum(0)
+        out: torch.Tensor = self.out(torch.stack([arm(x) for arm in self.arms.values()]).sum(0))
+        return out
 
 
 class InPlaceStack(nn.Module):

@@ -1,0 +1,93 @@
+"""Bugs of recovery, of settings, of hooks, of several backwards and models, and of lifetimes each fail a case."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.harness import planted_robust as planted
+from tests.harness.planted import Killer, a_third_by_day, assert_killed, assert_sound_passes, cases_of, selected
+
+pytestmark = pytest.mark.slow("the tests share one run of the suites, in which each planted bug has ranks of its own")
+
+FORWARD, BACKWARD = (f"test_exception and w2-{phase}-None" for phase in ("forward", "backward"))
+LATER = "test_exception_in_a_later_microbatch and w4-{}"
+KILLED = {
+    "stays-in-its-phase": Killer(FORWARD, ""),
+    "members-still-to-run": Killer("test_exception_in_a_unit_of_several_modules and w2-forward", ""),
+    "gathers-in-flight-kept": Killer(BACKWARD, ""),
+    "not-freed-by-the-reset": Killer(FORWARD, ""),
+    "unreduced-gradients-kept": Killer(BACKWARD, ""),
+    "gradients-in-the-reduce-dtype-kept": Killer("test_exception_while_gradients and w2-forward", ""),
+    "partial-shards-kept": Killer(LATER.format("forward-2-all-reduce"), ""),
+    "order-kept": Killer("test_exception_in_a_recomputation and w2-call", ""),
+    "forward-root-kept": Killer(FORWARD, ""),
+    "end-of-backward-queued-for-ever": Killer(BACKWARD, ""),
+    "reset-of-the-root-alone": Killer(FORWARD, ""),
+    "function-before-the-all-reduce": Killer("test_function_after_the_reduction and w4-a-layer", ""),
+    "function-for-all-units": Killer("test_function_after_the_reduction and w2-the-root", ""),
+    "gather-for-all-units": Killer("test_collectives_of_a_script and w2-the-root", ""),
+    "reduction-for-all-units": Killer("test_collectives_of_a_script and w2-the-root", ""),
+    "gather-in-other-memory": Killer("test_collectives_of_a_script and w2-a-layer", ""),
+    "sums-for-all-units": Killer("test_sums_alone and w2-False", ""),
+    "sums-not-taken-back": Killer("test_sums_alone and w2-False", ""),
+    "reduce-group-not-taken-back": Killer("test_reductions_have_a_group and w4-True", ""),
+    "reduce-group-for-all-units": Killer("test_reductions_have_a_group and w4-False", ""),
+    "gathers-in-the-reduce-group": Killer("test_reductions_have_a_group and w4-True", ""),
+    "resharding-of-all-units": Killer("test_resharding_is_changed and w2-the-root", ""),
+    "resharding-not-of-the-root": Killer("test_resharding_is_changed and w2-the-root", ""),
+    "resharding-only-off": Killer("test_resharding_is_changed and w2-a-layer", ""),
+    "gathered-in-backward-anyway": Killer("test_backward_gathers_a_unit_or_not and w2", ""),
+    "zeros-of-all-units": Killer("test_zeros_are_reduced_or_not and w2-the-root", ""),
+    "zeros-not-taken-back": Killer("test_zeros_are_reduced_or_not and w2-the-unit", ""),
+    "zeros-of-nobody": Killer("test_ranks_use_different_parameters and w4-shards", ""),
+    "sequence-by-name": Killer("test_ranks_issue_one_sequence and w2-0", ""),
+    "second-backward-without-an-end": Killer("test_two_backwards and w2-retained-graph-None", ""),
+    "freed-before-the-hooks-of-a-script": Killer("test_hooks_of_a_script and w2-None", ""),
+    "gathered-after-the-hooks-of-a-script": Killer("test_hooks_of_a_script and w2-None", ""),
+    "outputs-of-gathers-kept": Killer("test_fifty_steps and w2-None", ""),
+    "kept-without-gradients": Killer("test_gradient_of_the_input_alone and w2-None", ""),
+    "units-kept-by-a-list": Killer("test_deleted_model_is_freed_at_once and w2-step-None", ""),
+    "iteration-shared-by-all-models": Killer("test_teacher_and_student and w4-None", ""),
+    "flat-phase-kept-after-forward": Killer(FORWARD, ""),
+    "flat-kept-after-forward": Killer(FORWARD, ""),
+    "flat-root-kept-after-forward": Killer(FORWARD, ""),
+    "flat-never-recovers": Killer(BACKWARD, ""),
+    "flat-phase-kept-after-backward": Killer(BACKWARD, ""),
+    "flat-kept-after-backward": Killer(BACKWARD, ""),
+    "flat-unreduced-gradients-kept": Killer(LATER.format("backward-1-reduction"), ""),
+    "flat-callback-kept": Killer(BACKWARD, ""),
+    "flat-recovery-of-the-root-alone": Killer(BACKWARD, ""),
+    "flat-hook-of-the-root-alone": Killer("test_function_in_place_of_the_reduction and w2", ""),
+    "flat-hook-of-a-copy": Killer("test_function_in_place_of_the_reduction and w2", ""),
+    "flat-hook-inside-no-sync": Killer("test_function_in_place_of_the_reduction and w2", ""),
+    "flat-gathers-before-though-after": Killer("test_when_backward_gathers_ahead and w2-after-backward", ""),
+    "flat-gathers-though-never": Killer("test_when_backward_gathers_ahead and w2-never", ""),
+    "flat-forward-never-gathers-ahead": Killer("test_forward_gathers_ahead and w2-True", ""),
+    "flat-forward-always-gathers-ahead": Killer("test_forward_gathers_ahead and w2-False", ""),
+    "flat-forward-gathers-itself-ahead": Killer("test_forward_gathers_ahead and w2-True", ""),
+    "flat-hook-of-what-is-divided": Killer("test_function_in_place_of_the_reduction and w2", ""),
+    "flat-second-backward-without-an-end": Killer("test_two_backwards and w2-retained-graph-None", ""),
+    "flat-gradients-kept": Killer("test_fifty_steps and w2-None", ""),
+    "flat-kept-without-gradients": Killer("test_gradient_of_the_input_alone and w2-None", ""),
+    "flat-units-kept-by-a-list": Killer("test_deleted_model_is_freed_at_once and w2-step-None", ""),
+}
+
+
+@pytest.fixture(scope="module")
+def cases(request, tmp_path_factory):
+    """The cases of one run of every selected bug's item, with the bug and with the reference that it is a bug of."""
+    items = {bug: KILLED[bug].item for bug in selected(request)}
+    return cases_of(items, planted.ADAPTERS, flat=planted.FLAT, folder=tmp_path_factory.mktemp("planted"))
+
+
+def test_every_bug_has_a_case():
+    assert KILLED.keys() == planted.ADAPTERS.keys()
+
+
+def test_the_sound_references_pass_the_same_cases(cases):
+    assert_sound_passes(cases)
+
+
+@pytest.mark.parametrize("bug", a_third_by_day(KILLED, KILLED))
+def test_bug_is_caught(cases, bug):
+    assert_killed(cases, planted.ADAPTERS[bug], KILLED[bug])
