@@ -12,7 +12,7 @@ from torch import nn
 from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.adapters.base import Adapter, WholeParameters
 from shardproof.harness.findings.finding import step_label
-from shardproof.harness.models import optim, shapes
+from shardproof.harness.models import optim, shapes, ties
 from shardproof.harness.parity import Rank, Run, check_exact
 from shardproof.harness.plugin.axes import RESHARD
 
@@ -229,6 +229,23 @@ def test_whole_parameters(
     for step in range(2):
         pictures = (one.step([(rank.batch(step, (4, 9)),)], loss=models.mean_square) for one in (run, twin))
         check_exact(rank, *pictures, step=step, why=WHY)
+
+
+@contract("EVALUATION-4")
+@world(2)
+@needs(Capability.WHOLE_PARAMETERS, Capability.TIED_PARAMETERS)
+def test_whole_tied_parameters(rank: Rank) -> None:
+    """Both modules of a tied parameter have the whole one, with what a script gave it as new data before."""
+    model = ties.TiedStack(dim=9)
+    plain = copy.deepcopy(model).to(rank.device)
+    run = rank.run(model, units=model.units())
+    for parameter in [*run.adapter.named_parameters().values(), *plain.parameters()]:
+        parameter.data = parameter.data * 0.5
+    with run.adapter.whole_parameters(WholeParameters(keeps_changes=False)) as found:
+        check_whole(rank, WholeParameters(), found, plain)
+        for layer in ("layers.0", "layers.1"):
+            first, second = (run.original_module(f"{layer}.{name}").weight for name in ("first", "second"))
+            assert first is second, f"the weights of {layer} are not tied inside the context"
 
 
 @contract("EVALUATION-4")

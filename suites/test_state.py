@@ -111,6 +111,41 @@ def test_before_training(rank: Rank, reshard_after_forward: bool | int | None, f
         states.check_same(rank, {"model": {name: state["model"][name] for name in expected["model"]}}, expected)
 
 
+@contract("STATE-1", "STATE-5")
+@world(2)
+@needs(Capability.FLAT_PARAMETERS)
+@pytest.mark.parametrize("form", ["sharded", "full"])
+@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+def test_new_data(rank: Rank, reshard_after_forward: bool | int | None, form: StateForm) -> None:
+    """What a script writes to the parameters as new data is saved, and loading replaces it."""
+    run = make(rank, 0, reshard_after_forward=reshard_after_forward)
+    train(rank, run, 0)
+    first = read_and_check(rank, run, form, plain(rank))
+    saved = run.adapter.checkpoint(form=form)
+    for halves in (1, 2):
+        for parameter in run.adapter.named_parameters().values():
+            parameter.data = parameter.data * 0.5
+        found = states.read(rank, run, form=form)["model"]
+        wrong = [name for name in TRAINED if not torch.equal(found[name], first["model"][name] * 0.5**halves)]
+        assert not wrong, f"saved with other values than the script gave them: {', '.join(wrong)}"
+    for parameter in run.adapter.named_parameters().values():
+        parameter.data = parameter.data * 0.5
+    run.adapter.restore(saved, form=form)
+    states.check_held(rank, run, first)
+    states.check_same(rank, states.read(rank, run, form=form), first)
+
+
+@contract("STATE-2", "STATE-3")
+@world(4)
+@needs(Capability.HYBRID, Capability.FULL_STATE_DICT)
+@pytest.mark.parametrize("replicated", ["before", "after"])
+def test_whole_states_of_replicas(rank: Rank, replicated: str) -> None:
+    """Replicas save whole values that one mesh loads, and load what it has saved."""
+    meshes = rank.mesh((2, 2), ("replicate", "shard")), rank.mesh()
+    first, second = meshes if replicated == "before" else meshes[::-1]
+    check_loads(rank, make(rank, 0, mesh=first), make(rank, 1, mesh=second), "full")
+
+
 @contract("STATE-2", "STATE-3")
 @world(2)
 @pytest.mark.parametrize("form", ["sharded", pytest.param("full", marks=FULL)])
@@ -158,7 +193,10 @@ def test_into_a_new_optimizer(rank: Rank, form: StateForm, flat: bool) -> None:
 @contract("STATE-5", "STATE-8")
 @world(2)
 @FORMS
-@pytest.mark.parametrize("after", ["sharding", "evaluation", "backward", "step"])
+@pytest.mark.parametrize(
+    "after",
+    ["sharding", "evaluation", "backward", "step", pytest.param("unshard", marks=needs(Capability.ASYNC_UNSHARD))],
+)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_loading_between_passes(
     rank: Rank, reshard_after_forward: bool | int | None, after: str, form: StateForm
@@ -174,6 +212,8 @@ def test_loading_between_passes(
         run.evaluate(batch)
     elif after == "backward":
         run.forward_backward(batch, loss=models.mean_square)
+    elif after == "unshard":
+        run.adapter.unshard()
     state = source.adapter.checkpoint(form=form)
     run.adapter.restore(state if after != "sharding" else {"model": state["model"]}, form=form)
     outputs, expected = run.evaluate(batch), twin.evaluate(batch)
