@@ -117,6 +117,7 @@ def test_other_dimensions_beside_tensor_parallelism(rank: Rank, choice: str) -> 
         return placement.dim if choice == "same" else 1 - placement.dim
 
     model = MLPStack(16)
+    full = {name: value.detach().clone() for name, value in model.named_parameters()}
     pair = rank.pair(
         model,
         units=model.units(),
@@ -125,6 +126,10 @@ def test_other_dimensions_beside_tensor_parallelism(rank: Rank, choice: str) -> 
         shard_dim=chosen,
         clip=Clip(0.01),
     )
+    for name, parameter in pair.adapter.named_parameters().items():
+        assert isinstance(parameter, DTensor), f"{name} is a {type(parameter).__name__}"
+        found = exact_difference(parameter.full_tensor().detach(), full[name].to(rank.device))
+        assert found is None, f"the shards of {name} do not make it up: element, found and expected are {found}"
     for step in range(2):
         pair.step(rank.batch(step, (4, 16), mesh=mesh["dp"]))
         pair.check()

@@ -33,7 +33,9 @@ PER_PARAMETER = {
     ),
     "orders-not-compared": Edit("common.mesh:check_replicas", "if len(orders) > 1:", "if False:"),
     "new-values-not-noticed": Edit(
-        "per_parameter.lazy_init:check_groups", "        group.refresh()\n    on_meta", "        pass\n    on_meta"
+        "per_parameter.param:ShardedParam.adopt",
+        "if self.slot is not None and local is self.slot and local.data_ptr() == self._slot_pointer:",
+        "if self.slot is not None:",
     ),
     "three-ranks-not-padded": Edit(
         "common.layout:chunk_rows", "return -(-rows // world)", "return -(-rows // (world & ~1))"
@@ -63,10 +65,8 @@ PER_PARAMETER = {
 
 FLAT = {
     # What is refused.
-    "flat-scalars-taken": Edit("flat.shards:check_uniform", "if param.ndim == 0:", "if False:"),
     "flat-two-dtypes-taken": Edit("flat.shards:check_uniform", "if param.dtype != first.dtype:", "if False:"),
     "flat-three-dimensions-taken": Edit("flat.ranks:resolve", "if device_mesh.ndim != 1:", "if False:"),
-    "flat-shared-by-two-units-taken": Edit("flat.wrapping:managed_params", "if is_managed(param):", "if False:"),
     # Ranks and values.
     "flat-group-of-all": Edit(
         "flat.ranks:resolve", "process_group if process_group is not None else _default_group()", "_default_group()"
