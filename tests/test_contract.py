@@ -61,7 +61,14 @@ def planted_texts():
                 yield node.value
 
 
+#: Why nothing is planted for a requirement.
+WITHOUT_A_BUG = {
+    "INIT-2": "values are drawn on DTensors by torch, and nothing in fsdp_impl takes part",
+    "STATE-10": "whole tensors are put together anew by torch, or from a gather, in both halves",
+}
+
+
 def test_every_requirement_has_a_planted_bug():
     marks = contract_marks()
     killed = {name for case in killing_cases() for name in marks[case]}
-    assert sorted(set(documented()) - killed) == [], "requirements that no planted bug of tests/harness breaks"
+    assert sorted(set(documented()) - killed) == sorted(WITHOUT_A_BUG), "requirements without a planted bug"

@@ -36,6 +36,13 @@ PER_PARAMETER = {
         "entering = self.group.phase is not Phase.PRE_BACKWARD",
         "entering = self.group.phase is Phase.IDLE",
     ),
+    "sum-of-different-batches": Edit(
+        f"{REDUCTION}:Reducer._reduce_scatter", "group, division.reduce_op", "group, torch.distributed.ReduceOp.SUM"
+    ),
+    "backward-not-hooked": Edit(
+        f"{UNIT}._complete_forward", "hooks.call_before_backward(self._pre_backward, output)", "pass"
+    ),
+    "saves-what-is-gathered": Edit(f"{UNIT}._before_state_dict", "self.group.to_sharded()", "self.group.unshard()"),
     "second-call-not-gathered": Edit(
         f"{UNIT}._pre_backward",
         "entering = self.group.phase is not Phase.PRE_BACKWARD",
@@ -50,8 +57,8 @@ PER_PARAMETER = {
         f"{GATHERS}._make_unsharded",
         "layout = self.shards.gather_layout\n",
         "layout = self.shards.gather_layout\n"
-        "        if not any(param.sharded.requires_grad for param in self.shards.params):\n"
-        "            self.precision = type(self.precision)(param_dtype=self.precision.param_dtype)\n",
+        "    if not any(param.sharded.requires_grad for param in self.shards.params):\n"
+        "        self.precision = type(self.precision)(param_dtype=self.precision.param_dtype)\n",
     ),
     "one-rank-reduces": Edit(f"{REDUCTION}:Reducer._reduce_scatter", "if group.mesh.size == 1:", "if False:"),
     "gathers-twice": Edit(

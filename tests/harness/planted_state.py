@@ -85,7 +85,7 @@ FLAT = {
         "write_part(group, index, local_part(group, index, dtensor.whole(value)))",
         "index and write_part(group, index, local_part(group, index, dtensor.whole(value)))",
     ),
-    "flat-steps-not-counted": Edit("flat.steps:count", "return _count", "return 0"),
+    "flat-steps-not-counted": Edit("common.hooks:optimizer_steps", "return _optimizer_steps[0]", "return 0"),
     # State of optimizers.
     "flat-optimizer-everywhere": Edit(
         "flat.optim_state:save", "form.rank0_only and process_group.rank() != 0", "False"

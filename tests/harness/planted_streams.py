@@ -65,6 +65,11 @@ PER_PARAMETER = {
     "gradients-not-pinned": Edit(
         "per_parameter.reduction:Accumulator._to_home", "pin_memory=self._pins)", "pin_memory=False)"
     ),
+    "units-kept-whole": Edit(
+        "per_parameter.shards:Shards._cut_into_buffer",
+        "view.copy_(",
+        "vars(self).setdefault('kept_', []).append(cut.data); view.copy_(",
+    ),
     # Overlap.
     "gathers-on-the-current-stream": Edit(
         f"{GATHERS}.unshard", "self.comm.gather_stream if implicit else current", "current"

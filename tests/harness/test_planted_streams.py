@@ -37,6 +37,7 @@ KILLED = {
     "default-stream-for-the-current-one": Killer(OTHER_STREAM, ""),
     "gradients-stay-on-the-device": Killer(SHARDS, ""),
     "gradients-not-pinned": Killer(SHARDS, "is_pinned() is False"),
+    "units-kept-whole": Killer("test_memory_to_shard_a_model_on_the_cpu", "but the ranks took"),
     "gathers-on-the-current-stream": Killer(OVERLAPS, "no overlap"),
     "reductions-on-the-current-stream": Killer(OVERLAPS, "it waited for it"),
     "gathers-wait-for-computation": Killer(OVERLAPS, "no overlap"),
