@@ -385,6 +385,7 @@ def test_values_of_the_first_rank(rank: Rank, on_meta: str, strict: bool) -> Non
         mixed.Mixed(),
         units=units,
         prepare=lambda model: model if first and on_meta == "others" else model.to("meta"),
+        materializes=False,
     )
     state = copy.deepcopy(saved.state_dict()) if first else {}
     if first and not strict:

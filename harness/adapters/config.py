@@ -319,6 +319,12 @@ class Config:
     uninitialised memory and calls the module's ``reset_parameters``.
     """
 
+    materializes: bool = True
+    """Whether sharding makes a model on the meta device real; False leaves that to a load.
+
+    Needs :attr:`Capability.META_LOAD`.
+    """
+
     as_groups: bool = False
     """Whether the adapter passes on the process groups of :attr:`mesh` in its place.
 

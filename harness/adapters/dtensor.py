@@ -187,7 +187,8 @@ class DTensorAdapter(Adapter):
             its = {"mesh": self._mesh(unit[0])} | self._mixed_precision(unit[0])
             type(self).fully_shard(modules if len(modules) > 1 else modules[0], **options, **its)
         type(self).fully_shard(model, mesh=self._mesh(""), **options, **self._mixed_precision(""))
-        self._materialize(model)
+        if config.materializes:
+            self._materialize(model)
         for name, factor in config.divide_factors.items():
             sharded: Any = model.get_submodule(name)
             sharded.set_gradient_divide_factor(factor)

@@ -157,8 +157,10 @@ def _entries(optimizer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _whole_on_cpu(value: torch.Tensor) -> torch.Tensor:
-    full: torch.Tensor = value.full_tensor() if isinstance(value, DTensor) else value
-    return full.detach().cpu().clone()
+    if isinstance(value, DTensor):
+        # On the mesh's device: shards that were put on the CPU have no backend to be gathered with.
+        value = value.to(value.device_mesh.device_type).full_tensor()
+    return value.detach().cpu().clone()
 
 
 def _misnamed(state: State, plain: nn.Module) -> Iterator[_Problem]:

@@ -253,7 +253,10 @@ def assert_sound_passes(cases: Iterable[dict[str, Any]]) -> None:
     """Check that the references pass the items of the bugs, of which there are some."""
     sound = [case for case in cases if case["implementation"].startswith("reference")]
     assert sound
-    assert [case["id"] for case in sound if case["verdict"] != "pass"] == []
+    failed = [
+        f"{case['implementation']} {case['id']}: {case['verdict']}" for case in sound if case["verdict"] != "pass"
+    ]
+    assert not failed, "\n".join(failed)
 
 
 def assert_killed(cases: Iterable[dict[str, Any]], bug: type[Adapter], killer: Killer) -> None:

@@ -42,7 +42,6 @@ PER_PARAMETER = {
     "backward-not-hooked": Edit(
         f"{UNIT}._complete_forward", "hooks.call_before_backward(self._pre_backward, output)", "pass"
     ),
-    "saves-what-is-gathered": Edit(f"{UNIT}._before_state_dict", "self.group.to_sharded()", "self.group.unshard()"),
     "second-call-not-gathered": Edit(
         f"{UNIT}._pre_backward",
         "entering = self.group.phase is not Phase.PRE_BACKWARD",
@@ -107,6 +106,7 @@ FLAT = {
         "collectives.gather(output, source, self.ranks.shard_group, unit=self.label)",
         "[collectives.gather(output, source, self.ranks.shard_group, unit=self.label) for _ in range(2)]",
     ),
+    "flat-saving-gathers": Edit("flat.state_dict:finish", "unit.group.shards.adopt()", "unit.group.unshard()"),
     "flat-rows-misplaced": Edit("flat.state_dict:_rows", "if pieces > 1", "if pieces > 2"),
 }
 

@@ -14,14 +14,12 @@ _RECOVER = "flat.unit:FlatUnit._recover"
 PER_PARAMETER = {
     # Recovery.
     "stays-in-its-phase": Edit(_RESET, "unit.phase = Phase.IDLE", "pass"),
-    "members-still-to-run": Edit(_RESET, "unit.to_run.clear()", "pass"),
     "gathers-in-flight-kept": Edit(_RESET, "unit.group.drop_pending()", "pass"),
     "not-freed-by-the-reset": Edit(_RESET, "unit.group.to_sharded()", "pass"),
     "unreduced-gradients-kept": Edit(_RESET, "reduction.drop(unit.group)", "pass"),
     "gradients-in-the-reduce-dtype-kept": Edit("per_parameter.reduction:drop", "param.accumulated = None", "pass"),
     "partial-shards-kept": Edit(_RESET, "unit.reducer.reset()", "pass"),
     "order-kept": Edit(_RESET, "self.iteration.forward_order.clear()", "pass"),
-    "forward-root-kept": Edit(_RESET, "self.iteration.forward_root = None", "pass"),
     "end-of-backward-queued-for-ever": Edit(_RESET, "self.iteration.callback_queued = False", "pass"),
     "reset-of-the-root-alone": Edit(_RESET, "self.iteration.units or [self]", "[self]"),
     # What a script sets.
@@ -40,7 +38,6 @@ PER_PARAMETER = {
         "output = comm.allocate((numel,), dtype=layout.dtype, device=self.device)",
         "output = torch.empty(numel, dtype=layout.dtype, device=self.device)",
     ),
-    "sums-for-all-units": Edit(f"{_MODULE}.set_force_sum_reduction_for_comms", "recurse=False", "recurse=True"),
     "sums-not-taken-back": Edit(
         f"{_MODULE}.set_force_sum_reduction_for_comms", "force_sum = enable", "force_sum |= enable"
     ),
@@ -56,7 +53,6 @@ PER_PARAMETER = {
         "process_group = group.mesh.group",
     ),
     "resharding-of-all-units": Edit(f"{_MODULE}.set_reshard_after_forward", "recurse=recurse", "recurse=True"),
-    "resharding-not-of-the-root": Edit(f"{_MODULE}.set_reshard_after_forward", "unit.auto_reshard = False", "pass"),
     "resharding-only-off": Edit(
         f"{_MODULE}.set_reshard_after_forward",
         "after_forward(reshard_after_forward, unit",
@@ -94,34 +90,18 @@ PER_PARAMETER = {
         "rows = pending.output",
         "self.__dict__.setdefault('_outputs', []).append(pending.output)\n    rows = pending.output",
     ),
-    "kept-without-gradients": Edit(
-        "per_parameter.unit:Unit._end_of_backward",
-        "unit._post_backward()",
-        "unit.reducer.reduce(*reduction.take(unit.group))",
-    ),
     "units-kept-by-a-list": Edit(
         "per_parameter.unit:Unit.register",
         "self.group.register()\n",
         "self.group.register()\n        hooks.__dict__.setdefault('kept', []).append(self)\n",
     ),
-    "iteration-shared-by-all-models": Edit(
-        "per_parameter.unit:Unit._root_pre_forward",
-        "    self._lazy_init(self)\n",
-        "    self._lazy_init(self)\n"
-        "    self.iteration.forward_root = getattr(Unit, 'latest', self.iteration).forward_root\n"
-        "    Unit.latest = self.iteration\n",
-    ),
 }
 
 FLAT = {
-    "flat-phase-kept-after-forward": Edit(_ABANDON, "self.phase = Phase.IDLE", "pass"),
     "flat-kept-after-forward": Edit(_ABANDON, "group.reshard()", "pass"),
-    "flat-root-kept-after-forward": Edit(_ABANDON, "self._root_post_forward()", "pass"),
     "flat-never-recovers": Edit("flat.unit:FlatUnit._root_pre_forward", "self._recover()", "pass"),
-    "flat-phase-kept-after-backward": Edit(_RECOVER, "unit.phase = Phase.IDLE", "pass"),
     "flat-kept-after-backward": Edit(_RECOVER, "unit.group.reshard()", "pass"),
     "flat-unreduced-gradients-kept": Edit(_RECOVER, "unit.group.leaf.grad = None", "pass"),
-    "flat-callback-kept": Edit(_RECOVER, "self.iteration.callback_queued = False", "pass"),
     "flat-recovery-of-the-root-alone": Edit(_RECOVER, "self.iteration.units:", "[self]:"),
     "flat-hook-of-the-root-alone": Edit(
         "flat.module:FullyShardedDataParallel.register_comm_hook",
@@ -157,9 +137,6 @@ FLAT = {
         "flat.reduction:Reducer._call_hook",
         "hook(state, contributions, shard)",
         "hook(state, contributions / self._group.ranks.size, shard)",
-    ),
-    "flat-second-backward-without-an-end": Edit(
-        "flat.unit:FlatUnit._end_of_backward", "self.iteration.callback_queued = False", "pass"
     ),
     "flat-gradients-kept": Edit(
         "flat.reduction:Reducer._finish",

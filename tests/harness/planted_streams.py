@@ -33,12 +33,6 @@ PER_PARAMETER = {
     "gathers-before-the-copy-out": Edit(
         f"{GATHERS}.wait_for_unshard", "streams.wait(self.comm.gather_stream, copied_out)", "pass"
     ),
-    "held-output-freed-early": Edit(
-        "per_parameter.group:GatherContext.release_output",
-        "streams.wait(self.gather_stream, self._held_output.event)",
-        "pass",
-    ),
-    "output-not-held": Edit(f"{GATHERS}.wait_for_unshard", "self.comm.hold_output(pending.output, copied_out)", "pass"),
     "reduces-before-backward": Edit(
         f"{REDUCES}.reduce", "streams.join(comm.reduce_stream, streams.current(group.device))", "pass"
     ),

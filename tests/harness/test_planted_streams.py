@@ -26,8 +26,6 @@ KILLED = {
     "event-not-waited-for": Killer("test_gathers_wait_for_the_step and w2-False", OUTPUT),
     "computes-before-the-gather": Killer(LATE.format("all_gather-before"), OUTPUT),
     "gathers-before-the-copy-out": Killer(REUSED.format("None-all-delayed"), ""),
-    "held-output-freed-early": Killer(REUSED.format("None-all-delayed"), ""),
-    "output-not-held": Killer(REUSED.format("None-all-delayed"), ""),
     "reduces-before-backward": Killer(LATE.format("reduce_scatter-before"), GRADIENT),
     "all-reduces-before-the-reduce-scatter": Killer(LATE.format("all_reduce-before"), GRADIENT),
     "reduce-input-freed-early": Killer(LATE.format("reduce_scatter-before"), GRADIENT),
