@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -159,7 +159,8 @@ def _entries(optimizer: Mapping[str, Any]) -> dict[str, Any]:
 def _whole_on_cpu(value: torch.Tensor) -> torch.Tensor:
     if isinstance(value, DTensor):
         # On the mesh's device: shards that were put on the CPU have no backend to be gathered with.
-        value = value.to(value.device_mesh.device_type).full_tensor()
+        near = cast(DTensor, value.to(value.device_mesh.device_type))
+        value = near.full_tensor()
     return value.detach().cpu().clone()
 
 
