@@ -24,8 +24,6 @@ from shardproof.harness.plugin.axes import RESHARD, RESHARD_ROOT
 from shardproof.harness.plugin.marks import meaningful_from
 from shardproof.harness.tensors import memory
 
-HYBRID = needs(Capability.HYBRID)
-
 
 @dataclasses.dataclass(frozen=True)
 class Unfit:
@@ -124,7 +122,13 @@ def test_values_made_on_the_meta_device(rank: Rank, own_function: bool, which: s
 @world(2, 4)
 @needs(Capability.META_DEVICE, Capability.SYNC_STATES)
 @pytest.mark.parametrize(
-    "replicas", [pytest.param(False), pytest.param(True, marks=HYBRID)], ids=["shards", "replicas"]
+    "replicas",
+    [
+        pytest.param(False),
+        # In a world of two each shard group has one rank.
+        pytest.param(True, marks=needs(Capability.HYBRID, Capability.SINGLE_RANK)),
+    ],
+    ids=["shards", "replicas"],
 )
 def test_values_of_the_first_rank_fill_the_meta_device(rank: Rank, replicas: bool) -> None:
     """The first rank has the values; the other ranks have a model on the meta device, and get them."""
