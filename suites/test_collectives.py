@@ -272,12 +272,13 @@ def test_deferred_all_reduce_is_taken_back(rank: Rank) -> None:
 @pytest.mark.parametrize(
     ("unit", "recurse"), [("layers.1", False), ("", False), ("", True)], ids=["a-layer", "the-root", "all-units"]
 )
-def test_resharding_is_changed(rank: Rank, unit: str, recurse: bool) -> None:
-    """Whether a unit, or all of them, frees its parameters after forward can change between steps, and back."""
+@pytest.mark.parametrize("choices", [(None, False, True, False), (True, False)], ids=["between-steps", "at-once"])
+def test_resharding_is_changed(rank: Rank, choices: tuple[bool | None, ...], unit: str, recurse: bool) -> None:
+    """Whether a unit, or all of them, frees its parameters after forward can change before any step, and back."""
     model = models.Tower(dim=9, depth=DEPTH)
     pair = rank.pair(model, units=model.units())
     frees = {"(root)": False} | {f"layers.{index}": True for index in range(DEPTH)}
-    for step, choice in enumerate([None, False, True, False]):
+    for step, choice in enumerate(choices):
         if choice is not None:
             pair.adapter.change(Settings(reshard_after_forward=choice), unit=unit, recurse=recurse)
             frees |= dict.fromkeys(frees if recurse else [unit or "(root)"], choice)

@@ -64,6 +64,25 @@ def test_more_is_gathered_before_a_layer_computes(rank: Rank) -> None:
             )
 
 
+@contract("PREFETCH-2")
+@world(2)
+@needs(Capability.EXPLICIT_PREFETCH, Capability.COUNTED_UNITS)
+def test_prefetching_is_taken_back(rank: Rank) -> None:
+    """Units for which a script names no others any more gather as if it had never named any."""
+    depth = 5
+    model = models.Tower(dim=9, depth=depth)
+    traces: list[str] = []
+    for names in (False, True):
+        run = rank.run(models.copy_of(model), units=model.units())
+        if names:
+            run.adapter.prefetch(**two_ahead(depth))
+            nothing: dict[str, list[str]] = {f"layers.{index}": [] for index in range(depth)}
+            run.adapter.prefetch(forward=nothing, backward=nothing)
+        run.forward_backward((rank.batch(0, (4, 9)),), loss=models.mean_square)
+        traces.append(run.trace.render())
+    assert traces[1] == traces[0], f"with the lists taken back:\n{traces[1]}\nwithout any:\n{traces[0]}"
+
+
 def _collectives_before(run: Run, depth: int) -> dict[str, list[int]]:
     """Filled while the run trains a step: by phase and layer, the collectives issued before the layer computes."""
     found = {"forward": [0] * depth, "backward": [0] * depth}

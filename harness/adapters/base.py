@@ -435,7 +435,9 @@ class Adapter(ABC):
         yield {}
 
     def prefetch(self, *, forward: Mapping[str, Sequence[str]], backward: Mapping[str, Sequence[str]]) -> None:
-        """Set which other units each unit gathers before its own computation. Called once, before training.
+        """Set which other units each unit gathers before its own computation. Called before training.
+
+        A later call replaces the lists of the units that it names; an empty list restores the default.
 
         Needs :attr:`Capability.EXPLICIT_PREFETCH`.
 

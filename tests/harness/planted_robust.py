@@ -53,6 +53,8 @@ PER_PARAMETER = {
         "process_group = group.mesh.group",
     ),
     "resharding-of-all-units": Edit(f"{_MODULE}.set_reshard_after_forward", "recurse=recurse", "recurse=True"),
+    "resharding-not-of-the-root": Edit(f"{_MODULE}.set_reshard_after_forward", "unit.auto_reshard = False", "pass"),
+    "no-list-is-an-empty-one": Edit(f"{_MODULE}.set_modules_to_backward_prefetch", " if modules else None", ""),
     "resharding-only-off": Edit(
         f"{_MODULE}.set_reshard_after_forward",
         "after_forward(reshard_after_forward, unit",
