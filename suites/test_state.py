@@ -324,6 +324,10 @@ def test_whole_state_dicts_are_copies(rank: Rank, form: StateForm, flat: bool) -
     for value in named.values():
         value.fill_(7.0)
     check_exact(rank, train(rank, run, 2), train(rank, twin, 2), step=2, why="the state dict is a copy")
+    run.adapter.restore(state, form=form)
+    train(rank, run, 3)
+    changed = [name for name, value in named.items() if not torch.all(value == 7.0)]
+    assert not changed, f"the step changed what was loaded before it of {', '.join(changed)}"
 
 
 #: The entries of the model whose values a forward does not change.

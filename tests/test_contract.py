@@ -64,7 +64,6 @@ def planted_texts():
 #: Why nothing is planted for a requirement.
 WITHOUT_A_BUG = {
     "INIT-2": "values are drawn on DTensors by torch, and nothing in fsdp_impl takes part",
-    "STATE-10": "whole tensors are put together anew by torch, or from a gather, in both halves",
 }
 
 

@@ -39,6 +39,9 @@ PER_PARAMETER = {
     "sum-of-different-batches": Edit(
         f"{REDUCTION}:Reducer._reduce_scatter", "group, division.reduce_op", "group, torch.distributed.ReduceOp.SUM"
     ),
+    "gradients-of-two-models-add-up": Edit(
+        f"{REDUCTION}:_take_one", "param.unsharded.grad = param.unsharded.grad, None", "_ = param.unsharded.grad, None"
+    ),
     "backward-not-hooked": Edit(
         f"{UNIT}._complete_forward", "hooks.call_before_backward(self._pre_backward, output)", "pass"
     ),
@@ -106,6 +109,7 @@ FLAT = {
         "collectives.gather(output, source, self.ranks.shard_group, unit=self.label)",
         "[collectives.gather(output, source, self.ranks.shard_group, unit=self.label) for _ in range(2)]",
     ),
+    "flat-steps-in-what-was-loaded": Edit("flat.optim_state:_shard_state", ".to(home, copy=True)", ".to(home)"),
     "flat-saving-gathers": Edit("flat.state_dict:finish", "unit.group.shards.adopt()", "unit.group.unshard()"),
     "flat-rows-misplaced": Edit("flat.state_dict:_rows", "if pieces > 1", "if pieces > 2"),
 }
