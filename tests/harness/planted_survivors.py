@@ -70,7 +70,7 @@ PER_PARAMETER = {
         "self.residence is Residence.UNSHARDED",
     ),
     "steps-not-counted": Edit(
-        "per_parameter.shards:Shards.version", "sum(param.sharded._version for param in self.params) + ", ""
+        "per_parameter.shards:Shards.version", "return counts +", "return 0 * counts if self.params else counts +"
     ),
     # Settings.
     "sync-leaves-all-reduce": Edit(

@@ -14,7 +14,7 @@ from shardproof.harness.models.drawn import Block, Part, Plan
 from shardproof.harness.parity.drawn import Step, Training, source_of
 from shardproof.harness.plugin import drawing
 from shardproof.harness.plugin.records import CaseRecord
-from tests.harness.inner import QUIET
+from tests.harness.inner import PYTHONPATH, QUIET
 
 pytest.importorskip("hypothesis", reason="cases that draw need hypothesis: pip install '.[fuzz]'")
 st: Any = pytest.importorskip("hypothesis.strategies")
@@ -167,7 +167,8 @@ def test_case(rank, training):
 """
 
 
-def test_without_hypothesis_the_cases_are_unmet(pytester):
+def test_without_hypothesis_the_cases_are_unmet(pytester, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
     pytester.makeconftest("import sys; sys.modules['hypothesis'] = None")
     pytester.makepyfile(test_inner=CASE.format(body="pass"))
     options = ("-p", "no:hypothesispytest", "--impl", "reference", "--device", "cpu", "-rs")

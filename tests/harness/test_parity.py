@@ -449,6 +449,6 @@ def test_an_evaluation_after_the_last_step_may_diverge(rank: Rank):
 def test_an_option_that_does_not_exist_is_one_line(rank: Rank):
     for make in (rank.pair, rank.run):
         with pytest.raises(
-            ValueError, match=r"^unknown option 'reshard'; known are accumulation, after_backward, .*units$"
+            ValueError, match=r"^unknown option 'reshard'; known are accumulation, after_backward, .*, units, wraps$"
         ):
             make(models.MLP(4), reshard=True)
