@@ -10,21 +10,18 @@ Run as ``python docs/make_features.py`` in the repository's root.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import io
-import pathlib
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 
 import pytest
+from generating import ROOT, collect, write
 
-ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # a clone need not be installed
 
-from shardproof.harness.adapters.capability import Capability, Hardware  # noqa: E402
-from shardproof.harness.adapters.registry import load  # noqa: E402
+from shardproof.harness.adapters.capability import Capability, Hardware
+from shardproof.harness.adapters.registry import load
 
 CONTRACT = ROOT / "docs/contract.md"
 PAGE = ROOT / "docs/features.md"
@@ -109,11 +106,7 @@ def collected() -> list[Item]:
         ValueError: the suites cannot be collected.
     """
     collector = Collector()
-    arguments = ["--collect-only", "-q", "-p", "no:cacheprovider", "-m", "nightly or not nightly", str(ROOT / "suites")]
-    with contextlib.redirect_stdout(io.StringIO()) as output:
-        code = pytest.main(arguments, plugins=[collector])
-    if code != pytest.ExitCode.OK:
-        raise ValueError(f"the suites cannot be collected:\n{output.getvalue()}")
+    collect(collector)
     return collector.items
 
 
@@ -226,14 +219,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1
-    if not options.check:
-        for path, text in written.items():
-            path.write_text(text)
-        return 0
-    outdated = [path for path, text in written.items() if not (path.is_file() and path.read_text() == text)]
-    for path in outdated:
-        print(f"{path.relative_to(ROOT)} is out of date: run python docs/make_features.py", file=sys.stderr)
-    return 1 if outdated else 0
+    return write(written, compares=options.check, script="docs/make_features.py")
 
 
 if __name__ == "__main__":

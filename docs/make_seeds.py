@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import collections
-import contextlib
 import dataclasses
-import io
 import itertools
 import json
 import math
@@ -25,12 +23,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
+from generating import ROOT, collect, write
 
-ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # a clone need not be installed
 
-from shardproof.reports.record import Verdict  # noqa: E402
-from shardproof.reports.run import load_run  # noqa: E402
+from shardproof.reports.record import Verdict
+from shardproof.reports.run import load_run
 
 NAME = "docs/seeds.toml"
 TABLE = ROOT / NAME
@@ -302,11 +300,7 @@ def collected() -> Items:
         ValueError: the suites cannot be collected.
     """
     collector = Collector()
-    arguments = ["--collect-only", "-q", "-p", "no:cacheprovider", "-m", "nightly or not nightly", str(ROOT / "suites")]
-    with contextlib.redirect_stdout(io.StringIO()) as output:
-        code = pytest.main(arguments, plugins=[collector])
-    if code != pytest.ExitCode.OK:
-        raise ValueError(f"the suites cannot be collected:\n{output.getvalue()}")
+    collect(collector)
     return dict(collector.items)
 
 
@@ -415,14 +409,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(found), file=sys.stderr)
         return 1
     written = {PAGE: page(table, items), STANDARD: standard(table)}
-    if not options.check:
-        for path, text in written.items():
-            path.write_text(text)
-        return 0
-    outdated = [path for path, text in written.items() if not (path.is_file() and path.read_text() == text)]
-    for path in outdated:
-        print(f"{path.relative_to(ROOT)} is out of date: run python docs/make_seeds.py", file=sys.stderr)
-    return 1 if outdated else 0
+    return write(written, compares=options.check, script="docs/make_seeds.py")
 
 
 if __name__ == "__main__":

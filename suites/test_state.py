@@ -100,7 +100,7 @@ def test_between_passes(rank: Rank, reshard_after_forward: bool | int | None, fl
 @FORMS
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_before_training(rank: Rank, reshard_after_forward: bool | int | None, form: StateForm) -> None:
-    """A model that has not computed yet, or only evaluated, has the values that it was sharded with."""
+    """Before its first step, evaluated or not, a model has the values with which it was sharded."""
     run = make(rank, 0, optimizer=None, reshard_after_forward=reshard_after_forward)
     unsharded = plain(rank)
     expected = {"model": {name: value for name, value in unsharded.state_dict().items() if name in SAVED}}

@@ -40,7 +40,7 @@ class TorchFsdpAdapter(FlatAdapter):
 # - SINGLE_RANK: the strategy becomes NO_SHARD, which all-reduces each unit's gradients over the group of one rank. See
 #   also F-14 and F-16 of docs/findings.md.
 # - DEFERRED_PER_UNIT: no_sync is called on the root and applies to all units.
-# - ANY_COMBINATION: a search would end at what is known to fail: F-22, F-25, F-29, F-34 and F-36.
+# - ANY_COMBINATION: a search would stop at known failures: F-22, F-25, F-29, F-34 and F-36.
 # - PAGEABLE_OFFLOAD: F-10 of docs/findings.md.
 # - FULL_PRECISION_EVALUATION: the second evaluation of PRECISION-11 has other values; not yet reduced to a reproducer.
 # - TENSOR_PARALLEL_CHECKPOINT: F-17 of docs/findings.md.

@@ -41,8 +41,8 @@ class TorchFullyShardAdapter(DTensorAdapter):
 
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
-        # fully_shard does not compare the order of units between ranks. A search among its combinations would end at
-        # what is known to fail: F-2, F-21, F-24, F-25 and F-29 of docs/findings.md.
+        # fully_shard does not compare the order of units between ranks. A search among its combinations would stop at
+        # known failures: F-2, F-21, F-24, F-25 and F-29 of docs/findings.md.
         missing = {one for one, method in _RECENT.items() if not hasattr(FSDPModule, method)}
         return super().capabilities() - {Capability.ORDER_VALIDATION, Capability.ANY_COMBINATION} - missing
 

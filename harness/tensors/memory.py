@@ -95,9 +95,9 @@ def peak_of(device: torch.device, action: Callable[[], object]) -> int:
         action: what to run; its result is dropped.
     """
     before = held_bytes(device)
-    torch.cuda.reset_peak_memory_stats(device)
+    forget_peak(device)
     action()
-    return int(torch.cuda.memory_stats(device)["requested_bytes.all.peak"]) - before
+    return peak_bytes(device) - before
 
 
 def tensor_bytes(device: torch.device) -> int:

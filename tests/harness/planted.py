@@ -295,3 +295,22 @@ def cases_of(
         chosen.add(f":{adapters[bug].__name__}- and {item}")
         chosen.add(f"{'reference.flat' if bug in flat else 'reference-'} and {item}")
     return run_suites(names, " or ".join(chosen), folder, timeout=1800, device=device, workers=workers)
+
+
+def cases_of_killers(
+    killed: Mapping[str, Killer], adapters: Mapping[str, type[Adapter]], *, flat: Collection[str]
+) -> Any:
+    """A module's fixture: the records of one run of the killer of every selected bug, for the bug and its reference.
+
+    Args:
+        killed: by bug.
+        adapters: by bug.
+        flat: the bugs of ``reference.flat``.
+    """
+
+    @pytest.fixture(scope="module")
+    def cases(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+        items = {bug: killed[bug].item for bug in selected(request)}
+        return cases_of(items, adapters, flat=flat, folder=tmp_path_factory.mktemp("planted"))
+
+    return cases

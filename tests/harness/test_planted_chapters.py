@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.harness import planted_chapters as planted
-from tests.harness.planted import Killer, a_third_by_day, assert_killed, assert_sound_passes, cases_of, selected
+from tests.harness.planted import Killer, a_third_by_day, assert_killed, assert_sound_passes, cases_of_killers
 
 pytestmark = pytest.mark.slow("the tests share one run of the suites, in which each planted bug has ranks of its own")
 
@@ -44,11 +44,7 @@ KILLED = {
 }
 
 
-@pytest.fixture(scope="module")
-def cases(request, tmp_path_factory):
-    """The cases of one run of every selected bug's item, with the bug and with the reference that it is a bug of."""
-    items = {bug: KILLED[bug].item for bug in selected(request)}
-    return cases_of(items, planted.ADAPTERS, flat=planted.FLAT, folder=tmp_path_factory.mktemp("planted"))
+cases = cases_of_killers(KILLED, planted.ADAPTERS, flat=planted.FLAT)
 
 
 def test_every_bug_has_a_case():
