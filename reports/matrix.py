@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import PurePath
 
 from shardproof.reports.alike import alike
+from shardproof.reports.gates import gates
 from shardproof.reports.record import CaseRecord, Failure, Verdict
 from shardproof.reports.run import Environment, Run
 from shardproof.reports.table import indented, printable, table
@@ -20,13 +21,14 @@ def render_summary(run: Run, *, by_case: bool = False, full: bool = False) -> st
     """Render a run for a terminal.
 
     The failures come first, each with a command that reproduces it, its place and its text. Expected failures, grouped
-    by reason, and skips, grouped by what is missing, follow. The matrix comes last, because a terminal shows the end
-    of the output. Its cells contain the number of each verdict.
+    by reason, and what kept each implementation from other cases follow. The matrix comes last, because a terminal
+    shows the end of the output. Its cells contain the number of each verdict.
 
     Args:
         run: the run.
         by_case: whether the matrix has a row for each case, with its verdict, instead of each requirement.
-        full: whether to show each failure, instead of one of those that are alike, and the middle of long texts.
+        full: whether to show each failure, instead of one of those that are alike, the middle of long texts, and
+            everything that is missing.
 
     Returns:
         The text, which ends with a newline.
@@ -37,6 +39,7 @@ def render_summary(run: Run, *, by_case: bool = False, full: bool = False) -> st
         _gaps(run),
         *_failures([case for case in run.cases if case.verdict.failed], full=full),
         _excused(run.cases),
+        *gates(run, full=full),
         _cases(run) if by_case else _requirements(run),
         [_total(run)],
     ]
@@ -173,30 +176,20 @@ def _step(step: int) -> str:
 
 
 def _excused(cases: Iterable[CaseRecord]) -> list[str]:
-    """Group skips and expected failures, as in `unsupported, tied: torch.fsdp 3`.
+    """Group expected failures, as in `expected-fail, fail: the norm raises (F-2): torch.fsdp 3`.
 
     Args:
         cases: the records of the run.
 
     Returns:
-        One line for each missing capability or hardware and for each reason of an expected failure, with the number of
-        cases for each implementation. A case that lacks two capabilities counts in two lines.
+        One line for each reason, with the number of cases for each implementation.
     """
-    found: dict[tuple[Verdict, str], Counter[str]] = {}
+    found: dict[str, Counter[str]] = {}
     for case in cases:
-        if case.verdict.skipped or case.verdict is Verdict.EXPECTED_FAIL:
-            for why in _reasons(case):
-                found.setdefault((case.verdict, why), Counter())[case.implementation] += 1
-    lines = []
-    for (verdict, why), counts in sorted(found.items()):
-        lines.append(printable(f"{verdict}, {why}: {_by_name(counts)}"))
-    return lines
-
-
-def _reasons(case: CaseRecord) -> list[str]:
-    if case.verdict is Verdict.EXPECTED_FAIL:
-        return [case.expected or "(the run file gives no reason)"]
-    return list(case.missing) or ["(the run file does not name what is missing)"]
+        if case.verdict is Verdict.EXPECTED_FAIL:
+            why = case.expected or "(the run file gives no reason)"
+            found.setdefault(why, Counter())[case.implementation] += 1
+    return [printable(f"{Verdict.EXPECTED_FAIL}, {why}: {_by_name(counts)}") for why, counts in sorted(found.items())]
 
 
 def _total(run: Run) -> str:

@@ -35,6 +35,9 @@ _REPLACEMENTS = {
     "request": "parametrize",
 }
 
+#: What an adapter lacks whose trait ``reads`` is "gathering".
+_READS = "pictures that only read"
+
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
@@ -105,24 +108,40 @@ def usage_error(item: pytest.Function) -> str | None:
 def missing(item: pytest.Function, selection: Selection) -> tuple[Verdict, list[str]] | None:
     """Return why a case must be skipped: the verdict and the names of what is missing, or None if it can run.
 
-    A missing capability gives ``unsupported``; too few devices or missing hardware give ``unmet``.
+    A missing capability gives ``unsupported``; too few devices or missing hardware alone give ``unmet``. Everything
+    that is missing is named, capabilities first, so that a reader knows what one more capability would make run.
     """
     launch = launch_of(item)
     if drawing.drawn_parameter(item) is not None and (lacking := drawing.missing()):
         return Verdict.UNMET, lacking
     needed = {name for mark in item.iter_markers("needs") for name in mark.args}
-    lacks = needed - selection.implementations[launch.implementation].capabilities()
-    if capabilities := sorted(str(name) for name in lacks if isinstance(name, Capability)):
-        return Verdict.UNSUPPORTED, capabilities
-    if not selection.has_devices_for(launch.size):
-        return Verdict.UNMET, [f"{launch.size} {selection.device} devices (there are {selection.device_count})"]
+    adapter = selection.implementations[launch.implementation]
+    lacks = needed - adapter.capabilities()
+    unsupported = sorted(str(name) for name in lacks if isinstance(name, Capability))
     hardware = {name for name in needed if isinstance(name, Hardware)}
-    if Hardware.STREAMS in hardware and selection.implementations[launch.implementation].traits.reads == "gathering":
+    unmet = []
+    if not selection.has_devices_for(launch.size):
+        unmet.append(f"{launch.size} {selection.device} devices (there are {selection.device_count})")
+    elif Hardware.STREAMS in hardware and adapter.traits.reads == "gathering":
         # What gathers in order to read may wait for what the case wants to see missing.
-        return Verdict.UNSUPPORTED, ["pictures that only read"]
-    if selection.device == "cpu" and hardware:
-        return Verdict.UNMET, sorted(str(name) for name in hardware)
-    return None
+        unsupported.append(_READS)
+    elif selection.device == "cpu":
+        unmet += sorted(str(name) for name in hardware)
+    if not unsupported and not unmet:
+        return None
+    return Verdict.UNSUPPORTED if unsupported else Verdict.UNMET, [*unsupported, *unmet]
+
+
+def skip_reason(made: CaseRecord) -> str:
+    """Return pytest's reason for a skip: the verdict, what is missing, and whose it would have to be."""
+    names = {*map(str, Capability), _READS}
+    declared = [name for name in made.missing if name in names]
+    others = [name for name in made.missing if name not in names]
+    if not declared:
+        return f"{made.verdict}: {', '.join(others)}"
+    alone = " alone" if len(made.missing) == 1 else ""
+    beside = f"; this host lacks {', '.join(others)}" if others else ""
+    return f"{made.verdict}: {', '.join(declared)}{alone}, which {made.implementation} does not declare{beside}"
 
 
 def draws(item: pytest.Function, selection: Selection) -> bool:

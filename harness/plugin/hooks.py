@@ -115,7 +115,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     pyfuncitem.stash[_RECORD] = made
     terminal.add_outputs(pyfuncitem, made.outputs)
     if made.verdict.is_skip:
-        pytest.skip(f"{made.verdict}: {', '.join(made.missing)}")
+        pytest.skip(cases.skip_reason(made))
     if made.verdict == Verdict.EXPECTED_FAIL:
         pytest.xfail(made.expected)
     if made.verdict != Verdict.PASS:

@@ -172,15 +172,26 @@ def test_capability(rank):
 @needs(Hardware.STREAMS)
 def test_hardware(rank):
     pass
+@world(2)
+@needs(Capability.SHARDED, Capability.OFFLOAD, Hardware.STREAMS)
+def test_both(rank):
+    pass
 """
-    result = run(source, "--report", "run.json", "-rs", "--device", "cpu")
-    result.assert_outcomes(skipped=2)
-    result.stdout.fnmatch_lines(["*unsupported: sharded*", "*unmet: streams*"])
+    result = run(source, "--report", "run.json", "-rs", "--device", "cpu", "-v")
+    result.assert_outcomes(skipped=3)
+    result.stdout.fnmatch_lines_random(
+        [
+            "SKIPPED * unsupported: sharded alone, which ddp does not declare",
+            "SKIPPED * unmet: streams",
+            "SKIPPED * unsupported: offload, sharded, which ddp does not declare; this host lacks streams",
+        ]
+    )
     run_file = json.loads(pytester.path.joinpath("run.json").read_text())
     assert run_file["schema_version"] == 2
     assert [(c["requirement"], c["verdict"], c["missing"]) for c in run_file["cases"]] == [
         ("X-1", "unsupported", ["sharded"]),
         ("", "unmet", ["streams"]),
+        ("", "unsupported", ["offload", "sharded", "streams"]),
     ]
     assert run_file["environment"]["implementations"]["ddp"]["version"]
 

@@ -45,8 +45,14 @@ fail: torch.fully_shard suites/b.py::test_clip[w2] (CLIP-1)
     first line
     second line
 
-unmet, 4 GPUs: reference 1, torch.fully_shard 1
-unsupported, reshard_after_forward: torch.fsdp 2
+reference was kept from 1 of 3 cases by what is missing:
+  1 unmet: 4 GPUs, all of which lack nothing else
+
+torch.fully_shard was kept from 1 of 3 cases by what is missing:
+  1 unmet: 4 GPUs, all of which lack nothing else
+
+torch.fsdp was kept from 2 of 2 cases by what is missing:
+  2 unsupported: reshard_after_forward, all of which lack nothing else
 
 requirement  cases  reference        torch.fully_shard        torch.fsdp
 AUTOGRAD-1   2      1 unmet, 1 pass  1 unmet, 1 pass          2 unsupported
@@ -67,8 +73,14 @@ fail: torch.fully_shard suites/b.py::test_clip[w2] (CLIP-1)
     first line
     second line
 
-unmet, 4 GPUs: reference 1, torch.fully_shard 1
-unsupported, reshard_after_forward: torch.fsdp 2
+reference was kept from 1 of 3 cases by what is missing:
+  1 unmet: 4 GPUs, all of which lack nothing else
+
+torch.fully_shard was kept from 1 of 3 cases by what is missing:
+  1 unmet: 4 GPUs, all of which lack nothing else
+
+torch.fsdp was kept from 2 of 2 cases by what is missing:
+  2 unsupported: reshard_after_forward, all of which lack nothing else
 
 case                        requirement  reference        torch.fully_shard        torch.fsdp
 suites/a.py::test_one[w2]   AUTOGRAD-1   pass             pass                     unsupported
@@ -139,25 +151,6 @@ all          3      1 crash, 1 fail, 1 unexpected-pass
     )
 
 
-def test_one_line_for_each_missing_thing():
-    skips = [
-        samples.case(id="a", verdict="unsupported", missing=["offload"]),
-        samples.case(id="b", verdict="unsupported", missing=["offload"]),
-        samples.case(id="c", verdict="unsupported", missing=["tied", "offload"]),
-        samples.case(id="a", verdict="unsupported", missing=["offload"], implementation="torch.fsdp"),
-        samples.case(id="d", verdict="unmet", missing=["4 GPUs"]),
-        samples.case(id="e", verdict="unmet"),
-    ]
-    assert_expected_inline(
-        "\n".join(summary(*skips).splitlines()[:4]),
-        """\
-unmet, (the run file does not name what is missing): reference 1
-unmet, 4 GPUs: reference 1
-unsupported, offload: reference 3, torch.fsdp 1
-unsupported, tied: reference 1""",
-    )
-
-
 def test_what_was_expected_is_told_and_what_was_not_is_a_failure():
     """As harness/plugin writes them: a known failure keeps its text, a pass in its place names the entry."""
     known = {"verdict": "expected-fail", "failure": {"text": "no norm", "rank": 3}}
@@ -176,7 +169,9 @@ unexpected-pass: reference d (AUTOGRAD-1)
 
 expected-fail, (the run file gives no reason): reference 1
 expected-fail, fail: the norm raises (F-2): reference 2
-unmet, 4 GPUs: reference 1
+
+reference was kept from 1 of 5 cases by what is missing:
+  1 unmet: 4 GPUs, all of which lack nothing else
 
 requirement  cases  reference
 AUTOGRAD-1   5      1 unmet, 3 expected-fail, 1 unexpected-pass
