@@ -34,7 +34,7 @@ def render_summary(run: Run, *, by_case: bool = False, full: bool = False) -> st
         The text, which ends with a newline.
     """
     blocks = [
-        _heading(run.environment),
+        *_headings(run),
         _effort(run),
         _gaps(run),
         *_failures([case for case in run.cases if case.verdict.failed], full=full),
@@ -44,6 +44,22 @@ def render_summary(run: Run, *, by_case: bool = False, full: bool = False) -> st
         [_total(run)],
     ]
     return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
+
+
+def _headings(run: Run) -> list[list[str]]:
+    """The environment of the run; of a merged one, those of its parts, each with the name of its file."""
+    if not run.merged:
+        return [_heading(run.environment)]
+    title = f"merged from {len(run.merged)} runs:"
+    parts = [
+        [f"  {printable(part.file)}{f', effort {part.effort}' if part.effort else ''}:", *_indented(part.environment)]
+        for part in run.merged
+    ]
+    return [[title, *(line for part in parts for line in part)]]
+
+
+def _indented(env: Environment) -> list[str]:
+    return [f"    {line}" for line in _heading(env)]
 
 
 def _heading(env: Environment) -> list[str]:
@@ -144,9 +160,8 @@ def _failures(failed: Sequence[CaseRecord], *, full: bool) -> list[list[str]]:
 
 def _failure(case: CaseRecord, *, full: bool) -> list[str]:
     lines = [printable(f"{case.verdict}: {case.implementation} {case.id} ({case.requirement})")]
-    if case.nodeid:
-        again = f'python -m pytest "{case.nodeid}" --impl {case.implementation} --device {case.device}'
-        lines.append(printable(f"  reproduce: {again}"))
+    if case.reproduction:
+        lines.append(printable(f"  reproduce: {case.reproduction}"))
     if case.failure is None:
         return [*lines, "  the expected failure did not happen"] if case.verdict is Verdict.UNEXPECTED_PASS else lines
     place, text = _place(case.failure), indented(case.failure.text, 4)

@@ -166,6 +166,7 @@ class CaseRecord:
         verdict: the outcome.
         seconds: the time that the case took.
         nodeid: the id of the pytest item; may be empty.
+        reproduce: the command that repeats a failure; empty where the writer gave none.
         seeds: the seeds by purpose.
         missing: the capabilities or the hardware that a skipped case lacked.
         expected: the verdict and the reason of an expected failure; otherwise empty.
@@ -197,11 +198,19 @@ class CaseRecord:
     spent: Mapping[str, float]
     attempt: int = 1
     shortened: tuple[str, ...] = ()
+    reproduce: str = ""
 
     @property
     def requirements(self) -> list[str]:
         """The requirements that the case checks, one by one."""
         return [name.strip() for name in self.requirement.split(",")]
+
+    @property
+    def reproduction(self) -> str:
+        """The command that repeats the case: that of the run file or, in older ones, what its fields give."""
+        if self.reproduce or not self.nodeid:
+            return self.reproduce
+        return f'python -m pytest "{self.nodeid}" --impl {self.implementation} --device {self.device}'
 
     @classmethod
     def parse(cls, data: object, where: str) -> "CaseRecord":
@@ -235,6 +244,7 @@ class CaseRecord:
             spent=fields.mapping("spent", number),
             attempt=fields.optional("attempt", 1),
             shortened=fields.items("shortened", text),
+            reproduce=fields.optional("reproduce", ""),
         )
 
 

@@ -12,6 +12,12 @@ from shardproof.reports.record import CaseRecord
 
 SUPPORTED_VERSIONS = (1, 2)
 
+EFFORTS = ("quick", "standard", "full")
+"""The efforts, least first. A file without one is of a version that ran everything."""
+
+MIXED = "mixed"
+"""The device type in the environment of a merged run whose parts have several."""
+
 _KILLED = "the run is under way, or its process ended before it could write the reason"
 
 
@@ -194,6 +200,43 @@ class Effort:
 
 
 @dataclass(frozen=True)
+class Part:
+    """One of the runs of which a run was merged.
+
+    Attributes:
+        file: the name of its run file.
+        environment: its environment.
+        effort: the name of its effort; empty if its file has none.
+    """
+
+    file: str
+    environment: Environment
+    effort: str
+
+    @classmethod
+    def parse(cls, data: object, where: str) -> "Part":
+        """Read a part from JSON data.
+
+        Args:
+            data: the JSON object.
+            where: the path of the object in the file, for messages.
+
+        Raises:
+            RecordError: the data violate the schema.
+        """
+        fields = Fields(data, where)
+        fields.required("run_id", str)
+        end = Fields(fields.optional("end", {}), fields.path("end"))
+        environment = Environment.parse(fields.required("environment", dict), fields.path("environment"))
+        effort = Effort.parse(fields.data["effort"], fields.path("effort")) if fields.has("effort") else None
+        return cls(
+            file=fields.required("file", str),
+            environment=replace(environment, seconds=end.optional("seconds", 0.0)),
+            effort=effort.name if effort else "",
+        )
+
+
+@dataclass(frozen=True)
 class Run:
     """One run.
 
@@ -207,6 +250,7 @@ class Run:
         effort: the effort of the run; None in a file of a version without efforts, which had the full one.
         incomplete: why the run is incomplete; empty if it is complete. Files of version 1 do not say.
         exit_code: the exit code of the run; None if it is unknown.
+        merged: the runs of which this one was merged; empty for a run of pytest.
     """
 
     environment: Environment
@@ -218,6 +262,7 @@ class Run:
     effort: Effort | None = None
     incomplete: str = ""
     exit_code: int | None = None
+    merged: tuple[Part, ...] = ()
 
     @property
     def implementations(self) -> list[str]:
@@ -285,6 +330,7 @@ def _version_2(fields: Fields) -> Run:
         effort=Effort.parse(fields.data["effort"], "effort") if fields.has("effort") else None,
         incomplete="" if complete else end.required("reason", str) or "the run file gives no reason",
         exit_code=end.maybe("exit_code", int),
+        merged=fields.items("merged", Part.parse),
     )
     if complete and run.not_run:
         name, id_ = run.not_run[0]

@@ -1,4 +1,4 @@
-"""The command line: ``shardproof run`` and ``shardproof report``, also as ``python -m shardproof``."""
+"""The command line: ``shardproof run``, ``report`` and others, also as ``python -m shardproof``."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ usage: shardproof COMMAND ...
 commands:
   run      run the packaged suites with pytest; takes pytest's arguments and shardproof's options
   report   print a run file's matrix, failures and skips
+  merge    join the run files of several environments into one
 
 `shardproof COMMAND --help` describes a command.
 """
+
+COMMANDS = "run, report or merge"
 
 BAD_USAGE = 2
 
@@ -43,7 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from shardproof.reports.command import report
 
         return report(given[1:])
-    print(f"shardproof: {command!r} is not a command; use run or report" if command else USAGE, file=sys.stderr)
+    if command == "merge":
+        from shardproof.reports.merge_command import merge_command
+
+        return merge_command(given[1:])
+    print(f"shardproof: {command!r} is not a command; use {COMMANDS}" if command else USAGE, file=sys.stderr)
     return BAD_USAGE
 
 

@@ -170,7 +170,7 @@ def test_adapters_of_the_current_directory_are_found(neighbour, path):
 def test_commands_that_do_not_exist(tmp_path, path):
     done = run("-m", "shardproof", "summary", cwd=tmp_path, path=path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "shardproof: 'summary' is not a command; use run or report\n"
+    assert done.stderr == "shardproof: 'summary' is not a command; use run, report or merge\n"
     done = run("-m", "shardproof", "report", "none.json", cwd=tmp_path, path=path)
     assert (done.returncode, done.stderr) == (2, "shardproof: none.json: No such file or directory\n")
     done = run("-m", "shardproof", "--help", cwd=tmp_path, path=path)

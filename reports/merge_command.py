@@ -1,0 +1,95 @@
+"""The command ``shardproof merge``: joins run files into one."""
+
+import argparse
+import contextlib
+import gzip
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shardproof.reports.command import BAD_INPUT
+from shardproof.reports.merge import MergeError, merge
+from shardproof.reports.run import RunFileError
+from shardproof.reports.table import printable
+
+
+def merge_command(arguments: Sequence[str]) -> int:
+    """Join run files and write the result.
+
+    Args:
+        arguments: the arguments after the name of the command.
+
+    Returns:
+        The exit code: 0, or 2 if a file cannot be read, joined or written, with one line on stderr.
+
+    Raises:
+        SystemExit: from argparse, with code 2 for unknown arguments and 0 for ``--help``.
+    """
+    options = _parser().parse_args(arguments)
+    out = Path(options.output)
+    try:
+        merged = merge([Path(name) for name in options.files], command=["shardproof", "merge", *arguments])
+        _write(out, merged.data)
+    except (RunFileError, MergeError) as error:
+        print(f"shardproof: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except OSError as error:
+        print(f"shardproof: {out}: {error.strerror or error}", file=sys.stderr)
+        return BAD_INPUT
+    for label, count in merged.repeated.items():
+        print(printable(f"{label}: {count} cases are in several files; of each, the gravest verdict that ran counts"))
+    columns = len(merged.data["environment"]["implementations"])
+    print(printable(f"{out}: {columns} implementations, {len(merged.data['cases'])} records"))
+    return 0
+
+
+def _write(path: Path, data: Mapping[str, Any]) -> None:
+    """Write a run file at once: until everything is written, a file of the name stays as it was.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError("not a regular file; a run file must be one")
+    lines = [f"{json.dumps(name)}: {_value(name, value)}\n" for name, value in data.items()]
+    content = ("{" + ",".join(lines) + "}\n").encode()
+    path = path.resolve()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            # The time in the header would make two equal files differ.
+            file.write(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def _value(name: str, value: Any) -> str:
+    """Return a field as JSON in ASCII, with one line for each record."""
+    if name != "cases":
+        return json.dumps(value, allow_nan=False)
+    return "[\n" + "\n,".join(json.dumps(record, allow_nan=False) for record in value) + "\n]"
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="shardproof merge",
+        description="Join the run files of several environments into one, whose report is one matrix.",
+    )
+    parser.add_argument("files", nargs="+", metavar="FILE", help="complete run files; merged ones too")
+    parser.add_argument("--output", "-o", required=True, metavar="FILE", help="the file to write; .gz compresses it")
+    return parser

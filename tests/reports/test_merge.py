@@ -1,0 +1,232 @@
+"""Run files of several environments in one. `EXPECTTEST_ACCEPT=1` rewrites what is expected here."""
+
+import gzip
+import json
+
+import pytest
+from expecttest import assert_expected_inline
+
+from shardproof.reports.matrix import render_summary
+from shardproof.reports.merge import MergeError, merge
+from shardproof.reports.merge_command import merge_command
+from shardproof.reports.run import load_run, parse_run
+from tests.reports import samples
+
+FAILURE = {"text": "no", "stage": None, "step": None, "rank": None, "name": None, "element": None}
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Write a run file of these cases, with an environment of its own, and return its path."""
+
+    def write(name, *cases, run_id, implementations=None, **changes):
+        data = samples.journal(*cases)
+        data["run_id"] = run_id * 32
+        names = [*dict.fromkeys(case["implementation"] for case in cases)]
+        told = {one: {"version": "", "capabilities": ["tied"]} for one in names} | (implementations or {})
+        top = {key: changes.pop(key) for key in ("effort", "left_out", "end", "selected") if key in changes}
+        data["environment"] |= {"implementations": told} | changes
+        path = tmp_path / name
+        path.write_text(json.dumps(data | top))
+        return path
+
+    return write
+
+
+def of(implementation, **more):
+    return samples.case(implementation=implementation, **more)
+
+
+def merged(*paths):
+    """Join files; the result is read as any run file is, and it is valid."""
+    result = merge(paths, command=["shardproof", "merge"])
+    return result, parse_run(json.loads(json.dumps(result.data)))
+
+
+def test_implementations_of_two_environments_stand_in_one_matrix(write):
+    one = write("one.json", of("reference"), of("torch.fsdp", verdict="fail", failure=FAILURE), run_id="1")
+    two = write(
+        "two.json",
+        of("deepspeed.zero3", verdict="unsupported", missing=["tied"]),
+        of("deepspeed.zero3", id="other", requirement="TIED-1"),
+        run_id="2",
+        implementations={"deepspeed.zero3": {"version": "0.19.8", "capabilities": []}},
+        python="3.11.9",
+    )
+    _, run = merged(one, two)
+    assert_expected_inline(
+        render_summary(run),
+        """\
+merged from 2 runs:
+  one.json:
+    shardproof 0.1.0, torch 2.11.0+cu130, Python 3.12.3, NCCL 2.28.9, cuda, 64 cores, 4 x GPU X
+    2026-01-02T03:04:05+00:00, 7.5 s
+  two.json:
+    shardproof 0.1.0, torch 2.11.0+cu130, Python 3.11.9, NCCL 2.28.9, cuda, 64 cores, 4 x GPU X
+    2026-01-02T03:04:05+00:00, 7.5 s
+
+effort full: all cases
+
+fail: torch.fsdp suites/test_autograd.py::test_unused[w2] (AUTOGRAD-1)
+    no
+
+deepspeed.zero3 was kept from 1 of 2 cases by what is missing:
+  1 unsupported: tied, all of which lack nothing else
+
+requirement  cases  reference  torch.fsdp  deepspeed.zero3
+AUTOGRAD-1   1      1 pass     1 fail      1 unsupported
+TIED-1       1      -          -           1 pass
+all          2      1 pass     1 fail      1 unsupported, 1 pass
+
+1 of 3 verdicts are failures; 1 more are skips
+""",
+    )
+    assert (run.environment.python, run.environment.torch) == ("3.12.3, 3.11.9", "2.11.0+cu130")
+
+
+def test_versions_of_torch_and_devices_stay_apart(write):
+    files = [
+        write("a.json", of("reference"), run_id="a", torch="2.13.0+cpu", device="cpu"),
+        write("b.json", of("reference", id="other"), run_id="b", torch="2.13.0", device="cpu"),
+        write("c.json", of("reference"), run_id="c", torch="2.11.0", device="cpu"),
+        write("d.json", of("reference"), run_id="d", torch="2.13.0", device="cuda"),
+    ]
+    _, run = merged(*files)
+    labels = ["reference (torch 2.13.0, cpu)", "reference (torch 2.11.0, cpu)", "reference (torch 2.13.0, cuda)"]
+    assert run.implementations == labels
+    assert [case.id for case in run.cases if case.implementation == labels[0]] == [run.cases[0].id, "other"]
+    assert run.environment.device == "mixed"
+
+
+def test_versions_of_an_implementation_stay_apart(write):
+    files = [
+        write(
+            f"{version}.json",
+            of("x"),
+            run_id=version[-1],
+            implementations={"x": {"version": version, "capabilities": []}},
+        )
+        for version in ("0.1", "0.2")
+    ]
+    assert merged(*files)[1].implementations == ["x (0.1)", "x (0.2)"]
+
+
+def test_a_merged_file_can_be_merged_again(write, tmp_path):
+    cpu = {"torch": "2.13.0", "device": "cpu"}
+    one = write("one.json", of("reference"), run_id="1", **cpu)
+    two = write("two.json", of("reference"), run_id="2", **cpu | {"torch": "2.12.0"})
+    three = write("three.json", of("ddp"), run_id="3", **cpu)
+    both = tmp_path / "both.json"
+    assert merge_command([str(one), str(two), "-o", str(both)]) == 0
+    _, run = merged(both, three)
+    assert run.implementations == ["reference (torch 2.13.0)", "reference (torch 2.12.0)", "ddp (torch 2.13.0)"]
+    assert [part.file for part in run.merged] == ["one.json", "two.json", "three.json"]
+    _, alone = merged(one, three)
+    assert alone.implementations == ["reference", "ddp"], "nothing to tell apart"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "counts"),
+    [
+        ("pass", "fail", "fail"),
+        ("hang", "pass", "hang"),
+        ("unmet", "pass", "pass"),
+        ("expected-fail", "unsupported", "expected-fail"),
+        ("fail", "crash", "crash"),
+    ],
+)
+def test_a_case_in_two_files_has_the_gravest_verdict_that_ran(write, first, second, counts):
+    files = [
+        write("1.json", of("reference", verdict=first), run_id="1"),
+        write("2.json", of("reference", verdict=second), of("reference", id="b"), run_id="2"),
+    ]
+    result, run = merged(*files)
+    assert [case.verdict for case in run.cases] == [counts, "pass"]
+    assert result.repeated == {"reference": 1}
+
+
+def test_attempts_stay_together(write):
+    file = write("1.json", of("x", verdict="fail"), of("x", attempt=2), run_id="1", selected={"x": [of("x")["id"]]})
+    _, run = merged(file, write("2.json", of("x", verdict="unmet"), run_id="2"))
+    assert ([case.verdict for case in run.cases], len(run.earlier)) == (["pass"], 1)
+
+
+def test_what_pytest_skipped_in_one_file_may_have_run_in_the_other(write):
+    skipped = {"selected": {"x": ["a", "b"]}, "left_out": [
+        {"id": name, "implementation": "x", "reason": "a whim"} for name in ("a", "b")
+    ]}  # fmt: skip
+    _, run = merged(write("1.json", run_id="1", **skipped), write("2.json", of("x", id="a"), run_id="2"))
+    assert [one.id for one in run.left_out] == ["b"]
+
+
+def test_the_least_effort_is_that_of_the_merged_run(write):
+    one = {"name": "quick", "deselected": {"x": {"a.py": 3}}}
+    two = {"name": "standard", "deselected": {"x": {"a.py": 1, "b.py": 2}, "y": {"a.py": 1}}}
+    files = [write("1.json", of("x"), run_id="1", effort=one), write("2.json", of("y"), run_id="2", effort=two)]
+    _, run = merged(*files)
+    assert run.effort.name == "quick"
+    assert run.effort.deselected == {"x": {"a.py": 3, "b.py": 2}, "y": {"a.py": 1}}
+    assert "  2.json, effort standard:\n" in render_summary(run)
+
+
+def test_a_failure_is_reproduced_under_the_name_that_impl_takes(write):
+    fails = {"verdict": "fail", "failure": FAILURE, "nodeid": "t.py::test[x]"}
+    cpu, old = {"torch": "2.13.0"}, {"torch": "2.12.0"}
+    files = [write("1.json", of("x", **fails), run_id="1", **cpu), write("2.json", of("x"), run_id="2", **old)]
+    text = render_summary(merged(*files)[1])
+    assert "fail: x (torch 2.13.0) " in text
+    assert '  reproduce: python -m pytest "t.py::test[x]" --impl x --device cpu\n' in text
+
+
+@pytest.mark.parametrize(("codes", "code"), [((0, 0), 0), ((7, 1), 1), ((0, 6), 6)])
+def test_the_exit_code_is_that_of_the_run_that_failed(write, codes, code):
+    files = [
+        write(f"{i}.json", of("x"), run_id=str(i), end=samples.journal()["end"] | {"exit_code": one})
+        for i, one in enumerate(codes)
+    ]
+    assert merged(*files)[1].exit_code == code
+
+
+def test_what_cannot_be_joined(write, tmp_path):
+    good = write("good.json", of("x"), run_id="1")
+    again = write("again.json", of("x"), run_id="1")
+    other = write("other.json", of("x"), run_id="2", numerics={"slack_ulps": 9})
+    end = {"complete": False, "reason": "SIGTERM", "exit_code": 2, "seconds": 1}
+    ended = write("ended.json", of("x"), run_id="3", end=end)
+    old = tmp_path / "old.json"
+    old.write_text(json.dumps(samples.run(samples.case())))
+    for path, told in (
+        (again, f"has the run {'1' * 32}, which {good} has too"),
+        (other, f"compares by {{'slack_ulps': 9}}, and {good} by {{'slack_ulps': 8}}; run one of them again"),
+        (ended, "is incomplete (SIGTERM); complete runs can be merged"),
+        (old, "has version 1; files of version 2 can be merged"),
+    ):
+        with pytest.raises(MergeError) as caught:
+            merge([good, path], command=[])
+        assert str(caught.value) == f"{path}: {told}"
+
+
+@pytest.mark.parametrize("name", ["all.json", "sub/all.json.gz"])
+def test_the_command_writes_a_run_file(write, tmp_path, capsys, name):
+    one, two = write("one.json", of("x"), run_id="1"), write("two.json", of("x"), of("y"), run_id="2")
+    out = tmp_path / name
+    assert merge_command([str(one), str(two), "--output", str(out)]) == 0
+    assert capsys.readouterr().out == (
+        "x: 1 cases are in several files; of each, the gravest verdict that ran counts\n"
+        f"{out}: 2 implementations, 2 records\n"
+    )
+    assert load_run(out).implementations == ["x", "y"]
+    assert out.read_bytes().startswith(b"\x1f\x8b") == name.endswith(".gz")
+    text = gzip.decompress(out.read_bytes()) if name.endswith(".gz") else out.read_bytes()
+    assert len([line for line in text.splitlines() if b'"verdict"' in line]) == 2, "a line for each record"
+    assert [path.name for path in out.parent.iterdir() if path.name.startswith(".")] == []
+
+
+def test_the_command_reports_in_one_line(write, tmp_path, capsys):
+    good, out = write("good.json", of("x"), run_id="1"), tmp_path / "out"
+    missing = tmp_path / "none.json"
+    assert merge_command([str(good), str(missing), "-o", str(out)]) == 2
+    assert capsys.readouterr() == ("", f"shardproof: {missing}: No such file or directory\n")
+    assert merge_command([str(good), "-o", str(tmp_path)]) == 2
+    assert capsys.readouterr() == ("", f"shardproof: {tmp_path}: not a regular file; a run file must be one\n")
+    assert not out.exists()
