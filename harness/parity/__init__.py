@@ -8,6 +8,7 @@ room; the other rooms import from its modules.
   ``snapshots`` copies what a step shows.
 - ``pair``: ``Pair`` trains the sharded run, the baseline and the oracle; ``comparison`` compares one step of them.
 - ``coverage``, ``claims``: check by positions and by sizes that the shards of all ranks make up the model.
+- ``ties``: which parameters a model shares between modules, and which of them sharding has untied.
 - ``protocol``: checks in a rank that an adapter keeps to the protocol.
 - ``twins``: ``check_exact`` compares two runs of one implementation bit for bit.
 - ``casts``: ``CastReplica``, the baseline of runs in low precision, and ``check_equal``.

@@ -12,7 +12,13 @@ from shardproof.harness.adapters.base import Piece, whole
 from shardproof.harness.findings.finding import Finding, Guess, Location
 from shardproof.harness.findings.observations import Measured
 from shardproof.harness.findings.stages import Stage
-from shardproof.harness.parity.explanations import guess_clipped, guess_from_values, guess_gradient, guess_norm
+from shardproof.harness.parity.explanations import (
+    guess_clipped,
+    guess_from_values,
+    guess_gradient,
+    guess_norm,
+    guess_unexpected,
+)
 from shardproof.harness.parity.numerics import ADAM_NOISE_ULPS, Distance, distance, ulp
 from shardproof.harness.parity.oracle import OracleStep, total_norm
 from shardproof.harness.parity.protocol import cut
@@ -38,6 +44,9 @@ class Context:
         adaptive: whether the optimizer is adaptive (not SGD), so that elements whose gradient is rounding noise are
             left out of the comparison of parameters.
         evaluates: whether this is a forward without autograd before the step, and not the step.
+        frozen: the names of the parameters that need no gradient.
+        untied: why the values of a parameter may differ whose places the model shares and the sharded one does not, by
+            its name.
     """
 
     step: int
@@ -48,6 +57,8 @@ class Context:
     unused_is_zero: bool = False
     adaptive: bool = False
     evaluates: bool = False
+    frozen: frozenset[str] = frozenset()
+    untied: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 class StepComparison:
@@ -167,18 +178,24 @@ class StepComparison:
         """Compare which of the three runs have a gradient, where one of them has none."""
         if mine is None and self._holds_nothing(name):
             return
+        guess = None
         if full is None:
             if mine is None or (self.context.unused_is_zero and not bool(mine.tensor.any())):
                 return
-            text = "the sharded run has a gradient, but no rank used the parameter"
+            guess = guess_unexpected(mine.tensor)
+            is_frozen = name in self.context.frozen
+            why = "the parameter is frozen (requires_grad=False)" if is_frozen else "no rank used the parameter"
+            text = f"the sharded run has a gradient, but {why}"
             text += "" if reference is None else " (the baseline has one too, the oracle has none)"
         elif mine is not None:
             text = "the baseline has no gradient; the sharded run and the oracle have one"
         elif reference is not None:
             text = "the sharded run has no gradient; the baseline has one"
+            if self.context.unused_is_zero and not bool(full.any()):
+                text += " of zeros, as the trait unused_gradient='zero' of the adapter declares"
         else:
             text = "the sharded run and the baseline have no gradient; the oracle has one"
-        yield self._finding(stage, name, None, text)
+        yield self._finding(stage, name, None, text, guess)
 
     def _judge(
         self, stage: Stage, name: str, mine: Piece, baseline: torch.Tensor, oracle: torch.Tensor
@@ -255,7 +272,8 @@ class StepComparison:
         self, stage: Stage, name: str, element: tuple[int, ...] | None, text: str, guess: Guess | None = None
     ) -> Finding:
         location = Location(stage=stage, step=self.context.step, rank=self.context.rank, name=name, element=element)
-        return Finding(location, text, guess)
+        untied = self.context.untied.get(name.partition(":")[0])
+        return Finding(location, f"{text}\n  {untied}" if untied else text, guess)
 
 
 def _global_index(piece: Piece, full: torch.Tensor, index: int) -> tuple[int, ...]:

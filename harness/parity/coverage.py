@@ -231,10 +231,12 @@ class Evidence:
 
 def _group_of(config: Config, rank: int) -> tuple[tuple[int, ...], int]:
     """Return the ranks among which this rank's parameters are divided, and the number of that replica."""
-    ranks = config.mesh.mesh.tolist()
-    rows = ranks if config.mesh.ndim == 2 else [ranks]
-    (found,) = [(tuple(row), replica) for replica, row in enumerate(rows) if rank in row]
-    return found
+    # An implementation may refuse a mesh of more dimensions, in words of its own.
+    rows = config.mesh.mesh.reshape(-1, config.mesh.mesh.shape[-1]).tolist()
+    found = [(tuple(row), replica) for replica, row in enumerate(rows) if rank in row]
+    if not found:
+        raise ValueError(f"rank {rank} is not in the mesh, whose ranks are {config.mesh.mesh.flatten().tolist()}")
+    return found[0]
 
 
 def _wrong_cut(piece: Piece, held: torch.Tensor, positions: torch.Tensor, name: str) -> str | None:

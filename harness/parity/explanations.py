@@ -61,6 +61,21 @@ def _guesses(
                 yield Guess(f"it is the average in which the gradient of rank {index} counts {times}")
 
 
+def guess_unexpected(sharded: torch.Tensor) -> Guess | None:
+    """Guess why a parameter that is frozen, or that no rank used, has a gradient.
+
+    Args:
+        sharded: the local shard of the gradient that this rank holds, any shape.
+
+    Returns:
+        A guess for the text of the failure, or None if the gradient is not zero.
+    """
+    if bool(sharded.any()):
+        return None
+    cause = "zeros stand for a missing gradient, which an adapter declares with the trait unused_gradient='zero'"
+    return Guess("it is zero", cause)
+
+
 def guess_clipped(clipped: torch.Tensor, before: torch.Tensor) -> Guess | None:
     """Guess the cause of a wrong clipped gradient.
 

@@ -93,6 +93,8 @@ class Pair:
         self, member: Member, model: nn.Module, *, config: Config, options: RunOptions, baseline: Baseline
     ) -> None:
         self._member = member
+        if member.index not in config.data_ranks:
+            raise ValueError(f"rank {member.index} is not in the mesh, whose ranks are {list(config.data_ranks)}")
         self._position = config.data_ranks.index(member.index)
         assert options.optimizer is not None, "a pair trains with an optimizer"
         assert config.precision == Precision() and not config.unit_precision, "a pair has no casts; use CastReplica"
@@ -311,6 +313,8 @@ class Pair:
             norm_type=config.clip.norm_type if config.clip else 2.0,
             unused_is_zero=self.adapter.traits.unused_gradient == "zero",
             adaptive=self._replay.is_adaptive,
+            frozen=self._replay.frozen(),
+            untied={name: f"untied: {tie}" for tie in self.sharded.untied for name in tie.names},
         )
 
     def _assert_clipped(self, oracle: OracleStep) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from shardproof.harness.adapters.base import Adapter, Config, OptimizerFactory, Piece
 from shardproof.harness.adapters.lines import line_of_error, one_line
 from shardproof.harness.findings.finding import ProtocolError
+from shardproof.harness.parity.ties import Tie
 
 _CUTS = "a cut takes a full tensor and returns its elements at the places of the piece"
 
@@ -53,7 +54,11 @@ def make(
 
 
 def pieces_of(
-    adapter: Adapter, method: Literal["gradients", "parameters"], names: Collection[str]
+    adapter: Adapter,
+    method: Literal["gradients", "parameters"],
+    names: Collection[str],
+    *,
+    untied: Sequence[Tie] = (),
 ) -> dict[str, Piece | None]:
     """Call ``gradients()`` or ``parameters()`` of an adapter.
 
@@ -61,6 +66,7 @@ def pieces_of(
         adapter: the adapter to ask.
         method: which of them.
         names: the names of the parameters of the original model.
+        untied: the parameters that sharding has untied, whose further names are then unknown.
 
     Raises:
         ProtocolError: the method returns anything but what the protocol says, with the names of all parameters.
@@ -74,6 +80,7 @@ def pieces_of(
         raise ProtocolError(
             f"{who} returned names of other parameters than the original model's: unknown are "
             f"{one_line(', '.join(unknown)) or 'none'}, missing are {one_line(', '.join(missing)) or 'none'}"
+            + "".join(f"; untied: {tie}" for tie in untied if set(unknown) & set(tie.names))
         )
     for name, piece in found.items():
         if piece is None and method == "gradients":

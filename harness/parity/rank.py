@@ -132,7 +132,12 @@ class Rank(Member):
             units: lists of module names, one list per unit; the root's own unit is implicit.
             mesh: the data-parallel mesh; by default that of all ranks.
             **options: further fields of ``Config``.
+
+        Raises:
+            ValueError: a unit has no module.
         """
+        if not all(units):
+            raise ValueError(f"units = {units!r}: a unit has at least one module")
         return Config(mesh=mesh or self.mesh(), units=tuple(map(tuple, units)), **options)
 
     def _split(self, options: dict[str, Any]) -> tuple[Config, RunOptions]:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from shardproof.harness.adapters.base import Adapter, Config, OptimizerFactory
+from shardproof.harness.adapters.base import Adapter, Config, OptimizerFactory, original_name
 from shardproof.harness.adapters.replicas import DdpAdapter, ReplicatedAdapter
 from shardproof.harness.parity.claims import states_per_parameter
 from shardproof.harness.parity.digests import digest
@@ -118,6 +118,12 @@ class Replay:
     def trained_numel(self) -> int:
         """The number of elements of the parameters that are trained."""
         return sum(value.numel() for value in self.models()[-1].parameters() if value.requires_grad)
+
+    def frozen(self) -> frozenset[str]:
+        """The names of the parameters that need no gradient now."""
+        return frozenset(
+            original_name(name) for name, value in self.models()[-1].named_parameters() if not value.requires_grad
+        )
 
     def expose(self) -> tuple[Run, Oracle]:
         """Return the baseline and the oracle as they are now, for a case that looks at or changes them (collective).

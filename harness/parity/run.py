@@ -15,13 +15,14 @@ from shardproof.harness.adapters.base import Adapter, Config, OptimizerFactory, 
 from shardproof.harness.collectives.delays import Delay, Perturbation
 from shardproof.harness.collectives.recorder import Recorder
 from shardproof.harness.collectives.trace import Collective, Trace
-from shardproof.harness.findings.finding import Finding, Location
+from shardproof.harness.findings.finding import Divergence, Finding, Location
 from shardproof.harness.findings.stages import Stage
 from shardproof.harness.parity import claims, protocol
 from shardproof.harness.parity.coverage import Evidence, Shown
 from shardproof.harness.parity.inputs import Inputs, as_inputs
 from shardproof.harness.parity.member import Member
 from shardproof.harness.parity.snapshots import Snapshots
+from shardproof.harness.parity.ties import Tie, ties_of
 from shardproof.harness.parity.units import UnitLookup, UnitSize, units_of
 from shardproof.harness.tensors import memory
 from shardproof.harness.tensors.host import on_host
@@ -134,6 +135,8 @@ class Run:
         evidence: what the run has shown of its pieces, and how large they may be.
         foreign: returns the addresses of storages in which no piece may lie, those of the baseline and the oracle.
         adapter: the adapter, with the sharded model.
+        untied: the parameters that modules of the model share and those of the sharded one do not.
+        suspicion: a failure that the first forward raises unless the implementation raises an error of its own.
     """
 
     def __init__(
@@ -154,7 +157,10 @@ class Run:
         self.evidence.note_tensor_parallel(prepared)
         # An implementation keeps these modules, whatever it puts around them or makes of their classes.
         self._modules: dict[str, nn.Module] = {original_name(name): module for name, module in prepared.named_modules()}
+        ties = ties_of(prepared)
         self.adapter = protocol.make(implementation, prepared, optimizer=options.optimizer, config=config)
+        self.untied: list[Tie] = [tie for tie in ties if not tie.is_kept(self._modules)]
+        self.suspicion: Divergence | None = None
 
     @property
     def runs(self) -> tuple[Run, ...]:
@@ -245,7 +251,7 @@ class Run:
         if not self._options.pictures:
             return {}
         method: Literal["gradients", "parameters"] = "parameters" if stage == Stage.PARAMETER else "gradients"
-        pieces = protocol.pieces_of(self.adapter, method, self.evidence.shapes)
+        pieces = protocol.pieces_of(self.adapter, method, self.evidence.shapes, untied=self.untied)
         self.evidence.note_borrowed(stage, pieces, self.foreign)
         return {
             name: None if piece is None else self._copied((stage, name), piece)
@@ -324,7 +330,7 @@ class Run:
         inputs = as_inputs(arguments)
         context = torch.inference_mode() if mode == "inference_mode" else torch.no_grad()
         with self._during("evaluation"), context:
-            output = self.adapter.forward(*inputs.args, submodule=submodule, **inputs.kwargs)
+            output = self._called(inputs, submodule)
             copies: list[torch.Tensor] = self._rounded([tensor.detach().clone() for tensor in tensors_of(output)])
         # An inference tensor cannot be compared under autograd.
         return [tensor.clone() for tensor in copies] if mode == "inference_mode" else copies
@@ -332,8 +338,19 @@ class Run:
     def _forward(self, arguments: Any, *, loss: Loss, submodule: str) -> tuple[Any, torch.Tensor]:
         inputs = as_inputs(arguments)
         with self._during("forward"):
-            output = self.adapter.forward(*inputs.args, submodule=submodule, **inputs.kwargs)
+            output = self._called(inputs, submodule)
             return output, loss(output)
+
+    def _called(self, inputs: Inputs, submodule: str) -> Any:
+        """Return the output of the adapter's forward.
+
+        Raises:
+            Divergence: the suspicion, on every rank.
+        """
+        output = self.adapter.forward(*inputs.args, submodule=submodule, **inputs.kwargs)
+        if self.suspicion is not None:
+            raise self.suspicion
+        return output
 
     def _backward(self, value: torch.Tensor) -> None:
         self.perturbation.at("loss")
@@ -389,7 +406,8 @@ def sharded_run(
         options: how to drive the adapter.
 
     Raises:
-        Divergence: on every rank, if any rank holds more parameter bytes than its share.
+        Divergence: on every rank, if any rank holds more parameter bytes than its share. Where parameters were untied,
+            the first forward raises it.
     """
     implementation = implementation or member.implementation
     traits = implementation.traits
@@ -404,5 +422,15 @@ def sharded_run(
         counts = claims.Counts(claims.registered_numel(run.adapter) if sizes.can_tell else None, sizes.numel)
         text = f"holds {held} bytes of parameters after sharding; its share is {sizes.byte_share}"
         finding = Finding(Location(stage=Stage.SHARDING, rank=member.index), text) if held > sizes.byte_limit else None
-        claims.check_sharded(member.exchange((counts, finding)))
+        everyone = member.exchange((counts, finding, run.untied))
+        try:
+            claims.check_sharded([(counts, finding) for counts, finding, _ in everyone])
+        except Divergence as error:
+            untied: list[Tie] = next((ties for _, _, ties in everyone if ties), [])
+            if not untied:
+                raise
+            # What was untied takes more memory. An implementation that does not support ties may say so in the first
+            # forward, in words of its own.
+            text = "\n  ".join([str(error), *(f"untied: {tie}" for tie in untied)])
+            run.suspicion = Divergence(text, error.location)
     return run

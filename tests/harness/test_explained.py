@@ -1,0 +1,181 @@
+"""What a failure says of parameters without gradients, of shared parameters, and of what an implementation refuses."""
+
+import pytest
+
+# Before the inner runs, which forget what they import: torch's module of it cannot be imported twice.
+import shardproof.harness.adapters.torch_fully_shard  # noqa: F401
+from tests.harness.inner import error_lines
+
+IMPORTS = """
+import pytest
+import torch
+from torch import nn
+from shardproof.harness import models, world
+from shardproof.harness.models.ties import TiedMLP
+"""
+
+ADAPTERS = """
+import torch
+from torch import nn
+from shardproof.harness.adapters.reference import ReferenceAdapter
+
+class Zeros(ReferenceAdapter):
+    name = "zeros"
+    def gradients(self):
+        found = super().gradients()
+        values = super().parameters()
+        return {name: one or type(values[name])(torch.zeros_like(values[name].tensor), values[name].cut)
+                for name, one in found.items()}
+
+class Trains(ReferenceAdapter):
+    name = "trains"
+    def __init__(self, model, *, optimizer, config):
+        super().__init__(model.requires_grad_(True), optimizer=optimizer, config=config)
+
+class Unties(ReferenceAdapter):
+    name = "unties"
+    def __init__(self, model, *, optimizer, config):
+        model.second.weight = nn.Parameter(model.first.weight.detach().clone())
+        super().__init__(model, optimizer=optimizer, config=config)
+
+class UntiesQuietly(Unties):
+    name = "unties-quietly"
+    def named_parameters(self):
+        return {name: one for name, one in super().named_parameters().items() if name != "second.weight"}
+"""
+
+UNUSED = """
+@world(2)
+def test_case(rank):
+    pair = rank.pair(models.SkippedModule(dim=8), units=[["head0"], ["head1"]], baseline="replicated")
+    for step in range(2):
+        pair.step(rank.batch(step, (4, 8)))
+        pair.check()
+"""
+
+FROZEN = """
+@world(2)
+def test_case(rank):
+    model = models.Tower(dim=8, depth=2)
+    model.layers[0].requires_grad_(False)
+    pair = rank.pair(model, units=model.units())
+    pair.step(rank.batch(0, (4, 8)))
+    pair.check()
+"""
+
+TIED = """
+class Wide(TiedMLP):
+    def __init__(self, dim):
+        super().__init__(dim)
+        self.out = nn.Linear(dim, 16 * dim)
+    def forward(self, x):
+        return self.out(super().forward(x))
+@world(2)
+def test_case(rank):
+    pair = rank.pair(Wide(8), units=UNITS)
+    pair.step(rank.batch(0, (4, 8)))
+    pair.check()
+"""
+
+UNTIED = "untied: 'first.weight' and 'second.weight' are one parameter of the model and several of the sharded one"
+TRAIT = "which an adapter declares with the trait unused_gradient='zero'"
+
+
+@pytest.fixture
+def fails(run, pytester):
+    """Run a case on an adapter that fails it, and return the output."""
+    pytester.syspathinsert()
+    pytester.path.joinpath("adapters.py").write_text(ADAPTERS)
+
+    def fails(source, implementation):
+        result = run(IMPORTS + source, "--device", "cpu", "--impl", implementation)
+        result.assert_outcomes(failed=1)
+        assert not error_lines(result)
+        return result.stdout
+
+    return fails
+
+
+def test_zeros_for_an_unused_parameter_are_explained_by_the_trait(fails):
+    fails(UNUSED, "adapters:Zeros").fnmatch_lines(
+        [
+            "*diverges from the baseline: gradient of 'head*",
+            "  the sharded run has a gradient, but no rank used the parameter",
+            f"  it is zero, as when zeros stand for a missing gradient, {TRAIT}",
+        ]
+    )
+
+
+def test_zeros_for_a_frozen_parameter_are_explained_by_the_trait(fails):
+    fails(FROZEN, "adapters:Zeros").fnmatch_lines(
+        [
+            "  the sharded run has a gradient, but the parameter is frozen (requires_grad=False)",
+            f"  it is zero, as when zeros stand for a missing gradient, {TRAIT}",
+        ]
+    )
+
+
+def test_a_frozen_parameter_that_is_trained(fails):
+    shown = fails(FROZEN, "adapters:Trains")
+    shown.fnmatch_lines(["  the sharded run has a gradient, but the parameter is frozen (requires_grad=False)"])
+    assert "unused_gradient" not in shown.str(), "no trait allows it"
+
+
+def test_untied_parameters_with_names_of_their_own(fails):
+    fails(TIED.replace("UNITS", "[]"), "adapters:Unties").fnmatch_lines(
+        [f"*unknown are second.weight, missing are none; {UNTIED}"]
+    )
+
+
+def test_untied_parameters_whose_adapter_names_one(fails):
+    fails(TIED.replace("UNITS", "[]"), "adapters:UntiesQuietly").fnmatch_lines(
+        [
+            "*diverges from the baseline: gradient of 'first.weight' in the first step *",
+            f"  {UNTIED}",
+        ]
+    )
+
+
+def test_untied_parameters_that_take_more_memory_than_the_share(fails):
+    """The size alone would be called a model that is not sharded."""
+    case = TIED.replace("Wide(8)", "TiedMLP(64)").replace("(4, 8)", "(4, 64)").replace("UNITS", "[]")
+    fails(case, "adapters:UntiesQuietly").fnmatch_lines(
+        [
+            "*the model is not sharded: sharding on rank 0",
+            "  holds * bytes of parameters after sharding; its share is *",
+            f"  {UNTIED}",
+        ]
+    )
+
+
+@pytest.mark.parametrize("implementation", ["reference", "torch.fully_shard"])
+def test_an_implementation_that_refuses_ties_says_so_itself(fails, implementation):
+    """Untied parameters take more memory, which the harness measures before the first forward refuses them."""
+    case = (
+        TIED.replace("UNITS", '[["first"], ["second"]]').replace("(4, 8)", "(4, 64)").replace("Wide(8)", "TiedMLP(64)")
+    )
+    shown = fails(case, implementation)
+    shown.fnmatch_lines(["ValueError: *second.weight*"])
+    assert "the model is not sharded" not in shown.str()
+
+
+@pytest.mark.parametrize("implementation", ["reference", "torch.fully_shard"])
+def test_an_implementation_that_refuses_a_mesh_says_so_itself(fails, implementation):
+    case = FROZEN.replace("units=model.units()", "mesh=rank.mesh((2, 1, 1), ('a', 'b', 'c'))")
+    fails(case, implementation).fnmatch_lines(["ValueError: *fully_shard expects a 1D or 2D DeviceMesh but got *"])
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ("units=[[]]", "units = [[]]: a unit has at least one module"),
+        (
+            "mesh=torch.distributed.device_mesh.DeviceMesh('cpu', [0])",
+            "rank 1 is not in the mesh, whose ranks are [0]",
+        ),
+    ],
+)
+def test_what_no_implementation_is_asked(fails, options, told):
+    fails(FROZEN.replace("units=model.units()", options), "reference").fnmatch_lines(
+        [f"ValueError: {told}".replace("[", "[[]")]
+    )
