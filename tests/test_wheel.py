@@ -167,6 +167,23 @@ def test_adapters_of_the_current_directory_are_found(neighbour, path):
     assert "mine:Mine: 3 pass" in done.stdout
 
 
+def test_a_failure_is_reproduced_from_another_directory(neighbour, path):
+    source = (
+        "from shardproof.harness.adapters.reference import ReferenceAdapter\n"
+        "class Wrong(ReferenceAdapter):\n    name = 'wrong'\n    def backward(self, loss): (loss * 2).backward()\n"
+    )
+    (neighbour / "wrong.py").write_text(source)
+    options = ["-k", "16x15-15x8", "--impl", "wrong:Wrong", "--device", "cpu", "--world", "2"]
+    case = "suites/test_training.py::test_single_unit"
+    done = run("-m", "shardproof", "run", case, *options, cwd=neighbour, path=path)
+    (line,) = {line for line in done.stdout.splitlines() if line.startswith("reproduce: ")}
+    line = line.removeprefix("reproduce: ")
+    assert f" -m shardproof run '{case}[wrong:Wrong-w2-16x15-15x8]' " in line
+    again = subprocess.run(["bash", "-c", line], cwd="/", capture_output=True, text=True, timeout=240)
+    assert again.returncode == 1 and "1 failed" in again.stdout, again.stdout + again.stderr
+    assert "gradient of " in again.stdout
+
+
 def test_commands_that_do_not_exist(tmp_path, path):
     done = run("-m", "shardproof", "summary", cwd=tmp_path, path=path)
     assert (done.returncode, done.stdout) == (2, "")

@@ -282,14 +282,6 @@ def interrupted(item: pytest.Function, selection: Selection, why: str) -> CaseRe
     return made
 
 
-def reproduction(made: CaseRecord, selection: Selection) -> str:
-    """Return the command that repeats a failure; a left-over shows in new processes, whatever ran before it."""
-    if made.examples is not None and selection.fuzz is not None:
-        return "paste the case: what --fuzz draws is random"
-    isolate = " --isolate" if selection.isolate or made.is_left_over else ""
-    return f'python -m pytest "{made.nodeid}" --impl {made.implementation} --device {made.device}{isolate}'
-
-
 def _new_record(item: pytest.Function, selection: Selection) -> CaseRecord:
     launch = launch_of(item)
     made_id = case_id(item)

@@ -116,11 +116,12 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     terminal.add_outputs(pyfuncitem, made.outputs)
     if made.verdict.is_skip:
         pytest.skip(cases.skip_reason(made))
+    if made.verdict != Verdict.PASS:
+        made.reproduce = state.invocation.command(pyfuncitem, made, state.selection)
     if made.verdict == Verdict.EXPECTED_FAIL:
         pytest.xfail(made.expected)
     if made.verdict != Verdict.PASS:
-        reproduce = cases.reproduction(made, state.selection)
-        pytest.fail(f"{made.verdict}: {made.text}\nreproduce: {reproduce}", pytrace=False)
+        pytest.fail(f"{made.verdict}: {made.text}\nreproduce: {made.reproduce}", pytrace=False)
     return True
 
 
@@ -141,6 +142,9 @@ def pytest_runtest_makereport(
         }
     elif case is not None and report.when == "call" and (made is not None or report.failed):
         made = case.stash[_RECORD] = _in_agreement(case, report, call, made)
+        if made.verdict != Verdict.PASS and not made.verdict.is_skip and not made.reproduce:
+            state = item.config.stash[STATE]
+            made.reproduce = state.invocation.command(case, made, state.selection)
         terminal.fill_in(report, made)
         # pytest serializes all attributes of a report for the controller, as long as they are plain values.
         vars(report)["shardproof"] = made.as_json()

@@ -18,6 +18,7 @@ import pytest
 from shardproof.harness.plugin.selection import DEFAULT_IMPLEMENTATIONS
 
 _PREFIX = "--shardproof-"
+_CLASHES = "shardproof-option-clashes"
 _GROUP = ("shardproof", "conformance of sharded data parallel training")
 
 
@@ -94,20 +95,27 @@ def add_short_forms_last(parser: pytest.Parser, manager: pytest.PytestPluginMana
     parser.parse = add_and_parse  # type: ignore[method-assign]
 
 
+def names(config: pytest.Config) -> dict[str, str]:
+    """Return for each option the name that is shardproof's in this run: the short form unless another plugin has it."""
+    clashes = config.pluginmanager.get_plugin(_CLASHES)
+    taken = clashes.options if isinstance(clashes, _Clashes) else set()
+    return {option.name: option.prefixed if option.name in taken else option.short for option in _OPTIONS}
+
+
 def _add_short_forms(parser: pytest.Parser, manager: pytest.PytestPluginManager) -> None:
     """Add the short forms that are still free; the header of the run names the owners of the others."""
     taken = _names_of(parser)
-    clashes = []
+    clashes: dict[str, str] = {}
     for option in _OPTIONS:
         if option.short in taken:
-            clashes.append(
+            clashes[option.name] = (
                 f"shardproof: {option.short} is an option of {_owner(option.short, manager)}; shardproof's own is "
                 f"{option.prefixed}"
             )
         else:
             option.add(parser, option.short, f"short for {option.prefixed}")
     if clashes:
-        manager.register(_Clashes(clashes), "shardproof-option-clashes")
+        manager.register(_Clashes(clashes), _CLASHES)
 
 
 def asks_for_a_run(config: pytest.Config) -> bool:
@@ -119,11 +127,12 @@ def asks_for_a_run(config: pytest.Config) -> bool:
 class _Clashes:
     """Prints one line for each short form that has another owner."""
 
-    def __init__(self, lines: list[str]) -> None:
+    def __init__(self, lines: dict[str, str]) -> None:
         self._lines = lines
+        self.options = set(lines)
 
     def pytest_report_header(self) -> list[str]:
-        return self._lines
+        return [*self._lines.values()]
 
 
 def _names_of(parser: pytest.Parser) -> set[str]:

@@ -54,6 +54,7 @@ class CaseRecord:
         collectives: each distinct trace, with the ranks that issued it.
         spent: the seconds of each activity, the mean of the ranks.
         examples: how many examples ran of a case that draws them, without those that shrink a failure; None of others.
+        reproduce: the command that repeats a case that did not pass; empty for others.
         outputs: what each rank printed; attached to pytest's report and left out of the run file.
     """
 
@@ -77,6 +78,7 @@ class CaseRecord:
     collectives: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     spent: dict[str, float] = dataclasses.field(default_factory=dict)
     examples: int | None = None
+    reproduce: str = ""
     outputs: list[str] = dataclasses.field(default_factory=list)
 
     def take(self, outcome: Outcome) -> None:
@@ -124,8 +126,9 @@ class CaseRecord:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         for name in ("text", "location", "failed_rank", "outputs"):
             del fields[name]
-        if self.examples is None:
-            del fields["examples"]
+        for name in ("examples", "reproduce"):
+            if not fields[name] and fields[name] != 0:
+                del fields[name]
         fields["distances"] = [item.as_record() for item in self.distances]
         fields["failure"] = self._failure() if self.text else None
         fields["parameters"] = {name: _shortened(value) for name, value in self.parameters.items()}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -18,12 +20,14 @@ from shardproof.harness.plugin import cases, environment, selection
 from shardproof.harness.plugin.journal import Journal
 from shardproof.harness.plugin.known_failures import RunKnownFailures
 from shardproof.harness.plugin.progress import Progress, Selected
+from shardproof.harness.plugin.reproduction import Invocation, invocation_of
 from shardproof.harness.worlds import scratch
 from shardproof.harness.worlds.pool import Pool
 
 _ERRORS = "shardproof_usage_errors"
 _PROBLEMS = "shardproof_problems"
 _FOLDER = "shardproof_folder"
+_INVOCATION = "shardproof_invocation"
 
 #: Options of pytest with which it runs no test.
 _WITHOUT_RUN = ("collectonly", "help", "version", "markers", "showfixtures", "show_fixtures_per_test")
@@ -64,6 +68,13 @@ class State:
     def is_worker(self) -> bool:
         """Whether this process is an xdist worker."""
         return hasattr(self._config, "workerinput")
+
+    @functools.cached_property
+    def invocation(self) -> Invocation:
+        """How the run was started."""
+        if self.is_worker:
+            return Invocation(**json.loads(vars(self._config)["workerinput"][_INVOCATION]))
+        return invocation_of(self._config)
 
     @property
     def selection(self) -> selection.Selection:
@@ -187,10 +198,14 @@ class State:
             self._selected(selected, spared)
 
     def configure_worker(self, given: dict[str, Any]) -> None:
-        """Tell an xdist worker where to leave the list of its cases; xdist itself passes on their node ids only."""
+        """Tell an xdist worker how the run was started, and where to leave the list of its cases.
+
+        xdist itself passes on their node ids only.
+        """
         if self._folder is None:
             self._folder = scratch.directory("selected-")
         given[_FOLDER] = str(self._folder)
+        given[_INVOCATION] = json.dumps(dataclasses.asdict(self.invocation))
 
     def take_selected(self, worker: str) -> None:
         """Read the list of cases that an xdist worker has left; all workers have the same."""

@@ -8,8 +8,6 @@ import shlex
 
 import pytest
 
-from tests.harness.inner import QUIET
-
 ADAPTERS = """
 import dataclasses, threading, time
 import torch
@@ -143,9 +141,10 @@ def test_a_leak_fails_first_or_second_and_when_it_is_reproduced(verdicts, pytest
     commands = {line for line in result.outlines if line.startswith("reproduce: ")}
     assert len(commands) == 2
     for command in commands:
-        program, *arguments = shlex.split(command.removeprefix("reproduce: python -m "))
-        assert program == "pytest" and arguments[-1] == "--isolate"
-        again = pytester.runpytest_inprocess(*QUIET, *arguments)
+        *_, start = command.partition(" -m pytest ")
+        arguments = shlex.split(start.removesuffix(")"))
+        assert arguments[-1] == "--isolate"
+        again = pytester.runpytest_inprocess(*arguments)
         again.assert_outcomes(failed=1)
         again.stdout.fnmatch_lines(["fail: left behind: rank 0: threads: left*"])
 

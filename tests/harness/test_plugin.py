@@ -143,7 +143,7 @@ def test_failure_shows_the_rank_its_traceback_and_every_output(run, pytester):
             "Traceback (most recent call last):",
             '  File "*test_inner.py", line 8, in test_case',
             "*AssertionError: assert [[]1] == [[]0]",
-            'reproduce: python -m pytest "test_inner.py::test_case[[]ddp-w2]" --impl ddp --device cpu',
+            "reproduce: (cd * -m pytest * 'test_inner.py::test_case[[]ddp-w2]' --impl ddp --device cpu)",
             "*output of rank 0*",
             "said before 0",
             "*output of rank 1*",

@@ -1,0 +1,150 @@
+"""The command that repeats one case: to be pasted into any shell, in any directory."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import pathlib
+import shlex
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+import shardproof
+from shardproof.harness.plugin import options
+from shardproof.harness.plugin.records import CaseRecord
+from shardproof.harness.plugin.selection import Selection
+from shardproof.harness.plugin.suite_modules import SuiteModule
+
+#: The configuration file by which ``shardproof run`` is recognised.
+_PACKAGED = pathlib.Path(shardproof.__file__).parent / "suites.ini"
+
+#: Options of pytest with a value that decide which tests there are and how they are imported.
+_VALUED = (("-c", "--config-file"), ("--rootdir",), ("--confcutdir",), ("--import-mode",))
+_REPEATED = (("-p",), ("-o", "--override-ini"))
+_FLAGS = (("--noconftest",), ("--runxfail",))
+
+#: What `shardproof run` passes by itself.
+_FIXED = ("--config-file", "--rootdir", "--confcutdir", "--import-mode")
+
+#: What is in the place of a command for a drawn example that no seed repeats.
+PASTE = "paste the case: what --fuzz draws is random"
+
+
+@dataclasses.dataclass(frozen=True)
+class Invocation:
+    """What a command that repeats one case of a run shares with the command of the run.
+
+    It consists of plain JSON values, because the controller of an xdist run sends it to the workers.
+
+    Attributes:
+        directory: the directory in which the run was started.
+        start: the words before the first argument: variables of the environment, the interpreter and the module.
+        given: pytest's own options.
+        own: shardproof's options that matter to each case, apart from ``--isolate``.
+        names: from an option of shardproof to the name that is not another plugin's in this run.
+        packaged: whether this is ``shardproof run``, to which node ids of the packaged suites are the same everywhere.
+    """
+
+    directory: str
+    start: tuple[str, ...]
+    given: tuple[str, ...]
+    own: tuple[str, ...]
+    names: Mapping[str, str]
+    packaged: bool
+
+    def command(self, item: pytest.Function, made: CaseRecord, selection: Selection) -> str:
+        """Return the command that repeats a case of this run.
+
+        Args:
+            item: the case.
+            made: its record.
+            selection: the checked options of the run.
+        """
+        if made.examples is not None and selection.fuzz is not None:
+            return PASTE
+        impl, device, isolate = (self.names[name] for name in ("impl", "device", "isolate"))
+        words = [
+            *self.start,
+            *self.given,
+            self._target(item),
+            impl,
+            made.implementation,
+            device,
+            made.device,
+            *self.own,
+        ]
+        # A left-over shows in new processes, whatever ran before it.
+        words += [isolate] if selection.isolate or made.is_left_over else []
+        # pytest in a clone and `shardproof run` deselect these.
+        words += ["-m", "nightly"] if item.get_closest_marker("nightly") is not None else []
+        return f"(cd {shlex.quote(self.directory)} && {' '.join(map(_quoted, words))})"
+
+    def _target(self, item: pytest.Function) -> str:
+        if self.packaged and isinstance(item.parent, SuiteModule):
+            return item.nodeid
+        # The path in a node id is relative to the root directory of the run, that of an argument to the current one.
+        path = os.path.relpath(item.path, self.directory)
+        return f"{path}::{item.nodeid.partition('::')[2]}"
+
+
+def invocation_of(config: pytest.Config) -> Invocation:
+    """Return how a run was started; not for xdist workers, whose controller knows it."""
+    packaged = config.inipath is not None and config.inipath.resolve() == _PACKAGED.resolve()
+    variables = [f"PYTHONPATH={value}"] if (value := os.environ.get("PYTHONPATH")) else []
+    module = ("-m", "shardproof", "run") if packaged else ("-m", "pytest")
+    names = options.names(config)
+    return Invocation(
+        directory=str(config.invocation_params.dir),
+        start=(*variables, sys.executable, *module),
+        given=_kept(map(str, config.invocation_params.args), packaged=packaged),
+        own=_own(config, names),
+        names=names,
+        packaged=packaged,
+    )
+
+
+def _own(config: pytest.Config, names: Mapping[str, str]) -> tuple[str, ...]:
+    option = config.option
+    found: list[str] = []
+    if option.shardproof_deadline is not None:
+        found += [names["deadline"], f"{option.shardproof_deadline:g}"]
+    if option.shardproof_check_collectives:
+        found.append(names["check-collectives"])
+    return tuple(found)
+
+
+def _kept(arguments: Iterable[str], *, packaged: bool) -> tuple[str, ...]:
+    """Return those of pytest's arguments that another command needs to find the same case."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for names in _VALUED:
+        parser.add_argument(*names)
+    for names in _REPEATED:
+        parser.add_argument(*names, action="append", default=[])
+    for names in _FLAGS:
+        parser.add_argument(*names, action="store_true")
+    given: Mapping[str, Any] = vars(parser.parse_known_args(list(arguments))[0])
+    kept: list[str] = []
+    for names in (*_VALUED, *_REPEATED, *_FLAGS):
+        value = given[names[-1].lstrip("-").replace("-", "_")]
+        kept += _words(names[-1], value, packaged=packaged)
+    return tuple(kept)
+
+
+def _words(name: str, value: Any, *, packaged: bool) -> Sequence[str]:
+    if not value or (packaged and name in _FIXED):
+        return ()
+    if value is True:
+        return (name,)
+    values = [value] if isinstance(value, str) else value
+    own = [one for one in values if not (packaged and one.startswith("cache_dir="))]
+    return [word for one in own for word in (name, one)]
+
+
+def _quoted(word: str) -> str:
+    """Quote a word for the shell; the value of a variable without its name."""
+    name, equals, value = word.partition("=")
+    return f"{name}={shlex.quote(value)}" if equals and name.isidentifier() else shlex.quote(word)
