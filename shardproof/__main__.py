@@ -14,11 +14,13 @@ commands:
   run      run the packaged suites with pytest; takes pytest's arguments and shardproof's options
   report   print a run file's matrix, failures and skips
   merge    join the run files of several environments into one
+  implementations
+           list what --impl can name, its version, and where it runs or why not
 
 `shardproof COMMAND --help` describes a command.
 """
 
-COMMANDS = "run, report or merge"
+COMMANDS = "run, report, merge or implementations"
 
 BAD_USAGE = 2
 
@@ -50,6 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from shardproof.reports.merge_command import merge_command
 
         return merge_command(given[1:])
+    if command == "implementations":
+        from shardproof.implementations import implementations
+
+        return implementations(given[1:])
     print(f"shardproof: {command!r} is not a command; use {COMMANDS}" if command else USAGE, file=sys.stderr)
     return BAD_USAGE
 

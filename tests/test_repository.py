@@ -45,7 +45,7 @@ def packages_with(folder, imports):
     for package in (*packages, "shardproof/reports", "shardproof/suites"):
         (folder / package).mkdir()
         (folder / package / "__init__.py").touch()
-    for module in ("__main__", "plugin", "run"):
+    for module in ("__main__", "implementations", "plugin", "run"):
         (folder / f"shardproof/{module}.py").touch()
     for i, (package, imported) in enumerate(imports):
         (folder / package / f"module_{i}.py").write_text(f"import {imported}\n")

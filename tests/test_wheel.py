@@ -1,30 +1,11 @@
 """What an installed shardproof does without a clone, and what it leaves alone; and the same for a clone on the path."""
 
-import os
-import shutil
 import subprocess
 import zipfile
-from pathlib import Path
 
 import pytest
 
-from tests import warm
-
-ROOT = Path(__file__).parents[1]
-FOLDERS = ("fsdp_impl", "harness", "reports", "suites")
-
-
-def run(*arguments, cwd, path, timeout=240):
-    """Run this Python with `arguments`, with `path` before everything installed, and return what came of it."""
-    # What the host's own path has may be needed, expecttest say. Bytecode elsewhere: an import would leave files in
-    # folders that a test looks at.
-    paths = filter(None, [str(path), os.environ.get("PYTHONPATH")])
-    env = os.environ | {
-        "PYTHONPATH": os.pathsep.join(paths),
-        "PYTHONPYCACHEPREFIX": f"{os.path.dirname(warm.python())}/bytecode",
-    }
-    command = [warm.python(), *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
+from tests.installations import FOLDERS, ROOT, build, copy_of_the_sources, install, run
 
 
 def sources(folder):
@@ -40,28 +21,18 @@ def sources(folder):
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """The wheel, built from a copy of the sources as pip would build it, but in this environment."""
-    copy = tmp_path_factory.mktemp("sources")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, copy)
-    for folder in (*FOLDERS, "shardproof", "tests"):
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / folder, copy / folder, ignore=ignored, symlinks=True)
+    """The wheel, built from a copy of the sources."""
+    copy = copy_of_the_sources(tmp_path_factory.mktemp("sources"))
     # A further implementation's known failures.
     (copy / "suites/expectations/sample.toml").touch()
-    out = tmp_path_factory.mktemp("wheel")
-    script = f"from setuptools import build_meta; build_meta.build_wheel({str(out)!r})"
-    built = run("-c", script, cwd=copy, path="")
-    assert built.returncode == 0, built.stderr
-    return next(out.glob("*.whl"))
+    return build(copy, tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory):
     """A folder that holds what the wheel installs."""
     site = tmp_path_factory.mktemp("site")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(site)
+    install(wheel, site)
     return site
 
 
@@ -111,7 +82,7 @@ def test_the_wheel_holds_every_source_and_no_test(wheel):
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
         scripts = next(name for name in archive.namelist() if name.endswith("entry_points.txt"))
         assert archive.read(scripts).decode() == "[console_scripts]\nshardproof = shardproof.__main__:console\n"
-    own = {"__init__.py", "__main__.py", "plugin.py", "py.typed", "run.py", "suites.ini"}
+    own = {"__init__.py", "__main__.py", "implementations.py", "plugin.py", "py.typed", "run.py", "suites.ini"}
     extra = {"shardproof/suites/expectations/sample.toml", *(f"shardproof/{name}" for name in own)}
     assert names == extra.union(*map(sources, FOLDERS))
 
@@ -187,7 +158,7 @@ def test_a_failure_is_reproduced_from_another_directory(neighbour, path):
 def test_commands_that_do_not_exist(tmp_path, path):
     done = run("-m", "shardproof", "summary", cwd=tmp_path, path=path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "shardproof: 'summary' is not a command; use run, report or merge\n"
+    assert done.stderr == "shardproof: 'summary' is not a command; use run, report, merge or implementations\n"
     done = run("-m", "shardproof", "report", "none.json", cwd=tmp_path, path=path)
     assert (done.returncode, done.stderr) == (2, "shardproof: none.json: No such file or directory\n")
     done = run("-m", "shardproof", "--help", cwd=tmp_path, path=path)

@@ -1,4 +1,4 @@
-"""Finds adapters by name: the built-in ones, and classes given as ``module:Class``.
+"""Finds adapters by name: the built-in ones, those that installed packages register, and classes as ``module:Class``.
 
 Importing this module is cheap. The adapters' modules, which import torch and their implementation, are imported by
 :func:`load` only.
@@ -6,9 +6,14 @@ Importing this module is cheap. The adapters' modules, which import torch and th
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import functools
 import importlib
 import inspect
+import sys
+from collections.abc import Mapping
+from importlib import metadata
 from typing import TYPE_CHECKING
 
 from shardproof.harness.adapters.capability import Capability
@@ -28,17 +33,50 @@ BUILT_IN = {
 """The built-in adapters: from the name of the implementation to ``module:Class``."""
 
 
+GROUP = "shardproof.implementations"
+"""The group of the entry points by which installed packages register implementations."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Registered:
+    """An entry point of :data:`GROUP`.
+
+    Attributes:
+        target: ``module:Class``.
+        package: the name and the version of the package that has it.
+    """
+
+    target: str
+    package: str
+
+
+def registered() -> Mapping[str, list[Registered]]:
+    """Return what installed packages register, by name; several packages may register one name."""
+    # A scan of all packages takes milliseconds, and ranks ask in each case.
+    return _registered(tuple(sys.path))
+
+
+@functools.lru_cache(maxsize=1)
+def _registered(path: tuple[str, ...]) -> Mapping[str, list[Registered]]:
+    found: dict[str, list[Registered]] = {}
+    for point in metadata.entry_points(group=GROUP):
+        package = f"{point.dist.name} {point.dist.version}" if point.dist is not None else "an unknown package"
+        # Without the extras, which an entry point may name after its target.
+        found.setdefault(point.name, []).append(Registered(point.value.partition("[")[0].strip(), package))
+    return found
+
+
 def load(name: str) -> type[Adapter]:
     """Import and return an adapter class.
 
     Args:
-        name: a built-in name, or ``module:Class``.
+        name: a built-in name, one that an installed package registers, or ``module:Class``.
 
     Raises:
-        ValueError: no adapter has this name, its module cannot be imported, or the class is not a complete adapter. The
-            message is one line, with similar names where there are some.
+        ValueError: no adapter has this name or several packages register it, its module cannot be imported, or the
+            class is not a complete adapter. The message is one line, with similar names where there are some.
     """
-    target = BUILT_IN.get(name, name)
+    target = target_of(name)
     module_name, colon, class_name = target.partition(":")
     if not colon or not module_name or not class_name:
         raise ValueError(f"unknown implementation {name!r}: {_suggest(name)}")
@@ -57,6 +95,21 @@ def load(name: str) -> type[Adapter]:
         raise ValueError(
             f"implementation {name!r}: {class_name!r} cannot be examined: {line_of_error(error)}"
         ) from error
+
+
+def target_of(name: str) -> str:
+    """Return the ``module:Class`` of a name; other texts are returned as they are.
+
+    Raises:
+        ValueError: several packages register the name. The message is one line.
+    """
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    several = registered().get(name, [])
+    if len(several) > 1:
+        packages = " and ".join(one.package for one in several)
+        raise ValueError(f"implementation {name!r} is registered by {packages}: uninstall one, or pass module:Class")
+    return several[0].target if several else name
 
 
 def built_in_with(capability: Capability) -> tuple[str, ...]:
@@ -90,8 +143,9 @@ def _adapter_in(module: object, name: str, module_name: str, class_name: str) ->
 
 
 def _suggest(name: str) -> str:
-    near = difflib.get_close_matches(name, BUILT_IN, n=3, cutoff=0.4)
-    known = f"did you mean {' or '.join(near)}?" if near else f"the built-in ones are {', '.join(BUILT_IN)}."
+    names = dict.fromkeys([*BUILT_IN, *registered()])
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.4)
+    known = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(names)}."
     return f"{known} Pass your own adapter as module:Class"
 
 

@@ -82,7 +82,7 @@ class Traits:
     """
 
     unused_gradient: Literal["none", "zero"] = "none"
-    """The gradient of a parameter that no rank used in the step: ``None``, or a tensor of zeros.
+    """The gradient of a parameter that no rank used in the step, or that is frozen: ``None``, or a tensor of zeros.
 
     Momentum moves a parameter whose gradient is zero, so with ``"zero"`` the baseline keeps zeros too where the case
     sets gradients to None.

@@ -21,5 +21,6 @@ project's conftest names the plugin as ``shardproof.plugin``; case modules impor
 - ``terminal``: what the end of a run prints: failures that are alike once.
 - ``notices``: shows lines while a case runs.
 - ``suite_modules``: imports the modules of shardproof's own suites under one name.
-- ``known_failures``: strict expected failures; ``expected_texts``: inline expected texts.
+- ``known_failures``: strict expected failures; ``run_known_failures``: those of a whole run;
+  ``expected_texts``: inline expected texts.
 """

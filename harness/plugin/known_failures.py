@@ -21,7 +21,8 @@ An entry names cases and the verdict that is expected of them::
 Expectations are strict. The run fails if an expected failure passes, if an entry has expired, and, in a complete run,
 if an entry matches no case.
 
-This module imports torch only after cases were collected.
+A file of ``--expectations`` has the same entries for cases of any folder. The implementation is the name of the file
+without ``.toml``, or what a first line ``implementation = "..."`` names.
 """
 
 from __future__ import annotations
@@ -31,16 +32,12 @@ import datetime
 import fnmatch
 import pathlib
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import pytest
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from shardproof.harness.findings.verdict import Verdict
-from shardproof.harness.plugin import cases
-from shardproof.harness.plugin.records import CaseRecord
-from shardproof.harness.plugin.selection import Selection
 
 FOLDER = "expectations"
 """The name of the directory with the files, beside the files of the cases."""
@@ -128,18 +125,31 @@ class KnownFailures:
             return Verdict.UNEXPECTED_PASS, f"passed, but {entry.source} expects {entry.verdict}: {entry.reason}"
         return verdict, f"{entry.source} expects {entry.verdict}, not {verdict}"
 
-    def problems(self, collected: Sequence[str], *, is_complete: bool) -> list[str]:
+    def matches(self, case_id: str) -> bool:
+        """Return whether any entry matches this id."""
+        return any(entry.matches(case_id) for entry in self._entries)
+
+    def problems(
+        self,
+        collected: Sequence[str],
+        *,
+        is_complete: bool,
+        belongs: Callable[[str], bool] | None = None,
+    ) -> list[str]:
         """Return one line for each entry that has expired or that matches no case of a complete run.
 
         Args:
             collected: the ids of all cases that the run collected for the implementation.
             is_complete: whether the run collected every case, so that an entry that matches none is out of date.
+            belongs: whether a pattern is one for the cases that the run collected, where entries may name others too.
         """
         found = []
         for entry in self._entries:
             if entry.has_expired(self._today):
                 found.append(f"{entry.source} expired on {entry.expires}: {entry.case} ({entry.reason})")
-            elif is_complete and not any(entry.matches(case_id) for case_id in collected):
+            elif belongs is not None and not belongs(entry.case):
+                continue
+            elif is_complete and not any(map(entry.matches, collected)):
                 found.append(f"{entry.source} matches no case: {entry.case}")
         return found
 
@@ -152,12 +162,37 @@ def load(directory: pathlib.Path, implementation: str) -> list[KnownFailure]:
             the entry.
     """
     path = directory / f"{implementation}.toml"
-    if not path.is_file():
-        return []
+    return _entries(_document(path), path) if path.is_file() else []
+
+
+def load_file(path: pathlib.Path) -> tuple[str, list[KnownFailure]]:
+    """Read a file of ``--expectations``.
+
+    Returns:
+        The name of the implementation, and the entries.
+
+    Raises:
+        ValueError: the file cannot be read, is not valid TOML or an entry is not valid. The message is one line that
+            names the file and the entry.
+    """
     try:
-        document = tomllib.loads(path.read_text())
+        document = _document(path)
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror or error}") from None
+    implementation = document.pop("implementation", path.name.removesuffix(".toml"))
+    if not isinstance(implementation, str):
+        raise ValueError(f"{path.name}: implementation = {implementation!r} should be a name that --impl takes")
+    return implementation, _entries(document, path)
+
+
+def _document(path: pathlib.Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path.name}: {error}") from None
+
+
+def _entries(document: dict[str, Any], path: pathlib.Path) -> list[KnownFailure]:
     if unknown := sorted(document.keys() - {"expect"}):
         raise ValueError(f"{path.name}: unknown {unknown[0]!r}; entries are [[expect]]")
     listed = document.get("expect", [])
@@ -209,89 +244,3 @@ def _date(value: Any, source: str) -> datetime.date | None:
     if value is None or (isinstance(value, datetime.date) and not isinstance(value, datetime.datetime)):
         return value
     raise ValueError(f"{source}: expires = {value!r} should be a date such as 2027-06-30, without quotes")
-
-
-class RunKnownFailures:
-    """The known failures of all cases of a run, for every directory of cases and every implementation.
-
-    :meth:`read` is called once after collection, :meth:`judge` for each case, and :meth:`problems` at the end.
-
-    Args:
-        selection: the checked options of the run.
-    """
-
-    def __init__(self, selection: Selection) -> None:
-        self._selection = selection
-        self._read: dict[tuple[pathlib.Path, str], KnownFailures] = {}
-        self._collected: list[pytest.Item] = []
-        self._cases: list[pytest.Function] = []
-
-    def read(self, collected: Sequence[pytest.Item]) -> list[str]:
-        """Read the files for all cases among the collected items.
-
-        Args:
-            collected: all collected items, those that will be deselected included.
-
-        Returns:
-            One line for each file that cannot be read or is not valid.
-        """
-        import torch
-
-        errors = []
-        self._collected = list(collected)
-        self._cases = [item for item in collected if cases.is_case(item)]
-        for folder, implementation in sorted({_key(item) for item in self._cases}):
-            try:
-                entries = load(folder, implementation)
-            except ValueError as error:
-                errors.append(f"{FOLDER}/{error}")
-                continue
-            self._read[folder, implementation] = KnownFailures(
-                entries, torch_version=torch.__version__, device=self._selection.device, today=datetime.date.today()
-            )
-        return errors
-
-    def judge(self, item: pytest.Function, made: CaseRecord) -> None:
-        """Apply the known failures to the record of a case, in place."""
-        verdict, why = self._read[_key(item)].judge(made.id, made.verdict)
-        if verdict == Verdict.EXPECTED_FAIL:
-            made.expected = f"{made.verdict}: {why}"
-        elif why:
-            made.text = f"{made.text}\n{why}".lstrip("\n")
-        made.verdict = verdict
-
-    def problems(self, remaining: Iterable[pytest.Item], config: pytest.Config) -> list[str]:
-        """Return one line for each entry that has expired or that matches no case of a complete run.
-
-        A run is complete for a directory if it collected every file of cases in it, without ``--world`` and without
-        node ids, and deselected only cases marked ``nightly``.
-
-        Args:
-            remaining: the collected items that were not deselected.
-            config: pytest's configuration, whose arguments show whether node ids were given.
-        """
-        found = []
-        narrowed = self._selection.worlds is not None or any("::" in argument for argument in config.args)
-        narrowed = narrowed or _is_narrowed(self._collected, remaining)
-        patterns = config.getini("python_files")
-        for key, expectations in self._read.items():
-            is_complete = not narrowed and _has_every_file(key[0].parent, self._collected, patterns)
-            ids = [cases.case_id(item) for item in self._cases if _key(item) == key]
-            found += [f"{FOLDER}/{line}" for line in expectations.problems(ids, is_complete=is_complete)]
-        return found
-
-
-def _key(item: pytest.Function) -> tuple[pathlib.Path, str]:
-    return item.path.parent / FOLDER, cases.launch_of(item).implementation
-
-
-def _is_narrowed(collected: Iterable[pytest.Item], remaining: Iterable[pytest.Item]) -> bool:
-    """Return whether any item was deselected except nightly ones, which ordinary runs always leave out."""
-    left_out = set(collected) - set(remaining)
-    return any(item.get_closest_marker("nightly") is None for item in left_out)
-
-
-def _has_every_file(folder: pathlib.Path, collected: Iterable[pytest.Item], patterns: Sequence[str]) -> bool:
-    """Return whether every file of cases in the folder was collected; a file can be left out or fail to import."""
-    files = {path for path in folder.glob("*.py") if any(fnmatch.fnmatch(path.name, pattern) for pattern in patterns)}
-    return files <= {item.path for item in collected}

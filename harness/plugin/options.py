@@ -41,7 +41,7 @@ class _Option:
 
 
 _HELP = {
-    "impl": "comma-separated implementations: built-in names, or module:Class (default: "
+    "impl": "comma-separated implementations: names that `shardproof implementations` lists, or module:Class (default: "
     f"{','.join(DEFAULT_IMPLEMENTATIONS)})",
     "device": "device type; auto is CUDA with NCCL if there are two devices or more, else the CPU with gloo",
     "world": "run only cases with these numbers of ranks, such as 2,4",
@@ -52,6 +52,7 @@ _HELP = {
     "quick (one item of each test function)",
     "fuzz": "seconds in which the cases that draw models and schedules search, all together, for one that fails "
     "(default: 10 examples each, always the same)",
+    "expectations": "a file of known failures besides those that are beside the cases; may be given several times",
     "deadline": "seconds that a case may take (default: 60 on the CPU, 30 on CUDA)",
 }
 
@@ -64,6 +65,7 @@ _OPTIONS = (
     _Option("isolate", {"action": "store_true"}),
     _Option("effort", {"metavar": "NAME", "default": "full"}),
     _Option("fuzz", {"type": float, "metavar": "SECONDS"}),
+    _Option("expectations", {"action": "append", "metavar": "FILE"}),
     _Option("deadline", {"type": float, "metavar": "SECONDS"}),
 )
 

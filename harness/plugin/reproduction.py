@@ -112,6 +112,8 @@ def _own(config: pytest.Config, names: Mapping[str, str]) -> tuple[str, ...]:
     found: list[str] = []
     if option.shardproof_deadline is not None:
         found += [names["deadline"], f"{option.shardproof_deadline:g}"]
+    for file in option.shardproof_expectations or ():
+        found += [names["expectations"], str(file)]
     if option.shardproof_check_collectives:
         found.append(names["check-collectives"])
     return tuple(found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+import pathlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -51,6 +52,7 @@ class Selection:
         isolate: whether each case gets new rank processes, which run nothing else.
         effort: how much of what the other options select runs.
         fuzz: how many seconds cases that draw their parameter search together; None for a fixed number of examples.
+        expectations: files of known failures besides those that are beside the cases.
     """
 
     implementations: dict[str, type[Adapter]]
@@ -62,6 +64,7 @@ class Selection:
     isolate: bool = False
     effort: Effort = Effort.FULL
     fuzz: float | None = None
+    expectations: tuple[pathlib.Path, ...] = ()
 
     def allows(self, size: int) -> bool:
         """Return whether ``--world`` selects cases on worlds of this size."""
@@ -82,6 +85,7 @@ def resolve(
     isolate: bool = False,
     effort: str = Effort.FULL,
     fuzz: float | None = None,
+    expectations: Sequence[str] = (),
 ) -> Selection:
     """Parse and check the values of the command line options.
 
@@ -94,6 +98,7 @@ def resolve(
         isolate: whether each case gets new rank processes, which run nothing else.
         effort: the name of an effort.
         fuzz: seconds; None does not search.
+        expectations: paths of files of known failures.
 
     Raises:
         ValueError: an implementation or the device is not available here, or a value is not valid. The message is one
@@ -121,6 +126,7 @@ def resolve(
         isolate,
         Effort(effort),
         fuzz,
+        tuple(map(pathlib.Path, expectations)),
     )
 
 

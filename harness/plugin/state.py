@@ -18,9 +18,9 @@ import pytest
 
 from shardproof.harness.plugin import cases, environment, selection
 from shardproof.harness.plugin.journal import Journal
-from shardproof.harness.plugin.known_failures import RunKnownFailures
 from shardproof.harness.plugin.progress import Progress, Selected
 from shardproof.harness.plugin.reproduction import Invocation, invocation_of
+from shardproof.harness.plugin.run_known_failures import RunKnownFailures
 from shardproof.harness.worlds import scratch
 from shardproof.harness.worlds.pool import Pool
 
@@ -95,6 +95,7 @@ class State:
                     isolate=option.shardproof_isolate,
                     effort=option.shardproof_effort,
                     fuzz=option.shardproof_fuzz,
+                    expectations=option.shardproof_expectations or (),
                 )
             except ValueError as error:
                 raise pytest.UsageError(str(error)) from None

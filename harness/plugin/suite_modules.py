@@ -29,3 +29,8 @@ class SuiteModule(pytest.Module):
 def is_suites(directory: pathlib.Path) -> bool:
     """Return whether the directory is that of shardproof's own suites, directly or through a link."""
     return directory.resolve() == _REAL
+
+
+def is_packaged(file: pathlib.PurePath) -> bool:
+    """Return whether shardproof's own suites have a file of this path, which begins with their folder."""
+    return (_REAL.parent / file).is_file() and file.parent == pathlib.PurePath(_REAL.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 
 import pytest
@@ -205,3 +206,82 @@ def test_a_file_that_cannot_be_read_is_a_usage_error(run, expect, workers):
 def test_other_implementations_files_are_not_read(run, expect):
     expect("no TOML", implementation="reference")
     assert run(SOURCE.replace('!= "fails"', '!= ""')).ret == pytest.ExitCode.OK
+
+
+# --expectations
+
+
+def beside(pytester, *entries, name="own/ddp.toml", first=""):
+    """Write a file of known failures that is in no folder of cases."""
+    path = pytester.path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("\n".join([first, *entries]))
+    return name
+
+
+@pytest.mark.parametrize(
+    ("name", "first"), [("own/ddp.toml", ""), ("own.toml", 'implementation = "ddp"')], ids=["named", "named-inside"]
+)
+def test_a_file_of_expectations_excuses_as_those_beside_the_cases_do(run, pytester, name, first):
+    given = beside(pytester, entry(FAILS), name=name, first=first)
+    result = run(SOURCE, "--expectations", given, "--impl", "ddp,reference")
+    result.assert_outcomes(passed=4, xfailed=1, failed=1)
+    result.stdout.fnmatch_lines(["ddp: 1 expected-fail, 2 pass", "reference: 1 fail, 2 pass"])
+
+
+def test_several_files_of_expectations_come_before_those_beside_the_cases(run, expect, pytester):
+    expect(entry(FAILS, verdict="crash"), entry("test_inner.py::test_other[w1]"))
+    one = beside(pytester, entry(FAILS))
+    two = beside(pytester, entry("test_inner.py::test_case[w1-passes]"), name="more/ddp.toml")
+    result = run(SOURCE, "--expectations", one, "--expectations", two)
+    result.assert_outcomes(xfailed=1, failed=2)
+    result.stdout.fnmatch_lines_random(
+        [
+            "unexpected-pass: passed, but ddp.toml entry 1 expects fail: it is known",
+            "FAILED *test_case[[]ddp-w1-passes] - unexpected-pass: *",
+            "FAILED *test_other[[]ddp-w1] - unexpected-pass: *",
+        ]
+    )
+
+
+def test_an_entry_of_a_file_of_expectations_that_matches_nothing(run, pytester):
+    """Of the folder whose cases all ran; what it lists of another folder may be there in another run."""
+    given = beside(pytester, entry(FAILS), entry(STALE), entry("suites/test_gone.py::test_gone*"))
+    result = run(SOURCE, "--expectations", given)
+    result.assert_outcomes(passed=2, xfailed=1)
+    assert last_error(result) == f"ERROR: --expectations ddp.toml entry 2 matches no case: {STALE}"
+    assert run(SOURCE, "--expectations", given, "-k", "fails").ret == pytest.ExitCode.OK
+
+
+def test_a_folder_of_the_name_of_the_packaged_suites_has_entries_for_both(run, pytester):
+    folder = pytester.mkdir("suites")
+    (folder / "test_own.py").write_text(SOURCE)
+    own, packaged = "suites/test_own.py::test_case[w1-fails]", "suites/test_training.py::test_single_unit*"
+    given = beside(pytester, entry(own), entry(packaged), entry("suites/test_own.py::test_gone*"))
+    result = run("", "suites", "--expectations", given)
+    assert (
+        last_error(result) == "ERROR: --expectations ddp.toml entry 3 matches no case: suites/test_own.py::test_gone*"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (None, "none.toml: No such file or directory"),
+        ("expect = 1", "none.toml: entries are [[expect]], with two brackets"),
+        ("[[expect]]", "none.toml entry 1: 'case' is missing"),
+        ("[", "none.toml: *"),
+        ("implementation = 3", "none.toml: implementation = 3 should be a name that --impl takes"),
+        (
+            "",
+            "none.toml: there is no 'none' in --impl ddp; name the file after one of them, or begin it with "
+            'implementation = "..."',
+        ),
+    ],
+)
+def test_a_file_of_expectations_that_cannot_be_used_ends_the_run(run, pytester, text, told):
+    if text is not None:
+        pytester.path.joinpath("none.toml").write_text(text)
+    result = run(SOURCE, "--expectations", "none.toml")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert fnmatch.fnmatchcase(last_error(result), f"ERROR: --expectations {told}".replace("[", "[[]"))

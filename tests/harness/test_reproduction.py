@@ -106,6 +106,7 @@ OPTIONS = {
     "isolate": (["--isolate"], ["--isolate"]),
     "deadline": (["--deadline", "55.5"], ["--deadline", "55.5"]),
     "check-collectives": (["--check-collectives"], ["--check-collectives"]),
+    "expectations": (["--expectations", "ddp.toml"], ["--expectations", "ddp.toml"]),
     "world": (["--world", "2"], []),
     "effort": (["--effort", "quick"], []),
     "xdist": (["-n", "2"], []),
@@ -116,6 +117,7 @@ OPTIONS = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_options_that_mattered(start, tmp_path, name):
     given, kept = OPTIONS[name]
+    (tmp_path / "ddp.toml").write_text("")
     (tmp_path / "test_own.py").write_text(FAILS)
     options = ["-p", "shardproof.plugin", "--impl", "ddp,reference", "--device", "cpu", "-k", "ddp", *given]
     line = line_of(start("pytest", "test_own.py", *options))

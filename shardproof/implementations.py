@@ -1,0 +1,115 @@
+"""The command ``shardproof implementations``: what --impl can name, in which version, and where it runs."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+from collections.abc import Sequence
+
+from shardproof.harness.adapters import registry
+from shardproof.harness.adapters.capability import Capability
+from shardproof.reports.table import printable, table
+
+CANNOT_RUN = 1
+
+_DEVICES = ("cpu", "cuda")
+
+
+@dataclasses.dataclass
+class _Known:
+    """One implementation: a row of the table, and why it cannot run somewhere."""
+
+    name: str
+    source: str
+    version: str = "-"
+    capabilities: str = "-"
+    devices: list[str] = dataclasses.field(default_factory=list)
+    reasons: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def row(self) -> list[str]:
+        """The cells of the table."""
+        runs_on = ", ".join(self.devices) or "nothing here"
+        return [printable(cell) for cell in (self.name, self.version, self.capabilities, runs_on, self.source)]
+
+
+def implementations(arguments: Sequence[str]) -> int:
+    """Print the implementations that are known, or those that are named.
+
+    Args:
+        arguments: the arguments after the name of the command.
+
+    Returns:
+        The exit code: 0, or 1 if one that is named cannot run here on any device.
+
+    Raises:
+        SystemExit: from argparse, with code 2 for unknown arguments and 0 for ``--help``.
+    """
+    named = _parser().parse_args(arguments).names
+    # As for `shardproof run`: for adapters of the user's own.
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)
+    names = named or dict.fromkeys([*registry.BUILT_IN, *registry.registered()])
+    known = [_examined(name) for name in names]
+    heading = ["name", "version", f"of {len(Capability)} capabilities", "runs on", "from"]
+    lines = table([heading, *(one.row for one in known)])
+    lines += [printable(line) for line in [*_clashes(), *(line for one in known for line in one.reasons)]]
+    if not _has_cuda():
+        lines.append("cuda: torch finds no CUDA device here")
+    print("\n".join(lines))
+    return CANNOT_RUN if named and not all(one.devices for one in known) else 0
+
+
+def _examined(name: str) -> _Known:
+    """Import and check an implementation; what is wrong with it becomes a line."""
+    # Late: it imports torch.
+    from shardproof.harness.adapters import declarations
+
+    known = _Known(name, _source(name))
+    try:
+        adapter = registry.load(name)
+    except ValueError as error:
+        known.reasons.append(str(error))
+        return known
+    for device in _DEVICES if _has_cuda() else _DEVICES[:1]:
+        try:
+            declarations.check(name, adapter, device)
+        except ValueError as error:
+            known.reasons.append(str(error))
+        else:
+            known.devices.append(device)
+            known.version, known.capabilities = adapter.version(), str(len(adapter.capabilities()))
+    return known
+
+
+def _source(name: str) -> str:
+    if name in registry.BUILT_IN:
+        return "shardproof"
+    return " and ".join(one.package for one in registry.registered().get(name, [])) or "-"
+
+
+def _clashes() -> list[str]:
+    """Name the packages that register a built-in name, which nobody can reach."""
+    return [
+        f"{one.package} registers {name!r}, which is built-in: use another name, or pass {one.target}"
+        for name, several in registry.registered().items()
+        for one in several
+        if name in registry.BUILT_IN
+    ]
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.device_count() > 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="shardproof implementations",
+        description="List the implementations that --impl can name: built-in ones and those of installed packages.",
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="only these: names, or module:Class")
+    return parser

@@ -1,0 +1,43 @@
+"""The examples of docs/cases.md: they name what they import, and run."""
+
+import ast
+import re
+
+import pytest
+
+from tests.installations import ROOT, run
+
+DOCUMENT = (ROOT / "docs/cases.md").read_text()
+EXAMPLES = re.findall(r"^```python\n(.*?)^```$", DOCUMENT, flags=re.DOTALL | re.MULTILINE)
+CASES = [example for example in EXAMPLES if "def test_" in example]
+
+#: What the text around a fragment of a case introduces.
+INTRODUCED = {"rank", "model", "units", "batch", "first", "second", "run"}
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=range(len(EXAMPLES)))
+def test_an_example_has_its_imports(example):
+    names = [node for node in ast.walk(ast.parse(example)) if isinstance(node, ast.Name)]
+    bound = {node.id for node in names if isinstance(node.ctx, ast.Store)} | {"range", "bool", "int", "None"}
+    for node in ast.walk(ast.parse(example)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            bound |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.FunctionDef):
+            bound |= {argument.arg for argument in [*node.args.args, *node.args.kwonlyargs]}
+    # pytest_plugins is read by pytest, and torch by whoever copies a fragment with a dtype.
+    used = {node.id for node in names if isinstance(node.ctx, ast.Load)} - {"torch"}
+    assert used - bound <= INTRODUCED, used - bound
+
+
+def test_the_cases_are_collected_and_the_first_runs(tmp_path):
+    (tmp_path / "conftest.py").write_text('pytest_plugins = ["shardproof.plugin"]\n')
+    for number, example in enumerate(CASES):
+        (tmp_path / f"test_example_{number}.py").write_text(example)
+    common = ["-m", "pytest", "-p", "no:cacheprovider", "--impl", "reference", "--device", "cpu"]
+    listed = run(*common, "--collect-only", "-q", cwd=tmp_path, path=ROOT)
+    assert listed.returncode == 0, listed.stdout + listed.stderr
+    assert {line.partition("::")[0] for line in listed.stdout.splitlines() if "::" in line} == {
+        f"test_example_{number}.py" for number in range(len(CASES))
+    }
+    done = run(*common, "test_example_0.py", "--world", "2", "--effort", "quick", cwd=tmp_path, path=ROOT)
+    assert done.returncode == 0 and "reference: 1 pass" in done.stdout, done.stdout + done.stderr
