@@ -32,6 +32,7 @@ from shardproof.harness.adapters.base import (
     whole,
 )
 from shardproof.harness.adapters.capability import Capability
+from shardproof.harness.adapters.scaling import make_scaler
 
 #: The setters of ``FSDPModule`` by the fields of ``Settings``.
 _SETTERS = {
@@ -253,6 +254,10 @@ class DTensorAdapter(Adapter):
             cast_forward_inputs=precision.casts_inputs,
         )
         return {"mp_policy": policy}
+
+    def grad_scaler(self, *, init_scale: float, growth_interval: int) -> torch.amp.GradScaler:
+        """Make torch's scaler, which asks the other ranks of a DTensor."""
+        return make_scaler(self.config, torch.amp.GradScaler, init_scale=init_scale, growth_interval=growth_interval)
 
     @contextlib.contextmanager
     def microbatch(self, *, is_last: bool) -> Iterator[None]:

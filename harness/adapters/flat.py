@@ -35,6 +35,7 @@ from shardproof.harness.adapters.base import (
 )
 from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.flat_layout import FlatLayout, Place, flat_units
+from shardproof.harness.adapters.scaling import make_scaler
 
 #: The prefix that a wrapper adds to the names of everything inside the wrapped module.
 _WRAPPED = "_fsdp_wrapped_module."
@@ -259,8 +260,7 @@ class FlatAdapter(Adapter):
 
     def grad_scaler(self, *, init_scale: float, growth_interval: int) -> torch.amp.GradScaler:
         """Make a scaler that asks all ranks: gradients are plain tensors, of which each rank sees its own part."""
-        device = self.config.mesh.device_type
-        return ShardedGradScaler(device, init_scale=init_scale, growth_interval=growth_interval)
+        return make_scaler(self.config, ShardedGradScaler, init_scale=init_scale, growth_interval=growth_interval)
 
     def gradients(self) -> dict[str, Piece | None]:
         """Return the local parts of the gradients, where the optimizer finds them.
