@@ -51,7 +51,7 @@ class RunOptions:
         pictures: whether gradients, parameters and optimizer state are copied in every step. Without, only outputs and
             losses are, for cases about memory.
         must_clip: whether the total norm must exceed the norm to which gradients are clipped; False expects the
-            contrary.
+            contrary, and None allows both.
         after_backward: called with the adapter between the last backward and the optimizer step, as a training script
             may change gradients there; it may communicate.
         step: called with the adapter in the place of its own step, as where a script scales the loss.
@@ -65,7 +65,7 @@ class RunOptions:
     prepare: Callable[[nn.Module], nn.Module] | None = None
     is_traced: bool = True
     pictures: bool = True
-    must_clip: bool = True
+    must_clip: bool | None = True
     after_backward: Callable[[Adapter], None] | None = None
     step: Callable[[Adapter], None] | None = None
     compared_as: torch.dtype | None = None
