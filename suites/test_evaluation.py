@@ -197,6 +197,22 @@ def test_many_forwards_with_one_gather(rank: Rank, by_call: bool) -> None:
         pair.check()
 
 
+@contract("EVALUATION-3")
+@world(2, 4)
+@needs(Capability.ASYNC_UNSHARD)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+def test_gathers_in_flight_do_not_outlive_the_step(rank: Rank, reshard_after_forward: bool | int | None) -> None:
+    """What a call began to gather between backward and the optimizer's step is not what the next forward uses."""
+    model = models.Tower(dim=9, depth=DEPTH)
+    pair = rank.pair(
+        model, units=model.units(), reshard_after_forward=reshard_after_forward,
+        after_backward=lambda adapter: adapter.unshard(),
+    )  # fmt: skip
+    for step in range(3):
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+
+
 @contract("EVALUATION-4")
 @world(2)
 @needs(Capability.WHOLE_PARAMETERS)

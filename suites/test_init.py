@@ -201,6 +201,18 @@ def test_what_cannot_be_sharded(rank: Rank, what: str) -> None:
     refused_or_trained(rank, UNFIT[what])
 
 
+@contract("INIT-5")
+@world(2)
+@needs(Capability.META_LOAD)
+def test_forward_on_the_meta_device(rank: Rank) -> None:
+    """The forward of a model that still is on the meta device is refused, by the names that its root has for it."""
+    model = models.Tower(dim=9).to("meta")
+    names = [name for name, _ in model.named_parameters()]
+    adapter = sharded(rank, model, units=model.units(), materializes=False)
+    refusal = Refusal(rank, lambda: adapter.forward(rank.batch(0, (4, 9))))
+    refusal.check_names(*names)
+
+
 @contract("INIT-6")
 @world(2)
 @pytest.mark.parametrize("units", [[["first"]], [["first"], ["second"]]], ids=["unit-and-root", "two-units"])

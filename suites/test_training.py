@@ -15,7 +15,7 @@ from shardproof.harness.adapters.base import OptimizerFactory
 from shardproof.harness.collectives.delays import Delay
 from shardproof.harness.collectives.trace import Collective
 from shardproof.harness.models import optim, shapes
-from shardproof.harness.parity import Pair, Rank
+from shardproof.harness.parity import Pair, Rank, check_exact
 from shardproof.harness.plugin.axes import DELAY_MS, DELAYED, DELAYS, RESHARD, RESHARD_TO_PARTS
 from shardproof.harness.tensors.trees import tensors_of
 
@@ -146,6 +146,24 @@ def test_cast_after_sharding(rank: Rank, swaps: bool) -> None:
         pair.check()
 
 
+@contract("TRAINING-5")
+@world(2)
+@needs(Capability.CAST_AFTER_INIT)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
+def test_cast_after_an_evaluation(rank: Rank, reshard_after_forward: bool | None) -> None:
+    """A model that an evaluation has left gathered has rounded values once it is cast to bfloat16 and back."""
+    model = models.Tower(dim=9)
+    rounded = models.copy_of(model).to(rank.device).to(torch.bfloat16).to(torch.float32)
+    options: Any = {"units": model.units(), "optimizer": optim.sgd(), "reshard_after_forward": reshard_after_forward}
+    run, twin = rank.run(model, **options), rank.run(rounded, **options)
+    batch = (rank.batch(0, (4, 9)),)
+    run.evaluate(batch)
+    run.adapter.module.to(torch.bfloat16).to(torch.float32)
+    for step in range(2):
+        pictures = (one.step([batch], loss=models.mean_square) for one in (run, twin))
+        check_exact(rank, *pictures, step=step, why="the same values")
+
+
 @contract("TRAINING-11")
 @world(2, 4)
 @pytest.mark.parametrize("how", ["in-place", pytest.param("data", marks=needs(Capability.FLAT_PARAMETERS))])
@@ -232,6 +250,20 @@ def test_member_that_does_not_run(rank: Rank) -> None:
 def test_other_forward_methods(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """A registered method, called by a parent instead of forward, gathers and trains as forward does."""
     pair = _with_registered_method(rank, reshard_after_forward)
+    for step in range(3):
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+
+
+@contract("TRAINING-8")
+@world(2)
+@needs(Capability.FORWARD_METHOD)
+def test_forward_methods_of_one_class(rank: Rank) -> None:
+    """A method may be registered for several units of one class, each by itself."""
+    model = models.TwoEncoders(dim=9)
+    pair = rank.pair(model, units=[["first"], ["second"]])
+    for name in ("first", "second"):
+        pair.adapter.register_forward_method(name, "features")
     for step in range(3):
         pair.step(rank.batch(step, (4, 9)))
         pair.check()

@@ -281,7 +281,7 @@ class Adapter(ABC):
         """
         assert self.config.clip is not None
         clip = self.config.clip
-        return nn.utils.clip_grad_norm_(self.module.parameters(), clip.max_norm, clip.norm_type)
+        return nn.utils.clip_grad_norm_(self.module.parameters(), clip.max_norm, clip.norm_type, clip.raises)
 
     def norm_value(self, norm: torch.Tensor) -> torch.Tensor:
         """Return the total norm as a plain scalar tensor, equal on all ranks. May communicate.

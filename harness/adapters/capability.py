@@ -119,6 +119,9 @@ class Capability(enum.StrEnum):
     CLIP_ANY_NORM = "clip-any-norm"
     """Clipping works for any norm: 1, 2, inf."""
 
+    CLIP_RAISES = "clip-raises"
+    """Clipping can raise where the norm is infinite or NaN."""
+
     COUNTED_UNITS = "counted-units"
     """Each unit is gathered by one collective and reduced by one, so the number of collectives follows a formula."""
 

@@ -31,10 +31,13 @@ class Clip:
     Attributes:
         max_norm: the norm above which gradients are scaled down; positive.
         norm_type: the p of the p-norm; positive, or ``inf``.
+        raises: whether a norm that is infinite or NaN raises a RuntimeError on every rank, and scales nothing. Needs
+            :attr:`Capability.CLIP_RAISES`.
     """
 
     max_norm: float
     norm_type: float = 2.0
+    raises: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

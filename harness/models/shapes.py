@@ -384,6 +384,21 @@ class Spoiled(nn.Module):
         return torch.tanh(self.inner(x)) * self.odd.sum().to(x.dtype)
 
 
+class Permuted(nn.Module):
+    """A Linear(dim, dim) whose output is put into the order of a frozen parameter of integers.
+
+    Input and output: (batch, dim).
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(dim, dim)
+        self.order = nn.Parameter(torch.arange(dim).flip(0), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.inner(x))[:, self.order]
+
+
 class ScaledBase(nn.Module):
     """``scale * tanh(base x)``, where ``base``, a Linear(dim, dim), is frozen and ``scale`` has one element.
 

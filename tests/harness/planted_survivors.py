@@ -1,6 +1,7 @@
 """Adapters of a reference of which one place is edited: bugs that had lived until a case was written for them.
 
-They lie in the division of gradients, in dtypes, in settings that are taken back, in prefetching and in evaluation.
+They lie in the division of gradients, in dtypes, in settings that are taken back, in prefetching, in evaluation, in
+names and in errors.
 """
 
 from __future__ import annotations
@@ -72,7 +73,49 @@ PER_PARAMETER = {
     "steps-not-counted": Edit(
         "per_parameter.shards:Shards.version", "return counts +", "return 0 * counts if self.params else counts +"
     ),
+    "gather-in-flight-kept": Edit(
+        "per_parameter.group:ParamGroup.drop_stale", "self._pending is not None or self.residence", "self.residence"
+    ),
+    "cast-while-gathered": Edit("per_parameter.unit:Unit.reshard", "        self.group.reshard()\n", ""),
+    # Names and places of parameters.
+    "second-name-keeps-the-original": Edit(
+        "per_parameter.construct:owners_of", "module._parameters.items()", "module.named_parameters(recurse=False)"
+    ),
+    "named-after-the-checks": Edit(
+        "per_parameter.lazy_init:ensure",
+        """_name(unit.modules[0], units)
+    _check_shared_params(units)
+    check_groups([other.group for other in units if other.group is not None])
+""",
+        """_check_shared_params(units)
+    check_groups([other.group for other in units if other.group is not None])
+    _name(unit.modules[0], units)
+""",
+    ),
+    "state-dicts-of-units-alone": Edit(
+        "per_parameter.unit:Unit.register",
+        "dict.fromkeys(owner.module for param in params for owner in param.owners)",
+        "self.modules",
+    ),
+    # Dtypes and divisions.
+    "integers-cast": Edit(
+        "per_parameter.shards:Shards._gather_layout",
+        "param.compute_dtype for param",
+        "param._param_dtype or param.dtype for param",
+    ),
+    "factor-of-three": Edit("common.divide:divide", "divisor / before", "divisor // before"),
+    # Errors.
+    "infinite-norm-accepted": Edit("common.clip:clip_grad_norm_", "not math.isfinite(", "math.isnan("),
+    "failed-forward-counts": Edit(
+        "common.order:OrderCheck.begin",
+        "        self._first.clear()  # of a first forward that raised\n",
+        "        pass\n",
+    ),
+    "ranks-of-the-group": Edit("common.order:OrderCheck._compare_ranks", "rank {ranks[index]} {", "rank {index} {"),
     # Settings.
+    "root-ungathers-all": Edit(
+        "per_parameter.module:FSDPModule.set_unshard_in_backward", "recurse=False", "recurse=True"
+    ),
     "sync-leaves-all-reduce": Edit(
         "per_parameter.module:FSDPModule.set_requires_gradient_sync",
         "        group.options.all_reduce_grads = requires_gradient_sync\n",
