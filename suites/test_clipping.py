@@ -283,5 +283,20 @@ def test_norm_that_is_not_finite_raises(rank: Rank, value: float, norm_type: flo
         run.adapter.zero_grad(set_to_none=True)
 
 
+@contract("CLIPPING-1")
+@world(2)
+@needs(Capability.CLIP_BY_CALL)
+@pytest.mark.parametrize("norm_type", NORMS)
+def test_without_any_gradient(rank: Rank, norm_type: float) -> None:
+    """Where no parameter has a gradient the norm is zero, before the first backward and after others."""
+    model = models.Tower(dim=10)
+    run = rank.run(model, units=model.units(), clip=Clip(max_norm=1, norm_type=norm_type))
+    for step in range(2):
+        norm = float(run.adapter.norm_value(run.adapter.clip()))
+        assert norm == 0, f"the norm is {norm} before the backward of step {step}"
+        run.forward_backward((rank.batch(step, (4, 10)),), loss=models.mean_square)
+        run.adapter.zero_grad(set_to_none=True)
+
+
 def _quarter(output: torch.Tensor) -> torch.Tensor:
     return models.mean_square(output) / 4

@@ -304,6 +304,22 @@ def test_part_of_the_world_in_another_order(rank: Rank, reshard_after_forward: b
 
 
 @contract("INIT-10")
+@world(2, 4)
+@needs(Capability.DEFAULT_MESH)
+def test_all_ranks_by_default(rank: Rank) -> None:
+    """Without a mesh or process groups all ranks train one model, on the accelerator if the host has one."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if (accelerator.type if accelerator else "cpu") != rank.device.type:
+        return  # ranks on the CPU of a host with an accelerator
+    model = models.Tower(dim=9)
+    pair = rank.pair(model, units=model.units(), default_mesh=True)
+    for step in range(2):
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+    check_groups(pair.last_trace(), rank.mesh())
+
+
+@contract("INIT-10")
 @world(4)
 @needs(Capability.HYBRID)
 @pytest.mark.parametrize("as_groups", [False, pytest.param(True, marks=needs(Capability.PROCESS_GROUPS))])

@@ -16,6 +16,8 @@ from shardproof.harness.collectives.delays import Delay
 from shardproof.harness.collectives.trace import Collective
 from shardproof.harness.models import optim, shapes
 from shardproof.harness.parity import Pair, Rank, check_exact
+from shardproof.harness.parity.plain import backward_of_copies, check_gradients
+from shardproof.harness.parity.refusals import Refusal
 from shardproof.harness.plugin.axes import DELAY_MS, DELAYED, DELAYS, RESHARD, RESHARD_TO_PARTS
 from shardproof.harness.tensors.trees import tensors_of
 
@@ -43,6 +45,17 @@ def test_many_shapes(rank: Rank, reshard_after_forward: bool | int | None) -> No
     pair = rank.pair(shapes.ManyShapes(), units=[["body"]], reshard_after_forward=reshard_after_forward)
     for step in range(3):
         pair.step(rank.batch(step, (2, 3, 6, 6)))
+        pair.check()
+
+
+@contract("TRAINING-1")
+@world(2)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
+def test_recurrent_module(rank: Rank, reshard_after_forward: bool | None) -> None:
+    """A module that keeps its parameters in a list of its own too, as recurrent ones do, trains."""
+    pair = rank.pair(shapes.Recurrent(dim=5), units=[["body"]], reshard_after_forward=reshard_after_forward)
+    for step in range(3):
+        pair.step(rank.batch(step, (2, 3, 5)))
         pair.check()
 
 
@@ -114,6 +127,42 @@ def test_unit_called_directly(rank: Rank, delays: tuple[str, ...]) -> None:
     for batch, submodule in zip(batches, order, strict=True):
         pair.step(batch, submodule=submodule)
     pair.check()
+
+
+@contract("TRAINING-3")
+@world(2)
+@needs(Capability.NON_ROOT_FORWARD)
+def test_unit_called_before_the_root(rank: Rank) -> None:
+    """A root whose unit was called before it trains as DDP does, or refuses its forward on every rank."""
+    model = models.Tower(dim=9)
+    whole, run = models.copy_of(model), rank.run(model, units=model.units())
+    batch = rank.batch(0, (4, 9))
+    run.forward_backward((batch,), loss=models.mean_square, submodule="layers.0")
+    run.adapter.zero_grad(set_to_none=True)
+    refusal = Refusal(rank, lambda: run.adapter.forward(batch))
+    if refusal.text is not None:
+        return
+    run.adapter.backward(models.mean_square(refusal.result))
+    plain = whole.to(rank.device)
+    backward_of_copies(rank, plain, loss=models.mean_square(plain(batch)))
+    check_gradients(run, plain, step=0)
+
+
+@contract("TRAINING-3")
+@world(2)
+@needs(Capability.NON_ROOT_FORWARD)
+def test_slice_of_a_sequence(rank: Rank) -> None:
+    """A slice of a sharded ``Sequential`` computes with its modules, as a slice of the unsharded one does."""
+    model = nn.Sequential(*(models.MLP(5) for _ in range(3)))
+    plain: Any = models.copy_of(model).to(rank.device)
+    run = rank.run(model, units=[["0"], ["1"], ["2"]])
+    whole: Any = run.original_module("")
+    batch = rank.batch(0, (4, 5))
+    for _ in range(2):
+        with torch.no_grad():
+            run.adapter.forward(batch)
+            found, expected = whole[1:](batch), plain[1:](batch)
+        assert torch.equal(found, expected), "the slice has another output than that of the unsharded model"
 
 
 @contract("TRAINING-4")

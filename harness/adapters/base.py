@@ -409,10 +409,13 @@ class Adapter(ABC):
         """
         raise AssertionError(f"{self.name} does not declare {Capability.MANUAL_RESHARD!r}")
 
-    def unshard(self) -> None:
+    def unshard(self, *, waits: bool = False) -> None:
         """Start to gather all parameters and return without waiting for them.
 
         Called between steps, also before the first forward, which then gathers nothing.
+
+        Args:
+            waits: whether to wait instead, so that all parameters are registered whole when this returns.
 
         Needs :attr:`Capability.ASYNC_UNSHARD`.
         """

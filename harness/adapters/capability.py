@@ -89,6 +89,9 @@ class Capability(enum.StrEnum):
     PROCESS_GROUPS = "process-groups"
     """The ranks may be given as process groups instead of a mesh."""
 
+    DEFAULT_MESH = "default-mesh"
+    """Without a mesh or process groups, a model is sharded over all ranks."""
+
     SHARD_DIMENSION = "shard-dimension"
     """A script can choose along which dimension a parameter is cut."""
 

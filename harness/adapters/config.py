@@ -334,6 +334,12 @@ class Config:
     Needs :attr:`Capability.PROCESS_GROUPS`.
     """
 
+    default_mesh: bool = False
+    """Whether the adapter passes on nothing, because :attr:`mesh` is what an implementation takes then: all ranks.
+
+    Needs :attr:`Capability.DEFAULT_MESH`.
+    """
+
     shard_dim: Callable[[nn.Parameter], int | None] | None = None
     """Returns the dimension along which a parameter is cut, which may be negative; None is the default.
 

@@ -63,6 +63,7 @@ CAPABILITIES = frozenset(
         Capability.WRAPPING_POLICY,
         Capability.META_DEVICE,
         Capability.PROCESS_GROUPS,
+        Capability.DEFAULT_MESH,
         Capability.BUFFER_DTYPE,
         Capability.FULL_PRECISION_EVALUATION,
         Capability.LOW_PRECISION_GRADIENTS,
@@ -160,7 +161,7 @@ class FlatAdapter(Adapter):
     def _options(self) -> dict[str, Any]:
         config = self.config
         return {
-            **({"process_group": _groups(config.mesh)} if config.as_groups else {"device_mesh": config.mesh}),
+            **self._ranks(),
             "param_init_fn": config.init,
             "sharding_strategy": self._strategy(config.reshard_after_forward),
             "cpu_offload": self.api.CPUOffload(offload_params=True) if config.offload else None,
@@ -182,6 +183,13 @@ class FlatAdapter(Adapter):
         if config.bounds_gathers is not None:
             chosen["limit_all_gathers"] = config.bounds_gathers
         return chosen
+
+    def _ranks(self) -> dict[str, Any]:
+        if self.config.default_mesh:
+            return {}
+        return (
+            {"process_group": _groups(self.config.mesh)} if self.config.as_groups else {"device_mesh": self.config.mesh}
+        )
 
     def _policy(self, policy: WrapPolicy) -> Any:
         """Return the policy in the form in which the implementation takes it."""

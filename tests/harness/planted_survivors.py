@@ -97,6 +97,18 @@ PER_PARAMETER = {
         "dict.fromkeys(owner.module for param in params for owner in param.owners)",
         "self.modules",
     ),
+    "held-past-the-module": Edit(
+        "common.owner:Owner.hold", "type(module).__setattr__ is nn.Module.__setattr__", "True"
+    ),
+    "call-does-not-wait": Edit("per_parameter.module:FSDPModule.unshard", "    handle.wait()\n", ""),
+    "handle-does-not-wait": Edit(
+        "per_parameter.module:UnshardHandle.wait", "        self._unit.wait_for_unshard()\n", ""
+    ),
+    "default-mesh-of-one": Edit(
+        "per_parameter.mesh:default_mesh",
+        "(dist.get_world_size(),)",
+        '(dist.get_world_size(), 1), mesh_dim_names=("a", "b")',
+    ),
     # Dtypes and divisions.
     "integers-cast": Edit(
         "per_parameter.shards:Shards._gather_layout",
@@ -105,6 +117,7 @@ PER_PARAMETER = {
     ),
     "factor-of-three": Edit("common.divide:divide", "divisor / before", "divisor // before"),
     # Errors.
+    "norm-of-nothing": Edit("common.clip:clip_grad_norm_", "if not grads:", "if False:"),
     "infinite-norm-accepted": Edit("common.clip:clip_grad_norm_", "not math.isfinite(", "math.isnan("),
     "failed-forward-counts": Edit(
         "common.order:OrderCheck.begin",
