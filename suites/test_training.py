@@ -161,7 +161,7 @@ def test_slice_of_a_sequence(rank: Rank) -> None:
     for _ in range(2):
         with torch.no_grad():
             run.adapter.forward(batch)
-            found, expected = whole[1:](batch), plain[1:](batch)
+            found, expected = whole[1:].to(rank.device)(batch), plain[1:](batch)
         assert torch.equal(found, expected), "the slice has another output than that of the unsharded model"
 
 

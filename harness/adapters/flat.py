@@ -147,6 +147,8 @@ class FlatAdapter(Adapter):
             options["ignored_states"] = [model.get_parameter(name) for name in config.ignored]
         if config.wraps is not None:
             options["auto_wrap_policy"] = self._policy(config.wraps)
+            if config.wraps.rule == "by-hand":
+                self._wrap_by_hand(model, config.wraps, options)
         for name in names if config.wraps is None else ():
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, self._wrap(model.get_submodule(name), name, options))
@@ -211,6 +213,20 @@ class FlatAdapter(Adapter):
                 return made.ModuleWrapPolicy(policy.classes)
             case "custom":
                 return made.CustomPolicy(functools.partial(self._custom, policy))
+            case "by-hand":
+                return None
+
+    def _wrap_by_hand(self, model: nn.Module, policy: WrapPolicy, options: dict[str, Any]) -> None:
+        """Put each module that the rule chooses, inner ones first, into what ``wrap`` makes of it."""
+        made, kind = self.api.wrap, self.api.FullyShardedDataParallel
+        inner_last = [*model.named_modules()][1:]
+        with made.enable_wrap(wrapper_cls=kind, mixed_precision=self._mixed_precision(""), **options):
+            for name, module in reversed(inner_last):
+                answer = self._custom(policy, module)
+                if answer is not False:
+                    parent, _, child = name.rpartition(".")
+                    wrapped = made.wrap(module, **({} if answer is True else answer))
+                    setattr(model.get_submodule(parent), child, wrapped)
 
     def _custom(self, policy: WrapPolicy, module: nn.Module) -> Any:
         """Return what a policy object expects of a module: whether to wrap it, or the wrapper's arguments."""

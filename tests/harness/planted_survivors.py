@@ -189,6 +189,13 @@ FLAT = {
         "flat.module:FullyShardedDataParallel.no_sync", "unit.syncs = syncs", "unit.syncs = True"
     ),
     "flat-new-data-lost": Edit("flat.shards:FlatShards.adopt", "            place.copy_(held.detach())\n", ""),
+    # Wrapping by hand.
+    "flat-wrapping-goes-on": Edit(
+        "wrap:enable_wrap",
+        "    try:\n        yield\n    finally:\n        _enabled.reset(token)",
+        "    yield\n    _enabled.reset(token)",
+    ),
+    "flat-overrides-lost": Edit("wrap:wrap", "{**kwargs, **wrap_overrides}", "{**wrap_overrides, **kwargs}"),
     "flat-norm-in-float32": Edit(
         "flat.reduction:clip_grad_norm",
         "wide = reduce(torch.promote_types, [grad.dtype for grad in grads], torch.float32)",
