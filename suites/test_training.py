@@ -260,17 +260,26 @@ def test_unit_of_several_modules(rank: Rank) -> None:
 
 @contract("TRAINING-7")
 @world(2)
-@needs(Capability.GROUPED_UNIT, Capability.COUNTED_UNITS)
+@needs(Capability.GROUPED_UNIT, Capability.COUNTED_UNITS, Capability.REGISTERED_STATE)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_unit_of_several_modules_is_gathered_once(rank: Rank, reshard_after_forward: bool | int | None) -> None:
-    """Modules that share a unit are gathered by one collective and reduced by one, of their common size."""
+    """Modules that share a unit are gathered by one collective and reduced by one, of their common size.
+
+    Once the last of them has run they are freed, before the next unit computes.
+    """
     pair = rank.pair(
         models.Tower(dim=9),
         units=[["layers.0", "layers.1"], ["layers.2"]],
         reshard_after_forward=reshard_after_forward,
     )
+    shown: list[bool] = []
+    pair.adapter.submodule("layers.2").register_forward_pre_hook(
+        lambda module, args: shown.append(pair.adapter.gathered()["layers.0.in_proj.weight"])
+    )
     for step in range(2):
         pair.step(rank.batch(step, (4, 9)))
+        keeps = reshard_after_forward is False
+        assert shown.pop() == keeps, f"when layers.2 computes, layers.0 and layers.1 are gathered: {not keeps}"
         pair.check()
         gathered = [item.unit for item in pair.last_trace() if item.phase == "forward"]
         assert gathered == ["(root)", "layers.0,layers.1", "layers.2"], f"forward gathers {gathered}"

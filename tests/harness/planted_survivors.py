@@ -109,11 +109,22 @@ PER_PARAMETER = {
         "(dist.get_world_size(),)",
         '(dist.get_world_size(), 1), mesh_dim_names=("a", "b")',
     ),
+    "unit-waits-for-all-again": Edit(
+        "per_parameter.unit:Unit.pre_forward", "    if not self.to_run:\n", "    if True:\n"
+    ),
+    "one-rank-is-no-whole": Edit(
+        "per_parameter.mesh:after_forward", "        _warn_about_one()\n        return KEEP", "        return FREE"
+    ),
     # Dtypes and divisions.
     "integers-cast": Edit(
         "per_parameter.shards:Shards._gather_layout",
         "param.compute_dtype for param",
         "param._param_dtype or param.dtype for param",
+    ),
+    "output-of-a-method-as-it-is": Edit(
+        "per_parameter.module:_run_as_forward",
+        "return unit.post_forward(module, args, method(*args, **kwargs))",
+        "output = method(*args, **kwargs); unit.post_forward(module, args, output); return output",
     ),
     "factor-of-three": Edit("common.divide:divide", "divisor / before", "divisor // before"),
     # Errors.
