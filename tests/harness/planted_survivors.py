@@ -109,6 +109,11 @@ PER_PARAMETER = {
         "(dist.get_world_size(),)",
         '(dist.get_world_size(), 1), mesh_dim_names=("a", "b")',
     ),
+    "frozen-reduced-as-zeros": Edit(
+        "per_parameter.reduction:take",
+        "group.options.reduce_unused and param.sharded.requires_grad",
+        "group.options.reduce_unused",
+    ),
     "unit-waits-for-all-again": Edit(
         "per_parameter.unit:Unit.pre_forward", "    if not self.to_run:\n", "    if True:\n"
     ),

@@ -47,6 +47,7 @@ KILLED = {
     "handle-does-not-wait": Killer("test_a_call_shows and w2-None", "are not gathered: layers"),
     "default-mesh-of-one": Killer("test_all_ranks_by_default and w2", ""),
     "norm-of-nothing": Killer("test_without_any_gradient and w2-2.0", ""),
+    "frozen-reduced-as-zeros": Killer("test_zeros_are_reduced_or_not and the-unit", "skipped.bias"),
     "unit-waits-for-all-again": Killer("test_unit_of_several_modules_is and w2-None", "when layers.2 computes"),
     "one-rank-is-no-whole": Killer("test_after_forward and w2-8-1-three-units", "gathered is False after forward"),
     "integers-cast": Killer("test_frozen_integers", ""),
