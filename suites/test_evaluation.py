@@ -197,6 +197,45 @@ def test_many_forwards_with_one_gather(rank: Rank, by_call: bool) -> None:
         pair.check()
 
 
+@contract("EVALUATION-3")
+@world(2, 4)
+@needs(Capability.ASYNC_UNSHARD, Capability.REGISTERED_STATE)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+def test_a_call_shows_whole_parameters(rank: Rank, reshard_after_forward: bool | int | None) -> None:
+    """A call that waits for its gathers shows whole parameters of now, first of all and after evaluation and step."""
+    model = models.Tower(dim=9, depth=DEPTH)
+    plain = copy.deepcopy(model).to(rank.device)
+    run = rank.run(model, units=model.units(), reshard_after_forward=reshard_after_forward)
+    batch = (rank.batch(0, (2, 9)),)
+    for number in range(3):
+        run.adapter.unshard(waits=True)
+        sharded = [name for name, gathered in run.adapter.gathered().items() if not gathered]
+        assert not sharded, f"after call {number} these are not gathered: {', '.join(sharded)}"
+        shown = run.adapter.named_parameters()
+        check_whole(rank, WholeParameters(), shown, plain)
+        run.adapter.reshard()
+        run.evaluate(batch)
+        with torch.no_grad():
+            for parameter in (*run.adapter.held_parameters().values(), *plain.parameters()):
+                parameter.mul_(0.5)
+
+
+@contract("EVALUATION-3")
+@world(2, 4)
+@needs(Capability.ASYNC_UNSHARD)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+def test_gathers_in_flight_do_not_outlive_the_step(rank: Rank, reshard_after_forward: bool | int | None) -> None:
+    """What a call began to gather between backward and the optimizer's step is not what the next forward uses."""
+    model = models.Tower(dim=9, depth=DEPTH)
+    pair = rank.pair(
+        model, units=model.units(), reshard_after_forward=reshard_after_forward,
+        after_backward=lambda adapter: adapter.unshard(),
+    )  # fmt: skip
+    for step in range(3):
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+
+
 @contract("EVALUATION-4")
 @world(2)
 @needs(Capability.WHOLE_PARAMETERS)

@@ -28,7 +28,10 @@ LOW = needs(Capability.MIXED_PRECISION)
 @needs(Capability.DIVIDE_FACTOR)
 @pytest.mark.parametrize("dtype", [None, pytest.param(torch.float16, marks=LOW)], ids=["float32", "float16"])
 @pytest.mark.parametrize(
-    "factors", [{"low": 1.0, "high": 16.0, "": 8.0}, {"high": 8.0}], ids=["of-all-units", "of-one-unit"]
+    "factors",
+    # The last two are no powers of two: a half of either may be divided out before the sum, and the rest after it.
+    [{"low": 1.0, "high": 16.0, "": 8.0}, {"high": 8.0}, {"low": 3.0, "high": 6.0}],
+    ids=["of-all-units", "of-one-unit", "of-three"],
 )
 def test_divide_factors(rank: Rank, factors: dict[str, float], dtype: torch.dtype | None) -> None:
     """The sum over shards and replicas together is divided by the factor of the unit, or else by the ranks."""

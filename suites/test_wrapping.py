@@ -12,6 +12,7 @@ from shardproof.harness import Capability, contract, needs, world
 from shardproof.harness.adapters.base import Precision, WrapPolicy
 from shardproof.harness.models.parts import Normed, Parts, PartsBlock
 from shardproof.harness.parity import Pair, Rank
+from shardproof.harness.parity.refusals import Refusal, sharded
 
 pytestmark = needs(Capability.WRAPPING_POLICY, Capability.COUNTED_UNITS)
 
@@ -70,6 +71,17 @@ BY_CHOICE = {
         (*BLOCKS, "attention"),
         keeps=BLOCKS,
     ),
+    "by-hand": Rule(
+        WrapPolicy(
+            "by-hand",
+            chooses=lambda module: (
+                isinstance(module, nn.MultiheadAttention)
+                or ({"reshard_after_forward": False} if isinstance(module, PartsBlock) else False)
+            ),
+        ),
+        (*BLOCKS, "attention"),
+        keeps=BLOCKS,
+    ),
 }
 BESIDE_IGNORED = {
     # Of a block whose first layer is ignored 60 elements are left, and 90 of the other.
@@ -101,6 +113,19 @@ def test_by_size(rank: Rank, rule: str) -> None:
 def test_by_choice(rank: Rank, rule: str) -> None:
     """Modules of some classes, or for which a function returns True, are units, also within each other."""
     train(rank, BY_CHOICE[rule])
+
+
+@contract("WRAPPING-2")
+@world(2)
+def test_by_hand_after_an_error(rank: Rank) -> None:
+    """An error between the calls that make units by hand ends their context: the next one works as the first."""
+
+    def fails(module: nn.Module) -> bool:
+        raise ValueError("no choice")
+
+    failed = Refusal(rank, lambda: sharded(rank, Parts().to(rank.device), wraps=WrapPolicy("by-hand", chooses=fails)))
+    assert failed.text == "ValueError: no choice", failed.text
+    train(rank, BY_CHOICE["by-hand"])
 
 
 @contract("WRAPPING-3")

@@ -89,6 +89,9 @@ class Capability(enum.StrEnum):
     PROCESS_GROUPS = "process-groups"
     """The ranks may be given as process groups instead of a mesh."""
 
+    DEFAULT_MESH = "default-mesh"
+    """Without a mesh or process groups, a model is sharded over all ranks."""
+
     SHARD_DIMENSION = "shard-dimension"
     """A script can choose along which dimension a parameter is cut."""
 
@@ -118,6 +121,9 @@ class Capability(enum.StrEnum):
 
     CLIP_ANY_NORM = "clip-any-norm"
     """Clipping works for any norm: 1, 2, inf."""
+
+    CLIP_RAISES = "clip-raises"
+    """Clipping can raise where the norm is infinite or NaN."""
 
     COUNTED_UNITS = "counted-units"
     """Each unit is gathered by one collective and reduced by one, so the number of collectives follows a formula."""

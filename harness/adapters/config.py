@@ -31,10 +31,13 @@ class Clip:
     Attributes:
         max_norm: the norm above which gradients are scaled down; positive.
         norm_type: the p of the p-norm; positive, or ``inf``.
+        raises: whether a norm that is infinite or NaN raises a RuntimeError on every rank, and scales nothing. Needs
+            :attr:`Capability.CLIP_RAISES`.
     """
 
     max_norm: float
     norm_type: float = 2.0
+    raises: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -168,14 +171,15 @@ class WrapPolicy:
             taken. ``"classes"``: modules of ``classes``. ``"function"``: modules that ``chooses`` returns True for.
             ``"objects"``: as "classes", by a policy object that names all modules at once. ``"custom"``: as "function",
             by such an object; ``chooses`` may also return a dict with ``reshard_after_forward`` for the module's unit.
+            ``"by-hand"``: as "custom", by a call for each module, inner ones first, in a context with the options.
         min_numel: for "size".
         classes: for "classes" and "objects".
-        chooses: for "function" and "custom".
+        chooses: for "function", "custom" and "by-hand".
         leaves: for "size", classes that become no unit, nor anything inside them; None is the implementation's choice.
         excluded: for "size", classes that become no unit themselves; None is the implementation's choice.
     """
 
-    rule: Literal["size", "classes", "function", "objects", "custom"]
+    rule: Literal["size", "classes", "function", "objects", "custom", "by-hand"]
     min_numel: int = 0
     classes: tuple[type[nn.Module], ...] = ()
     chooses: Callable[[nn.Module], bool | dict[str, object]] | None = None
@@ -329,6 +333,12 @@ class Config:
     """Whether the adapter passes on the process groups of :attr:`mesh` in its place.
 
     Needs :attr:`Capability.PROCESS_GROUPS`.
+    """
+
+    default_mesh: bool = False
+    """Whether the adapter passes on nothing, because :attr:`mesh` is what an implementation takes then: all ranks.
+
+    Needs :attr:`Capability.DEFAULT_MESH`.
     """
 
     shard_dim: Callable[[nn.Parameter], int | None] | None = None

@@ -185,9 +185,12 @@ class DTensorAdapter(Adapter):
             options["offload_policy"] = type(self).offload_policy(pin_memory=config.offload == "pinned")
         for unit in inner_first(config.units):
             modules = [model.get_submodule(name) for name in unit]
-            its = {"mesh": self._mesh(unit[0])} | self._mixed_precision(unit[0])
+            its = self._its_mesh(unit[0]) | self._mixed_precision(unit[0])
             type(self).fully_shard(modules if len(modules) > 1 else modules[0], **options, **its)
-        type(self).fully_shard(model, mesh=self._mesh(""), **options, **self._mixed_precision(""))
+        # As in scripts, which go on with what is returned.
+        its = self._its_mesh("") | self._mixed_precision("")
+        model = type(self).fully_shard(model, **options, **its)
+        assert isinstance(model, nn.Module), f"fully_shard returned {type(model)}"
         if config.materializes:
             self._materialize(model)
         for name, factor in config.divide_factors.items():
@@ -217,6 +220,10 @@ class DTensorAdapter(Adapter):
         assert self.config.shard_dim is not None
         dim = self.config.shard_dim(parameter)
         return None if dim is None else Shard(dim)
+
+    def _its_mesh(self, unit: str) -> dict[str, Any]:
+        """Return the option for the mesh of a unit."""
+        return {} if self.config.default_mesh else {"mesh": self._mesh(unit)}
 
     def _mesh(self, unit: str) -> DeviceMesh:
         """Return the mesh to shard a unit over, made of its process groups if the case wants that."""
@@ -314,10 +321,12 @@ class DTensorAdapter(Adapter):
         for module in self._sharded_modules():
             module.reshard()
 
-    def unshard(self) -> None:
-        """Call ``unshard(async_op=True)`` on every sharded module."""
+    def unshard(self, *, waits: bool = False) -> None:
+        """Call ``unshard(async_op=True)`` on every sharded module; if that shall wait, the root's own without it."""
         for module in self._sharded_modules():
-            module.unshard(async_op=True)
+            handle = module.unshard(async_op=not waits or module is not self.module)
+            if waits and handle is not None:
+                handle.wait()
 
     def restore(self, state: dict[str, Any], *, form: StateForm = "sharded", strict: bool = True) -> KeysLeftOver:
         if form != "sharded":

@@ -64,6 +64,7 @@ CAPABILITIES = frozenset(
         Capability.WRAPPING_POLICY,
         Capability.META_DEVICE,
         Capability.PROCESS_GROUPS,
+        Capability.DEFAULT_MESH,
         Capability.BUFFER_DTYPE,
         Capability.FULL_PRECISION_EVALUATION,
         Capability.LOW_PRECISION_GRADIENTS,
@@ -147,6 +148,8 @@ class FlatAdapter(Adapter):
             options["ignored_states"] = [model.get_parameter(name) for name in config.ignored]
         if config.wraps is not None:
             options["auto_wrap_policy"] = self._policy(config.wraps)
+            if config.wraps.rule == "by-hand":
+                self._wrap_by_hand(model, config.wraps, options)
         for name in names if config.wraps is None else ():
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, self._wrap(model.get_submodule(name), name, options))
@@ -161,7 +164,7 @@ class FlatAdapter(Adapter):
     def _options(self) -> dict[str, Any]:
         config = self.config
         return {
-            **({"process_group": _groups(config.mesh)} if config.as_groups else {"device_mesh": config.mesh}),
+            **self._ranks(),
             "param_init_fn": config.init,
             "sharding_strategy": self._strategy(config.reshard_after_forward),
             "cpu_offload": self.api.CPUOffload(offload_params=True) if config.offload else None,
@@ -184,6 +187,13 @@ class FlatAdapter(Adapter):
             chosen["limit_all_gathers"] = config.bounds_gathers
         return chosen
 
+    def _ranks(self) -> dict[str, Any]:
+        if self.config.default_mesh:
+            return {}
+        return (
+            {"process_group": _groups(self.config.mesh)} if self.config.as_groups else {"device_mesh": self.config.mesh}
+        )
+
     def _policy(self, policy: WrapPolicy) -> Any:
         """Return the policy in the form in which the implementation takes it."""
         made = self.api.wrap
@@ -204,6 +214,20 @@ class FlatAdapter(Adapter):
                 return made.ModuleWrapPolicy(policy.classes)
             case "custom":
                 return made.CustomPolicy(functools.partial(self._custom, policy))
+            case "by-hand":
+                return None
+
+    def _wrap_by_hand(self, model: nn.Module, policy: WrapPolicy, options: dict[str, Any]) -> None:
+        """Put each module that the rule chooses, inner ones first, into what ``wrap`` makes of it."""
+        made, kind = self.api.wrap, self.api.FullyShardedDataParallel
+        inner_last = [*model.named_modules()][1:]
+        with made.enable_wrap(wrapper_cls=kind, mixed_precision=self._mixed_precision(""), **options):
+            for name, module in reversed(inner_last):
+                answer = self._custom(policy, module)
+                if answer is not False:
+                    parent, _, child = name.rpartition(".")
+                    wrapped = made.wrap(module, **({} if answer is True else answer))
+                    setattr(model.get_submodule(parent), child, wrapped)
 
     def _custom(self, policy: WrapPolicy, module: nn.Module) -> Any:
         """Return what a policy object expects of a module: whether to wrap it, or the wrapper's arguments."""
