@@ -211,6 +211,22 @@ def test_into_a_new_optimizer(rank: Rank, form: StateForm, flat: bool) -> None:
     check_loads(rank, saved, make(rank, 1, for_flat=flat, flat_parameters=flat), form, steps_first=False)
 
 
+@contract("STATE-3")
+@world(2)
+@FORMS
+def test_into_an_optimizer_of_fewer_parameters(rank: Rank, form: StateForm) -> None:
+    """An optimizer of the trainable parameters takes the options and states that one of all parameters has saved."""
+    saved = make(rank, 0, optimizer=optim.adamw(lr=LR))
+    loaded = make(rank, 1, optimizer=optim.of_trainable(optim.adamw(lr=3 * LR)))
+    for run in (saved, loaded):
+        train(rank, run, 0)
+    loaded.adapter.restore(saved.adapter.checkpoint(form=form), form=form)
+    assert loaded.adapter.optimizer is not None
+    rates = [group["lr"] for group in loaded.adapter.optimizer.param_groups]
+    assert rates == [LR], f"learning rates {rates} instead of {LR}"
+    states.check_held(rank, loaded, states.read(rank, saved))
+
+
 @contract("STATE-5", "STATE-8")
 @world(2)
 @FORMS

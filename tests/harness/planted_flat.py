@@ -28,6 +28,22 @@ FLAT = {
         "self.ranks.size == 1 and flat.dtype == self.dtype and flat.device",
         "self.ranks.size == 1 and flat.device",
     ),
+    # Units that a policy finds.
+    "found-units-not-kept": Edit(
+        "flat.construct:_inherited", '"ignored_modules": None,', '"ignored_modules": None, "sharding_strategy": None,'
+    ),
+    "found-units-not-sent": Edit(
+        "flat.construct:_inherited", '"ignored_modules": None,', '"ignored_modules": None, "sync_module_states": False,'
+    ),
+    "found-units-reset": Edit(
+        "flat.construct:_inherited", '"ignored_modules": None,', '"ignored_modules": None, "param_init_fn": None,'
+    ),
+    "gaps-not-filled": Edit("flat.construct:_broadcast", "tensor.copy_(flat.view(tensor.size()))", "pass"),
+    "options-of-all-parameters-alone": Edit(
+        "flat.optim_state:_options_for",
+        'if set(names) & set(group["params"]):',
+        'if set(names) == set(group["params"]):',
+    ),
     # Ignored modules, and the meta device.
     "ignored-are-made": Edit(
         "flat.construct:_parents_first",

@@ -10,6 +10,7 @@ from tests.harness.planted import Killer, a_third_by_day, assert_killed, assert_
 pytestmark = pytest.mark.slow("the tests share one run of the suites, in which each planted bug has ranks of its own")
 
 WHOLE, MADE = "test_whole_on_every_rank and {}", "test_values_made and w2-reset-whole-model"
+OPTIONS = "test_units_have_the_options and {}"
 KILLED = {
     "replicas-not-averaged": Killer(WHOLE.format("w2-originals"), "gradient of '"),
     "replicas-are-shards": Killer(WHOLE.format("w2-originals"), ""),
@@ -20,6 +21,13 @@ KILLED = {
         "test_whole_state_dicts_are_copies and full-replicas-alone-originals", "the step changed"
     ),
     "no-buffer-for-another-dtype": Killer(WHOLE.format("in_another_dtype"), ""),
+    "found-units-not-kept": Killer(OPTIONS.format("keeps"), "backward gathers ["),
+    "found-units-not-sent": Killer(OPTIONS.format("first-rank"), "other values than those of the option"),
+    "found-units-reset": Killer(OPTIONS.format("function"), "other values than those of the option"),
+    "gaps-not-filled": Killer("test_states_of_the_first_rank_everywhere and w4-False", "not those of the first rank"),
+    "options-of-all-parameters-alone": Killer(
+        "test_into_an_optimizer_of_fewer_parameters and w2-full", "learning rates ["
+    ),
     "ignored-are-made": Killer("test_ignored_module and w2-reset", "of the ignored module has other values"),
     "ignored-are-cast": Killer("test_ignored_module and w2-reset", "of the ignored module is of torch.bfloat16"),
     "buffers-alone-stay": Killer(MADE, ""),
