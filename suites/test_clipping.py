@@ -99,6 +99,25 @@ def test_tied_parameter_counts_once(rank: Rank) -> None:
         pair.check()
 
 
+@contract("CLIPPING-1")
+@world(2)
+@needs(Capability.CLIP_BY_CALL, Capability.IGNORED_PARAMETERS)
+@pytest.mark.parametrize("norm_type", NORMS)
+def test_ignored_parameter(rank: Rank, norm_type: float) -> None:
+    """An ignored parameter, whose gradients are equal on all ranks here, counts once and is scaled with the others."""
+    norm = {1.0: 100.0, 2.0: 10.0, math.inf: 1.0}[norm_type]  # of 36 and 64 gradients of 1
+    clip = Clip(max_norm=norm / 4, norm_type=norm_type)
+    run = rank.run(shapes.TwoScales(4, 9, 16), clip=clip, ignored=("low.weight",))
+    run.forward_backward((torch.ones((4, 16), device=rank.device),), loss=torch.sum)
+    found = float(run.adapter.norm_value(run.adapter.clip()))
+    assert math.isclose(found, norm, rel_tol=1e-6), f"total norm: {found} instead of {norm}"
+    for name, piece in run.adapter.gradients().items():
+        assert piece is not None, f"{name} has no gradient"
+        expected = clip.max_norm / (norm + 1e-6)
+        wrong = (piece.tensor.double() / expected - 1).abs() > 4 * torch.finfo(piece.tensor.dtype).eps
+        assert not wrong.any(), f"clipped gradient of {name!r}: {piece.tensor.flatten()[:3]} instead of {expected}"
+
+
 @contract("CLIPPING-6")
 @world(2, 4)
 @pytest.mark.parametrize("norm_type", NORMS)

@@ -14,7 +14,7 @@ from shardproof.harness.adapters.base import Adapter, WholeParameters
 from shardproof.harness.findings.finding import step_label
 from shardproof.harness.models import optim, shapes, ties
 from shardproof.harness.parity import Rank, Run, check_exact
-from shardproof.harness.plugin.axes import RESHARD
+from shardproof.harness.plugin.axes import RESHARD, SHARDS
 
 FLAT = pytest.mark.parametrize(
     "flat", [False, pytest.param(True, marks=needs(Capability.FLAT_PARAMETERS))], ids=["originals", "flat"]
@@ -265,6 +265,50 @@ def test_whole_parameters(
     batch = (rank.batch(0, (2, 9)),)
     outputs, expected = run.evaluate(batch), twin.evaluate(batch)
     assert torch.equal(outputs[0], expected[0]), "the forward after the context has other values"
+    for step in range(2):
+        pictures = (one.step([(rank.batch(step, (4, 9)),)], loss=models.mean_square) for one in (run, twin))
+        check_exact(rank, *pictures, step=step, why=WHY)
+
+
+@contract("EVALUATION-4")
+@world(2)
+@needs(Capability.WHOLE_PARAMETERS)
+@FLAT
+@SHARDS
+def test_function_for_every_module(rank: Rank, shards: bool, flat: bool) -> None:
+    """A function that a script applies to every module sees whole parameters, and what it writes to them stays."""
+    model = models.Tower(dim=9, depth=DEPTH)
+    plain = copy.deepcopy(model).to(rank.device)
+    options: Any = {"units": model.units(), "flat_parameters": flat, "shards": shards}
+    run = rank.run(model, **options)
+    for _ in range(2):
+        run.evaluate((rank.batch(0, (2, 9)),))
+        for one in (run.adapter.module, plain):
+            one.apply(lambda module: write(dict(module.named_parameters(recurse=False))))
+        check_values(run, plain)
+    batch = (rank.batch(0, (2, 9)),)
+    outputs, expected = run.evaluate(batch), rank.run(plain, **options).evaluate(batch)
+    assert torch.equal(outputs[0], expected[0]), "the forward after the function has other values"
+
+
+@contract("EVALUATION-4")
+@world(2)
+@needs(Capability.WHOLE_PARAMETERS, Capability.REPLICAS_ALONE)
+@FLAT
+def test_whole_parameters_of_replicas(rank: Rank, flat: bool) -> None:
+    """Where nothing is sharded the whole parameters are those that ranks hold, and what is written to them stays."""
+    model = models.Tower(dim=9, depth=DEPTH)
+    plain = copy.deepcopy(model).to(rank.device)
+    options: Any = {"units": model.units(), "optimizer": optim.sgd(), "flat_parameters": flat, "shards": False}
+    run = rank.run(model, **options)
+    for _ in range(2):
+        run.evaluate((rank.batch(0, (2, 9)),))
+        with run.adapter.whole_parameters(WholeParameters()) as found:
+            check_whole(rank, WholeParameters(), found, plain)
+            write(found)
+        write(dict(plain.named_parameters()))
+        check_values(run, plain)
+    twin = rank.run(plain, **options)
     for step in range(2):
         pictures = (one.step([(rank.batch(step, (4, 9)),)], loss=models.mean_square) for one in (run, twin))
         check_exact(rank, *pictures, step=step, why=WHY)

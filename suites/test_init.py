@@ -17,7 +17,7 @@ from shardproof.harness import Capability, Hardware, alone, contract, models, ne
 from shardproof.harness.adapters.base import Adapter, Clip
 from shardproof.harness.adapters.dtensor import piece_of
 from shardproof.harness.models import mixed, shapes, ties
-from shardproof.harness.models.made import Drawn, DrawnStack
+from shardproof.harness.models.made import Drawn, DrawnStack, Offset
 from shardproof.harness.parity import Rank, exact_difference, states
 from shardproof.harness.parity.refusals import Refusal, Untouched, sharded
 from shardproof.harness.plugin.axes import RESHARD, RESHARD_ROOT
@@ -107,7 +107,7 @@ def test_values_made_on_the_meta_device(rank: Rank, own_function: bool, which: s
         return plain
 
     def make(module: nn.Module) -> None:
-        if isinstance(module, Drawn):
+        if isinstance(module, (Drawn, Offset)):
             module.to_empty(device=rank.device, recurse=False)
             module.reset_parameters()
 

@@ -495,7 +495,7 @@ class Adapter(ABC):
 
         Args:
             hook: called with this rank's whole gradients of one unit, 1-D, and an empty tensor for this rank's share of
-                their average, which it fills.
+                their average, which it fills; the gradients alone, to average in place, where nothing is sharded.
         """
         raise AssertionError(f"{self.name} does not declare {Capability.REDUCTION_HOOK!r}")
 

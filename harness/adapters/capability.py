@@ -146,6 +146,9 @@ class Capability(enum.StrEnum):
     HYBRID = "hybrid"
     """On a (replicate, shard) mesh, parameters are sharded over the second dimension, gradients averaged over both."""
 
+    REPLICAS_ALONE = "replicas-alone"
+    """A script can choose that nothing is sharded: ranks hold whole parameters, whose gradients are averaged."""
+
     DEFERRED_REDUCTION = "deferred-reduction"
     """The reduction of gradients can be deferred to the backward of the last microbatch."""
 

@@ -228,6 +228,12 @@ class Config:
     :attr:`Capability.GROUPED_UNIT`.
     """
 
+    shards: bool = True
+    """Whether parameters are divided among the ranks of :attr:`mesh`; False keeps them whole on each of them.
+
+    False needs :attr:`Capability.REPLICAS_ALONE` and a mesh of one dimension.
+    """
+
     reshard_after_forward: bool | int | None = None
     """What happens to gathered parameters after forward; None is the implementation's default.
 
@@ -370,7 +376,12 @@ class Config:
     @property
     def shard_size(self) -> int:
         """The number of ranks among which a unit is divided."""
-        return self.mesh.size(self.mesh.ndim - 1)
+        return self.mesh.size(self.mesh.ndim - 1) if self.shards else 1
+
+    @property
+    def shard_index(self) -> int:
+        """The position of this rank among those."""
+        return self.mesh.get_local_rank(self.mesh.ndim - 1) if self.shards else 0
 
     @property
     def data_ranks(self) -> tuple[int, ...]:

@@ -152,6 +152,7 @@ class DTensorAdapter(Adapter):
             Capability.FLAT_PARAMETERS,
             Capability.SYNC_STATES,
             Capability.BUFFER_DTYPE,
+            Capability.REPLICAS_ALONE,
             Capability.REDUCTION_HOOK,
             Capability.GATHERS_AHEAD,
             Capability.IGNORED_MODULES,
@@ -166,7 +167,7 @@ class DTensorAdapter(Adapter):
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         super().__init__(model, optimizer=optimizer, config=config)
         other = (config.flat_parameters, config.sync_states, config.ignored_modules, config.wraps)
-        assert not any(other), "fully_shard has no such option"
+        assert config.shards and not any(other), "fully_shard has no such option"
         ahead = (config.gathers_ahead, config.gathers_ahead_in_forward, config.bounds_gathers)
         assert ahead == (None, None, None), "fully_shard gathers ahead what a script names"
         # Looked up before anything is sharded: sharding changes the class of a module, although not its name.

@@ -50,6 +50,7 @@ CAPABILITIES = frozenset(
         Capability.SHARDED,
         Capability.RESHARD_AFTER_FORWARD,
         Capability.HYBRID,
+        Capability.REPLICAS_ALONE,
         Capability.UNUSED_OUTPUT,
         Capability.UNUSED_MODULE,
         Capability.CONTAINER_OUTPUT,
@@ -266,6 +267,9 @@ class FlatAdapter(Adapter):
         assert reshards is None or isinstance(reshards, bool), (
             f"there is no strategy that reshards to groups of {reshards}"
         )
+        if not self.config.shards:
+            assert not hybrid, "a mesh of replicas and shards has shards"
+            return strategies.NO_SHARD
         if reshards is False:
             return strategies._HYBRID_SHARD_ZERO2 if hybrid else strategies.SHARD_GRAD_OP
         # None too: freeing after forward is the default of the implementations.
@@ -328,8 +332,9 @@ class FlatAdapter(Adapter):
 
     def checkpoint(self, *, form: StateForm = "sharded") -> dict[str, Any]:
         wrapper = self.api.FullyShardedDataParallel
-        with self._state_dicts_are(form):
+        with self._models_are(form):
             state = {"model": self.module.state_dict()}
+        with self._state_dicts_are(form):
             if self.optimizer is not None:
                 state["optimizer"] = wrapper.optim_state_dict(self.module, self.optimizer)
         return state
@@ -343,12 +348,17 @@ class FlatAdapter(Adapter):
         wrapper, model = self.api.FullyShardedDataParallel, [state["model"]]
         if form == "first-rank":
             dist.broadcast_object_list(model, src=0, device=_device(self.config.mesh.device_type))
-        with self._state_dicts_are(form):
+        with self._models_are(form):
             keys = self.module.load_state_dict(model[0], strict=strict)
+        with self._state_dicts_are(form):
             if "optimizer" in state:
                 optimizer = self._checkpointed_optimizer()
                 wrapper.optim_state_dict_to_load(self.module, optimizer, state["optimizer"], load_directly=True)
         return KeysLeftOver(tuple(keys.missing_keys), tuple(keys.unexpected_keys))
+
+    def _models_are(self, form: StateForm) -> contextlib.AbstractContextManager[Any]:
+        # A full state dict of a model is what a script gets that chooses nothing.
+        return contextlib.nullcontext() if form == "full" else self._state_dicts_are(form)
 
     def _state_dicts_are(self, form: StateForm) -> contextlib.AbstractContextManager[Any]:
         api = self.api
@@ -383,9 +393,8 @@ class FlatAdapter(Adapter):
             yield Place(name, 0, self._held[name].numel(), uncut)
 
     def _places_in(self, unit: FlatLayout) -> Iterator[Place]:
-        mesh = self.config.mesh
         if self.config.shard_size > 1 or self.config.flat_parameters:
-            yield from unit.places(index=mesh.get_local_rank(mesh.ndim - 1), size=self.config.shard_size)
+            yield from unit.places(index=self.config.shard_index, size=self.config.shard_size)
             return
         # A group of one rank shards nothing, and the original parameters keep their shapes.
         for name, numel, cut in zip(unit.names, unit.numels, unit.cuts, strict=True):
@@ -393,12 +402,11 @@ class FlatAdapter(Adapter):
 
     def _flat_pieces(self, read: Callable[[nn.Parameter], torch.Tensor | None]) -> dict[str, Piece | None]:
         """Return the pieces of all parameters in what ``read`` returns of each flat parameter."""
-        mesh = self.config.mesh
-        index = mesh.get_local_rank(mesh.ndim - 1)
+        index, size = self.config.shard_index, self.config.shard_size
         return {
             name: piece
             for unit, parameter in self._held_flat
-            for name, piece in unit.pieces(read(parameter), index=index, size=self.config.shard_size)
+            for name, piece in unit.pieces(read(parameter), index=index, size=size)
         }
 
 

@@ -232,7 +232,7 @@ class Evidence:
 def _group_of(config: Config, rank: int) -> tuple[tuple[int, ...], int]:
     """Return the ranks among which this rank's parameters are divided, and the number of that replica."""
     ranks = config.mesh.mesh.tolist()
-    rows = ranks if config.mesh.ndim == 2 else [ranks]
+    rows = ranks if config.mesh.ndim == 2 else [ranks] if config.shards else [[one] for one in ranks]
     (found,) = [(tuple(row), replica) for replica, row in enumerate(rows) if rank in row]
     return found
 

@@ -153,7 +153,8 @@ class Run:
         prepared = options.prepare(model) if options.prepare else model
         self.evidence.note_tensor_parallel(prepared)
         # An implementation keeps these modules, whatever it puts around them or makes of their classes.
-        self._modules: dict[str, nn.Module] = {original_name(name): module for name, module in prepared.named_modules()}
+        every_name = prepared.named_modules(remove_duplicate=False)
+        self._modules: dict[str, nn.Module] = {original_name(name): module for name, module in every_name}
         self.adapter = protocol.make(implementation, prepared, optimizer=options.optimizer, config=config)
 
     @property
