@@ -439,8 +439,6 @@ def test_gradient_of_the_input_alone(rank: Rank, reshard_after_forward: bool | N
 @contract("AUTOGRAD-12")
 @world(2)
 @needs(Capability.AUTOGRAD_CALLS)
-# Some implementations leave the model behind, in some orders of cases: why is not known yet.
-@pytest.mark.nightly
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
 def test_gradient_penalty(rank: Rank, reshard_after_forward: bool | None) -> None:
     """A penalty on the gradient of the input trains as plain copies do, or every rank raises; no gradient is wrong."""

@@ -99,6 +99,25 @@ def test_tied_parameter_counts_once(rank: Rank) -> None:
         pair.check()
 
 
+@contract("CLIPPING-1")
+@world(2)
+@needs(Capability.CLIP_BY_CALL, Capability.IGNORED_PARAMETERS)
+@pytest.mark.parametrize("norm_type", NORMS)
+def test_ignored_parameter(rank: Rank, norm_type: float) -> None:
+    """An ignored parameter, whose gradients are equal on all ranks here, counts once and is scaled with the others."""
+    norm = {1.0: 100.0, 2.0: 10.0, math.inf: 1.0}[norm_type]  # of 36 and 64 gradients of 1
+    clip = Clip(max_norm=norm / 4, norm_type=norm_type)
+    run = rank.run(shapes.TwoScales(4, 9, 16), clip=clip, ignored=("low.weight",))
+    run.forward_backward((torch.ones((4, 16), device=rank.device),), loss=torch.sum)
+    found = float(run.adapter.norm_value(run.adapter.clip()))
+    assert math.isclose(found, norm, rel_tol=1e-6), f"total norm: {found} instead of {norm}"
+    for name, piece in run.adapter.gradients().items():
+        assert piece is not None, f"{name} has no gradient"
+        expected = clip.max_norm / (norm + 1e-6)
+        wrong = (piece.tensor.double() / expected - 1).abs() > 4 * torch.finfo(piece.tensor.dtype).eps
+        assert not wrong.any(), f"clipped gradient of {name!r}: {piece.tensor.flatten()[:3]} instead of {expected}"
+
+
 @contract("CLIPPING-6")
 @world(2, 4)
 @pytest.mark.parametrize("norm_type", NORMS)
@@ -248,6 +267,53 @@ def test_norm_of_nan(rank: Rank, norm_type: float) -> None:
         run.forward_backward((batch,), loss=torch.sum)
         norm = float(run.adapter.norm_value(run.adapter.clip()))
         assert math.isnan(norm), f"the {norm_type}-norm is {norm} with a NaN in row {row}"
+        run.adapter.zero_grad(set_to_none=True)
+
+
+@contract("CLIPPING-9")
+@world(2)
+@needs(Capability.CLIP_BY_CALL, Capability.CLIP_RAISES, Capability.SHARDED)
+@pytest.mark.parametrize("norm_type", NORMS)
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_norm_that_is_not_finite_raises(rank: Rank, value: float, norm_type: float) -> None:
+    """If a script wants that, a norm that is infinite or NaN raises on every rank and scales nothing."""
+    clip = Clip(max_norm=1, norm_type=norm_type, raises=True)
+    run = rank.run(shapes.TwoScales(4, 9, 16), units=[["low"]], clip=clip)
+    for row in (None, 0, 3):
+        batch = torch.ones((4, 16), device=rank.device)
+        if row is not None:
+            batch[row, 12] = value  # of the root's weight alone
+        run.forward_backward((batch,), loss=torch.sum)
+        before = {name: piece.tensor.clone() for name, piece in run.adapter.gradients().items() if piece is not None}
+        try:
+            run.adapter.clip()
+            error = ""
+        except RuntimeError as raised:
+            error = str(raised)
+        everyone = rank.exchange(error)
+        if row is None:
+            assert not any(everyone), f"clipping by a finite norm raises: {everyone}"
+        else:
+            assert all("non-finite" in one for one in everyone), f"a norm with {value} in row {row} raises {everyone}"
+            for name, piece in run.adapter.gradients().items():
+                assert piece is not None
+                same = torch.equal(piece.tensor.view(torch.int32), before[name].view(torch.int32))  # NaN too
+                assert same, f"gradient of {name!r} after the error: {piece.tensor}; before it: {before[name]}"
+        run.adapter.zero_grad(set_to_none=True)
+
+
+@contract("CLIPPING-1")
+@world(2)
+@needs(Capability.CLIP_BY_CALL)
+@pytest.mark.parametrize("norm_type", NORMS)
+def test_without_any_gradient(rank: Rank, norm_type: float) -> None:
+    """Where no parameter has a gradient the norm is zero, before the first backward and after others."""
+    model = models.Tower(dim=10)
+    run = rank.run(model, units=model.units(), clip=Clip(max_norm=1, norm_type=norm_type))
+    for step in range(2):
+        norm = float(run.adapter.norm_value(run.adapter.clip()))
+        assert norm == 0, f"the norm is {norm} before the backward of step {step}"
+        run.forward_backward((rank.batch(step, (4, 10)),), loss=models.mean_square)
         run.adapter.zero_grad(set_to_none=True)
 
 

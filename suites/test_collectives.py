@@ -291,19 +291,23 @@ def test_resharding_is_changed(rank: Rank, choices: tuple[bool | None, ...], uni
 @contract("COLLECTIVES-10")
 @world(2)
 @needs(Capability.UNIT_SETTINGS, Capability.COUNTED_UNITS, Capability.GATHER_ORDER)
-def test_backward_gathers_a_unit_or_not(rank: Rank) -> None:
-    """A unit that computes its gradients without its parameters need not be gathered for that, as long as it is set."""
+@pytest.mark.parametrize("unit", ["0", ""], ids=["a-layer", "the-root"])
+def test_backward_gathers_a_unit_or_not(rank: Rank, unit: str) -> None:
+    """A unit that computes its gradients without its parameters need not be gathered for that, as long as it is set.
+
+    Set on the root, whose own unit stays gathered in any case, it changes nothing for the units inside.
+    """
     model = torch.nn.Sequential(
         torch.nn.Embedding(11, 9), torch.nn.Linear(9, 12), torch.nn.Tanh(), torch.nn.Linear(12, 7)
     )
     pair = rank.pair(model, units=[["0"], ["1"]])
     for step, gathers in enumerate([None, False, True, False]):
         if gathers is not None:
-            pair.adapter.change(Settings(unshard_in_backward=gathers), unit="0")
+            pair.adapter.change(Settings(unshard_in_backward=gathers), unit=unit)
         pair.step(rank.tokens(step, (4, 3), vocabulary=11))
         pair.check()
         pair.check_counts("forward", all_gather=3)
-        assert_gathered_in_backward(pair, step, ["1"] if gathers is False else ["0", "1"])
+        assert_gathered_in_backward(pair, step, ["1"] if gathers is False and unit else ["0", "1"])
 
 
 @contract("COLLECTIVES-10")
@@ -314,7 +318,9 @@ def test_backward_gathers_a_unit_or_not(rank: Rank) -> None:
 )
 def test_zeros_are_reduced_or_not(rank: Rank, unit: str, recurse: bool) -> None:
     """While that is set for its unit, a parameter that was not used is reduced with zeros; otherwise it is left out."""
-    run = rank.run(shapes.SkippedMember(dim=9), units=[["used", "skipped"]])
+    model = shapes.SkippedMember(dim=9)
+    model.skipped.bias.requires_grad_(False)  # has no gradient in any case
+    run = rank.run(model, units=[["used", "skipped"]])
     sizes: list[int] = []
     for step, zeros in enumerate([False, True, False]):
         run.adapter.change(Settings(reduce_unused=zeros), unit=unit, recurse=recurse)
@@ -324,7 +330,8 @@ def test_zeros_are_reduced_or_not(rank: Rank, unit: str, recurse: bool) -> None:
         has_zeros = zeros and (unit == "used" or recurse)
         gradients = {name for name, piece in run.adapter.gradients().items() if piece is not None}
         found = sorted(name for name in gradients if name.startswith("skipped."))
-        assert bool(found) == has_zeros, f"in {step_label(step)} unused parameters have gradients: {not has_zeros}"
+        expected = ["skipped.weight"] * has_zeros
+        assert found == expected, f"in {step_label(step)} unused parameters with gradients are {found}, not {expected}"
         assert (sizes[step] > sizes[0]) == has_zeros, f"bytes of the reductions in three steps: {sizes}"
         run.adapter.zero_grad(set_to_none=True)
 

@@ -262,6 +262,7 @@ def test_states_of_the_first_rank_everywhere(rank: Rank, replicas: bool) -> None
     mesh = rank.mesh((2, 2), ("replicate", "shard")) if replicas else rank.mesh()
     torch.manual_seed(rank.seeds.init + rank.index)
     model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3), nn.Linear(3, 7)).to(rank.device)
+    model[0].register_buffer("columns", torch.zeros(4, 6, device=rank.device)[:, ::2])  # with gaps in memory
     for number, buffer in enumerate(model.buffers(), start=1):
         buffer.fill_(10 * number + rank.index)
     own = {name: value.detach().cpu() for name, value in models.copy_of(model).state_dict().items()}

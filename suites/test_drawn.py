@@ -43,6 +43,10 @@ FOUND = [
         "adam-beside-a-frozen-parameter",
         Training(plan=Plan(Block((Part(), Part("linear", frozen="first"))), dim=2), optimizer="adam"),
     ),
+    found(
+        "norm-below-the-clip",
+        Training(plan=Plan(Block((Part(),), blocks=(Block((Part(),), calls=2),) * 4), dim=2), clip="2", seed=7),
+    ),
 ]
 
 

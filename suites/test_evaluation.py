@@ -14,7 +14,7 @@ from shardproof.harness.adapters.base import Adapter, WholeParameters
 from shardproof.harness.findings.finding import step_label
 from shardproof.harness.models import optim, shapes, ties
 from shardproof.harness.parity import Rank, Run, check_exact
-from shardproof.harness.plugin.axes import RESHARD
+from shardproof.harness.plugin.axes import RESHARD, SHARDS
 
 FLAT = pytest.mark.parametrize(
     "flat", [False, pytest.param(True, marks=needs(Capability.FLAT_PARAMETERS))], ids=["originals", "flat"]
@@ -197,6 +197,45 @@ def test_many_forwards_with_one_gather(rank: Rank, by_call: bool) -> None:
         pair.check()
 
 
+@contract("EVALUATION-3")
+@world(2, 4)
+@needs(Capability.ASYNC_UNSHARD, Capability.REGISTERED_STATE)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+def test_a_call_shows_whole_parameters(rank: Rank, reshard_after_forward: bool | int | None) -> None:
+    """A call that waits for its gathers shows whole parameters of now, first of all and after evaluation and step."""
+    model = models.Tower(dim=9, depth=DEPTH)
+    plain = copy.deepcopy(model).to(rank.device)
+    run = rank.run(model, units=model.units(), reshard_after_forward=reshard_after_forward)
+    batch = (rank.batch(0, (2, 9)),)
+    for number in range(3):
+        run.adapter.unshard(waits=True)
+        sharded = [name for name, gathered in run.adapter.gathered().items() if not gathered]
+        assert not sharded, f"after call {number} these are not gathered: {', '.join(sharded)}"
+        shown = run.adapter.named_parameters()
+        check_whole(rank, WholeParameters(), shown, plain)
+        run.adapter.reshard()
+        run.evaluate(batch)
+        with torch.no_grad():
+            for parameter in (*run.adapter.held_parameters().values(), *plain.parameters()):
+                parameter.mul_(0.5)
+
+
+@contract("EVALUATION-3")
+@world(2, 4)
+@needs(Capability.ASYNC_UNSHARD)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+def test_gathers_in_flight_do_not_outlive_the_step(rank: Rank, reshard_after_forward: bool | int | None) -> None:
+    """What a call began to gather between backward and the optimizer's step is not what the next forward uses."""
+    model = models.Tower(dim=9, depth=DEPTH)
+    pair = rank.pair(
+        model, units=model.units(), reshard_after_forward=reshard_after_forward,
+        after_backward=lambda adapter: adapter.unshard(),
+    )  # fmt: skip
+    for step in range(3):
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+
+
 @contract("EVALUATION-4")
 @world(2)
 @needs(Capability.WHOLE_PARAMETERS)
@@ -226,6 +265,50 @@ def test_whole_parameters(
     batch = (rank.batch(0, (2, 9)),)
     outputs, expected = run.evaluate(batch), twin.evaluate(batch)
     assert torch.equal(outputs[0], expected[0]), "the forward after the context has other values"
+    for step in range(2):
+        pictures = (one.step([(rank.batch(step, (4, 9)),)], loss=models.mean_square) for one in (run, twin))
+        check_exact(rank, *pictures, step=step, why=WHY)
+
+
+@contract("EVALUATION-4")
+@world(2)
+@needs(Capability.WHOLE_PARAMETERS)
+@FLAT
+@SHARDS
+def test_function_for_every_module(rank: Rank, shards: bool, flat: bool) -> None:
+    """A function that a script applies to every module sees whole parameters, and what it writes to them stays."""
+    model = models.Tower(dim=9, depth=DEPTH)
+    plain = copy.deepcopy(model).to(rank.device)
+    options: Any = {"units": model.units(), "flat_parameters": flat, "shards": shards}
+    run = rank.run(model, **options)
+    for _ in range(2):
+        run.evaluate((rank.batch(0, (2, 9)),))
+        for one in (run.adapter.module, plain):
+            one.apply(lambda module: write(dict(module.named_parameters(recurse=False))))
+        check_values(run, plain)
+    batch = (rank.batch(0, (2, 9)),)
+    outputs, expected = run.evaluate(batch), rank.run(plain, **options).evaluate(batch)
+    assert torch.equal(outputs[0], expected[0]), "the forward after the function has other values"
+
+
+@contract("EVALUATION-4")
+@world(2)
+@needs(Capability.WHOLE_PARAMETERS, Capability.REPLICAS_ALONE)
+@FLAT
+def test_whole_parameters_of_replicas(rank: Rank, flat: bool) -> None:
+    """Where nothing is sharded the whole parameters are those that ranks hold, and what is written to them stays."""
+    model = models.Tower(dim=9, depth=DEPTH)
+    plain = copy.deepcopy(model).to(rank.device)
+    options: Any = {"units": model.units(), "optimizer": optim.sgd(), "flat_parameters": flat, "shards": False}
+    run = rank.run(model, **options)
+    for _ in range(2):
+        run.evaluate((rank.batch(0, (2, 9)),))
+        with run.adapter.whole_parameters(WholeParameters()) as found:
+            check_whole(rank, WholeParameters(), found, plain)
+            write(found)
+        write(dict(plain.named_parameters()))
+        check_values(run, plain)
+    twin = rank.run(plain, **options)
     for step in range(2):
         pictures = (one.step([(rank.batch(step, (4, 9)),)], loss=models.mean_square) for one in (run, twin))
         check_exact(rank, *pictures, step=step, why=WHY)

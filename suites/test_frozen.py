@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shardproof.harness import Capability, contract, models, needs, world
+from shardproof.harness.adapters.base import Precision
 from shardproof.harness.findings.finding import step_label
 from shardproof.harness.models import shapes
 from shardproof.harness.parity import Census, Pair, Rank, exact_difference
@@ -137,6 +138,26 @@ def test_frozen_of_another_dtype(rank: Rank, reshard_after_forward: bool | int |
         assert piece is not None, "low.weight has no gradient"
         assert piece.tensor.eq(average).all(), f"gradient of 'low.weight': {piece.tensor} instead of {average}"
         run.adapter.zero_grad(set_to_none=True)
+
+
+@contract("FROZEN-6")
+@world(2)
+@needs(Capability.REGISTERED_STATE, Capability.MIXED_PRECISION)
+def test_frozen_integers(rank: Rank) -> None:
+    """A frozen parameter of integers stays what it is beside others that are computed with in a dtype of their own."""
+    model = shapes.Permuted(9)
+    plain = copy.deepcopy(model).to(rank.device)
+    plain.inner.bfloat16()
+    run = rank.run(model, precision=Precision(compute=torch.bfloat16))
+    for step in range(2):
+        batch = rank.batch(step, (4, 9))
+        output = run.adapter.forward(batch)
+        difference = exact_difference(output.detach(), plain(batch.bfloat16()).detach())
+        assert difference is None, f"output of {step_label(step)}: element, sharded and unsharded: {difference}"
+        found = run.adapter.registered()["order"].tensor.dtype
+        assert found == torch.int64, f"order has the dtype {found} after the forward of {step_label(step)}"
+        run.adapter.backward(output.sum())
+        assert run.adapter.gradients()["order"] is None, "order is frozen and has a gradient"
 
 
 @contract("FROZEN-4")

@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.harness import Capability, contract, needs, world
+from shardproof.harness import Capability, contract, models, needs, world
+from shardproof.harness.adapters.base import Precision
 from shardproof.harness.findings.finding import step_label
 from shardproof.harness.models import mixed, optim
+from shardproof.harness.models.made import Drawn, DrawnStack
 from shardproof.harness.parity import Rank, check_equal, run_and_replica
 from shardproof.harness.plugin.axes import RESHARD
 
@@ -47,3 +49,43 @@ def test_ignored_parameters(rank: Rank, ignored: str, reshard_after_forward: boo
         assert not replaced, f"after {step_label(step)} another parameter is registered as {', '.join(replaced)}"
     other = [str(item) for item in run.trace if item.kind in ("all_gather", "reduce_scatter") and not item.unit]
     assert not other, f"the sizes of these collectives are those of no unit without its ignored parameters: {other}"
+
+
+@contract("IGNORED-1")
+@world(2)
+@needs(Capability.IGNORED_MODULES, Capability.META_DEVICE, Capability.BUFFER_DTYPE)
+@pytest.mark.parametrize("own_function", [False, True], ids=["reset", "function"])
+def test_ignored_module(rank: Rank, own_function: bool) -> None:
+    """An ignored module beside one on the meta device is not made anew, and its buffers are not cast with others."""
+    model = DrawnStack(dim=9)
+    ignored = model.layers[1]
+    with torch.no_grad():
+        for tensor in ignored.state_dict(keep_vars=True).values():
+            tensor.mul_(3)  # other values than the module makes
+    ignored.to(rank.device)
+    before = {name: value.clone() for name, value in [*ignored.named_parameters(), *ignored.named_buffers()]}
+
+    def to_meta(plain: nn.Module) -> nn.Module:
+        plain.get_submodule("out").to("meta")  # of the unit that the ignored module is in too
+        return plain
+
+    def make(module: nn.Module) -> None:
+        if isinstance(module, Drawn):
+            module.to_empty(device=rank.device, recurse=False)
+            module.reset_parameters()
+
+    run = rank.run(
+        model,
+        units=[["layers.0"], ["layers.2"]],
+        prepare=to_meta,
+        init=make if own_function else None,
+        ignored=("layers.1.weight", "layers.1.shift"),
+        ignored_modules=("layers.1",),
+        precision=Precision(buffers=torch.bfloat16),
+    )
+    run.forward_backward((rank.batch(0, (4, 9)),), loss=models.mean_square)
+    dtype = run.original_module("layers.0").get_buffer("gain").dtype
+    assert dtype == torch.bfloat16, f"a buffer of a module that is not ignored is of {dtype}"
+    for name, value in [*ignored.named_parameters(), *ignored.named_buffers()]:
+        assert value.dtype == before[name].dtype, f"{name!r} of the ignored module is of {value.dtype}"
+        assert torch.equal(value, before[name]), f"{name!r} of the ignored module has other values"

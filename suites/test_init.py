@@ -17,7 +17,7 @@ from shardproof.harness import Capability, Hardware, alone, contract, models, ne
 from shardproof.harness.adapters.base import Adapter, Clip
 from shardproof.harness.adapters.dtensor import piece_of
 from shardproof.harness.models import mixed, shapes, ties
-from shardproof.harness.models.made import Drawn, DrawnStack
+from shardproof.harness.models.made import Drawn, DrawnStack, Offset
 from shardproof.harness.parity import Rank, exact_difference, states
 from shardproof.harness.parity.refusals import Refusal, Untouched, sharded
 from shardproof.harness.plugin.axes import RESHARD, RESHARD_ROOT
@@ -107,7 +107,7 @@ def test_values_made_on_the_meta_device(rank: Rank, own_function: bool, which: s
         return plain
 
     def make(module: nn.Module) -> None:
-        if isinstance(module, Drawn):
+        if isinstance(module, (Drawn, Offset)):
             module.to_empty(device=rank.device, recurse=False)
             module.reset_parameters()
 
@@ -201,6 +201,18 @@ def test_what_cannot_be_sharded(rank: Rank, what: str) -> None:
     refused_or_trained(rank, UNFIT[what])
 
 
+@contract("INIT-5")
+@world(2)
+@needs(Capability.META_LOAD)
+def test_forward_on_the_meta_device(rank: Rank) -> None:
+    """The forward of a model that still is on the meta device is refused, by the names that its root has for it."""
+    model = models.Tower(dim=9).to("meta")
+    names = [name for name, _ in model.named_parameters()]
+    adapter = sharded(rank, model, units=model.units(), materializes=False)
+    refusal = Refusal(rank, lambda: adapter.forward(rank.batch(0, (4, 9))))
+    refusal.check_names(*names)
+
+
 @contract("INIT-6")
 @world(2)
 @pytest.mark.parametrize("units", [[["first"]], [["first"], ["second"]]], ids=["unit-and-root", "two-units"])
@@ -289,6 +301,22 @@ def test_part_of_the_world_in_another_order(rank: Rank, reshard_after_forward: b
         pair.step(rank.batch(step, (4, 9)))
         pair.check()
     check_groups(pair.last_trace(), mesh["dp"])
+
+
+@contract("INIT-10")
+@world(2, 4)
+@needs(Capability.DEFAULT_MESH)
+def test_all_ranks_by_default(rank: Rank) -> None:
+    """Without a mesh or process groups all ranks train one model, on the accelerator if the host has one."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if (accelerator.type if accelerator else "cpu") != rank.device.type:
+        return  # ranks on the CPU of a host with an accelerator
+    model = models.Tower(dim=9)
+    pair = rank.pair(model, units=model.units(), default_mesh=True)
+    for step in range(2):
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+    check_groups(pair.last_trace(), rank.mesh())
 
 
 @contract("INIT-10")

@@ -63,6 +63,23 @@ def test_ranks_differ_in_the_first_iteration(
     assert not gathered, f"gathered although the ranks differ: {gathered}"
 
 
+@contract("ORDER-1")
+@world(4, debug_level="DETAIL")
+@PARAMETERS
+def test_ranks_of_a_part_of_the_world_differ(rank: Rank, flat_parameters: bool) -> None:
+    """Where half of the ranks train one model and half another, the error names ranks by their numbers in the world."""
+    model, mesh = models.TwoPaths(dim=DIM), rank.mesh((2, 2), ("models", "dp"))["dp"]
+    run = rank.run(model, units=UNITS, mesh=mesh, flat_parameters=flat_parameters)
+    rank.expect_different_collectives()
+    if rank.index % 2:
+        model.flip()
+    text = raised_by(run, rank.batch(0, (8, DIM)))
+    assert re.search(ACROSS_RANKS, text), f"raised: {text!r}"
+    first, second = mesh.mesh.tolist()
+    names = rf"\brank {first}\b.*\bfirst\.weight\b.*\brank {second}\b.*\bsecond\.0\.weight\b"
+    assert re.search(names, text), f"ranks {first} and {second} differ: {text}"
+
+
 @contract("ORDER-5")
 @world(2, 4, debug_level="DETAIL")
 @PARAMETERS
@@ -160,6 +177,25 @@ def test_later_iterations_run_other_units(
         text = checked(found[0], number)
         assert warning in text, text
     check_silent(rank, departures(train, 2))
+
+
+@contract("ORDER-2")
+@world(2, debug_level="DETAIL")
+@needs(Capability.RECOVERY)
+@PARAMETERS
+def test_first_forward_that_raises(rank: Rank, flat_parameters: bool) -> None:
+    """Later iterations are compared with the first whole one, not with a forward that ended in an exception."""
+    pair = rank.pair(OptionalUnits(dim=DIM), units=OPTIONAL, baseline="replicated", flat_parameters=flat_parameters)
+    with pytest.raises(RuntimeError), pair.sharded.recorder.during("failed"):
+        pair.adapter.forward(rank.batch(0, (8, DIM + 1)))  # an input of another size
+    pair.adapter.recover()
+
+    def train(step: int) -> None:
+        pair.step(rank.batch(step, (8, DIM)))
+        pair.check()
+
+    for step in range(3):
+        check_silent(rank, departures(train, step))
 
 
 @contract("ORDER-3")

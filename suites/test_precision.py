@@ -246,6 +246,23 @@ def test_outputs(rank: Rank, recomputes: bool) -> None:
     assert set(model.returned) == {(HALF, torch.int64)}, f"the unit returned {set(model.returned)}"
 
 
+@contract("PRECISION-5", "PRECISION-6")
+@world(2)
+@needs(Capability.MIXED_PRECISION, Capability.OUTPUT_DTYPE, Capability.FORWARD_METHOD)
+def test_casts_of_a_registered_method(rank: Rank) -> None:
+    """A method that is registered beside forward has its inputs and its output cast as forward has."""
+    inner = Precision(compute=BRAIN, reduce=FULL, output=FULL)
+    run = rank.run(models.TwoStage(dim=9), units=[["encoder"], ["projector"]], unit_precision={"encoder": inner})
+    run.adapter.register_forward_method("encoder", "features")
+    seen: dict[str, torch.dtype] = {}
+    for name in ("encoder.inner", "projector"):
+        note = functools.partial(lambda name, module, args: seen.update({name: args[0].dtype}), name)
+        run.original_module(name).register_forward_pre_hook(note)
+    for _ in range(2):
+        run.forward_backward((rank.batch(0, (4, 9)),), loss=models.mean_square)
+        assert seen == {"encoder.inner": BRAIN, "projector": FULL}, f"inputs: {seen}"
+
+
 @contract("PRECISION-7")
 @world(2)
 @needs(Capability.MIXED_PRECISION, Capability.BUFFER_DTYPE)

@@ -17,7 +17,7 @@ from shardproof.harness.findings.finding import step_label
 from shardproof.harness.models import mixed, optim
 from shardproof.harness.parity import Rank, Run, check_equal, exact_difference, run_and_replica
 from shardproof.harness.parity.units import ROOT
-from shardproof.harness.plugin.axes import RESHARD
+from shardproof.harness.plugin.axes import RESHARD, SHARDS
 
 SHAPE = (6, 4)
 LOW = needs(Capability.MIXED_PRECISION)
@@ -28,7 +28,10 @@ LOW = needs(Capability.MIXED_PRECISION)
 @needs(Capability.DIVIDE_FACTOR)
 @pytest.mark.parametrize("dtype", [None, pytest.param(torch.float16, marks=LOW)], ids=["float32", "float16"])
 @pytest.mark.parametrize(
-    "factors", [{"low": 1.0, "high": 16.0, "": 8.0}, {"high": 8.0}], ids=["of-all-units", "of-one-unit"]
+    "factors",
+    # The last two are no powers of two: a half of either may be divided out before the sum, and the rest after it.
+    [{"low": 1.0, "high": 16.0, "": 8.0}, {"high": 8.0}, {"low": 3.0, "high": 6.0}],
+    ids=["of-all-units", "of-one-unit", "of-three"],
 )
 def test_divide_factors(rank: Rank, factors: dict[str, float], dtype: torch.dtype | None) -> None:
     """The sum over shards and replicas together is divided by the factor of the unit, or else by the ranks."""
@@ -81,30 +84,34 @@ def test_function_after_the_reduction(rank: Rank, unit: str) -> None:
 @contract("REDUCTION-2")
 @world(2, 4)
 @needs(Capability.REDUCTION_HOOK, Capability.DEFERRED_REDUCTION)
-def test_function_in_place_of_the_reduction(rank: Rank) -> None:
+@SHARDS
+def test_function_in_place_of_the_reduction(rank: Rank, shards: bool) -> None:
     """A function in the place of all reductions is called once for each unit and reduction; what it writes is used."""
-    runs = two_runs(rank, accumulation=Accumulation(), microbatches=2, mesh=rank.mesh())
+    runs = two_runs(rank, accumulation=Accumulation(), microbatches=2, mesh=rank.mesh(), shards=shards)
     calls: list[tuple[int, int]] = []
+    size = rank.world_size if shards else 1
 
-    def function(gradient: torch.Tensor, share: torch.Tensor) -> None:
-        calls.append((gradient.numel(), share.numel()))
+    def function(gradient: torch.Tensor, share: torch.Tensor | None = None) -> None:
+        mine = gradient if share is None else share
+        calls.append((gradient.numel(), mine.numel()))
         whole = gradient.clone()
         dist.all_reduce(whole)
-        share.copy_(whole.view(rank.world_size, -1)[rank.index]).mul_(2 / rank.world_size)
+        mine.copy_(whole.view(size, -1)[rank.index % size]).mul_(2 / rank.world_size)
 
     runs[1].adapter.replace_reduction(function)
     names = [name for one in runs[1].units for name in one.names]
     for step in range(2):
         calls.clear()
+        before = len(runs[1].trace)
         # In sums of four numbers the order is a function's own.
         compare_gradients(rank, runs, step, doubled=names, exact=rank.world_size == 2)
-        assert all(whole == rank.world_size * share for whole, share in calls), f"gradients and shares: {calls}"
+        assert all(whole == size * share for whole, share in calls), f"gradients and shares: {calls}"
         found = sorted(share for _, share in calls)
-        expected = sorted(one.numel / rank.world_size for one in runs[1].units)
+        expected = sorted(one.numel / size for one in runs[1].units)
         assert len(found) == len(expected), f"in {step_label(step)} it is called {len(found)} times"
         assert all(least <= one <= least + 50 for one, least in zip(found, expected, strict=True)), f"shares: {found}"
-        kinds = {item.kind for item in runs[1].trace if item.phase == "backward"}
-        assert "reduce_scatter" not in kinds, "the implementation reduces too"
+        kinds = [item.kind for item in runs[1].trace[before:] if item.phase == "backward" and "reduce" in item.kind]
+        assert kinds == ["all_reduce"] * len(calls), f"the implementation reduces too: {kinds} for {len(calls)} calls"
 
 
 class Own:

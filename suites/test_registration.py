@@ -16,6 +16,8 @@ from shardproof.harness.plugin.axes import RESHARD, RESHARD_ROOT, RESHARD_UNEVEN
 
 pytestmark = [needs(Capability.REGISTERED_STATE), world(2, 4)]
 
+#: Groups of one rank have whole parameters, as without resharding.
+TO_ONE_RANK = pytest.param(8, 1, marks=needs(Capability.RESHARD_TO_SIZE, Capability.ROOT_RESHARD))
 UNITS = pytest.mark.parametrize("units", [[], [["layers.0"], ["layers.1"]]], ids=["root-only", "three-units"])
 
 
@@ -24,7 +26,7 @@ UNITS = pytest.mark.parametrize("units", [[], [["layers.0"], ["layers.1"]]], ids
 @UNITS
 @pytest.mark.parametrize(
     ("dim", "reshard_after_forward"),
-    [*with_first(8, RESHARD_ROOT), *with_first(5, RESHARD_UNEVEN)],
+    [*with_first(8, RESHARD_ROOT), *with_first(5, RESHARD_UNEVEN), TO_ONE_RANK],
 )
 def test_after_forward(rank: Rank, dim: int, units: list[list[str]], reshard_after_forward: bool | int | None) -> None:
     """After forward a unit shows shards if it reshards, gathered parameters otherwise; values never change.
@@ -141,7 +143,8 @@ def _attributes(parameter: torch.Tensor) -> dict[str, Any]:
 
 def _assert_as_after_forward(run: Run, reshard_after_forward: bool | int | None, *, has_units: bool) -> None:
     """Units that do not reshard after forward are gathered, the others are not."""
-    keeps = {"root": reshard_after_forward in (None, False), "others": reshard_after_forward is False}
+    stays = not reshard_after_forward if isinstance(reshard_after_forward, bool) else reshard_after_forward == 1
+    keeps = {"root": stays or reshard_after_forward is None, "others": stays}
     for name, gathered in run.adapter.gathered().items():
         owner = "others" if has_units and name.startswith("layers.") else "root"
         assert gathered == keeps[owner], f"{name}: gathered is {gathered} after forward with {reshard_after_forward!r}"

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import copy
 
+import pytest
+import torch
+
 from shardproof.harness import Capability, contract, models, needs, world
-from shardproof.harness.models import optim
-from shardproof.harness.parity import Rank
+from shardproof.harness.adapters.base import Accumulation, Clip, Precision
+from shardproof.harness.models import mixed, optim
+from shardproof.harness.parity import Rank, run_and_replica, step_and_check
 from shardproof.harness.parity.claims import state_numel
 from shardproof.harness.tensors import memory
 
@@ -59,3 +63,43 @@ def test_state_is_divided(rank: Rank) -> None:
         assert max(held) < full, f"a rank holds all {full} elements of momentum: {held}"
     else:
         assert set(held) == {full}, f"the ranks hold {held} elements of momentum, {full} each"
+
+
+@contract("SHARDING-2")
+@world(2, 4)
+@needs(Capability.REPLICAS_ALONE, Capability.COUNTED_UNITS, Capability.DEFERRED_REDUCTION, Capability.CLIPPING)
+@pytest.mark.parametrize(
+    "flat", [False, pytest.param(True, marks=needs(Capability.FLAT_PARAMETERS))], ids=["originals", "flat"]
+)
+def test_whole_on_every_rank(rank: Rank, flat: bool) -> None:
+    """Where nothing is sharded, a step all-reduces each unit once, after the last microbatch, and gathers nothing."""
+    model = models.Tower(dim=9)
+    pair = rank.pair(
+        model,
+        units=model.units(),
+        shards=False,
+        flat_parameters=flat,
+        microbatches=2,
+        accumulation=Accumulation(),
+        clip=Clip(0.01),
+    )
+    for step in range(3):
+        pair.evaluate(rank.batch(step, (2, 9), microbatch=2))
+        pair.step([rank.batch(step, (4, 9), microbatch=number) for number in range(2)], set_to_none=step != 1)
+        pair.check()
+        pair.check_counts("forward")
+        pair.check_counts("backward", all_reduce=len(pair.units))
+        pair.check_counts("clip")
+
+
+@contract("SHARDING-2")
+@world(2)
+@needs(Capability.REPLICAS_ALONE, Capability.MIXED_PRECISION)
+def test_whole_on_every_rank_in_another_dtype(rank: Rank) -> None:
+    """The same where units compute and reduce in dtypes of their own."""
+    precision = Precision(compute=torch.bfloat16, reduce=torch.float32)
+    run, replica = run_and_replica(
+        rank, mixed.Mixed(), units=[["low"], ["high"]], optimizer=optim.sgd(), shards=False, precision=precision
+    )
+    for step in range(3):
+        step_and_check(rank, run, replica, [(rank.batch(step, (6, 4)),)], number=step, loss=torch.sum)

@@ -113,6 +113,31 @@ def test_before_training(rank: Rank, reshard_after_forward: bool | int | None, f
 
 @contract("STATE-1", "STATE-5")
 @world(2)
+@needs(Capability.DTENSOR_PARAMETERS)
+@pytest.mark.parametrize("assigns", [False, True], ids=["copied", "assigned"])
+@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+def test_of_a_module_inside_a_unit(rank: Rank, reshard_after_forward: bool | int | None, assigns: bool) -> None:
+    """The state dict of a part of a unit, whatever is gathered, has sharded values, and is what a load replaces."""
+    run = make(rank, 0, optimizer=None, reshard_after_forward=reshard_after_forward)
+    unsharded, batch = plain(rank).to(rank.device), (rank.batch(0, (3, DIM)),)
+    name = "layers.1.first"
+    for _ in range(2):
+        run.evaluate(batch)
+        state, expected = run.original_module(name).state_dict(), unsharded.get_submodule(name).state_dict()
+        whole = [key for key, value in state.items() if not isinstance(value, DTensor)]
+        assert not whole, f"the state dict of {name} has unsharded values of {', '.join(whole)}"
+        wrong = [key for key, value in state.items() if not torch.equal(value.full_tensor(), expected[key])]
+        assert not wrong, f"the state dict of {name} has other values of {', '.join(wrong)}"
+        run.evaluate(batch)
+        run.original_module(name).load_state_dict({key: value * 2 for key, value in state.items()}, assign=assigns)
+        unsharded.get_submodule(name).load_state_dict({key: value * 2 for key, value in expected.items()})
+        twin = rank.run(models.copy_of(unsharded), units=unsharded.units())
+        outputs, others = run.evaluate(batch), twin.evaluate(batch)
+        assert torch.equal(outputs[0], others[0]), f"the forward after loading {name} has other values"
+
+
+@contract("STATE-1", "STATE-5")
+@world(2)
 @needs(Capability.FLAT_PARAMETERS)
 @pytest.mark.parametrize("form", ["sharded", "full"])
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
@@ -179,6 +204,27 @@ def test_onto_another_number_of_ranks(rank: Rank, fewer: str) -> None:
     check_loads(rank, make(rank, 0, mesh=first), make(rank, 1, mesh=second), "sharded")
 
 
+@contract("STATE-2", "STATE-8")
+@world(2)
+@FORMS
+def test_module_with_two_names(rank: Rank, form: StateForm) -> None:
+    """A module that is registered in two places has its values under both names."""
+
+    def register(model: nn.Module) -> nn.Module:
+        first = model.get_submodule("layers.0")
+        first.again = first.first
+        return model
+
+    saved, loaded = make(rank, 0, prepare=register), make(rank, 1, prepare=register)
+    train(rank, saved, 0)
+    state = read_and_check(rank, saved, form, register(plain(rank)))
+    for kind in ("weight", "bias"):
+        names = [f"layers.0.{name}.{kind}" for name in ("first", "again")]
+        assert torch.equal(*(state["model"][name] for name in names)), f"{names} have different values"
+    if form == "sharded":  # torch's functions for full ones shard what they load under one name only
+        check_loads(rank, saved, loaded, form)
+
+
 @contract("STATE-3")
 @world(2)
 @FULL
@@ -188,6 +234,22 @@ def test_into_a_new_optimizer(rank: Rank, form: StateForm, flat: bool) -> None:
     """An optimizer that has not stepped yet takes all of it."""
     saved = make(rank, 0, for_flat=flat)
     check_loads(rank, saved, make(rank, 1, for_flat=flat, flat_parameters=flat), form, steps_first=False)
+
+
+@contract("STATE-3")
+@world(2)
+@FORMS
+def test_into_an_optimizer_of_fewer_parameters(rank: Rank, form: StateForm) -> None:
+    """An optimizer of the trainable parameters takes the options and states that one of all parameters has saved."""
+    saved = make(rank, 0, optimizer=optim.adamw(lr=LR))
+    loaded = make(rank, 1, optimizer=optim.of_trainable(optim.adamw(lr=3 * LR)))
+    for run in (saved, loaded):
+        train(rank, run, 0)
+    loaded.adapter.restore(saved.adapter.checkpoint(form=form), form=form)
+    assert loaded.adapter.optimizer is not None
+    rates = [group["lr"] for group in loaded.adapter.optimizer.param_groups]
+    assert rates == [LR], f"learning rates {rates} instead of {LR}"
+    states.check_held(rank, loaded, states.read(rank, saved))
 
 
 @contract("STATE-5", "STATE-8")
@@ -293,6 +355,9 @@ def test_entries_that_do_not_fit(rank: Rank, flaw: str, strict: bool) -> None:
     assert found == expected, f"loading reports {found}; the unsharded model {expected}"
     is_new = {name: choice(name, piece, before, after) for name, piece in run.adapter.parameters().items()}
     everyone = rank.exchange({name: new for name, new in is_new.items() if new is not None})
+    if Capability.FULL_STATE_DICT in rank.implementation.capabilities():
+        # Read in another form than that which was loaded: an error leaves no choice of the adapter's behind.
+        states.check_held(rank, run, states.read(rank, run, form="full"))
     assert "neither" not in is_new.values(), f"neither the old values nor those of the state dict: {is_new}"
     for name in is_new:
         choices = {one[name] for one in everyone if name in one}
@@ -307,10 +372,14 @@ def test_entries_that_do_not_fit(rank: Rank, flaw: str, strict: bool) -> None:
 @world(2)
 @needs(Capability.SHARDED, Capability.FULL_STATE_DICT)
 @FLAT
-@pytest.mark.parametrize("form", ["full", "first-rank"])
-def test_whole_state_dicts_are_copies(rank: Rank, form: StateForm, flat: bool) -> None:
+@pytest.mark.parametrize(
+    ("form", "shards"),
+    [("full", True), ("first-rank", True), pytest.param("full", False, marks=needs(Capability.REPLICAS_ALONE))],
+    ids=["full", "first-rank", "full-replicas-alone"],
+)
+def test_whole_state_dicts_are_copies(rank: Rank, form: StateForm, shards: bool, flat: bool) -> None:
     """Whole values do not follow the training, and what a script writes to them changes nothing."""
-    twin, run = (make(rank, 0, for_flat=flat, flat_parameters=flat) for _ in range(2))
+    twin, run = (make(rank, 0, for_flat=flat, flat_parameters=flat, shards=shards) for _ in range(2))
     for one in (twin, run):
         train(rank, one, 0)
     state = run.adapter.checkpoint(form=form)

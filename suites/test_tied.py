@@ -9,7 +9,7 @@ import pytest
 from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.adapters.base import Clip
 from shardproof.harness.models.recomputation import Computations, recompute
-from shardproof.harness.models.ties import TiedStack
+from shardproof.harness.models.ties import TiedMLP, TiedStack, TwoNames
 from shardproof.harness.parity import Pair, Rank
 from shardproof.harness.plugin.axes import RESHARD, RESHARD_ROOT, with_first
 
@@ -52,12 +52,14 @@ def test_tied_embedding(rank: Rank, recomputes: bool, reshard_after_forward: boo
 @contract("TIED-1", "TIED-2")
 @world(2)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
-def test_tied_inside_of_units(rank: Rank, reshard_after_forward: bool | None) -> None:
+@pytest.mark.parametrize("modules", [2, 1], ids=["of-two-modules", "of-one-module"])
+def test_tied_inside_of_units(rank: Rank, modules: int, reshard_after_forward: bool | None) -> None:
     """A unit that is freed and gathered again shows its shared parameter in both places, with one optimizer state."""
-    model = TiedStack(DIM)
+    model = TiedStack(DIM, layer=TiedMLP if modules == 2 else TwoNames)
+    second = "second.weight" if modules == 2 else "second"
     pair = rank.pair(model, units=model.units(), reshard_after_forward=reshard_after_forward)
     for step in range(3):
-        check_names(pair, [f"layers.{index}.second.weight" for index in range(len(model.layers))])
+        check_names(pair, [f"layers.{index}.{second}" for index in range(len(model.layers))])
         pair.step(rank.batch(step, (4, DIM)), set_to_none=step % 2 == 0)
         pair.check()
         check_states(pair)

@@ -15,7 +15,9 @@ from shardproof.harness.adapters.base import OptimizerFactory
 from shardproof.harness.collectives.delays import Delay
 from shardproof.harness.collectives.trace import Collective
 from shardproof.harness.models import optim, shapes
-from shardproof.harness.parity import Pair, Rank
+from shardproof.harness.parity import Pair, Rank, check_exact
+from shardproof.harness.parity.plain import backward_of_copies, check_gradients
+from shardproof.harness.parity.refusals import Refusal
 from shardproof.harness.plugin.axes import DELAY_MS, DELAYED, DELAYS, RESHARD, RESHARD_TO_PARTS
 from shardproof.harness.tensors.trees import tensors_of
 
@@ -43,6 +45,17 @@ def test_many_shapes(rank: Rank, reshard_after_forward: bool | int | None) -> No
     pair = rank.pair(shapes.ManyShapes(), units=[["body"]], reshard_after_forward=reshard_after_forward)
     for step in range(3):
         pair.step(rank.batch(step, (2, 3, 6, 6)))
+        pair.check()
+
+
+@contract("TRAINING-1")
+@world(2)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
+def test_recurrent_module(rank: Rank, reshard_after_forward: bool | None) -> None:
+    """A module that keeps its parameters in a list of its own too, as recurrent ones do, trains."""
+    pair = rank.pair(shapes.Recurrent(dim=5), units=[["body"]], reshard_after_forward=reshard_after_forward)
+    for step in range(3):
+        pair.step(rank.batch(step, (2, 3, 5)))
         pair.check()
 
 
@@ -116,6 +129,42 @@ def test_unit_called_directly(rank: Rank, delays: tuple[str, ...]) -> None:
     pair.check()
 
 
+@contract("TRAINING-3")
+@world(2)
+@needs(Capability.NON_ROOT_FORWARD)
+def test_unit_called_before_the_root(rank: Rank) -> None:
+    """A root whose unit was called before it trains as DDP does, or refuses its forward on every rank."""
+    model = models.Tower(dim=9)
+    whole, run = models.copy_of(model), rank.run(model, units=model.units())
+    batch = rank.batch(0, (4, 9))
+    run.forward_backward((batch,), loss=models.mean_square, submodule="layers.0")
+    run.adapter.zero_grad(set_to_none=True)
+    refusal = Refusal(rank, lambda: run.adapter.forward(batch))
+    if refusal.text is not None:
+        return
+    run.adapter.backward(models.mean_square(refusal.result))
+    plain = whole.to(rank.device)
+    backward_of_copies(rank, plain, loss=models.mean_square(plain(batch)))
+    check_gradients(run, plain, step=0)
+
+
+@contract("TRAINING-3")
+@world(2)
+@needs(Capability.NON_ROOT_FORWARD)
+def test_slice_of_a_sequence(rank: Rank) -> None:
+    """A slice of a sharded ``Sequential`` computes with its modules, as a slice of the unsharded one does."""
+    model = nn.Sequential(*(models.MLP(5) for _ in range(3)))
+    plain: Any = models.copy_of(model).to(rank.device)
+    run = rank.run(model, units=[["0"], ["1"], ["2"]])
+    whole: Any = run.original_module("")
+    batch = rank.batch(0, (4, 5))
+    for _ in range(2):
+        with torch.no_grad():
+            run.adapter.forward(batch)
+            found, expected = whole[1:].to(rank.device)(batch), plain[1:](batch)
+        assert torch.equal(found, expected), "the slice has another output than that of the unsharded model"
+
+
 @contract("TRAINING-4")
 @world(2, 4)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
@@ -144,6 +193,24 @@ def test_cast_after_sharding(rank: Rank, swaps: bool) -> None:
     for step in range(3):
         pair.step(rank.batch(step, (2, 5)).double(), set_to_none=step % 2 == 0)
         pair.check()
+
+
+@contract("TRAINING-5")
+@world(2)
+@needs(Capability.CAST_AFTER_INIT)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
+def test_cast_after_an_evaluation(rank: Rank, reshard_after_forward: bool | None) -> None:
+    """A model that an evaluation has left gathered has rounded values once it is cast to bfloat16 and back."""
+    model = models.Tower(dim=9)
+    rounded = models.copy_of(model).to(rank.device).to(torch.bfloat16).to(torch.float32)
+    options: Any = {"units": model.units(), "optimizer": optim.sgd(), "reshard_after_forward": reshard_after_forward}
+    run, twin = rank.run(model, **options), rank.run(rounded, **options)
+    batch = (rank.batch(0, (4, 9)),)
+    run.evaluate(batch)
+    run.adapter.module.to(torch.bfloat16).to(torch.float32)
+    for step in range(2):
+        pictures = (one.step([batch], loss=models.mean_square) for one in (run, twin))
+        check_exact(rank, *pictures, step=step, why="the same values")
 
 
 @contract("TRAINING-11")
@@ -193,17 +260,26 @@ def test_unit_of_several_modules(rank: Rank) -> None:
 
 @contract("TRAINING-7")
 @world(2)
-@needs(Capability.GROUPED_UNIT, Capability.COUNTED_UNITS)
+@needs(Capability.GROUPED_UNIT, Capability.COUNTED_UNITS, Capability.REGISTERED_STATE)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_unit_of_several_modules_is_gathered_once(rank: Rank, reshard_after_forward: bool | int | None) -> None:
-    """Modules that share a unit are gathered by one collective and reduced by one, of their common size."""
+    """Modules that share a unit are gathered by one collective and reduced by one, of their common size.
+
+    Once the last of them has run they are freed, before the next unit computes.
+    """
     pair = rank.pair(
         models.Tower(dim=9),
         units=[["layers.0", "layers.1"], ["layers.2"]],
         reshard_after_forward=reshard_after_forward,
     )
+    shown: list[bool] = []
+    pair.adapter.submodule("layers.2").register_forward_pre_hook(
+        lambda module, args: shown.append(pair.adapter.gathered()["layers.0.in_proj.weight"])
+    )
     for step in range(2):
         pair.step(rank.batch(step, (4, 9)))
+        keeps = reshard_after_forward is False
+        assert shown.pop() == keeps, f"when layers.2 computes, layers.0 and layers.1 are gathered: {not keeps}"
         pair.check()
         gathered = [item.unit for item in pair.last_trace() if item.phase == "forward"]
         assert gathered == ["(root)", "layers.0,layers.1", "layers.2"], f"forward gathers {gathered}"
@@ -232,6 +308,20 @@ def test_member_that_does_not_run(rank: Rank) -> None:
 def test_other_forward_methods(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """A registered method, called by a parent instead of forward, gathers and trains as forward does."""
     pair = _with_registered_method(rank, reshard_after_forward)
+    for step in range(3):
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+
+
+@contract("TRAINING-8")
+@world(2)
+@needs(Capability.FORWARD_METHOD)
+def test_forward_methods_of_one_class(rank: Rank) -> None:
+    """A method may be registered for several units of one class, each by itself."""
+    model = models.TwoEncoders(dim=9)
+    pair = rank.pair(model, units=[["first"], ["second"]])
+    for name in ("first", "second"):
+        pair.adapter.register_forward_method(name, "features")
     for step in range(3):
         pair.step(rank.batch(step, (4, 9)))
         pair.check()

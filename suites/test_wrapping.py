@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from shardproof.harness import Capability, contract, needs, world
+from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.adapters.base import Precision, WrapPolicy
+from shardproof.harness.models.made import Drawn, DrawnStack, Offset
 from shardproof.harness.models.parts import Normed, Parts, PartsBlock
 from shardproof.harness.parity import Pair, Rank
+from shardproof.harness.parity.refusals import Refusal, sharded
 
 pytestmark = needs(Capability.WRAPPING_POLICY, Capability.COUNTED_UNITS)
 
@@ -70,6 +75,17 @@ BY_CHOICE = {
         (*BLOCKS, "attention"),
         keeps=BLOCKS,
     ),
+    "by-hand": Rule(
+        WrapPolicy(
+            "by-hand",
+            chooses=lambda module: (
+                isinstance(module, nn.MultiheadAttention)
+                or ({"reshard_after_forward": False} if isinstance(module, PartsBlock) else False)
+            ),
+        ),
+        (*BLOCKS, "attention"),
+        keeps=BLOCKS,
+    ),
 }
 BESIDE_IGNORED = {
     # Of a block whose first layer is ignored 60 elements are left, and 90 of the other.
@@ -101,6 +117,62 @@ def test_by_size(rank: Rank, rule: str) -> None:
 def test_by_choice(rank: Rank, rule: str) -> None:
     """Modules of some classes, or for which a function returns True, are units, also within each other."""
     train(rank, BY_CHOICE[rule])
+
+
+@contract("WRAPPING-2")
+@world(2)
+def test_by_hand_after_an_error(rank: Rank) -> None:
+    """An error between the calls that make units by hand ends their context: the next one works as the first."""
+
+    def fails(module: nn.Module) -> bool:
+        raise ValueError("no choice")
+
+    failed = Refusal(rank, lambda: sharded(rank, Parts().to(rank.device), wraps=WrapPolicy("by-hand", chooses=fails)))
+    assert failed.text == "ValueError: no choice", failed.text
+    train(rank, BY_CHOICE["by-hand"])
+
+
+@contract("WRAPPING-2")
+@world(2)
+@pytest.mark.parametrize(
+    "option",
+    [
+        "keeps",
+        pytest.param("function", marks=needs(Capability.META_DEVICE)),
+        pytest.param("first-rank", marks=needs(Capability.SYNC_STATES)),
+    ],
+)
+def test_units_have_the_options_of_the_model(rank: Rank, option: str) -> None:
+    """What holds of the model holds of the units that are found: what forward frees, and where values come from."""
+    model = DrawnStack(dim=9)
+    units = [["layers.0"], ["layers.1"], ["layers.2"], ["out"]]
+    options: dict[str, Any] = {"keeps": {"reshard_after_forward": False}, "first-rank": {"sync_states": True}}.get(
+        option, {"init": functools.partial(make_twice, device=rank.device), "prepare": lambda plain: plain.to("meta")}
+    )
+    full = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(rank.index + 1 if option == "first-rank" else 1)
+        for parameter in full.parameters():
+            parameter.mul_(2 if option == "function" else 1)
+    run = rank.run(model, units=units, wraps=WrapPolicy("classes", classes=(Drawn,)), **options)
+    expected = {name: value.detach().to(rank.device) for name, value in full.named_parameters()}
+    found = run.adapter.parameters()
+    wrong = [name for name, piece in found.items() if not torch.equal(piece.tensor, piece.cut(expected[name]))]
+    assert not wrong, f"other values than those of the option: {wrong}"
+    run.forward_backward((rank.batch(0, (4, 9)),), loss=models.mean_square)
+    gathered = [item.unit for item in run.trace if (item.phase, item.kind) == ("backward", "all_gather")]
+    assert len(gathered) == (0 if option == "keeps" else len(units)), f"backward gathers {gathered}"
+
+
+def make_twice(module: nn.Module, *, device: torch.device) -> None:
+    """Make a module's values on a device, and double its parameters."""
+    module.to_empty(device=device, recurse=False)
+    if isinstance(module, (Drawn, Offset)):
+        module.reset_parameters()
+    with torch.no_grad():
+        for parameter in module.parameters(recurse=False):
+            parameter.mul_(2)
 
 
 @contract("WRAPPING-3")

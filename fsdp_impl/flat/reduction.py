@@ -5,6 +5,7 @@ reduces it over the ranks; :class:`Gradients` adds the result to the sharded gra
 """
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
@@ -153,6 +154,32 @@ class _Shown(NamedTuple):
     aside: torch.Tensor | None
 
 
+class _Given(NamedTuple):
+    """A gradient that is a view of what a reduction made, with its address. Nothing here keeps its memory."""
+
+    param: nn.Parameter
+    grad: weakref.ref[torch.Tensor]
+    address: int
+
+
+class _Last(NamedTuple):
+    """What a reduction made and gave out in views: where it begins in its storage, in elements, and its size."""
+
+    given: list[_Given]
+    start: int
+    numel: int
+
+    def current(self) -> torch.Tensor | None:
+        """All of it, if these very views still are the gradients, so that adding to it adds to them."""
+        # The same object may have other data by now: `param.grad.data = ...`.
+        if not all(
+            param.grad is not None and param.grad is grad() and param.grad.data_ptr() == address
+            for param, grad, address in self.given
+        ):
+            return None
+        return _grad_of(self.given[0].param).as_strided((self.numel,), (1,), self.start)
+
+
 class Gradients:
     """The gradients of one group that optimizers see: sharded, or between reductions unreduced.
 
@@ -161,10 +188,8 @@ class Gradients:
 
     def __init__(self, group: FlatGroup) -> None:
         self._group = group
-        # What one reduction made, and the views of it that were given out: adding to all of them is one addition.
-        self._last: torch.Tensor | None = None
-        # Each with its parameter and its first element.
-        self._last_views: list[tuple[nn.Parameter, torch.Tensor, int]] = []
+        # Adding to all the views that were given out is one addition.
+        self._last: _Last | None = None
         # Unsharded gradients on show, with the sharded ones that they hide.
         self._shown: list[_Shown] = []
 
@@ -174,22 +199,21 @@ class Gradients:
 
         Where there are none, views of it become the gradients.
         """
-        if self._last is not None and self._is_current() and self._last.dtype == reduced.dtype:
-            self._last.add_(reduced)
+        buffer = None if self._last is None else self._last.current()
+        if buffer is not None and buffer.dtype == reduced.dtype:
+            buffer.add_(reduced)
             return
-        spans = self._group.shards.spans
-        views: list[tuple[nn.Parameter, torch.Tensor, int]] = []
+        given: list[_Given] = []
         all_new = True
         for param, which in self._group.shards.holders():
             view = self._group.shards.part(which, reduced)
             if param.grad is None:
                 set_grad(param, view)
-                views.append((param, _grad_of(param), 0 if which is None else spans[which].offset))
+                given.append(_Given(param, weakref.ref(_grad_of(param)), view.data_ptr()))
             else:
                 param.grad.add_(view)
                 all_new = False
-        self._last = reduced if all_new else None
-        self._last_views = views if all_new else []
+        self._last = _Last(given, int(reduced.storage_offset()), reduced.numel()) if all_new and given else None
 
     def show_unsharded(self) -> None:
         """Let the sharded parameters show what has accumulated unsharded; undone by :meth:`hide_unsharded`."""
@@ -225,15 +249,6 @@ class Gradients:
             return [(shards.flat, grad)]
         parts = shards.layout.split(grad)
         return [(param, part) for param, part in zip(shards.originals, parts, strict=True) if param.requires_grad]
-
-    def _is_current(self) -> bool:
-        """Whether all gradients are the views that were given out, and still lie in what the reduction made."""
-        given = self._last_views
-        if self._last is None or not given or not all(param.grad is grad for param, grad, _ in given):
-            return False
-        start, itemsize = self._last.data_ptr(), self._last.itemsize
-        # The same object may have other data by now: `param.grad.data = ...`.
-        return all(grad.data_ptr() == start + offset * itemsize for _, grad, offset in given)
 
 
 def set_grad(param: nn.Parameter, grad: torch.Tensor) -> None:

@@ -5,6 +5,7 @@ or taken (``take``), copied in, reduce-scattered over the shards and all-reduced
 added to the gradients of the sharded parameters (``Accumulator``).
 """
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -310,18 +311,34 @@ def _rows(grad: torch.Tensor, dim: int, world: int) -> torch.Tensor:
 
 
 class GradBuffer(NamedTuple):
-    """The sharded gradients that one reduction made: ``locals`` are views of ``buffer``, one for each of ``params``."""
+    """Where the sharded gradients that one reduction made lie: one beside the other, in the order of ``params``.
 
-    buffer: torch.Tensor
+    Nothing here keeps their memory: it is free when the user sets the gradients to None.
+
+    Attributes:
+        params: what was reduced.
+        locals: the gradients' local tensors, each with its address.
+        start: where the memory of all of them begins in their storage, in elements.
+        numel: its size in elements.
+    """
+
     params: tuple[ShardedParam, ...]
-    locals: tuple[torch.Tensor, ...]
+    locals: tuple[tuple[weakref.ref[torch.Tensor], int], ...]
+    start: int
+    numel: int
 
-    def is_current(self) -> bool:
-        """Whether these very tensors still are the gradients, so that adding to the buffer adds to them."""
-        return all(
-            param.sharded.grad is not None and dtensor.local_of(param.sharded.grad) is local
-            for param, local in zip(self.params, self.locals, strict=True)
-        )
+    def current(self) -> torch.Tensor | None:
+        """All of the memory, if these very tensors still are the gradients, so that adding to it adds to them."""
+        first = None
+        for param, (made, address) in zip(self.params, self.locals, strict=True):
+            if param.sharded.grad is None:
+                return None
+            local = dtensor.local_of(param.sharded.grad)
+            # The same object may have other data by now.
+            if local is not made() or local.data_ptr() != address:
+                return None
+            first = local if first is None else first
+        return None if first is None else first.as_strided((self.numel,), (1,), self.start)
 
 
 class Accumulator:
@@ -348,8 +365,9 @@ class Accumulator:
         """
         shards, is_copying = self._to_home(params, shards)
         last = self._last
-        if last is not None and last.params == tuple(params) and last.is_current():
-            last.buffer.add_(shards)
+        buffer = last.current() if last is not None and last.params == tuple(params) else None
+        if buffer is not None:
+            buffer.add_(shards)
         else:
             self._add_views(params, layout, shards)
         for param in params:
@@ -365,7 +383,8 @@ class Accumulator:
         for param, grad, view in zip(params, held, views, strict=True):
             if grad is None:
                 param.sharded.grad = dtensor.wrap(view, dtensor.with_dtype(param.spec, view.dtype))
-        self._last = GradBuffer(shards, tuple(params), views)
+        locals_ = tuple((weakref.ref(view), view.data_ptr()) for view in views)
+        self._last = GradBuffer(tuple(params), locals_, int(shards.storage_offset()), shards.numel())
 
     def _to_home(self, params: Sequence[ShardedParam], shards: torch.Tensor) -> tuple[torch.Tensor, bool]:
         if not self._offloads or shards.device.type == "cpu":

@@ -281,7 +281,7 @@ class Adapter(ABC):
         """
         assert self.config.clip is not None
         clip = self.config.clip
-        return nn.utils.clip_grad_norm_(self.module.parameters(), clip.max_norm, clip.norm_type)
+        return nn.utils.clip_grad_norm_(self.module.parameters(), clip.max_norm, clip.norm_type, clip.raises)
 
     def norm_value(self, norm: torch.Tensor) -> torch.Tensor:
         """Return the total norm as a plain scalar tensor, equal on all ranks. May communicate.
@@ -409,10 +409,13 @@ class Adapter(ABC):
         """
         raise AssertionError(f"{self.name} does not declare {Capability.MANUAL_RESHARD!r}")
 
-    def unshard(self) -> None:
+    def unshard(self, *, waits: bool = False) -> None:
         """Start to gather all parameters and return without waiting for them.
 
         Called between steps, also before the first forward, which then gathers nothing.
+
+        Args:
+            waits: whether to wait instead, so that all parameters are registered whole when this returns.
 
         Needs :attr:`Capability.ASYNC_UNSHARD`.
         """
@@ -492,7 +495,7 @@ class Adapter(ABC):
 
         Args:
             hook: called with this rank's whole gradients of one unit, 1-D, and an empty tensor for this rank's share of
-                their average, which it fills.
+                their average, which it fills; the gradients alone, to average in place, where nothing is sharded.
         """
         raise AssertionError(f"{self.name} does not declare {Capability.REDUCTION_HOOK!r}")
 

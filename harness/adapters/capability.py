@@ -89,6 +89,9 @@ class Capability(enum.StrEnum):
     PROCESS_GROUPS = "process-groups"
     """The ranks may be given as process groups instead of a mesh."""
 
+    DEFAULT_MESH = "default-mesh"
+    """Without a mesh or process groups, a model is sharded over all ranks."""
+
     SHARD_DIMENSION = "shard-dimension"
     """A script can choose along which dimension a parameter is cut."""
 
@@ -119,6 +122,9 @@ class Capability(enum.StrEnum):
     CLIP_ANY_NORM = "clip-any-norm"
     """Clipping works for any norm: 1, 2, inf."""
 
+    CLIP_RAISES = "clip-raises"
+    """Clipping can raise where the norm is infinite or NaN."""
+
     COUNTED_UNITS = "counted-units"
     """Each unit is gathered by one collective and reduced by one, so the number of collectives follows a formula."""
 
@@ -139,6 +145,9 @@ class Capability(enum.StrEnum):
 
     HYBRID = "hybrid"
     """On a (replicate, shard) mesh, parameters are sharded over the second dimension, gradients averaged over both."""
+
+    REPLICAS_ALONE = "replicas-alone"
+    """A script can choose that nothing is sharded: ranks hold whole parameters, whose gradients are averaged."""
 
     DEFERRED_REDUCTION = "deferred-reduction"
     """The reduction of gradients can be deferred to the backward of the last microbatch."""

@@ -31,10 +31,13 @@ class Clip:
     Attributes:
         max_norm: the norm above which gradients are scaled down; positive.
         norm_type: the p of the p-norm; positive, or ``inf``.
+        raises: whether a norm that is infinite or NaN raises a RuntimeError on every rank, and scales nothing. Needs
+            :attr:`Capability.CLIP_RAISES`.
     """
 
     max_norm: float
     norm_type: float = 2.0
+    raises: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -168,14 +171,15 @@ class WrapPolicy:
             taken. ``"classes"``: modules of ``classes``. ``"function"``: modules that ``chooses`` returns True for.
             ``"objects"``: as "classes", by a policy object that names all modules at once. ``"custom"``: as "function",
             by such an object; ``chooses`` may also return a dict with ``reshard_after_forward`` for the module's unit.
+            ``"by-hand"``: as "custom", by a call for each module, inner ones first, in a context with the options.
         min_numel: for "size".
         classes: for "classes" and "objects".
-        chooses: for "function" and "custom".
+        chooses: for "function", "custom" and "by-hand".
         leaves: for "size", classes that become no unit, nor anything inside them; None is the implementation's choice.
         excluded: for "size", classes that become no unit themselves; None is the implementation's choice.
     """
 
-    rule: Literal["size", "classes", "function", "objects", "custom"]
+    rule: Literal["size", "classes", "function", "objects", "custom", "by-hand"]
     min_numel: int = 0
     classes: tuple[type[nn.Module], ...] = ()
     chooses: Callable[[nn.Module], bool | dict[str, object]] | None = None
@@ -222,6 +226,12 @@ class Config:
     The root's own unit is implicit: it has all parameters that no entry covers. An implementation that chooses its own
     units may ignore this field; its adapter then declares neither :attr:`Capability.COUNTED_UNITS` nor
     :attr:`Capability.GROUPED_UNIT`.
+    """
+
+    shards: bool = True
+    """Whether parameters are divided among the ranks of :attr:`mesh`; False keeps them whole on each of them.
+
+    False needs :attr:`Capability.REPLICAS_ALONE` and a mesh of one dimension.
     """
 
     reshard_after_forward: bool | int | None = None
@@ -331,6 +341,12 @@ class Config:
     Needs :attr:`Capability.PROCESS_GROUPS`.
     """
 
+    default_mesh: bool = False
+    """Whether the adapter passes on nothing, because :attr:`mesh` is what an implementation takes then: all ranks.
+
+    Needs :attr:`Capability.DEFAULT_MESH`.
+    """
+
     shard_dim: Callable[[nn.Parameter], int | None] | None = None
     """Returns the dimension along which a parameter is cut, which may be negative; None is the default.
 
@@ -360,7 +376,12 @@ class Config:
     @property
     def shard_size(self) -> int:
         """The number of ranks among which a unit is divided."""
-        return self.mesh.size(self.mesh.ndim - 1)
+        return self.mesh.size(self.mesh.ndim - 1) if self.shards else 1
+
+    @property
+    def shard_index(self) -> int:
+        """The position of this rank among those."""
+        return self.mesh.get_local_rank(self.mesh.ndim - 1) if self.shards else 0
 
     @property
     def data_ranks(self) -> tuple[int, ...]:

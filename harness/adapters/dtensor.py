@@ -32,6 +32,7 @@ from shardproof.harness.adapters.base import (
     whole,
 )
 from shardproof.harness.adapters.capability import Capability
+from shardproof.harness.adapters.scaling import make_scaler
 
 #: The setters of ``FSDPModule`` by the fields of ``Settings``.
 _SETTERS = {
@@ -151,6 +152,7 @@ class DTensorAdapter(Adapter):
             Capability.FLAT_PARAMETERS,
             Capability.SYNC_STATES,
             Capability.BUFFER_DTYPE,
+            Capability.REPLICAS_ALONE,
             Capability.REDUCTION_HOOK,
             Capability.GATHERS_AHEAD,
             Capability.IGNORED_MODULES,
@@ -165,7 +167,7 @@ class DTensorAdapter(Adapter):
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         super().__init__(model, optimizer=optimizer, config=config)
         other = (config.flat_parameters, config.sync_states, config.ignored_modules, config.wraps)
-        assert not any(other), "fully_shard has no such option"
+        assert config.shards and not any(other), "fully_shard has no such option"
         ahead = (config.gathers_ahead, config.gathers_ahead_in_forward, config.bounds_gathers)
         assert ahead == (None, None, None), "fully_shard gathers ahead what a script names"
         # Looked up before anything is sharded: sharding changes the class of a module, although not its name.
@@ -184,9 +186,12 @@ class DTensorAdapter(Adapter):
             options["offload_policy"] = type(self).offload_policy(pin_memory=config.offload == "pinned")
         for unit in inner_first(config.units):
             modules = [model.get_submodule(name) for name in unit]
-            its = {"mesh": self._mesh(unit[0])} | self._mixed_precision(unit[0])
+            its = self._its_mesh(unit[0]) | self._mixed_precision(unit[0])
             type(self).fully_shard(modules if len(modules) > 1 else modules[0], **options, **its)
-        type(self).fully_shard(model, mesh=self._mesh(""), **options, **self._mixed_precision(""))
+        # As in scripts, which go on with what is returned.
+        its = self._its_mesh("") | self._mixed_precision("")
+        model = type(self).fully_shard(model, **options, **its)
+        assert isinstance(model, nn.Module), f"fully_shard returned {type(model)}"
         if config.materializes:
             self._materialize(model)
         for name, factor in config.divide_factors.items():
@@ -216,6 +221,10 @@ class DTensorAdapter(Adapter):
         assert self.config.shard_dim is not None
         dim = self.config.shard_dim(parameter)
         return None if dim is None else Shard(dim)
+
+    def _its_mesh(self, unit: str) -> dict[str, Any]:
+        """Return the option for the mesh of a unit."""
+        return {} if self.config.default_mesh else {"mesh": self._mesh(unit)}
 
     def _mesh(self, unit: str) -> DeviceMesh:
         """Return the mesh to shard a unit over, made of its process groups if the case wants that."""
@@ -253,6 +262,10 @@ class DTensorAdapter(Adapter):
             cast_forward_inputs=precision.casts_inputs,
         )
         return {"mp_policy": policy}
+
+    def grad_scaler(self, *, init_scale: float, growth_interval: int) -> torch.amp.GradScaler:
+        """Make torch's scaler, which asks the other ranks of a DTensor."""
+        return make_scaler(self.config, torch.amp.GradScaler, init_scale=init_scale, growth_interval=growth_interval)
 
     @contextlib.contextmanager
     def microbatch(self, *, is_last: bool) -> Iterator[None]:
@@ -309,10 +322,12 @@ class DTensorAdapter(Adapter):
         for module in self._sharded_modules():
             module.reshard()
 
-    def unshard(self) -> None:
-        """Call ``unshard(async_op=True)`` on every sharded module."""
+    def unshard(self, *, waits: bool = False) -> None:
+        """Call ``unshard(async_op=True)`` on every sharded module; if that shall wait, the root's own without it."""
         for module in self._sharded_modules():
-            module.unshard(async_op=True)
+            handle = module.unshard(async_op=not waits or module is not self.module)
+            if waits and handle is not None:
+                handle.wait()
 
     def restore(self, state: dict[str, Any], *, form: StateForm = "sharded", strict: bool = True) -> KeysLeftOver:
         if form != "sharded":

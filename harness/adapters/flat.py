@@ -35,6 +35,7 @@ from shardproof.harness.adapters.base import (
 )
 from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.flat_layout import FlatLayout, Place, flat_units
+from shardproof.harness.adapters.scaling import make_scaler
 
 #: The prefix that a wrapper adds to the names of everything inside the wrapped module.
 _WRAPPED = "_fsdp_wrapped_module."
@@ -49,6 +50,7 @@ CAPABILITIES = frozenset(
         Capability.SHARDED,
         Capability.RESHARD_AFTER_FORWARD,
         Capability.HYBRID,
+        Capability.REPLICAS_ALONE,
         Capability.UNUSED_OUTPUT,
         Capability.UNUSED_MODULE,
         Capability.CONTAINER_OUTPUT,
@@ -63,6 +65,7 @@ CAPABILITIES = frozenset(
         Capability.WRAPPING_POLICY,
         Capability.META_DEVICE,
         Capability.PROCESS_GROUPS,
+        Capability.DEFAULT_MESH,
         Capability.BUFFER_DTYPE,
         Capability.FULL_PRECISION_EVALUATION,
         Capability.LOW_PRECISION_GRADIENTS,
@@ -146,6 +149,8 @@ class FlatAdapter(Adapter):
             options["ignored_states"] = [model.get_parameter(name) for name in config.ignored]
         if config.wraps is not None:
             options["auto_wrap_policy"] = self._policy(config.wraps)
+            if config.wraps.rule == "by-hand":
+                self._wrap_by_hand(model, config.wraps, options)
         for name in names if config.wraps is None else ():
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, self._wrap(model.get_submodule(name), name, options))
@@ -160,7 +165,7 @@ class FlatAdapter(Adapter):
     def _options(self) -> dict[str, Any]:
         config = self.config
         return {
-            **({"process_group": _groups(config.mesh)} if config.as_groups else {"device_mesh": config.mesh}),
+            **self._ranks(),
             "param_init_fn": config.init,
             "sharding_strategy": self._strategy(config.reshard_after_forward),
             "cpu_offload": self.api.CPUOffload(offload_params=True) if config.offload else None,
@@ -183,6 +188,13 @@ class FlatAdapter(Adapter):
             chosen["limit_all_gathers"] = config.bounds_gathers
         return chosen
 
+    def _ranks(self) -> dict[str, Any]:
+        if self.config.default_mesh:
+            return {}
+        return (
+            {"process_group": _groups(self.config.mesh)} if self.config.as_groups else {"device_mesh": self.config.mesh}
+        )
+
     def _policy(self, policy: WrapPolicy) -> Any:
         """Return the policy in the form in which the implementation takes it."""
         made = self.api.wrap
@@ -203,6 +215,20 @@ class FlatAdapter(Adapter):
                 return made.ModuleWrapPolicy(policy.classes)
             case "custom":
                 return made.CustomPolicy(functools.partial(self._custom, policy))
+            case "by-hand":
+                return None
+
+    def _wrap_by_hand(self, model: nn.Module, policy: WrapPolicy, options: dict[str, Any]) -> None:
+        """Put each module that the rule chooses, inner ones first, into what ``wrap`` makes of it."""
+        made, kind = self.api.wrap, self.api.FullyShardedDataParallel
+        inner_last = [*model.named_modules()][1:]
+        with made.enable_wrap(wrapper_cls=kind, mixed_precision=self._mixed_precision(""), **options):
+            for name, module in reversed(inner_last):
+                answer = self._custom(policy, module)
+                if answer is not False:
+                    parent, _, child = name.rpartition(".")
+                    wrapped = made.wrap(module, **({} if answer is True else answer))
+                    setattr(model.get_submodule(parent), child, wrapped)
 
     def _custom(self, policy: WrapPolicy, module: nn.Module) -> Any:
         """Return what a policy object expects of a module: whether to wrap it, or the wrapper's arguments."""
@@ -241,6 +267,9 @@ class FlatAdapter(Adapter):
         assert reshards is None or isinstance(reshards, bool), (
             f"there is no strategy that reshards to groups of {reshards}"
         )
+        if not self.config.shards:
+            assert not hybrid, "a mesh of replicas and shards has shards"
+            return strategies.NO_SHARD
         if reshards is False:
             return strategies._HYBRID_SHARD_ZERO2 if hybrid else strategies.SHARD_GRAD_OP
         # None too: freeing after forward is the default of the implementations.
@@ -259,8 +288,7 @@ class FlatAdapter(Adapter):
 
     def grad_scaler(self, *, init_scale: float, growth_interval: int) -> torch.amp.GradScaler:
         """Make a scaler that asks all ranks: gradients are plain tensors, of which each rank sees its own part."""
-        device = self.config.mesh.device_type
-        return ShardedGradScaler(device, init_scale=init_scale, growth_interval=growth_interval)
+        return make_scaler(self.config, ShardedGradScaler, init_scale=init_scale, growth_interval=growth_interval)
 
     def gradients(self) -> dict[str, Piece | None]:
         """Return the local parts of the gradients, where the optimizer finds them.
@@ -304,8 +332,9 @@ class FlatAdapter(Adapter):
 
     def checkpoint(self, *, form: StateForm = "sharded") -> dict[str, Any]:
         wrapper = self.api.FullyShardedDataParallel
-        with self._state_dicts_are(form):
+        with self._models_are(form):
             state = {"model": self.module.state_dict()}
+        with self._state_dicts_are(form):
             if self.optimizer is not None:
                 state["optimizer"] = wrapper.optim_state_dict(self.module, self.optimizer)
         return state
@@ -319,12 +348,17 @@ class FlatAdapter(Adapter):
         wrapper, model = self.api.FullyShardedDataParallel, [state["model"]]
         if form == "first-rank":
             dist.broadcast_object_list(model, src=0, device=_device(self.config.mesh.device_type))
-        with self._state_dicts_are(form):
+        with self._models_are(form):
             keys = self.module.load_state_dict(model[0], strict=strict)
+        with self._state_dicts_are(form):
             if "optimizer" in state:
                 optimizer = self._checkpointed_optimizer()
                 wrapper.optim_state_dict_to_load(self.module, optimizer, state["optimizer"], load_directly=True)
         return KeysLeftOver(tuple(keys.missing_keys), tuple(keys.unexpected_keys))
+
+    def _models_are(self, form: StateForm) -> contextlib.AbstractContextManager[Any]:
+        # A full state dict of a model is what a script gets that chooses nothing.
+        return contextlib.nullcontext() if form == "full" else self._state_dicts_are(form)
 
     def _state_dicts_are(self, form: StateForm) -> contextlib.AbstractContextManager[Any]:
         api = self.api
@@ -359,9 +393,8 @@ class FlatAdapter(Adapter):
             yield Place(name, 0, self._held[name].numel(), uncut)
 
     def _places_in(self, unit: FlatLayout) -> Iterator[Place]:
-        mesh = self.config.mesh
         if self.config.shard_size > 1 or self.config.flat_parameters:
-            yield from unit.places(index=mesh.get_local_rank(mesh.ndim - 1), size=self.config.shard_size)
+            yield from unit.places(index=self.config.shard_index, size=self.config.shard_size)
             return
         # A group of one rank shards nothing, and the original parameters keep their shapes.
         for name, numel, cut in zip(unit.names, unit.numels, unit.cuts, strict=True):
@@ -369,12 +402,11 @@ class FlatAdapter(Adapter):
 
     def _flat_pieces(self, read: Callable[[nn.Parameter], torch.Tensor | None]) -> dict[str, Piece | None]:
         """Return the pieces of all parameters in what ``read`` returns of each flat parameter."""
-        mesh = self.config.mesh
-        index = mesh.get_local_rank(mesh.ndim - 1)
+        index, size = self.config.shard_index, self.config.shard_size
         return {
             name: piece
             for unit, parameter in self._held_flat
-            for name, piece in unit.pieces(read(parameter), index=index, size=self.config.shard_size)
+            for name, piece in unit.pieces(read(parameter), index=index, size=size)
         }
 
 

@@ -35,4 +35,4 @@ class ReferenceAdapter(DTensorAdapter):
     def clip(self) -> torch.Tensor:
         assert self.config.clip is not None
         clip = self.config.clip
-        return fsdp_impl.clip_grad_norm_(self.module.parameters(), clip.max_norm, clip.norm_type)
+        return fsdp_impl.clip_grad_norm_(self.module.parameters(), clip.max_norm, clip.norm_type, clip.raises)

@@ -24,6 +24,7 @@ _UNSHARDED = frozenset(
         Capability.CLIPPING,
         Capability.CLIP_BY_CALL,
         Capability.CLIP_ANY_NORM,
+        Capability.CLIP_RAISES,
         Capability.ADAM,
         Capability.OWN_OPTIMIZER,
         Capability.LOSS_SCALING,

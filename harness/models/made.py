@@ -44,19 +44,47 @@ class Drawn(nn.Module):
         return torch.tanh(x @ self.weight + self.shift) * self.gain
 
 
+class Offset(nn.Module):
+    """``x + offset``; the offset is a buffer, and there is no parameter.
+
+    Input and output: (batch, columns).
+
+    Args:
+        columns: the size of the offset.
+        seed: the seed of its values.
+    """
+
+    offset: torch.Tensor
+
+    def __init__(self, columns: int, seed: int) -> None:
+        super().__init__()
+        self.register_buffer("offset", torch.empty(columns))
+        self.seed = seed
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Give the buffer the values of the seed."""
+        put(self.offset, torch.randn(self.offset.shape, generator=torch.Generator().manual_seed(self.seed)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.offset
+
+
 class DrawnStack(Stacked):
-    """Three :class:`Drawn` layers, and one that belongs to the root's own unit.
+    """An :class:`Offset`, three :class:`Drawn` layers, and one that belongs to the root's own unit.
 
     Input and output: (batch, dim).
     """
 
     def __init__(self, dim: int) -> None:
         super().__init__()
+        self.start = Offset(dim, 5)
         self.layers = nn.ModuleList(Drawn(dim, dim, seed) for seed in (1, 2, 3))
         self.out = Drawn(dim, dim, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.out(self.run_layers(x))
+        out: torch.Tensor = self.out(self.run_layers(self.start(x)))
         return out
 
 

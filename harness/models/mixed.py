@@ -124,13 +124,17 @@ class Choosing(nn.Module):
             case "tuple":
                 found = self.inner((x, choice))
             case "list":
-                found = self.inner([x, choice])
-            case "dict":
-                given = {"x": x, "choice": choice}
+                given = [x, choice]
                 found = self.inner(given)
-                assert given["x"] is x, "the caller's dict has another tensor after the call"
+                assert given[0] is x, "the caller's list has another tensor after the call"
+            case "dict":
+                named = {"x": x, "choice": choice}
+                found = self.inner(named)
+                assert named["x"] is x, "the caller's dict has another tensor after the call"
             case "dataclass":
-                found = self.inner(Arguments(x, choice))
+                record = Arguments(x, choice)
+                found = self.inner(record)
+                assert record.x is x, "the caller's dataclass has another tensor after the call"
         self.returned.append((found["x"].dtype, found["choice"].dtype))
         result: torch.Tensor = found["x"]
         return result

@@ -84,6 +84,11 @@ def _in_two_groups(
     return torch.optim.AdamW(groups, lr=lr, foreach=False)
 
 
+def of_trainable(factory: OptimizerFactory) -> OptimizerFactory:
+    """The same factory, given the parameters that require gradients alone."""
+    return lambda parameters: factory([one for one in parameters if one.requires_grad])
+
+
 def in_two_groups(kind: Literal["adam", "adamw"], *, lr: float = 1e-2) -> OptimizerFactory:
     """A factory of Adam or AdamW with two groups of parameters, which take turns.
 

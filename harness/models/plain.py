@@ -186,6 +186,21 @@ class TwoStage(nn.Module):
         return out
 
 
+class TwoEncoders(nn.Module):
+    """Runs a method other than forward of two units of one class, ``first`` and ``second``.
+
+    Input and output: (batch, dim).
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.first = Encoder(dim)
+        self.second = Encoder(dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.second.features(self.first.features(x)))
+
+
 class NoInputs(nn.Module):
     """A single (dim, dim) parameter that the root owns, and a forward without inputs.
 

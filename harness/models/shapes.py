@@ -54,6 +54,22 @@ class _Body(nn.Module):
         return self.scale * torch.tanh(hidden * self.listed[0] + self.listed[1].sum(0))
 
 
+class Recurrent(nn.Module):
+    """A unit ``body``, a GRU, which keeps a list of its parameters beside their names, and a root.
+
+    Input: (batch, length, dim). Output: (batch, length, dim).
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.body = nn.GRU(dim, dim + 1, batch_first=True)
+        self.head = nn.Linear(dim + 1, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden, _ = self.body(x)
+        return torch.tanh(self.head(hidden))
+
+
 class Nested(nn.Module):
     """Units at three depths: ``blocks.N`` with ``blocks.N.attention`` in it, which has ``projection`` in it.
 
@@ -382,6 +398,21 @@ class Spoiled(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(self.inner(x)) * self.odd.sum().to(x.dtype)
+
+
+class Permuted(nn.Module):
+    """A Linear(dim, dim) whose output is put into the order of a frozen parameter of integers.
+
+    Input and output: (batch, dim).
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(dim, dim)
+        self.order = nn.Parameter(torch.arange(dim).flip(0), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.inner(x))[:, self.order]
 
 
 class ScaledBase(nn.Module):

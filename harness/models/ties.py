@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -26,15 +28,36 @@ class TiedMLP(nn.Module):
         return torch.tanh(self.second(F.gelu(self.first(x))))
 
 
-class TiedStack(Stacked):
-    """Layers that each tie a parameter within their own unit, and a Linear(dim, dim) of the root's own.
+class TwoNames(nn.Module):
+    """Multiplies by a (dim, dim) parameter twice, which it holds under two names, and adds another, tanh.
 
     Input and output: (..., dim).
     """
 
-    def __init__(self, dim: int, depth: int = 2) -> None:
+    def __init__(self, dim: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(TiedMLP(dim) for _ in range(depth))
+        self.first = nn.Parameter(torch.randn(dim, dim) / dim)
+        self.second = self.first
+        self.shift = nn.Parameter(torch.randn(dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(torch.tanh(x @ self.first) @ self.second + self.shift)
+
+
+class TiedStack(Stacked):
+    """Layers that each tie a parameter within their own unit, and a Linear(dim, dim) of the root's own.
+
+    Input and output: (..., dim).
+
+    Args:
+        dim: the width.
+        depth: the number of layers.
+        layer: the class of the layers, which takes the width.
+    """
+
+    def __init__(self, dim: int, depth: int = 2, *, layer: Callable[[int], nn.Module] = TiedMLP) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layer(dim) for _ in range(depth))
         self.out = nn.Linear(dim, dim)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

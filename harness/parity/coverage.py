@@ -231,11 +231,13 @@ class Evidence:
 
 def _group_of(config: Config, rank: int) -> tuple[tuple[int, ...], int]:
     """Return the ranks among which this rank's parameters are divided, and the number of that replica."""
+    ranks = config.mesh.mesh
     # An implementation may refuse a mesh of more dimensions, in words of its own.
-    rows = config.mesh.mesh.reshape(-1, config.mesh.mesh.shape[-1]).tolist()
+    width = ranks.shape[-1] if config.shards or ranks.ndim > 1 else 1
+    rows = ranks.reshape(-1, width).tolist()
     found = [(tuple(row), replica) for replica, row in enumerate(rows) if rank in row]
     if not found:
-        raise ValueError(f"rank {rank} is not in the mesh, whose ranks are {config.mesh.mesh.flatten().tolist()}")
+        raise ValueError(f"rank {rank} is not in the mesh, whose ranks are {ranks.flatten().tolist()}")
     return found[0]
 
 

@@ -24,7 +24,7 @@ from shardproof.harness.parity.pair import Pair
 from shardproof.harness.parity.rank import Rank, Seeds
 from shardproof.harness.parity.run import EvaluationMode
 
-#: Far below the norm of the gradients of any drawn model, so that clipping scales them.
+#: Below the norm of the gradients of nearly all drawn models, so that clipping scales them.
 _MAX_NORM = 1e-5
 
 #: The longest line of the source of a case.
@@ -260,6 +260,7 @@ def _options(rank: Rank, training: Training) -> dict[str, Any]:
         "microbatches": training.microbatches,
         "accumulation": training.accumulation,
         "clip": Clip(_MAX_NORM, float(training.clip)) if training.clip else None,
+        "must_clip": None,
         "offload": "pageable" if training.offloads else None,
         "flat_parameters": training.flat_parameters,
         "find_unused": any(block.runs != "always" for _, block in training.plan.blocks()),

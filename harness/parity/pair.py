@@ -319,7 +319,7 @@ class Pair:
 
     def _assert_clipped(self, oracle: OracleStep) -> None:
         clip = self.adapter.config.clip
-        if clip is None:
+        if clip is None or self._must_clip is None:
             return
         assert oracle.norm is not None
         if self._must_clip:

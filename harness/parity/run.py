@@ -52,7 +52,7 @@ class RunOptions:
         pictures: whether gradients, parameters and optimizer state are copied in every step. Without, only outputs and
             losses are, for cases about memory.
         must_clip: whether the total norm must exceed the norm to which gradients are clipped; False expects the
-            contrary.
+            contrary, and None allows both.
         after_backward: called with the adapter between the last backward and the optimizer step, as a training script
             may change gradients there; it may communicate.
         step: called with the adapter in the place of its own step, as where a script scales the loss.
@@ -66,7 +66,7 @@ class RunOptions:
     prepare: Callable[[nn.Module], nn.Module] | None = None
     is_traced: bool = True
     pictures: bool = True
-    must_clip: bool = True
+    must_clip: bool | None = True
     after_backward: Callable[[Adapter], None] | None = None
     step: Callable[[Adapter], None] | None = None
     compared_as: torch.dtype | None = None
@@ -156,7 +156,8 @@ class Run:
         prepared = options.prepare(model) if options.prepare else model
         self.evidence.note_tensor_parallel(prepared)
         # An implementation keeps these modules, whatever it puts around them or makes of their classes.
-        self._modules: dict[str, nn.Module] = {original_name(name): module for name, module in prepared.named_modules()}
+        every_name = prepared.named_modules(remove_duplicate=False)
+        self._modules: dict[str, nn.Module] = {original_name(name): module for name, module in every_name}
         ties = ties_of(prepared)
         self.adapter = protocol.make(implementation, prepared, optimizer=options.optimizer, config=config)
         self.untied: list[Tie] = [tie for tie in ties if not tie.is_kept(self._modules)]

@@ -48,6 +48,11 @@ RESHARD_ROOT = [
 #: The choices for cases with sizes that the groups do not divide, where ``parameters()`` is checked after forward.
 RESHARD_UNEVEN = [*RESHARD_CHOICES, _to_size(2, Capability.RESHARD_TO_SIZE_UNEVEN)]
 
+#: Whether anything is sharded; for cases that also hold of whole parameters on every rank.
+SHARDS = pytest.mark.parametrize(
+    "shards", [True, pytest.param(False, marks=needs(Capability.REPLICAS_ALONE))], ids=["shards", "replicas-alone"]
+)
+
 
 DELAY_MS = 50.0
 """Far longer than any kernel or collective of the cases' models, so that a missing wait always reads too early."""

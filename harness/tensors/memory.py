@@ -42,16 +42,17 @@ def retire_objects() -> None:
 
 
 def finish_backward(device: torch.device) -> None:
-    """Wait until autograd's thread of a device has dropped the graph of the last backward.
+    """Run a backward of one element, after which autograd has dropped the graphs of those before it.
 
-    Backward returns when the last gradient is there. On a device it ran in a thread of autograd, which then still holds
-    the graph with the functions that were to run at its end, and through them perhaps a model; to drop Python objects
-    it waits for the interpreter, which the caller of backward has. The thread begins another backward only after that.
-    On the CPU backward runs in the thread of its caller, which has dropped everything when it returns.
+    What was ready to run when a backward raised stays in the queue of its thread until the next backward there, and
+    with it the graph, its hooks and through them perhaps a model.
+
+    The thread of a device may also hold the last graph when backward has returned: to drop Python objects it waits for
+    the interpreter, which the caller of backward has. It begins another backward only after that. On the CPU backward
+    runs in the thread of its caller.
     """
-    if device.type != "cpu":
-        with torch.inference_mode(False), torch.enable_grad():
-            torch.zeros((), dtype=torch.float32, device=device, requires_grad=True).backward()
+    with torch.inference_mode(False), torch.enable_grad():
+        torch.zeros((), dtype=torch.float32, device=device, requires_grad=True).backward()
 
 
 def held_bytes(device: torch.device) -> int:

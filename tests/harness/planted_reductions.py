@@ -118,15 +118,14 @@ PER_PARAMETER = {
     "existing-gradients-dropped": Edit(
         "per_parameter.reduction:Accumulator._add_views", "    if existing:\n", "    if False:\n"
     ),
-    "buffer-is-always-current": Edit("per_parameter.reduction:Accumulator.add", " and last.is_current()", ""),
     "current-without-the-same-parameters": Edit(
         "per_parameter.reduction:Accumulator.add", "last.params == tuple(params) and ", ""
     ),
-    "buffer-replaced": Edit(
-        "per_parameter.reduction:Accumulator.add", "last.buffer.add_(shards)", "last.buffer.copy_(shards)"
-    ),
+    "buffer-replaced": Edit("per_parameter.reduction:Accumulator.add", "buffer.add_(shards)", "buffer.copy_(shards)"),
     "replaced-gradient-is-current": Edit(
-        "per_parameter.reduction:GradBuffer.is_current", " and dtensor.local_of(param.sharded.grad) is local", ""
+        "per_parameter.reduction:GradBuffer.current",
+        "if local is not made() or local.data_ptr() != address",
+        "if False",
     ),
     "gradient-not-taken": Edit(
         "per_parameter.reduction:_take_one",
@@ -218,11 +217,8 @@ PER_PARAMETER = {
 }
 
 FLAT = {
-    "flat-buffer-replaced": Edit(
-        "flat.reduction:Gradients.add", "self._last.add_(reduced)", "self._last.copy_(reduced)"
-    ),
+    "flat-buffer-replaced": Edit("flat.reduction:Gradients.add", "buffer.add_(reduced)", "buffer.copy_(reduced)"),
     "flat-existing-replaced": Edit("flat.reduction:Gradients.add", "param.grad.add_(view)", "param.grad.copy_(view)"),
-    "flat-always-current": Edit("flat.reduction:Gradients.add", " and self._is_current()", ""),
     "flat-aside-lost": Edit(
         "flat.reduction:Gradients.hide_unsharded", "if aside is not None and not dropped:", "if False:"
     ),

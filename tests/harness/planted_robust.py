@@ -92,6 +92,11 @@ PER_PARAMETER = {
         "rows = pending.output",
         "self.__dict__.setdefault('_outputs', []).append(pending.output)\n    rows = pending.output",
     ),
+    "shares-kept-after-the-step": Edit(
+        "per_parameter.reduction:Accumulator._add_views",
+        "    for param, grad, view in",
+        "    self._kept = shards\n    for param, grad, view in",
+    ),
     "units-kept-by-a-list": Edit(
         "per_parameter.unit:Unit.register",
         "self.group.register()\n",
@@ -146,6 +151,9 @@ FLAT = {
         "self.__dict__.setdefault('_shards', []).append(shard)\n    division = self._division(shard.dtype)",
     ),
     "flat-kept-without-gradients": Edit("flat.unit:FlatUnit._finish_backward", "self.group.reshard()", "pass"),
+    "flat-shares-kept-after-the-step": Edit(
+        "flat.reduction:Gradients.add", "    given: list", "    self._kept = reduced\n    given: list"
+    ),
     "flat-units-kept-by-a-list": Edit(
         "flat.unit:FlatUnit.share",
         "self.context = context",

@@ -14,7 +14,7 @@ PER_PARAMETER = {
         "per_parameter.reduction:Accumulator._add_views", "    if existing:\n", "    if False:\n"
     ),
     "buffer-added-to-by-half": Edit(
-        "per_parameter.reduction:Accumulator.add", "last.buffer.add_(shards)", "last.buffer.add_(shards, alpha=0.5)"
+        "per_parameter.reduction:Accumulator.add", "buffer.add_(shards)", "buffer.add_(shards, alpha=0.5)"
     ),
     "thawed-not-reduced": Edit(
         "per_parameter.reduction:take",
@@ -33,7 +33,9 @@ PER_PARAMETER = {
         "dtensor.spec_for(param.spec.mesh, [torch.distributed.tensor.Replicate()], view.size(), view.dtype)",
     ),
     "replaced-gradients-not-noticed": Edit(
-        "per_parameter.reduction:GradBuffer.is_current", " and dtensor.local_of(param.sharded.grad) is local", ""
+        "per_parameter.reduction:GradBuffer.current",
+        "if local is not made() or local.data_ptr() != address",
+        "if False",
     ),
     # Scalers.
     "infinities-removed": Edit(
@@ -143,13 +145,9 @@ FLAT = {
     ),
     "flat-fused-steps-not-noticed": Edit("flat.group:FlatGroup._version", " + hooks.optimizer_steps()", ""),
     "flat-replaced-gradients-not-noticed": Edit(
-        "flat.reduction:Gradients._is_current", "not all(param.grad is grad for param, grad, _ in given)", "False"
+        "flat.reduction:_Last.current", " and param.grad is grad() and param.grad.data_ptr() == address", ""
     ),
-    "flat-replaced-data-not-noticed": Edit(
-        "flat.reduction:Gradients._is_current",
-        "return all(grad.data_ptr() == start + offset * itemsize for _, grad, offset in given)",
-        "return True",
-    ),
+    "flat-replaced-data-not-noticed": Edit("flat.reduction:_Last.current", " and param.grad.data_ptr() == address", ""),
     "flat-infinities-removed": Edit(
         "flat.reduction:Reducer._reduce_scatter",
         "divide.scale(contributions, division.before)",

@@ -1,6 +1,7 @@
 """Adapters of a reference of which one place is edited: bugs that had lived until a case was written for them.
 
-They lie in the division of gradients, in dtypes, in settings that are taken back, in prefetching and in evaluation.
+They lie in the division of gradients, in dtypes, in settings that are taken back, in prefetching, in evaluation, in
+names and in errors.
 """
 
 from __future__ import annotations
@@ -72,7 +73,78 @@ PER_PARAMETER = {
     "steps-not-counted": Edit(
         "per_parameter.shards:Shards.version", "return counts +", "return 0 * counts if self.params else counts +"
     ),
+    "gather-in-flight-kept": Edit(
+        "per_parameter.group:ParamGroup.drop_stale", "self._pending is not None or self.residence", "self.residence"
+    ),
+    "cast-while-gathered": Edit("per_parameter.unit:Unit.reshard", "        self.group.reshard()\n", ""),
+    # Names and places of parameters.
+    "second-name-keeps-the-original": Edit(
+        "per_parameter.construct:owners_of", "module._parameters.items()", "module.named_parameters(recurse=False)"
+    ),
+    "named-after-the-checks": Edit(
+        "per_parameter.lazy_init:ensure",
+        """_name(unit.modules[0], units)
+    _check_shared_params(units)
+    check_groups([other.group for other in units if other.group is not None])
+""",
+        """_check_shared_params(units)
+    check_groups([other.group for other in units if other.group is not None])
+    _name(unit.modules[0], units)
+""",
+    ),
+    "state-dicts-of-units-alone": Edit(
+        "per_parameter.unit:Unit.register",
+        "dict.fromkeys(owner.module for param in params for owner in param.owners)",
+        "self.modules",
+    ),
+    "held-past-the-module": Edit(
+        "common.owner:Owner.hold", "type(module).__setattr__ is nn.Module.__setattr__", "True"
+    ),
+    "call-does-not-wait": Edit("per_parameter.module:FSDPModule.unshard", "    handle.wait()\n", ""),
+    "handle-does-not-wait": Edit(
+        "per_parameter.module:UnshardHandle.wait", "        self._unit.wait_for_unshard()\n", ""
+    ),
+    "default-mesh-of-one": Edit(
+        "per_parameter.mesh:default_mesh",
+        "(dist.get_world_size(),)",
+        '(dist.get_world_size(), 1), mesh_dim_names=("a", "b")',
+    ),
+    "frozen-reduced-as-zeros": Edit(
+        "per_parameter.reduction:take",
+        "group.options.reduce_unused and param.sharded.requires_grad",
+        "group.options.reduce_unused",
+    ),
+    "unit-waits-for-all-again": Edit(
+        "per_parameter.unit:Unit.pre_forward", "    if not self.to_run:\n", "    if True:\n"
+    ),
+    "one-rank-is-no-whole": Edit(
+        "per_parameter.mesh:after_forward", "        _warn_about_one()\n        return KEEP", "        return FREE"
+    ),
+    # Dtypes and divisions.
+    "integers-cast": Edit(
+        "per_parameter.shards:Shards._gather_layout",
+        "param.compute_dtype for param",
+        "param._param_dtype or param.dtype for param",
+    ),
+    "output-of-a-method-as-it-is": Edit(
+        "per_parameter.module:_run_as_forward",
+        "return unit.post_forward(module, args, method(*args, **kwargs))",
+        "output = method(*args, **kwargs); unit.post_forward(module, args, output); return output",
+    ),
+    "factor-of-three": Edit("common.divide:divide", "divisor / before", "divisor // before"),
+    # Errors.
+    "norm-of-nothing": Edit("common.clip:clip_grad_norm_", "if not grads:", "if False:"),
+    "infinite-norm-accepted": Edit("common.clip:clip_grad_norm_", "not math.isfinite(", "math.isnan("),
+    "failed-forward-counts": Edit(
+        "common.order:OrderCheck.begin",
+        "        self._first.clear()  # of a first forward that raised\n",
+        "        pass\n",
+    ),
+    "ranks-of-the-group": Edit("common.order:OrderCheck._compare_ranks", "rank {ranks[index]} {", "rank {index} {"),
     # Settings.
+    "root-ungathers-all": Edit(
+        "per_parameter.module:FSDPModule.set_unshard_in_backward", "recurse=False", "recurse=True"
+    ),
     "sync-leaves-all-reduce": Edit(
         "per_parameter.module:FSDPModule.set_requires_gradient_sync",
         "        group.options.all_reduce_grads = requires_gradient_sync\n",
@@ -133,6 +205,13 @@ FLAT = {
         "flat.module:FullyShardedDataParallel.no_sync", "unit.syncs = syncs", "unit.syncs = True"
     ),
     "flat-new-data-lost": Edit("flat.shards:FlatShards.adopt", "            place.copy_(held.detach())\n", ""),
+    # Wrapping by hand.
+    "flat-wrapping-goes-on": Edit(
+        "wrap:enable_wrap",
+        "    try:\n        yield\n    finally:\n        _enabled.reset(token)",
+        "    yield\n    _enabled.reset(token)",
+    ),
+    "flat-overrides-lost": Edit("wrap:wrap", "{**kwargs, **wrap_overrides}", "{**wrap_overrides, **kwargs}"),
     "flat-norm-in-float32": Edit(
         "flat.reduction:clip_grad_norm",
         "wide = reduce(torch.promote_types, [grad.dtype for grad in grads], torch.float32)",

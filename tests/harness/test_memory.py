@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+
+import pytest
 import torch
 
 from shardproof.harness.tensors import memory
@@ -35,6 +38,32 @@ def test_garbage_behind_nodes_of_autograd_is_not_counted():
     before = memory.held_bytes(CPU)
     cycles_through_autograd(5)
     assert memory.held_bytes(CPU) == memory.tensor_bytes(CPU) == before
+
+
+class Raise(torch.autograd.Function):
+    """A node whose backward raises, while others are ready to run."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise RuntimeError("raised in backward")
+
+
+def test_a_backward_that_raised_keeps_nothing():
+    before = memory.held_bytes(CPU)
+    # The node that raises is the younger of the two that are ready after the first.
+    x, kept = torch.ones(NUMEL, requires_grad=True), torch.ones(NUMEL)
+    with pytest.raises(RuntimeError, match="raised in backward"):
+        (Keep.apply(x, kept) + Raise.apply(x)).sum().backward()
+    kept = weakref.ref(kept)
+    del x
+    memory.collect_garbage()
+    assert kept() is not None, "autograd keeps nothing after an error any more: finish_backward has less to do"
+    assert memory.held_bytes(CPU) == before
+    assert kept() is None
 
 
 def test_each_storage_counts_once():

@@ -1,0 +1,68 @@
+"""Adapters of the flat half with one place edited: nothing sharded, ignored modules, meta device, state dicts."""
+
+from __future__ import annotations
+
+from shardproof.harness.adapters.reference_flat import ReferenceFlatAdapter
+from tests.harness.planted_reductions import Edit, edited
+
+FLAT = {
+    # Nothing is sharded.
+    "replicas-not-averaged": Edit(
+        "flat.ranks:Ranks.replicated",
+        "replace(self, size=1, rank=0, across=self.group)",
+        "replace(self, size=1, rank=0)",
+    ),
+    "replicas-are-shards": Edit(
+        "flat.construct:_settle",
+        "        return strategy, found.replicated()\n    return",
+        "        return strategy, found\n    return",
+    ),
+    "replicas-reduced-after-the-hook": Edit(
+        "flat.reduction:Reducer._finish",
+        "group.ranks.replicas if self.comm_hook is None else None",
+        "group.ranks.replicas",
+    ),
+    "whole-values-are-views": Edit("flat.state_dict:whole_copy", "value.detach().clone()", "value.detach()"),
+    "no-buffer-for-another-dtype": Edit(
+        "flat.group:FlatGroup._prepare_buffer",
+        "self.ranks.size == 1 and flat.dtype == self.dtype and flat.device",
+        "self.ranks.size == 1 and flat.device",
+    ),
+    # Units that a policy finds.
+    "found-units-not-kept": Edit(
+        "flat.construct:_inherited", '"ignored_modules": None,', '"ignored_modules": None, "sharding_strategy": None,'
+    ),
+    "found-units-not-sent": Edit(
+        "flat.construct:_inherited", '"ignored_modules": None,', '"ignored_modules": None, "sync_module_states": False,'
+    ),
+    "found-units-reset": Edit(
+        "flat.construct:_inherited", '"ignored_modules": None,', '"ignored_modules": None, "param_init_fn": None,'
+    ),
+    "gaps-not-filled": Edit("flat.construct:_broadcast", "tensor.copy_(flat.view(tensor.size()))", "pass"),
+    "options-of-all-parameters-alone": Edit(
+        "flat.optim_state:_options_for",
+        'if set(names) & set(group["params"]):',
+        'if set(names) == set(group["params"]):',
+    ),
+    # Ignored modules, and the meta device.
+    "ignored-are-made": Edit(
+        "flat.construct:_parents_first",
+        " and child not in seen and child not in ignored.modules:",
+        " and child not in seen:",
+    ),
+    "ignored-are-cast": Edit("flat.unit:cast_buffers", "if buffer not in ignored:", "if True:"),
+    "buffers-alone-stay": Edit(
+        "flat.construct:materialize",
+        "[*child.parameters(recurse=False), *child.buffers(recurse=False)]",
+        "list(child.parameters(recurse=False))",
+    ),
+    "ignored-not-scaled": Edit("flat.reduction:clip_grad_norm", "            grads.append(param.grad)\n", ""),
+    # State dicts, and functions for every module.
+    "applied-is-lost": Edit(
+        "flat.summon:full_params", "_unit_full(unit, writeback, ", "_unit_full(unit, writeback and recurse, "
+    ),
+    "first-name-of-a-module": Edit("flat.state_dict:keys_of", "remove_duplicate=False", "remove_duplicate=True"),
+}
+
+#: Adapters by the names of their bugs.
+ADAPTERS = edited(__name__, {ReferenceFlatAdapter: FLAT})

@@ -1,0 +1,53 @@
+"""Bugs of the flat half alone each fail the case that was written for them, in one run."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.harness import planted_flat as planted
+from tests.harness.planted import Killer, a_third_by_day, assert_killed, assert_sound_passes, cases_of_killers
+
+pytestmark = pytest.mark.slow("the tests share one run of the suites, in which each planted bug has ranks of its own")
+
+WHOLE, MADE = "test_whole_on_every_rank and {}", "test_values_made and w2-reset-whole-model"
+OPTIONS = "test_units_have_the_options and {}"
+KILLED = {
+    "replicas-not-averaged": Killer(WHOLE.format("w2-originals"), "gradient of '"),
+    "replicas-are-shards": Killer(WHOLE.format("w2-originals"), ""),
+    "replicas-reduced-after-the-hook": Killer(
+        "test_function_in_place and w2-replicas-alone", "the implementation reduces"
+    ),
+    "whole-values-are-views": Killer(
+        "test_whole_state_dicts_are_copies and full-replicas-alone-originals", "the step changed"
+    ),
+    "no-buffer-for-another-dtype": Killer(WHOLE.format("in_another_dtype"), ""),
+    "found-units-not-kept": Killer(OPTIONS.format("keeps"), "backward gathers ["),
+    "found-units-not-sent": Killer(OPTIONS.format("first-rank"), "other values than those of the option"),
+    "found-units-reset": Killer(OPTIONS.format("function"), "other values than those of the option"),
+    "gaps-not-filled": Killer("test_states_of_the_first_rank_everywhere and w4-False", "not those of the first rank"),
+    "options-of-all-parameters-alone": Killer(
+        "test_into_an_optimizer_of_fewer_parameters and w2-full", "learning rates ["
+    ),
+    "ignored-are-made": Killer("test_ignored_module and w2-reset", "of the ignored module has other values"),
+    "ignored-are-cast": Killer("test_ignored_module and w2-reset", "of the ignored module is of torch.bfloat16"),
+    "buffers-alone-stay": Killer(MADE, ""),
+    "ignored-not-scaled": Killer("test_ignored_parameter and w2-2.0", "clipped gradient of 'low.weight'"),
+    "applied-is-lost": Killer("test_function_for_every_module and w2-shards-originals", "has other values"),
+    "first-name-of-a-module": Killer("test_module_with_two_names and w2-full", "'layers.0.again.weight'"),
+}
+
+
+cases = cases_of_killers(KILLED, planted.ADAPTERS, flat=planted.FLAT)
+
+
+def test_every_bug_has_a_case():
+    assert KILLED.keys() == planted.ADAPTERS.keys()
+
+
+def test_the_sound_references_pass_the_same_cases(cases):
+    assert_sound_passes(cases)
+
+
+@pytest.mark.parametrize("bug", a_third_by_day(KILLED, KILLED))
+def test_bug_is_caught(cases, bug):
+    assert_killed(cases, planted.ADAPTERS[bug], KILLED[bug])
