@@ -43,7 +43,7 @@ KILLED = {
     "host-waits-for-reductions": Killer(AHEAD, WAITED),
     "host-waits-for-gathers": Killer(AHEAD, WAITED),
     "all-reduce-inputs-kept": Killer(PEAKS, "layers"),
-    "gradients-kept-until-the-end": Killer(PEAKS, "layers"),
+    "gradients-kept-until-the-end": Killer("test_what_is_held and w2-shards", "times its share"),
     "flat-gathers-before-the-step": Killer(LATE.format("all_gather-before"), OUTPUT),
     "flat-computes-before-the-gather": Killer(LATE.format("all_gather-before"), OUTPUT),
     "flat-buffer-freed-early": Killer(REUSED.format("None-all-delayed"), ""),
