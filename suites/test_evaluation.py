@@ -215,9 +215,14 @@ def test_a_call_shows_whole_parameters(rank: Rank, reshard_after_forward: bool |
         check_whole(rank, WholeParameters(), shown, plain)
         run.adapter.reshard()
         run.evaluate(batch)
-        with torch.no_grad():
-            for parameter in (*run.adapter.held_parameters().values(), *plain.parameters()):
-                parameter.mul_(0.5)
+        halve(run, plain)
+
+
+def halve(run: Run, plain: nn.Module) -> None:
+    """Halve the parameters where the optimizer updates them, and those of plain copies."""
+    with torch.no_grad():
+        for parameter in (*run.adapter.held_parameters().values(), *plain.parameters()):
+            parameter.mul_(0.5)
 
 
 @contract("EVALUATION-3")
@@ -252,8 +257,10 @@ def test_whole_parameters(
     options: Any = {"units": model.units(), "optimizer": optim.sgd(), "flat_parameters": flat}
     options["reshard_after_forward"] = reshard_after_forward
     run = rank.run(model, **options)
-    for _ in range(2):
+    for number in range(2):
         run.evaluate((rank.batch(0, (2, 9)),))
+        if number:
+            halve(run, plain)  # what the evaluation may have left gathered is old
         with run.adapter.whole_parameters(how) as found:
             has_them = check_whole(rank, how, found, plain)
             if has_them:
