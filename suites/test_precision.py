@@ -179,6 +179,26 @@ def test_microbatches(rank: Rank, defers: bool, policy: str) -> None:
 
 
 @contract("PRECISION-3")
+@world(2)
+@needs(
+    Capability.MIXED_PRECISION,
+    Capability.ACCUMULATION_DTYPES,
+    Capability.DEFERRED_REDUCTION,
+    Capability.UNUSED_MODULE,
+)
+def test_parameters_of_one_microbatch(rank: Rank) -> None:
+    """Gradients that have added up in the dtype of the reduction keep it beside new ones in that of compute."""
+    run, replica = both(
+        rank, models.Branches(8, 2), units=[], precision=POLICIES["bf16-fp32"], microbatches=3,
+        accumulation=Accumulation(), find_unused=True,
+    )  # fmt: skip
+    for step in range(3):
+        batch = [(rank.batch(step, (4, 8), microbatch=number), used) for number, used in enumerate((0, 0, 1))]
+        expected = replica.step(batch, loss=torch.sum)
+        check_equal(rank, run, run.step(batch, loss=torch.sum), expected, number=step)
+
+
+@contract("PRECISION-3")
 @world(4)
 @needs(Capability.MIXED_PRECISION, Capability.DEFERRED_ALL_REDUCE, Capability.ACCUMULATION_DTYPES)
 @needs(Capability.HYBRID)

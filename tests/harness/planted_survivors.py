@@ -134,6 +134,14 @@ PER_PARAMETER = {
     "pending-sums-in-the-dtype-of-compute": Edit(
         "per_parameter.reduction:_local_grad", "grad = cast(DTensor, grad.to(dtype))", "pass"
     ),
+    "two-dtypes-packed": Edit(
+        "per_parameter.reduction:_pack", "if len({grad.dtype for grad in filled}) > 1:", "if False:"
+    ),
+    "extensions-in-the-dtype-of-shards": Edit(
+        "per_parameter.shards:Shards.finish_unsharded",
+        "finish(param, param.compute_dtype)",
+        "finish(param, param.dtype)",
+    ),
     "factor-of-three": Edit("common.divide:divide", "divisor / before", "divisor // before"),
     "method-runs-sharded": Edit(
         "per_parameter.module:_run_as_forward", "args, kwargs = unit.pre_forward(module, args, kwargs)", "pass"
