@@ -198,6 +198,19 @@ def test_parameters_of_one_microbatch(rank: Rank) -> None:
         check_equal(rank, run, run.step(batch, loss=torch.sum), expected, number=step)
 
 
+@contract("PRECISION-2")
+@world(2)
+@needs(Capability.MIXED_PRECISION, Capability.RANKS_DIFFER)
+def test_parameters_of_one_rank(rank: Rank) -> None:
+    """What stands for the gradients of parameters that a rank does not use has the dtype of those that it has."""
+    precision = POLICIES["bf16"]
+    run, replica = both(rank, models.Branches(8, 2), units=[], precision=precision, ranks_differ=True)
+    for step in range(3):
+        batch = [(rank.batch(step, (4, 8)), (rank.index + step) % 2)]
+        expected = replica.step(batch, loss=torch.sum)
+        check_equal(rank, run, run.step(batch, loss=torch.sum), expected, number=step)
+
+
 @contract("PRECISION-3")
 @world(4)
 @needs(Capability.MIXED_PRECISION, Capability.DEFERRED_ALL_REDUCE, Capability.ACCUMULATION_DTYPES)

@@ -142,6 +142,9 @@ PER_PARAMETER = {
         "finish(param, param.compute_dtype)",
         "finish(param, param.dtype)",
     ),
+    "zeros-in-the-dtype-of-shards": Edit(
+        "per_parameter.reduction:zero_grad", "dtype=param.compute_dtype", "dtype=param.dtype"
+    ),
     "factor-of-three": Edit("common.divide:divide", "divisor / before", "divisor // before"),
     "method-runs-sharded": Edit(
         "per_parameter.module:_run_as_forward", "args, kwargs = unit.pre_forward(module, args, kwargs)", "pass"
