@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardproof.harness import Capability, contract, models, needs, world
+from shardproof.harness.adapters.base import Precision
 from shardproof.harness.models.extension import Calls, extend, extend_shard
-from shardproof.harness.parity import Pair, Rank
+from shardproof.harness.parity import Pair, Rank, exact_difference
 from shardproof.harness.parity.refusals import Refusal, sharded
 from shardproof.harness.plugin.axes import RESHARD
 
@@ -48,6 +50,29 @@ def test_what_a_hook_makes_is_freed(rank: Rank, kind: str) -> None:
     pair.check()
     assert [storage.size() for storage in calls.storages] == [0, 0], "after backward the gathered weights hold bytes"
     assert calls.filled == 2, f"backward filled {calls.filled} weights again, not 2"
+
+
+@contract("EXTENSION-1")
+@world(2)
+@needs(Capability.MIXED_PRECISION)
+def test_tensors_in_a_dtype_of_compute(rank: Rank) -> None:
+    """The hooks are given the dtype of compute, and outputs and gradients are those of tensors without hooks."""
+    model, calls = models.two_linear((5, 7), (7, 6)), Calls()
+    policy = Precision(compute=torch.bfloat16)
+    runs = [rank.run(models.copy_of(model), units=[["0"]], precision=policy) for _ in range(2)]
+    for parameter in runs[1].adapter.named_parameters().values():
+        if parameter.ndim == 2:
+            extend_shard(sharded_weight(parameter), calls)
+    batch = rank.batch(0, (4, 5))
+    (output, _), (found, _) = [run.forward_backward((batch,), loss=models.mean_square) for run in runs]
+    assert exact_difference(found[0], output[0]) is None, "hooks that keep all bits change the output"
+    assert {given[-1] for given in calls.before} == {torch.bfloat16}, "the first hook was given another policy"
+    expected = runs[0].adapter.gradients()
+    for name, piece in runs[1].adapter.gradients().items():
+        other = expected[name]
+        assert piece is not None and other is not None, f"{name} has no gradient"
+        difference = exact_difference(piece.tensor, other.tensor)
+        assert difference is None, f"gradient of {name!r}: element, with hooks and without: {difference}"
 
 
 @contract("EXTENSION-2")

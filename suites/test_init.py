@@ -69,6 +69,24 @@ UNFIT = {
         ("reshard_after_forward",),
         lambda rank: {"reshard_after_forward": rank.world_size + 1},
     ),
+    "a-negative-size": Unfit(
+        lambda: models.Tower(dim=9),
+        ("reshard_after_forward",),
+        lambda rank: {"reshard_after_forward": -1},
+        may_train=False,
+    ),
+    "no-size": Unfit(
+        lambda: models.Tower(dim=9),
+        ("reshard_after_forward",),
+        lambda rank: {"reshard_after_forward": 0},
+        may_train=False,
+    ),
+    "a-size-that-is-no-int": Unfit(
+        lambda: models.Tower(dim=9),
+        ("reshard_after_forward",),
+        lambda rank: {"reshard_after_forward": float(rank.world_size)},
+        may_train=False,
+    ),
     "a-list": Unfit(lambda: models.Tower(dim=9), ("ModuleList",), lambda rank: {"units": [["layers"]]}),
     "an-uneven-dimension": Unfit(
         lambda: shapes.Spoiled(torch.randn(3)),
@@ -85,6 +103,9 @@ UNFIT = {
 #: What only some implementations have an option for.
 UNFIT_NEEDS = {
     "a-size-that-does-not-divide": Capability.RESHARD_TO_SIZE,
+    "a-negative-size": Capability.RESHARD_TO_SIZE,
+    "no-size": Capability.RESHARD_TO_SIZE,
+    "a-size-that-is-no-int": Capability.RESHARD_TO_SIZE,
     "a-list": Capability.GROUPED_UNIT,  # an implementation that wraps one module takes a list as it takes others
     "an-uneven-dimension": Capability.SHARD_DIMENSION,
     "no-such-dimension": Capability.SHARD_DIMENSION,

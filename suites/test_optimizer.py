@@ -67,11 +67,14 @@ def test_ten_steps(rank: Rank, kind: optim.Kind, kernels: optim.Kernels, rows: i
 @needs(Capability.ADAM)
 @FLAT
 @pytest.mark.parametrize("kernels", ["for-loop", "foreach", "fused"])
-def test_steps_after_an_evaluation(rank: Rank, kernels: optim.Kernels, flat_parameters: bool) -> None:
+@pytest.mark.parametrize("others", [False, True], ids=["alone", "beside-others"])
+def test_steps_after_an_evaluation(rank: Rank, others: bool, kernels: optim.Kernels, flat_parameters: bool) -> None:
     """A step that follows an evaluation is what the next forward uses, by whatever kernels it was taken.
 
     What an evaluation has left gathered is older, and a fused kernel does not count what it writes as a new version.
+    The optimizer may have other parameters than the model's, and have them first.
     """
+    optimizer = optim.of_kind("adamw", kernels)
     shape = (8, 64)
     batch = rank.batch(3, shape)
 
@@ -83,7 +86,7 @@ def test_steps_after_an_evaluation(rank: Rank, kernels: optim.Kernels, flat_para
         rank,
         mixed.Mixed(*shape),
         units=UNITS,
-        optimizer=optim.of_kind("adamw", kernels),
+        optimizer=optim.beside_its_own(optimizer) if others else optimizer,
         flat_parameters=flat_parameters,
         after_backward=evaluate,
     )

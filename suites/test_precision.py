@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.adapters.base import Accumulation, Precision
 from shardproof.harness.findings.finding import step_label
 from shardproof.harness.models import mixed, optim, shapes
+from shardproof.harness.models.parallel import Factors, split_factors
 from shardproof.harness.parity import (
     CastReplica,
     Rank,
@@ -177,6 +179,39 @@ def test_microbatches(rank: Rank, defers: bool, policy: str) -> None:
 
 
 @contract("PRECISION-3")
+@world(2)
+@needs(
+    Capability.MIXED_PRECISION,
+    Capability.ACCUMULATION_DTYPES,
+    Capability.DEFERRED_REDUCTION,
+    Capability.UNUSED_MODULE,
+)
+def test_parameters_of_one_microbatch(rank: Rank) -> None:
+    """Gradients that have added up in the dtype of the reduction keep it beside new ones in that of compute."""
+    run, replica = both(
+        rank, models.Branches(8, 2), units=[], precision=POLICIES["bf16-fp32"], microbatches=3,
+        accumulation=Accumulation(), find_unused=True,
+    )  # fmt: skip
+    for step in range(3):
+        batch = [(rank.batch(step, (4, 8), microbatch=number), used) for number, used in enumerate((0, 0, 1))]
+        expected = replica.step(batch, loss=torch.sum)
+        check_equal(rank, run, run.step(batch, loss=torch.sum), expected, number=step)
+
+
+@contract("PRECISION-2")
+@world(2)
+@needs(Capability.MIXED_PRECISION, Capability.RANKS_DIFFER)
+def test_parameters_of_one_rank(rank: Rank) -> None:
+    """What stands for the gradients of parameters that a rank does not use has the dtype of those that it has."""
+    precision = POLICIES["bf16"]
+    run, replica = both(rank, models.Branches(8, 2), units=[], precision=precision, ranks_differ=True)
+    for step in range(3):
+        batch = [(rank.batch(step, (4, 8)), (rank.index + step) % 2)]
+        expected = replica.step(batch, loss=torch.sum)
+        check_equal(rank, run, run.step(batch, loss=torch.sum), expected, number=step)
+
+
+@contract("PRECISION-3")
 @world(4)
 @needs(Capability.MIXED_PRECISION, Capability.DEFERRED_ALL_REDUCE, Capability.ACCUMULATION_DTYPES)
 @needs(Capability.HYBRID)
@@ -310,6 +345,24 @@ def test_small_updates(rank: Rank) -> None:
     for name, value in replica.model.named_parameters():
         assert not torch.equal(value, before[name]), f"{name} did not change"
         assert (value - before[name]).abs().max() < 2.0**-12, f"an update of {name} is not small"
+
+
+@contract("PRECISION-2")
+@world(4)
+@MIXED
+@needs(Capability.TENSOR_PARALLEL, Capability.DTENSOR_PARAMETERS)
+def test_sums_over_tensor_parallel_ranks(rank: Rank) -> None:
+    """What tensor-parallel ranks each have of a gradient is summed in the reduce dtype: 257 is no bfloat16."""
+    mesh = rank.mesh((2, 2), ("dp", "tp"))
+    prepare = functools.partial(split_factors, mesh=mesh["tp"])
+    run = rank.run(Factors(4), mesh=mesh["dp"], prepare=prepare, precision=POLICIES["bf16-fp32"])
+    mine = torch.full((1, 4), 1.0 if mesh.get_local_rank("tp") else 256.0, device=rank.device)
+    for step in range(2):
+        run.forward_backward((mine,), loss=lambda output: cast(DTensor, output).to_local().sum())
+        for name, piece in run.adapter.gradients().items():
+            assert piece is not None, f"{name} has no gradient in {step_label(step)}"
+            assert (piece.tensor == 257).all(), f"gradient of {name!r} in {step_label(step)}: {piece.tensor} is not 257"
+        run.adapter.zero_grad(set_to_none=step == 0)
 
 
 @contract("PRECISION-4")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -325,6 +326,24 @@ def test_forward_methods_of_one_class(rank: Rank) -> None:
     for step in range(3):
         pair.step(rank.batch(step, (4, 9)))
         pair.check()
+
+
+@contract("TRAINING-8")
+@world(2)
+@needs(Capability.FORWARD_METHOD)
+def test_forward_method_of_one_module(rank: Rank) -> None:
+    """A registered method may be one that a script has set on the module itself, over that of its class."""
+    model = models.TwoStage(dim=9)
+    model.encoder.features = types.MethodType(_doubled_features, model.encoder)  # type: ignore[method-assign]
+    pair = rank.pair(model, units=[["encoder"], ["projector"]])
+    pair.adapter.register_forward_method("encoder", "features")
+    for step in range(3):
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+
+
+def _doubled_features(encoder: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(encoder.inner(x)) * 2
 
 
 @contract("TRAINING-8")

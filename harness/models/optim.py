@@ -89,6 +89,18 @@ def of_trainable(factory: OptimizerFactory) -> OptimizerFactory:
     return lambda parameters: factory([one for one in parameters if one.requires_grad])
 
 
+def beside_its_own(factory: OptimizerFactory) -> OptimizerFactory:
+    """The same factory, with a first group of one parameter that is none of the model's."""
+
+    def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        given = list(parameters)
+        own = nn.Parameter(torch.zeros(3, device=given[0].device))
+        groups: list[Any] = [{"params": [own]}, {"params": given}]
+        return factory(groups)
+
+    return make
+
+
 def in_two_groups(kind: Literal["adam", "adamw"], *, lr: float = 1e-2) -> OptimizerFactory:
     """A factory of Adam or AdamW with two groups of parameters, which take turns.
 

@@ -148,6 +148,34 @@ def replicate(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return distribute_module(model, mesh)
 
 
+class Factors(nn.Module):
+    """Multiplies the input by a (dim,) parameter of ones.
+
+    Input and output: (batch, dim).
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+def split_factors(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Let each tensor-parallel rank give :class:`Factors` rows of its own, in place.
+
+    Its output is a DTensor, and each rank has a part of the parameter's gradient: a sum over the ranks is pending.
+
+    Args:
+        model: a :class:`Factors`.
+        mesh: a one-dimensional mesh.
+    """
+    own = (Shard(0),)
+    style = PrepareModuleInput(input_layouts=own, desired_input_layouts=own, use_local_output=False)
+    return parallelize_module(distribute_module(model, mesh), mesh, style)
+
+
 class Attention(nn.Module):
     """Causal attention with separate projections for queries, keys and values, without biases.
 

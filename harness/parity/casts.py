@@ -154,6 +154,9 @@ class CastReplica:
     def _reduced(self, name: str, microbatches: list[torch.Tensor | None]) -> torch.Tensor | None:
         """Return the gradient that the optimizer gets, from those of this rank's microbatches (collective)."""
         own = [gradient for gradient in microbatches if gradient is not None]
+        parameter = self.model.get_parameter(name)
+        if self._config.ranks_differ and not own and parameter.requires_grad:
+            own = [torch.zeros_like(parameter, dtype=self._precision_of(name).compute)]
         if name in self._config.ignored:
             return _added(own) if own else None
         dtype, keeps = self._precision_of(name).reduce, self._precision_of(name).keeps_gradients

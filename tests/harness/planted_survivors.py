@@ -131,8 +131,26 @@ PER_PARAMETER = {
         "return unit.post_forward(module, args, method(*args, **kwargs))",
         "output = method(*args, **kwargs); unit.post_forward(module, args, output); return output",
     ),
+    "pending-sums-in-the-dtype-of-compute": Edit(
+        "per_parameter.reduction:_local_grad", "grad = cast(DTensor, grad.to(dtype))", "pass"
+    ),
+    "two-dtypes-packed": Edit(
+        "per_parameter.reduction:_pack", "if len({grad.dtype for grad in filled}) > 1:", "if False:"
+    ),
+    "extensions-in-the-dtype-of-shards": Edit(
+        "per_parameter.shards:Shards.finish_unsharded",
+        "finish(param, param.compute_dtype)",
+        "finish(param, param.dtype)",
+    ),
+    "zeros-in-the-dtype-of-shards": Edit(
+        "per_parameter.reduction:zero_grad", "dtype=param.compute_dtype", "dtype=param.dtype"
+    ),
     "factor-of-three": Edit("common.divide:divide", "divisor / before", "divisor // before"),
+    "method-runs-sharded": Edit(
+        "per_parameter.module:_run_as_forward", "args, kwargs = unit.pre_forward(module, args, kwargs)", "pass"
+    ),
     # Errors.
+    "negative-size-taken": Edit("per_parameter.mesh:after_forward", "value < 1 or ", ""),
     "norm-of-nothing": Edit("common.clip:clip_grad_norm_", "if not grads:", "if False:"),
     "infinite-norm-accepted": Edit("common.clip:clip_grad_norm_", "not math.isfinite(", "math.isnan("),
     "failed-forward-counts": Edit(
