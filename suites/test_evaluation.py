@@ -236,6 +236,34 @@ def test_gathers_in_flight_do_not_outlive_the_step(rank: Rank, reshard_after_for
         pair.check()
 
 
+@contract("EVALUATION-3")
+@world(2)
+@needs(Capability.FLAT_PARAMETERS)
+@pytest.mark.parametrize(
+    ("changed", "flat"),
+    [("all", False), ("all", True), ("out_proj.weight", False), ("out_proj.bias", False)],
+    ids=["all", "flat", "first", "last"],
+)
+@pytest.mark.parametrize("reshard_after_forward", [None, False])
+def test_new_data_after_an_evaluation(rank: Rank, reshard_after_forward: bool | None, changed: str, flat: bool) -> None:
+    """New data that a script gives parameters after an evaluation is used by the next, whichever ranks hold them."""
+    model = models.MLP(9)
+    pair = rank.pair(model, units=[["in_proj"]], reshard_after_forward=reshard_after_forward, flat_parameters=flat)
+    everyone = [pair.adapter, pair.baseline.adapter]
+    batch = rank.batch(0, (4, 9), microbatch=1)
+    for step in range(3):
+        pair.evaluate(batch)
+        pair.step(rank.batch(step, (4, 9)))
+        pair.evaluate(batch)
+        pair.check()
+        for name, parameter in [
+            *(shown for adapter in everyone for shown in adapter.named_parameters().items()),
+            *pair.oracle.model.named_parameters(),
+        ]:
+            if changed in ("all", name):
+                parameter.data = parameter.data * 0.5
+
+
 @contract("EVALUATION-4")
 @world(2)
 @needs(Capability.WHOLE_PARAMETERS)
