@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from torch import nn
 
 from shardproof.harness import Capability, contract, models, needs, world
-from shardproof.harness.adapters.base import Adapter, WholeParameters
+from shardproof.harness.adapters.base import Accumulation, Adapter, WholeParameters
 from shardproof.harness.findings.finding import step_label
 from shardproof.harness.models import optim, shapes, ties
 from shardproof.harness.parity import Rank, Run, check_exact
@@ -53,6 +55,33 @@ def test_evaluation_between_steps(rank: Rank, mode: Any, reshard_after_forward: 
         for number in (1, 2):
             pair.evaluate(rank.batch(step, (2, 9), microbatch=number), mode=mode if step else "no_grad")
         pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+
+
+@contract("EVALUATION-1")
+@world(2)
+@pytest.mark.parametrize("defers", [False, pytest.param(True, marks=needs(Capability.DEFERRED_REDUCTION))])
+@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+def test_evaluation_between_microbatches(rank: Rank, reshard_after_forward: bool | int | None, defers: bool) -> None:
+    """An evaluation between two microbatches of a step changes no gradient of it, reduced or not."""
+    model = models.Tower(dim=9, depth=DEPTH)
+    pair = rank.pair(
+        model, units=model.units(), reshard_after_forward=reshard_after_forward, microbatches=3,
+        accumulation=Accumulation() if defers else None,
+    )  # fmt: skip
+    context = pair.adapter.microbatch
+
+    @contextlib.contextmanager
+    def evaluating(*, is_last: bool) -> Iterator[None]:
+        with context(is_last=is_last):
+            yield
+        if not is_last:
+            with torch.no_grad():
+                pair.adapter.forward(rank.batch(0, (2, 9), microbatch=3))
+
+    rank.monkeypatch.setattr(pair.adapter, "microbatch", evaluating)
+    for step in range(3):
+        pair.step([rank.batch(step, (2, 9), microbatch=number) for number in range(3)], set_to_none=step != 1)
         pair.check()
 
 

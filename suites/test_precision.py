@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -118,6 +120,31 @@ def test_gradients_in_full_precision(rank: Rank, policy: str, reshard_after_forw
         found = {item.dtype for item in run.trace[before:] if item.kind == "reduce_scatter"}
         expected = "float32" if step % 2 else "bfloat16"
         assert found == {expected}, f"{step_label(step)} reduces in {found}, not in {expected}"
+
+
+@contract("PRECISION-11")
+@world(2)
+@needs(Capability.MIXED_PRECISION, Capability.FULL_PRECISION_EVALUATION, Capability.DEFERRED_REDUCTION)
+@pytest.mark.parametrize("reshard_after_forward", [None, False])
+def test_full_precision_between_microbatches(rank: Rank, reshard_after_forward: bool | None) -> None:
+    """If that is chosen, evaluations between microbatches whose reduction is deferred leave their gradients alone."""
+    precision = Precision(compute=BRAIN, full_in_evaluation=True)
+    run, replica = both(
+        rank, mixed.Mixed(), precision=precision, reshard_after_forward=reshard_after_forward, microbatches=3,
+        accumulation=Accumulation(),
+    )  # fmt: skip
+    context = run.adapter.microbatch
+
+    @contextlib.contextmanager
+    def evaluating(*, is_last: bool) -> Iterator[None]:
+        with context(is_last=is_last):
+            yield
+        run.adapter.module.eval()
+        run.evaluate((rank.batch(0, SHAPE),))
+        run.adapter.module.train()
+
+    rank.monkeypatch.setattr(run.adapter, "microbatch", evaluating)
+    train(rank, run, replica)
 
 
 @contract("PRECISION-12")

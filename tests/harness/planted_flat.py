@@ -51,6 +51,17 @@ FLAT = {
     "new-data-seen-by-holders": Edit(
         "flat.shards:FlatShards.has_changed", "param is not None and (", "param is not None and span.numel and ("
     ),
+    "unreduced-dropped-by-an-evaluation": Edit(
+        "flat.unit:FlatUnit._root_post_forward", "self._forget_order()", "self._recover()"
+    ),
+    "unreduced-dropped-by-a-cast": Edit(
+        "flat.group:FlatGroup._prepare_buffer", "leaf.grad = old.leaf.grad.to(leaf.dtype)", "pass"
+    ),
+    "memory-of-before-the-cast": Edit(
+        "flat.group:FlatGroup._prepare_buffer",
+        "isinstance(old, Alias) and old.leaf.data_ptr() == flat.data_ptr() and old.leaf.dtype == flat.dtype",
+        "isinstance(old, Alias)",
+    ),
     # Dtypes.
     "whole-values-of-compute": Edit(
         "flat.group:FlatGroup.gather_full", "dtype=shard.dtype, device", "dtype=self.dtype, device"

@@ -33,6 +33,11 @@ KILLED = {
     "new-flat-data-not-seen": Killer(NEW_DATA.format("w2-None-flat"), "output of 'evaluation"),
     "new-data-dropped": Killer(NEW_DATA.format("w2-None-all"), "output of 'evaluation"),
     "new-data-seen-by-holders": Killer(NEW_DATA.format("w2-None-last"), ""),
+    "unreduced-dropped-by-an-evaluation": Killer(
+        "test_evaluation_between_microbatches and w2-None-True", "gradient of '"
+    ),
+    "unreduced-dropped-by-a-cast": Killer("test_full_precision_between_microbatches and w2-None", "gradient of '"),
+    "memory-of-before-the-cast": Killer("test_cast_after_an_evaluation and w2-replicas-alone", "loss of '"),
     "whole-values-of-compute": Killer(
         "test_precision and test_whole_parameters and w2-originals", "is of torch.bfloat16"
     ),
