@@ -269,12 +269,20 @@ def test_gathers_in_flight_do_not_outlive_the_step(rank: Rank, reshard_after_for
 @world(2)
 @needs(Capability.FLAT_PARAMETERS)
 @pytest.mark.parametrize(
-    ("changed", "flat"),
-    [("all", False), ("all", True), ("out_proj.weight", False), ("out_proj.bias", False)],
-    ids=["all", "flat", "first", "last"],
+    ("changed", "flat", "reads"),
+    [
+        ("all", False, False),
+        ("all", True, False),
+        ("out_proj.weight", False, False),
+        ("out_proj.bias", False, False),
+        pytest.param("out_proj.bias", False, True, marks=needs(Capability.WHOLE_PARAMETERS)),
+    ],
+    ids=["all", "flat", "first", "last", "read"],
 )
 @pytest.mark.parametrize("reshard_after_forward", [None, False])
-def test_new_data_after_an_evaluation(rank: Rank, reshard_after_forward: bool | None, changed: str, flat: bool) -> None:
+def test_new_data_after_an_evaluation(
+    rank: Rank, reshard_after_forward: bool | None, changed: str, flat: bool, reads: bool
+) -> None:
     """New data that a script gives parameters after an evaluation is used by the next, whichever ranks hold them."""
     model = models.MLP(9)
     pair = rank.pair(model, units=[["in_proj"]], reshard_after_forward=reshard_after_forward, flat_parameters=flat)
@@ -291,6 +299,9 @@ def test_new_data_after_an_evaluation(rank: Rank, reshard_after_forward: bool | 
         ]:
             if changed in ("all", name):
                 parameter.data = parameter.data * 0.5
+        if reads:
+            with pair.adapter.whole_parameters(WholeParameters(keeps_changes=False)):
+                pass
 
 
 @contract("EVALUATION-4")

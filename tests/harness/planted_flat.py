@@ -51,6 +51,9 @@ FLAT = {
     "new-data-seen-by-holders": Edit(
         "flat.shards:FlatShards.has_changed", "param is not None and (", "param is not None and span.numel and ("
     ),
+    "new-data-forgotten-by-reading": Edit(
+        "flat.summon:_unit_full", "if was_stale := group.is_stale():", "if (was_stale := group.is_stale()) and False:"
+    ),
     "unreduced-dropped-by-an-evaluation": Edit(
         "flat.unit:FlatUnit._root_post_forward", "self._forget_order()", "self._recover()"
     ),

@@ -33,6 +33,7 @@ KILLED = {
     "new-flat-data-not-seen": Killer(NEW_DATA.format("w2-None-flat"), "output of 'evaluation"),
     "new-data-dropped": Killer(NEW_DATA.format("w2-None-all"), "output of 'evaluation"),
     "new-data-seen-by-holders": Killer(NEW_DATA.format("w2-None-last"), ""),
+    "new-data-forgotten-by-reading": Killer(NEW_DATA.format("w2-None-read"), ""),
     "unreduced-dropped-by-an-evaluation": Killer(
         "test_evaluation_between_microbatches and w2-None-True", "gradient of '"
     ),
