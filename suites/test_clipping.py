@@ -220,19 +220,26 @@ def test_replicas(rank: Rank, norm_type: float) -> None:
 @pytest.mark.parametrize("norm_type", NORMS)
 @pytest.mark.parametrize(
     "dtypes",
-    [(torch.float16, torch.float16), (torch.float16, torch.float32), (torch.float32, torch.float64)],
-    ids=["float16", "float16-32", "float32-64"],
+    [
+        (torch.float16, torch.float16),
+        (torch.float16, torch.float32),
+        (torch.float32, torch.float64),
+        (torch.float64, torch.float32),
+    ],
+    ids=["float16", "float16-32", "float32-64", "float64-32"],
 )
 def test_gradients_of_two_dtypes(rank: Rank, dtypes: tuple[torch.dtype, torch.dtype], norm_type: float) -> None:
     """Gradients of two dtypes count together, and all are scaled, also if the norm is no number of the narrower."""
-    low, wide = dtypes
+    low, own = dtypes
+    wide = torch.promote_types(low, own)
     # Each rank holds 9 and 16 elements: 3, 4 and 5 times this in the 2-norm. The largest float16 is 65504.
     value = 24576.0
-    more = value if low == wide else value * (1 + torch.finfo(wide).eps * 1024)
-    norm = {1.0: 36 * value + 64 * more, 2.0: math.hypot(6 * value, 8 * more), math.inf: more}[norm_type]
+    more = value if low == own else value * (1 + torch.finfo(wide).eps * 1024)
+    of_low, of_root = (more if dtype == wide else value for dtype in dtypes)
+    norm = {1.0: 36 * of_low + 64 * of_root, 2.0: math.hypot(6 * of_low, 8 * of_root), math.inf: more}[norm_type]
 
     def prepare(model: nn.Module) -> nn.Module:
-        model.to(wide).get_submodule("low").to(low)
+        model.to(own).get_submodule("low").to(low)
         return model
 
     clip = Clip(max_norm=norm / 4, norm_type=norm_type)
@@ -244,10 +251,10 @@ def test_gradients_of_two_dtypes(rank: Rank, dtypes: tuple[torch.dtype, torch.dt
         found = float(run.adapter.norm_value(run.adapter.clip()))
         error = abs(found - norm) / norm / torch.finfo(wide).eps
         # Gradients of float16 alone may have a norm of float16, which is infinite here; they are scaled all the same.
-        assert error <= 4 or wide == low, f"total norm: {found} instead of {norm}, {error:.0f} ulps of {wide} off"
+        assert error <= 4 or own == low, f"total norm: {found} instead of {norm}, {error:.0f} ulps of {wide} off"
         for name, piece in run.adapter.gradients().items():
             assert piece is not None, f"{name} has no gradient"
-            expected = (value if name.startswith("low") else more) * clip.max_norm / (norm + 1e-6)
+            expected = (of_low if name.startswith("low") else of_root) * clip.max_norm / (norm + 1e-6)
             error = float((piece.tensor.double() / expected - 1).abs().max()) / torch.finfo(piece.tensor.dtype).eps
             where = f"clipped gradient of {name!r}"
             assert error <= 4, f"{where}: {piece.tensor.flatten()[:3]} instead of {expected}, {error:.0f} ulps off"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from torch import nn
 
 from shardproof.harness import Capability, contract, models, needs, world
-from shardproof.harness.adapters.base import Adapter, WholeParameters
+from shardproof.harness.adapters.base import Accumulation, Adapter, WholeParameters
 from shardproof.harness.findings.finding import step_label
 from shardproof.harness.models import optim, shapes, ties
 from shardproof.harness.parity import Rank, Run, check_exact
@@ -53,6 +55,33 @@ def test_evaluation_between_steps(rank: Rank, mode: Any, reshard_after_forward: 
         for number in (1, 2):
             pair.evaluate(rank.batch(step, (2, 9), microbatch=number), mode=mode if step else "no_grad")
         pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+
+
+@contract("EVALUATION-1")
+@world(2)
+@pytest.mark.parametrize("defers", [False, pytest.param(True, marks=needs(Capability.DEFERRED_REDUCTION))])
+@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+def test_evaluation_between_microbatches(rank: Rank, reshard_after_forward: bool | int | None, defers: bool) -> None:
+    """An evaluation between two microbatches of a step changes no gradient of it, reduced or not."""
+    model = models.Tower(dim=9, depth=DEPTH)
+    pair = rank.pair(
+        model, units=model.units(), reshard_after_forward=reshard_after_forward, microbatches=3,
+        accumulation=Accumulation() if defers else None,
+    )  # fmt: skip
+    context = pair.adapter.microbatch
+
+    @contextlib.contextmanager
+    def evaluating(*, is_last: bool) -> Iterator[None]:
+        with context(is_last=is_last):
+            yield
+        if not is_last:
+            with torch.no_grad():
+                pair.adapter.forward(rank.batch(0, (2, 9), microbatch=3))
+
+    rank.monkeypatch.setattr(pair.adapter, "microbatch", evaluating)
+    for step in range(3):
+        pair.step([rank.batch(step, (2, 9), microbatch=number) for number in range(3)], set_to_none=step != 1)
         pair.check()
 
 
@@ -239,6 +268,45 @@ def test_gathers_in_flight_do_not_outlive_the_step(rank: Rank, reshard_after_for
     for step in range(3):
         pair.step(rank.batch(step, (4, 9)))
         pair.check()
+
+
+@contract("EVALUATION-3")
+@world(2)
+@needs(Capability.FLAT_PARAMETERS)
+@pytest.mark.parametrize(
+    ("changed", "flat", "reads"),
+    [
+        ("all", False, False),
+        ("all", True, False),
+        ("out_proj.weight", False, False),
+        ("out_proj.bias", False, False),
+        pytest.param("out_proj.bias", False, True, marks=needs(Capability.WHOLE_PARAMETERS)),
+    ],
+    ids=["all", "flat", "first", "last", "read"],
+)
+@pytest.mark.parametrize("reshard_after_forward", [None, False])
+def test_new_data_after_an_evaluation(
+    rank: Rank, reshard_after_forward: bool | None, changed: str, flat: bool, reads: bool
+) -> None:
+    """New data that a script gives parameters after an evaluation is used by the next, whichever ranks hold them."""
+    model = models.MLP(9)
+    pair = rank.pair(model, units=[["in_proj"]], reshard_after_forward=reshard_after_forward, flat_parameters=flat)
+    everyone = [pair.adapter, pair.baseline.adapter]
+    batch = rank.batch(0, (4, 9), microbatch=1)
+    for step in range(3):
+        pair.evaluate(batch)
+        pair.step(rank.batch(step, (4, 9)))
+        pair.evaluate(batch)
+        pair.check()
+        for name, parameter in [
+            *(shown for adapter in everyone for shown in adapter.named_parameters().items()),
+            *pair.oracle.model.named_parameters(),
+        ]:
+            if changed in ("all", name):
+                parameter.data = parameter.data * 0.5
+        if reads:
+            with pair.adapter.whole_parameters(WholeParameters(keeps_changes=False)):
+                pass
 
 
 @contract("EVALUATION-4")

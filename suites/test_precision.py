@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
@@ -12,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardproof.harness import Capability, contract, models, needs, world
-from shardproof.harness.adapters.base import Accumulation, Precision
+from shardproof.harness.adapters.base import Accumulation, Precision, StateForm, WholeParameters
 from shardproof.harness.findings.finding import step_label
 from shardproof.harness.models import mixed, optim, shapes
 from shardproof.harness.models.parallel import Factors, split_factors
@@ -24,6 +26,7 @@ from shardproof.harness.parity import (
     check_evaluation,
     exact_difference,
     run_and_replica,
+    states,
     step_and_check,
 )
 from shardproof.harness.plugin.axes import KEEPS, RESHARD
@@ -37,6 +40,9 @@ POLICIES = {
     "fp16-fp32": Precision(compute=HALF, reduce=FULL),
     "inputs-as-they-are": Precision(compute=BRAIN, casts_inputs=False),
 }
+FLAT = pytest.mark.parametrize(
+    "flat_parameters", [False, pytest.param(True, marks=needs(Capability.FLAT_PARAMETERS))], ids=["originals", "flat"]
+)
 SHAPE = (6, 4)
 
 ROWS = 7
@@ -99,6 +105,50 @@ def test_evaluation_in_full_precision(rank: Rank, reshard_after_forward: bool | 
     evaluate_and_train(rank, run, replica, first=1)
 
 
+@contract("PRECISION-11")
+@world(2)
+@needs(Capability.MIXED_PRECISION, Capability.FULL_PRECISION_EVALUATION)
+@pytest.mark.parametrize("reshard_after_forward", [None, False])
+@pytest.mark.parametrize("policy", ["bf16", "fp32-bf16"])
+def test_gradients_in_full_precision(rank: Rank, policy: str, reshard_after_forward: bool | None) -> None:
+    """If that is chosen, a step whose forward is in evaluation mode reduces as it computes, and those around do not."""
+    precision = dataclasses.replace(POLICIES[policy], full_in_evaluation=True)
+    run, replica = both(rank, mixed.Mixed(), precision=precision, reshard_after_forward=reshard_after_forward)
+    for step in range(4):
+        for module in (run.adapter.module, replica.model):
+            module.train(mode=step % 2 == 0)
+        before = len(run.trace)
+        train(rank, run, replica, first=step, steps=1)
+        found = {item.dtype for item in run.trace[before:] if item.kind == "reduce_scatter"}
+        expected = "float32" if step % 2 else "bfloat16"
+        assert found == {expected}, f"{step_label(step)} reduces in {found}, not in {expected}"
+
+
+@contract("PRECISION-11")
+@world(2)
+@needs(Capability.MIXED_PRECISION, Capability.FULL_PRECISION_EVALUATION, Capability.DEFERRED_REDUCTION)
+@pytest.mark.parametrize("reshard_after_forward", [None, False])
+def test_full_precision_between_microbatches(rank: Rank, reshard_after_forward: bool | None) -> None:
+    """If that is chosen, evaluations between microbatches whose reduction is deferred leave their gradients alone."""
+    precision = Precision(compute=BRAIN, full_in_evaluation=True)
+    run, replica = both(
+        rank, mixed.Mixed(), precision=precision, reshard_after_forward=reshard_after_forward, microbatches=3,
+        accumulation=Accumulation(),
+    )  # fmt: skip
+    context = run.adapter.microbatch
+
+    @contextlib.contextmanager
+    def evaluating(*, is_last: bool) -> Iterator[None]:
+        with context(is_last=is_last):
+            yield
+        run.adapter.module.eval()
+        run.evaluate((rank.batch(0, SHAPE),))
+        run.adapter.module.train()
+
+    rank.monkeypatch.setattr(run.adapter, "microbatch", evaluating)
+    train(rank, run, replica)
+
+
 @contract("PRECISION-12")
 @world(2)
 @needs(Capability.MIXED_PRECISION, Capability.LOW_PRECISION_GRADIENTS)
@@ -139,6 +189,35 @@ def test_autocast(rank: Rank, reshard_after_forward: bool | None) -> None:
             step_and_check(rank, run, replica, [(rank.batch(step, (4, 8)),)], number=step, loss=models.both_heads)
         with torch.autocast(rank.device.type, BRAIN):
             check_evaluation(rank, run, replica, rank.batch(step, (4, 8)), number=step + 1)
+
+
+@contract("PRECISION-1")
+@world(2)
+@needs(Capability.MIXED_PRECISION, Capability.WHOLE_PARAMETERS)
+@FLAT
+def test_whole_parameters(rank: Rank, flat_parameters: bool) -> None:
+    """Whole parameters have the dtype and the values of the shards, not those of compute."""
+    run, replica = both(rank, mixed.Mixed(), precision=POLICIES["bf16-fp32"], flat_parameters=flat_parameters)
+    for step in range(3):
+        train(rank, run, replica, first=step, steps=1)
+        with run.adapter.whole_parameters(WholeParameters()) as found:
+            for name, expected in replica.model.named_parameters():
+                assert found[name].dtype == FULL, f"{name} is of {found[name].dtype}"
+                assert torch.equal(found[name], expected), f"{name} has other values than the shards"
+
+
+@contract("PRECISION-1")
+@world(2)
+@needs(Capability.MIXED_PRECISION, Capability.DISTRIBUTED_CHECKPOINT)
+@FLAT
+@pytest.mark.parametrize("form", ["sharded", pytest.param("full", marks=needs(Capability.FULL_STATE_DICT))])
+def test_state_dicts(rank: Rank, form: StateForm, flat_parameters: bool) -> None:
+    """What is saved of a model and its optimizer has the dtype and the values of the shards, and trains on."""
+    run, replica = both(rank, mixed.Mixed(), precision=POLICIES["bf16-fp32"], flat_parameters=flat_parameters)
+    for step in range(3):
+        train(rank, run, replica, first=step, steps=1)
+        states.check_held(rank, run, states.read(rank, run, form=form))
+        run.adapter.restore(run.adapter.checkpoint(form=form), form=form)
 
 
 @contract("PRECISION-1")

@@ -199,12 +199,19 @@ def test_cast_after_sharding(rank: Rank, swaps: bool) -> None:
 @contract("TRAINING-5")
 @world(2)
 @needs(Capability.CAST_AFTER_INIT)
-@pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
-def test_cast_after_an_evaluation(rank: Rank, reshard_after_forward: bool | None) -> None:
+@pytest.mark.parametrize(
+    ("reshard_after_forward", "shards"),
+    [
+        *(pytest.param(*item.values, True, marks=item.marks) for item in RESHARD[:3]),
+        pytest.param(None, False, marks=needs(Capability.REPLICAS_ALONE), id="replicas-alone"),
+    ],
+)
+def test_cast_after_an_evaluation(rank: Rank, reshard_after_forward: bool | None, shards: bool) -> None:
     """A model that an evaluation has left gathered has rounded values once it is cast to bfloat16 and back."""
     model = models.Tower(dim=9)
     rounded = models.copy_of(model).to(rank.device).to(torch.bfloat16).to(torch.float32)
-    options: Any = {"units": model.units(), "optimizer": optim.sgd(), "reshard_after_forward": reshard_after_forward}
+    options: Any = {"units": model.units(), "optimizer": optim.sgd(), "shards": shards}
+    options["reshard_after_forward"] = reshard_after_forward
     run, twin = rank.run(model, **options), rank.run(rounded, **options)
     batch = (rank.batch(0, (4, 9)),)
     run.evaluate(batch)

@@ -190,6 +190,8 @@ class FlatGroup:
         self._on_gradient = WeakMethod(on_gradient)
         # Version of the shard when it was gathered last, to notice an edit while the values are kept.
         self._gathered_version = 0
+        # Its memory then, kept while the values are: new data of the flat parameter has other memory, and no version.
+        self._gathered_from: torch.Tensor | None = None
         self._pending: PendingGather | None = None
         self._views: list[torch.Tensor] = []
         self._buffer: FlatBuffer | Alias | None = None
@@ -253,7 +255,7 @@ class FlatGroup:
                 buffer.allocate()
                 source = self._gather(source, buffer.target)
             self._pending = PendingGather(source, streams.record(stream))
-        self._gathered_version = self._version()
+        self._gathered_version, self._gathered_from = self._version(), flat.detach()
         self.is_unsharded = True
 
     def wait_for_unshard(self) -> None:
@@ -276,11 +278,14 @@ class FlatGroup:
             self._pending = None
         assert self._buffer is not None
         unsharded.reshard(self._buffer, unit=self.label)
-        self.is_unsharded = False
+        self.is_unsharded, self._gathered_from = False, None
 
     def is_stale(self) -> bool:
         """Whether the sharded parameters were changed after they were gathered."""
-        return self.is_unsharded and (self._version() != self._gathered_version or self.shards.has_changed())
+        if self._gathered_from is None:
+            return False
+        moved = self._gathered_from.untyped_storage()._cdata != self.shards.flat.untyped_storage()._cdata
+        return moved or self._version() != self._gathered_version or self.shards.has_changed()
 
     def gather_full(self, shard: torch.Tensor) -> torch.Tensor:
         """All of what ``shard`` (1-D, ``layout.shard_numel``, any dtype) is this rank's part of. Collective.

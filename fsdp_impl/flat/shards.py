@@ -220,12 +220,12 @@ class FlatShards:
         mark_managed(held)
 
     def has_changed(self) -> bool:
-        """Whether :meth:`adopt` would write."""
+        """Whether a user has replaced originals or their data: the same on ranks that hold none of their elements."""
         if not self.use_orig:
-            return False
+            return self.module._parameters.get(FLAT_PARAM, self.flat) is not self.flat
         held = [self._held(index) for index in range(len(self.spans))]
         return any(
-            param is not None and span.numel > 0 and (param is not original or not is_view_of(param, self.flat, span))
+            param is not None and (param is not original or not is_view_of(param, self.flat, span))
             for param, original, span in zip(held, self.originals, self.spans, strict=True)
         )
 
@@ -265,11 +265,10 @@ def set_tensor(owner: Owner, tensor: torch.Tensor, *, as_param: bool) -> None:
 
 def is_view_of(param: torch.Tensor, flat: torch.Tensor, span: Span) -> bool:
     """Whether ``param`` lies at ``span`` in ``flat``'s memory."""
-    if span.numel == 0:
-        return param.numel() == 0 and param.dtype == flat.dtype and param.device == flat.device
     return (
         param.untyped_storage()._cdata == flat.untyped_storage()._cdata
-        and param.storage_offset() == flat.storage_offset() + span.offset
+        # Where a rank has nothing of a parameter any place does, and its memory tells whether it has new data.
+        and (span.numel == 0 or param.storage_offset() == flat.storage_offset() + span.offset)
         and param.numel() == span.numel
         and param.dtype == flat.dtype
     )

@@ -80,8 +80,10 @@ def _unit_full(
             yield
             return
         group = unit.group
+        if was_stale := group.is_stale():
+            # On ranks without elements of what has new data nothing will show it, once the shards are registered again.
+            group.outdate()
         group.shards.adopt()
-        was_stale = group.is_stale()
         whole = _gather(group)
         grads = WholeGradients(group) if with_grads else None
         if rank0_only and group.ranks.group.rank() != 0:

@@ -277,6 +277,8 @@ class FlatUnit:
                 cast_buffers(self.iteration.units)
         for group in self.groups():
             if group.is_stale():
+                # First: resharding shows the shards again, and new data that a user gave the parameters is no part yet.
+                group.shards.adopt()
                 group.reshard()
         self._hide_unsharded_gradients()
         # Gathers read the sharded parameters, which the optimizer wrote on the current stream.

@@ -44,6 +44,39 @@ FLAT = {
         'if set(names) & set(group["params"]):',
         'if set(names) == set(group["params"]):',
     ),
+    # What is gathered already.
+    "new-data-not-seen": Edit("flat.group:FlatGroup.is_stale", " or self.shards.has_changed()", ""),
+    "new-flat-data-not-seen": Edit("flat.group:FlatGroup.is_stale", "return moved or ", "return "),
+    "new-data-dropped": Edit("flat.unit:FlatUnit._root_pre_forward", "group.shards.adopt()", "pass"),
+    "new-data-seen-by-holders": Edit(
+        "flat.shards:FlatShards.has_changed", "param is not None and (", "param is not None and span.numel and ("
+    ),
+    "new-data-forgotten-by-reading": Edit(
+        "flat.summon:_unit_full", "if was_stale := group.is_stale():", "if (was_stale := group.is_stale()) and False:"
+    ),
+    "unreduced-dropped-by-an-evaluation": Edit(
+        "flat.unit:FlatUnit._root_post_forward", "self._forget_order()", "self._recover()"
+    ),
+    "unreduced-dropped-by-a-cast": Edit(
+        "flat.group:FlatGroup._prepare_buffer", "leaf.grad = old.leaf.grad.to(leaf.dtype)", "pass"
+    ),
+    "memory-of-before-the-cast": Edit(
+        "flat.group:FlatGroup._prepare_buffer",
+        "isinstance(old, Alias) and old.leaf.data_ptr() == flat.data_ptr() and old.leaf.dtype == flat.dtype",
+        "isinstance(old, Alias)",
+    ),
+    # Dtypes.
+    "whole-values-of-compute": Edit(
+        "flat.group:FlatGroup.gather_full", "dtype=shard.dtype, device", "dtype=self.dtype, device"
+    ),
+    "reduces-low-in-evaluation": Edit(
+        "flat.unit:FlatUnit.choose_precision", "self.reducer.reduce_dtype = None if full else ", "_ = "
+    ),
+    "norm-of-the-first-dtype": Edit(
+        "flat.reduction:clip_grad_norm",
+        "total.to(reduce(torch.promote_types, [grad.dtype for grad in grads]))",
+        "total.to(grads[0].dtype)",
+    ),
     # Ignored modules, and the meta device.
     "ignored-are-made": Edit(
         "flat.construct:_parents_first",

@@ -10,6 +10,7 @@ from tests.harness.planted import Killer, a_third_by_day, assert_killed, assert_
 pytestmark = pytest.mark.slow("the tests share one run of the suites, in which each planted bug has ranks of its own")
 
 WHOLE, MADE = "test_whole_on_every_rank and {}", "test_values_made and w2-reset-whole-model"
+NEW_DATA = "test_new_data_after_an_evaluation and {}"
 OPTIONS = "test_units_have_the_options and {}"
 KILLED = {
     "replicas-not-averaged": Killer(WHOLE.format("w2-originals"), "gradient of '"),
@@ -28,6 +29,21 @@ KILLED = {
     "options-of-all-parameters-alone": Killer(
         "test_into_an_optimizer_of_fewer_parameters and w2-full", "learning rates ["
     ),
+    "new-data-not-seen": Killer(NEW_DATA.format("w2-None-all"), "output of 'evaluation"),
+    "new-flat-data-not-seen": Killer(NEW_DATA.format("w2-None-flat"), "output of 'evaluation"),
+    "new-data-dropped": Killer(NEW_DATA.format("w2-None-all"), "output of 'evaluation"),
+    "new-data-seen-by-holders": Killer(NEW_DATA.format("w2-None-last"), ""),
+    "new-data-forgotten-by-reading": Killer(NEW_DATA.format("w2-None-read"), ""),
+    "unreduced-dropped-by-an-evaluation": Killer(
+        "test_evaluation_between_microbatches and w2-None-True", "gradient of '"
+    ),
+    "unreduced-dropped-by-a-cast": Killer("test_full_precision_between_microbatches and w2-None", "gradient of '"),
+    "memory-of-before-the-cast": Killer("test_cast_after_an_evaluation and w2-replicas-alone", "loss of '"),
+    "whole-values-of-compute": Killer(
+        "test_precision and test_whole_parameters and w2-originals", "is of torch.bfloat16"
+    ),
+    "reduces-low-in-evaluation": Killer("test_gradients_in_full_precision and w2-bf16-None", "gradient of '"),
+    "norm-of-the-first-dtype": Killer("test_gradients_of_two_dtypes and w4-float64-32-2.0", "total norm"),
     "ignored-are-made": Killer("test_ignored_module and w2-reset", "of the ignored module has other values"),
     "ignored-are-cast": Killer("test_ignored_module and w2-reset", "of the ignored module is of torch.bfloat16"),
     "buffers-alone-stay": Killer(MADE, ""),
