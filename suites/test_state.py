@@ -160,6 +160,17 @@ def test_new_data(rank: Rank, reshard_after_forward: bool | int | None, form: St
     states.check_same(rank, states.read(rank, run, form=form), first)
 
 
+@contract("STATE-2")
+@world(2)
+@needs(Capability.FLAT_PARAMETERS)  # others refuse such parameters
+@FORMS
+def test_other_strides(rank: Rank, form: StateForm) -> None:
+    """Parameters that lie column by column are saved and loaded by index, from and into ones that lie row by row."""
+    runs = [make(rank, number, prepare=by_columns) if number else make(rank, 0) for number in range(2)]
+    for saved, loaded in (runs, runs[::-1]):
+        check_loads(rank, saved, loaded, form)
+
+
 @contract("STATE-2", "STATE-3")
 @world(4)
 @needs(Capability.HYBRID, Capability.FULL_STATE_DICT)
@@ -424,6 +435,14 @@ def make(rank: Rank, number: int, *, for_flat: bool = False, has_extra: bool = F
     optimizer = optim.adamw(lr=lr) if for_flat else optim.in_two_groups("adamw", lr=lr)
     chosen: Any = {"units": model.units(), "optimizer": optimizer} | options
     return rank.run(model, **chosen)
+
+
+def by_columns(model: nn.Module) -> nn.Module:
+    """Lay the elements of each matrix column by column."""
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            parameter.data = parameter.detach().t().contiguous().t()
+    return model
 
 
 def train(rank: Rank, run: Run, step: int) -> StepPicture:

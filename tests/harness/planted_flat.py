@@ -94,6 +94,7 @@ FLAT = {
     "applied-is-lost": Edit(
         "flat.summon:full_params", "_unit_full(unit, writeback, ", "_unit_full(unit, writeback and recurse, "
     ),
+    "loads-as-it-lies": Edit("flat.shards:FlatShards.cut_one", "if whole.stride() != piece.stride:", "if False:"),
     "first-name-of-a-module": Edit("flat.state_dict:keys_of", "remove_duplicate=False", "remove_duplicate=True"),
 }
 
