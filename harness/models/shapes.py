@@ -66,7 +66,9 @@ class Recurrent(nn.Module):
         self.head = nn.Linear(dim + 1, dim)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden, _ = self.body(x)
+        # cuDNN rounds the products of recurrent modules to TF32, which no float64 oracle can judge.
+        with torch.backends.cudnn.flags(enabled=False):
+            hidden, _ = self.body(x)
         return torch.tanh(self.head(hidden))
 
 
