@@ -61,6 +61,19 @@ FLAT = {
     "applied-is-lost": Edit(
         "flat.summon:full_params", "_unit_full(unit, writeback, ", "_unit_full(unit, writeback and recurse, "
     ),
+    "cast-loses-gradients": Edit("flat.summon:_conceal", "param.grad = grad.to(param.device, param.dtype)", "pass"),
+    "cast-loses-new-data": Edit("flat.summon:_expose", "    shards.adopt()\n", ""),
+    "mesh-of-the-replicas": Edit(
+        "flat.state_dict:sharded_copy", "from_group(ranks.group,", "from_group(ranks.across or ranks.group,"
+    ),
+    "ignored-states-not-saved": Edit(
+        "flat.optim_state:save",
+        "            if state is not None:\n                found",
+        "            if False:\n                found",
+    ),
+    "ignored-states-not-loaded": Edit(
+        "flat.optim_state:_state_to_load", "return None if state is None else", "return None if True else"
+    ),
     "first-name-of-a-module": Edit("flat.state_dict:keys_of", "remove_duplicate=False", "remove_duplicate=True"),
 }
 
