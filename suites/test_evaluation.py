@@ -256,6 +256,8 @@ def test_whole_parameters(
         run.evaluate((rank.batch(0, (2, 9)),))
         with run.adapter.whole_parameters(how) as found:
             has_them = check_whole(rank, how, found, plain)
+            named = {name for name, _ in run.adapter.module.named_parameters()}
+            assert not has_them or named == found.keys(), f"the model names its parameters {sorted(named)}"
             if has_them:
                 write(found)
         if how.keeps_changes:

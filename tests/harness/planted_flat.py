@@ -63,6 +63,9 @@ FLAT = {
     ),
     "cast-loses-gradients": Edit("flat.summon:_conceal", "param.grad = grad.to(param.device, param.dtype)", "pass"),
     "cast-loses-new-data": Edit("flat.summon:_expose", "    shards.adopt()\n", ""),
+    "whole-have-names-of-wrappers": Edit(
+        "flat.module:FullyShardedDataParallel._shown_name", "if self._unit.is_summoned", "if False"
+    ),
     "mesh-of-the-replicas": Edit(
         "flat.state_dict:sharded_copy", "from_group(ranks.group,", "from_group(ranks.across or ranks.group,"
     ),
