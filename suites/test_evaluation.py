@@ -331,6 +331,8 @@ def test_whole_parameters(
             halve(run, plain)  # what the evaluation may have left gathered is old
         with run.adapter.whole_parameters(how) as found:
             has_them = check_whole(rank, how, found, plain)
+            named = {name for name, _ in run.adapter.module.named_parameters()}
+            assert not has_them or named == found.keys(), f"the model names its parameters {sorted(named)}"
             if has_them:
                 write(found)
         if how.keeps_changes:

@@ -182,6 +182,17 @@ def test_whole_states_of_replicas(rank: Rank, replicated: str) -> None:
     check_loads(rank, make(rank, 0, mesh=first), make(rank, 1, mesh=second), "full")
 
 
+@contract("STATE-1", "STATE-2")
+@world(4)
+@needs(Capability.HYBRID, Capability.PROCESS_GROUPS)
+def test_sharded_states_of_groups_of_replicas(rank: Rank) -> None:
+    """Each replica has its own shards of the values, also where process groups stand for the mesh."""
+    mesh = rank.mesh((2, 2), ("replicate", "shard"))
+    run = make(rank, 0, mesh=mesh, as_groups=True)
+    train(rank, run, 0)
+    read_and_check(rank, run, "sharded", plain(rank))
+
+
 @contract("STATE-2", "STATE-3")
 @world(2)
 @pytest.mark.parametrize("form", ["sharded", pytest.param("full", marks=FULL)])
@@ -261,6 +272,23 @@ def test_into_an_optimizer_of_fewer_parameters(rank: Rank, form: StateForm) -> N
     rates = [group["lr"] for group in loaded.adapter.optimizer.param_groups]
     assert rates == [LR], f"learning rates {rates} instead of {LR}"
     states.check_held(rank, loaded, states.read(rank, saved))
+
+
+@contract("STATE-3")
+@world(2)
+@needs(Capability.IGNORED_PARAMETERS)
+@FORMS
+def test_states_of_ignored_parameters(rank: Rank, form: StateForm) -> None:
+    """The optimizer's state of an ignored parameter, alike on all ranks, is saved and loaded beside the others."""
+
+    def same_gradient(model: nn.Module) -> nn.Module:
+        model.get_parameter("out.bias").register_hook(torch.ones_like)
+        return model
+
+    saved, loaded = (make(rank, number, ignored=("out.bias",), prepare=same_gradient) for number in range(2))
+    check_loads(rank, saved, loaded, form)
+    state = states.read(rank, loaded, form=form)["optimizer"]["state"]["out.bias"]
+    assert "exp_avg" in state, f"the state of the ignored parameter has {sorted(state)} alone"
 
 
 @contract("STATE-5", "STATE-8")

@@ -12,13 +12,14 @@ import torch
 from torch import nn
 
 from shardproof.harness import Capability, Hardware, contract, models, needs, world
-from shardproof.harness.adapters.base import OptimizerFactory
+from shardproof.harness.adapters.base import Adapter, OptimizerFactory
 from shardproof.harness.collectives.delays import Delay
 from shardproof.harness.collectives.trace import Collective
 from shardproof.harness.models import optim, shapes
 from shardproof.harness.parity import Pair, Rank, check_exact
 from shardproof.harness.parity.plain import backward_of_copies, check_gradients
 from shardproof.harness.parity.refusals import Refusal
+from shardproof.harness.parity.run import StepPicture
 from shardproof.harness.plugin.axes import DELAY_MS, DELAYED, DELAYS, RESHARD, RESHARD_TO_PARTS
 from shardproof.harness.tensors.trees import tensors_of
 
@@ -219,6 +220,35 @@ def test_cast_after_an_evaluation(rank: Rank, reshard_after_forward: bool | None
     for step in range(2):
         pictures = (one.step([batch], loss=models.mean_square) for one in (run, twin))
         check_exact(rank, *pictures, step=step, why="the same values")
+
+
+@contract("TRAINING-5")
+@world(2)
+@needs(Capability.CAST_AFTER_INIT)
+@pytest.mark.parametrize(
+    "when", ["before-the-step", pytest.param("after-new-data", marks=needs(Capability.FLAT_PARAMETERS))]
+)
+def test_cast_there_and_back(rank: Rank, when: str) -> None:
+    """A cast to float64 and back loses neither gradients nor values that a script has set before."""
+    model = models.Tower(dim=9)
+
+    def turn(adapter: Adapter, *, now: bool) -> None:
+        if now:
+            adapter.module.double().float()
+
+    def train(casts: bool) -> StepPicture:
+        run = rank.run(
+            models.copy_of(model), units=model.units(), optimizer=optim.sgd(),
+            after_backward=lambda adapter: turn(adapter, now=casts and when == "before-the-step"),
+        )  # fmt: skip
+        run.step([(rank.batch(0, (4, 9)),)], loss=models.mean_square)
+        if when == "after-new-data":
+            for parameter in run.adapter.named_parameters().values():
+                parameter.data = parameter.data * 0.5
+            turn(run.adapter, now=casts)
+        return run.step([(rank.batch(1, (4, 9)),)], loss=models.mean_square)
+
+    check_exact(rank, train(True), train(False), step=1, why="the same values and gradients")
 
 
 @contract("TRAINING-11")

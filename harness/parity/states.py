@@ -123,7 +123,7 @@ def _more_than_a_share(run: Run, state: State) -> Iterator[_Problem]:
     for kind, entries in _by_kind(state):
         held, allowed = {}, 0
         for name, value in _tensors(entries):
-            if not value.ndim or (kind == "model" and name not in parameters):
+            if not value.ndim or name.partition(": ")[0] not in parameters:
                 continue
             share = math.ceil(value.shape[0] / size) * math.prod(value.shape[1:])
             local = value.to_local() if isinstance(value, DTensor) else value

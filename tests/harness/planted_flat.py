@@ -95,6 +95,22 @@ FLAT = {
         "flat.summon:full_params", "_unit_full(unit, writeback, ", "_unit_full(unit, writeback and recurse, "
     ),
     "loads-as-it-lies": Edit("flat.shards:FlatShards.cut_one", "if whole.stride() != piece.stride:", "if False:"),
+    "cast-loses-gradients": Edit("flat.summon:_conceal", "param.grad = grad.to(param.device, param.dtype)", "pass"),
+    "cast-loses-new-data": Edit("flat.summon:_expose", "    shards.adopt()\n", ""),
+    "whole-have-names-of-wrappers": Edit(
+        "flat.module:FullyShardedDataParallel._shown_name", "if self._unit.is_summoned", "if False"
+    ),
+    "mesh-of-the-replicas": Edit(
+        "flat.state_dict:sharded_copy", "from_group(ranks.group,", "from_group(ranks.across or ranks.group,"
+    ),
+    "ignored-states-not-saved": Edit(
+        "flat.optim_state:save",
+        "            if state is not None:\n                found",
+        "            if False:\n                found",
+    ),
+    "ignored-states-not-loaded": Edit(
+        "flat.optim_state:_state_to_load", "return None if state is None else", "return None if True else"
+    ),
     "first-name-of-a-module": Edit("flat.state_dict:keys_of", "remove_duplicate=False", "remove_duplicate=True"),
 }
 

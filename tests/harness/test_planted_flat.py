@@ -50,6 +50,14 @@ KILLED = {
     "ignored-not-scaled": Killer("test_ignored_parameter and w2-2.0", "clipped gradient of 'low.weight'"),
     "applied-is-lost": Killer("test_function_for_every_module and w2-shards-originals", "has other values"),
     "loads-as-it-lies": Killer("test_other_strides and w2-full", "element ["),
+    "cast-loses-gradients": Killer("test_cast_there_and_back and w2-before-the-step", "two runs that should be equal"),
+    "cast-loses-new-data": Killer("test_cast_there_and_back and w2-after-new-data", "two runs that should be equal"),
+    "whole-have-names-of-wrappers": Killer(
+        "test_whole_parameters and w2-None-read-originals", "the model names its parameters"
+    ),
+    "mesh-of-the-replicas": Killer("test_sharded_states_of_groups_of_replicas", ""),
+    "ignored-states-not-saved": Killer("test_states_of_ignored_parameters and w2-full", "out.bias"),
+    "ignored-states-not-loaded": Killer("test_states_of_ignored_parameters and w2-full", "out.bias"),
     "first-name-of-a-module": Killer("test_module_with_two_names and w2-full", "'layers.0.again.weight'"),
 }
 
