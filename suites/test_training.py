@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from shardproof.harness import Capability, Hardware, contract, models, needs, world
-from shardproof.harness.adapters.base import Adapter, OptimizerFactory
+from shardproof.harness.adapters.base import Accumulation, Adapter, OptimizerFactory
 from shardproof.harness.collectives.delays import Delay
 from shardproof.harness.collectives.trace import Collective
 from shardproof.harness.models import optim, shapes
@@ -249,6 +250,28 @@ def test_cast_there_and_back(rank: Rank, when: str) -> None:
         return run.step([(rank.batch(1, (4, 9)),)], loss=models.mean_square)
 
     check_exact(rank, train(True), train(False), step=1, why="the same values and gradients")
+
+
+@contract("TRAINING-5", "ACCUMULATION-1")
+@world(2)
+@needs(Capability.CAST_AFTER_INIT, Capability.DEFERRED_REDUCTION)
+def test_cast_between_microbatches(rank: Rank) -> None:
+    """A cast to float64 and back between two microbatches does not lose the gradients that are still to be reduced."""
+    model = models.Tower(dim=9)
+    pair = rank.pair(model, units=model.units(), microbatches=2, accumulation=Accumulation())
+    context = pair.adapter.microbatch
+
+    @contextlib.contextmanager
+    def casting(*, is_last: bool) -> Iterator[None]:
+        with context(is_last=is_last):
+            yield
+        if not is_last:
+            pair.adapter.module.double().float()
+
+    rank.monkeypatch.setattr(pair.adapter, "microbatch", casting)
+    for step in range(2):
+        pair.step([rank.batch(step, (4, 9), microbatch=number) for number in range(2)])
+        pair.check()
 
 
 @contract("TRAINING-11")

@@ -241,7 +241,11 @@ class ShardedParam:
         """Let the unsharded parameter live in ``data`` (``size``, ``compute_dtype``)."""
         if self.unsharded_spec is not None:
             data = dtensor.wrap(data, dtensor.with_dtype(self.unsharded_spec, data.dtype))
+        # A cast between two microbatches makes it anew; what the first has left here is still to be reduced.
+        grad = None if self.unsharded is None else self.unsharded.grad
         self.unsharded = nn.Parameter(data, requires_grad=False)
+        if grad is not None:
+            self.unsharded.grad = grad.to(data.dtype)
 
     def register(self, param: nn.Parameter) -> None:
         """Make ``param`` what the owners hold."""

@@ -145,6 +145,9 @@ PER_PARAMETER = {
     "zeros-in-the-dtype-of-shards": Edit(
         "per_parameter.reduction:zero_grad", "dtype=param.compute_dtype", "dtype=param.dtype"
     ),
+    "cast-loses-unreduced-gradients": Edit(
+        "per_parameter.param:ShardedParam.make_unsharded", "    if grad is not None:\n", "    if False:\n"
+    ),
     "factor-of-three": Edit("common.divide:divide", "divisor / before", "divisor // before"),
     "method-runs-sharded": Edit(
         "per_parameter.module:_run_as_forward", "args, kwargs = unit.pre_forward(module, args, kwargs)", "pass"
