@@ -22,7 +22,7 @@ KILLED = {
     "scalars-taken": Killer(UNFIT.format("a-scalar"), NO_NAME),
     "changed-before-the-check": Killer(UNFIT.format("a-scalar"), "a refusal changed the values of"),
     "three-dimensions-taken": Killer(UNFIT.format("three-dimensions"), "no rank refuses it"),
-    "sizes-that-do-not-divide-taken": Killer(UNFIT.format("a-size-that"), NO_NAME),
+    "sizes-that-do-not-divide-taken": Killer(UNFIT.format("a-size-that-does"), NO_NAME),
     "two-dtypes-taken": Killer(UNFIT.format("two-dtypes"), ""),
     "uneven-dimensions-taken": Killer(UNFIT.format("an-uneven"), ""),
     "shared-by-two-units-taken": Killer(TWO_UNITS.format("two-units"), "the model is not sharded"),
