@@ -32,8 +32,8 @@ KILLED = {
     "flat-reduced-in-the-dtype-of-compute": Killer(TRAINING.format("bf16-fp32"), GRADIENT),
     "flat-gradients-stay-low": Killer(TRAINING.format("bf16"), "has dtype torch.bfloat16; the baseline has"),
     "flat-buffers-in-the-dtype-of-compute": Killer(TRAINING.format("bf16"), OUTPUT),
-    "flat-buffers-of-the-outermost-unit": Killer("test_buffers and w2-False", OUTPUT),
-    "flat-integers-cast": Killer("test_buffers and w2-False", ""),
+    "flat-buffers-of-the-outermost-unit": Killer("test_precision and test_buffers and w2-False", OUTPUT),
+    "flat-integers-cast": Killer("test_precision and test_buffers and w2-False", ""),
     "flat-buffers-saved-as-they-are": Killer("test_buffers and w2-True", "is saved in torch.float16"),
 }
 

@@ -1,0 +1,42 @@
+"""Each planted bug names one item of the suites; a case that gets more parameters must not make it two, or none."""
+
+from __future__ import annotations
+
+import importlib
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from _pytest.mark.expression import Expression
+
+from tests.harness.planted import Killer
+
+HERE = pathlib.Path(__file__).parent
+MODULES = sorted(path.stem for path in HERE.glob("test_planted_*.py"))
+
+
+@pytest.fixture(scope="module")
+def items():
+    """The ids of all items of both references; those of GPUs are selected too, and do not run."""
+    command = [sys.executable, "-m", "pytest", "suites", "--impl", "reference,reference.flat", "--device", "cpu"]
+    command += ["-m", "nightly or not nightly", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    found = subprocess.run(command, cwd=HERE.parents[1], capture_output=True, text=True, check=True, timeout=300)
+    ids = [line for line in found.stdout.splitlines() if "::" in line]
+    assert len(ids) > 1000
+    return ids
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_killers_name_one_item(items, name):
+    killed = getattr(importlib.import_module(f"tests.harness.{name}"), "KILLED", {})
+    wrong = {}
+    for bug, killer in killed.items():
+        if isinstance(killer, Killer):
+            half = "[reference.flat-" if bug.startswith("flat") else "[reference-"
+            # As of ``-k``, whose names are those of the file, of the function and of the item.
+            expression = Expression.compile(killer.item)
+            hits = [one for one in items if half in one and expression.evaluate(lambda word, one=one: word in one)]
+            if len(hits) != 1:
+                wrong[bug] = hits
+    assert not wrong, f"by bug of {name}, the items that its killer names instead of one: {wrong}"
