@@ -252,7 +252,7 @@ def test_cast_there_and_back(rank: Rank, when: str) -> None:
     check_exact(rank, train(True), train(False), step=1, why="the same values and gradients")
 
 
-@contract("TRAINING-5", "ACCUMULATION-1")
+@contract("TRAINING-5")
 @world(2)
 @needs(Capability.CAST_AFTER_INIT, Capability.DEFERRED_REDUCTION)
 def test_cast_between_microbatches(rank: Rank) -> None:
