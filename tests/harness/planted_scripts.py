@@ -130,7 +130,7 @@ PER_PARAMETER = {
 
 FLAT = {
     "flat-zeros-added-to-by-half": Edit(
-        "flat.reduction:Gradients.add", "self._last.add_(reduced)", "self._last.add_(reduced, alpha=0.5)"
+        "flat.reduction:Gradients.add", "buffer.add_(reduced)", "buffer.add_(reduced, alpha=0.5)"
     ),
     "flat-thawed-only-at-first": Edit(
         "flat.group:FlatGroup._prepare_buffer",

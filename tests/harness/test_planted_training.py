@@ -89,7 +89,8 @@ def _expression(rows: list[tuple[type, tuple[str, str], str]]) -> str:
     sound = {(_sound(bug), case): rest for bug, (case, rest), _ in rows}
     planted_ones = {(f":{bug.__name__}", case): rest for bug, (case, rest), _ in rows}
     chosen = (sound | planted_ones).items()
-    return " or ".join(f"({case} and {who}-w2 and {rest})" for (who, case), rest in chosen)
+    # With the bracket, since one name may begin another.
+    return " or ".join(f"({case}[ and {who}-w2 and {rest})" for (who, case), rest in chosen)
 
 
 def _sound(bug: type) -> str:
