@@ -5,7 +5,6 @@ reduces it over the ranks; :class:`Gradients` adds the result to the sharded gra
 """
 
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from torch.profiler import record_function
 from fsdp_impl.common import collectives, divide, hooks, norm, streams
 from fsdp_impl.common.clip import Groups, combine_over_ranks, scale_to, sharding_groups
 from fsdp_impl.common.streams import Event
+from fsdp_impl.common.views import Views, remember
 from fsdp_impl.flat.group import FlatGroup
 
 CommHook = Callable[..., None]
@@ -154,30 +154,15 @@ class _Shown(NamedTuple):
     aside: torch.Tensor | None
 
 
-class _Given(NamedTuple):
-    """A gradient that is a view of what a reduction made, with its address. Nothing here keeps its memory."""
-
-    param: nn.Parameter
-    grad: weakref.ref[torch.Tensor]
-    address: int
-
-
 class _Last(NamedTuple):
-    """What a reduction made and gave out in views: where it begins in its storage, in elements, and its size."""
+    """What a reduction made and gave out in views, one for each of ``params``."""
 
-    given: list[_Given]
-    start: int
-    numel: int
+    params: list[nn.Parameter]
+    views: Views
 
     def current(self) -> torch.Tensor | None:
         """All of it, if these very views still are the gradients, so that adding to it adds to them."""
-        # The same object may have other data by now: `param.grad.data = ...`.
-        if not all(
-            param.grad is not None and param.grad is grad() and param.grad.data_ptr() == address
-            for param, grad, address in self.given
-        ):
-            return None
-        return _grad_of(self.given[0].param).as_strided((self.numel,), (1,), self.start)
+        return self.views.whole(param.grad for param in self.params)
 
 
 class Gradients:
@@ -203,17 +188,17 @@ class Gradients:
         if buffer is not None and buffer.dtype == reduced.dtype:
             buffer.add_(reduced)
             return
-        given: list[_Given] = []
+        given: list[nn.Parameter] = []
         all_new = True
         for param, which in self._group.shards.holders():
             view = self._group.shards.part(which, reduced)
             if param.grad is None:
                 set_grad(param, view)
-                given.append(_Given(param, weakref.ref(_grad_of(param)), view.data_ptr()))
+                given.append(param)
             else:
                 param.grad.add_(view)
                 all_new = False
-        self._last = _Last(given, int(reduced.storage_offset()), reduced.numel()) if all_new and given else None
+        self._last = _Last(given, remember(reduced, [*map(_grad_of, given)])) if all_new else None
 
     def show_unsharded(self) -> None:
         """Let the sharded parameters show what has accumulated unsharded; undone by :meth:`hide_unsharded`."""

@@ -5,7 +5,6 @@ or taken (``take``), copied in, reduce-scattered over the shards and all-reduced
 added to the gradients of the sharded parameters (``Accumulator``).
 """
 
-import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -17,6 +16,7 @@ from torch.profiler import record_function
 
 from fsdp_impl.common import collectives, divide, dtensor, hooks, streams
 from fsdp_impl.common.streams import Event, Stream
+from fsdp_impl.common.views import Views, remember
 from fsdp_impl.per_parameter.group import ParamGroup
 from fsdp_impl.per_parameter.layout import Layout, build_layout, shard_view
 from fsdp_impl.per_parameter.param import ShardedParam
@@ -311,34 +311,15 @@ def _rows(grad: torch.Tensor, dim: int, world: int) -> torch.Tensor:
 
 
 class GradBuffer(NamedTuple):
-    """Where the sharded gradients that one reduction made lie: one beside the other, in the order of ``params``.
-
-    Nothing here keeps their memory: it is free when the user sets the gradients to None.
-
-    Attributes:
-        params: what was reduced.
-        locals: the gradients' local tensors, each with its address.
-        start: where the memory of all of them begins in their storage, in elements.
-        numel: its size in elements.
-    """
+    """Where the sharded gradients that one reduction made lie, one for each of ``params``."""
 
     params: tuple[ShardedParam, ...]
-    locals: tuple[tuple[weakref.ref[torch.Tensor], int], ...]
-    start: int
-    numel: int
+    views: Views
 
     def current(self) -> torch.Tensor | None:
         """All of the memory, if these very tensors still are the gradients, so that adding to it adds to them."""
-        first = None
-        for param, (made, address) in zip(self.params, self.locals, strict=True):
-            if param.sharded.grad is None:
-                return None
-            local = dtensor.local_of(param.sharded.grad)
-            # The same object may have other data by now.
-            if local is not made() or local.data_ptr() != address:
-                return None
-            first = local if first is None else first
-        return None if first is None else first.as_strided((self.numel,), (1,), self.start)
+        grads = (param.sharded.grad for param in self.params)
+        return self.views.whole(None if grad is None else dtensor.local_of(grad) for grad in grads)
 
 
 class Accumulator:
@@ -383,8 +364,7 @@ class Accumulator:
         for param, grad, view in zip(params, held, views, strict=True):
             if grad is None:
                 param.sharded.grad = dtensor.wrap(view, dtensor.with_dtype(param.spec, view.dtype))
-        locals_ = tuple((weakref.ref(view), view.data_ptr()) for view in views)
-        self._last = GradBuffer(tuple(params), locals_, int(shards.storage_offset()), shards.numel())
+        self._last = GradBuffer(tuple(params), remember(shards, views))
 
     def _to_home(self, params: Sequence[ShardedParam], shards: torch.Tensor) -> tuple[torch.Tensor, bool]:
         if not self._offloads or shards.device.type == "cpu":

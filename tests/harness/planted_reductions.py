@@ -123,9 +123,9 @@ PER_PARAMETER = {
     ),
     "buffer-replaced": Edit("per_parameter.reduction:Accumulator.add", "buffer.add_(shards)", "buffer.copy_(shards)"),
     "replaced-gradient-is-current": Edit(
-        "per_parameter.reduction:GradBuffer.current",
-        "if local is not made() or local.data_ptr() != address",
-        "if False",
+        "common.views:Views.whole",
+        "tensor is None or tensor is not made() or tensor.data_ptr() != address",
+        "tensor is None",
     ),
     "gradient-not-taken": Edit(
         "per_parameter.reduction:_take_one",

@@ -33,9 +33,9 @@ PER_PARAMETER = {
         "dtensor.spec_for(param.spec.mesh, [torch.distributed.tensor.Replicate()], view.size(), view.dtype)",
     ),
     "replaced-gradients-not-noticed": Edit(
-        "per_parameter.reduction:GradBuffer.current",
-        "if local is not made() or local.data_ptr() != address",
-        "if False",
+        "common.views:Views.whole",
+        "tensor is None or tensor is not made() or tensor.data_ptr() != address",
+        "tensor is None",
     ),
     # Scalers.
     "infinities-removed": Edit(
@@ -145,9 +145,11 @@ FLAT = {
     ),
     "flat-fused-steps-not-noticed": Edit("flat.group:FlatGroup._version", " + hooks.optimizer_steps()", ""),
     "flat-replaced-gradients-not-noticed": Edit(
-        "flat.reduction:_Last.current", " and param.grad is grad() and param.grad.data_ptr() == address", ""
+        "common.views:Views.whole",
+        "tensor is None or tensor is not made() or tensor.data_ptr() != address",
+        "tensor is None",
     ),
-    "flat-replaced-data-not-noticed": Edit("flat.reduction:_Last.current", " and param.grad.data_ptr() == address", ""),
+    "flat-replaced-data-not-noticed": Edit("common.views:Views.whole", " or tensor.data_ptr() != address", ""),
     "flat-infinities-removed": Edit(
         "flat.reduction:Reducer._reduce_scatter",
         "divide.scale(contributions, division.before)",
