@@ -10,6 +10,7 @@ import sys
 import pytest
 from _pytest.mark.expression import Expression
 
+from tests.harness import test_planted_composition as composition
 from tests.harness.planted import Killer
 
 HERE = pathlib.Path(__file__).parent
@@ -30,13 +31,22 @@ def items():
 @pytest.mark.parametrize("name", MODULES)
 def test_killers_name_one_item(items, name):
     killed = getattr(importlib.import_module(f"tests.harness.{name}"), "KILLED", {})
+    named = {bug: killer.item for bug, killer in killed.items() if isinstance(killer, Killer)}
+    assert_one_item(items, named, name)
+
+
+def test_composition_names_one_item(items):
+    named = {bug.name: composition.words(item) for bug, (item, _) in composition.CAUGHT.items()}
+    assert_one_item(items, named, "test_planted_composition")
+
+
+def assert_one_item(items, named, module):
     wrong = {}
-    for bug, killer in killed.items():
-        if isinstance(killer, Killer):
-            half = "[reference.flat-" if bug.startswith("flat") else "[reference-"
-            # As of ``-k``, whose names are those of the file, of the function and of the item.
-            expression = Expression.compile(killer.item)
-            hits = [one for one in items if half in one and expression.evaluate(lambda word, one=one: word in one)]
-            if len(hits) != 1:
-                wrong[bug] = hits
-    assert not wrong, f"by bug of {name}, the items that its killer names instead of one: {wrong}"
+    for bug, item in named.items():
+        half = "[reference.flat-" if bug.startswith("flat") else "[reference-"
+        # As of ``-k``, whose names are those of the file, of the function and of the item.
+        expression = Expression.compile(item)
+        hits = [one for one in items if half in one and expression.evaluate(lambda word, one=one: word in one)]
+        if len(hits) != 1:
+            wrong[bug] = hits
+    assert not wrong, f"by bug of {module}, the items that its killer names instead of one: {wrong}"
