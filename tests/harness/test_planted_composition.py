@@ -26,14 +26,17 @@ STATES = "test_states_of_the_first_rank_everywhere[w4-True"
 RESUMES = "test_one_dimension_and_replicas[w4-shards-new-run"
 ONTO = "test_onto_another_mesh[w4-shards-tensor"
 
+#: The second name of a shared parameter has become a parameter of its own.
+TWO_PARAMETERS = "shown beside the first name of the same parameter: ['layers.0.second.weight'"
+
 CAUGHT = {
     planted.NothingRecomputed: (COMPUTES, "layers.0 1 and 0, layers.1 1 and 0, layers.2 1 and 0"),
     planted.ReshardsInRecomputation: (GATHERS, "all_gather instead of 3 in backward"),
     planted.FlatReshardsInRecomputation: (GATHERS, "all_gather instead of 3 in backward"),
     planted.RecomputesWithoutGather: (TWICE, "got mixed torch.Tensor and DTensor"),
     planted.FlatRecomputationIsForward: (COMPUTES, "storage of size 0"),
-    planted.TiedInOnePlace: (TIED, "every rank holds all of them"),
-    planted.TiedUnknownElsewhere: (TIED, "every rank holds all of them"),
+    planted.TiedInOnePlace: (TIED, TWO_PARAMETERS),
+    planted.TiedUnknownElsewhere: (TIED, TWO_PARAMETERS),
     planted.FlatTiedInOnePlace: (TIED, "mat2 must be a matrix, got 1-D tensor"),
     planted.FlatTiedShardInOnePlace: (TIED, "Changing shared parameters is not supported yet: first.weight"),
     planted.EndIsNotCompared: (FEWER, "AssertionError: raised: 'Detected mismatch between collectives"),
