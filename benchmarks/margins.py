@@ -43,8 +43,10 @@ def summary(kept: dict[str, list[dict[str, Any]]]) -> str:
 
 def main() -> None:
     """Print one line a stage, and the summary."""
-    print(f"{'stage':<22}{'kept':>6}{'worst ulps':>12}{'of allowed':>12}{'x baseline':>12}")
     kept = distances(sys.argv[1:])
+    if not kept:
+        sys.exit(f"no passing case with distances in {sys.argv[1:]}: name run files, as reports/published/*.gz")
+    print(f"{'stage':<22}{'kept':>6}{'worst ulps':>12}{'of allowed':>12}{'x baseline':>12}")
     for stage, items in kept.items():
         used = max(item["sharded_ulps"] / item["allowed_ulps"] for item in items)
         # A baseline that hit the oracle exactly makes any quotient; it is measured as half an ulp, its resolution.

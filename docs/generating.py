@@ -8,8 +8,6 @@ import pathlib
 import sys
 from collections.abc import Mapping
 
-import pytest
-
 ROOT = pathlib.Path(__file__).parents[1]
 
 
@@ -22,11 +20,32 @@ def collect(collector: object) -> None:
     Raises:
         ValueError: the suites cannot be collected.
     """
+    import pytest  # not at the top: docs/make_matrix.py runs without it
+
     arguments = ["--collect-only", "-q", "-p", "no:cacheprovider", "-m", "nightly or not nightly", str(ROOT / "suites")]
     with contextlib.redirect_stdout(io.StringIO()) as output:
         code = pytest.main(arguments, plugins=[collector])
     if code != pytest.ExitCode.OK:
         raise ValueError(f"the suites cannot be collected:\n{output.getvalue()}")
+
+
+def between(text: str, begin: str, end: str, made: str) -> str:
+    """Return README.md with another text between two lines.
+
+    Args:
+        text: of README.md.
+        begin: the line before the place, with its newline.
+        end: the line behind it.
+        made: what is put there.
+
+    Raises:
+        ValueError: a line is missing.
+    """
+    before, found_begin, rest = text.partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not found_begin or not found_end:
+        raise ValueError(f"README.md has no {begin.strip()} with {end.strip()} behind it")
+    return f"{before}{begin}{made}{end}{after}"
 
 
 def write(texts: Mapping[pathlib.Path, str], *, compares: bool, script: str) -> int:

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 
 import pytest
-from generating import ROOT, collect, write
+from generating import ROOT, between, collect, write
 
 sys.path.insert(0, str(ROOT))  # a clone need not be installed
 
@@ -184,19 +184,6 @@ def table(contract: Sequence[Chapter], items: Sequence[Item]) -> str:
     return "\n".join(rows) + "\n"
 
 
-def with_table(text: str, made: str) -> str:
-    """Return README.md with a new table.
-
-    Raises:
-        ValueError: the lines around the table are missing.
-    """
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"README.md has no {BEGIN.strip()} with {END.strip()} behind it")
-    return f"{before}{BEGIN}{made}{END}{after}"
-
-
 def main(arguments: Iterable[str] | None = None) -> int:
     """Write the page and README's table, or compare them.
 
@@ -215,7 +202,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
         contract, items = chapters(CONTRACT.read_text()), collected()
         if found := problems(contract, items):
             raise ValueError("\n".join(found))
-        written = {PAGE: page(contract, items), README: with_table(README.read_text(), table(contract, items))}
+        written = {PAGE: page(contract, items), README: between(README.read_text(), BEGIN, END, table(contract, items))}
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1

@@ -57,4 +57,4 @@ def test_both_ways(make_features):
 
 def test_readme_without_a_place_for_the_table(make_features):
     with pytest.raises(ValueError, match=r"README\.md has no <!-- features"):
-        make_features.with_table("nothing", "table")
+        make_features.between("nothing", make_features.BEGIN, make_features.END, "table")

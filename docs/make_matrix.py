@@ -1,0 +1,246 @@
+"""Writes docs/matrix.md and the table of implementations in README.md from run files of reports/published.
+
+``--check`` compares instead of writing. The page has a table for each environment, with a row for each chapter of the
+contract and a column for each implementation, and explains each failure by the finding to which its expectation links.
+
+Run as ``python docs/make_matrix.py`` in the repository's root. It needs neither torch nor pytest's suites.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from generating import ROOT, between, write
+
+sys.path.insert(0, str(ROOT))  # a clone need not be installed
+
+from shardproof.reports.merge import MergeError, merge
+from shardproof.reports.record import CaseRecord, Verdict
+from shardproof.reports.run import Run, RunFileError, parse_run
+
+PAGE, README, FINDINGS = ROOT / "docs/matrix.md", ROOT / "README.md", ROOT / "docs/findings.md"
+PUBLISHED = ROOT / "reports/published"
+#: The text of README.md between these lines is written here.
+BEGIN, END = "<!-- matrix: written by docs/make_matrix.py -->\n", "<!-- end of matrix -->\n"
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where the runs of one table were made.
+
+    Attributes:
+        title: of the table.
+        short: the head of the column in README.md.
+        files: the run files in reports/published whose implementations are its columns.
+    """
+
+    title: str
+    short: str
+    files: tuple[str, ...]
+
+
+PLACES = (
+    Place("CPU, gloo, torch 2.11", "CPU, torch 2.11", ("h200-x2-gloo-v6-standard.json.gz",)),
+    Place("Two H200 GPUs, NCCL, torch 2.11", "2 GPUs, torch 2.11", ("h200-x2-nccl-v6-standard.json.gz",)),
+)
+
+_HEAD = """\
+# Which implementation meets what
+
+A cell has the number of cases that pass, and of those that were asked, in one chapter of [the contract](contract.md).
+Every case that an implementation fails is a known failure, explained below its table, unless a row says otherwise. A
+case is not asked of an implementation that does not declare the capabilities that it needs, or on hosts without the
+hardware: a dash means that no case of the chapter was. How much that is stands in the last two rows; [the
+adapters](adapters.md#built-in-adapters) list what each implementation does not declare, with reasons. A correct
+implementation passes what it is asked, but one that is asked more is the more capable one.
+
+Written by `python docs/make_matrix.py` from [published run files](../reports/published/README.md);
+`tests/test_matrix_page.py` compares."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """A section of docs/findings.md.
+
+    Attributes:
+        title: without its number.
+        anchor: of the section in the page.
+        upstream: Markdown that links to threads about it; empty if none is known.
+    """
+
+    title: str
+    anchor: str
+    upstream: str
+
+
+def findings(text: str) -> dict[str, Finding]:
+    """Read the findings, by their numbers such as ``F-2``.
+
+    Args:
+        text: of docs/findings.md.
+    """
+    found = {}
+    for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
+        heading, _, body = section.partition("\n")
+        number, _, title = heading.partition(" ")
+        upstream = re.search(r"^Upstream: (.+)$", body, flags=re.MULTILINE)
+        # As GitHub makes anchors: lower case, spaces to hyphens, without other punctuation.
+        anchor = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        found[number] = Finding(title, anchor, upstream[1].rstrip(".") if upstream else "")
+    return found
+
+
+def run_of(place: Place) -> Run:
+    """Join the run files of a place.
+
+    Raises:
+        RunFileError: a file cannot be read.
+        MergeError: the files cannot be joined.
+    """
+    return parse_run(merge([PUBLISHED / name for name in place.files], command=["docs/make_matrix.py"]).data)
+
+
+def page(runs: Mapping[Place, Run], known: Mapping[str, Finding]) -> str:
+    """Write docs/matrix.md."""
+    parts = [_HEAD]
+    for place, run in runs.items():
+        parts += [f"\n## {place.title}\n", _environments(place), "", *_chapters(run), *_failures(run, known)]
+    return "\n".join(parts) + "\n"
+
+
+def table(runs: Mapping[Place, Run]) -> str:
+    """Write the table of README.md: a row for each implementation, passed of asked in each place."""
+    names = _in_order(case.implementation for run in runs.values() for case in run.cases)
+    rows = [f"| implementation | {' | '.join(place.short for place in runs)} |", "|---" * (len(runs) + 1) + "|"]
+    for name in names:
+        cells = [_passed([case for case in run.cases if case.implementation == name]) for run in runs.values()]
+        rows.append(f"| `{name}` | {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
+def _environments(place: Place) -> str:
+    names = ", ".join(f"[{name}](../reports/published/{name})" for name in place.files)
+    return f"From {names}."
+
+
+def _columns(run: Run) -> list[str]:
+    return _in_order(case.implementation for case in run.cases)
+
+
+def _in_order(names: Iterable[str]) -> list[str]:
+    """Sort names, ours first: with several workers the order of the records is that of their ends."""
+    return sorted(set(names), key=lambda name: (not name.startswith("reference"), name))
+
+
+def _chapters(run: Run) -> list[str]:
+    """A row for each chapter, and the sums."""
+    names = _columns(run)
+    versions = {name: run.environment.implementations[name].version for name in names}
+    rows = [f"| chapter | {' | '.join(_head(name, versions[name], run) for name in names)} |"]
+    rows.append("|---" * (len(names) + 1) + "|")
+    chapters = dict.fromkeys(chapter for case in run.cases for chapter in _chapters_of(case))
+    for chapter in sorted(chapters):
+        cases = [case for case in run.cases if chapter in _chapters_of(case)]
+        cells = [_passed([case for case in cases if case.implementation == name]) for name in names]
+        rows.append(f"| {chapter} | {' | '.join(cells)} |")
+    by_name = {name: [case for case in run.cases if case.implementation == name] for name in names}
+    sums = {
+        "all": [_passed(cases) for cases in by_name.values()],
+        "unsupported": [str(_count(cases, Verdict.UNSUPPORTED)) for cases in by_name.values()],
+        "unmet": [str(_count(cases, Verdict.UNMET)) for cases in by_name.values()],
+    }
+    return [*rows, *(f"| *{title}* | {' | '.join(cells)} |" for title, cells in sums.items())]
+
+
+def _head(name: str, version: str, run: Run) -> str:
+    own = version and version.partition("+")[0] != run.environment.torch.partition("+")[0]
+    return f"{name} {version}" if own else name
+
+
+def _chapters_of(case: CaseRecord) -> list[str]:
+    return list(dict.fromkeys(name.rpartition("-")[0] for name in case.requirements))
+
+
+def _passed(cases: Iterable[CaseRecord]) -> str:
+    asked = [case for case in cases if not case.verdict.skipped]
+    return f"{_count(asked, Verdict.PASS)} of {len(asked)}" if asked else "-"
+
+
+def _count(cases: Iterable[CaseRecord], verdict: Verdict) -> int:
+    return sum(case.verdict is verdict for case in cases)
+
+
+def _failures(run: Run, known: Mapping[str, Finding]) -> list[str]:
+    """What each implementation fails: a row for each finding, and one for each case that no finding explains."""
+    lines = []
+    for name in _columns(run):
+        failed = [case for case in run.cases if case.implementation == name and not _is_fine(case)]
+        if failed:
+            lines += [f"\n### {name}\n", "| failure | cases | chapters | upstream |", "|---|---|---|---|"]
+            lines += [row for why, cases in _by_reason(failed).items() for row in _rows(why, cases, known)]
+    return lines
+
+
+def _is_fine(case: CaseRecord) -> bool:
+    return case.verdict.skipped or case.verdict is Verdict.PASS
+
+
+def _by_reason(cases: Sequence[CaseRecord]) -> dict[str, list[CaseRecord]]:
+    """Group failures by their findings, or by the text of the expectation, or none of both: by the case."""
+    found: dict[str, list[CaseRecord]] = {}
+    for case in cases:
+        expected = case.verdict is Verdict.EXPECTED_FAIL
+        number = re.search(r"\bF-\d+\b", case.expected) if expected else None
+        found.setdefault(number[0] if number else case.expected if expected else case.id, []).append(case)
+    return dict(sorted(found.items(), key=lambda item: _order(item[0])))
+
+
+def _order(why: str) -> tuple[int, str]:
+    return (int(why.removeprefix("F-")), "") if re.fullmatch(r"F-\d+", why) else (sys.maxsize, why)
+
+
+def _rows(why: str, cases: Sequence[CaseRecord], known: Mapping[str, Finding]) -> list[str]:
+    chapters = ", ".join(sorted({chapter for case in cases for chapter in _chapters_of(case)}))
+    if why in known:
+        finding = known[why]
+        what = f"[{why}](findings.md#{finding.anchor}) {_cell(finding.title)}"
+        return [f"| {what} | {len(cases)} | {chapters} | {_cell(finding.upstream)} |"]
+    if all(case.verdict is Verdict.EXPECTED_FAIL for case in cases):
+        return [f"| {_cell(why)} | {len(cases)} | {chapters} | |"]
+    verdicts = ", ".join(f"{count} {verdict}" for verdict, count in Counter(case.verdict for case in cases).items())
+    return [f"| **not explained**: {verdicts} of `{_cell(why)}` | {len(cases)} | {chapters} | |"]
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def main(arguments: Iterable[str] | None = None) -> int:
+    """Write the page and README's table, or compare them.
+
+    Args:
+        arguments: of the command line; those of the process unless given.
+
+    Returns:
+        The exit code: 0, or 1 if a run file cannot be used or a file is out of date.
+    """
+    parser = argparse.ArgumentParser(description="docs/matrix.md and README's table, from published run files")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a file is out of date")
+    options = parser.parse_args(None if arguments is None else list(arguments))
+    try:
+        runs = {place: run_of(place) for place in PLACES}
+        readme = between(README.read_text(), BEGIN, END, table(runs))
+    except (RunFileError, MergeError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    written = {PAGE: page(runs, findings(FINDINGS.read_text())), README: readme}
+    return write(written, compares=options.check, script="docs/make_matrix.py")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,126 @@
+"""docs/matrix.md and README's table of implementations are those that the published run files give."""
+
+import importlib
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests import warm
+from tests.reports import samples
+
+ROOT = Path(__file__).parents[1]
+FAILURE = {"text": "no", "stage": None, "step": None, "rank": None, "name": None, "element": None}
+FINDINGS = """# Findings
+
+## F-2 torch `clip_grad_norm_`: the inf-norm raises
+
+On a rank with an empty shard.
+
+Upstream: [pytorch/pytorch#1](https://github.com/pytorch/pytorch/issues/1), open: the norm.
+
+```python
+```
+
+## F-3 alone
+
+Nobody has reported it.
+"""
+
+
+@pytest.fixture
+def make_matrix(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    module = importlib.import_module("make_matrix")
+    monkeypatch.setattr(module, "PUBLISHED", tmp_path)
+    return module
+
+
+@pytest.fixture
+def place(make_matrix):
+    return make_matrix.Place("Anywhere", "somewhere", ("run.json",))
+
+
+def record(id, implementation="theirs", *, requirement="CLIPPING-1", **fields):
+    return samples.case(id=id, implementation=implementation, requirement=requirement, **fields)
+
+
+def write_run(folder, *cases):
+    data = samples.journal(*cases)
+    names = {case["implementation"] for case in cases}
+    data["environment"]["implementations"] = {name: {"version": "0.5", "capabilities": []} for name in names}
+    (folder / "run.json").write_text(json.dumps(data))
+
+
+def made(make_matrix, place):
+    return make_matrix.page({place: make_matrix.run_of(place)}, make_matrix.findings(FINDINGS)).splitlines()
+
+
+def test_the_page_and_the_table_are_up_to_date():
+    command = [warm.python(), "docs/make_matrix.py", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_published_failure_is_explained():
+    lines = (ROOT / "docs/matrix.md").read_text().splitlines()
+    assert [line for line in lines if line.startswith("| **not explained**")] == []
+
+
+def test_chapters_have_what_passed_of_what_was_asked(make_matrix, place, tmp_path):
+    write_run(
+        tmp_path,
+        record("one"),
+        record(
+            "two",
+            requirement="CLIPPING-2, STATE-1",
+            verdict="expected-fail",
+            failure=FAILURE,
+            expected="fail: raises (F-3)",
+        ),
+        record("three", requirement="STATE-1", verdict="unsupported", missing=["clipping"]),
+        record("one", "reference", requirement="CLIPPING-1", verdict="unmet", missing=["streams"]),
+    )
+    lines = made(make_matrix, place)
+    assert "| chapter | reference 0.5 | theirs 0.5 |" in lines
+    assert "| CLIPPING | - | 1 of 2 |" in lines
+    assert "| STATE | - | 0 of 1 |" in lines
+    assert "| *all* | - | 1 of 2 |" in lines
+    assert "| *unsupported* | 0 | 1 |" in lines
+    assert "| *unmet* | 1 | 0 |" in lines
+
+
+def test_failures_are_explained_by_their_findings(make_matrix, place, tmp_path):
+    write_run(
+        tmp_path,
+        record("a", verdict="expected-fail", failure=FAILURE, expected="fail: the norm raises (docs/findings.md, F-2)"),
+        record("b", verdict="expected-fail", failure=FAILURE, expected="fail: it is so (docs/findings.md, F-3)"),
+        record("c", verdict="expected-fail", failure=FAILURE, expected="hang: nobody knows | really"),
+        record("d", requirement="STATE-4", verdict="crash", failure=FAILURE),
+    )
+    lines = made(make_matrix, place)
+    assert lines[lines.index("### theirs") + 4 :] == [
+        "| [F-2](findings.md#f-2-torch-clip_grad_norm_-the-inf-norm-raises) torch `clip_grad_norm_`: the inf-norm "
+        "raises | 1 | CLIPPING | [pytorch/pytorch#1](https://github.com/pytorch/pytorch/issues/1), open: the norm |",
+        "| [F-3](findings.md#f-3-alone) alone | 1 | CLIPPING |  |",
+        "| **not explained**: 1 crash of `d` | 1 | STATE | |",
+        "| hang: nobody knows \\| really | 1 | CLIPPING | |",
+    ]
+
+
+def test_the_table_has_an_implementation_in_each_place(make_matrix, place, tmp_path):
+    write_run(tmp_path, record("a"), record("b", verdict="fail", failure=FAILURE), record("a", "reference"))
+    other = make_matrix.Place("Elsewhere", "GPUs", ("run.json",))
+    table = make_matrix.table({place: make_matrix.run_of(place), other: make_matrix.run_of(other)})
+    assert table.splitlines() == [
+        "| implementation | somewhere | GPUs |",
+        "|---|---|---|",
+        "| `reference` | 1 of 1 | 1 of 1 |",
+        "| `theirs` | 1 of 2 | 1 of 2 |",
+    ]
+
+
+def test_a_run_file_that_is_missing(make_matrix, place):
+    with pytest.raises(ValueError, match=r"run\.json"):
+        make_matrix.run_of(place)
