@@ -33,10 +33,11 @@ _MODULE_HOOKS = (
 AFTER_FIRST_USE = ("threads", "open files", "modules", "device memory")
 
 #: State that torch.compile creates once and keeps for the life of the process: the monitor thread of tqdm, because it
-#: makes a progress bar for each graph, shown or not, the locations of its caches and of Triton's assembler, and
-#: functions that replace some of torch's own.
+#: makes a progress bar for each graph, shown or not, where inductor has found Triton's assembler and library, the
+#: address of a function of torch that its C++ kernels call, and functions that replace some of torch's own. Where it
+#: caches what it has compiled is set before the first case.
 _COMPILER_THREADS = ("tqdm_monitor",)
-_COMPILER_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_PTXAS_PATH")
+_COMPILER_VARIABLES = ("TRITON_PTXAS_PATH", "TRITON_LIBDEVICE_PATH", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR")
 _COMPILER = pathlib.Path(torch.__file__).parent / "_dynamo"
 
 #: The modules and classes of torch that a training loop and the baseline use, whose functions an adapter may replace.

@@ -40,6 +40,13 @@ from shardproof.harness.worlds.jobs import BOARD, DUMPED, Job, RankSpec, Result
 
 _PR_SET_PDEATHSIG = 1
 
+#: The directories in which compilers keep their results between processes, by the variables that choose them.
+_COMPILE_CACHES = {
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "TORCH_EXTENSIONS_DIR": "extensions",
+}
+
 #: Timeout of the process groups. A collective that waits longer is stuck and not merely slow. The controller's deadline
 #: expires first.
 _TIMEOUT = datetime.timedelta(minutes=30)
@@ -134,6 +141,9 @@ def _start(spec: RankSpec) -> RankState:
         # Otherwise torch.compile initialises the host's GPUs even for CPU graphs. That takes seconds, uses memory of a
         # shared device, and makes torch.utils.checkpoint raise an error if it happens inside a recomputed forward.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    # Compiled code of this world alone: a rank that is killed while it writes to a cache leaves half a file or a lock,
+    # and what one torch has compiled another one may load.
+    os.environ.update({name: f"{spec.directory}/compiled/{folder}" for name, folder in _COMPILE_CACHES.items()})
     torch._C._distributed_c10d.set_debug_level_from_env()
     torch.set_num_threads(1)
     device = torch.device("cpu") if key.device == "cpu" else torch.device(key.device, spec.device_index)

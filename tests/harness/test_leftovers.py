@@ -62,13 +62,13 @@ def test_modules_count_one_by_one(left_behind):
 
 def test_what_torch_compile_keeps_for_the_process_is_nobodys_fault(left_behind, sleeper, monkeypatch):
     sleeper("tqdm_monitor")
-    monkeypatch.setenv("TRITON_CACHE_DIR", os.curdir)
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", os.curdir)
+    monkeypatch.setenv("TRITON_LIBDEVICE_PATH", os.curdir)
     monkeypatch.setenv("TRITON_PTXAS_PATH", os.curdir)
+    monkeypatch.setenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "1")
     assert left_behind() == []
     sleeper("monitor")
-    monkeypatch.setenv("TRITON_HOME", os.curdir)
-    assert left_behind() == ["environment variables changed: TRITON_HOME", "threads: monitor"]
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", os.curdir)
+    assert left_behind() == ["environment variables changed: TORCHINDUCTOR_CACHE_DIR", "threads: monitor"]
 
 
 def test_what_torch_rebinds_by_itself_is_no_patch():
