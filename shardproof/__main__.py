@@ -13,6 +13,7 @@ usage: shardproof COMMAND ...
 commands:
   run      run the packaged suites with pytest; takes pytest's arguments and shardproof's options
   report   print a run file's matrix, failures and skips
+  gate     compare a change's run file with that of the commit before; exit code 1 if something got worse
   merge    join the run files of several environments into one
   implementations
            list what --impl can name, its version, and where it runs or why not
@@ -20,7 +21,7 @@ commands:
 `shardproof COMMAND --help` describes a command.
 """
 
-COMMANDS = "run, report, merge or implementations"
+COMMANDS = "run, report, gate, merge or implementations"
 
 BAD_USAGE = 2
 
@@ -48,6 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from shardproof.reports.command import report
 
         return report(given[1:])
+    if command == "gate":
+        from shardproof.reports.gate_command import gate
+
+        return gate(given[1:])
     if command == "merge":
         from shardproof.reports.merge_command import merge_command
 

@@ -1,0 +1,75 @@
+"""The command ``shardproof gate``: says whether a run is worse than an earlier one."""
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+
+from shardproof.reports.command import BAD_INPUT
+from shardproof.reports.regressions import ALLOWED, Incomparable, check_comparable, compare
+from shardproof.reports.regressions_text import FORMATS
+from shardproof.reports.run import RunFileError, load_run
+
+WORSE = 1
+
+
+def gate(arguments: Sequence[str]) -> int:
+    """Compare two run files and print what got worse.
+
+    Args:
+        arguments: the arguments after the name of the command.
+
+    Returns:
+        The exit code: 0 if nothing got worse, 1 if something did, or 2 if a file cannot be read or the two cannot be
+        compared, with one line on stderr.
+
+    Raises:
+        SystemExit: from argparse, with code 2 for unknown arguments and 0 for ``--help``.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        base, head = load_run(options.base), load_run(options.head)
+        check_comparable(base, head, allowed=options.allow)
+    except (RunFileError, Incomparable) as error:
+        print(f"shardproof: {error}", file=sys.stderr)
+        return BAD_INPUT
+    outcome = compare(base, head, more_skips=options.more_skips, time_ratio=options.time_ratio)
+    print(FORMATS[options.format](outcome), end="")
+    return WORSE if outcome.worse else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="shardproof gate",
+        description="Compare the run file of a change with that of the commit before it. The exit code is 0 if nothing "
+        "got worse, 1 if something did, and 2 if the files cannot be compared.",
+    )
+    parser.add_argument("base", metavar="BASE", help="the run file from before the change")
+    parser.add_argument("head", metavar="HEAD", help="the run file from after it")
+    parser.add_argument("--format", choices=FORMATS, default="text", help="text, Markdown or GitHub annotations")
+    parser.add_argument(
+        "--allow", action="append", choices=ALLOWED, default=[], help="compare although this differs; may be repeated"
+    )
+    parser.add_argument(
+        "--more-skips", type=_count, default=0, metavar="N", help="cases by which skips of an implementation may grow"
+    )
+    parser.add_argument(
+        "--time-ratio", type=_ratio, metavar="R", help="how many times as long the cases may take; not compared without"
+    )
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of cases")
+    return int(text)
+
+
+def _ratio(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a ratio above 0")
+    return value

@@ -1,0 +1,316 @@
+"""Compares two runs: what the later one made worse, what it made better, and what cannot be compared."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from shardproof.reports.record import CaseRecord, Trace, Verdict
+from shardproof.reports.run import Run
+
+_COLLECTIVE = re.compile(r"\S+\s+(?P<kind>\S+)\s+\S+\s+(?P<bytes>\d+) B\b")
+
+
+class Kind(StrEnum):
+    """A way in which a run is worse than an earlier one."""
+
+    FAILURE = "new failure"
+    GRAVER = "graver failure"
+    EXCUSED = "became a known failure"
+    VANISHED = "vanished"
+    SKIPPED = "became skipped"
+    BUDGET = "more skips"
+    SILENT = "nothing ran"
+    COLLECTIVES = "more collectives"
+    BYTES = "more bytes"
+    TIME = "slower"
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether a case failed, so that a command can repeat the failure."""
+        return self in (Kind.FAILURE, Kind.GRAVER)
+
+
+@dataclass(frozen=True)
+class Worse:
+    """One thing that got worse.
+
+    Attributes:
+        kind: the way.
+        implementation: the name of the implementation.
+        case: the id of the case; empty if it concerns the whole implementation.
+        text: what changed, in one line.
+        nodeid: the pytest item, for the place of an annotation; may be empty.
+        reproduce: the command that repeats the case; may be empty.
+    """
+
+    kind: Kind
+    implementation: str
+    case: str
+    text: str
+    nodeid: str = ""
+    reproduce: str = ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of comparing two runs.
+
+    Attributes:
+        worse: what got worse, by kind.
+        better: one line for each case that failed before and passes now.
+        not_compared: one line for each thing that a file did not measure, or that only the later one has.
+        compared: the number of cases that ran in both.
+    """
+
+    worse: tuple[Worse, ...]
+    better: tuple[str, ...]
+    not_compared: tuple[str, ...]
+    compared: int
+
+
+class Incomparable(ValueError):
+    """Two runs must not be compared. The message is one line that says what differs."""
+
+
+ALLOWED = ("device", "effort", "torch")
+"""What two runs may be allowed to differ in."""
+
+
+def check_comparable(base: Run, head: Run, *, allowed: Iterable[str] = ()) -> None:
+    """Check that two runs asked the same of the same.
+
+    Args:
+        base: the earlier run.
+        head: the later run.
+        allowed: what may differ, out of :data:`ALLOWED`.
+
+    Raises:
+        Incomparable: a run is incomplete, or they differ in something that is not allowed to.
+    """
+    for name, run in (("BASE", base), ("HEAD", head)):
+        if run.incomplete:
+            raise Incomparable(f"{name} is incomplete ({run.incomplete}); run it again to its end")
+        if not run.cases:
+            raise Incomparable(f"{name} has no case")
+    for name, (one, other) in _conditions(base, head).items():
+        if one != other and name not in allowed:
+            raise Incomparable(f"BASE has {name} {one}, HEAD {other}; --allow {name} compares them all the same")
+
+
+def _conditions(base: Run, head: Run) -> dict[str, tuple[str, str]]:
+    """What decides which cases run and how: ``(of base, of head)`` by the names of :data:`ALLOWED`."""
+    return {
+        "device": (base.environment.device, head.environment.device),
+        "torch": (_public(base.environment.torch), _public(head.environment.torch)),
+        # Files without an effort are of versions that ran everything.
+        "effort": (base.effort.name if base.effort else "full", head.effort.name if head.effort else "full"),
+    }
+
+
+def _public(version: str) -> str:
+    return version.partition("+")[0]
+
+
+def compare(base: Run, head: Run, *, more_skips: int = 0, time_ratio: float | None = None) -> Outcome:
+    """Compare two runs case by case.
+
+    Args:
+        base: the earlier run.
+        head: the later run, of comparable conditions (:func:`check_comparable`).
+        more_skips: by how many an implementation's ``unsupported`` and ``unmet`` cases may grow in number.
+        time_ratio: how many times as long the cases that ran in both may take, for each implementation; None compares
+            no times.
+    """
+    before, after = _by_key(base), _by_key(head)
+    both = [
+        key for key in before if key in after and not before[key].verdict.skipped and not after[key].verdict.skipped
+    ]
+    worse = [
+        *_verdicts(before, after, head),
+        *_vanished(before, after, head),
+        *_budget(base, head, more_skips),
+        *_silent(base, head),
+    ]
+    not_compared = [*_new(before, after)]
+    unmeasured: Counter[str] = Counter()
+    for key in both:
+        if reason := _unmeasured(before[key], after[key]):
+            unmeasured[reason] += 1
+        else:
+            worse += _traffic(before[key], after[key])
+    not_compared += [
+        f"collectives and bytes of {cases(count)}: {reason}" for reason, count in sorted(unmeasured.items())
+    ]
+    not_compared.append("peak memory: run files do not have it")
+    if time_ratio is None:
+        not_compared.append("time: no --time-ratio was given")
+    else:
+        worse += _times([(before[key], after[key]) for key in both], time_ratio)
+    order = list(Kind)
+    return Outcome(
+        worse=tuple(sorted(worse, key=lambda one: order.index(one.kind))),
+        better=tuple(_better(before, after)),
+        not_compared=tuple(not_compared),
+        compared=len(both),
+    )
+
+
+def cases(count: int) -> str:
+    """Return a number of cases in words."""
+    return "1 case" if count == 1 else f"{count} cases"
+
+
+_Key = tuple[str, str]
+_Cases = Mapping[_Key, CaseRecord]
+
+
+def _by_key(run: Run) -> dict[_Key, CaseRecord]:
+    return {(case.implementation, case.id): case for case in run.cases}
+
+
+def _worse(kind: Kind, case: CaseRecord, text: str) -> Worse:
+    return Worse(kind, case.implementation, case.id, text, case.nodeid, case.reproduction)
+
+
+def _verdicts(before: _Cases, after: _Cases, head: Run) -> Iterator[Worse]:
+    """Cases whose verdict is worse than before; a case that only the later run has must not fail either."""
+    left_out = {(item.implementation, item.id): item.reason for item in head.left_out}
+    for key, now in after.items():
+        then = before.get(key)
+        if now.verdict.failed and (then is None or not then.verdict.failed):
+            was = f"was {then.verdict}" if then else "is new"
+            yield _worse(Kind.FAILURE, now, f"{now.verdict}, {was}: {_first_line(now)}")
+        elif now.verdict.failed and then and _gravity(now.verdict) < _gravity(then.verdict):
+            yield _worse(Kind.GRAVER, now, f"{now.verdict}, was {then.verdict}: {_first_line(now)}")
+        elif then and then.verdict is Verdict.PASS and now.verdict is Verdict.EXPECTED_FAIL:
+            yield _worse(Kind.EXCUSED, now, f"passed before; {now.expected or 'the run file gives no reason'}")
+        elif then and now.verdict.skipped and not then.verdict.skipped:
+            lacks = ", ".join(now.missing) or "the run file does not name it"
+            yield _worse(Kind.SKIPPED, now, f"{now.verdict}, was {then.verdict}; missing: {lacks}")
+    for key, then in before.items():
+        if key in left_out and not then.verdict.skipped:
+            yield _worse(Kind.SKIPPED, then, f"skipped by pytest, was {then.verdict}: {left_out[key]}")
+
+
+def _gravity(verdict: Verdict) -> int:
+    return list(Verdict).index(verdict)
+
+
+def _first_line(case: CaseRecord) -> str:
+    """The line of a failure that says most: the error of a traceback, or the first one."""
+    lines = [line.strip() for line in case.failure.text.splitlines() if line.strip()] if case.failure else []
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt|Exit)\b", line)]
+    return (errors or lines or ["no text"])[0]
+
+
+def _vanished(before: _Cases, after: _Cases, head: Run) -> Iterator[Worse]:
+    left_out = {(item.implementation, item.id) for item in head.left_out}
+    present = {name for name, _ in after}
+    for key, then in before.items():
+        if key not in after and key not in left_out and key[0] in present:
+            yield _worse(Kind.VANISHED, then, f"was {then.verdict}, and is not in HEAD")
+
+
+def _budget(base: Run, head: Run, more_skips: int) -> Iterator[Worse]:
+    """Implementations with more skips than before: a new case may be one for hardware that nobody has."""
+    then, now = _skips(base.cases), _skips(head.cases)
+    for name in head.implementations:
+        if name in base.implementations and (more := now[name] - then[name]) > more_skips:
+            budget = f", --more-skips is {more_skips}" if more_skips else ""
+            text = (
+                f"unsupported or unmet: {cases(now[name])}, {then[name]} before{budget}; --more-skips {more} allows it"
+            )
+            yield Worse(Kind.BUDGET, name, "", text)
+
+
+def _skips(cases: Iterable[CaseRecord]) -> Counter[str]:
+    return Counter(case.implementation for case in cases if case.verdict.skipped)
+
+
+def _silent(base: Run, head: Run) -> Iterator[Worse]:
+    """Implementations of which nothing ran: one that declares nothing fails nothing."""
+    ran = {case.implementation for case in head.cases if not case.verdict.skipped}
+    for name in dict.fromkeys([*base.implementations, *head.implementations]):
+        if name not in ran:
+            why = "all of its cases are skipped" if name in head.implementations else "HEAD does not have it"
+            yield Worse(Kind.SILENT, name, "", f"no case ran: {why}")
+
+
+def _new(before: _Cases, after: _Cases) -> Iterator[str]:
+    known = {name for name, _ in before}
+    counts = Counter(name for name, id_ in after if (name, id_) not in before)
+    for name, count in sorted(counts.items()):
+        yield f"{name}: not in BASE: {cases(count)}" + ("" if name in known else "; BASE does not have it at all")
+
+
+def _better(before: _Cases, after: _Cases) -> Iterator[str]:
+    for key, then in before.items():
+        now = after.get(key)
+        if now and now.verdict is Verdict.PASS and (then.verdict.failed or then.verdict is Verdict.EXPECTED_FAIL):
+            yield f"{key[0]} {key[1]} passes, was {then.verdict}"
+
+
+def _unmeasured(then: CaseRecord, now: CaseRecord) -> str:
+    """Why the collectives of a case cannot be compared; empty if they can."""
+    for name, case in (("BASE", then), ("HEAD", now)):
+        if case.verdict is not Verdict.PASS:
+            return f"they do not pass in {name}"
+        if "collectives" in case.shortened:
+            return f"too many for the record in {name}"
+    if bool(then.collectives) != bool(now.collectives):
+        return f"{'HEAD' if then.collectives else 'BASE'} did not record them"
+    return ""
+
+
+@dataclass(frozen=True)
+class _Sum:
+    number: Counter[str]
+    bytes: Counter[str]
+
+
+def _sums(traces: Sequence[Trace]) -> dict[int, _Sum]:
+    """The number and the bytes of the collectives of each rank, by their kind."""
+    found: dict[int, _Sum] = {}
+    for trace in traces:
+        number: Counter[str] = Counter()
+        size: Counter[str] = Counter()
+        for line in trace.lines:
+            if match := _COLLECTIVE.match(line):
+                number[match["kind"]] += 1
+                size[match["kind"]] += int(match["bytes"])
+        found |= dict.fromkeys(trace.ranks, _Sum(number, size))
+    return found
+
+
+def _traffic(then: CaseRecord, now: CaseRecord) -> Iterator[Worse]:
+    """What a case sends more of than before, on the rank that it is most for."""
+    before, after = _sums(then.collectives), _sums(now.collectives)
+    ranks = sorted(before.keys() & after.keys())
+    for kind, what in ((Kind.COLLECTIVES, "number"), (Kind.BYTES, "bytes")):
+        grown = []
+        for rank in ranks:
+            one, other = getattr(before[rank], what), getattr(after[rank], what)
+            if (more := other.total() - one.total()) > 0:
+                parts = [f"{other[name]} {name}, {one[name]} before" for name in other if other[name] > one[name]]
+                grown.append((more, -rank, parts))
+        if grown:
+            _, rank, parts = max(grown)
+            unit = " (bytes)" if kind is Kind.BYTES else ""
+            others = f" and {len(grown) - 1} other ranks" if len(grown) > 1 else ""
+            yield _worse(kind, now, f"rank {-rank}{others}{unit}: {'; '.join(parts)}")
+
+
+def _times(pairs: Sequence[tuple[CaseRecord, CaseRecord]], ratio: float) -> Iterator[Worse]:
+    before: Counter[str] = Counter()
+    after: Counter[str] = Counter()
+    for then, now in pairs:
+        # Counter is typed for whole numbers; milliseconds lose nothing that matters here.
+        before[then.implementation] += round(then.seconds * 1000)
+        after[now.implementation] += round(now.seconds * 1000)
+    for name in sorted(before):
+        if after[name] > ratio * before[name]:
+            took = f"{after[name] / 1000:.1f} s instead of {before[name] / 1000:.1f} s"
+            count = sum(then.implementation == name for then, _ in pairs)
+            yield Worse(Kind.TIME, name, "", f"{took} for {cases(count)}; the ratio allowed is {ratio:g}")

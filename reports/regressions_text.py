@@ -1,0 +1,121 @@
+"""Renders what a run made worse: for a terminal, as Markdown for a pull request, and as GitHub's annotations."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+
+from shardproof.reports.regressions import Kind, Outcome, Worse, cases
+from shardproof.reports.table import printable
+
+_SHOWN = 50  # the most lines of one kind in a comment, which has a limited size
+
+
+def as_text(outcome: Outcome) -> str:
+    """Render an outcome for a terminal: the verdict comes last."""
+    lines = []
+    for kind, found in _by_kind(outcome.worse).items():
+        lines.append(f"{kind} ({len(found)}):")
+        for one in found:
+            lines.append(printable(f"  {_subject(one)}: {one.text}"))
+            lines += [printable(f"    reproduce: {one.reproduce}")] if one.reproduce and one.kind.is_failure else []
+        lines.append("")
+    lines += _listed("better", outcome.better)
+    lines += _listed("not compared", outcome.not_compared)
+    return "\n".join([*lines, _verdict(outcome)]) + "\n"
+
+
+def as_markdown(outcome: Outcome) -> str:
+    """Render an outcome as a comment on a pull request: the verdict comes first, long lists are folded."""
+    parts = [f"### shardproof: {_verdict(outcome)}", ""]
+    if outcome.worse:
+        parts += ["| what got worse | implementation | case | |", "|---|---|---|---|"]
+        for found in _by_kind(outcome.worse).values():
+            parts += [
+                f"| {one.kind} | `{one.implementation}` | {_code(one.case)} | {_cell(one.text)} |"
+                for one in found[:_SHOWN]
+            ]
+            if len(found) > _SHOWN:
+                parts.append(f"| {found[0].kind} | | | and {len(found) - _SHOWN} more |")
+        parts.append("")
+        commands = list(dict.fromkeys(one.reproduce for one in outcome.worse if one.reproduce and one.kind.is_failure))
+        if commands:
+            parts += [
+                "<details><summary>Reproduce</summary>",
+                "",
+                "```",
+                *commands[:_SHOWN],
+                "```",
+                "",
+                "</details>",
+                "",
+            ]
+    parts += _folded("Better", outcome.better)
+    parts += _folded("Not compared", outcome.not_compared)
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def as_github(outcome: Outcome) -> str:
+    """Render an outcome as workflow commands, which GitHub shows beside the case's file and in the run's summary."""
+    lines = []
+    for one in outcome.worse:
+        file = one.nodeid.partition("::")[0]
+        place = f" file={_property(file)}," if file else " "
+        lines.append(f"::error{place}title={_property(f'{one.kind}: {_subject(one)}')}::{_message(one.text)}")
+    lines += [f"::notice title=shardproof not compared::{_message(line)}" for line in outcome.not_compared]
+    return "\n".join([*lines, _message(_verdict(outcome))]) + "\n"
+
+
+FORMATS: Mapping[str, Callable[[Outcome], str]] = {"text": as_text, "markdown": as_markdown, "github": as_github}
+"""The renderers, by the names of ``--format``."""
+
+
+def _by_kind(worse: Iterable[Worse]) -> dict[Kind, list[Worse]]:
+    found: dict[Kind, list[Worse]] = {}
+    for one in worse:
+        found.setdefault(one.kind, []).append(one)
+    return found
+
+
+def _subject(one: Worse) -> str:
+    return f"{one.implementation} {one.case}".rstrip()
+
+
+def _verdict(outcome: Outcome) -> str:
+    compared = f"compared: {cases(outcome.compared)} that ran in both"
+    if not outcome.worse:
+        return f"nothing got worse; {compared}"
+    counts = Counter(one.kind for one in outcome.worse)
+    return f"WORSE: {', '.join(f'{kind} {counts[kind]}' for kind in Kind if counts[kind])}; {compared}"
+
+
+def _listed(title: str, lines: Iterable[str]) -> list[str]:
+    found = [printable(f"  {line}") for line in lines]
+    return [f"{title} ({len(found)}):", *found, ""] if found else []
+
+
+def _folded(title: str, lines: Iterable[str]) -> list[str]:
+    found = [f"- {_escaped(line)}" for line in lines]
+    more = [f"- and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
+    body = [*found[:_SHOWN], *more]
+    return [f"<details><summary>{title} ({len(found)})</summary>", "", *body, "", "</details>", ""] if found else []
+
+
+def _code(text: str) -> str:
+    return f"`{_cell(text)}`" if text else ""
+
+
+def _cell(text: str) -> str:
+    return _escaped(text).replace("|", "\\|")
+
+
+def _escaped(text: str) -> str:
+    # A run file may come from anyone: its texts are shown, not rendered.
+    return printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def _message(text: str) -> str:
+    """Escape the message of a workflow command, as its own toolkit does."""
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    return _message(text).replace(":", "%3A").replace(",", "%2C")

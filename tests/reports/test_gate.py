@@ -1,0 +1,293 @@
+"""`shardproof gate`: each way in which a run is worse than an earlier one, and each refusal."""
+
+import json
+
+import pytest
+from expecttest import assert_expected_inline
+
+from shardproof.reports.gate_command import gate
+from tests.reports import samples
+
+FAILURE = {"text": "Traceback\n  File x\nValueError: no | way", "stage": None, "step": None, "rank": None}
+FAILURE |= {"name": None, "element": None}
+TRACE = ["forward all_gather float32 100 B ranks 0-1 a", "backward reduce_scatter float32 100 B ranks 0-1 a"]
+
+
+def of(id="a", implementation="ours", **more):
+    nodeid = f"suites/test_x.py::test_{id}[{implementation}-w2]"
+    return samples.case(**{"id": id, "implementation": implementation, "nodeid": nodeid, **more})
+
+
+def traced(*lines, ranks=(0, 1)):
+    return {"collectives": [{"ranks": list(ranks), "trace": list(lines)}]}
+
+
+@pytest.fixture
+def run(tmp_path, capsys):
+    """Compare two run files of these cases; returns the exit code and what was printed."""
+
+    def run(before, after, *options, base=None, head=None):
+        for name, cases, changes in (("base", before, base or {}), ("head", after, head or {})):
+            data = samples.journal(*cases)
+            top = {key: value for key, value in changes.items() if key in data or key in ("effort", "left_out", "end")}
+            names = {case["implementation"]: {"version": "", "capabilities": []} for case in cases}
+            data["environment"] |= {"implementations": names}
+            data["environment"] |= {key: value for key, value in changes.items() if key not in top}
+            (tmp_path / f"{name}.json").write_text(json.dumps(data | top))
+        code = gate([str(tmp_path / "base.json"), str(tmp_path / "head.json"), *options])
+        captured = capsys.readouterr()
+        return code, captured.out if code < 2 else captured.err.replace(str(tmp_path), "DIR")
+
+    return run
+
+
+def worse(printed):
+    """What got worse, one line each, without the rest."""
+    return [
+        line.strip()
+        for line in printed.splitlines()
+        if line.startswith(("  ours ", "  ours:", "  theirs")) and "BASE:" not in line
+    ]
+
+
+def test_nothing_got_worse(run):
+    code, printed = run([of(), of("b", verdict="unmet")], [of(), of("b")])
+    assert code == 0
+    assert_expected_inline(
+        printed,
+        """\
+not compared (2):
+  peak memory: run files do not have it
+  time: no --time-ratio was given
+
+nothing got worse; compared: 1 case that ran in both
+""",
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "line"),
+    [
+        ([of()], [of(verdict="fail", failure=FAILURE)], "ours a: fail, was pass: ValueError: no | way"),
+        ([of()], [of(verdict="unexpected-pass")], "ours a: unexpected-pass, was pass: no text"),
+        ([of()], [of(), of("b", verdict="hang", failure=FAILURE)], "ours b: hang, is new: ValueError: no | way"),
+        (
+            [of(verdict="unsupported", missing=["tied"]), of("b")],
+            [of(verdict="crash", failure=FAILURE), of("b")],
+            "ours a: crash, was unsupported: ValueError: no | way",
+        ),
+        (
+            [of(verdict="fail", failure=FAILURE)],
+            [of(verdict="crash", failure=FAILURE)],
+            "ours a: crash, was fail: ValueError: no | way",
+        ),
+        (
+            [of()],
+            [of(verdict="expected-fail", expected="fail: the norm (F-2)", failure=FAILURE)],
+            "ours a: passed before; fail: the norm (F-2)",
+        ),
+        ([of(), of("b")], [of("b")], "ours a: was pass, and is not in HEAD"),
+    ],
+    ids=["failure", "unexpected-pass", "new-and-fails", "asked-now", "graver", "known-failure", "vanished"],
+)
+def test_a_case_got_worse(run, before, after, line):
+    code, printed = run(before, after)
+    assert code == 1
+    assert line in worse(printed)
+
+
+def test_a_case_that_failed_and_fails_is_not_worse(run):
+    failed = of(verdict="fail", failure=FAILURE)
+    assert run([failed], [failed])[0] == 0
+
+
+def test_a_case_that_became_skipped_is_named_with_what_is_missing(run):
+    code, printed = run([of(), of("b")], [of(), of("b", verdict="unsupported", missing=["tied"])], "--more-skips", "1")
+    assert code == 1
+    assert worse(printed) == ["ours b: unsupported, was pass; missing: tied"]
+
+
+def test_a_case_that_pytest_skips_now(run):
+    left_out = [{"id": "b", "implementation": "ours", "reason": "by hand"}]
+    selected = {"ours": ["a", "b"]}
+    code, printed = run([of(), of("b")], [of()], head={"left_out": left_out, "selected": selected})
+    assert code == 1
+    assert worse(printed) == ["ours b: skipped by pytest, was pass: by hand"]
+
+
+def test_skips_have_a_budget(run):
+    before, after = [of()], [of(), of("b", verdict="unmet", missing=["streams"])]
+    code, printed = run(before, after)
+    assert code == 1
+    assert worse(printed) == ["ours: unsupported or unmet: 1 case, 0 before; --more-skips 1 allows it"]
+    assert run(before, after, "--more-skips", "1")[0] == 0
+
+
+def test_an_implementation_of_which_nothing_runs_is_not_green(run):
+    skipped = of(implementation="theirs", verdict="unsupported", missing=["tied"])
+    code, printed = run([of(), skipped], [of(), skipped])
+    assert code == 1
+    assert worse(printed) == ["theirs: no case ran: all of its cases are skipped"]
+
+
+def test_an_implementation_that_is_gone(run):
+    code, printed = run([of(), of(implementation="theirs")], [of()])
+    assert code == 1
+    assert worse(printed) == ["theirs: no case ran: HEAD does not have it"]
+
+
+def test_more_collectives_and_bytes(run):
+    code, printed = run([of(**traced(*TRACE))], [of(**traced(*TRACE, TRACE[0].replace("100", "28")))])
+    assert code == 1
+    assert worse(printed) == [
+        "ours a: rank 0 and 1 other ranks: 2 all_gather, 1 before",
+        "ours a: rank 0 and 1 other ranks (bytes): 128 all_gather, 100 before",
+    ]
+
+
+def test_more_bytes_on_one_rank_alone(run):
+    one, other = traced(*TRACE, ranks=[0]), traced(TRACE[0], TRACE[1].replace("100", "101"), ranks=[1])
+    head = {"collectives": one["collectives"] + other["collectives"]}
+    code, printed = run([of(**traced(*TRACE))], [of(**head)])
+    assert code == 1
+    assert worse(printed) == ["ours a: rank 1 (bytes): 101 reduce_scatter, 100 before"]
+
+
+def test_fewer_and_other_collectives_are_not_worse(run):
+    assert run([of(**traced(*TRACE))], [of(**traced(*reversed(TRACE)))])[0] == 0
+    assert run([of(**traced(*TRACE))], [of(**traced(TRACE[1]))])[0] == 0
+
+
+def test_what_was_not_measured_is_not_compared(run):
+    shortened = of("b", shortened=["collectives"])
+    failed = of("c", verdict="fail", failure=FAILURE)
+    before = [of(**traced(*TRACE)), of("b", **traced(*TRACE)), failed]
+    code, printed = run(before, [of(), shortened, failed, of("d")])
+    assert code == 0
+    lines = printed.splitlines()
+    assert lines[1:5] == [
+        "  ours: not in BASE: 1 case",
+        "  collectives and bytes of 1 case: HEAD did not record them",
+        "  collectives and bytes of 1 case: they do not pass in BASE",
+        "  collectives and bytes of 1 case: too many for the record in HEAD",
+    ]
+
+
+def test_time_is_compared_where_a_ratio_is_given(run):
+    before, after = [of(seconds=1.0), of("b", seconds=1.0)], [of(seconds=1.0), of("b", seconds=2.2)]
+    assert run(before, after)[0] == 0
+    assert run(before, after, "--time-ratio", "2")[0] == 0
+    code, printed = run(before, after, "--time-ratio", "1.5")
+    assert code == 1
+    assert worse(printed) == [
+        "ours: 3.2 s instead of 2.0 s for 2 cases; the ratio allowed is 1.5",
+    ]
+
+
+def test_what_passes_now_is_told(run):
+    code, printed = run([of(verdict="fail", failure=FAILURE)], [of()])
+    assert code == 0
+    assert "  ours a passes, was fail" in printed
+
+
+@pytest.mark.parametrize(
+    ("head", "option", "message"),
+    [
+        ({"device": "cpu"}, "device", "BASE has device cuda, HEAD cpu; --allow device compares them all the same"),
+        ({"torch": "2.13.0"}, "torch", "BASE has torch 2.11.0, HEAD 2.13.0; --allow torch compares them all the same"),
+        (
+            {"effort": {"name": "quick", "deselected": {}}},
+            "effort",
+            "BASE has effort full, HEAD quick; --allow effort compares them all the same",
+        ),
+    ],
+    ids=["device", "torch", "effort"],
+)
+def test_other_conditions_are_refused_unless_allowed(run, head, option, message):
+    assert run([of()], [of()], head=head) == (2, f"shardproof: {message}\n")
+    assert run([of()], [of()], "--allow", option, head=head)[0] == 0
+
+
+def test_another_build_of_the_same_torch_is_compared(run):
+    assert run([of()], [of()], head={"torch": "2.11.0"})[0] == 0
+
+
+def test_an_incomplete_run_is_refused(run):
+    end = {"complete": False, "reason": "Ctrl-C", "exit_code": 2, "seconds": 1.0}
+    code, message = run([of()], [of()], base={"end": end})
+    assert (code, message) == (2, "shardproof: BASE is incomplete (Ctrl-C); run it again to its end\n")
+
+
+def test_a_file_that_cannot_be_read(capsys, tmp_path):
+    assert gate([str(tmp_path / "none.json"), str(tmp_path / "none.json")]) == 2
+    assert capsys.readouterr().err.startswith("shardproof: ")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [("--more-skips", "-1", "'-1' is not a number of cases"), ("--time-ratio", "0", "'0' is not a ratio above 0"),
+     ("--time-ratio", "nan", "'nan' is not a ratio above 0"), ("--allow", "luck", "invalid choice: 'luck'")],
+)  # fmt: skip
+def test_bad_options(capsys, option, value, message):
+    with pytest.raises(SystemExit) as exit:
+        gate(["base", "head", f"{option}={value}"])
+    assert exit.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_markdown(run):
+    before = [of(), of("b"), of("c", verdict="fail", failure=FAILURE)]
+    failure = FAILURE | {"text": "RuntimeError: <b> a | b"}
+    after = [of(verdict="fail", failure=failure, reproduce="pytest a"), of("c")]
+    code, printed = run(before, after, "--format", "markdown")
+    assert code == 1
+    assert_expected_inline(
+        printed,
+        """\
+### shardproof: WORSE: new failure 1, vanished 1; compared: 2 cases that ran in both
+
+| what got worse | implementation | case | |
+|---|---|---|---|
+| new failure | `ours` | `a` | fail, was pass: RuntimeError: &lt;b&gt; a \\| b |
+| vanished | `ours` | `b` | was pass, and is not in HEAD |
+
+<details><summary>Reproduce</summary>
+
+```
+pytest a
+```
+
+</details>
+
+<details><summary>Better (1)</summary>
+
+- ours c passes, was fail
+
+</details>
+
+<details><summary>Not compared (4)</summary>
+
+- collectives and bytes of 1 case: they do not pass in BASE
+- collectives and bytes of 1 case: they do not pass in HEAD
+- peak memory: run files do not have it
+- time: no --time-ratio was given
+
+</details>
+""",
+    )
+
+
+def test_annotations_of_github(run):
+    failure = FAILURE | {"text": "RuntimeError: 100%, really"}
+    code, printed = run([of()], [of(verdict="fail", failure=failure)], "--format", "github")
+    assert code == 1
+    assert_expected_inline(
+        printed,
+        """\
+::error file=suites/test_x.py,title=new failure%3A ours a::fail, was pass: RuntimeError: 100%25, really
+::notice title=shardproof not compared::collectives and bytes of 1 case: they do not pass in HEAD
+::notice title=shardproof not compared::peak memory: run files do not have it
+::notice title=shardproof not compared::time: no --time-ratio was given
+WORSE: new failure 1; compared: 1 case that ran in both
+""",
+    )
