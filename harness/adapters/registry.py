@@ -117,8 +117,16 @@ def target_of(name: str) -> str:
 
 
 def built_in_with(capability: Capability) -> tuple[str, ...]:
-    """Return the names of the built-in implementations that declare a capability."""
-    return tuple(name for name in BUILT_IN if capability in load(name).capabilities())
+    """Return the names of the built-in implementations that declare a capability and run in any rank process.
+
+    The others, which need packages of their own, cannot be driven beside the implementation of a world.
+    """
+    adapters = {name: load(name) for name in BUILT_IN}
+    return tuple(
+        name
+        for name, adapter in adapters.items()
+        if adapter.traits.isolation == "shared" and capability in adapter.capabilities()
+    )
 
 
 class _NoAdapter(ValueError):
