@@ -226,6 +226,8 @@ def test_gradient_of_the_input(rank: Rank, reshard_after_forward: bool | int | N
         pair.check()  # replays the step on the baseline, with the same input
         assert batch.grad is not None
         assert gradient is not None, f"the input has no gradient in {step_label(step)}; the baseline's has one"
+        if pair.adapter.traits.sums_over_ranks:
+            gradient = gradient * rank.world_size  # exact: two is a power of two
         # The same kernels on parameters that two ranks, whose sums have one order, keep bitwise equal.
         difference = exact_difference(gradient, batch.grad)
         assert difference is None, (

@@ -67,7 +67,10 @@ def test_ten_steps(rank: Rank, kind: optim.Kind, kernels: optim.Kernels, rows: i
 @needs(Capability.ADAM)
 @FLAT
 @pytest.mark.parametrize("kernels", ["for-loop", "foreach", "fused"])
-@pytest.mark.parametrize("others", [False, True], ids=["alone", "beside-others"])
+@pytest.mark.parametrize(
+    "others",
+    [pytest.param(False, id="alone"), pytest.param(True, id="beside-others", marks=needs(Capability.OWN_OPTIMIZER))],
+)
 def test_steps_after_an_evaluation(rank: Rank, others: bool, kernels: optim.Kernels, flat_parameters: bool) -> None:
     """A step that follows an evaluation is what the next forward uses, by whatever kernels it was taken.
 

@@ -276,6 +276,7 @@ def test_cast_between_microbatches(rank: Rank) -> None:
 
 @contract("TRAINING-11")
 @world(2, 4)
+@needs(Capability.OWN_OPTIMIZER)
 @pytest.mark.parametrize("how", ["in-place", pytest.param("data", marks=needs(Capability.FLAT_PARAMETERS))])
 def test_parameters_that_a_script_changes(rank: Rank, how: str) -> None:
     """What a script writes to parameters between two steps, in place or as new data, is what the next step uses."""

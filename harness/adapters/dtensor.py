@@ -176,10 +176,30 @@ class DTensorAdapter(Adapter):
             name: functools.partial(cut_of_share, cut=cut, mesh=config.mesh_of(self._unit_of(name)), dim=dim)
             for (name, cut), dim in zip(cuts.items(), self._dims(model), strict=True)
         }
+        self._cuts |= dict.fromkeys(config.ignored, uncut)
+        model = self.set_up(model)
+        if config.materializes:
+            self._materialize(model)
+        for name, factor in config.divide_factors.items():
+            sharded: Any = model.get_submodule(name)
+            sharded.set_gradient_divide_factor(factor)
+        if config.ranks_differ:
+            root: Any = model
+            root.set_reduce_scatter_unused_params(True)
+        self.module = model if config.cast is None else model.to(config.cast)
+        self._held = self.named_parameters()
+        self.optimizer = optimizer(model.parameters()) if optimizer else None
+
+    def set_up(self, model: nn.Module) -> nn.Module:
+        """Shard a model and return it. A library that calls :meth:`parallelize` by itself is called here."""
+        return self.parallelize(model)
+
+    def parallelize(self, model: nn.Module) -> nn.Module:
+        """Call ``fully_shard`` for each unit and for the root, and return what it returns for the root."""
+        config = self.config
         options: dict[str, Any] = {"reshard_after_forward": config.reshard_after_forward}
         if config.shard_dim is not None:
             options["shard_placement_fn"] = self._placement
-        self._cuts |= dict.fromkeys(config.ignored, uncut)
         if config.ignored:
             options["ignored_params"] = {model.get_parameter(name) for name in config.ignored}
         if config.offload:
@@ -192,17 +212,7 @@ class DTensorAdapter(Adapter):
         its = self._its_mesh("") | self._mixed_precision("")
         model = type(self).fully_shard(model, **options, **its)
         assert isinstance(model, nn.Module), f"fully_shard returned {type(model)}"
-        if config.materializes:
-            self._materialize(model)
-        for name, factor in config.divide_factors.items():
-            sharded: Any = model.get_submodule(name)
-            sharded.set_gradient_divide_factor(factor)
-        if config.ranks_differ:
-            root: Any = model
-            root.set_reduce_scatter_unused_params(True)
-        self.module = model if config.cast is None else model.to(config.cast)
-        self._held = self.named_parameters()
-        self.optimizer = optimizer(model.parameters()) if optimizer else None
+        return model
 
     def _unit_of(self, parameter: str) -> str:
         """Return the first module of the innermost unit of a parameter; "" is the root's own."""

@@ -27,7 +27,11 @@ BUILT_IN = {
     "reference.flat": "shardproof.harness.adapters.reference_flat:ReferenceFlatAdapter",
     "torch.fully_shard": "shardproof.harness.adapters.torch_fully_shard:TorchFullyShardAdapter",
     "torch.fsdp": "shardproof.harness.adapters.torch_fsdp:TorchFsdpAdapter",
+    "deepspeed.zero1": "shardproof.harness.adapters.deepspeed_zero12:DeepSpeedZero1Adapter",
+    "deepspeed.zero2": "shardproof.harness.adapters.deepspeed_zero12:DeepSpeedZero2Adapter",
     "deepspeed.zero3": "shardproof.harness.adapters.deepspeed_zero3:DeepSpeedZero3Adapter",
+    "torchtitan.simple_fsdp": "shardproof.harness.adapters.torchtitan_simple_fsdp:TorchtitanSimpleFsdpAdapter",
+    "lightning.fabric": "shardproof.harness.adapters.lightning_fabric_fsdp2:LightningFabricAdapter",
     "ddp": "shardproof.harness.adapters.replicas:DdpAdapter",
 }
 """The built-in adapters: from the name of the implementation to ``module:Class``."""
@@ -113,8 +117,16 @@ def target_of(name: str) -> str:
 
 
 def built_in_with(capability: Capability) -> tuple[str, ...]:
-    """Return the names of the built-in implementations that declare a capability."""
-    return tuple(name for name in BUILT_IN if capability in load(name).capabilities())
+    """Return the names of the built-in implementations that declare a capability and run in any rank process.
+
+    The others, which need packages of their own, cannot be driven beside the implementation of a world.
+    """
+    adapters = {name: load(name) for name in BUILT_IN}
+    return tuple(
+        name
+        for name, adapter in adapters.items()
+        if adapter.traits.isolation == "shared" and capability in adapter.capabilities()
+    )
 
 
 class _NoAdapter(ValueError):

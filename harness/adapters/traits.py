@@ -54,8 +54,8 @@ class Traits:
     - ``"master"``: a copy of the share, which the optimizer updates in place of the parameters.
     - ``"gradients"``: a buffer for gradients, as large as the share.
     - ``"optimizer"``: the optimizer's state, up to two tensors as large as the share.
-    - ``"gathered"``: the parameter that was gathered last while the model was being sharded, in full size, for as long
-      as a thread of the communication library keeps a reference to it.
+    - ``"gathered"``: the parameters that were sent or gathered last while the model was being sharded, in full size,
+      for as long as the communication library's threads, of which gloo has two, keep references to them.
     """
 
     local_numel: Callable[[torch.Size, int], int] = padded_to_rows
@@ -79,6 +79,12 @@ class Traits:
     """Whether backward also divides gradients by the number of microbatches.
 
     Everywhere else gradients are summed over microbatches, so the harness multiplies the losses by that number first.
+    """
+
+    sums_over_ranks: bool = False
+    """Whether the implementation sums gradients over the ranks, so that :meth:`Adapter.backward` divides the loss.
+
+    The gradient of an input, which is not reduced, is then divided by the number of ranks too.
     """
 
     unused_gradient: Literal["none", "zero"] = "none"

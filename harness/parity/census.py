@@ -69,8 +69,9 @@ class Census:
             self.moments.append(Moment("forward", label, self.held()))
         self._computing = label
         for name in names:
-            # By attribute: an implementation may register a plain tensor in the place of a parameter.
-            found = getattr(module, name)
+            # An implementation may register a plain tensor in the place of a parameter, in either of two places. It may
+            # also make the name a property that gathers, which is not read: that would be a gather of ours.
+            found = vars(module).get(name, dict(module.named_parameters(recurse=False)).get(name))
             if isinstance(found, torch.Tensor) and not isinstance(found, DTensor):
                 reference = StorageWeakRef(found.untyped_storage())
                 self._storages[label][reference.cdata] = reference

@@ -64,9 +64,8 @@ def sizes_of(model: nn.Module, config: Config, traits: Traits) -> Sizes:
     # What is held besides the parameters is a share too, never the full model.
     held = share * (1 + sum(_SHARES[what] for what in traits.held_from_start))
     if "gathered" in traits.held_from_start or config.sync_states:
-        # The parameter that was broadcast or gathered last stays allocated in full until a thread of the communication
-        # library releases it.
-        held += config.shard_size * max(shares, default=0)
+        # What each of gloo's two threads has sent or gathered last stays allocated in full until it is released.
+        held += config.shard_size * sum(sorted(shares)[-2:])
     # The margin is half of what sharding the parameters saves: bookkeeping tensors are smaller, an unsharded model
     # exceeds it.
     margin = max(numel - share, 0) // 2

@@ -21,6 +21,9 @@ An entry names cases and the verdict that is expected of them::
 Expectations are strict. The run fails if an expected failure passes, if an entry has expired, and, in a complete run,
 if an entry matches no case.
 
+A file may begin with ``also = "..."``, the name of another implementation that this one wraps: the entries of the
+other's file apply after its own.
+
 A file of ``--expectations`` has the same entries for cases of any folder. The implementation is the name of the file
 without ``.toml``, or what a first line ``implementation = "..."`` names.
 """
@@ -155,14 +158,26 @@ class KnownFailures:
 
 
 def load(directory: pathlib.Path, implementation: str) -> list[KnownFailure]:
-    """Read the entries of ``<directory>/<implementation>.toml``; a file that does not exist has none.
+    """Read the entries of ``<directory>/<implementation>.toml``, then those of the file that its ``also`` names.
+
+    A file that does not exist has no entries.
 
     Raises:
-        ValueError: the file is not valid TOML or an entry is not valid. The message is one line that names the file and
-            the entry.
+        ValueError: the file is not valid TOML, an entry is not valid, or ``also`` names no other file. The message is
+            one line that names the file and the entry.
     """
     path = directory / f"{implementation}.toml"
-    return _entries(_document(path), path) if path.is_file() else []
+    if not path.is_file():
+        return []
+    document = _document(path)
+    also = document.pop("also", None)
+    own = _entries(document, path)
+    if also is None:
+        return own
+    wrapped = directory / f"{also}.toml"
+    if not isinstance(also, str) or also == implementation or not wrapped.is_file():
+        raise ValueError(f"{path.name}: also = {also!r} should be another implementation that has a file here")
+    return own + _entries(_document(wrapped), wrapped)
 
 
 def load_file(path: pathlib.Path) -> tuple[str, list[KnownFailure]]:

@@ -26,6 +26,12 @@ from tests.harness.inner import PYTHONPATH
 ROOT = pathlib.Path(__file__).parents[2]
 DOCUMENT = (ROOT / "docs/adapters.md").read_text()
 IMPLEMENTATIONS = ["torch.fsdp"] + ["deepspeed.zero3"] * (importlib.util.find_spec("deepspeed") is not None)
+#: By module, an implementation that needs it and the name of what brings it.
+PEERS = {
+    "deepspeed": ("deepspeed.zero1", "pip install 'shardproof[deepspeed]'"),
+    "lightning_fabric": ("lightning.fabric", "pip install 'shardproof[lightning]'"),
+    "torchtitan": ("torchtitan.simple_fsdp", "pip install --no-deps 'torchtitan==0.3.0'"),
+}
 
 
 # Finding them
@@ -34,15 +40,15 @@ IMPLEMENTATIONS = ["torch.fsdp"] + ["deepspeed.zero3"] * (importlib.util.find_sp
 @pytest.mark.parametrize("name", registry.BUILT_IN)
 def test_built_in_adapter_loads_under_its_own_name(name):
     assert registry.load(name).name == name
-    assert "deepspeed" not in sys.modules, "the controller must not import what patches torch"
+    assert not PEERS.keys() & sys.modules.keys(), "the controller must not import what patches torch"
 
 
 @pytest.mark.parametrize(
     ("name", "says"),
     [
         ("torch.fsdp1", "unknown implementation 'torch.fsdp1': did you mean torch.fsdp"),
-        ("deepspeed", "did you mean deepspeed.zero3"),
-        ("horovod", "known are reference, reference.flat, torch.fully_shard, torch.fsdp, deepspeed.zero3, ddp. Pass"),
+        ("deepspeed", "did you mean deepspeed.zero"),
+        ("horovod", f"known are {', '.join(registry.BUILT_IN)}. Pass"),
         ("horovod", "Pass your own adapter as module:Class"),
         (":Adapter", "unknown implementation"),
         ("module:", "unknown implementation"),
@@ -68,11 +74,13 @@ def test_module_that_fails_while_importing_is_named_with_its_error(tmp_path, mon
         registry.load("half_an_adapter:Adapter")
 
 
-def test_missing_deepspeed_says_how_to_install_it(monkeypatch):
+@pytest.mark.parametrize("module", PEERS)
+def test_what_is_missing_says_how_to_install_it(module, monkeypatch):
     find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "deepspeed" else find_spec(name))
-    reason = registry.load("deepspeed.zero3").availability("cpu")
-    assert reason == "deepspeed is not installed; pip install 'shardproof[deepspeed]' brings it"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == module else find_spec(name))
+    name, how = PEERS[module]
+    reason = registry.load(name).availability("cpu")
+    assert "is not installed" in reason and reason.endswith(f"; {how} brings it")
 
 
 # What they declare

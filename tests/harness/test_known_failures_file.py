@@ -34,6 +34,20 @@ def test_no_file_expects_nothing(tmp_path):
     assert load(tmp_path, "reference") == []
 
 
+def test_a_file_may_name_another_whose_entries_come_after_its_own(tmp_path):
+    own = ENTRY.replace("raises", "own")
+    for name, text in {"wrapped": ENTRY, "wraps": f'also = "wrapped"\n{own}'}.items():
+        (tmp_path / f"{name}.toml").write_text(text)
+    assert [entry.reason for entry in load(tmp_path, "wraps")] == ["own", "raises"]
+
+
+@pytest.mark.parametrize("other", ['"absent"', '"wraps"', "3"])
+def test_another_file_that_is_none_is_refused(tmp_path, other):
+    (tmp_path / "wraps.toml").write_text(f"also = {other}\n{ENTRY}")
+    with pytest.raises(ValueError, match=r"wraps.toml: also = .* should be another implementation"):
+        load(tmp_path, "wraps")
+
+
 def test_what_was_expected(read):
     verdict, why = read(ENTRY).judge(CASE, Verdict.FAIL)
     assert (verdict, why) == (Verdict.EXPECTED_FAIL, "raises (docs/findings.md)")

@@ -1,0 +1,131 @@
+"""Adapter for Lightning Fabric's ``ModelParallelStrategy``, through which a script calls torch's ``fully_shard``."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardproof.harness.adapters.base import Accumulation, Config, OptimizerFactory
+from shardproof.harness.adapters.capability import Capability
+from shardproof.harness.adapters.torch_fully_shard import TorchFullyShardAdapter
+
+
+class LightningFabricAdapter(TorchFullyShardAdapter):
+    """The model, its optimizer, backward, clipping and accumulation go through ``Fabric``, of which a process has one.
+
+    What Fabric has no call for, such as prefetching, a script calls on the modules that ``fully_shard`` has sharded.
+    """
+
+    name = "lightning.fabric"
+    traits = dataclasses.replace(TorchFullyShardAdapter.traits, isolation="adapter")
+
+    @classmethod
+    def availability(cls, device_type: str) -> str | None:
+        if importlib.util.find_spec("lightning_fabric") is None:
+            return "Lightning Fabric is not installed; pip install 'shardproof[lightning]' brings it"
+        return None
+
+    @classmethod
+    def capabilities(cls) -> frozenset[Capability]:
+        # META_LOAD: what is on the meta device after sharding, Fabric makes real at once.
+        return super().capabilities() - {Capability.META_LOAD}
+
+    @classmethod
+    def version(cls) -> str:
+        return metadata.version("lightning-fabric")
+
+    @classmethod
+    def prepare(cls, device_type: str) -> None:
+        # By this Fabric sees that the processes exist already, as with a launcher.
+        local_rank = dist.get_rank() if device_type == "cpu" else torch.accelerator.current_device_index()
+        os.environ["LOCAL_RANK"] = str(local_rank)
+        _fabric(device_type)
+
+    def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
+        super().__init__(model, optimizer=optimizer, config=config)
+        self._stepping = self._fabric.setup_optimizers(self.optimizer) if self.optimizer else None
+
+    def set_up(self, model: nn.Module) -> nn.Module:
+        """Give the model to Fabric, which calls the strategy's ``parallelize_fn`` and wraps what it returns."""
+        self._fabric, functions = _fabric(self.config.mesh.device_type)
+        functions.append(self._parallelize_fn)
+        try:
+            self._wrapped = self._fabric.setup_module(model)
+        finally:
+            functions.pop()
+        sharded: nn.Module = self._wrapped.module
+        return sharded
+
+    def _parallelize_fn(self, model: nn.Module) -> nn.Module:
+        model = self.parallelize(model)
+        if self.config.init is not None or self.config.offload:
+            # Fabric would call reset_parameters, on its device.
+            self._materialize(model)
+        return model
+
+    @contextlib.contextmanager
+    def microbatch(self, *, is_last: bool) -> Iterator[None]:
+        """Surround a microbatch with ``no_backward_sync``; what that does not offer, torch's setters do."""
+        if self.config.accumulation == Accumulation():
+            with self._fabric.no_backward_sync(self._wrapped, enabled=not is_last):
+                yield
+        else:
+            with super().microbatch(is_last=is_last):
+                yield
+
+    def submodule(self, name: str) -> nn.Module:
+        module: nn.Module = self.module.get_submodule(name) if name else self._wrapped
+        return module
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self._fabric.backward(loss)
+
+    def clip(self) -> torch.Tensor:
+        clip = self.config.clip
+        if self._stepping is None or clip is None:
+            return super().clip()
+        norm: torch.Tensor = self._fabric.clip_gradients(
+            self._wrapped,
+            self._stepping,
+            max_norm=clip.max_norm,
+            norm_type=clip.norm_type,
+            error_if_nonfinite=clip.raises,
+        )
+        return norm
+
+    def step(self) -> None:
+        if self._stepping is not None:
+            self._stepping.step()
+
+    def register_forward_method(self, submodule: str, method: str) -> None:
+        super().register_forward_method(submodule, method)
+        if not submodule:
+            self._wrapped.mark_forward_method(method)
+
+
+@functools.cache
+def _fabric(device_type: str) -> tuple[Any, list[Callable[[nn.Module], nn.Module]]]:
+    """Return this process's Fabric, and the functions of which its strategy calls the last one with each model."""
+    from lightning_fabric import Fabric
+    from lightning_fabric.plugins.environments import LightningEnvironment
+    from lightning_fabric.strategies import ModelParallelStrategy
+
+    functions: list[Callable[[nn.Module], nn.Module]] = []
+    ranks = dist.get_world_size()
+    # The strategy's own mesh is not used: units have the meshes of the case.
+    strategy = ModelParallelStrategy(
+        lambda model, mesh: functions[-1](model), data_parallel_size=ranks, tensor_parallel_size=1
+    )
+    fabric = Fabric(accelerator=device_type, devices=ranks, strategy=strategy, plugins=[LightningEnvironment()])
+    fabric.launch()
+    return fabric, functions
