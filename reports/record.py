@@ -1,11 +1,15 @@
 """The record of one case on one implementation in a run file."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from shardproof.reports.fields import Fields, RecordError, integer, number, shown, text
+
+#: The last line of a traceback, which begins with the name of the exception.
+_ERROR = re.compile(r"[\w.]*(Error|Exception|Interrupt|Exit)\b")
 
 
 class Verdict(StrEnum):
@@ -60,6 +64,18 @@ class Failure:
     rank: int | None = None
     name: str | None = None
     element: tuple[int, ...] | None = None
+
+    @property
+    def line(self) -> str:
+        """Why the case failed, in one line: where the runs first diverge, or the error of a traceback."""
+        if self.stage is not None:
+            name = f" of {self.name}" if self.name is not None else ""
+            step = f" in step {self.step}" if self.step is not None else ""
+            rank = f" on rank {self.rank}" if self.rank is not None else ""
+            return f"{self.stage}{name} diverges{step}{rank}"
+        lines = [line.strip() for line in self.text.splitlines() if line.strip()]
+        errors = [line for line in lines if _ERROR.match(line)]
+        return (errors or lines or ["no text"])[0]
 
     @classmethod
     def parse(cls, data: object, where: str) -> "Failure":

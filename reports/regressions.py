@@ -181,9 +181,9 @@ def _verdicts(before: _Cases, after: _Cases, head: Run) -> Iterator[Worse]:
         then = before.get(key)
         if now.verdict.failed and (then is None or not then.verdict.failed):
             was = f"was {then.verdict}" if then else "is new"
-            yield _worse(Kind.FAILURE, now, f"{now.verdict}, {was}: {_first_line(now)}")
+            yield _worse(Kind.FAILURE, now, f"{now.verdict}, {was}: {_why(now)}")
         elif now.verdict.failed and then and _gravity(now.verdict) < _gravity(then.verdict):
-            yield _worse(Kind.GRAVER, now, f"{now.verdict}, was {then.verdict}: {_first_line(now)}")
+            yield _worse(Kind.GRAVER, now, f"{now.verdict}, was {then.verdict}: {_why(now)}")
         elif then and then.verdict is Verdict.PASS and now.verdict is Verdict.EXPECTED_FAIL:
             yield _worse(Kind.EXCUSED, now, f"passed before; {now.expected or 'the run file gives no reason'}")
         elif then and now.verdict.skipped and not then.verdict.skipped:
@@ -198,11 +198,8 @@ def _gravity(verdict: Verdict) -> int:
     return list(Verdict).index(verdict)
 
 
-def _first_line(case: CaseRecord) -> str:
-    """The line of a failure that says most: the error of a traceback, or the first one."""
-    lines = [line.strip() for line in case.failure.text.splitlines() if line.strip()] if case.failure else []
-    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt|Exit)\b", line)]
-    return (errors or lines or ["no text"])[0]
+def _why(case: CaseRecord) -> str:
+    return case.failure.line if case.failure is not None else "no text"
 
 
 def _vanished(before: _Cases, after: _Cases, head: Run) -> Iterator[Worse]:

@@ -14,6 +14,8 @@ commands:
   run      run the packaged suites with pytest; takes pytest's arguments and shardproof's options
   report   print a run file's matrix, failures and skips
   gate     compare a change's run file with that of the commit before; exit code 1 if something got worse
+  expectations
+           draft the known failures of an implementation from a run file
   merge    join the run files of several environments into one
   implementations
            list what --impl can name, its version, and where it runs or why not
@@ -21,7 +23,7 @@ commands:
 `shardproof COMMAND --help` describes a command.
 """
 
-COMMANDS = "run, report, gate, merge or implementations"
+COMMANDS = "run, report, gate, expectations, merge or implementations"
 
 BAD_USAGE = 2
 
@@ -53,6 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from shardproof.reports.gate_command import gate
 
         return gate(given[1:])
+    if command == "expectations":
+        from shardproof.reports.draft_command import expectations
+
+        return expectations(given[1:])
     if command == "merge":
         from shardproof.reports.merge_command import merge_command
 

@@ -1,0 +1,74 @@
+"""Drafts the known failures of an implementation from a run: TOML to be edited, with the reason that each case gave."""
+
+import json
+from collections.abc import Iterable, Sequence
+
+from shardproof.reports.record import CaseRecord, Verdict
+from shardproof.reports.run import Run
+
+EXCUSABLE = (Verdict.CRASH, Verdict.FAIL, Verdict.HANG)
+"""The verdicts that an entry can expect."""
+
+_LINK = "not looked into"
+
+
+def draft(run: Run, implementation: str) -> str:
+    """Write a file of known failures with one entry for each kind of failure of each case function.
+
+    An entry names all items of a function by a wildcard if all that ran fail alike. Otherwise each item that fails has
+    an entry.
+
+    Args:
+        run: the run, of all cases that the file is for.
+        implementation: the name of the implementation in the run.
+
+    Returns:
+        The text of the file. Its entries are those that excuse this run, so that each reason must still be checked.
+
+    Raises:
+        ValueError: the run has no case of the implementation. The message is one line.
+    """
+    cases = [case for case in run.cases if case.implementation == implementation]
+    if not cases:
+        known = ", ".join(run.implementations) or "none"
+        raise ValueError(f"the run has no case of {implementation!r}; it has those of {known}")
+    lines = [
+        f"# Drafted from a run with torch {run.environment.torch} on {run.environment.device}. Look into each failure",
+        "# before it is expected: it may be a defect of the implementation, of its adapter, or of the case.",
+        f"implementation = {json.dumps(implementation)}",
+    ]
+    for case, verdict, reason in _entries(cases):
+        fields = {"case": case, "verdict": str(verdict), "reason": reason, "link": _LINK}
+        lines += ["", "[[expect]]", *(f"{name} = {_toml(value)}" for name, value in fields.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _entries(cases: Sequence[CaseRecord]) -> list[tuple[str, Verdict, str]]:
+    """The pattern, the verdict and the reason of each entry, in the order of the cases."""
+    entries = []
+    for function, items in _by_function(cases).items():
+        ran = [case for case in items if not case.verdict.skipped]
+        failed = [case for case in ran if case.verdict in EXCUSABLE]
+        kinds = {(case.verdict, _reason(case)) for case in failed}
+        if len(failed) == len(ran) > 1 and len(kinds) == 1:
+            entries.append((f"{function}*", *kinds.pop()))
+        else:
+            entries += [(case.id, case.verdict, _reason(case)) for case in failed]
+    return entries
+
+
+def _reason(case: CaseRecord) -> str:
+    return case.failure.line if case.failure is not None else "no text"
+
+
+def _by_function(cases: Iterable[CaseRecord]) -> dict[str, list[CaseRecord]]:
+    found: dict[str, list[CaseRecord]] = {}
+    for case in cases:
+        # With the bracket: the name of one function may begin that of another.
+        found.setdefault(case.id.partition("[")[0] + "[", []).append(case)
+    return found
+
+
+def _toml(text: str) -> str:
+    # A basic string of TOML has JSON's escapes; a run file's text may have any character.
+    return json.dumps(text)
