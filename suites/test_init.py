@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from shardproof.harness import Capability, Hardware, alone, contract, models, needs, world
 from shardproof.harness.adapters.base import Adapter, Clip
 from shardproof.harness.adapters.dtensor import piece_of
-from shardproof.harness.models import mixed, shapes, ties
+from shardproof.harness.models import mixed, optim, shapes, ties
 from shardproof.harness.models.made import Drawn, DrawnStack, Offset
 from shardproof.harness.parity import Rank, exact_difference, states
 from shardproof.harness.parity.refusals import Refusal, Untouched, sharded
@@ -56,7 +56,9 @@ UNFIT = {
     "a-scalar": Unfit(lambda: shapes.Spoiled(torch.randn(())), ("odd",)),
     "strides": Unfit(lambda: shapes.Spoiled(torch.randn(4, 3).t()), ("odd", "[3, 4]")),
     "two-dtypes": Unfit(
-        lambda: shapes.Spoiled(torch.randn(3, dtype=torch.float64)), ("float64",), repair=lambda one: one.float()
+        lambda: shapes.Spoiled(torch.randn(3, dtype=torch.float64)),
+        ("float64", "DoubleTensor"),
+        repair=lambda one: one.float(),
     ),
     "three-dimensions": Unfit(
         lambda: models.Tower(dim=9),
@@ -372,7 +374,8 @@ def refused_or_trained(rank: Rank, unfit: Unfit) -> None:
     model, batch = unfit.model().to(rank.device), rank.batch(0, (4, 9))
     whole, untouched = copy.deepcopy(model), Untouched(model)
     options = unfit.options(rank)
-    construction = Refusal(rank, lambda: sharded(rank, model, **options))
+    # With an optimizer: what divides the optimizer's state alone looks at the parameters there.
+    construction = Refusal(rank, lambda: sharded(rank, model, optimizer=optim.sgd(), **options))
     if construction.text is not None:
         construction.check_names(*unfit.names)
         if not unfit.in_parts:

@@ -100,6 +100,7 @@ def test_steps_after_an_evaluation(rank: Rank, others: bool, kernels: optim.Kern
 @contract("OPTIMIZER-2")
 @world(2)
 @OWN_OPTIMIZER
+@needs(Capability.UNUSED_OUTPUT)  # an implementation that, like DDP, decides at construction what it reduces lacks it
 @FLAT
 def test_groups_and_schedules(rank: Rank, flat_parameters: bool) -> None:
     """Groups have rates and decays of their own, one is added for a unit that is thawed, and a schedule acts on all."""
@@ -125,6 +126,35 @@ def test_groups_and_schedules(rank: Rank, flat_parameters: bool) -> None:
                     parameter.requires_grad_(True)
                 owner.optimizer.add_param_group({"params": thawed, "lr": 0.02, "weight_decay": 0.2})
         step_and_check(rank, run, replica, [(rank.batch(step, SHAPE),)], number=step)
+        for schedule in schedules:
+            schedule.step()
+
+
+@contract("OPTIMIZER-2")
+@world(2)
+@OWN_OPTIMIZER
+def test_group_that_is_added(rank: Rank) -> None:
+    """A unit that has gradients from the start and is in no group keeps its values until a group is added for it."""
+    model = mixed.Mixed(*SHAPE)
+    added = [name for name, _ in model.named_parameters() if name.startswith("high")]
+
+    def of_the_others(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        given = list(parameters)[: -len(added)]
+        groups = [{"params": given[::2], "weight_decay": 0.1}, {"params": given[1::2], "lr": 0.01}]
+        return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+
+    run, replica = run_and_replica(rank, model, units=UNITS, optimizer=of_the_others)
+    owners: tuple[Trainee, ...] = (run.adapter, replica)
+    schedules = [StepLR(owner.optimizer, step_size=2, gamma=0.5) for owner in owners]
+    for step in range(5):
+        if step == 2:
+            for owner in owners:
+                held = owner.held_parameters()
+                owner.optimizer.add_param_group({"params": [held[name] for name in added], "weight_decay": 0.2})
+        step_and_check(rank, run, replica, [(rank.batch(step, SHAPE),)], number=step)
+        for owner in owners:
+            for name in added:  # the optimizer zeroes those of its groups alone
+                owner.held_parameters()[name].grad = None
         for schedule in schedules:
             schedule.step()
 

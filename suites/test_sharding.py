@@ -12,7 +12,20 @@ from shardproof.harness.adapters.base import Accumulation, Clip, Precision
 from shardproof.harness.models import mixed, optim
 from shardproof.harness.parity import Rank, run_and_replica, step_and_check
 from shardproof.harness.parity.claims import state_numel
+from shardproof.harness.plugin.marks import meaningful_from
 from shardproof.harness.tensors import memory
+
+_CHOOSES, _REPLICAS = needs(Capability.RESHARD_AFTER_FORWARD), [needs(Capability.HYBRID), meaningful_from(4)]
+#: How parameters lie on the ranks, and whether forward frees what it has gathered.
+LAYOUTS = [
+    pytest.param(("shards", True), id="freed", marks=[_CHOOSES, meaningful_from(4)]),
+    pytest.param(("shards", False), id="kept", marks=[_CHOOSES, meaningful_from(4)]),
+    pytest.param(("replicas", True), id="replicas-freed", marks=[_CHOOSES, *_REPLICAS]),
+    pytest.param(("replicas", False), id="replicas-kept", marks=[_CHOOSES, *_REPLICAS]),
+    pytest.param(
+        ("replicas-alone", None), id="replicas-alone", marks=[needs(Capability.REPLICAS_ALONE), meaningful_from(4)]
+    ),
+]
 
 
 @contract("SHARDING-1")
@@ -54,7 +67,7 @@ def test_state_is_divided(rank: Rank) -> None:
     pair = rank.pair(model, units=model.units())
     pair.step(rank.batch(0, (2, 17)))
     pair.check()
-    held = rank.exchange(state_numel(pair.adapter.optimizer))
+    held = rank.exchange(state_numel(pair.adapter))
     if None in held:
         # An engine that keeps its optimizer to itself: the bytes of test_rank_holds_its_share tell.
         assert Capability.SHARDED in rank.implementation.capabilities(), "there is no optimizer to look into"
@@ -90,6 +103,33 @@ def test_whole_on_every_rank(rank: Rank, flat: bool) -> None:
         pair.check_counts("forward")
         pair.check_counts("backward", all_reduce=len(pair.units))
         pair.check_counts("clip")
+
+
+@contract("SHARDING-2")
+@world(2, 4)
+@needs(Capability.FLAT_PARAMETERS, Capability.DEFERRED_REDUCTION, Capability.CLIPPING)
+@pytest.mark.parametrize("flat", [False, True], ids=["originals", "flat"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_of_both_kinds(rank: Rank, layout: tuple[str, bool | None], flat: bool) -> None:
+    """Every layout trains with the model's own parameters and with flat ones: shards, replicas of shards, and whole."""
+    kind, reshard_after_forward = layout
+    # Two ranks are one replica: of two replicas each would be one rank.
+    mesh = rank.mesh((rank.world_size // 2, 2), ("replicate", "shard")) if kind == "replicas" else None
+    model = models.Tower(dim=9)
+    pair = rank.pair(
+        model,
+        units=model.units(),
+        mesh=mesh,
+        shards=kind != "replicas-alone",
+        reshard_after_forward=reshard_after_forward,
+        flat_parameters=flat,
+        microbatches=2,
+        accumulation=Accumulation(),
+        clip=Clip(0.01),
+    )
+    for step in range(3):
+        pair.step([rank.batch(step, (4, 9), microbatch=number) for number in range(2)], set_to_none=step != 1)
+        pair.check()
 
 
 @contract("SHARDING-2")

@@ -121,7 +121,8 @@ class KeysLeftOver(NamedTuple):
     unexpected: tuple[str, ...]
 
 
-def _options_of(form: StateForm, *, saves: bool = True, strict: bool = True) -> Any:
+def options_of(form: StateForm, *, saves: bool = True, strict: bool = True) -> Any:
+    """Return the options of ``torch.distributed.checkpoint.state_dict`` for state dicts of a form."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
     whole_ones = form != "sharded"
@@ -524,8 +525,8 @@ class Adapter(ABC):
         from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
 
         if self.optimizer is None:
-            return {"model": get_model_state_dict(self.module, options=_options_of(form))}
-        model, optimizer = get_state_dict(self.module, self.optimizer, options=_options_of(form))
+            return {"model": get_model_state_dict(self.module, options=options_of(form))}
+        model, optimizer = get_state_dict(self.module, self.optimizer, options=options_of(form))
         return {"model": model, "optimizer": optimizer}
 
     def restore(self, state: dict[str, Any], *, form: StateForm = "sharded", strict: bool = True) -> KeysLeftOver:
@@ -543,7 +544,7 @@ class Adapter(ABC):
         """
         from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
 
-        options = _options_of(form, saves=False, strict=strict)
+        options = options_of(form, saves=False, strict=strict)
         keys = set_model_state_dict(self.module, state["model"], options=options)
         if "optimizer" in state:
             optimizer = self._checkpointed_optimizer()

@@ -16,12 +16,10 @@ import torch
 from shardproof.harness.adapters.base import Adapter, Traits
 from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.lines import line_of, line_of_error, one_line
-from shardproof.harness.adapters.replicas import DdpAdapter, ReplicatedAdapter
+from shardproof.harness.adapters.registry import is_control
+from shardproof.harness.adapters.replicas import ReplicatedAdapter
 
 _T = TypeVar("_T")
-
-#: The adapters that shard nothing on purpose: the baselines, and the control among them.
-_UNSHARDED: tuple[type[Adapter], ...] = (DdpAdapter, ReplicatedAdapter)
 
 #: The most elements by which a unit is padded on a rank: no library aligns to more than a page of memory, which has
 #: this many elements of one byte.
@@ -146,7 +144,8 @@ def _without_types(signature: inspect.Signature) -> str:
 def _check_claims(asked: _Asked, adapter: type[Adapter], traits: Traits, capabilities: frozenset[Capability]) -> None:
     """Check that what the adapter claims to shard is something, and that it can be told from an unsharded model."""
     if not traits.shards:
-        if adapter not in _UNSHARDED:
+        # What shards nothing on purpose: the baselines and the other controls.
+        if adapter is not ReplicatedAdapter and not is_control(adapter):
             raise asked.wrong(
                 "traits.shards", sorted(traits.shards), "some of parameters, gradients, optimizer: an implementation "
                 "that shards nothing is not tested",

@@ -167,14 +167,14 @@ class DTensorAdapter(Adapter):
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         super().__init__(model, optimizer=optimizer, config=config)
         other = (config.flat_parameters, config.sync_states, config.ignored_modules, config.wraps)
-        assert config.shards and not any(other), "fully_shard has no such option"
+        assert not any(other), "fully_shard has no such option"
+        assert config.shards or not self.traits.shards, "fully_shard shards"
         ahead = (config.gathers_ahead, config.gathers_ahead_in_forward, config.bounds_gathers)
         assert ahead == (None, None, None), "fully_shard gathers ahead what a script names"
         # Looked up before anything is sharded: sharding changes the class of a module, although not its name.
         cuts = {original_name(name): piece_of(value.detach()).cut for name, value in model.named_parameters()}
         self._cuts: dict[str, Cut] = {
-            name: functools.partial(cut_of_share, cut=cut, mesh=config.mesh_of(self._unit_of(name)), dim=dim)
-            for (name, cut), dim in zip(cuts.items(), self._dims(model), strict=True)
+            name: self._cut_of(name, cut, dim) for (name, cut), dim in zip(cuts.items(), self._dims(model), strict=True)
         }
         self._cuts |= dict.fromkeys(config.ignored, uncut)
         model = self.set_up(model)
@@ -213,6 +213,10 @@ class DTensorAdapter(Adapter):
         model = type(self).fully_shard(model, **options, **its)
         assert isinstance(model, nn.Module), f"fully_shard returned {type(model)}"
         return model
+
+    def _cut_of(self, name: str, cut: Cut, dim: int) -> Cut:
+        """Return the cut of a parameter to this rank's share, from its cut before sharding."""
+        return functools.partial(cut_of_share, cut=cut, mesh=self.config.mesh_of(self._unit_of(name)), dim=dim)
 
     def _unit_of(self, parameter: str) -> str:
         """Return the first module of the innermost unit of a parameter; "" is the root's own."""

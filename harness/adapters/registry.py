@@ -32,9 +32,15 @@ BUILT_IN = {
     "deepspeed.zero3": "shardproof.harness.adapters.deepspeed_zero3:DeepSpeedZero3Adapter",
     "torchtitan.simple_fsdp": "shardproof.harness.adapters.torchtitan_simple_fsdp:TorchtitanSimpleFsdpAdapter",
     "lightning.fabric": "shardproof.harness.adapters.lightning_fabric_fsdp2:LightningFabricAdapter",
+    "torch.zero_optimizer": "shardproof.harness.adapters.torch_zero_optimizer:TorchZeroOptimizerAdapter",
+    "torch.replicate": "shardproof.harness.adapters.torch_replicate:TorchReplicateAdapter",
+    "torch.replicate_with_fsdp": "shardproof.harness.adapters.torch_replicate_with_fsdp:TorchReplicateWithFsdpAdapter",
     "ddp": "shardproof.harness.adapters.replicas:DdpAdapter",
 }
 """The built-in adapters: from the name of the implementation to ``module:Class``."""
+
+CONTROLS = frozenset({"ddp", "torch.replicate", "torch.replicate_with_fsdp"})
+"""The built-in adapters that shard nothing on purpose, by name: what is asked of them holds without sharding too."""
 
 
 GROUP = "shardproof.implementations"
@@ -114,6 +120,11 @@ def target_of(name: str) -> str:
         packages = " and ".join(one.package for one in several)
         raise ValueError(f"implementation {name!r} is registered by {packages}: uninstall one, or pass module:Class")
     return several[0].target if several else name
+
+
+def is_control(adapter: type[Adapter]) -> bool:
+    """Return whether an adapter is one of :data:`CONTROLS` itself; a class derived from one is none."""
+    return f"{adapter.__module__}:{adapter.__qualname__}" in {BUILT_IN[name] for name in CONTROLS}
 
 
 def built_in_with(capability: Capability) -> tuple[str, ...]:

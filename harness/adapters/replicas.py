@@ -9,13 +9,12 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from shardproof.harness.adapters.base import Adapter, Config, OptimizerFactory, Piece, Traits, original_name, whole
 from shardproof.harness.adapters.capability import Capability
 
-_UNSHARDED = frozenset(
+UNSHARDED = frozenset(
     {
         Capability.UNUSED_MODULE,
         Capability.CONTAINER_OUTPUT,
@@ -28,17 +27,21 @@ _UNSHARDED = frozenset(
         Capability.ADAM,
         Capability.OWN_OPTIMIZER,
         Capability.LOSS_SCALING,
-        Capability.HYBRID,
         Capability.TIED_PARAMETERS,
         Capability.DEFERRED_REDUCTION,
     }
 )
+"""What training on plain copies offers, whoever averages their gradients."""
 
 
-class _Replica(Adapter):
+REPLICA = Traits(shards=frozenset())
+"""The traits of what shards nothing."""
+
+
+class ReplicaAdapter(Adapter):
     """A full copy of the model on every rank; its pieces are the parameters and gradients themselves."""
 
-    traits = Traits(shards=frozenset())
+    traits = REPLICA
 
     @classmethod
     def availability(cls, device_type: str) -> str | None:
@@ -54,7 +57,7 @@ class _Replica(Adapter):
         return {name: whole(parameter.detach()) for name, parameter in self.named_parameters().items()}
 
 
-class ReplicatedAdapter(_Replica):
+class ReplicatedAdapter(ReplicaAdapter):
     """Plain copies whose gradients are averaged over the data-parallel group after the last microbatch.
 
     The baseline where DDP cannot express the case. It averages by its own all-reduce and division, so that it shares no
@@ -65,7 +68,7 @@ class ReplicatedAdapter(_Replica):
 
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
-        return _UNSHARDED | {Capability.UNUSED_OUTPUT, Capability.NON_ROOT_FORWARD}
+        return UNSHARDED | {Capability.UNUSED_OUTPUT, Capability.NON_ROOT_FORWARD}
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         super().__init__(model, optimizer=optimizer, config=config)
@@ -95,15 +98,29 @@ def _has_gradient_on_any_rank(parameter: nn.Parameter, groups: list[dist.Process
     return bool(used)
 
 
-def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """Return the process group of all ranks of the mesh; None stands for the default group of the whole world."""
+def group_of(config: Config) -> dist.ProcessGroup | None:
+    """Return the process group over which DDP averages; None stands for the default group of the whole world."""
+    mesh = config.mesh
     if mesh.ndim == 1:
-        return mesh.get_group()
+        return None if config.default_mesh else mesh.get_group()
+    assert mesh.ndim == 2, f"DDP averages over a mesh of replicas, or of replicas and shards, not over {mesh}"
     assert mesh.size() == dist.get_world_size(), "a 2-D mesh over a part of the world has no group of its own"
     return None
 
 
-class DdpAdapter(_Replica):
+OF_DDP = UNSHARDED | {
+    Capability.CLIP_EMPTY_SHARDS,
+    Capability.COMPILED_MODULES,
+    Capability.DEFAULT_MESH,
+    Capability.DISTRIBUTED_CHECKPOINT,
+    Capability.FULL_STATE_DICT,
+    Capability.PROCESS_GROUPS,
+    Capability.RECOMPUTATION,
+}
+"""What ``DistributedDataParallel`` offers, as a wrapper or in place."""
+
+
+class DdpAdapter(ReplicaAdapter):
     """``DistributedDataParallel`` with ``broadcast_buffers=False``: the usual baseline.
 
     As an implementation under test it is the control: it shards nothing and must never diverge from the baseline.
@@ -113,17 +130,18 @@ class DdpAdapter(_Replica):
 
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
-        return _UNSHARDED | {Capability.DISTRIBUTED_CHECKPOINT, Capability.FULL_STATE_DICT}
+        return OF_DDP | {Capability.SYNC_STATES}
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         super().__init__(model, optimizer=optimizer, config=config)
+        self.group = group_of(config)
         with warnings.catch_warnings():
             # torch 2.13 deprecates the argument in favour of one that 2.11 lacks and that also synchronizes at
             # construction.
             warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
             self._ddp = self.module = DistributedDataParallel(
                 model,
-                process_group=_group_of(config.mesh),
+                process_group=self.group,
                 broadcast_buffers=False,
                 find_unused_parameters=config.find_unused,
             )

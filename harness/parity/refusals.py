@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardproof.harness.adapters.base import Adapter
+from shardproof.harness.adapters.base import Adapter, OptimizerFactory
 from shardproof.harness.collectives.recorder import Recorder
 from shardproof.harness.parity.comparison import exact_difference
 from shardproof.harness.parity.rank import Rank
@@ -86,12 +86,13 @@ class Untouched:
                 assert exact_difference(mine.grad, other.grad) is None, f"after a refusal {name} has another gradient"
 
 
-def sharded(rank: Rank, model: nn.Module, **options: Any) -> Adapter:
-    """Shard a model by the implementation under test, and nothing else, without an optimizer (collective).
+def sharded(rank: Rank, model: nn.Module, *, optimizer: OptimizerFactory | None = None, **options: Any) -> Adapter:
+    """Shard a model by the implementation under test, and nothing else (collective).
 
     Args:
         rank: this rank.
         model: on whichever device the case wants; :meth:`Rank.run` moves it to the rank's.
+        optimizer: makes the optimizer; None trains without one.
         **options: as for :meth:`Rank.config`.
     """
-    return rank.implementation(model, optimizer=None, config=rank.config(**options))
+    return rank.implementation(model, optimizer=optimizer, config=rank.config(**options))

@@ -1,0 +1,60 @@
+"""Adapter for ``torch.distributed._composable.replicate``, DDP that is applied to a module in place."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from shardproof.harness.adapters.base import Config, OptimizerFactory
+from shardproof.harness.adapters.capability import Capability
+from shardproof.harness.adapters.replicas import OF_DDP, ReplicaAdapter
+
+
+class TorchReplicateAdapter(ReplicaAdapter):
+    """``replicate`` on the root alone. A control: it shards nothing."""
+
+    name = "torch.replicate"
+
+    @classmethod
+    def capabilities(cls) -> frozenset[Capability]:
+        return OF_DDP | {Capability.CAST_AFTER_INIT}
+
+    def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
+        from torch.distributed._composable.replicate import replicate
+
+        super().__init__(model, optimizer=optimizer, config=config)
+        self.module = replicate(model, find_unused_parameters=config.find_unused, **self._ranks())
+        if config.cast is not None:
+            self.module.to(config.cast)
+        self.optimizer = optimizer(self.module.parameters()) if optimizer else None
+
+    def _ranks(self) -> dict[str, Any]:
+        if self.config.default_mesh:
+            return {}
+        mesh = self.config.mesh
+        return {"process_group": mesh.get_group()} if self.config.as_groups else {"device_mesh": mesh}
+
+    @contextlib.contextmanager
+    def microbatch(self, *, is_last: bool) -> Iterator[None]:
+        root: Any = self.module
+        root.set_requires_gradient_sync(is_last)
+        yield
+
+    def submodule(self, name: str) -> nn.Module:
+        assert not name, "replicate() reduces gradients only after a forward of the root"
+        return self.module
+
+
+# Why the other capabilities are missing; those that are not listed have not been tried:
+# - SHARDED and all that is about shards, gathers and units: nothing is sharded, and gradients are reduced in buckets.
+# - HYBRID: there is one process group.
+# - SYNC_STATES: the first forward sends parameters, and no buffers.
+# - UNUSED_OUTPUT, RANKS_DIFFER: what the outputs do not lead to is found in forward, whatever the loss uses.
+# - NON_ROOT_FORWARD: hooks of the root begin and end the reduction.
+# - POST_ACCUMULATE_GRAD_HOOK: hooks run before the reduction, on this rank's own gradient.
+# - AUTOGRAD_CALLS: DDP does not work with torch.autograd.grad, as its documentation says.
+# - TENSOR_PARALLEL: the parameters become plain tensors for DDP, and DTensors for forward alone.
+# - IGNORED_PARAMETERS, IGNORED_MODULES: modules can be ignored, single parameters cannot.

@@ -1,0 +1,90 @@
+"""Adapter for ``torch.distributed._composable.replicate_with_fsdp``: units of ``fully_shard`` that shard nothing."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+from shardproof.harness.adapters.base import Cut
+from shardproof.harness.adapters.capability import Capability
+from shardproof.harness.adapters.dtensor import DTensorAdapter
+from shardproof.harness.adapters.replicas import REPLICA
+
+#: What is about shards, about what is gathered or scattered, or about a mesh of several dimensions.
+_SHARDING = frozenset(
+    {
+        Capability.SHARDED,
+        Capability.RESHARD_AFTER_FORWARD,
+        Capability.RESHARD_TO_SIZE,
+        Capability.RESHARD_TO_SIZE_UNEVEN,
+        Capability.ROOT_RESHARD,
+        Capability.HYBRID,
+        Capability.DEFERRED_ALL_REDUCE,
+        Capability.SHARD_DIMENSION,
+        Capability.UNIT_MESHES,
+        Capability.GATHER_EXTENSION,
+        Capability.GATHER_ORDER,
+        Capability.EXPLICIT_PREFETCH,
+        Capability.COUNTED_UNITS,
+        Capability.TENSOR_PARALLEL_COUNTS,
+        Capability.REGISTERED_STATE,
+        Capability.UNIT_SETTINGS,
+        Capability.OWN_REDUCE_GROUP,
+        Capability.ORDER_VALIDATION,
+        Capability.SINGLE_RANK,
+    }
+)
+
+
+def _replicate(modules: Any, *, reshard_after_forward: None, **options: Any) -> Any:
+    """Call ``replicate``, which has no choice of what forward frees."""
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    assert reshard_after_forward is None, "replicate() has no such option"
+    return replicate(modules, **options)
+
+
+class TorchReplicateWithFsdpAdapter(DTensorAdapter):
+    """``replicate`` on each unit and the root. A control: it shards nothing."""
+
+    name = "torch.replicate_with_fsdp"
+    traits = REPLICA
+    fully_shard = staticmethod(_replicate)
+    offload_policy = CPUOffloadPolicy
+    precision_policy = MixedPrecisionPolicy
+    register = staticmethod(register_fsdp_forward_method)
+
+    @classmethod
+    def availability(cls, device_type: str) -> str | None:
+        try:
+            from torch.distributed._composable.replicate_with_fsdp import replicate
+        except ImportError:
+            return f"torch {torch.__version__} has no replicate_with_fsdp; torch 2.13 does"
+        if "mesh" not in inspect.signature(replicate).parameters:
+            return f"replicate_with_fsdp of torch {torch.__version__} takes no mesh; that of torch 2.13 does"
+        return None
+
+    @classmethod
+    def capabilities(cls) -> frozenset[Capability]:
+        return super().capabilities() - _SHARDING - {Capability.ANY_COMBINATION} | {Capability.REPLICAS_ALONE}
+
+    def _cut_of(self, name: str, cut: Cut, dim: int) -> Cut:
+        return cut  # what tensor parallelism has left is whole on every rank
+
+    def norm_value(self, norm: torch.Tensor) -> torch.Tensor:
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+# Why the other capabilities are missing, beside those that DTensorAdapter lacks:
+# - SHARDED, RESHARD_AFTER_FORWARD, RESHARD_TO_SIZE, RESHARD_TO_SIZE_UNEVEN, ROOT_RESHARD, SHARD_DIMENSION, UNIT_MESHES,
+#   GATHER_EXTENSION, GATHER_ORDER, EXPLICIT_PREFETCH, COUNTED_UNITS, REGISTERED_STATE: nothing is sharded, so nothing
+#   is gathered, freed or shown as a shard.
+# - HYBRID, DEFERRED_ALL_REDUCE: the mesh has one dimension.
+# - UNIT_SETTINGS, OWN_REDUCE_GROUP: they are the settings of gathers and reduce-scatters.
+# - SINGLE_RANK, TENSOR_PARALLEL_COUNTS: gradients are all-reduced among one rank too.
+# - ORDER_VALIDATION: the order of the units is not compared.
+# - ANY_COMBINATION: a search would stop at known failures: F-24, F-25 and F-29.
