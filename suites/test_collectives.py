@@ -237,7 +237,9 @@ def test_ranks_issue_one_sequence(rank: Rank, number: int) -> None:
     difference = first_difference(rank.exchange(mine))
     if difference is not None:
         raise AssertionError(f"collectives differ between ranks: {difference.text}")
-    assert len(run.trace) >= 2 * len(names), f"there are {len(run.trace)} collectives of {len(names)} units"
+    # What reduces several units together, in buckets, issues fewer.
+    least = 2 * len(names) if _has(rank, "COUNTED_UNITS") else 1
+    assert len(run.trace) >= least, f"there are {len(run.trace)} collectives of {len(names)} units"
 
 
 def _has(rank: Rank, name: str) -> bool:

@@ -54,7 +54,7 @@ def test_state_is_divided(rank: Rank) -> None:
     pair = rank.pair(model, units=model.units())
     pair.step(rank.batch(0, (2, 17)))
     pair.check()
-    held = rank.exchange(state_numel(pair.adapter.optimizer))
+    held = rank.exchange(state_numel(pair.adapter))
     if None in held:
         # An engine that keeps its optimizer to itself: the bytes of test_rank_holds_its_share tell.
         assert Capability.SHARDED in rank.implementation.capabilities(), "there is no optimizer to look into"

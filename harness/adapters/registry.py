@@ -28,6 +28,12 @@ BUILT_IN = {
     "torch.fully_shard": "shardproof.harness.adapters.torch_fully_shard:TorchFullyShardAdapter",
     "torch.fsdp": "shardproof.harness.adapters.torch_fsdp:TorchFsdpAdapter",
     "deepspeed.zero3": "shardproof.harness.adapters.deepspeed_zero3:DeepSpeedZero3Adapter",
+    "fairscale.sdp": "shardproof.harness.adapters.fairscale_sdp:FairscaleSdpAdapter",
+    "fairscale.fsdp": "shardproof.harness.adapters.fairscale_fsdp:FairscaleFsdpAdapter",
+    "megatron_fsdp": "shardproof.harness.adapters.megatron_fsdp:MegatronFsdpAdapter",
+    "megatron_fsdp.experimental": (
+        "shardproof.harness.adapters.megatron_fsdp_experimental:MegatronFsdpExperimentalAdapter"
+    ),
     "ddp": "shardproof.harness.adapters.replicas:DdpAdapter",
 }
 """The built-in adapters: from the name of the implementation to ``module:Class``."""

@@ -97,9 +97,17 @@ def gradient_numel(adapter: Adapter) -> int:
     return _numel(grad for grad in grads if grad is not None)
 
 
-def state_numel(optimizer: torch.optim.Optimizer | None) -> int | None:
-    """Return the elements of an optimizer's state, without its scalars; None if the adapter exposes no optimizer."""
-    return None if optimizer is None else sum(_numel(_tensors(state)) for state in optimizer.state.values())
+def state_numel(adapter: Adapter) -> int | None:
+    """Return the elements of the optimizer's state on this rank, without its scalars; None if there is no optimizer.
+
+    An optimizer around another one has no state itself. What the adapter reads of the other's then counts.
+    """
+    if adapter.optimizer is None:
+        return None
+    held = sum(_numel(_tensors(state)) for state in adapter.optimizer.state.values())
+    shown = adapter.optimizer_state() or {}
+    read = _numel(piece.tensor for pieces in shown.values() for piece in pieces.values() if piece.tensor.ndim)
+    return held or read
 
 
 def states_per_parameter(optimizer: torch.optim.Optimizer | None) -> int:

@@ -359,7 +359,7 @@ class Pair:
         trained = self._replay.trained_numel()
         return {
             "gradients": Counts(picture.gradient_numel, trained),
-            "optimizer": Counts(state_numel(self.adapter.optimizer), trained * self._state_kinds),
+            "optimizer": Counts(state_numel(self.adapter), trained * self._state_kinds),
         }
 
 
