@@ -484,8 +484,7 @@ def average(rank: Rank, shape: tuple[int, int] | None) -> None:
             difference = exact_difference(piece.tensor, piece.cut(averaged))
             assert difference is None, f"{where}: element, gradient and average of the ranks: {difference}"
         run.adapter.zero_grad(set_to_none=False)
-    # Integers count and agree; they are no gradients.
-    other = [str(item) for item in run.trace if item.dtype != "float16" and not item.dtype.startswith("int")]
+    other = [str(item) for item in run.trace if item.dtype != "float16"]
     assert not other, f"the parameters are of float16, these collectives are not: {other}"
 
 
@@ -524,8 +523,7 @@ def assert_seen(seen: list[mixed.Seen], precision: Precision) -> None:
 
 
 def assert_collectives(run: Run, *, gathers: set[torch.dtype], reduces: set[torch.dtype]) -> None:
-    """Check the dtypes of all collectives of a run among its data-parallel ranks; what is not sharded is not gathered."""
-    gathers = gathers if "parameters" in run.adapter.traits.shards else set()
+    """Check the dtypes of all collectives of a run among its data-parallel ranks."""
     kinds = {"all_gather": gathers, "reduce_scatter": reduces, "all_reduce": reduces}
     trace = [item for item in run.trace if set(item.group) <= set(run.adapter.config.data_ranks)]
     for item in trace:

@@ -41,10 +41,8 @@ LOW = needs(Capability.MIXED_PRECISION)
 )
 def test_divide_factors(rank: Rank, factors: dict[str, float], dtype: torch.dtype | None) -> None:
     """The sum over shards and replicas together is divided by the factor of the unit, or else by the ranks."""
-    # Four ranks are (2, 2), or two pairs, because the order of a sum of two does not matter.
+    # Four ranks are (2, 2), because the order of a sum of two does not matter.
     mesh = rank.mesh((2, 2), ("replicate", "shard")) if rank.world_size == 4 else None
-    if mesh is not None and Capability.HYBRID not in rank.implementation.capabilities():
-        mesh = mesh["shard"]
     model = mixed.Mixed()
     # All gradients are far from the smallest float16, so that a part of the division before the sum loses nothing.
     for value in (*model.parameters(), model.low.offset, model.high.offset):

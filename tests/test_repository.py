@@ -215,7 +215,10 @@ def pins(name):
     return [Requirement(line) for line in lines if line]
 
 
-@pytest.mark.parametrize("name", ["constraints.txt", "constraints-deepspeed.txt"])
+PINS = ["constraints.txt", "constraints-deepspeed.txt", "constraints-peers.txt"]
+
+
+@pytest.mark.parametrize("name", PINS)
 def test_constraints_pin_exactly(name):
     loose = [str(pin) for pin in pins(name) if not re.fullmatch(r"==[0-9][0-9a-z.]*", str(pin.specifier))]
     assert loose == []
@@ -230,7 +233,7 @@ def test_constraints_pin_a_torch_that_the_package_accepts():
 
 def test_every_direct_dependency_is_pinned():
     project = PYPROJECT["project"]
-    pinned = {pin.name.lower() for name in ("constraints.txt", "constraints-deepspeed.txt") for pin in pins(name)}
+    pinned = {pin.name.lower() for name in PINS for pin in pins(name)}
     wanted = ["tox", *project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
     assert {Requirement(text).name for text in wanted} - pinned == set()
 

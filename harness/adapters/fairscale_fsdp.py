@@ -30,8 +30,6 @@ _CAPABILITIES = frozenset(
         Capability.SHARDED,
         Capability.RESHARD_AFTER_FORWARD,
         Capability.ROOT_RESHARD,
-        Capability.UNUSED_OUTPUT,
-        Capability.UNUSED_MODULE,
         Capability.CONTAINER_OUTPUT,
         Capability.MULTIPLE_FORWARD,
         Capability.RECOMPUTATION,
@@ -59,6 +57,7 @@ _CAPABILITIES = frozenset(
 # - RESHARD_TO_SIZE: parameters are kept after forward or freed.
 # - GROUPED_UNIT: a wrapper takes one module.
 # - HYBRID, UNIT_MESHES, TENSOR_PARALLEL: a wrapper takes one process group.
+# - UNUSED_OUTPUT, UNUSED_MODULE: backward raises: F-148 of docs/findings.md.
 # - GATHER_ORDER: backward gathers a unit when it runs.
 # - DATACLASS_OUTPUT: hooks are put on tensors in containers that it knows, as documented.
 # - POST_ACCUMULATE_GRAD_HOOK, REGISTERED_STATE, DTENSOR_PARAMETERS, SHARD_DIMENSION: there are flat parameters only.
@@ -110,7 +109,7 @@ class FairscaleFsdpAdapter(Adapter):
         )
         assert config.reshard_after_forward in (None, True, False), "parameters are kept or freed"
         assert config.mesh.ndim == 1, f"a mesh of {config.mesh.ndim} dimensions has no process group of its own"
-        names = []
+        names: list[str] = []
         for unit in inner_first(config.units):
             assert len(unit) == 1, f"a wrapper takes one module, and the unit {unit} has {len(unit)}"
             names += unit
@@ -118,6 +117,7 @@ class FairscaleFsdpAdapter(Adapter):
         self._device = next(model.parameters()).device
         if config.offload:
             model.cpu()  # as documented: what is offloaded is wrapped on the CPU
+        self._modules = dict(model.named_modules())
         self._wrappers: dict[str, Any] = {}
         for name in names:
             parent, _, child = name.rpartition(".")
@@ -149,9 +149,8 @@ class FairscaleFsdpAdapter(Adapter):
         return wrapper  # type: ignore[no-any-return]
 
     def submodule(self, name: str) -> nn.Module:
-        assert not name, "the wrapper that is called first becomes the root"
-        root: nn.Module = self.module
-        return root
+        module: nn.Module = self._wrappers[name] if name in self._wrappers else self._modules[name]
+        return module
 
     @contextlib.contextmanager
     def microbatch(self, *, is_last: bool) -> Iterator[None]:
