@@ -140,7 +140,12 @@ def test_norm_costs_one_reduction(rank: Rank, norm_type: float) -> None:
     pair = rank.pair(model, units=model.units(), clip=Clip(max_norm=0.01, norm_type=norm_type))
     pair.step(rank.batch(0, (4, 10)))
     pair.check()
-    pair.check_counts("clip", all_reduce=reductions_of_norm(rank))
+    if rank.implementation.traits.shards == {"optimizer"}:
+        # Whole gradients may be right on the one rank that updates their parameters, whose norms are then added up.
+        clipping = [item.kind for item in pair.sharded.trace if item.phase == "clip"]
+        assert clipping in ([], ["all_reduce"]), f"clipping communicated {clipping}"
+    else:
+        pair.check_counts("clip", all_reduce=reductions_of_norm(rank))
     # At most two numbers of eight bytes for each parameter: norms, not gradients.
     limit = 16 * len(pair.adapter.named_parameters())
     for item in pair.sharded.trace:

@@ -100,7 +100,9 @@ LAYER = 4 * WIDTH * WIDTH
 CRUMBS = LAYER // 8
 
 
-MESHES = pytest.mark.parametrize("mesh", ["shards", pytest.param("replicas", marks=needs(Capability.SINGLE_RANK))])
+MESHES = pytest.mark.parametrize(
+    "mesh", ["shards", pytest.param("replicas", marks=needs(Capability.SINGLE_RANK, Capability.HYBRID))]
+)
 
 
 @contract("MEMORY-2")

@@ -304,3 +304,16 @@ def test_gradients_that_a_script_changes(rank: Rank, change: str, set_to_none: b
     )
     for step in range(4):
         step_and_check(rank, run, replica, [(rank.batch(step, SHAPE),)], number=step, set_to_none=set_to_none)
+
+
+@contract("OPTIMIZER-5")
+@world(2)
+@OWN_OPTIMIZER
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zeros"])
+def test_gradients_that_the_optimizer_clears(rank: Rank, set_to_none: bool) -> None:
+    """A script may clear gradients by the optimizer's own ``zero_grad``, after which the next backward starts anew."""
+    run, replica = run_and_replica(rank, mixed.Mixed(*SHAPE), units=UNITS, optimizer=optim.sgd())
+    for step in range(3):
+        step_and_check(rank, run, replica, [(rank.batch(step, SHAPE),)], number=step, set_to_none=False)
+        assert run.adapter.optimizer is not None
+        run.adapter.optimizer.zero_grad(set_to_none=set_to_none)

@@ -27,14 +27,20 @@ BUILT_IN = {
     "reference.flat": "shardproof.harness.adapters.reference_flat:ReferenceFlatAdapter",
     "torch.fully_shard": "shardproof.harness.adapters.torch_fully_shard:TorchFullyShardAdapter",
     "torch.fsdp": "shardproof.harness.adapters.torch_fsdp:TorchFsdpAdapter",
+    "torch.zero_optimizer": "shardproof.harness.adapters.torch_zero_optimizer:TorchZeroOptimizerAdapter",
+    "torch.replicate": "shardproof.harness.adapters.torch_replicate:TorchReplicateAdapter",
+    "torch.replicate_with_fsdp": "shardproof.harness.adapters.torch_replicate_with_fsdp:TorchReplicateWithFsdpAdapter",
     "deepspeed.zero1": "shardproof.harness.adapters.deepspeed_zero12:DeepSpeedZero1Adapter",
     "deepspeed.zero2": "shardproof.harness.adapters.deepspeed_zero12:DeepSpeedZero2Adapter",
     "deepspeed.zero3": "shardproof.harness.adapters.deepspeed_zero3:DeepSpeedZero3Adapter",
     "torchtitan.simple_fsdp": "shardproof.harness.adapters.torchtitan_simple_fsdp:TorchtitanSimpleFsdpAdapter",
     "lightning.fabric": "shardproof.harness.adapters.lightning_fabric_fsdp2:LightningFabricAdapter",
-    "torch.zero_optimizer": "shardproof.harness.adapters.torch_zero_optimizer:TorchZeroOptimizerAdapter",
-    "torch.replicate": "shardproof.harness.adapters.torch_replicate:TorchReplicateAdapter",
-    "torch.replicate_with_fsdp": "shardproof.harness.adapters.torch_replicate_with_fsdp:TorchReplicateWithFsdpAdapter",
+    "fairscale.sdp": "shardproof.harness.adapters.fairscale_sdp:FairscaleSdpAdapter",
+    "fairscale.fsdp": "shardproof.harness.adapters.fairscale_fsdp:FairscaleFsdpAdapter",
+    "megatron_fsdp": "shardproof.harness.adapters.megatron_fsdp:MegatronFsdpAdapter",
+    "megatron_fsdp.experimental": (
+        "shardproof.harness.adapters.megatron_fsdp_experimental:MegatronFsdpExperimentalAdapter"
+    ),
     "ddp": "shardproof.harness.adapters.replicas:DdpAdapter",
 }
 """The built-in adapters: from the name of the implementation to ``module:Class``."""

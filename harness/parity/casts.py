@@ -316,7 +316,7 @@ def _differences(step: StepPicture, expected: StepPicture) -> Iterator[tuple[Sta
         if name in held and (missing := expected.state[name].keys() - state.keys()):
             yield Stage.OPTIMIZER_STATE, name, f"lacks {', '.join(sorted(missing))}"
         for key, piece in state.items():
-            yield from _difference(Stage.OPTIMIZER_STATE, f"{name}: {key}", piece, expected.state[name][key])
+            yield from _difference(Stage.OPTIMIZER_STATE, f"{name}: {key}", piece, expected.state[name].get(key))
 
 
 def _difference(stage: Stage, name: str, mine: Piece | None, full: Piece | None) -> Iterator[tuple[Stage, str, str]]:

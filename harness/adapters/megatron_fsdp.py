@@ -1,0 +1,181 @@
+"""Adapter for megatron-fsdp's ``fully_shard_model`` and ``fully_shard_optimizer``."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import math
+import warnings
+from collections.abc import Iterator
+from importlib import metadata
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardproof.harness.adapters.base import (
+    Adapter,
+    Config,
+    OptimizerFactory,
+    Piece,
+    Traits,
+    inner_first,
+    original_name,
+)
+from shardproof.harness.adapters.capability import Capability
+from shardproof.harness.adapters.uneven import cuts_of_rows, pieces_of_rows
+
+_CAPABILITIES = frozenset(
+    {
+        Capability.SHARDED,
+        Capability.HYBRID,
+        Capability.GROUPED_UNIT,
+        Capability.UNUSED_OUTPUT,
+        Capability.UNUSED_MODULE,
+        Capability.CONTAINER_OUTPUT,
+        Capability.DATACLASS_OUTPUT,
+        Capability.MULTIPLE_FORWARD,
+        Capability.RECOMPUTATION,
+        Capability.TIED_PARAMETERS,
+        Capability.DEFAULT_MESH,
+        Capability.ADAM,
+        Capability.OWN_OPTIMIZER,
+    }
+)
+# Why the other capabilities are missing; those that are not listed have not been tried:
+# - RESHARD_AFTER_FORWARD, ROOT_RESHARD, RESHARD_TO_SIZE: units are freed after forward, and what belongs to no unit is
+#   not; there is no option.
+# - COUNTED_UNITS, GATHER_ORDER: a module inside a unit is none, and reductions of several units may be one.
+# - CLIPPING and what builds on it: there is no call. torch's hangs where a rank holds no row of a parameter: F-139 of
+#   docs/findings.md.
+# - DEFERRED_REDUCTION: gradients that are sharded are reduced in every backward, as no_sync documents.
+# - DTENSOR_PARAMETERS: a DTensor here has any number of rows on each rank, of which DTensor's own operations know
+#   nothing; megatron_fsdp.uneven_dtensor has others.
+# - MIXED_PRECISION: the policy has no dtype of compute, which is that of the model before it is sharded.
+# - DISTRIBUTED_CHECKPOINT: the state dict of the optimizer has numbers and no names.
+# - POST_ACCUMULATE_GRAD_HOOK: the hooks run before the reduction, on this rank's own gradient.
+# - NON_ROOT_FORWARD, MANUAL_RESHARD, EXPLICIT_PREFETCH, UNIT_SETTINGS, DIVIDE_FACTOR: there are no such calls.
+# - OFFLOAD, IGNORED_PARAMETERS, SYNC_STATES, FLAT_PARAMETERS, REPLICAS_ALONE: there are no such options.
+# - TENSOR_PARALLEL, META_DEVICE, LOSS_SCALING: not tried.
+
+
+def share_of_rows(shape: torch.Size, size: int) -> int:
+    """Return a rank's share, in elements, of a parameter that is cut between rows, or of its place in a buffer."""
+    return math.ceil(math.prod(shape) / size) + math.prod(shape[1:])
+
+
+class MegatronFsdpAdapter(Adapter):
+    """``megatron_fsdp.fully_shard_model`` with the strategy that shards all, and ``fully_shard_optimizer``.
+
+    megatron_fsdp is imported in the ranks only: it warns of libraries that it can do without.
+    """
+
+    name = "megatron_fsdp"
+    traits = Traits(
+        # Gradients have a buffer from the start, and the optimizer's state is made by a first step.
+        held_from_start=frozenset({"master", "gradients", "optimizer"}),
+        local_numel=share_of_rows,
+        collective_padding=4096,
+        unused_gradient="zero",
+        process_groups="abandoned",
+        frees_models=False,
+        isolation="adapter",
+    )
+    module: Any
+
+    @classmethod
+    def availability(cls, device_type: str) -> str | None:
+        if device_type != "cuda":
+            return "megatron_fsdp runs on CUDA devices only: pass --device cuda"
+        if importlib.util.find_spec("megatron_fsdp") is None:
+            return "megatron_fsdp is not installed; pip install 'shardproof[megatron]' brings it"
+        return None
+
+    @classmethod
+    def capabilities(cls) -> frozenset[Capability]:
+        return _CAPABILITIES
+
+    @classmethod
+    def version(cls) -> str:
+        return metadata.version("megatron-fsdp")
+
+    @classmethod
+    def prepare(cls, device_type: str) -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+            import megatron_fsdp  # noqa: F401
+
+    def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
+        from megatron_fsdp import fully_shard_model, fully_shard_optimizer
+
+        super().__init__(model, optimizer=optimizer, config=config)
+        assert config.reshard_after_forward is None, "when parameters are freed is fixed"
+        assert config.clip is None, "it has no clipping of its own"
+        assert config.mesh.size() == dist.get_world_size(), "the adapter shards over all ranks"
+        with _unit_classes(model, config) as classes:
+            self.module = fully_shard_model(model, fsdp_unit_modules=classes, zero_dp_strategy=3, **_ranks(config))
+        self.optimizer = None
+        if optimizer is not None:
+            self.optimizer = fully_shard_optimizer(optimizer(self.module.parameters()))
+        # The optimizer's: forward registers others in their place.
+        self._held = self.named_parameters()
+        self._cuts = cuts_of_rows(self._held, config.mesh.get_group(config.mesh.ndim - 1))
+
+    def submodule(self, name: str) -> nn.Module:
+        module: nn.Module = self.module.module.get_submodule(name) if name else self.module
+        return module
+
+    def zero_grad(self, *, set_to_none: bool) -> None:
+        super().zero_grad(set_to_none=set_to_none)
+        if self.optimizer is None:
+            self.module.zero_grad_buffer()
+
+    def gradients(self) -> dict[str, Piece | None]:
+        return pieces_of_rows({name: parameter.grad for name, parameter in self._held.items()}, self._cuts)
+
+    def parameters(self) -> dict[str, Piece]:
+        pieces = pieces_of_rows(self._held, self._cuts)
+        return {name: piece for name, piece in pieces.items() if piece is not None}
+
+    def held_parameters(self) -> dict[str, nn.Parameter]:
+        return self._held
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        return {original_name(name): value for name, value in self.module.module.named_parameters()}
+
+
+def _ranks(config: Config) -> dict[str, Any]:
+    """Return the options for the ranks: nothing stands for all of them."""
+    if config.mesh.ndim == 1:
+        return {}
+    assert config.mesh.ndim == 2, f"the adapter has names for no mesh of {config.mesh.ndim} dimensions"
+    names = ("outer", "inner", "tp")
+    mesh = init_device_mesh(config.mesh.device_type, (*config.mesh.shape, 1), mesh_dim_names=names)
+    both = mesh["outer", "inner"]._flatten("both")
+    return {
+        "device_mesh": mesh,
+        "dp_outer_dim": "outer",
+        "dp_shard_dim": "inner",
+        "tp_dim": "tp",
+        "hybrid_fsdp_group": both.get_group(),
+    }
+
+
+@contextlib.contextmanager
+def _unit_classes(model: nn.Module, config: Config) -> Iterator[list[type[nn.Module]]]:
+    """Give each unit a class of its own, because units are chosen by their classes, unless what follows raises."""
+    classes = []
+    # Some unit is required: without any the root is one.
+    units = [model.get_submodule(name) for unit in inner_first(config.units) or [("",)] for name in unit]
+    for module in units:
+        kind = type(module)
+        module.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__})
+        classes.append(type(module))
+    try:
+        yield classes
+    except BaseException:
+        for module in units:
+            module.__class__ = type(module).__mro__[1]
+        raise
