@@ -206,7 +206,10 @@ def test_a_run_ends_with_exit_code_4(run, pytester, kind):
     assert last_error(result).startswith("ERROR: implementation 'broken:Broken'")
 
 
-@pytest.mark.parametrize("name", [name for name in registry.BUILT_IN if registry.load(name).availability("cpu") is None])
+HERE = [name for name in registry.BUILT_IN if registry.load(name).availability("cpu") is None]
+
+
+@pytest.mark.parametrize("name", HERE)
 def test_built_in_adapters_declare_what_they_should(name):
     assert name in resolve(implementations=name, device="cpu", worlds=None, deadline=None).implementations
 
