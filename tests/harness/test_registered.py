@@ -84,7 +84,7 @@ def test_a_name_that_two_packages_register_is_refused(install, monkeypatch):
     told = "'mine.sharder' is registered by (mine|other) 1.2 and (mine|other) 1.2: uninstall one, or pass module:Class"
     with pytest.raises(ValueError, match=told):
         registry.load("mine.sharder")
-    with pytest.raises(ValueError, match=r"unknown implementation 'mine.shader': did you mean mine.sharder"):
+    with pytest.raises(ValueError, match=r"unknown implementation 'mine.shader': did you mean mine.sharder\b"):
         registry.load("mine.shader")
 
 
