@@ -32,6 +32,7 @@ BUILT_IN = {
     "deepspeed.zero3": "shardproof.harness.adapters.deepspeed_zero3:DeepSpeedZero3Adapter",
     "torchtitan.simple_fsdp": "shardproof.harness.adapters.torchtitan_simple_fsdp:TorchtitanSimpleFsdpAdapter",
     "lightning.fabric": "shardproof.harness.adapters.lightning_fabric_fsdp2:LightningFabricAdapter",
+    "accelerate.fsdp": "shardproof.harness.adapters.accelerate_fsdp:AccelerateFsdpAdapter",
     "ddp": "shardproof.harness.adapters.replicas:DdpAdapter",
 }
 """The built-in adapters: from the name of the implementation to ``module:Class``."""
