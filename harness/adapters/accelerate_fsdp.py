@@ -1,4 +1,4 @@
-"""Adapter for accelerate's FSDP2, which calls torch's ``fully_shard`` for the classes of modules that a plugin names."""
+"""Adapter for accelerate's FSDP2, which calls torch's ``fully_shard`` for the classes that a plugin names."""
 
 from __future__ import annotations
 
