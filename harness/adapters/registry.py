@@ -41,6 +41,7 @@ BUILT_IN = {
     "megatron_fsdp.experimental": (
         "shardproof.harness.adapters.megatron_fsdp_experimental:MegatronFsdpExperimentalAdapter"
     ),
+    "accelerate.fsdp": "shardproof.harness.adapters.accelerate_fsdp:AccelerateFsdpAdapter",
     "ddp": "shardproof.harness.adapters.replicas:DdpAdapter",
 }
 """The built-in adapters: from the name of the implementation to ``module:Class``."""

@@ -28,6 +28,7 @@ DOCUMENT = (ROOT / "docs/adapters.md").read_text()
 IMPLEMENTATIONS = ["torch.fsdp"] + ["deepspeed.zero3"] * (importlib.util.find_spec("deepspeed") is not None)
 #: By module, an implementation that needs it and the name of what brings it.
 PEERS = {
+    "accelerate": ("accelerate.fsdp", "pip install 'shardproof[accelerate]'"),
     "deepspeed": ("deepspeed.zero1", "pip install 'shardproof[deepspeed]'"),
     "lightning_fabric": ("lightning.fabric", "pip install 'shardproof[lightning]'"),
     "torchtitan": ("torchtitan.simple_fsdp", "pip install --no-deps 'torchtitan==0.3.0'"),

@@ -1,0 +1,140 @@
+"""Adapter for accelerate's FSDP2, which calls torch's ``fully_shard`` for the classes that a plugin names."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import os
+from collections.abc import Iterator
+from importlib import metadata
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardproof.harness.adapters.base import Accumulation, Config, OptimizerFactory, Precision
+from shardproof.harness.adapters.capability import Capability
+from shardproof.harness.adapters.torch_fully_shard import TorchFullyShardAdapter
+
+_CAPABILITIES = frozenset(
+    {
+        Capability.SHARDED,
+        Capability.RESHARD_AFTER_FORWARD,
+        Capability.UNUSED_OUTPUT,
+        Capability.UNUSED_MODULE,
+        Capability.CONTAINER_OUTPUT,
+        Capability.DATACLASS_OUTPUT,
+        Capability.POST_ACCUMULATE_GRAD_HOOK,
+        Capability.MULTIPLE_FORWARD,
+        Capability.CLIPPING,
+        Capability.CLIP_BY_CALL,
+        Capability.CLIP_ANY_NORM,
+        Capability.CLIP_EMPTY_SHARDS,
+        Capability.DEFAULT_MESH,
+        Capability.DTENSOR_PARAMETERS,
+        Capability.ADAM,
+        Capability.OWN_OPTIMIZER,
+        Capability.DEFERRED_REDUCTION,
+        Capability.RECOMPUTATION,
+        Capability.TIED_PARAMETERS,
+        Capability.DISTRIBUTED_CHECKPOINT,
+        Capability.FULL_STATE_DICT,
+        Capability.AUTOGRAD_CALLS,
+        Capability.RECOVERY,
+    }
+)
+# Why the other capabilities are missing; those that are not listed have not been tried:
+# - COUNTED_UNITS, GROUPED_UNIT, GATHER_ORDER, NON_ROOT_FORWARD: units are all modules of the named classes, and
+#   accelerate adds some of its own: embeddings, the last norm.
+# - RESHARD_TO_SIZE, RESHARD_TO_SIZE_UNEVEN, ROOT_RESHARD: the plugin takes True or False, and the root has torch's
+#   default.
+# - CLIP_RAISES: clip_grad_norm_ has no such argument.
+# - UNIT_MESHES, SHARD_DIMENSION, PROCESS_GROUPS, UNIT_SETTINGS: there is no such option.
+
+
+class AccelerateFsdpAdapter(TorchFullyShardAdapter):
+    """The model, its optimizer, backward, clipping and ``no_sync`` go through an ``Accelerator``, one for each process.
+
+    ``config.units`` chooses classes: every module of a class that some unit has becomes a unit.
+    """
+
+    name = "accelerate.fsdp"
+    # An Accelerator's state belongs to the process.
+    traits = dataclasses.replace(TorchFullyShardAdapter.traits, isolation="case", frees_models=False)
+
+    @classmethod
+    def availability(cls, device_type: str) -> str | None:
+        if importlib.util.find_spec("accelerate") is None:
+            return "accelerate is not installed; pip install 'shardproof[accelerate]' brings it"
+        if device_type == "cpu":
+            return "on a CPU accelerate does not shard, it makes plain DistributedDataParallel of FSDP; run it on GPUs"
+        return None
+
+    @classmethod
+    def capabilities(cls) -> frozenset[Capability]:
+        return _CAPABILITIES & super().capabilities()
+
+    @classmethod
+    def version(cls) -> str:
+        return metadata.version("accelerate")
+
+    @classmethod
+    def prepare(cls, device_type: str) -> None:
+        # Set by a launcher. LOCAL_RANK is also the index of the device that accelerate makes current.
+        local_rank = dist.get_rank() if device_type == "cpu" else torch.accelerator.current_device_index()
+        size = str(dist.get_world_size())
+        os.environ.update(RANK=str(dist.get_rank()), LOCAL_RANK=str(local_rank), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+        # As every plugin of FSDP sets them for the rest of the process.
+        os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_CPU_RAM_EFFICIENT_LOADING="False")
+
+    def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
+        if config.mesh.ndim != 1 or config.mesh.size() != dist.get_world_size():
+            raise ValueError("accelerate makes its own mesh of all ranks")
+        assert config.precision == Precision() and not config.unit_precision, "not tried"
+        assert config.offload is None and not config.ignored, "not tried"
+        # prepare() wants a model and its optimizer together, and gives the optimizer the sharded parameters.
+        self._factory = optimizer or functools.partial(torch.optim.SGD, lr=0.0)
+        super().__init__(model, optimizer=None, config=config)
+        self.optimizer = self._stepping.optimizer if optimizer else None
+
+    def set_up(self, model: nn.Module) -> nn.Module:
+        """Give the model and its optimizer to an Accelerator, which shards the one and changes the other."""
+        from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+        reshards = self.config.reshard_after_forward
+        assert reshards is None or isinstance(reshards, bool), "the plugin takes True or False"
+        classes = {type(model.get_submodule(name)).__name__ for unit in self.config.units for name in unit}
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap" if classes else "no_wrap",
+            transformer_cls_names_to_wrap=sorted(classes) or None,
+            cpu_ram_efficient_loading=False,
+            **({} if reshards is None else {"reshard_after_forward": reshards}),
+        )
+        self._accelerator = Accelerator(fsdp_plugin=plugin)
+        assert self._accelerator.is_fsdp2, f"accelerate chose {self._accelerator.distributed_type}"
+        model, self._stepping = self._accelerator.prepare(model, self._factory(model.parameters()))
+        return model
+
+    @contextlib.contextmanager
+    def microbatch(self, *, is_last: bool) -> Iterator[None]:
+        assert self.config.accumulation in (None, Accumulation()), "no_sync has no options"
+        defers = self.config.accumulation is not None and not is_last
+        with self._accelerator.no_sync(self.module) if defers else contextlib.nullcontext():
+            yield
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self._accelerator.backward(loss)
+
+    def clip(self) -> torch.Tensor:
+        clip = self.config.clip
+        assert clip is not None and not clip.raises
+        norm: torch.Tensor = self._accelerator.clip_grad_norm_(
+            self.module.parameters(), clip.max_norm, norm_type=clip.norm_type
+        )
+        return norm
+
+    def step(self) -> None:
+        self._stepping.step()

@@ -1,0 +1,53 @@
+"""Mistakes that implementations do not refuse: a case finds each, at the stage where it shows."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from tests.harness import naive
+from tests.harness.planted import name_of, run_suites
+
+
+def needing(module):
+    """Skip what needs a package that is not installed."""
+    missing = importlib.util.find_spec(module) is None
+    return pytest.mark.skipif(missing, reason=f"{module} is not installed; it has a tox environment of its own")
+
+
+@needing("deepspeed")
+@pytest.mark.slow("four ranks import deepspeed for each stage")
+@pytest.mark.parametrize(
+    ("adapter", "stage", "words"),
+    [
+        (naive.Zero1AtTheBoundary, "gradient", "diverges from the baseline"),
+        # Stage 2 has no gradients then, which only a reader of gradients is told.
+        (naive.Zero2AtTheBoundary, None, "Gradients are only available immediately after backward"),
+        (naive.Zero3AtTheBoundary, "parameter after step", "diverges from the baseline"),
+    ],
+)
+def test_engine_that_is_stepped_at_the_boundary_alone(adapter, stage, words, tmp_path):
+    (case,) = run_suites([name_of(adapter)], "test_microbatches_add_up and shards-default", tmp_path)
+    assert case["verdict"] == "fail", case["failure"]
+    assert case["failure"]["stage"] == stage and words in case["failure"]["text"], case["failure"]
+
+
+@needing("torchtitan")
+@pytest.mark.slow("four ranks import torchtitan")
+def test_second_model_of_a_process_has_the_mesh_of_the_first(tmp_path):
+    """The model with replicas comes after one without, in the same processes."""
+    names = [name_of(naive.SimpleFsdpInSharedProcesses), "torchtitan.simple_fsdp"]
+    cases = run_suites(names, "test_microbatches_add_up and default", tmp_path)
+    verdicts = {(case["implementation"] == names[0], "replicas" in case["id"]): case["verdict"] for case in cases}
+    assert verdicts == {
+        (True, False): "pass", (True, True): "fail", (False, False): "pass", (False, True): "pass",
+    }  # fmt: skip
+
+
+@needing("accelerate")
+def test_plain_ddp_that_is_taken_for_fsdp(tmp_path):
+    (case,) = run_suites([name_of(naive.AccelerateOnCpu)], "test_inputs_by_keyword and w2 and not order", tmp_path)
+    assert case["verdict"] == "fail", case["failure"]
+    assert case["failure"]["stage"] == "sharding", case["failure"]["text"]
+    assert "the model is not sharded" in case["failure"]["text"]
