@@ -42,7 +42,7 @@ def test_built_in_adapter_loads_under_its_own_name(name):
     [
         ("torch.fsdp1", "unknown implementation 'torch.fsdp1': did you mean torch.fsdp"),
         ("deepspeed", "did you mean deepspeed.zero3"),
-        ("horovod", "known are reference, reference.flat, torch.fully_shard, torch.fsdp, deepspeed.zero3, ddp. Pass"),
+        ("horovod", f"known are {', '.join(registry.BUILT_IN)}. Pass"),
         ("horovod", "Pass your own adapter as module:Class"),
         (":Adapter", "unknown implementation"),
         ("module:", "unknown implementation"),
