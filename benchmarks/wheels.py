@@ -160,6 +160,8 @@ def fetch_all(wanted: Iterable[Requirement], target: Target, fetch: Fetch, *, wi
         asked[name] = both
         path = result.wheels[name] = result.wheels.get(name) or fetch(_plain(both))
         queue += [(path.name, required) for required in _required_by(path, both.extras, environment)]
+    kept = {"you", *(path.name for path in result.wheels.values())}
+    result.of_host = [(required, owner) for required, owner in result.of_host if owner in kept]
     return result
 
 
