@@ -46,9 +46,8 @@ class LightningFabricAdapter(TorchFullyShardAdapter):
 
     @classmethod
     def prepare(cls, device_type: str) -> None:
-        # By this Fabric sees that the processes exist already, as with a launcher.
-        local_rank = dist.get_rank() if device_type == "cpu" else torch.accelerator.current_device_index()
-        os.environ["LOCAL_RANK"] = str(local_rank)
+        # By this Fabric sees that the processes exist already, as with a launcher. It is an index into its devices.
+        os.environ["LOCAL_RANK"] = str(dist.get_rank())
         _fabric(device_type)
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
@@ -122,10 +121,15 @@ def _fabric(device_type: str) -> tuple[Any, list[Callable[[nn.Module], nn.Module
 
     functions: list[Callable[[nn.Module], nn.Module]] = []
     ranks = dist.get_world_size()
+    devices: Any = ranks
+    if device_type != "cpu":
+        # The devices of a world need not be the first ones of the host.
+        devices = [None] * ranks
+        dist.all_gather_object(devices, torch.accelerator.current_device_index())
     # The strategy's own mesh is not used: units have the meshes of the case.
     strategy = ModelParallelStrategy(
         lambda model, mesh: functions[-1](model), data_parallel_size=ranks, tensor_parallel_size=1
     )
-    fabric = Fabric(accelerator=device_type, devices=ranks, strategy=strategy, plugins=[LightningEnvironment()])
+    fabric = Fabric(accelerator=device_type, devices=devices, strategy=strategy, plugins=[LightningEnvironment()])
     fabric.launch()
     return fabric, functions
