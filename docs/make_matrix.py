@@ -45,6 +45,11 @@ class Place:
 
 
 PLACES = (
+    Place(
+        "CPU, gloo, torch 2.13",
+        "CPU, torch 2.13",
+        ("cpu-torch-v6-standard.json.gz", "cpu-fairscale-v6-standard.json.gz"),
+    ),
     Place("CPU, gloo, torch 2.11", "CPU, torch 2.11", ("h200-x2-gloo-v6-standard.json.gz",)),
     Place("Two H200 GPUs, NCCL, torch 2.11", "2 GPUs, torch 2.11", ("h200-x2-nccl-v6-standard.json.gz",)),
 )
@@ -53,7 +58,7 @@ _HEAD = """\
 # Which implementation meets what
 
 A cell has the number of cases that pass, and of those that were asked, in one chapter of [the contract](contract.md).
-Every case that an implementation fails is a known failure, explained below its table, unless a row says otherwise. A
+Every case that an implementation fails is explained below its table by a finding, unless a row says otherwise. A
 case is not asked of an implementation that does not declare the capabilities that it needs, or on hosts without the
 hardware: a dash means that no case of the chapter was. How much that is stands in the last two rows; [the
 adapters](adapters.md#built-in-adapters) list what each implementation does not declare, with reasons. A correct
@@ -213,7 +218,8 @@ def _rows(why: str, cases: Sequence[CaseRecord], known: Mapping[str, Finding]) -
     if all(case.verdict is Verdict.EXPECTED_FAIL for case in cases):
         return [f"| {_cell(why)} | {len(cases)} | {chapters} | |"]
     verdicts = ", ".join(f"{count} {verdict}" for verdict, count in Counter(case.verdict for case in cases).items())
-    return [f"| **not explained**: {verdicts} of `{_cell(why)}` | {len(cases)} | {chapters} | |"]
+    what = f"**not explained**: {verdicts} of `{_cell(why)}` ([what is known](../reports/published/README.md))"
+    return [f"| {what} | {len(cases)} | {chapters} | |"]
 
 
 def _cell(text: str) -> str:
