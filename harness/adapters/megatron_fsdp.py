@@ -25,7 +25,7 @@ from shardproof.harness.adapters.base import (
     original_name,
 )
 from shardproof.harness.adapters.capability import Capability
-from shardproof.harness.adapters.uneven import cuts_of_rows, pieces_of_rows
+from shardproof.harness.adapters.uneven import cuts_of_rows, pieces_of_rows, release
 
 _CAPABILITIES = frozenset(
     {
@@ -144,6 +144,10 @@ class MegatronFsdpAdapter(Adapter):
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         return {original_name(name): value for name, value in self.module.module.named_parameters()}
+
+    def teardown(self) -> None:
+        """Free what the model holds: the model itself stays (F-146 of docs/findings.md), beside later cases."""
+        release(self._held.values())
 
 
 def _ranks(config: Config) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from shardproof.harness.adapters.base import (
 )
 from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.megatron_fsdp import MegatronFsdpAdapter, share_of_rows
-from shardproof.harness.adapters.uneven import cuts_of_rows, pieces_of_rows
+from shardproof.harness.adapters.uneven import cuts_of_rows, pieces_of_rows, release
 
 _CAPABILITIES = frozenset(
     {
@@ -134,3 +134,7 @@ class MegatronFsdpExperimentalAdapter(Adapter):
     def named_parameters(self) -> dict[str, nn.Parameter]:
         names: Any = self.module.named_parameters()
         return {original_name(name): value for name, value in names}
+
+    def teardown(self) -> None:
+        """Free what the model holds: the model itself stays (F-146 of docs/findings.md), beside later cases."""
+        release(self._held.values())
