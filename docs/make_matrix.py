@@ -48,7 +48,7 @@ PLACES = (
     Place(
         "CPU, gloo, torch 2.13",
         "CPU, torch 2.13",
-        ("cpu-torch-v6-standard.json.gz", "cpu-fairscale-v6-standard.json.gz"),
+        ("cpu-references-v6-standard.json.gz", "cpu-torch-v6-standard.json.gz", "cpu-fairscale-v6-standard.json.gz"),
     ),
     Place("CPU, gloo, torch 2.11", "CPU, torch 2.11", ("h200-x2-gloo-v6-standard.json.gz",)),
     Place("Two H200 GPUs, NCCL, torch 2.11", "2 GPUs, torch 2.11", ("h200-x2-nccl-v6-standard.json.gz",)),
@@ -57,12 +57,12 @@ PLACES = (
 _HEAD = """\
 # Which implementation meets what
 
-A cell has the number of cases that pass, and of those that were asked, in one chapter of [the contract](contract.md).
-Every case that an implementation fails is explained below its table by a finding, unless a row says otherwise. A
-case is not asked of an implementation that does not declare the capabilities that it needs, or on hosts without the
-hardware: a dash means that no case of the chapter was. How much that is stands in the last two rows; [the
-adapters](adapters.md#built-in-adapters) list what each implementation does not declare, with reasons. A correct
-implementation passes what it is asked, but one that is asked more is the more capable one.
+Each cell gives, for one chapter of [the contract](contract.md), the cases that pass and the cases that were asked. Every
+case that an implementation fails is explained below its table by a finding, unless a row says otherwise. A case is not
+asked of an implementation that does not declare the capabilities that it needs, or on a host without the hardware. A dash
+means that no case of the chapter was asked. The last two rows count the cases that were not asked; [the page about
+adapters](adapters.md#the-built-in-adapters) has the reasons. Compare the number asked as well: a correct implementation
+passes every case that it is asked, but it may declare few capabilities.
 
 Written by `python docs/make_matrix.py` from [published run files](../reports/published/README.md);
 `tests/test_matrix_page.py` compares."""
