@@ -158,7 +158,8 @@ def test_a_failure_is_reproduced_from_another_directory(neighbour, path):
 def test_commands_that_do_not_exist(tmp_path, path):
     done = run("-m", "shardproof", "summary", cwd=tmp_path, path=path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "shardproof: 'summary' is not a command; use run, report, gate, expectations, merge or implementations\n"
+    known = "run, report, gate, expectations, merge or implementations"
+    assert done.stderr == f"shardproof: 'summary' is not a command; use {known}\n"
     done = run("-m", "shardproof", "report", "none.json", cwd=tmp_path, path=path)
     assert (done.returncode, done.stderr) == (2, "shardproof: none.json: No such file or directory\n")
     done = run("-m", "shardproof", "--help", cwd=tmp_path, path=path)
