@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))  # a clone need not be installed
 
 from shardproof.reports.merge import MergeError, merge
 from shardproof.reports.record import CaseRecord, Verdict
-from shardproof.reports.run import Run, RunFileError, parse_run
+from shardproof.reports.run import Run, RunFileError, parse_run, public_version
 
 PAGE, README, FINDINGS = ROOT / "docs/matrix.md", ROOT / "README.md", ROOT / "docs/findings.md"
 PUBLISHED = ROOT / "reports/published"
@@ -163,7 +163,7 @@ def _chapters(run: Run) -> list[str]:
 
 
 def _head(name: str, version: str, run: Run) -> str:
-    own = version and version.partition("+")[0] != run.environment.torch.partition("+")[0]
+    own = version and public_version(version) != public_version(run.environment.torch)
     return f"{name} {version}" if own else name
 
 

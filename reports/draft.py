@@ -49,16 +49,12 @@ def _entries(cases: Sequence[CaseRecord]) -> list[tuple[str, Verdict, str]]:
     for function, items in _by_function(cases).items():
         ran = [case for case in items if not case.verdict.skipped]
         failed = [case for case in ran if case.verdict in EXCUSABLE]
-        kinds = {(case.verdict, _reason(case)) for case in failed}
+        kinds = {(case.verdict, case.why) for case in failed}
         if len(failed) == len(ran) > 1 and len(kinds) == 1:
             entries.append((f"{function}*", *kinds.pop()))
         else:
-            entries += [(case.id, case.verdict, _reason(case)) for case in failed]
+            entries += [(case.id, case.verdict, case.why) for case in failed]
     return entries
-
-
-def _reason(case: CaseRecord) -> str:
-    return case.failure.line if case.failure is not None else "no text"
 
 
 def _by_function(cases: Iterable[CaseRecord]) -> dict[str, list[CaseRecord]]:

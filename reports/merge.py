@@ -10,7 +10,7 @@ from typing import Any
 
 from shardproof.reports import files
 from shardproof.reports.record import CaseRecord, Verdict
-from shardproof.reports.run import EFFORTS, MIXED, Run, RunFileError, load_run
+from shardproof.reports.run import EFFORTS, MIXED, Run, RunFileError, load_run, public_version
 
 _VERSION = 2
 _FAILED = 1  # the exit code of a run in which a case failed
@@ -54,8 +54,8 @@ class _Source:
     def column(self, name: str) -> Column:
         """Return the column of an implementation of this file, which may be a merged one itself."""
         environment, entry = self.run.environment, self.entry(name)
-        torch = _public(entry.get("torch", environment.torch))
-        version = _public(entry.get("version", ""))
+        torch = public_version(entry.get("torch", environment.torch))
+        version = public_version(entry.get("version", ""))
         device = entry.get("device", environment.device)
         return Column(entry.get("name", name), torch, device, "" if version == torch else version)
 
@@ -146,11 +146,6 @@ def _check(sources: Sequence[_Source]) -> None:
         ours, theirs = dict(first.run.environment.numerics), dict(source.run.environment.numerics)
         if ours != theirs:
             raise MergeError(f"{source.path}: compares by {theirs}, and {first.path} by {ours}; run one of them again")
-
-
-def _public(version: str) -> str:
-    """Return a version without its local part: builds of torch for CPUs and for CUDA are one version."""
-    return version.partition("+")[0]
 
 
 def _labels(columns: Sequence[Column]) -> list[str]:

@@ -222,6 +222,11 @@ class CaseRecord:
         return [name.strip() for name in self.requirement.split(",")]
 
     @property
+    def why(self) -> str:
+        """Why the case failed, in one line."""
+        return self.failure.line if self.failure is not None else "no text"
+
+    @property
     def reproduction(self) -> str:
         """The command that repeats the case: that of the run file or, in older ones, what its fields give."""
         if self.reproduce or not self.nodeid:

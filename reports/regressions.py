@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from shardproof.reports.record import CaseRecord, Trace, Verdict
-from shardproof.reports.run import Run
+from shardproof.reports.run import Run, public_version
 
 _COLLECTIVE = re.compile(r"\S+\s+(?P<kind>\S+)\s+\S+\s+(?P<bytes>\d+) B\b")
 
@@ -103,14 +103,10 @@ def _conditions(base: Run, head: Run) -> dict[str, tuple[str, str]]:
     """What decides which cases run and how: ``(of base, of head)`` by the names of :data:`ALLOWED`."""
     return {
         "device": (base.environment.device, head.environment.device),
-        "torch": (_public(base.environment.torch), _public(head.environment.torch)),
+        "torch": (public_version(base.environment.torch), public_version(head.environment.torch)),
         # Files without an effort are of versions that ran everything.
         "effort": (base.effort.name if base.effort else "full", head.effort.name if head.effort else "full"),
     }
-
-
-def _public(version: str) -> str:
-    return version.partition("+")[0]
 
 
 def compare(base: Run, head: Run, *, more_skips: int = 0, time_ratio: float | None = None) -> Outcome:
@@ -181,9 +177,9 @@ def _verdicts(before: _Cases, after: _Cases, head: Run) -> Iterator[Worse]:
         then = before.get(key)
         if now.verdict.failed and (then is None or not then.verdict.failed):
             was = f"was {then.verdict}" if then else "is new"
-            yield _worse(Kind.FAILURE, now, f"{now.verdict}, {was}: {_why(now)}")
+            yield _worse(Kind.FAILURE, now, f"{now.verdict}, {was}: {now.why}")
         elif now.verdict.failed and then and _gravity(now.verdict) < _gravity(then.verdict):
-            yield _worse(Kind.GRAVER, now, f"{now.verdict}, was {then.verdict}: {_why(now)}")
+            yield _worse(Kind.GRAVER, now, f"{now.verdict}, was {then.verdict}: {now.why}")
         elif then and then.verdict is Verdict.PASS and now.verdict is Verdict.EXPECTED_FAIL:
             yield _worse(Kind.EXCUSED, now, f"passed before; {now.expected or 'the run file gives no reason'}")
         elif then and now.verdict.skipped and not then.verdict.skipped:
@@ -196,10 +192,6 @@ def _verdicts(before: _Cases, after: _Cases, head: Run) -> Iterator[Worse]:
 
 def _gravity(verdict: Verdict) -> int:
     return list(Verdict).index(verdict)
-
-
-def _why(case: CaseRecord) -> str:
-    return case.failure.line if case.failure is not None else "no text"
 
 
 def _vanished(before: _Cases, after: _Cases, head: Run) -> Iterator[Worse]:

@@ -278,6 +278,11 @@ class Run:
         return [pair for pair in pairs if pair not in known]
 
 
+def public_version(version: str) -> str:
+    """Return a version without its local part: builds of torch for CPUs and for CUDA are one version."""
+    return version.partition("+")[0]
+
+
 def parse_run(data: object) -> Run:
     """Read a run from JSON data.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -107,6 +108,15 @@ def tensors_of_state(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the tensors of one parameter's optimizer state by key; a DTensor stands for its local shard."""
     tensors = {key: value for key, value in sorted(state.items()) if isinstance(value, torch.Tensor)}
     return {key: value.to_local() if isinstance(value, DTensor) else value for key, value in tensors.items()}
+
+
+def class_and_options(optimizer: torch.optim.Optimizer) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """Return an optimizer's class and the options that its constructor takes, for what takes those in place of it.
+
+    What a case's factory makes is not stepped then: it serves for these and for its groups, which have options too.
+    """
+    known = inspect.signature(type(optimizer)).parameters
+    return type(optimizer), {name: value for name, value in optimizer.defaults.items() if name in known}
 
 
 class KeysLeftOver(NamedTuple):

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-import torch
 from torch import nn
 
 from shardproof.harness.adapters.base import Piece, Traits, whole
 from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.deepspeed_engine import DeepSpeedEngineAdapter
+from shardproof.harness.adapters.traits import padded_to_elements
 
 _CAPABILITIES = frozenset(
     {
@@ -44,11 +43,6 @@ _CAPABILITIES = frozenset(
 # - DEFERRED_REDUCTION: every backward reduces.
 
 
-def share_of_elements(shape: torch.Size, size: int) -> int:
-    """Return a rank's share, in elements, of a parameter that is flattened, padded and divided into equal parts."""
-    return math.ceil(math.prod(shape) / size)
-
-
 class DeepSpeedZero3Adapter(DeepSpeedEngineAdapter):
     """ZeRO stage 3."""
 
@@ -59,7 +53,7 @@ class DeepSpeedZero3Adapter(DeepSpeedEngineAdapter):
         # "gathered": while the engine is made, each parameter is gathered to find the place of its gradient in the
         # autograd graph.
         held_from_start=frozenset({"master", "gradients", "gathered"}),
-        local_numel=share_of_elements,
+        local_numel=padded_to_elements,
         clips="step",
         divides_by_microbatches=True,
         unused_gradient="zero",

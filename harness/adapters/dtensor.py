@@ -125,6 +125,11 @@ def cut_of_share(full: torch.Tensor, *, cut: Cut, mesh: DeviceMesh, dim: int = 0
     return _chunk(cut(full), mesh, mesh.ndim - 1, dim)
 
 
+def full_norm(norm: torch.Tensor) -> torch.Tensor:
+    """Return a total norm as a plain tensor (collective); torch's is a DTensor where gradients are DTensors."""
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
 class DTensorAdapter(Adapter):
     """Drives a ``fully_shard`` function with the signature of that of ``torch.distributed.fsdp``.
 

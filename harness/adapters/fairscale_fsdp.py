@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ from shardproof.harness.adapters.base import (
 from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.fairscale_sdp import FairscaleSdpAdapter, fairscale_scaler
 from shardproof.harness.adapters.flat_layout import FlatLayout, flat_units
+from shardproof.harness.adapters.traits import padded_to_elements
 
 _CAPABILITIES = frozenset(
     {
@@ -71,11 +71,6 @@ _CAPABILITIES = frozenset(
 # - MANUAL_RESHARD, EXPLICIT_PREFETCH, UNIT_SETTINGS, RECOVERY: there are no such calls.
 
 
-def share_of_flat(shape: torch.Size, size: int) -> int:
-    """Return a rank's share, in elements, of what one parameter adds to the flat parameter."""
-    return math.ceil(math.prod(shape) / size)
-
-
 class FairscaleFsdpAdapter(Adapter):
     """``fairscale.nn.FullyShardedDataParallel``, which flattens the parameters of a unit into one.
 
@@ -83,7 +78,7 @@ class FairscaleFsdpAdapter(Adapter):
     """
 
     name = "fairscale.fsdp"
-    traits = Traits(local_numel=share_of_flat, process_groups="kept", frees_models=False, isolation="adapter")
+    traits = Traits(local_numel=padded_to_elements, process_groups="kept", frees_models=False, isolation="adapter")
     module: Any
 
     @classmethod

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-import inspect
 from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
@@ -19,6 +18,7 @@ from shardproof.harness.adapters.base import (
     OptimizerFactory,
     Piece,
     Traits,
+    class_and_options,
     original_name,
     state_pieces,
     uncut,
@@ -112,8 +112,7 @@ class FairscaleSdpAdapter(Adapter):
         factory = optimizer or functools.partial(torch.optim.SGD, lr=0.0)
         # OSS takes groups, a class and its options, and a case has a function that makes the optimizer of all groups.
         example: Any = factory(model.parameters())
-        known = inspect.signature(type(example)).parameters
-        options = {key: value for key, value in example.defaults.items() if key in known}
+        kind, options = class_and_options(example)
         self._owners = _owners(example.param_groups, config.mesh.size())
         self._rank = config.mesh.get_local_rank()
         # A buffer has room for less than the model. What does not fit is dropped by the other ranks.
@@ -122,7 +121,7 @@ class FairscaleSdpAdapter(Adapter):
             sum(one.numel() for one, owner in self._owners.items() if owner == rank) == total
             for rank in range(config.mesh.size())
         )
-        self._sharded: Any = OSS(example.param_groups, optim=type(example), group=group, **options)
+        self._sharded: Any = OSS(example.param_groups, optim=kind, group=group, **options)
         self.optimizer = self._sharded if optimizer else None
         self.module = ShardedDataParallel(
             model,

@@ -66,11 +66,53 @@ def share_of_rows(shape: torch.Size, size: int) -> int:
     return math.ceil(math.prod(shape) / size) + math.prod(shape[1:])
 
 
-class MegatronFsdpAdapter(Adapter):
-    """``megatron_fsdp.fully_shard_model`` with the strategy that shards all, and ``fully_shard_optimizer``.
+class MegatronAdapter(Adapter):
+    """What both halves of megatron-fsdp share: a rank holds any number of rows of a parameter, and keeps the model.
 
     megatron_fsdp is imported in the ranks only: it warns of libraries that it can do without.
     """
+
+    @classmethod
+    def availability(cls, device_type: str) -> str | None:
+        if device_type != "cuda":
+            return "megatron_fsdp runs on CUDA devices only: pass --device cuda"
+        if importlib.util.find_spec("megatron_fsdp") is None:
+            return "megatron_fsdp is not installed; pip install 'shardproof[megatron]' brings it"
+        return None
+
+    @classmethod
+    def version(cls) -> str:
+        return metadata.version("megatron-fsdp")
+
+    @classmethod
+    def prepare(cls, device_type: str) -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+            import megatron_fsdp  # noqa: F401
+
+    def _hold(self) -> None:
+        """Note the parameters that the optimizer updates, and where their rows lie (collective)."""
+        mesh = self.config.mesh
+        self._held = self.named_parameters()
+        self._cuts = cuts_of_rows(self._held, mesh.get_group(mesh.ndim - 1))
+
+    def gradients(self) -> dict[str, Piece | None]:
+        return pieces_of_rows({name: parameter.grad for name, parameter in self._held.items()}, self._cuts)
+
+    def parameters(self) -> dict[str, Piece]:
+        pieces = pieces_of_rows(self._held, self._cuts)
+        return {name: piece for name, piece in pieces.items() if piece is not None}
+
+    def held_parameters(self) -> dict[str, nn.Parameter]:
+        return self._held
+
+    def teardown(self) -> None:
+        """Free what the model holds: the model itself stays (F-146 of docs/findings.md), beside later cases."""
+        release(self._held.values())
+
+
+class MegatronFsdpAdapter(MegatronAdapter):
+    """``megatron_fsdp.fully_shard_model`` with the strategy that shards all, and ``fully_shard_optimizer``."""
 
     name = "megatron_fsdp"
     traits = Traits(
@@ -86,26 +128,8 @@ class MegatronFsdpAdapter(Adapter):
     module: Any
 
     @classmethod
-    def availability(cls, device_type: str) -> str | None:
-        if device_type != "cuda":
-            return "megatron_fsdp runs on CUDA devices only: pass --device cuda"
-        if importlib.util.find_spec("megatron_fsdp") is None:
-            return "megatron_fsdp is not installed; pip install 'shardproof[megatron]' brings it"
-        return None
-
-    @classmethod
     def capabilities(cls) -> frozenset[Capability]:
         return _CAPABILITIES
-
-    @classmethod
-    def version(cls) -> str:
-        return metadata.version("megatron-fsdp")
-
-    @classmethod
-    def prepare(cls, device_type: str) -> None:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
-            import megatron_fsdp  # noqa: F401
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         from megatron_fsdp import fully_shard_model, fully_shard_optimizer
@@ -119,9 +143,8 @@ class MegatronFsdpAdapter(Adapter):
         self.optimizer = None
         if optimizer is not None:
             self.optimizer = fully_shard_optimizer(optimizer(self.module.parameters()))
-        # The optimizer's: forward registers others in their place.
-        self._held = self.named_parameters()
-        self._cuts = cuts_of_rows(self._held, config.mesh.get_group(config.mesh.ndim - 1))
+        # Before a forward, which registers others in their place.
+        self._hold()
 
     def submodule(self, name: str) -> nn.Module:
         module: nn.Module = self.module.module.get_submodule(name) if name else self.module
@@ -132,22 +155,8 @@ class MegatronFsdpAdapter(Adapter):
         if self.optimizer is None:
             self.module.zero_grad_buffer()
 
-    def gradients(self) -> dict[str, Piece | None]:
-        return pieces_of_rows({name: parameter.grad for name, parameter in self._held.items()}, self._cuts)
-
-    def parameters(self) -> dict[str, Piece]:
-        pieces = pieces_of_rows(self._held, self._cuts)
-        return {name: piece for name, piece in pieces.items() if piece is not None}
-
-    def held_parameters(self) -> dict[str, nn.Parameter]:
-        return self._held
-
     def named_parameters(self) -> dict[str, nn.Parameter]:
         return {original_name(name): value for name, value in self.module.module.named_parameters()}
-
-    def teardown(self) -> None:
-        """Free what the model holds: the model itself stays (F-146 of docs/findings.md), beside later cases."""
-        release(self._held.values())
 
 
 def _ranks(config: Config) -> dict[str, Any]:

@@ -9,20 +9,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from shardproof.harness.adapters.base import (
-    Adapter,
     Config,
     OptimizerFactory,
-    Piece,
     Traits,
     inner_first,
     original_name,
 )
 from shardproof.harness.adapters.capability import Capability
-from shardproof.harness.adapters.megatron_fsdp import MegatronFsdpAdapter, share_of_rows
-from shardproof.harness.adapters.uneven import cuts_of_rows, pieces_of_rows, release
+from shardproof.harness.adapters.dtensor import full_norm
+from shardproof.harness.adapters.megatron_fsdp import MegatronAdapter, share_of_rows
 
 _CAPABILITIES = frozenset(
     {
@@ -59,7 +56,7 @@ _CAPABILITIES = frozenset(
 # - TENSOR_PARALLEL, UNIT_MESHES, META_DEVICE, LOSS_SCALING: not tried.
 
 
-class MegatronFsdpExperimentalAdapter(Adapter):
+class MegatronFsdpExperimentalAdapter(MegatronAdapter):
     """``megatron_fsdp.experimental.fully_shard`` for each unit, inner ones first, and its ``fully_shard_optimizer``."""
 
     name = "megatron_fsdp.experimental"
@@ -73,20 +70,8 @@ class MegatronFsdpExperimentalAdapter(Adapter):
     )
 
     @classmethod
-    def availability(cls, device_type: str) -> str | None:
-        return MegatronFsdpAdapter.availability(device_type)
-
-    @classmethod
     def capabilities(cls) -> frozenset[Capability]:
         return _CAPABILITIES
-
-    @classmethod
-    def version(cls) -> str:
-        return MegatronFsdpAdapter.version()
-
-    @classmethod
-    def prepare(cls, device_type: str) -> None:
-        MegatronFsdpAdapter.prepare(device_type)
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         from megatron_fsdp.experimental import Flat, Partial, Placements, Replicate, fully_shard, fully_shard_optimizer
@@ -108,8 +93,7 @@ class MegatronFsdpExperimentalAdapter(Adapter):
         self.optimizer = optimizer(model.parameters()) if optimizer else None
         if self.optimizer is not None:
             fully_shard_optimizer(self.optimizer)
-        self._held = self.named_parameters()
-        self._cuts = cuts_of_rows(self._held, config.mesh.get_group(config.mesh.ndim - 1))
+        self._hold()
 
     @contextlib.contextmanager
     def microbatch(self, *, is_last: bool) -> Iterator[None]:
@@ -119,22 +103,8 @@ class MegatronFsdpExperimentalAdapter(Adapter):
             yield
 
     def norm_value(self, norm: torch.Tensor) -> torch.Tensor:
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-    def gradients(self) -> dict[str, Piece | None]:
-        return pieces_of_rows({name: parameter.grad for name, parameter in self._held.items()}, self._cuts)
-
-    def parameters(self) -> dict[str, Piece]:
-        pieces = pieces_of_rows(self._held, self._cuts)
-        return {name: piece for name, piece in pieces.items() if piece is not None}
-
-    def held_parameters(self) -> dict[str, nn.Parameter]:
-        return self._held
+        return full_norm(norm)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         names: Any = self.module.named_parameters()
         return {original_name(name): value for name, value in names}
-
-    def teardown(self) -> None:
-        """Free what the model holds: the model itself stays (F-146 of docs/findings.md), beside later cases."""
-        release(self._held.values())

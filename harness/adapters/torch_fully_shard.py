@@ -12,10 +12,9 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor
 
 from shardproof.harness.adapters.capability import Capability
-from shardproof.harness.adapters.dtensor import DTensorAdapter
+from shardproof.harness.adapters.dtensor import DTensorAdapter, full_norm
 
 #: Capabilities that torch 2.11 lacks or has, by the methods that they are.
 _RECENT = {
@@ -47,4 +46,4 @@ class TorchFullyShardAdapter(DTensorAdapter):
         return super().capabilities() - {Capability.ORDER_VALIDATION, Capability.ANY_COMBINATION} - missing
 
     def norm_value(self, norm: torch.Tensor) -> torch.Tensor:
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return full_norm(norm)

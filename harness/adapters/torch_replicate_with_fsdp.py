@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
 
 from shardproof.harness.adapters.base import Cut
 from shardproof.harness.adapters.capability import Capability
-from shardproof.harness.adapters.dtensor import DTensorAdapter
+from shardproof.harness.adapters.dtensor import DTensorAdapter, full_norm
 from shardproof.harness.adapters.replicas import REPLICA
 
 #: What is about shards, about what is gathered or scattered, or about a mesh of several dimensions.
@@ -76,7 +75,7 @@ class TorchReplicateWithFsdpAdapter(DTensorAdapter):
         return cut  # what tensor parallelism has left is whole on every rank
 
     def norm_value(self, norm: torch.Tensor) -> torch.Tensor:
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return full_norm(norm)
 
 
 # Why the other capabilities are missing, beside those that DTensorAdapter lacks:

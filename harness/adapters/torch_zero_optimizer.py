@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ from shardproof.harness.adapters.base import (
     OptimizerFactory,
     Piece,
     StateForm,
+    class_and_options,
     options_of,
     state_pieces,
 )
@@ -93,13 +93,8 @@ def _zero(model: nn.Module, optimizer: OptimizerFactory, config: Config) -> torc
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     made = optimizer(model.parameters())
-    options = inspect.signature(type(made)).parameters
-    return ZeroRedundancyOptimizer(
-        made.param_groups,
-        optimizer_class=type(made),
-        process_group=group_of(config),
-        **{name: value for name, value in made.defaults.items() if name in options},
-    )
+    kind, options = class_and_options(made)
+    return ZeroRedundancyOptimizer(made.param_groups, optimizer_class=kind, process_group=group_of(config), **options)
 
 
 def _renamed(state: dict[str, Any], keys: Mapping[Any, Any]) -> dict[str, Any]:

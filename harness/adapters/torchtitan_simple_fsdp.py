@@ -22,7 +22,7 @@ from shardproof.harness.adapters.base import (
     original_name,
 )
 from shardproof.harness.adapters.capability import Capability
-from shardproof.harness.adapters.dtensor import cut_of_share, piece_of
+from shardproof.harness.adapters.dtensor import cut_of_share, full_norm, piece_of
 
 _CAPABILITIES = frozenset(
     {
@@ -146,7 +146,7 @@ class TorchtitanSimpleFsdpAdapter(Adapter):
         (loss / self.config.mesh.size()).backward()
 
     def norm_value(self, norm: torch.Tensor) -> torch.Tensor:
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return full_norm(norm)
 
     def gradients(self) -> dict[str, Piece | None]:
         """Return the local shards of the gradients, where the optimizer finds them."""

@@ -24,6 +24,16 @@ def padded_to_rows(shape: torch.Size, size: int) -> int:
     return math.ceil(shape[0] / size) * math.prod(shape[1:])
 
 
+def padded_to_elements(shape: torch.Size, size: int) -> int:
+    """Return a rank's share, in elements, of a tensor that is flattened, padded and divided into equal parts.
+
+    Args:
+        shape: the full shape.
+        size: the number of ranks among which the elements are divided.
+    """
+    return math.ceil(math.prod(shape) / size)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Traits:
     """Facts about an implementation that the harness needs for its comparisons and that are neither right nor wrong.

@@ -22,7 +22,7 @@ def needing(module):
     ("adapter", "stage", "words"),
     [
         (naive.Zero1AtTheBoundary, "gradient", "diverges from the baseline"),
-        # Stage 2 has no gradients then, which only a reader of gradients is told.
+        # Stage 2 has no gradients then. It raises where they are read, and nowhere else.
         (naive.Zero2AtTheBoundary, None, "Gradients are only available immediately after backward"),
         (naive.Zero3AtTheBoundary, "parameter after step", "diverges from the baseline"),
     ],
