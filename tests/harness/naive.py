@@ -18,6 +18,7 @@ from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.deepspeed_engine import DeepSpeedEngineAdapter
 from shardproof.harness.adapters.deepspeed_zero3 import DeepSpeedZero3Adapter
 from shardproof.harness.adapters.deepspeed_zero12 import DeepSpeedZero1Adapter, DeepSpeedZero2Adapter
+from shardproof.harness.adapters.megatron_fsdp import MegatronFsdpAdapter
 from shardproof.harness.adapters.torchtitan_simple_fsdp import TorchtitanSimpleFsdpAdapter
 
 
@@ -46,6 +47,16 @@ class SimpleFsdpInSharedProcesses(TorchtitanSimpleFsdpAdapter):
 
     name = "simple-fsdp-in-shared-processes"
     traits = dataclasses.replace(TorchtitanSimpleFsdpAdapter.traits, isolation="shared")
+
+
+class MegatronClippedByTorch(MegatronFsdpAdapter):
+    """Clips by torch's function, which stacks a norm for each gradient that this rank has a row of."""
+
+    name = "megatron-clipped-by-torch"
+
+    @classmethod
+    def capabilities(cls) -> frozenset[Capability]:
+        return super().capabilities() | {Capability.CLIPPING, Capability.CLIP_BY_CALL}
 
 
 class AccelerateOnCpu(Adapter):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
+import torch
 
 from tests.harness import naive
 from tests.harness.planted import name_of, run_suites
@@ -43,6 +44,21 @@ def test_second_model_of_a_process_has_the_mesh_of_the_first(tmp_path):
     assert verdicts == {
         (True, False): "pass", (True, True): "fail", (False, False): "pass", (False, True): "pass",
     }  # fmt: skip
+
+
+@needing("megatron_fsdp")
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.slow("waits out the deadline of a case")
+def test_norm_of_gradients_of_which_a_rank_has_no_row(tmp_path):
+    """F-139 of docs/findings.md: the ranks issue different collectives."""
+    (case,) = run_suites(
+        [name_of(naive.MegatronClippedByTorch)],
+        "test_total_norm_and_clipped_gradients and w2 and 2.0",
+        tmp_path,
+        device="cuda",
+    )
+    assert case["verdict"] == "hang", case["failure"]
+    assert "clip_grad_norm_" in case["failure"]["text"], case["failure"]["text"]
 
 
 @needing("accelerate")
