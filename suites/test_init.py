@@ -173,7 +173,7 @@ def test_values_of_the_first_rank_fill_the_meta_device(rank: Rank, replicas: boo
 
 @contract("INIT-2")
 @world(2)
-@needs(Capability.META_DEVICE, Hardware.ACCELERATOR)
+@needs(Capability.META_DEVICE, Capability.SHARDED, Hardware.ACCELERATOR)
 def test_shards_draw_different_values(rank: Rank) -> None:
     """Random values that are drawn on shards differ between the ranks, whose generators have one seed."""
     model = nn.Sequential(nn.Linear(16, 8 * rank.world_size), nn.Linear(8 * rank.world_size, 16))

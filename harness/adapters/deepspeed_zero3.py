@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from shardproof.harness.adapters.base import Piece, Traits, whole
@@ -101,3 +103,19 @@ class DeepSpeedZero3Adapter(DeepSpeedEngineAdapter):
         # DeepSpeed's hooks keep a global stack of running modules, at whose bottom every engine's model stays forever.
         stack = parameter_offload.FWD_MODULE_STACK
         stack[:] = [module for module in stack if module is not self._model]
+        # The engine stays alive even so, and all shards with it: they would fill the device, a model a case.
+        zero = self._engine.optimizer
+        for held in (vars(zero), zero.optimizer.state):
+            _free(held)
+
+
+def _free(held: Any) -> None:
+    """Free the memory of all tensors in nested lists and dicts."""
+    if isinstance(held, torch.Tensor):
+        held.untyped_storage().resize_(0)
+    elif isinstance(held, Mapping):
+        for value in held.values():
+            _free(value)
+    elif isinstance(held, list | tuple):
+        for value in held:
+            _free(value)

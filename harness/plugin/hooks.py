@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shardproof.harness.findings.verdict import Verdict
-from shardproof.harness.plugin import cases, collection, effort, exit_codes, marks, notices, options, terminal
+from shardproof.harness.plugin import cases, collection, effort, exit_codes, marks, notices, options, ordering, terminal
 from shardproof.harness.plugin.records import CaseRecord
 from shardproof.harness.plugin.signals import EndingSignals
 from shardproof.harness.plugin.state import STATE, State
@@ -86,8 +86,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Refuse cases that cannot run on ranks and deselect those that ``--world`` leaves out."""
+    """Refuse cases that cannot run on ranks, deselect those that ``--world`` leaves out, and order the others."""
     collection.check_and_filter(config, items)
+    ordering.order(items, config.stash[STATE].selection)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,0 +1,42 @@
+"""The order of cases: worlds of one implementation together, cases that want to be alone last."""
+
+from __future__ import annotations
+
+from tests.harness import planted
+from tests.harness.planted import name_of
+
+SOURCE = """
+from shardproof.harness import alone, world
+
+@world(1)
+@alone()
+def test_alone(rank):
+    pass
+
+@world(1)
+def test_first(rank):
+    pass
+
+@world(1)
+def test_second(rank):
+    pass
+
+def test_ordinary():
+    pass
+"""
+
+
+def test_worlds_of_an_implementation_are_used_in_one_go(run):
+    apart = [planted.LocalNorm, planted.AverageIsSum]
+    names = ["ddp", name_of(apart[0]), "torch.fully_shard", name_of(apart[1])]
+    result = run(SOURCE, "--device", "cpu", "--collect-only", "-q", "--impl", ",".join(names))
+    found = [line.partition("::")[2] for line in result.stdout.lines if "::" in line]
+    one, other = map(name_of, apart)
+    assert found == [
+        "test_first[ddp-w1]", "test_first[torch.fully_shard-w1]",
+        "test_second[ddp-w1]", "test_second[torch.fully_shard-w1]",
+        "test_ordinary",
+        f"test_first[{one}-w1]", f"test_second[{one}-w1]",
+        f"test_first[{other}-w1]", f"test_second[{other}-w1]",
+        "test_alone[ddp-w1]", "test_alone[torch.fully_shard-w1]", f"test_alone[{one}-w1]", f"test_alone[{other}-w1]",
+    ]  # fmt: skip
