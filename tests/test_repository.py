@@ -1,6 +1,7 @@
 """What holds for the repository as a whole: its arrows, its pins, its size, its documents."""
 
 import ast
+import configparser
 import itertools
 import re
 import subprocess
@@ -251,3 +252,16 @@ def test_ci_runs_the_line_that_the_readme_gives_for_the_tests():
     pasted = [line.strip() for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("    python3 ")]
     assert [line.rpartition(" ")[2] for line in pasted] == ["conform", "py"]
     assert pasted[1] in (ROOT / ".ci/run").read_text().splitlines()
+
+
+def test_the_peers_run_at_night():
+    tox = configparser.ConfigParser(interpolation=None)
+    tox.read(ROOT / "tox.ini")
+    at_night = [tox[name] for name in tox.sections() if tox[name].get("labels") == "nightly"]
+    installed = set(", ".join(section.get("extras", "") for section in at_night).split(", "))
+    peers = PYPROJECT["project"]["optional-dependencies"].keys() - {"lint", "types", "tests", "fuzz"}
+    assert peers - installed == {"megatron"}  # it needs GPUs
+    script = (ROOT / ".ci/nightly").read_text()
+    reports = [name for section in at_night for name in re.findall(r"--report (\S+)", section["commands"])]
+    assert len(reports) == 5 and [name for name in reports if name not in script.partition("report out")[0]] == []
+    assert "tox -m nightly" in script

@@ -8,7 +8,7 @@ which travel with values that the ranks exchange anyway.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -74,7 +74,7 @@ class Evidence:
         self.sizes = claims.sizes_of(model, config, traits)
         self.shapes = {original_name(name): value.shape for name, value in model.named_parameters()}
         self._traits, self._rank = traits, rank
-        self._size = config.shard_size
+        self._size, self._ignored = config.shard_size, frozenset(config.ignored)
         self._group, self._replica = _group_of(config, rank)
         self._cuts: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
         self._seen: dict[Key, torch.Size] = {}
@@ -85,6 +85,18 @@ class Evidence:
         for name, value in prepared.named_parameters():
             if isinstance(value, DTensor):
                 self._cuts[original_name(name)] = piece_of(value.detach()).cut
+
+    def can_tell(self, frozen: Collection[str]) -> bool:
+        """Return whether a rank's share of what trains is less than all of it, which padding may prevent if it is tiny.
+
+        Args:
+            frozen: the names of the parameters that need no gradient.
+        """
+        trained = [shape for name, shape in self.shapes.items() if name not in frozen and name not in self._ignored]
+        return self._share(trained) < sum(shape.numel() for shape in trained)
+
+    def _share(self, shapes: Iterable[torch.Size]) -> int:
+        return sum(self._traits.local_numel(shape, self._size) for shape in shapes) + self.sizes.padding
 
     # On one rank ----------------------------------------------------------------------------
 
@@ -218,7 +230,7 @@ class Evidence:
         if "parameters" not in self._traits.shards:
             return
         shapes = [self.shapes[name] for _, name in keys]
-        share = sum(self._traits.local_numel(shape, self._size) for shape in shapes) + self.sizes.padding
+        share = self._share(shapes)
         full = sum(shape.numel() for shape in shapes)
         for rank, one in members.items():
             held = sum(stop - start for key in keys for start, stop in one.spans[key])

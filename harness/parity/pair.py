@@ -342,7 +342,7 @@ class Pair:
             shown
             and steps[0][0] == 0
             and steps[0][1].parameters
-            and self.sharded.evidence.sizes.can_tell
+            and self.sharded.evidence.can_tell(self._replay.frozen())
             and self.adapter.config.shard_size > 1
         ):
             shown[0].counts.update(self._counts(steps[0][1]))

@@ -135,6 +135,24 @@ def test_spans():
 # With ranks
 
 
+@pytest.mark.parametrize(
+    ("shape", "frozen", "ignored", "can_tell"),
+    [
+        ((6,), [], [], True),
+        ((6,), ["gain"], [], True),
+        # Each of two ranks holds one element of it, with padding.
+        ((6,), ["matrix"], [], False),
+        ((6,), [], ["matrix"], False),
+        ((1,), [], [], False),
+        ((6,), ["gain", "matrix"], [], False),
+    ],
+)
+def test_what_trains_can_be_too_small_to_see_it_divided(shape, frozen, ignored, can_tell):
+    model = nn.ParameterDict({"matrix": torch.ones(shape), "gain": torch.ones(1)})
+    evidence = Evidence(model, config=Config(mesh=mesh_of([0, 1]), ignored=ignored), traits=Traits(), rank=0)
+    assert evidence.can_tell(frozen) == can_tell
+
+
 @world(2)
 def test_evidence_costs_no_exchange(rank: Rank):
     """A check exchanges batches once, and findings, evidence and traces together."""
