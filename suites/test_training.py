@@ -509,7 +509,7 @@ def test_gathers_wait_for_the_step(rank: Rank, is_tied: bool) -> None:
 
 @contract("TRAINING-10")
 @world(2)
-@needs(Capability.POST_OPTIM_EVENT, Hardware.STREAMS)
+@needs(Capability.POST_OPTIM_EVENT, Capability.SHARDED, Hardware.STREAMS)
 def test_gathers_wait_for_the_event_alone(rank: Rank) -> None:
     """The first gather after the step begins while work that follows the event still occupies the step's stream."""
     behind = Delay(milliseconds=4 * DELAY_MS, at="step", when="after")

@@ -323,7 +323,8 @@ class DTensorAdapter(Adapter):
         return self._held
 
     def _share(self, name: str, tensor: torch.Tensor) -> Piece:
-        return Piece(tensor.to_local() if isinstance(tensor, DTensor) else tensor, self._cuts[name])
+        # Sharding may have untied a parameter, which then has a second name: the harness says so.
+        return Piece(tensor.to_local() if isinstance(tensor, DTensor) else tensor, self._cuts.get(name, uncut))
 
     def own_gradients(self, names: Sequence[str]) -> list[torch.Tensor]:
         gradients = [gradient for name in names if (gradient := self._held[name].grad) is not None]

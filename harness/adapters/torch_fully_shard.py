@@ -24,6 +24,11 @@ _RECENT = {
 }
 
 
+def missing_of(module: type) -> set[Capability]:
+    """The capabilities that a sharded module of this class lacks, because it lacks the methods that they are."""
+    return {one for one, method in _RECENT.items() if not hasattr(module, method)}
+
+
 class TorchFullyShardAdapter(DTensorAdapter):
     """torch's per-parameter sharding with torch's clipping, which returns the norm as a DTensor.
 
@@ -42,8 +47,8 @@ class TorchFullyShardAdapter(DTensorAdapter):
     def capabilities(cls) -> frozenset[Capability]:
         # fully_shard does not compare the order of units between ranks. A search among its combinations would stop at
         # known failures: F-2, F-21, F-24, F-25 and F-29 of docs/findings.md.
-        missing = {one for one, method in _RECENT.items() if not hasattr(FSDPModule, method)}
-        return super().capabilities() - {Capability.ORDER_VALIDATION, Capability.ANY_COMBINATION} - missing
+        lacks = {Capability.ORDER_VALIDATION, Capability.ANY_COMBINATION} | missing_of(FSDPModule)
+        return super().capabilities() - lacks
 
     def norm_value(self, norm: torch.Tensor) -> torch.Tensor:
         return full_norm(norm)

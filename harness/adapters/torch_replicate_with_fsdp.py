@@ -12,6 +12,7 @@ from shardproof.harness.adapters.base import Cut
 from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.dtensor import DTensorAdapter, full_norm
 from shardproof.harness.adapters.replicas import REPLICA
+from shardproof.harness.adapters.torch_fully_shard import missing_of
 
 #: What is about shards, about what is gathered or scattered, or about a mesh of several dimensions.
 _SHARDING = frozenset(
@@ -69,7 +70,12 @@ class TorchReplicateWithFsdpAdapter(DTensorAdapter):
 
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
-        return super().capabilities() - _SHARDING - {Capability.ANY_COMBINATION} | {Capability.REPLICAS_ALONE}
+        try:
+            from torch.distributed._composable.replicate_with_fsdp import ReplicateModule
+        except ImportError:  # then it is not available, whatever it can do
+            return frozenset()
+        lacks = _SHARDING | {Capability.ANY_COMBINATION} | missing_of(ReplicateModule)
+        return super().capabilities() - lacks | {Capability.REPLICAS_ALONE}
 
     def _cut_of(self, name: str, cut: Cut, dim: int) -> Cut:
         return cut  # what tensor parallelism has left is whole on every rank
