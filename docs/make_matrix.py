@@ -52,7 +52,7 @@ PLACES = (
             "cpu-references-v6-standard.json.gz",
             "cpu-torch-v6-standard.json.gz",
             "cpu-torchtitan-v7-standard.json.gz",
-            "cpu-fairscale-v6-standard.json.gz",
+            "cpu-fairscale-v7-standard.json.gz",
         ),
     ),
     Place("CPU, gloo, torch 2.11", "CPU, torch 2.11", ("h200-x2-gloo-v6-standard.json.gz",)),
