@@ -48,7 +48,12 @@ PLACES = (
     Place(
         "CPU, gloo, torch 2.13",
         "CPU, torch 2.13",
-        ("cpu-references-v6-standard.json.gz", "cpu-torch-v6-standard.json.gz", "cpu-fairscale-v6-standard.json.gz"),
+        (
+            "cpu-references-v6-standard.json.gz",
+            "cpu-torch-v6-standard.json.gz",
+            "cpu-torchtitan-v7-standard.json.gz",
+            "cpu-fairscale-v7-standard.json.gz",
+        ),
     ),
     Place("CPU, gloo, torch 2.11", "CPU, torch 2.11", ("h200-x2-gloo-v6-standard.json.gz",)),
     Place("Two H200 GPUs, NCCL, torch 2.11", "2 GPUs, torch 2.11", ("h200-x2-nccl-v6-standard.json.gz",)),
