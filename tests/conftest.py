@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import gzip
 import json
+import os
 import pathlib
+import shutil
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -24,6 +26,19 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the mark of slow tests, and share one warm Python between xdist's workers."""
     config.addinivalue_line("markers", "slow(reason): why the test is among the slowest; benchmarks/slowest_tests.py")
     config.add_cleanup(warm.make_folder())
+    if hasattr(config, "workerinput"):
+        config.add_cleanup(_own_temporary_directory())
+
+
+def _own_temporary_directory() -> Callable[[], None]:
+    """Give a worker of xdist a temporary directory of its own, with leases of its own; returns what removes it.
+
+    The leases of runs in one directory keep their cases from sharing cores. A case that hangs on purpose would keep the
+    tests of the other workers waiting while it sleeps.
+    """
+    folder = tempfile.mkdtemp(prefix="sp-")
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    return lambda: shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -14,6 +14,10 @@ import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp
 import torch.distributed.tensor  # noqa: F401
 
+# The implementations that every installation has, and the baselines: each fresh rank would import their 45 modules.
+import shardproof.harness.adapters.reference
+import shardproof.harness.adapters.reference_flat
+import shardproof.harness.adapters.replicas
 import shardproof.harness.worlds.loop  # noqa: F401
 
 # A collection writes to each of the 300,000 objects that the imports made. In a rank, which shares their memory with

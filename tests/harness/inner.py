@@ -15,8 +15,11 @@ ROOT = pathlib.Path(__file__).parents[2]
 #: For processes of their own: this clone before everything else, and what the host needs besides.
 PYTHONPATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
+#: Without the plugin of hypothesis, whose summary imports all of it, in a fifth of the time of a run of its own.
+NO_HYPOTHESIS = ("-p", "no:hypothesispytest")
+
 #: Without the plugin that listens on a port in every run, only to hear of reruns.
-QUIET = ("-p", "no:cacheprovider", "-p", "no:rerunfailures", "-p", "shardproof.plugin")
+QUIET = ("-p", "no:cacheprovider", "-p", "no:rerunfailures", *NO_HYPOTHESIS, "-p", "shardproof.plugin")
 
 CASE = """
 from shardproof.harness import world

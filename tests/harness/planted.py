@@ -21,7 +21,7 @@ from fsdp_impl.per_parameter import reduction
 from shardproof.harness.adapters.base import Adapter
 from shardproof.harness.adapters.reference import ReferenceAdapter
 from tests import warm
-from tests.harness.inner import PYTHONPATH
+from tests.harness.inner import NO_HYPOTHESIS, PYTHONPATH
 
 ROOT = pathlib.Path(__file__).parents[2]
 DROPPED_UNIT = "layers.1"
@@ -202,7 +202,7 @@ def run_suites(
     words = set(re.findall(r"\btest_\w+", expression))
     found = [path for path in sorted(ROOT.glob("suites/test_*.py")) if _has(path, words)]
     files = [f"suites/test_{chapter}.py" for chapter in chapters] or [str(path) for path in found]
-    command = [warm.python(), "-m", "pytest", "-p", "no:cacheprovider", "-q", *files, "-k", expression]
+    command = [warm.python(), "-m", "pytest", "-p", "no:cacheprovider", *NO_HYPOTHESIS, "-q", *files, "-k", expression]
     command += ["--impl", ",".join(names), "--device", device, "--report", str(report), "-n", str(workers)]
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
