@@ -40,7 +40,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="shardproof expectations",
         description="Draft the known failures of an implementation from a run file, to be edited: each failed case "
-        "with the place where it first diverges, or its error, as the reason.",
+        "with the place where it first diverges, or its error, as the reason. The place is the more exact one that the "
+        "run found if it had --explain.",
     )
     parser.add_argument("run", metavar="RUN", help="a complete run file")
     parser.add_argument("--impl", metavar="NAME", help="the implementation, if the run has several")

@@ -9,7 +9,17 @@ from typing import Any
 import pytest
 
 from shardproof.harness.findings.verdict import Verdict
-from shardproof.harness.plugin import cases, collection, effort, exit_codes, marks, notices, options, terminal
+from shardproof.harness.plugin import (
+    cases,
+    collection,
+    effort,
+    exit_codes,
+    explaining,
+    marks,
+    notices,
+    options,
+    terminal,
+)
 from shardproof.harness.plugin.records import CaseRecord
 from shardproof.harness.plugin.signals import EndingSignals
 from shardproof.harness.plugin.state import STATE, State
@@ -112,6 +122,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     made = cases.run(pyfuncitem, state.pool, state.selection, numbers=state.numbers, seconds=seconds)
     if not pyfuncitem.config.getoption("runxfail", default=False):
         state.known_failures.judge(pyfuncitem, made)
+    if state.selection.explains:
+        explaining.explain(pyfuncitem, state.pool, state.selection, made, numbers=state.numbers)
     pyfuncitem.stash[_RECORD] = made
     terminal.add_outputs(pyfuncitem, made.outputs)
     if made.verdict.is_skip:

@@ -56,6 +56,8 @@ class CaseRecord:
         examples: how many examples ran of a case that draws them, without those that shrink a failure; None of others.
         reproduce: the command that repeats a case that did not pass; empty for others.
         outputs: what each rank printed; attached to pytest's report and left out of the run file.
+        explanation: where the runs of the case first diverge, as the run file stores it; None unless it was explained.
+        results: what each rank returned with capture on; left out of the run file.
     """
 
     id: str
@@ -80,6 +82,8 @@ class CaseRecord:
     examples: int | None = None
     reproduce: str = ""
     outputs: list[str] = dataclasses.field(default_factory=list)
+    explanation: dict[str, Any] | None = None
+    results: list[Result] = dataclasses.field(default_factory=list)
 
     def take(self, outcome: Outcome) -> None:
         """Fill in the verdict, its explanation and the measurements from the results of all ranks."""
@@ -124,9 +128,9 @@ class CaseRecord:
     def as_json(self) -> dict[str, Any]:
         """Return the record as plain JSON values of bounded size; non-finite numbers become strings such as "inf"."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        for name in ("text", "location", "failed_rank", "outputs"):
+        for name in ("text", "location", "failed_rank", "outputs", "results"):
             del fields[name]
-        for name in ("examples", "reproduce"):
+        for name in ("examples", "reproduce", "explanation"):
             if not fields[name] and fields[name] != 0:
                 del fields[name]
         fields["distances"] = [item.as_record() for item in self.distances]
