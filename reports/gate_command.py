@@ -5,6 +5,7 @@ import math
 import sys
 from collections.abc import Sequence
 
+from shardproof.reports.accepted import AcceptanceError, accept, load
 from shardproof.reports.command import BAD_INPUT
 from shardproof.reports.regressions import ALLOWED, Incomparable, check_comparable, compare
 from shardproof.reports.regressions_text import FORMATS
@@ -20,8 +21,8 @@ def gate(arguments: Sequence[str]) -> int:
         arguments: the arguments after the name of the command.
 
     Returns:
-        The exit code: 0 if nothing got worse, 1 if something did, or 2 if a file cannot be read or the two cannot be
-        compared, with one line on stderr.
+        The exit code: 0 if nothing got worse but what is accepted, 1 if something did, or 2 if a file cannot be read,
+        the two cannot be compared, or what is accepted did not happen, with one line on stderr.
 
     Raises:
         SystemExit: from argparse, with code 2 for unknown arguments and 0 for ``--help``.
@@ -30,10 +31,12 @@ def gate(arguments: Sequence[str]) -> int:
     try:
         base, head = load_run(options.base), load_run(options.head)
         check_comparable(base, head, allowed=options.allow)
-    except (RunFileError, Incomparable) as error:
+        outcome = compare(base, head, more_skips=options.more_skips, time_ratio=options.time_ratio)
+        if options.accept is not None:
+            outcome = accept(outcome, load(options.accept))
+    except (RunFileError, Incomparable, AcceptanceError) as error:
         print(f"shardproof: {error}", file=sys.stderr)
         return BAD_INPUT
-    outcome = compare(base, head, more_skips=options.more_skips, time_ratio=options.time_ratio)
     print(FORMATS[options.format](outcome), end="")
     return WORSE if outcome.worse else 0
 
@@ -55,6 +58,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--time-ratio", type=_ratio, metavar="R", help="how many times as long the cases may take; not compared without"
+    )
+    parser.add_argument(
+        "--accept", metavar="FILE", help="a TOML file of what may get worse, with reasons; docs/gate.md describes it"
     )
     return parser
 

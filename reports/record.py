@@ -273,6 +273,7 @@ class CaseRecord:
         attempt: 1, or more if the case was run again.
         shortened: the fields that were emptied because the record was too large.
         explanation: where the runs first diverge; None unless the run had ``--explain``.
+        peak_bytes: by rank, the most bytes that a step held at a time beyond those before it; empty if not measured.
     """
 
     id: str
@@ -296,6 +297,7 @@ class CaseRecord:
     shortened: tuple[str, ...] = ()
     reproduce: str = ""
     explanation: Explanation | None = None
+    peak_bytes: tuple[int, ...] = ()
 
     @property
     def requirements(self) -> list[str]:
@@ -356,6 +358,7 @@ class CaseRecord:
             explanation=Explanation.parse(fields.data["explanation"], fields.path("explanation"))
             if fields.has("explanation")
             else None,
+            peak_bytes=fields.items("peak_bytes", integer),
         )
 
 

@@ -40,8 +40,8 @@ def marked_counts(trace: Trace, phase: str, expected: Mapping[str, int], units: 
         left[item.kind] -= not is_extra
         lines.append(f"{EXTRA if is_extra else SAME} {squeeze(str(item))}")
     for kind, count in left.items():
-        allowed = _per_unit(expected[kind], units)
-        absent = [unit for unit in units if allowed and per_unit[kind, unit] < allowed]
+        allowed = _per_unit(expected.get(kind, 0), units)
+        absent = [unit for unit in units if allowed for _ in range(allowed - per_unit[kind, unit])]
         lines += [f"{MISSING} {phase} {kind} {unit}" for unit in absent]
         lines += [f"{MISSING} {phase} {kind}"] * (count - len(absent))
     return _bounded(lines)

@@ -222,9 +222,11 @@ class Pair:
         return comparisons
 
     def replay_rest(self) -> None:
-        """Replay for the explanation what a failure has left unchecked (collective)."""
+        """Replay for the explanation what a failure has left unchecked (collective); the record stays as it is."""
+        losses = {name: [*values] for name, values in self._member.record.losses.items()}
         self._replay_unchecked()
         self._unchecked.clear()
+        self._member.record.losses = losses
 
     def _first_finding(self, comparisons: list[StepComparison]) -> Finding | None:
         for comparison in comparisons:

@@ -167,6 +167,9 @@ class Run:
         self.untied: list[Tie] = [tie for tie in ties if not tie.is_kept(self._modules)]
         self.suspicion: Divergence | None = None
         self.capture: Capture | None = None
+        self._measures_peak = member.device.type == "cuda" and implementation is member.implementation
+        self._record = member.record
+        self._device = member.device
         # Hooks of modules would break the graphs of compiled ones, and a case about memory would see the copies.
         if member.explainer is not None and options.is_traced and options.pictures:
             self.capture = Capture(self._modules, names, divides=self._factor)
@@ -209,8 +212,17 @@ class Run:
             set_to_none: whether gradients are set to None after the step, or to zeros.
             ahead: the number of forwards that run before the first backward, as in a pipeline.
         """
-        adapter, clip = self.adapter, self.adapter.config.clip
         self._snapshots.reserve()
+        held = memory.begin_step_peak(self._device) if self._measures_peak else 0
+        picture = self._step(microbatches, loss=loss, submodule=submodule, set_to_none=set_to_none, ahead=ahead)
+        if self._measures_peak:
+            self._record.add_peak(memory.step_peak(self._device) - held)
+        return picture
+
+    def _step(
+        self, microbatches: Sequence[Any], *, loss: Loss, submodule: str, set_to_none: bool, ahead: int
+    ) -> StepPicture:
+        adapter, clip = self.adapter, self.adapter.config.clip
         if ahead:
             outputs, losses = self._interleaved(microbatches, loss=loss, submodule=submodule, ahead=ahead)
         else:

@@ -15,6 +15,7 @@ from shardproof.harness.plugin import (
     effort,
     exit_codes,
     explaining,
+    live,
     marks,
     notices,
     options,
@@ -56,6 +57,11 @@ def pytest_configure(config: pytest.Config) -> None:
         state.open_journal()
         state.selection  # noqa: B018  (checks)
         _heed_signals(config)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Show a live line, if this run may have one; pytest's own terminal is configured by now."""
+    live.register(session.config)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -158,6 +164,7 @@ def pytest_runtest_makereport(
             state = item.config.stash[STATE]
             made.reproduce = state.invocation.command(case, made, state.selection)
         terminal.fill_in(report, made)
+        terminal.end_with_command(report, made.reproduce)
         # pytest serializes all attributes of a report for the controller, as long as they are plain values.
         vars(report)["shardproof"] = made.as_json()
     return report

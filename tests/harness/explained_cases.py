@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from shardproof.harness import models, world
-from shardproof.harness.adapters.base import Accumulation, Clip, Precision
+from shardproof.harness.adapters.base import Clip, Precision
 from shardproof.harness.models import mixed, optim
 from shardproof.harness.models.plain import Stacked
 from shardproof.harness.models.ties import TiedMLP, TiedStack
@@ -62,7 +62,7 @@ def test_clipped(rank: Rank) -> None:
 
 @world(2)
 def test_accumulated(rank: Rank) -> None:
-    train(rank, models.Tower(DIM), microbatches=2, accumulation=Accumulation())
+    train(rank, models.Tower(DIM), microbatches=2)
 
 
 @world(2)

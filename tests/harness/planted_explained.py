@@ -99,6 +99,7 @@ class LostCasts(ReferenceAdapter):
     def __init__(self, model: nn.Module, *, optimizer: Any, config: Config) -> None:
         lost = dataclasses.replace(config.precision, compute=None)
         super().__init__(model, optimizer=optimizer, config=dataclasses.replace(config, precision=lost))
+        self.config = config  # of which the baseline's casts are made
 
 
 class UnsyncedBuffer(ReferenceFlatAdapter):
