@@ -5,6 +5,7 @@ import math
 import sys
 from collections.abc import Sequence
 
+from shardproof.reports import helptext
 from shardproof.reports.accepted import AcceptanceError, accept, load
 from shardproof.reports.command import BAD_INPUT
 from shardproof.reports.regressions import ALLOWED, Incomparable, check_comparable, compare
@@ -12,6 +13,14 @@ from shardproof.reports.regressions_text import FORMATS
 from shardproof.reports.run import RunFileError, load_run
 
 WORSE = 1
+
+_EPILOG = """\
+examples:
+  shardproof gate base.json head.json
+  shardproof gate base.json head.json --format markdown >> "$GITHUB_STEP_SUMMARY"
+  shardproof gate base.json head.json --accept accepted.toml --more-skips 2
+
+docs/gate.md says what counts as worse, and has a workflow to copy."""
 
 
 def gate(arguments: Sequence[str]) -> int:
@@ -42,10 +51,11 @@ def gate(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="shardproof gate",
+    parser = helptext.parser(
+        "shardproof gate",
         description="Compare the run file of a change with that of the commit before it. The exit code is 0 if nothing "
         "got worse, 1 if something did, and 2 if the files cannot be compared.",
+        epilog=_EPILOG,
     )
     parser.add_argument("base", metavar="BASE", help="the run file from before the change")
     parser.add_argument("head", metavar="HEAD", help="the run file from after it")
