@@ -85,9 +85,12 @@ class Explainer:
         found = Explanation(expected=self.expected)
         unseen: collections.Counter[str] = collections.Counter()
         for number, compared in enumerate(self._compared):
-            self._look(number, compared, found)
+            try:
+                self._look(number, compared, found)
+            except RuntimeError as error:  # a case that is too ill-conditioned to judge
+                found.error = str(error)
             unseen += compared.unseen
-            if found.first is not None:
+            if found.first is not None or found.error:
                 break
         if not self._compared:
             unseen["no step was compared with that of another run: what the case checks itself has no order"] += 1

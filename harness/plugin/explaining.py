@@ -44,7 +44,6 @@ def explain(
     if made.verdict not in _EXPLAINED:
         return
     again = cases.run_again(item, pool, selection, made, number=next(numbers))
-    made.seconds += again.seconds
     found = _found(made, again)
     text = bounded("\n".join(_rendered(made, again, found)), _MOST_OF_AN_EXPLANATION)
     made.explanation = found | {"text": text}

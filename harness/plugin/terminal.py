@@ -147,7 +147,9 @@ def _kind_of(report: Any) -> Any:
     if case is None or case["failure"] is None:
         return id(report)
     file = pathlib.PurePath(report.nodeid.partition("::")[0]).name
-    return case["implementation"], case["verdict"], kind_of_text(case["failure"]["text"], file)
+    # Where the runs of one case first diverge says nothing of another case.
+    text = case["failure"]["text"].removesuffix(case.get("explanation", {}).get("text", ""))
+    return case["implementation"], case["verdict"], kind_of_text(text, file)
 
 
 def kind_of_text(text: str, file: str) -> str:
