@@ -4,8 +4,17 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from shardproof.reports import helptext
 from shardproof.reports.matrix import render_summary
 from shardproof.reports.run import RunFileError, load_run
+
+_EPILOG = """\
+examples:
+  shardproof report run.json            a row for each requirement
+  shardproof report run.json --cases    a row for each case
+  shardproof report run.json.partial    what a run that ended early has done
+
+exit codes: 0 printed, whatever failed; 1 an incomplete run was printed; 2 the file cannot be read"""
 
 BAD_INPUT = 2
 INCOMPLETE = 1
@@ -37,7 +46,12 @@ def report(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="shardproof report", description="Print a run file of shardproof.")
+    parser = helptext.parser(
+        "shardproof report",
+        description="Print a run file: failures with the commands that repeat them, what was skipped and why, and a "
+        "matrix with a row for each requirement of the contract and a column for each implementation.",
+        epilog=_EPILOG,
+    )
     parser.add_argument("file", help="a run file, or the FILE.partial of an incomplete run")
     parser.add_argument("--cases", action="store_true", help="print one row for each case instead of each requirement")
     parser.add_argument("--full", action="store_true", help="print each failure, and long texts in full")

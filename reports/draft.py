@@ -23,7 +23,8 @@ def draft(run: Run, implementation: str) -> str:
         implementation: the name of the implementation in the run.
 
     Returns:
-        The text of the file. Its entries are those that excuse this run, so that each reason must still be checked.
+        The text of the file. Its entries are those that excuse this run, so that each reason must still be checked. A
+        reason is the first divergence that ``--explain`` has found, where the run has it.
 
     Raises:
         ValueError: the run has no case of the implementation. The message is one line.
@@ -49,11 +50,11 @@ def _entries(cases: Sequence[CaseRecord]) -> list[tuple[str, Verdict, str]]:
     for function, items in _by_function(cases).items():
         ran = [case for case in items if not case.verdict.skipped]
         failed = [case for case in ran if case.verdict in EXCUSABLE]
-        kinds = {(case.verdict, case.why) for case in failed}
+        kinds = {(case.verdict, case.reason) for case in failed}
         if len(failed) == len(ran) > 1 and len(kinds) == 1:
             entries.append((f"{function}*", *kinds.pop()))
         else:
-            entries += [(case.id, case.verdict, case.why) for case in failed]
+            entries += [(case.id, case.verdict, case.reason) for case in failed]
     return entries
 
 

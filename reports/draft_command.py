@@ -4,9 +4,18 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from shardproof.reports import helptext
 from shardproof.reports.command import BAD_INPUT
 from shardproof.reports.draft import draft
 from shardproof.reports.run import RunFileError, load_run
+
+_EPILOG = """\
+examples:
+  shardproof run --impl my_adapters:MyAdapter --explain --report run.json
+  shardproof expectations run.json > my_adapters.toml
+  shardproof run --impl my_adapters:MyAdapter --expectations my_adapters.toml
+
+exit codes: 0; 2 the file cannot be read, is incomplete, or has several implementations and none is named"""
 
 
 def expectations(arguments: Sequence[str]) -> int:
@@ -37,10 +46,12 @@ def expectations(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="shardproof expectations",
+    parser = helptext.parser(
+        "shardproof expectations",
         description="Draft the known failures of an implementation from a run file, to be edited: each failed case "
-        "with the place where it first diverges, or its error, as the reason.",
+        "with the place where it first diverges, or its error, as the reason. The place is the more exact one that the "
+        "run found if it had --explain.",
+        epilog=_EPILOG,
     )
     parser.add_argument("run", metavar="RUN", help="a complete run file")
     parser.add_argument("--impl", metavar="NAME", help="the implementation, if the run has several")

@@ -5,12 +5,22 @@ import math
 import sys
 from collections.abc import Sequence
 
+from shardproof.reports import helptext
+from shardproof.reports.accepted import AcceptanceError, accept, load
 from shardproof.reports.command import BAD_INPUT
 from shardproof.reports.regressions import ALLOWED, Incomparable, check_comparable, compare
 from shardproof.reports.regressions_text import FORMATS
 from shardproof.reports.run import RunFileError, load_run
 
 WORSE = 1
+
+_EPILOG = """\
+examples:
+  shardproof gate base.json head.json
+  shardproof gate base.json head.json --format markdown >> "$GITHUB_STEP_SUMMARY"
+  shardproof gate base.json head.json --accept accepted.toml --more-skips 2
+
+docs/gate.md says what counts as worse, and has a workflow to copy."""
 
 
 def gate(arguments: Sequence[str]) -> int:
@@ -20,8 +30,8 @@ def gate(arguments: Sequence[str]) -> int:
         arguments: the arguments after the name of the command.
 
     Returns:
-        The exit code: 0 if nothing got worse, 1 if something did, or 2 if a file cannot be read or the two cannot be
-        compared, with one line on stderr.
+        The exit code: 0 if nothing got worse but what is accepted, 1 if something did, or 2 if a file cannot be read,
+        the two cannot be compared, or what is accepted did not happen, with one line on stderr.
 
     Raises:
         SystemExit: from argparse, with code 2 for unknown arguments and 0 for ``--help``.
@@ -30,19 +40,22 @@ def gate(arguments: Sequence[str]) -> int:
     try:
         base, head = load_run(options.base), load_run(options.head)
         check_comparable(base, head, allowed=options.allow)
-    except (RunFileError, Incomparable) as error:
+        outcome = compare(base, head, more_skips=options.more_skips, time_ratio=options.time_ratio)
+        if options.accept is not None:
+            outcome = accept(outcome, load(options.accept))
+    except (RunFileError, Incomparable, AcceptanceError) as error:
         print(f"shardproof: {error}", file=sys.stderr)
         return BAD_INPUT
-    outcome = compare(base, head, more_skips=options.more_skips, time_ratio=options.time_ratio)
     print(FORMATS[options.format](outcome), end="")
     return WORSE if outcome.worse else 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="shardproof gate",
+    parser = helptext.parser(
+        "shardproof gate",
         description="Compare the run file of a change with that of the commit before it. The exit code is 0 if nothing "
         "got worse, 1 if something did, and 2 if the files cannot be compared.",
+        epilog=_EPILOG,
     )
     parser.add_argument("base", metavar="BASE", help="the run file from before the change")
     parser.add_argument("head", metavar="HEAD", help="the run file from after it")
@@ -55,6 +68,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--time-ratio", type=_ratio, metavar="R", help="how many times as long the cases may take; not compared without"
+    )
+    parser.add_argument(
+        "--accept", metavar="FILE", help="a TOML file of what may get worse, with reasons; docs/gate.md describes it"
     )
     return parser
 

@@ -20,7 +20,7 @@ _ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", 
 def render_summary(run: Run, *, by_case: bool = False, full: bool = False) -> str:
     """Render a run for a terminal.
 
-    The failures come first, each with a command that reproduces it, its place and its text. Expected failures, grouped
+    The failures come first, each with its place, its text and a command that reproduces it. Expected failures, grouped
     by reason, and what kept each implementation from other cases follow. The matrix comes last, because a terminal
     shows the end of the output. Its cells contain the number of each verdict.
 
@@ -154,14 +154,14 @@ def _failures(failed: Sequence[CaseRecord], *, full: bool) -> list[list[str]]:
             else []
         )
         title = [f"  {len(others)} more fail alike, but for numbers and names; --full shows each:"] if others else []
-        blocks.append([*_failure(first, full=full), *title, *listed])
+        # Last, as in what pytest prints: the line to copy.
+        command = [printable(f"  reproduce: {first.reproduction}")] if first.reproduction else []
+        blocks.append([*_failure(first, full=full), *title, *listed, *command])
     return blocks
 
 
 def _failure(case: CaseRecord, *, full: bool) -> list[str]:
     lines = [printable(f"{case.verdict}: {case.implementation} {case.id} ({case.requirement})")]
-    if case.reproduction:
-        lines.append(printable(f"  reproduce: {case.reproduction}"))
     if case.failure is None:
         return [*lines, "  the expected failure did not happen"] if case.verdict is Verdict.UNEXPECTED_PASS else lines
     place, text = _place(case.failure), indented(case.failure.text, 4)

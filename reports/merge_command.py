@@ -11,10 +11,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from shardproof.reports import helptext
 from shardproof.reports.command import BAD_INPUT
 from shardproof.reports.merge import MergeError, merge
 from shardproof.reports.run import RunFileError
 from shardproof.reports.table import printable
+
+_EPILOG = """\
+examples:
+  shardproof merge out/run.json out/deepspeed.json --output out/all.json
+  shardproof report out/all.json
+
+exit codes: 0; 2 a file cannot be read, joined or written"""
 
 
 def merge_command(arguments: Sequence[str]) -> int:
@@ -86,9 +94,11 @@ def _umask() -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="shardproof merge",
-        description="Join the run files of several environments into one, whose report is one matrix.",
+    parser = helptext.parser(
+        "shardproof merge",
+        description="Join the run files of several environments into one, whose report is one matrix. A column is an "
+        "implementation with its version, the version of torch and the device type.",
+        epilog=_EPILOG,
     )
     parser.add_argument("files", nargs="+", metavar="FILE", help="complete run files; merged ones too")
     parser.add_argument("--output", "-o", required=True, metavar="FILE", help="the file to write; .gz compresses it")

@@ -100,6 +100,85 @@ class Failure:
 
 
 @dataclass(frozen=True)
+class Explanation:
+    """What a second run of a failed case, with capture on, showed (``--explain``).
+
+    Attributes:
+        again: the verdict of the second run.
+        alike: whether it failed in the same way, with the same bits.
+        text: all of it in words; the failure's text ends with it.
+        first: where the runs first diverge; None if all that was compared agrees.
+        module: the module of the tensor that diverges first; empty if it belongs to none.
+        parameter: the parameter or buffer that it is, or whose gradient or state it is; may be empty.
+        where: the microbatch and the call of the module, where they are not the first.
+        offset: the flat index of the element in what the rank holds; None if no element differs.
+        values: the element by the name of a run.
+        ulps: the distances by the name of a run, and what is allowed.
+        also: the names of the tensors that diverge at the same stage of the step on the same rank.
+        compared: the number of tensors that were compared.
+        unseen: why tensors were not compared, one line each.
+        stopped: the last tensor of a step that an error interrupted; may be empty.
+        collectives: collectives with marks: "-" is missing, "+" is extra.
+    """
+
+    again: Verdict
+    alike: bool
+    text: str
+    first: Failure | None
+    module: str
+    parameter: str
+    where: str
+    offset: int | None
+    values: Mapping[str, float]
+    ulps: Mapping[str, float]
+    also: tuple[str, ...]
+    compared: int
+    unseen: tuple[str, ...]
+    stopped: str
+    collectives: tuple[str, ...]
+
+    @property
+    def line(self) -> str | None:
+        """Why the case failed, in one line; None if the second run does not tell."""
+        if self.again is Verdict.PASS:
+            return "passed when it ran again: the failure is not steady"
+        return None if self.first is None else f"first, {self.first.line}"
+
+    @classmethod
+    def parse(cls, data: object, where: str) -> "Explanation":
+        """Read an explanation from JSON data.
+
+        Args:
+            data: the JSON object.
+            where: the path of the object in the file, for messages.
+
+        Raises:
+            RecordError: the data violate the schema.
+        """
+        fields = Fields(data, where)
+        first = Fields(fields.data["first"] if fields.has("first") else {}, fields.path("first"))
+        told = fields.required("text", str)
+        place = Failure.parse({"text": told, **first.data}, fields.path("first")) if fields.has("first") else None
+        return cls(
+            again=_verdict(fields, "again"),
+            alike=fields.required("alike", bool),
+            text=told,
+            first=place,
+            module=first.optional("module", ""),
+            parameter=first.optional("parameter", ""),
+            where=first.optional("where", ""),
+            offset=first.maybe("offset", int),
+            values=first.mapping("values", number),
+            ulps=first.mapping("ulps", number),
+            also=first.items("also", text),
+            compared=fields.optional("compared", 0),
+            unseen=fields.items("unseen", text),
+            stopped=fields.optional("stopped", ""),
+            collectives=fields.items("collectives", text),
+        )
+
+
+@dataclass(frozen=True)
 class Distance:
     """The errors of both runs against the oracle at one stage, in ulps.
 
@@ -193,6 +272,8 @@ class CaseRecord:
         spent: the seconds of each activity, the mean of the ranks.
         attempt: 1, or more if the case was run again.
         shortened: the fields that were emptied because the record was too large.
+        explanation: where the runs first diverge; None unless the run had ``--explain``.
+        peak_bytes: by rank, the most bytes that a step held at a time beyond those before it; empty if not measured.
     """
 
     id: str
@@ -215,6 +296,8 @@ class CaseRecord:
     attempt: int = 1
     shortened: tuple[str, ...] = ()
     reproduce: str = ""
+    explanation: Explanation | None = None
+    peak_bytes: tuple[int, ...] = ()
 
     @property
     def requirements(self) -> list[str]:
@@ -225,6 +308,12 @@ class CaseRecord:
     def why(self) -> str:
         """Why the case failed, in one line."""
         return self.failure.line if self.failure is not None else "no text"
+
+    @property
+    def reason(self) -> str:
+        """Why the case failed, in one line: where its runs first diverge if that is known, or as :attr:`why`."""
+        told = self.explanation.line if self.explanation is not None else None
+        return told or self.why
 
     @property
     def reproduction(self) -> str:
@@ -266,6 +355,10 @@ class CaseRecord:
             attempt=fields.optional("attempt", 1),
             shortened=fields.items("shortened", text),
             reproduce=fields.optional("reproduce", ""),
+            explanation=Explanation.parse(fields.data["explanation"], fields.path("explanation"))
+            if fields.has("explanation")
+            else None,
+            peak_bytes=fields.items("peak_bytes", integer),
         )
 
 
@@ -276,12 +369,12 @@ def _world(fields: Fields) -> int:
     return world
 
 
-def _verdict(fields: Fields) -> Verdict:
-    word = fields.required("verdict", str)
+def _verdict(fields: Fields, name: str = "verdict") -> Verdict:
+    word = fields.required(name, str)
     try:
         return Verdict(word)
     except ValueError:
-        raise RecordError(f"{fields.path('verdict')}: {shown(word)} is not one of {', '.join(Verdict)}") from None
+        raise RecordError(f"{fields.path(name)}: {shown(word)} is not one of {', '.join(Verdict)}") from None
 
 
 def _numbers(value: object, where: str) -> tuple[float, ...]:

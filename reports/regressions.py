@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -24,6 +24,7 @@ class Kind(StrEnum):
     SILENT = "nothing ran"
     COLLECTIVES = "more collectives"
     BYTES = "more bytes"
+    MEMORY = "more memory"
     TIME = "slower"
 
     @property
@@ -54,20 +55,35 @@ class Worse:
 
 
 @dataclass(frozen=True)
+class Accepted:
+    """Something that got worse and was meant to.
+
+    Attributes:
+        worse: what got worse.
+        reason: why that is intended.
+    """
+
+    worse: Worse
+    reason: str
+
+
+@dataclass(frozen=True)
 class Outcome:
     """The result of comparing two runs.
 
     Attributes:
-        worse: what got worse, by kind.
+        worse: what got worse, by kind, without what is accepted.
         better: one line for each case that failed before and passes now.
         not_compared: one line for each thing that a file did not measure, or that only the later one has.
         compared: the number of cases that ran in both.
+        accepted: what got worse as intended, by kind.
     """
 
     worse: tuple[Worse, ...]
     better: tuple[str, ...]
     not_compared: tuple[str, ...]
     compared: int
+    accepted: tuple[Accepted, ...] = ()
 
 
 class Incomparable(ValueError):
@@ -130,20 +146,22 @@ def compare(base: Run, head: Run, *, more_skips: int = 0, time_ratio: float | No
         *_silent(base, head),
     ]
     not_compared = [*_new(before, after)]
-    unmeasured: Counter[str] = Counter()
-    for key in both:
-        if reason := _unmeasured(before[key], after[key]):
-            unmeasured[reason] += 1
-        else:
-            worse += _traffic(before[key], after[key])
-    not_compared += [
-        f"collectives and bytes of {cases(count)}: {reason}" for reason, count in sorted(unmeasured.items())
-    ]
-    not_compared.append("peak memory: run files do not have it")
+    pairs = [(before[key], after[key]) for key in both]
+    unmeasured: Counter[tuple[str, str]] = Counter()
+    for then, now in pairs:
+        if reason := _fails(then, now):
+            unmeasured["collectives, bytes and peak memory", reason] += 1
+            continue
+        for what, why_not, grown in _MEASURED:
+            if reason := why_not(then, now):
+                unmeasured[what, reason] += 1
+            else:
+                worse += grown(then, now)
+    not_compared += [f"{what} of {cases(count)}: {reason}" for (what, reason), count in sorted(unmeasured.items())]
     if time_ratio is None:
         not_compared.append("time: no --time-ratio was given")
     else:
-        worse += _times([(before[key], after[key]) for key in both], time_ratio)
+        worse += _times(pairs, time_ratio)
     order = list(Kind)
     return Outcome(
         worse=tuple(sorted(worse, key=lambda one: order.index(one.kind))),
@@ -244,13 +262,39 @@ def _better(before: _Cases, after: _Cases) -> Iterator[str]:
 def _unmeasured(then: CaseRecord, now: CaseRecord) -> str:
     """Why the collectives of a case cannot be compared; empty if they can."""
     for name, case in (("BASE", then), ("HEAD", now)):
-        if case.verdict is not Verdict.PASS:
-            return f"they do not pass in {name}"
         if "collectives" in case.shortened:
             return f"too many for the record in {name}"
     if bool(then.collectives) != bool(now.collectives):
         return f"{'HEAD' if then.collectives else 'BASE'} did not record them"
     return ""
+
+
+def _fails(then: CaseRecord, now: CaseRecord) -> str:
+    """Why what a case does cannot be compared: it may have ended early. Empty if it passed in both."""
+    failed = [name for name, case in (("BASE", then), ("HEAD", now)) if case.verdict is not Verdict.PASS]
+    return f"they do not pass in {failed[0]}" if failed else ""
+
+
+def _without_memory(then: CaseRecord, now: CaseRecord) -> str:
+    """Why the peak memory of a case cannot be compared; empty if it can."""
+    if then.peak_bytes and now.peak_bytes:
+        return ""
+    if not then.peak_bytes and not now.peak_bytes:
+        return "neither run measured it, as on a CPU (docs/gate.md)"
+    return f"{'HEAD' if then.peak_bytes else 'BASE'} did not measure it"
+
+
+def _memory(then: CaseRecord, now: CaseRecord) -> Iterator[Worse]:
+    """Whether a step holds more memory at a time than before, on the rank where it grew most."""
+    grown = [
+        (after - before, -rank, before, after)
+        for rank, (before, after) in enumerate(zip(then.peak_bytes, now.peak_bytes, strict=False))
+        if after > before
+    ]
+    if grown:
+        _, rank, before, after = max(grown)
+        others = f" and {len(grown) - 1} other ranks" if len(grown) > 1 else ""
+        yield _worse(Kind.MEMORY, now, f"rank {-rank}{others}: a step holds {after} bytes at a time, {before} before")
 
 
 @dataclass(frozen=True)
@@ -289,6 +333,12 @@ def _traffic(then: CaseRecord, now: CaseRecord) -> Iterator[Worse]:
             unit = " (bytes)" if kind is Kind.BYTES else ""
             others = f" and {len(grown) - 1} other ranks" if len(grown) > 1 else ""
             yield _worse(kind, now, f"rank {-rank}{others}{unit}: {'; '.join(parts)}")
+
+
+#: What is compared of a case that passes in both: its name, why it cannot be compared, and how it got worse.
+_MEASURED: tuple[
+    tuple[str, Callable[[CaseRecord, CaseRecord], str], Callable[[CaseRecord, CaseRecord], Iterator[Worse]]], ...
+] = (("collectives and bytes", _unmeasured, _traffic), ("peak memory", _without_memory, _memory))
 
 
 def _times(pairs: Sequence[tuple[CaseRecord, CaseRecord]], ratio: float) -> Iterator[Worse]:

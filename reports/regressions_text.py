@@ -18,6 +18,7 @@ def as_text(outcome: Outcome) -> str:
             lines.append(printable(f"  {_subject(one)}: {one.text}"))
             lines += [printable(f"    reproduce: {one.reproduce}")] if one.reproduce and one.kind.is_failure else []
         lines.append("")
+    lines += _listed("accepted", _accepted(outcome))
     lines += _listed("better", outcome.better)
     lines += _listed("not compared", outcome.not_compared)
     return "\n".join([*lines, _verdict(outcome)]) + "\n"
@@ -48,6 +49,7 @@ def as_markdown(outcome: Outcome) -> str:
                 "</details>",
                 "",
             ]
+    parts += _folded("Accepted", _accepted(outcome))
     parts += _folded("Better", outcome.better)
     parts += _folded("Not compared", outcome.not_compared)
     return "\n".join(parts).rstrip() + "\n"
@@ -60,6 +62,7 @@ def as_github(outcome: Outcome) -> str:
         file = one.nodeid.partition("::")[0]
         place = f" file={_property(file)}," if file else " "
         lines.append(f"::error{place}title={_property(f'{one.kind}: {_subject(one)}')}::{_message(one.text)}")
+    lines += [f"::notice title=shardproof accepted::{_message(line)}" for line in _accepted(outcome)]
     lines += [f"::notice title=shardproof not compared::{_message(line)}" for line in outcome.not_compared]
     return "\n".join([*lines, _message(_verdict(outcome))]) + "\n"
 
@@ -79,8 +82,14 @@ def _subject(one: Worse) -> str:
     return f"{one.implementation} {one.case}".rstrip()
 
 
+def _accepted(outcome: Outcome) -> list[str]:
+    return [f"{one.worse.kind}: {_subject(one.worse)}: {one.worse.text} ({one.reason})" for one in outcome.accepted]
+
+
 def _verdict(outcome: Outcome) -> str:
     compared = f"compared: {cases(outcome.compared)} that ran in both"
+    if outcome.accepted:
+        compared = f"accepted: {len(outcome.accepted)}; {compared}"
     if not outcome.worse:
         return f"nothing got worse; {compared}"
     counts = Counter(one.kind for one in outcome.worse)

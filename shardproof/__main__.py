@@ -10,6 +10,10 @@ from collections.abc import Sequence
 USAGE = """\
 usage: shardproof COMMAND ...
 
+shardproof trains small models under implementations of sharded data parallelism and under
+DistributedDataParallel, compares every stage of each step, and writes a run file. The commands
+other than run and implementations read run files; they need neither torch nor a GPU.
+
 commands:
   run      run the packaged suites with pytest; takes pytest's arguments and shardproof's options
   report   print a run file's matrix, failures and skips
@@ -20,7 +24,15 @@ commands:
   implementations
            list what --impl can name, its version, and where it runs or why not
 
-`shardproof COMMAND --help` describes a command.
+A first run, its matrix, why a case fails, and whether a change made anything worse:
+
+  shardproof run --impl reference,torch.fully_shard --effort quick --report run.json
+  shardproof report run.json
+  shardproof run "suites/test_clipping.py" --impl torch.fully_shard -k empty --explain
+  shardproof gate base.json run.json
+
+`shardproof COMMAND --help` describes a command. Words with a meaning of their own, such as case,
+world and verdict, are in the glossary of CONTRIBUTING.md; README.md names the other documents.
 """
 
 COMMANDS = "run, report, gate, expectations, merge or implementations"

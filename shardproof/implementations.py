@@ -10,9 +10,17 @@ from collections.abc import Sequence
 
 from shardproof.harness.adapters import registry
 from shardproof.harness.adapters.capability import Capability
+from shardproof.reports import helptext
 from shardproof.reports.table import printable, table
 
 CANNOT_RUN = 1
+
+_EPILOG = """\
+examples:
+  shardproof implementations
+  shardproof implementations torch.fsdp my_adapters:MyAdapter
+
+exit codes: 0; 1 one of those that are named runs nowhere here"""
 
 _DEVICES = ("cpu", "cuda")
 
@@ -107,9 +115,11 @@ def _has_cuda() -> bool:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="shardproof implementations",
-        description="List the implementations that --impl can name: built-in ones and those of installed packages.",
+    parser = helptext.parser(
+        "shardproof implementations",
+        description="List the implementations that --impl can name: built-in ones and those of installed packages. Of "
+        "each its version, the number of capabilities that it declares, and the device types on which it runs here.",
+        epilog=_EPILOG,
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="only these: names, or module:Class")
     return parser

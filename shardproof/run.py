@@ -18,6 +18,33 @@ _SUITES = "suites"
 _PACKAGE = pathlib.Path(__file__).parent
 
 
+HELP = """\
+usage: shardproof run [PATH ...] [options]
+
+Run the packaged suites with pytest. PATH is a file or a node id such as suites/test_clipping.py or
+"suites/test_clipping.py::test_empty_shards[reference-w2]"; by default all suites run. The configuration and the
+conftest files of the current directory take no part; adapters that --impl names as module:Class are found there.
+
+Options of shardproof are in the group "shardproof" below; the ones to begin with:
+
+  --impl NAMES      implementations, separated by commas (`shardproof implementations` lists them)
+  --effort quick    one item of each test function, in place of all
+  --world 2,4       only cases with these numbers of ranks
+  --report FILE     write a run file, which the other commands read
+  --explain         run each case that fails once more, and name the first tensor that diverges
+
+examples:
+  shardproof run --impl reference,torch.fully_shard --effort quick --report run.json
+  shardproof run suites/test_training.py --impl my_adapters:MyAdapter -k frozen -x --explain
+  shardproof run --impl torch.fsdp --expectations torch.fsdp.toml -n 4 --report run.json
+
+exit codes: 0 as expected; 1 a case failed; 4 an option is not valid; 6 no case ran on some implementation;
+7 a selected case has no record; 2, 3 and 5 are pytest's own.
+
+What follows is pytest's own help.
+"""
+
+
 def run(arguments: Sequence[str]) -> int:
     """Run pytest on the packaged suites.
 
@@ -28,6 +55,8 @@ def run(arguments: Sequence[str]) -> int:
     Returns:
         pytest's exit code.
     """
+    if {"-h", "--help"} & set(arguments):
+        print(HELP)
     # The real folder: in a clone the links are another way to the same files.
     root = (_PACKAGE / _SUITES).resolve().parent
     here = os.getcwd()

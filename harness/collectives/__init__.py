@@ -3,6 +3,7 @@
 Imports ``findings`` and ``tensors``. ``board`` imports no torch: the controller reads it.
 
 - ``trace``: ``Collective``, ``Trace`` and the comparison of traces.
+- ``differences``: marks what is missing and extra in a trace.
 - ``recorder``: ``Recorder``, the dispatch mode that fills a trace.
 - ``board``, ``announce``: the collectives that each rank is about to enter, in memory that the controller and all ranks
   share.

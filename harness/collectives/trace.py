@@ -81,17 +81,32 @@ def rendered_difference(lines: Mapping[int, Sequence[str]]) -> str | None:
     Returns:
         A description that names the group and both collectives, or None.
     """
-    by_group: dict[str, dict[int, list[str]]] = {}
+    for group, members in by_group(lines).items():
+        if found := _difference_on(group, members):
+            return found[1]
+    return None
+
+
+def by_group(lines: Mapping[int, Sequence[str]]) -> dict[str, dict[int, list[str]]]:
+    """Sort what ranks issued by the groups on which they did.
+
+    Args:
+        lines: as for :func:`rendered_difference`.
+
+    Returns:
+        By group, as a line names its ranks, and by member: the squeezed lines without sends and receives; of members
+        without a trace nothing.
+    """
+    found: dict[str, dict[int, list[str]]] = {}
     for rank, collectives in lines.items():
         for line in map(squeeze, collectives):
             ranks = _RANKS.search(line)
             if ranks and not {"send", "recv"} & set(line.split()):
-                by_group.setdefault(ranks[1], {}).setdefault(rank, []).append(line)
-    for group, sequences in sorted(by_group.items()):
-        members = {rank: sequences.get(rank, []) for rank in _members(group) if rank in lines}
-        if found := _difference_on(group, members):
-            return found[1]
-    return None
+                found.setdefault(ranks[1], {}).setdefault(rank, []).append(line)
+    return {
+        group: {rank: sequences.get(rank, []) for rank in _members(group) if rank in lines}
+        for group, sequences in sorted(found.items())
+    }
 
 
 def _difference_on(group: str, sequences: Mapping[int, Sequence[str]]) -> tuple[int, str] | None:

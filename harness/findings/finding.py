@@ -80,6 +80,22 @@ class Guess:
 
 
 @dataclasses.dataclass(frozen=True)
+class Numbers:
+    """The element in which two or three runs differ most.
+
+    Attributes:
+        offset: the flat index of the element in the tensor of this rank.
+        values: the element by the name of a run: "sharded", "baseline", "oracle".
+        ulps: the distance to the oracle by the name of a run, and under "allowed" what the sharded run may have; the
+            distance to the baseline where there is no oracle.
+    """
+
+    offset: int
+    values: dict[str, float]
+    ulps: dict[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
 class Finding:
     """One comparison that failed on one rank.
 
@@ -87,11 +103,13 @@ class Finding:
         location: where the two sides of the comparison differ.
         text: the numbers that differ; may have several lines.
         guess: a guess at the cause, where there is one.
+        numbers: the numbers of the text, where an element differs.
     """
 
     location: Location
     text: str
     guess: Guess | None = None
+    numbers: Numbers | None = None
 
     def render(self, *, title: str, others: Sequence[Finding] = (), size: int = 1) -> str:
         """Return the message of the failure.

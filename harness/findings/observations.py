@@ -71,6 +71,8 @@ class Observations:
         compares_collectives: whether the members of a group must have issued the same collectives on it.
         expected_texts: the texts to compare with inline literals, in the order of the calls.
         spent: the seconds of each activity of the rank.
+        peak_bytes: the most bytes that a step of the implementation held at a time, beyond those before it; None where
+            the device does not count them.
     """
 
     losses: dict[str, list[float]] = dataclasses.field(default_factory=dict)
@@ -79,6 +81,15 @@ class Observations:
     compares_collectives: bool = True
     expected_texts: list[ExpectedText] = dataclasses.field(default_factory=list)
     spent: dict[str, float] = dataclasses.field(default_factory=dict)
+    peak_bytes: int | None = None
+
+    def add_peak(self, nbytes: int) -> None:
+        """Keep the highest peak of all steps.
+
+        Args:
+            nbytes: the most bytes that a step held at a time, beyond those before it.
+        """
+        self.peak_bytes = max(nbytes, self.peak_bytes or 0)
 
     def add_losses(self, **by_run: float) -> None:
         """Append the losses of one step.

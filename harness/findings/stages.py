@@ -16,11 +16,26 @@ class Stage(enum.Enum):
     SHARDING = "sharding"
     """What each rank holds: the bytes once the model is sharded, and the elements of its shards."""
 
+    GATHERED = "gathered parameter"
+    """A parameter as a module's forward finds it. Only ``--explain`` sees it."""
+
+    BUFFER = "buffer"
+    """A buffer as a module's forward finds it. Only ``--explain`` sees it."""
+
+    MODULE_OUTPUT = "output of a module"
+    """The tensors that a module's forward returned. Only ``--explain`` sees them."""
+
     OUTPUT = "output"
     """The tensors that forward returned."""
 
     LOSS = "loss"
     """The loss of one microbatch."""
+
+    OUTPUT_GRADIENT = "gradient of a module's output"
+    """The gradient of what a module's forward returned. Only ``--explain`` sees it."""
+
+    OWN_GRADIENT = "gradient before its reduction"
+    """The gradient of a parameter from one microbatch of one rank. Only ``--explain`` sees it."""
 
     GRADIENT = "gradient"
     """The gradients after the last backward."""

@@ -14,6 +14,7 @@ room; the other rooms import from its modules.
 - ``casts``: ``CastReplica``, the baseline of runs in low precision, and ``check_equal``.
 - ``plain``: averages the gradients of plain copies, for cases of two models or of several backwards.
 - ``oracle``, ``numerics``, ``explanations``: the float64 replay, the tolerances, and probable causes of an error.
+- ``capture``: copies what modules compute; ``explainer``, ``divergences``: the first tensor of it that diverges.
 - ``census``: counts the bytes in which units are gathered while a step runs.
 - ``timeline``: when kernels ran, from a profile; ``poison``: fills memory that was freed too early with NaN.
 - ``refusals``: what an implementation refuses to shard, and what it has done by then.

@@ -26,7 +26,10 @@ from shardproof.harness.adapters.base import (
 from shardproof.harness.findings.finding import Finding, Location, raise_first
 from shardproof.harness.findings.stages import Stage
 from shardproof.harness.models.plain import mean_square
+from shardproof.harness.parity import capture
+from shardproof.harness.parity.capture import Capture, Event
 from shardproof.harness.parity.comparison import exact_difference
+from shardproof.harness.parity.divergences import Exact
 from shardproof.harness.parity.inputs import as_inputs
 from shardproof.harness.parity.member import Member
 from shardproof.harness.parity.protocol import cut
@@ -36,6 +39,9 @@ from shardproof.harness.tensors.host import on_host
 from shardproof.harness.tensors.trees import map_tensors, tensors_of
 
 _Gradients = dict[str, torch.Tensor | None]
+
+#: With what a run is compared here.
+_SAME_CASTS = "a baseline with the same casts"
 
 
 class CastReplica:
@@ -74,6 +80,12 @@ class CastReplica:
         self.optimizer = optimizer(self.model.parameters())
         self._after_backward, self._step = after_backward, step
         self._units = {name: unit[0] for unit in config.units for name in unit}
+        self._captured: list[Event] = []
+
+    def take_captured(self) -> list[Event]:
+        """Return what the copies have computed since the last call, with capture on."""
+        captured, self._captured = self._captured, []
+        return captured
 
     def held_parameters(self) -> dict[str, nn.Parameter]:
         """Return the full parameters, by name."""
@@ -91,8 +103,8 @@ class CastReplica:
         """
         kept: list[_Gradients] = []
         outputs, losses = [], []
-        for arguments in microbatches:
-            output, value, gradients = self._backward(arguments, loss)
+        for index, arguments in enumerate(microbatches):
+            output, value, gradients = self._backward(arguments, loss, index)
             outputs.append([tensor.detach() for tensor in tensors_of(output)])
             losses.append(value.detach())
             kept.append(gradients)
@@ -111,7 +123,8 @@ class CastReplica:
             name: {key: whole(value.clone()) for key, value in tensors_of_state(self.optimizer.state[one]).items()}
             for name, one in self.model.named_parameters()
         }
-        return StepPicture(outputs, losses, averaged, None, None, parameters, state)
+        captured = self.take_captured()
+        return StepPicture(outputs, losses, averaged, None, None, parameters, state, captured=captured)
 
     def _unit_of(self, name: str) -> str:
         """The first module of the unit of a module or parameter; "" is the root's own."""
@@ -123,21 +136,31 @@ class CastReplica:
         precision = self._config.precision_of(self._unit_of(name))
         return Precision() if precision.full_in_evaluation and not self.model.training else precision
 
-    def _backward(self, arguments: Any, loss: Loss) -> tuple[Any, torch.Tensor, _Gradients]:
+    def _backward(self, arguments: Any, loss: Loss, index: int) -> tuple[Any, torch.Tensor, _Gradients]:
         """Run one microbatch on a copy with all casts made; the gradients are of the dtypes of compute."""
         working, inputs = self._working_copy(), as_inputs(arguments)
-        output = working(*inputs.args, **inputs.kwargs)
-        value = loss(output)
-        value.backward()
+        copies = self._capture(working)
+        with capture.during(copies, "forward", index):
+            output = working(*inputs.args, **inputs.kwargs)
+            value = loss(output)
+        with capture.during(copies, "backward", index):
+            value.backward()
+        self._captured += capture.taken(copies)
         for (_, buffer), (_, after) in zip(self.model.named_buffers(), working.named_buffers(), strict=True):
             buffer.copy_(after)
         return output, value, {name: parameter.grad for name, parameter in working.named_parameters()}
 
     def evaluate(self, arguments: Any) -> list[torch.Tensor]:
         """Run one forward without autograd, in the mode of :attr:`model`, and return the tensors of its output."""
-        inputs = as_inputs(arguments)
-        with torch.no_grad():
-            return [*tensors_of(self._working_copy()(*inputs.args, **inputs.kwargs))]
+        inputs, working = as_inputs(arguments), self._working_copy()
+        copies = self._capture(working)
+        with torch.no_grad(), capture.during(copies, "forward", 0):
+            outputs = [*tensors_of(working(*inputs.args, **inputs.kwargs))]
+        self._captured += capture.taken(copies)
+        return outputs
+
+    def _capture(self, working: nn.Module) -> Capture | None:
+        return None if self._member.explainer is None else capture.capture_of(working)
 
     def _working_copy(self) -> nn.Module:
         working = copy.deepcopy(self.model)
@@ -269,12 +292,18 @@ def check_evaluation(member: Member, run: Run, replica: CastReplica, arguments: 
     Raises:
         Divergence: on every rank, at the first tensor that differs.
     """
-    finding = None
-    pairs = zip(run.evaluate(arguments), replica.evaluate(arguments), strict=True)
-    for index, (mine, other) in enumerate(pairs):
-        for stage, name, text in _difference(Stage.OUTPUT, f"evaluation, tensor {index}", whole(mine), whole(other)):
-            finding = finding or Finding(Location(stage=stage, step=number, rank=member.index, name=name), text)
-    member.agree(finding, title="an evaluation diverges from a baseline with the same casts")
+    pairs = [*zip(run.evaluate(arguments), replica.evaluate(arguments), strict=True)]
+
+    def findings() -> Iterator[Finding]:
+        for index, (mine, other) in enumerate(pairs):
+            name = f"evaluation, tensor {index}"
+            for stage, _, text in _difference(Stage.OUTPUT, name, whole(mine), whole(other)):
+                yield Finding(Location(stage=stage, step=number, rank=member.index, name=name), text)
+
+    if member.explainer is not None:
+        mine, other = on_host((capture.taken(run.capture), replica.take_captured()))
+        member.explainer.add(Exact(_SAME_CASTS, mine, other, findings, rank=member.index, step=number))
+    member.agree(next(findings(), None), title=f"an evaluation diverges from {_SAME_CASTS}")
 
 
 def check_equal(member: Member, run: Run, step: StepPicture, expected: StepPicture, *, number: int) -> None:
@@ -291,12 +320,16 @@ def check_equal(member: Member, run: Run, step: StepPicture, expected: StepPictu
         Divergence: on every rank, at the first tensor that differs, by stage; or if the pieces do not cover the model.
     """
     step, expected = run.settle(step), on_host(expected)
-    finding = None
-    for stage, name, text in _differences(step, expected):
-        finding = Finding(Location(stage=stage, step=number, rank=member.index, name=name), text)
-        break
-    everyone = member.exchange((finding, step.show(step=number)))
-    raise_first([found for found, _ in everyone], title="the sharded run diverges from a baseline with the same casts")
+
+    def findings() -> Iterator[Finding]:
+        for stage, name, text in _differences(step, expected):
+            yield Finding(Location(stage=stage, step=number, rank=member.index, name=name), text)
+
+    if member.explainer is not None:
+        seen = Exact(_SAME_CASTS, step.captured, expected.captured, findings, rank=member.index, step=number)
+        member.explainer.add(seen)
+    everyone = member.exchange((next(findings(), None), step.show(step=number)))
+    raise_first([found for found, _ in everyone], title=f"the sharded run diverges from {_SAME_CASTS}")
     run.evidence.judge([shown for _, shown in everyone])
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from shardproof.harness.adapters.base import Piece, whole
-from shardproof.harness.findings.finding import Finding, Guess, Location
+from shardproof.harness.findings.finding import Finding, Guess, Location, Numbers
 from shardproof.harness.findings.observations import Measured
 from shardproof.harness.findings.stages import Stage
 from shardproof.harness.parity.explanations import (
@@ -93,17 +93,26 @@ class StepComparison:
         return next(self._findings(), None)
 
     def _findings(self) -> Iterator[Finding]:
-        member = self.context.member
-        for number, outputs in enumerate(self.sharded.outputs):
-            expected = [*tensors_of(self.oracle.outputs[member][number])]
-            for index, triple in enumerate(zip(outputs, self.baseline.outputs[number], expected, strict=True)):
-                if triple[0].is_floating_point():
-                    where = "evaluation" if self.context.evaluates else f"microbatch {number}"
-                    yield from self._scalar_or_tensor(Stage.OUTPUT, f"{where}, tensor {index}", *triple)
-            if self.context.evaluates:
-                return
+        for number in range(len(self.sharded.outputs)):
+            yield from self.of_microbatch(number)
+        yield from self.after_backward()
+
+    def of_microbatch(self, number: int) -> Iterator[Finding]:
+        """Compare the output and the loss of one microbatch."""
+        member, outputs = self.context.member, self.sharded.outputs[number]
+        expected = [*tensors_of(self.oracle.outputs[member][number])]
+        for index, triple in enumerate(zip(outputs, self.baseline.outputs[number], expected, strict=True)):
+            if triple[0].is_floating_point():
+                where = "evaluation" if self.context.evaluates else f"microbatch {number}"
+                yield from self._scalar_or_tensor(Stage.OUTPUT, f"{where}, tensor {index}", *triple)
+        if not self.context.evaluates:
             loss = self.sharded.losses[number], self.baseline.losses[number], self.oracle.losses[member][number]
             yield from self._scalar_or_tensor(Stage.LOSS, f"microbatch {number}", *loss)
+
+    def after_backward(self) -> Iterator[Finding]:
+        """Compare what follows the last backward of the step; nothing follows an evaluation."""
+        if self.context.evaluates:
+            return
         yield from self._pieces(Stage.GRADIENT, self.sharded.gradients, self.baseline.gradients, self.oracle.gradients)
         yield from self._norm()
         if self.sharded.clipped is not None and self.baseline.clipped is not None:
@@ -249,17 +258,10 @@ class StepComparison:
         expected: torch.Tensor, result: Distance, oracle: torch.Tensor,
     ) -> Finding:  # fmt: skip
         element = _global_index(mine, oracle, result.index)
-        numbers = ", ".join(
-            f"{who} {float(tensor.flatten()[result.index]):.9g}"
-            for who, tensor in (("sharded", value), ("baseline", other), ("oracle", expected))
-        )
-        text = (
-            f"{numbers}\n  off by {_number(result.sharded_ulps)} ulps (1 ulp is {result.unit:.3g}); the baseline is "
-            f"off by {_number(result.baseline_ulps)} ulps, so at most {_number(result.allowed_ulps)} ulps are allowed"
-        )
+        text, numbers = numbers_of(result, {"sharded": value, "baseline": other, "oracle": expected})
         guess = self._guess(stage, name, mine, value, expected)
         guess = guess or guess_from_values(value, expected, magnitude=float(oracle.abs().max()))
-        return self._finding(stage, name, element, text, guess)
+        return dataclasses.replace(self._finding(stage, name, element, text, guess), numbers=numbers)
 
     def _guess(self, stage: Stage, name: str, mine: Piece, value: torch.Tensor, expected: torch.Tensor) -> Guess | None:
         before = self.sharded.gradients.get(name)
@@ -277,6 +279,26 @@ class StepComparison:
         location = Location(stage=stage, step=self.context.step, rank=self.context.rank, name=name, element=element)
         untied = self.context.untied.get(name.partition(":")[0])
         return Finding(location, f"{text}\n  {untied}" if untied else text, guess)
+
+
+def numbers_of(result: Distance, runs: Mapping[str, torch.Tensor]) -> tuple[str, Numbers]:
+    """Describe the element of a tensor in which the sharded run is farthest from the oracle.
+
+    Args:
+        result: the distances of the tensor.
+        runs: the tensor by the name of a run, in one shape.
+
+    Returns:
+        Two lines for the text of a failure, and the numbers in them.
+    """
+    values = {who: float(tensor.flatten()[result.index]) for who, tensor in runs.items()}
+    text = (
+        f"{', '.join(f'{who} {value:.9g}' for who, value in values.items())}\n  off by "
+        f"{_number(result.sharded_ulps)} ulps (1 ulp is {result.unit:.3g}); the baseline is "
+        f"off by {_number(result.baseline_ulps)} ulps, so at most {_number(result.allowed_ulps)} ulps are allowed"
+    )
+    ulps = {"sharded": result.sharded_ulps, "baseline": result.baseline_ulps, "allowed": result.allowed_ulps}
+    return text, Numbers(result.index, values, ulps)
 
 
 def _global_index(piece: Piece, full: torch.Tensor, index: int) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from shardproof.harness.adapters.base import Adapter
 from shardproof.harness.collectives.announce import Announcer
 from shardproof.harness.findings.finding import Finding, raise_first
 from shardproof.harness.findings.observations import Observations
+from shardproof.harness.parity.explainer import Explainer
 from shardproof.harness.parity.rank_state import RankState
 from shardproof.harness.parity.replay_cache import ReplayCache
 from shardproof.harness.parity.stopwatch import Stopwatch
@@ -28,10 +29,12 @@ class Member:
 
     Attributes:
         record: what this rank observes during the case, for the run file.
+        explainer: looks for the first divergence with capture on; None in an ordinary run.
     """
 
-    def __init__(self, state: RankState, *, implementation: type[Adapter]) -> None:
+    def __init__(self, state: RankState, *, implementation: type[Adapter], explainer: Explainer | None = None) -> None:
         self._state = state
+        self.explainer = explainer
         self.implementation = implementation
         self.record = Observations()
 

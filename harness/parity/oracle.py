@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from shardproof.harness.adapters.base import Clip, OptimizerFactory
+from shardproof.harness.parity import capture
+from shardproof.harness.parity.capture import Capture, Event
 from shardproof.harness.parity.inputs import as_inputs
 from shardproof.harness.tensors.trees import map_tensors
 
@@ -31,6 +33,8 @@ class OracleStep:
         clipped: the gradients after clipping; equal to ``gradients`` without clipping.
         parameters: the parameters after the optimizer step.
         state: the tensors of the optimizer's state after the step, by parameter and key.
+        captured: what the modules computed, in order, by data-parallel rank; empty unless the case runs with capture
+            on.
     """
 
     outputs: list[list[Any]]
@@ -41,6 +45,7 @@ class OracleStep:
     clipped: dict[str, torch.Tensor | None] = dataclasses.field(default_factory=dict)
     parameters: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     state: dict[str, dict[str, torch.Tensor]] = dataclasses.field(default_factory=dict)
+    captured: Sequence[Sequence[Event]] = ()
 
 
 class Oracle:
@@ -53,10 +58,14 @@ class Oracle:
         model: the unsharded model; the oracle trains a copy.
         optimizer: a factory of ``harness.models.optim``; None leaves the parameters unchanged.
         clip: how to clip the total norm, or None.
+        captures: whether to copy what the modules compute.
     """
 
-    def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, clip: Clip | None) -> None:
+    def __init__(
+        self, model: nn.Module, *, optimizer: OptimizerFactory | None, clip: Clip | None, captures: bool = False
+    ) -> None:
         self.model = copy.deepcopy(model).double()
+        self.capture: Capture | None = capture.capture_of(self.model) if captures else None
         self.optimizer = optimizer(self.model.parameters()) if optimizer else None
         self.clip = clip
         self._names = dict(self.model.named_parameters())
@@ -82,17 +91,21 @@ class Oracle:
         outputs: list[list[Any]] = []
         losses: list[list[torch.Tensor]] = []
         own: list[dict[str, torch.Tensor | None]] = []
+        captured: list[Sequence[Event]] = []
         for microbatches in batches:
             outputs.append([])
             losses.append([])
             own.append(dict.fromkeys(self._names))
-            for arguments in microbatches:
+            for index, arguments in enumerate(microbatches):
                 inputs = map_tensors(_to_double, as_inputs(arguments))
-                output = module(*inputs.args, **inputs.kwargs)
-                value = loss(output)
+                with capture.during(self.capture, "forward", index):
+                    output = module(*inputs.args, **inputs.kwargs)
+                    value = loss(output)
                 outputs[-1].append(map_tensors(torch.Tensor.detach, output))
                 losses[-1].append(value.detach())
-                own[-1] = self._add(own[-1], value)
+                with capture.during(self.capture, "backward", index):
+                    own[-1] = self._add(own[-1], value)
+            captured.append(capture.taken(self.capture))
         average = {name: _average([one[name] for one in own]) for name in self._names}
         gradients = self._accumulated(average)
         norm, clipped = self._clipped(gradients)
@@ -100,7 +113,7 @@ class Oracle:
             self.optimizer.step()
         parameters = {name: value.detach().clone() for name, value in self._names.items()}
         self.model.zero_grad(set_to_none=set_to_none)
-        return OracleStep(outputs, losses, own, gradients, norm, clipped, parameters, self._state())
+        return OracleStep(outputs, losses, own, gradients, norm, clipped, parameters, self._state(), captured)
 
     @torch.no_grad()
     def evaluate(self, inputs: Any, *, submodule: str = "") -> Any:
@@ -111,7 +124,8 @@ class Oracle:
             submodule: the name of the module to call; "" is the root.
         """
         converted = map_tensors(_to_double, as_inputs(inputs))
-        return self.model.get_submodule(submodule)(*converted.args, **converted.kwargs)
+        with capture.during(self.capture, "forward", 0):
+            return self.model.get_submodule(submodule)(*converted.args, **converted.kwargs)
 
     def _state(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return copies of the tensors of the optimizer's state."""

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from shardproof.harness.adapters.base import Adapter, Config, Precision
+from shardproof.harness.collectives.differences import marked_counts
 from shardproof.harness.collectives.trace import Trace, count_difference, first_difference
 from shardproof.harness.findings.finding import Divergence, Finding, Location, raise_first
 from shardproof.harness.findings.stages import Stage
 from shardproof.harness.models.plain import mean_square
+from shardproof.harness.parity import capture
+from shardproof.harness.parity.capture import Event
 from shardproof.harness.parity.claims import Counts, state_numel
 from shardproof.harness.parity.comparison import Context, StepComparison
+from shardproof.harness.parity.divergences import OfStep
 from shardproof.harness.parity.inputs import Inputs, as_inputs, as_microbatches
 from shardproof.harness.parity.member import Member
 from shardproof.harness.parity.oracle import Oracle, OracleStep
@@ -63,12 +68,14 @@ class _Evaluation:
         outputs: the tensors of the sharded run's output.
         inputs: this rank's arguments.
         options: the mode and the submodule.
+        captured: what the modules computed; empty unless the case runs with capture on.
     """
 
     number: int
     outputs: list[torch.Tensor]
     inputs: Inputs
     options: dict[str, Any]
+    captured: Sequence[Event] = ()
 
 
 class Pair:
@@ -178,7 +185,9 @@ class Pair:
         """
         inputs = as_inputs(batch)
         outputs = self.sharded.evaluate(_copies([inputs])[0], mode=mode, submodule=submodule)
-        self._unchecked.append(_Evaluation(self._steps, outputs, inputs, {"mode": mode, "submodule": submodule}))
+        options = {"mode": mode, "submodule": submodule}
+        captured = capture.taken(self.sharded.capture)
+        self._unchecked.append(_Evaluation(self._steps, outputs, inputs, options, captured))
 
     def check(self) -> None:
         """Compare all steps since the last check, stage by stage.
@@ -194,16 +203,30 @@ class Pair:
         # Replay all steps before comparing any: a replay is collective, and a rank that stopped at its first finding
         # would leave the other ranks waiting in the next replay.
         with self._member.stopwatch.during("replaying"):
-            comparisons = [
-                self._replayed(one) if isinstance(one, _Step) else self._replayed_evaluation(one)
-                for one in self._unchecked
-            ]
+            comparisons = self._replay_unchecked()
         with self._member.stopwatch.during("comparing"):
             finding = self._first_finding(comparisons)
         steps = [(one.number, one.sharded) for one in self._unchecked if isinstance(one, _Step)]
         self._unchecked.clear()
         self._agree(finding, steps)
         self.sharded.perturbation.assert_met()
+
+    def _replay_unchecked(self) -> list[StepComparison]:
+        """Replay what has not been checked (collective)."""
+        comparisons = []
+        for one in self._unchecked:
+            comparisons.append(self._replayed(one) if isinstance(one, _Step) else self._replayed_evaluation(one))
+            if self._member.explainer is not None:
+                trace = self._trace_of(one.number) if isinstance(one, _Step) else Trace()
+                self._member.explainer.add(OfStep(comparisons[-1], trace, self.units))
+        return comparisons
+
+    def replay_rest(self) -> None:
+        """Replay for the explanation what a failure has left unchecked (collective); the record stays as it is."""
+        losses = {name: [*values] for name, values in self._member.record.losses.items()}
+        self._replay_unchecked()
+        self._unchecked.clear()
+        self._member.record.losses = losses
 
     def _first_finding(self, comparisons: list[StepComparison]) -> Finding | None:
         for comparison in comparisons:
@@ -246,11 +269,12 @@ class Pair:
 
     def _replayed_evaluation(self, one: _Evaluation) -> StepComparison:
         """Replay a forward with the baseline and the oracle (collective)."""
-        baseline, expected = self._replay.evaluate(_copies([one.inputs])[0], options=one.options)
-        replayed = OracleStep([[[expected]] for _ in self.adapter.config.data_ranks])
-        outputs: list[torch.Tensor] = on_host(one.outputs)
+        found = self._replay.evaluate(_copies([one.inputs])[0], options=one.options)
+        ranks = self.adapter.config.data_ranks
+        replayed = OracleStep([[[found.oracle]] for _ in ranks], captured=[found.captured[1] for _ in ranks])
         context = dataclasses.replace(self._context(one.number), evaluates=True)
-        return StepComparison(_output_alone(outputs), _output_alone(baseline), replayed, context)
+        mine = _output_alone(on_host(one.outputs), on_host(one.captured))
+        return StepComparison(mine, _output_alone(found.baseline, found.captured[0]), replayed, context)
 
     def check_counts(self, phase: str, **expected: int) -> None:
         """Check that the last step issued exactly these collectives in one phase (collective).
@@ -268,6 +292,8 @@ class Pair:
         if finding is not None:
             here = dataclasses.replace(finding.location, step=self._steps - 1, rank=self._member.index)
             finding = dataclasses.replace(finding, location=here)
+            if self._member.explainer is not None:
+                self._member.explainer.expected = marked_counts(self.last_trace(), phase, expected, labels)
         self._member.agree(finding, title=_WRONG_COLLECTIVES)
 
     def check_bytes(self) -> None:
@@ -368,9 +394,9 @@ def _storages(replay: Replay) -> set[int]:
     return {value.untyped_storage().data_ptr() for model in replay.models() for value in model.parameters()}
 
 
-def _output_alone(outputs: list[torch.Tensor]) -> StepPicture:
+def _output_alone(outputs: list[torch.Tensor], captured: Sequence[Event]) -> StepPicture:
     """Return a picture of a forward that nothing follows."""
-    return StepPicture([outputs], [], {}, None, None, {})
+    return StepPicture([outputs], [], {}, None, None, {}, captured=captured)
 
 
 def _copies(microbatches: list[Inputs]) -> list[Inputs]:

@@ -15,8 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardproof.harness.adapters import registry
 from shardproof.harness.adapters.base import Adapter, Config
+from shardproof.harness.findings.explanation import Explanation
 from shardproof.harness.findings.observations import ExpectedText
 from shardproof.harness.models import optim
+from shardproof.harness.parity.explainer import Explainer
 from shardproof.harness.parity.member import Member
 from shardproof.harness.parity.pair import Pair
 from shardproof.harness.parity.rank_state import RankState
@@ -49,6 +51,7 @@ class Rank(Member):
         seeds: the seeds of the case.
         tmp_path: a directory of the case alone, shared by its ranks.
         monkeypatch: pytest's monkeypatch, undone on this rank after the case.
+        captures: whether to copy what modules compute, to explain a failure.
 
     Attributes:
         driven: the implementations that the case has driven, that under test among them.
@@ -62,8 +65,9 @@ class Rank(Member):
         seeds: Seeds,
         tmp_path: pathlib.Path,
         monkeypatch: pytest.MonkeyPatch,
+        captures: bool = False,
     ) -> None:
-        super().__init__(state, implementation=implementation)
+        super().__init__(state, implementation=implementation, explainer=Explainer() if captures else None)
         self.seeds = seeds
         self.tmp_path = tmp_path
         self.monkeypatch = monkeypatch
@@ -211,6 +215,20 @@ class Rank(Member):
         """Let the members of a group issue different collectives on it, which is a failure of every other case."""
         self.record.compares_collectives = False
 
+    def explain(self, *, in_step: bool) -> Explanation:
+        """Return where the runs of the case first diverge. The harness calls it after the case, with capture on.
+
+        Args:
+            in_step: whether all ranks have ended the case alike, so that they can replay what has not been checked
+                (collective then).
+        """
+        assert self.explainer is not None, "only a case with capture on is explained"
+        if in_step:
+            for pair in self._watched:
+                if isinstance(pair, Pair):
+                    pair.replay_rest()
+        return self.explainer.explain(self.implementation)
+
     def finish(self) -> None:
         """Collect the traces of the case's runs and tear down their adapters. The harness calls it after the case.
 
@@ -218,6 +236,8 @@ class Rank(Member):
             Exception: the first exception of a teardown, after the other adapters are torn down too.
         """
         errors: list[BaseException] = []
+        if self.explainer is not None:
+            self.explainer.close()
         for run in (run for owner in self._watched for run in owner.runs):
             if run.adapter.name == self.implementation.name:
                 self.record.add_trace([str(item) for item in run.trace])

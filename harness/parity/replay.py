@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -12,6 +13,8 @@ from torch import nn
 
 from shardproof.harness.adapters.base import Adapter, Config, OptimizerFactory, original_name
 from shardproof.harness.adapters.replicas import DdpAdapter, ReplicatedAdapter
+from shardproof.harness.parity import capture
+from shardproof.harness.parity.capture import Event
 from shardproof.harness.parity.claims import states_per_parameter
 from shardproof.harness.parity.digests import digest
 from shardproof.harness.parity.inputs import Inputs
@@ -49,6 +52,22 @@ class Replayed:
     baseline: StepPicture
     oracle: OracleStep
     state_kinds: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluated:
+    """The results of one forward without autograd, on the host.
+
+    Attributes:
+        baseline: the tensors of the baseline's output.
+        oracle: the oracle's output.
+        captured: what the modules of the two computed, the baseline's first; empty unless the case runs with capture
+            on.
+    """
+
+    baseline: list[torch.Tensor]
+    oracle: Any
+    captured: tuple[Sequence[Event], Sequence[Event]] = ((), ())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +122,7 @@ class Replay:
         self._made: tuple[Run, Oracle] | None = None
         #: What the two have not replayed yet, because the results were in the cache.
         self._behind: list[_Request] = []
-        self._key = self._first_key()
+        self._key = self._first_key() if member.explainer is None else None
         self.is_adaptive = not isinstance(optimizer(self._initial.parameters()), torch.optim.SGD)
 
     @property
@@ -145,18 +164,15 @@ class Replay:
         replayed: Replayed = self._result(True, microbatches, options, ahead)
         return replayed
 
-    def evaluate(self, inputs: Inputs, *, options: dict[str, Any]) -> tuple[list[torch.Tensor], Any]:
+    def evaluate(self, inputs: Inputs, *, options: dict[str, Any]) -> Evaluated:
         """Replay a forward without autograd (collective).
 
         Args:
             inputs: this rank's arguments.
             options: the mode and the submodule.
-
-        Returns:
-            The tensors of the baseline's output, and the oracle's output, on the host.
         """
-        outputs: tuple[list[torch.Tensor], Any] = self._result(False, inputs, options, 0)
-        return outputs
+        evaluated: Evaluated = self._result(False, inputs, options, 0)
+        return evaluated
 
     def _result(self, is_step: bool, mine: Any, options: dict[str, Any], ahead: int) -> Any:
         cache = self._member.replays
@@ -199,7 +215,9 @@ class Replay:
         mine = map_tensors(torch.clone, request.mine)
         if not request.is_step:
             expected = oracle.evaluate(mine, submodule=request.options["submodule"])
-            return on_host((baseline.evaluate(map_tensors(torch.clone, mine), **request.options), expected))
+            outputs = baseline.evaluate(map_tensors(torch.clone, mine), **request.options)
+            captured = capture.taken(baseline.capture), capture.taken(oracle.capture)
+            return on_host(Evaluated(outputs, expected, captured))
         picture = baseline.settle(baseline.step(mine, ahead=request.ahead, **request.options))
         batches = [request.everyone[index] for index in self._config.data_ranks]
         expected = oracle.step(batches, **request.options)
@@ -208,7 +226,8 @@ class Replay:
 
     def _make(self) -> tuple[Run, Oracle]:
         if self._made is None:
-            oracle = Oracle(self._initial, optimizer=self._optimizer, clip=self._config.clip)
+            captures = self._member.explainer is not None
+            oracle = Oracle(self._initial, optimizer=self._optimizer, clip=self._config.clip, captures=captures)
             options = RunOptions(optimizer=self._optimizer, compared_as=self._compared_as)
             kind = _BASELINES[self._baseline]
             self._made = Run(self._member, kind, self._initial, config=self._config, options=options), oracle

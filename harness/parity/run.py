@@ -17,7 +17,8 @@ from shardproof.harness.collectives.recorder import Recorder
 from shardproof.harness.collectives.trace import Collective, Trace
 from shardproof.harness.findings.finding import Divergence, Finding, Location
 from shardproof.harness.findings.stages import Stage
-from shardproof.harness.parity import claims, protocol
+from shardproof.harness.parity import capture, claims, protocol
+from shardproof.harness.parity.capture import Capture, Event
 from shardproof.harness.parity.coverage import Evidence, Shown
 from shardproof.harness.parity.inputs import Inputs, as_inputs
 from shardproof.harness.parity.member import Member
@@ -93,6 +94,7 @@ class StepPicture:
             return it.
         gradient_numel: the elements that the rank held of the gradients of its registered parameters.
         evidence: checks that the shards of all ranks cover the model; None for pictures that no run took.
+        captured: what the modules computed, in order; empty unless the case runs with capture on.
     """
 
     outputs: list[list[torch.Tensor]]
@@ -104,6 +106,7 @@ class StepPicture:
     state: dict[str, dict[str, Piece]] | None = None
     gradient_numel: int | None = None
     evidence: Evidence | None = None
+    captured: Sequence[Event] = ()
 
     def show(self, *, step: int) -> Shown:
         """Return what this rank holds of the tensors that the run has not shown before.
@@ -137,6 +140,7 @@ class Run:
         adapter: the adapter, with the sharded model.
         untied: the parameters that modules of the model share and those of the sharded one do not.
         suspicion: a failure that the first forward raises unless the implementation raises an error of its own.
+        capture: copies what the modules compute; None unless the case runs with capture on.
     """
 
     def __init__(
@@ -158,10 +162,25 @@ class Run:
         # An implementation keeps these modules, whatever it puts around them or makes of their classes.
         every_name = prepared.named_modules(remove_duplicate=False)
         self._modules: dict[str, nn.Module] = {original_name(name): module for name, module in every_name}
-        ties = ties_of(prepared)
+        ties, names = ties_of(prepared), capture.names_of(prepared)
         self.adapter = protocol.make(implementation, prepared, optimizer=options.optimizer, config=config)
         self.untied: list[Tie] = [tie for tie in ties if not tie.is_kept(self._modules)]
         self.suspicion: Divergence | None = None
+        self.capture: Capture | None = None
+        self._measures_peak = member.device.type == "cuda" and implementation is member.implementation
+        self._record = member.record
+        self._device = member.device
+        # Hooks of modules would break the graphs of compiled ones, and a case about memory would see the copies.
+        if member.explainer is not None and options.is_traced and options.pictures:
+            self.capture = Capture(self._modules, names, divides=self._factor)
+            member.explainer.watch(self.capture, implementation)
+
+    @property
+    def _factor(self) -> int:
+        """By what the loss of a microbatch is multiplied before backward."""
+        # All other implementations sum gradients over microbatches. One that averages them gets a scaled loss, so that
+        # its gradients are the same sums.
+        return self.adapter.config.microbatches if self.adapter.traits.divides_by_microbatches else 1
 
     @property
     def runs(self) -> tuple[Run, ...]:
@@ -193,8 +212,17 @@ class Run:
             set_to_none: whether gradients are set to None after the step, or to zeros.
             ahead: the number of forwards that run before the first backward, as in a pipeline.
         """
-        adapter, clip = self.adapter, self.adapter.config.clip
         self._snapshots.reserve()
+        held = memory.begin_step_peak(self._device) if self._measures_peak else 0
+        picture = self._step(microbatches, loss=loss, submodule=submodule, set_to_none=set_to_none, ahead=ahead)
+        if self._measures_peak:
+            self._record.add_peak(memory.step_peak(self._device) - held)
+        return picture
+
+    def _step(
+        self, microbatches: Sequence[Any], *, loss: Loss, submodule: str, set_to_none: bool, ahead: int
+    ) -> StepPicture:
+        adapter, clip = self.adapter, self.adapter.config.clip
         if ahead:
             outputs, losses = self._interleaved(microbatches, loss=loss, submodule=submodule, ahead=ahead)
         else:
@@ -215,7 +243,8 @@ class Run:
         parameters = self._picture(Stage.PARAMETER)
         state = self._state_picture()
         adapter.zero_grad(set_to_none=set_to_none)
-        return StepPicture(outputs, losses, gradients, norm, clipped, parameters, state, numel, self.evidence)
+        captured = capture.taken(self.capture)
+        return StepPicture(outputs, losses, gradients, norm, clipped, parameters, state, numel, self.evidence, captured)
 
     def original_module(self, name: str) -> nn.Module:
         """Return a module of the model as it was before sharding, for hooks of the harness and of cases.
@@ -277,8 +306,8 @@ class Run:
         outputs, losses = [], []
         for index, arguments in enumerate(microbatches):
             with self.adapter.microbatch(is_last=index == len(microbatches) - 1):
-                output, value = self._forward(arguments, loss=loss, submodule=submodule)
-                self._backward(value)
+                output, value = self._forward(arguments, index, loss=loss, submodule=submodule)
+                self._backward(value, index)
             outputs.append(self._output_copies(output, index))
             losses.append(self._snapshots.copy((Stage.LOSS, index), value))
         return outputs, losses
@@ -289,13 +318,13 @@ class Run:
         pending: collections.deque[torch.Tensor] = collections.deque()
         for index in range(len(microbatches) + ahead):
             if index < len(microbatches):
-                output, value = self._forward(microbatches[index], loss=loss, submodule=submodule)
+                output, value = self._forward(microbatches[index], index, loss=loss, submodule=submodule)
                 outputs.append(self._output_copies(output, index))
                 losses.append(self._snapshots.copy((Stage.LOSS, index), value))
                 pending.append(value)
             if index >= ahead:
                 with self.adapter.microbatch(is_last=len(pending) == 1):
-                    self._backward(pending.popleft())
+                    self._backward(pending.popleft(), index - ahead)
         return outputs, losses
 
     def forward_backward(
@@ -311,8 +340,8 @@ class Run:
         Returns:
             Copies of the output's tensors and of the loss, detached.
         """
-        output, value = self._forward(arguments, loss=loss, submodule=submodule)
-        self._backward(value)
+        output, value = self._forward(arguments, 0, loss=loss, submodule=submodule)
+        self._backward(value, 0)
         return self._output_copies(output, 0), self._snapshots.copy((Stage.LOSS, 0), value)
 
     def evaluate(
@@ -330,15 +359,15 @@ class Run:
         """
         inputs = as_inputs(arguments)
         context = torch.inference_mode() if mode == "inference_mode" else torch.no_grad()
-        with self._during("evaluation"), context:
+        with self._during("evaluation"), context, capture.during(self.capture, "forward", 0):
             output = self._called(inputs, submodule)
             copies: list[torch.Tensor] = self._rounded([tensor.detach().clone() for tensor in tensors_of(output)])
         # An inference tensor cannot be compared under autograd.
         return [tensor.clone() for tensor in copies] if mode == "inference_mode" else copies
 
-    def _forward(self, arguments: Any, *, loss: Loss, submodule: str) -> tuple[Any, torch.Tensor]:
+    def _forward(self, arguments: Any, microbatch: int, *, loss: Loss, submodule: str) -> tuple[Any, torch.Tensor]:
         inputs = as_inputs(arguments)
-        with self._during("forward"):
+        with self._during("forward"), capture.during(self.capture, "forward", microbatch):
             output = self._called(inputs, submodule)
             return output, loss(output)
 
@@ -353,12 +382,10 @@ class Run:
             raise self.suspicion
         return output
 
-    def _backward(self, value: torch.Tensor) -> None:
+    def _backward(self, value: torch.Tensor, microbatch: int) -> None:
         self.perturbation.at("loss")
-        # All other implementations sum gradients over microbatches. One that averages them gets a scaled loss, so that
-        # its gradients are the same sums.
-        factor = self.adapter.config.microbatches if self.adapter.traits.divides_by_microbatches else 1
-        with self._during("backward"):
+        factor = self._factor
+        with self._during("backward"), capture.during(self.capture, "backward", microbatch):
             self.adapter.backward(value * factor if factor != 1 else value)
 
     def _output_copies(self, output: Any, microbatch: int) -> list[torch.Tensor]:

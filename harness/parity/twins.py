@@ -9,8 +9,10 @@ import torch
 from shardproof.harness.findings.finding import Finding, Location, raise_first
 from shardproof.harness.findings.stages import Stage
 from shardproof.harness.parity.comparison import exact_difference
+from shardproof.harness.parity.divergences import Exact
 from shardproof.harness.parity.member import Member
 from shardproof.harness.parity.run import StepPicture
+from shardproof.harness.tensors.host import on_host
 
 
 def check_exact(member: Member, first: StepPicture, second: StepPicture, *, step: int, why: str) -> None:
@@ -29,16 +31,21 @@ def check_exact(member: Member, first: StepPicture, second: StepPicture, *, step
         Divergence: on every rank, if any tensor differs on any rank; it names the first that differs, by stage and then
             by rank. Or if the pieces of either run do not cover the model.
     """
-    finding = None
-    for stage, name, one, other in _compared(first, second):
-        difference = exact_difference(one, other)
-        if difference:
-            index, a, b = difference
-            location = Location(stage=stage, step=step, rank=member.index, name=name, element=index)
-            finding = Finding(location, f"{a!r} and {b!r} (element of the local shard); expected equal bits: {why}")
-            break
+
+    def findings() -> Iterator[Finding]:
+        for stage, name, one, other in _compared(first, second):
+            difference = exact_difference(one, other)
+            if difference:
+                index, a, b = difference
+                location = Location(stage=stage, step=step, rank=member.index, name=name, element=index)
+                text = f"{a!r} and {b!r} (element of the local shard); expected equal bits: {why}"
+                yield Finding(location, text)
+
+    if member.explainer is not None:
+        mine, other = on_host((first.captured, second.captured))
+        member.explainer.add(Exact("another run of it", mine, other, findings, rank=member.index, step=step))
     pictures = (first, second)
-    everyone = member.exchange((finding, [picture.show(step=step) for picture in pictures]))
+    everyone = member.exchange((next(findings(), None), [picture.show(step=step) for picture in pictures]))
     raise_first([found for found, _ in everyone], title="two runs that should be equal differ")
     for number, picture in enumerate(pictures):
         assert picture.evidence is not None

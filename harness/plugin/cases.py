@@ -17,7 +17,7 @@ from shardproof.harness.adapters.capability import Capability, Hardware
 from shardproof.harness.findings.verdict import Verdict
 from shardproof.harness.plugin import drawing, expected_texts
 from shardproof.harness.plugin.records import CaseRecord
-from shardproof.harness.plugin.selection import Selection
+from shardproof.harness.plugin.selection import MOST_DEADLINE_SECONDS, Selection
 from shardproof.harness.plugin.suite_modules import SuiteModule
 from shardproof.harness.worlds import scratch
 from shardproof.harness.worlds.jobs import Job, WorldKey, dump_parameters
@@ -179,6 +179,24 @@ def run(
     return made
 
 
+def run_again(item: pytest.Function, pool: Pool, selection: Selection, made: CaseRecord, *, number: int) -> CaseRecord:
+    """Run a case that has run once more with capture on, with the parameters of its record, and return a new record.
+
+    Args:
+        item: the case.
+        pool: the worlds of this process.
+        selection: the checked options of the run.
+        made: the record of the first run.
+        number: the number of the job.
+    """
+    again = dataclasses.replace(_new_record(item, selection), parameters=made.parameters)
+    # Copies take time, and nothing is taken from a cache; what hung needs no more to hang again.
+    longer = 1 if made.verdict == Verdict.HANG else 2
+    deadline = min(MOST_DEADLINE_SECONDS, longer * _deadline(item, selection))
+    _run_one(item, pool, selection, again, number=number, deadline=deadline, captures=True)
+    return again
+
+
 def _search(
     item: pytest.Function,
     pool: Pool,
@@ -222,10 +240,11 @@ def _run_one(
     *,
     number: int,
     deadline: float | None = None,
+    captures: bool = False,
 ) -> None:
     """Run a case with the parameters of its record, and fill in the record."""
     try:
-        _run_on_world(item, pool, selection, made, number=number, deadline=deadline)
+        _run_on_world(item, pool, selection, made, number=number, deadline=deadline, captures=captures)
     except (WorldDied, WaitedTooLong, OSError) as error:
         made.verdict, made.text = Verdict.HARNESS_ERROR, str(error)
         _blame_a_full_directory(made)
@@ -239,6 +258,7 @@ def _run_on_world(
     *,
     number: int,
     deadline: float | None,
+    captures: bool,
 ) -> None:
     """Run a case and fill in its record.
 
@@ -249,6 +269,7 @@ def _run_on_world(
     """
     with scratch.temporary("case-") as tmp_path:
         job = _job(item, selection, made, number=number, tmp_path=tmp_path, deadline=deadline)
+        job = dataclasses.replace(job, captures=captures)
         key = _world_key(item, selection, launch_of(item))
         try:
             outcome = pool.run(key, job, alone=item.get_closest_marker("alone") is not None)
@@ -256,6 +277,7 @@ def _run_on_world(
             if key.isolation == item.nodeid:
                 pool.discard(key)
         made.take(outcome)
+        made.results = outcome.results if captures else []
         if made.verdict == Verdict.PASS:
             made.fail_if(expected_texts.compare([result.observations.expected_texts for result in outcome.results]))
         # While the case's own files are still there.

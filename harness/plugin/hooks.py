@@ -9,7 +9,19 @@ from typing import Any
 import pytest
 
 from shardproof.harness.findings.verdict import Verdict
-from shardproof.harness.plugin import cases, collection, effort, exit_codes, marks, notices, options, ordering, terminal
+from shardproof.harness.plugin import (
+    cases,
+    collection,
+    effort,
+    exit_codes,
+    explaining,
+    live,
+    marks,
+    notices,
+    options,
+    ordering,
+    terminal,
+)
 from shardproof.harness.plugin.records import CaseRecord
 from shardproof.harness.plugin.signals import EndingSignals
 from shardproof.harness.plugin.state import STATE, State
@@ -46,6 +58,11 @@ def pytest_configure(config: pytest.Config) -> None:
         state.open_journal()
         state.selection  # noqa: B018  (checks)
         _heed_signals(config)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Show a live line, if this run may have one; pytest's own terminal is configured by now."""
+    live.register(session.config)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -113,6 +130,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     made = cases.run(pyfuncitem, state.pool, state.selection, numbers=state.numbers, seconds=seconds)
     if not pyfuncitem.config.getoption("runxfail", default=False):
         state.known_failures.judge(pyfuncitem, made)
+    if state.selection.explains:
+        explaining.explain(pyfuncitem, state.pool, state.selection, made, numbers=state.numbers)
     pyfuncitem.stash[_RECORD] = made
     terminal.add_outputs(pyfuncitem, made.outputs)
     if made.verdict.is_skip:
@@ -147,6 +166,7 @@ def pytest_runtest_makereport(
             state = item.config.stash[STATE]
             made.reproduce = state.invocation.command(case, made, state.selection)
         terminal.fill_in(report, made)
+        terminal.end_with_command(report, made.reproduce)
         # pytest serializes all attributes of a report for the controller, as long as they are plain values.
         vars(report)["shardproof"] = made.as_json()
     return report

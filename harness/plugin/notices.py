@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from shardproof.harness.plugin import live
 from shardproof.harness.worlds import waiting
 
 
@@ -21,7 +22,7 @@ def show(config: pytest.Config) -> None:
     before = waiting.tell
 
     def tell(line: str) -> None:
-        with _uncaptured(config):
+        with _uncaptured(config), live.away(config):
             reporter: Any = config.pluginmanager.getplugin("terminalreporter")
             if reporter is None or hasattr(config, "workerinput"):
                 waiting.tell_on_stderr(line)

@@ -53,6 +53,7 @@ _HELP = {
     "fuzz": "seconds in which the cases that draw models and schedules search, all together, for one that fails "
     "(default: 10 examples each, always the same)",
     "expectations": "a file of known failures besides those that are beside the cases; may be given several times",
+    "explain": "run each case that fails once more with capture on, and name the first tensor that diverges",
     "deadline": "seconds that a case may take (default: 60 on the CPU, 30 on CUDA)",
 }
 
@@ -66,6 +67,7 @@ _OPTIONS = (
     _Option("effort", {"metavar": "NAME", "default": "full"}),
     _Option("fuzz", {"type": float, "metavar": "SECONDS"}),
     _Option("expectations", {"action": "append", "metavar": "FILE"}),
+    _Option("explain", {"action": "store_true"}),
     _Option("deadline", {"type": float, "metavar": "SECONDS"}),
 )
 

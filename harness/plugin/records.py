@@ -56,6 +56,9 @@ class CaseRecord:
         examples: how many examples ran of a case that draws them, without those that shrink a failure; None of others.
         reproduce: the command that repeats a case that did not pass; empty for others.
         outputs: what each rank printed; attached to pytest's report and left out of the run file.
+        explanation: where the runs of the case first diverge, as the run file stores it; None unless it was explained.
+        peak_bytes: by rank, the most bytes that a step held at a time; empty unless all ranks measured it.
+        results: what each rank returned with capture on; left out of the run file.
     """
 
     id: str
@@ -80,6 +83,9 @@ class CaseRecord:
     examples: int | None = None
     reproduce: str = ""
     outputs: list[str] = dataclasses.field(default_factory=list)
+    explanation: dict[str, Any] | None = None
+    peak_bytes: list[int] = dataclasses.field(default_factory=list)
+    results: list[Result] = dataclasses.field(default_factory=list)
 
     def take(self, outcome: Outcome) -> None:
         """Fill in the verdict, its explanation and the measurements from the results of all ranks."""
@@ -106,6 +112,8 @@ class CaseRecord:
         self.distances = _worst(results)
         self.collectives = _shared_traces(results)
         self.spent = _mean_spent(results)
+        peaks = [result.observations.peak_bytes for result in results]
+        self.peak_bytes = [peak for peak in peaks if peak is not None] if None not in peaks else []
 
     def fail_if(self, text: str | None) -> None:
         """Turn a pass into a failure if there is a reason.
@@ -124,9 +132,9 @@ class CaseRecord:
     def as_json(self) -> dict[str, Any]:
         """Return the record as plain JSON values of bounded size; non-finite numbers become strings such as "inf"."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        for name in ("text", "location", "failed_rank", "outputs"):
+        for name in ("text", "location", "failed_rank", "outputs", "results"):
             del fields[name]
-        for name in ("examples", "reproduce"):
+        for name in ("examples", "reproduce", "explanation", "peak_bytes"):
             if not fields[name] and fields[name] != 0:
                 del fields[name]
         fields["distances"] = [item.as_record() for item in self.distances]

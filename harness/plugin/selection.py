@@ -53,6 +53,7 @@ class Selection:
         effort: how much of what the other options select runs.
         fuzz: how many seconds cases that draw their parameter search together; None for a fixed number of examples.
         expectations: files of known failures besides those that are beside the cases.
+        explains: whether a case that fails runs once more with capture on.
     """
 
     implementations: dict[str, type[Adapter]]
@@ -65,6 +66,7 @@ class Selection:
     effort: Effort = Effort.FULL
     fuzz: float | None = None
     expectations: tuple[pathlib.Path, ...] = ()
+    explains: bool = False
 
     def allows(self, size: int) -> bool:
         """Return whether ``--world`` selects cases on worlds of this size."""
@@ -86,6 +88,7 @@ def resolve(
     effort: str = Effort.FULL,
     fuzz: float | None = None,
     expectations: Sequence[str] = (),
+    explains: bool = False,
 ) -> Selection:
     """Parse and check the values of the command line options.
 
@@ -99,6 +102,7 @@ def resolve(
         effort: the name of an effort.
         fuzz: seconds; None does not search.
         expectations: paths of files of known failures.
+        explains: whether a case that fails runs once more with capture on.
 
     Raises:
         ValueError: an implementation or the device is not available here, or a value is not valid. The message is one
@@ -127,6 +131,7 @@ def resolve(
         Effort(effort),
         fuzz,
         tuple(map(pathlib.Path, expectations)),
+        explains,
     )
 
 

@@ -96,6 +96,7 @@ class State:
                     effort=option.shardproof_effort,
                     fuzz=option.shardproof_fuzz,
                     expectations=option.shardproof_expectations or (),
+                    explains=option.shardproof_explain,
                 )
             except ValueError as error:
                 raise pytest.UsageError(str(error)) from None

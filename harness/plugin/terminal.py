@@ -31,6 +31,9 @@ _STYLES_WITH_TEXT = ("auto", "long", "short", "native")
 #: The most characters of the one line; with CI set pytest does not shorten it.
 _MOST_OF_A_MESSAGE = 300
 
+#: Begins the last line of a failure: the command that repeats it.
+_REPRODUCE = "\nreproduce: "
+
 _ALL_FAILURES = pytest.StashKey[list[Any]]()
 
 
@@ -44,6 +47,24 @@ def fill_in(report: pytest.TestReport, made: CaseRecord) -> None:
     crash = getattr(report.longrepr, "reprcrash", None)
     if report.failed and crash is not None:
         crash.message = f"{made.verdict}: {gist(made.text)}"[:_MOST_OF_A_MESSAGE]
+
+
+def end_with_command(report: pytest.TestReport, command: str) -> None:
+    """Let what pytest prints of a failure end with the command that repeats it.
+
+    Args:
+        report: the report of the case's call; changed in place. Its text may be another plugin's, as of a timeout.
+        command: the command.
+    """
+    if not report.failed or not command:
+        return
+    line, text = f"{_REPRODUCE}{command}", str(report.longrepr)
+    if isinstance(report.longrepr, str):
+        report.longrepr = text.removesuffix(line) + line
+    elif (add := getattr(report.longrepr, "addsection", None)) is not None and not text.endswith(line):
+        add("reproduce", command)
+    if report.sections:  # pytest prints what ranks printed after the text
+        report.sections.append(("reproduce", command))
 
 
 def add_outputs(item: pytest.Item, outputs: Sequence[str]) -> None:
@@ -126,7 +147,9 @@ def _kind_of(report: Any) -> Any:
     if case is None or case["failure"] is None:
         return id(report)
     file = pathlib.PurePath(report.nodeid.partition("::")[0]).name
-    return case["implementation"], case["verdict"], kind_of_text(case["failure"]["text"], file)
+    # Where the runs of one case first diverge says nothing of another case.
+    text = case["failure"]["text"].removesuffix(case.get("explanation", {}).get("text", ""))
+    return case["implementation"], case["verdict"], kind_of_text(text, file)
 
 
 def kind_of_text(text: str, file: str) -> str:
@@ -170,5 +193,8 @@ def _standing_for(reports: Sequence[Any], width: int) -> Any:
             break_long_words=False, break_on_hyphens=False,
         )  # fmt: skip
     shown = copy.copy(first)
-    shown.longrepr = "\n".join([str(first.longrepr), *lines])
+    text, line, command = str(first.longrepr).rpartition(_REPRODUCE)
+    if not line or "\n" in command:
+        text, line, command = str(first.longrepr), "", ""
+    shown.longrepr = "\n".join([text, *lines]) + line + command
     return shown

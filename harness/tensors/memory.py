@@ -73,10 +73,15 @@ def held_bytes(device: torch.device) -> int:
     return sum(_storages(device).values())
 
 
+#: The highest peaks that CUDA's one counter had when it was begun anew, by what is measured and by device: a case and
+#: the harness measure at the same time, one within the other.
+_earlier_peaks: dict[tuple[str, torch.device], int] = {}
+
+
 def forget_peak(device: torch.device) -> None:
     """Begin to measure the peak of a CUDA device's memory anew, once all work on the device has run."""
     torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
+    _begin_peak("case", device)
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -85,7 +90,34 @@ def peak_bytes(device: torch.device) -> int:
     Requests count, and not the allocator's blocks, whose sizes are rounded. A tensor's memory counts from the host's
     call that allocates it to the host's call that frees it, whatever the streams have reached.
     """
-    return int(torch.cuda.memory_stats(device)["requested_bytes.all.peak"])
+    return _peak("case", device)
+
+
+def begin_step_peak(device: torch.device) -> int:
+    """Begin to measure the peak of a step, apart from what a case measures, and without waiting for the device.
+
+    Returns:
+        The bytes that tensors on the device have requested now.
+    """
+    _begin_peak("step", device)
+    return int(torch.cuda.memory_stats(device)["requested_bytes.all.current"])
+
+
+def step_peak(device: torch.device) -> int:
+    """The most bytes that tensors on a CUDA device had requested at once since :func:`begin_step_peak`."""
+    return _peak("step", device)
+
+
+def _begin_peak(what: str, device: torch.device) -> None:
+    for other in ("case", "step"):
+        _earlier_peaks[other, device] = _peak(other, device)
+    torch.cuda.reset_peak_memory_stats(device)
+    _earlier_peaks[what, device] = 0
+
+
+def _peak(what: str, device: torch.device) -> int:
+    now = int(torch.cuda.memory_stats(device)["requested_bytes.all.peak"])
+    return max(now, _earlier_peaks.get((what, device), 0))
 
 
 def peak_of(device: torch.device, action: Callable[[], object]) -> int:

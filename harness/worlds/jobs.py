@@ -6,6 +6,7 @@ import dataclasses
 import pickle
 from typing import Any
 
+from shardproof.harness.findings.explanation import Explanation
 from shardproof.harness.findings.finding import Location
 from shardproof.harness.findings.observations import Observations
 
@@ -73,6 +74,7 @@ class Job:
         tmp_path: a private directory of the case, shared by its ranks.
         deadline: seconds that the case may take.
         check_collectives: ranks compare their announcements before they enter each collective.
+        captures: ranks copy what modules compute, and explain where the runs of the case first diverge.
     """
 
     number: int
@@ -86,6 +88,7 @@ class Job:
     tmp_path: str
     deadline: float
     check_collectives: bool = False
+    captures: bool = False
 
 
 @dataclasses.dataclass
@@ -109,6 +112,7 @@ class Result:
             keep what is named here, or leaks it in each case, only a second run of the case in the process tells.
         kept: the same for state that the implementation's traits allow. The process is then no place for others.
         observations: what the rank collected during the case for the run file.
+        explanation: where the runs of the case first diverge; None without capture, or if the rank has not ended it.
     """
 
     number: int
@@ -122,6 +126,7 @@ class Result:
     excused: list[str] = dataclasses.field(default_factory=list)
     kept: list[str] = dataclasses.field(default_factory=list)
     observations: Observations = dataclasses.field(default_factory=Observations)
+    explanation: Explanation | None = None
 
 
 def dump_parameters(parameters: dict[str, Any]) -> bytes:

@@ -28,6 +28,7 @@ from shardproof.harness.adapters import registry
 from shardproof.harness.adapters.base import Adapter
 from shardproof.harness.collectives.announce import Announcer
 from shardproof.harness.collectives.board import Board
+from shardproof.harness.findings.explanation import Explanation
 from shardproof.harness.findings.finding import Divergence, ProtocolError
 from shardproof.harness.findings.texts import MOST_OF_A_RANK, bounded
 from shardproof.harness.findings.verdict import Verdict
@@ -54,6 +55,9 @@ _TIMEOUT = datetime.timedelta(minutes=30)
 #: Process groups that an implementation may create and abandon before the world is replaced. They are not destroyed:
 #: that is not safe, because DTensor's caches return the mesh of an abandoned group again for an equal mesh.
 _MOST_ABANDONED_GROUPS = 32
+
+#: The most characters of an error that kept a case from being explained.
+_MOST_OF_AN_ERROR = 500
 
 #: Size in bytes above which a rank's output file is truncated before the next case.
 _MOST_OUTPUT_BYTES = 1 << 20
@@ -201,10 +205,19 @@ def run_job(state: RankState, job: Job, patches: leftovers.Patches) -> Result:
     seeds = Seeds(job.init_seed, job.data_seed)
     with pytest.MonkeyPatch.context() as monkeypatch:
         tmp_path = pathlib.Path(job.tmp_path)
-        rank = Rank(state, implementation=implementation, seeds=seeds, tmp_path=tmp_path, monkeypatch=monkeypatch)
+        rank = Rank(
+            state,
+            implementation=implementation,
+            seeds=seeds,
+            tmp_path=tmp_path,
+            monkeypatch=monkeypatch,
+            captures=job.captures,
+        )
         _seed(job.init_seed)
         with _outcome(result), _threads_watched():
             function(rank, **parameters)
+        if job.captures:
+            result.explanation = _explanation(rank, result)
         with _outcome(result):
             _finish(rank, result)
             if result.verdict == Verdict.PASS:
@@ -217,6 +230,14 @@ def run_job(state: RankState, job: Job, patches: leftovers.Patches) -> Result:
     if implementation.traits.isolation == "shared" and (replaced := patches.found()):
         result.left_behind.append(f"patched: {', '.join(replaced)}")
     return result
+
+
+def _explanation(rank: Rank, result: Result) -> Explanation:
+    """Explain where the runs of a case diverge; what goes wrong then is no fault of the case."""
+    try:
+        return rank.explain(in_step=result.agreed)
+    except Exception as error:
+        return Explanation(error=bounded(f"{type(error).__name__}: {error}", _MOST_OF_AN_ERROR))
 
 
 def _finish(rank: Rank, result: Result) -> None:

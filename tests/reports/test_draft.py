@@ -107,6 +107,20 @@ def test_the_draft_excuses_what_failed_and_nothing_else(draft, tmp_path):
     }
 
 
+def test_the_reason_is_the_first_divergence_of_an_explained_run(draft):
+    first = {key: DIVERGES[key] for key in ("step", "rank", "element")}
+    first |= {"stage": "gathered parameter", "name": "low.weight", "module": "low", "parameter": "low.weight"}
+    first |= {"where": "", "offset": 1, "values": {}, "ulps": {}, "also": []}
+    told = {"alike": True, "compared": 1, "unseen": [], "stopped": "", "collectives": [], "text": "explained"}
+    steady = failed("test_a[w2]") | {"explanation": told | {"again": "fail", "first": first}}
+    unsteady = failed("test_b[w2]") | {"explanation": told | {"again": "pass", "first": None}}
+    _, text = draft(steady, unsteady)
+    assert [line for line in text.splitlines() if line.startswith("reason")] == [
+        'reason = "first, gathered parameter of low.weight diverges in step 0 on rank 1"',
+        'reason = "passed when it ran again: the failure is not steady"',
+    ]
+
+
 def test_one_of_several_implementations(draft):
     code, message = draft(of("test_a[w2]"), of("test_a[w2]", "ours"))
     assert (code, message) == (2, "shardproof: DIR/run.json has theirs, ours: name one with --impl\n")

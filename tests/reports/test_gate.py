@@ -57,7 +57,7 @@ def test_nothing_got_worse(run):
         printed,
         """\
 not compared (2):
-  peak memory: run files do not have it
+  peak memory of 1 case: neither run measured it, as on a CPU (docs/gate.md)
   time: no --time-ratio was given
 
 nothing got worse; compared: 1 case that ran in both
@@ -168,9 +168,118 @@ def test_what_was_not_measured_is_not_compared(run):
     assert lines[1:5] == [
         "  ours: not in BASE: 1 case",
         "  collectives and bytes of 1 case: HEAD did not record them",
-        "  collectives and bytes of 1 case: they do not pass in BASE",
         "  collectives and bytes of 1 case: too many for the record in HEAD",
+        "  collectives, bytes and peak memory of 1 case: they do not pass in BASE",
     ]
+
+
+def test_more_memory(run):
+    code, printed = run([of(peak_bytes=[100, 100])], [of(peak_bytes=[101, 103])])
+    assert code == 1
+    assert worse(printed) == ["ours a: rank 1 and 1 other ranks: a step holds 103 bytes at a time, 100 before"]
+    assert "peak memory" not in printed
+    assert run([of(peak_bytes=[100, 100])], [of(peak_bytes=[100, 99])])[0] == 0
+
+
+def test_memory_that_one_run_did_not_measure(run):
+    code, printed = run([of(peak_bytes=[100, 100])], [of()])
+    assert code == 0
+    assert "  peak memory of 1 case: HEAD did not measure it" in printed
+
+
+ACCEPTED = """
+[[accept]]
+implementation = "ours"
+case = "suites/test_x.py::test_a[w2-*]"
+kind = "more bytes"
+reason = "units are padded to whole rows"
+"""
+
+
+@pytest.fixture
+def accepts(run, tmp_path):
+    """Compare two runs, of which the later sends more bytes in two cases, with a file of what is accepted."""
+
+    def accepts(text, *options):
+        def cases(nbytes):
+            ids = ("suites/test_x.py::test_a[w2-x]", "suites/test_x.py::test_ab[w2-x]")
+            return [of(id, **traced(TRACE[0].replace("100", nbytes))) for id in ids]
+
+        path = tmp_path / "accepted.toml"
+        path.write_text(text)
+        return run(cases("100"), cases("101"), "--accept", str(path), *options)
+
+    return accepts
+
+
+def test_what_is_accepted_is_listed_and_not_worse(accepts):
+    code, printed = accepts(ACCEPTED.replace("test_a[", "test_a*["))
+    assert code == 0
+    lines = printed.splitlines()
+    told = "(bytes): 101 all_gather, 100 before (units are padded to whole rows)"
+    assert lines[:2] == [
+        "accepted (2):",
+        f"  more bytes: ours suites/test_x.py::test_a[w2-x]: rank 0 and 1 other ranks {told}",
+    ]
+    assert lines[-1] == "nothing got worse; accepted: 2; compared: 2 cases that ran in both"
+
+
+def test_what_is_not_accepted_stays_worse(accepts):
+    code, printed = accepts(ACCEPTED)
+    assert code == 1
+    assert "accepted (1):" in printed
+    assert [line.partition(":")[2] for line in worse(printed) if "test_ab" in line], "brackets match themselves"
+
+
+def test_what_is_accepted_shows_in_each_format(accepts):
+    _, printed = accepts(ACCEPTED, "--format", "markdown")
+    assert "<details><summary>Accepted (1)</summary>" in printed
+    _, printed = accepts(ACCEPTED, "--format", "github")
+    assert "::notice title=shardproof accepted::more bytes: ours suites/test_x.py::test_a[w2-x]: " in printed
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            ACCEPTED.replace("test_a[", "test_c["),
+            "entry 1: no 'more bytes' of ours suites/test_x.py::test_c[w2-*] in this comparison; remove it",
+        ),
+        (
+            ACCEPTED.replace('"ours"', '"theirs"'),
+            "entry 1: no 'more bytes' of theirs suites/test_x.py::test_a[w2-*] in",
+        ),
+        (ACCEPTED.replace("more bytes", "more collectives"), "entry 1: no 'more collectives' of ours suites/test_x.py"),
+        (ACCEPTED.replace("more bytes", "more"), "entry 1: kind 'more' is not one of new failure, graver failure, "),
+        (ACCEPTED.replace("more bytes", "slower"), "entry 1: 'slower' needs no case, since it concerns the "),
+        (ACCEPTED.replace("case =", "# case ="), "entry 1: 'more bytes' needs a pattern of cases"),
+        (
+            ACCEPTED.replace('"units are padded to whole rows"', '" "'),
+            "entry 1: reason must be a text that is not empty",
+        ),
+        (ACCEPTED + "until = 3\n", "entry 1: unknown field 'until'; known are implementation, case, kind, reason"),
+        ("accept = 3", "expected entries [[accept]] and nothing else, not accept"),
+        ("accept = [3]", "entry 1: expected a table"),
+        ("[[accept]", "Expected ']]' at the end of an array declaration"),
+    ],
+)
+def test_a_file_of_what_is_accepted_that_is_refused(accepts, text, message):
+    code, printed = accepts(text)
+    assert code == 2
+    assert printed.startswith(f"shardproof: DIR/accepted.toml: {message}")
+    assert printed.count("\n") == 1
+
+
+def test_a_file_of_what_is_accepted_that_is_not_there(run, tmp_path):
+    code, printed = run([of()], [of()], "--accept", str(tmp_path / "none.toml"))
+    assert (code, printed) == (2, "shardproof: DIR/none.toml: No such file or directory\n")
+
+
+def test_what_concerns_an_implementation_is_accepted_without_a_case(run, tmp_path):
+    path = tmp_path / "accepted.toml"
+    path.write_text('[[accept]]\nimplementation = "ours"\nkind = "more skips"\nreason = "streams"\n')
+    after = [of(), of("b", verdict="unmet", missing=["streams"])]
+    assert run([of()], after, "--accept", str(path))[0] == 0
 
 
 def test_time_is_compared_where_a_ratio_is_given(run):
@@ -265,11 +374,10 @@ pytest a
 
 </details>
 
-<details><summary>Not compared (4)</summary>
+<details><summary>Not compared (3)</summary>
 
-- collectives and bytes of 1 case: they do not pass in BASE
-- collectives and bytes of 1 case: they do not pass in HEAD
-- peak memory: run files do not have it
+- collectives, bytes and peak memory of 1 case: they do not pass in BASE
+- collectives, bytes and peak memory of 1 case: they do not pass in HEAD
 - time: no --time-ratio was given
 
 </details>
@@ -285,8 +393,7 @@ def test_annotations_of_github(run):
         printed,
         """\
 ::error file=suites/test_x.py,title=new failure%3A ours a::fail, was pass: RuntimeError: 100%25, really
-::notice title=shardproof not compared::collectives and bytes of 1 case: they do not pass in HEAD
-::notice title=shardproof not compared::peak memory: run files do not have it
+::notice title=shardproof not compared::collectives, bytes and peak memory of 1 case: they do not pass in HEAD
 ::notice title=shardproof not compared::time: no --time-ratio was given
 WORSE: new failure 1; compared: 1 case that ran in both
 """,

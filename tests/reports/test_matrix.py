@@ -135,9 +135,9 @@ crash: reference suites/test_autograd.py::test_unused[w2] (AUTOGRAD-1)
     killed by signal 9
 
 fail: reference x (AUTOGRAD-1)
-  reproduce: python -m pytest "x[reference]" --impl reference --device cpu
   first step (step 0), element []
     no baseline
+  reproduce: python -m pytest "x[reference]" --impl reference --device cpu
 
 unexpected-pass: reference y (AUTOGRAD-1)
   the expected failure did not happen

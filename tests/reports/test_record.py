@@ -26,6 +26,49 @@ def test_a_whole_case_is_read_field_by_field():
     assert record.collectives == (Trace((0, 1), ("forward all_gather float32 1024",)),)
 
 
+EXPLAINED = {
+    "again": "fail",
+    "alike": True,
+    "first": {
+        "stage": "gathered parameter", "step": 1, "rank": 0, "name": "low.weight", "element": [0, 2], "module": "low",
+        "parameter": "low.weight", "where": "microbatch 1", "offset": 2, "values": {"sharded": 1.5, "baseline": "nan"},
+        "ulps": {"sharded": "inf"}, "also": ["low.bias"],
+    },
+    "compared": 12,
+    "unseen": ["the sharded run did not show: buffer"],
+    "stopped": "",
+    "collectives": ["- forward all_gather low"],
+    "text": "explained: ...",
+}  # fmt: skip
+
+
+def test_an_explanation_is_read_field_by_field():
+    record = CaseRecord.parse(samples.case(verdict="fail", explanation=EXPLAINED), "cases[0]")
+    found = record.explanation
+    assert (found.again, found.alike, found.text, found.compared) == (Verdict.FAIL, True, "explained: ...", 12)
+    assert found.first == Failure("explained: ...", "gathered parameter", 1, 0, "low.weight", (0, 2))
+    assert (found.module, found.parameter, found.where, found.offset) == ("low", "low.weight", "microbatch 1", 2)
+    assert found.values["sharded"] == 1.5 and math.isnan(found.values["baseline"])
+    assert found.ulps == {"sharded": math.inf}
+    assert (found.also, found.unseen) == (("low.bias",), ("the sharded run did not show: buffer",))
+    assert (found.stopped, found.collectives) == ("", ("- forward all_gather low",))
+    assert record.reason == "first, gathered parameter of low.weight diverges in step 1 on rank 0"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"again": "pass", "first": None}, "passed when it ran again: the failure is not steady"),
+        ({"first": None}, "ValueError: no"),
+    ],
+)
+def test_the_reason_where_no_divergence_is_known(change, reason):
+    failure = {"text": "Traceback\nValueError: no"}
+    record = CaseRecord.parse(samples.case(verdict="fail", failure=failure, explanation=EXPLAINED | change), "")
+    assert record.reason == reason
+    assert CaseRecord.parse(samples.case(verdict="fail", failure=failure), "").reason == "ValueError: no"
+
+
 def test_an_expected_failure_says_why():
     record = CaseRecord.parse(samples.case(verdict="expected-fail", expected="fail: it is known (F-1)"), "cases[0]")
     assert (record.verdict, record.expected) == (Verdict.EXPECTED_FAIL, "fail: it is known (F-1)")
@@ -77,6 +120,12 @@ def test_each_demanded_field_is_missed(name):
         ({"losses": {"sharded": 1.0}}, "cases[3].losses.sharded: 1.0 is not a list"),
         ({"losses": {"sharded": [1.0, "high"]}}, "cases[3].losses.sharded[1]: 'high' is not a number"),
         ({"failure": "it broke"}, "cases[3].failure: 'it broke' is not an object"),
+        (
+            {"explanation": EXPLAINED | {"again": "maybe"}},
+            f"cases[3].explanation.again: 'maybe' is not one of {', '.join(Verdict)}",
+        ),
+        ({"explanation": EXPLAINED | {"first": 3}}, "cases[3].explanation.first: 3 is not an object"),
+        ({"peak_bytes": ["a"]}, "cases[3].peak_bytes[0]: 'a' is not an integer"),
         ({"failure": {"stage": "loss"}}, "cases[3].failure: the field 'text' is missing"),
         ({"failure": {"text": "x", "rank": "0"}}, "cases[3].failure.rank: '0' is not an integer"),
         ({"failure": {"text": "x", "element": [0, "a"]}}, "cases[3].failure.element[1]: 'a' is not an integer"),

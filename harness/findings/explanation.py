@@ -1,0 +1,161 @@
+"""What one rank returns of a failed case that ran once more with capture on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from shardproof.harness.findings.finding import Finding, Guess, Location, Numbers, step_label
+from shardproof.harness.findings.stages import Stage
+from shardproof.harness.findings.texts import ranks_of
+
+#: The most names of other tensors that diverge at the same stage that a text lists.
+_MOST_NAMES = 6
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Divergent:
+    """The first tensor in which a rank's runs diverge.
+
+    Attributes:
+        order: the place of the comparison among all that the case makes; it is the same on all ranks.
+        title: what was compared with what.
+        location: the stage, the step, the rank, the name of the tensor and the element.
+        module: the module whose forward or backward it is, or that owns the parameter; "(root)" is the root, and empty
+            what belongs to no module.
+        parameter: the parameter or buffer; empty for the tensors of a module, and for losses and norms.
+        where: the microbatch and the call of the module, where there are several.
+        text: the values and their distances; may have several lines.
+        guess: a guess at the cause, where there is one.
+        numbers: the element, where one differs.
+        also: the names of all tensors that diverge at this stage of this step on this rank.
+    """
+
+    order: tuple[int, ...]
+    title: str
+    location: Location
+    module: str
+    parameter: str
+    where: str
+    text: str
+    guess: Guess | None = None
+    numbers: Numbers | None = None
+    also: tuple[str, ...] = ()
+
+    def as_record(self) -> dict[str, Any]:
+        """Return the place as the run file stores it."""
+        numbers = self.numbers
+        return self.location.as_record() | {
+            "module": self.module,
+            "parameter": self.parameter,
+            "where": self.where,
+            "offset": None if numbers is None else numbers.offset,
+            "values": {} if numbers is None else numbers.values,
+            "ulps": {} if numbers is None else numbers.ulps,
+            "also": list(self.also),
+        }
+
+    def render(self, others: Sequence[Divergent], size: int) -> list[str]:
+        """Return the lines that describe the place.
+
+        Args:
+            others: the first places of the other ranks.
+            size: the number of ranks.
+        """
+        at = self.location
+        lines = [f"first divergence: {at.stage.value}{f' of {at.name!r}' if at.name else ''}"]
+        lines += [f"  module {self.module or 'none'}, parameter {self.parameter or 'none'}"]
+        place = [step_label(at.step)] if at.step is not None else []
+        place += [self.where] if self.where else []
+        place += [f"rank {at.rank}"] if at.rank is not None else []
+        if self.numbers is not None:
+            place += [f"offset {self.numbers.offset} in what the rank holds"]
+            place += [f"element {list(at.element)}"] if at.element is not None else []
+        lines += [f"  {', '.join(place)}", *(f"  {line.strip()}" for line in self.text.splitlines())]
+        alike = [one for one in others if _same_place(one, self)]
+        if self.guess is not None:
+            is_shared = len(alike) == size - 1 and {one.guess for one in alike} <= {self.guess}
+            lines.append(f"  {self.guess.render(is_shared=is_shared)}")
+        if more := [name for name in self.also if name != at.name]:
+            listed = ", ".join(map(repr, more[:_MOST_NAMES]))
+            rest = f" and {len(more) - _MOST_NAMES} more" if len(more) > _MOST_NAMES else ""
+            lines.append(f"  at the same stage diverge {listed}{rest}")
+        if ranks := [one.location.rank for one in alike if one.location.rank is not None]:
+            lines.append(f"  the same tensor diverges on {ranks_of(ranks)} as well")
+        elif size > 1 and at.rank is not None:
+            lines.append(f"  on no other rank does this tensor diverge first; {_elsewhere(others, size)}")
+        lines.append(f"  compared with {self.title}")
+        return lines
+
+
+@dataclasses.dataclass
+class Explanation:
+    """What one rank saw of a case with capture on.
+
+    Attributes:
+        first: the first tensor that diverges; None if all that was compared agrees.
+        compared: the number of tensors that were compared.
+        unseen: what could not be seen or compared, one line each.
+        stopped: what the last step that an error interrupted had reached; empty if none did.
+        expected: lines of the collectives of one phase with the marks of what a case expects; empty if its counts are
+            as expected, or if it expects none.
+        units: which units lack a collective that the others have in the step that diverges.
+        error: why there is no more; empty if nothing went wrong.
+    """
+
+    first: Divergent | None = None
+    compared: int = 0
+    unseen: list[str] = dataclasses.field(default_factory=list)
+    stopped: str = ""
+    expected: list[str] = dataclasses.field(default_factory=list)
+    units: list[str] = dataclasses.field(default_factory=list)
+    error: str = ""
+
+
+def divergent(
+    finding: Finding,
+    *,
+    order: tuple[int, ...],
+    title: str,
+    module: str,
+    parameter: str,
+    where: str,
+    also: Sequence[str],
+) -> Divergent:
+    """Make the first divergence of a rank from what a comparison found.
+
+    Args:
+        finding: the comparison that failed.
+        order: as in :class:`Divergent`; the others too.
+    """
+    return Divergent(
+        order=order,
+        title=title,
+        location=finding.location,
+        module=module,
+        parameter=parameter,
+        where=where,
+        text=finding.text,
+        guess=finding.guess,
+        numbers=finding.numbers,
+        also=tuple(also),
+    )
+
+
+def earliest(found: Sequence[Divergent]) -> Divergent | None:
+    """Return the first of several ranks' first divergences, by the order of comparisons and then by rank."""
+    return min(found, key=lambda one: (one.order, one.location.rank or 0), default=None)
+
+
+def _same_place(one: Divergent, other: Divergent) -> bool:
+    return (one.location.stage, one.location.step, one.location.name, one.where) == (
+        other.location.stage, other.location.step, other.location.name, other.where,
+    )  # fmt: skip
+
+
+def _elsewhere(others: Sequence[Divergent], size: int) -> str:
+    if not others:
+        return "the others agree everywhere"
+    stages = sorted({one.location.stage for one in others}, key=list(Stage).index)
+    return f"{len(others)} of {size - 1} diverge later, at: {', '.join(stage.value for stage in stages)}"

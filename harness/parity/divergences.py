@@ -1,0 +1,279 @@
+"""Compares what the modules of two or three runs computed in one step, in the order in which they did."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+
+from shardproof.harness.collectives.differences import lacking_collectives
+from shardproof.harness.collectives.trace import Trace
+from shardproof.harness.findings.finding import Finding, Location, Numbers
+from shardproof.harness.findings.stages import Stage
+from shardproof.harness.parity.capture import Event, Key
+from shardproof.harness.parity.comparison import (
+    BASELINE_LIMIT_ULPS,
+    Context,
+    StepComparison,
+    exact_difference,
+    numbers_of,
+)
+from shardproof.harness.parity.explainer import Place
+from shardproof.harness.parity.numerics import Distance, distance
+from shardproof.harness.parity.units import ROOT, UnitSize
+
+_FORWARD = frozenset({Stage.GATHERED, Stage.BUFFER, Stage.MODULE_OUTPUT})
+
+_OF_PARAMETERS = frozenset({Stage.GRADIENT, Stage.CLIPPED_GRADIENT, Stage.PARAMETER, Stage.OPTIMIZER_STATE})
+
+#: Whose statistics the oracle, which replays all ranks in one process, has and a rank has not.
+_WITHOUT_ORACLE = frozenset({Stage.BUFFER})
+
+
+@dataclasses.dataclass(frozen=True)
+class _Seen:
+    """One tensor that modules of all runs had: events of one key, the ``position``-th of the baseline."""
+
+    position: int
+    sharded: Event
+    baseline: Event
+    oracle: Event | None
+
+    @property
+    def is_forward(self) -> bool:
+        """Whether forward made it."""
+        return self.baseline.stage in _FORWARD
+
+
+class OfStep:
+    """The comparison of one step of a pair.
+
+    Args:
+        comparison: the comparison of its pictures, which has the captured events of all runs too.
+        trace: the collectives of the step on this rank.
+        units: the units of the sharded run.
+    """
+
+    title = "the baseline and the float64 oracle"
+
+    def __init__(self, comparison: StepComparison, trace: Trace, units: Sequence[UnitSize]) -> None:
+        self._comparison = comparison
+        self._trace, self._units = trace, units
+        self.compared = 0
+        self.unseen: collections.Counter[str] = collections.Counter()
+
+    def in_order(self) -> Iterator[Place]:
+        """Compare tensor by tensor in the order in which a step makes them, and yield those that diverge."""
+        comparison, context = self._comparison, self._comparison.context
+        captured = comparison.oracle.captured
+        oracle = captured[context.member] if captured else ()
+        seen = aligned(comparison.sharded.captured, comparison.baseline.captured, oracle, self.unseen)
+        for number in range(len(comparison.sharded.outputs)):
+            of_this = [one for one in seen if one.baseline.microbatch == number]
+            where = f"microbatch {number}" if number else ""
+            yield from self._events((one for one in of_this if one.is_forward), (number, 0), context)
+            yield from self._findings(comparison.of_microbatch(number), (number, 1), where)
+            yield from self._events((one for one in of_this if not one.is_forward), (number, 2), context)
+        places = self._findings(comparison.after_backward(), (len(comparison.sharded.outputs),))
+        yield from _as_backward_ran(places, comparison.baseline.captured)
+
+    def lacking(self, parameter: str) -> list[str]:
+        """Return the collectives that the unit of a parameter lacks in this step, and the other units have."""
+        unit = next((unit.label for unit in self._units if parameter in unit.names), "")
+        return lacking_collectives(self._trace, unit, root=ROOT) if unit else []
+
+    def _events(self, seen: Iterable[_Seen], order: tuple[int, ...], context: Context) -> Iterator[Place]:
+        for one in seen:
+            self.compared += 1
+            if (found := _too_far(one, context)) is not None:
+                yield _place(one, found, order)
+
+    def _findings(self, findings: Iterator[Finding], order: tuple[int, ...], where: str = "") -> Iterator[Place]:
+        before = len(self._comparison.measured)
+        for finding in findings:
+            before = self._count(before)
+            text = self._update(finding)
+            yield _place_of(dataclasses.replace(finding, text=finding.text + text), order, where)
+        self._count(before)
+
+    def _count(self, before: int) -> int:
+        after = len(self._comparison.measured)
+        self.compared += after - before
+        return after
+
+    def _update(self, finding: Finding) -> str:
+        """Describe by how much each run moved an element of a parameter in this step, where that is known."""
+        at, numbers = finding.location, finding.numbers
+        if at.stage != Stage.PARAMETER or numbers is None or at.element is None:
+            return ""
+        moved = []
+        captured = self._comparison.oracle.captured
+        runs = {
+            "sharded": self._comparison.sharded.captured,
+            "baseline": self._comparison.baseline.captured,
+            "oracle": captured[self._comparison.context.member] if captured else (),
+        }
+        for who, events in runs.items():
+            found = (event for event in events if event.stage == Stage.GATHERED and event.parameter == at.name)
+            event = next(found, None)
+            if event is not None and len(at.element) == event.tensor.ndim:
+                moved.append(f"{who} {numbers.values[who] - float(event.tensor[at.element]):.6g}")
+        return f"\n  it was updated by: {', '.join(moved)}" if moved else ""
+
+
+class Exact:
+    """The comparison of one step of two runs that must have the same bits.
+
+    Args:
+        title: with what the sharded run was compared.
+        sharded: what its modules computed.
+        other: what those of the other run did.
+        findings: makes the comparison of the pictures.
+        rank: this rank.
+        step: the number of the step.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        sharded: Sequence[Event],
+        other: Sequence[Event],
+        findings: Callable[[], Iterator[Finding]],
+        *,
+        rank: int,
+        step: int,
+    ) -> None:
+        self.title = title
+        self.compared = 0
+        self.unseen: collections.Counter[str] = collections.Counter()
+        self._sharded, self._other, self._make = sharded, other, findings
+        self._rank, self._step = rank, step
+
+    def in_order(self) -> Iterator[Place]:
+        """Compare tensor by tensor in the order in which a step makes them, and yield those that diverge."""
+        for one in aligned(self._sharded, self._other, (), self.unseen):
+            self.compared += 1
+            if (found := self._different(one)) is not None:
+                yield _place(one, found, (0,))
+        yield from _as_backward_ran((_place_of(finding, (1,)) for finding in self._make()), self._other)
+
+    def lacking(self, parameter: str) -> list[str]:
+        """Nothing is known of the collectives of the step alone."""
+        return []
+
+    def _different(self, one: _Seen) -> Finding | None:
+        mine, other = one.sharded.tensor, one.baseline.tensor
+        location = Location(stage=one.baseline.stage, step=self._step, rank=self._rank, name=one.baseline.name)
+        if mine.dtype != other.dtype:
+            if one.baseline.stage == Stage.BUFFER:
+                return None  # when buffers are cast is an implementation's own choice
+            return Finding(location, f"has dtype {mine.dtype}; the baseline has {other.dtype}")
+        found = exact_difference(mine, other)
+        if found is None:
+            return None
+        index, value, expected = found
+        offset = int(torch.arange(mine.numel()).view(mine.shape)[index])
+        numbers = Numbers(offset, {"sharded": value, "baseline": expected}, {})
+        text = f"sharded {value:.9g}, baseline {expected:.9g}; their bits must be equal"
+        return Finding(dataclasses.replace(location, element=index), text, numbers=numbers)
+
+
+def aligned(
+    sharded: Sequence[Event], baseline: Sequence[Event], oracle: Sequence[Event], unseen: collections.Counter[str]
+) -> list[_Seen]:
+    """Match the events of two or three runs by their keys, in the order of the baseline.
+
+    Args:
+        sharded: those of the sharded run.
+        baseline: those of the run with which it is compared.
+        oracle: those of the oracle, if there is one.
+        unseen: counts what the sharded run did not show, or showed in another shape or number.
+    """
+    mine, others, exact = (_by_key(events) for events in (sharded, baseline, oracle))
+    found = []
+    for position, (key, events) in enumerate(others.items()):
+        own = mine.get(key, [])
+        if not own:
+            unseen[f"the sharded run did not show: {key[0].value}"] += 1
+        elif len(own) != len(events):
+            unseen[f"the sharded run showed more or fewer of it: {key[0].value}"] += 1
+        elif any(one.tensor.shape != other.tensor.shape for one, other in zip(own, events, strict=True)):
+            unseen[f"the sharded run has another shape, as where tensors are parallel: {key[0].value}"] += 1
+        else:
+            expected = exact.get(key, [])
+            pairs = zip(own, events, strict=True)
+            found += [
+                _Seen(position, one, other, expected[number] if number < len(expected) else None)
+                for number, (one, other) in enumerate(pairs)
+            ]
+    return found
+
+
+def _place_of(finding: Finding, order: tuple[int, ...], where: str = "") -> Place:
+    """Name the part of the model to which a tensor of a step's pictures belongs."""
+    stage, name = finding.location.stage, finding.location.name or ""
+    order = (*order, list(Stage).index(stage))
+    if stage in _OF_PARAMETERS:
+        parameter = name.partition(":")[0]
+        return Place(finding, order, parameter.rpartition(".")[0] or ROOT, parameter, where)
+    return Place(finding, order, ROOT if stage in (Stage.OUTPUT, Stage.LOSS) else "", "", where)
+
+
+def _place(one: _Seen, finding: Finding, order: tuple[int, ...]) -> Place:
+    event = one.baseline
+    return Place(finding, (*order, one.position), event.module or ROOT, event.parameter, event.where)
+
+
+def _by_key(events: Sequence[Event]) -> dict[Key, list[Event]]:
+    found: dict[Key, list[Event]] = {}
+    for event in events:
+        found.setdefault(event.key, []).append(event)
+    return found
+
+
+@torch.no_grad()
+def _too_far(one: _Seen, context: Context) -> Finding | None:
+    """Judge a tensor as a step's pictures are judged, with the baseline for the oracle where there is none."""
+    mine, other = one.sharded.tensor, one.baseline.tensor
+    event = one.baseline
+    location = Location(stage=event.stage, step=context.step, rank=context.rank, name=event.name)
+    if mine.dtype != other.dtype:
+        return Finding(location, f"has dtype {mine.dtype}; the baseline has {other.dtype}")
+    exact = one.oracle.tensor if one.oracle is not None and event.stage not in _WITHOUT_ORACLE else None
+    found = None if exact is None or exact.shape != other.shape else _distance(mine, other, exact)
+    if found is None or found.baseline_ulps > BASELINE_LIMIT_ULPS:
+        # Random numbers, or another order of ranks: only the baseline knows.
+        exact, found = None, _distance(mine, other, other.double())
+    if not found.is_too_far or found.index < 0:
+        return None
+    runs = {"sharded": mine, "baseline": other} | ({} if exact is None else {"oracle": exact})
+    text, numbers = numbers_of(found, runs)
+    position = torch.unravel_index(torch.tensor(found.index), other.shape) if other.ndim else ()
+    location = dataclasses.replace(location, element=tuple(int(part) for part in position))
+    return Finding(location, text, numbers=numbers)
+
+
+def _distance(mine: torch.Tensor, other: torch.Tensor, exact: torch.Tensor) -> Distance:
+    magnitude = float(exact.abs().max()) if exact.numel() else 0.0
+    magnitude = magnitude if math.isfinite(magnitude) else 1.0
+    return distance(mine, other, exact, magnitude=magnitude)
+
+
+def _as_backward_ran(places: Iterator[Place], events: Sequence[Event]) -> Iterator[Place]:
+    """Sort the gradients that diverge as backward made them; their comparison goes by name."""
+    made: dict[str, int] = {}
+    for event in events:
+        if event.stage == Stage.OWN_GRADIENT:
+            made[event.parameter] = len(made)
+    for stage, group in itertools.groupby(places, key=lambda place: place.finding.location.stage):
+        if stage != Stage.GRADIENT:
+            yield from group
+        else:
+            ordered = [
+                dataclasses.replace(one, order=(*one.order, made.get(one.parameter, len(made)))) for one in group
+            ]
+            yield from sorted(ordered, key=lambda one: one.order)

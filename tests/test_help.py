@@ -1,0 +1,66 @@
+"""`shardproof --help` and that of each command read as documentation, and README names each command."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import shardproof.run
+from shardproof.__main__ import COMMANDS, USAGE, main
+
+ROOT = Path(__file__).parents[1]
+
+NAMES = re.findall(
+    r"^  (\w+)(?:  | *\n {11})", USAGE.partition("commands:\n")[2].partition("\n\n")[0], flags=re.MULTILINE
+)
+
+#: Those whose help argparse does not write.
+OF_PYTEST = "run"
+
+
+def help_of(name, capsys):
+    with pytest.raises(SystemExit) as exit:
+        main([name, "--help"])
+    assert exit.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_the_commands_are_those_of_the_message_about_unknown_ones():
+    assert sorted(NAMES) == sorted(re.split(r", | or ", COMMANDS))
+    assert len(NAMES) > 5
+
+
+def test_help_shows_how_the_commands_follow_each_other(capsys):
+    assert main(["--help"]) == 0
+    printed = capsys.readouterr().out
+    examples = re.findall(r"^  shardproof (\w+) ", printed, flags=re.MULTILINE)
+    assert examples[0] == "run" and set(examples) <= set(NAMES)
+    assert max(map(len, printed.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_readme_has_each_command(name):
+    assert re.search(rf"^\| `shardproof {name}\b", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != OF_PYTEST])
+def test_each_command_says_what_it_does_and_what_each_argument_is(name, capsys):
+    printed = help_of(name, capsys)
+    description = printed.partition("\n\n")[2].partition("\n\n")[0]
+    assert len(description) > 50
+    # An argument without a text ends its line.
+    assert not re.search(r"^  (-\S+( \S+)?|\S+)$\n(?! {10})", printed, flags=re.MULTILINE), printed
+
+
+@pytest.mark.parametrize("name", ["report", "gate", "expectations", "merge", "implementations"])
+def test_a_command_has_examples(name, capsys):
+    assert f"examples:\n  shardproof {'run' if name == 'expectations' else name} " in help_of(name, capsys)
+
+
+def test_the_help_of_run_precedes_that_of_pytest(monkeypatch, capsys):
+    monkeypatch.setattr(shardproof.run.pytest, "main", lambda arguments: print("pytest's") or 0)
+    assert main(["run", "--help"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("usage: shardproof run ") and printed.endswith("\npytest's\n")
