@@ -13,6 +13,7 @@ usage: shardproof COMMAND ...
 commands:
   run      run the packaged suites with pytest; takes pytest's arguments and shardproof's options
   report   print a run file's matrix, failures and skips
+  page     write an HTML page of one or more run files: the matrix, and each case with its plots
   gate     compare a change's run file with that of the commit before; exit code 1 if something got worse
   expectations
            draft the known failures of an implementation from a run file
@@ -23,7 +24,7 @@ commands:
 `shardproof COMMAND --help` describes a command.
 """
 
-COMMANDS = "run, report, gate, expectations, merge or implementations"
+COMMANDS = "run, report, page, gate, expectations, merge or implementations"
 
 BAD_USAGE = 2
 
@@ -51,6 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from shardproof.reports.command import report
 
         return report(given[1:])
+    if command == "page":
+        from shardproof.reports.page_command import page
+
+        return page(given[1:])
     if command == "gate":
         from shardproof.reports.gate_command import gate
 
