@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardproof.reports.command import BAD_INPUT
-from shardproof.reports.run import Run, RunFileError, load_run
+from shardproof.reports.run import Run, load_run
 from shardproof.reports.table import printable
 
 FILE = "index.html"
@@ -41,12 +41,13 @@ def page(arguments: Sequence[str]) -> int:
         return _refuse(f"{_EXTRA} ({(error.name or '').partition('.')[0]} is missing)")
     try:
         runs = _load(options.runs)
-        text = render([Source(path, run) for path, run in runs], title=options.title)
-        content = text.encode(errors="backslashreplace")
+    except ValueError as error:
+        return _refuse(str(error))
+    text = render([Source(path, run) for path, run in runs], title=options.title)
+    content = text.encode(errors="backslashreplace")
+    try:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_bytes(content)
-    except (RunFileError, ValueError) as error:
-        return _refuse(str(error))
     except OSError as error:
         return _refuse(f"{error.filename or out}: {error.strerror or error}")
     count = sum(len(run.cases) for _, run in runs)

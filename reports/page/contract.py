@@ -42,8 +42,8 @@ class Contract:
 
         Unknown requirements of one chapter stay together, behind the known ones of their chapter if there are any.
         """
-        wanted = list(dict.fromkeys(ids))
-        known = [one for id_, one in self._requirements.items() if id_ in set(wanted)]
+        wanted = dict.fromkeys(ids)
+        known = [one for id_, one in self._requirements.items() if id_ in wanted]
         unknown = [
             Requirement(id_, id_.rpartition("-")[0] or id_, "") for id_ in wanted if id_ not in self._requirements
         ]

@@ -46,7 +46,8 @@ async function recordsOf(number) {
   const found = new Map();
   for (const [index, record] of Object.entries(records[number - DATA.chunks[chunk]])) {
     const collectives = (record.collectives || []).map(([ranks, trace]) => ({
-      ranks, lines: traces[trace].map((line) => lines[line]),
+      ranks,
+      lines: traces[trace].map((line) => lines[line]),
     }));
     found.set(Number(index), { ...record, collectives });
   }

@@ -27,14 +27,28 @@ function scrolling(label, ...children) {
 }
 
 function table(caption, heads, rows, attributes = {}) {
-  const head = el("tr", {}, heads.map((text) => el("th", { scope: "col" }, text)));
-  const body = rows.map((cells) => el("tr", {}, cells.map((cell) => el("td", {}, cell))));
+  const head = el(
+    "tr",
+    {},
+    heads.map((text) => el("th", { scope: "col" }, text)),
+  );
+  const body = rows.map((cells) =>
+    el(
+      "tr",
+      {},
+      cells.map((cell) => el("td", {}, cell)),
+    ),
+  );
   return el("table", attributes, el("caption", {}, caption), el("thead", {}, head), el("tbody", {}, body));
 }
 
 function definitions(pairs) {
   const shown = pairs.filter(([, value]) => value !== "" && value !== null && value !== undefined);
-  return el("dl", {}, shown.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
+  return el(
+    "dl",
+    {},
+    shown.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))),
+  );
 }
 
 const plural = (count, word) => `${count.toLocaleString("en")} ${word}${count === 1 ? "" : "s"}`;

@@ -4,7 +4,8 @@ const TITLE = document.title;
 let state = null;
 let shownAs = null; // the filters that the matrix on the screen was made for
 
-const filtersOf = ({ chapter, text, differ, rows, verdict, impl }) => JSON.stringify([chapter, text, differ, rows, verdict, impl]);
+const filtersOf = ({ chapter, text, differ, rows, verdict, impl }) =>
+  JSON.stringify([chapter, text, differ, rows, verdict, impl]);
 
 function toggled(id, opens) {
   state = { ...state, open: opens ? [...state.open, id] : state.open.filter((one) => one !== id) };
@@ -21,9 +22,10 @@ function refreshMatrix() {
   cases = shownCases(state, columns);
   showMatrix(state, columns, cases, toggled);
   byId("none").hidden = cases.length > 0;
-  byId("count").textContent = cases.length === DATA.cases.length
-    ? `all ${plural(cases.length, "case")}`
-    : `${cases.length.toLocaleString("en")} of ${plural(DATA.cases.length, "case")}`;
+  byId("count").textContent =
+    cases.length === DATA.cases.length
+      ? `all ${plural(cases.length, "case")}`
+      : `${cases.length.toLocaleString("en")} of ${plural(DATA.cases.length, "case")}`;
 }
 
 // Shows what the state says. The case gets the focus where the reader has just opened it.
@@ -87,7 +89,9 @@ function listen() {
     const left = state.case;
     state = readAddress();
     shownAs = null; // what is open in the matrix may have changed
-    apply().then(() => { if (left && !state.case) returnTo(left); });
+    apply().then(() => {
+      if (left && !state.case) returnTo(left);
+    });
   });
 }
 

@@ -1,7 +1,15 @@
 // The verdicts, gravest first, as in the run files. Their signs and colours are in style/matrix.css.
 
 const VERDICTS = [
-  "harness-error", "crash", "fail", "hang", "unmet", "unsupported", "expected-fail", "unexpected-pass", "pass",
+  "harness-error",
+  "crash",
+  "fail",
+  "hang",
+  "unmet",
+  "unsupported",
+  "expected-fail",
+  "unexpected-pass",
+  "pass",
 ];
 const NO_RECORD = ".";
 const SKIPS = new Set(["unmet", "unsupported"]);
