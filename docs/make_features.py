@@ -1,6 +1,7 @@
 """Writes docs/features.md and the table of chapters in README.md from the contract and the collected suites.
 
-``--check`` compares instead of writing. The page has a row for each requirement of docs/contract.md: the cases that
+It also writes the contract as JSON for `shardproof page`, which an installation without docs/ has. ``--check`` compares
+instead of writing. The page has a row for each requirement of docs/contract.md: the cases that
 check it, the capabilities and the hardware without which none of them runs, and the built-in implementations that
 declare these capabilities. Both ways are checked: every requirement has a case, and every case a requirement.
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,6 +27,7 @@ from shardproof.harness.adapters.registry import load
 
 CONTRACT = ROOT / "docs/contract.md"
 PAGE = ROOT / "docs/features.md"
+JSON = ROOT / "reports/page/contract.json"
 README = ROOT / "README.md"
 #: The text of README.md between these lines is written here.
 BEGIN, END = "<!-- features: written by docs/make_features.py -->\n", "<!-- end of features -->\n"
@@ -49,10 +52,12 @@ class Requirement:
     Attributes:
         id: the chapter and the number.
         of_any: whether it is required of every implementation that trains.
+        text: what is required, in Markdown.
     """
 
     id: str
     of_any: bool
+    text: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,9 +125,11 @@ def chapters(text: str) -> list[Chapter]:
     for part in text.split("\n## ")[1:]:
         title, _, body = part.partition("\n")
         name, colon, subject = title.partition(": ")
-        rows = re.findall(r"^\| ([A-Z]+-\d+) \| *(any)? *\|", body, flags=re.MULTILINE)
+        rows = re.findall(r"^\| ([A-Z]+-\d+) \| *(any)? *\| (.*) \|$", body, flags=re.MULTILINE)
         if colon and rows:
-            found.append(Chapter(name, subject, tuple(Requirement(one, bool(of_any)) for one, of_any in rows)))
+            found.append(
+                Chapter(name, subject, tuple(Requirement(one, bool(of_any), said) for one, of_any, said in rows))
+            )
     return found
 
 
@@ -184,8 +191,14 @@ def table(contract: Sequence[Chapter], items: Sequence[Item]) -> str:
     return "\n".join(rows) + "\n"
 
 
+def as_json(contract: Sequence[Chapter]) -> str:
+    """Write the contract as a list of chapters: name, subject, and pairs of a requirement's id and text."""
+    written = [[one.name, one.subject, [[row.id, row.text] for row in one.requirements]] for one in contract]
+    return json.dumps(written, indent=1, ensure_ascii=False) + "\n"
+
+
 def main(arguments: Iterable[str] | None = None) -> int:
-    """Write the page and README's table, or compare them.
+    """Write the page, the JSON and README's table, or compare them.
 
     Args:
         arguments: of the command line; those of the process unless given.
@@ -194,7 +207,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
         The exit code: 0, or 1 if the contract and the suites disagree or a file is out of date.
     """
     parser = argparse.ArgumentParser(
-        description="docs/features.md and README's table, from the contract and the suites"
+        description="docs/features.md, contract.json and README's table, from the contract and the suites"
     )
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a file is out of date")
     options = parser.parse_args(None if arguments is None else list(arguments))
@@ -202,7 +215,11 @@ def main(arguments: Iterable[str] | None = None) -> int:
         contract, items = chapters(CONTRACT.read_text()), collected()
         if found := problems(contract, items):
             raise ValueError("\n".join(found))
-        written = {PAGE: page(contract, items), README: between(README.read_text(), BEGIN, END, table(contract, items))}
+        written = {
+            PAGE: page(contract, items),
+            JSON: as_json(contract),
+            README: between(README.read_text(), BEGIN, END, table(contract, items)),
+        }
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1

@@ -17,6 +17,7 @@ other than run and implementations read run files; they need neither torch nor a
 commands:
   run      run the packaged suites with pytest; takes pytest's arguments and shardproof's options
   report   print a run file's matrix, failures and skips
+  page     write an HTML page of one or more run files: the matrix, and each case with its plots
   gate     compare a change's run file with that of the commit before; exit code 1 if something got worse
   expectations
            draft the known failures of an implementation from a run file
@@ -35,7 +36,7 @@ A first run, its matrix, why a case fails, and whether a change made anything wo
 world and verdict, are in the glossary of CONTRIBUTING.md; README.md names the other documents.
 """
 
-COMMANDS = "run, report, gate, expectations, merge or implementations"
+COMMANDS = "run, report, page, gate, expectations, merge or implementations"
 
 BAD_USAGE = 2
 
@@ -63,6 +64,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from shardproof.reports.command import report
 
         return report(given[1:])
+    if command == "page":
+        from shardproof.reports.page_command import page
+
+        return page(given[1:])
     if command == "gate":
         from shardproof.reports.gate_command import gate
 

@@ -43,10 +43,10 @@ def packages_with(folder, imports):
     (folder / "pyproject.toml").write_bytes((ROOT / "pyproject.toml").read_bytes())
     rooms = [f"shardproof/harness/{room}" for room in ROOMS]
     packages = ["fsdp_impl", "fsdp_impl/common", "shardproof", "shardproof/harness", *rooms]
-    for package in (*packages, "shardproof/reports", "shardproof/suites"):
+    for package in (*packages, "shardproof/reports", "shardproof/reports/page", "shardproof/suites"):
         (folder / package).mkdir()
         (folder / package / "__init__.py").touch()
-    for module in ("__main__", "implementations", "plugin", "run"):
+    for module in ("__main__", "implementations", "plugin", "reports/page_command", "run"):
         (folder / f"shardproof/{module}.py").touch()
     for i, (package, imported) in enumerate(imports):
         (folder / package / f"module_{i}.py").write_text(f"import {imported}\n")
@@ -97,6 +97,11 @@ def test_each_forbidden_arrow_is_caught(tmp_path):
         ("shardproof/reports", "shardproof.run"),
         ("shardproof/reports", "fsdp_impl"),
         ("shardproof/reports", "pytest"),
+        ("shardproof/reports", "jinja2"),
+        ("shardproof/reports", "plotly"),
+        ("shardproof/reports", "shardproof.reports.page"),
+        ("shardproof", "shardproof.reports.page"),
+        ("shardproof/reports/page", "torch"),
     ]
     packages_with(tmp_path, forbidden)
     done = lint_imports(tmp_path)
@@ -129,6 +134,9 @@ def test_each_allowed_arrow_is_let_through(tmp_path):
         ("shardproof/suites", "torch"),
         ("fsdp_impl", "torch"),
         ("shardproof/reports", "json"),
+        ("shardproof/reports/page", "shardproof.reports"),
+        ("shardproof/reports/page", "jinja2"),
+        ("shardproof/reports/page", "plotly"),
     ]
     packages_with(tmp_path, allowed)
     done = lint_imports(tmp_path)

@@ -7,6 +7,8 @@ import pytest
 
 from tests.installations import FOLDERS, ROOT, build, copy_of_the_sources, install, run
 
+DATA = ("contract.json", "run-file.schema.json")
+
 
 def sources(folder):
     """The folder's files as git would see them, as paths in a wheel."""
@@ -15,7 +17,7 @@ def sources(folder):
     return {
         f"{prefix}{path.relative_to(ROOT)}"
         for path in files
-        if path.suffix in (".py", ".toml", ".typed") or path.name == "run-file.schema.json"
+        if path.suffix in (".css", ".html", ".js", ".py", ".toml", ".typed") or path.name in DATA
     }
 
 
@@ -158,7 +160,7 @@ def test_a_failure_is_reproduced_from_another_directory(neighbour, path):
 def test_commands_that_do_not_exist(tmp_path, path):
     done = run("-m", "shardproof", "summary", cwd=tmp_path, path=path)
     assert (done.returncode, done.stdout) == (2, "")
-    known = "run, report, gate, expectations, merge or implementations"
+    known = "run, report, page, gate, expectations, merge or implementations"
     assert done.stderr == f"shardproof: 'summary' is not a command; use {known}\n"
     done = run("-m", "shardproof", "report", "none.json", cwd=tmp_path, path=path)
     assert (done.returncode, done.stderr) == (2, "shardproof: none.json: No such file or directory\n")

@@ -1,0 +1,16 @@
+"""Makes one HTML page of run files. Needs the extra ``page``; nothing but the subcommand imports it.
+
+The modules, each importing from those above it:
+
+contract: the requirements and their chapters
+labels: names that tell runs apart
+packing: text and JSON, compressed for a script element
+table: what the matrix needs, of all cases
+details: what a case needs when it is opened, in chunks
+assets: styles, scripts and the plotting library
+render: the page
+"""
+
+from shardproof.reports.page.render import Source, render
+
+__all__ = ["Source", "render"]

@@ -1,0 +1,116 @@
+"""What a page shows of a case when it is opened, in chunks: a page decodes only the one with that case."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shardproof.reports.page.packing import finite, packed_json
+from shardproof.reports.page.table import Table
+from shardproof.reports.record import CaseRecord, Trace
+from shardproof.reports.run import Run
+
+#: Characters of JSON from which on a new chunk begins: some milliseconds of decoding.
+_CHUNK = 1 << 19
+
+_DIGITS = 6  # of a distance
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The records of successive cases.
+
+    Attributes:
+        first: the position of the first case.
+        packed: compressed JSON. ``lines`` are the lines of all traces, ``traces`` lists of positions in them, and
+            ``records`` an object for each case, with the record of each column by its position.
+    """
+
+    first: int
+    packed: str
+
+
+class _Writer:
+    """Writes records whose traces are shared: cases of one function, and implementations, issue the same ones."""
+
+    def __init__(self) -> None:
+        self.lines: dict[str, int] = {}
+        self.traces: dict[tuple[int, ...], int] = {}
+
+    def record(self, case: CaseRecord) -> dict[str, Any]:
+        """Write a record, without empty fields."""
+        fields = {
+            "verdict": str(case.verdict),
+            "world": case.world,
+            "device": case.device,
+            "parameters": dict(case.parameters),
+            "seconds": case.seconds,
+            "seeds": dict(case.seeds),
+            "missing": case.missing,
+            "expected": case.expected,
+            "failure": None if case.failure is None else asdict(case.failure),
+            "reproduce": case.reproduction,
+            "losses": dict(case.losses),
+            "distances": [
+                [
+                    one.stage,
+                    one.step,
+                    one.name,
+                    _rounded(one.sharded_ulps),
+                    None if one.baseline_ulps is None else _rounded(one.baseline_ulps),
+                    _rounded(one.allowed_ulps),
+                ]
+                for one in case.distances
+            ],
+            "collectives": [[one.ranks, self._trace(one)] for one in case.collectives],
+            "spent": dict(case.spent),
+            "attempt": case.attempt if case.attempt > 1 else None,
+            "shortened": case.shortened,
+        }
+        return {name: value for name, value in fields.items() if value not in (None, "", (), [], {})}
+
+    def _trace(self, trace: Trace) -> int:
+        numbers = tuple(self.lines.setdefault(line, len(self.lines)) for line in trace.lines)
+        return self.traces.setdefault(numbers, len(self.traces))
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{_DIGITS}g}")
+
+
+def chunks(table: Table, runs: Sequence[Run]) -> Iterator[Chunk]:
+    """Pack the records of all cases, in the order of the table.
+
+    Args:
+        table: the cases and columns.
+        runs: the runs, for the verdicts of earlier attempts.
+    """
+    earlier = _earlier_verdicts(runs)
+    writer, records, size, first = _Writer(), [], 0, 0
+    for i, (id_, _) in enumerate(table.cases):
+        of_case: dict[str, dict[str, Any]] = {}
+        for number, column in enumerate(table.columns):
+            if (case := column.records.get(id_)) is not None:
+                of_case[str(number)] = writer.record(case)
+                if before := earlier.get((column.run, column.implementation, id_)):
+                    of_case[str(number)]["earlier"] = before
+        records.append(of_case)
+        size += len(json.dumps(finite(of_case)))
+        if size >= _CHUNK:
+            yield _chunk(first, writer, records)
+            writer, records, size, first = _Writer(), [], 0, i + 1
+    if records:
+        yield _chunk(first, writer, records)
+
+
+def _chunk(first: int, writer: _Writer, records: Sequence[Mapping[str, Any]]) -> Chunk:
+    data = {"lines": list(writer.lines), "traces": [list(one) for one in writer.traces], "records": list(records)}
+    return Chunk(first, packed_json(data))
+
+
+def _earlier_verdicts(runs: Sequence[Run]) -> dict[tuple[int, str, str], list[str]]:
+    found: dict[tuple[int, str, str], list[str]] = {}
+    for number, run in enumerate(runs):
+        for case in run.earlier:
+            found.setdefault((number, case.implementation, case.id), []).append(str(case.verdict))
+    return found

@@ -1,0 +1,122 @@
+"""What the matrix of a page needs: the verdict of each case on each implementation in each run, without the rest."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardproof.reports.page.contract import Contract, Requirement
+from shardproof.reports.record import CaseRecord, Verdict
+from shardproof.reports.run import Run
+
+NO_RECORD = "."
+"""The character of a case without a record."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the matrix.
+
+    Attributes:
+        implementation: its name in the run.
+        version: its version; may be empty.
+        run: the position of the run.
+        records: its records by the id of the case.
+    """
+
+    implementation: str
+    version: str
+    run: int
+    records: Mapping[str, CaseRecord]
+
+
+@dataclass(frozen=True)
+class Table:
+    """The cases of all runs.
+
+    Attributes:
+        requirements: those that the cases check, in the order of the contract.
+        cases: the id of each case with the positions of its requirements, ordered by the first of them and by id.
+        columns: ordered by implementation, then by run.
+    """
+
+    requirements: tuple[Requirement, ...]
+    cases: tuple[tuple[str, tuple[int, ...]], ...]
+    columns: tuple[Column, ...]
+
+
+def table(runs: Sequence[Run], contract: Contract) -> Table:
+    """Order the cases and the columns of several runs.
+
+    Args:
+        runs: the runs.
+        contract: the requirements that are known.
+    """
+    checked: dict[str, dict[str, None]] = {}
+    for run in runs:
+        for case in run.cases:
+            # Runs of different versions may name different requirements for one case.
+            checked.setdefault(case.id, {}).update(dict.fromkeys(filter(None, case.requirements)))
+    requirements = contract.in_order(name for names in checked.values() for name in names or ("",))
+    position = {one.id: i for i, one in enumerate(requirements)}
+    placed = {id_: tuple(sorted(position[name] for name in names or ("",))) for id_, names in checked.items()}
+    cases = sorted(placed.items(), key=lambda case: (case[1][0], case[0]))
+    return Table(tuple(requirements), tuple(cases), tuple(_columns(runs)))
+
+
+def _columns(runs: Sequence[Run]) -> Iterable[Column]:
+    for name in dict.fromkeys(name for run in runs for name in run.implementations):
+        for i, run in enumerate(runs):
+            if name in run.implementations:
+                known = run.environment.implementations.get(name)
+                records = {case.id: case for case in run.cases if case.implementation == name}
+                yield Column(name, known.version if known else "", i, records)
+
+
+def as_data(table: Table, contract: Contract, *, run_labels: Sequence[str], chunks: Sequence[int]) -> dict[str, Any]:
+    """Write a table for the script of the page.
+
+    Each column has its verdicts as one string, with a digit for each case, its place in :class:`Verdict`; and for each
+    case the number of the reason for the verdict, a position in the list of all reasons.
+
+    Args:
+        table: the table.
+        contract: the subjects of the chapters.
+        run_labels: a label for each run.
+        chunks: the position of the first case of each chunk of details.
+    """
+    digits = {verdict: str(i) for i, verdict in enumerate(Verdict)}
+    reasons: dict[str, int] = {"": 0}
+    columns = []
+    for column in table.columns:
+        records = [column.records.get(id_) for id_, _ in table.cases]
+        columns.append(
+            {
+                "implementation": column.implementation,
+                "version": column.version,
+                "run": column.run,
+                "verdicts": "".join(NO_RECORD if one is None else digits[one.verdict] for one in records),
+                "reasons": [0 if one is None else reasons.setdefault(reason(one), len(reasons)) for one in records],
+            }
+        )
+    chapters = dict.fromkeys(one.chapter for one in table.requirements)
+    return {
+        "runs": list(run_labels),
+        "chapters": [[name, contract.subject(name)] for name in chapters],
+        "requirements": [[one.id, one.chapter, one.text] for one in table.requirements],
+        "cases": [id_ for id_, _ in table.cases],
+        "checks": [list(numbers) for _, numbers in table.cases],
+        "columns": columns,
+        "reasons": list(reasons),
+        "chunks": list(chunks),
+    }
+
+
+def reason(case: CaseRecord) -> str:
+    """Why the verdict is not a plain pass, in one line; empty for one that is."""
+    if case.verdict is Verdict.EXPECTED_FAIL:
+        return case.expected or case.why
+    if case.verdict is Verdict.UNEXPECTED_PASS:
+        return case.expected or "the expected failure did not happen"
+    if case.verdict.skipped:
+        return ", ".join(case.missing)
+    return case.why if case.verdict.failed else ""

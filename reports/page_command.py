@@ -1,0 +1,93 @@
+"""The command ``shardproof page``: writes a page of run files."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from shardproof.reports.command import BAD_INPUT
+from shardproof.reports.run import Run, load_run
+from shardproof.reports.table import printable
+
+FILE = "index.html"
+"""The name of the page in its folder."""
+
+_EXTRA = "the page needs packages that are not installed; install them with: pip install 'shardproof[page]'"
+
+
+def page(arguments: Sequence[str]) -> int:
+    """Write one HTML page of run files.
+
+    Failing cases do not change the exit code: the runs have already judged them.
+
+    Args:
+        arguments: the arguments after the name of the command.
+
+    Returns:
+        The exit code: 0; or 2 if a file cannot be read or written, a run is given twice, or the extra ``page`` is not
+        installed, with one line on stderr.
+
+    Raises:
+        SystemExit: from argparse, with code 2 for unknown arguments and 0 for ``--help``.
+    """
+    options = _parser().parse_args(arguments)
+    out = Path(options.output) / FILE
+    try:
+        # Here and not above: the other commands need the standard library alone.
+        from shardproof.reports.page import Source, render
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("shardproof"):
+            raise
+        return _refuse(f"{_EXTRA} ({(error.name or '').partition('.')[0]} is missing)")
+    try:
+        runs = _load(options.runs)
+    except ValueError as error:
+        return _refuse(str(error))
+    text = render([Source(path, run) for path, run in runs], title=options.title)
+    content = text.encode(errors="backslashreplace")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_bytes(content)
+    except OSError as error:
+        return _refuse(f"{error.filename or out}: {error.strerror or error}")
+    count = sum(len(run.cases) for _, run in runs)
+    print(printable(f"{out}: {_number(len(runs), 'run')}, {_number(count, 'record')}, {len(content) / 1e6:.1f} MB"))
+    return 0
+
+
+def _load(paths: Sequence[str]) -> list[tuple[str, Run]]:
+    """Read run files.
+
+    Raises:
+        RunFileError: a file cannot be read.
+        ValueError: two files are of one run.
+    """
+    runs: list[tuple[str, Run]] = []
+    for path in paths:
+        run = load_run(path)
+        same = next((other for other, one in runs if run.run_id and one.run_id == run.run_id), None)
+        if same is not None:
+            raise ValueError(f"{same} and {path} are of the same run: give it once")
+        runs.append((path, run))
+    return runs
+
+
+def _refuse(reason: str) -> int:
+    print(f"shardproof: {printable(reason)}", file=sys.stderr)
+    return BAD_INPUT
+
+
+def _number(count: int, word: str) -> str:
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="shardproof page",
+        description=f"Write DIR/{FILE}, one page of one or more runs that a browser opens from disk: the matrix with "
+        "filters, and for each case its failure, losses, distances and collectives. Needs the extra 'page'.",
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run file, or the FILE.partial of an incomplete run")
+    parser.add_argument("-o", "--output", required=True, metavar="DIR", help="the folder for the page")
+    parser.add_argument("--title", default="shardproof", help="the title of the page (default: shardproof)")
+    return parser

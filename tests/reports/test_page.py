@@ -1,0 +1,307 @@
+"""What a page of run files holds, and that nothing in a run file becomes part of the page itself."""
+
+import hashlib
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.reports import samples
+
+pytest.importorskip("plotly", reason="the page needs its extra: pip install '.[page]'")
+
+from shardproof.reports import load_run
+from shardproof.reports.page import Source, assets, render
+from shardproof.reports.page.packing import packed
+from shardproof.reports.record import Verdict
+from tests.reports.pages import Page, page
+
+ROOT = Path(__file__).parents[2]
+
+
+def environment(**changes):
+    return samples.whole_environment() | changes
+
+
+def run_of(*cases, **changes):
+    """A complete run of version 2 with an environment that says what `changes` says."""
+    run_id = hashlib.md5(json.dumps([cases, changes]).encode()).hexdigest()
+    return samples.journal(*cases) | {"environment": environment(**changes), "run_id": run_id}
+
+
+def column(table, implementation, run=0):
+    (found,) = (one for one in table["columns"] if (one["implementation"], one["run"]) == (implementation, run))
+    return found
+
+
+# What it holds
+
+
+def test_a_record_is_whole():
+    """Everything that the run file has of a case, with the numbers that JSON lacks as the run file writes them."""
+    given = samples.whole_case() | {"spent": {"training": 0.125}, "reproduce": "(cd /x && pytest)"}
+    made = page(run_of(given))
+    (record,) = made.records.values()
+    same = (
+        "verdict",
+        "world",
+        "device",
+        "parameters",
+        "seconds",
+        "seeds",
+        "losses",
+        "collectives",
+        "spent",
+        "reproduce",
+    )
+    assert {name: record[name] for name in same} == {name: given[name] for name in same}
+    assert record["failure"] == given["failure"]
+    assert record["distances"] == [["gradient", 1, "head0.weight", 4e6, 1, 12.0]]
+
+
+def test_what_a_run_file_lacks_is_left_out():
+    made = page(samples.run(samples.case()))
+    (record,) = made.records.values()
+    assert record == {
+        "verdict": "pass", "world": 2, "device": "cpu", "parameters": {"reshard": True}, "seconds": 0.25
+    }  # fmt: skip
+
+
+def test_verdicts_are_digits_in_the_order_of_the_cases():
+    verdicts = {"a": Verdict.PASS, "b": Verdict.CRASH, "d": Verdict.HARNESS_ERROR}
+    cases = [samples.case(id=id_, verdict=verdict) for id_, verdict in verdicts.items()]
+    table = page(samples.run(*cases, samples.case(id="c", implementation="other"))).table
+    assert table["cases"] == ["a", "b", "c", "d"]
+    assert column(table, "reference")["verdicts"] == "81.0"
+    assert column(table, "other")["verdicts"] == "..8."
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"verdict": "pass", "missing": ["unused"]}, ""),
+        ({"verdict": "unsupported", "missing": ["streams", "2 GPUs"]}, "streams, 2 GPUs"),
+        ({"verdict": "expected-fail", "expected": "fail: known (F-1)", "failure": {"text": "x"}}, "fail: known (F-1)"),
+        ({"verdict": "unexpected-pass", "expected": "fail: known (F-1)"}, "fail: known (F-1)"),
+        ({"verdict": "fail", "failure": {"text": "at\nValueError: no"}}, "ValueError: no"),
+    ],
+)
+def test_the_reason_of_a_verdict(changes, reason):
+    table = page(samples.run(samples.case(**changes))).table
+    assert table["reasons"][table["columns"][0]["reasons"][0]] == reason
+
+
+def test_requirements_have_the_order_and_the_text_of_the_contract():
+    names = ["STATE-1", "OURS-2", "AUTOGRAD-2, AUTOGRAD-1", "OURS-1", "AUTOGRAD-999", ""]
+    table = page(samples.run(*(samples.case(id=f"case {i}", requirement=name) for i, name in enumerate(names)))).table
+    ids = ["AUTOGRAD-1", "AUTOGRAD-2", "AUTOGRAD-999", "STATE-1", "OURS-2", "OURS-1", ""]
+    assert [id_ for id_, _, _ in table["requirements"]] == ids
+    assert table["requirements"][0][2].startswith("A forward output that the loss ignores")
+    assert [chapter for chapter, _ in table["chapters"]] == ["AUTOGRAD", "STATE", "OURS", ""]
+    assert table["chapters"][0][1] == "backward through whatever a forward returned"
+    assert dict(zip(table["cases"], table["checks"], strict=True))["case 2"] == [0, 1]
+
+
+def test_many_cases_are_in_several_chunks_that_each_know_their_first():
+    text = "x" * 2000
+    cases = [samples.case(id=f"case {i:04}", verdict="fail", failure={"text": f"{i} {text}"}) for i in range(600)]
+    made = page(samples.run(*cases))
+    assert len(made.table["chunks"]) > 2
+    assert {id_: record["failure"]["text"].split()[0] for (id_, _), record in made.records.items()} == {
+        f"case {i:04}": str(i) for i in range(600)
+    }
+
+
+def test_what_ran_again_has_its_earlier_verdicts():
+    made = page(samples.journal(samples.case(verdict="hang"), samples.case(attempt=2)))
+    (record,) = made.records.values()
+    assert (record["attempt"], record["earlier"]) == (2, ["hang"])
+    assert "1 attempts were repeated" in made.text
+
+
+def test_an_incomplete_run_says_so():
+    data = samples.journal(samples.case(id="a"), selected={"reference": ["a", "b"]}, reason="SIGTERM")
+    assert re.search(r"INCOMPLETE:\s*SIGTERM; 1 selected cases have no record", page(data).text)
+
+
+def test_a_run_without_cases():
+    made = page(samples.run(torch="2.13.0", device="cpu"))
+    assert (made.table["cases"], made.table["columns"], made.records) == ([], [], {})
+    assert "0 cases" in made.text
+
+
+# Several runs
+
+
+def test_columns_of_an_implementation_are_beside_each_other():
+    old = run_of(samples.case(), samples.case(implementation="other"), torch="2.11.0", implementations={})
+    new = run_of(samples.case(verdict="fail", failure={"text": "x"}), torch="2.13.0", implementations={})
+    for run in (old, new):
+        for one in run["cases"]:
+            one["failure"] = one["failure"] and one["failure"] | dict.fromkeys(
+                ("stage", "step", "rank", "name", "element")
+            )
+    table = page(old, new).table
+    assert [(one["implementation"], one["run"], one["verdicts"]) for one in table["columns"]] == [
+        ("reference", 0, "8"), ("reference", 1, "2"), ("other", 0, "8")
+    ]  # fmt: skip
+    assert table["runs"] == ["CUDA, torch 2.11.0", "CUDA, torch 2.13.0"]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ({}, {"device": "cpu"}, ["CUDA, torch 2.11.0", "CPU, torch 2.11.0"]),
+        ({}, {"torch": "2.11.0+cpu"}, ["CUDA, torch 2.11.0, build cu130", "CUDA, torch 2.11.0, build cpu"]),
+        ({}, {"accelerators": [{"name": "Y"}]}, ["CUDA, torch 2.11.0, 4 x GPU X", "CUDA, torch 2.11.0, 1 x Y"]),
+        ({}, {"python": "3.13"}, ["CUDA, torch 2.11.0, run0", "CUDA, torch 2.11.0, run1"]),
+        ({"device": "", "torch": ""}, {}, ["unknown device", "CUDA, torch 2.11.0"]),
+    ],
+)
+def test_labels_tell_runs_apart(first, second, expected):
+    assert page(run_of(samples.case(), **first), run_of(samples.case(), **second)).table["runs"] == expected
+
+
+def test_labels_of_files_with_one_name_are_numbered():
+    runs = [run_of(samples.case(), python=str(i)) for i in range(2)]
+    labels = page(*runs, names=["a/run.json", "b/run.json"]).table["runs"]
+    assert labels == ["CUDA, torch 2.11.0, run 1", "CUDA, torch 2.11.0, run 2"]
+
+
+def test_efforts_tell_runs_apart():
+    runs = [run_of(samples.case(), python=str(i)) for i in range(2)]
+    runs[1]["effort"] = {"name": "quick", "deselected": {}}
+    labels = page(*runs).table["runs"]
+    assert labels == ["CUDA, torch 2.11.0, effort full", "CUDA, torch 2.11.0, effort quick"]
+
+
+# Texts of run files are no markup
+
+
+HOSTILE = (
+    "</script><script>alert(1)</script><!--<script>&lt;</style></title>{{ 7 * 7 }}{% raw %}"
+    "\"'><img src=x onerror=alert(1)>\u2028\x00]]>"
+)
+
+
+def full_of(text):
+    """A run with the same text wherever a run file can have one."""
+    record = samples.whole_case() | {
+        "id": text,
+        "implementation": text,
+        "requirement": text,
+        "device": text,
+        "parameters": {text: text},
+        "nodeid": text,
+        "seeds": {text: 1},
+        "missing": [text],
+        "expected": text,
+        "losses": {text: [1.0]},
+        "spent": {text: 1.0},
+        "shortened": [text],
+        "reproduce": text,
+        "failure": {"text": text, "stage": text, "name": text, "step": 0, "rank": 0, "element": [0]},
+        "collectives": [{"ranks": [0], "trace": [text]}],
+    }
+    record["distances"] = [record["distances"][0] | {"stage": text, "name": text}]
+    words = dict.fromkeys(("shardproof", "python", "torch", "platform", "device", "nccl", "started"), text)
+    environment = words | {
+        "command": [text],
+        "accelerators": [{"name": text}],
+        "implementations": {text: {"version": text, "capabilities": [text]}},
+        "cpu_count": 1,
+    }
+    part = {"file": text, "run_id": "1", "environment": environment, "end": {}}
+    return {
+        "schema_version": 2,
+        "run_id": "2",
+        "environment": environment,
+        "selected": {text: [text, "other"]},
+        "cases": [record],
+        "left_out": [{"id": text, "implementation": text, "reason": text}],
+        "merged": [part],
+        "effort": {"name": text, "deselected": {}},
+        "end": {"complete": False, "reason": text},
+    }
+
+
+def test_hostile_texts_change_no_element_and_no_script():
+    plain, hostile = (page(full_of(text), names=[text], title=text) for text in ("plain", HOSTILE))
+    assert hostile.elements == plain.elements
+    assert hostile.scripts["script"] == plain.scripts["script"]
+    assert hostile.scripts.keys() == plain.scripts.keys()
+    assert "{{ 7 * 7 }}" in hostile.text, "it is shown as it is"
+
+
+def test_hostile_texts_arrive_whole():
+    made = page(full_of(HOSTILE), names=[HOSTILE], title=HOSTILE)
+    ((id_, _),) = made.records
+    assert id_ == HOSTILE
+    (record,) = made.records.values()
+    assert record["failure"]["text"] == HOSTILE
+    assert record["collectives"] == [{"ranks": [0], "trace": [HOSTILE]}]
+
+
+def test_a_text_that_is_no_unicode_is_written(tmp_path):
+    made = page(samples.run(samples.case(id="\ud800"), torch="\ud800"), names=["\udcff"])
+    assert made.table["cases"] == ["\ud800"]
+    assert "\udcff" in made.html  # the command writes it as an escape
+
+
+def test_numbers_that_json_lacks():
+    nan = float("nan")
+    made = page(samples.run(samples.case(parameters={"scale": [nan, {"x": float("-inf")}]})))
+    (record,) = made.records.values()
+    assert record["parameters"] == {"scale": ["nan", {"x": "-inf"}]}
+
+
+def test_the_policy_allows_the_two_scripts_of_the_page_alone():
+    made = page(samples.run(samples.case()))
+    policy = next(value for name, value in made.attributes if name == "content" and "script-src" in value)
+    allowed = {assets.content_hash(made.scripts["script"]), assets.content_hash(made.unpacked("plotting"))}
+    assert set(re.findall(r"'(sha256-[^']+)'", policy)) == allowed
+    rest = re.sub(r" *'sha256-[^']+'", "", policy)
+    assert rest == (
+        "default-src 'none'; script-src; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+    )
+
+
+def test_the_page_refers_to_nothing_outside_of_it():
+    made = page(samples.run(samples.case()))
+    assert [value for name, value in made.attributes if name in ("src", "href")] == ["#main"]
+    assert not re.search(r"url\(|@import", made.scripts["style"])
+
+
+def test_the_script_makes_no_markup_of_texts():
+    """Each of these would; elements are made by `el` alone, whose children are text."""
+    forbidden = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|createContextualFragment|\beval\(|new Function"
+    assert re.findall(forbidden, assets.script()) == []
+
+
+# Whole
+
+
+def test_every_file_of_the_page_is_in_it():
+    folder = ROOT / "reports/page"
+    assert {path.stem for path in (folder / "script").iterdir()} == set(assets.SCRIPTS)
+    assert {path.stem for path in (folder / "style").iterdir()} == set(assets.STYLES)
+
+
+def test_files_of_the_page_are_short():
+    files = [path for name in ("script", "style", "templates") for path in (ROOT / "reports/page" / name).iterdir()]
+    assert {path.name: count for path in files if (count := len(path.read_text().splitlines())) > 300} == {}
+
+
+def test_the_same_runs_make_the_same_page():
+    data = run_of(samples.whole_case())
+    assert page(data).html == page(data).html
+
+
+def test_a_published_run_stays_small():
+    """Beside the plotting library, half a megabyte for 3122 records; the run file itself has as much, compressed."""
+    path = ROOT / "reports/published/cpu-references-v6-standard.json.gz"
+    html = render([Source(str(path), load_run(path))], title="references")
+    rest = len(html) - len(packed(assets.plotting_library()))
+    assert rest < 600_000, rest
+    assert len(Page(html).records) == 3122
