@@ -83,6 +83,34 @@ def test_containers_between_units(rank: Rank, container: models.Container) -> No
         pair.check()
 
 
+@contract("AUTOGRAD-3")
+@world(2)
+@needs(Capability.CONTAINER_OUTPUT, Capability.DATACLASS_OUTPUT)
+@pytest.mark.parametrize(
+    "container", ["ordered-dict", "list-class", "tuple-class", "frozen-dataclass", "dict-dataclass"]
+)
+def test_classes_of_containers(rank: Rank, container: models.Container) -> None:
+    """The same for classes of containers, and for what is a dict and a dataclass in one, as of model libraries."""
+    pair = rank.pair(models.packed_stack(dim=9, container=container), units=[["1"], ["2"], ["3"]])
+    for step in range(2):
+        pair.step(rank.batch(step, (2, 9)))
+        pair.check()
+
+
+@contract("AUTOGRAD-16")
+@world(2)
+@needs(Capability.CONTAINER_OUTPUT)
+@pytest.mark.parametrize(
+    "container", ["list", "dict", pytest.param("dataclass", marks=needs(Capability.DATACLASS_OUTPUT))]
+)
+def test_containers_that_a_script_passes(rank: Rank, container: models.Container) -> None:
+    """A container that a script gives to a unit has the same tensors afterwards, and may be given to another."""
+    pair = rank.pair(shapes.Lending(9, container), units=[["layers.0"], ["layers.1"]])
+    for step in range(2):
+        pair.step(rank.batch(step, (2, 9)))
+        pair.check()
+
+
 @contract("AUTOGRAD-4")
 @world(2)
 @needs(Capability.POST_ACCUMULATE_GRAD_HOOK)

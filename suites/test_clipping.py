@@ -11,9 +11,9 @@ from torch import nn
 
 from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.adapters.base import Clip
-from shardproof.harness.models import optim, shapes
+from shardproof.harness.models import mixed, optim, shapes
 from shardproof.harness.models.parallel import MLPStack, parallelize_mlps
-from shardproof.harness.parity import Rank
+from shardproof.harness.parity import Rank, exact_difference
 
 pytestmark = needs(Capability.CLIPPING)
 
@@ -331,3 +331,30 @@ def test_without_any_gradient(rank: Rank, norm_type: float) -> None:
 
 def _quarter(output: torch.Tensor) -> torch.Tensor:
     return models.mean_square(output) / 4
+
+
+@contract("CLIPPING-10")
+@world(2)
+@needs(Capability.CLIP_SOME)
+@pytest.mark.parametrize("foreach", [None, False], ids=["lists", "one-by-one"])
+@pytest.mark.parametrize("names", [("high.weight",), ("low.weight", "high.shift")], ids=["one", "some"])
+def test_some_parameters(rank: Rank, names: tuple[str, ...], foreach: bool | None) -> None:
+    """The gradients of one parameter, given alone, or of some in a list are clipped by their own norm, and no others.
+
+    Compared bit for bit: the largest gradient of all ranks is the same number whoever finds it.
+    """
+    run, limit = rank.run(mixed.Mixed(), units=[["low"], ["high"]], optimizer=optim.sgd()), 2.0**-10
+    run.forward_backward((rank.batch(0, (6, 4)),), loss=torch.sum)
+    adapter = run.adapter
+    before = {name: piece.tensor.clone() for name, piece in adapter.gradients().items() if piece is not None}
+    parameters = [adapter.held_parameters()[name] for name in names]
+    given = parameters[0] if len(names) == 1 else parameters
+    norm = adapter.norm_value(adapter.clip_parameters(given, Clip(limit, math.inf), foreach=foreach))
+    largest = max(rank.exchange(max(float(before[name].abs().max()) for name in names)))
+    assert float(norm) == largest > limit, f"the norm of {', '.join(names)} is {float(norm)} instead of {largest}"
+    scale = torch.clamp(limit / (torch.tensor(largest, device=rank.device) + 1e-6), max=1.0)
+    for name, piece in adapter.gradients().items():
+        assert piece is not None
+        expected = before[name] * scale if name in names else before[name]
+        difference = exact_difference(piece.tensor, expected)
+        assert difference is None, f"clipped gradient of {name!r}: element, found and expected: {difference}"

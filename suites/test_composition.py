@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -12,16 +13,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from shardproof.harness import Capability, Hardware, contract, models, needs, world
 from shardproof.harness.adapters.base import Adapter
+from shardproof.harness.adapters.config import NamedDimensions
 from shardproof.harness.adapters.dtensor import piece_of
 from shardproof.harness.models import optim
 from shardproof.harness.models.experts import ExpertModel, Router, divide_experts
 from shardproof.harness.models.parallel import (
     Buffered,
+    Factors,
     MLPStack,
     Projections,
     SplitTransformer,
@@ -29,10 +32,12 @@ from shardproof.harness.models.parallel import (
     parallelize_projections,
     parallelize_transformer,
     replicate,
+    spread_mlps,
 )
 from shardproof.harness.models.recomputation import Computations, recompute
 from shardproof.harness.parity import Pair, Rank, exact_difference
 from shardproof.harness.parity.plain import backward_of_copies, check_gradients, check_parameters
+from shardproof.harness.parity.refusals import Refusal, sharded
 from shardproof.harness.plugin.axes import RESHARD, RESHARD_CHOICES, with_first
 
 pytestmark = needs(Capability.TENSOR_PARALLEL)
@@ -128,6 +133,153 @@ PLACEMENTS = {
     "out_proj.weight": (Shard(0), Shard(1)),
     "out_proj.bias": (Shard(0), Replicate()),
 }
+
+
+@contract("COMPOSITION-16")
+@world(4)
+@needs(Capability.RESHARD_TO_SIZE)
+def test_tensor_parallel_groups_of_ranks(rank: Rank) -> None:
+    """Resharded to a part of the ranks, what is cut is refused by name before anything is sent, or trains as DDP."""
+    mesh = rank.mesh((4, 1), ("dp", "tp"))
+    model = MLPStack(5)
+    cut = parallelize_mlps(models.copy_of(model).to(rank.device), mesh["tp"])
+    options: Any = {"units": model.units(), "mesh": mesh["dp"], "reshard_after_forward": 2}
+    adapter = sharded(rank, cut, **options)
+    refusal = Refusal(rank, lambda: adapter.forward(rank.batch(0, (4, 5))))
+    if refusal.text is not None:
+        refusal.check_names("eshard")
+        return
+    pair = rank.pair(model, prepare=functools.partial(parallelize_mlps, mesh=mesh["tp"]), **options)
+    pair.step(rank.batch(0, (4, 5)))
+    pair.check()
+
+
+@dataclasses.dataclass(frozen=True)
+class OneMesh:
+    """One mesh of all dimensions, some of which are data parallel.
+
+    Attributes:
+        shape: the sizes of its dimensions.
+        names: their names.
+        shard: over which of them parameters are sharded.
+        replicate: over which of them they are replicated.
+        axes: the dimensions on which parameters lie then; several data-parallel ones of a kind are one.
+        weight: how the first projection's weight lies on those.
+    """
+
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+    shard: tuple[str, ...]
+    replicate: tuple[str, ...]
+    axes: tuple[str, ...]
+    weight: tuple[Placement, ...]
+
+    def data_parallel(self, mesh: DeviceMesh) -> DeviceMesh:
+        """The data-parallel part of ``mesh``."""
+        names = (*self.replicate, *self.shard)
+        if len(self.shard) > 1:
+            return mesh[names]._flatten("_".join(names))
+        return mesh[names if len(names) > 1 else names[0]]
+
+
+STRIDED = _StridedShard(0, split_factor=2)
+ONE_MESH = {
+    "shard-tp": OneMesh((2, 2), ("dp", "tp"), ("dp",), (), ("dp", "tp"), (STRIDED, Shard(0))),
+    "tp-shard": OneMesh((2, 2), ("tp", "dp"), ("dp",), (), ("tp", "dp"), (Shard(0), Shard(0))),
+    "replicate-tp": OneMesh((2, 2), ("dp", "tp"), (), ("dp",), ("dp", "tp"), (Replicate(), Shard(0))),
+    "replicate-shard": OneMesh((2, 2), ("copy", "dp"), ("dp",), ("copy",), ("copy", "dp"), (Replicate(), Shard(0))),
+    "two-shards": OneMesh((2, 2), ("one", "two"), ("one", "two"), (), ("one_two",), (Shard(0),)),
+    "two-shards-tp": OneMesh(
+        (1, 2, 2), ("one", "two", "tp"), ("one", "two"), (), ("one_two", "tp"), (STRIDED, Shard(0))
+    ),
+}
+
+
+@contract("COMPOSITION-15")
+@world(4)
+@needs(Capability.NAMED_DIMENSIONS, Capability.REGISTERED_STATE)
+@pytest.mark.parametrize("divides", [False, True], ids=["equal", "divided"])
+@pytest.mark.parametrize("dimensions", ONE_MESH)
+def test_named_dimensions(rank: Rank, dimensions: str, divides: bool) -> None:
+    """Parameters on one mesh, sharded over the dimensions that a script names, lie there and train as DDP does."""
+    case = ONE_MESH[dimensions]
+    mesh = rank.mesh(case.shape, case.names)
+    model, data = MLPStack(5), case.data_parallel(mesh)
+    full = {name: value.detach().clone().to(rank.device) for name, value in model.named_parameters()}
+    divided = (*case.replicate, *case.shard) if divides else ()
+    pair = rank.pair(
+        model, units=model.units(), mesh=data, shards=bool(case.shard),
+        prepare=functools.partial(spread_mlps, mesh=mesh, divides=divided),
+        named_dimensions=NamedDimensions(mesh, case.shard, case.replicate),
+        baseline="ddp" if data.ndim == 1 else "replicated",
+    )  # fmt: skip
+    for name, parameter in pair.adapter.named_parameters().items():
+        assert isinstance(parameter, DTensor), f"{name} is a {type(parameter)}"
+        axes, size = parameter.device_mesh.mesh_dim_names, parameter.device_mesh.size()
+        assert (axes, size) == (case.axes, rank.world_size), f"{name} is on {parameter.device_mesh}"
+        found = tuple(parameter.placements)
+        assert not name.endswith("in_proj.weight") or found == case.weight, f"{name} is placed {found}"
+        whole: torch.Tensor = parameter.full_tensor()
+        assert torch.equal(whole, full[name]), f"the shards of {name} are put together in another order"
+    for step in range(3):
+        pair.step(rank.batch(step, (4, 5), mesh=data), set_to_none=step % 2 == 0)
+        pair.check()
+
+
+def _factors(rank: Rank, what: str) -> tuple[nn.Module, NamedDimensions]:
+    """Return a model of one parameter, and dimensions to shard it over, of which one thing is wrong (collective)."""
+    mesh, model = rank.mesh((rank.world_size, 1), ("dp", "tp")), Factors(9).to(rank.device)
+    on = mesh
+    placements: list[Placement] = [Replicate(), Replicate()]
+    if what == "on-another-mesh":
+        on, placements = rank.mesh(), [Replicate()]
+    elif what == "cut-already":
+        placements = [Shard(0), Replicate()]
+    if what != "a-plain-tensor":
+        model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), on, placements))
+    names = {"an-unknown-name": ("cp",), "no-name": ()}.get(what, ("dp",))
+    return model, NamedDimensions(mesh, names)
+
+
+#: What is wrong, with words one of which is in the error.
+WRONG_DIMENSIONS = {
+    "a-plain-tensor": ("weight",),
+    "on-another-mesh": ("weight", "mesh"),
+    "cut-already": ("weight", "dp"),
+    "an-unknown-name": ("cp",),
+    "no-name": ("DataParallelMeshDims",),
+}
+
+
+@contract("COMPOSITION-15")
+@world(2)
+@needs(Capability.NAMED_DIMENSIONS)
+@pytest.mark.parametrize("what", WRONG_DIMENSIONS)
+def test_wrong_dimensions(rank: Rank, what: str) -> None:
+    """Parameters that do not lie on the mesh, or are cut over the named dimensions, and unknown names are refused."""
+    model, named = _factors(rank, what)
+    refusal = Refusal(rank, lambda: sharded(rank, model, mesh=named.mesh["dp"], named_dimensions=named))
+    assert refusal.text is not None, "no rank refuses it"
+    refusal.check_names(*WRONG_DIMENSIONS[what])
+
+
+@contract("COMPOSITION-15")
+@world(4)
+@needs(Capability.NAMED_DIMENSIONS)
+def test_named_replicas_in_different_orders(rank: Rank) -> None:
+    """On a mesh whose replicas have their ranks in different orders, the dimensions are refused, or train as DDP."""
+    mesh = rank.mesh((2, 2), ("copy", "dp"), order=(3, 1, 0, 2))
+    options: Any = {"mesh": mesh, "named_dimensions": NamedDimensions(mesh, ("dp",), ("copy",))}
+    model, spread = MLPStack(5).to(rank.device), functools.partial(spread_mlps, mesh=mesh)
+    tried = spread(models.copy_of(model))
+    refusal = Refusal(rank, lambda: sharded(rank, tried, **options))
+    if refusal.text is not None:
+        refusal.check_names("mesh", "Mesh")
+        return
+    pair = rank.pair(model, prepare=spread, baseline="replicated", **options)
+    for step in range(2):
+        pair.step(rank.batch(step, (4, 5)))
+        pair.check()
 
 
 @contract("COMPOSITION-4")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -321,6 +322,7 @@ def test_whole_parameters(
 ) -> None:
     """Whole parameters have the unsharded names and values, and changes stay if asked to, also after an evaluation."""
     model = models.Tower(dim=9, depth=DEPTH)
+    model.layers[0].register_buffer("spare", torch.zeros(2))
     plain = copy.deepcopy(model).to(rank.device)
     options: Any = {"units": model.units(), "optimizer": optim.sgd(), "flat_parameters": flat}
     options["reshard_after_forward"] = reshard_after_forward
@@ -333,6 +335,8 @@ def test_whole_parameters(
             has_them = check_whole(rank, how, found, plain)
             named = {name for name, _ in run.adapter.module.named_parameters()}
             assert not has_them or named == found.keys(), f"the model names its parameters {sorted(named)}"
+            buffers = [name for name, _ in run.adapter.module.named_buffers()]
+            assert not has_them or buffers == ["layers.0.spare"], f"the model names its buffers {buffers}"
             if has_them:
                 write(found)
         if how.keeps_changes:
@@ -358,10 +362,12 @@ def test_function_for_every_module(rank: Rank, shards: bool, flat: bool) -> None
     plain = copy.deepcopy(model).to(rank.device)
     options: Any = {"units": model.units(), "flat_parameters": flat, "shards": shards}
     run = rank.run(model, **options)
-    for _ in range(2):
-        run.evaluate((rank.batch(0, (2, 9)),))
+    for number in range(3):
+        if number:
+            run.evaluate((rank.batch(0, (2, 9)),))
+        name = "" if number else "layers.1"  # a unit first, when no forward has run yet
         for one in (run.adapter.module, plain):
-            one.apply(lambda module: write(dict(module.named_parameters(recurse=False))))
+            one.get_submodule(name).apply(lambda module: write(dict(module.named_parameters(recurse=False))))
         check_values(run, plain)
     batch = (rank.batch(0, (2, 9)),)
     outputs, expected = run.evaluate(batch), rank.run(plain, **options).evaluate(batch)
@@ -439,6 +445,57 @@ def test_whole_gradients(rank: Rank, reshard_after_forward: bool | int | None, k
     for step in range(3):
         pictures = (one.step([(rank.batch(step, (4, 9)),)], loss=models.mean_square) for one in (run, twin))
         check_exact(rank, *pictures, step=step, why="a product with two has no rounding")
+
+
+@contract("EVALUATION-4")
+@world(2)
+@needs(Capability.WHOLE_PARAMETERS)
+@FLAT
+def test_whole_frozen_parameters(rank: Rank, flat: bool) -> None:
+    """Whole parameters of a frozen unit are frozen, before and after the context too."""
+    model = models.Tower(dim=9, depth=DEPTH)
+    model.layers[1].requires_grad_(False)
+    expected = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    run = rank.run(model, units=model.units(), flat_parameters=flat)
+    for _ in range(2):
+        with run.adapter.whole_parameters(WholeParameters(keeps_changes=False)) as found:
+            shown = {name: parameter.requires_grad for name, parameter in found.items()}
+        assert shown == expected, f"requires_grad of whole parameters: {shown}"
+        run.forward_backward((rank.batch(0, (4, 9)),), loss=models.mean_square)
+        trained = {name: piece is not None for name, piece in run.adapter.gradients().items()}
+        wrong = [name for name in trained if trained[name] and not expected[name]]
+        assert not wrong, f"frozen parameters have gradients after the context: {', '.join(wrong)}"
+
+
+@contract("EVALUATION-5")
+@world(2)
+@needs(Capability.WHOLE_PARAMETERS)
+@pytest.mark.parametrize("what", ["changes-of-the-first-rank", "within-another", "in-a-forward"])
+def test_whole_parameters_that_cannot_be(rank: Rank, what: str) -> None:
+    """Whole parameters whose changes could not be kept, or that are whole already or in use, are refused."""
+    model = models.Tower(dim=9, depth=DEPTH)
+    run = rank.run(model, units=model.units())
+    how = WholeParameters(keeps_changes=what == "changes-of-the-first-rank", first_rank_only=not what.startswith("w"))
+
+    def enter(*_: Any) -> None:
+        with run.adapter.whole_parameters(how):
+            pass
+
+    context: Any = contextlib.nullcontext()
+    attempt = enter
+    if what == "within-another":
+        context = run.adapter.whole_parameters(WholeParameters(keeps_changes=False))
+    elif what == "in-a-forward":
+        run.original_module("layers.1").register_forward_hook(enter)
+        attempt = functools.partial(run.adapter.forward, rank.batch(0, (2, 9)))
+    errors = []
+    with context:
+        try:
+            attempt()
+        except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
+            errors.append(str(error))
+    assert errors, "whole parameters are not refused"
+    assert all(rank.exchange(errors)), "only some ranks refuse whole parameters"
 
 
 def check_whole(rank: Rank, how: WholeParameters, found: dict[str, nn.Parameter], plain: nn.Module) -> bool:

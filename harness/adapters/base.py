@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -21,6 +20,7 @@ from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.config import Accumulation as Accumulation
 from shardproof.harness.adapters.config import Clip as Clip
 from shardproof.harness.adapters.config import Config as Config
+from shardproof.harness.adapters.config import KeyKind as KeyKind
 from shardproof.harness.adapters.config import OwnCollective as OwnCollective
 from shardproof.harness.adapters.config import Precision as Precision
 from shardproof.harness.adapters.config import Settings as Settings
@@ -108,15 +108,6 @@ def tensors_of_state(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the tensors of one parameter's optimizer state by key; a DTensor stands for its local shard."""
     tensors = {key: value for key, value in sorted(state.items()) if isinstance(value, torch.Tensor)}
     return {key: value.to_local() if isinstance(value, DTensor) else value for key, value in tensors.items()}
-
-
-def class_and_options(optimizer: torch.optim.Optimizer) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """Return an optimizer's class and the options that its constructor takes, for what takes those in place of it.
-
-    What a case's factory makes is not stepped then: it serves for these and for its groups, which have options too.
-    """
-    known = inspect.signature(type(optimizer)).parameters
-    return type(optimizer), {name: value for name, value in optimizer.defaults.items() if name in known}
 
 
 class KeysLeftOver(NamedTuple):
@@ -293,6 +284,20 @@ class Adapter(ABC):
         assert self.config.clip is not None
         clip = self.config.clip
         return nn.utils.clip_grad_norm_(self.module.parameters(), clip.max_norm, clip.norm_type, clip.raises)
+
+    def clip_parameters(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], clip: Clip, *, foreach: bool | None = None
+    ) -> torch.Tensor:
+        """Clip the gradients of some parameters, or of one, by their own norm; otherwise as :meth:`clip`.
+
+        Needs :attr:`Capability.CLIP_SOME`.
+
+        Args:
+            parameters: of :meth:`held_parameters`; one need not be in a list.
+            clip: how.
+            foreach: whether kernels for lists of tensors are used.
+        """
+        return nn.utils.clip_grad_norm_(parameters, clip.max_norm, clip.norm_type, clip.raises, foreach)
 
     def norm_value(self, norm: torch.Tensor) -> torch.Tensor:
         """Return the total norm as a plain scalar tensor, equal on all ranks. May communicate.
@@ -560,6 +565,27 @@ class Adapter(ABC):
             optimizer = self._checkpointed_optimizer()
             set_optimizer_state_dict(self.module, optimizer, state["optimizer"], options=options)
         return KeysLeftOver(tuple(keys.missing_keys), tuple(keys.unexpected_keys))
+
+    def older_checkpoint(self, *, form: StateForm) -> dict[str, Any]:
+        """Return the optimizer's state dict by older calls (collective). Needs :attr:`Capability.OPTIMIZER_KEYS`."""
+        raise AssertionError(f"{self.name} does not declare {Capability.OPTIMIZER_KEYS!r}")
+
+    def older_restore(self, state: dict[str, Any], *, form: StateForm) -> None:
+        """Load what :meth:`older_checkpoint` returned (collective). Needs :attr:`Capability.OPTIMIZER_KEYS`."""
+        raise AssertionError(f"{self.name} does not declare {Capability.OPTIMIZER_KEYS!r}")
+
+    def rekeyed(self, state: dict[str, Any], *, by: KeyKind, model: nn.Module, optimizer: Any) -> dict[str, Any]:
+        """Return a full state dict of an optimizer with the other kind of keys.
+
+        Needs :attr:`Capability.OPTIMIZER_KEYS`.
+
+        Args:
+            state: by names, or by numbers.
+            by: the kind of keys to return.
+            model: the unsharded model.
+            optimizer: an optimizer of its parameters.
+        """
+        raise AssertionError(f"{self.name} does not declare {Capability.OPTIMIZER_KEYS!r}")
 
     def _checkpointed_optimizer(self) -> torch.optim.Optimizer:
         assert self.optimizer is not None, f"{self.name} exposes no optimizer"

@@ -24,6 +24,10 @@ StateForm = Literal["sharded", "full", "first-rank"]
 """
 
 
+KeyKind = Literal["name", "number"]
+"""What an optimizer's state dict calls its parameters by: their names, or their numbers in the optimizer's groups."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Clip:
     """Gradient clipping by the total norm of all gradients.
@@ -149,6 +153,9 @@ class Settings:
     own_reduce_group: bool | None = None
     """Whether reductions have a process group of their own. Needs :attr:`Capability.OWN_REDUCE_GROUP`."""
 
+    reduce_inputs: int | None = None
+    """How many inputs of reductions may be in flight. Needs :attr:`Capability.REDUCE_INPUTS`."""
+
     group_memory: bool | None = None
     """Whether buffers come from the allocator of the process group, if it has one."""
 
@@ -203,6 +210,21 @@ class WholeParameters:
     first_rank_only: bool = False
     on_cpu: bool = False
     with_gradients: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedDimensions:
+    """The mesh of all dimensions, on which every parameter is a DTensor, and the names of its data-parallel ones.
+
+    Attributes:
+        mesh: the mesh, which has names.
+        shard: the dimensions over which parameters are sharded; several count as one.
+        replicate: the dimensions over which they are replicated; several count as one.
+    """
+
+    mesh: DeviceMesh
+    shard: tuple[str, ...] = ()
+    replicate: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -286,6 +308,12 @@ class Config:
     Needs :attr:`Capability.IGNORED_MODULES`.
     """
 
+    replicated: tuple[str, ...] = ()
+    """Modules that torch's ``replicate`` manages, which averages their gradients; their parameters are :attr:`ignored`.
+
+    Needs :attr:`Capability.REPLICATED_MODULES`.
+    """
+
     divide_factors: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """By what the sum of the gradients of some units is divided, instead of the number of ranks.
 
@@ -357,6 +385,12 @@ class Config:
     """The data-parallel meshes of some units that have another than :attr:`mesh`, by the name of their first module.
 
     Needs :attr:`Capability.UNIT_MESHES`.
+    """
+
+    named_dimensions: NamedDimensions | None = None
+    """What the adapter passes on in the place of :attr:`mesh`, which is the data-parallel part of it.
+
+    Without dimensions to shard over, :attr:`shards` is False. Needs :attr:`Capability.NAMED_DIMENSIONS`.
     """
 
     wraps: WrapPolicy | None = None

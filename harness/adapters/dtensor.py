@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -41,13 +42,14 @@ _SETTERS = {
     "reduce_unused": "set_reduce_scatter_unused_params",
     "force_sum": "set_force_sum_reduction_for_comms",
     "own_reduce_group": "set_separate_reduce_scatter_group",
+    "reduce_inputs": "set_reduce_scatter_max_input_buffers",
     "group_memory": "set_allocate_memory_from_process_group_for_comm",
     "reduced": "set_all_reduce_hook",
     "gather": "set_custom_all_gather",
     "reduce_scatter": "set_custom_reduce_scatter",
 }
 #: Of these, those that take ``recurse``.
-_RECURSIVE = frozenset({"reshard_after_forward", "reduce_unused", "own_reduce_group"})
+_RECURSIVE = frozenset({"reshard_after_forward", "reduce_unused", "own_reduce_group", "reduce_inputs"})
 
 
 def cut_like(full: torch.Tensor, *, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> torch.Tensor:
@@ -137,12 +139,14 @@ class DTensorAdapter(Adapter):
         fully_shard: the function under test, as a staticmethod.
         offload_policy: the class of its policy that keeps shards on the CPU; takes ``pin_memory``.
         precision_policy: the class of its ``mp_policy``.
+        mesh_dims: the class of its ``dp_mesh_dims``, for adapters that declare ``NAMED_DIMENSIONS``.
         register: its ``register_fsdp_forward_method``, as a staticmethod.
     """
 
     fully_shard: ClassVar[Callable[..., Any]]
     offload_policy: ClassVar[Callable[..., Any]]
     precision_policy: ClassVar[Callable[..., Any]]
+    mesh_dims: ClassVar[Callable[..., Any]]
     register: ClassVar[Callable[..., None]]
 
     @classmethod
@@ -153,7 +157,7 @@ class DTensorAdapter(Adapter):
     def capabilities(cls) -> frozenset[Capability]:
         # These implementations have no flat parameters and no policies that find units. Sharding sends no values, a
         # script's functions follow reductions, and what is gathered ahead is set by name.
-        return frozenset(Capability) - {
+        missing = {
             Capability.FLAT_PARAMETERS,
             Capability.SYNC_STATES,
             Capability.BUFFER_DTYPE,
@@ -167,13 +171,19 @@ class DTensorAdapter(Adapter):
             Capability.WHOLE_ON_CPU,
             Capability.FULL_PRECISION_EVALUATION,
             Capability.LOW_PRECISION_GRADIENTS,
+            # Such optimizers go by hooks of the parameters, which AUTOGRAD-5 is about.
+            Capability.STEP_IN_BACKWARD,
+            Capability.OPTIMIZER_KEYS,
         }
+        if not hasattr(cls, "mesh_dims"):
+            missing.add(Capability.NAMED_DIMENSIONS)
+        return frozenset(Capability) - missing
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         super().__init__(model, optimizer=optimizer, config=config)
         other = (config.flat_parameters, config.sync_states, config.ignored_modules, config.wraps)
         assert not any(other), "fully_shard has no such option"
-        assert config.shards or not self.traits.shards, "fully_shard shards"
+        assert config.shards or config.named_dimensions or not self.traits.shards, "fully_shard shards"
         ahead = (config.gathers_ahead, config.gathers_ahead_in_forward, config.bounds_gathers)
         assert ahead == (None, None, None), "fully_shard gathers ahead what a script names"
         # Looked up before anything is sharded: sharding changes the class of a module, although not its name.
@@ -205,7 +215,9 @@ class DTensorAdapter(Adapter):
         options: dict[str, Any] = {"reshard_after_forward": config.reshard_after_forward}
         if config.shard_dim is not None:
             options["shard_placement_fn"] = self._placement
-        if config.ignored:
+        for name in config.replicated:
+            replicate(model.get_submodule(name), process_group=config.mesh.get_group())
+        if config.ignored and not config.replicated:
             options["ignored_params"] = {model.get_parameter(name) for name in config.ignored}
         if config.offload:
             options["offload_policy"] = type(self).offload_policy(pin_memory=config.offload == "pinned")
@@ -221,6 +233,8 @@ class DTensorAdapter(Adapter):
 
     def _cut_of(self, name: str, cut: Cut, dim: int) -> Cut:
         """Return the cut of a parameter to this rank's share, from its cut before sharding."""
+        if not self.config.shards:
+            return cut
         return functools.partial(cut_of_share, cut=cut, mesh=self.config.mesh_of(self._unit_of(name)), dim=dim)
 
     def _unit_of(self, parameter: str) -> str:
@@ -242,7 +256,13 @@ class DTensorAdapter(Adapter):
         return None if dim is None else Shard(dim)
 
     def _its_mesh(self, unit: str) -> dict[str, Any]:
-        """Return the option for the mesh of a unit."""
+        """Return the options for the mesh of a unit."""
+        named = self.config.named_dimensions
+        if named is not None:
+            # One name comes alone, as most scripts give it.
+            kinds = {"shard": named.shard, "replicate": named.replicate}
+            chosen = {kind: names[0] if len(names) == 1 else names for kind, names in kinds.items() if names}
+            return {"mesh": named.mesh, "dp_mesh_dims": type(self).mesh_dims(**chosen)}
         return {} if self.config.default_mesh else {"mesh": self._mesh(unit)}
 
     def _mesh(self, unit: str) -> DeviceMesh:

@@ -18,13 +18,13 @@ from shardproof.harness.adapters.base import (
     OptimizerFactory,
     Piece,
     Traits,
-    class_and_options,
     original_name,
     state_pieces,
     uncut,
     whole,
 )
 from shardproof.harness.adapters.capability import Capability
+from shardproof.harness.adapters.replicas import class_and_options
 
 _CAPABILITIES = frozenset(
     {

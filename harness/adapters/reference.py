@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 from torch.distributed import distributed_c10d
 
 import fsdp_impl
-from shardproof.harness.adapters.base import Config, OptimizerFactory
+from shardproof.harness.adapters.base import Clip, Config, OptimizerFactory
 from shardproof.harness.adapters.dtensor import DTensorAdapter
 
 
@@ -25,6 +26,7 @@ class ReferenceAdapter(DTensorAdapter):
     fully_shard = staticmethod(fsdp_impl.fully_shard)
     offload_policy = fsdp_impl.CPUOffloadPolicy
     precision_policy = fsdp_impl.MixedPrecisionPolicy
+    mesh_dims = fsdp_impl.DataParallelMeshDims
     register = staticmethod(fsdp_impl.register_fsdp_forward_method)
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
@@ -34,5 +36,9 @@ class ReferenceAdapter(DTensorAdapter):
 
     def clip(self) -> torch.Tensor:
         assert self.config.clip is not None
-        clip = self.config.clip
-        return fsdp_impl.clip_grad_norm_(self.module.parameters(), clip.max_norm, clip.norm_type, clip.raises)
+        return self.clip_parameters(self.module.parameters(), self.config.clip)
+
+    def clip_parameters(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], clip: Clip, *, foreach: bool | None = None
+    ) -> torch.Tensor:
+        return fsdp_impl.clip_grad_norm_(parameters, clip.max_norm, clip.norm_type, clip.raises, foreach)

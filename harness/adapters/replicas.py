@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +26,7 @@ UNSHARDED = frozenset(
         Capability.CLIP_BY_CALL,
         Capability.CLIP_ANY_NORM,
         Capability.CLIP_RAISES,
+        Capability.CLIP_SOME,
         Capability.ADAM,
         Capability.OWN_OPTIMIZER,
         Capability.LOSS_SCALING,
@@ -36,6 +39,15 @@ UNSHARDED = frozenset(
 
 REPLICA = Traits(shards=frozenset())
 """The traits of what shards nothing."""
+
+
+def class_and_options(optimizer: torch.optim.Optimizer) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """Return an optimizer's class and the options that its constructor takes, for what takes those in place of it.
+
+    What a case's factory makes is not stepped then: it serves for these and for its groups, which have options too.
+    """
+    known = inspect.signature(type(optimizer)).parameters
+    return type(optimizer), {name: value for name, value in optimizer.defaults.items() if name in known}
 
 
 class ReplicaAdapter(Adapter):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import torch
+import torch.distributed.fsdp
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -21,6 +22,7 @@ _RECENT = {
     Capability.RECOVERY: "reset_iter_state",
     Capability.RANKS_DIFFER: "set_reduce_scatter_unused_params",
     Capability.OWN_REDUCE_GROUP: "set_separate_reduce_scatter_group",
+    Capability.REDUCE_INPUTS: "set_reduce_scatter_max_input_buffers",
 }
 
 
@@ -41,6 +43,8 @@ class TorchFullyShardAdapter(DTensorAdapter):
     fully_shard = staticmethod(fully_shard)
     offload_policy = CPUOffloadPolicy
     precision_policy = MixedPrecisionPolicy
+    if hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):  # not in torch 2.11
+        mesh_dims = torch.distributed.fsdp.DataParallelMeshDims
     register = staticmethod(register_fsdp_forward_method)
 
     @classmethod

@@ -16,12 +16,11 @@ from shardproof.harness.adapters.base import (
     OptimizerFactory,
     Piece,
     StateForm,
-    class_and_options,
     options_of,
     state_pieces,
 )
 from shardproof.harness.adapters.capability import Capability
-from shardproof.harness.adapters.replicas import OF_DDP, DdpAdapter, group_of
+from shardproof.harness.adapters.replicas import OF_DDP, DdpAdapter, class_and_options, group_of
 
 
 class TorchZeroOptimizerAdapter(DdpAdapter):

@@ -7,13 +7,14 @@ of an MLP stays a DTensor, which carries its full size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard, distribute_module
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -80,6 +81,40 @@ def _gathered() -> PrepareModuleInput:
     return PrepareModuleInput(
         input_layouts=(Shard(SEQUENCE),), desired_input_layouts=(Replicate(),), use_local_output=True
     )
+
+
+def spread_mlps(model: nn.Module, mesh: DeviceMesh, *, divides: Sequence[str] = ()) -> nn.Module:
+    """Let an :class:`MLPStack` compute with DTensors on one mesh of all dimensions, in place.
+
+    Its projections are cut over the dimension "tp", if there is one, and all else is replicated. Its input and output
+    stay plain tensors, each rank's own.
+
+    Args:
+        model: an :class:`MLPStack`.
+        mesh: a mesh with names.
+        divides: the dimensions along which inputs count as parts of one batch, so that gradients are pending sums over
+            them. Along the others they count as equal, although they are not, and gradients are each rank's own.
+    """
+    assert isinstance(model, MLPStack)
+    names = mesh.mesh_dim_names or ()
+    rows = {"in_proj.weight": 0, "in_proj.bias": 0, "out_proj.weight": 1}
+    for path, module in model.named_modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            dim = rows.get(f"{path.rpartition('.')[2]}.{name}")
+            placements = [Shard(dim) if dim is not None and one == "tp" else Replicate() for one in names]
+            setattr(module, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, placements)))
+    inputs = [Shard(0) if name in divides else Replicate() for name in names]
+
+    def spread(module: nn.Module, args: Any) -> Any:
+        return tuple(DTensor.from_local(one, mesh, inputs, run_check=False) for one in args)
+
+    def collect(module: nn.Module, args: Any, output: Any) -> torch.Tensor:
+        local: torch.Tensor = output.redistribute(placements=inputs).to_local()
+        return local
+
+    model.register_forward_pre_hook(spread)
+    model.register_forward_hook(collect)
+    return model
 
 
 class Projections(nn.Module):

@@ -7,6 +7,7 @@ not show at sizes that are.
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
 from typing import Any, Literal, NamedTuple
@@ -243,7 +244,18 @@ class TwoPaths(nn.Module):
         self.second.requires_grad_(self.takes_second)
 
 
-Container = Literal["list", "tuple", "dict", "namedtuple", "dataclass"]
+Container = Literal[
+    "list",
+    "tuple",
+    "dict",
+    "namedtuple",
+    "dataclass",
+    "frozen-dataclass",
+    "ordered-dict",
+    "list-class",
+    "tuple-class",
+    "dict-dataclass",
+]
 
 
 class NamedPair(NamedTuple):
@@ -269,6 +281,51 @@ class Record:
 
     x: torch.Tensor
     y: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenRecord:
+    """A dataclass whose fields cannot be set.
+
+    Attributes:
+        x: the activation.
+        y: a tensor that needs no gradient.
+    """
+
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+class OwnList(list[torch.Tensor]):
+    """A class of lists."""
+
+
+class OwnTuple(tuple[torch.Tensor, ...]):
+    """A class of tuples that names no fields."""
+
+
+@dataclasses.dataclass
+class Output(collections.OrderedDict[str, torch.Tensor]):
+    """A dict and a dataclass, whose keys and attributes are the same, as model libraries return it.
+
+    Attributes:
+        x: the activation.
+        y: a tensor that needs no gradient.
+    """
+
+    x: torch.Tensor
+    y: torch.Tensor
+
+    def __post_init__(self) -> None:
+        for name in ("x", "y"):
+            super().__setitem__(name, getattr(self, name))
+
+    def __setitem__(self, key: str, value: torch.Tensor) -> None:
+        super().__setitem__(key, value)
+        object.__setattr__(self, key, value)
+
+    def __reduce__(self) -> Any:
+        return type(self), (self["x"], self["y"])
 
 
 class Packed(nn.Module):
@@ -310,7 +367,7 @@ def packed_stack(dim: int, container: Container, depth: int = 3) -> nn.Sequentia
 
 
 def pack(x: torch.Tensor, container: Container) -> Any:
-    """Put ``x`` into a container; a namedtuple or dataclass also gets a tensor that needs no gradient."""
+    """Put ``x`` into a container; one with fields also gets a tensor that needs no gradient."""
     constant = torch.ones_like(x)
     packed: dict[Container, Any] = {
         "list": [x],
@@ -318,6 +375,11 @@ def pack(x: torch.Tensor, container: Container) -> Any:
         "dict": {"x": x},
         "namedtuple": NamedPair(x, constant),
         "dataclass": Record(x, constant),
+        "frozen-dataclass": FrozenRecord(x, constant),
+        "ordered-dict": collections.OrderedDict(x=x),
+        "list-class": OwnList([x]),
+        "tuple-class": OwnTuple([x]),
+        "dict-dataclass": Output(x, constant),
     }
     return packed[container]
 
@@ -326,13 +388,18 @@ def unpack(packed: Any, container: Container) -> torch.Tensor:
     """Take the activation out of a container.
 
     Raises:
-        AssertionError: the container is not of the expected type, so a unit must have changed it.
+        AssertionError: the container is not of the expected type, or its keys and attributes are not the same, so a
+            unit must have changed it.
     """
     kinds: dict[Container, type] = {
         "list": list, "tuple": tuple, "dict": dict, "namedtuple": NamedPair, "dataclass": Record,
+        "frozen-dataclass": FrozenRecord, "ordered-dict": collections.OrderedDict, "list-class": OwnList,
+        "tuple-class": OwnTuple, "dict-dataclass": Output,
     }  # fmt: skip
     kind = kinds[container]
     assert type(packed) is kind, f"expected {kind.__name__} between units, got {type(packed).__name__}"
+    if isinstance(packed, Output):
+        assert packed["x"] is packed.x, "the key x and the attribute x between units are different tensors"
     x: torch.Tensor = next(tensors_of(packed))
     return x
 

@@ -10,7 +10,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from shardproof.harness.models.plain import MLP, Stacked
+from shardproof.harness.models.plain import MLP, Container, Packed, Stacked, pack, unpack
+from shardproof.harness.tensors.trees import tensors_of
 
 
 class ManyShapes(nn.Module):
@@ -218,6 +219,39 @@ def pack_three(first: torch.Tensor, second: torch.Tensor, third: torch.Tensor, n
         "nested": {"a": [first, None, (second,)], "b": (7, {"c": [[third]]})},
     }
     return packed[nesting]
+
+
+class Chain(nn.ModuleList):
+    """A list with a forward of its own, which runs its modules one after the other.
+
+    Input and output: as of its modules.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for module in self:
+            x = torch.tanh(module(x))
+        return x
+
+
+class Lending(nn.Module):
+    """Two :class:`plain.Packed` blocks ``layers.N`` that take the same container, whose tensors must stay in it.
+
+    Input and output: (batch, dim).
+    """
+
+    def __init__(self, dim: int, container: Container) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Packed(dim, container) for _ in range(2))
+        self.entry = nn.Linear(dim, dim)
+        self.container = container
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        lent = pack(torch.tanh(self.entry(x)), self.container)
+        before = list(tensors_of(lent))
+        outputs = [unpack(layer(lent), self.container) for layer in self.layers]
+        changed = [index for index, tensor in enumerate(tensors_of(lent)) if tensor is not before[index]]
+        assert not changed, f"a unit has replaced tensors {changed} in the {self.container} that it was given"
+        return outputs[0] * outputs[1]
 
 
 class Keywords(nn.Module):
