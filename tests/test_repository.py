@@ -267,7 +267,8 @@ def test_the_peers_run_at_night():
     tox.read(ROOT / "tox.ini")
     at_night = [tox[name] for name in tox.sections() if tox[name].get("labels") == "nightly"]
     installed = set(", ".join(section.get("extras", "") for section in at_night).split(", "))
-    peers = PYPROJECT["project"]["optional-dependencies"].keys() - {"lint", "types", "tests", "fuzz"}
+    tools = {"lint", "types", "tests", "fuzz", "progress", "page", "browser"}
+    peers = PYPROJECT["project"]["optional-dependencies"].keys() - tools
     assert peers - installed == {"megatron"}  # it needs GPUs
     script = (ROOT / ".ci/nightly").read_text()
     reports = [name for section in at_night for name in re.findall(r"--report (\S+)", section["commands"])]
