@@ -1,7 +1,6 @@
 """An opened case in Chromium: what is said, what is drawn, and the way back."""
 
 import json
-import re
 
 import pytest
 from selenium.webdriver.common.keys import Keys
@@ -44,7 +43,7 @@ def test_what_is_said_of_a_failed_case(browser, small):
     browser.open(small, CLIP)
     assert browser.texts("#case-title") == ["suites/test_clipping.py::test_clip[w2]"]
     (requirement,) = browser.texts("#case .requirements li")
-    assert re.match(r"CLIPPING-1 The norm \S+", requirement)
+    assert requirement.startswith("CLIPPING-1 The total norm is that of the full, averaged gradients")
     assert browser.texts("#case > dl > div") == ["ranks2", "reshardtrue"]
     assert sections(browser, "h3") == [["CUDA, torch 2.11.0 fail"], ["CPU, torch 2.13.0 pass"]]
     assert sections(browser, ".failure pre") == [[runs.FAILURE["text"]], []]
