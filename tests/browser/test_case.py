@@ -5,9 +5,10 @@ import json
 import pytest
 from selenium.webdriver.common.keys import Keys
 
+from shardproof.reports import CaseRecord
 from tests.browser import runs
 from tests.reports import samples
-from tests.reports.test_page import HOSTILE, full_of
+from tests.reports.test_page import EXPLANATION, HOSTILE, full_of
 
 CLIP = "#case=suites/test_clipping.py::test_clip%5Bw2%5D&of=other"
 
@@ -124,6 +125,19 @@ def test_the_plotting_library_waits_for_the_first_plot(browser, small):
     browser.all("#matrix tr.case a")[0].click()
     browser.until_drawn()
     assert browser.run("return typeof window.Plotly") == "object"
+
+
+@pytest.mark.skipif(
+    not {"explanation", "peak_bytes"} <= CaseRecord.__dataclass_fields__.keys(), reason="this reader has no --explain"
+)
+def test_where_the_runs_first_diverge(browser, written):
+    case = runs.failed("test_explained", explanation=EXPLANATION, peak_bytes=[1000, 2500])
+    browser.open(written(samples.run(case)), "#case=suites/test_autograd.py::test_explained")
+    (said,) = definitions(browser)
+    assert (said["module"], said["offset in shard"], said["also"]) == ("head", "7", "head.bias")
+    assert said["values"] == "sharded 2, baseline 1"
+    assert said["peak memory"] == "rank 0 1 kB, rank 1 2.5 kB"
+    assert browser.texts(".failure pre")[1] == "- forward all_gather + forward all_reduce"
 
 
 def test_a_skipped_case_says_what_is_missing(browser, small):
