@@ -49,6 +49,8 @@ class _Writer:
             "missing": case.missing,
             "expected": case.expected,
             "failure": None if case.failure is None else asdict(case.failure),
+            "explanation": _explanation(case),
+            "peak_bytes": list(getattr(case, "peak_bytes", ())),
             "reproduce": case.reproduction,
             "losses": dict(case.losses),
             "distances": [
@@ -72,6 +74,19 @@ class _Writer:
     def _trace(self, trace: Trace) -> int:
         numbers = tuple(self.lines.setdefault(line, len(self.lines)) for line in trace.lines)
         return self.traces.setdefault(numbers, len(self.traces))
+
+
+def _explanation(case: CaseRecord) -> dict[str, Any] | None:
+    """What a second run of a failed case showed, where readers of this version know it.
+
+    Without its text: that of the failure ends with it.
+    """
+    explanation = getattr(case, "explanation", None)
+    if explanation is None:
+        return None
+    fields = asdict(explanation) | {"text": "", "first": asdict(explanation.first) if explanation.first else {}}
+    fields["first"].pop("text", None)
+    return {name: value for name, value in fields.items() if value not in (None, "", (), [], {})}
 
 
 def _rounded(value: float) -> float:

@@ -113,10 +113,12 @@ def as_data(table: Table, contract: Contract, *, run_labels: Sequence[str], chun
 
 def reason(case: CaseRecord) -> str:
     """Why the verdict is not a plain pass, in one line; empty for one that is."""
+    # With --explain, a run file says where the runs first diverge.
+    why: str = getattr(case, "reason", case.why)
     if case.verdict is Verdict.EXPECTED_FAIL:
-        return case.expected or case.why
+        return case.expected or why
     if case.verdict is Verdict.UNEXPECTED_PASS:
         return case.expected or "the expected failure did not happen"
     if case.verdict.skipped:
         return ", ".join(case.missing)
-    return case.why if case.verdict.failed else ""
+    return why if case.verdict.failed else ""

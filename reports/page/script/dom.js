@@ -21,9 +21,9 @@ function prose(text) {
   return text.split("`").map((part, i) => (i % 2 ? el("code", {}, part) : part));
 }
 
-// A region that may be wider or higher than its place: the keyboard must reach it to scroll.
+// What may be wider or higher than its place: the keyboard must reach it to scroll. A group is no landmark; there are many.
 function scrolling(label, ...children) {
-  return el("div", { class: "scroll", role: "region", "aria-label": label, tabindex: 0 }, ...children);
+  return el("div", { class: "scroll", role: "group", "aria-label": label, tabindex: 0 }, ...children);
 }
 
 function table(caption, heads, rows, attributes = {}) {

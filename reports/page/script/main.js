@@ -73,11 +73,13 @@ function listen() {
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape" && state.case) openCase("", "");
   });
-  form.addEventListener("input", () => {
+  const filter = () => {
     state = readForm(state);
     writeAddress(state);
     refreshMatrix();
-  });
+  };
+  form.addEventListener("input", filter);
+  form.addEventListener("change", filter); // of a list, some browsers' drivers and tools send this alone
   form.addEventListener("submit", (event) => event.preventDefault());
   form.addEventListener("reset", (event) => {
     event.preventDefault();

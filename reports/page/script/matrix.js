@@ -145,7 +145,7 @@ function chapterBody(view, [name, subject], requirements) {
   const title = el(
     "th",
     { scope: "rowgroup", colspan: view.columns.length + 2 },
-    el("span", {}, name || "no chapter", subject ? el("small", {}, subject) : null),
+    el("span", {}, name || "no chapter", subject ? el("small", {}, prose(subject)) : null),
   );
   const body = el("tbody", {}, el("tr", { class: "chapter" }, title));
   for (const [number, cases] of requirements) {

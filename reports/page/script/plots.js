@@ -35,7 +35,7 @@ const ALLOWED = "#d0453f";
 const LAYOUT = {
   paper_bgcolor: "rgba(0,0,0,0)",
   plot_bgcolor: "rgba(0,0,0,0)",
-  margin: { l: 62, r: 12, t: 8, b: 44 },
+  margin: { l: 62, r: 12, t: 30, b: 44 },
   height: 260,
   font: { family: "inherit", size: 12 },
   showlegend: true,
@@ -202,6 +202,7 @@ function distanceFigure(distances, where) {
     width: Math.max(0, distances.length * 17 + 80),
     layout: {
       height: 340,
+      legend: { ...LAYOUT.legend, y: 1.09 }, // above the numbers of the steps
       xaxis: {
         ...AXIS,
         tickvals: x,
@@ -225,7 +226,7 @@ function distanceFigure(distances, where) {
         y: 1,
         yref: "paper",
         xanchor: "left",
-        yanchor: "top",
+        yanchor: "bottom",
         text: `step ${steps[i]}`,
         showarrow: false,
       })),

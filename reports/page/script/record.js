@@ -20,6 +20,39 @@ function failurePart(record, headed) {
   );
 }
 
+// What a second run with capture on showed; the failure's text ends with all of it in words.
+function explanationPart(record, headed) {
+  const explanation = record.explanation;
+  if (!explanation) return null;
+  const first = explanation.first || {};
+  const numbers = (values) =>
+    Object.entries(values || {})
+      .map(([run, value]) => `${run} ${value}`)
+      .join(", ");
+  const pairs = [
+    ["second run", `${explanation.again}${explanation.alike ? ", in the same way" : ""}`],
+    ["stage", first.stage],
+    ["step", shown(first.step)],
+    ["rank", shown(first.rank)],
+    ["tensor", first.name],
+    ["module", explanation.module],
+    ["parameter", explanation.parameter],
+    ["where", explanation.where],
+    ["offset in shard", shown(explanation.offset)],
+    ["values", numbers(explanation.values)],
+    ["ulps", numbers(explanation.ulps)],
+    ["also", (explanation.also || []).join(", ")],
+  ];
+  const lines = explanation.collectives || [];
+  const marked = lines.length
+    ? [
+        el("p", { class: "note" }, "Collectives: - is missing, + is extra."),
+        scrolling(`collectives with marks, ${headed}`, el("pre", {}, lines.join("\n"))),
+      ]
+    : null;
+  return el("section", { class: "failure" }, el("h4", {}, "First divergence"), definitions(pairs), marked);
+}
+
 const shown = (value) => (value === null || value === undefined ? "" : String(value));
 
 function commandPart(command, headed) {
@@ -69,6 +102,7 @@ function factsOf(record, column) {
     ["seeds", seeds],
     ["time", `${Number((record.seconds ?? 0).toPrecision(3))} s`],
     ["time by activity", spent],
+    ["peak memory", (record.peak_bytes || []).map((bytes, rank) => `rank ${rank} ${byteCount(bytes)}`).join(", ")],
     ["attempt", record.attempt ? `${record.attempt}, after ${(record.earlier || []).join(", ")}` : ""],
     ["left out", record.shortened ? `${record.shortened.join(", ")}: the record was too large` : ""],
   ]);
@@ -86,7 +120,7 @@ function recordSection(record, column, headed, against) {
   const last = against ? comparison(record.collectives, against.record.collectives, against.headed) : "";
   const parts = [
     el("h3", {}, headed, " ", badge(record.verdict)),
-    el("div", {}, failurePart(record, headed), factsOf(record, column)),
+    el("div", {}, failurePart(record, headed), explanationPart(record, headed), factsOf(record, column)),
     commandPart(record.reproduce, headed),
     ...figures,
     el("p", { class: "note" }, some ? last : "The run file has no losses, distances or collectives of this case."),
