@@ -91,9 +91,9 @@ class LiveLine:
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         """Show the case that starts, and the line itself with the first case; a run of other tests has none."""
+        self._running[nodeid] = None
         if self._progress is None and _CASE.search(nodeid):
             self._begin()
-        self._running[nodeid] = None
         self._refresh()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
