@@ -18,6 +18,7 @@ from torch.profiler import record_function
 
 from fsdp_impl.common import collectives, dtensor, streams, unsharded
 from fsdp_impl.common.comm_context import CommContext, InFlight
+from fsdp_impl.common.gather_input import own_part, ready_to_gather
 from fsdp_impl.common.layout import shard_rows
 from fsdp_impl.common.owner import Owner
 from fsdp_impl.common.phase import Phase
@@ -40,8 +41,8 @@ class Residence(Enum):
 class PendingGather(NamedTuple):
     """A gather that was issued and not waited for.
 
-    ``source``, its input, is kept because an asynchronous gather may still be reading it. At shard size 1 nothing is in
-    flight and ``output`` is the source.
+    ``source``, its input, is kept because an asynchronous gather may still be reading it; it may be a part of
+    ``output``. At shard size 1 nothing is in flight and ``output`` is the source.
     """
 
     source: torch.Tensor
@@ -153,6 +154,7 @@ class ParamGroup:
                 self._gathered_version = self.shards.version()
             source, layout, mesh = self._gather_source(stream)
             if mesh.size == 1:
+                source = source.to(self.device, non_blocking=True).to(layout.dtype)
                 self._pending = PendingGather(source, source, layout, streams.record(stream), None)
                 return
             # Allocated in the memory of `stream` (see Note: gather memory).
@@ -228,9 +230,10 @@ class ParamGroup:
         numel, comm = mesh.size * layout.numel, self.options.all_gather
         if comm is None:
             output = torch.empty(numel, dtype=layout.dtype, device=self.device)
+            source = ready_to_gather(source, output, mesh.rank)
             return source, output, collectives.gather(output, source, mesh.group, unit=self.label, async_op=async_op)
-        own = comm.allocate((source.numel(),), dtype=layout.dtype, device=self.device).copy_(source)
         output = comm.allocate((numel,), dtype=layout.dtype, device=self.device)
+        own = own_part(output, source, mesh.rank)
         return own, output, comm(output_tensor=output, input_tensor=own, group=mesh.group, async_op=async_op)
 
     def _gather_source(self, stream: streams.Stream) -> tuple[torch.Tensor, Layout, ShardMesh]:

@@ -116,10 +116,11 @@ class Shards:
 
     @torch.no_grad()
     def gather_input(self, device: torch.device) -> torch.Tensor:
-        """What to gather, on ``device``: 1-D, of ``gather_layout``, padding zero.
+        """What to gather: 1-D, in the order of ``gather_layout``, padding zero.
 
-        The buffer itself if all parameters lie in it and are computed with as they are, else a copy in the memory of
-        the current stream. Offloaded shards are cast on ``device``: the host is slower and would be waited for.
+        The buffer itself, wherever it is and of the parameters' dtype, if all parameters lie in it: it is moved and
+        cast on its way into the gather's output (:mod:`fsdp_impl.common.gather_input`). Else a copy, on ``device`` and
+        in the memory of the current stream.
 
         Raises:
             RuntimeError: as :meth:`check_home`.
@@ -128,11 +129,9 @@ class Shards:
         if self._is_extended:
             return self._extended_input(device)
         source = self._filled_buffer() if self._buffer is None else self._buffer
-        source = source.to(device, non_blocking=True)
-        if self.gather_layout is self.layout:
+        if self.gather_layout is self.layout or self.layout.dtype == self.params[0].dtype:
             return source
-        if self.layout.dtype == self.params[0].dtype:
-            return source.to(self.gather_layout.dtype)
+        source = source.to(device, non_blocking=True)
         cast = torch.zeros(self.gather_layout.numel, dtype=self.gather_layout.dtype, device=device)
         for slot, wanted in zip(self.layout.slots, self.gather_layout.slots, strict=True):
             shard_view(cast, wanted).copy_(shard_view(source, slot))
