@@ -64,7 +64,7 @@ def flat_of(package: Any, *, use_orig: bool) -> Callable[[nn.Module, Spec, torch
             auto_wrap_policy=lambda module, recurse, **_: recurse or module in units,
             mixed_precision=package.MixedPrecision(param_dtype=COMPUTE, reduce_dtype=REDUCE),
             use_orig_params=use_orig,
-            device_id=device if device.type == "cuda" else None,
+            device_id=device,  # torch wants one on the CPU too
         )
         return Trained(wrapped, wrapped, wrapped.no_sync)
 
