@@ -28,6 +28,8 @@ def measure(spec: Spec, device: torch.device, count: int) -> dict[str, Any]:
     sizes.append(sum(parameter.numel() for parameter in model.parameters()) - sum(sizes))
     shares = [-(-size // world) for size in sizes if size]
     batch = models.batch(spec, 0, 0, dist.get_rank(), device)
+    if batch.is_floating_point():
+        batch = batch.to(COMPUTE)
     host: list[float] = []
 
     def compute() -> None:

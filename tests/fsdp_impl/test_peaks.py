@@ -24,7 +24,7 @@ from fsdp_impl import flat
 from fsdp_impl.common import streams
 
 WORLD = 2
-DIM = 256
+DIM = 512
 #: Elements of a layer.
 LAYER = DIM * DIM
 #: In layers: activations, scalars, and what aligns buffers.
