@@ -3,7 +3,7 @@
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
+from torch._C._autograd import _profiler_enabled
 from torch.profiler import record_function
 
 _NOTHING = nullcontext()
@@ -11,4 +11,4 @@ _NOTHING = nullcontext()
 
 def named(what: str, unit: str) -> AbstractContextManager[Any]:
     """A range around ``what`` happens to ``unit``, if a profiler runs in this thread."""
-    return record_function(f"FSDP::{what} ({unit})") if torch.autograd._profiler_enabled() else _NOTHING
+    return record_function(f"FSDP::{what} ({unit})") if _profiler_enabled() else _NOTHING

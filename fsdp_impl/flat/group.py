@@ -8,9 +8,8 @@ from weakref import WeakMethod, ref
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.profiler import record_function
 
-from fsdp_impl.common import collectives, dtensor, hooks, streams, unsharded
+from fsdp_impl.common import collectives, dtensor, hooks, modes, ranges, streams, unsharded
 from fsdp_impl.common.comm_context import CommContext
 from fsdp_impl.common.gather_input import own_part, ready_to_gather
 from fsdp_impl.common.streams import Event
@@ -261,7 +260,7 @@ class FlatGroup:
         self._prepare_buffer()
         self.context.release_retired(ahead=ahead)
         buffer, flat = self._buffer, self.shards.flat
-        with record_function(f"FSDP::gather ({self.label})"), torch.no_grad(), streams.use(stream):
+        with ranges.named("gather", self.label), modes.no_grad(), streams.use(stream):
             source = flat.detach()
             if isinstance(buffer, FlatBuffer):
                 buffer.allocate()

@@ -8,9 +8,8 @@ from weakref import ref
 import torch
 from torch import nn
 from torch._C._distributed_c10d import DebugLevel, get_debug_level
-from torch.profiler import record_function
 
-from fsdp_impl.common import hooks, streams
+from fsdp_impl.common import hooks, ranges, streams
 from fsdp_impl.common.containers import cast, map_tensors, tensors_requiring_grad
 from fsdp_impl.common.order import OrderCheck
 from fsdp_impl.common.owner import Owner
@@ -97,7 +96,7 @@ class IterationContext:
 
 
 def _prefetch(target: FlatGroup, *, ahead: bool) -> None:
-    with record_function(f"FSDP::prefetch ({target.label})"):
+    with ranges.named("prefetch", target.label):
         target.unshard(ahead=ahead)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from fsdp_impl.common import hooks
+from fsdp_impl.common import hooks, modes
 from fsdp_impl.common.layout import shard_rows
 from fsdp_impl.common.owner import Owner
 from fsdp_impl.per_parameter.layout import Layout, build_layout, shard_size, shard_view
@@ -71,7 +71,7 @@ class Shards:
         counts = sum(param.sharded._version + param.local._version for param in self.params)
         return counts + (0 if self._buffer is None else self._buffer._version) + hooks.optimizer_steps()
 
-    @torch.no_grad()
+    @modes.without_grad
     def refresh(self) -> bool:
         """Notice parameters that were moved or replaced; once all were, move them into a new buffer (Note: slots).
 
@@ -114,7 +114,7 @@ class Shards:
                 f"{elsewhere}"
             )
 
-    @torch.no_grad()
+    @modes.without_grad
     def gather_input(self, device: torch.device) -> torch.Tensor:
         """What to gather: 1-D, in the order of ``gather_layout``, padding zero.
 
@@ -158,9 +158,12 @@ class Shards:
 
     def finish_unsharded(self) -> None:
         """The gathered tensors are in place: let extensions make unsharded parameters of theirs."""
-        for param in self.params if self._is_extended else ():
-            if param.extension is not None:
-                param.extension.finish(param, param.compute_dtype)
+        if not self._is_extended:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            for param in self.params:
+                if param.extension is not None:
+                    param.extension.finish(param, param.compute_dtype)
 
     def free_unsharded(self) -> None:
         """Free what extensions allocated beside the gathered tensors."""
