@@ -4,11 +4,13 @@
         [--implementations reference,torch.fully_shard,...] [--rounds 4] [--steps 10] [--seconds 450] [--json FILE]
 
 Each implementation has processes of its own, which live as long as the run and wait while another is measured. In each
-round all of them train so many steps, in an order that is reversed from round to round. Figures are medians over all
-steps, with the smallest and largest median of a round; of several ranks the slowest counts. Peaks are those of the
-allocator of a process whose allocator was empty before the model was made. A row that does not fit into the seconds is
-left out, and named. `--backend fake` trains one rank of a world that is not there, on the CPU: then the host's time is
-all that is measured.
+round all of them train so many steps, in an order that is reversed from round to round. Times are medians over all
+steps, with the smallest and largest median of a round; of several ranks the slowest counts. `host` is how long the host
+takes to issue forward and backward. Peaks are those of the allocator of a process whose allocator was empty before the
+model was made: of blocks with tensors, and of what it took from the device. `time`, `host` and `peak` behind them are
+ratios to torch's own; `limit` is the ratio of time to compute and optimizer alone. A model that does not fit into the
+seconds is left out, and named. `--backend fake` trains one rank of a world that is not there, on the CPU: then the
+host's time is all that is measured.
 """
 
 from __future__ import annotations
@@ -246,16 +248,17 @@ def worst(answers: Sequence[dict[str, Any]], key: str | None = None) -> dict[str
 
 # The table
 
+HEADER = (
+    f"{'implementation':21}{'ms a step':>20}{'host':>8}{'us/unit':>9}{'MiB':>9}{'reserved':>10}"
+    f"{'time':>18}{'host':>6}{'peak':>7}{'limit':>7}"
+)
+
 
 def table(row: dict[str, Any]) -> str:
-    """One model as text: a line for each implementation, its ratios to its partner, and the limits."""
-    lines = [f"{row['model']}: {row['units']} units"]
-    lines.append(
-        f"{'implementation':22}{'ms a step':>22}{'host ms':>18}{'us a unit':>11}{'peak MiB':>10}"
-        f"{'requested':>10}{'reserved':>9}   to its partner: time, host, peak   to the limit"
-    )
+    """One model as text: a line for each implementation, its ratios to its partner and to the limit, and the limits."""
+    lines = [f"{row['model']}: {row['units']} units", HEADER]
     for name, found in row["implementations"].items():
-        lines.append(f"{name:22}{line(name, found, row)}")
+        lines.append(f"{name:21}{line(name, found, row)}".rstrip())
     if "limits" in row:
         parts = ", ".join(f"{key} {value:.1f}" for key, value in row["limits"].items())
         lines.append(f"limits, ms: {parts}")
@@ -264,26 +267,22 @@ def table(row: dict[str, Any]) -> str:
 
 
 def line(name: str, found: dict[str, Any], row: dict[str, Any]) -> str:
-    """The figures of one implementation."""
-    if "rounds" not in found or not found["rounds"]:
+    """The figures of one implementation: milliseconds a step and of the host, peaks, and the ratios."""
+    if not found.get("rounds"):
         return "  " + next((found[why] for why in ("unsupported", "failed") if why in found), "nothing was measured")
     host = median(found, "host_ms")
     peak = found.get("peak", {})
-    memory = "".join(f"{peak[key] / 2**20:>{width}.1f}" if peak else " " * width for key, width in WIDTHS.items())
+    cells = [f"{spread(found, 'ms'):>20}{host:>8.1f}{1000 * host / row['units']:>9.0f}"]
+    cells.append(f"{peak['allocated'] / 2**20:>9.1f}{peak['reserved'] / 2**20:>10.1f}" if peak else " " * 19)
     partner = row["implementations"].get(PARTNERS.get(name, ""), {})
-    ratios = ""
     if partner.get("rounds"):
-        compared = [ratio(found, partner, key) for key in ("ms", "host_ms")]
-        memory_ratio = f"{peak['allocated'] / partner['peak']['allocated']:.3f}" if peak else ""
-        ratios = "   ".join([*compared, memory_ratio])
-    limit = ""
+        cells.append(f"{ratio(found, partner, 'ms'):>18}{host / median(partner, 'host_ms'):>6.2f}")
+        cells.append(f"{peak['allocated'] / partner['peak']['allocated']:>7.3f}" if peak else " " * 7)
+    else:
+        cells.append(" " * 31)
     if "limits" in row:
-        limit = f"   {median(found, 'ms') / (row['limits']['compute'] + row['limits']['optimizer']):.2f}"
-    times = f"{spread(found, 'ms'):>22}{spread(found, 'host_ms'):>18}{1000 * host / row['units']:>11.0f}"
-    return f"{times}{memory}   {ratios}{limit}"
-
-
-WIDTHS = {"allocated": 10, "requested": 10, "reserved": 9}
+        cells.append(f"{median(found, 'ms') / (row['limits']['compute'] + row['limits']['optimizer']):>7.2f}")
+    return "".join(cells)
 
 
 def median(found: dict[str, Any], key: str) -> float:

@@ -89,7 +89,19 @@ def test_the_table() -> None:
         },
         "limits": {"compute": 8.0, "optimizer": 2.0},
     }
-    assert_expected_inline(benchmark.table(row), """""")
+    assert_expected_inline(
+        benchmark.table(row),
+        """\
+a model: 4 units
+implementation                  ms a step    host  us/unit      MiB  reserved              time  host   peak  limit
+reference                16.0 (11.0-22.0)     8.0     2000     90.0      98.0  0.52 (0.52-0.52)  0.50  0.900   1.60
+torch.fully_shard        31.0 (21.0-42.0)    16.0     4000    100.0     108.0                                  3.10
+ddp                    it has no memory left
+reference.flat         it has one shard
+limits, ms: compute 8.0, optimizer 2.0
+losses of 2 steps, largest relative difference to torch.fully_shard: reference 9.9e-03
+""",
+    )
 
 
 def test_names_that_do_not_exist_are_refused() -> None:
