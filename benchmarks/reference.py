@@ -9,8 +9,9 @@ steps, with the smallest and largest median of a round; of several ranks the slo
 takes to issue forward and backward. Peaks are those of the allocator of a process whose allocator was empty before the
 model was made: of blocks with tensors, and of what it took from the device. `time`, `host` and `peak` behind them are
 ratios to torch's own; `limit` is the ratio of time to compute and optimizer alone. A model that does not fit into the
-seconds is left out, and named. `--backend fake` trains one rank of a world that is not there, on the CPU: then the
-host's time is all that is measured.
+seconds is left out, and named. `--backend fake` trains one rank of a world that is not there, on the CPU: then `host`
+is the time of the processor, which other processes do not lengthen, and with the models `thin` and `thin-small` it is
+that of the implementation alone.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ class Ranks:
         self.name = name
         self.errors = folder / f"{name}.stderr"
         self.failed: str | None = None
+        self.is_fake = backend == "fake"
         environment = {"OMP_NUM_THREADS": "1"} | dict(os.environ)
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(FOLDER), environment.get("PYTHONPATH", "")])
         count = 1 if backend == "fake" else world
@@ -197,7 +199,8 @@ def parse() -> argparse.Namespace:
 
 def measure(spec: Spec, ranks: Sequence[Ranks], effort: Effort) -> dict[str, Any]:
     """One row: all implementations on one model."""
-    row: dict[str, Any] = {"model": spec.name, "units": spec.units, "implementations": {}}
+    host = "cpu_ms" if all(one.is_fake for one in ranks) else "host_ms"
+    row: dict[str, Any] = {"model": spec.name, "units": spec.units, "host": host, "implementations": {}}
     taking_part = []
     for one in ranks:
         one.send(do="build", spec=dataclasses.asdict(spec))
@@ -270,13 +273,13 @@ def line(name: str, found: dict[str, Any], row: dict[str, Any]) -> str:
     """The figures of one implementation: milliseconds a step and of the host, peaks, and the ratios."""
     if not found.get("rounds"):
         return "  " + next((found[why] for why in ("unsupported", "failed") if why in found), "nothing was measured")
-    host = median(found, "host_ms")
+    host = median(found, row["host"])
     peak = found.get("peak", {})
     cells = [f"{spread(found, 'ms'):>20}{host:>8.1f}{1000 * host / row['units']:>9.0f}"]
     cells.append(f"{peak['allocated'] / 2**20:>9.1f}{peak['reserved'] / 2**20:>10.1f}" if peak else " " * 19)
     partner = row["implementations"].get(PARTNERS.get(name, ""), {})
     if partner.get("rounds"):
-        cells.append(f"{ratio(found, partner, 'ms'):>18}{host / median(partner, 'host_ms'):>6.2f}")
+        cells.append(f"{ratio(found, partner, 'ms'):>18}{host / median(partner, row['host']):>6.2f}")
         cells.append(f"{peak['allocated'] / partner['peak']['allocated']:>7.3f}" if peak else " " * 7)
     else:
         cells.append(" " * 31)

@@ -81,6 +81,7 @@ def test_the_table() -> None:
     row = {
         "model": "a model",
         "units": 4,
+        "host": "host_ms",
         "implementations": {
             "reference": measured(10, 8, 90, [2.0, 1.0]),
             "torch.fully_shard": measured(20, 16, 100, [2.0, 1.01]),

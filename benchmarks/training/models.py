@@ -45,6 +45,8 @@ class Spec:
 LARGE = Spec("0.94 B, 16 x 2048", 16, 2048, vocab=32000, length=2048)
 DEEP = Spec("48 x 256", 48, 256, vocab=1024)
 SMALL = Spec("16 units of 128 small parameters", 16, 64, small=128)
+#: With next to no compute: what is left is what an implementation does around it.
+THIN = Spec("48 x 32, 4 tokens", 48, 32, vocab=64, batch=1, length=4)
 TINY = Spec("2 x 32", 2, 32, vocab=64, length=8)
 
 #: By the names that ``--models`` takes.
@@ -52,6 +54,8 @@ SPECS = {
     "large": LARGE,
     "deep": DEEP,
     "small": SMALL,
+    "thin": THIN,
+    "thin-small": dataclasses.replace(SMALL, name="16 units of 128 parameters of 8", dim=8, batch=1),
     "accumulated": dataclasses.replace(DEEP, name="48 x 256, 4 microbatches", microbatches=4),
     "large-accumulated": dataclasses.replace(LARGE, name="0.94 B, 4 microbatches", microbatches=4),
     "replicas": dataclasses.replace(DEEP, name="48 x 256, replicas of one shard", shape=(2, 1)),
