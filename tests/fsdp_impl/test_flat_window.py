@@ -56,6 +56,15 @@ def test_the_latest_stays_and_the_gather_stream_waits_for_the_others(waits: list
     assert waits == ["a", "b", "c"] and not c.is_allocated
 
 
+def test_a_gather_that_is_issued_ahead_waits_for_all(waits: list[str]) -> None:
+    context = FlatContext(CPU)
+    a, b = buffers(context, 2)
+    for buffer, name in ((a, "a"), (b, "b")):
+        retire(context, buffer, Event(name))
+    context.release_retired(ahead=True)
+    assert waits == ["a", "b"] and not a.is_allocated and not b.is_allocated
+
+
 def test_without_a_limit_bytes_go_back_once_the_device_is_done(waits: list[str]) -> None:
     context = FlatContext(CPU, limits_gathers=False)
     a, b, c = buffers(context, 3)
