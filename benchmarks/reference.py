@@ -225,7 +225,7 @@ def measure(spec: Spec, ranks: Sequence[Ranks], effort: Effort) -> dict[str, Any
     for one, answers in together(taking_part, do="losses"):
         row["implementations"][one.name]["losses"] = answers[0]["losses"]
     for one in ranks:
-        if one.name == "limits" and (answers := one.ask(do="steps", count=effort.steps)):
+        if one.name == "limits" and spec.tensor_parallel == 1 and (answers := one.ask(do="steps", count=effort.steps)):
             row["limits"] = {key: max(statistics.median(answer[key]) for answer in answers) for key in answers[0]}
         if one.failed is not None:
             row["implementations"][one.name] = {"failed": one.failed}

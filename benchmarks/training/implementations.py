@@ -7,8 +7,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from training.models import Block, Chain, Spec
 
@@ -36,6 +38,12 @@ def fully_shard_of(package: Any) -> Callable[[nn.Module, Spec, torch.device], Tr
         options: dict[str, Any] = {"mp_policy": package.MixedPrecisionPolicy(param_dtype=COMPUTE, reduce_dtype=REDUCE)}
         if spec.shape is not None:
             options["mesh"] = init_device_mesh(device.type, spec.shape, mesh_dim_names=("replicate", "shard"))
+        if spec.tensor_parallel > 1:
+            shape = (dist.get_world_size() // spec.tensor_parallel, spec.tensor_parallel)
+            mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "tensor"))
+            options["mesh"] = mesh["data"]
+            for unit in units_of(model):
+                parallelize_module(unit, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         for unit in units_of(model):
             package.fully_shard(unit, **options)
         package.fully_shard(model, **options)
@@ -56,8 +64,8 @@ def flat_of(package: Any, *, use_orig: bool) -> Callable[[nn.Module, Spec, torch
     """``FullyShardedDataParallel`` of ``package``."""
 
     def shard(model: nn.Module, spec: Spec, device: torch.device) -> Trained:
-        if spec.shape is not None:
-            raise Unsupported("one shard with flat parameters is NO_SHARD")
+        if spec.shape is not None or spec.tensor_parallel > 1:
+            raise Unsupported("it is measured with one dimension of shards alone")
         units = set(units_of(model))
         wrapped = package.FullyShardedDataParallel(
             model,
@@ -73,6 +81,8 @@ def flat_of(package: Any, *, use_orig: bool) -> Callable[[nn.Module, Spec, torch
 
 def ddp(model: nn.Module, spec: Spec, device: torch.device) -> Trained:
     """Replicas: parameters and gradients whole and float32 on every rank, computed with under autocast."""
+    if spec.tensor_parallel > 1:
+        raise Unsupported("it is measured with replicas alone")
     ids = [device.index] if device.type == "cuda" else None
     wrapped = nn.parallel.DistributedDataParallel(model, device_ids=ids, broadcast_buffers=False)
 

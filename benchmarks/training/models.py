@@ -24,6 +24,7 @@ class Spec:
         small: parameters of a unit, for the model of small parameters.
         microbatches: of a step; only the last one reduces.
         shape: replicas and shards of the mesh, if not one dimension of all ranks.
+        tensor_parallel: ranks among which the linear layers behind attention are divided.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Spec:
     small: int = 0
     microbatches: int = 1
     shape: tuple[int, int] | None = None
+    tensor_parallel: int = 1
 
     @property
     def units(self) -> int:
@@ -59,8 +61,11 @@ SPECS = {
     "accumulated": dataclasses.replace(DEEP, name="48 x 256, 4 microbatches", microbatches=4),
     "large-accumulated": dataclasses.replace(LARGE, name="0.94 B, 4 microbatches", microbatches=4),
     "replicas": dataclasses.replace(DEEP, name="48 x 256, replicas of one shard", shape=(2, 1)),
+    "tensor-parallel": dataclasses.replace(LARGE, name="0.94 B, tensor parallel over 2", tensor_parallel=2),
     "tiny": TINY,
     "tiny-accumulated": dataclasses.replace(TINY, name="2 x 32, 2 microbatches", microbatches=2),
+    "tiny-parallel": dataclasses.replace(TINY, name="2 x 32, tensor parallel over 2", tensor_parallel=2),
+    "tiny-replicas": dataclasses.replace(TINY, name="2 x 32, replicas of one shard", shape=(2, 1)),
     "tiny-small": Spec("2 units of 4 small parameters", 2, 8, small=4),
 }
 

@@ -91,9 +91,8 @@ class Worker:
     def _step(self) -> tuple[float, float, float]:
         spec, trained = self.spec, self.trained
         assert spec is not None and trained is not None
-        batches = [
-            models.batch(spec, self.done, number, dist.get_rank(), self.device) for number in range(spec.microbatches)
-        ]
+        rank = dist.get_rank() // spec.tensor_parallel
+        batches = [models.batch(spec, self.done, number, rank, self.device) for number in range(spec.microbatches)]
         self._synchronize()
         start, start_cpu = time.perf_counter(), time.process_time()
         total = torch.zeros((), device=self.device)
