@@ -5,6 +5,7 @@ range for a plain sum, and by explicit divisions around a sum where it has not: 
 ``sqrt(n)`` is divided out before the sum, which costs underflow, and the rest after it.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ class Division:
     after: float
 
 
+@functools.cache
 def divide(
     dtype: torch.dtype,
     shard_size: int,

@@ -32,7 +32,8 @@ def with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
 
 def wrap(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """A DTensor whose local tensor is ``local`` itself."""
-    return DTensor(local, spec, requires_grad=False)
+    # Without __init__, which does nothing and takes as long as the rest: each step makes one for each gradient.
+    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ On CPU every stream and event is ``None``: work runs when it is called, so there
 this module is written once, for accelerators, and runs unchanged on CPU.
 """
 
+import functools
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
@@ -17,8 +18,13 @@ Event: TypeAlias = torch.Event | None
 HIGH_PRIORITY = -1
 
 
+@functools.cache
+def _module_of(device_type: str) -> Any:
+    return torch.get_device_module(device_type)
+
+
 def _device_module(device: torch.device) -> Any:
-    return torch.get_device_module(device.type)
+    return _module_of(device.type)
 
 
 def create(device: torch.device, *, priority: int = 0) -> Stream:

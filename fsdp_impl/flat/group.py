@@ -8,10 +8,10 @@ from weakref import WeakMethod, ref
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.profiler import record_function
 
-from fsdp_impl.common import collectives, dtensor, hooks, streams, unsharded
+from fsdp_impl.common import collectives, dtensor, hooks, modes, ranges, streams, unsharded
 from fsdp_impl.common.comm_context import CommContext
+from fsdp_impl.common.gather_input import own_part, ready_to_gather
 from fsdp_impl.common.streams import Event
 from fsdp_impl.flat.shards import FlatShards, set_tensor
 
@@ -23,10 +23,14 @@ from fsdp_impl.flat.shards import FlatShards, set_tensor
 # waits for that event before the bytes are dropped or written again. Autograd keeps references to the tensors between
 # forward and backward: the storage stays, its bytes come and go.
 
-# Buffers that keep their bytes although compute with them is queued to its end. With one, a gather waits for the
-# compute of the unit before the one that computes just now, which has mostly ended: so gather and compute overlap, and
-# three buffers exist at most (computing, retired, being gathered).
+# Buffers that keep their bytes although compute with them is queued to its end, while a gather is issued that is needed
+# next. In forward the host issues a unit's gather behind the compute of the unit before: it has to overlap with that,
+# so it may not wait for it, and the unit's buffer is kept. Two buffers exist at most (retired, being gathered).
 _MAX_RETIRED = 1
+# The same, while a gather is issued ahead: before the compute that it overlaps with is queued. The unit before that has
+# been retired; its compute ends where the compute to overlap with begins, so a gather that waits for it, and takes its
+# bytes, loses nothing. Two buffers exist at most (computing, being gathered).
+_MAX_RETIRED_AHEAD = 0
 
 
 class FlatContext(CommContext):
@@ -55,8 +59,12 @@ class FlatContext(CommContext):
                 return entry[1]
         return None
 
-    def release_retired(self, keep: int = _MAX_RETIRED) -> None:
-        """Free retired buffers before a gather allocates: the oldest but ``keep``, or what the device is done with."""
+    def release_retired(self, *, ahead: bool) -> None:
+        """Free retired buffers before a gather allocates: the oldest, or what the device is done with.
+
+        With ``ahead`` the gather is issued before the compute that it is to overlap with (Note: window of buffers).
+        """
+        keep = _MAX_RETIRED_AHEAD if ahead else _MAX_RETIRED
         while self._retired and (len(self._retired) > keep if self.limits_gathers else self._retired[0][1].query()):
             self._release_oldest()
 
@@ -239,17 +247,20 @@ class FlatGroup:
                 f"{self.device} before training. Found for the parameters {self.names}"
             )
 
-    def unshard(self) -> None:
-        """Issue the gather on the gather stream; nothing if it was issued and not undone."""
+    def unshard(self, *, ahead: bool = False) -> None:
+        """Issue the gather on the gather stream; nothing if it was issued and not undone.
+
+        ``ahead`` says that the compute it is to overlap with is not queued yet (Note: window of buffers).
+        """
         if self.is_unsharded:
             return
         stream = self.context.gather_stream
         if self.shards.adopt():
             streams.join(stream, streams.current(self.device))
         self._prepare_buffer()
-        self.context.release_retired()
+        self.context.release_retired(ahead=ahead)
         buffer, flat = self._buffer, self.shards.flat
-        with record_function(f"FSDP::gather ({self.label})"), torch.no_grad(), streams.use(stream):
+        with ranges.named("gather", self.label), modes.no_grad(), streams.use(stream):
             source = flat.detach()
             if isinstance(buffer, FlatBuffer):
                 buffer.allocate()
@@ -326,11 +337,10 @@ class FlatGroup:
 
     def _gather(self, shard: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         """Fill ``output`` on the current stream; returns the gather's input, which must live until it has ended."""
-        source = shard.to(output.device, output.dtype, non_blocking=True)
         if self.ranks.shard_group is None:
-            output.copy_(source)
-        else:
-            collectives.gather(output, source, self.ranks.shard_group, unit=self.label)
+            return own_part(output, shard, 0)
+        source = ready_to_gather(shard, output, self.ranks.rank)
+        collectives.gather(output, source, self.ranks.shard_group, unit=self.label)
         return source
 
     def _prepare_buffer(self) -> None:

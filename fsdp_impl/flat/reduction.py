@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.distributed.tensor import Replicate
-from torch.profiler import record_function
 
-from fsdp_impl.common import collectives, divide, hooks, norm, streams
+from fsdp_impl.common import collectives, divide, hooks, modes, norm, ranges, streams
 from fsdp_impl.common.clip import Groups, combine_over_ranks, scale_to, sharding_groups
 from fsdp_impl.common.streams import Event
 from fsdp_impl.common.views import Views, remember
@@ -52,14 +51,14 @@ class Reducer:
         self._keep_low_precision = keep_low_precision
         self.comm_hook: tuple[Any, CommHook] | None = None
 
-    @torch.no_grad()
+    @modes.without_grad
     def reduce(self, grad: torch.Tensor) -> None:
         """Average ``grad`` (1-D, ``layout.padded_numel``) over the ranks and add this rank's shard to the gradients.
 
         ``grad`` is memory of the current stream and is the caller's to give away: it may be written to.
         """
         group, context = self._group, self._group.context
-        with record_function(f"FSDP::reduce ({group.label})"):
+        with ranges.named("reduce", group.label):
             context.release_reduce_inputs()
             context.release_reduce_outputs()
             contributions = grad.to(self.reduce_dtype or grad.dtype)
@@ -178,7 +177,7 @@ class Gradients:
         # Unsharded gradients on show, with the sharded ones that they hide.
         self._shown: list[_Shown] = []
 
-    @torch.no_grad()
+    @modes.without_grad
     def add(self, reduced: torch.Tensor) -> None:
         """Add ``reduced`` (1-D, ``layout.shard_numel``, where shards live) to the sharded gradients.
 

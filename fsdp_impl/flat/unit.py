@@ -8,9 +8,8 @@ from weakref import ref
 import torch
 from torch import nn
 from torch._C._distributed_c10d import DebugLevel, get_debug_level
-from torch.profiler import record_function
 
-from fsdp_impl.common import hooks, streams
+from fsdp_impl.common import hooks, ranges, streams
 from fsdp_impl.common.containers import cast, map_tensors, tensors_requiring_grad
 from fsdp_impl.common.order import OrderCheck
 from fsdp_impl.common.owner import Owner
@@ -83,19 +82,22 @@ class IterationContext:
         assert group.first_index is not None
         index = group.first_index + 1
         if index < len(self._first_order) and (following := self._first_order[index]()) is not None:
-            _prefetch(following)
+            _prefetch(following, ahead=True)
 
-    def prefetch_previous(self, group: FlatGroup) -> None:
-        """Issue the gather of the group that ran forward before ``group``, if backward has yet to reach it."""
+    def prefetch_previous(self, group: FlatGroup, *, ahead: bool) -> None:
+        """Issue the gather of the group that ran forward before ``group``, if backward has yet to reach it.
+
+        ``ahead``: before the compute of ``group`` is queued; not behind it.
+        """
         index = group.forward_indices.pop() if group.forward_indices else 0
         previous = self.forward_order[index - 1]() if index else None
         if previous is not None and previous.wanted_in_backward:
-            _prefetch(previous)
+            _prefetch(previous, ahead=ahead)
 
 
-def _prefetch(target: FlatGroup) -> None:
-    with record_function(f"FSDP::prefetch ({target.label})"):
-        target.unshard()
+def _prefetch(target: FlatGroup, *, ahead: bool) -> None:
+    with ranges.named("prefetch", target.label):
+        target.unshard(ahead=ahead)
 
 
 @dataclass(frozen=True)
@@ -340,7 +342,9 @@ class FlatUnit:
         self._check_kept()
         self._unshard_now()
         if self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
-            self.iteration.prefetch_previous(self.group)
+            # Also where there is no gather left to issue: the last unit needs no third buffer.
+            self.context.release_retired(ahead=True)
+            self.iteration.prefetch_previous(self.group, ahead=True)
 
     @hooks.outside_graphs
     def _on_gradient(self) -> None:
@@ -361,7 +365,7 @@ class FlatUnit:
         if self._frees_after_backward():
             self.group.reshard()
         if self.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
-            self.iteration.prefetch_previous(self.group)
+            self.iteration.prefetch_previous(self.group, ahead=False)
 
     def _frees_after_backward(self) -> bool:
         # Without a reduction there is likely to be another microbatch: strategies that trade memory for gathers keep.

@@ -4,8 +4,7 @@ Between forward and backward a group may be sharded over fewer ranks (``reshard_
 more memory than full sharding, and a cheaper gather in backward, over ranks that are close to each other.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -14,10 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.profiler import record_function
 
-from fsdp_impl.common import collectives, dtensor, streams, unsharded
+from fsdp_impl.common import collectives, dtensor, modes, ranges, streams, unsharded
 from fsdp_impl.common.comm_context import CommContext, InFlight
+from fsdp_impl.common.gather_input import own_part, ready_to_gather
 from fsdp_impl.common.layout import shard_rows
 from fsdp_impl.common.owner import Owner
 from fsdp_impl.common.phase import Phase
@@ -40,8 +39,8 @@ class Residence(Enum):
 class PendingGather(NamedTuple):
     """A gather that was issued and not waited for.
 
-    ``source``, its input, is kept because an asynchronous gather may still be reading it. At shard size 1 nothing is in
-    flight and ``output`` is the source.
+    ``source``, its input, is kept because an asynchronous gather may still be reading it; it may be a part of
+    ``output``. At shard size 1 nothing is in flight and ``output`` is the source.
     """
 
     source: torch.Tensor
@@ -128,31 +127,27 @@ class ParamGroup:
         for param in self.shards.params:
             param.register(param.sharded)
 
-    @contextmanager
-    def during(self, phase: Phase) -> Iterator[None]:
-        """Act inside the block as in ``phase``, for another group's sake."""
-        before, self.phase = self.phase, phase
-        try:
-            yield
-        finally:
-            self.phase = before
+    def unshard(self, *, async_op: bool = False, phase: Phase | None = None) -> None:
+        """Issue the gather; nothing if it is in flight or the parameters are unsharded.
 
-    def unshard(self, *, async_op: bool = False) -> None:
-        """Issue the gather; nothing if it is in flight or the parameters are unsharded."""
+        ``phase`` is that of the group for whose sake this one is gathered, if it is another.
+        """
         if self._pending is not None or self.residence is Residence.UNSHARDED:
             return
-        if self.phase is Phase.PRE_BACKWARD and not self.options.unshard_in_backward:
+        phase = phase or self.phase
+        if phase is Phase.PRE_BACKWARD and not self.options.unshard_in_backward:
             return
-        implicit = not async_op and self.phase in (Phase.FORWARD, Phase.PRE_BACKWARD)
-        current = streams.current(self.device)
-        stream = self.comm.gather_stream if implicit else current
+        implicit = not async_op and phase in (Phase.FORWARD, Phase.PRE_BACKWARD)
+        # The current stream is looked up only where it is needed: that costs as much as queueing a kernel.
+        stream = self.comm.gather_stream if implicit else streams.current(self.device)
         if self.refresh():
-            streams.join(stream, current)
-        with record_function(f"FSDP::gather ({self.label})"), torch.no_grad(), streams.use(stream):
+            streams.join(stream, streams.current(self.device))
+        with ranges.named("gather", self.label), modes.no_grad(), streams.use(stream):
             if self.residence is Residence.SHARDED:
                 self._gathered_version = self.shards.version()
             source, layout, mesh = self._gather_source(stream)
             if mesh.size == 1:
+                source = source.to(self.device, non_blocking=True).to(layout.dtype)
                 self._pending = PendingGather(source, source, layout, streams.record(stream), None)
                 return
             # Allocated in the memory of `stream` (see Note: gather memory).
@@ -171,7 +166,7 @@ class ParamGroup:
         if pending.work is not None:
             pending.work.wait()
         streams.wait(current, pending.event)
-        with record_function(f"FSDP::copy_out ({self.label})"), torch.no_grad():
+        with ranges.named("copy_out", self.label), modes.no_grad():
             self._copy_out(pending)
         self._register_unsharded()
         copied_out = streams.record(current)
@@ -228,9 +223,10 @@ class ParamGroup:
         numel, comm = mesh.size * layout.numel, self.options.all_gather
         if comm is None:
             output = torch.empty(numel, dtype=layout.dtype, device=self.device)
+            source = ready_to_gather(source, output, mesh.rank)
             return source, output, collectives.gather(output, source, mesh.group, unit=self.label, async_op=async_op)
-        own = comm.allocate((source.numel(),), dtype=layout.dtype, device=self.device).copy_(source)
         output = comm.allocate((numel,), dtype=layout.dtype, device=self.device)
+        own = own_part(output, source, mesh.rank)
         return own, output, comm(output_tensor=output, input_tensor=own, group=mesh.group, async_op=async_op)
 
     def _gather_source(self, stream: streams.Stream) -> tuple[torch.Tensor, Layout, ShardMesh]:
@@ -249,8 +245,7 @@ class ParamGroup:
         self._unsharded.allocate()
         rows = pending.output.view(pending.layout.world, -1)
         copy_out(rows, pending.layout, self._unsharded.targets(pending.layout))
-        with torch.inference_mode(False), torch.no_grad():
-            self.shards.finish_unsharded()
+        self.shards.finish_unsharded()
 
     def _make_unsharded(self) -> None:
         layout = self.shards.gather_layout

@@ -221,7 +221,8 @@ class ShardedParam:
     @property
     def local(self) -> torch.Tensor:
         """This rank's shard, without padding."""
-        return dtensor.local_of(self.sharded)
+        local: torch.Tensor = self.sharded._local_tensor  # type: ignore[attr-defined]
+        return local
 
     @property
     def dtype(self) -> torch.dtype:

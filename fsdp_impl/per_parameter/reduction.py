@@ -12,9 +12,8 @@ import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.profiler import record_function
 
-from fsdp_impl.common import collectives, divide, dtensor, hooks, streams
+from fsdp_impl.common import collectives, divide, dtensor, hooks, modes, ranges, streams
 from fsdp_impl.common.streams import Event, Stream
 from fsdp_impl.common.views import Views, remember
 from fsdp_impl.per_parameter.group import ParamGroup
@@ -24,14 +23,14 @@ from fsdp_impl.per_parameter.param import ShardedParam
 # Unsharded gradients
 
 
-@torch.no_grad()
+@modes.without_grad
 def accumulate(group: ParamGroup) -> None:
     """Keep the gradients of a backward that does not reduce, in the reduce dtype: sums in a low precision lose bits."""
     for param in group.shards.params:
         _accumulate_one(param, group.precision.reduce_dtype)
 
 
-@torch.no_grad()
+@modes.without_grad
 def take(group: ParamGroup) -> tuple[list[ShardedParam], list[torch.Tensor]]:
     """Take the gradients that autograd left on unsharded parameters, and the parameters that have one."""
     params: list[ShardedParam] = []
@@ -125,7 +124,7 @@ class Reducer:
         self._partial: Reduced | None = None
         self._layouts: dict[tuple[Any, ...], Layout] = {}
 
-    @torch.no_grad()
+    @modes.without_grad
     def reduce(self, params: Sequence[ShardedParam], grads: list[torch.Tensor]) -> None:
         """Average ``grads`` (unsharded sizes) over the ranks and add each shard to ``param.sharded.grad``.
 
@@ -139,7 +138,7 @@ class Reducer:
         completes_partial = self._partial is not None and group.options.all_reduce_grads
         if not params and not completes_partial:
             return
-        with record_function(f"FSDP::reduce ({group.label})"):
+        with ranges.named("reduce", group.label):
             comm.release_reduce_inputs()
             comm.release_reduce_outputs()
             contributions, layout = self._copy_in(params, grads) if params else (None, None)
@@ -254,7 +253,9 @@ class Reducer:
         return divide.divide(dtype, mesh.size, mesh.replicate_size, **extra)
 
     def _layout(self, params: Sequence[ShardedParam], dtype: torch.dtype) -> Layout:
-        key = (dtype, *(param.serial for param in params))
+        # All parameters, as nearly always, need no list of their numbers.
+        everyone = len(params) == len(self._group.shards.params)
+        key: tuple[Any, ...] = (dtype,) if everyone else (dtype, *(param.serial for param in params))
         if key not in self._layouts:
             mesh, sizes, dims = self._group.mesh, [p.size for p in params], [p.dim for p in params]
             self._layouts[key] = build_layout(sizes, [dtype] * len(params), mesh.size, mesh.rank, dims)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from fsdp_impl.common import hooks
+from fsdp_impl.common import hooks, modes
 from fsdp_impl.common.layout import shard_rows
 from fsdp_impl.common.owner import Owner
 from fsdp_impl.per_parameter.layout import Layout, build_layout, shard_size, shard_view
@@ -71,7 +71,7 @@ class Shards:
         counts = sum(param.sharded._version + param.local._version for param in self.params)
         return counts + (0 if self._buffer is None else self._buffer._version) + hooks.optimizer_steps()
 
-    @torch.no_grad()
+    @modes.without_grad
     def refresh(self) -> bool:
         """Notice parameters that were moved or replaced; once all were, move them into a new buffer (Note: slots).
 
@@ -114,12 +114,13 @@ class Shards:
                 f"{elsewhere}"
             )
 
-    @torch.no_grad()
+    @modes.without_grad
     def gather_input(self, device: torch.device) -> torch.Tensor:
-        """What to gather, on ``device``: 1-D, of ``gather_layout``, padding zero.
+        """What to gather: 1-D, in the order of ``gather_layout``, padding zero.
 
-        The buffer itself if all parameters lie in it and are computed with as they are, else a copy in the memory of
-        the current stream. Offloaded shards are cast on ``device``: the host is slower and would be waited for.
+        The buffer itself, wherever it is and of the parameters' dtype, if all parameters lie in it: it is moved and
+        cast on its way into the gather's output (:mod:`fsdp_impl.common.gather_input`). Else a copy, on ``device`` and
+        in the memory of the current stream.
 
         Raises:
             RuntimeError: as :meth:`check_home`.
@@ -128,11 +129,9 @@ class Shards:
         if self._is_extended:
             return self._extended_input(device)
         source = self._filled_buffer() if self._buffer is None else self._buffer
-        source = source.to(device, non_blocking=True)
-        if self.gather_layout is self.layout:
+        if self.gather_layout is self.layout or self.layout.dtype == self.params[0].dtype:
             return source
-        if self.layout.dtype == self.params[0].dtype:
-            return source.to(self.gather_layout.dtype)
+        source = source.to(device, non_blocking=True)
         cast = torch.zeros(self.gather_layout.numel, dtype=self.gather_layout.dtype, device=device)
         for slot, wanted in zip(self.layout.slots, self.gather_layout.slots, strict=True):
             shard_view(cast, wanted).copy_(shard_view(source, slot))
@@ -159,9 +158,12 @@ class Shards:
 
     def finish_unsharded(self) -> None:
         """The gathered tensors are in place: let extensions make unsharded parameters of theirs."""
-        for param in self.params if self._is_extended else ():
-            if param.extension is not None:
-                param.extension.finish(param, param.compute_dtype)
+        if not self._is_extended:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            for param in self.params:
+                if param.extension is not None:
+                    param.extension.finish(param, param.compute_dtype)
 
     def free_unsharded(self) -> None:
         """Free what extensions allocated beside the gathered tensors."""

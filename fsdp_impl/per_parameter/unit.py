@@ -13,9 +13,8 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import nn
 from torch.distributed._composable_state import _State
-from torch.profiler import record_function
 
-from fsdp_impl.common import hooks, streams
+from fsdp_impl.common import hooks, modes, ranges, streams
 from fsdp_impl.common.containers import cast, map_tensors, tensors_requiring_grad
 from fsdp_impl.common.phase import Iteration, Phase
 from fsdp_impl.common.streams import Event
@@ -197,8 +196,9 @@ class Unit(_State):
 
     def _unshard_now(self) -> None:
         if self.group is not None:
-            self.group.unshard(async_op=self.group.options.unshard_async)
-            self.group.wait_for_unshard()
+            with modes.no_grad():
+                self.group.unshard(async_op=self.group.options.unshard_async)
+                self.group.wait_for_unshard()
 
     # Backward
 
@@ -362,8 +362,8 @@ def prefetch_chosen(group: ParamGroup | None, chosen: Sequence[ParamGroup]) -> N
 def prefetch(targets: Iterable[ParamGroup], phase: Phase) -> None:
     """Issue the gathers of ``targets``, in order, on the streams of ``phase``."""
     for target in targets:
-        with record_function(f"FSDP::prefetch ({target.label})"), target.during(phase):
-            target.unshard(async_op=target.options.unshard_async)
+        with ranges.named("prefetch", target.label):
+            target.unshard(async_op=target.options.unshard_async, phase=phase)
 
 
 def _pop_index(group: ParamGroup) -> int | None:

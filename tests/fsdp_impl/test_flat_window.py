@@ -49,11 +49,20 @@ def test_the_latest_stays_and_the_gather_stream_waits_for_the_others(waits: list
     a, b, c = buffers(context, 3)
     for buffer, name in ((a, "a"), (b, "b"), (c, "c")):
         retire(context, buffer, Event(name))
-    context.release_retired()
+    context.release_retired(ahead=False)
     assert waits == ["a", "b"]
     assert [buffer.is_allocated for buffer in (a, b, c)] == [False, False, True]
     context.release_all_retired()
     assert waits == ["a", "b", "c"] and not c.is_allocated
+
+
+def test_a_gather_that_is_issued_ahead_waits_for_all(waits: list[str]) -> None:
+    context = FlatContext(CPU)
+    a, b = buffers(context, 2)
+    for buffer, name in ((a, "a"), (b, "b")):
+        retire(context, buffer, Event(name))
+    context.release_retired(ahead=True)
+    assert waits == ["a", "b"] and not a.is_allocated and not b.is_allocated
 
 
 def test_without_a_limit_bytes_go_back_once_the_device_is_done(waits: list[str]) -> None:
@@ -61,7 +70,7 @@ def test_without_a_limit_bytes_go_back_once_the_device_is_done(waits: list[str])
     a, b, c = buffers(context, 3)
     for buffer, passed in ((a, True), (b, False), (c, True)):
         retire(context, buffer, Event("x", passed=passed))
-    context.release_retired()
+    context.release_retired(ahead=False)
     # The device passes events in order; what is behind one that it has not passed is not asked for.
     assert [buffer.is_allocated for buffer in (a, b, c)] == [False, True, True]
 

@@ -119,7 +119,7 @@ PER_PARAMETER = {
         "per_parameter.reduction:Accumulator._add_views", "    if existing:\n", "    if False:\n"
     ),
     "current-without-the-same-parameters": Edit(
-        "per_parameter.reduction:Accumulator.add", "last.params == tuple(params) and ", ""
+        "per_parameter.reduction:Accumulator.add", " and last.params == tuple(params)", ""
     ),
     "buffer-replaced": Edit("per_parameter.reduction:Accumulator.add", "buffer.add_(shards)", "buffer.copy_(shards)"),
     "replaced-gradient-is-current": Edit(

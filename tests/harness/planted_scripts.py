@@ -111,8 +111,8 @@ PER_PARAMETER = {
     ),
     "shards-rounded-by-the-gather": Edit(
         "per_parameter.shards:Shards.gather_input",
-        "return source.to(self.gather_layout.dtype)",
-        "return source.copy_(source.to(self.gather_layout.dtype)).to(self.gather_layout.dtype)",
+        "        return source\n",
+        "        return source.copy_(source.to(self.gather_layout.dtype))\n",
     ),
     # Reductions.
     "nan-removed": Edit(
@@ -156,7 +156,7 @@ FLAT = {
         "contributions.nan_to_num_()",
     ),
     "flat-a-number-for-each-gather": Edit(
-        "flat.group:FlatGroup._gather", "    source = shard.to(", "    torch.rand(1); source = shard.to("
+        "flat.group:FlatGroup._gather", "    source = ready_to", "    torch.rand(1); source = ready_to"
     ),
     "flat-a-number-for-each-recomputation": Edit(
         "flat.unit:FlatUnit.pre_forward",
@@ -222,7 +222,7 @@ FLAT = {
     "flat-shards-rounded-by-the-gather": Edit(
         "flat.group:FlatGroup._gather",
         "    if self.ranks.shard_group is None:\n",
-        "    shard.copy_(source)\n    if self.ranks.shard_group is None:\n",
+        "    shard.copy_(shard.to(output.dtype))\n    if self.ranks.shard_group is None:\n",
     ),
     "flat-nan-removed": Edit(
         "flat.reduction:Reducer.reduce",

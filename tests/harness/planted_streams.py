@@ -65,9 +65,7 @@ PER_PARAMETER = {
         "vars(self).setdefault('kept_', []).append(cut.data); view.copy_(",
     ),
     # Overlap.
-    "gathers-on-the-current-stream": Edit(
-        f"{GATHERS}.unshard", "self.comm.gather_stream if implicit else current", "current"
-    ),
+    "gathers-on-the-current-stream": Edit(f"{GATHERS}.unshard", "self.comm.gather_stream if implicit else", ""),
     "reductions-on-the-current-stream": Edit(
         f"{COMM}.create_streams",
         "self.reduce_stream = streams.create(self.device, priority=streams.HIGH_PRIORITY)",
@@ -127,6 +125,12 @@ FLAT = {
     "flat-gradients-not-pinned": Edit("flat.reduction:Reducer._accumulate", "pin_memory=True", "pin_memory=False"),
     "flat-keeps-three-buffers": Edit(
         "flat.group:FlatContext.release_retired", "len(self._retired) > keep", "len(self._retired) > keep + 2"
+    ),
+    "flat-retired-while-gathering-ahead": Edit(
+        "flat.group:FlatContext.release_retired", "_MAX_RETIRED_AHEAD if ahead else _MAX_RETIRED", "_MAX_RETIRED"
+    ),
+    "flat-gathers-behind-what-computes": Edit(
+        "flat.group:FlatContext.release_retired", "_MAX_RETIRED_AHEAD if ahead else _MAX_RETIRED", "0"
     ),
 }
 

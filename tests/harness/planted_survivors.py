@@ -202,8 +202,8 @@ FLAT = {
     ),
     "flat-one-unit-skipped": Edit(
         "flat.unit:IterationContext.prefetch_previous",
-        "_prefetch(previous)",
-        "_prefetch(self.forward_order[index - 2]())",
+        "_prefetch(previous, ahead=ahead)",
+        "_prefetch(self.forward_order[index - 2](), ahead=ahead)",
     ),
     "flat-prefetched-in-vain": Edit(
         "flat.unit:FlatUnit.post_forward", "torch.is_grad_enabled() and bool(tensors_requiring_grad(output))", "True"

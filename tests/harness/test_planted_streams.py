@@ -55,6 +55,8 @@ KILLED = {
     "flat-default-stream-for-the-current-one": Killer(OTHER_STREAM, ""),
     "flat-gradients-not-pinned": Killer(SHARDS, "is_pinned() is False"),
     "flat-keeps-three-buffers": Killer(PEAKS, "layers"),
+    "flat-retired-while-gathering-ahead": Killer(PEAKS, "layers"),
+    "flat-gathers-behind-what-computes": Killer(OVERLAPS, "no overlap"),
 }
 
 

@@ -1,0 +1,325 @@
+"""The reference beside torch's own, side by side in one run: time of a step, of the host, peak memory, and the limits.
+
+    python -m benchmarks reference [--device cuda] [--world 2] [--models large,deep,small] [--growth 8,32,128,512]
+        [--implementations reference,torch.fully_shard,...] [--rounds 4] [--steps 10] [--seconds 450] [--json FILE]
+
+Each implementation has processes of its own, which live as long as the run and wait while another is measured. In each
+round all of them train so many steps, in an order that is reversed from round to round. Times are medians over all
+steps, with the smallest and largest median of a round; of several ranks the slowest counts. `host` is how long the host
+takes to issue forward and backward. Peaks are those of the allocator of a process whose allocator was empty before the
+model was made: of blocks with tensors, and of what it took from the device. `time`, `host` and `peak` behind them are
+ratios to torch's own; `limit` is the ratio of time to compute and optimizer alone. A model that does not fit into the
+seconds is left out, and named. `--backend fake` trains one rank of a world that is not there, on the CPU: then `host`
+is the time of the processor, which other processes do not lengthen, and with the models `thin` and `thin-small` it is
+that of the implementation alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+FOLDER = pathlib.Path(__file__).parent
+ROOT = FOLDER.parent
+sys.path.insert(0, str(FOLDER))
+
+from training.implementations import NAMES  # noqa: E402
+from training.models import SPECS, Spec, growing  # noqa: E402
+from training.worker import ANSWER  # noqa: E402
+
+#: What an implementation is compared with.
+PARTNERS = {
+    "reference": "torch.fully_shard",
+    "reference.flat": "torch.fsdp",
+    "reference.flat.shown": "torch.fsdp.shown",
+}
+#: Steps before the measured ones: everything that lives as long as the model has been made.
+WARM_UP = 4
+#: So many steps are trained in all, whose losses are compared.
+COMPARED = 50
+
+
+class Effort(NamedTuple):
+    """How many steps each implementation trains."""
+
+    warm_up: int
+    rounds: int
+    steps: int
+    compared: int
+
+
+#: For models of many units, whose steps are long.
+GROWTH = Effort(warm_up=3, rounds=2, steps=3, compared=0)
+
+
+class Ranks:
+    """The processes of one implementation."""
+
+    def __init__(self, name: str, backend: str, world: int, folder: pathlib.Path) -> None:
+        self.name = name
+        self.errors = folder / f"{name}.stderr"
+        self.failed: str | None = None
+        self.is_fake = backend == "fake"
+        environment = {"OMP_NUM_THREADS": "1"} | dict(os.environ)
+        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(FOLDER), environment.get("PYTHONPATH", "")])
+        count = 1 if backend == "fake" else world
+        with self.errors.open("w") as errors:
+            self.processes = [
+                subprocess.Popen(
+                    [sys.executable, "-m", "training.worker", name, backend, str(rank), str(world), folder / name],
+                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment,
+                )
+                for rank in range(count)
+            ]  # fmt: skip
+
+    def send(self, **command: Any) -> None:
+        """Give all ranks one command."""
+        for process in self.processes if self.failed is None else ():
+            assert process.stdin is not None
+            try:
+                process.stdin.write(json.dumps(command) + "\n")
+                process.stdin.flush()
+            except BrokenPipeError:
+                pass  # its answer will be missing
+
+    def answers(self) -> list[dict[str, Any]]:
+        """What each rank answers to the last command; empty once one of them has died."""
+        found: list[dict[str, Any]] = []
+        for process in self.processes if self.failed is None else ():
+            assert process.stdout is not None
+            # Libraries print too.
+            line = next((line for line in process.stdout if line.startswith(ANSWER)), None)
+            if line is None:
+                self._give_up()
+                return []
+            found.append(json.loads(line.removeprefix(ANSWER)))
+        return found
+
+    def ask(self, **command: Any) -> list[dict[str, Any]]:
+        """Send, and wait for the answers."""
+        self.send(**command)
+        return self.answers()
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in self.processes:
+            try:
+                process.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+    def _give_up(self) -> None:
+        # The others may wait for the one that died.
+        for process in self.processes:
+            process.kill()
+        lines = [line for line in self.errors.read_text().splitlines() if line.strip()]
+        self.failed = lines[-1] if lines else "it ended without a message"
+        print(f"{self.name} failed:\n" + "\n".join(lines[-25:]), file=sys.stderr)
+
+
+def main() -> None:
+    """Run, print the tables, and write the JSON."""
+    options = parse()
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        backend = options.backend or ("nccl" if options.device == "cuda" else "gloo")
+        names = [*options.implementations, *(["limits"] if options.limits else [])]
+        ranks = [Ranks(name, backend, options.world, pathlib.Path(folder)) for name in names]
+        about = [one.answers() for one in ranks]
+        host = next((answer[0] for answer in about if answer), {})
+        result: dict[str, Any] = {"about": host | {"world": options.world, "backend": backend, "rows": []}}
+        print(f"torch {host.get('torch')}, {options.world} x {host.get('device')}, {backend}\n", flush=True)
+        left_out = []
+        effort = Effort(WARM_UP, options.rounds, options.steps, COMPARED)
+        for spec, wanted in [
+            *((SPECS[name], effort) for name in options.models),
+            *((growing(layers), GROWTH) for layers in options.growth),
+        ]:
+            if time.monotonic() - began > options.seconds:
+                left_out.append(spec.name)
+                continue
+            row = measure(spec, ranks, wanted)
+            result["about"]["rows"].append(row)
+            print(table(row), flush=True)
+        result["left_out"] = left_out
+        for one in ranks:
+            one.close()
+    if left_out:
+        print(f"left out after {options.seconds} s: {', '.join(left_out)}")
+    if options.json is not None:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def parse() -> argparse.Namespace:
+    """The options of the command line."""
+
+    def names_in(allowed: Sequence[str]) -> Any:
+        def split(text: str) -> list[str]:
+            found = [name for name in text.split(",") if name]
+            for name in found:
+                if name not in allowed:
+                    raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(allowed)}")
+            return found
+
+        return split
+
+    def numbers(text: str) -> list[int]:
+        return [int(number) for number in text.split(",") if number]
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--backend", choices=["fake"], help="a world that is not there, on the CPU")
+    parser.add_argument("--world", type=int, default=2)
+    parser.add_argument("--models", type=names_in(tuple(SPECS)), default=["large", "deep", "small"])
+    parser.add_argument("--growth", type=numbers, default=[], help="layers of further models, such as 8,32,128,512")
+    parser.add_argument("--implementations", type=names_in(NAMES), default=list(NAMES[:5]))
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=10, help="measured steps of each implementation in a round")
+    parser.add_argument("--no-limits", dest="limits", action="store_false")
+    parser.add_argument("--seconds", type=float, default=450, help="begin no further model after so many")
+    parser.add_argument("--json", type=pathlib.Path)
+    options = parser.parse_args()
+    if options.backend == "fake":
+        options.limits = False
+    return options
+
+
+def measure(spec: Spec, ranks: Sequence[Ranks], effort: Effort) -> dict[str, Any]:
+    """One row: all implementations on one model."""
+    host = "cpu_ms" if all(one.is_fake for one in ranks) else "host_ms"
+    row: dict[str, Any] = {"model": spec.name, "units": spec.units, "host": host, "implementations": {}}
+    taking_part = []
+    for one in ranks:
+        one.send(do="build", spec=dataclasses.asdict(spec))
+    for one in ranks:
+        built = one.answers()
+        if built and "unsupported" in built[0]:
+            row["implementations"][one.name] = built[0]
+        elif built and one.name != "limits":
+            row["implementations"][one.name] = {"numel": built[0]["numel"], "rounds": [], "held": worst(built, "held")}
+            taking_part.append(one)
+    together(taking_part, do="steps", count=effort.warm_up)
+    for number in range(effort.rounds):
+        for one in taking_part if number % 2 == 0 else taking_part[::-1]:
+            answers = one.ask(do="steps", count=effort.steps)
+            if answers:
+                slowest = {key: [max(step) for step in zip(*(a[key] for a in answers), strict=True)] for key in TIMES}
+                row["implementations"][one.name]["rounds"].append(slowest)
+    for one, answers in together(taking_part, do="memory", count=2):
+        row["implementations"][one.name]["peak"] = worst(answers)
+    trained = effort.warm_up + effort.rounds * effort.steps + 2
+    together(taking_part, do="steps", count=max(effort.compared - trained, 0))
+    for one, answers in together(taking_part, do="losses"):
+        row["implementations"][one.name]["losses"] = answers[0]["losses"]
+    for one in ranks:
+        if one.name == "limits" and spec.tensor_parallel == 1 and (answers := one.ask(do="steps", count=effort.steps)):
+            row["limits"] = {key: max(statistics.median(answer[key]) for answer in answers) for key in answers[0]}
+        if one.failed is not None:
+            row["implementations"][one.name] = {"failed": one.failed}
+    together(ranks, do="drop")
+    return row
+
+
+TIMES = ("ms", "host_ms", "cpu_ms")
+
+
+def together(ranks: Sequence[Ranks], **command: Any) -> list[tuple[Ranks, list[dict[str, Any]]]]:
+    """Let all of them do something at the same time; those that answered, and their answers."""
+    for one in ranks:
+        one.send(**command)
+    return [(one, answers) for one in ranks if (answers := one.answers())]
+
+
+def worst(answers: Sequence[dict[str, Any]], key: str | None = None) -> dict[str, int]:
+    """The largest of each figure over the ranks."""
+    found = [answer if key is None else answer[key] for answer in answers]
+    return {name: max(one[name] for one in found) for name in found[0]}
+
+
+# The table
+
+HEADER = (
+    f"{'implementation':21}{'ms a step':>20}{'host':>8}{'us/unit':>9}{'MiB':>9}{'reserved':>10}"
+    f"{'time':>18}{'host':>6}{'peak':>7}{'limit':>7}"
+)
+
+
+def table(row: dict[str, Any]) -> str:
+    """One model as text: a line for each implementation, its ratios to its partner and to the limit, and the limits."""
+    lines = [f"{row['model']}: {row['units']} units", HEADER]
+    for name, found in row["implementations"].items():
+        lines.append(f"{name:21}{line(name, found, row)}".rstrip())
+    if "limits" in row:
+        parts = ", ".join(f"{key} {value:.1f}" for key, value in row["limits"].items())
+        lines.append(f"limits, ms: {parts}")
+    lines += differing_losses(row)
+    return "\n".join(lines) + "\n"
+
+
+def line(name: str, found: dict[str, Any], row: dict[str, Any]) -> str:
+    """The figures of one implementation: milliseconds a step and of the host, peaks, and the ratios."""
+    if not found.get("rounds"):
+        return "  " + next((found[why] for why in ("unsupported", "failed") if why in found), "nothing was measured")
+    host = median(found, row["host"])
+    peak = found.get("peak", {})
+    cells = [f"{spread(found, 'ms'):>20}{host:>8.1f}{1000 * host / row['units']:>9.0f}"]
+    cells.append(f"{peak['allocated'] / 2**20:>9.1f}{peak['reserved'] / 2**20:>10.1f}" if peak else " " * 19)
+    partner = row["implementations"].get(PARTNERS.get(name, ""), {})
+    if partner.get("rounds"):
+        cells.append(f"{ratio(found, partner, 'ms'):>18}{host / median(partner, row['host']):>6.2f}")
+        cells.append(f"{peak['allocated'] / partner['peak']['allocated']:>7.3f}" if peak else " " * 7)
+    else:
+        cells.append(" " * 31)
+    if "limits" in row:
+        cells.append(f"{median(found, 'ms') / (row['limits']['compute'] + row['limits']['optimizer']):>7.2f}")
+    return "".join(cells)
+
+
+def median(found: dict[str, Any], key: str) -> float:
+    """Over all steps of all rounds."""
+    return statistics.median(value for one in found["rounds"] for value in one[key])
+
+
+def spread(found: dict[str, Any], key: str) -> str:
+    """The median, with the smallest and largest of the rounds."""
+    medians = [statistics.median(one[key]) for one in found["rounds"]]
+    return f"{median(found, key):.1f} ({min(medians):.1f}-{max(medians):.1f})"
+
+
+def ratio(found: dict[str, Any], partner: dict[str, Any], key: str) -> str:
+    """The median of the rounds' ratios, with the smallest and the largest."""
+    pairs = zip(found["rounds"], partner["rounds"], strict=False)
+    ratios = [statistics.median(one[key]) / statistics.median(other[key]) for one, other in pairs]
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
+
+
+def differing_losses(row: dict[str, Any]) -> list[str]:
+    """For each implementation, how far its losses are from those of torch.fully_shard, or of the first."""
+    losses = {name: found["losses"] for name, found in row["implementations"].items() if found.get("losses")}
+    base = "torch.fully_shard" if "torch.fully_shard" in losses else next(iter(losses), None)
+    found = []
+    for name in losses:
+        if base is not None and name != base:
+            pairs = zip(losses[name], losses[base], strict=True)
+            largest = max(abs(one - other) / abs(other) for one, other in pairs)
+            found.append(f"{name} {largest:.1e}")
+    if not found:
+        return []
+    return [f"losses of {len(losses[base])} steps, largest relative difference to {base}: {', '.join(found)}"]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""How each implementation shards a model, and how it is told that a microbatch does not reduce."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from training.models import Block, Chain, Spec
+
+#: Parameters are computed with in bfloat16, gradients reduced in float32; shards and optimizer states are float32.
+COMPUTE, REDUCE = torch.bfloat16, torch.float32
+
+
+class Trained(NamedTuple):
+    """A model that is ready to train.
+
+    Attributes:
+        run: called in place of the module.
+        accumulating: a context in which backward does not reduce, for all microbatches but the last.
+    """
+
+    run: Callable[[torch.Tensor], torch.Tensor]
+    module: nn.Module
+    accumulating: Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+def fully_shard_of(package: Any) -> Callable[[nn.Module, Spec, torch.device], Trained]:
+    """``fully_shard`` of ``package``: torch's or the reference's."""
+
+    def shard(model: nn.Module, spec: Spec, device: torch.device) -> Trained:
+        options: dict[str, Any] = {"mp_policy": package.MixedPrecisionPolicy(param_dtype=COMPUTE, reduce_dtype=REDUCE)}
+        if spec.shape is not None:
+            options["mesh"] = init_device_mesh(device.type, spec.shape, mesh_dim_names=("replicate", "shard"))
+        if spec.tensor_parallel > 1:
+            shape = (dist.get_world_size() // spec.tensor_parallel, spec.tensor_parallel)
+            mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "tensor"))
+            options["mesh"] = mesh["data"]
+            for unit in units_of(model):
+                parallelize_module(unit, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        for unit in units_of(model):
+            package.fully_shard(unit, **options)
+        package.fully_shard(model, **options)
+        root: Any = model
+
+        @contextlib.contextmanager
+        def accumulating() -> Any:
+            root.set_requires_gradient_sync(False)
+            yield
+            root.set_requires_gradient_sync(True)
+
+        return Trained(model, model, accumulating)
+
+    return shard
+
+
+def flat_of(package: Any, *, use_orig: bool) -> Callable[[nn.Module, Spec, torch.device], Trained]:
+    """``FullyShardedDataParallel`` of ``package``."""
+
+    def shard(model: nn.Module, spec: Spec, device: torch.device) -> Trained:
+        if spec.shape is not None or spec.tensor_parallel > 1:
+            raise Unsupported("it is measured with one dimension of shards alone")
+        units = set(units_of(model))
+        wrapped = package.FullyShardedDataParallel(
+            model,
+            auto_wrap_policy=lambda module, recurse, **_: recurse or module in units,
+            mixed_precision=package.MixedPrecision(param_dtype=COMPUTE, reduce_dtype=REDUCE),
+            use_orig_params=use_orig,
+            device_id=device,  # torch wants one on the CPU too
+        )
+        return Trained(wrapped, wrapped, wrapped.no_sync)
+
+    return shard
+
+
+def ddp(model: nn.Module, spec: Spec, device: torch.device) -> Trained:
+    """Replicas: parameters and gradients whole and float32 on every rank, computed with under autocast."""
+    if spec.tensor_parallel > 1:
+        raise Unsupported("it is measured with replicas alone")
+    ids = [device.index] if device.type == "cuda" else None
+    wrapped = nn.parallel.DistributedDataParallel(model, device_ids=ids, broadcast_buffers=False)
+
+    def run(given: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device.type, COMPUTE):
+            output: torch.Tensor = wrapped(given)
+        return output
+
+    return Trained(run, wrapped, wrapped.no_sync)
+
+
+class Unsupported(Exception):
+    """An implementation cannot train this row."""
+
+
+def named(name: str) -> Callable[[nn.Module, Spec, torch.device], Trained]:
+    """The implementation called ``name``. What it needs is imported here, so that a process has that alone."""
+    if name == "ddp":
+        return ddp
+    package: Any
+    if name == "torch.fully_shard":
+        from torch.distributed import fsdp as package
+
+        return fully_shard_of(package)
+    if name == "reference":
+        import fsdp_impl as package
+
+        return fully_shard_of(package)
+    if name.startswith("reference.flat"):
+        from fsdp_impl import flat as package
+    else:
+        from torch.distributed import fsdp as package
+    return flat_of(package, use_orig=not name.endswith(".shown"))
+
+
+#: What ``--implementations`` takes; the ones with ``.shown`` show flat parameters to the optimizer.
+NAMES = (
+    "reference", "torch.fully_shard", "reference.flat", "torch.fsdp", "ddp", "reference.flat.shown", "torch.fsdp.shown",
+)  # fmt: skip
+
+
+def units_of(model: nn.Module) -> list[nn.Module]:
+    """The modules that are units, without the root."""
+    return [module for module in model.modules() if isinstance(module, (Block, Chain))]

@@ -1,0 +1,182 @@
+"""One rank of one implementation: trains what the controller asks for, and measures.
+
+Commands come as lines of JSON on standard input; each is answered by one line on standard output that begins with
+``ANSWER``. Between commands the process waits, so that other implementations are measured undisturbed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from training import limits, models
+from training.implementations import Trained, Unsupported, named
+from training.models import Spec
+
+ANSWER = "@@"
+#: Bytes that the allocator counts: of blocks with tensors, of what these asked for, of what it took from the device.
+COUNTED = {"allocated": "allocated_bytes", "requested": "requested_bytes", "reserved": "reserved_bytes"}
+
+
+class Worker:
+    """What one rank of an implementation holds between commands."""
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self.name, self.device = name, device
+        self.spec: Spec | None = None
+        self.trained: Trained | None = None
+        self.optimizer: Any = None
+        self.done = 0
+        self.losses: list[torch.Tensor] = []
+
+    def build(self, spec: dict[str, Any]) -> dict[str, Any]:
+        """Make the model and its optimizer; the allocator is empty before."""
+        self.drop()
+        shape = spec.pop("shape")
+        self.spec = Spec(**spec, shape=tuple(shape) if shape else None)
+        if self.name == "limits":
+            return {}
+        self._reset_peaks()
+        held = self._stats("current")
+        model = models.build(self.spec, self.device)
+        numel = sum(parameter.numel() for parameter in model.parameters())
+        self.trained = named(self.name)(model, self.spec, self.device)
+        del model
+        options: dict[str, Any] = {"fused": True} if self.device.type == "cuda" else {}
+        self.optimizer = torch.optim.AdamW(self.trained.module.parameters(), lr=1e-4, **options)
+        return {"numel": numel, "held": held}
+
+    def steps(self, count: int) -> dict[str, Any]:
+        """Train so many steps: milliseconds of each, those of the host until the optimizer, and of its processor."""
+        if self.name == "limits":
+            assert self.spec is not None
+            return limits.measure(self.spec, self.device, count)
+        rows = [self._step() for _ in range(count)]
+        return {"ms": [row[0] for row in rows], "host_ms": [row[1] for row in rows], "cpu_ms": [row[2] for row in rows]}
+
+    def memory(self, count: int) -> dict[str, Any]:
+        """The peaks of so many steps, in bytes."""
+        self._reset_peaks()
+        for _ in range(count):
+            self._step()
+        return self._stats("peak")
+
+    def told_losses(self) -> dict[str, Any]:
+        """The losses of all steps since the model was built, averaged over the ranks."""
+        if not self.losses:
+            return {"losses": []}
+        losses = torch.stack(self.losses)
+        dist.all_reduce(losses)
+        return {"losses": (losses / dist.get_world_size()).tolist()}
+
+    def drop(self) -> dict[str, Any]:
+        """Forget the model."""
+        self.spec, self.trained, self.optimizer, self.losses, self.done = None, None, None, [], 0
+        # torch's models wait for the garbage collector, and their tensors' graphs may need another round.
+        for _ in range(3):
+            gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        return {}
+
+    def _step(self) -> tuple[float, float, float]:
+        spec, trained = self.spec, self.trained
+        assert spec is not None and trained is not None
+        rank = dist.get_rank() // spec.tensor_parallel
+        batches = [models.batch(spec, self.done, number, rank, self.device) for number in range(spec.microbatches)]
+        self._synchronize()
+        start, start_cpu = time.perf_counter(), time.process_time()
+        total = torch.zeros((), device=self.device)
+        for number, batch in enumerate(batches):
+            last = number == spec.microbatches - 1
+            with contextlib.nullcontext() if last else trained.accumulating():
+                loss = models.loss(spec, trained.run, batch)
+                loss.backward()
+            total += loss.detach()
+        host, host_cpu = time.perf_counter(), time.process_time()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self._synchronize()
+        end = time.perf_counter()
+        self.done += 1
+        self.losses.append(total)
+        return 1000 * (end - start), 1000 * (host - start), 1000 * (host_cpu - start_cpu)
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def _reset_peaks(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+
+    def _stats(self, which: str) -> dict[str, int]:
+        if self.device.type != "cuda":
+            return {}
+        found = torch.cuda.memory_stats()
+        return {name: found.get(f"{key}.all.{which}", 0) for name, key in COUNTED.items()}
+
+
+def join(backend: str, rank: int, world: int, store: str) -> torch.device:
+    """Join the ranks of this implementation; ``fake`` is a world of which there is this process alone."""
+    if backend == "fake":
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+        return torch.device("cpu")
+    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world,
+        device_id=device if device.type == "cuda" else None,
+    )
+    return device
+
+
+def main() -> None:
+    """Answer commands until standard input ends."""
+    name, backend, rank, world, store = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    worker = Worker(name, join(backend, rank, world, store))
+    about = {"torch": torch.__version__, "device": "cpu"}
+    if worker.device.type == "cuda":
+        about["device"] = torch.cuda.get_device_name()
+    answer(about)
+    commands = {
+        "build": worker.build,
+        "steps": worker.steps,
+        "memory": worker.memory,
+        "losses": worker.told_losses,
+        "drop": worker.drop,
+    }
+    for line in sys.stdin:
+        command = json.loads(line)
+        try:
+            answer(commands[command.pop("do")](**command))
+        except Unsupported as reason:
+            answer({"unsupported": str(reason)})
+    # Without a barrier: the other ranks got the same end of input.
+    dist.destroy_process_group()
+
+
+def answer(value: dict[str, Any]) -> None:
+    """Send one line to the controller."""
+    print(ANSWER + json.dumps(value), flush=True)
+
+
+if __name__ == "__main__":
+    main()

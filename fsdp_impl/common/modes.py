@@ -1,0 +1,30 @@
+"""Autograd off, for a question where it is off already: in backward it is, and a unit asks several times."""
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_NOTHING = nullcontext()
+
+
+def no_grad() -> AbstractContextManager[Any]:
+    """``torch.no_grad()``."""
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
+
+
+def without_grad(fn: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Run ``fn`` under :func:`no_grad`."""
+
+    @functools.wraps(fn)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if not torch.is_grad_enabled():
+            return fn(*args, **kwargs)
+        with torch.no_grad():
+            return fn(*args, **kwargs)
+
+    return run

@@ -1,0 +1,110 @@
+"""``python -m benchmarks reference``: what it measures of a small model, and how it prints figures."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from expecttest import assert_expected_inline
+
+ROOT = pathlib.Path(__file__).parents[1]
+specification = importlib.util.spec_from_file_location("benchmarks_reference", ROOT / "benchmarks/reference.py")
+assert specification is not None and specification.loader is not None
+benchmark: Any = importlib.util.module_from_spec(specification)
+sys.modules["benchmarks_reference"] = benchmark
+specification.loader.exec_module(benchmark)
+
+
+def run(*arguments: str | pathlib.Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks", "reference", *arguments], cwd=ROOT, capture_output=True, text=True
+    )
+
+
+@pytest.mark.slow("starts a process for each implementation")
+def test_two_implementations_side_by_side(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "reference.json"
+    options = ["--backend", "fake", "--models", "tiny,tiny-small", "--growth", "1", "--rounds", "2", "--steps", "3"]
+    done = run(*options, "--implementations", "reference,torch.fully_shard", "--json", file)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(file.read_text())
+    rows = found["about"]["rows"]
+    assert [row["model"] for row in rows] == ["2 x 32", "2 units of 4 small parameters", "1 x 256"]
+    assert found["left_out"] == []
+    for row, steps, losses in zip(rows, (3, 3, 3), (50, 50, 11), strict=True):
+        ours, theirs = row["implementations"]["reference"], row["implementations"]["torch.fully_shard"]
+        for one in (ours, theirs):
+            assert [len(each["ms"]) for each in one["rounds"]] == [steps, steps]
+            assert all(
+                0 < host < whole
+                for each in one["rounds"]
+                for host, whole in zip(each["host_ms"], each["ms"], strict=True)
+            )
+        assert len(ours["losses"]) == losses and ours["losses"] == theirs["losses"]
+        assert ours["losses"][0] != ours["losses"][-1]
+    assert (
+        "reference" in done.stdout
+        and "largest relative difference to torch.fully_shard: reference 0.0e+00" in done.stdout
+    )
+
+
+@pytest.mark.slow("starts a process")
+def test_what_cannot_be_measured_is_named(tmp_path: pathlib.Path) -> None:
+    options = ["--backend", "fake", "--rounds", "1", "--steps", "1", "--implementations", "reference.flat"]
+    done = run(*options, "--models", "tiny,replicas", "--seconds", "0.01")
+    assert done.returncode == 0, done.stderr
+    assert "left out after 0.01 s: 2 x 32, 48 x 256, replicas of one shard" in done.stdout
+
+
+def test_a_process_that_dies_is_reported(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ranks = benchmark.Ranks("no-such-backend", "none", 2, tmp_path)
+    assert ranks.answers() == []
+    assert ranks.failed is not None and "none" in ranks.failed
+    assert ranks.ask(do="drop") == []  # and nothing waits for it any more
+    ranks.close()
+    assert "no-such-backend failed" in capsys.readouterr().err
+
+
+def measured(ms: float, host: float, allocated: int, losses: list[float]) -> dict[str, Any]:
+    rounds = [{"ms": [ms, ms + 2, ms + 1], "host_ms": [host] * 3, "cpu_ms": [host] * 3} for _ in range(2)]
+    rounds[1]["ms"] = [2 * one for one in rounds[1]["ms"]]
+    peak = {"allocated": allocated << 20, "requested": allocated << 20, "reserved": (allocated + 8) << 20}
+    return {"rounds": rounds, "peak": peak, "losses": losses}
+
+
+def test_the_table() -> None:
+    row = {
+        "model": "a model",
+        "units": 4,
+        "host": "host_ms",
+        "implementations": {
+            "reference": measured(10, 8, 90, [2.0, 1.0]),
+            "torch.fully_shard": measured(20, 16, 100, [2.0, 1.01]),
+            "ddp": {"failed": "it has no memory left"},
+            "reference.flat": {"unsupported": "it has one shard"},
+        },
+        "limits": {"compute": 8.0, "optimizer": 2.0},
+    }
+    assert_expected_inline(
+        benchmark.table(row),
+        """\
+a model: 4 units
+implementation                  ms a step    host  us/unit      MiB  reserved              time  host   peak  limit
+reference                16.0 (11.0-22.0)     8.0     2000     90.0      98.0  0.52 (0.52-0.52)  0.50  0.900   1.60
+torch.fully_shard        31.0 (21.0-42.0)    16.0     4000    100.0     108.0                                  3.10
+ddp                    it has no memory left
+reference.flat         it has one shard
+limits, ms: compute 8.0, optimizer 2.0
+losses of 2 steps, largest relative difference to torch.fully_shard: reference 9.9e-03
+""",
+    )
+
+
+def test_names_that_do_not_exist_are_refused() -> None:
+    done = run("--models", "large,huge")
+    assert done.returncode == 2 and "'huge' is none of large, deep, small" in done.stderr
