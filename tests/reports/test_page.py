@@ -73,7 +73,8 @@ EXPLANATION = {
     "alike": True,
     "first": {
         "stage": "gradient", "step": 1, "rank": 0, "name": "head.weight", "element": [3, 4],
-        "module": "head", "parameter": "head.weight", "where": "the second call", "offset": 7, "values": {"sharded": 2.0, "baseline": 1.0},
+        "module": "head", "parameter": "head.weight", "where": "the second call", "offset": 7,
+        "values": {"sharded": 2.0, "baseline": 1.0},
         "ulps": {"sharded": 4e6, "allowed": 12.0}, "also": ["head.bias"],
     },
     "compared": 12,
