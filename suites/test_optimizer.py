@@ -125,7 +125,7 @@ def test_groups_and_schedules(rank: Rank, flat_parameters: bool) -> None:
     for step in range(6):
         if step == 3:
             for owner in owners:
-                thawed = [value for name, value in owner.held_parameters().items() if name.startswith("high")]
+                thawed = _of_the_last_unit(owner)
                 for parameter in thawed:
                     parameter.requires_grad_(True)
                 owner.optimizer.add_param_group({"params": thawed, "lr": 0.02, "weight_decay": 0.2})
@@ -140,10 +140,13 @@ def test_groups_and_schedules(rank: Rank, flat_parameters: bool) -> None:
 def test_group_that_is_added(rank: Rank) -> None:
     """A unit that has gradients from the start and is in no group keeps its values until a group is added for it."""
     model = mixed.Mixed(*SHAPE)
-    added = [name for name, _ in model.named_parameters() if name.startswith("high")]
+    names = [name for name, _ in model.named_parameters()]
+    last = sum(name.startswith("high") for name in names)
 
     def of_the_others(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        given = list(parameters)[: -len(added)]
+        every = list(parameters)
+        # A unit has one parameter where they are flat; those of the last unit come last.
+        given = every[: -last if len(every) == len(names) else -1]
         groups = [{"params": given[::2], "weight_decay": 0.1}, {"params": given[1::2], "lr": 0.01}]
         return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
 
@@ -153,14 +156,17 @@ def test_group_that_is_added(rank: Rank) -> None:
     for step in range(5):
         if step == 2:
             for owner in owners:
-                held = owner.held_parameters()
-                owner.optimizer.add_param_group({"params": [held[name] for name in added], "weight_decay": 0.2})
+                owner.optimizer.add_param_group({"params": _of_the_last_unit(owner), "weight_decay": 0.2})
         step_and_check(rank, run, replica, [(rank.batch(step, SHAPE),)], number=step)
         for owner in owners:
-            for name in added:  # the optimizer zeroes those of its groups alone
-                owner.held_parameters()[name].grad = None
+            for parameter in _of_the_last_unit(owner):  # the optimizer zeroes those of its groups alone
+                parameter.grad = None
         for schedule in schedules:
             schedule.step()
+
+
+def _of_the_last_unit(owner: Trainee) -> list[nn.Parameter]:
+    return [value for name, value in owner.held_parameters().items() if name.startswith("high")]
 
 
 @contract("OPTIMIZER-3")

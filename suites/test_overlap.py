@@ -107,7 +107,12 @@ def test_host_runs_ahead(rank: Rank, how: str) -> None:
 @world(2)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize(
-    "kind", ["all_gather", "reduce_scatter", pytest.param("all_reduce", marks=needs(Capability.SINGLE_RANK))]
+    "kind",
+    [
+        "all_gather",
+        "reduce_scatter",
+        pytest.param("all_reduce", marks=needs(Capability.HYBRID, Capability.SINGLE_RANK)),
+    ],
 )
 def test_one_rank_is_late(rank: Rank, kind: str, when: Any) -> None:
     """A collective that one rank issues late, or goes on from late, changes no number."""

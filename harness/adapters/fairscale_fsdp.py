@@ -195,3 +195,10 @@ class FairscaleFsdpAdapter(Adapter):
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Return the flat parameters, by the name of the unit's module."""
         return {f"{unit.module}.flat" if unit.module else "flat": parameter for unit, parameter in self._held}
+
+    def teardown(self) -> None:
+        """Free what the flat parameters hold: they stay, beside later cases (``Traits.frees_models``)."""
+        for _, parameter in self._held:
+            for held in (parameter.detach(), parameter.grad, *vars(parameter).values()):
+                if isinstance(held, torch.Tensor):
+                    held.untyped_storage().resize_(0)

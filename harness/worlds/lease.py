@@ -23,8 +23,9 @@ from shardproof.harness.worlds import waiting
 from shardproof.harness.worlds.waiting import Blockers, Process, Wait
 
 #: Cases that may use one GPU at the same time. Measured: four concurrent worlds did four times the work in 2.4 times
-#: the time.
-DEVICE_SLOTS = 4
+#: the time. Ranks also start within a lease, which is work of the host alone: where it has many cores, more cases may
+#: run. It depends on the host alone, because all its processes must agree.
+DEVICE_SLOTS = min(8, max(4, (os.cpu_count() or 4) // 4))
 
 #: Seconds between the attempts of the process at the head of the queue to take its slots.
 _POLL_SECONDS = 0.002
