@@ -51,6 +51,7 @@ PLACES = (
         (
             "cpu-references-v6-standard.json.gz",
             "cpu-torch-v6-standard.json.gz",
+            "cpu-lightning-v7-standard.json.gz",
             "cpu-deepspeed-v7-standard.json.gz",
             "cpu-torchtitan-v7-standard.json.gz",
             "cpu-fairscale-v7-standard.json.gz",
