@@ -72,25 +72,17 @@ EXPLANATION = {
     "again": "fail",
     "alike": True,
     "first": {
-        "stage": "gradient",
-        "step": 1,
-        "rank": 0,
-        "name": "head.weight",
-        "element": [3, 4],
-        "module": "head",
-        "parameter": "head.weight",
-        "where": "the second call",
-        "offset": 7,
+        "stage": "gradient", "step": 1, "rank": 0, "name": "head.weight", "element": [3, 4],
+        "module": "head", "parameter": "head.weight", "where": "the second call", "offset": 7,
         "values": {"sharded": 2.0, "baseline": 1.0},
-        "ulps": {"sharded": 4e6, "allowed": 12.0},
-        "also": ["head.bias"],
+        "ulps": {"sharded": 4e6, "allowed": 12.0}, "also": ["head.bias"],
     },
     "compared": 12,
     "unseen": [],
     "stopped": "",
     "collectives": ["- forward all_gather", "+ forward all_reduce"],
     "text": "the same in words",
-}
+}  # fmt: skip
 
 
 @pytest.mark.skipif(
