@@ -93,8 +93,8 @@ def _number(count: int, word: str) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     description = (
-        f"Write DIR/{FILE}, one page of one or more runs that a browser opens from disk: the matrix with filters, and for "
-        "each case its failure, losses, distances and collectives, the runs side by side. Needs the extra 'page'."
+        f"Write DIR/{FILE}, one page of one or more runs that a browser opens from disk: the matrix with filters, and "
+        "for each case its failure, losses, distances and collectives, the runs side by side. Needs the extra 'page'."
     )
     parser = argparse.ArgumentParser(
         prog="shardproof page",
