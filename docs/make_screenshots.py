@@ -14,9 +14,8 @@ from generating import ROOT
 
 sys.path.insert(0, str(ROOT))  # a clone need not be installed
 
-from make_matrix import PLACES, run_of
+from make_page import published
 
-from shardproof.reports.page import Source, render
 from tests.browser.chromium import Browser
 
 FOLDER = ROOT / "docs"
@@ -40,13 +39,12 @@ def main() -> int:
     Returns:
         The exit code: 0, or 1 if a file would be too large for the repository.
     """
-    sources = [Source(place.files[0], run_of(place)) for place in PLACES]
     browser = Browser(width=SIZE[0], height=SIZE[1])
     code = 0
     try:
         with tempfile.TemporaryDirectory() as folder:
             page = pathlib.Path(folder) / "index.html"
-            page.write_text(render(sources, title="shardproof: published runs"))
+            page.write_text(published())
             for name, (fragment, dark, selector) in SHOTS.items():
                 browser.media(dark=dark)
                 browser.open(page, fragment)

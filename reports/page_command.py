@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +13,15 @@ from shardproof.reports.table import printable
 FILE = "index.html"
 """The name of the page in its folder."""
 
+_COLUMNS = 100  # of the help
+_EPILOG = """\
+examples:
+  shardproof page run.json -o out/page
+  shardproof page cpu.json gpu.json -o out/page --title "CPU and GPU"
+
+Exit codes: 0, or 2 if a file cannot be read or written, a run is given twice, or the extra is not
+installed. Failed cases do not change it. docs/page.md describes the page.
+"""
 _EXTRA = "the page needs packages that are not installed; install them with: pip install 'shardproof[page]'"
 
 
@@ -82,10 +92,15 @@ def _number(count: int, word: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
+    description = (
+        f"Write DIR/{FILE}, one page of one or more runs that a browser opens from disk: the matrix with filters, and "
+        "for each case its failure, losses, distances and collectives, the runs side by side. Needs the extra 'page'."
+    )
     parser = argparse.ArgumentParser(
         prog="shardproof page",
-        description=f"Write DIR/{FILE}, one page of one or more runs that a browser opens from disk: the matrix with "
-        "filters, and for each case its failure, losses, distances and collectives. Needs the extra 'page'.",
+        description=textwrap.fill(description, _COLUMNS),
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run file, or the FILE.partial of an incomplete run")
     parser.add_argument("-o", "--output", required=True, metavar="DIR", help="the folder for the page")

@@ -1,0 +1,45 @@
+"""Writes the page of the published runs, those of docs/matrix.md, as out/published/index.html.
+
+Run as ``python docs/make_page.py`` in the repository's root, where the extra ``page`` is installed.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from generating import ROOT
+
+sys.path.insert(0, str(ROOT))  # a clone need not be installed
+
+from make_matrix import PLACES, run_of
+
+from shardproof.reports.page import Source, render
+
+OUT = ROOT / "out/published/index.html"
+
+
+def published() -> str:
+    """Render a page with a run for each table of docs/matrix.md.
+
+    Raises:
+        RunFileError: a published file cannot be read.
+    """
+    sources = [Source(" + ".join(place.files), run_of(place)) for place in PLACES]
+    return render(sources, title="shardproof: published runs")
+
+
+def main() -> int:
+    """Write the page.
+
+    Returns:
+        The exit code, 0.
+    """
+    text = published()
+    OUT.parent.mkdir(parents=True, exist_ok=True)
+    OUT.write_text(text)
+    print(f"{OUT.relative_to(ROOT)}: {len(text) / 1e6:.1f} MB")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
