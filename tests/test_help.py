@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,9 @@ def test_a_command_has_examples(name, capsys):
 
 
 def test_the_help_of_run_precedes_that_of_pytest(monkeypatch, capsys):
+    # The command changes both, for pytest.
+    monkeypatch.setenv("PYTEST_PLUGINS", "")
+    monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(shardproof.run.pytest, "main", lambda arguments: print("pytest's") or 0)
     assert main(["run", "--help"]) == 0
     printed = capsys.readouterr().out

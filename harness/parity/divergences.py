@@ -268,7 +268,7 @@ def _as_backward_ran(places: Iterator[Place], events: Sequence[Event]) -> Iterat
     made: dict[str, int] = {}
     for event in events:
         if event.stage == Stage.OWN_GRADIENT:
-            made[event.parameter] = len(made)
+            made.setdefault(event.parameter, len(made))
     for stage, group in itertools.groupby(places, key=lambda place: place.finding.location.stage):
         if stage != Stage.GRADIENT:
             yield from group

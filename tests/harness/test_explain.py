@@ -44,7 +44,7 @@ def assert_unchanged(cases):
 
 
 def test_capture_changes_nothing(every):
-    cases = every(["reference", "torch.fsdp"], "test_tower and w2 or test_recomputed")
+    cases = every(["reference", "torch.fsdp"], "test_tower and w2 or test_recomputed and reentrant")
     assert_unchanged(cases)
     assert len(cases) == 4
 
@@ -60,7 +60,7 @@ def test_capture_changes_nothing_anywhere(every):
 def failures(tmp_path_factory):
     """The records of failures without a divergence of a second run, and what pytest printed."""
     names = map(planted.name_of, (bugs.Unsteady, bugs.Raising))
-    return explained([*names], "test_evaluated", tmp_path_factory.mktemp("explained"), "--explain")
+    return explained([*names], "test_tower and w2", tmp_path_factory.mktemp("explained"), "--explain")
 
 
 def record_of(cases, bug):
@@ -72,10 +72,8 @@ def test_a_failure_that_does_not_come_again(failures):
     case = record_of(failures[0], bugs.Unsteady)
     assert case["verdict"] == "fail", "the first run decides"
     assert (case["explanation"]["again"], case["explanation"]["alike"]) == ("pass", False)
-    assert case["failure"]["text"].endswith(
-        "explained: the case ran once more, with capture on, and passed: the failure is not steady (flaky)\n"
-        "collectives: every rank issued the same on each group (15 in all)"
-    )
+    told = "explained: the case ran once more, with capture on, and passed: the failure is not steady (flaky)\n"
+    assert f"\n{told}collectives: every rank issued the same on each group (" in case["failure"]["text"]
 
 
 def test_an_error_says_how_far_the_step_came(failures):

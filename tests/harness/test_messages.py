@@ -209,7 +209,9 @@ def test_failures_that_are_alike_are_printed_once_with_their_cases(run, pytester
     assert printed.count("  sharded ") == 2
     result.stdout.fnmatch_lines(["10 more fail alike, but for numbers and names (-v prints each):"])
     listed = printed[printed.index("10 more fail alike") :].partition("\n__")[0].partition("\n==")[0]
+    listed, _, command = listed.partition("\nreproduce: ")
     assert listed.count("[ddp-w2-") == 10
+    assert command.count("[ddp-w2-") == 1 and len(command.splitlines()) == 1, "the command is last"
     assert printed.count("FAILED test_inner.py::test_case[ddp-w2-") == 12, "the summary names each"
     assert "def test_plain" in printed, "other tests are printed as ever"
     # Every record and the file for CI have their own texts.

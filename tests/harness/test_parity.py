@@ -91,7 +91,8 @@ STAGES = [
 
 
 def test_stages_order_themselves():
-    assert list(Stage)[1:-1] == STAGES
+    captured = {Stage.GATHERED, Stage.BUFFER, Stage.MODULE_OUTPUT, Stage.OUTPUT_GRADIENT, Stage.OWN_GRADIENT}
+    assert [stage for stage in Stage if stage not in captured][1:-1] == STAGES
     assert sorted(STAGES, reverse=True) == STAGES[::-1]
     assert Stage.SHARDING < Stage.OUTPUT <= Stage.OUTPUT < Stage.COLLECTIVES
     with pytest.raises(TypeError):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 
 from shardproof.harness.findings.texts import bounded, gist, ranks_of, without_rank
 from shardproof.harness.plugin.records import ALIKE
-from shardproof.harness.plugin.terminal import kind_of_text
+from shardproof.harness.plugin.terminal import end_with_command, first_of_each_kind, kind_of_text
 
 
 def test_a_long_text_loses_its_middle_and_says_how_much():
@@ -92,3 +94,36 @@ def test_an_assertion_of_the_case_itself_is_alike_only_where_it_is_the_same():
     for change in ({"dim": 4}, {"line": 10}, {"function": "test_y"}):
         other = own.format(**{"line": 9, "function": "test_x", "dim": 3} | change)
         assert kind_of_text(first, "test_a.py") != kind_of_text(other, "test_a.py")
+
+
+def report_of(number, longrepr, **record):
+    case = {"implementation": "x", "verdict": "fail", "failure": {"text": "title: it differs"}} | record
+    return types.SimpleNamespace(nodeid=f"a.py::test[{number}]", longrepr=longrepr, shardproof=case)
+
+
+def test_failures_that_are_alike_end_with_the_command_of_the_first():
+    reports = [report_of(number, f"fail: title: it differs\nreproduce: (cd / && pytest {number})") for number in (1, 2)]
+    (shown,) = first_of_each_kind(reports, width=80)
+    lines = shown.longrepr.splitlines()
+    assert lines[1].startswith("1 more fail alike")
+    assert lines[-1] == "reproduce: (cd / && pytest 1)"
+
+
+def test_what_explains_one_failure_does_not_tell_it_from_others():
+    explained = [
+        report_of(
+            number, "", failure={"text": f"title: it differs\nfirst: {name}"}, explanation={"text": f"first: {name}"}
+        )
+        for number, name in ((1, "layers.0"), (2, "head"))
+    ]
+    assert len(first_of_each_kind(explained, width=80)) == 1
+
+
+def test_a_failure_ends_with_its_command_below_what_ranks_printed():
+    made = types.SimpleNamespace(failed=True, longrepr="fail: text\nreproduce: c", sections=[("output of rank 0", "x")])
+    end_with_command(made, "c")
+    assert made.longrepr == "fail: text\nreproduce: c", "not twice"
+    assert made.sections[-1] == ("reproduce", "c")
+    silent = types.SimpleNamespace(failed=True, longrepr="[XPASS(strict)]", sections=[])
+    end_with_command(silent, "c")
+    assert (silent.longrepr, silent.sections) == ("[XPASS(strict)]\nreproduce: c", [])
