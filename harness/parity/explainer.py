@@ -7,6 +7,7 @@ has ended, the first divergence among all of it is this rank's explanation.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 from collections.abc import Iterator
 from typing import Protocol
@@ -89,6 +90,7 @@ class Explainer:
                 self._look(number, compared, found)
             except RuntimeError as error:  # a case that is too ill-conditioned to judge
                 found.error = str(error)
+                found.compared += compared.compared
             unseen += compared.unseen
             if found.first is not None or found.error:
                 break
@@ -116,7 +118,10 @@ class Explainer:
         if first is None:
             return
         stage = first.finding.location.stage
-        also = [first, *(place for place in places if place.finding.location.stage == stage)]
+        also = [first]
+        # What follows the first divergence may be too far from anything to be judged.
+        with contextlib.suppress(RuntimeError):
+            also.extend(place for place in places if place.finding.location.stage == stage)
         names = dict.fromkeys(place.finding.location.name or "" for place in also)
         found.first = divergent(
             first.finding,
