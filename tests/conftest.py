@@ -43,7 +43,7 @@ def _own_temporary_directory() -> Callable[[], None]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give the tests of a file that share a fixture to one worker, those of large files first."""
+    """Give the tests of a file that share a fixture or worlds to one worker, those of large files first."""
     if config.getoption("dist") != "load":
         return None
     from xdist.scheduler import LoadScopeScheduling
@@ -51,7 +51,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return file if _has_shared_fixture(config.rootpath / file) else nodeid
+            # A case of the reference runs on the worlds of its worker, which then know the shapes of its file.
+            is_shared = file.startswith("tests/fsdp_impl/") or _has_shared_fixture(config.rootpath / file)
+            return file if is_shared else nodeid
 
     return Scheduling(config, log)
 
