@@ -25,11 +25,7 @@ PER_PARAMETER = {
         "if isinstance(value, dict) and not dataclasses.is_dataclass(value):",
     ),
     # Named dimensions.
-    "names-of-dimensions-ignored": Edit(
-        "per_parameter.construct:fully_shard",
-        "data_parallel_mesh(mesh, dp_mesh_dims)",
-        "data_parallel_mesh(mesh, None)",
-    ),
+    "names-of-dimensions-ignored": Edit("per_parameter.mesh:data_parallel_mesh", "if dims is None:", "if True:"),
     "shards-over-named-replicas": Edit(
         "per_parameter.mesh:data_parallel_mesh",
         "(dims.replicate_names, dims.shard_names)",
