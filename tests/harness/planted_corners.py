@@ -71,7 +71,6 @@ FLAT = {
         "flat.summon:_register_whole", "(view.detach(), requires_grad=wanted)", "(view.detach())"
     ),
     "flat-first-rank-keeps-changes": Edit("flat.summon:_check", "if writeback and rank0_only:", "if False:"),
-    "flat-whole-within-whole": Edit("flat.summon:_check", "if unit.is_summoned:", "if False:"),
     "flat-whole-in-a-forward": Edit("flat.summon:_check", "if unit.phase is not Phase.IDLE:", "if False:"),
 }
 

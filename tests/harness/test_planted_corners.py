@@ -37,7 +37,6 @@ KILLED = {
     "flat-buffers-of-wrappers": Killer("test_whole_parameters and w2-None-read-originals", ""),
     "flat-whole-is-thawed": Killer("test_whole_frozen_parameters and w2-flat", "requires_grad of whole parameters"),
     "flat-first-rank-keeps-changes": Killer(WHOLE.format("changes"), "are not refused"),
-    "flat-whole-within-whole": Killer(WHOLE.format("within"), "are not refused"),
     "flat-whole-in-a-forward": Killer(WHOLE.format("in-a-forward"), ""),
 }
 
