@@ -1,7 +1,7 @@
 """Adapters of a reference of which one place is edited, where no case had looked before.
 
-They lie in classes of containers, in named dimensions of one mesh, in the clipping of some parameters, in refusals, in
-optimizers that step in backward, in older state dicts and in modules that another library replicates.
+They lie in classes of containers, in named dimensions of one mesh, in the clipping of some parameters and in whole
+parameters.
 """
 
 from __future__ import annotations
@@ -25,11 +25,7 @@ PER_PARAMETER = {
         "if isinstance(value, dict) and not dataclasses.is_dataclass(value):",
     ),
     # Named dimensions.
-    "names-of-dimensions-ignored": Edit(
-        "per_parameter.construct:fully_shard",
-        "data_parallel_mesh(mesh, dp_mesh_dims)",
-        "data_parallel_mesh(mesh, None)",
-    ),
+    "names-of-dimensions-ignored": Edit("per_parameter.mesh:data_parallel_mesh", "if dims is None:", "if True:"),
     "shards-over-named-replicas": Edit(
         "per_parameter.mesh:data_parallel_mesh",
         "(dims.replicate_names, dims.shard_names)",
@@ -61,58 +57,6 @@ PER_PARAMETER = {
         "list(parameters)",
     ),
     "first-one-scaled": Edit("common.clip:_scale", "for member in members:", "for member in members[:1]:"),
-    # Refusals.
-    "size-as-choice": Edit(
-        "per_parameter.module:FSDPModule.set_reshard_after_forward",
-        "isinstance(reshard_after_forward, bool)",
-        "isinstance(reshard_after_forward, int)",
-    ),
-    "no-inputs-in-flight": Edit(
-        "per_parameter.module:FSDPModule.set_reduce_scatter_max_input_buffers", "max_input_buffers < 1", "False"
-    ),
-    "half-an-input": Edit(
-        "per_parameter.module:FSDPModule.set_reduce_scatter_max_input_buffers",
-        " or not isinstance(max_input_buffers, int)",
-        "",
-    ),
-    "no-unit-ahead": Edit("per_parameter.module:_groups_of", "if unit is None:", "if False:"),
-    "absent-method": Edit(
-        "per_parameter.module:register_fsdp_forward_method", "if not hasattr(module, method_name):", "if False:"
-    ),
-    # Orders.
-    "a-unit-alone-begins": Edit(
-        "per_parameter.unit:Unit._root_pre_forward",
-        "if self.is_root and self.iteration.order",
-        "if self.iteration.order",
-    ),
-    "a-unit-alone-goes-on": Edit("common.order:OrderCheck.end", "    self._is_active = False\n", ""),
-    # Layouts after forward, and what cannot be resharded to a part of the ranks.
-    "smaller-shards-of-rows": Edit("per_parameter.group:_spec_of", "Shard(param.dim)", "Shard(0)"),
-    "smaller-shards-claim-float32": Edit("per_parameter.group:_spec_of", "param.compute_dtype", "param.dtype"),
-    "size-of-the-mesh-kept": Edit("per_parameter.mesh:after_forward", "if value == mesh.size:", "if False:"),
-    "extensions-beside-each-other": Edit(
-        "per_parameter.layout:UnshardedBuffer.__init__", "if index in apart:", "if False:"
-    ),
-    "extensions-resharded": Edit(
-        "per_parameter.lazy_init:_check_smaller",
-        "smaller is not None and kind",
-        'smaller is not None and kind[:1] == "D"',
-    ),
-    "cut-parameters-resharded": Edit("per_parameter.lazy_init:_check_smaller", 'kind = "DTensor parameters"', "pass"),
-    # Modules.
-    "lists-do-not-compute": Edit(
-        "per_parameter.construct:_check_module",
-        "is_container and type(module).forward is nn.Module.forward",
-        "is_container",
-    ),
-    "several-modules-as-root": Edit("per_parameter.lazy_init:ensure", "if len(unit.modules) > 1:", "if False:"),
-    "beside-an-ignored-one": Edit("per_parameter.construct:_is_ignored", "and all(param in", "and any(param in"),
-    "one-unit-on-the-meta-device": Edit("per_parameter.lazy_init:check_groups", "if on_meta:", "if len(on_meta) > 4:"),
-    # What another library replicates.
-    "replicated-is-sharded": Edit(
-        "per_parameter.construct:_not_taken", '"replicate" in (_get_registry(module) or ())', "False"
-    ),
-    "replicate-is-not-told": Edit("per_parameter.construct:fully_shard", "    _mark_composable(unit)\n", ""),
 }
 
 FLAT = {
@@ -127,36 +71,7 @@ FLAT = {
         "flat.summon:_register_whole", "(view.detach(), requires_grad=wanted)", "(view.detach())"
     ),
     "flat-first-rank-keeps-changes": Edit("flat.summon:_check", "if writeback and rank0_only:", "if False:"),
-    "flat-whole-within-whole": Edit("flat.summon:_check", "if unit.is_summoned:", "if False:"),
     "flat-whole-in-a-forward": Edit("flat.summon:_check", "if unit.phase is not Phase.IDLE:", "if False:"),
-    # Rules and functions of a script.
-    "flat-any-answer": Edit("wrap:CustomPolicy._run_policy", "if not isinstance(answer, (bool, dict)):", "if False:"),
-    "flat-function-divided-again": Edit(
-        "flat.reduction:Reducer._finish", "    if self.comm_hook is None:\n", "    if True:\n"
-    ),
-    "flat-frozen-shown-with-gradients": Edit("flat.reduction:Gradients._wholes", " if param.requires_grad]", "]"),
-    "flat-without-gradients-compared": Edit(
-        "common.order:OrderCheck.begin", "training and torch.is_grad_enabled()", "training"
-    ),
-    # Optimizers in backward.
-    "flat-optimizers-of-flat-parameters": Edit(
-        "flat.construct:initialize", 'hasattr(group.shards.flat, "_in_backward_optimizers")', "False"
-    ),
-    "flat-gradients-after-their-step": Edit(
-        "flat.reduction:_step_in_backward", "            optimizer.zero_grad(set_to_none=True)\n", ""
-    ),
-    # State dicts of optimizers.
-    "flat-older-on-all-ranks": Edit(
-        "flat.module:FullyShardedDataParallel.full_optim_state_dict", "rank0_only=rank0_only", "rank0_only=False"
-    ),
-    "flat-older-not-sent": Edit(
-        "flat.module:FullyShardedDataParallel.scatter_full_optim_state_dict", "rank0_only=True, ", ""
-    ),
-    "flat-numbers-of-sorted-names": Edit("flat.optim_state:_rename", "enumerate(names)}", "enumerate(sorted(names))}"),
-    "flat-numbers-of-steps-shared": Edit("flat.optim_state:_whole_states", "copy_of(kind)", "kind"),
-    "flat-loaded-numbers-shared": Edit(
-        "flat.optim_state:_shard_state", "found[key] = copy_of(value)", "found[key] = value"
-    ),
 }
 
 #: Adapters by the names of their bugs.
