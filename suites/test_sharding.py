@@ -44,18 +44,21 @@ def test_rank_holds_its_share(rank: Rank) -> None:
 
     before = memory.held_bytes(rank.device) - full
     run = rank.run(model, units=model.units(), optimizer=optim.sgd())
-    run.forward_backward((batch,), loss=models.mean_square)
-    after_backward = memory.held_bytes(rank.device) - before
-    run.adapter.step()
-    after_step = memory.held_bytes(rank.device) - before
     shards = rank.implementation.traits.shards
     parts = [share if part in shards else full for part in ("parameters", "gradients", "optimizer")]
     parts[0] += share * ("master" in rank.implementation.traits.held_from_start)
-    # A quarter of one full copy is allowed for bookkeeping and buffers kept between steps.
-    for when, held, expected in (("backward", after_backward, parts[:2]), ("the step", after_step, parts)):
-        assert held <= sum(expected) + full // 4, (
-            f"after {when} the rank holds {held} bytes; its share is {sum(expected)} of {full * len(expected)}"
-        )
+
+    def check(when: str, expected: list[int]) -> None:
+        # A quarter of one full copy is allowed for bookkeeping and buffers kept between steps.
+        limit = sum(expected) + full // 4
+        held = memory.settled_bytes(rank.device, limit=before + limit) - before
+        whole = full * len(expected)
+        assert held <= limit, f"after {when} the rank holds {held} bytes; its share is {sum(expected)} of {whole}"
+
+    run.forward_backward((batch,), loss=models.mean_square)
+    check("backward", parts[:2])
+    run.adapter.step()
+    check("the step", parts)
 
 
 @contract("SHARDING-1")

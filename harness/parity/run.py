@@ -446,7 +446,7 @@ def sharded_run(
     sizes = run.evidence.sizes
     if "parameters" in traits.shards and sizes.share and config.shard_size > 1:
         with member.stopwatch.during("leftovers"):
-            held = memory.held_bytes(member.device) - before
+            held = memory.settled_bytes(member.device, limit=before + sizes.byte_limit) - before
         counts = claims.Counts(claims.registered_numel(run.adapter) if sizes.can_tell else None, sizes.numel)
         text = f"holds {held} bytes of parameters after sharding; its share is {sizes.byte_share}"
         finding = Finding(Location(stage=Stage.SHARDING, rank=member.index), text) if held > sizes.byte_limit else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterable
 
 import torch
@@ -13,6 +14,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 #: The limit on garbage collections in a row. A graph needs one per layer and a last one that finds nothing; the deepest
 #: model of the cases needs far fewer than this.
 _MOST_ROUNDS = 1000
+
+#: Seconds in which a thread of gloo has run again, also where each core has ten others to run.
+_GLOO_SECONDS = 2.0
 
 
 def collect_garbage() -> None:
@@ -71,6 +75,22 @@ def held_bytes(device: torch.device) -> int:
         torch.cuda.empty_cache()
         return int(torch.cuda.memory_stats(device)["requested_bytes.all.current"])
     return sum(_storages(device).values())
+
+
+def settled_bytes(device: torch.device, *, limit: int) -> int:
+    """:func:`held_bytes`, once gloo's threads have dropped the tensors of collectives that have ended.
+
+    A thread of gloo lets those who wait for a collective go on, and drops its tensors when it runs next: on a busy host
+    that may be later than a census, which then counts a parameter that was broadcast before it was sharded. Nothing
+    tells when the thread has done it. So where more than ``limit`` bytes are held on the CPU, this looks until they are
+    not, for two seconds at most: what somebody keeps is there after that as well.
+    """
+    held = held_bytes(device)
+    last = time.monotonic() + _GLOO_SECONDS
+    while device.type == "cpu" and held > limit and time.monotonic() < last:
+        time.sleep(0.001)  # the thread needs a core
+        held = held_bytes(device)
+    return held
 
 
 #: The highest peaks that CUDA's one counter had when it was begun anew, by what is measured and by device: a case and

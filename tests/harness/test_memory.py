@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 
 import pytest
@@ -64,6 +65,24 @@ def test_a_backward_that_raised_keeps_nothing():
     assert kept() is not None, "autograd keeps nothing after an error any more: finish_backward has less to do"
     assert memory.held_bytes(CPU) == before
     assert kept() is None
+
+
+def test_what_a_thread_drops_a_moment_later_is_not_held():
+    """As gloo's threads do with the tensors of a collective that has ended."""
+    before = memory.held_bytes(CPU)
+    kept = [torch.ones(NUMEL)]
+    thread = threading.Timer(0.1, kept.clear)
+    thread.start()
+    assert memory.settled_bytes(CPU, limit=before) == before
+    thread.join()
+
+
+def test_what_stays_is_held(monkeypatch):
+    monkeypatch.setattr(memory, "_GLOO_SECONDS", 0.05)
+    before = memory.held_bytes(CPU)
+    kept = torch.ones(NUMEL)
+    assert memory.settled_bytes(CPU, limit=before) - before == kept.nbytes
+    assert memory.settled_bytes(CPU, limit=before + kept.nbytes) - before == kept.nbytes
 
 
 def test_each_storage_counts_once():
