@@ -60,9 +60,9 @@ def load(path: str) -> list[Acceptance]:
         data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise AcceptanceError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
-    entries = data.get("accept")
-    if set(data) != {"accept"} or not isinstance(entries, list):
-        raise AcceptanceError(f"{path}: expected entries [[accept]] and nothing else, not {', '.join(data) or 'none'}")
+    entries = data.get("accept", [])
+    if data.keys() - {"accept"} or not isinstance(entries, list):
+        raise AcceptanceError(f"{path}: expected entries [[accept]] and nothing else, not {', '.join(data)}")
     return [_acceptance(entry, f"{path}: entry {number}") for number, entry in enumerate(entries, 1)]
 
 

@@ -29,7 +29,7 @@ A first run, its matrix, why a case fails, and whether a change made anything wo
 
   shardproof run --impl reference,torch.fully_shard --effort quick --report run.json
   shardproof report run.json
-  shardproof run "suites/test_clipping.py" --impl torch.fully_shard -k empty --explain
+  shardproof run "suites/test_clipping.py" --impl torch.fully_shard -k empty --runxfail --explain
   shardproof gate base.json run.json
 
 `shardproof COMMAND --help` describes a command. Words with a meaning of their own, such as case,

@@ -22,7 +22,7 @@ HELP = """\
 usage: shardproof run [PATH ...] [options]
 
 Run the packaged suites with pytest. PATH is a file or a node id such as suites/test_clipping.py or
-"suites/test_clipping.py::test_empty_shards[reference-w2]"; by default all suites run. The configuration and the
+"suites/test_clipping.py::test_empty_shards[reference-w4-inf]"; by default all suites run. The configuration and the
 conftest files of the current directory take no part; adapters that --impl names as module:Class are found there.
 
 Options of shardproof are in the group "shardproof" below; the ones to begin with:
@@ -31,7 +31,7 @@ Options of shardproof are in the group "shardproof" below; the ones to begin wit
   --effort quick    one item of each test function, in place of all
   --world 2,4       only cases with these numbers of ranks
   --report FILE     write a run file, which the other commands read
-  --explain         run each case that fails once more, and name the first tensor that diverges
+  --explain         run each failing case a second time, and name the first tensor that diverges
 
 examples:
   shardproof run --impl reference,torch.fully_shard --effort quick --report run.json
@@ -39,7 +39,7 @@ examples:
   shardproof run --impl torch.fsdp --expectations torch.fsdp.toml -n 4 --report run.json
 
 exit codes: 0 as expected; 1 a case failed; 4 an option is not valid; 6 no case ran on some implementation;
-7 a selected case has no record; 2, 3 and 5 are pytest's own.
+7 a selected case has no record; 2, 3 and 5 are as pytest has them.
 
 What follows is pytest's own help.
 """
