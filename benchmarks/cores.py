@@ -28,7 +28,7 @@ _PERIOD = 0.05
 
 
 class Sampler(threading.Thread):
-    """Looks at the descendants of this process until it is told to stop.
+    """Looks at the descendants of this process until it is stopped.
 
     Args:
         cores: the number of cores that the command is to have.

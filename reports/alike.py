@@ -24,7 +24,7 @@ def alike(cases: Iterable[CaseRecord]) -> list[list[CaseRecord]]:
     for case in cases:
         text = case.failure.text if case.failure is not None else None
         if text is not None and case.explanation is not None:
-            # Where the runs of one case first diverge says nothing of another case.
+            # Two cases that fail alike may first diverge in different places.
             text = text.removesuffix(case.explanation.text)
         kind = id(case) if text is None else (case.implementation, case.verdict, _kind(text))
         groups.setdefault(kind, []).append(case)

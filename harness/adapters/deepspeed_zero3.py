@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from shardproof.harness.adapters.base import Piece, Traits, whole
 from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.deepspeed_engine import DeepSpeedEngineAdapter
+from shardproof.harness.adapters.freeing import free
 from shardproof.harness.adapters.traits import padded_to_elements
 
 _CAPABILITIES = frozenset(
@@ -105,17 +104,4 @@ class DeepSpeedZero3Adapter(DeepSpeedEngineAdapter):
         stack[:] = [module for module in stack if module is not self._model]
         # The engine stays alive even so, and all shards with it: they would fill the device, a model a case.
         zero = self._engine.optimizer
-        for held in (vars(zero), zero.optimizer.state):
-            _free(held)
-
-
-def _free(held: Any) -> None:
-    """Free the memory of all tensors in nested lists and dicts."""
-    if isinstance(held, torch.Tensor):
-        held.untyped_storage().resize_(0)
-    elif isinstance(held, Mapping):
-        for value in held.values():
-            _free(value)
-    elif isinstance(held, list | tuple):
-        for value in held:
-            _free(value)
+        free([vars(zero), zero.optimizer.state])

@@ -23,6 +23,7 @@ from shardproof.harness.adapters.base import (
 from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.fairscale_sdp import FairscaleSdpAdapter, fairscale_scaler
 from shardproof.harness.adapters.flat_layout import FlatLayout, flat_units
+from shardproof.harness.adapters.freeing import free
 from shardproof.harness.adapters.traits import padded_to_elements
 
 _CAPABILITIES = frozenset(
@@ -198,7 +199,4 @@ class FairscaleFsdpAdapter(Adapter):
 
     def teardown(self) -> None:
         """Free what the flat parameters hold: they stay, beside later cases (``Traits.frees_models``)."""
-        for _, parameter in self._held:
-            for held in (parameter.detach(), parameter.grad, *vars(parameter).values()):
-                if isinstance(held, torch.Tensor):
-                    held.untyped_storage().resize_(0)
+        free([(parameter, parameter.grad, vars(parameter)) for _, parameter in self._held])

@@ -25,7 +25,8 @@ from shardproof.harness.adapters.base import (
     original_name,
 )
 from shardproof.harness.adapters.capability import Capability
-from shardproof.harness.adapters.uneven import cuts_of_rows, pieces_of_rows, release
+from shardproof.harness.adapters.freeing import free
+from shardproof.harness.adapters.uneven import cuts_of_rows, pieces_of_rows
 
 _CAPABILITIES = frozenset(
     {
@@ -108,7 +109,7 @@ class MegatronAdapter(Adapter):
 
     def teardown(self) -> None:
         """Free what the model holds: the model itself stays (F-146 of docs/findings.md), beside later cases."""
-        release(self._held.values())
+        free([(parameter, parameter.grad) for parameter in self._held.values()])
 
 
 class MegatronFsdpAdapter(MegatronAdapter):

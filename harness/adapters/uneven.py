@@ -7,7 +7,7 @@ buffer. The ranks tell each other once, after sharding. That the rows make up th
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -41,14 +41,6 @@ def pieces_of_rows(tensors: Mapping[str, torch.Tensor | None], cuts: Mapping[str
     return {
         name: None if tensor is None else Piece(_local(tensor).detach(), cuts[name]) for name, tensor in tensors.items()
     }
-
-
-def release(parameters: Iterable[nn.Parameter]) -> None:
-    """Free the memory of parameters and gradients of a model that is never trained again, whoever keeps the model."""
-    for parameter in parameters:
-        for tensor in (parameter.detach(), parameter.grad):
-            if tensor is not None:
-                _local(tensor).untyped_storage().resize_(0)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ MISSING, EXTRA, SAME = "-", "+", " "
 def marked_counts(trace: Trace, phase: str, expected: Mapping[str, int], units: Sequence[str]) -> list[str]:
     """Mark the collectives of a phase against the number of each kind that a case expects.
 
-    Which collective is missing or extra is told by its unit, where one collective of the kind is expected of each unit;
+    The unit of a collective shows which one is missing or extra, where one of the kind is expected of each unit;
     otherwise the last ones are extra, and a missing one has no unit.
 
     Args:

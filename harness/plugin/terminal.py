@@ -147,7 +147,7 @@ def _kind_of(report: Any) -> Any:
     if case is None or case["failure"] is None:
         return id(report)
     file = pathlib.PurePath(report.nodeid.partition("::")[0]).name
-    # Where the runs of one case first diverge says nothing of another case.
+    # Two cases that fail alike may first diverge in different places.
     text = case["failure"]["text"].removesuffix(case.get("explanation", {}).get("text", ""))
     return case["implementation"], case["verdict"], kind_of_text(text, file)
 
