@@ -9,9 +9,9 @@ steps, with the smallest and largest median of a round; of several ranks the slo
 takes to issue forward and backward. Peaks are those of the allocator of a process whose allocator was empty before the
 model was made: of blocks with tensors, and of what it took from the device. `time`, `host` and `peak` behind them are
 ratios to torch's own; `limit` is the ratio of time to compute and optimizer alone. A model that does not fit into the
-seconds is left out, and named. `--backend fake` trains one rank of a world that is not there, on the CPU: then `host`
-is the time of the processor, which other processes do not lengthen, and with the models `thin` and `thin-small` it is
-that of the implementation alone.
+seconds is left out, and named. `--backend fake` trains one rank of a world that is not there: one GPU is enough, no
+collective takes time or moves data, and losses mean nothing. Then `host` is the time of the processor, which other
+processes do not lengthen, and with the models `thin` and `thin-small` it is that of the implementation alone.
 """
 
 from __future__ import annotations
@@ -65,18 +65,21 @@ GROWTH = Effort(warm_up=3, rounds=2, steps=3, compared=0)
 class Ranks:
     """The processes of one implementation."""
 
-    def __init__(self, name: str, backend: str, world: int, folder: pathlib.Path) -> None:
+    def __init__(self, name: str, backend: str, device: str, world: int, folder: pathlib.Path) -> None:
         self.name = name
         self.errors = folder / f"{name}.stderr"
         self.failed: str | None = None
         self.is_fake = backend == "fake"
+        #: On a GPU nobody fills what is gathered.
+        self.has_losses = not self.is_fake or device == "cpu"
         environment = {"OMP_NUM_THREADS": "1"} | dict(os.environ)
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(FOLDER), environment.get("PYTHONPATH", "")])
         count = 1 if backend == "fake" else world
         with self.errors.open("w") as errors:
             self.processes = [
                 subprocess.Popen(
-                    [sys.executable, "-m", "training.worker", name, backend, str(rank), str(world), folder / name],
+                    [sys.executable, "-m", "training.worker", name, backend, device, str(rank), str(world),
+                     folder / name],
                     stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment,
                 )
                 for rank in range(count)
@@ -137,7 +140,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         backend = options.backend or ("nccl" if options.device == "cuda" else "gloo")
         names = [*options.implementations, *(["limits"] if options.limits else [])]
-        ranks = [Ranks(name, backend, options.world, pathlib.Path(folder)) for name in names]
+        ranks = [Ranks(name, backend, options.device, options.world, pathlib.Path(folder)) for name in names]
         about = [one.answers() for one in ranks]
         host = next((answer[0] for answer in about if answer), {})
         result: dict[str, Any] = {"about": host | {"world": options.world, "backend": backend, "rows": []}}
@@ -181,7 +184,7 @@ def parse() -> argparse.Namespace:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--backend", choices=["fake"], help="a world that is not there, on the CPU")
+    parser.add_argument("--backend", choices=["fake"], help="one rank of a world that is not there")
     parser.add_argument("--world", type=int, default=2)
     parser.add_argument("--models", type=names_in(tuple(SPECS)), default=["large", "deep", "small"])
     parser.add_argument("--growth", type=numbers, default=[], help="layers of further models, such as 8,32,128,512")
@@ -192,7 +195,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=450, help="begin no further model after so many")
     parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
-    if options.backend == "fake":
+    if options.backend == "fake" and options.device == "cpu":
         options.limits = False
     return options
 
@@ -222,7 +225,7 @@ def measure(spec: Spec, ranks: Sequence[Ranks], effort: Effort) -> dict[str, Any
         row["implementations"][one.name]["peak"] = worst(answers)
     trained = effort.warm_up + effort.rounds * effort.steps + 2
     together(taking_part, do="steps", count=max(effort.compared - trained, 0))
-    for one, answers in together(taking_part, do="losses"):
+    for one, answers in together([one for one in taking_part if one.has_losses], do="losses"):
         row["implementations"][one.name]["losses"] = answers[0]["losses"]
     for one in ranks:
         if one.name == "limits" and spec.tensor_parallel == 1 and (answers := one.ask(do="steps", count=effort.steps)):

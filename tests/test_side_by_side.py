@@ -29,7 +29,8 @@ def run(*arguments: str | pathlib.Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow("starts a process for each implementation")
 def test_two_implementations_side_by_side(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "reference.json"
-    options = ["--backend", "fake", "--models", "tiny,tiny-small", "--growth", "1", "--rounds", "2", "--steps", "3"]
+    options = ["--backend", "fake", "--device", "cpu", "--models", "tiny,tiny-small", "--growth", "1"]
+    options += ["--rounds", "2", "--steps", "3"]
     done = run(*options, "--implementations", "reference,torch.fully_shard", "--json", file)
     assert done.returncode == 0, done.stderr
     found = json.loads(file.read_text())
@@ -55,14 +56,15 @@ def test_two_implementations_side_by_side(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.slow("starts a process")
 def test_what_cannot_be_measured_is_named(tmp_path: pathlib.Path) -> None:
-    options = ["--backend", "fake", "--rounds", "1", "--steps", "1", "--implementations", "reference.flat"]
+    options = ["--backend", "fake", "--device", "cpu", "--rounds", "1", "--steps", "1"]
+    options += ["--implementations", "reference.flat"]
     done = run(*options, "--models", "tiny,replicas", "--seconds", "0.01")
     assert done.returncode == 0, done.stderr
     assert "left out after 0.01 s: 2 x 32, 48 x 256, replicas of one shard" in done.stdout
 
 
 def test_a_process_that_dies_is_reported(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ranks = benchmark.Ranks("no-such-backend", "none", 2, tmp_path)
+    ranks = benchmark.Ranks("no-such-backend", "none", "cpu", 2, tmp_path)
     assert ranks.answers() == []
     assert ranks.failed is not None and "none" in ranks.failed
     assert ranks.ask(do="drop") == []  # and nothing waits for it any more

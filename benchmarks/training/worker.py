@@ -127,16 +127,16 @@ class Worker:
         return {name: found.get(f"{key}.all.{which}", 0) for name, key in COUNTED.items()}
 
 
-def join(backend: str, rank: int, world: int, store: str) -> torch.device:
+def join(backend: str, device_type: str, rank: int, world: int, store: str) -> torch.device:
     """Join the ranks of this implementation; ``fake`` is a world of which there is this process alone."""
+    device = torch.device("cuda", rank) if device_type == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     if backend == "fake":
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
-        return torch.device("cpu")
-    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+        return device
     dist.init_process_group(
         backend,
         init_method=f"file://{store}",
@@ -149,9 +149,9 @@ def join(backend: str, rank: int, world: int, store: str) -> torch.device:
 
 def main() -> None:
     """Answer commands until standard input ends."""
-    name, backend, rank, world, store = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
+    name, backend, device_type, rank, world, store = sys.argv[1:]
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    worker = Worker(name, join(backend, rank, world, store))
+    worker = Worker(name, join(backend, device_type, int(rank), int(world), store))
     about = {"torch": torch.__version__, "device": "cpu"}
     if worker.device.type == "cuda":
         about["device"] = torch.cuda.get_device_name()
