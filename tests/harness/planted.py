@@ -21,6 +21,7 @@ from fsdp_impl.per_parameter import reduction
 from shardproof.harness.adapters.base import Adapter
 from shardproof.harness.adapters.reference import ReferenceAdapter
 from tests import warm
+from tests.harness import narrow
 from tests.harness.inner import NO_HYPOTHESIS, PYTHONPATH
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -190,8 +191,7 @@ def run_suites(
 
     Args:
         names: the implementations, as of ``--impl``.
-        expression: the cases, as of pytest's ``-k``. Only the chapters that it names, or of which it names a test, are
-            collected: every further one costs as many items as it has combinations, for each implementation.
+        expression: the cases, as of pytest's ``-k``. Only the tests that it names are collected (``narrow``).
         folder: where the run file may be written.
         chapters: the chapters to collect instead, by the names of their files without "test_".
         timeout: seconds that the run may take.
@@ -202,7 +202,8 @@ def run_suites(
     words = set(re.findall(r"\btest_\w+", expression))
     found = [path for path in sorted(ROOT.glob("suites/test_*.py")) if _has(path, words)]
     files = [f"suites/test_{chapter}.py" for chapter in chapters] or [str(path) for path in found]
-    command = [warm.python(), "-m", "pytest", "-p", "no:cacheprovider", *NO_HYPOTHESIS, "-q", *files, "-k", expression]
+    command = [warm.python(), "-m", "pytest", "-p", "no:cacheprovider", "-p", narrow.__name__, *NO_HYPOTHESIS, "-q"]
+    command += [*files, "-k", expression]
     command += ["--impl", ",".join(names), "--device", device, "--report", str(report), "-n", str(workers)]
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)

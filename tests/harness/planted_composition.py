@@ -1,11 +1,10 @@
 """Implementations with one changed place each, for the chapters RECOMPUTATION, TIED, ORDER, COMPOSITION and RESUME.
 
-A bug replaces one text in the source of one function of ``fsdp_impl``. Each bug has ranks of its own.
+A bug replaces one text in the source of one function of ``fsdp_impl``, for one case.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import textwrap
 from typing import Any, ClassVar
@@ -16,6 +15,7 @@ from fsdp_impl.flat import group, optim_state, shards, state_dict
 from fsdp_impl.flat import unit as flat_unit
 from fsdp_impl.per_parameter import construct, mesh, param, reduction
 from fsdp_impl.per_parameter import unit as parameter_unit
+from shardproof.harness.adapters.base import Adapter
 from shardproof.harness.adapters.reference import ReferenceAdapter
 from shardproof.harness.adapters.reference_flat import ReferenceFlatAdapter
 
@@ -34,11 +34,11 @@ def source_of(owner: Any, name: str, old: str, new: str) -> str:
     return source.replace(old, new)
 
 
-_edited: set[type] = set()
+_replaced: dict[type, Any] = {}
 
 
-class _Edited:
-    """Changes the source before the first model of the process is sharded, for good."""
+class _Edited(Adapter):
+    """Changes the source before the first model of a case is sharded, until the case ends."""
 
     place: ClassVar[tuple[Any, str, str, str]]
     source: ClassVar[str]
@@ -50,22 +50,28 @@ class _Edited:
             cls.source = source_of(*cls.place)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        if type(self) not in _edited:
-            _edited.add(type(self))
+        if type(self) not in _replaced:
             owner, name, *_ = type(self).place
+            _replaced[type(self)] = inspect.getattr_static(owner, name)
             made: dict[str, Any] = {}
             function = inspect.unwrap(getattr(owner, name))
             exec(compile(self.source, f"<planted {name}>", "exec"), function.__globals__, made)
             setattr(owner, name, made[name])
         super().__init__(*args, **kwargs)
 
+    def teardown(self) -> None:
+        try:
+            super().teardown()
+        finally:
+            if type(self) in _replaced:
+                owner, name, *_ = type(self).place
+                setattr(owner, name, _replaced.pop(type(self)))
 
-class _PerParameter(_Edited, ReferenceAdapter):
-    traits = dataclasses.replace(ReferenceAdapter.traits, isolation="adapter")
+
+class _PerParameter(_Edited, ReferenceAdapter): ...
 
 
-class _Flat(_Edited, ReferenceFlatAdapter):
-    traits = dataclasses.replace(ReferenceFlatAdapter.traits, isolation="adapter")
+class _Flat(_Edited, ReferenceFlatAdapter): ...
 
 
 # Recomputation

@@ -1,7 +1,8 @@
 """Adapters of a reference of which one place is edited: reductions, accumulation, clipping, layout and resharding.
 
 A bug is an edit of the source of one function, so that this page shows what is wrong. The function is edited before the
-first model of a process is sharded, for good; each adapter has ranks of its own.
+first model of a case is sharded, and put back when the case has ended. The next bug has the same ranks, unless they can
+run no further case.
 """
 
 from __future__ import annotations
@@ -26,29 +27,38 @@ class Edit:
         place: the function, as "module:name" or "module:Class.name", in ``fsdp_impl``.
         old: a text that its source has once.
         new: the text that replaces it.
+        is_apart: whether it needs fresh ranks, since what it does depends on what they have run before.
     """
 
     place: str
     old: str
     new: str
+    is_apart: bool = False
 
     def apply(self) -> None:
         """Replace the function wherever ``fsdp_impl`` holds it; nothing if that has been done."""
+        if self in _undo:
+            return
         module_name, _, name = self.place.partition(":")
         owner: Any = importlib.import_module(f"fsdp_impl.{module_name}")
         *path, name = name.split(".")
         for part in path:
             owner = getattr(owner, part)
         found = getattr(owner, name)
-        if getattr(found, "is_edited", False):
-            return
         edited = self._edited(inspect.unwrap(found), name)
-        edited.is_edited = True
+        places = [(owner, name, inspect.getattr_static(owner, name))]
         setattr(owner, name, edited)
         for module in [module for key, module in sys.modules.items() if key.partition(".")[0] == "fsdp_impl"]:
             for key, value in list(vars(module).items()):
                 if value is found:
+                    places.append((module, key, value))
                     setattr(module, key, edited)
+        _undo[self] = places
+
+    def undo(self) -> None:
+        """Put the function back wherever it was."""
+        for owner, name, was in _undo.pop(self, ()):
+            setattr(owner, name, was)
 
     def _edited(self, function: Any, name: str) -> Any:
         source = textwrap.dedent(inspect.getsource(function))
@@ -59,14 +69,23 @@ class Edit:
         return made[name]
 
 
+_undo: dict[Edit, list[tuple[Any, str, Any]]] = {}
+
+
 class Edited(Adapter):
-    """Applies an edit before a model is sharded; mixed into the adapter of a reference."""
+    """Applies an edit before a model is sharded, until the case ends; mixed into the adapter of a reference."""
 
     edit: ClassVar[Edit]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.edit.apply()
         super().__init__(*args, **kwargs)
+
+    def teardown(self) -> None:
+        try:
+            super().teardown()
+        finally:
+            self.edit.undo()
 
 
 PER_PARAMETER = {
@@ -296,7 +315,7 @@ def edited(module: str, edits: dict[type[Adapter], dict[str, Edit]]) -> dict[str
             {
                 "name": name,
                 "edit": edit,
-                "traits": dataclasses.replace(base.traits, isolation="adapter"),
+                "traits": dataclasses.replace(base.traits, isolation="adapter" if edit.is_apart else "shared"),
                 "__module__": module,
             },
         )

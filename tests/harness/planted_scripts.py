@@ -78,6 +78,7 @@ PER_PARAMETER = {
         "per_parameter.reduction:Reducer._finish",
         "divide.scale(total.shards, division.after)",
         "divide.scale(total.shards, division.after / " + _TWO_IF.format("total.params[0].serial > 24") + ")",
+        is_apart=True,
     ),
     # Precision.
     "reduced-in-the-dtype-of-autocast": Edit(

@@ -1,12 +1,13 @@
 """Adapters of a reference with one bug in what trains: forward and backward hooks, containers, prefetching, freezing.
 
-Each changes one place, as the first model of its process is sharded, for good; each lives in ranks of its own.
+Each changes one place, as the first model of a case is sharded, until the case ends.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import types
 import weakref
 from collections.abc import Callable
@@ -25,28 +26,38 @@ from fsdp_impl.per_parameter.mesh import KEEP
 from fsdp_impl.per_parameter.module import FSDPModule
 from fsdp_impl.per_parameter.param import ShardedParam
 from fsdp_impl.per_parameter.unit import Unit, unit_of
-from shardproof.harness.adapters.base import Config
+from shardproof.harness.adapters.base import Adapter, Config
 from shardproof.harness.adapters.reference import ReferenceAdapter
 from shardproof.harness.adapters.reference_flat import ReferenceFlatAdapter
 
 Changes = tuple[tuple[Any, str, Any], ...]
 
 
-class _Changing:
+_changed: list[tuple[Any, str, Any]] = []
+
+
+class _Changing(Adapter):
     changes: ClassVar[Changes] = ()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        for owner, name, wrong in self.changes:
-            setattr(owner, name, wrong)
+        if not _changed:
+            for owner, name, wrong in self.changes:
+                _changed.append((owner, name, inspect.getattr_static(owner, name)))
+                setattr(owner, name, wrong)
         super().__init__(*args, **kwargs)
 
+    def teardown(self) -> None:
+        try:
+            super().teardown()
+        finally:
+            while _changed:
+                setattr(*_changed.pop())
 
-class _Planted(_Changing, ReferenceAdapter):
-    traits = dataclasses.replace(ReferenceAdapter.traits, isolation="adapter")
+
+class _Planted(_Changing, ReferenceAdapter): ...
 
 
-class _PlantedFlat(_Changing, ReferenceFlatAdapter):
-    traits = dataclasses.replace(ReferenceFlatAdapter.traits, isolation="adapter")
+class _PlantedFlat(_Changing, ReferenceFlatAdapter): ...
 
 
 # Appendix A of the audit

@@ -7,7 +7,7 @@ import pytest
 from tests.harness import planted_chapters as planted
 from tests.harness.planted import Killer, a_third_by_day, assert_killed, assert_sound_passes, cases_of_killers
 
-pytestmark = pytest.mark.slow("the tests share one run of the suites, in which each planted bug has ranks of its own")
+pytestmark = pytest.mark.slow("the tests share one run of the suites, in which planted bugs fail")
 
 GRADIENT, OUTPUT = "gradient of '", "output of 'microbatch 0"
 KILLED = {

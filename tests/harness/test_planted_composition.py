@@ -7,7 +7,7 @@ import pytest
 from tests.harness import planted_composition as planted
 from tests.harness.planted import a_third_by_day, name_of, run_suites, selected
 
-pytestmark = pytest.mark.slow("the tests share one run of the suites, in which each planted bug has ranks of its own")
+pytestmark = pytest.mark.slow("the tests share one run of the suites, in which planted bugs fail")
 
 #: One item of each test, by the words of its id.
 COMPUTES = "test_recomputed_units[w2-None-call"

@@ -7,7 +7,7 @@ import pytest
 from tests.harness import planted_corners as planted
 from tests.harness.planted import Killer, a_third_by_day, assert_killed, assert_sound_passes, cases_of_killers
 
-pytestmark = pytest.mark.slow("the tests share one run of the suites, in which each planted bug has ranks of its own")
+pytestmark = pytest.mark.slow("the tests share one run of the suites, in which planted bugs fail")
 
 LENT, CLASSES = "test_containers_that_a_script_passes and w2-{}", "test_classes_of_containers and w2-{}"
 DIMENSIONS, WRONG = "test_named_dimensions and {}-equal", "test_wrong_dimensions and {}"

@@ -7,7 +7,7 @@ import pytest
 from tests.harness import planted_init as planted
 from tests.harness.planted import Killer, a_third_by_day, assert_killed, assert_sound_passes, cases_of_killers
 
-pytestmark = pytest.mark.slow("the tests share one run of the suites, in which each planted bug has ranks of its own")
+pytestmark = pytest.mark.slow("the tests share one run of the suites, in which planted bugs fail")
 
 UNFIT, TWO_UNITS = "test_what_cannot_be_sharded and w2-{}", "test_parameter_of_two_units and w2-{}"
 ORDER, ORDERS = "test_part_of_the_world_in_another_order and w4-None-{}", "test_replicas_in_different_orders"

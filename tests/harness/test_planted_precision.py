@@ -7,7 +7,7 @@ import pytest
 from tests.harness import planted_precision as planted
 from tests.harness.planted import Killer, a_third_by_day, assert_killed, assert_sound_passes, cases_of_killers
 
-pytestmark = pytest.mark.slow("the tests share one run of the suites, in which each planted bug has ranks of its own")
+pytestmark = pytest.mark.slow("the tests share one run of the suites, in which planted bugs fail")
 
 TRAINING = "test_precision and test_training and w2-{}-None"
 RECOMPUTED = "test_precision and test_recomputation and w2-bf16]"

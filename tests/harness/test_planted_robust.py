@@ -7,7 +7,7 @@ import pytest
 from tests.harness import planted_robust as planted
 from tests.harness.planted import Killer, a_third_by_day, assert_killed, assert_sound_passes, cases_of_killers
 
-pytestmark = pytest.mark.slow("the tests share one run of the suites, in which each planted bug has ranks of its own")
+pytestmark = pytest.mark.slow("the tests share one run of the suites, in which planted bugs fail")
 
 FORWARD, BACKWARD = (f"test_exception and w2-{phase}-None" for phase in ("forward", "backward"))
 LATER = "test_exception_in_a_later_microbatch and w4-{}"

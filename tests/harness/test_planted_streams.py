@@ -8,7 +8,7 @@ import torch
 from tests.harness import planted_streams as planted
 from tests.harness.planted import Killer, assert_killed, assert_sound_passes, cases_of, selected
 
-pytestmark = pytest.mark.slow("the tests share one run of the suites, in which each planted bug has ranks of its own")
+pytestmark = pytest.mark.slow("the tests share one run of the suites, in which planted bugs fail")
 
 OVERLAPS = "test_collectives_run_beside_computation and w2"
 AHEAD = "test_host_runs_ahead and w2-plain"

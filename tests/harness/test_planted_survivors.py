@@ -7,7 +7,7 @@ import pytest
 from tests.harness import planted_survivors as planted
 from tests.harness.planted import Killer, a_third_by_day, assert_killed, assert_sound_passes, cases_of_killers
 
-pytestmark = pytest.mark.slow("the tests share one run of the suites, in which each planted bug has ranks of its own")
+pytestmark = pytest.mark.slow("the tests share one run of the suites, in which planted bugs fail")
 
 SUM, SUM_OF_REPLICAS = "test_sums_beyond and w2", "test_sums_of_replicas and 4x1"
 BOTH_DTYPES = "test_gradients_of_two_dtypes and {}"

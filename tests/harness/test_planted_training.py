@@ -8,7 +8,7 @@ from shardproof.harness.adapters.reference_flat import ReferenceFlatAdapter
 from tests.harness import planted
 from tests.harness import planted_training as bugs
 
-pytestmark = pytest.mark.slow("the tests share one run of the suites, in which each planted bug has ranks of its own")
+pytestmark = pytest.mark.slow("the tests share one run of the suites, in which planted bugs fail")
 
 #: A case and the rest of its id: one item of each case is enough.
 SEVERAL = "test_unit_of_several_modules_is_gathered_once", "None]"
