@@ -1,0 +1,44 @@
+"""Streams of the reference on an accelerator, where there is one, and what stands in their place on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fsdp_impl.common import streams
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+
+
+def test_the_cpu_has_none() -> None:
+    device = torch.device("cpu")
+    assert streams.create(device) is None
+    assert streams.current(device) is None
+    with streams.use(None), streams.use(None):
+        pass
+
+
+@needs_gpu
+def test_a_stream_is_current_inside_the_block_alone() -> None:
+    device = torch.device("cuda", 0)
+    before = streams.current(device)
+    one, other = streams.create(device), streams.create(device, priority=streams.HIGH_PRIORITY)
+    with streams.use(one):
+        assert streams.current(device) == one
+        with streams.use(other), streams.use(one):
+            assert torch.cuda.current_stream() == one
+        assert streams.current(device) == one
+    with pytest.raises(KeyError), streams.use(other):
+        raise KeyError
+    assert streams.current(device) == before
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two GPUs")
+def test_a_stream_of_another_device_leaves_the_current_device_as_it_was() -> None:
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    stream = streams.create(second)
+    before = streams.current(first), streams.current(second)
+    with torch.cuda.device(first), streams.use(stream):
+        assert streams.current(second) == stream
+    assert (streams.current(first), streams.current(second)) == before
+    assert torch.cuda.current_device() == first.index
