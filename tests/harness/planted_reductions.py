@@ -43,7 +43,7 @@ class Edit:
         if getattr(found, "is_edited", False):
             return
         edited = self._edited(inspect.unwrap(found), name)
-        edited.is_edited = True
+        getattr(edited, "__func__", edited).is_edited = True  # the function that a static method gives
         setattr(owner, name, edited)
         for module in [module for key, module in sys.modules.items() if key.partition(".")[0] == "fsdp_impl"]:
             for key, value in list(vars(module).items()):
