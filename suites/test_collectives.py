@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from shardproof.harness import Capability, contract, models, needs, world
-from shardproof.harness.adapters.base import Accumulation, Clip, Settings
+from shardproof.harness.adapters.base import Accumulation, Adapter, Clip, Settings
 from shardproof.harness.collectives.trace import Trace, first_difference
 from shardproof.harness.findings.finding import step_label
 from shardproof.harness.models import optim, shapes
 from shardproof.harness.models.ties import RepeatedTower
 from shardproof.harness.parity import Pair, Rank
+from shardproof.harness.parity.refusals import Refusal
 from shardproof.harness.plugin.axes import RESHARD_ROOT
 
 DEPTH = 3
@@ -348,3 +349,54 @@ def assert_gathered_in_backward(pair: Pair, step: int, expected: Sequence[str]) 
 def _sizes(pair: Pair) -> Sequence[tuple[int, int]]:
     """The elements of each unit, without padding and with all padding that is declared."""
     return [(unit.numel, unit.padded_numel) for unit in pair.units]
+
+
+def _prefetch_of_a_layer(adapter: Adapter) -> None:
+    adapter.prefetch(forward={"layers.0": ["layers.1.in_proj"]}, backward={})
+
+
+def _set(**settings: Any) -> Callable[[Adapter], None]:
+    return lambda adapter: adapter.change(Settings(**settings))
+
+
+#: What a script cannot choose, with words one of which is in the error.
+WRONG_SETTINGS: dict[str, tuple[Callable[[Adapter], None], tuple[str, ...]]] = {
+    "a-size-after-forward": (_set(reshard_after_forward=2), ("bool",)),
+    "no-inputs": (_set(reduce_inputs=0), ("max_input_buffers",)),
+    "half-an-input": (_set(reduce_inputs=1.5), ("max_input_buffers",)),
+    "a-layer-that-is-no-unit": (_prefetch_of_a_layer, ("FSDPModule", "Linear")),
+    "a-method-that-is-not-there": (lambda adapter: adapter.register_forward_method("layers.0", "absent"), ("absent",)),
+}
+
+
+@contract("COLLECTIVES-11")
+@world(2)
+@needs(Capability.UNIT_SETTINGS, Capability.EXPLICIT_PREFETCH, Capability.FORWARD_METHOD)
+@pytest.mark.parametrize(
+    "what",
+    [pytest.param(name, marks=[needs(Capability.REDUCE_INPUTS)] if "input" in name else []) for name in WRONG_SETTINGS],
+)
+def test_settings_that_cannot_be(rank: Rank, what: str) -> None:
+    """What a script cannot choose is refused by name on every rank, and changes nothing."""
+    model = models.Tower(dim=9)
+    pair = rank.pair(model, units=model.units())
+    change, words = WRONG_SETTINGS[what]
+    refusal = Refusal(rank, lambda: change(pair.adapter))
+    assert refusal.text is not None, "no rank refuses it"
+    refusal.check_names(*words)
+    pair.step(rank.batch(0, (4, 9)))
+    pair.check()
+
+
+@contract("COLLECTIVES-11")
+@world(2)
+@needs(Capability.REDUCE_INPUTS)
+@pytest.mark.parametrize("number", [1, 3])
+def test_inputs_of_reductions(rank: Rank, number: int) -> None:
+    """However many inputs of reductions may be in flight, for the root or for all units, training is the same."""
+    model = models.Tower(dim=9)
+    pair = rank.pair(model, units=model.units())
+    for step, recurse in enumerate([False, True]):
+        pair.adapter.change(Settings(reduce_inputs=number), recurse=recurse)
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()

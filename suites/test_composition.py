@@ -135,6 +135,25 @@ PLACEMENTS = {
 }
 
 
+@contract("COMPOSITION-16")
+@world(4)
+@needs(Capability.RESHARD_TO_SIZE)
+def test_tensor_parallel_groups_of_ranks(rank: Rank) -> None:
+    """Resharded to a part of the ranks, what is cut is refused by name before anything is sent, or trains as DDP."""
+    mesh = rank.mesh((4, 1), ("dp", "tp"))
+    model = MLPStack(5)
+    cut = parallelize_mlps(models.copy_of(model).to(rank.device), mesh["tp"])
+    options: Any = {"units": model.units(), "mesh": mesh["dp"], "reshard_after_forward": 2}
+    adapter = sharded(rank, cut, **options)
+    refusal = Refusal(rank, lambda: adapter.forward(rank.batch(0, (4, 5))))
+    if refusal.text is not None:
+        refusal.check_names("eshard")
+        return
+    pair = rank.pair(model, prepare=functools.partial(parallelize_mlps, mesh=mesh["tp"]), **options)
+    pair.step(rank.batch(0, (4, 5)))
+    pair.check()
+
+
 @dataclasses.dataclass(frozen=True)
 class OneMesh:
     """One mesh of all dimensions, some of which are data parallel.

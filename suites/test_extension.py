@@ -75,6 +75,28 @@ def test_tensors_in_a_dtype_of_compute(rank: Rank) -> None:
         assert difference is None, f"gradient of {name!r}: element, with hooks and without: {difference}"
 
 
+@contract("EXTENSION-3")
+@world(4)
+@needs(Capability.RESHARD_TO_SIZE)
+def test_groups_of_two(rank: Rank) -> None:
+    """Resharded to a part of the ranks, such shards are refused by name before anything is sent, or train as DDP."""
+    model, calls = models.two_linear((5, 7), (7, 6)), Calls()
+
+    def hooked(plain: nn.Module) -> nn.Module:
+        extend(plain, calls)
+        return plain
+
+    tried = hooked(models.copy_of(model).to(rank.device))
+    adapter = sharded(rank, tried, units=[["0"]], reshard_after_forward=2)
+    refusal = Refusal(rank, lambda: adapter.forward(rank.batch(0, (4, 5))))
+    if refusal.text is not None:
+        refusal.check_names("reshard")
+        return
+    pair = rank.pair(model, units=[["0"]], prepare=hooked, reshard_after_forward=2)
+    pair.step(rank.batch(0, (4, 5)))
+    pair.check()
+
+
 @contract("EXTENSION-2")
 @world(2)
 def test_one_hook_alone(rank: Rank) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardproof.harness import Capability, contract, models, needs, world
-from shardproof.harness.adapters.base import Precision
+from shardproof.harness.adapters.base import Accumulation, Precision
 from shardproof.harness.findings.finding import step_label
 from shardproof.harness.models import shapes
 from shardproof.harness.parity import Census, Pair, Rank, exact_difference
@@ -50,6 +50,23 @@ def test_frozen_before_sharding(rank: Rank, what: str, reshard_after_forward: bo
     for name, value in _frozen_values(pair, what).items():
         difference = exact_difference(before[name], value)
         assert difference is None, f"{name} is frozen and moved: element, before, after: {difference}"
+
+
+@contract("FROZEN-1")
+@world(2)
+@needs(Capability.DEFERRED_REDUCTION)
+@pytest.mark.parametrize("what", ["middle", "weights", "biases"])
+def test_frozen_between_microbatches(rank: Rank, what: str) -> None:
+    """While reductions are deferred, frozen parameters show no gradient either, and get none from the last one."""
+    model = models.Tower(dim=9, depth=DEPTH)
+    _freeze(dict(model.named_parameters()), FROZEN[what])
+    run = rank.run(model, units=model.units(), microbatches=2, accumulation=Accumulation())
+    for number in range(2):
+        with run.adapter.microbatch(is_last=number == 1):
+            run.forward_backward((rank.batch(0, (4, 9), microbatch=number),), loss=models.mean_square)
+        shown = {**run.adapter.held_parameters(), **run.adapter.named_parameters()}
+        wrong = [name for name, parameter in shown.items() if FROZEN[what](name) and parameter.grad is not None]
+        assert not wrong, f"after microbatch {number} frozen parameters have gradients: {', '.join(wrong)}"
 
 
 @contract("FROZEN-2")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.tensor import DTensor
 
 from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.adapters.base import Precision
@@ -12,6 +14,7 @@ from shardproof.harness.findings.finding import step_label
 from shardproof.harness.models import mixed, optim
 from shardproof.harness.models.made import Drawn, DrawnStack
 from shardproof.harness.parity import Rank, check_equal, run_and_replica
+from shardproof.harness.parity.refusals import Refusal
 from shardproof.harness.plugin.axes import RESHARD
 
 SHAPE = (6, 4)
@@ -53,6 +56,21 @@ def test_ignored_parameters(rank: Rank, ignored: str, reshard_after_forward: boo
 
 @contract("IGNORED-1")
 @world(2)
+@needs(Capability.IGNORED_PARAMETERS, Capability.SHARDED)
+def test_ignored_beside_another(rank: Rank) -> None:
+    """The other parameter of a module of which one is ignored is sharded, also where the module has no buffers."""
+    model = models.Tower(dim=9)
+    numels = {name: value.numel() for name, value in model.named_parameters()}
+    run = rank.run(model, units=model.units(), ignored=("layers.1.in_proj.bias",))
+    held = {name: piece.tensor.numel() for name, piece in run.adapter.parameters().items()}
+    assert held.pop("layers.1.in_proj.bias") == numels.pop("layers.1.in_proj.bias"), "the ignored one is not whole"
+    everyone = rank.exchange(held)
+    wrong = [name for name in numels if sum(one[name] for one in everyone if name in one) != numels[name]]
+    assert not wrong, f"the ranks together hold more or less than all of {', '.join(wrong)}"
+
+
+@contract("IGNORED-1")
+@world(2)
 @needs(Capability.IGNORED_MODULES, Capability.META_DEVICE, Capability.BUFFER_DTYPE)
 @pytest.mark.parametrize("own_function", [False, True], ids=["reset", "function"])
 def test_ignored_module(rank: Rank, own_function: bool) -> None:
@@ -89,3 +107,41 @@ def test_ignored_module(rank: Rank, own_function: bool) -> None:
     for name, value in [*ignored.named_parameters(), *ignored.named_buffers()]:
         assert value.dtype == before[name].dtype, f"{name!r} of the ignored module is of {value.dtype}"
         assert torch.equal(value, before[name]), f"{name!r} of the ignored module has other values"
+
+
+@contract("IGNORED-2")
+@world(2, 4)
+@needs(Capability.REPLICATED_MODULES, Capability.IGNORED_PARAMETERS)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+def test_replicated_module(rank: Rank, reshard_after_forward: bool | int | None) -> None:
+    """A module that torch's ``replicate`` manages, amid units, stays whole, and all train as DDP does."""
+    model = models.Tower(dim=9)
+    names = tuple(f"layers.1.{name}" for name, _ in model.layers[1].named_parameters())
+    pair = rank.pair(
+        model,
+        units=[["layers.0"], ["layers.2"]],
+        replicated=("layers.1",),
+        ignored=names,
+        reshard_after_forward=reshard_after_forward,
+    )
+    for step in range(3):
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+    parameters = pair.adapter.named_parameters()
+    divided = [name for name in names if isinstance(parameters[name], DTensor)]
+    assert not divided, f"parameters of the replicated module are DTensors: {', '.join(divided)}"
+
+
+@contract("IGNORED-2")
+@world(2)
+@needs(Capability.REPLICATED_MODULES)
+@pytest.mark.parametrize("name", ["", "layers.1"], ids=["the-root", "a-unit"])
+def test_replicating_what_is_sharded(rank: Rank, name: str) -> None:
+    """``replicate`` refuses a module that is sharded already, which trains on."""
+    model = models.Tower(dim=9)
+    pair = rank.pair(model, units=model.units())
+    refusal = Refusal(rank, lambda: replicate(pair.adapter.submodule(name)))
+    assert refusal.text is not None, "no rank refuses it"
+    refusal.check_names("fully_shard")
+    pair.step(rank.batch(0, (4, 9)))
+    pair.check()

@@ -227,10 +227,12 @@ def test_what_cannot_be_sharded(rank: Rank, what: str) -> None:
 @contract("INIT-5")
 @world(2)
 @needs(Capability.META_LOAD)
-def test_forward_on_the_meta_device(rank: Rank) -> None:
-    """The forward of a model that still is on the meta device is refused, by the names that its root has for it."""
-    model = models.Tower(dim=9).to("meta")
-    names = [name for name, _ in model.named_parameters()]
+@pytest.mark.parametrize("which", ["", "layers.1"], ids=["whole-model", "one-unit"])
+def test_forward_on_the_meta_device(rank: Rank, which: str) -> None:
+    """The forward of what still is on the meta device, all or one unit, is refused by the names that the root has."""
+    model = models.Tower(dim=9).to(rank.device)
+    names = [name for name, _ in model.named_parameters() if name.startswith(which)]
+    model.get_submodule(which).to("meta")
     adapter = sharded(rank, model, units=model.units(), materializes=False)
     refusal = Refusal(rank, lambda: adapter.forward(rank.batch(0, (4, 9))))
     refusal.check_names(*names)

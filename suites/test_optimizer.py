@@ -6,22 +6,26 @@ optimizers compute element by element.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from shardproof.harness import Capability, contract, needs, world
 from shardproof.harness.adapters.base import Trainee
+from shardproof.harness.findings.finding import step_label
 from shardproof.harness.models import mixed, optim
-from shardproof.harness.parity import CastReplica, Rank, check_evaluation, run_and_replica, step_and_check
-from shardproof.harness.plugin.axes import KEEPS
+from shardproof.harness.parity import CastReplica, Rank, check_evaluation, check_exact, run_and_replica, step_and_check
+from shardproof.harness.parity.refusals import Refusal
+from shardproof.harness.plugin.axes import KEEPS, RESHARD
 
 SHAPE = (7, 5)
 UNITS = (("low",), ("high",))
@@ -323,3 +327,38 @@ def test_gradients_that_the_optimizer_clears(rank: Rank, set_to_none: bool) -> N
         step_and_check(rank, run, replica, [(rank.batch(step, SHAPE),)], number=step, set_to_none=False)
         assert run.adapter.optimizer is not None
         run.adapter.optimizer.zero_grad(set_to_none=set_to_none)
+
+
+@contract("OPTIMIZER-7")
+@world(2)
+@needs(Capability.STEP_IN_BACKWARD)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+def test_steps_in_backward(rank: Rank, reshard_after_forward: bool | int | None) -> None:
+    """Optimizers that are attached to the parameters train the bits of one that steps after backward.
+
+    Backward leaves no gradient.
+    """
+    model, options = mixed.Mixed(*SHAPE), {"lr": 0.05, "momentum": 0.9}
+    kept: dict[str, Any] = {"units": UNITS, "reshard_after_forward": reshard_after_forward}
+    ordinary = rank.run(copy.deepcopy(model), optimizer=optim.sgd(lr=0.05), **kept)
+    attached = rank.run(model, **kept)
+    _apply_optimizer_in_backward(torch.optim.SGD, attached.adapter.held_parameters().values(), options)
+    for step in range(3):
+        batch = [(rank.batch(step, SHAPE),)]
+        pictures = [run.step(batch, loss=torch.sum) for run in (ordinary, attached)]
+        left = [name for name, piece in pictures[1].gradients.items() if piece is not None]
+        assert not left, f"backward leaves gradients of {', '.join(left)} in {step_label(step)}"
+        check_exact(rank, *pictures, step=step, why="the same kernels on the same shards, one parameter at a time")
+
+
+@contract("OPTIMIZER-7")
+@world(2)
+@needs(Capability.STEP_IN_BACKWARD, Capability.FLAT_PARAMETERS)
+def test_steps_in_backward_of_flat_parameters(rank: Rank) -> None:
+    """Optimizers that are attached to flat parameters are refused in the first forward, before anything is sent."""
+    run = rank.run(mixed.Mixed(*SHAPE), units=UNITS, flat_parameters=True)
+    flat = [parameter for parameter in run.adapter.module.parameters() if parameter.requires_grad]
+    _apply_optimizer_in_backward(torch.optim.SGD, flat, {"lr": 0.05})
+    refusal = Refusal(rank, lambda: run.adapter.forward(rank.batch(0, SHAPE)))
+    assert refusal.text is not None, "no rank refuses them"
+    refusal.check_names("optimizer in backward")

@@ -223,6 +223,50 @@ def test_evaluation_is_not_compared(rank: Rank, flat_parameters: bool, reshard_a
         check_silent(rank, departures(epoch, number))
 
 
+@contract("ORDER-3")
+@world(2, debug_level="DETAIL")
+@PARAMETERS
+def test_forwards_without_gradients_are_not_compared(rank: Rank, flat_parameters: bool) -> None:
+    """The same for forwards in training mode that need no gradients, as those of a validation loss."""
+    pair, model = make(rank, reshard_after_forward=None, flat_parameters=flat_parameters)
+
+    def epoch(number: int) -> None:
+        for step in range(2):
+            model.takes_second = step == 1
+            pair.sharded.evaluate((rank.batch(step, (8, DIM)),))
+        model.takes_second = False
+        pair.step(rank.batch(number, (8, DIM)))
+        pair.check()
+
+    for number in range(3):
+        check_silent(rank, departures(epoch, number))
+
+
+@contract("ORDER-3")
+@world(2, debug_level="DETAIL")
+@needs(Capability.NON_ROOT_FORWARD)
+@pytest.mark.parametrize("first", [False, True], ids=["later", "first"])
+def test_a_unit_by_itself_is_not_compared(rank: Rank, first: bool) -> None:
+    """Forwards of one unit between those of the root neither warn nor count as an iteration."""
+    model = models.Tower(dim=9)
+    pair = rank.pair(model, units=model.units(), baseline="replicated")
+
+    def alone(number: int) -> None:
+        pair.sharded.forward_backward((rank.batch(number, (4, 9)),), loss=models.mean_square, submodule="layers.1")
+        pair.adapter.zero_grad(set_to_none=True)
+
+    def epoch(number: int) -> None:
+        if number or first:
+            alone(number)
+        pair.step(rank.batch(number, (4, 9)))
+        pair.check()
+        alone(number)
+
+    pair.sharded.evaluate((rank.batch(0, (4, 9)),))  # by which the root is known
+    for number in range(3):
+        check_silent(rank, departures(epoch, number))
+
+
 @contract("ORDER-4")
 @world(2, 4, debug_level="DETAIL")
 @needs(Capability.COUNTED_UNITS)

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.adapters.base import Clip
+from shardproof.harness.adapters.dtensor import piece_of
 from shardproof.harness.models import shapes
 from shardproof.harness.models.experts import ExpertModel
 from shardproof.harness.models.parallel import MLPStack, parallelize_mlps
@@ -78,6 +79,23 @@ def test_other_dimensions(rank: Rank, choice: str, reshard_after_forward: bool |
     for step in range(3):
         pair.step(rank.batch(step, (4, 8)))
         pair.check()
+
+
+@contract("PLACEMENT-2")
+@world(4)
+@needs(Capability.SHARD_DIMENSION, Capability.RESHARD_TO_SIZE, Capability.REGISTERED_STATE)
+@pytest.mark.parametrize("choice", CHOICES)
+def test_other_dimensions_after_forward(rank: Rank, choice: str) -> None:
+    """Sharded along other dimensions, parameters that are resharded to groups of two show the part that they claim."""
+    model = models.Tower(dim=8)
+    full = {name: value.detach().clone().to(rank.device) for name, value in model.named_parameters()}
+    run = rank.run(model, units=model.units(), reshard_after_forward=2, shard_dim=CHOICES[choice])
+    run.adapter.forward(rank.batch(0, (4, 8)))
+    for name, parameter in run.adapter.named_parameters().items():
+        assert isinstance(parameter, DTensor), f"{name} is a {type(parameter)} after forward"
+        piece = piece_of(parameter.detach())
+        assert piece.tensor.numel() * 2 == full[name].numel(), f"{name} has {piece.tensor.numel()} elements"
+        assert torch.equal(piece.tensor, piece.cut(full[name])), f"{name} has other values than its placement claims"
 
 
 @contract("PLACEMENT-2")

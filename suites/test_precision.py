@@ -222,11 +222,16 @@ def test_state_dicts(rank: Rank, form: StateForm, flat_parameters: bool) -> None
 
 @contract("PRECISION-1")
 @world(4)
-@needs(Capability.MIXED_PRECISION, Capability.RESHARD_TO_SIZE)
+@needs(Capability.MIXED_PRECISION, Capability.RESHARD_TO_SIZE, Capability.REGISTERED_STATE)
 def test_smaller_shards(rank: Rank) -> None:
     """Shards over fewer ranks, from which backward gathers, have the dtype of compute."""
     # The sum of four bfloat16 gradients in float32 is exact in any order.
     run, replica = both(rank, mixed.Mixed(), precision=POLICIES["bf16-fp32"], reshard_after_forward=2)
+    run.adapter.forward(rank.batch(0, SHAPE))
+    for name, parameter in run.adapter.named_parameters().items():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        dtypes = (parameter.dtype, local.dtype)
+        assert dtypes == (BRAIN, BRAIN), f"after forward {name} claims {dtypes[0]} and has {dtypes[1]}"
     train(rank, run, replica)
     assert_collectives(run, gathers={BRAIN}, reduces={FULL})
 

@@ -122,6 +122,28 @@ def test_function_in_place_of_the_reduction(rank: Rank, shards: bool) -> None:
         assert kinds == ["all_reduce"] * len(calls), f"the implementation reduces too: {kinds} for {len(calls)} calls"
 
 
+@contract("REDUCTION-2")
+@world(2, 4)
+@needs(Capability.REDUCTION_HOOK, Capability.MIXED_PRECISION)
+@SHARDS
+def test_what_a_function_writes_in_half_precision(rank: Rank, shards: bool) -> None:
+    """In float16, where an average would be divided in two parts, what the function writes is divided no further."""
+    run = rank.run(mixed.Mixed(), units=[["low"], ["high"]], shards=shards, precision=Precision(reduce=torch.float16))
+    dtypes: set[torch.dtype] = set()
+
+    def function(gradient: torch.Tensor, share: torch.Tensor | None = None) -> None:
+        mine = gradient if share is None else share
+        dtypes.update((gradient.dtype, mine.dtype))
+        mine.fill_(3)
+
+    run.adapter.replace_reduction(function)
+    run.forward_backward((rank.batch(0, SHAPE),), loss=torch.sum)
+    assert dtypes == {torch.float16}, f"the function is given {dtypes}"
+    for name, piece in run.adapter.gradients().items():
+        found = set() if piece is None else set(piece.tensor.flatten().tolist())
+        assert found <= {3.0}, f"gradient of {name!r} has {sorted(found)} where the function wrote 3"
+
+
 class Own:
     """An all-gather or a reduce-scatter of the script's own, in memory of its own."""
 

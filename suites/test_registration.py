@@ -49,6 +49,19 @@ def test_after_forward(rank: Rank, dim: int, units: list[list[str]], reshard_aft
     _assert_values(run, original)
 
 
+@contract("REGISTRATION-1")
+@world(2, 4)
+@needs(Capability.MANUAL_RESHARD, Capability.RESHARD_TO_SIZE, Capability.ROOT_RESHARD)
+def test_size_of_the_mesh(rank: Rank) -> None:
+    """To reshard to groups of all ranks is to reshard: after forward the optimizer's parameters are registered."""
+    model = models.Tower(dim=8, depth=2)
+    run = rank.run(model, units=model.units(), reshard_after_forward=rank.world_size)
+    run.adapter.forward(rank.batch(0, (3, 8)))
+    held = run.adapter.held_parameters()
+    others = [name for name, shown in run.adapter.named_parameters().items() if shown is not held[name]]
+    assert not others, f"after forward other parameters than the optimizer's are registered: {', '.join(others)}"
+
+
 @contract("REGISTRATION-2")
 @UNITS
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)

@@ -421,10 +421,12 @@ def test_whole_state_dicts_are_copies(rank: Rank, form: StateForm, shards: bool,
     twin, run = (make(rank, 0, for_flat=flat, flat_parameters=flat, shards=shards) for _ in range(2))
     for one in (twin, run):
         train(rank, one, 0)
+    # Numbers of steps too, but torch's own functions share those with the optimizer: F-170 of docs/findings.md.
+    copies_numbers = type(run.adapter).checkpoint is not Adapter.checkpoint
     state = run.adapter.checkpoint(form=form)
     named = {name: value for name, value in state["model"].items() if name in TRAINED}
     for name, values in state.get("optimizer", {}).get("state", {}).items():
-        named |= {f"{key} of {name}": value for key, value in values.items() if value.ndim}
+        named |= {f"{key} of {name}": value for key, value in values.items() if value.ndim or copies_numbers}
     copies = {name: value.clone() for name, value in named.items()}
     check_exact(rank, train(rank, run, 1), train(rank, twin, 1), step=1, why=WHY)
     changed = [name for name, value in named.items() if not torch.equal(value, copies[name])]
@@ -436,6 +438,53 @@ def test_whole_state_dicts_are_copies(rank: Rank, form: StateForm, shards: bool,
     train(rank, run, 3)
     changed = [name for name, value in named.items() if not torch.all(value == 7.0)]
     assert not changed, f"the step changed what was loaded before it of {', '.join(changed)}"
+
+
+@contract("STATE-12")
+@world(2)
+@needs(Capability.OPTIMIZER_KEYS)
+@FLAT
+@FORMS
+def test_older_calls(rank: Rank, form: StateForm, flat: bool) -> None:
+    """The older calls save and load the optimizer's states and options that the newer ones do."""
+    saved, loaded = (make(rank, number, for_flat=flat, flat_parameters=flat) for number in range(2))
+    train(rank, saved, 0)
+    train(rank, loaded, 3)
+    expected, state = states.read(rank, saved, form=form), saved.adapter.older_checkpoint(form=form)
+    assert form != "first-rank" or bool(state) == (rank.index == 0), f"rank {rank.index} has {sorted(state)}"
+    loaded.adapter.restore({"model": saved.adapter.checkpoint(form="full")["model"]}, form="full")
+    loaded.adapter.older_restore(state, form=form)
+    states.check_held(rank, loaded, expected)
+    states.check_same(rank, states.read(rank, loaded, form=form), expected)
+
+
+@contract("STATE-12")
+@world(2)
+@needs(Capability.OPTIMIZER_KEYS)
+@FLAT
+def test_by_numbers(rank: Rank, flat: bool) -> None:
+    """An unsharded model's optimizer takes the states by numbers, of two groups too; what it saves is taken back."""
+    run, model = make(rank, 0, for_flat=flat, flat_parameters=flat), plain(rank, for_flat=flat).to(rank.device)
+    optimizer = (optim.adamw(lr=LR) if flat else optim.in_two_groups("adamw", lr=LR))(model.parameters())
+    train(rank, run, 0)
+    state = run.adapter.checkpoint(form="full")
+    numbered = run.adapter.rekeyed(state["optimizer"], by="number", model=model, optimizer=optimizer)
+    keys = [key for group in numbered["param_groups"] for key in group["params"]]
+    assert sorted(keys) == list(range(len(keys))), f"the numbers of the parameters are {keys}"
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(numbered)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    held = {names[id(parameter)]: state for parameter, state in optimizer.state.items()}
+    for name, expected in state["optimizer"]["state"].items():
+        wrong = [key for key, value in expected.items() if not torch.equal(held[name][key].cpu(), value.cpu())]
+        assert not wrong, f"the unsharded model's optimizer has other values of {', '.join(wrong)} of {name}"
+    named, before = optimizer.state_dict(), states.read(rank, run, form="full")
+    named = run.adapter.rekeyed(named, by="name", model=model, optimizer=optimizer)
+    train(rank, run, 3)
+    run.adapter.restore({"model": before["model"]}, form="full")  # not `state`, whose buffers are the model's own
+    run.adapter.older_restore(named, form="full")
+    states.check_held(rank, run, before)
+    states.check_same(rank, states.read(rank, run, form="full"), before)
 
 
 #: The entries of the model whose values a forward does not change.

@@ -73,6 +73,17 @@ def test_parameter_without_rows(rank: Rank) -> None:
         pair.check()
 
 
+@contract("TRAINING-1")
+@world(2)
+def test_list_that_computes(rank: Rank) -> None:
+    """A list of modules that has a forward of its own is a unit as any other module."""
+    model = nn.Sequential(nn.Linear(5, 9), shapes.Chain([nn.Linear(9, 9), nn.Linear(9, 9)]), nn.Linear(9, 5))
+    pair = rank.pair(model, units=[["1"]])
+    for step in range(2):
+        pair.step(rank.batch(step, (4, 5)))
+        pair.check()
+
+
 @contract("TRAINING-2")
 @world(2, 4)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
@@ -149,6 +160,28 @@ def test_unit_called_before_the_root(rank: Rank) -> None:
     plain = whole.to(rank.device)
     backward_of_copies(rank, plain, loss=models.mean_square(plain(batch)))
     check_gradients(run, plain, step=0)
+
+
+@contract("TRAINING-3")
+@world(2)
+@needs(Capability.NON_ROOT_FORWARD, Capability.GROUPED_UNIT, Capability.REGISTERED_STATE)
+def test_module_of_several_called_before_the_root(rank: Rank) -> None:
+    """A module of a unit of several that is called before the root is refused, or is trained and freed again."""
+    model = models.Tower(dim=9)
+    whole = models.copy_of(model).to(rank.device)
+    run = rank.run(model, units=[["layers.0", "layers.1"], ["layers.2"]])
+    batch = rank.batch(0, (4, 9))
+    refusal = Refusal(rank, lambda: run.adapter.forward(batch, submodule="layers.0"))
+    submodule = "" if refusal.text is not None else "layers.0"
+    output = run.adapter.forward(batch) if submodule == "" else refusal.result
+    run.adapter.backward(models.mean_square(output))
+    backward_of_copies(rank, whole, loss=models.mean_square(whole.get_submodule(submodule)(batch)))
+    missing = [name for name, value in whole.named_parameters() if value.grad is not None]
+    missing = [name for name in missing if run.adapter.gradients()[name] is None]
+    assert not missing, f"after a forward of {submodule or 'the root'} there is no gradient of {', '.join(missing)}"
+    check_gradients(run, whole, step=0)
+    gathered = [name for name, is_gathered in run.adapter.gathered().items() if is_gathered]
+    assert not gathered, f"after backward these are gathered: {', '.join(gathered)}"
 
 
 @contract("TRAINING-3")

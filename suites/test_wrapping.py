@@ -132,6 +132,17 @@ def test_by_hand_after_an_error(rank: Rank) -> None:
     train(rank, BY_CHOICE["by-hand"])
 
 
+@contract("WRAPPING-5")
+@world(2)
+@pytest.mark.parametrize("answer", [None, 3], ids=["nothing", "a-number"])
+def test_answers_that_a_rule_cannot_give(rank: Rank, answer: Any) -> None:
+    """A rule that answers neither whether a module is a unit nor with what options is refused with its answer."""
+    policy = WrapPolicy("custom", chooses=lambda module: answer)
+    refusal = Refusal(rank, lambda: sharded(rank, Parts().to(rank.device), wraps=policy))
+    assert refusal.text is not None, "no rank refuses it"
+    refusal.check_names(f"returned {answer}")
+
+
 @contract("WRAPPING-2")
 @world(2)
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.config import Accumulation as Accumulation
 from shardproof.harness.adapters.config import Clip as Clip
 from shardproof.harness.adapters.config import Config as Config
+from shardproof.harness.adapters.config import KeyKind as KeyKind
 from shardproof.harness.adapters.config import OwnCollective as OwnCollective
 from shardproof.harness.adapters.config import Precision as Precision
 from shardproof.harness.adapters.config import Settings as Settings
@@ -564,6 +565,27 @@ class Adapter(ABC):
             optimizer = self._checkpointed_optimizer()
             set_optimizer_state_dict(self.module, optimizer, state["optimizer"], options=options)
         return KeysLeftOver(tuple(keys.missing_keys), tuple(keys.unexpected_keys))
+
+    def older_checkpoint(self, *, form: StateForm) -> dict[str, Any]:
+        """Return the optimizer's state dict by older calls (collective). Needs :attr:`Capability.OPTIMIZER_KEYS`."""
+        raise AssertionError(f"{self.name} does not declare {Capability.OPTIMIZER_KEYS!r}")
+
+    def older_restore(self, state: dict[str, Any], *, form: StateForm) -> None:
+        """Load what :meth:`older_checkpoint` returned (collective). Needs :attr:`Capability.OPTIMIZER_KEYS`."""
+        raise AssertionError(f"{self.name} does not declare {Capability.OPTIMIZER_KEYS!r}")
+
+    def rekeyed(self, state: dict[str, Any], *, by: KeyKind, model: nn.Module, optimizer: Any) -> dict[str, Any]:
+        """Return a full state dict of an optimizer with the other kind of keys.
+
+        Needs :attr:`Capability.OPTIMIZER_KEYS`.
+
+        Args:
+            state: by names, or by numbers.
+            by: the kind of keys to return.
+            model: the unsharded model.
+            optimizer: an optimizer of its parameters.
+        """
+        raise AssertionError(f"{self.name} does not declare {Capability.OPTIMIZER_KEYS!r}")
 
     def _checkpointed_optimizer(self) -> torch.optim.Optimizer:
         assert self.optimizer is not None, f"{self.name} exposes no optimizer"

@@ -80,6 +80,9 @@ class Capability(enum.StrEnum):
     IGNORED_MODULES = "ignored-modules"
     """Modules can be left alone, with all parameters in them."""
 
+    REPLICATED_MODULES = "replicated-modules"
+    """Modules inside that torch's ``replicate`` manages are left to it, and it refuses sharded ones."""
+
     WRAPPING_POLICY = "wrapping-policy"
     """The implementation can find its units itself, by a rule: by size, by class or by a function of the module."""
 
@@ -145,6 +148,12 @@ class Capability(enum.StrEnum):
 
     OWN_OPTIMIZER = "own-optimizer"
     """The script makes the optimizer and steps it, and may change its groups, the parameters and their gradients."""
+
+    STEP_IN_BACKWARD = "step-in-backward"
+    """Optimizers that ``torch.distributed.optim`` attaches to parameters step in backward, once a gradient is reduced.
+
+    A unit of one flat parameter refuses them.
+    """
 
     LOSS_SCALING = "loss-scaling"
     """The loss can be scaled: an infinite gradient on one rank makes every rank skip the step and lower the scale."""
@@ -212,6 +221,9 @@ class Capability(enum.StrEnum):
     FULL_STATE_DICT = "full-state-dict"
     """State dicts can also hold whole tensors, on every rank, or on the first alone, which then also sends them."""
 
+    OPTIMIZER_KEYS = "optimizer-keys"
+    """The optimizer's state dict can have numbers in the place of names, and older calls save and load it too."""
+
     META_LOAD = "meta-load"
     """Ranks whose model is on the meta device can take parameters and buffers from the first rank's state dict."""
 
@@ -247,6 +259,9 @@ class Capability(enum.StrEnum):
 
     OWN_REDUCE_GROUP = "own-reduce-group"
     """Reductions can have a process group other than that of the gathers."""
+
+    REDUCE_INPUTS = "reduce-inputs"
+    """A script can choose how many inputs of reductions may be in flight."""
 
     REDUCTION_HOOK = "reduction-hook"
     """A function of the script can take the place of the reduction of all units."""

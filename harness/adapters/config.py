@@ -24,6 +24,10 @@ StateForm = Literal["sharded", "full", "first-rank"]
 """
 
 
+KeyKind = Literal["name", "number"]
+"""What an optimizer's state dict calls its parameters by: their names, or their numbers in the optimizer's groups."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Clip:
     """Gradient clipping by the total norm of all gradients.
@@ -148,6 +152,9 @@ class Settings:
 
     own_reduce_group: bool | None = None
     """Whether reductions have a process group of their own. Needs :attr:`Capability.OWN_REDUCE_GROUP`."""
+
+    reduce_inputs: int | None = None
+    """How many inputs of reductions may be in flight. Needs :attr:`Capability.REDUCE_INPUTS`."""
 
     group_memory: bool | None = None
     """Whether buffers come from the allocator of the process group, if it has one."""
@@ -299,6 +306,12 @@ class Config:
     """Modules that a script names in place of their parameters, which are all in :attr:`ignored`.
 
     Needs :attr:`Capability.IGNORED_MODULES`.
+    """
+
+    replicated: tuple[str, ...] = ()
+    """Modules that torch's ``replicate`` manages, which averages their gradients; their parameters are :attr:`ignored`.
+
+    Needs :attr:`Capability.REPLICATED_MODULES`.
     """
 
     divide_factors: Mapping[str, float] = dataclasses.field(default_factory=dict)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -41,13 +42,14 @@ _SETTERS = {
     "reduce_unused": "set_reduce_scatter_unused_params",
     "force_sum": "set_force_sum_reduction_for_comms",
     "own_reduce_group": "set_separate_reduce_scatter_group",
+    "reduce_inputs": "set_reduce_scatter_max_input_buffers",
     "group_memory": "set_allocate_memory_from_process_group_for_comm",
     "reduced": "set_all_reduce_hook",
     "gather": "set_custom_all_gather",
     "reduce_scatter": "set_custom_reduce_scatter",
 }
 #: Of these, those that take ``recurse``.
-_RECURSIVE = frozenset({"reshard_after_forward", "reduce_unused", "own_reduce_group"})
+_RECURSIVE = frozenset({"reshard_after_forward", "reduce_unused", "own_reduce_group", "reduce_inputs"})
 
 
 def cut_like(full: torch.Tensor, *, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> torch.Tensor:
@@ -169,6 +171,9 @@ class DTensorAdapter(Adapter):
             Capability.WHOLE_ON_CPU,
             Capability.FULL_PRECISION_EVALUATION,
             Capability.LOW_PRECISION_GRADIENTS,
+            # Such optimizers go by hooks of the parameters, which AUTOGRAD-5 is about.
+            Capability.STEP_IN_BACKWARD,
+            Capability.OPTIMIZER_KEYS,
         }
         if not hasattr(cls, "mesh_dims"):
             missing.add(Capability.NAMED_DIMENSIONS)
@@ -210,7 +215,9 @@ class DTensorAdapter(Adapter):
         options: dict[str, Any] = {"reshard_after_forward": config.reshard_after_forward}
         if config.shard_dim is not None:
             options["shard_placement_fn"] = self._placement
-        if config.ignored:
+        for name in config.replicated:
+            replicate(model.get_submodule(name), process_group=config.mesh.get_group())
+        if config.ignored and not config.replicated:
             options["ignored_params"] = {model.get_parameter(name) for name in config.ignored}
         if config.offload:
             options["offload_policy"] = type(self).offload_policy(pin_memory=config.offload == "pinned")

@@ -19,6 +19,7 @@ from shardproof.harness.adapters.base import (
     Accumulation,
     Adapter,
     Config,
+    KeyKind,
     KeysLeftOver,
     OptimizerFactory,
     Piece,
@@ -93,6 +94,8 @@ CAPABILITIES = frozenset(
         Capability.RANKS_DIFFER,
         Capability.REDUCTION_HOOK,
         Capability.GATHERS_AHEAD,
+        Capability.OPTIMIZER_KEYS,
+        Capability.STEP_IN_BACKWARD,
     }
 )
 """What the interface of ``FullyShardedDataParallel`` offers in every implementation."""
@@ -234,7 +237,7 @@ class FlatAdapter(Adapter):
         """Return what a policy object expects of a module: whether to wrap it, or the wrapper's arguments."""
         assert policy.chooses is not None
         answer = policy.chooses(module)
-        if isinstance(answer, bool):
+        if not isinstance(answer, dict):
             return answer
         return {"sharding_strategy": self._strategy(answer["reshard_after_forward"])}
 
@@ -355,6 +358,34 @@ class FlatAdapter(Adapter):
                 optimizer = self._checkpointed_optimizer()
                 wrapper.optim_state_dict_to_load(self.module, optimizer, state["optimizer"], load_directly=True)
         return KeysLeftOver(tuple(keys.missing_keys), tuple(keys.unexpected_keys))
+
+    def older_checkpoint(self, *, form: StateForm) -> dict[str, Any]:
+        wrapper, optimizer = self.api.FullyShardedDataParallel, self._checkpointed_optimizer()
+        if form == "sharded":
+            return wrapper.sharded_optim_state_dict(self.module, optimizer)  # type: ignore[no-any-return]
+        first = form == "first-rank"
+        state: dict[str, Any] = wrapper.full_optim_state_dict(self.module, optimizer, rank0_only=first)
+        return state
+
+    def older_restore(self, state: dict[str, Any], *, form: StateForm) -> None:
+        wrapper, optimizer = self.api.FullyShardedDataParallel, self._checkpointed_optimizer()
+        if form == "sharded":
+            found = wrapper.flatten_sharded_optim_state_dict(state, self.module, optimizer)
+        elif form == "full":
+            found = wrapper.shard_full_optim_state_dict(state, self.module, optim=optimizer)
+        else:
+            found = wrapper.scatter_full_optim_state_dict(state or None, self.module, optim=optimizer)
+        optimizer.load_state_dict(found)
+
+    def rekeyed(self, state: dict[str, Any], *, by: KeyKind, model: nn.Module, optimizer: Any) -> dict[str, Any]:
+        wrapper, kinds = self.api.FullyShardedDataParallel, self._key_kinds()
+        kind = kinds.PARAM_NAME if by == "name" else kinds.PARAM_ID
+        found: dict[str, Any] = wrapper.rekey_optim_state_dict(state, kind, model, optim=optimizer)
+        return found
+
+    def _key_kinds(self) -> Any:
+        """Return the enumeration of the kinds of keys."""
+        return self.api.OptimStateKeyType
 
     def _models_are(self, form: StateForm) -> contextlib.AbstractContextManager[Any]:
         # A full state dict of a model is what a script gets that chooses nothing.

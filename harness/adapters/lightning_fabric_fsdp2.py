@@ -38,8 +38,9 @@ class LightningFabricAdapter(TorchFullyShardAdapter):
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
         # META_LOAD: what is on the meta device after sharding, Fabric makes real at once.
-        # NAMED_DIMENSIONS has not been tried.
-        return super().capabilities() - {Capability.META_LOAD, Capability.NAMED_DIMENSIONS}
+        # NAMED_DIMENSIONS and REPLICATED_MODULES have not been tried.
+        missing = {Capability.META_LOAD, Capability.NAMED_DIMENSIONS, Capability.REPLICATED_MODULES}
+        return super().capabilities() - missing
 
     @classmethod
     def version(cls) -> str:

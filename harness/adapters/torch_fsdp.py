@@ -24,6 +24,11 @@ class TorchFsdpAdapter(FlatAdapter):
         # What it puts on the CPU where it is already, it frees: F-41 of docs/findings.md.
         return super().capabilities() - {Capability.WHOLE_ON_CPU, Capability.FULL_PRECISION_EVALUATION}
 
+    def _key_kinds(self) -> Any:
+        from torch.distributed.fsdp.fully_sharded_data_parallel import OptimStateKeyType
+
+        return OptimStateKeyType
+
 
 # Why the other capabilities are missing; those that are not listed have not been tried:
 # - RESHARD_TO_SIZE, RESHARD_TO_SIZE_UNEVEN: a strategy either keeps parameters gathered after forward or frees them.

@@ -22,6 +22,7 @@ _RECENT = {
     Capability.RECOVERY: "reset_iter_state",
     Capability.RANKS_DIFFER: "set_reduce_scatter_unused_params",
     Capability.OWN_REDUCE_GROUP: "set_separate_reduce_scatter_group",
+    Capability.REDUCE_INPUTS: "set_reduce_scatter_max_input_buffers",
 }
 
 

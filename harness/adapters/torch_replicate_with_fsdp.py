@@ -34,6 +34,8 @@ _SHARDING = frozenset(
         Capability.REGISTERED_STATE,
         Capability.UNIT_SETTINGS,
         Capability.OWN_REDUCE_GROUP,
+        Capability.REDUCE_INPUTS,
+        Capability.REPLICATED_MODULES,
         Capability.ORDER_VALIDATION,
         Capability.SINGLE_RANK,
     }

@@ -92,6 +92,9 @@ def before(shard: torch.Tensor, calls: Calls, mesh: Any, size: torch.Size, modul
 def after(calls: Calls, outputs: Any, size: torch.Size, dtype: torch.dtype, out: torch.Tensor | None) -> Any:
     """Add up the two halves, into a new tensor or into the one that was made before."""
     high, rest = outputs
+    for output in outputs:
+        begin, numel = output.storage_offset(), output.untyped_storage().nbytes() // output.element_size()
+        assert begin == 0 and numel >= output.numel(), f"a gathered tensor begins at {begin} of {numel} elements"
     whole = (high.to(rest.dtype) + rest).to(dtype)[: size[0]]
     if out is not None:
         calls.filled += 1

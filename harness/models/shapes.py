@@ -221,6 +221,18 @@ def pack_three(first: torch.Tensor, second: torch.Tensor, third: torch.Tensor, n
     return packed[nesting]
 
 
+class Chain(nn.ModuleList):
+    """A list with a forward of its own, which runs its modules one after the other.
+
+    Input and output: as of its modules.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for module in self:
+            x = torch.tanh(module(x))
+        return x
+
+
 class Lending(nn.Module):
     """Two :class:`plain.Packed` blocks ``layers.N`` that take the same container, whose tensors must stay in it.
 

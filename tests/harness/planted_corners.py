@@ -1,7 +1,7 @@
 """Adapters of a reference of which one place is edited, where no case had looked before.
 
-They lie in classes of containers, in named dimensions of one mesh, in the clipping of some parameters and in whole
-parameters.
+They lie in classes of containers, in named dimensions of one mesh, in the clipping of some parameters, in refusals, in
+optimizers that step in backward, in older state dicts and in modules that another library replicates.
 """
 
 from __future__ import annotations
@@ -57,6 +57,56 @@ PER_PARAMETER = {
         "list(parameters)",
     ),
     "first-one-scaled": Edit("common.clip:_scale", "for member in members:", "for member in members[:1]:"),
+    # Refusals.
+    "size-as-choice": Edit(
+        "per_parameter.module:FSDPModule.set_reshard_after_forward",
+        "isinstance(reshard_after_forward, bool)",
+        "isinstance(reshard_after_forward, int)",
+    ),
+    "no-inputs-in-flight": Edit(
+        "per_parameter.module:FSDPModule.set_reduce_scatter_max_input_buffers", "max_input_buffers < 1", "False"
+    ),
+    "half-an-input": Edit(
+        "per_parameter.module:FSDPModule.set_reduce_scatter_max_input_buffers",
+        " or not isinstance(max_input_buffers, int)",
+        "",
+    ),
+    "no-unit-ahead": Edit("per_parameter.module:_groups_of", "if unit is None:", "if False:"),
+    # Orders.
+    "a-unit-alone-begins": Edit(
+        "per_parameter.unit:Unit._root_pre_forward",
+        "if self.is_root and self.iteration.order",
+        "if self.iteration.order",
+    ),
+    "a-unit-alone-goes-on": Edit("common.order:OrderCheck.end", "    self._is_active = False\n", ""),
+    # Layouts after forward, and what cannot be resharded to a part of the ranks.
+    "smaller-shards-of-rows": Edit("per_parameter.group:_spec_of", "Shard(param.dim)", "Shard(0)"),
+    "size-of-the-mesh-kept": Edit("per_parameter.mesh:after_forward", "if value == mesh.size:", "if False:"),
+    "extensions-beside-each-other": Edit(
+        "per_parameter.layout:UnshardedBuffer.__init__", "if index in apart:", "if False:"
+    ),
+    "extensions-resharded": Edit(
+        "per_parameter.lazy_init:_check_smaller",
+        "smaller is not None and kind",
+        'smaller is not None and kind[:1] == "D"',
+    ),
+    "cut-parameters-resharded": Edit("per_parameter.lazy_init:_check_smaller", 'kind = "DTensor parameters"', "pass"),
+    # Modules.
+    "lists-do-not-compute": Edit(
+        "per_parameter.construct:_check_module",
+        "is_container and type(module).forward is nn.Module.forward",
+        "is_container",
+    ),
+    "several-modules-as-root": Edit("per_parameter.lazy_init:ensure", "if len(unit.modules) > 1:", "if False:"),
+    "beside-an-ignored-one": Edit("per_parameter.construct:_is_ignored", "and all(param in", "and any(param in"),
+    "one-unit-on-the-meta-device": Edit("per_parameter.lazy_init:check_groups", "if on_meta:", "if len(on_meta) > 4:"),
+    # What another library replicates.
+    "replicated-is-sharded": Edit(
+        "per_parameter.construct:_not_taken", '"replicate" in (_get_registry(module) or ())', "False"
+    ),
+    "replicate-is-not-told": Edit(
+        "per_parameter.construct:_mark_composable", "register(mark)(list(unit.modules))", "pass"
+    ),
 }
 
 FLAT = {
@@ -72,6 +122,36 @@ FLAT = {
     ),
     "flat-first-rank-keeps-changes": Edit("flat.summon:_check", "if writeback and rank0_only:", "if False:"),
     "flat-whole-in-a-forward": Edit("flat.summon:_check", "if unit.phase is not Phase.IDLE:", "if False:"),
+    # Rules and functions of a script.
+    "flat-any-answer": Edit("wrap:CustomPolicy._run_policy", "if not isinstance(answer, (bool, dict)):", "if False:"),
+    "flat-function-divided-again": Edit(
+        "flat.reduction:Reducer._finish", "    if self.comm_hook is None:\n", "    if True:\n"
+    ),
+    "flat-frozen-shown-with-gradients": Edit("flat.reduction:Gradients._wholes", " if param.requires_grad]", "]"),
+    "flat-without-gradients-compared": Edit(
+        "common.order:OrderCheck.begin", "training and torch.is_grad_enabled()", "training"
+    ),
+    # Optimizers in backward.
+    "flat-optimizers-of-flat-parameters": Edit(
+        "flat.construct:initialize", 'hasattr(group.shards.flat, "_in_backward_optimizers")', "False"
+    ),
+    "flat-gradients-after-their-step": Edit(
+        "flat.reduction:_step_in_backward", "            optimizer.zero_grad(set_to_none=True)\n", ""
+    ),
+    # State dicts of optimizers.
+    "flat-older-on-all-ranks": Edit(
+        "flat.module:FullyShardedDataParallel.full_optim_state_dict",
+        "rank0_only=rank0_only, off",
+        "rank0_only=False, off",
+    ),
+    "flat-older-not-sent": Edit(
+        "flat.module:FullyShardedDataParallel.scatter_full_optim_state_dict", "rank0_only=True, ", ""
+    ),
+    "flat-numbers-of-sorted-names": Edit("flat.optim_state:_rename", "enumerate(names)}", "enumerate(sorted(names))}"),
+    "flat-numbers-of-steps-shared": Edit("flat.optim_state:_whole_states", "copy_of(kind)", "kind"),
+    "flat-loaded-numbers-shared": Edit(
+        "flat.optim_state:_shard_state", "found[key] = copy_of(value)", "found[key] = value"
+    ),
 }
 
 #: Adapters by the names of their bugs.

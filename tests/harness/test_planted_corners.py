@@ -11,8 +11,8 @@ pytestmark = pytest.mark.slow("the tests share one run of the suites, in which p
 
 LENT, CLASSES = "test_containers_that_a_script_passes and w2-{}", "test_classes_of_containers and w2-{}"
 DIMENSIONS, WRONG = "test_named_dimensions and {}-equal", "test_wrong_dimensions and {}"
-NOT_REFUSED = "no rank refuses it"
-WHOLE = "test_whole_parameters_that_cannot_be and w2-{}"
+SETTINGS, NOT_REFUSED = "test_settings_that_cannot_be and w2-{}", "no rank refuses it"
+WHOLE, COPIES = "test_whole_parameters_that_cannot_be and w2-{}", "test_whole_state_dicts_are_copies and w2-{}"
 KILLED = {
     "dict-of-a-script-changed": Killer(LENT.format("dict"), "a unit has replaced tensors"),
     "list-of-a-script-changed": Killer(LENT.format("list"), "a unit has replaced tensors"),
@@ -33,11 +33,41 @@ KILLED = {
     "no-dimension-named": Killer(WRONG.format("no-name"), "the error names none of"),
     "one-tensor-by-rows": Killer("test_some_parameters and one-lists", ""),
     "first-one-scaled": Killer("test_some_parameters and some-one-by-one", "clipped gradient of"),
+    "size-as-choice": Killer(SETTINGS.format("a-size"), NOT_REFUSED),
+    "no-inputs-in-flight": Killer(SETTINGS.format("no-inputs"), NOT_REFUSED),
+    "half-an-input": Killer(SETTINGS.format("half"), NOT_REFUSED),
+    "no-unit-ahead": Killer(SETTINGS.format("a-layer"), NOT_REFUSED),
+    "a-unit-alone-begins": Killer("test_a_unit_by_itself and w2-later", ""),
+    "a-unit-alone-goes-on": Killer("test_a_unit_by_itself and w2-later", ""),
+    "smaller-shards-of-rows": Killer("test_other_dimensions_after_forward and last", "than its placement claims"),
+    "size-of-the-mesh-kept": Killer("test_size_of_the_mesh and w2", "other parameters than the optimizer's"),
+    "extensions-beside-each-other": Killer("test_tensors_that_choose and w2-class-None", "a gathered tensor begins at"),
+    "extensions-resharded": Killer("test_groups_of_two", ""),
+    "cut-parameters-resharded": Killer("test_tensor_parallel_groups", ""),
+    "lists-do-not-compute": Killer("test_list_that_computes", "containers that do not implement forward"),
+    "several-modules-as-root": Killer("test_module_of_several_called", "there is no gradient of"),
+    "beside-an-ignored-one": Killer("test_ignored_beside_another", ""),
+    "one-unit-on-the-meta-device": Killer("test_forward_on_the_meta_device and one-unit", ""),
+    "replicated-is-sharded": Killer("test_replicated_module and w2-None", ""),
+    "replicate-is-not-told": Killer("test_replicating_what_is_sharded and a-unit", NOT_REFUSED),
     "flat-first-applied-is-the-root": Killer("test_function_for_every_module and w2-shards-originals", ""),
     "flat-buffers-of-wrappers": Killer("test_whole_parameters and w2-None-read-originals", ""),
     "flat-whole-is-thawed": Killer("test_whole_frozen_parameters and w2-flat", "requires_grad of whole parameters"),
     "flat-first-rank-keeps-changes": Killer(WHOLE.format("changes"), "are not refused"),
     "flat-whole-in-a-forward": Killer(WHOLE.format("in-a-forward"), ""),
+    "flat-any-answer": Killer("test_answers_that_a_rule and a-number", NOT_REFUSED),
+    "flat-function-divided-again": Killer("test_what_a_function_writes and w4-shards", "where the function wrote 3"),
+    "flat-frozen-shown-with-gradients": Killer(
+        "test_frozen_between_microbatches and weights", "frozen parameters have"
+    ),
+    "flat-without-gradients-compared": Killer("test_forwards_without_gradients and original", ""),
+    "flat-optimizers-of-flat-parameters": Killer("test_steps_in_backward_of_flat", "no rank refuses them"),
+    "flat-gradients-after-their-step": Killer("test_steps_in_backward and w2-None", "backward leaves gradients"),
+    "flat-older-on-all-ranks": Killer("test_older_calls and w2-first-rank-originals", "rank 1 has"),
+    "flat-older-not-sent": Killer("test_older_calls and w2-first-rank-originals", "KeyError: 'state'"),
+    "flat-numbers-of-sorted-names": Killer("test_by_numbers and originals", ""),
+    "flat-numbers-of-steps-shared": Killer(COPIES.format("full-replicas-alone-originals"), "step of"),
+    "flat-loaded-numbers-shared": Killer(COPIES.format("full-originals"), "loaded before it of"),
 }
 
 cases = cases_of_killers(KILLED, planted.ADAPTERS, flat=planted.FLAT)
