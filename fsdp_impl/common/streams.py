@@ -16,7 +16,6 @@ Event: TypeAlias = torch.Event | None
 # Copies around a collective are short and on the critical path, compute kernels are long: without priority a copy can
 # sit behind compute that does not depend on it.
 HIGH_PRIORITY = -1
-_NOTHING = nullcontext()
 
 
 @functools.cache
@@ -40,37 +39,16 @@ def current(device: torch.device) -> Stream:
     """The stream that the caller's kernels go to, ``None`` on CPU."""
     if device.type == "cpu":
         return None
-    # By its number: torch takes a device apart at each question, which costs more than the answer.
-    stream: torch.Stream = _device_module(device).current_stream(device.index)
+    stream: torch.Stream = _device_module(device).current_stream(device)
     return stream
 
 
 def use(stream: Stream) -> AbstractContextManager[Any]:
     """Make ``stream`` current inside the block; ``None`` leaves the current stream as it is."""
     if stream is None:
-        return _NOTHING
-    module = _device_module(stream.device)
-    if module.current_device() != stream.device_index:
-        other: AbstractContextManager[Any] = module.stream(stream)
-        return other
-    return _Use(stream, module)
-
-
-class _Use:
-    """What ``torch.cuda.stream`` does on the current device, without asking twice which one that is."""
-
-    __slots__ = ("_module", "_previous", "_stream")
-
-    def __init__(self, stream: torch.Stream, module: Any) -> None:
-        self._stream = stream
-        self._module = module
-
-    def __enter__(self) -> None:
-        self._previous = self._module.current_stream(self._stream.device_index)
-        self._module.set_stream(self._stream)
-
-    def __exit__(self, *_: object) -> None:
-        self._module.set_stream(self._previous)
+        return nullcontext()
+    context: AbstractContextManager[Any] = _device_module(stream.device).stream(stream)
+    return context
 
 
 def record(stream: Stream) -> Event:

@@ -153,11 +153,10 @@ class FlatShards:
             return
         with torch.no_grad():
             data = self.flat.detach()
-            home = home_of(data)
             for index, (param, span, owners) in enumerate(zip(self.originals, self.spans, self.owners, strict=True)):
                 # A parameter that has no element on any rank is a view of any memory, in its whole shape at first.
                 is_whole = span.numel == 0 and param.ndim != 1 and self.is_sharded
-                if is_whole or not home.has(param, span):
+                if is_whole or not is_view_of(param, data, span):
                     param.data = self.part(index, data)
                 for owner in owners:
                     set_param(owner, param)
@@ -183,13 +182,12 @@ class FlatShards:
             self.adopt_flat()
             return False
         wrote = False
-        home = home_of(self.flat)
         for index, span in enumerate(self.spans):
             held = self._held(index)
             if held is None or span.numel == 0:
                 continue
             self.originals[index] = held
-            if home.has(held, span):
+            if is_view_of(held, self.flat, span):
                 continue
             place = self.part(index, self.flat.detach())
             if held.size() != place.size():
@@ -226,9 +224,8 @@ class FlatShards:
         if not self.use_orig:
             return self.module._parameters.get(FLAT_PARAM, self.flat) is not self.flat
         held = [self._held(index) for index in range(len(self.spans))]
-        home = home_of(self.flat)
         return any(
-            param is not None and (param is not original or not home.has(param, span))
+            param is not None and (param is not original or not is_view_of(param, self.flat, span))
             for param, original, span in zip(held, self.originals, self.spans, strict=True)
         )
 
@@ -244,51 +241,37 @@ class FlatShards:
 
 def set_param(owner: Owner, param: nn.Parameter) -> None:
     """Register ``param`` at ``owner``."""
-    module = owner.module
-    if type(module).__setattr__ is nn.Module.__setattr__:
+    if type(owner.module).__setattr__ is nn.Module.__setattr__:
         # The checks of nn.Module.__setattr__ cost more than all else here, and hold by construction.
-        module._parameters[owner.name] = param
+        owner.module._parameters[owner.name] = param
     else:
-        module.__dict__.pop(owner.name, None)
-        setattr(module, owner.name, param)
+        owner.module.__dict__.pop(owner.name, None)
+        setattr(owner.module, owner.name, param)
 
 
 def set_tensor(owner: Owner, tensor: torch.Tensor, *, as_param: bool) -> None:
     """Let ``owner`` hold the plain ``tensor``; ``as_param`` where it stands in the place of a registered parameter."""
-    module = owner.module
-    parameters: dict[str, Any] = module._parameters
-    if type(module).__setattr__ is not nn.Module.__setattr__:
+    parameters: dict[str, Any] = owner.module._parameters
+    if type(owner.module).__setattr__ is not nn.Module.__setattr__:
         # The class has to see what is set (recurrent layers keep lists of their weights), and nn.Module takes
         # only a Parameter for what is registered as one.
         parameters.pop(owner.name, None)
-        setattr(module, owner.name, tensor)
+        setattr(owner.module, owner.name, tensor)
     elif as_param:
         parameters[owner.name] = tensor
     else:
-        module.__dict__[owner.name] = tensor
+        owner.module.__dict__[owner.name] = tensor
 
 
-class Home(NamedTuple):
-    """Where a flat tensor lies. Each parameter is asked at each gather whether it is still there."""
-
-    storage: int
-    offset: int
-    dtype: torch.dtype
-
-    def has(self, param: torch.Tensor, span: Span) -> bool:
-        """Whether ``param`` lies at ``span`` of the flat tensor."""
-        return (
-            param.untyped_storage()._cdata == self.storage
-            # Where a rank has nothing of a parameter any place does, and its memory tells whether it has new data.
-            and (span.numel == 0 or param.storage_offset() == self.offset + span.offset)
-            and param.numel() == span.numel
-            and param.dtype == self.dtype
-        )
-
-
-def home_of(flat: torch.Tensor) -> Home:
-    """Where ``flat`` (1-D) lies."""
-    return Home(flat.untyped_storage()._cdata, int(flat.storage_offset()), flat.dtype)
+def is_view_of(param: torch.Tensor, flat: torch.Tensor, span: Span) -> bool:
+    """Whether ``param`` lies at ``span`` in ``flat``'s memory."""
+    return (
+        param.untyped_storage()._cdata == flat.untyped_storage()._cdata
+        # Where a rank has nothing of a parameter any place does, and its memory tells whether it has new data.
+        and (span.numel == 0 or param.storage_offset() == flat.storage_offset() + span.offset)
+        and param.numel() == span.numel
+        and param.dtype == flat.dtype
+    )
 
 
 def mark_managed(param: nn.Parameter) -> None:

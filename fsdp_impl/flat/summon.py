@@ -19,7 +19,7 @@ from fsdp_impl.flat.group import FlatGroup
 from fsdp_impl.flat.layout import shaped
 from fsdp_impl.flat.reduction import set_grad
 from fsdp_impl.flat.registry import unit_of, units_in
-from fsdp_impl.flat.shards import FLAT_PARAM, FlatShards, home_of, set_param
+from fsdp_impl.flat.shards import FLAT_PARAM, FlatShards, is_view_of, set_param
 from fsdp_impl.flat.unit import FlatUnit
 
 
@@ -160,7 +160,7 @@ def _lies_in_place(shards: FlatShards, index: int, value: torch.Tensor) -> bool:
     return (
         not shards.is_sharded
         and value.stride() == shards.layout.pieces[index].stride
-        and home_of(shards.flat).has(value, shards.spans[index])
+        and is_view_of(value, shards.flat, shards.spans[index])
     )
 
 

@@ -263,15 +263,6 @@ class ShardedParam:
                 return getattr(module, owner.name) if held is None else held
         return self.sharded
 
-    def is_in_place(self) -> bool:
-        """Whether there is nothing to :meth:`adopt`: asked of each parameter before each gather."""
-        owner = self.owners[0]
-        module = owner.find()
-        if module is None or module._parameters.get(owner.name) is not self.sharded:
-            return False
-        local = self.local
-        return local is self.slot and local.data_ptr() == self._slot_pointer
-
     def adopt(self) -> None:
         """Take what the owners hold now for the sharded parameter, and look whether it lies in its slot (Note: slots).
 

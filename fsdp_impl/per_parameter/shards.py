@@ -68,9 +68,7 @@ class Shards:
         """A number that grows whenever sharded parameters are changed in place."""
         # A DTensor counts what is done to it, and not what is done to its local tensor. Neither counts what fused
         # kernels do.
-        counts = 0
-        for param in self.params:
-            counts += param.sharded._version + param.local._version
+        counts = sum(param.sharded._version + param.local._version for param in self.params)
         return counts + (0 if self._buffer is None else self._buffer._version) + hooks.optimizer_steps()
 
     @modes.without_grad
@@ -80,11 +78,9 @@ class Shards:
         Returns:
             Whether it wrote to a new buffer, on the current stream.
         """
-        left = 0
         for param in self.params:
-            if not param.is_in_place():
-                param.adopt()
-                left += param.slot is None
+            param.adopt()
+        left = sum(param.slot is None for param in self.params)
         if left == 0:
             return False
         layout = self._layout([param.dtype for param in self.params])
