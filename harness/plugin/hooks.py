@@ -15,6 +15,7 @@ from shardproof.harness.plugin import (
     effort,
     exit_codes,
     explaining,
+    launched,
     live,
     marks,
     notices,
@@ -39,6 +40,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     """Add the options of a conformance run; none of them affects other tests."""
     options.add_prefixed(parser)
     options.add_short_forms_last(parser, pluginmanager)
+    launched.register(pluginmanager)
 
 
 def pytest_configure(config: pytest.Config) -> None:

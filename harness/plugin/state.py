@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import datetime
 import functools
 import itertools
 import json
@@ -18,11 +19,13 @@ import pytest
 
 from shardproof.harness.plugin import cases, environment, selection
 from shardproof.harness.plugin.journal import Journal
+from shardproof.harness.plugin.launched import FLEET
 from shardproof.harness.plugin.progress import Progress, Selected
 from shardproof.harness.plugin.reproduction import Invocation, invocation_of
 from shardproof.harness.plugin.run_known_failures import RunKnownFailures
 from shardproof.harness.worlds import scratch
 from shardproof.harness.worlds.pool import Pool
+from shardproof.harness.worlds.torchrun import Place
 
 _ERRORS = "shardproof_usage_errors"
 _PROBLEMS = "shardproof_problems"
@@ -97,10 +100,17 @@ class State:
                     fuzz=option.shardproof_fuzz,
                     expectations=option.shardproof_expectations or (),
                     explains=option.shardproof_explain,
+                    place=self.place,
                 )
             except ValueError as error:
                 raise pytest.UsageError(str(error)) from None
         return self._selection
+
+    @property
+    def place(self) -> Place | None:
+        """The place of this process in a job of torchrun, if it is the controller of one."""
+        fleet = self._config.stash.get(FLEET, None)
+        return None if fleet is None else fleet.place
 
     @property
     def seconds_to_draw(self) -> float | None:
@@ -120,7 +130,8 @@ class State:
         """The worlds of this pytest process."""
         if self._pool is None:
             worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
-            self._pool = Pool(device_count=self.selection.device_count, worker=int(worker))
+            fleet = self._config.stash.get(FLEET, None)
+            self._pool = Pool(device_count=self.selection.device_count, worker=int(worker), fleet=fleet)
         return self._pool
 
     def close(self) -> None:
@@ -183,10 +194,14 @@ class State:
             raise pytest.UsageError(str(error)) from None
         command = [pathlib.Path(sys.argv[0]).name, *sys.argv[1:]]
         try:
-            self.journal.describe(environment.describe(self.selection, command=command, started=self.journal.started))
+            self.journal.describe(self._described(command, self.journal.started))
         except pytest.UsageError as error:
             self.journal.finish(reason=str(error), exit_code=pytest.ExitCode.USAGE_ERROR)
             raise
+
+    def _described(self, command: list[str], started: datetime.datetime) -> dict[str, Any]:
+        fleet = self._config.stash.get(FLEET, None)
+        return environment.describe(self.selection, command=command, started=started, fleet=fleet)
 
     def select(self, items: list[pytest.Item]) -> None:
         """Note the cases that are to run; an xdist worker leaves their list for the controller."""
