@@ -306,6 +306,19 @@ def interrupted(item: pytest.Function, selection: Selection, why: str) -> CaseRe
     return made
 
 
+def interrupted_by_a_restart(item: pytest.Function, selection: Selection) -> CaseRecord:
+    """Return the record of a case during which the processes of a torchrun job ended, before torchrun restarted them.
+
+    Args:
+        item: the case.
+        selection: the checked options of the run.
+    """
+    made = _new_record(item, selection)
+    why = "the controller of the torchrun job ended while the case ran, and torchrun restarted the job"
+    made.verdict, made.text = Verdict.CRASH, f"{why}; the case is not run again"
+    return made
+
+
 def _new_record(item: pytest.Function, selection: Selection) -> CaseRecord:
     launch = launch_of(item)
     made_id = case_id(item)

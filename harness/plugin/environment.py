@@ -59,7 +59,13 @@ def describe(
 
 def _job(fleet: Fleet) -> dict[str, Any]:
     place = fleet.place
-    return {"run_id": place.run_id, "attempt": place.attempt, "ranks": place.size, "hosts": place.nodes}
+    return {
+        "run_id": place.run_id,
+        "attempt": place.attempt,
+        "agent": place.agent,
+        "ranks": place.size,
+        "hosts": place.nodes,
+    }
 
 
 def _own_version() -> str:

@@ -64,6 +64,20 @@ class _Supervisor:
         return supervisor.main(self._place)
 
 
+def end_for_a_restart(item: pytest.Item, *, has_journal: bool) -> None:
+    """End the run after this case if a host is lost and torchrun may restart the job, which then goes on from here.
+
+    Without a restart the cases that the ranks that are left can run still run.
+
+    Args:
+        item: the case.
+        has_journal: whether the run has a journal, without which the next attempt would begin anew.
+    """
+    fleet = item.config.stash.get(FLEET, None)
+    if fleet is not None and fleet.lost and has_journal and fleet.place.may_restart:
+        item.session.shouldstop = f"{fleet.lost[0]}; torchrun restarts the job"
+
+
 def _is_ours(config: pytest.Config) -> bool:
     """Whether shardproof was asked to run: other projects start tests of their own with torchrun."""
     if options.asks_for_a_run(config):

@@ -60,6 +60,8 @@ class Fleet:
     def __init__(self, place: Place) -> None:
         self.place = place
         self._key = secrets.token_bytes(32)
+        # Where the job's store outlives a restart, the keys of the last attempt's worlds are still there.
+        self._name = secrets.token_hex(8)
         self._listening = sockets.listener(everywhere=place.nodes > 1)
         self._links: dict[int, Link] = {}
         self._connections: dict[tuple[int, int], Connection] = {}
@@ -152,7 +154,7 @@ class Fleet:
 
     def meeting(self, number: int) -> Meeting:
         """Return where the ranks of a world of several hosts meet."""
-        return Meeting(self.place.master, self.place.port, f"{self.place.prefix}/world{number}", self._key)
+        return Meeting(self.place.master, self.place.port, f"shardproof/{self._name}/world{number}", self._key)
 
     def environment(self, index: int, seats: Sequence[Seat]) -> dict[str, str]:
         """Return the variables of a rank: those of torchrun, for its place in the world instead of in the job."""
@@ -181,9 +183,7 @@ class Fleet:
         with contextlib.suppress(WaitedTooLong):
             self.await_all()
         gathered({rank: link.ask("end", exit_code) for rank, link in self._links.items()})
-        for link in self._links.values():
-            link.close()
-        self._listening.close()
+        self._listening.close()  # the links close with this process, for whose end the supervisors wait
 
     def _accept(self) -> None:
         """Accept connections for as long as the job runs."""

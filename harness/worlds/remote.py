@@ -96,11 +96,10 @@ class Link:
 
     def _lose(self, error: BaseException | None) -> None:
         is_silent = error is None or isinstance(error, TimeoutError) or _is_unreachable(error)
-        where = f"host {self.place.host}, rank {self.place.rank} of the job"
         if is_silent:
-            text = f"{where}, does not answer: the host is cut off, or its supervisor is stopped"
+            text = f"host {self.place.host} does not answer: it is cut off, or its processes are stopped"
         else:
-            text = f"{where}: its connection was closed, because the host or the supervisor there ended"
+            text = f"host {self.place.host} closed its connection: the host or its processes ended"
         self.lost = Lost(text, is_silent=is_silent)
         # If it is there after all, it then learns that it is given up, and ends with its ranks.
         self.close()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import time
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
+from shardproof.harness.worlds import sockets
 from shardproof.harness.worlds.torchrun import Place
 
 if TYPE_CHECKING:
@@ -12,6 +15,9 @@ if TYPE_CHECKING:
 
 #: Time in which the controller announces itself: it reads its options first, which imports an implementation's package.
 _TIMEOUT = datetime.timedelta(seconds=300)
+
+_CONTROLLER = "controller"
+_POLL_SECONDS = 0.2
 
 _KEEP: list[object] = []
 
@@ -22,17 +28,34 @@ def announce(place: Place, port: int, key: bytes) -> None:
     The key keeps out what does not belong to the job by accident or from outside. Whoever can read the job's store can
     read it, as torch's own process groups can be joined by whoever can.
     """
-    store = _job(place)
-    store.set("key", key.hex())
-    store.set("port", str(port))
+    _job(place).set(_CONTROLLER, f"{port} {key.hex()}")
 
 
-def find(place: Place) -> tuple[tuple[str, int], bytes]:
-    """Wait for what the controller announces; returns its address and the job's key."""
+def join(place: Place) -> tuple[tuple[str, int], bytes, Connection]:
+    """Wait for what the controller announces, and connect with it.
+
+    Where the job's store outlives a restart, as with a static rendezvous, what the last controller announced is there
+    until this one does.
+
+    Returns:
+        The controller's address, the job's key, and the connection.
+
+    Raises:
+        OSError: there is no controller.
+    """
     store = _job(place)
-    store.wait(["port"], _TIMEOUT)
+    store.wait([_CONTROLLER], _TIMEOUT)
     master = place.master if place.nodes > 1 else "127.0.0.1"
-    return (master, int(store.get("port"))), bytes.fromhex(store.get("key").decode())
+    until = time.monotonic() + _TIMEOUT.total_seconds()
+    while True:
+        port, key = store.get(_CONTROLLER).decode().split()
+        address = (master, int(port))
+        try:
+            return address, bytes.fromhex(key), sockets.connect(address, bytes.fromhex(key))
+        except OSError:
+            if time.monotonic() > until:
+                raise
+        time.sleep(_POLL_SECONDS)
 
 
 def of_world(master: str, port: int, prefix: str) -> Store:
@@ -56,4 +79,4 @@ def _job(place: Place) -> Store:
     store, _, _ = next(iter(rendezvous("env://", timeout=_TIMEOUT)))
     # Where this process holds the store, it lives as long as the process.
     _KEEP.append(store)
-    return PrefixStore(place.prefix, store)
+    return PrefixStore(f"shardproof/{place.run_id}", store)

@@ -13,6 +13,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any
 
@@ -26,6 +27,11 @@ from shardproof.harness.worlds.watchdog import dump_stacks, stacks
 
 #: The exit code of a supervisor that has lost its controller; torchrun then restarts the job, if it may.
 LOST = 8
+
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
+#: Seconds that the controller may take to exit after it has ended its run.
+_LEAVE_SECONDS = 30.0
 
 
 def main(place: Place) -> int:
@@ -41,9 +47,10 @@ def main(place: Place) -> int:
     forkserver.start()
     supervisor = None
     try:
-        address, key = store.find(place)
+        address, key, connection = store.join(place)
         supervisor = Supervisor(address, key)
-        return supervisor.serve(place)
+        connection.send(place)
+        return supervisor.serve(connection)
     except (EOFError, OSError, RuntimeError) as error:
         why = str(error) or "its connection was closed"
         print(f"shardproof: rank {place.rank} on host {place.host} lost the controller: {why}", file=sys.stderr)
@@ -51,19 +58,29 @@ def main(place: Place) -> int:
     finally:
         if supervisor is not None:
             supervisor.close()
+        # From here on the process only exits.
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _end_on_signals() -> None:
     """Let SIGTERM, with which torchrun ends processes, end this one with what it has to clean up."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in _SIGNALS:
         signal.signal(number, _end)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun passes it on as SIGTERM's equal; the controller decides
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    for each in (signal.SIGTERM, signal.SIGHUP):
+    for each in _SIGNALS:
         signal.signal(each, signal.SIG_DFL)
     sys.exit(128 + number)
+
+
+def _await_end(connection: Connection) -> None:
+    """Wait until the controller has ended: torchrun ends all others with the first process that fails."""
+    with contextlib.suppress(EOFError, OSError):
+        if connection.poll(_LEAVE_SECONDS):
+            connection.recv()
 
 
 @dataclasses.dataclass
@@ -89,11 +106,11 @@ class Supervisor:
         self._held: dict[int, _Held] = {}
         self._directories: set[pathlib.Path] = set()
 
-    def serve(self, place: Place) -> int:
+    def serve(self, connection: Connection) -> int:
         """Answer until the controller sends the end.
 
         Args:
-            place: the place of this process in the job.
+            connection: the connection with the controller.
 
         Returns:
             The exit code of the job.
@@ -102,13 +119,12 @@ class Supervisor:
             EOFError: the controller ended.
             OSError: it cannot be reached.
         """
-        connection = sockets.connect(self._address, self._key)
-        connection.send(place)
         while True:
             number, command, arguments = connection.recv()
             answer = self.answer(command, *arguments)
             connection.send((number, answer))
             if command == "end":
+                _await_end(connection)
                 return int(arguments[0])
 
     def answer(self, command: str, *arguments: Any) -> Any:

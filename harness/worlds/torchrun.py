@@ -7,6 +7,8 @@ import os
 import socket
 from collections.abc import Mapping
 
+from shardproof.harness.worlds import waiting
+
 #: Set by torch elastic in the processes that it starts, and by nothing else.
 _MARKS = ("TORCHELASTIC_RUN_ID", "RANK")
 
@@ -32,6 +34,7 @@ class Place:
         most_attempts: how often it may, as ``--max-restarts``.
         host: the name of the host.
         local_size: the number of processes of the job on this host.
+        agent: identifies the process of torchrun on this host, which outlives those that it restarts.
     """
 
     rank: int
@@ -46,6 +49,7 @@ class Place:
     most_attempts: int
     host: str
     local_size: int
+    agent: str
 
     @property
     def is_controller(self) -> bool:
@@ -53,9 +57,9 @@ class Place:
         return self.rank == 0
 
     @property
-    def prefix(self) -> str:
-        """The prefix of this attempt's keys in the job's store."""
-        return f"shardproof/{self.run_id}/{self.attempt}"
+    def may_restart(self) -> bool:
+        """Whether torchrun starts the processes again if one of them fails."""
+        return self.attempt < self.most_attempts
 
 
 def place(environment: Mapping[str, str] = os.environ) -> Place | None:
@@ -79,7 +83,13 @@ def place(environment: Mapping[str, str] = os.environ) -> Place | None:
         most_attempts=int(environment["TORCHELASTIC_MAX_RESTARTS"]),
         host=socket.gethostname(),
         local_size=int(environment["LOCAL_WORLD_SIZE"]),
+        agent=_identity(os.getppid()),
     )
+
+
+def _identity(pid: int) -> str:
+    process = waiting.look_at(pid)
+    return "" if process is None else f"{pid} {process.started}"
 
 
 def foreign(environment: Mapping[str, str]) -> list[str]:

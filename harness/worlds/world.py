@@ -46,6 +46,7 @@ class Outcome:
         seconds: wall-clock time of the job, without the wait for a lease and the start of the world.
         diagnosis: the explanation of the hang, if a rank did not answer.
         collectives: the last collectives of the ranks, rendered, if they did not all pass or fail by agreement.
+        hosts: the name of the host of each rank; empty if all are on one.
     """
 
     results: list[Result]
@@ -53,6 +54,7 @@ class Outcome:
     seconds: float
     diagnosis: Diagnosis | None = None
     collectives: list[str] = dataclasses.field(default_factory=list)
+    hosts: tuple[str, ...] = ()
 
 
 class WorldDied(Exception):
@@ -147,6 +149,11 @@ class World:
         """The ranks that supervisors have started."""
         return {index: rank for index, rank in enumerate(self.ranks) if isinstance(rank, RemoteRank)}
 
+    @property
+    def _lost(self) -> dict[int, str]:
+        """The ranks that cannot be reached any more, with the reasons."""
+        return {index: str(rank.link.lost) for index, rank in self._remote.items() if rank.link.lost is not None}
+
     def _await_start(self) -> None:
         wait = Wait(
             f"the ranks of a world of {self.key} to start",
@@ -192,7 +199,7 @@ class World:
         diagnosis = self._diagnose(job, results)
         seconds = time.monotonic() - started
         outputs = [rank.new_output() for rank in self.ranks]
-        return Outcome(results, outputs, seconds, diagnosis, collectives(self._announced))
+        return Outcome(results, outputs, seconds, diagnosis, collectives(self._announced, self._lost), self.hosts)
 
     def _read_board(self, job: Job) -> dict[int, list[Announcement]]:
         asked = {index: rank.ask_announced(job.number) for index, rank in self._remote.items()}
@@ -204,7 +211,7 @@ class World:
         stuck = {result.rank: result.text for result in results if result.verdict == Verdict.HANG}
         if not stuck:
             return None
-        return diagnose(self._announced, stuck=stuck, case_path=job.path)
+        return diagnose(self._announced, stuck=stuck, case_path=job.path, lost=self._lost)
 
     def _collect(self, job: Job, until: float) -> list[Result]:
         results: dict[int, Result] = {}
@@ -259,9 +266,7 @@ class World:
         else:
             text = "the rank did not answer before the deadline"
         if shown is None:
-            rank = self.ranks[index]
-            assert isinstance(rank, RemoteRank), "the stacks of this process's own ranks are always there"
-            return Result(job.number, index, Verdict.HANG, f"{text}, and there are no stacks of it: {rank.link.lost}")
+            return Result(job.number, index, Verdict.HANG, f"{text}: {self._lost[index]}")
         return Result(job.number, index, Verdict.HANG, f"{text}; its stacks:\n{shown}")
 
     @property
