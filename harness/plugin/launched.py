@@ -48,6 +48,13 @@ class _Controller:
         finally:
             fleet.close(int(code or 0))
 
+    def pytest_report_header(self, config: pytest.Config) -> str:
+        """Name the job."""
+        place = self._place
+        hosts = f"{place.nodes} host{'s' * (place.nodes > 1)}"
+        attempt = f", attempt {place.attempt + 1}" if place.attempt else ""
+        return f"torchrun: {place.size} ranks on {hosts}{attempt}" if FLEET in config.stash else ""
+
 
 class _Supervisor:
     """Serves the controller in place of a run of its own."""

@@ -125,6 +125,9 @@ def resolve(
             raise ValueError(f"--world {size}: torchrun started {place.size} ranks; start {size} or leave it out")
         if chosen != "cpu" and size > count:
             raise ValueError(f"--world {size}: there are {count} {chosen} devices; a rank needs one of its own")
+    if check_collectives and place is not None and place.nodes > 1:
+        started = f"torchrun started ranks on {place.nodes} hosts"
+        raise ValueError(f"--check-collectives: {started}, which cannot read each other's boards; leave it out")
     if effort not in list(Effort):
         raise ValueError(f"--effort {effort}: expected {', '.join(Effort)}")
     adapters = _adapters(implementations, chosen)

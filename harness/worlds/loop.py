@@ -33,7 +33,7 @@ from shardproof.harness.findings.finding import Divergence, ProtocolError
 from shardproof.harness.findings.texts import MOST_OF_A_RANK, bounded
 from shardproof.harness.findings.verdict import Verdict
 from shardproof.harness.parity.exchange import Exchange
-from shardproof.harness.parity.rank import Rank, Seeds
+from shardproof.harness.parity.rank import NotShared, Rank, Seeds
 from shardproof.harness.parity.rank_state import RankState
 from shardproof.harness.tensors import memory
 from shardproof.harness.worlds import casefile, leftovers, meeting, torchrun
@@ -319,6 +319,8 @@ def _outcome(result: Result) -> Iterator[None]:
             return
         # Bounded here: a text of any size would be pickled, sent and held by the controller.
         result.verdict, result.text = Verdict.FAIL, bounded(_describe(error), MOST_OF_A_RANK)
+        if isinstance(error, NotShared):
+            result.verdict = Verdict.HARNESS_ERROR
         if isinstance(error, Divergence):
             result.agreed = True
             result.location = error.location
@@ -346,7 +348,7 @@ def _threads_watched() -> Iterator[None]:
 
 
 def _describe(error: BaseException) -> str:
-    if isinstance(error, (Divergence, ProtocolError)):
+    if isinstance(error, (Divergence, NotShared, ProtocolError)):
         return str(error)
     # Skip the frames of this file, which carry no information about the case.
     frames = error.__traceback__
