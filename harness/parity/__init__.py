@@ -20,6 +20,7 @@ room; the other rooms import from its modules.
 - ``refusals``: what an implementation refuses to shard, and what it has done by then.
 - ``units``: matches collectives to units by their size in bytes.
 - ``drawn``: a training described by plain data: a model, a mesh, policies and a schedule.
+- ``exchange``, ``host_exchange``: how ranks exchange values outside of process groups.
 - ``resume``: saves and loads checkpoints; ``states``: reads state dicts whole and compares them.
 """
 

@@ -49,6 +49,11 @@ class Member:
         return self._state.size
 
     @property
+    def nodes(self) -> tuple[int, ...]:
+        """The host of each rank, numbered from 0; all are 0 unless torchrun started ranks on several hosts."""
+        return self._state.nodes
+
+    @property
     def device(self) -> torch.device:
         """The device of this rank's tensors; no two ranks of a world share a CUDA device."""
         return self._state.device

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import socket
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -39,6 +40,10 @@ class Seeds:
     data: int
 
 
+class NotShared(OSError):
+    """A case needs a directory that this host does not see. Its text explains itself."""
+
+
 class Rank(Member):
     """One rank of a world: the context object that a case receives.
 
@@ -69,10 +74,24 @@ class Rank(Member):
     ) -> None:
         super().__init__(state, implementation=implementation, explainer=Explainer() if captures else None)
         self.seeds = seeds
-        self.tmp_path = tmp_path
+        self._tmp_path = tmp_path
         self.monkeypatch = monkeypatch
         self.driven: set[type[Adapter]] = {implementation}
         self._watched: list[Pair | Run] = []
+
+    @property
+    def tmp_path(self) -> pathlib.Path:
+        """A directory of the case alone, shared by its ranks.
+
+        Raises:
+            NotShared: the ranks are on several hosts, and this one does not see it.
+        """
+        if not self._tmp_path.is_dir():
+            raise NotShared(
+                f"{self._tmp_path} is not on host {socket.gethostname()}: this case needs a directory that all hosts "
+                "see; set TMPDIR to one on the host of rank 0"
+            )
+        return self._tmp_path
 
     def mesh(
         self,

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardproof.harness.collectives.announce import Announcer
-from shardproof.harness.parity.exchange import Exchange
+from shardproof.harness.parity.host_exchange import Gathers
 from shardproof.harness.parity.replay_cache import ReplayCache
 from shardproof.harness.parity.stopwatch import Stopwatch
 
@@ -27,6 +27,7 @@ class RankState:
         directory: a directory of the world alone.
         exchange: this rank's part in the harness's exchanges.
         announcer: announces this rank's collectives on the world's board.
+        nodes: the host of each rank, numbered from 0; by default all are on one.
 
     Attributes:
         used: the names of the implementations that have run in this process.
@@ -41,8 +42,9 @@ class RankState:
         size: int,
         device: torch.device,
         directory: str,
-        exchange: Exchange,
+        exchange: Gathers,
         announcer: Announcer,
+        nodes: tuple[int, ...] = (),
     ) -> None:
         self.index = index
         self.size = size
@@ -50,6 +52,7 @@ class RankState:
         self.directory = directory
         self.exchange = exchange
         self.announcer = announcer
+        self.nodes = nodes or (0,) * size
         self.used: set[str] = set()
         self.replays = ReplayCache()
         self.stopwatch = Stopwatch()

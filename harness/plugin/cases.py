@@ -20,6 +20,7 @@ from shardproof.harness.plugin.records import CaseRecord
 from shardproof.harness.plugin.selection import MOST_DEADLINE_SECONDS, Selection
 from shardproof.harness.plugin.suite_modules import SuiteModule
 from shardproof.harness.worlds import scratch
+from shardproof.harness.worlds.fleet import TooFewRanks
 from shardproof.harness.worlds.jobs import Job, WorldKey, dump_parameters
 from shardproof.harness.worlds.pool import Pool
 from shardproof.harness.worlds.waiting import WaitedTooLong
@@ -120,8 +121,8 @@ def missing(item: pytest.Function, selection: Selection) -> tuple[Verdict, list[
     unsupported = sorted(str(name) for name in lacks if isinstance(name, Capability))
     hardware = {name for name in needed if isinstance(name, Hardware)}
     unmet = []
-    if not selection.has_devices_for(launch.size):
-        unmet.append(f"{launch.size} {selection.device} devices (there are {selection.device_count})")
+    if too_few := selection.lacking_for(launch.size):
+        unmet.append(too_few)
     elif Hardware.STREAMS in hardware and adapter.traits.reads == "gathering":
         # What gathers in order to read may wait for what the case wants to see missing.
         unsupported.append(_READS)
@@ -245,7 +246,7 @@ def _run_one(
     """Run a case with the parameters of its record, and fill in the record."""
     try:
         _run_on_world(item, pool, selection, made, number=number, deadline=deadline, captures=captures)
-    except (WorldDied, WaitedTooLong, OSError) as error:
+    except (WorldDied, WaitedTooLong, TooFewRanks, OSError) as error:
         made.verdict, made.text = Verdict.HARNESS_ERROR, str(error)
         _blame_a_full_directory(made)
 
@@ -265,6 +266,7 @@ def _run_on_world(
     Raises:
         WorldDied: the world could not be started.
         WaitedTooLong: the lease or a new rank did not come in time.
+        TooFewRanks: the torchrun job has lost too many.
         OSError: there is no space for temporary files.
     """
     with scratch.temporary("case-") as tmp_path:
@@ -301,6 +303,19 @@ def interrupted(item: pytest.Function, selection: Selection, why: str) -> CaseRe
     """
     made = _new_record(item, selection)
     made.verdict, made.text = Verdict.HARNESS_ERROR, f"the pytest process stopped waiting for the case: {why}"
+    return made
+
+
+def interrupted_by_a_restart(item: pytest.Function, selection: Selection) -> CaseRecord:
+    """Return the record of a case during which the processes of a torchrun job ended, before torchrun restarted them.
+
+    Args:
+        item: the case.
+        selection: the checked options of the run.
+    """
+    made = _new_record(item, selection)
+    why = "the controller of the torchrun job ended while the case ran, and torchrun restarted the job"
+    made.verdict, made.text = Verdict.CRASH, f"{why}; the case is not run again"
     return made
 
 

@@ -9,23 +9,28 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardproof.harness.plugin.selection import Selection
+from shardproof.harness.worlds.fleet import Fleet
 
 
-def describe(selection: Selection, *, command: Sequence[str], started: datetime.datetime) -> dict[str, Any]:
+def describe(
+    selection: Selection, *, command: Sequence[str], started: datetime.datetime, fleet: Fleet | None = None
+) -> dict[str, Any]:
     """Return the environment of a run as JSON values.
 
     Args:
         selection: the checked options of the run.
         command: the command line of the run.
         started: the time at which the run started, in UTC.
+        fleet: the torchrun job of the run; None if there is none.
     """
     import torch
 
     from shardproof.harness.parity import numerics
 
     cuda = selection.device == "cuda"
-    devices = [torch.cuda.get_device_properties(i) for i in range(selection.device_count)] if cuda else []
-    return {
+    devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())] if cuda else []
+    job = {} if fleet is None else {"torchrun": _job(fleet)}
+    return job | {
         "shardproof": _own_version(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -49,6 +54,17 @@ def describe(selection: Selection, *, command: Sequence[str], started: datetime.
             "slack_ulps": numerics.SLACK_ULPS,
             "adam_noise_ulps": numerics.ADAM_NOISE_ULPS,
         },
+    }
+
+
+def _job(fleet: Fleet) -> dict[str, Any]:
+    place = fleet.place
+    return {
+        "run_id": place.run_id,
+        "attempt": place.attempt,
+        "agent": place.agent,
+        "ranks": place.size,
+        "hosts": place.nodes,
     }
 
 

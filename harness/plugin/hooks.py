@@ -15,6 +15,7 @@ from shardproof.harness.plugin import (
     effort,
     exit_codes,
     explaining,
+    launched,
     live,
     marks,
     notices,
@@ -39,6 +40,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     """Add the options of a conformance run; none of them affects other tests."""
     options.add_prefixed(parser)
     options.add_short_forms_last(parser, pluginmanager)
+    launched.register(pluginmanager)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -126,12 +128,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     # Of an earlier attempt, if a plugin runs the case again.
     if _RECORD in pyfuncitem.stash:
         del pyfuncitem.stash[_RECORD]
-    seconds = state.seconds_to_draw
-    made = cases.run(pyfuncitem, state.pool, state.selection, numbers=state.numbers, seconds=seconds)
-    if not pyfuncitem.config.getoption("runxfail", default=False):
-        state.known_failures.judge(pyfuncitem, made)
-    if state.selection.explains:
-        explaining.explain(pyfuncitem, state.pool, state.selection, made, numbers=state.numbers)
+    made = state.earlier(pyfuncitem) or _run(pyfuncitem, state)
     pyfuncitem.stash[_RECORD] = made
     terminal.add_outputs(pyfuncitem, made.outputs)
     if made.verdict.is_skip:
@@ -143,6 +140,18 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if made.verdict != Verdict.PASS:
         pytest.fail(f"{made.verdict}: {made.text}\nreproduce: {made.reproduce}", pytrace=False)
     return True
+
+
+def _run(item: pytest.Function, state: State) -> CaseRecord:
+    """Run a case, and compare its verdict with the known failures."""
+    seconds = state.seconds_to_draw
+    made = cases.run(item, state.pool, state.selection, numbers=state.numbers, seconds=seconds)
+    if not item.config.getoption("runxfail", default=False):
+        state.known_failures.judge(item, made)
+    if state.selection.explains:
+        explaining.explain(item, state.pool, state.selection, made, numbers=state.numbers)
+    launched.end_for_a_restart(item, has_journal=state.journal is not None)
+    return made
 
 
 @pytest.hookimpl(wrapper=True)

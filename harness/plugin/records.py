@@ -59,6 +59,8 @@ class CaseRecord:
         explanation: where the runs of the case first diverge, as the run file stores it; None unless it was explained.
         peak_bytes: by rank, the most bytes that a step held at a time; empty unless all ranks measured it.
         results: what each rank returned with capture on; left out of the run file.
+        hosts: the name of the host of each rank; empty if all are on one.
+        earlier: the record of an earlier attempt of a torchrun job, which this one repeats; None of others.
     """
 
     id: str
@@ -86,11 +88,22 @@ class CaseRecord:
     explanation: dict[str, Any] | None = None
     peak_bytes: list[int] = dataclasses.field(default_factory=list)
     results: list[Result] = dataclasses.field(default_factory=list)
+    hosts: list[str] = dataclasses.field(default_factory=list)
+    earlier: dict[str, Any] | None = None
+
+    @classmethod
+    def repeated(cls, earlier: dict[str, Any]) -> CaseRecord:
+        """Return the record that an earlier attempt of a torchrun job has written, as JSON values."""
+        same = ("id", "nodeid", "implementation", "requirement", "world", "device", "parameters", "seeds", "seconds")
+        made = cls(**{name: earlier[name] for name in same}, verdict=Verdict(earlier["verdict"]), earlier=earlier)
+        made.missing, made.expected = earlier["missing"], earlier["expected"]
+        made.text, made.reproduce = (earlier["failure"] or {}).get("text", ""), earlier.get("reproduce", "")
+        return made
 
     def take(self, outcome: Outcome) -> None:
         """Fill in the verdict, its explanation and the measurements from the results of all ranks."""
         results = outcome.results
-        self.seconds, self.outputs = outcome.seconds, outcome.outputs
+        self.seconds, self.outputs, self.hosts = outcome.seconds, outcome.outputs, list(outcome.hosts)
         cause = _cause(results)
         self.verdict = combine(Verdict(result.verdict) for result in results)
         if self.verdict != Verdict.PASS:
@@ -98,6 +111,8 @@ class CaseRecord:
             if self.verdict == Verdict.HANG and outcome.diagnosis is not None:
                 self.location, self.failed_rank = None, outcome.diagnosis.rank
             lines = [_text_of(results, cause, suspect=self.failed_rank)]
+            if self.hosts:
+                lines.append(f"hosts: {_placed(self.hosts)}")
             if self.verdict == Verdict.HANG and outcome.diagnosis is not None:
                 lines = [outcome.diagnosis.text, *outcome.collectives, *lines]
             elif self.verdict == Verdict.CRASH or ADVICE in outcome.collectives:
@@ -131,10 +146,12 @@ class CaseRecord:
 
     def as_json(self) -> dict[str, Any]:
         """Return the record as plain JSON values of bounded size; non-finite numbers become strings such as "inf"."""
+        if self.earlier is not None:
+            return self.earlier
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        for name in ("text", "location", "failed_rank", "outputs", "results"):
+        for name in ("text", "location", "failed_rank", "outputs", "results", "earlier"):
             del fields[name]
-        for name in ("examples", "reproduce", "explanation", "peak_bytes"):
+        for name in ("examples", "reproduce", "explanation", "peak_bytes", "hosts"):
             if not fields[name] and fields[name] != 0:
                 del fields[name]
         fields["distances"] = [item.as_record() for item in self.distances]
@@ -144,7 +161,9 @@ class CaseRecord:
 
     def _failure(self) -> dict[str, Any]:
         unknown = {"stage": None, "step": None, "rank": self.failed_rank, "name": None, "element": None}
-        return (unknown if self.location is None else self.location.as_record()) | {"text": self.text}
+        rank = self.failed_rank if self.location is None else self.location.rank
+        host = {"host": self.hosts[rank]} if self.hosts and rank is not None else {}
+        return (unknown if self.location is None else self.location.as_record()) | {"text": self.text} | host
 
 
 def _cause(results: Sequence[Result]) -> Result:
@@ -170,6 +189,14 @@ def _text_of(results: Sequence[Result], cause: Result, *, suspect: int | None) -
     if lost:
         parts.insert(1, f"{ranks_of(lost)} lost the connection to it")
     return "\n".join(parts)
+
+
+def _placed(hosts: Sequence[str]) -> str:
+    """Name the ranks of each host."""
+    places: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        places.setdefault(host, []).append(rank)
+    return "; ".join(f"{ranks_of(ranks)} on {host}" for host, ranks in places.items())
 
 
 def _part(same: Sequence[Result], cause: str, size: int, suspect: int | None) -> str:

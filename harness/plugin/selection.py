@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shardproof.harness.adapters import registry
+from shardproof.harness.worlds.torchrun import Place
 
 if TYPE_CHECKING:
     from shardproof.harness.adapters.base import Adapter
@@ -45,7 +46,8 @@ class Selection:
     Attributes:
         implementations: the adapters under test, by name.
         device: "cpu" or "cuda".
-        device_count: the number of CUDA devices. It limits worlds on CUDA only, because ranks on the CPU share cores.
+        device_count: the number of CUDA devices, in a torchrun job those of all its ranks. It limits worlds on CUDA
+            only, because ranks on the CPU share cores.
         worlds: the world sizes that ``--world`` selects; None selects all.
         deadline: the seconds that a case may take unless it has a deadline of its own.
         check_collectives: whether ranks compare each collective with their peers before they enter it.
@@ -54,6 +56,7 @@ class Selection:
         fuzz: how many seconds cases that draw their parameter search together; None for a fixed number of examples.
         expectations: files of known failures besides those that are beside the cases.
         explains: whether a case that fails runs once more with capture on.
+        job_size: the number of ranks that torchrun started; None without torchrun.
     """
 
     implementations: dict[str, type[Adapter]]
@@ -67,14 +70,19 @@ class Selection:
     fuzz: float | None = None
     expectations: tuple[pathlib.Path, ...] = ()
     explains: bool = False
+    job_size: int | None = None
 
     def allows(self, size: int) -> bool:
         """Return whether ``--world`` selects cases on worlds of this size."""
         return self.worlds is None or size in self.worlds
 
-    def has_devices_for(self, size: int) -> bool:
-        """Return whether this host has enough devices for a world of this size."""
-        return self.device == "cpu" or size <= self.device_count
+    def lacking_for(self, size: int) -> str:
+        """Return what a world of this size lacks, or "": ranks of the torchrun job, or devices."""
+        if self.job_size is not None and size > self.job_size:
+            return f"{size} ranks (torchrun started {self.job_size})"
+        if self.device != "cpu" and size > self.device_count:
+            return f"{size} {self.device} devices (there are {self.device_count})"
+        return ""
 
 
 def resolve(
@@ -89,6 +97,7 @@ def resolve(
     fuzz: float | None = None,
     expectations: Sequence[str] = (),
     explains: bool = False,
+    place: Place | None = None,
 ) -> Selection:
     """Parse and check the values of the command line options.
 
@@ -103,16 +112,22 @@ def resolve(
         fuzz: seconds; None does not search.
         expectations: paths of files of known failures.
         explains: whether a case that fails runs once more with capture on.
+        place: the place of this process in a torchrun job, if it is the controller of one.
 
     Raises:
         ValueError: an implementation or the device is not available here, or a value is not valid. The message is one
             line.
     """
-    chosen, count = _device(device)
+    chosen, count = _device(device, place)
     sizes = None if worlds is None else _worlds(worlds)
     for size in sizes or ():
+        if place is not None and size > place.size:
+            raise ValueError(f"--world {size}: torchrun started {place.size} ranks; start {size} or leave it out")
         if chosen != "cpu" and size > count:
             raise ValueError(f"--world {size}: there are {count} {chosen} devices; a rank needs one of its own")
+    if check_collectives and place is not None and place.nodes > 1:
+        started = f"torchrun started ranks on {place.nodes} hosts"
+        raise ValueError(f"--check-collectives: {started}, which cannot read each other's boards; leave it out")
     if effort not in list(Effort):
         raise ValueError(f"--effort {effort}: expected {', '.join(Effort)}")
     adapters = _adapters(implementations, chosen)
@@ -132,6 +147,7 @@ def resolve(
         fuzz,
         tuple(map(pathlib.Path, expectations)),
         explains,
+        None if place is None else place.size,
     )
 
 
@@ -149,10 +165,16 @@ def check_deadline(seconds: float, given: str) -> None:
         raise ValueError(f"{given}: expected a positive number of seconds, at most {MOST_DEADLINE_SECONDS:g}")
 
 
-def _device(asked: str) -> tuple[str, int]:
+def _device(asked: str, place: Place | None) -> tuple[str, int]:
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if place is not None:
+        if asked == "cuda" and 0 < count < place.local_size:
+            started = f"torchrun started {place.local_size} ranks on this host, which has {count} CUDA devices"
+            raise ValueError(f"--device cuda: {started}; start one rank for each device, or use --device cpu")
+        # Every rank of the job has the device of its local rank.
+        count = place.size if count >= place.local_size else 0
     if asked == "cuda" and not count:
         raise ValueError("--device cuda: torch finds no CUDA device here; use --device cpu or auto")
     # A world needs one device per rank. A world of one rank shards nothing, so "auto" takes CUDA only with two devices.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import datetime
 import functools
 import itertools
 import json
@@ -18,11 +19,15 @@ import pytest
 
 from shardproof.harness.plugin import cases, environment, selection
 from shardproof.harness.plugin.journal import Journal
+from shardproof.harness.plugin.launched import FLEET
 from shardproof.harness.plugin.progress import Progress, Selected
+from shardproof.harness.plugin.records import CaseRecord
 from shardproof.harness.plugin.reproduction import Invocation, invocation_of
+from shardproof.harness.plugin.resuming import Resuming
 from shardproof.harness.plugin.run_known_failures import RunKnownFailures
 from shardproof.harness.worlds import scratch
 from shardproof.harness.worlds.pool import Pool
+from shardproof.harness.worlds.torchrun import Place
 
 _ERRORS = "shardproof_usage_errors"
 _PROBLEMS = "shardproof_problems"
@@ -46,6 +51,7 @@ class State:
         interruption: what ended the run early, such as the name of a signal; empty if nothing did.
         collection_errors: the number of files and directories that could not be collected.
         spared: the cases that the effort of the run leaves out; in an xdist run, of each worker.
+        resuming: the earlier attempts of the torchrun job; None without torchrun or ``--report``.
     """
 
     def __init__(self, config: pytest.Config) -> None:
@@ -63,6 +69,7 @@ class State:
         self.interruption = ""
         self.collection_errors = 0
         self.spared: list[pytest.Function] = []
+        self.resuming: Resuming | None = None
 
     @property
     def is_worker(self) -> bool:
@@ -97,10 +104,17 @@ class State:
                     fuzz=option.shardproof_fuzz,
                     expectations=option.shardproof_expectations or (),
                     explains=option.shardproof_explain,
+                    place=self.place,
                 )
             except ValueError as error:
                 raise pytest.UsageError(str(error)) from None
         return self._selection
+
+    @property
+    def place(self) -> Place | None:
+        """The place of this process in a job of torchrun, if it is the controller of one."""
+        fleet = self._config.stash.get(FLEET, None)
+        return None if fleet is None else fleet.place
 
     @property
     def seconds_to_draw(self) -> float | None:
@@ -120,7 +134,8 @@ class State:
         """The worlds of this pytest process."""
         if self._pool is None:
             worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
-            self._pool = Pool(device_count=self.selection.device_count, worker=int(worker))
+            fleet = self._config.stash.get(FLEET, None)
+            self._pool = Pool(device_count=self.selection.device_count, worker=int(worker), fleet=fleet)
         return self._pool
 
     def close(self) -> None:
@@ -171,22 +186,31 @@ class State:
 
         Raises:
             pytest.UsageError: the run file cannot be written there, or an option is not valid.
+            pytest.exit.Exception: an earlier attempt of the torchrun job has completed the run.
         """
         path = self._config.option.shardproof_report
         # What runs nothing has nothing to report, and an earlier run file stays as it is.
         runs_nothing = any(getattr(self._config.option, name, False) for name in _WITHOUT_RUN)
         if not path or self.is_worker or runs_nothing:
             return
+        if self.place is not None:
+            self.resuming = Resuming(pathlib.Path(path), self.place)
+            if (code := self.resuming.exit_code) is not None:
+                pytest.exit(f"the run is complete, with exit code {code}, since an earlier attempt of the job", code)
         try:
             self.journal = Journal(pathlib.Path(path))
         except ValueError as error:
             raise pytest.UsageError(str(error)) from None
         command = [pathlib.Path(sys.argv[0]).name, *sys.argv[1:]]
         try:
-            self.journal.describe(environment.describe(self.selection, command=command, started=self.journal.started))
+            self.journal.describe(self._described(command, self.journal.started))
         except pytest.UsageError as error:
             self.journal.finish(reason=str(error), exit_code=pytest.ExitCode.USAGE_ERROR)
             raise
+
+    def _described(self, command: list[str], started: datetime.datetime) -> dict[str, Any]:
+        fleet = self._config.stash.get(FLEET, None)
+        return environment.describe(self.selection, command=command, started=started, fleet=fleet)
 
     def select(self, items: list[pytest.Item]) -> None:
         """Note the cases that are to run; an xdist worker leaves their list for the controller."""
@@ -221,11 +245,29 @@ class State:
         self.progress.spared = {name: collections.Counter(map(_file, ids)) for name, ids in spared.items()}
         if self.journal is not None and selected:
             self.journal.select(selected, effort=self.selection.effort, spared=self.progress.spared)
+            if self.resuming is not None:
+                for (name, id_), record in self.resuming.records.items():
+                    if id_ in selected.get(name, ()):
+                        self.journal.add(record)
+                self.resuming.forget()
+
+    def earlier(self, item: pytest.Function) -> CaseRecord | None:
+        """Return the record of a case that an earlier attempt of the torchrun job has run, or was interrupted in."""
+        if self.resuming is None:
+            return None
+        key = (cases.launch_of(item).implementation, cases.case_id(item))
+        if key in self.resuming.records:
+            return CaseRecord.repeated(self.resuming.records[key])
+        if key in self.resuming.interrupted:
+            return cases.interrupted_by_a_restart(item, self.selection)
+        self.resuming.begin(key)
+        return None
 
     def add(self, record: dict[str, Any]) -> None:
         """Add a case's record, as JSON values, to the counts and the run file."""
         attempt = self.progress.add(record)
-        if self.journal is not None:
+        earlier = {} if self.resuming is None else self.resuming.records
+        if self.journal is not None and earlier.get((record["implementation"], record["id"])) != record:
             self.journal.add(record | ({"attempt": attempt} if attempt > 1 else {}))
 
     def finish_journal(self, *, reason: str, exit_code: int) -> bool:
@@ -238,7 +280,10 @@ class State:
             shutil.rmtree(self._folder, ignore_errors=True)
         if self.journal is None or not self.journal.is_open:
             return True
-        return self.journal.finish(reason=reason, exit_code=exit_code, left_out=self.progress.left_out)
+        is_complete = self.journal.finish(reason=reason, exit_code=exit_code, left_out=self.progress.left_out)
+        if self.resuming is not None and is_complete:
+            self.resuming.close()
+        return is_complete
 
     def why_incomplete(self, session: pytest.Session) -> str:
         """Return in one line why the run is incomplete; "" if every selected case has a record."""

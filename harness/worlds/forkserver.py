@@ -13,7 +13,7 @@ from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 
 import shardproof
-from shardproof.harness.worlds import entry, scratch, waiting
+from shardproof.harness.worlds import entry, scratch, torchrun, waiting
 from shardproof.harness.worlds.waiting import Blockers, Process, Wait, WaitedTooLong
 
 #: Seconds that the forkserver may take to fork a rank. The first fork waits until the forkserver has imported torch.
@@ -32,13 +32,13 @@ _REPLACED = "the next case gets a new forkserver"
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
-    # The loopback interface: parallel runs on one host never connect to each other, and no rank listens on an address
-    # that other hosts can reach.
-    "GLOO_SOCKET_IFNAME": "lo",
-    "NCCL_SOCKET_IFNAME": "lo",
     # cuBLAS results are bitwise reproducible only with a fixed workspace.
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }
+
+#: The loopback interface: parallel runs on one host never connect to each other, and no rank listens on an address
+#: that other hosts can reach. A torchrun job has interfaces of its own.
+_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 def start() -> None:
@@ -142,7 +142,8 @@ def _environment() -> Iterator[None]:
     """Set the variables that the forkserver and its ranks inherit, and restore the controller's own afterwards."""
     root = str(pathlib.Path(shardproof.__file__).parents[1])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    changes = {**_ENVIRONMENT, "PYTHONPATH": path}
+    interfaces = _LOOPBACK if torchrun.place() is None else {}
+    changes = {**_ENVIRONMENT, **interfaces, "PYTHONPATH": path}
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+from collections.abc import Mapping
 from typing import Any
 
 from shardproof.harness.findings.explanation import Explanation
@@ -41,6 +42,23 @@ class WorldKey:
 
 
 @dataclasses.dataclass(frozen=True)
+class Meeting:
+    """Where the ranks of a world of several hosts meet: in the store of their torchrun job.
+
+    Attributes:
+        master: the address of the store.
+        port: its port.
+        prefix: the prefix of the world's keys.
+        key: what ranks prove to each other to know.
+    """
+
+    master: str
+    port: int
+    prefix: str
+    key: bytes
+
+
+@dataclasses.dataclass(frozen=True)
 class RankSpec:
     """The parameters with which one rank process starts.
 
@@ -49,12 +67,20 @@ class RankSpec:
         index: the global rank.
         directory: a directory private to the world, with the rendezvous file, the board and the ranks' outputs.
         device_index: the CUDA device; ignored on the CPU.
+        nodes: the host of each rank, numbered from 0; empty if all are on one.
+        meeting: where the ranks of several hosts meet; None if all are on one.
+        environment: variables of the process.
+        search_path: the controller's ``sys.path``; None if the process was started by the controller.
     """
 
     key: WorldKey
     index: int
     directory: str
     device_index: int
+    nodes: tuple[int, ...] = ()
+    meeting: Meeting | None = None
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    search_path: tuple[str, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

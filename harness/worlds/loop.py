@@ -33,10 +33,10 @@ from shardproof.harness.findings.finding import Divergence, ProtocolError
 from shardproof.harness.findings.texts import MOST_OF_A_RANK, bounded
 from shardproof.harness.findings.verdict import Verdict
 from shardproof.harness.parity.exchange import Exchange
-from shardproof.harness.parity.rank import Rank, Seeds
+from shardproof.harness.parity.rank import NotShared, Rank, Seeds
 from shardproof.harness.parity.rank_state import RankState
 from shardproof.harness.tensors import memory
-from shardproof.harness.worlds import casefile, leftovers
+from shardproof.harness.worlds import casefile, leftovers, meeting, torchrun
 from shardproof.harness.worlds.jobs import BOARD, DUMPED, Job, RankSpec, Result
 
 _PR_SET_PDEATHSIG = 1
@@ -140,6 +140,11 @@ def _redirect_output(path: pathlib.Path) -> Any:
 def _start(spec: RankSpec) -> RankState:
     """Join the process group of the world, and wait until all of its ranks have."""
     key = spec.key
+    for name in torchrun.foreign(os.environ) if spec.environment else ():
+        del os.environ[name]
+    os.environ.update(spec.environment)
+    if spec.search_path is not None:
+        sys.path[:] = spec.search_path
     os.environ["TORCH_DISTRIBUTED_DEBUG"] = key.debug_level
     if key.device == "cpu":
         # Otherwise torch.compile initialises the host's GPUs even for CPU graphs. That takes seconds, uses memory of a
@@ -153,16 +158,20 @@ def _start(spec: RankSpec) -> RankState:
     device = torch.device("cpu") if key.device == "cpu" else torch.device(key.device, spec.device_index)
     if device.type != "cpu":
         torch.accelerator.set_device_index(spec.device_index)
+    store = None if spec.meeting is None else meeting.store_of(spec.meeting)
     dist.init_process_group(
         backend="gloo" if device.type == "cpu" else "nccl",
-        init_method=f"file://{spec.directory}/rendezvous",
+        init_method=f"file://{spec.directory}/rendezvous" if store is None else None,
+        store=store,
         rank=spec.index,
         world_size=key.size,
         timeout=_TIMEOUT,
         device_id=None if device.type == "cpu" else device,
     )
+    nodes = spec.nodes or (0,) * key.size
+    here = [rank for rank, node in enumerate(nodes) if node == nodes[spec.index]]
     # Constructed before the barrier, so that each rank finds the files of the others after it.
-    exchange = Exchange(pathlib.Path(spec.directory), index=spec.index, size=key.size)
+    within = Exchange(pathlib.Path(spec.directory), index=here.index(spec.index), size=len(here))
     announcer = Announcer(Board(pathlib.Path(spec.directory, BOARD), key.size), rank=spec.index)
     announcer.watch_process_groups()
     state = RankState(
@@ -170,12 +179,13 @@ def _start(spec: RankSpec) -> RankState:
         size=key.size,
         device=device,
         directory=spec.directory,
-        exchange=exchange,
+        exchange=within if store is None else meeting.across(spec, within, store),
         announcer=announcer,
+        nodes=nodes,
     )
     state.mesh((key.size,), ("dp",))
     dist.barrier()
-    exchange.connect()
+    within.connect()
     return state
 
 
@@ -309,6 +319,8 @@ def _outcome(result: Result) -> Iterator[None]:
             return
         # Bounded here: a text of any size would be pickled, sent and held by the controller.
         result.verdict, result.text = Verdict.FAIL, bounded(_describe(error), MOST_OF_A_RANK)
+        if isinstance(error, NotShared):
+            result.verdict = Verdict.HARNESS_ERROR
         if isinstance(error, Divergence):
             result.agreed = True
             result.location = error.location
@@ -336,7 +348,7 @@ def _threads_watched() -> Iterator[None]:
 
 
 def _describe(error: BaseException) -> str:
-    if isinstance(error, (Divergence, ProtocolError)):
+    if isinstance(error, (Divergence, NotShared, ProtocolError)):
         return str(error)
     # Skip the frames of this file, which carry no information about the case.
     frames = error.__traceback__

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from shardproof.harness.findings.verdict import Verdict
 from shardproof.harness.worlds import forkserver, scratch
+from shardproof.harness.worlds.fleet import Fleet, Seat
 from shardproof.harness.worlds.jobs import Job, Result, WorldKey
 from shardproof.harness.worlds.lease import Leases, device_of
 from shardproof.harness.worlds.world import Outcome, World
@@ -30,13 +31,15 @@ class Pool:
         device_count: the number of CUDA devices of the host.
         worker: the index of this process among xdist's workers; the worlds of different workers start on different
             devices.
+        fleet: the torchrun job in whose processes the ranks live; None if they are children of this process.
     """
 
-    def __init__(self, *, device_count: int = 0, worker: int = 0) -> None:
+    def __init__(self, *, device_count: int = 0, worker: int = 0, fleet: Fleet | None = None) -> None:
         self._worlds: collections.OrderedDict[tuple[WorldKey, str], World] = collections.OrderedDict()
         self._leases = Leases()
         self._device_count = device_count
         self._worker = worker
+        self._fleet = fleet
 
     def run(self, key: WorldKey, job: Job, *, alone: bool = False) -> Outcome:
         """Run a case on the world of ``key``, on devices or cores that are leased for the duration of the case.
@@ -56,9 +59,11 @@ class Pool:
         Raises:
             WorldDied: the world could not be started.
             WaitedTooLong: the lease or a new rank did not come in time.
+            TooFewRanks: the torchrun job has lost too many.
         """
-        with self._leased(key, alone=alone):
-            world = self._take(key, job.implementation)
+        seats = self._fleet.seats(key.size) if self._fleet is not None else []
+        with self._leased(key, seats, alone=alone):
+            world = self._take(key, job.implementation, seats)
             try:
                 outcome = world.run(job)
                 if _has_to_show_more(outcome.results):
@@ -74,14 +79,23 @@ class Pool:
             world.kill()
         return outcome
 
-    def _leased(self, key: WorldKey, *, alone: bool) -> contextlib.AbstractContextManager[None]:
+    def _leased(self, key: WorldKey, seats: Sequence[Seat], *, alone: bool) -> contextlib.AbstractContextManager[None]:
+        """Lease what the ranks use of this host; the other hosts of a torchrun job are the job's own."""
+        devices = self._devices(key, seats)
+        if self._fleet is not None:
+            here = [seat.place.node == self._fleet.place.node for seat in seats]
+            devices = [device for device, is_here in zip(devices, here, strict=True) if is_here]
+        if not devices:
+            return contextlib.nullcontext()
         if key.device == "cpu":
-            return self._leases.cores(key.size, alone=alone)
-        return self._leases.devices(self._devices(key), alone=alone)
+            return self._leases.cores(len(devices), alone=alone)
+        return self._leases.devices(devices, alone=alone)
 
-    def _devices(self, key: WorldKey) -> list[int]:
+    def _devices(self, key: WorldKey, seats: Sequence[Seat]) -> list[int]:
         if key.device == "cpu":
             return [0] * key.size
+        if seats:
+            return [seat.place.local_rank for seat in seats]
         return device_of(self._worker, size=key.size, count=self._device_count)
 
     def discard(self, key: WorldKey) -> None:
@@ -97,7 +111,7 @@ class Pool:
         # It would never notice the end of this process.
         forkserver.kill_if_stopped()
 
-    def _take(self, key: WorldKey, implementation: str) -> World:
+    def _take(self, key: WorldKey, implementation: str, seats: Sequence[Seat]) -> World:
         """Take a world of ``key`` that the implementation may use out of the pool, or start one."""
         for reserved_for in (implementation, ""):
             world = self._worlds.pop((key, reserved_for), None)
@@ -108,7 +122,10 @@ class Pool:
         while len(self._worlds) > KEPT_WORLDS or sum(kept.size for kept, _ in self._worlds) > KEPT_RANKS:
             _, oldest = self._worlds.popitem(last=False)
             oldest.stop()
-        return World(key, self._devices(key))
+        devices = self._devices(key, seats)
+        if self._fleet is None:
+            return World(key, devices)
+        return World(key, devices, fleet=self._fleet, seats=seats)
 
 
 def _has_to_show_more(results: Sequence[Result]) -> bool:

@@ -15,7 +15,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from shardproof.harness.collectives.board import Announcement
 from shardproof.harness.collectives.trace import without_own_bytes
@@ -126,14 +126,26 @@ def ends_of_stacks(text: str) -> str:
 _RUNS_A_CASE = f'{pathlib.Path(__file__).with_name("loop.py")}", line '
 
 
-def diagnose(entries: Mapping[int, list[Announcement]], *, stuck: Mapping[int, str], case_path: str) -> Diagnosis:
+def diagnose(
+    entries: Mapping[int, list[Announcement]],
+    *,
+    stuck: Mapping[int, str],
+    case_path: str,
+    lost: Mapping[int, str] | None = None,
+) -> Diagnosis:
     """Determine which rank keeps the stuck ranks waiting.
 
     Args:
-        entries: for every rank of the world, its announcements during the case, oldest first.
+        entries: for every rank of the world, its announcements during the case, oldest first; none of lost ranks.
         stuck: the ranks that did not answer, with their stack dumps.
         case_path: the case's source file; a frame in it shows where in the case a rank is.
+        lost: the ranks that cannot be reached any more, with the reasons. They are to blame.
     """
+    if lost:
+        reasons: dict[str, list[int]] = {}
+        for rank, reason in lost.items():
+            reasons.setdefault(reason, []).append(rank)
+        return Diagnosis(min(lost), "\n".join(f"{_are(ranks)} out of reach: {why}" for why, ranks in reasons.items()))
     waiting: dict[tuple[str, int, tuple[int, ...], tuple[int, ...], str], list[int]] = {}
     for rank in stuck:
         last = entries[rank][-1] if entries[rank] else None
@@ -154,11 +166,12 @@ def diagnose(entries: Mapping[int, list[Announcement]], *, stuck: Mapping[int, s
     return Diagnosis(suspects[0] if suspects else None, "\n".join(lines))
 
 
-def collectives(entries: Mapping[int, list[Announcement]]) -> list[str]:
+def collectives(entries: Mapping[int, list[Announcement]], unknown: Collection[int] = ()) -> list[str]:
     """Render the last collectives of all ranks, each one once, with the ranks that entered it.
 
     Args:
         entries: for every rank of the world, its announcements during the case, oldest first.
+        unknown: the ranks whose announcements cannot be read any more.
 
     Returns:
         A title, one line for each collective in an order that agrees with that of every rank, and the advice to check
@@ -182,7 +195,9 @@ def collectives(entries: Mapping[int, list[Announcement]]) -> list[str]:
         return []
     for entry in order:
         entered[entry] += [rank for rank in entry.ranks if rank not in entered[entry] and _passed(entries[rank], entry)]
-    lines = [f"  {one.number} on {ranks_of(one.ranks)}: {one.text}, {_by(entered[one], one.ranks)}" for one in order]
+    lines = [
+        f"  {one.number} on {ranks_of(one.ranks)}: {one.text}, {_by(entered[one], one.ranks, unknown)}" for one in order
+    ]
     return ["last collectives, and the ranks that entered them:", *lines, *([ADVICE] if _differ(order) else [])]
 
 
@@ -204,7 +219,9 @@ def _passed(own: list[Announcement], entry: Announcement) -> bool:
     return entry in own or entry.number < min(numbers, default=0)
 
 
-def _by(entered: list[int], members: tuple[int, ...]) -> str:
+def _by(entered: list[int], members: tuple[int, ...], unknown: Collection[int]) -> str:
+    if silent := sorted(set(members) & set(unknown)):
+        return f"{_by(entered, tuple(set(members) - set(silent)), ())} of those that can be asked"
     others = sorted(set(members) - set(entered))
     if not others:
         return "all"

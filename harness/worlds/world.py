@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import multiprocessing.process
-import os
 import pathlib
 import shutil
-import signal
+import sys
 import time
-from collections.abc import Sequence
-from multiprocessing.connection import Connection, wait
+from collections.abc import Collection, Sequence
+from multiprocessing.connection import wait
 from typing import Any
 
 from shardproof.harness.collectives.board import Announcement, Board
 from shardproof.harness.findings.texts import bounded
 from shardproof.harness.findings.verdict import Verdict
-from shardproof.harness.worlds import entry, forkserver, scratch, waiting
-from shardproof.harness.worlds.jobs import BOARD, DUMPED, Job, RankSpec, Result, WorldKey
+from shardproof.harness.worlds import forkserver, rank_process, scratch, waiting
+from shardproof.harness.worlds.fleet import Fleet, Seat, nodes_of
+from shardproof.harness.worlds.jobs import BOARD, Job, RankSpec, Result, WorldKey
+from shardproof.harness.worlds.rank_process import RankProcess
+from shardproof.harness.worlds.remote import ANSWER_SECONDS, Lost, RemoteRank, gathered
 from shardproof.harness.worlds.waiting import Blockers, Wait, WaitedTooLong
 from shardproof.harness.worlds.watchdog import Diagnosis, collectives, diagnose, dump_stacks, stacks
 
@@ -31,52 +32,8 @@ GRACE_SECONDS = 2.0
 #: Seconds that the ranks may take to leave their loops when they are asked to, all together.
 _LEAVE_SECONDS = 2.0
 
-#: Seconds after which the controller stops to wait for the end of a rank that it has killed. Only a rank that is in an
-#: uninterruptible sleep, as in a broken driver, needs longer.
-END_SECONDS = 10.0
-
-#: Seconds after which the controller looks whether the forkserver, which reports the end of its ranks, is stopped.
-_REPORT_SECONDS = 1.0
-
 #: Seconds between two looks at whether a starting world waits too long; an answer is received at once.
 _POLL_SECONDS = 0.1
-
-#: ``exitcode`` of a rank whose exit code the forkserver, which has ended, could not report.
-_UNREPORTED = 255
-
-
-@dataclasses.dataclass
-class RankProcess:
-    """The controller's handle of one rank.
-
-    Attributes:
-        process: the multiprocessing process.
-        connection: the controller's end of the pipe.
-        output: the file with the rank's stdout and stderr.
-        read: the bytes of ``output`` that have been read.
-    """
-
-    process: Any
-    connection: Connection
-    output: pathlib.Path
-    read: int = 0
-
-    @property
-    def dumped(self) -> pathlib.Path:
-        """The file to which the rank appends a byte after each complete stack dump."""
-        return self.output.with_suffix(DUMPED)
-
-    def new_output(self, limit: int = 64 * 1024) -> str:
-        """Return the output that the rank has written since the last call, at most its last ``limit`` bytes."""
-        size = self.output.stat().st_size if self.output.exists() else 0
-        if size < self.read:  # the rank has truncated its file
-            self.read = 0
-        start, self.read = max(self.read, size - limit), size
-        if size <= start:
-            return ""
-        with self.output.open("rb") as file:
-            file.seek(start)
-            return file.read(size - start).decode(errors="replace")
 
 
 @dataclasses.dataclass
@@ -89,6 +46,7 @@ class Outcome:
         seconds: wall-clock time of the job, without the wait for a lease and the start of the world.
         diagnosis: the explanation of the hang, if a rank did not answer.
         collectives: the last collectives of the ranks, rendered, if they did not all pass or fail by agreement.
+        hosts: the name of the host of each rank; empty if all are on one.
     """
 
     results: list[Result]
@@ -96,6 +54,7 @@ class Outcome:
     seconds: float
     diagnosis: Diagnosis | None = None
     collectives: list[str] = dataclasses.field(default_factory=list)
+    hosts: tuple[str, ...] = ()
 
 
 class WorldDied(Exception):
@@ -108,6 +67,8 @@ class World:
     Args:
         key: identifies the world.
         devices: the device index of each rank.
+        fleet: the torchrun job in whose processes the ranks live; None if all are children of this process.
+        seats: the process of each rank, with a fleet.
 
     Raises:
         WorldDied: a rank did not start.
@@ -117,12 +78,16 @@ class World:
     Attributes:
         reserved_for: the implementation that left state in the ranks and whose cases alone may use them; empty if none
             did.
+        hosts: the name of the host of each rank; empty if all are on one.
     """
 
-    def __init__(self, key: WorldKey, devices: Sequence[int]) -> None:
+    def __init__(
+        self, key: WorldKey, devices: Sequence[int], *, fleet: Fleet | None = None, seats: Sequence[Seat] = ()
+    ) -> None:
         self.key = key
         self.reserved_for = ""
         self.devices = devices
+        self.hosts = tuple(seat.place.host for seat in seats) if len(set(nodes_of(seats))) > 1 else ()
         self._directory = scratch.directory("world-")
         try:
             self._board = Board(self._directory / BOARD, key.size)
@@ -131,30 +96,63 @@ class World:
             raise
         self._announced: dict[int, list[Announcement]] = {}
         forkserver.start()
-        self.ranks: list[RankProcess] = []
+        self.ranks: list[RankProcess | RemoteRank] = []
         try:
-            for index in range(key.size):
-                self.ranks.append(self._spawn(index))
+            self._start(fleet, seats)
             self._await_start()
-        except BaseException:
-            self.kill()
-            raise
-
-    def _spawn(self, index: int) -> RankProcess:
-        context = forkserver.context()
-        ours, theirs = context.Pipe()
-        spec = RankSpec(self.key, index, str(self._directory), device_index=self.devices[index])
-        process = context.Process(target=entry.main, args=(theirs, spec), daemon=True, name=f"rank {index}")
-        try:
-            forkserver.spawn(process, f"rank {index} of {self.key}")
         except BaseException as error:
-            ours.close()
-            if isinstance(error, forkserver.ForkserverEnded):
+            self.kill()
+            if isinstance(error, (Lost, forkserver.ForkserverEnded)):
                 raise WorldDied(str(error)) from None
             raise
-        finally:
-            theirs.close()
-        return RankProcess(process, ours, self._directory / f"rank{index}.out")
+
+    def _start(self, fleet: Fleet | None, seats: Sequence[Seat]) -> None:
+        if fleet is None:
+            for index in range(self.key.size):
+                self.ranks.append(self._spawn(self._spec(index)))
+            return
+        number = fleet.new_number()
+        directories: dict[int, pathlib.Path] = {fleet.place.node: self._directory}
+        for index, seat in enumerate(seats):
+            node = seat.place.node
+            if node not in directories:
+                directories[node] = fleet.directory(seat)
+            spec = dataclasses.replace(
+                self._spec(index),
+                directory=str(directories[node]),
+                nodes=nodes_of(seats),
+                meeting=fleet.meeting(number) if self.hosts else None,
+                environment=fleet.environment(index, seats),
+                search_path=tuple(sys.path),
+            )
+            self.ranks.append(self._spawn(spec) if seat.link is None else fleet.spawn(seat, number, spec))
+
+    def _spec(self, index: int) -> RankSpec:
+        return RankSpec(self.key, index, str(self._directory), device_index=self.devices[index])
+
+    def _spawn(self, spec: RankSpec) -> RankProcess:
+        ours, theirs = forkserver.context().Pipe()
+        try:
+            process = rank_process.spawn(spec, theirs)
+        except BaseException:
+            ours.close()
+            raise
+        return RankProcess(process, ours, self._directory / f"rank{spec.index}.out")
+
+    @property
+    def _own(self) -> dict[int, RankProcess]:
+        """The ranks that this process has started."""
+        return {index: rank for index, rank in enumerate(self.ranks) if isinstance(rank, RankProcess)}
+
+    @property
+    def _remote(self) -> dict[int, RemoteRank]:
+        """The ranks that supervisors have started."""
+        return {index: rank for index, rank in enumerate(self.ranks) if isinstance(rank, RemoteRank)}
+
+    @property
+    def _lost(self) -> dict[int, str]:
+        """The ranks that cannot be reached any more, with the reasons."""
+        return {index: str(rank.link.lost) for index, rank in self._remote.items() if rank.link.lost is not None}
 
     def _await_start(self) -> None:
         wait = Wait(
@@ -170,7 +168,8 @@ class World:
                     wait.check()
                 answer = rank.connection.recv()
             except WaitedTooLong:
-                answer = ("failed", f"no answer within {START_SECONDS:g} s; it is {waiting.look_at(rank.process.pid)}")
+                who = f"; it is {waiting.look_at(rank.process.pid)}" if isinstance(rank, RankProcess) else ""
+                answer = ("failed", f"no answer within {START_SECONDS:g} s{who}")
             except (EOFError, OSError):
                 pass
             if answer[0] != "ready":
@@ -179,7 +178,7 @@ class World:
 
     def _starting(self) -> Blockers:
         """The ranks that have not answered; those that are ready wait in their loops."""
-        silent = [rank.process.pid for rank in self.ranks if not rank.connection.poll()]
+        silent = [rank.process.pid for rank in self._own.values() if not rank.connection.poll()]
         processes = tuple(process for pid in silent if (process := waiting.look_at(pid)) is not None)
         return Blockers(processes, need_sigcont=any(process.is_stopped for process in processes))
 
@@ -200,16 +199,19 @@ class World:
         diagnosis = self._diagnose(job, results)
         seconds = time.monotonic() - started
         outputs = [rank.new_output() for rank in self.ranks]
-        return Outcome(results, outputs, seconds, diagnosis, collectives(self._announced))
+        return Outcome(results, outputs, seconds, diagnosis, collectives(self._announced, self._lost), self.hosts)
 
     def _read_board(self, job: Job) -> dict[int, list[Announcement]]:
-        return {rank: self._board.entries(rank, job=job.number) for rank in range(self.key.size)}
+        asked = {index: rank.ask_announced(job.number) for index, rank in self._remote.items()}
+        entries = {index: self._board.entries(index, job=job.number) for index in self._own}
+        entries |= gathered(asked)
+        return {index: entries.get(index, []) for index in range(self.key.size)}
 
     def _diagnose(self, job: Job, results: list[Result]) -> Diagnosis | None:
         stuck = {result.rank: result.text for result in results if result.verdict == Verdict.HANG}
         if not stuck:
             return None
-        return diagnose(self._announced, stuck=stuck, case_path=job.path)
+        return diagnose(self._announced, stuck=stuck, case_path=job.path, lost=self._lost)
 
     def _collect(self, job: Job, until: float) -> list[Result]:
         results: dict[int, Result] = {}
@@ -229,11 +231,22 @@ class World:
             # Read the board before any stack dump is requested: the signal interrupts a rank's sleep, and the rank may
             # then continue.
             self._announced = self._read_board(job)
-            stuck = {index: self.ranks[index] for index in waiting.values()}
-            complete = dump_stacks({index: (rank.process.pid, rank.dumped) for index, rank in stuck.items()})
+            stuck = set(waiting.values())
+            shown = self._stacks(stuck)
             for index in stuck:
-                results[index] = self._stuck(index, job, after_failure=failed, is_complete=index in complete)
+                results[index] = self._stuck(index, job, after_failure=failed, shown=shown.get(index))
         return [results[index] for index in sorted(results)]
+
+    def _stacks(self, stuck: Collection[int]) -> dict[int, str]:
+        """Return the stacks of ranks, rendered; ranks whose supervisor cannot be reached are left out."""
+        asked = {index: rank.ask_stacks() for index, rank in self._remote.items() if index in stuck}
+        own = {index: rank for index, rank in self._own.items() if index in stuck}
+        complete = dump_stacks({index: (rank.process.pid, rank.dumped) for index, rank in own.items()})
+        shown = {
+            index: stacks(rank.process.pid, rank.new_output(), is_complete=index in complete)
+            for index, rank in own.items()
+        }
+        return shown | gathered(asked)
 
     def _receive(self, index: int, job: Job) -> Result:
         rank = self.ranks[index]
@@ -244,81 +257,40 @@ class World:
             text = f"the rank answered job {result.number} during job {job.number}"
             return Result(job.number, index, Verdict.HARNESS_ERROR, text)
         except (EOFError, OSError):
-            rank.process.join(timeout=1.0)
-            code = rank.process.exitcode
-            if code == _UNREPORTED and forkserver.has_ended(within=1.0):
-                text = "the forkserver ended, and its ranks with it; the next case gets a new one"
-                return Result(job.number, index, Verdict.HARNESS_ERROR, text)
-            return Result(job.number, index, Verdict.CRASH, f"the rank's process ended: {_ending(code)}")
+            verdict, text = rank.ending()
+            return Result(job.number, index, verdict, text)
 
-    def _stuck(self, index: int, job: Job, *, after_failure: bool, is_complete: bool) -> Result:
-        rank = self.ranks[index]
-        shown = stacks(rank.process.pid, rank.new_output(), is_complete=is_complete)
+    def _stuck(self, index: int, job: Job, *, after_failure: bool, shown: str | None) -> Result:
         if after_failure:
             text = f"the rank was still waiting {GRACE_SECONDS:g} s after another rank had failed"
         else:
             text = "the rank did not answer before the deadline"
+        if shown is None:
+            return Result(job.number, index, Verdict.HANG, f"{text}: {self._lost[index]}")
         return Result(job.number, index, Verdict.HANG, f"{text}; its stacks:\n{shown}")
 
     @property
     def is_alive(self) -> bool:
         """Whether the processes of all ranks are running."""
-        return all(rank.process.is_alive() for rank in self.ranks)
+        return all(rank.is_alive for rank in self.ranks)
 
     def stop(self) -> None:
         """Ask the ranks to leave their loops, then kill those that have not exited; for a world that runs no case."""
         for rank in self.ranks:
             with contextlib.suppress(OSError):
                 rank.connection.send(None)
-        self._join(_LEAVE_SECONDS)
+        rank_process.join([*self._own.values()], _LEAVE_SECONDS)
         self.kill()
 
     def kill(self) -> None:
         """Kill every rank and the processes it started, and remove the world's directory."""
-        for rank in self.ranks:
-            if rank.process.is_alive():
-                _kill_tree(rank.process.pid)
-        self._await_end()
+        asked = {index: rank.ask_kill() for index, rank in self._remote.items()}
+        lines = rank_process.kill([*self._own.values()])
+        for answer in gathered(asked, rank_process.END_SECONDS + ANSWER_SECONDS).values():
+            lines += answer
+        for line in lines:
+            waiting.tell(line)
         for rank in self.ranks:
             rank.connection.close()
         self._board.close()
         shutil.rmtree(self._directory, ignore_errors=True)
-
-    def _await_end(self) -> None:
-        """Wait until the killed ranks have ended, and give up those that do not end."""
-        if self._join(_REPORT_SECONDS) and forkserver.kill_if_stopped():
-            waiting.tell("shardproof: the forkserver was stopped and has been killed; the next case gets a new one")
-        for rank in self._join(END_SECONDS):
-            waiting.tell(
-                f"shardproof: {rank.process.name}, {waiting.look_at(rank.process.pid)}, did not end within "
-                f"{END_SECONDS:g} s of SIGKILL; it may keep its device and its memory"
-            )
-            # Otherwise the interpreter would wait for it when it exits, for ever.
-            multiprocessing.process._children.discard(rank.process)  # type: ignore[attr-defined]
-
-    def _join(self, seconds: float) -> list[RankProcess]:
-        """Wait for the end of all ranks; return those that have not ended."""
-        until = time.monotonic() + seconds
-        for rank in self.ranks:
-            rank.process.join(timeout=max(0.0, until - time.monotonic()))
-        return [rank for rank in self.ranks if rank.process.is_alive()]
-
-
-def _kill_tree(pid: int) -> None:
-    """Kill a rank and the processes it started.
-
-    A rank leads its own session, and so its own process group. A rank that is killed before it has created the session
-    leads none: it is killed by its process id.
-    """
-    for kill in (os.killpg, os.kill):
-        with contextlib.suppress(ProcessLookupError):
-            kill(pid, signal.SIGKILL)
-
-
-def _ending(code: int | None) -> str:
-    if code is None:
-        return "it closed its connection and did not exit"
-    if code < 0:
-        hint = ", which the kernel also sends when memory runs out" if -code == signal.SIGKILL else ""
-        return f"killed by {signal.Signals(-code).name}{hint}"
-    return f"exit code {code}"

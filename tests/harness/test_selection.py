@@ -36,15 +36,15 @@ def test_world_larger_than_the_devices(gpus):
     assert ask(worlds="2,4").worlds == (2, 4)
     with pytest.raises(ValueError, match=r"^--world 8: there are 4 cuda devices; a rank needs one of its own$"):
         ask(worlds="2,8")
-    assert ask(worlds="8", device="cpu").has_devices_for(8)
+    assert not ask(worlds="8", device="cpu").lacking_for(8)
 
 
 def test_case_larger_than_the_devices_is_no_error(gpus):
     gpus(2)
     chosen = ask()
     assert chosen.allows(4)
-    assert not chosen.has_devices_for(4)
-    assert chosen.has_devices_for(2)
+    assert chosen.lacking_for(4) == "4 cuda devices (there are 2)"
+    assert not chosen.lacking_for(2)
 
 
 @pytest.mark.parametrize(

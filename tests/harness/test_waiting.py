@@ -10,7 +10,7 @@ import types
 
 import pytest
 
-from shardproof.harness.worlds import forkserver, lease, waiting, world
+from shardproof.harness.worlds import forkserver, lease, rank_process, waiting, world
 from shardproof.harness.worlds.jobs import WorldKey
 from shardproof.harness.worlds.lease import Leases
 from shardproof.harness.worlds.waiting import Blockers, Wait, WaitedTooLong
@@ -200,8 +200,8 @@ class Endless:
 
 
 def test_a_rank_that_no_signal_ends_is_named_and_left(told, monkeypatch, tmp_path):
-    monkeypatch.setattr(world, "END_SECONDS", 0.1)
-    monkeypatch.setattr(world, "_kill_tree", lambda pid: None)
+    monkeypatch.setattr(rank_process, "END_SECONDS", 0.1)
+    monkeypatch.setattr(rank_process, "_kill_tree", lambda pid: None)
     lone = object.__new__(world.World)
     lone.key, lone._directory = WorldKey(1, "cpu"), tmp_path / "world"
     lone._board = types.SimpleNamespace(close=lambda: None)

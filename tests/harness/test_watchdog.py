@@ -179,3 +179,12 @@ def test_entries_that_are_overwritten_meanwhile_are_left_out(tmp_path, monkeypat
     overtaken._memory.behind, overtaken._memory.posts = behind, posts
     numbers = [entry.number for entry in overtaken.entries(0, job=1)]
     assert numbers == list(range(70 + posts, 101))
+
+
+def test_ranks_out_of_reach_are_to_blame_and_unknown():
+    one = Announcement(1, 1, "0", (0, 1, 2, 3), "all_reduce")
+    lost = {2: "host b does not answer", 3: "host b does not answer"}
+    found = watchdog.diagnose({0: [one], 1: [one], 2: [], 3: []}, stuck={0: "", 1: ""}, case_path="a.py", lost=lost)
+    assert (found.rank, found.text) == (2, "ranks 2-3 are out of reach: host b does not answer")
+    lines = watchdog.collectives({0: [one], 1: [one], 2: [], 3: []}, lost)
+    assert lines[1:] == ["  1 on ranks 0-3: all_reduce, all of those that can be asked"]

@@ -1,0 +1,212 @@
+"""The processes of a torchrun job, as its controller sees them: who is there, and where the ranks of a world live."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pathlib
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+from shardproof.harness.worlds import forkserver, sockets, store
+from shardproof.harness.worlds.forkserver import FORK_SECONDS
+from shardproof.harness.worlds.jobs import Meeting, RankSpec
+from shardproof.harness.worlds.remote import Link, Lost, RemoteRank, gathered
+from shardproof.harness.worlds.torchrun import Place
+from shardproof.harness.worlds.waiting import Blockers, Wait, WaitedTooLong
+
+#: Seconds that the supervisors may take to come, after torch elastic has started all processes at the same time.
+COME_SECONDS = 120.0
+
+_POLL_SECONDS = 0.02
+
+
+class TooFewRanks(Exception):
+    """The job has too few ranks left for a world; the message is one line that names the hosts that it has lost."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Seat:
+    """One process of the job that holds ranks of worlds, at most one of each.
+
+    Attributes:
+        place: its place in the job.
+        link: the connection with it; None for the controller's own process.
+    """
+
+    place: Place
+    link: Link | None = None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it cannot be reached any more."""
+        return self.link is not None and self.link.lost is not None
+
+
+class Fleet:
+    """All processes of a job; made by its controller, once.
+
+    Args:
+        place: the controller's own place.
+
+    Raises:
+        OSError: no port is free, or the job's store cannot be reached.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self._key = secrets.token_bytes(32)
+        # Where the job's store outlives a restart, the keys of the last attempt's worlds are still there.
+        self._name = secrets.token_hex(8)
+        self._listening = sockets.listener(everywhere=place.nodes > 1)
+        self._links: dict[int, Link] = {}
+        self._connections: dict[tuple[int, int], Connection] = {}
+        self._arrival = threading.Condition()
+        self._numbers = 0
+        threading.Thread(target=self._accept, name="shardproof accepts", daemon=True).start()
+        store.announce(place, self._listening.getsockname()[1], self._key)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks that torchrun started."""
+        return self.place.size
+
+    @property
+    def lost(self) -> list[Lost]:
+        """Why processes of the job cannot be reached, one for each."""
+        return [link.lost for link in self._links.values() if link.lost is not None]
+
+    def await_all(self) -> None:
+        """Wait until all supervisors have come.
+
+        Raises:
+            WaitedTooLong: one of them has not; the message names its rank.
+        """
+        wait = Wait(
+            "the other ranks of the job",
+            bound=COME_SECONDS,
+            blockers=Blockers,
+            advice="see what torchrun prints on their hosts",
+        )
+        while self._missing():
+            try:
+                wait.check()
+            except WaitedTooLong as error:
+                missing = self._missing()
+                raise WaitedTooLong(f"{error}; missing are ranks {', '.join(map(str, missing))} of the job") from None
+            with self._arrival:
+                self._arrival.wait(_POLL_SECONDS)
+
+    def _missing(self) -> list[int]:
+        return [rank for rank in range(1, self.size) if rank not in self._links]
+
+    def seats(self, size: int) -> list[Seat]:
+        """Return where the ranks of a world live: on one host if there is one with enough, otherwise in order.
+
+        Raises:
+            TooFewRanks: so many are not left.
+            WaitedTooLong: a supervisor has not come.
+        """
+        self.await_all()
+        everyone = [Seat(self.place), *(Seat(link.place, link) for _, link in sorted(self._links.items()))]
+        left = [seat for seat in everyone if not seat.is_lost]
+        if size > len(left):
+            why = "; ".join(dict.fromkeys(map(str, self.lost)))
+            raise TooFewRanks(f"{size} ranks are needed, and {len(left)} of {self.size} are left: {why}")
+        for node in dict.fromkeys(seat.place.node for seat in left):
+            together = [seat for seat in left if seat.place.node == node]
+            if len(together) >= size:
+                return together[:size]
+        return left[:size]
+
+    def new_number(self) -> int:
+        """Return a number for a new world."""
+        with self._arrival:
+            self._numbers += 1
+            return self._numbers
+
+    def spawn(self, seat: Seat, number: int, spec: RankSpec) -> RemoteRank:
+        """Start a rank of a world in the process of another seat.
+
+        Args:
+            seat: where; not the controller's own.
+            number: the number of the world.
+            spec: which rank of the world.
+
+        Raises:
+            Lost: the supervisor cannot be reached.
+            ForkserverEnded: its forkserver did not start the rank.
+        """
+        assert seat.link is not None, "the controller starts its own rank"
+        refusal = seat.link.call("spawn", number, spec, within=FORK_SECONDS)
+        if refusal:
+            raise forkserver.ForkserverEnded(f"host {seat.place.host}: {refusal}")
+        until = time.monotonic() + FORK_SECONDS
+        with self._arrival:
+            while (number, spec.index) not in self._connections and time.monotonic() < until:
+                self._arrival.wait(_POLL_SECONDS)
+            connection = self._connections.pop((number, spec.index))
+        return RemoteRank(seat.link, number, spec, connection)
+
+    def meeting(self, number: int) -> Meeting:
+        """Return where the ranks of a world of several hosts meet."""
+        return Meeting(self.place.master, self.place.port, f"shardproof/{self._name}/world{number}", self._key)
+
+    def environment(self, index: int, seats: Sequence[Seat]) -> dict[str, str]:
+        """Return the variables of a rank: those of torchrun, for its place in the world instead of in the job."""
+        place = seats[index].place
+        nodes = nodes_of(seats)
+        return {
+            "RANK": str(index),
+            "WORLD_SIZE": str(len(seats)),
+            "LOCAL_RANK": str(place.local_rank),
+            "LOCAL_WORLD_SIZE": str(nodes.count(nodes[index])),
+            "GROUP_RANK": str(nodes[index]),
+            "GROUP_WORLD_SIZE": str(len(set(nodes))),
+        }
+
+    def directory(self, seat: Seat) -> pathlib.Path:
+        """Make a directory for a world on the host of a seat.
+
+        Raises:
+            Lost: the supervisor cannot be reached.
+        """
+        assert seat.link is not None, "the controller makes its own directories"
+        return pathlib.Path(seat.link.call("directory"))
+
+    def close(self, exit_code: int) -> None:
+        """End all supervisors, with the exit code of the job."""
+        with contextlib.suppress(WaitedTooLong):
+            self.await_all()
+        gathered({rank: link.ask("end", exit_code) for rank, link in self._links.items()})
+        self._listening.close()  # the links close with this process, for whose end the supervisors wait
+
+    def _accept(self) -> None:
+        """Accept connections for as long as the job runs."""
+        while True:
+            try:
+                connection = sockets.accept(self._listening, self._key)
+            except OSError:
+                return
+            if connection is None:
+                continue
+            with contextlib.suppress(EOFError, OSError):
+                self._arrived(connection, connection.recv())
+
+    def _arrived(self, connection: Connection, hello: Any) -> None:
+        with self._arrival:
+            if isinstance(hello, Place):
+                self._links[hello.rank] = Link(connection, hello)
+            else:
+                self._connections[hello] = connection
+            self._arrival.notify_all()
+
+
+def nodes_of(seats: Sequence[Seat]) -> tuple[int, ...]:
+    """Return the host of each seat, numbered from 0 in the order of their first seats."""
+    numbers: dict[int, int] = {}
+    return tuple(numbers.setdefault(seat.place.node, len(numbers)) for seat in seats)

@@ -1,0 +1,242 @@
+"""What the controller of a torchrun job does with its processes: where worlds live, whom it trusts, what it reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing.connection
+import os
+import socket
+import threading
+import time
+
+import pytest
+
+from shardproof.harness.plugin import resuming
+from shardproof.harness.plugin.journal import Journal
+from shardproof.harness.worlds import remote, sockets, torchrun
+from shardproof.harness.worlds.fleet import Fleet, Seat, TooFewRanks, nodes_of
+from shardproof.harness.worlds.remote import Link, Lost
+
+VARIABLES = {
+    "TORCHELASTIC_RUN_ID": "job",
+    "TORCHELASTIC_RESTART_COUNT": "1",
+    "TORCHELASTIC_MAX_RESTARTS": "3",
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+    "MASTER_ADDR": "first",
+    "MASTER_PORT": "29400",
+}
+
+
+def place(**changes):
+    return dataclasses.replace(torchrun.place(VARIABLES), **changes)
+
+
+def test_the_place_of_a_process_is_that_of_torchrun():
+    here = place()
+    assert (here.rank, here.size, here.local_rank, here.local_size, here.node, here.nodes) == (5, 8, 1, 4, 1, 2)
+    assert (here.run_id, here.attempt, here.may_restart, here.is_controller) == ("job", 1, True, False)
+    assert not place(attempt=3).may_restart and place(rank=0).is_controller
+
+
+@pytest.mark.parametrize("name", ["TORCHELASTIC_RUN_ID", "RANK"])
+def test_without_the_marks_of_torch_elastic_there_is_no_job(name):
+    assert torchrun.place({key: value for key, value in VARIABLES.items() if key != name}) is None
+
+
+def fleet(nodes, lost=()):
+    """The controller's view of a job with a rank on each of these hosts."""
+    made = object.__new__(Fleet)
+    made.place = place(rank=0, size=len(nodes), node=nodes[0])
+    made._links = {}
+    for rank, node in list(enumerate(nodes))[1:]:
+        ours, _ = multiprocessing.connection.Pipe()
+        made._links[rank] = Link(ours, place(rank=rank, node=node, host=f"host{node}"))
+        if rank in lost:
+            made._links[rank]._lose(None)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("nodes", "lost", "size", "expected"),
+    [
+        ((0, 0, 1, 1), (), 2, [0, 1]),
+        ((0, 0, 1, 1), (), 4, [0, 1, 2, 3]),
+        ((0, 1, 1), (), 2, [1, 2]),
+        ((0, 1, 2), (), 2, [0, 1]),
+        ((0, 0, 1, 1), (1,), 2, [2, 3]),
+        ((0, 0, 1, 1), (2,), 3, [0, 1, 3]),
+    ],
+    ids=str,
+)
+def test_a_world_lives_on_one_host_if_it_fits(nodes, lost, size, expected):
+    assert [seat.place.rank for seat in fleet(nodes, lost).seats(size)] == expected
+
+
+def test_too_few_ranks_name_the_host_that_is_lost():
+    job = fleet((0, 0, 1, 1), lost=(2, 3))
+    with pytest.raises(TooFewRanks) as caught:
+        job.seats(3)
+    why = "host host1 does not answer: it is cut off, or its processes are stopped"
+    assert str(caught.value) == f"3 ranks are needed, and 2 of 4 are left: {why}"
+
+
+def test_hosts_of_a_world_are_numbered_from_0():
+    seats = [Seat(place(rank=rank, node=node)) for rank, node in enumerate((3, 1, 3))]
+    assert nodes_of(seats) == (0, 1, 0)
+
+
+def test_the_variables_of_a_rank_are_those_of_its_place_in_the_world():
+    job = fleet((0, 0, 1, 1))
+    seats = [Seat(place(rank=rank, node=1, local_rank=rank - 2)) for rank in (2, 3)]
+    assert job.environment(1, seats) == {
+        "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+    }  # fmt: skip
+
+
+# Links
+
+
+def test_answers_come_to_those_who_asked():
+    ours, theirs = multiprocessing.connection.Pipe()
+    link = Link(ours, place())
+    first, second = link.ask("one"), link.ask("two", 2)
+    assert theirs.recv() == (1, "one", ()) and theirs.recv() == (2, "two", (2,))
+    theirs.send((1, "first"))
+    theirs.send((2, "second"))
+    assert second(time.monotonic() + 60) == "second" and first(time.monotonic() + 60) == "first"
+
+
+def test_a_closed_connection_and_a_silent_one_are_told_apart():
+    (one, other), (two, _kept) = multiprocessing.connection.Pipe(), multiprocessing.connection.Pipe()
+    closed, silent = Link(one, place(host="one")), Link(two, place(host="two"))
+    other.close()
+    for link, is_silent in ((closed, False), (silent, True)):
+        with pytest.raises(Lost) as caught:
+            link.call("one", within=0.01)
+        assert caught.value.is_silent is is_silent and f"host {link.place.host} " in str(caught.value)
+        with pytest.raises(Lost):
+            link.call("two")
+
+
+def test_the_answers_of_those_that_are_there_are_gathered():
+    (ours, theirs), (others, _kept) = multiprocessing.connection.Pipe(), multiprocessing.connection.Pipe()
+    here, gone = Link(ours, place()), Link(others, place())
+    theirs.send((1, "answer"))
+    assert remote.gathered({0: gone.ask("one"), 1: here.ask("one")}, within=0.1) == {1: "answer"}
+
+
+# Connections
+
+
+@pytest.fixture
+def listening():
+    with sockets.listener(everywhere=False) as one:
+        yield one
+
+
+def accepting(listening, key):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(sockets.accept(listening, key)))
+    thread.start()
+    return thread, found
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_who_knows_the_key_is_connected(everywhere):
+    with sockets.listener(everywhere=everywhere) as one:
+        thread, found = accepting(one, b"key")
+        connection = sockets.connect(("127.0.0.1", one.getsockname()[1]), b"key")
+        thread.join()
+        connection.send("hello")
+        assert found[0].recv() == "hello"
+        found[0].close()
+        with pytest.raises(EOFError):
+            connection.recv()
+
+
+def test_who_does_not_know_the_key_is_refused(listening):
+    thread, found = accepting(listening, b"key")
+    with pytest.raises(ConnectionError, match="is no process of this job"):
+        sockets.connect(listening.getsockname(), b"other")
+    thread.join()
+    assert found == [None]
+
+
+def test_a_stranger_who_says_nothing_keeps_nobody_waiting(listening, monkeypatch):
+    monkeypatch.setattr(sockets, "_PROOF_SECONDS", 1)
+    thread, found = accepting(listening, b"key")
+    with socket.create_connection(listening.getsockname()):
+        thread.join()
+    assert found == [None]
+
+
+def test_the_kernel_watches_connections(listening):
+    thread, found = accepting(listening, b"key")
+    connection = sockets.connect(listening.getsockname(), b"key")
+    thread.join()
+    for one in (connection, found[0]):
+        raw = socket.socket(fileno=os.dup(one.fileno()))
+        probes = [raw.getsockopt(socket.IPPROTO_TCP, name) for name in (socket.TCP_KEEPIDLE, socket.TCP_KEEPCNT)]
+        assert raw.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1 and probes == [3, 5]
+        assert raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == sockets.SILENT_SECONDS * 1000
+        raw.close()
+        one.close()
+
+
+# The journal of an earlier attempt
+
+
+RECORD = {"id": "test_a.py::test_one[w2]", "implementation": "reference", "verdict": "pass"}
+
+
+@pytest.mark.parametrize("name", ["run.json", "run.json.gz"])
+def test_a_journal_is_read_after_any_byte(tmp_path, name):
+    journal = Journal(tmp_path / name)
+    journal.describe({"torchrun": {"run_id": "job"}})
+    journal.select({"reference": [RECORD["id"]]})
+    journal.add(RECORD)
+    whole = journal.partial.read_bytes()
+    counts = []
+    for length in range(len(whole) + 1):
+        journal.partial.write_bytes(whole[:length])
+        run = resuming.read(journal.partial)
+        counts.append(len((run or {}).get("cases", [])))
+    assert counts == sorted(counts) and counts[-1] == 1 and counts[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_ours"),
+    [
+        ({}, True),
+        ({"agent": "another"}, True),  # a later attempt, perhaps on another host
+        ({"agent": "another", "attempt": 0}, False),  # an earlier job of the same id
+        ({"attempt": 0}, True),  # a restart that torch elastic does not count
+        ({"run_id": "another"}, False),
+    ],
+    ids=str,
+)
+def test_only_the_journal_of_this_job_is_taken(tmp_path, changes, is_ours):
+    here = place()
+    job = {"run_id": "job", "attempt": 0, "agent": here.agent}
+    content = {"environment": {"torchrun": job}, "cases": [RECORD]}
+    (tmp_path / "run.json.partial").write_text(json.dumps(content) + "\n")
+    (tmp_path / "run.json.running").write_text(json.dumps([["reference", "test_a.py::test_two[w2]"]]))
+    found = resuming.Resuming(tmp_path / "run.json", dataclasses.replace(here, **changes))
+    assert found.records == ({("reference", RECORD["id"]): RECORD} if is_ours else {})
+    assert found.interrupted == ({("reference", "test_a.py::test_two[w2]")} if is_ours else set())
+    assert (tmp_path / "run.json.earlier").exists() is is_ours, "kept until the new journal has the records"
+
+
+def test_a_run_that_an_earlier_attempt_completed_is_not_repeated(tmp_path):
+    job = {"run_id": "job", "attempt": 0, "agent": "another"}
+    run = {"environment": {"torchrun": job}, "cases": [RECORD], "end": {"complete": True, "exit_code": 1}}
+    (tmp_path / "run.json").write_text(json.dumps(run) + "\n")
+    assert resuming.Resuming(tmp_path / "run.json", place()).exit_code == 1
+    assert resuming.Resuming(tmp_path / "run.json", place(attempt=0)).exit_code is None

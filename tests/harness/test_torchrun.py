@@ -1,0 +1,170 @@
+"""A job of torchrun on one host: one run, with the verdicts of an ordinary one, whatever its ranks do."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import pytest
+
+from tests.harness.hosts import torchrun, verdicts
+from tests.harness.inner import QUIET
+
+CASES = """
+import os, pathlib, signal, sys
+import torch.distributed as dist
+from shardproof.harness import world, deadline
+
+@world(2, 8)
+def test_sound(rank):
+    assert rank.exchange(rank.index) == list(range(rank.world_size))
+
+@world(1, 2)
+def test_wrong(rank):
+    if rank.index == rank.world_size - 1:
+        raise ValueError("the last rank is wrong")
+
+@world(2)
+def test_that_crashes(rank):
+    if rank.index == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    rank.exchange(None)
+
+@world(2)
+@deadline(1)
+def test_that_hangs(rank):
+    if rank.index == 0:
+        dist.barrier()
+    while True:
+        pass
+"""
+
+PLACE = """
+
+@world(2)
+def test_place(rank):
+    job = {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK")}
+    assert job == {"RANK": str(rank.index), "LOCAL_RANK": str(rank.index), "WORLD_SIZE": "2", "GROUP_RANK": "0"}
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "of-the-job"
+    assert not [name for name in os.environ if name.startswith("TORCHELASTIC_")]
+    print("rank", rank.index, "was here", file=sys.stderr)
+"""
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("job")
+    (folder / "test_inner.py").write_text(CASES + PLACE.replace('"of-the-job"', '"lo"'))
+    arguments = ["--impl", "reference", "--device", "cpu", "--report", "run.json"]
+    completed = torchrun(folder, 2, *arguments, GLOO_SOCKET_IFNAME="lo")
+    return completed, folder / "run.json"
+
+
+def test_the_verdicts_are_those_of_an_ordinary_run(job, pytester):
+    _, report = job
+    pytester.path.joinpath("test_inner.py").write_text(CASES)
+    pytester.runpytest_inprocess(*QUIET, "--impl", "reference", "--device", "cpu", "--report", "run.json")
+    ordinary = verdicts(pytester.path / "run.json")
+    assert ordinary["test_sound[w8]"] == "pass"
+    launched = verdicts(report)
+    assert launched == ordinary | {"test_sound[w8]": "unmet", "test_place[w2]": "pass"}
+    assert set(launched.values()) == {"pass", "fail", "crash", "hang", "unmet"}
+    texts = [
+        {case["id"]: case["failure"] for case in json.loads(path.read_text())["cases"]}
+        for path in (pytester.path / "run.json", report)
+    ]
+    one, two = (text["test_inner.py::test_wrong[w2]"] for text in texts)
+    assert one["rank"] == two["rank"] == 1
+    assert one["text"].replace(str(pytester.path), "") == two["text"].replace(str(report.parent), "")
+    assert all("killed by SIGKILL" in text["test_inner.py::test_that_crashes[w2]"]["text"] for text in texts)
+    assert all(text["test_inner.py::test_that_hangs[w2]"]["rank"] == 1 for text in texts)
+
+
+def test_a_world_larger_than_the_job_is_unmet(job):
+    cases = {case["id"]: case for case in json.loads(job[1].read_text())["cases"]}
+    assert cases["test_inner.py::test_sound[w8]"]["missing"] == ["8 ranks (torchrun started 2)"]
+
+
+def test_one_process_reports_and_its_exit_code_is_that_of_the_job(job):
+    completed, report = job
+    assert completed.stdout.count("test session starts") == completed.stdout.count("= shardproof =") == 1
+    assert completed.returncode == 1
+    assert "exitcode  : 1" in completed.stdout.partition("Root Cause")[2]
+    assert "rank      : 0" in completed.stdout.partition("Root Cause")[2]
+    place = json.loads(report.read_text())["environment"]["torchrun"]
+    assert (place["attempt"], place["ranks"], place["hosts"]) == (0, 2, 1)
+    assert not [*report.parent.glob("run.json.*")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (
+            ("-n", "2"),
+            "-n 2: torchrun has started the processes of this run; xdist's workers cannot share them, so leave out -n",
+        ),
+        (("--world", "4"), "--world 4: torchrun started 1 ranks; start 4 or leave it out"),
+        (("--impl", "no.such"), "'no.such'"),
+    ],
+    ids=["xdist", "world", "implementation"],
+)
+def test_what_cannot_be_is_one_line(tmp_path, arguments, line):
+    (tmp_path / "test_inner.py").write_text(CASES)
+    completed = torchrun(tmp_path, 1, "--device", "cpu", "--impl", "reference", *arguments)
+    errors = [one for one in completed.stdout.splitlines() if one.startswith("ERROR: ")]
+    assert len(errors) == 1 and line in errors[0], completed.stdout
+    assert "exitcode  : 4" in completed.stdout
+
+
+RESTARTED = """
+import os, pathlib, signal
+from shardproof.harness import world
+
+@world(2)
+def test_first(rank):
+    with open("first.txt", "a") as file:
+        print(rank.index, file=file)
+
+@world(2)
+def test_wrong(rank):
+    assert rank.index, "rank 0 is wrong"
+
+@world(2)
+def test_that_ends_the_controller(rank):
+    if rank.index == 0:
+        forkserver = pathlib.Path(f"/proc/{os.getppid()}/stat").read_text()
+        os.kill(int(forkserver.rpartition(")")[2].split()[1]), signal.SIGKILL)
+
+@world(2)
+def test_last(rank):
+    assert rank.exchange(rank.index) == [0, 1]
+"""
+
+
+@pytest.mark.parametrize("options", [(), ("--max-restarts=2",)], ids=["given up", "restarted"])
+def test_a_restarted_job_goes_on_from_its_journal(tmp_path, options):
+    (tmp_path / "test_inner.py").write_text(RESTARTED)
+    arguments = ["--impl", "reference", "--device", "cpu", "--report", "run.json"]
+    completed = torchrun(tmp_path, 2, *arguments, options=options)
+    report = tmp_path / "run.json"
+    if not options:
+        kept = [json.loads(line.lstrip(",")) for line in _records(report.with_name("run.json.partial"))]
+        assert [record["verdict"] for record in kept] == ["pass", "fail"], "the journal stays readable"
+        return
+    assert verdicts(report) == {
+        "test_first[w2]": "pass",
+        "test_wrong[w2]": "fail",
+        "test_that_ends_the_controller[w2]": "crash",
+        "test_last[w2]": "pass",
+    }
+    assert sorted((tmp_path / "first.txt").read_text().split()) == ["0", "1"], "what is finished is not run again"
+    run = json.loads(report.read_text())
+    assert run["environment"]["torchrun"]["attempt"] == 1
+    assert "torchrun restarted the job" in run["cases"][2]["failure"]["text"]
+    assert "rank 0 is wrong" in run["cases"][1]["failure"]["text"]
+    assert completed.stdout.count("the run is complete, with exit code 1") == 1, "the last attempt runs nothing"
+    assert sorted(path.name for path in tmp_path.glob("run.json*")) == ["run.json"]
+
+
+def _records(journal: pathlib.Path) -> list[str]:
+    return [line for line in journal.read_text().splitlines() if '"verdict"' in line]
