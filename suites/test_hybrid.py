@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from shardproof.harness import Capability, contract, models, needs, world
-from shardproof.harness.adapters.base import Accumulation
+from shardproof.harness.adapters.base import Accumulation, Clip
 from shardproof.harness.collectives.trace import Trace
 from shardproof.harness.models.recomputation import Computations, recompute
 from shardproof.harness.parity import Rank
@@ -149,3 +149,58 @@ def test_resharded_within_a_replica(rank: Rank) -> None:
         for item in pair.last_trace():
             gathers_again = (item.phase, item.kind) == ("backward", "all_gather")
             assert not gathers_again or item.group == (first, first + 1), f"{item}: its ranks should be neighbours"
+
+
+@contract("HYBRID-4")
+@world(4)
+@pytest.mark.parametrize("clips", [False, pytest.param(True, marks=needs(Capability.CLIPPING))])
+@pytest.mark.parametrize("reshard_after_forward", [DEFAULT, *RESHARD_CHOICES])
+@pytest.mark.parametrize("declared", [(0, 0, 1, 1), (0, 1, 0, 1)], ids=["blocks", "cyclic"])
+def test_what_crosses_hosts(
+    rank: Rank, declared: tuple[int, ...], reshard_after_forward: bool | None, clips: bool
+) -> None:
+    """With each replica on one host, hosts meet in all-reduces alone, with one rank of each."""
+    nodes = rank.nodes_or(declared)
+    hosts = len(set(nodes))
+    model = models.Tower(dim=9)
+    order = tuple(sorted(range(rank.world_size), key=lambda index: (nodes[index], index)))
+    mesh = rank.mesh((hosts, rank.world_size // hosts), NAMES, order=order)
+    pair = rank.pair(
+        model,
+        units=model.units(),
+        mesh=mesh,
+        reshard_after_forward=reshard_after_forward,
+        clip=Clip(max_norm=0.01) if clips else None,
+    )
+    for step in range(2):
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+        crossing = [item for item in pair.last_trace() if len({nodes[index] for index in item.group}) > 1]
+        for item in crossing:
+            met = sorted(nodes[index] for index in item.group)
+            assert item.kind == "all_reduce", f"{item}: it crosses hosts, {met}, where each replica is on one"
+            assert len(set(met)) == len(met), f"{item}: one rank of each host should take part, not {met}"
+            assert item.phase != "clip" or item.nbytes <= 8, f"{item}: clipping needs one number from other hosts"
+        assert {item.phase for item in crossing} - {"clip"} == {"backward"}, "gradients are averaged over all hosts"
+
+
+@contract("HYBRID-5")
+@world(4)
+@needs(Capability.COUNTED_UNITS, Capability.RESHARD_TO_SIZE, Capability.ROOT_RESHARD)
+@pytest.mark.parametrize("declared", [(0, 0, 1, 1), (0, 1, 0, 1)], ids=["blocks", "cyclic"])
+def test_resharded_within_a_host(rank: Rank, declared: tuple[int, ...]) -> None:
+    """Sharded over all hosts and resharded to as many ranks as one has, backward gathers within a host."""
+    nodes = rank.nodes_or(declared)
+    here = tuple(index for index, node in enumerate(nodes) if node == nodes[rank.index])
+    model = models.Tower(dim=9)
+    units = len(model.units()) + 1
+    order = tuple(sorted(range(rank.world_size), key=lambda index: (nodes[index], index)))
+    mesh = rank.mesh((rank.world_size,), order=order)
+    pair = rank.pair(model, units=model.units(), mesh=mesh, reshard_after_forward=len(here))
+    for step in range(2):
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+        pair.check_counts("backward", all_gather=units, reduce_scatter=units)
+        for item in pair.last_trace():
+            if (item.phase, item.kind) == ("backward", "all_gather"):
+                assert item.group == here, f"{item}: its ranks should be those of this host, {here}"

@@ -79,6 +79,15 @@ class Rank(Member):
         self.driven: set[type[Adapter]] = {implementation}
         self._watched: list[Pair | Run] = []
 
+    def nodes_or(self, declared: tuple[int, ...]) -> tuple[int, ...]:
+        """The host of each rank: the real ones if there are several with equally many ranks each.
+
+        Args:
+            declared: what takes their place otherwise, as on one host; numbered from 0.
+        """
+        sizes = {self.nodes.count(node) for node in self.nodes}
+        return self.nodes if len(set(self.nodes)) > 1 and len(sizes) == 1 else declared
+
     @property
     def tmp_path(self) -> pathlib.Path:
         """A directory of the case alone, shared by its ranks.

@@ -78,6 +78,16 @@ PER_PARAMETER = {
         "mesh.mesh.mesh.view(-1, size)",
         "mesh.mesh.mesh.flatten().view(size, -1).T.contiguous()",
     ),
+    "replicas-are-made-alike": Edit(
+        f"{GATHERS}._gather",
+        "assert mesh.group is not None",
+        "mesh.replicas is None or dist.broadcast(source.clone(), group_src=0, group=mesh.replicas)",
+    ),
+    "neighbours-of-another-host": Edit(
+        "per_parameter.mesh:_smaller_mesh",
+        "mesh.mesh.mesh.view(-1, size)",
+        "mesh.mesh.mesh.flatten().sort().values.view(-1, size)",
+    ),
     # COMPILED, TIED, COMPOSITION.
     "new-parameters-each-time": Edit(
         f"{GATHERS}._copy_out",
