@@ -1,4 +1,4 @@
-"""The command ``shardproof page``: writes a page of run files."""
+"""The command ``shardproof page``: writes a page of run files, or of plan files."""
 
 import argparse
 import sys
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardproof.reports.command import BAD_INPUT
+from shardproof.reports.plan import Plan, is_plan, load_plan
 from shardproof.reports.run import Run, load_run
 from shardproof.reports.table import printable
 
@@ -18,6 +19,7 @@ _EPILOG = """\
 examples:
   shardproof page run.json -o out/page
   shardproof page cpu.json gpu.json -o out/page --title "CPU and GPU"
+  shardproof plan --model llama:8b --mesh 64x8 --json plan.json; shardproof page plan.json -o out/plan
 
 Exit codes: 0, or 2 if a file cannot be read or written, a run is given twice, or the extra is not
 installed. Failed cases do not change it. docs/page.md describes the page.
@@ -26,7 +28,7 @@ _EXTRA = "the page needs packages that are not installed; install them with: pip
 
 
 def page(arguments: Sequence[str]) -> int:
-    """Write one HTML page of run files.
+    """Write one HTML page of run files, or one of plan files.
 
     Failing cases do not change the exit code: the runs have already judged them.
 
@@ -34,8 +36,8 @@ def page(arguments: Sequence[str]) -> int:
         arguments: the arguments after the name of the command.
 
     Returns:
-        The exit code: 0; or 2 if a file cannot be read or written, a run is given twice, or the extra ``page`` is not
-        installed, with one line on stderr.
+        The exit code: 0; or 2 if a file cannot be read or written, a run is given twice, run files and plan files are
+        mixed, or the extra ``page`` is not installed, with one line on stderr.
 
     Raises:
         SystemExit: from argparse, with code 2 for unknown arguments and 0 for ``--help``.
@@ -44,25 +46,43 @@ def page(arguments: Sequence[str]) -> int:
     out = Path(options.output) / FILE
     try:
         # Here and not above: the other commands need the standard library alone.
-        from shardproof.reports.page import Source, render
+        from shardproof.reports.page import Source, render, render_plans
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("shardproof"):
             raise
         return _refuse(f"{_EXTRA} ({(error.name or '').partition('.')[0]} is missing)")
     try:
-        runs = _load(options.runs)
+        if plans := _plans(options.runs):
+            text, what = render_plans(plans, title=options.title), _number(len(plans), "plan")
+        else:
+            runs = _load(options.runs)
+            text = render([Source(path, run) for path, run in runs], title=options.title)
+            records = _number(sum(len(run.cases) for _, run in runs), "record")
+            what = f"{_number(len(runs), 'run')}, {records}"
     except ValueError as error:
         return _refuse(str(error))
-    text = render([Source(path, run) for path, run in runs], title=options.title)
     content = text.encode(errors="backslashreplace")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_bytes(content)
     except OSError as error:
         return _refuse(f"{error.filename or out}: {error.strerror or error}")
-    count = sum(len(run.cases) for _, run in runs)
-    print(printable(f"{out}: {_number(len(runs), 'run')}, {_number(count, 'record')}, {len(content) / 1e6:.1f} MB"))
+    print(printable(f"{out}: {what}, {len(content) / 1e6:.1f} MB"))
     return 0
+
+
+def _plans(paths: Sequence[str]) -> list[Plan]:
+    """Read plan files; return nothing if none of the files is one.
+
+    Raises:
+        PlanFileError: a plan file cannot be read.
+        ValueError: the others are no plan files.
+    """
+    found = [path for path in paths if is_plan(path)]
+    if found and len(found) < len(paths):
+        other = next(path for path in paths if path not in found)
+        raise ValueError(f"{found[0]} is a plan and {other} is none: a page has run files or plan files")
+    return [load_plan(path) for path in found]
 
 
 def _load(paths: Sequence[str]) -> list[tuple[str, Run]]:
@@ -94,7 +114,8 @@ def _number(count: int, word: str) -> str:
 def _parser() -> argparse.ArgumentParser:
     description = (
         f"Write DIR/{FILE}, one page of one or more runs that a browser opens from disk: the matrix with filters, and "
-        "for each case its failure, losses, distances and collectives, the runs side by side. Needs the extra 'page'."
+        "for each case its failure, losses, distances and collectives, the runs side by side. Of the plan files of "
+        "'shardproof plan --json', tables and plots of memory and traffic. Needs the extra 'page'."
     )
     parser = argparse.ArgumentParser(
         prog="shardproof page",
@@ -102,7 +123,9 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run file, or the FILE.partial of an incomplete run")
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", help="a run file, the FILE.partial of an incomplete run, or a plan file"
+    )
     parser.add_argument("-o", "--output", required=True, metavar="DIR", help="the folder for the page")
     parser.add_argument("--title", default="shardproof", help="the title of the page (default: shardproof)")
     return parser

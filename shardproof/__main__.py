@@ -12,7 +12,7 @@ usage: shardproof COMMAND ...
 
 shardproof trains small models under implementations of sharded data parallelism and under
 DistributedDataParallel, compares every stage of each step, and writes a run file. The commands
-other than run and implementations read run files; they need neither torch nor a GPU.
+other than run, plan and implementations read run files; they need neither torch nor a GPU.
 
 commands:
   run      run the packaged suites with pytest; takes pytest's arguments and shardproof's options
@@ -22,6 +22,7 @@ commands:
   expectations
            draft the known failures of an implementation from a run file
   merge    join the run files of several environments into one
+  plan     simulate a step of your own model: what a rank holds and sends, at any number of ranks
   implementations
            list what --impl can name, its version, and where it runs or why not
 
@@ -36,7 +37,7 @@ A first run, its matrix, why a case fails, and whether a change made anything wo
 world and verdict, are in the glossary of CONTRIBUTING.md; README.md names the other documents.
 """
 
-COMMANDS = "run, report, page, gate, expectations, merge or implementations"
+COMMANDS = "run, report, page, gate, expectations, merge, plan or implementations"
 
 BAD_USAGE = 2
 
@@ -80,6 +81,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from shardproof.reports.merge_command import merge_command
 
         return merge_command(given[1:])
+    if command == "plan":
+        from shardproof.plan import plan
+
+        return plan(given[1:])
     if command == "implementations":
         from shardproof.implementations import implementations
 

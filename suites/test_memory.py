@@ -14,10 +14,10 @@ from torch import nn
 
 from shardproof.harness import Capability, Hardware, alone, contract, models, needs, world
 from shardproof.harness.adapters.base import Adapter
+from shardproof.harness.collectives.units import ROOT
 from shardproof.harness.findings.finding import step_label
 from shardproof.harness.models import busy, optim
 from shardproof.harness.parity import Census, Rank, Run
-from shardproof.harness.parity.units import ROOT
 from shardproof.harness.plugin.axes import RESHARD, RESHARD_FREES
 from shardproof.harness.tensors import memory
 

@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.adapters.base import Accumulation, Clip, Precision, Settings
+from shardproof.harness.collectives.units import ROOT
 from shardproof.harness.findings.finding import step_label
 from shardproof.harness.models import mixed, optim
 from shardproof.harness.parity import Rank, Run, check_equal, exact_difference, run_and_replica
-from shardproof.harness.parity.units import ROOT
 from shardproof.harness.plugin.axes import RESHARD, SHARDS
 
 SHAPE = (6, 4)

@@ -35,7 +35,18 @@ def lint_imports(folder):
     return subprocess.run([sys.executable, "-c", script], cwd=folder, capture_output=True, text=True)
 
 
-ROOMS = ("adapters", "collectives", "findings", "models", "parity", "plugin", "tensors", "worlds")
+ROOMS = (
+    "adapters",
+    "collectives",
+    "findings",
+    "models",
+    "parity",
+    "planning",
+    "simulation",
+    "plugin",
+    "tensors",
+    "worlds",
+)
 
 
 def packages_with(folder, imports):
@@ -46,7 +57,7 @@ def packages_with(folder, imports):
     for package in (*packages, "shardproof/reports", "shardproof/reports/page", "shardproof/suites"):
         (folder / package).mkdir()
         (folder / package / "__init__.py").touch()
-    for module in ("__main__", "implementations", "plugin", "reports/page_command", "run"):
+    for module in ("__main__", "implementations", "plan", "plugin", "reports/page_command", "run"):
         (folder / f"shardproof/{module}.py").touch()
     for i, (package, imported) in enumerate(imports):
         (folder / package / f"module_{i}.py").write_text(f"import {imported}\n")
@@ -61,7 +72,9 @@ def test_the_arrows_hold():
 UPWARD = [
     ("worlds", "plugin"),
     ("parity", "worlds"),
-    ("collectives", "parity"),
+    ("planning", "parity"),
+    ("simulation", "planning"),
+    ("collectives", "simulation"),
     ("collectives", "models"),
     ("models", "collectives"),
     ("adapters", "models"),
@@ -83,6 +96,7 @@ def test_each_forbidden_arrow_is_caught(tmp_path):
         (parity, "shardproof.suites"),
         (parity, "shardproof.reports"),
         (parity, "shardproof.run"),
+        (parity, "shardproof.plan"),
         (parity, "shardproof.__main__"),
         (adapters, "shardproof.suites"),
         (adapters, "shardproof.reports"),

@@ -84,7 +84,16 @@ def test_the_wheel_holds_every_source_and_no_test(wheel):
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
         scripts = next(name for name in archive.namelist() if name.endswith("entry_points.txt"))
         assert archive.read(scripts).decode() == "[console_scripts]\nshardproof = shardproof.__main__:console\n"
-    own = {"__init__.py", "__main__.py", "implementations.py", "plugin.py", "py.typed", "run.py", "suites.ini"}
+    own = {
+        "__init__.py",
+        "__main__.py",
+        "implementations.py",
+        "plan.py",
+        "plugin.py",
+        "py.typed",
+        "run.py",
+        "suites.ini",
+    }
     extra = {"shardproof/suites/expectations/sample.toml", *(f"shardproof/{name}" for name in own)}
     assert names == extra.union(*map(sources, FOLDERS))
 
@@ -160,7 +169,7 @@ def test_a_failure_is_reproduced_from_another_directory(neighbour, path):
 def test_commands_that_do_not_exist(tmp_path, path):
     done = run("-m", "shardproof", "summary", cwd=tmp_path, path=path)
     assert (done.returncode, done.stdout) == (2, "")
-    known = "run, report, page, gate, expectations, merge or implementations"
+    known = "run, report, page, gate, expectations, merge, plan or implementations"
     assert done.stderr == f"shardproof: 'summary' is not a command; use {known}\n"
     done = run("-m", "shardproof", "report", "none.json", cwd=tmp_path, path=path)
     assert (done.returncode, done.stderr) == (2, "shardproof: none.json: No such file or directory\n")

@@ -213,6 +213,16 @@ class Adapter(ABC):
         """
         return None
 
+    @classmethod
+    def as_on_a_device(cls) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the CPU is treated as a device with streams, which are not there.
+
+        A simulated world has no device, and its figures are those of one: buffers live until a stream would have read
+        them. An implementation that leaves out on the CPU what it does for streams overrides this; the default fits
+        those that do the same on both.
+        """
+        return contextlib.nullcontext()
+
     @abstractmethod
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         """Shard the model and set ``module`` and ``optimizer``.

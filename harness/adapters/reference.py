@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 import fsdp_impl
+from shardproof.harness.adapters import reference_streams
 from shardproof.harness.adapters.base import Clip, Config, OptimizerFactory
 from shardproof.harness.adapters.dtensor import DTensorAdapter
 
@@ -28,6 +29,7 @@ class ReferenceAdapter(DTensorAdapter):
     precision_policy = fsdp_impl.MixedPrecisionPolicy
     mesh_dims = fsdp_impl.DataParallelMeshDims
     register = staticmethod(fsdp_impl.register_fsdp_forward_method)
+    as_on_a_device = staticmethod(reference_streams.as_on_a_device)
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         super().__init__(model, optimizer=optimizer, config=config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import fsdp_impl.wrap
+from shardproof.harness.adapters import reference_streams
 from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.flat import FlatAdapter
 
@@ -14,6 +15,8 @@ class ReferenceFlatAdapter(FlatAdapter):
 
     name = "reference.flat"
     api: ClassVar[Any] = fsdp_impl
+
+    as_on_a_device = staticmethod(reference_streams.as_on_a_device)
 
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:

@@ -66,6 +66,12 @@ KINDS = tuple(dict.fromkeys(kind for kind in _KINDS.values() if kind != "barrier
 _NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
 
 
+def kind_of(operator: str) -> str | None:
+    """Return the kind of collective that an operator issues, by its full name; None if it is no collective."""
+    namespace, _, name = operator.partition("::")
+    return _KINDS.get(name) if namespace in _NAMESPACES else None
+
+
 class Recorder(TorchDispatchMode):
     """Records collectives into ``trace`` while active.
 
@@ -118,13 +124,13 @@ class Recorder(TorchDispatchMode):
         # operators on plain tensors.
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
-        namespace, _, name = func._schema.name.partition("::")
-        if namespace not in _NAMESPACES or name not in _KINDS:
+        kind = kind_of(func._schema.name)
+        if kind is None:
             return func(*args, **(kwargs or {}))
         named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
         named |= kwargs or {}
         group = _process_group(named)
-        collective = self._describe(_KINDS[name], named, tuple(dist.get_process_group_ranks(group)))
+        collective = self._describe(kind, named, tuple(dist.get_process_group_ranks(group)))
         self.trace.append(collective)
         if self._announcer is not None:
             self._announcer.announce(group, collective.kind, self._announcement(collective, named))

@@ -1,7 +1,7 @@
 """What is compared with what? The implementation with its baseline, with a float64 oracle, and with twins of itself.
 
-Imports ``adapters``, ``collectives``, ``models``, ``findings`` and ``tensors``. Cases import the names below from this
-room; the other rooms import from its modules.
+Imports ``simulation``, ``adapters``, ``collectives``, ``models``, ``findings`` and ``tensors``. Cases import the names
+below from this room; the other rooms import from its modules.
 
 - ``rank``: ``Rank``, the context object that a case receives. It builds on ``member`` and ``rank_state``.
 - ``run``: ``Run`` drives an adapter through training steps; ``sharded_run`` also checks that its model is sharded.
@@ -18,7 +18,6 @@ room; the other rooms import from its modules.
 - ``census``: counts the bytes in which units are gathered while a step runs.
 - ``timeline``: when kernels ran, from a profile; ``poison``: fills memory that was freed too early with NaN.
 - ``refusals``: what an implementation refuses to shard, and what it has done by then.
-- ``units``: matches collectives to units by their size in bytes.
 - ``drawn``: a training described by plain data: a model, a mesh, policies and a schedule.
 - ``exchange``, ``host_exchange``: how ranks exchange values outside of process groups.
 - ``resume``: saves and loads checkpoints; ``states``: reads state dicts whole and compares them.

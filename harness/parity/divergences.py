@@ -12,6 +12,7 @@ import torch
 
 from shardproof.harness.collectives.differences import lacking_collectives
 from shardproof.harness.collectives.trace import Trace
+from shardproof.harness.collectives.units import ROOT, UnitSize
 from shardproof.harness.findings.finding import Finding, Location, Numbers
 from shardproof.harness.findings.stages import Stage
 from shardproof.harness.parity.capture import Event, Key
@@ -24,7 +25,6 @@ from shardproof.harness.parity.comparison import (
 )
 from shardproof.harness.parity.explainer import Place
 from shardproof.harness.parity.numerics import Distance, distance
-from shardproof.harness.parity.units import ROOT, UnitSize
 
 _FORWARD = frozenset({Stage.GATHERED, Stage.BUFFER, Stage.MODULE_OUTPUT})
 

@@ -13,6 +13,7 @@ from torch import nn
 from shardproof.harness.adapters.base import Adapter, Config, Precision
 from shardproof.harness.collectives.differences import marked_counts
 from shardproof.harness.collectives.trace import Trace, count_difference, first_difference
+from shardproof.harness.collectives.units import ROOT, UnitSize
 from shardproof.harness.findings.finding import Divergence, Finding, Location, raise_first
 from shardproof.harness.findings.stages import Stage
 from shardproof.harness.models.plain import mean_square
@@ -33,7 +34,6 @@ from shardproof.harness.parity.run import (
     StepPicture,
     sharded_run,
 )
-from shardproof.harness.parity.units import ROOT, UnitSize
 from shardproof.harness.tensors.host import on_host
 from shardproof.harness.tensors.trees import map_tensors
 

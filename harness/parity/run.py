@@ -15,6 +15,7 @@ from shardproof.harness.adapters.base import Adapter, Config, OptimizerFactory, 
 from shardproof.harness.collectives.delays import Delay, Perturbation
 from shardproof.harness.collectives.recorder import Recorder
 from shardproof.harness.collectives.trace import Collective, Trace
+from shardproof.harness.collectives.units import UnitLookup, UnitSize, units_of
 from shardproof.harness.findings.finding import Divergence, Finding, Location
 from shardproof.harness.findings.stages import Stage
 from shardproof.harness.parity import capture, claims, protocol
@@ -24,7 +25,6 @@ from shardproof.harness.parity.inputs import Inputs, as_inputs
 from shardproof.harness.parity.member import Member
 from shardproof.harness.parity.snapshots import Snapshots
 from shardproof.harness.parity.ties import Tie, ties_of
-from shardproof.harness.parity.units import UnitLookup, UnitSize, units_of
 from shardproof.harness.tensors import memory
 from shardproof.harness.tensors.host import on_host
 from shardproof.harness.tensors.trees import map_tensors, tensors_of

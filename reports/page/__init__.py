@@ -1,4 +1,4 @@
-"""Makes one HTML page of run files. Needs the extra ``page``; nothing but the subcommand imports it.
+"""Makes one HTML page of run files, or of plan files. Needs the extra ``page``; nothing but the subcommand imports it.
 
 The modules, each importing from those above it:
 
@@ -8,9 +8,12 @@ packing: text and JSON, compressed for a script element
 table: what the matrix needs, of all cases
 details: what a case needs when it is opened, in chunks
 assets: styles, scripts and the plotting library
-render: the page
+environment: the templates
+render: the page of run files
+plan: the page of plan files
 """
 
+from shardproof.reports.page.plan import render_plans
 from shardproof.reports.page.render import Source, render
 
-__all__ = ["Source", "render"]
+__all__ = ["Source", "render", "render_plans"]

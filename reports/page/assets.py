@@ -2,15 +2,20 @@
 
 import base64
 import hashlib
+from collections.abc import Sequence
 from importlib import resources
 
 from plotly.offline import get_plotlyjs
 
-STYLES = ("colours", "layout", "matrix", "case", "print")
+STYLES = ("colours", "layout", "matrix", "case", "plan", "print")
 """The files of style/, in the order of the cascade."""
 
 SCRIPTS = ("dom", "verdicts", "data", "address", "filters", "matrix", "plots", "collectives", "record", "case", "main")
 """The files of script/: each uses what those before it define."""
+
+
+PLAN_SCRIPTS = ("dom", "data", "plots", "plan")
+"""Those of a page of plans."""
 
 
 def style() -> str:
@@ -18,9 +23,13 @@ def style() -> str:
     return "\n".join(_text(f"style/{name}.css") for name in STYLES)
 
 
-def script() -> str:
-    """The script of the page. Its files share one function, so that they define nothing outside of it."""
-    body = "\n".join(_text(f"script/{name}.js") for name in SCRIPTS)
+def script(names: Sequence[str] = SCRIPTS) -> str:
+    """The script of a page. Its files share one function, so that they define nothing outside of it.
+
+    Args:
+        names: of the files of script/, in their order.
+    """
+    body = "\n".join(_text(f"script/{name}.js") for name in names)
     return f'"use strict";\n(() => {{\n{body}\n}})();\n'
 
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-import jinja2
 from markupsafe import Markup
 
 from shardproof.reports.page import assets
 from shardproof.reports.page.contract import Contract
 from shardproof.reports.page.details import chunks
+from shardproof.reports.page.environment import environment
 from shardproof.reports.page.labels import accelerators, labels
 from shardproof.reports.page.packing import packed, packed_json
 from shardproof.reports.page.table import as_data, table
@@ -49,7 +49,7 @@ def render(sources: Sequence[Source], *, title: str) -> str:
     data = as_data(cases, contract, run_labels=names, chunks=[part.first for part in parts])
     plotting, script = assets.plotting_library(), assets.script()
     return (
-        _environment()
+        environment()
         .get_template("page.html")
         .render(
             title=title,
@@ -68,16 +68,6 @@ def render(sources: Sequence[Source], *, title: str) -> str:
             data=Markup(packed_json(data)),
             chunks=[Markup(part.packed) for part in parts],
         )
-    )
-
-
-def _environment() -> jinja2.Environment:
-    return jinja2.Environment(
-        loader=jinja2.PackageLoader(__package__ or "", "templates"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
     )
 
 

@@ -14,6 +14,7 @@ from shardproof.harness.adapters.base import Clip, Piece, Traits, whole
 from shardproof.harness.adapters.dtensor import cut_like
 from shardproof.harness.adapters.reference import ReferenceAdapter
 from shardproof.harness.adapters.replicas import DdpAdapter
+from shardproof.harness.collectives.units import ROOT, UnitLookup, units_of
 from shardproof.harness.findings.finding import Divergence, Finding, Location
 from shardproof.harness.findings.stages import Stage
 from shardproof.harness.models import optim
@@ -22,7 +23,6 @@ from shardproof.harness.parity.comparison import BASELINE_LIMIT_ULPS, Context, S
 from shardproof.harness.parity.explanations import guess_from_values, guess_gradient, guess_norm
 from shardproof.harness.parity.oracle import Oracle
 from shardproof.harness.parity.run import StepPicture
-from shardproof.harness.parity.units import ROOT, UnitLookup, units_of
 
 
 @pytest.fixture

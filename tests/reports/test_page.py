@@ -316,7 +316,7 @@ def test_the_script_makes_no_markup_of_texts():
 
 def test_every_file_of_the_page_is_in_it():
     folder = ROOT / "reports/page"
-    assert {path.stem for path in (folder / "script").iterdir()} == set(assets.SCRIPTS)
+    assert {path.stem for path in (folder / "script").iterdir()} == set(assets.SCRIPTS + assets.PLAN_SCRIPTS)
     assert {path.stem for path in (folder / "style").iterdir()} == set(assets.STYLES)
 
 

@@ -1,0 +1,15 @@
+"""What would a user's own model cost? Memory and traffic of one rank, simulated, with closed formulas beside them.
+
+Imports ``simulation``, ``collectives`` and ``adapters``. The command is ``shardproof plan``.
+
+- ``request``: what is asked for (``Request``), and what an implementation must be capable of.
+- ``meshes``: meshes as a command line names them.
+- ``transformers``, ``shapes``: models of known shapes.
+- ``subject``: what ``--model`` names, a known shape or a function of the user's.
+- ``units``: which modules become units.
+- ``anatomy``: the units and sizes of a model, and how it is built.
+- ``simulated``: one rank's step on one mesh.
+- ``traffic``: what a ring sends, and which part of it leaves a host.
+- ``formulas``: closed formulas.
+- ``planned``: a plan, put together of these.
+"""

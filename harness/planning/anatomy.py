@@ -1,0 +1,116 @@
+"""What a model consists of, and how it is built for a simulation: its units, sizes and dtypes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardproof.harness.adapters.config import Config
+from shardproof.harness.planning import units
+from shardproof.harness.planning.request import Request
+from shardproof.harness.planning.subject import Built, Subject
+
+
+@dataclasses.dataclass(frozen=True)
+class Anatomy:
+    """What a model consists of.
+
+    Attributes:
+        shapes: the shapes of the parameters of each unit, by the name of its module; the root's own is "".
+        classes: the class of each unit's module, by its name; without the root.
+    """
+
+    shapes: dict[str, list[torch.Size]]
+    classes: dict[str, str]
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters."""
+        return sum(self.numels())
+
+    def numels(self) -> list[int]:
+        """Elements of each unit that has parameters."""
+        return [sum(map(math.prod, shapes)) for shapes in self.shapes.values() if shapes]
+
+    @property
+    def root_numel(self) -> int:
+        """Elements of the root's own unit."""
+        return sum(map(math.prod, self.shapes[""]))
+
+
+def examine(model: nn.Module, wanted: Sequence[str]) -> Anatomy:
+    """Find the units of a model that is not sharded.
+
+    Args:
+        model: the model.
+        wanted: names of modules that are units, and of classes whose modules are; without any, the repeated blocks are.
+
+    Raises:
+        ValueError: no module has such a name or class, or the model has no parameters; one line.
+    """
+    names = units.choose(model, wanted)
+    found: dict[str, list[torch.Size]] = {name: [] for name in [*names, ""]}
+    for name, parameter in model.named_parameters():
+        owner = name
+        while owner not in found:  # the innermost unit around it
+            owner = owner.rpartition(".")[0]
+        found[owner].append(parameter.shape)
+    if not any(found.values()):
+        raise ValueError("the model has no parameters: there is nothing to shard")
+    return Anatomy(found, {name: type(model.get_submodule(name)).__name__ for name in names})
+
+
+def build(request: Request, subject: Subject, anatomy: Anatomy | None = None) -> Built:
+    """Build the model of a request on the default device, in its dtype.
+
+    Args:
+        request: what is asked for.
+        subject: its model.
+        anatomy: the units, which are recomputed in backward if the request asks for it; None leaves them.
+
+    Raises:
+        ValueError: the model cannot be built; one line.
+    """
+    built = subject.build(request.sequence or subject.length)
+    if request.dtype != torch.float32:
+        _cast(built.model, request.dtype)
+    if anatomy is not None and request.checkpointing:
+        for name in anatomy.classes:
+            _recompute(built.model, name)
+    return built
+
+
+def config_of(request: Request, anatomy: Anatomy, mesh: DeviceMesh) -> Config:
+    """Return how the model is sharded."""
+    return Config(
+        mesh=mesh,
+        units=tuple((name,) for name in anatomy.classes),
+        precision=request.precision,
+        reshard_after_forward=request.reshard_after_forward,
+    )
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Do what ``model.to(dtype)`` does, which refuses parameters without memory."""
+    made: dict[torch.Tensor, nn.Parameter] = {}  # modules may share parameters
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter.is_floating_point() and parameter not in made:
+                made[parameter] = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
+            setattr(module, name, made.get(parameter, parameter))
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            if buffer.is_floating_point():
+                setattr(module, name, buffer.to(dtype))
+
+
+def _recompute(model: nn.Module, name: str) -> None:
+    parent, _, child = name.rpartition(".")
+    # The state of generators is kept for dropout alone; a simulation draws nothing.
+    wrapped = checkpoint_wrapper(model.get_submodule(name), preserve_rng_state=False)
+    setattr(model.get_submodule(parent), child, wrapped)

@@ -1,0 +1,94 @@
+"""What a plan is asked for: a model, an implementation, and what a step of training is."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+from torch import nn
+
+from shardproof.harness.adapters.base import Adapter
+from shardproof.harness.adapters.capability import Capability
+from shardproof.harness.adapters.config import Precision
+
+Optimizer = Literal["adamw", "sgd", "momentum"]
+"""AdamW with two states for each parameter, SGD without any, SGD with momentum."""
+
+#: States of the size of a parameter that an optimizer keeps.
+STATES: dict[Optimizer, int] = {"adamw": 2, "sgd": 0, "momentum": 1}
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+"""By the names that options take."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """A training step of which memory and traffic are wanted.
+
+    Attributes:
+        model: a known shape, or ``module:function``.
+        implementation: the adapter's name.
+        batch: sequences of a rank's batch.
+        sequence: tokens of each; None is the shape's own.
+        dtype: of the parameters, and so of shards, gradients and optimizer state.
+        compute: of gathered parameters and activations; None is ``dtype``.
+        reduce: in which gradients are reduced; None is ``compute``.
+        optimizer: what updates the shards.
+        reshard_after_forward: as in :class:`Config`; None is the implementation's default.
+        checkpointing: whether backward recomputes each unit's activations.
+        units: names of modules that are units, and of classes of which every module is one; without any, the units
+            are the repeated blocks.
+        rank: whose step it is.
+    """
+
+    model: str
+    implementation: str
+    batch: int = 1
+    sequence: int | None = None
+    dtype: torch.dtype = torch.float32
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    optimizer: Optimizer = "adamw"
+    reshard_after_forward: bool | int | None = None
+    checkpointing: bool = False
+    units: tuple[str, ...] = ()
+    rank: int = 0
+
+    @property
+    def precision(self) -> Precision:
+        """The dtypes of every unit."""
+        return Precision(compute=self.compute, reduce=self.reduce)
+
+    def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """Make the optimizer, by kernels that take no memory besides its state: those for lists of tensors do."""
+        if self.optimizer == "adamw":
+            return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+        momentum = 0.9 if self.optimizer == "momentum" else 0.0
+        return torch.optim.SGD(parameters, lr=1e-4, momentum=momentum, foreach=False)
+
+
+def check(request: Request, adapter: type[Adapter], *, dimensions: int) -> None:
+    """Refuse what an implementation cannot do.
+
+    Args:
+        request: what is asked for.
+        adapter: the implementation.
+        dimensions: those of the mesh.
+
+    Raises:
+        ValueError: it needs a capability that the implementation does not declare; one line.
+    """
+    reshards = request.reshard_after_forward
+    needs: list[tuple[bool, Capability, str]] = [
+        (dimensions > 1, Capability.HYBRID, "a mesh of replicas and shards"),
+        (request.precision != Precision(), Capability.MIXED_PRECISION, "--param-dtype and --reduce-dtype"),
+        (isinstance(reshards, bool), Capability.RESHARD_AFTER_FORWARD, "--reshard-after-forward"),
+        (type(reshards) is int, Capability.RESHARD_TO_SIZE, "--reshard-after-forward with a number"),
+        (request.checkpointing, Capability.RECOMPUTATION, "--checkpointing"),
+        (request.optimizer == "adamw", Capability.ADAM, "--optimizer adamw"),
+    ]
+    for is_needed, capability, what in needs:
+        if is_needed and capability not in adapter.capabilities():
+            raise ValueError(f"{request.implementation} lacks the capability {capability}: {what} cannot be planned")

@@ -1,0 +1,178 @@
+"""What ``--model`` names: a known shape, or a function of the user that builds a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.nn import functional
+
+from shardproof.harness.adapters.lines import line_of_error
+from shardproof.harness.planning import shapes
+
+
+class ModelError(ValueError):
+    """A model cannot be had or has no use here. The message is one line."""
+
+
+Inputs = Callable[[int, int], tuple[Any, ...]]
+"""Takes sequences and tokens of each, and makes the arguments of a forward on the default device."""
+
+Loss = Callable[..., torch.Tensor]
+"""Takes a forward's output and after it the arguments, and returns a scalar."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Built:
+    """A model, not sharded, with what a step needs.
+
+    Attributes:
+        model: on the device that was the default one.
+        inputs: makes the arguments of its forward.
+        loss: maps its output to a scalar.
+    """
+
+    model: nn.Module
+    inputs: Inputs
+    loss: Loss
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A model that can be built.
+
+    Attributes:
+        name: as it was given.
+        about: what the model is; empty for the user's own.
+        length: tokens of a sequence where none are asked for.
+        build: builds it for a number of tokens, on the default device.
+    """
+
+    name: str
+    about: str
+    length: int
+    build: Callable[[int], Built]
+
+
+_RETURNS = "return a torch.nn.Module, or a tuple of one, inputs(batch, sequence) and loss(output, *inputs)"
+
+#: Tokens of a sequence, for models of the user.
+_LENGTH = 2048
+
+
+def subject_of(name: str) -> Subject:
+    """Return what ``name`` stands for; the user's module is imported.
+
+    Args:
+        name: a known shape as ``family:size``, or ``module:function``.
+
+    Raises:
+        ModelError: there is no such shape, or the module does not import or has no such function, or the function
+            needs arguments. One line.
+    """
+    module_name, colon, function_name = name.partition(":")
+    if not colon or not module_name or not function_name:
+        raise ModelError(f"--model {name!r}: give module:function, or one of {', '.join(shapes.KNOWN)}")
+    if module_name in shapes.FAMILIES:
+        shape = shapes.shape_of(name)
+        return Subject(name, shape.like, shape.length, lambda length: _of_tokens(shapes.build(shape, length)))
+    function = _function(name, module_name, function_name)
+    return Subject(name, "", _LENGTH, lambda length: _built(name, function))
+
+
+def why(error: BaseException) -> str:
+    """Return in one line why a model fails on tensors without values."""
+    if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+        return f"it reads values of tensors, and a simulation has none ({error})"
+    return line_of_error(error)
+
+
+def _of_tokens(model: nn.Module) -> Built:
+    return Built(model, token_inputs, token_loss)
+
+
+def token_inputs(batch: int, sequence: int) -> tuple[torch.Tensor]:
+    """Tokens (batch, sequence), int64, all 0."""
+    return (torch.zeros(batch, sequence, dtype=torch.int64),)
+
+
+def token_loss(output: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """The cross-entropy of a token for each position, in float32, as most scripts for language models compute it.
+
+    Args:
+        output: logits (batch, sequence, vocab), or an object or a mapping with ``logits``, or a tuple that begins with
+            them.
+        tokens: int64 (batch, sequence).
+    """
+    return functional.cross_entropy(_logits(output).flatten(0, 1).float(), tokens.flatten())
+
+
+def _logits(output: Any) -> torch.Tensor:
+    if isinstance(output, dict):
+        output = output.get("logits")
+    elif not isinstance(output, torch.Tensor):
+        output = getattr(output, "logits", output)
+    if isinstance(output, (tuple, list)) and output:
+        output = output[0]
+    if not isinstance(output, torch.Tensor) or output.ndim != 3:
+        found = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
+        raise ModelError(
+            f"the model returned {found} for tokens (batch, sequence), not logits (batch, sequence, vocab): "
+            "let the function return the model, inputs(batch, sequence) and loss(output, *inputs)"
+        )
+    return output
+
+
+def _function(name: str, module_name: str, function_name: str) -> Callable[[], Any]:
+    # A ValueError alone becomes one line: a module may raise anything, such as the SystemExit of a script.
+    try:
+        module = importlib.import_module(module_name)
+    except BaseException as error:
+        known = "" if "." in module_name else f"; known families of shapes are {', '.join(sorted(shapes.FAMILIES))}"
+        raise ModelError(f"--model {name!r}: {module_name!r} does not import: {line_of_error(error)}{known}") from error
+    function: Any = getattr(module, function_name, None)
+    if function is None:
+        raise ModelError(f"--model {name!r}: module {module_name!r} has no {function_name!r}")
+    if not callable(function) or isinstance(function, nn.Module):
+        kind = type(function).__name__
+        raise ModelError(f"--model {name!r}: {function_name!r} is no function that returns a model, but of type {kind}")
+    needed = _needed(function)
+    if needed:
+        raise ModelError(
+            f"--model {name!r}: {function_name}({', '.join(needed)}) needs arguments; give a function that builds the "
+            "model without any, and without data"
+        )
+    found: Callable[[], Any] = function
+    return found
+
+
+def _needed(function: Callable[..., Any]) -> list[str]:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # written in C
+        return []
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [one.name for one in parameters if one.default is one.empty and one.kind not in variadic]
+
+
+def _built(name: str, function: Callable[[], Any]) -> Built:
+    """Call the user's function.
+
+    Raises:
+        ModelError: it raised, or returned something else than a model, or than a model and two functions.
+    """
+    try:
+        made = function()
+    except BaseException as error:
+        raise ModelError(f"--model {name!r} cannot be built without data: {why(error)}") from error
+    if isinstance(made, nn.Module):
+        return _of_tokens(made)
+    if isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module) and all(map(callable, made[1:])):
+        return Built(*made)
+    raise ModelError(f"--model {name!r} returned {type(made).__name__}: {_RETURNS}")

@@ -1,0 +1,48 @@
+"""What would one rank of a world do that does not exist? Collectives, layouts and memory without ranks or devices.
+
+Imports ``adapters``, ``models``, ``collectives`` and ``tensors``.
+
+- ``world``: ``simulated_world``, a context in which this process is rank r of N; meshes of it.
+- ``process``: hides the process's own groups and meshes meanwhile.
+- ``tensors``: tensors without memory.
+- ``training``: ``Simulation``, a model that an adapter shards and trains there.
+- ``memory``: ``Ledger``, the bytes that the rank holds, by kind, step and phase.
+- ``survival``: which implementations can be simulated.
+- ``traffic``: sums of a trace by group.
+
+One simulation, from its world to its figures::
+
+    with simulated_world(512, rank=1) as world:
+        mesh = world.mesh((64, 8), ("replicate", "shard"))
+        config = Config(mesh=mesh, units=(("layers.0",), ("layers.1",)), clip=Clip(1.0))
+        one = Simulation(world, registry.load("torch.fully_shard"), build, config=config, optimizer=optim.adamw())
+        for _ in range(2):
+            trace = one.step(lambda: (torch.zeros(1, 2048, dtype=torch.int64),), loss=loss)
+        one.held()                              # between steps: Usage, bytes by kind
+        one.ledger.peaks(step=1)                # the peak of each phase of the second step, by kind
+        by_group(trace, Shape((64, 8), ("replicate", "shard"), rank=1))
+        one.layout()                            # the local shape of each parameter
+        one.close()
+
+The first step makes what lives as long as the model (optimizer state, streams, caches); the second is like all later
+ones. An implementation that cannot be simulated raises what it raises, in the constructor or in the first
+step: :func:`shardproof.harness.simulation.survival.why_not` says why in one line.
+"""
+
+from shardproof.harness.simulation.memory import Kind, Ledger, Usage
+from shardproof.harness.simulation.traffic import Shape, Volume, by_group
+from shardproof.harness.simulation.training import Layout, Simulation
+from shardproof.harness.simulation.world import SimulatedWorld, simulated_world
+
+__all__ = [
+    "Kind",
+    "Layout",
+    "Ledger",
+    "Shape",
+    "SimulatedWorld",
+    "Simulation",
+    "Usage",
+    "Volume",
+    "by_group",
+    "simulated_world",
+]

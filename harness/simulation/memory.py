@@ -1,0 +1,333 @@
+"""Counts the bytes that one rank holds while a simulation runs: what is allocated and freed, when, and what for.
+
+A ledger sees each storage when an operator makes it, and again when the last reference to it is gone or its size
+changes. What a storage is for may be known later only, when a gradient is found where the optimizer reads it. So the
+ledger keeps the changes, and sums are made from them afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardproof.harness.collectives.recorder import kind_of
+from shardproof.harness.tensors.trees import tensors_of
+
+
+class Kind(enum.StrEnum):
+    """What memory is for. Of several, the first of this order applies."""
+
+    SHARDS = "shards"
+    """What this rank holds of the parameters, and master copies of them."""
+
+    GRADIENTS = "gradients"
+    """What it holds of the gradients that the optimizer reads."""
+
+    OPTIMIZER = "optimizer"
+    """The optimizer's state."""
+
+    GATHERED = "gathered"
+    """Whole parameters, and the buffers into and out of which they are gathered."""
+
+    WHOLE_GRADIENTS = "whole gradients"
+    """Gradients of whole parameters before their reduction, where they lie beside the buffer of it."""
+
+    REDUCTION = "reduction"
+    """What reductions read and write."""
+
+    ACTIVATIONS = "activations"
+    """All else: what forward saves, temporary tensors, inputs, buffers of modules."""
+
+
+_RANKS = {kind: index for index, kind in enumerate(Kind)}
+
+#: Operators that move values as they are, by the beginnings of their names: what they write is of the kind that it is
+#: copied for.
+_COPIES = (
+    "aten::copy_", "aten::_foreach_copy_", "aten::cat", "aten::_to_copy", "aten::clone", "aten::constant_pad_nd",
+    "aten::split_with_sizes_copy", "aten::_chunk_cat", "aten::div", "fsdp::",
+)  # fmt: skip
+#: Of these, those that write to a tensor that was there.
+_COPIES_INTO = ("aten::copy_", "aten::_foreach_copy_", "aten::split_with_sizes_copy", "fsdp::")
+
+
+@dataclasses.dataclass(eq=False)
+class Block:
+    """One storage.
+
+    Attributes:
+        nbytes: its size in bytes, as last seen; 0 once it is freed.
+        kind: what it is for, as far as is known.
+        made_by: the operator that made it.
+        phase: the phase in which it was made.
+        sources: of what it is a copy, where it was made or written by an operator that copies.
+    """
+
+    nbytes: int
+    made_by: str
+    phase: str
+    kind: Kind = Kind.ACTIVATIONS
+    sources: list[weakref.ref[Block]] = dataclasses.field(default_factory=list)
+    reference: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Usage:
+    """Bytes that were held at one moment.
+
+    Attributes:
+        step: the number of the step; -1 before the first.
+        phase: the phase.
+        by_kind: the bytes of each kind; kinds without any are absent.
+        during: the operator that ran.
+    """
+
+    step: int
+    phase: str
+    by_kind: dict[Kind, int]
+    during: str = ""
+
+    @property
+    def total(self) -> int:
+        """The bytes of all kinds."""
+        return sum(self.by_kind.values())
+
+    def of(self, kind: Kind) -> int:
+        """Return the bytes of one kind."""
+        return self.by_kind.get(kind, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Change:
+    block: Block
+    delta: int
+    step: int
+    phase: str
+    during: str
+
+
+class Ledger(TorchDispatchMode):
+    """Counts storages while it is active, by step and phase.
+
+    Attributes:
+        step: the number of the current step; -1 before the first.
+        phase: the current phase.
+        is_paused: whether nothing is counted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.step, self.phase = -1, ""
+        self._live: dict[int, Block] = {}
+        self._changes: list[_Change] = []
+        self._operator = ""
+        self.is_paused = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # As for a Recorder: nothing is compiled, and the wrapper costs more than the counting.
+        return False
+
+    @contextlib.contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Count what is allocated and freed in this context, and assign it to ``phase``."""
+        resize = torch.UntypedStorage.resize_
+        # What is freed after the context, by the last reference that the caller has, belongs to it too.
+        self.phase = phase
+
+        def noting(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            # No operator resizes a storage, which is how implementations free and reuse what they gather into.
+            result: torch.UntypedStorage = resize(storage, size)
+            self._resized(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = noting  # type: ignore[method-assign, assignment]
+        try:
+            with self, _shapes_of_dtensors(self):
+                yield
+        finally:
+            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # DTensor dispatches first, as for a Recorder.
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        if self.is_paused:
+            return func(*args, **(kwargs or {}))
+        name = func._schema.name
+        self._operator = name
+        result = func(*args, **(kwargs or {}))
+        made = [self.block_of(tensor) for tensor in tensors_of(result)]
+        if name.startswith(_COPIES):
+            self._note_copies(func, name, args, kwargs or {}, made)
+        if (kind := kind_of(name)) is not None:
+            self._note_collective(kind, func, args, kwargs or {}, made)
+        return result
+
+    def block_of(self, tensor: torch.Tensor) -> Block:
+        """Return the storage of a tensor; one that was made outside of every context is counted from now on."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        block = self._live.get(key)
+        if block is None:
+            block = Block(0, self._operator, self.phase)
+            block.reference = weakref.ref(storage, lambda _: self._freed(key))
+            self._live[key] = block
+        if (nbytes := storage.nbytes()) != block.nbytes:
+            self._change(block, nbytes)
+        return block
+
+    def mark(self, tensors: Iterable[torch.Tensor], kind: Kind) -> None:
+        """Note what tensors are for; what they are for already stays if it comes before."""
+        for tensor in tensors:
+            _mark(self.block_of(tensor.to_local() if isinstance(tensor, DTensor) else tensor), kind)
+
+    def _freed(self, key: int) -> None:
+        self._change(self._live.pop(key), 0)
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        block = self._live.get(storage._cdata)
+        if block is not None and block.nbytes != storage.nbytes():
+            self._change(block, storage.nbytes())
+
+    def _change(self, block: Block, nbytes: int) -> None:
+        if nbytes != block.nbytes:
+            self._changes.append(_Change(block, nbytes - block.nbytes, self.step, self.phase, self._operator))
+            block.nbytes = nbytes
+
+    def _note_copies(self, func: Any, name: str, args: Any, kwargs: Any, made: list[Block]) -> None:
+        written, read = _written_and_read(func, args, kwargs)
+        into = [self.block_of(tensor) for tensor in written] or made
+        sources = [self.block_of(tensor) for tensor in read]
+        if self.phase == "backward":
+            for block in into:
+                block.sources += [weakref.ref(source) for source in sources if source is not block]
+        if name.startswith(_COPIES_INTO) and written and any(one.kind == Kind.GATHERED for one in sources):
+            for block in into:
+                _mark(block, Kind.GATHERED)
+
+    def _note_collective(self, kind: str, func: Any, args: Any, kwargs: Any, made: list[Block]) -> None:
+        involved = {id(block): block for block in made}
+        for tensor in tensors_of([args, kwargs]):
+            block = self.block_of(tensor)
+            involved[id(block)] = block
+        if kind in ("all_gather", "broadcast"):
+            for block in involved.values():
+                _mark(block, Kind.GATHERED)
+        elif kind in ("reduce_scatter", "all_reduce", "reduce"):
+            for block in involved.values():
+                self._mark_sources(block)
+                _mark(block, Kind.REDUCTION)
+
+    def _mark_sources(self, block: Block) -> None:
+        """Note of what a reduction's input is a copy: whole gradients, as autograd has made them."""
+        waiting, seen = [block], {id(block)}
+        while waiting:
+            one = waiting.pop()
+            sources, one.sources = one.sources, []
+            for reference in sources:
+                source = reference()
+                if source is None or id(source) in seen or source.phase != "backward":
+                    continue
+                seen.add(id(source))
+                _mark(source, Kind.WHOLE_GRADIENTS)
+                waiting.append(source)
+
+    # sums ----------------------------------------------------------------------------------
+
+    def held(self) -> Usage:
+        """Return what is held now."""
+        by_kind: dict[Kind, int] = {}
+        for block in self._live.values():
+            if block.nbytes:
+                by_kind[block.kind] = by_kind.get(block.kind, 0) + block.nbytes
+        return Usage(self.step, self.phase, _in_order(by_kind))
+
+    def peak(self, *, step: int | None = None, phase: str | None = None) -> Usage:
+        """Return what was held when most bytes were: the first such moment.
+
+        Args:
+            step: of this step alone; -1 is what comes before the first.
+            phase: in this phase alone.
+
+        Raises:
+            ValueError: nothing was allocated or freed then.
+        """
+        return self._most(lambda change: step in (None, change.step) and phase in (None, change.phase))
+
+    def peaks(self, *, step: int) -> dict[str, Usage]:
+        """Return the peak of each phase of a step, in the order of the phases."""
+        phases = dict.fromkeys(change.phase for change in self._changes if change.step == step)
+        return {phase: self.peak(step=step, phase=phase) for phase in phases}
+
+    def _most(self, counts: Callable[[_Change], bool]) -> Usage:
+        held: dict[Kind, int] = dict.fromkeys(Kind, 0)
+        total, best, found = 0, -1, None
+        for change in self._changes:
+            if counts(change) and total > best:
+                # What was held when the phase began counts too.
+                best, found = total, Usage(change.step, change.phase, _in_order(held), "")
+            held[change.block.kind] += change.delta
+            total += change.delta
+            if counts(change) and total > best:
+                best, found = total, Usage(change.step, change.phase, _in_order(held), change.during)
+        if found is None:
+            raise ValueError("nothing was allocated or freed in this phase")
+        return found
+
+
+@contextlib.contextmanager
+def _shapes_of_dtensors(ledger: Ledger) -> Iterator[None]:
+    """Leave out the tensors on which DTensor computes the whole shape of a result, once for each operator.
+
+    In a real run they have no memory. Here nothing has, and they would count.
+    """
+    name = "_propagate_tensor_meta_non_cached"
+    computes = getattr(ShardingPropagator, name)
+
+    @functools.wraps(computes)
+    def paused(*args: Any, **kwargs: Any) -> Any:
+        before, ledger.is_paused = ledger.is_paused, True
+        try:
+            return computes(*args, **kwargs)
+        finally:
+            ledger.is_paused = before
+
+    setattr(ShardingPropagator, name, paused)
+    try:
+        yield
+    finally:
+        setattr(ShardingPropagator, name, computes)
+
+
+def _mark(block: Block, kind: Kind) -> None:
+    if _RANKS[kind] < _RANKS[block.kind]:
+        block.kind = kind
+
+
+def _in_order(by_kind: dict[Kind, int]) -> dict[Kind, int]:
+    return {kind: by_kind[kind] for kind in Kind if by_kind.get(kind)}
+
+
+def _written_and_read(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the tensors that an operator writes to and those that it reads, by its schema."""
+    written: list[torch.Tensor] = []
+    read: list[torch.Tensor] = []
+    named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    for argument in func._schema.arguments:
+        if argument.name in named:
+            is_written = argument.alias_info is not None and argument.alias_info.is_write
+            (written if is_written else read).extend(tensors_of(named[argument.name]))
+    return written, read

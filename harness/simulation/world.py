@@ -1,0 +1,120 @@
+"""Makes this process one rank of a world whose other ranks do not exist, and leaves the process as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from shardproof.harness.simulation.process import without_groups
+
+#: The most ranks of a world that have been simulated. Lists of all ranks make larger ones slow.
+MOST_RANKS = 65_536
+
+
+@dataclasses.dataclass(frozen=True)
+class SimulatedWorld:
+    """One rank of a world that is simulated.
+
+    Attributes:
+        size: the number of ranks.
+        rank: the global rank that this process is.
+        device: the device of its tensors, which have no memory.
+    """
+
+    size: int
+    rank: int
+    device: torch.device
+
+    def mesh(self, shape: tuple[int, ...] | None = None, names: tuple[str, ...] = ("dp",)) -> DeviceMesh:
+        """Return a mesh of all ranks.
+
+        Args:
+            shape: the size of each dimension, one to three of them; by default one dimension of all ranks.
+            names: the name of each dimension.
+
+        Raises:
+            ValueError: the shape has not as many ranks as the world, or not as many dimensions as names.
+        """
+        shape = shape or (self.size,)
+        check_shape(self.size, shape, names)
+        return init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+
+
+def check_world(size: int, rank: int = 0, device_type: str = "cpu") -> None:
+    """Refuse what cannot be simulated.
+
+    Raises:
+        ValueError: with one line that names the value.
+    """
+    if not 1 <= size <= MOST_RANKS:
+        raise ValueError(f"a simulated world of {size} ranks: expected 1 to {MOST_RANKS}")
+    if not 0 <= rank < size:
+        raise ValueError(f"rank {rank} of a simulated world of {size} ranks: expected 0 to {size - 1}")
+    if device_type not in ("cpu", "cuda"):
+        raise ValueError(f"a simulated world on {device_type!r}: expected cpu or cuda")
+    if device_type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("a simulated world on cuda needs a CUDA device here, for its streams; use cpu")
+
+
+def check_shape(size: int, shape: tuple[int, ...], names: tuple[str, ...]) -> None:
+    """Refuse a mesh that a world of ``size`` ranks does not divide into.
+
+    Raises:
+        ValueError: with one line that names the shape.
+    """
+    text = "x".join(map(str, shape))
+    if len(names) != len(shape):
+        raise ValueError(f"a mesh of {text} with the names {', '.join(names)}: expected one name for each dimension")
+    if any(one < 1 for one in shape) or math.prod(shape) != size:
+        raise ValueError(f"a mesh of {text} has {math.prod(shape)} ranks: a world of {size} does not divide into it")
+
+
+@contextlib.contextmanager
+def simulated_world(size: int, *, rank: int = 0, device_type: str = "cpu") -> Iterator[SimulatedWorld]:
+    """Make this process one rank of a simulated world. Collectives return at once and move nothing.
+
+    The process may be a rank of a real world, whose groups are hidden meanwhile. Worlds do not nest.
+
+    Args:
+        size: the number of ranks, 1 to 65,536.
+        rank: which of them this process is.
+        device_type: "cpu", or "cuda" where there is a device, for its streams.
+
+    Raises:
+        ValueError: there is no such rank or device; the message is one line.
+    """
+    check_world(size, rank, device_type)
+    with without_groups():
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+        yield SimulatedWorld(size, rank, torch.device(device_type))
+
+
+@functools.lru_cache(maxsize=64)
+def coordinate_of(rank: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the place of a global rank on a mesh of all ranks, whose last dimension changes fastest."""
+    place = []
+    for size in reversed(shape):
+        rank, index = divmod(rank, size)
+        place.append(index)
+    return tuple(reversed(place))
+
+
+def ranks_along(rank: int, shape: tuple[int, ...], dims: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the global ranks that share with ``rank`` every coordinate but those of ``dims``, in ascending order.
+
+    It is computed from the shape alone, so that it can say what a mesh should have.
+    """
+    found = [0]
+    own = coordinate_of(rank, shape)
+    for dim, size in enumerate(shape):
+        indices = range(size) if dim in dims else (own[dim],)
+        found = [first * size + index for first in found for index in indices]
+    return tuple(found)

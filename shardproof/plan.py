@@ -1,0 +1,203 @@
+"""The command ``shardproof plan``: what one rank of a sharded training would hold and send, by simulation."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+from shardproof.reports import helptext
+from shardproof.reports.plan import MARK, VERSION, Dimension, Formula, Phase, Plan, Traffic, World
+from shardproof.reports.plan_text import render_plan
+from shardproof.reports.table import printable
+
+if TYPE_CHECKING:
+    from shardproof.harness.planning import planned
+    from shardproof.harness.planning.request import Request
+
+BAD_INPUT = 2
+
+_EPILOG = """\
+examples:
+  shardproof plan --model llama:0.9b --mesh 8
+  shardproof plan --model llama:8b --mesh 64x8 --impl torch.fully_shard --param-dtype bfloat16 --reduce-dtype float32
+  shardproof plan --model my_models:build --mesh 8 --worlds 8,64,512 --json plan.json
+  shardproof page plan.json -o out/plan
+
+The function of module:function takes no arguments and returns a torch.nn.Module that maps tokens (batch, sequence) to
+logits, or a tuple of a module, a function inputs(batch, sequence) that makes its arguments on the default device, and a
+function loss(output, *inputs) that returns a scalar.
+
+exit codes: 0 printed; 2 an option is not valid, or the model or the implementation cannot be simulated"""
+
+
+def plan(arguments: Sequence[str]) -> int:
+    """Simulate a training step of one rank and print what it holds and sends.
+
+    Args:
+        arguments: the arguments after the name of the command.
+
+    Returns:
+        The exit code: 0; or 2 with one line on stderr, if an option is not valid, the model cannot be built without
+        data, the implementation cannot be simulated, or the file cannot be written.
+
+    Raises:
+        SystemExit: from argparse, with code 2 for unknown arguments and 0 for ``--help``.
+    """
+    options = _parser().parse_args(arguments)
+    # As for `shardproof run`: for models and adapters of the user's own.
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)
+    try:
+        if options.json and not os.path.isdir(folder := os.path.dirname(options.json) or "."):
+            raise ValueError(f"--json {options.json}: there is no folder {folder}")
+        made = _made(options, ["shardproof", "plan", *arguments])
+        if options.json:
+            _write(made, options.json)
+    except ValueError as error:
+        print(f"shardproof: {printable(str(error))}", file=sys.stderr)
+        return BAD_INPUT
+    print(render_plan(made), end="")
+    return 0
+
+
+def _made(options: argparse.Namespace, command: Sequence[str]) -> Plan:
+    # Late: it imports torch.
+    from shardproof.harness.planning import meshes, planned
+
+    request = _request(options)
+    mesh = meshes.parse(options.mesh)
+    wanted = [mesh]
+    if options.worlds:
+        wanted += [one for ranks in meshes.parse_worlds(options.worlds) if (one := meshes.scaled(mesh, ranks)) != mesh]
+    found = planned.plan(request, wanted, node_size=options.node_size)
+    return Plan(
+        model=request.model,
+        about=found.about,
+        numel=found.numel,
+        units=found.units,
+        implementation=request.implementation,
+        version=found.version,
+        settings=found.settings,
+        rank=request.rank,
+        node_size=options.node_size,
+        worlds=tuple(_world(one) for one in found.worlds),
+        kinds=found.kinds,
+        assumptions=found.assumptions,
+        shardproof=_version(),
+        torch=found.torch,
+        command=tuple(command),
+    )
+
+
+def _request(options: argparse.Namespace) -> Request:
+    from shardproof.harness.planning.request import DTYPES, Request
+
+    reshards = options.reshard_after_forward
+    return Request(
+        model=options.model,
+        implementation=options.impl,
+        batch=options.batch,
+        sequence=options.sequence,
+        dtype=DTYPES[options.dtype],
+        compute=DTYPES[options.param_dtype] if options.param_dtype else None,
+        reduce=DTYPES[options.reduce_dtype] if options.reduce_dtype else None,
+        optimizer=options.optimizer,
+        reshard_after_forward=reshards,
+        checkpointing=options.checkpointing,
+        units=tuple(options.unit),
+        rank=options.rank,
+    )
+
+
+def _world(found: planned.World) -> World:
+    return World(
+        mesh=tuple(Dimension(name, size) for name, size in found.mesh),
+        hosts=found.hosts,
+        phases=tuple(Phase(**dataclasses.asdict(one)) for one in found.phases),
+        traffic=tuple(Traffic(**dataclasses.asdict(one)) for one in found.traffic),
+        formulas=tuple(Formula(**dataclasses.asdict(one)) for one in found.formulas),
+    )
+
+
+def _version() -> str:
+    try:
+        return metadata.version("shardproof")
+    except metadata.PackageNotFoundError:  # a clone on the path
+        return ""
+
+
+def _write(made: Plan, path: str) -> None:
+    """Write a plan file.
+
+    Raises:
+        ValueError: the file cannot be written; one line.
+    """
+    text = json.dumps({MARK: VERSION, **dataclasses.asdict(made)}, indent=1)
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(f"{text}\n")
+    except OSError as error:
+        raise ValueError(f"--json {path}: {error.strerror or error}") from error
+
+
+def _positive(text: str) -> int:
+    value = int(text)  # argparse prints a ValueError as one line
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return value
+
+
+def _rank(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is no rank: ranks begin at 0")
+    return value
+
+
+def _reshard(text: str) -> bool | int:
+    if text in ("yes", "no"):
+        return text == "yes"
+    if not text.isdecimal() or int(text) < 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither yes nor no nor a number of ranks")
+    return int(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = helptext.parser(
+        "shardproof plan",
+        description="Simulate a training step of one rank on fake tensors, without devices and without other ranks, "
+        "and print the memory that it holds by kind and phase, what it sends by group and to other hosts, and the "
+        "number of collectives. Closed formulas stand beside the simulated numbers.",
+        epilog=_EPILOG,
+    )
+    dtypes = ("float32", "bfloat16", "float16", "float64")
+    add = parser.add_argument
+    add("--model", required=True, metavar="NAME", help="a known shape such as llama:8b, or module:function; "
+        "an unknown shape prints the known ones")  # fmt: skip
+    add("--mesh", required=True, metavar="MESH", help="ranks, as 512, or replicas x shards, as 64x8")
+    add("--impl", default="torch.fully_shard", metavar="NAME", help="an implementation of `shardproof implementations` "
+        "(default: torch.fully_shard)")  # fmt: skip
+    add("--worlds", metavar="8,64,512", help="a table of these numbers of ranks too: with more shards, or with more "
+        "replicas where the mesh has replicas")  # fmt: skip
+    add("--node-size", type=_positive, default=8, metavar="N", help="ranks of a host (default: 8)")
+    add("--rank", type=_rank, default=0, metavar="N", help="the rank that is simulated (default: 0)")
+    add("--batch", type=_positive, default=1, metavar="N", help="sequences of a rank's batch (default: 1)")
+    add("--sequence", type=_positive, metavar="N", help="tokens of a sequence (default: the shape's, or 2048)")
+    add("--dtype", choices=dtypes, default="float32", help="of parameters, shards and optimizer (default: float32)")
+    add("--param-dtype", choices=dtypes, help="in which parameters are gathered and computed with (default: --dtype)")
+    add("--reduce-dtype", choices=dtypes, help="in which gradients are reduced (default: --param-dtype)")
+    add("--optimizer", choices=("adamw", "sgd", "momentum"), default="adamw", help="AdamW, SGD, or SGD with momentum "
+        "(default: adamw)")  # fmt: skip
+    add("--reshard-after-forward", type=_reshard, metavar="yes|no|N", help="whether units are freed after forward, or "
+        "the size of the groups in which they are kept (default: the implementation's)")  # fmt: skip
+    add("--checkpointing", action="store_true", help="recompute each unit's activations in backward")
+    add("--unit", action="append", default=[], metavar="NAME", help="a module of this name, or every module of this "
+        "class, is a unit; may be given several times (default: the repeated blocks)")  # fmt: skip
+    add("--json", metavar="FILE", help="write a plan file, of which `shardproof page` makes a page")
+    return parser

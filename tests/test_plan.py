@@ -1,0 +1,163 @@
+"""``shardproof plan``: what it prints of a small model, its file, and bad input, of which each is one line."""
+
+import json
+import re
+
+import pytest
+from expecttest import assert_expected_inline
+
+from shardproof.__main__ import main
+from shardproof.reports.plan import load_plan
+from shardproof.reports.plan_text import render_plan
+from tests.harness.planned_models import objects_of_others_rest  # noqa: F401
+
+MODELS = "tests.harness.planned_models"
+SMALL = ["--model", f"{MODELS}:gpt", "--batch", "2", "--sequence", "16"]
+
+
+@pytest.fixture(autouse=True)
+def path_as_before(monkeypatch):
+    # The command appends the current directory.
+    monkeypatch.syspath_prepend(".")
+
+
+def test_a_small_model(tmp_path, capsys):
+    """Hosts of two ranks: shards within a host, replicas across. The file has what was printed."""
+    file = tmp_path / "plan.json"
+    mesh = ["--mesh", "2x2", "--node-size", "2", "--worlds", "8", "--optimizer", "momentum"]
+    assert main(["plan", *SMALL, *mesh, "--impl", "reference", "--param-dtype", "bfloat16", "--json", str(file)]) == 0
+    printed = capsys.readouterr().out
+    assert printed == render_plan(load_plan(file))
+    assert json.loads(file.read_text())["command"][:2] == ["shardproof", "plan"]
+    tables, _, assumptions = printed.partition("\n- ")
+    assert assumptions.count("\n- ") == 3
+    assert_expected_inline(
+        re.sub(r"reference \S+,", "reference VERSION,", tables),
+        """\
+tests.harness.planned_models:gpt: 21,760 parameters; units: 2 of GptBlock and the root's own
+reference VERSION, mesh 2 (replicate) x 2 (shard): 4 ranks on 2 hosts
+batch 2 x 16 tokens, parameters float32, gathered as bfloat16, reduced as bfloat16, optimizer momentum, resharded after
+  forward by default, activations kept
+
+memory of rank 0 in KiB, when it holds most in each phase
+
+                 between steps  forward  backward     step
+shards                  42.500   42.500    42.500   42.500
+gradients                0.000    0.000    16.688   42.500
+optimizer               42.500   42.500    42.500   42.500
+gathered                 0.000   46.688    46.688    0.000
+whole gradients          0.000    0.000     4.125    0.000
+reduction                0.000    0.000    25.031    0.000
+activations              0.016   53.891    27.148    0.016
+all                     85.016  185.578   204.680  127.516
+
+the most of each kind in KiB, each at its own moment
+
+                 between steps  forward  backward    step
+shards                  42.500   42.500    42.500  42.500
+gradients                0.000    0.000    42.500  42.500
+optimizer               42.500   42.500    42.500  42.500
+gathered                 0.000   46.688    46.688   0.000
+whole gradients          0.000    0.000    20.812   0.000
+reduction                0.000    0.000    33.375   0.000
+activations              0.016   74.023    78.023   0.016
+
+traffic of rank 0 in a step, in KiB
+
+group          kind            dtype     collectives  gathered or reduced    sent  sent to other hosts
+shard (2)      all_gather      bfloat16            5               75.875  37.938                0.000
+shard (2)      reduce_scatter  bfloat16            3               42.500  21.250                0.000
+replicate (2)  all_reduce      bfloat16            3               21.250  21.250               21.250
+all                                               11                       80.438               21.250
+
+closed formulas, in KiB
+
+quantity                            formula           by the formula  simulated  difference
+shards                              P x 4 B / S               42.500     42.500        none
+gradients                           P x 4 B / S               42.500     42.500        none
+optimizer state                     P x 4 B / S               42.500     42.500        none
+gathers                             2 U - 1                        5          5        none
+bytes of gathers                    (2 P - P0) x 2 B          75.875     75.875        none
+reductions                          U                              3          3        none
+bytes of reductions                 P x 2 B                   42.500     42.500        none
+all-reduces over replicas           U                              3          3        none
+bytes of all-reduces over replicas  P x 2 B / S               21.250     21.250        none
+
+world sizes, in KiB
+
+ranks                      4        8
+mesh                     2x2      4x2
+hosts                      2        4
+shards                42.500   42.500
+gradients             16.688   16.688
+optimizer             42.500   42.500
+gathered              46.688   46.688
+whole gradients        4.125    4.125
+reduction             25.031   25.031
+activations           27.148   27.164
+peak                 204.680  204.695
+sent                  80.438   91.062
+sent to other hosts   21.250   31.875
+collectives               11       11
+""",
+    )
+
+
+BAD = {
+    "no mesh": (["--mesh", "64y8"], "--mesh '64y8' is no mesh: give ranks, as 512, or replicas x shards, as 64x8"),
+    "dimensions": (["--mesh", "2x2x2"], "--mesh '2x2x2' has 3 dimensions: give ranks, as 512, or replicas x shards"),
+    "no ranks": (["--mesh", "4x0"], "--mesh '4x0' has no ranks: sizes begin at 1"),
+    "hosts": (["--mesh", "12"], "a world of 12 ranks does not divide into hosts of 8 (--node-size)"),
+    "worlds": (["--mesh", "2x8", "--worlds", "8,12"], "a world of 12 ranks does not divide into replicas of 8 shards"),
+    "no world": (["--mesh", "8", "--worlds", "8,x"], "--worlds '8,x': 'x' is no number of ranks"),
+    "rank": (["--mesh", "4", "--rank", "4"], "--rank 4: a world of 4 ranks has 0 to 3"),
+    "shape": (["--mesh", "4", "--model", "llama:9b"], "no shape is called 'llama:9b'; known are gpt:0.1b, gpt:0.4b, "),
+    "no name": (["--mesh", "4", "--model", "llama"], "--model 'llama': give module:function, or one of gpt:0.1b, "),
+    "module": (["--mesh", "4", "--model", "no.module:build"], "'no.module' does not import: ModuleNotFoundError: "),
+    "function": (["--mesh", "4", "--model", f"{MODELS}:nothing"], f"module '{MODELS}' has no 'nothing'"),
+    "constant": (["--mesh", "4", "--model", f"{MODELS}:NO_FUNCTION"], "is no function that returns a model, but of "),
+    "arguments": (["--mesh", "4", "--model", f"{MODELS}:of_data"], "of_data(path) needs arguments; give a function "),
+    "file": (["--mesh", "4", "--model", f"{MODELS}:of_a_file"], "cannot be built without data: FileNotFoundError: "),
+    "values": (["--mesh", "4", "--model", f"{MODELS}:of_values"], "it reads values of tensors, and a simulation has "),
+    "no model": (["--mesh", "4", "--model", f"{MODELS}:no_model"], "returned str: return a torch.nn.Module, or a "),
+    "empty": (["--mesh", "4", "--model", f"{MODELS}:no_parameters"], "the model has no parameters: there is nothing"),
+    "forward": (
+        ["--mesh", "4", "--model", f"{MODELS}:Reads"],
+        "cannot be simulated under torch.fully_shard: it ",
+    ),
+    "logits": (
+        ["--mesh", "4", "--model", f"{MODELS}:Flat"],
+        "the model returned () for tokens (batch, sequence)",
+    ),
+    "unit": (
+        ["--mesh", "4", "--unit", "Layer"],
+        "--unit Layer: no module with parameters has this class or name; ",
+    ),
+    "name": (["--mesh", "4", "--impl", "torch.fsdp3"], "unknown implementation 'torch.fsdp3': did you mean torch.fsdp"),
+    "ddp": (["--mesh", "4", "--impl", "ddp"], "implementation 'ddp' cannot be simulated: RuntimeError: The tensor has"),
+    "capability": (
+        ["--mesh", "4", "--impl", "torch.fsdp", "--reshard-after-forward", "2"],
+        "torch.fsdp lacks the capability reshard-to-size: --reshard-after-forward with a number cannot be planned",
+    ),
+    "groups": (
+        ["--mesh", "4", "--reshard-after-forward", "3"],
+        "cannot be simulated under torch.fully_shard: ValueError: If passing reshard_after_forward as an int, ",
+    ),
+    "folder": (["--mesh", "4", "--json", "no/such/plan.json"], "--json no/such/plan.json: there is no folder no/such"),
+}
+
+
+@pytest.mark.parametrize("given, said", BAD.values(), ids=BAD)
+def test_bad_input_is_one_line(given, said, capsys):
+    assert main(["plan", *SMALL, *given]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("shardproof: ") and said in printed.err and printed.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("given", [["--batch", "0"], ["--rank", "-1"], ["--reshard-after-forward", "maybe"]])
+def test_an_option_of_another_kind_is_refused(given, capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(["plan", *SMALL, "--mesh", "4", *given])
+    assert exit.value.code == 2
+    assert f"error: argument {given[0]}: " in capsys.readouterr().err
