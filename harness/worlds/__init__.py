@@ -8,6 +8,7 @@ torch.
   and cores that pytest processes share), ``waiting`` (waits that are bounded and say for whom), ``watchdog`` (diagnosis
   of a hang), ``forkserver`` (starts the ranks), ``scratch`` (temporary directories).
 - in a torchrun job: ``torchrun`` (this process's place in it), ``fleet`` (its processes, as the controller sees them),
+  ``fleet_pool`` (its worlds),
   ``remote`` (handles of ranks elsewhere), ``supervisor`` (the other side of these), ``store`` and ``sockets`` (how the
   processes find each other and talk).
 - in the forkserver: ``preloaded`` (what it imports before it forks ranks).
