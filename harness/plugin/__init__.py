@@ -14,7 +14,8 @@ project's conftest names the plugin as ``shardproof.plugin``; case modules impor
 - ``effort``: what a shorter run leaves out. ``pairwise`` and ``quick`` choose what it keeps, and ``always`` reads what
   it keeps in any case.
 - ``records``: the record of one case; ``journal``: the run file, with the ``environment`` of the run.
-- ``launched``: runs that torchrun started; ``resuming``: what a restarted one keeps.
+- ``launched``: runs that torchrun started; ``ahead``: several cases at once in these; ``resuming``: what restarted ones
+  keep.
 - ``reproduction``: the command that repeats one case.
 - ``bounds``: how large a record may be.
 - ``progress``: which cases were selected and which have a record; ``exit_codes``: what a run as a whole exits with.

@@ -144,8 +144,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 def _run(item: pytest.Function, state: State) -> CaseRecord:
     """Run a case, and compare its verdict with the known failures."""
-    seconds = state.seconds_to_draw
-    made = cases.run(item, state.pool, state.selection, numbers=state.numbers, seconds=seconds)
+    made = state.run(item)
     if not item.config.getoption("runxfail", default=False):
         state.known_failures.judge(item, made)
     if state.selection.explains:

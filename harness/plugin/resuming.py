@@ -2,7 +2,7 @@
 
 Torch elastic restarts all processes of a job. The new controller reads the journal that the last one left on its disk,
 repeats the records that it finds there instead of running their cases again, and records the case that was running then
-as interrupted. Beside the journal, ``FILE.running`` names that case.
+as interrupted. Beside the journal, ``FILE.running`` names the cases that are running.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import pathlib
+import threading
 import zlib
 from typing import Any
 
@@ -40,6 +41,8 @@ class Resuming:
         self._partial = target.with_name(target.name + PARTIAL)
         self._earlier = target.with_name(target.name + ".earlier")
         self._running = target.with_name(target.name + ".running")
+        self._begun: set[Key] = set()
+        self._lock = threading.Lock()
         self.records: dict[Key, dict[str, Any]] = {}
         self.interrupted: set[Key] = set()
         self.exit_code: int | None = None
@@ -71,9 +74,15 @@ class Resuming:
         return job.get("run_id") == self._place.run_id and (same_agent or job["attempt"] < self._place.attempt)
 
     def begin(self, key: Key) -> None:
-        """Note that a case is about to run."""
-        with contextlib.suppress(OSError):
-            self._running.write_text(json.dumps([key]))
+        """Note that a case is about to run; threads may call this."""
+        with self._lock, contextlib.suppress(OSError):
+            self._begun.add(key)
+            self._running.write_text(json.dumps(sorted(self._begun)))
+
+    def end(self, key: Key) -> None:
+        """Note that a case has a record, which says more than that it was running."""
+        with self._lock:
+            self._begun.discard(key)
 
     def forget(self) -> None:
         """Remove the records of earlier attempts, which this attempt's journal has now."""

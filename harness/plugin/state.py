@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from shardproof.harness.plugin import cases, environment, selection
+from shardproof.harness.plugin.ahead import Ahead
 from shardproof.harness.plugin.journal import Journal
 from shardproof.harness.plugin.launched import FLEET
 from shardproof.harness.plugin.progress import Progress, Selected
@@ -26,6 +27,7 @@ from shardproof.harness.plugin.reproduction import Invocation, invocation_of
 from shardproof.harness.plugin.resuming import Resuming
 from shardproof.harness.plugin.run_known_failures import RunKnownFailures
 from shardproof.harness.worlds import scratch
+from shardproof.harness.worlds.fleet_pool import FleetPool
 from shardproof.harness.worlds.pool import Pool
 from shardproof.harness.worlds.torchrun import Place
 
@@ -58,6 +60,7 @@ class State:
         self._config = config
         self._selection: selection.Selection | None = None
         self._pool: Pool | None = None
+        self._ahead: Ahead | None = None
         self._known_failures: RunKnownFailures | None = None
         self._folder: pathlib.Path | None = None
         self.numbers = itertools.count(1)
@@ -133,13 +136,41 @@ class State:
     def pool(self) -> Pool:
         """The worlds of this pytest process."""
         if self._pool is None:
-            worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
             fleet = self._config.stash.get(FLEET, None)
-            self._pool = Pool(device_count=self.selection.device_count, worker=int(worker), fleet=fleet)
+            if fleet is not None:
+                self._pool = FleetPool(fleet)
+                return self._pool
+            worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
+            self._pool = Pool(device_count=self.selection.device_count, worker=int(worker))
         return self._pool
+
+    def run(self, item: pytest.Function) -> CaseRecord:
+        """Run or skip a case and return its record; in a torchrun job others run beside it."""
+        fleet = self._config.stash.get(FLEET, None)
+        if fleet is None:
+            return self._run(item)
+        if self._ahead is None:
+            pool = self.pool
+            assert isinstance(pool, FleetPool), "a job has worlds of its own"
+            items = item.session.items
+            self._ahead = Ahead(items, fleet, pool, run=self._run, may_run=lambda one: not self._is_over(one))
+        return self._ahead.run(item)
+
+    def _run(self, item: pytest.Function) -> CaseRecord:
+        if self.resuming is not None:
+            self.resuming.begin(_key(item))
+        seconds = self.seconds_to_draw
+        return cases.run(item, self.pool, self.selection, numbers=self.numbers, seconds=seconds)
+
+    def _is_over(self, item: pytest.Function) -> bool:
+        """Whether an earlier attempt of the torchrun job has run a case, or was interrupted in it."""
+        known = self.resuming
+        return known is not None and (_key(item) in known.records or _key(item) in known.interrupted)
 
     def close(self) -> None:
         """Stop all worlds, and remove what xdist workers that were killed have left."""
+        if self._ahead is not None:
+            self._ahead.close()
         if self._pool is not None:
             self._pool.close()
         if not self.is_worker:
@@ -255,17 +286,18 @@ class State:
         """Return the record of a case that an earlier attempt of the torchrun job has run, or was interrupted in."""
         if self.resuming is None:
             return None
-        key = (cases.launch_of(item).implementation, cases.case_id(item))
+        key = _key(item)
         if key in self.resuming.records:
             return CaseRecord.repeated(self.resuming.records[key])
         if key in self.resuming.interrupted:
             return cases.interrupted_by_a_restart(item, self.selection)
-        self.resuming.begin(key)
         return None
 
     def add(self, record: dict[str, Any]) -> None:
         """Add a case's record, as JSON values, to the counts and the run file."""
         attempt = self.progress.add(record)
+        if self.resuming is not None:
+            self.resuming.end((record["implementation"], record["id"]))
         earlier = {} if self.resuming is None else self.resuming.records
         if self.journal is not None and earlier.get((record["implementation"], record["id"])) != record:
             self.journal.add(record | ({"attempt": attempt} if attempt > 1 else {}))
@@ -318,6 +350,10 @@ def _ids(items: Iterable[pytest.Function]) -> Selected:
     for item in items:
         ids.setdefault(cases.launch_of(item).implementation, []).append(cases.case_id(item))
     return ids
+
+
+def _key(item: pytest.Function) -> tuple[str, str]:
+    return cases.launch_of(item).implementation, cases.case_id(item)
 
 
 def _file(case_id: str) -> str:

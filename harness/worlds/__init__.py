@@ -3,13 +3,13 @@
 Imports ``parity``, ``collectives``, ``adapters``, ``findings`` and ``tensors``. The modules of the controller import no
 torch.
 
-- in the controller: ``pool`` (``Pool``), ``world`` (``World``, the processes of one world),
-  ``rank_process`` (the handle of one), ``lease`` (locks on devices
-  and cores that pytest processes share), ``waiting`` (waits that are bounded and say for whom), ``watchdog`` (diagnosis
-  of a hang), ``forkserver`` (starts the ranks), ``scratch`` (temporary directories).
+- in the controller: ``pool`` (``Pool``), ``world`` (``World``, the ranks of one world), ``rank_process`` (the handle of
+  one rank), ``lease`` (locks on devices and cores that pytest processes share), ``waiting`` (waits that are bounded and
+  say for whom), ``watchdog`` (diagnosis of a hang), ``forkserver`` (starts the ranks), ``scratch`` (temporary
+  directories).
 - in a torchrun job: ``torchrun`` (this process's place in it), ``fleet`` (its processes, as the controller sees them),
-  ``remote`` (handles of ranks elsewhere), ``supervisor`` (the other side of these), ``store`` and ``sockets`` (how the
-  processes find each other and talk).
+  ``fleet_pool`` (its worlds), ``remote`` (handles of ranks elsewhere), ``supervisor`` (the other side of these),
+  ``store`` and ``sockets`` (how the processes find each other and talk).
 - in the forkserver: ``preloaded`` (what it imports before it forks ranks).
 - in a rank: ``entry`` (the process's first function), ``loop`` (start-up and the job loop), ``casefile`` (imports the
   case's module), ``leftovers`` (checks that a case left no state behind), ``meeting`` (how ranks of several hosts

@@ -8,7 +8,7 @@ import pathlib
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -65,7 +65,9 @@ class Fleet:
         self._listening = sockets.listener(everywhere=place.nodes > 1)
         self._links: dict[int, Link] = {}
         self._connections: dict[tuple[int, int], Connection] = {}
-        self._arrival = threading.Condition()
+        self._changed = threading.Condition()
+        self._busy: set[int] = set()
+        self._is_alone = False
         self._numbers = 0
         threading.Thread(target=self._accept, name="shardproof accepts", daemon=True).start()
         store.announce(place, self._listening.getsockname()[1], self._key)
@@ -98,34 +100,79 @@ class Fleet:
             except WaitedTooLong as error:
                 missing = self._missing()
                 raise WaitedTooLong(f"{error}; missing are ranks {', '.join(map(str, missing))} of the job") from None
-            with self._arrival:
-                self._arrival.wait(_POLL_SECONDS)
+            with self._changed:
+                self._changed.wait(_POLL_SECONDS)
 
     def _missing(self) -> list[int]:
         return [rank for rank in range(1, self.size) if rank not in self._links]
 
-    def seats(self, size: int) -> list[Seat]:
-        """Return where the ranks of a world live: on one host if there is one with enough, otherwise in order.
+    def reserve(self, size: int, *, known: Sequence[tuple[int, ...]] = (), alone: bool = False) -> tuple[int, ...]:
+        """Take ranks of the job for a world; waits until the worlds that run leave enough.
+
+        Args:
+            size: the number of ranks.
+            known: where there are worlds that the case can use; the first that is free is taken.
+            alone: whether no other world of the job may run meanwhile.
+
+        Returns:
+            The ranks in the job; :meth:`release` gives them back.
 
         Raises:
             TooFewRanks: so many are not left.
             WaitedTooLong: a supervisor has not come.
         """
         self.await_all()
-        everyone = [Seat(self.place), *(Seat(link.place, link) for _, link in sorted(self._links.items()))]
-        left = [seat for seat in everyone if not seat.is_lost]
+        with self._changed:
+            while (place := self._free(size, known, alone=alone)) is None:
+                self._changed.wait(_POLL_SECONDS)
+            self._busy |= {*place}
+            self._is_alone = alone
+        return place
+
+    def release(self, place: Collection[int]) -> None:
+        """Give back what :meth:`reserve` returned."""
+        with self._changed:
+            self._busy -= {*place}
+            self._is_alone = False
+            self._changed.notify_all()
+
+    def _free(self, size: int, known: Sequence[tuple[int, ...]], *, alone: bool) -> tuple[int, ...] | None:
+        left = self._left
         if size > len(left):
             why = "; ".join(dict.fromkeys(map(str, self.lost)))
             raise TooFewRanks(f"{size} ranks are needed, and {len(left)} of {self.size} are left: {why}")
-        for node in dict.fromkeys(seat.place.node for seat in left):
-            together = [seat for seat in left if seat.place.node == node]
+        if self._is_alone or (alone and self._busy):
+            return None
+        free = [seat for seat in left if seat.place.rank not in self._busy]
+        ranks = {seat.place.rank for seat in free}
+        for place in known:
+            if ranks.issuperset(place):
+                return place
+        for node in dict.fromkeys(seat.place.node for seat in free):
+            together = [seat.place.rank for seat in free if seat.place.node == node]
             if len(together) >= size:
-                return together[:size]
-        return left[:size]
+                return tuple(together[:size])
+        # On several hosts, where no single one has so many, and not only because others are busy.
+        if any(sum(seat.place.node == node for seat in left) >= size for node in {seat.place.node for seat in left}):
+            return None
+        return tuple(seat.place.rank for seat in free[:size]) if len(free) >= size else None
+
+    @property
+    def _left(self) -> list[Seat]:
+        return [seat for seat in self.seats(range(self.size)) if not seat.is_lost]
+
+    @property
+    def left(self) -> int:
+        """The number of ranks that have not been lost."""
+        return self.size - len(self.lost)
+
+    def seats(self, place: Iterable[int]) -> list[Seat]:
+        """Return the seats of ranks of the job."""
+        return [Seat(self._links[rank].place, self._links[rank]) if rank else Seat(self.place) for rank in place]
 
     def new_number(self) -> int:
         """Return a number for a new world."""
-        with self._arrival:
+        with self._changed:
             self._numbers += 1
             return self._numbers
 
@@ -146,9 +193,9 @@ class Fleet:
         if refusal:
             raise forkserver.ForkserverEnded(f"host {seat.place.host}: {refusal}")
         until = time.monotonic() + FORK_SECONDS
-        with self._arrival:
+        with self._changed:
             while (number, spec.index) not in self._connections and time.monotonic() < until:
-                self._arrival.wait(_POLL_SECONDS)
+                self._changed.wait(_POLL_SECONDS)
             connection = self._connections.pop((number, spec.index))
         return RemoteRank(seat.link, number, spec, connection)
 
@@ -198,12 +245,12 @@ class Fleet:
                 self._arrived(connection, connection.recv())
 
     def _arrived(self, connection: Connection, hello: Any) -> None:
-        with self._arrival:
+        with self._changed:
             if isinstance(hello, Place):
                 self._links[hello.rank] = Link(connection, hello)
             else:
                 self._connections[hello] = connection
-            self._arrival.notify_all()
+            self._changed.notify_all()
 
 
 def nodes_of(seats: Sequence[Seat]) -> tuple[int, ...]:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Sequence
 
 from shardproof.harness.findings.verdict import Verdict
 from shardproof.harness.worlds import forkserver, scratch
-from shardproof.harness.worlds.fleet import Fleet, Seat
 from shardproof.harness.worlds.jobs import Job, Result, WorldKey
 from shardproof.harness.worlds.lease import Leases, device_of
 from shardproof.harness.worlds.world import Outcome, World
+
+Place = tuple[int, ...]
+"""Which processes of a torchrun job have the ranks of a world; empty where all are children of this process."""
 
 #: Idle worlds that the pool keeps besides the one in use, and the ranks that they have at most. Each rank holds memory
 #: (80 MiB of its own on the CPU) and a context on its device. Cases come in the order of implementations and sizes, so
@@ -23,7 +26,7 @@ KEPT_RANKS = 24
 
 
 class Pool:
-    """The worlds of one pytest process, by key and by the implementation for which they are reserved.
+    """The worlds of one pytest process, by key, by the implementation for which they are reserved, and by place.
 
     The least recently used ones are stopped first.
 
@@ -31,15 +34,14 @@ class Pool:
         device_count: the number of CUDA devices of the host.
         worker: the index of this process among xdist's workers; the worlds of different workers start on different
             devices.
-        fleet: the torchrun job in whose processes the ranks live; None if they are children of this process.
     """
 
-    def __init__(self, *, device_count: int = 0, worker: int = 0, fleet: Fleet | None = None) -> None:
-        self._worlds: collections.OrderedDict[tuple[WorldKey, str], World] = collections.OrderedDict()
+    def __init__(self, *, device_count: int = 0, worker: int = 0) -> None:
+        self._worlds: collections.OrderedDict[tuple[WorldKey, str, Place], World] = collections.OrderedDict()
+        self._lock = threading.Lock()
         self._leases = Leases()
         self._device_count = device_count
         self._worker = worker
-        self._fleet = fleet
 
     def run(self, key: WorldKey, job: Job, *, alone: bool = False) -> Outcome:
         """Run a case on the world of ``key``, on devices or cores that are leased for the duration of the case.
@@ -61,47 +63,50 @@ class Pool:
             WaitedTooLong: the lease or a new rank did not come in time.
             TooFewRanks: the torchrun job has lost too many.
         """
-        seats = self._fleet.seats(key.size) if self._fleet is not None else []
-        with self._leased(key, seats, alone=alone):
-            world = self._take(key, job.implementation, seats)
-            try:
-                outcome = world.run(job)
-                if _has_to_show_more(outcome.results):
-                    outcome = _run_again(world, job, outcome)
-            except BaseException:
+        with self._placed(key, job.implementation, alone=alone) as place:
+            with self._leased(key, alone=alone):
+                world = self._take(key, job.implementation, place)
+                try:
+                    outcome = self._run(world, job)
+                except BaseException:
+                    world.kill()
+                    raise
+            if _is_in_step(outcome.results) and not any(result.is_worn_out for result in outcome.results):
+                if any(result.kept or result.excused for result in outcome.results):
+                    world.reserved_for = job.implementation
+                with self._lock:
+                    self._worlds[key, world.reserved_for, place] = world
+            else:
                 world.kill()
-                raise
-        if _is_in_step(outcome.results) and not any(result.is_worn_out for result in outcome.results):
-            if any(result.kept or result.excused for result in outcome.results):
-                world.reserved_for = job.implementation
-            self._worlds[key, world.reserved_for] = world
-        else:
-            world.kill()
         return outcome
 
-    def _leased(self, key: WorldKey, seats: Sequence[Seat], *, alone: bool) -> contextlib.AbstractContextManager[None]:
-        """Lease what the ranks use of this host; the other hosts of a torchrun job are the job's own."""
-        devices = self._devices(key, seats)
-        if self._fleet is not None:
-            here = [seat.place.node == self._fleet.place.node for seat in seats]
-            devices = [device for device, is_here in zip(devices, here, strict=True) if is_here]
-        if not devices:
-            return contextlib.nullcontext()
-        if key.device == "cpu":
-            return self._leases.cores(len(devices), alone=alone)
-        return self._leases.devices(devices, alone=alone)
+    def _run(self, world: World, job: Job) -> Outcome:
+        outcome = world.run(job)
+        return _run_again(world, job, outcome) if _has_to_show_more(outcome.results) else outcome
 
-    def _devices(self, key: WorldKey, seats: Sequence[Seat]) -> list[int]:
+    def _placed(self, key: WorldKey, implementation: str, *, alone: bool) -> contextlib.AbstractContextManager[Place]:
+        """Where the world's ranks live, until the case has ended: as children of this process."""
+        return contextlib.nullcontext(())
+
+    def _leased(self, key: WorldKey, *, alone: bool) -> contextlib.AbstractContextManager[None]:
+        if key.device == "cpu":
+            return self._leases.cores(key.size, alone=alone)
+        return self._leases.devices(self._devices(key), alone=alone)
+
+    def _devices(self, key: WorldKey) -> list[int]:
         if key.device == "cpu":
             return [0] * key.size
-        if seats:
-            return [seat.place.local_rank for seat in seats]
         return device_of(self._worker, size=key.size, count=self._device_count)
+
+    def _start(self, key: WorldKey, place: Place) -> World:
+        return World(key, self._devices(key))
 
     def discard(self, key: WorldKey) -> None:
         """Kill the worlds of ``key``; the next case with that key starts a new world."""
-        for found in [found for found in self._worlds if found[0] == key]:
-            self._worlds.pop(found).kill()
+        with self._lock:
+            worlds = [self._worlds.pop(found) for found in [*self._worlds] if found[0] == key]
+        for world in worlds:
+            world.kill()
 
     def close(self) -> None:
         """Stop every world."""
@@ -111,21 +116,25 @@ class Pool:
         # It would never notice the end of this process.
         forkserver.kill_if_stopped()
 
-    def _take(self, key: WorldKey, implementation: str, seats: Sequence[Seat]) -> World:
+    def _take(self, key: WorldKey, implementation: str, place: Place) -> World:
         """Take a world of ``key`` that the implementation may use out of the pool, or start one."""
         for reserved_for in (implementation, ""):
-            world = self._worlds.pop((key, reserved_for), None)
+            with self._lock:
+                world = self._worlds.pop((key, reserved_for, place), None)
             if world is not None and world.is_alive:
                 return world
             if world is not None:
                 world.kill()
-        while len(self._worlds) > KEPT_WORLDS or sum(kept.size for kept, _ in self._worlds) > KEPT_RANKS:
-            _, oldest = self._worlds.popitem(last=False)
+        while (oldest := self._too_many()) is not None:
             oldest.stop()
-        devices = self._devices(key, seats)
-        if self._fleet is None:
-            return World(key, devices)
-        return World(key, devices, fleet=self._fleet, seats=seats)
+        return self._start(key, place)
+
+    def _too_many(self) -> World | None:
+        """Take the least recently used world out of the pool if it has too many."""
+        with self._lock:
+            if len(self._worlds) > KEPT_WORLDS or sum(kept.size for kept, _, _ in self._worlds) > KEPT_RANKS:
+                return self._worlds.popitem(last=False)[1]
+        return None
 
 
 def _has_to_show_more(results: Sequence[Result]) -> bool:

@@ -8,6 +8,7 @@ import multiprocessing.process
 import os
 import pathlib
 import signal
+import threading
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
@@ -16,6 +17,10 @@ from typing import Any
 from shardproof.harness.findings.verdict import Verdict
 from shardproof.harness.worlds import entry, forkserver, waiting
 from shardproof.harness.worlds.jobs import DUMPED, RankSpec
+
+#: Held by who starts a process or looks whether one has ended: of two threads that do so at once, one would take the
+#: exit code that the other waits for.
+_PROCESSES = threading.RLock()
 
 #: Seconds after which the controller stops to wait for the end of a rank that it has killed. Only a rank that is in an
 #: uninterruptible sleep, as in a broken driver, needs longer.
@@ -53,7 +58,8 @@ class RankProcess:
     @property
     def is_alive(self) -> bool:
         """Whether the process is running."""
-        return bool(self.process.is_alive())
+        with _PROCESSES:
+            return bool(self.process.is_alive())
 
     def new_output(self, limit: int = 64 * 1024) -> str:
         """Return the output that the rank has written since the last call, at most its last ``limit`` bytes."""
@@ -69,8 +75,9 @@ class RankProcess:
 
     def ending(self) -> tuple[Verdict, str]:
         """Return the verdict on a rank that has closed its connection, and how its process ended."""
-        self.process.join(timeout=1.0)
-        code = self.process.exitcode
+        with _PROCESSES:
+            self.process.join(timeout=1.0)
+            code = self.process.exitcode
         if code == _UNREPORTED and forkserver.has_ended(within=1.0):
             text = "the forkserver ended, and its ranks with it; the next case gets a new one"
             return Verdict.HARNESS_ERROR, text
@@ -90,7 +97,8 @@ def spawn(spec: RankSpec, theirs: Connection) -> Any:
     name = f"rank {spec.index}"
     process = forkserver.context().Process(target=entry.main, args=(theirs, spec), daemon=True, name=name)
     try:
-        forkserver.spawn(process, f"{name} of {spec.key}")
+        with _PROCESSES:
+            forkserver.spawn(process, f"{name} of {spec.key}")
     finally:
         theirs.close()
     return process
@@ -103,7 +111,7 @@ def kill(ranks: Sequence[RankProcess]) -> list[str]:
         One line for each rank that did not end, which is given up, and for a forkserver that had to be killed.
     """
     for rank in ranks:
-        if rank.process.is_alive():
+        if rank.is_alive:
             _kill_tree(rank.process.pid)
     lines = []
     if join(ranks, _REPORT_SECONDS) and forkserver.kill_if_stopped():
@@ -121,9 +129,10 @@ def kill(ranks: Sequence[RankProcess]) -> list[str]:
 def join(ranks: Sequence[RankProcess], seconds: float) -> list[RankProcess]:
     """Wait for the end of all ranks; return those that have not ended."""
     until = time.monotonic() + seconds
-    for rank in ranks:
-        rank.process.join(timeout=max(0.0, until - time.monotonic()))
-    return [rank for rank in ranks if rank.process.is_alive()]
+    with _PROCESSES:
+        for rank in ranks:
+            rank.process.join(timeout=max(0.0, until - time.monotonic()))
+        return [rank for rank in ranks if rank.process.is_alive()]
 
 
 def _kill_tree(pid: int) -> None:

@@ -171,6 +171,10 @@ class RemoteRank:
         """Ask for the rank's stacks, rendered."""
         return self.link.ask("stacks", self._world)
 
+    def ask_abort(self) -> Callable[[float], None]:
+        """Ask to kill the rank, about which there may still be questions."""
+        return self.link.ask("abort", self._world)
+
     def ask_kill(self) -> Callable[[float], list[str]]:
         """Ask to kill the rank; the answer has a line for each process that did not end."""
         return self.link.ask("kill", self._world)

@@ -136,6 +136,7 @@ class Supervisor:
             "announced": self._announced,
             "stacks": self._stacks,
             "ending": self._ending,
+            "abort": self._abort,
             "kill": self._kill,
             "end": lambda exit_code: None,
         }
@@ -179,6 +180,9 @@ class Supervisor:
     def _ending(self, number: int) -> tuple[str, str]:
         verdict, text = self._held[number].rank.ending()
         return str(verdict), text
+
+    def _abort(self, number: int) -> None:
+        rank_process.kill([self._held[number].rank])
 
     def _kill(self, number: int) -> list[str]:
         held = self._held.pop(number, None)

@@ -282,6 +282,12 @@ class World:
         rank_process.join([*self._own.values()], _LEAVE_SECONDS)
         self.kill()
 
+    def abort(self) -> None:
+        """Kill every rank while another thread waits for their results, which are crashes then."""
+        asked = {index: rank.ask_abort() for index, rank in self._remote.items()}
+        rank_process.kill([*self._own.values()])
+        gathered(asked, rank_process.END_SECONDS + ANSWER_SECONDS)
+
     def kill(self) -> None:
         """Kill every rank and the processes it started, and remove the world's directory."""
         asked = {index: rank.ask_kill() for index, rank in self._remote.items()}

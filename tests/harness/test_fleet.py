@@ -53,7 +53,7 @@ def fleet(nodes, lost=()):
     """The controller's view of a job with a rank on each of these hosts."""
     made = object.__new__(Fleet)
     made.place = place(rank=0, size=len(nodes), node=nodes[0])
-    made._links = {}
+    made._links, made._busy, made._is_alone, made._changed = {}, set(), False, threading.Condition()
     for rank, node in list(enumerate(nodes))[1:]:
         ours, _ = multiprocessing.connection.Pipe()
         made._links[rank] = Link(ours, place(rank=rank, node=node, host=f"host{node}"))
@@ -65,23 +65,23 @@ def fleet(nodes, lost=()):
 @pytest.mark.parametrize(
     ("nodes", "lost", "size", "expected"),
     [
-        ((0, 0, 1, 1), (), 2, [0, 1]),
-        ((0, 0, 1, 1), (), 4, [0, 1, 2, 3]),
-        ((0, 1, 1), (), 2, [1, 2]),
-        ((0, 1, 2), (), 2, [0, 1]),
-        ((0, 0, 1, 1), (1,), 2, [2, 3]),
-        ((0, 0, 1, 1), (2,), 3, [0, 1, 3]),
+        ((0, 0, 1, 1), (), 2, (0, 1)),
+        ((0, 0, 1, 1), (), 4, (0, 1, 2, 3)),
+        ((0, 1, 1), (), 2, (1, 2)),
+        ((0, 1, 2), (), 2, (0, 1)),
+        ((0, 0, 1, 1), (1,), 2, (2, 3)),
+        ((0, 0, 1, 1), (2,), 3, (0, 1, 3)),
     ],
     ids=str,
 )
 def test_a_world_lives_on_one_host_if_it_fits(nodes, lost, size, expected):
-    assert [seat.place.rank for seat in fleet(nodes, lost).seats(size)] == expected
+    assert fleet(nodes, lost).reserve(size) == expected
 
 
 def test_too_few_ranks_name_the_host_that_is_lost():
     job = fleet((0, 0, 1, 1), lost=(2, 3))
     with pytest.raises(TooFewRanks) as caught:
-        job.seats(3)
+        job.reserve(3)
     why = "host host1 does not answer: it is cut off, or its processes are stopped"
     assert str(caught.value) == f"3 ranks are needed, and 2 of 4 are left: {why}"
 

@@ -116,6 +116,83 @@ def test_what_cannot_be_is_one_line(tmp_path, arguments, line):
     assert "exitcode  : 4" in completed.stdout
 
 
+BESIDE = """
+import os, pathlib, signal, time
+import pytest
+from shardproof.harness import alone, deadline, world
+
+def wait_for(count):
+    while len([*pathlib.Path("there").iterdir()]) < count:
+        time.sleep(0.01)
+
+@world(2)
+@pytest.mark.parametrize("name", ["one", "other"])
+def test_meets(rank, name):
+    pathlib.Path("there", f"{name}{rank.index}").touch()
+    wait_for(4)
+
+@world(2)
+def test_that_crashes(rank):
+    pathlib.Path("there", f"crashed{rank.index}").touch()
+    wait_for(8)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+@world(2)
+def test_sound(rank):
+    pathlib.Path("there", f"sound{rank.index}").touch()
+    wait_for(8)
+    time.sleep(1)
+    assert rank.exchange(rank.index) == [0, 1]
+
+@world(2)
+@alone()
+@pytest.mark.parametrize("name", ["one", "other"])
+def test_alone(rank, name):
+    mark = pathlib.Path("there", f"alone-{name}{rank.index}")
+    mark.touch()
+    time.sleep(0.5)
+    marks = [path.name for path in pathlib.Path("there").glob("alone-*")]
+    assert all(found.startswith(f"alone-{name}") for found in marks), marks
+    rank.exchange(None)
+    mark.unlink()
+
+@world(4)
+def test_all(rank):
+    pathlib.Path("there", f"all{rank.index}").touch()
+    rank.exchange(None)
+
+@world(2)
+def test_wrong(rank):
+    assert rank.index, "rank 0 is wrong"
+
+@world(2)
+@deadline(300)
+def test_after_the_last(rank):
+    while True:
+        time.sleep(1)
+"""
+
+
+def test_cases_run_beside_each_other_on_ranks_that_they_do_not_share(tmp_path):
+    (tmp_path / "test_inner.py").write_text(BESIDE)
+    (tmp_path / "there").mkdir()
+    arguments = ["--impl", "reference", "--device", "cpu", "--report", "run.json", "--deadline", "20"]
+    completed = torchrun(tmp_path, 4, *arguments, "-k", "not after")
+    assert verdicts(tmp_path / "run.json") == {
+        "test_meets[w2-one]": "pass",
+        "test_meets[w2-other]": "pass",
+        "test_that_crashes[w2]": "crash",
+        "test_sound[w2]": "pass",
+        "test_alone[w2-one]": "pass",
+        "test_alone[w2-other]": "pass",
+        "test_wrong[w2]": "fail",
+        "test_all[w4]": "pass",
+    }, completed.stdout
+    # The case for which pytest does not ask any more would take longer than a job may.
+    stopped = torchrun(tmp_path, 4, *arguments, "-x", "-k", "wrong or after")
+    assert "1 failed" in stopped.stdout
+
+
 RESTARTED = """
 import os, pathlib, signal
 from shardproof.harness import world
