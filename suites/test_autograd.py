@@ -115,13 +115,16 @@ def test_containers_that_a_script_passes(rank: Rank, container: models.Container
 @world(2)
 @needs(Capability.POST_ACCUMULATE_GRAD_HOOK)
 def test_post_accumulate_hook_runs_once(rank: Rank) -> None:
-    """A hook on each parameter runs once in a backward, and sees the ranks' average gradient.
+    """A hook on each parameter, and another after it, run once in a backward, and see the ranks' average gradient.
 
-    What it saw must be, bit for bit, what the optimizer's step finds: the same tensor, which the pair compares.
+    What the first saw must be, bit for bit, what the optimizer's step finds: the same tensor, which the pair compares.
     """
-    pair = rank.pair(models.MLP(9), units=[["in_proj"], ["out_proj"]])
+    # The root's parameters have one row, on the first rank; the hooks on them run on all.
+    model = torch.nn.Sequential(models.MLP(9), torch.nn.Linear(9, 1))
+    pair = rank.pair(model, units=[["0.in_proj"], ["0.out_proj"]])
     named = pair.adapter.named_parameters()
     seen: dict[str, torch.Tensor] = {}
+    again: list[str] = []
 
     def note(name: str, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None, f"the hook of {name!r} ran before there was a gradient"
@@ -131,6 +134,8 @@ def test_post_accumulate_hook_runs_once(rank: Rank) -> None:
 
     def compare(*_: Any) -> None:
         assert seen.keys() == named.keys(), "each parameter's hook runs once in one backward"
+        assert sorted(again) == sorted(named), f"the second hooks on parameters run for {again}"
+        again.clear()
         for name, parameter in named.items():
             assert parameter.grad is not None
             difference = exact_difference(seen.pop(name), _local(parameter.grad))
@@ -138,6 +143,7 @@ def test_post_accumulate_hook_runs_once(rank: Rank) -> None:
 
     for name, parameter in named.items():
         parameter.register_post_accumulate_grad_hook(lambda parameter, name=name: note(name, parameter))
+        parameter.register_post_accumulate_grad_hook(lambda parameter, name=name: again.append(name))
     assert pair.adapter.optimizer is not None
     pair.adapter.optimizer.register_step_pre_hook(compare)
     for step in range(3):

@@ -8,12 +8,14 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.adapters.base import Clip
 from shardproof.harness.models import mixed, optim, shapes
 from shardproof.harness.models.parallel import MLPStack, parallelize_mlps
 from shardproof.harness.parity import Rank, exact_difference
+from shardproof.harness.parity.refusals import Refusal
 
 pytestmark = needs(Capability.CLIPPING)
 
@@ -358,3 +360,20 @@ def test_some_parameters(rank: Rank, names: tuple[str, ...], foreach: bool | Non
         expected = before[name] * scale if name in names else before[name]
         difference = exact_difference(piece.tensor, expected)
         assert difference is None, f"clipped gradient of {name!r}: element, found and expected: {difference}"
+
+
+@contract("CLIPPING-11")
+@world(2)
+@needs(Capability.CLIP_SOME, Capability.DTENSOR_PARAMETERS)
+def test_gradient_that_is_a_pending_sum(rank: Rank) -> None:
+    """A gradient that ranks have yet to sum is clipped by the norm of the sum, or it is refused."""
+    adapter = rank.run(mixed.Mixed(), units=[["low"], ["high"]], optimizer=optim.sgd()).adapter
+    mesh, ones = rank.mesh(), torch.ones(4, device=rank.device)
+    parameter = nn.Parameter(DTensor.from_local(ones, mesh, [Replicate()]))
+    parameter.grad = DTensor.from_local(ones * (1 + rank.index), mesh, [Partial()])
+    refusal = Refusal(rank, lambda: adapter.clip_parameters([parameter], Clip(0.5, math.inf), foreach=None))
+    if refusal.text is not None:
+        refusal.check_names("pending", "Partial")
+        return
+    norm = float(adapter.norm_value(refusal.result))
+    assert norm == 3, f"the largest element of 1 and 2 on two ranks, together, has the norm {norm}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -107,7 +108,31 @@ def test_one_hook_alone(rank: Rank) -> None:
     refusal.check_names("fsdp_post_all_gather")
 
 
-def extended(rank: Rank, kind: str, reshard_after_forward: bool | None) -> tuple[Pair, Calls]:
+@contract("EXTENSION-1")
+@world(2)
+def test_older_form_of_a_hook(rank: Rank) -> None:
+    """A first hook of the older form, which is given the mesh alone, trains as DDP does too."""
+    pair, calls = extended(rank, "older", None)
+    for step in range(2):
+        pair.step(rank.batch(step, (4, 5)))
+        pair.check()
+    assert calls.before, "no hook was called"
+
+
+@contract("EXTENSION-1")
+@world(4)
+@needs(Capability.HYBRID)
+def test_hooks_beside_replicas(rank: Rank) -> None:
+    """Between replicas, hooks are given the mesh of the ranks among which a shard is gathered."""
+    pair, calls = extended(rank, "class", None, mesh=rank.mesh((2, 2), ("replicate", "shard")))
+    for step in range(2):
+        pair.step(rank.batch(step, (4, 5)))
+        pair.check()
+    sizes = {given[0] for given in calls.before}
+    assert sizes == {2}, f"the first hook was given meshes of {sizes} ranks"
+
+
+def extended(rank: Rank, kind: str, reshard_after_forward: bool | None, **options: Any) -> tuple[Pair, Calls]:
     """Two linear layers, one of them a unit, whose weights have hooks: by their class, or set on their shards."""
     calls = Calls()
 
@@ -118,15 +143,16 @@ def extended(rank: Rank, kind: str, reshard_after_forward: bool | None) -> tuple
 
     pair = rank.pair(
         models.two_linear((5, 7), (7, 6)),
-        pictures=kind == "object",  # a tensor of that class has no memory of its own to copy
+        pictures=kind != "class",  # a tensor of that class has no memory of its own to copy
         units=[["0"]],
         prepare=prepare,
         reshard_after_forward=reshard_after_forward,
+        **options,
     )
-    if kind == "object":
+    if kind != "class":
         for parameter in pair.adapter.named_parameters().values():
             if parameter.ndim == 2:
-                extend_shard(sharded_weight(parameter), calls)
+                extend_shard(sharded_weight(parameter), calls, older=kind == "older")
     return pair, calls
 
 

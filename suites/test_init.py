@@ -96,7 +96,10 @@ UNFIT = {
         lambda rank: {"shard_dim": lambda one: one.ndim - 1},
     ),
     "no-such-dimension": Unfit(
-        lambda: shapes.Spoiled(torch.randn(3)), ("weight", "[9, 9]"), lambda rank: {"shard_dim": lambda one: one.ndim}
+        lambda: shapes.Spoiled(torch.randn(3)),
+        ("weight", "[9, 9]"),
+        lambda rank: {"shard_dim": lambda one: one.ndim},
+        may_train=False,
     ),
     "frozen-beside-trainable": Unfit(
         _frozen, ("requires_grad",), lambda rank: {"flat_parameters": True, "reshard_after_forward": True}

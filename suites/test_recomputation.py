@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shardproof.harness import Capability, contract, models, needs, world
-from shardproof.harness.models.recomputation import Computations, Means, recompute
+from shardproof.harness.models.recomputation import Computations, Means, Span, SpanTower, recompute, recompute_span
 from shardproof.harness.models.ties import RepeatedTower
 from shardproof.harness.parity import Pair, Rank
 from shardproof.harness.plugin.axes import RESHARD, RESHARD_ROOT
@@ -15,6 +15,9 @@ from shardproof.harness.plugin.axes import RESHARD, RESHARD_ROOT
 pytestmark = needs(Capability.RECOMPUTATION)
 
 MEANS = pytest.mark.parametrize("means", ["hooks", "call", "wrapper", "reentrant-call"])
+SPANS = pytest.mark.parametrize(
+    "span", ["two-layers", "two-layers-reentrant", "to-the-end", "part-of-a-layer", "matrices-saved"]
+)
 COUNTS = needs(Capability.RECOMPUTES_GATHERED, Capability.COUNTED_UNITS)
 
 CONFIG = models.TransformerConfig(layers=3, vocabulary=61, length=16, heads=4)
@@ -64,6 +67,32 @@ def test_recomputed_from_smaller_shards(rank: Rank, means: Means) -> None:
         assert set(map(len, groups)) == {2}, f"gathered in backward among the ranks {groups}"
 
 
+@contract("RECOMPUTATION-4")
+@world(2)
+@SPANS
+def test_recomputed_spans(rank: Rank, span: Span) -> None:
+    """Several units that are recomputed together, and parts of units, train as DDP does without recomputation."""
+    pair = make_spans(rank, span)
+    for step in range(3):
+        pair.step(rank.batch(step, (4, 9)), set_to_none=step % 2 == 0)
+        pair.check()
+
+
+@contract("RECOMPUTATION-2", "RECOMPUTATION-4")
+@world(2)
+@COUNTS
+@SPANS
+@pytest.mark.parametrize("reshard_after_forward", RESHARD_ROOT[:3])
+def test_one_gather_serves_a_span(rank: Rank, reshard_after_forward: bool | None, span: Span) -> None:
+    """Recomputing several units together, or parts of units, adds no gather either."""
+    pair = make_spans(rank, span, reshard_after_forward=reshard_after_forward)
+    again = {None: 3, False: 0}.get(reshard_after_forward, 4)
+    for step in range(2):
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+        pair.check_counts("backward", all_gather=again, reduce_scatter=4)
+
+
 @contract("RECOMPUTATION-5")
 @world(2)
 @needs(Capability.MULTIPLE_FORWARD)
@@ -94,6 +123,12 @@ def make(rank: Rank, means: Means, **options: Any) -> tuple[Pair, Computations]:
         model, units=model.units(), prepare=lambda plain: recompute(computations.watch(plain), means), **options
     )
     return pair, computations
+
+
+def make_spans(rank: Rank, span: Span, **options: Any) -> Pair:
+    """A tower of units in which ``span`` is recomputed."""
+    model = SpanTower(dim=9)
+    return rank.pair(model, units=model.units(), prepare=lambda plain: recompute_span(plain, span), **options)
 
 
 def train(rank: Rank, pair: Pair, computations: Computations, step: int) -> None:

@@ -34,6 +34,7 @@ LOW = needs(Capability.MIXED_PRECISION)
             for name, factors in (("of-all-units", {"low": 1.0, "high": 16.0, "": 8.0}), ("of-one-unit", {"high": 8.0}))
             for dtype_name, dtype in (("float32", None), ("float16", torch.float16))
         ),
+        pytest.param({"low": 0.5, "high": 0.25}, None, id="below-one-float32"),
         # No powers of two: a half may be divided out before the sum, and the rest after it. In float32 some multiply by
         # the inverse, which rounds differently.
         pytest.param({"low": 3.0, "high": 6.0}, torch.float16, id="of-three-float16", marks=LOW),
@@ -145,17 +146,22 @@ def test_what_a_function_writes_in_half_precision(rank: Rank, shards: bool) -> N
 
 
 class Own:
-    """An all-gather or a reduce-scatter of the script's own, in memory of its own."""
+    """An all-gather or a reduce-scatter of the script's own, in memory of its own.
 
-    def __init__(self) -> None:
+    Args:
+        margin: elements around each tensor in its block of memory.
+    """
+
+    def __init__(self, margin: int = 0) -> None:
+        self._margin = margin
         self.groups: list[dist.ProcessGroup] = []
         self.ops: list[Any] = []
         self._memory: set[int] = set()
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        tensor = torch.empty(*size, dtype=dtype, device=device)
-        self._memory.add(tensor.untyped_storage().data_ptr())
-        return tensor
+        block = torch.empty(math.prod(size) + 2 * self._margin, dtype=dtype, device=device)
+        self._memory.add(block.untyped_storage().data_ptr())
+        return block[self._margin : block.numel() - self._margin].view(*size)
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, **options: Any) -> Any:
         for name, tensor in (("input", input_tensor), ("output", output_tensor)):
@@ -196,6 +202,20 @@ def test_collectives_of_a_script(rank: Rank, unit: str) -> None:
         pair.check_counts("backward", all_gather=4, reduce_scatter=4, **replicas)
         pair.check_bytes()
         pair.adapter.change(Settings(group_memory=False), unit="layers.0")
+
+
+@contract("REDUCTION-2")
+@world(2)
+@needs(Capability.UNIT_SETTINGS)
+def test_memory_of_a_script(rank: Rank) -> None:
+    """What a script allocates for its collectives may lie in the midst of a block, as of a pool of memory."""
+    model = models.Tower(dim=9)
+    pair = rank.pair(model, units=model.units())
+    pair.adapter.change(Settings(gather=Own(margin=8), reduce_scatter=Own(margin=8)), unit="layers.1")
+    for step in range(3):
+        # Zeroed gradients stay where they lie, and the next are added to them.
+        pair.step(rank.batch(step, (4, 9)), set_to_none=False)
+        pair.check()
 
 
 @contract("REDUCTION-2")

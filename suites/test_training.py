@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 from shardproof.harness import Capability, Hardware, contract, models, needs, world
 from shardproof.harness.adapters.base import Accumulation, Adapter, OptimizerFactory
@@ -176,8 +177,8 @@ def test_module_of_several_called_before_the_root(rank: Rank) -> None:
     output = run.adapter.forward(batch) if submodule == "" else refusal.result
     run.adapter.backward(models.mean_square(output))
     backward_of_copies(rank, whole, loss=models.mean_square(whole.get_submodule(submodule)(batch)))
-    missing = [name for name, value in whole.named_parameters() if value.grad is not None]
-    missing = [name for name in missing if run.adapter.gradients()[name] is None]
+    reached = [name for name, one in run.adapter.gradients().items() if one is not None]
+    missing = {name for name, value in whole.named_parameters() if value.grad is not None}.difference(reached)
     assert not missing, f"after a forward of {submodule or 'the root'} there is no gradient of {', '.join(missing)}"
     check_gradients(run, whole, step=0)
     gathered = [name for name, is_gathered in run.adapter.gathered().items() if is_gathered]
@@ -328,6 +329,24 @@ def test_parameters_that_a_script_changes(rank: Rank, how: str) -> None:
                     parameter.mul_(0.5)
         pair.step(rank.batch(step, (4, 9)))
         pair.check()
+
+
+@contract("TRAINING-12")
+@world(2)
+@needs(Capability.DTENSOR_PARAMETERS)
+def test_parameter_of_another_layout(rank: Rank) -> None:
+    """A DTensor with other placements that a script puts in the place of a parameter is used, or refused by name."""
+    model = models.Tower(dim=9)
+    plain = models.copy_of(model).to(rank.device)
+    run, batch = rank.run(model, units=model.units()), (rank.batch(0, (4, 9)),)
+    run.evaluate(batch)
+    plain.get_parameter("layers.1.in_proj.weight").data.zero_()
+    other = distribute_tensor(plain.get_parameter("layers.1.in_proj.weight").detach(), rank.mesh(), [Replicate()])
+    run.original_module("layers.1.in_proj").weight = nn.Parameter(other)
+    refusal = Refusal(rank, lambda: run.adapter.forward(*batch), may_send=True)  # units before it are gathered
+    if refusal.text is not None:
+        return refusal.check_names("in_proj.weight")
+    assert torch.equal(refusal.result, plain(*batch)), "the forward uses other values than those of the DTensor"
 
 
 @contract("TRAINING-6")

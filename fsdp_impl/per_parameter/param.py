@@ -404,7 +404,7 @@ class Extension:
         data, inner = hook(outputs, self._metadata, dtype)
         self._inner = [(tensor.untyped_storage(), tensor.untyped_storage().size()) for tensor in inner]
         if data.size() != param.size:  # padded, as the gathered tensors are
-            data = torch.as_strided(data, param.size, contiguous_stride(param.size), 0)
+            data = torch.as_strided(data, param.size, contiguous_stride(param.size), int(data.storage_offset()))
         param.make_unsharded(data)
 
     def free(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import types
 from typing import Any, cast
 
 import torch
@@ -79,7 +80,7 @@ class Halves(torch.Tensor):
         return after(self.calls, outputs, metadata, param_dtype, out)
 
 
-def before(shard: torch.Tensor, calls: Calls, mesh: Any, size: torch.Size, module: nn.Module, policy: Any) -> Any:
+def before(shard: torch.Tensor, calls: Calls, mesh: Any, size: torch.Size, module: Any, policy: Any) -> Any:
     """Return the two halves of the padded shard, and the full size."""
     calls.before.append((mesh.size(), tuple(size), getattr(module, "out_features", 0), policy.param_dtype))
     padded = shard.new_zeros(-(-size[0] // mesh.size()), *size[1:])
@@ -120,18 +121,23 @@ def extend(model: nn.Module, calls: Calls) -> None:
                 setattr(module, name, nn.Parameter(Halves(parameter.detach(), calls)))
 
 
-def extend_shard(parameter: DTensor, calls: Calls, *, both: bool = True) -> None:
+def extend_shard(parameter: DTensor, calls: Calls, *, both: bool = True, older: bool = False) -> None:
     """Give the shard of one sharded parameter the hooks.
 
     Args:
         parameter: the parameter; its local tensor itself gets them, of which ``to_local`` may make an alias.
         calls: takes what the hooks are given.
         both: whether it gets both hooks, or the first alone, which is to be refused.
+        older: whether the first hook is of the older form, which is given the mesh alone.
     """
     shard: Any = parameter._local_tensor
     shard.fsdp_pre_all_gather = lambda mesh, size, stride, module, policy: before(
         shard, calls, mesh, size, module, policy
     )
+    if older:
+        size = parameter.size()
+        module, policy = types.SimpleNamespace(out_features=size[0]), types.SimpleNamespace(param_dtype=None)
+        shard.fsdp_pre_all_gather = lambda mesh: before(shard, calls, mesh, size, module, policy)
     if both:
         shard.fsdp_post_all_gather = lambda outputs, metadata, dtype, *, out=None: after(
             calls, outputs, metadata, dtype, out

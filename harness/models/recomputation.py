@@ -1,8 +1,13 @@
-"""Applies activation checkpointing to a model's layers, by each of torch's means, before the model is sharded."""
+"""Applies activation checkpointing to a model's layers, by each of torch's means, before the model is sharded.
+
+Also to spans that are no layers: several of them together, or a part of each.
+"""
 
 from __future__ import annotations
 
 import collections
+import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -13,8 +18,9 @@ from torch.distributed._composable.checkpoint_activation import checkpoint as ch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, set_checkpoint_early_stop
 
-from shardproof.harness.models.plain import Stacked
+from shardproof.harness.models.plain import Stacked, Tower
 
 Means = Literal["hooks", "wrapper", "call", "reentrant-call"]
 
@@ -114,3 +120,60 @@ class Computations:
         if not is_backward:
             local = output.to_local() if isinstance(output, DTensor) else output
             self._activations[name] = StorageWeakRef(local.untyped_storage())
+
+
+Span = Literal["two-layers", "two-layers-reentrant", "to-the-end", "part-of-a-layer", "matrices-saved"]
+"""What one call of ``torch.utils.checkpoint`` recomputes, in a :class:`SpanTower`.
+
+- "two-layers": the last two layers together; "two-layers-reentrant" with the re-entrant autograd function.
+- "to-the-end": each layer, to its end though backward needs nothing of that (no early stop).
+- "part-of-a-layer": the first half of each layer.
+- "matrices-saved": each layer but its products of matrices, which are saved (selective recomputation).
+"""
+
+
+class SpanTower(Tower):
+    """A :class:`Tower` that can recompute spans which are not its layers.
+
+    Attributes:
+        span: what is recomputed; None for nothing.
+    """
+
+    span: Span | None = None
+
+    def run_layers(self, x: torch.Tensor) -> torch.Tensor:
+        """Call each layer on the output of the previous layer, within what is recomputed."""
+        layers = list(self.layers)
+        if self.span is None:
+            return super().run_layers(x)
+        if self.span in ("two-layers", "two-layers-reentrant"):
+            # The last two: a re-entrant one needs an input that requires a gradient.
+            *layers, first, second = layers
+        for layer in layers:
+            x = self._call(layer, x)
+        if len(layers) < len(self.layers):
+            x = checkpoint(lambda x: second(first(x)), x, use_reentrant=self.span == "two-layers-reentrant")
+        return x
+
+    def _call(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
+        called: torch.Tensor
+        if self.span == "to-the-end":
+            with set_checkpoint_early_stop(False):
+                called = checkpoint(layer, x, use_reentrant=False)
+        elif self.span == "matrices-saved":
+            matrices = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+            contexts: Callable[[], Any] = functools.partial(create_selective_checkpoint_contexts, matrices)
+            called = checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
+        else:
+            called = layer(x)
+        return called
+
+
+def recompute_span(model: SpanTower, span: Span) -> SpanTower:
+    """Change a model in place so that backward recomputes ``span``, and return it."""
+    model.span = span
+    if span == "part-of-a-layer":
+        for layer in model.layers:
+            half: Any = layer.in_proj
+            half.forward = functools.partial(checkpoint, half.forward, use_reentrant=False)
+    return model

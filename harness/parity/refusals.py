@@ -21,13 +21,14 @@ class Refusal:
     Args:
         rank: this rank.
         attempt: what may raise an error.
+        may_send: whether it may raise after collectives, as in the midst of a forward.
 
     Attributes:
         result: what ``attempt`` returned, None if it was refused.
         text: the type and the message of its error; None if it was not refused.
     """
 
-    def __init__(self, rank: Rank, attempt: Callable[[], Any]) -> None:
+    def __init__(self, rank: Rank, attempt: Callable[[], Any], *, may_send: bool = False) -> None:
         self.result: Any = None
         self.text: str | None = None
         recorder = Recorder(lambda *_: "", announcer=rank.announcer)
@@ -40,7 +41,7 @@ class Refusal:
         accepting = [index for index, text in enumerate(texts) if text is None]
         assert len(accepting) in (0, rank.world_size), f"ranks {accepting} accept what the others refuse: {texts}"
         sent = [str(item) for item in recorder.trace]
-        assert self.text is None or not sent, f"refused after these collectives: {sent}"
+        assert self.text is None or may_send or not sent, f"refused after these collectives: {sent}"
 
     def check_names(self, *words: str) -> None:
         """Check that the error has one of some words."""

@@ -100,6 +100,37 @@ PER_PARAMETER = {
     "several-modules-as-root": Edit("per_parameter.lazy_init:ensure", "if len(unit.modules) > 1:", "if False:"),
     "beside-an-ignored-one": Edit("per_parameter.construct:_is_ignored", "and all(param in", "and any(param in"),
     "one-unit-on-the-meta-device": Edit("per_parameter.lazy_init:check_groups", "if on_meta:", "if len(on_meta) > 4:"),
+    # Recomputation of several units, gradients and hooks.
+    "freed-while-recomputed": Edit(
+        "per_parameter.unit:Unit._complete_forward", "if not hooks.in_backward():", "if True:"
+    ),
+    "factors-below-one-ignored": Edit("common.divide:scale", "if divisor != 1:", "if divisor > 1:"),
+    "added-at-the-beginning": Edit("common.views:Views.whole", "(1,), self.start)", "(1,), 0)"),
+    "shards-from-the-beginning": Edit("per_parameter.layout:shard_view", "int(buffer.storage_offset()) + ", ""),
+    "first-hook-alone": Edit("common.hooks:post_accumulate_of", ".values())", ".values())[:1]"),
+    "no-hook-without-rows": Edit(
+        "per_parameter.reduction:Accumulator.add",
+        "        hooks.run_post_accumulate(param.sharded)",
+        "        param.local.numel() and hooks.run_post_accumulate(param.sharded)",
+    ),
+    "pending-sum-taken": Edit("common.clip:sharding_groups", "isinstance(placement, Partial)", "False"),
+    # What parameters are cut into, and what is put in their place.
+    "no-such-dimension-is-the-first": Edit(
+        "per_parameter.param:_checked_dim",
+        "        raise AssertionError(f",
+        "        return 0\n        raise AssertionError(f",
+    ),
+    "placements-not-compared": Edit(
+        "per_parameter.param:ShardedParam._check",
+        "(held.size(), held.device_mesh, held.placements) != (size, spec.mesh, spec.placements)",
+        "(held.size(), held.device_mesh) != (size, spec.mesh)",
+    ),
+    "older-hook-without-metadata": Edit(
+        "per_parameter.param:Extension.inputs", "inputs, self._metadata = hook(mesh)\n", "inputs, _ = hook(mesh)\n"
+    ),
+    "hooks-get-the-replicas": Edit(
+        "per_parameter.mesh:ShardMesh.shard_dim_mesh", "self.mesh if self.mesh.ndim == 1 else", "self.mesh if True else"
+    ),
     # What another library replicates.
     "replicated-is-sharded": Edit(
         "per_parameter.construct:_not_taken", '"replicate" in (_get_registry(module) or ())', "False"
@@ -130,6 +161,9 @@ FLAT = {
     "flat-frozen-shown-with-gradients": Edit("flat.reduction:Gradients._wholes", " if param.requires_grad]", "]"),
     "flat-without-gradients-compared": Edit(
         "common.order:OrderCheck.begin", "training and torch.is_grad_enabled()", "training"
+    ),
+    "flat-recovers-while-recomputing": Edit(
+        "flat.unit:FlatUnit._root_pre_forward", "callback_queued and not hooks.in_backward()", "callback_queued"
     ),
     # Optimizers in backward.
     "flat-optimizers-of-flat-parameters": Edit(
