@@ -1,4 +1,4 @@
-"""``python -m benchmarks plan``: how it prints what was planned and measured, and that both issue the same collectives."""
+"""``python -m benchmarks plan``: how it prints what was planned and measured, and that collectives are the same."""
 
 import importlib.util
 import json
