@@ -152,21 +152,10 @@ def table(row: dict[str, Any]) -> str:
     for name, one in (("plan", plan), ("training", measured)):
         if "failed" in one:
             lines += [f"  the {name} failed: {one['failed']}", *(f"    {line}" for line in one.get("stderr", ())[-12:])]
+    if "peaks" in measured:
+        lines += peaks(plan, measured)
     if "failed" in plan or "failed" in measured:
         return "\n".join(lines) + "\n"
-    if "peaks" in measured:
-        lines.append(f"  {'peak, MiB':<14}{'planned':>12}{'measured':>12}{'difference':>12}{'in blocks':>12}")
-        for phase, value in measured["peaks"].items():
-            planned = plan["peaks"][phase]
-            lines.append(
-                f"  {phase:<14}{planned / _MIB:>12.1f}{value / _MIB:>12.1f}{planned / value - 1:>+12.2%}"
-                f"{measured['allocated'][phase] / _MIB:>12.1f}"
-            )
-        apart = measured["workspaces"]
-        lines.append(
-            f"  apart: cuBLAS {apart['cublas'] / _MIB:.1f} MiB, context, libraries and other processes "
-            f"{apart['outside'] / _MIB:.1f} MiB"
-        )
     same = plan["traffic"] == measured["traffic"]
     count, nbytes = (sum(one[i] for one in measured["traffic"]) for i in (3, 4))
     lines.append(f"  collectives: {count} with {nbytes:,} B, {'as planned' if same else 'PLANNED OTHERWISE'}")
@@ -174,6 +163,20 @@ def table(row: dict[str, Any]) -> str:
         lines += [f"    planned  {one}" for one in plan["traffic"] if one not in measured["traffic"]]
         lines += [f"    measured {one}" for one in measured["traffic"] if one not in plan["traffic"]]
     return "\n".join(lines) + "\n"
+
+
+def peaks(plan: dict[str, Any], measured: dict[str, Any]) -> list[str]:
+    """The peaks in MiB, and what is apart from them; without a plan, those that were measured alone."""
+    lines = [f"  {'peak, MiB':<14}{'planned':>12}{'measured':>12}{'difference':>12}{'in blocks':>12}"]
+    for phase, value in measured["peaks"].items():
+        planned = plan.get("peaks", {}).get(phase)
+        shown = "" if planned is None else f"{planned / _MIB:.1f}"
+        apart = "" if planned is None else f"{planned / value - 1:+.2%}"
+        blocks = measured["allocated"][phase] / _MIB
+        lines.append(f"  {phase:<14}{shown:>12}{value / _MIB:>12.1f}{apart:>12}{blocks:>12.1f}")
+    cublas, outside = (measured["workspaces"][name] / _MIB for name in ("cublas", "outside"))
+    lines.append(f"  apart: cuBLAS {cublas:.1f} MiB; context, libraries and other processes {outside:.1f} MiB")
+    return lines
 
 
 def _gpus() -> int:

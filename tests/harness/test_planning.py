@@ -146,6 +146,15 @@ def test_dtype_of_the_parameters():
     assert {one.dtype for one in world.traffic} == {"bfloat16"}
 
 
+def test_recomputed_activations_do_not_wait_for_backward():
+    kept, recomputed = (
+        planned.plan(request_of("gpt", "reference.flat", checkpointing=is_asked), [(2,)], node_size=8).worlds[0]
+        for is_asked in (False, True)
+    )
+    assert recomputed.phases[1].most["activations"] < kept.phases[1].most["activations"] / 2
+    assert recomputed.traffic == kept.traffic
+
+
 def test_units_are_the_blocks_that_repeat():
     assert units.choose(planned_models.two_lists()) == ["encoder.layers.0", "encoder.layers.1", "heads.0", "heads.2"]
     assert units.choose(planned_models.gpt()) == ["layers.0", "layers.1"]
