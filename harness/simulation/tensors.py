@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
     in_kernel_invocation_manager,
-    unset_fake_temporarily,
 )
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardproof.harness.tensors.trees import tensors_of
@@ -25,8 +25,8 @@ _MANY = 16
 class _Quickly(TorchDispatchMode):
     """Splits a tensor into thousands of parts without a dispatch for each, and leaves real tensors to torch.
 
-    Implementations cut a parameter into as many parts as there are ranks, and keep one. What they get is the same; it
-    takes a quarter of the time. Real tensors are those of meshes, which implementations read.
+    Implementations cut a parameter into as many parts as there are ranks, empty ones too, and keep one. What they get
+    is the same; it takes a fraction of the time. Real tensors are those of meshes, which implementations read.
     """
 
     def __init__(self, fake: FakeTensorMode) -> None:
@@ -36,16 +36,27 @@ class _Quickly(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
+            return args[0].fake_device
         if func is torch.ops.aten.split.Tensor and type(args[0]) is FakeTensor:
             whole, size = args[0], args[1]
             if whole.shape[args[2] if len(args) > 2 else 0] > _MANY * max(size, 1):
                 with in_kernel_invocation_manager(self._fake):
                     parts = func(*args, **(kwargs or {}))
-                return [FakeTensor(self._fake, part, whole.fake_device) for part in parts]
+                return self._wrapped(parts, whole)
+        if func is torch.ops.aten.new_empty.default and type(args[0]) is FakeTensor and args[1] == [0]:
+            if not any((kwargs or {}).values()):
+                with no_dispatch():
+                    nothing = torch.empty(0, dtype=args[0].dtype, device="meta")
+                return self._wrapped([nothing], args[0])[0]
         if not types and next(tensors_of([args, kwargs or {}]), None) is not None:
-            with unset_fake_temporarily():
+            with no_dispatch():
                 return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+    def _wrapped(self, parts: Sequence[torch.Tensor], like: FakeTensor) -> list[torch.Tensor]:
+        with no_dispatch():
+            return [FakeTensor(self._fake, part, like.fake_device) for part in parts]
 
 
 class Tensors:
@@ -56,9 +67,16 @@ class Tensors:
         self._quickly = _Quickly(self._fake)
 
     @contextlib.contextmanager
-    def without_memory(self) -> Iterator[None]:
-        """Make every tensor that is made in the context one without memory."""
-        with warnings.catch_warnings(), self._fake, self._quickly:
+    def without_memory(self, *watching: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+        """Make every tensor that is made in the context one without memory.
+
+        Args:
+            watching: contexts that see each operator, such as a Recorder's; the last one sees it first.
+        """
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
             # Implementations compare the addresses of tensors, which are all 0 here.
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+            for one in (self._fake, *watching, self._quickly):
+                stack.enter_context(one)
             yield

@@ -171,12 +171,8 @@ class Simulation:
         enabled = gc.isenabled()
         gc.disable()
         try:
-            with (
-                self._surroundings(),
-                self._tensors.without_memory(),
-                self.ledger.during(phase),
-                self.recorder.during(phase),
-            ):
+            watching = self.ledger.during(phase), self.recorder.during(phase)
+            with self._surroundings(), self._tensors.without_memory(*watching):
                 yield
         finally:
             if enabled:
