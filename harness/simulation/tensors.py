@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -44,11 +43,11 @@ class _Quickly(TorchDispatchMode):
                 with in_kernel_invocation_manager(self._fake):
                     parts = func(*args, **(kwargs or {}))
                 return self._wrapped(parts, whole)
-        if func is torch.ops.aten.new_empty.default and type(args[0]) is FakeTensor and args[1] == [0]:
-            if not any((kwargs or {}).values()):
-                with no_dispatch():
-                    nothing = torch.empty(0, dtype=args[0].dtype, device="meta")
-                return self._wrapped([nothing], args[0])[0]
+        is_empty = func is torch.ops.aten.new_empty.default and args[1] == [0] and not any((kwargs or {}).values())
+        if is_empty and type(args[0]) is FakeTensor:
+            with no_dispatch():
+                nothing = torch.empty(0, dtype=args[0].dtype, device="meta")
+            return self._wrapped([nothing], args[0])[0]
         if not types and next(tensors_of([args, kwargs or {}]), None) is not None:
             with no_dispatch():
                 return func(*args, **(kwargs or {}))
@@ -57,6 +56,31 @@ class _Quickly(TorchDispatchMode):
     def _wrapped(self, parts: Sequence[torch.Tensor], like: FakeTensor) -> list[torch.Tensor]:
         with no_dispatch():
             return [FakeTensor(self._fake, part, like.fake_device) for part in parts]
+
+
+@contextlib.contextmanager
+def _addresses() -> Iterator[None]:
+    """Give each storage without memory an address of its own.
+
+    All of them have address 0, and implementations compare addresses to see whether two tensors share memory.
+    """
+    storage_class, real = torch.UntypedStorage, torch.UntypedStorage.data_ptr
+
+    def of_storage(storage: torch.UntypedStorage) -> int:
+        if storage.device.type != "meta":
+            return real(storage)
+        return storage._cdata if storage.nbytes() else 0
+
+    def of_tensor(tensor: torch.Tensor) -> int:
+        address = of_storage(tensor.untyped_storage())
+        return address + int(tensor.storage_offset()) * tensor.element_size() if address and tensor.numel() else 0
+
+    storage_class.data_ptr = of_storage  # type: ignore[method-assign, assignment]
+    FakeTensor.data_ptr = of_tensor  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        del storage_class.data_ptr, FakeTensor.data_ptr
 
 
 class Tensors:
@@ -74,9 +98,7 @@ class Tensors:
             watching: contexts that see each operator, such as a Recorder's; the last one sees it first.
         """
         with contextlib.ExitStack() as stack:
-            stack.enter_context(warnings.catch_warnings())
-            # Implementations compare the addresses of tensors, which are all 0 here.
-            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+            stack.enter_context(_addresses())
             for one in (self._fake, *watching, self._quickly):
                 stack.enter_context(one)
             yield

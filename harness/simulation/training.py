@@ -89,7 +89,8 @@ class Simulation:
             model = prepare(model) if prepare else model
             self.adapter = implementation(model, optimizer=optimizer, config=config)
             del model
-        self._mark()
+        memory.collect_garbage()
+        self.ledger.mark_sharded(self.adapter.module.buffers())
 
     @property
     def trace(self) -> Trace:
@@ -122,6 +123,7 @@ class Simulation:
                 with self._during("backward"):
                     adapter.backward(value)
             del value, given
+        self.ledger.mark_reduced()
         self._mark()
         if config.clip is not None and adapter.traits.clips == "call":
             with self._during("clip"):
