@@ -108,6 +108,7 @@ class State:
                     expectations=option.shardproof_expectations or (),
                     explains=option.shardproof_explain,
                     place=self.place,
+                    simulate=option.shardproof_simulate,
                 )
             except ValueError as error:
                 raise pytest.UsageError(str(error)) from None
