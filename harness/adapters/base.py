@@ -28,6 +28,7 @@ from shardproof.harness.adapters.config import StateForm as StateForm
 from shardproof.harness.adapters.config import Units as Units
 from shardproof.harness.adapters.config import WholeParameters as WholeParameters
 from shardproof.harness.adapters.config import WrapPolicy as WrapPolicy
+from shardproof.harness.adapters.older_states import OlderStates
 from shardproof.harness.adapters.traits import Traits as Traits
 from shardproof.harness.adapters.traits import padded_to_rows as padded_to_rows
 
@@ -133,7 +134,7 @@ def options_of(form: StateForm, *, saves: bool = True, strict: bool = True) -> A
     )
 
 
-class Adapter(ABC):
+class Adapter(OlderStates, ABC):
     """One model, sharded by one implementation, on one rank.
 
     The harness makes one instance per model on every rank of the world, and every rank makes the same calls in the same
@@ -575,27 +576,6 @@ class Adapter(ABC):
             optimizer = self._checkpointed_optimizer()
             set_optimizer_state_dict(self.module, optimizer, state["optimizer"], options=options)
         return KeysLeftOver(tuple(keys.missing_keys), tuple(keys.unexpected_keys))
-
-    def older_checkpoint(self, *, form: StateForm) -> dict[str, Any]:
-        """Return the optimizer's state dict by older calls (collective). Needs :attr:`Capability.OPTIMIZER_KEYS`."""
-        raise AssertionError(f"{self.name} does not declare {Capability.OPTIMIZER_KEYS!r}")
-
-    def older_restore(self, state: dict[str, Any], *, form: StateForm) -> None:
-        """Load what :meth:`older_checkpoint` returned (collective). Needs :attr:`Capability.OPTIMIZER_KEYS`."""
-        raise AssertionError(f"{self.name} does not declare {Capability.OPTIMIZER_KEYS!r}")
-
-    def rekeyed(self, state: dict[str, Any], *, by: KeyKind, model: nn.Module, optimizer: Any) -> dict[str, Any]:
-        """Return a full state dict of an optimizer with the other kind of keys.
-
-        Needs :attr:`Capability.OPTIMIZER_KEYS`.
-
-        Args:
-            state: by names, or by numbers.
-            by: the kind of keys to return.
-            model: the unsharded model.
-            optimizer: an optimizer of its parameters.
-        """
-        raise AssertionError(f"{self.name} does not declare {Capability.OPTIMIZER_KEYS!r}")
 
     def _checkpointed_optimizer(self) -> torch.optim.Optimizer:
         assert self.optimizer is not None, f"{self.name} exposes no optimizer"

@@ -11,21 +11,32 @@ import pytest
 from _pytest.mark.expression import Expression
 
 from tests.harness import test_planted_composition as composition
+from tests.harness import test_planted_simulation as simulation
 from tests.harness.planted import Killer
 
 HERE = pathlib.Path(__file__).parent
-MODULES = sorted(path.stem for path in HERE.glob("test_planted_*.py"))
+MODULES = sorted({path.stem for path in HERE.glob("test_planted_*.py")} - {"test_planted_simulation"})
 
 
 @pytest.fixture(scope="module")
 def items():
     """The ids of all items of both references; those of GPUs are selected too, and do not run."""
-    command = [sys.executable, "-m", "pytest", "suites", "--impl", "reference,reference.flat", "--device", "cpu"]
-    command += ["-m", "nightly or not nightly", "--collect-only", "-q", "-p", "no:cacheprovider"]
-    found = subprocess.run(command, cwd=HERE.parents[1], capture_output=True, text=True, check=True, timeout=300)
-    ids = [line for line in found.stdout.splitlines() if "::" in line]
+    ids = collected("suites")
     assert len(ids) > 1000
     return ids
+
+
+@pytest.fixture(scope="module")
+def simulated():
+    """The ids of the items of simulated worlds."""
+    return collected("suites/test_simulation.py", "--simulate", str(simulation.SIZE))
+
+
+def collected(*options):
+    command = [sys.executable, "-m", "pytest", "--impl", "reference,reference.flat", "--device", "cpu", *options]
+    command += ["-m", "nightly or not nightly", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    found = subprocess.run(command, cwd=HERE.parents[1], capture_output=True, text=True, check=True, timeout=300)
+    return [line for line in found.stdout.splitlines() if "::" in line]
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -33,6 +44,11 @@ def test_killers_name_one_item(items, name):
     killed = getattr(importlib.import_module(f"tests.harness.{name}"), "KILLED", {})
     named = {bug: killer.item for bug, killer in killed.items() if isinstance(killer, Killer)}
     assert_one_item(items, named, name)
+
+
+def test_killers_in_simulated_worlds_name_one_item(simulated):
+    named = {bug: killer.item for bug, killer in simulation.KILLED.items()}
+    assert_one_item(simulated, named, simulation.__name__)
 
 
 def test_composition_names_one_item(items):

@@ -38,7 +38,7 @@ KILLED = {
     "gather-in-flight-kept": Killer("test_gathers_in_flight_do_not and w2-None", ""),
     "cast-while-gathered": Killer("test_cast_after_an_evaluation and w2-False", ""),
     "second-name-keeps-the-original": Killer("test_tied_inside and w2-of-one-module-None", ""),
-    "named-after-the-checks": Killer("test_forward_on_the_meta_device", "the error names none of"),
+    "named-after-the-checks": Killer("test_forward_on_the_meta_device and whole-model", "the error names none of"),
     "state-dicts-of-units-alone": Killer(
         "test_of_a_module_inside and w2-False-copied", "has unsharded values of weight"
     ),

@@ -105,8 +105,9 @@ def test_one_process_reports_and_its_exit_code_is_that_of_the_job(job):
         ),
         (("--world", "4"), "--world 4: torchrun started 1 ranks; start 4 or leave it out"),
         (("--impl", "no.such"), "'no.such'"),
+        (("--simulate", "8"), "--simulate: torchrun started ranks, which simulated worlds do not need"),
     ],
-    ids=["xdist", "world", "implementation"],
+    ids=["xdist", "world", "implementation", "simulated"],
 )
 def test_what_cannot_be_is_one_line(tmp_path, arguments, line):
     (tmp_path / "test_inner.py").write_text(CASES)
