@@ -6,13 +6,14 @@ import contextlib
 import io
 import pathlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[1]
 
 
 def collect(collector: object) -> None:
-    """Collect the suites for one implementation, nightly cases included.
+    """Collect the suites for one implementation, nightly cases and those of simulated worlds included.
 
     Args:
         collector: a plugin of pytest that notes the collected items.
@@ -24,9 +25,24 @@ def collect(collector: object) -> None:
 
     arguments = ["--collect-only", "-q", "-p", "no:cacheprovider", "-m", "nightly or not nightly", str(ROOT / "suites")]
     with contextlib.redirect_stdout(io.StringIO()) as output:
-        code = pytest.main(arguments, plugins=[collector])
+        code = pytest.main(arguments, plugins=[collector, _Simulated()])
     if code != pytest.ExitCode.OK:
         raise ValueError(f"the suites cannot be collected:\n{output.getvalue()}")
+
+
+class _Simulated:
+    """A plugin of pytest that puts the cases of simulated worlds back, which run with --simulate alone."""
+
+    def __init__(self) -> None:
+        self._items: list[Any] = []
+
+    def pytest_deselected(self, items: Sequence[Any]) -> None:
+        """Called by pytest."""
+        self._items += [item for item in items if item.get_closest_marker("simulated") is not None]
+
+    def pytest_collection_finish(self, session: Any) -> None:
+        """Called by pytest; the plugin that was registered last is called first."""
+        session.items += self._items
 
 
 def between(text: str, begin: str, end: str, made: str) -> str:

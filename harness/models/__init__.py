@@ -11,6 +11,7 @@ room.
 - ``experts``: a model with experts that may be divided among ranks.
 - ``extension``: tensors that choose what is gathered in their place.
 - ``drawn``: models described by plain data.
+- ``rows``: a model of which each layer divides among the ranks of a large world in another way.
 - ``parallel``: models for tensor parallelism, with their plans.
 - ``recomputation``: activation checkpointing of a model's layers.
 - ``compilation``: ``torch.compile`` of a model's layers.

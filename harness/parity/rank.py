@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from shardproof.harness.parity.pair import Pair
 from shardproof.harness.parity.rank_state import RankState
 from shardproof.harness.parity.replay import Baseline
 from shardproof.harness.parity.run import Run, RunOptions, sharded_run
+from shardproof.harness.simulation import SimulatedWorld, Simulation, simulated_world, survival
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +54,10 @@ class Rank(Member):
         tmp_path: a directory of the case alone, shared by its ranks.
         monkeypatch: pytest's monkeypatch, undone on this rank after the case.
         captures: whether to copy what modules compute, to explain a failure.
+        simulates: the number of ranks of the world that the case simulates; 0 of cases that do not.
 
     Attributes:
+        simulates: the number of ranks of the world that the case simulates; 0 of cases that do not.
         driven: the implementations that the case has driven, that under test among them.
     """
 
@@ -66,11 +70,13 @@ class Rank(Member):
         tmp_path: pathlib.Path,
         monkeypatch: pytest.MonkeyPatch,
         captures: bool = False,
+        simulates: int = 0,
     ) -> None:
         super().__init__(state, implementation=implementation, explainer=Explainer() if captures else None)
         self.seeds = seeds
         self.tmp_path = tmp_path
         self.monkeypatch = monkeypatch
+        self.simulates = simulates
         self.driven: set[type[Adapter]] = {implementation}
         self._watched: list[Pair | Run] = []
 
@@ -128,6 +134,38 @@ class Rank(Member):
         run = sharded_run(self, model.to(self.device), implementation=kind, config=config, options=run_options)
         self._watched.append(run)
         return run
+
+    @contextlib.contextmanager
+    def simulated(self, index: int, *, size: int | None = None) -> Iterator[SimulatedWorld]:
+        """Make this process one rank of a simulated world; this rank's own world is hidden meanwhile.
+
+        Args:
+            index: the global rank in the simulated world.
+            size: the number of its ranks; by default as many as ``--simulate`` says.
+        """
+        # What is issued there is no collective of this world, and its board has no place for other ranks.
+        with self.announcer.left_to_a_recorder(), simulated_world(size or self.simulates, rank=index) as world:
+            yield world
+
+    def simulation(self, world: SimulatedWorld, build: Callable[[], nn.Module], **options: Any) -> Simulation:
+        """The implementation on one rank of a simulated world.
+
+        Args:
+            world: the simulated world.
+            build: makes the unsharded model.
+            **options: fields of ``Config``, ``mesh`` among them, and ``optimizer``, ``prepare`` and ``as_on_a_device``
+                of :class:`Simulation`.
+
+        Raises:
+            ValueError: as :meth:`pair`.
+        """
+        driving = {name: options.pop(name) for name in ("optimizer", "prepare", "as_on_a_device") if name in options}
+        return Simulation(world, self.implementation, build, config=self.config(**options), **driving)
+
+    def why_not_simulated(self) -> str | None:
+        """Return why the implementation cannot be simulated, in one line, or None if it can."""
+        with self.announcer.left_to_a_recorder():
+            return survival.why_not(self.implementation)
 
     def config(self, *, units: Sequence[Sequence[str]] = (), mesh: DeviceMesh | None = None, **options: Any) -> Config:
         """The configuration for an adapter.

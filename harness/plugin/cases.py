@@ -46,13 +46,21 @@ class Launch:
     Attributes:
         implementation: the name of the implementation under test.
         size: the number of ranks of the world.
+        simulates: the number of ranks of the simulated world, of which the one rank makes itself single ones; 0 where
+            nothing is simulated.
     """
 
     implementation: str
     size: int
+    simulates: int = 0
 
     def __str__(self) -> str:
-        return f"{self.implementation}-w{self.size}"
+        return f"{self.implementation}-{self.label}"
+
+    @property
+    def label(self) -> str:
+        """The part of an id that is the same for all implementations: "w4", and "s4096" for a simulated world."""
+        return f"s{self.simulates}" if self.simulates else f"w{self.size}"
 
 
 def is_case(item: pytest.Item) -> TypeGuard[pytest.Function]:
@@ -76,7 +84,7 @@ def case_id(item: pytest.Function) -> str:
     else:
         # Outside of the root directory a file that is named on the command line has an empty path in its node id.
         path = item.nodeid.partition("::")[0] or item.path.name
-    return f"{path}::{item.name.replace(f'[{launch}', f'[w{launch.size}', 1)}"
+    return f"{path}::{item.name.replace(f'[{launch}', f'[{launch.label}', 1)}"
 
 
 def requirements(item: pytest.Function) -> tuple[str, ...]:
@@ -114,6 +122,8 @@ def missing(item: pytest.Function, selection: Selection) -> tuple[Verdict, list[
     launch = launch_of(item)
     if drawing.drawn_parameter(item) is not None and (lacking := drawing.missing()):
         return Verdict.UNMET, lacking
+    if launch.simulates and (many := _indivisible(item, launch.simulates)):
+        return Verdict.UNMET, [many]
     needed = {name for mark in item.iter_markers("needs") for name in mark.args}
     adapter = selection.implementations[launch.implementation]
     lacks = needed - adapter.capabilities()
@@ -130,6 +140,13 @@ def missing(item: pytest.Function, selection: Selection) -> tuple[Verdict, list[
     if not unsupported and not unmet:
         return None
     return Verdict.UNSUPPORTED if unsupported else Verdict.UNMET, [*unsupported, *unmet]
+
+
+def _indivisible(item: pytest.Function, size: int) -> str:
+    """Return what is missing where the meshes of a case do not fit into a simulated world; empty if they do."""
+    mark = item.get_closest_marker("simulated")
+    multiple = mark.kwargs.get("multiple_of", 1) if mark is not None else 1
+    return f"a simulated world of a multiple of {multiple} ranks ({size} is none)" if size % multiple else ""
 
 
 def skip_reason(made: CaseRecord) -> str:
@@ -314,7 +331,7 @@ def _new_record(item: pytest.Function, selection: Selection) -> CaseRecord:
         nodeid=item.nodeid,
         implementation=launch.implementation,
         requirement=",".join(requirements(item)),
-        world=launch.size,
+        world=launch.simulates or launch.size,
         device=selection.device,
         parameters=_own_parameters(item),
         seeds={"init": seed, "data": seed + 1},
@@ -342,6 +359,7 @@ def _job(
         tmp_path=tmp_path,
         deadline=deadline or _deadline(item, selection),
         check_collectives=selection.check_collectives,
+        simulates=launch_of(item).simulates,
     )
 
 
@@ -349,8 +367,8 @@ def _world_key(item: pytest.Function, selection: Selection, launch: Launch) -> W
     isolation = "case" if selection.isolate else selection.implementations[launch.implementation].traits.isolation
     names = {"shared": "", "adapter": launch.implementation, "case": item.nodeid}
     mark = item.get_closest_marker("world")
-    assert mark is not None, "only functions with @world become cases"
-    return WorldKey(launch.size, selection.device, mark.kwargs["debug_level"], names[isolation])
+    level = mark.kwargs["debug_level"] if mark is not None else "OFF"
+    return WorldKey(launch.size, selection.device, level, names[isolation])
 
 
 def _deadline(item: pytest.Function, selection: Selection) -> float:

@@ -7,16 +7,29 @@ import pytest
 from shardproof.harness.plugin import cases, drawing
 from shardproof.harness.plugin.state import STATE
 
+#: The size in the ids of simulated cases in a run without ``--simulate``.
+_DEFAULT_SIZE = 1024
+
 
 def parametrize(metafunc: pytest.Metafunc) -> None:
-    """Parametrize a function marked with ``@world`` by implementation and world size, before its other parameters."""
+    """Parametrize a function marked with ``@world`` by implementation and world size, before its other parameters.
+
+    One marked with ``@simulated`` is parametrized by the sizes of simulated worlds.
+    """
     worlds = metafunc.definition.get_closest_marker("world")
-    if "rank" not in metafunc.fixturenames or worlds is None:
+    simulated = metafunc.definition.get_closest_marker("simulated")
+    if "rank" not in metafunc.fixturenames or (worlds is None and simulated is None):
         return
     chosen = metafunc.config.stash[STATE].selection
-    launches = [
-        cases.Launch(name, size) for name in chosen.implementations for size in worlds.args if chosen.allows(size)
-    ]
+    if simulated is not None:
+        # Without --simulate there is an item too, so that known failures find their cases; it is deselected.
+        sizes = chosen.simulates or (_DEFAULT_SIZE,)
+        launches = [cases.Launch(name, 1, size) for name in chosen.implementations for size in sizes]
+    else:
+        assert worlds is not None
+        launches = [
+            cases.Launch(name, size) for name in chosen.implementations for size in worlds.args if chosen.allows(size)
+        ]
     metafunc.parametrize("rank", launches, ids=map(str, launches), indirect=True)
     parameter = drawing.drawn_parameter(metafunc.definition)
     if parameter is not None:
@@ -43,7 +56,8 @@ def check_and_filter(config: pytest.Config, items: list[pytest.Item]) -> None:
         errors += state.known_failures.read(items)
     if errors:
         state.refuse(config, items, errors)
-    filtered = [item for item in items if _is_filtered_out(item)]
+    simulates = bool(functions) and bool(state.selection.simulates)
+    filtered = [item for item in items if _is_filtered_out(item) or _is_of_other_worlds(item, simulates=simulates)]
     if filtered:
         config.hook.pytest_deselected(items=filtered)
         items[:] = [item for item in items if item not in filtered]
@@ -54,3 +68,8 @@ def _is_filtered_out(item: pytest.Item) -> bool:
     callspec = getattr(item, "callspec", None)
     marked = item.get_closest_marker("world") is not None
     return marked and callspec is not None and "rank" in callspec.params and not cases.is_case(item)
+
+
+def _is_of_other_worlds(item: pytest.Item, *, simulates: bool) -> bool:
+    """Return whether an item is a case of simulated worlds in a run of real ones, or the other way round."""
+    return cases.is_case(item) and bool(cases.launch_of(item).simulates) != simulates

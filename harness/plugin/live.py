@@ -21,7 +21,7 @@ from shardproof.harness.findings.texts import gist
 NAME = "shardproof-live"
 """The name under which pytest's plugin manager knows the line."""
 
-_CASE = re.compile(r"(?P<function>[^:]+)\[(?P<implementation>.+?)-w(?P<size>\d+)-?(?P<rest>.*)\]$")
+_CASE = re.compile(r"(?P<function>[^:]+)\[(?P<implementation>.+?)-(?P<size>[ws]\d+)-?(?P<rest>.*)\]$")
 
 #: The seconds over which the speed of a run is measured: cases of some chapters take much longer than those of others.
 _SPEED_SECONDS = 600.0
@@ -174,4 +174,4 @@ def label_of(nodeid: str) -> str:
     if found is None:
         return nodeid.rpartition("::")[2]
     rest = f"[{found['rest']}]" if found["rest"] else ""
-    return f"w{found['size']} {found['implementation']} {found['function']}{rest}"
+    return f"{found['size']} {found['implementation']} {found['function']}{rest}"

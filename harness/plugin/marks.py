@@ -16,6 +16,7 @@ MARKER_LINES = (
     "nightly: too long for CI; deselected by this project's own configuration",
     "contract(*ids): the requirements of docs/contract.md that the case checks",
     "world(*sizes): the numbers of ranks that the case runs on, one pytest item each",
+    "simulated(multiple_of): the case runs on single ranks of simulated worlds, with --simulate alone",
     "needs(*names): the capabilities and the hardware without which the case is skipped",
     "alone(): the case measures time or memory and shares its devices with no other case",
     "meaningful_from(size): on fewer ranks this value of a parameter means what another one does",
@@ -49,6 +50,22 @@ def world(*sizes: int, debug_level: str = "OFF") -> pytest.MarkDecorator:
     if len(set(sizes)) != len(sizes):
         raise ValueError(f"world{sizes}: each size may be given once")
     return pytest.mark.world(*sizes, debug_level=debug_level)
+
+
+def simulated(*, multiple_of: int = 1) -> pytest.MarkDecorator:
+    """Run the case in one process, which makes itself single ranks of a world of as many as ``--simulate`` says.
+
+    Without ``--simulate`` the case is deselected, and with it every case without this mark. It takes the place of
+    :func:`world`.
+
+    Args:
+        multiple_of: a number that divides those worlds into which the case's meshes fit; on others the case is unmet.
+
+    Raises:
+        ValueError: the number is not a positive integer.
+    """
+    _check_size(multiple_of, f"simulated(multiple_of={multiple_of!r})")
+    return pytest.mark.simulated(multiple_of=multiple_of)
 
 
 def needs(*names: Capability | Hardware) -> pytest.MarkDecorator:

@@ -91,6 +91,9 @@ class CaseRecord:
         """Fill in the verdict, its explanation and the measurements from the results of all ranks."""
         results = outcome.results
         self.seconds, self.outputs = outcome.seconds, outcome.outputs
+        if unsupported := [result.text for result in results if result.verdict == Verdict.UNSUPPORTED]:
+            self.verdict, self.missing = Verdict.UNSUPPORTED, unsupported[:1]
+            return
         cause = _cause(results)
         self.verdict = combine(Verdict(result.verdict) for result in results)
         if self.verdict != Verdict.PASS:

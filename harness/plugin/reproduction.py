@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import shardproof
-from shardproof.harness.plugin import options
+from shardproof.harness.plugin import cases, options
 from shardproof.harness.plugin.records import CaseRecord
 from shardproof.harness.plugin.selection import Selection
 from shardproof.harness.plugin.suite_modules import SuiteModule
@@ -77,6 +77,8 @@ class Invocation:
             made.device,
             *self.own,
         ]
+        launch = cases.launch_of(item)
+        words += [self.names["simulate"], str(launch.simulates)] if launch.simulates else []
         # A left-over shows in new processes, whatever ran before it.
         words += [isolate] if selection.isolate or made.is_left_over else []
         # pytest in a clone and `shardproof run` deselect these.

@@ -96,16 +96,17 @@ class RunKnownFailures:
     def problems(self, remaining: Iterable[pytest.Item], config: pytest.Config) -> list[str]:
         """Return one line for each entry that has expired or that matches no case of a complete run.
 
-        A run is complete for a directory if it collected every file of cases in it, without ``--world`` and without
-        node ids, and deselected only cases marked ``nightly``. An entry of ``--expectations`` belongs to the directory
-        of which its pattern begins with the path.
+        A run is complete for a directory if it collected every file of cases in it, without ``--world``, ``--simulate``
+        and node ids, and deselected only cases marked ``nightly`` or ``simulated``. An entry of ``--expectations``
+        belongs to the directory of which its pattern begins with the path.
 
         Args:
             remaining: the collected items that were not deselected.
             config: pytest's configuration, whose arguments show whether node ids were given.
         """
         found = []
-        narrowed = self._selection.worlds is not None or any("::" in argument for argument in config.args)
+        options = self._selection.worlds is not None or bool(self._selection.simulates)
+        narrowed = options or any("::" in argument for argument in config.args)
         narrowed = narrowed or _is_narrowed(self._collected, remaining)
         patterns = config.getini("python_files")
         complete: dict[str, set[str]] = {}
@@ -146,9 +147,9 @@ def _key(item: pytest.Function) -> tuple[pathlib.Path, str]:
 
 
 def _is_narrowed(collected: Iterable[pytest.Item], remaining: Iterable[pytest.Item]) -> bool:
-    """Return whether any item was deselected except nightly ones, which ordinary runs always leave out."""
+    """Return whether any item was deselected except nightly and simulated ones, which ordinary runs leave out."""
     left_out = set(collected) - set(remaining)
-    return any(item.get_closest_marker("nightly") is None for item in left_out)
+    return any(not any(map(item.get_closest_marker, ("nightly", "simulated"))) for item in left_out)
 
 
 def _has_every_file(folder: pathlib.Path, collected: Iterable[pytest.Item], patterns: Sequence[str]) -> bool:

@@ -54,6 +54,8 @@ class Selection:
         fuzz: how many seconds cases that draw their parameter search together; None for a fixed number of examples.
         expectations: files of known failures besides those that are beside the cases.
         explains: whether a case that fails runs once more with capture on.
+        simulates: the sizes of the simulated worlds on which the cases marked for them run, and no others; empty runs
+            the others.
     """
 
     implementations: dict[str, type[Adapter]]
@@ -67,6 +69,7 @@ class Selection:
     fuzz: float | None = None
     expectations: tuple[pathlib.Path, ...] = ()
     explains: bool = False
+    simulates: tuple[int, ...] = ()
 
     def allows(self, size: int) -> bool:
         """Return whether ``--world`` selects cases on worlds of this size."""
@@ -89,6 +92,7 @@ def resolve(
     fuzz: float | None = None,
     expectations: Sequence[str] = (),
     explains: bool = False,
+    simulate: str | None = None,
 ) -> Selection:
     """Parse and check the values of the command line options.
 
@@ -103,12 +107,14 @@ def resolve(
         fuzz: seconds; None does not search.
         expectations: paths of files of known failures.
         explains: whether a case that fails runs once more with capture on.
+        simulate: comma-separated sizes of simulated worlds; None runs the cases of real ones.
 
     Raises:
         ValueError: an implementation or the device is not available here, or a value is not valid. The message is one
             line.
     """
-    chosen, count = _device(device)
+    simulates = _simulated(simulate, device=device, worlds=worlds)
+    chosen, count = _device("cpu" if simulates else device)
     sizes = None if worlds is None else _worlds(worlds)
     for size in sizes or ():
         if chosen != "cpu" and size > count:
@@ -132,6 +138,7 @@ def resolve(
         fuzz,
         tuple(map(pathlib.Path, expectations)),
         explains,
+        simulates,
     )
 
 
@@ -160,12 +167,36 @@ def _device(asked: str) -> tuple[str, int]:
 
 
 def _worlds(text: str) -> tuple[int, ...]:
+    return _sizes("--world", text, example="2,4")
+
+
+def _sizes(option: str, text: str, *, example: str) -> tuple[int, ...]:
     sizes = []
     for part in text.split(","):
         if not part.strip().isdecimal() or int(part) < 1:
-            raise ValueError(f"--world {text}: expected positive numbers of ranks such as 2,4, not {part!r}")
+            raise ValueError(f"{option} {text}: expected positive numbers of ranks such as {example}, not {part!r}")
         sizes.append(int(part))
-    return tuple(sizes)
+    return tuple(dict.fromkeys(sizes))
+
+
+def _simulated(text: str | None, *, device: str, worlds: str | None) -> tuple[int, ...]:
+    """Parse the sizes of simulated worlds, and refuse options of real ones beside them."""
+    if text is None:
+        return ()
+    # Imported late: it imports torch.
+    from shardproof.harness.simulation.world import check_world
+
+    sizes = _sizes("--simulate", text, example="1024,16384")
+    if device == "cuda":
+        raise ValueError("--simulate: the tensors of a simulated world are on no device; leave out --device cuda")
+    if worlds is not None:
+        raise ValueError(f"--simulate: --world {worlds} selects real ranks, of which a simulated world has none")
+    for size in sizes:
+        try:
+            check_world(size)
+        except ValueError as error:
+            raise ValueError(f"--simulate {text}: {error}") from None
+    return sizes
 
 
 def _adapters(text: str | None, device: str) -> dict[str, type[Adapter]]:

@@ -97,6 +97,7 @@ class State:
                     fuzz=option.shardproof_fuzz,
                     expectations=option.shardproof_expectations or (),
                     explains=option.shardproof_explain,
+                    simulate=option.shardproof_simulate,
                 )
             except ValueError as error:
                 raise pytest.UsageError(str(error)) from None

@@ -7,6 +7,7 @@ Imports ``adapters``, ``models``, ``collectives`` and ``tensors``.
 - ``tensors``: tensors without memory.
 - ``training``: ``Simulation``, a model that an adapter shards and trains there.
 - ``memory``: ``Ledger``, the bytes that the rank holds, by kind, step and phase.
+- ``formulas``: what a rank should hold and a group should move, by sizes alone.
 - ``survival``: which implementations can be simulated.
 - ``traffic``: sums of a trace by group.
 

@@ -12,7 +12,7 @@ import dataclasses
 import enum
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -130,6 +130,7 @@ class Ledger(TorchDispatchMode):
         self.step, self.phase = -1, ""
         self._live: dict[int, Block] = {}
         self._changes: list[_Change] = []
+        self._reduced: list[Block] = []
         self._operator = ""
         self.is_paused = False
 
@@ -189,6 +190,23 @@ class Ledger(TorchDispatchMode):
             self._change(block, nbytes)
         return block
 
+    def mark_sharded(self, others: Iterable[torch.Tensor]) -> None:
+        """Note that what is held now is for shards, but for these other tensors: after a model was sharded.
+
+        A rank may hold a share of which no parameter shows anything, such as the padding behind the last one.
+        """
+        apart = {id(self.block_of(tensor)) for tensor in others}
+        for block in self._live.values():
+            if id(block) not in apart:
+                _mark(block, Kind.SHARDS)
+
+    def mark_reduced(self) -> None:
+        """Note that what reductions have written and what is still held is for gradients: after backward."""
+        for block in self._reduced:
+            if block.nbytes:
+                _mark(block, Kind.GRADIENTS)
+        self._reduced.clear()
+
     def mark(self, tensors: Iterable[torch.Tensor], kind: Kind) -> None:
         """Note what tensors are for; what they are for already stays if it comes before."""
         for tensor in tensors:
@@ -227,6 +245,8 @@ class Ledger(TorchDispatchMode):
             for block in involved.values():
                 _mark(block, Kind.GATHERED)
         elif kind in ("reduce_scatter", "all_reduce", "reduce"):
+            written, _ = _written_and_read(func, args, kwargs)
+            self._reduced += made if kind == "reduce_scatter" and not written else map(self.block_of, written)
             for block in involved.values():
                 self._mark_sources(block)
                 _mark(block, Kind.REDUCTION)
@@ -255,27 +275,34 @@ class Ledger(TorchDispatchMode):
                 by_kind[block.kind] = by_kind.get(block.kind, 0) + block.nbytes
         return Usage(self.step, self.phase, _in_order(by_kind))
 
-    def peak(self, *, step: int | None = None, phase: str | None = None) -> Usage:
+    def peak(
+        self, *, step: int | None = None, phase: str | None = None, kinds: Collection[Kind] = tuple(Kind)
+    ) -> Usage:
         """Return what was held when most bytes were: the first such moment.
 
         Args:
             step: of this step alone; -1 is what comes before the first.
             phase: in this phase alone.
+            kinds: of these kinds alone.
 
         Raises:
             ValueError: nothing was allocated or freed then.
         """
-        return self._most(lambda change: step in (None, change.step) and phase in (None, change.phase))
+        return self._most(
+            lambda change: step in (None, change.step) and phase in (None, change.phase), frozenset(kinds)
+        )
 
     def peaks(self, *, step: int) -> dict[str, Usage]:
         """Return the peak of each phase of a step, in the order of the phases."""
         phases = dict.fromkeys(change.phase for change in self._changes if change.step == step)
         return {phase: self.peak(step=step, phase=phase) for phase in phases}
 
-    def _most(self, counts: Callable[[_Change], bool]) -> Usage:
+    def _most(self, counts: Callable[[_Change], bool], kinds: Collection[Kind]) -> Usage:
         held: dict[Kind, int] = dict.fromkeys(Kind, 0)
         total, best, found = 0, -1, None
         for change in self._changes:
+            if change.block.kind not in kinds:
+                continue
             if counts(change) and total > best:
                 # What was held when the phase began counts too.
                 best, found = total, Usage(change.step, change.phase, _in_order(held), "")

@@ -23,7 +23,7 @@ from shardproof.harness.tensors import memory
 from shardproof.harness.tensors.trees import tensors_of
 
 #: The phases, in their order.
-PHASES = ("build", "shard", "inputs", "forward", "backward", "clip", "step", "zero")
+PHASES = ("build", "shard", "inputs", "around", "forward", "backward", "clip", "step", "zero")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,8 @@ class Simulation:
             model = prepare(model) if prepare else model
             self.adapter = implementation(model, optimizer=optimizer, config=config)
             del model
-        self._mark()
+        memory.collect_garbage()
+        self.ledger.mark_sharded(self.adapter.module.buffers())
 
     @property
     def trace(self) -> Trace:
@@ -115,13 +116,14 @@ class Simulation:
         for number in range(config.microbatches):
             with self._during("inputs"):
                 given = inputs()
-            with self._surroundings(), adapter.microbatch(is_last=number == config.microbatches - 1):
+            with self._microbatch(is_last=number == config.microbatches - 1):
                 with self._during("forward"):
                     value = loss(adapter.forward(*given))
                     value = value * config.microbatches if adapter.traits.divides_by_microbatches else value
                 with self._during("backward"):
                     adapter.backward(value)
             del value, given
+        self.ledger.mark_reduced()
         self._mark()
         if config.clip is not None and adapter.traits.clips == "call":
             with self._during("clip"):
@@ -168,19 +170,29 @@ class Simulation:
 
         Objects in circles are freed between steps, not whenever the collector happens to run.
         """
+        assert phase in PHASES, phase
         enabled = gc.isenabled()
         gc.disable()
         try:
-            with (
-                self._surroundings(),
-                self._tensors.without_memory(),
-                self.ledger.during(phase),
-                self.recorder.during(phase),
-            ):
+            watching = self.ledger.during(phase), self.recorder.during(phase)
+            with self._surroundings(), self._tensors.without_memory(*watching):
                 yield
         finally:
             if enabled:
                 gc.enable()
+
+    @contextlib.contextmanager
+    def _microbatch(self, *, is_last: bool) -> Iterator[None]:
+        """Enter and leave what an adapter has around a microbatch, as the phase "around"."""
+        with contextlib.ExitStack() as stack:
+            with self._during("around"):
+                stack.enter_context(self.adapter.microbatch(is_last=is_last))
+            leave = stack.pop_all()
+        try:
+            yield
+        finally:
+            with self._during("around"):
+                leave.close()
 
     def _mark(self) -> None:
         """Note which storages hold shards, gradients and optimizer state, where the optimizer finds them."""

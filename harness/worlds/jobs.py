@@ -75,6 +75,7 @@ class Job:
         deadline: seconds that the case may take.
         check_collectives: ranks compare their announcements before they enter each collective.
         captures: ranks copy what modules compute, and explain where the runs of the case first diverge.
+        simulates: the number of ranks of the world that the one rank simulates; 0 simulates nothing.
     """
 
     number: int
@@ -89,6 +90,7 @@ class Job:
     deadline: float
     check_collectives: bool = False
     captures: bool = False
+    simulates: int = 0
 
 
 @dataclasses.dataclass

@@ -212,10 +212,14 @@ def run_job(state: RankState, job: Job, patches: leftovers.Patches) -> Result:
             tmp_path=tmp_path,
             monkeypatch=monkeypatch,
             captures=job.captures,
+            simulates=job.simulates,
         )
         _seed(job.init_seed)
-        with _outcome(result), _threads_watched():
-            function(rank, **parameters)
+        if job.simulates and (reason := rank.why_not_simulated()) is not None:
+            result.verdict, result.text = Verdict.UNSUPPORTED, f"it cannot be simulated: {reason}"
+        else:
+            with _outcome(result), _threads_watched():
+                function(rank, **parameters)
         if job.captures:
             result.explanation = _explanation(rank, result)
         with _outcome(result):

@@ -138,5 +138,5 @@ def _is_in_step(results: Sequence[Result]) -> bool:
 
     Its ranks are in step if all passed or all failed by agreement, and none left state behind.
     """
-    passed = all(result.verdict == Verdict.PASS for result in results)
+    passed = all(result.verdict in (Verdict.PASS, Verdict.UNSUPPORTED) for result in results)
     return (passed or all(result.agreed for result in results)) and not any(result.left_behind for result in results)

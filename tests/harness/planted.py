@@ -185,6 +185,7 @@ def run_suites(
     timeout: float = 300,
     device: str = "cpu",
     workers: int = 0,
+    options: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
     """Run the suites' cases on implementations, at least one of which fails; returns the records of the cases.
 
@@ -197,13 +198,14 @@ def run_suites(
         timeout: seconds that the run may take.
         device: as of ``--device``.
         workers: as of ``-n``.
+        options: further ones of pytest.
     """
     report = folder / "run.json"
     words = set(re.findall(r"\btest_\w+", expression))
     found = [path for path in sorted(ROOT.glob("suites/test_*.py")) if _has(path, words)]
     files = [f"suites/test_{chapter}.py" for chapter in chapters] or [str(path) for path in found]
     command = [warm.python(), "-m", "pytest", "-p", "no:cacheprovider", *NO_HYPOTHESIS, "-q", *files, "-k", expression]
-    command += ["--impl", ",".join(names), "--device", device, "--report", str(report), "-n", str(workers)]
+    command += ["--impl", ",".join(names), "--device", device, "--report", str(report), "-n", str(workers), *options]
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 1, done.stdout + done.stderr
@@ -274,6 +276,7 @@ def cases_of(
     folder: pathlib.Path,
     device: str = "cpu",
     workers: int = 0,
+    options: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
     """Run each bug's item, for the bug and for the reference that it is a bug of, all in one run of the suites.
 
@@ -284,6 +287,7 @@ def cases_of(
         folder: where the run file is written.
         device: as of ``--device``.
         workers: as of ``-n``.
+        options: as of :func:`run_suites`.
 
     Returns:
         The records.
@@ -294,11 +298,15 @@ def cases_of(
         names.append(name_of(adapters[bug]))
         chosen.add(f":{adapters[bug].__name__}- and {item}")
         chosen.add(f"{'reference.flat' if bug in flat else 'reference-'} and {item}")
-    return run_suites(names, " or ".join(chosen), folder, timeout=1800, device=device, workers=workers)
+    return run_suites(names, " or ".join(chosen), folder, timeout=1800, device=device, workers=workers, options=options)
 
 
 def cases_of_killers(
-    killed: Mapping[str, Killer], adapters: Mapping[str, type[Adapter]], *, flat: Collection[str]
+    killed: Mapping[str, Killer],
+    adapters: Mapping[str, type[Adapter]],
+    *,
+    flat: Collection[str],
+    options: Sequence[str] = (),
 ) -> Any:
     """A module's fixture: the records of one run of the killer of every selected bug, for the bug and its reference.
 
@@ -306,11 +314,12 @@ def cases_of_killers(
         killed: by bug.
         adapters: by bug.
         flat: the bugs of ``reference.flat``.
+        options: as of :func:`run_suites`.
     """
 
     @pytest.fixture(scope="module")
     def cases(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         items = {bug: killed[bug].item for bug in selected(request)}
-        return cases_of(items, adapters, flat=flat, folder=tmp_path_factory.mktemp("planted"))
+        return cases_of(items, adapters, flat=flat, folder=tmp_path_factory.mktemp("planted"), options=options)
 
     return cases

@@ -1,0 +1,370 @@
+"""Chapter SIMULATION: what one rank of a large world does, which no case can start.
+
+Each case makes its process, in turn, a few single ranks of a world of as many as ``--simulate`` says. Nothing is
+computed, so that sizes are exact and nothing is compared with a tolerance.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import pytest
+import torch
+
+from shardproof.harness import Capability, contract, deadline, models, needs, simulated
+from shardproof.harness.adapters.base import Precision
+from shardproof.harness.collectives.trace import Collective, Trace
+from shardproof.harness.models import busy, optim, parallel
+from shardproof.harness.models.rows import WIDTH, Rows
+from shardproof.harness.parity import Rank
+from shardproof.harness.simulation import Kind, Shape, Simulation, formulas
+
+pytestmark = deadline(900.0)
+
+UNITS = [[f"layers.{index}"] for index in range(4)]
+REDUCED = ("reduce_scatter", "all_reduce")
+RESHARDS = pytest.mark.parametrize(
+    "reshard_after_forward",
+    [
+        None,
+        pytest.param(True, marks=needs(Capability.RESHARD_AFTER_FORWARD, Capability.ROOT_RESHARD)),
+        pytest.param(False, marks=needs(Capability.RESHARD_AFTER_FORWARD)),
+    ],
+)
+MIXED = Precision(compute=torch.bfloat16, reduce=torch.float32)
+
+
+def chosen(rank: Rank) -> list[int]:
+    """The ranks that are simulated: the first two, one in the middle and the last."""
+    size = rank.simulates
+    return sorted({0, min(1, size - 1), size // 2, size - 1})
+
+
+def steps(one: Simulation) -> Trace:
+    """Train two steps and return the collectives of the second, which is like all later ones."""
+    for _ in range(2):
+        trace = one.step(lambda: (torch.zeros(2, WIDTH),), loss=models.mean_square)
+    return trace
+
+
+def of(trace: Trace, phase: str, *kinds: str) -> list[Collective]:
+    """The collectives of a phase, of some kinds."""
+    return [item for item in trace if item.phase == phase and item.kind in kinds]
+
+
+def whole(name: str, shape: formulas.Shape) -> formulas.Shape:
+    """The shape of a parameter beside which nothing is tensor-parallel."""
+    return shape
+
+
+def shares(
+    one: Simulation, rank: Rank, parts: int, left: Callable[[str, formulas.Shape], formulas.Shape] = whole
+) -> dict[str, int]:
+    """By unit, the elements that a rank holds of it, with padding.
+
+    Args:
+        one: the simulation.
+        rank: the rank that simulates.
+        parts: the number of ranks that share a unit.
+        left: the shape of a parameter that tensor parallelism has left, by its name and its own shape.
+    """
+    traits = rank.implementation.traits
+    return {
+        unit.label: formulas.share_numel([left(name, one.parameters[name]) for name in unit.names], parts, traits)
+        for unit in one.units
+    }
+
+
+def check_bytes(items: Sequence[Collective], expected: Sequence[int], what: str) -> None:
+    """Compare the bytes of collectives, in their order."""
+    found = [item.nbytes for item in items]
+    assert found == list(expected), f"{what}: the bytes of the collectives are {found}; they should be {list(expected)}"
+
+
+@contract("SIMULATION-1", "SIMULATION-2")
+@simulated()
+@needs(Capability.COUNTED_UNITS)
+@RESHARDS
+@pytest.mark.parametrize("precision", [Precision(), pytest.param(MIXED, marks=needs(Capability.MIXED_PRECISION))])
+def test_gathers_and_reductions(rank: Rank, precision: Precision, reshard_after_forward: bool | None) -> None:
+    """A step gathers each unit in its turn, again in backward if it was freed, and reduces it once: so many bytes."""
+    size = rank.simulates
+    for index in chosen(rank):
+        with rank.simulated(index) as world:
+            one = rank.simulation(
+                world, functools.partial(Rows, size), mesh=world.mesh(), units=UNITS, precision=precision,
+                reshard_after_forward=reshard_after_forward, optimizer=optim.sgd(),
+            )  # fmt: skip
+            trace = steps(one)
+            share = shares(one, rank, size)
+            one.close()
+        gathered = {name: size * numel * (precision.compute or torch.float32).itemsize for name, numel in share.items()}
+        reduced = {name: size * numel * (precision.reduce or torch.float32).itemsize for name, numel in share.items()}
+        *layers, root = gathered
+        check_bytes(of(trace, "forward", "all_gather"), [gathered[name] for name in (root, *layers)], "forward gathers")
+        again = {None: layers[::-1], False: []}.get(reshard_after_forward, [root, *layers[::-1]])
+        check_bytes(of(trace, "backward", "all_gather"), [gathered[name] for name in again], "backward gathers")
+        check_reduced(of(trace, "backward", *REDUCED), [reduced[name] for name in layers[::-1]], reduced[root])
+        for item in trace:
+            dtype = precision.compute if item.kind == "all_gather" else precision.reduce
+            assert item.dtype == str(dtype or torch.float32).removeprefix("torch."), f"rank {index}: dtype of [{item}]"
+            assert item.group == tuple(range(size)), f"rank {index}: [{item.kind}] is among {len(item.group)} ranks"
+        assert {item.phase for item in trace} <= {"forward", "backward"}
+
+
+def check_reduced(items: Sequence[Collective], layers: Sequence[int], root: int) -> None:
+    """Layers are reduced in the order of backward; the root's own unit is reduced once, wherever."""
+    found = [item.nbytes for item in items]
+    assert root in found, f"no reduction of the root's own unit, {root} bytes: {found}"
+    found.remove(root)
+    assert found == list(layers), f"the bytes of the reductions are {found}; they should be {list(layers)}"
+    kinds = {item.kind for item in items}
+    assert kinds == {"reduce_scatter"}, f"gradients are reduced by {', '.join(sorted(kinds))}"
+
+
+@contract("SIMULATION-2")
+@simulated()
+def test_bytes_of_a_step(rank: Rank) -> None:
+    """A step moves each parameter at most twice and each gradient once, whatever is sharded."""
+    size = rank.simulates
+    for index in chosen(rank):
+        with rank.simulated(index) as world:
+            one = rank.simulation(
+                world, functools.partial(Rows, size), mesh=world.mesh(), units=UNITS, optimizer=optim.sgd()
+            )
+            trace = steps(one)
+            full, padded = 4 * sum(unit.numel for unit in one.units), 4 * sum(unit.padded_numel for unit in one.units)
+            one.close()
+        gathers = 2 if "parameters" in rank.implementation.traits.shards else 1
+        moved = sum(item.nbytes * (2 if item.kind == "all_reduce" else 1) for item in trace)
+        assert full <= moved <= (gathers + 1) * padded, (
+            f"rank {index} moves {moved} bytes in a step; with {full} bytes of parameters, {padded} with padding, "
+            f"{(gathers + 1) * padded} suffice:\n{trace.render()}"
+        )
+
+
+@contract("SIMULATION-3")
+@simulated(multiple_of=8)
+@needs(Capability.COUNTED_UNITS, Capability.HYBRID)
+@RESHARDS
+def test_replicas(rank: Rank, reshard_after_forward: bool | None) -> None:
+    """Replicas of eight shards gather and scatter among themselves, and all-reduce the shares across."""
+    shape = (rank.simulates // 8, 8)
+    for index in chosen(rank):
+        place = Shape(shape, ("replicate", "shard"), index)
+        with rank.simulated(index) as world:
+            one = rank.simulation(
+                world, functools.partial(Rows, rank.simulates), mesh=world.mesh(shape, place.names), units=UNITS,
+                reshard_after_forward=reshard_after_forward, optimizer=optim.sgd(),
+            )  # fmt: skip
+            trace = steps(one)
+            share = shares(one, rank, 8)
+            one.close()
+        check_hybrid(trace, place, share, again={None: 4, False: 0}.get(reshard_after_forward, 5))
+
+
+def check_hybrid(trace: Trace, place: Shape, share: dict[str, int], *, again: int) -> None:
+    """Check the number, the bytes and the ranks of what a mesh of replicas and shards moves for gradients."""
+    shards = place.along("shard")
+    replicas = place.along("replicate") if "replicate" in place.names else (place.rank,)
+    whole = sorted(4 * len(shards) * numel for numel in share.values())
+    expected = {
+        ("forward", "all_gather"): (len(share), shards),
+        ("backward", "all_gather"): (again, shards),
+        ("backward", "reduce_scatter"): (len(share), shards),
+        ("backward", "all_reduce"): (len(share) if len(replicas) > 1 else 0, replicas),
+    }
+    # Where there is one replica, an all-reduce among one rank may stay away.
+    trace = Trace(item for item in trace if len(item.group) > 1)
+    for (phase, kind), (count, ranks) in expected.items():
+        items = of(trace, phase, kind)
+        assert len(items) == count, f"rank {place.rank}: {len(items)} {kind} in {phase} instead of {count}"
+        check_ranks(items, ranks, place)
+        parts = 1 if kind != "all_reduce" else len(shards)
+        if count == len(share):
+            found = sorted(item.nbytes * parts for item in items)
+            assert found == whole, f"rank {place.rank}: {kind} in {phase} of {found} bytes instead of {whole}"
+    assert len(trace) == sum(count for count, _ in expected.values()), f"there are others:\n{trace.render()}"
+
+
+def check_ranks(items: Sequence[Collective], ranks: tuple[int, ...], place: Shape) -> None:
+    """Compare the ranks of collectives with those of a group, and name the dimensions that they run along."""
+    for item in items:
+        along = place.dimensions_of(item.group) or f"ranks {item.group[:4]}..."
+        expected = place.dimensions_of(ranks)
+        assert item.group == ranks, f"rank {place.rank}: {item.kind} in {item.phase} is along {along}, not {expected}"
+
+
+@contract("SIMULATION-3")
+@simulated(multiple_of=8)
+@needs(Capability.COUNTED_UNITS, Capability.RESHARD_TO_SIZE, Capability.ROOT_RESHARD)
+def test_resharded_to_eight(rank: Rank) -> None:
+    """Resharded to groups of eight, forward gathers from all ranks and backward from eight neighbours."""
+    size = rank.simulates
+    for index in chosen(rank):
+        with rank.simulated(index) as world:
+            one = rank.simulation(
+                world, functools.partial(Rows, size), mesh=world.mesh(), units=UNITS, reshard_after_forward=8,
+                optimizer=optim.sgd(),
+            )  # fmt: skip
+            trace = steps(one)
+            share = shares(one, rank, size)
+            one.close()
+        place = Shape((size // 8, 8), ("groups", "neighbours"), index)
+        *layers, root = share
+        forward, backward = of(trace, "forward", "all_gather"), of(trace, "backward", "all_gather")
+        check_bytes(forward, [4 * size * share[name] for name in (root, *layers)], "forward gathers")
+        assert {item.group for item in forward} == {tuple(range(size))}
+        assert len(backward) == len(share)
+        check_ranks(backward, place.along("neighbours"), place)
+        check_reduced(
+            of(trace, "backward", *REDUCED), [4 * size * share[name] for name in layers[::-1]], 4 * size * share[root]
+        )
+
+
+@contract("SIMULATION-3")
+@simulated(multiple_of=64)
+@needs(Capability.COUNTED_UNITS, Capability.TENSOR_PARALLEL)
+@pytest.mark.parametrize("replicas", [False, pytest.param(True, marks=needs(Capability.HYBRID))], ids=["2d", "3d"])
+def test_tensor_parallel(rank: Rank, replicas: bool) -> None:
+    """Beside tensor parallelism over eight ranks, data are exchanged along the data-parallel dimensions alone."""
+    size = rank.simulates
+    shape = (size // 64, 8, 8) if replicas else (size // 8, 8)
+    names = ("replicate", "shard", "tensor") if replicas else ("shard", "tensor")
+    for index in chosen(rank):
+        place = Shape(shape, names, index)
+        with rank.simulated(index) as world:
+            mesh = world.mesh(shape, names)
+            data_mesh = mesh[names[:-1]] if replicas else mesh["shard"]
+            one = rank.simulation(
+                world, functools.partial(parallel.MLPStack, TENSOR_WIDTH), mesh=data_mesh,
+                units=UNITS[:3], optimizer=optim.sgd(),
+                prepare=functools.partial(parallel.parallelize_mlps, mesh=mesh["tensor"]),
+            )  # fmt: skip
+            for _ in range(2):
+                trace = one.step(lambda: (torch.zeros(2, TENSOR_WIDTH),), loss=models.mean_square)
+            share = shares(one, rank, place.sizes[-2], functools.partial(left_by_tensor_parallelism, index % 8))
+            one.close()
+        tensor = place.along("tensor")
+        data = Trace(item for item in trace if item.group != tensor)
+        # Each layer adds up its output in forward and the gradient of its input in backward.
+        across = [item.phase for item in trace if item.group == tensor]
+        assert across == ["forward"] * 3 + ["backward"] * (len(across) - 3), f"along tensor: {across}"
+        check_hybrid(data, place, share, again=3)
+
+
+#: Eight ranks divide it and its multiples, and what is left of a bias is a multiple of four elements.
+TENSOR_WIDTH = 32
+
+
+def left_by_tensor_parallelism(index: int, name: str, shape: formulas.Shape) -> formulas.Shape:
+    """The part of a parameter that one of eight ranks has: rows of the first projection, columns of the second."""
+    if ".in_proj." in name:
+        return formulas.share_of(shape, 8, index)
+    if name.endswith(".out_proj.weight"):
+        return (shape[0], formulas.chunk(shape[1], 8, index))
+    return shape
+
+
+@contract("SIMULATION-4")
+@simulated()
+@needs(Capability.SHARDED, Capability.ADAM)
+def test_layouts(rank: Rank) -> None:
+    """Each rank holds its part of every parameter and of the optimizer's state, if any rank's part is empty too."""
+    size, by_rows = rank.simulates, formulas.is_by_rows(rank.implementation.traits)
+    for index in chosen(rank):
+        with rank.simulated(index) as world:
+            one = rank.simulation(
+                world, functools.partial(Rows, size), mesh=world.mesh(), units=UNITS, optimizer=optim.adam()
+            )
+            steps(one)
+            found, state = one.layout(), one.optimizer_layout()
+            documented = {name: tuple(cut.shape) for name, cut in documented_parts(one).items()}
+            one.close()
+        assert found.keys() == one.parameters.keys()
+        for name, layout in found.items():
+            part = documented[name]
+            assert layout.shape == part, f"rank {index} holds {layout.shape} of {name!r}, not {part}"
+            assert layout.dtype == "float32"
+            rows = formulas.share_of(one.parameters[name], size, index)
+            assert not by_rows or layout.shape == rows, f"rank {index} holds {layout.shape} of {name!r}, not {rows}"
+            held = {key: part.shape for key, part in state[name].items() if part.shape}
+            if math.prod(layout.shape):
+                assert held == dict.fromkeys(("exp_avg", "exp_avg_sq"), layout.shape), f"state of {name!r}: {held}"
+            else:
+                assert not sum(map(math.prod, held.values())), f"state of {name!r}, of which nothing is held: {held}"
+
+
+def documented_parts(one: Simulation) -> dict[str, torch.Tensor]:
+    """By parameter, the part that the adapter says this rank holds, cut from a tensor of the whole shape."""
+    pieces = one.adapter.parameters()
+    return {name: pieces[name].cut(torch.empty(shape, device="meta")) for name, shape in one.parameters.items()}
+
+
+@contract("SIMULATION-4")
+@simulated()
+@needs(Capability.SHARDED, Capability.ADAM)
+def test_held_between_steps(rank: Rank) -> None:
+    """Between two steps a rank holds its shares, twice as much of Adam's state, and no buffer of any unit."""
+    size = rank.simulates
+    for index in chosen(rank):
+        with rank.simulated(index) as world:
+            one = rank.simulation(
+                world, functools.partial(Rows, size), mesh=world.mesh(), units=UNITS, optimizer=optim.adam()
+            )
+            steps(one)
+            held, share = one.held(), 4 * sum(shares(one, rank, size).values())
+            scalars = sum(4 for state in one.optimizer_layout().values() for part in state.values() if not part.shape)
+            local = 4 * sum(math.prod(layout.shape) for layout in one.layout().values())
+            one.close()
+        # An implementation may keep gradients that the script has dropped until the next forward.
+        kept = {Kind.GRADIENTS: share} if held.of(Kind.GRADIENTS) else {}
+        expected = {Kind.SHARDS: share, Kind.OPTIMIZER: 2 * local + scalars} | kept
+        expected = {kind: nbytes for kind, nbytes in expected.items() if nbytes}
+        assert held.by_kind == expected, f"rank {index} holds {shown(held.by_kind)}; it should hold {shown(expected)}"
+
+
+def shown(by_kind: Mapping[Kind, int]) -> str:
+    """Bytes by kind, as a message shows them."""
+    return ", ".join(f"{nbytes} bytes of {kind}" for kind, nbytes in by_kind.items())
+
+
+#: What is there because units are whole, for a while.
+WHOLE = (Kind.GATHERED, Kind.WHOLE_GRADIENTS, Kind.REDUCTION)
+#: How many units a phase may hold in whole, as in the chapter MEMORY. In forward: the one that computes, and the next
+#: one in the memory of the gather and in that of its parameters. In backward: the one that computes, the gather of the
+#: next one, the input of the reduction in flight, and gradients, twice where those of a unit are put together.
+AT_A_TIME = {"forward": 3, "backward": 5}
+
+
+@contract("SIMULATION-5")
+@simulated()
+@needs(Capability.SHARDED)
+def test_units_held_at_a_time(rank: Rank) -> None:
+    """However many ranks and units there are, a step holds few units in whole: with more of them, not one byte more."""
+    size = rank.simulates
+    layer = 4 * size * size
+    for index in chosen(rank):
+        peaks = {}
+        for depth in (4, 8):
+            units = [[f"layers.{number}"] for number in range(depth)]
+            with rank.simulated(index) as world:
+                one = rank.simulation(
+                    world, functools.partial(busy.EqualLayers, size, depth), mesh=world.mesh(), units=units,
+                    optimizer=optim.sgd(),
+                )  # fmt: skip
+                for _ in range(2):
+                    one.step(lambda: (torch.zeros(1, size),), loss=models.mean_square)
+                peaks[depth] = {phase: one.ledger.peak(step=1, phase=phase, kinds=WHOLE) for phase in AT_A_TIME}
+                one.close()
+        for phase, most in AT_A_TIME.items():
+            fewer, more = peaks[4][phase], peaks[8][phase]
+            assert more.by_kind == fewer.by_kind, (
+                f"rank {index}: {phase} of 8 units holds {shown(more.by_kind)}, of 4 units {shown(fewer.by_kind)}"
+            )
+            assert more.total <= most * layer, (
+                f"rank {index}: {phase} holds {more.total / layer:.2f} units in whole, {shown(more.by_kind)}; "
+                f"{most} are allowed"
+            )
