@@ -48,8 +48,8 @@ optimizer               42.500   42.500    42.500   42.500
 gathered                 0.000   46.688    46.688    0.000
 whole gradients          0.000    0.000     4.125    0.000
 reduction                0.000    0.000    25.031    0.000
-activations              0.016   53.891    27.148    0.016
-all                     85.016  185.578   204.680  127.516
+activations              0.000   53.875    27.133    0.000
+all                     85.000  185.562   204.664  127.500
 
 the most of each kind in KiB, each at its own moment
 
@@ -60,7 +60,7 @@ optimizer               42.500   42.500    42.500  42.500
 gathered                 0.000   46.688    46.688   0.000
 whole gradients          0.000    0.000    20.812   0.000
 reduction                0.000    0.000    33.375   0.000
-activations              0.016   74.023    78.023   0.016
+activations              0.000   74.008    78.008   0.000
 
 traffic of rank 0 in a step, in KiB
 
@@ -94,8 +94,8 @@ optimizer             42.500   42.500
 gathered              46.688   46.688
 whole gradients        4.125    4.125
 reduction             25.031   25.031
-activations           27.148   27.164
-peak                 204.680  204.695
+activations           27.133   27.133
+peak                 204.664  204.664
 sent                  80.438   91.062
 sent to other hosts   21.250   31.875
 collectives               11       11

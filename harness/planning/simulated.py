@@ -47,7 +47,7 @@ ASSUMPTIONS = (
 BETWEEN = "between steps"
 
 #: The phases that are shown, by those of a simulation that they consist of.
-_PHASES = {"forward": ("inputs", "forward"), "backward": ("backward",), "step": ("clip", "step", "zero")}
+_PHASES = {"forward": ("inputs", "forward"), "backward": ("backward", "around"), "step": ("clip", "step", "zero")}
 
 
 @dataclasses.dataclass(frozen=True)
