@@ -12,10 +12,13 @@ import time
 
 import pytest
 
+from shardproof.harness.findings.verdict import Verdict
+from shardproof.harness.parity import Rank
 from shardproof.harness.plugin import resuming
 from shardproof.harness.plugin.journal import Journal
-from shardproof.harness.worlds import remote, sockets, torchrun
+from shardproof.harness.worlds import loop, remote, sockets, torchrun
 from shardproof.harness.worlds.fleet import Fleet, Seat, TooFewRanks, nodes_of
+from shardproof.harness.worlds.jobs import Result
 from shardproof.harness.worlds.remote import Link, Lost
 
 VARIABLES = {
@@ -100,6 +103,21 @@ def test_the_variables_of_a_rank_are_those_of_its_place_in_the_world():
     }  # fmt: skip
 
 
+def test_worlds_share_no_rank_and_what_is_alone_waits():
+    job = fleet((0, 0, 1, 1))
+    assert job.reserve(2) == (0, 1) and job.reserve(2) == (2, 3)
+    job.release((0, 1))
+    assert job._free(3, (), alone=False) is None and job._free(2, (), alone=True) is None
+    job.release((2, 3))
+    assert job.reserve(2, known=[(1, 3)], alone=True) == (1, 3)
+    assert job._free(1, (), alone=False) is None
+    job.release((1, 3))
+    assert job.reserve(1) == (0,) and job.reserve(2) == (2, 3), (
+        "a world that fits on one host waits for none to be free"
+    )
+    assert job._free(2, (), alone=False) is None
+
+
 # Links
 
 
@@ -130,6 +148,18 @@ def test_the_answers_of_those_that_are_there_are_gathered():
     here, gone = Link(ours, place()), Link(others, place())
     theirs.send((1, "answer"))
     assert remote.gathered({0: gone.ask("one"), 1: here.ask("one")}, within=0.1) == {1: "answer"}
+
+
+def test_a_directory_that_this_host_does_not_see_is_no_fault_of_the_implementation(tmp_path):
+    rank = object.__new__(Rank)
+    rank._tmp_path = tmp_path
+    assert rank.tmp_path == tmp_path
+    rank._tmp_path = tmp_path / "elsewhere"
+    result = Result(1, 0, Verdict.PASS)
+    with loop._outcome(result):
+        rank.tmp_path  # noqa: B018
+    assert result.verdict == Verdict.HARNESS_ERROR and "set TMPDIR to one" in result.text
+    assert result.text.startswith(f"{tmp_path}/elsewhere is not on host {socket.gethostname()}")
 
 
 # Connections

@@ -45,7 +45,7 @@ PLACE = """
 def test_place(rank):
     job = {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK")}
     assert job == {"RANK": str(rank.index), "LOCAL_RANK": str(rank.index), "WORLD_SIZE": "2", "GROUP_RANK": "0"}
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "of-the-job"
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "of-the-job" and "GLOO_SOCKET_IFNAME" not in os.environ
     assert not [name for name in os.environ if name.startswith("TORCHELASTIC_")]
     print("rank", rank.index, "was here", file=sys.stderr)
 """
@@ -54,9 +54,9 @@ def test_place(rank):
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
     folder = tmp_path_factory.mktemp("job")
-    (folder / "test_inner.py").write_text(CASES + PLACE.replace('"of-the-job"', '"lo"'))
+    (folder / "test_inner.py").write_text(CASES + PLACE)
     arguments = ["--impl", "reference", "--device", "cpu", "--report", "run.json"]
-    completed = torchrun(folder, 2, *arguments, GLOO_SOCKET_IFNAME="lo")
+    completed = torchrun(folder, 2, *arguments, NCCL_SOCKET_IFNAME="of-the-job")
     return completed, folder / "run.json"
 
 
