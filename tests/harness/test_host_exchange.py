@@ -1,13 +1,14 @@
 """Exchanges between ranks of several hosts: every rank gets every value, in order, whoever is late."""
 
-import concurrent.futures
 import random
 import socket
+import threading
+import time
 
 import pytest
 
 from shardproof.harness.parity.exchange import Exchange
-from shardproof.harness.parity.host_exchange import HostExchange
+from shardproof.harness.parity.host_exchange import _LENGTH, HostExchange
 
 
 def _world(folder, nodes):
@@ -29,6 +30,21 @@ def _world(folder, nodes):
     return ranks, peers
 
 
+def _together(*functions):
+    """Call functions at the same time and return what they return; a rank that waits for ever fails the test."""
+    found = {}
+    calls = [
+        threading.Thread(target=lambda i=i, call=call: found.update({i: call()}), daemon=True)
+        for i, call in enumerate(functions)
+    ]
+    for call in calls:
+        call.start()
+    until = time.monotonic() + 30
+    for call in calls:
+        call.join(max(0.0, until - time.monotonic()))
+    return [found.get(index, "has not ended") for index in range(len(functions))]
+
+
 @pytest.mark.parametrize("nodes", [(0, 1), (0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 2, 2, 1)], ids=str)
 def test_every_rank_gets_every_value_of_every_round(tmp_path, nodes):
     ranks, _ = _world(tmp_path, nodes)
@@ -47,22 +63,19 @@ def test_every_rank_gets_every_value_of_every_round(tmp_path, nodes):
             assert found == [value(other, round_) for other in range(len(nodes))], (index, round_)
         return True
 
-    with concurrent.futures.ThreadPoolExecutor(len(nodes)) as threads:
-        assert all(threads.map(run, range(len(nodes))))
+    assert _together(*(lambda i=i: run(i) for i in range(len(nodes)))) == [True] * len(nodes)
 
 
 def test_the_next_value_of_a_rank_that_is_ahead_is_left_for_the_next_exchange(tmp_path):
-    ranks, peers = _world(tmp_path, (0, 1))
-    peers[0][1].setblocking(True)
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        first = thread.submit(ranks[1].gather, b"first")
-        assert ranks[0].gather(b"one") == [b"one", b"first"]
-        assert first.result() == [b"one", b"first"]
-        # Rank 1 has sent its second value before rank 0 begins its own second exchange, and then its third.
-        second = thread.submit(lambda: [ranks[1].gather(b"second"), ranks[1].gather(b"third")])
-        assert ranks[0].gather(b"two") == [b"two", b"second"]
-        assert ranks[0].gather(b"three") == [b"three", b"third"]
-        assert second.result() == [[b"two", b"second"], [b"three", b"third"]]
+    ranks, _ = _world(tmp_path, (0, 1))
+    one, other = ranks
+    # The other rank has sent its next value before this one has read the first.
+    other._peers[0].send(_LENGTH.pack(5) + b"first" + _LENGTH.pack(6) + b"second")
+
+    def gathered():
+        return [one.gather(b"a"), one.gather(b"b")]
+
+    assert _together(gathered) == [[[b"a", b"first"], [b"b", b"second"]]]
 
 
 def test_the_end_of_a_rank_is_an_error_that_names_it(tmp_path):
