@@ -11,6 +11,7 @@ import pytest
 from shardproof.harness import Capability, Hardware, contract, models, needs, world
 from shardproof.harness.adapters.base import Accumulation
 from shardproof.harness.parity import Pair, Rank, Run, exact_difference
+from shardproof.harness.parity.plain import backward_of_copies, check_gradients
 from shardproof.harness.plugin.axes import RESHARD_CHOICES, RESHARD_EXPLICIT
 
 DIM = 9
@@ -171,6 +172,24 @@ def test_gradients_that_a_script_replaced(rank: Rank) -> None:
     for step in range(3):
         step_with(rank, pair, step)
         pair.check()
+
+
+@contract("ACCUMULATION-10")
+@world(2)
+@needs(Capability.OWN_OPTIMIZER, Capability.SHARDED)
+def test_gradients_that_a_script_dropped_of_some(rank: Rank) -> None:
+    """Where a script has dropped the gradients of some parameters of each unit, later backwards add to all of them."""
+    model = models.Tower(dim=DIM, depth=DEPTH)
+    whole = models.copy_of(model).to(rank.device)
+    run = rank.run(model, units=model.units())
+    for number in range(3):
+        batch = rank.batch(number, (4, DIM))
+        run.forward_backward((batch,), loss=models.mean_square)
+        backward_of_copies(rank, whole, loss=models.mean_square(whole(batch)))
+        for parameters in (run.adapter.held_parameters(), dict(whole.named_parameters())) if number == 0 else ():
+            for name in [name for name in parameters if name.endswith("in_proj.weight")]:
+                parameters[name].grad = None
+    check_gradients(run, whole, step=0)
 
 
 @contract("ACCUMULATION-11")

@@ -507,6 +507,20 @@ def test_gradient_penalty(rank: Rank, reshard_after_forward: bool | None) -> Non
         check_gradients(run, plain, step=0)
 
 
+@contract("AUTOGRAD-17")
+@world(2)
+@needs(Capability.AUTOGRAD_CALLS, Capability.MULTIPLE_FORWARD)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
+def test_gradients_within_forward(rank: Rank, reshard_after_forward: bool | None) -> None:
+    """A forward may compute gradients on its way, of a unit's output, and goes on with the weights of the root."""
+    pair = rank.pair(
+        shapes.Forces(dim=9), units=[["energy"]], baseline="replicated", reshard_after_forward=reshard_after_forward
+    )
+    for step in range(2):
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+
+
 @contract("AUTOGRAD-15")
 @world(2)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])

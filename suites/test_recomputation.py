@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from shardproof.harness import Capability, contract, models, needs, world
+from shardproof.harness.adapters.base import Accumulation
 from shardproof.harness.models.recomputation import Computations, Means, Span, SpanTower, recompute, recompute_span
 from shardproof.harness.models.ties import RepeatedTower
 from shardproof.harness.parity import Pair, Rank
@@ -51,6 +52,28 @@ def test_one_gather_serves_both(rank: Rank, reshard_after_forward: bool | None, 
         pair.check_bytes()
 
 
+@contract("RECOMPUTATION-2")
+@world(2)
+@COUNTS
+@needs(Capability.GATHER_ORDER)
+@MEANS
+def test_the_same_order(rank: Rank, means: Means) -> None:
+    """Backward gathers and reduces in the order that it has without recomputation, units ahead of their use."""
+    model = models.Tower(dim=9)
+    runs = [
+        rank.run(models.copy_of(model), units=model.units()),
+        rank.run(model, units=model.units(), prepare=lambda plain: recompute(plain, means)),
+    ]
+    batch = rank.batch(0, (4, 9)).requires_grad_()
+    for _ in range(2):
+        orders = []
+        for run in runs:
+            before = len(run.trace)
+            run.forward_backward((batch,), loss=models.mean_square)
+            orders.append([f"{item.kind} of {item.unit}" for item in run.trace[before:] if item.phase == "backward"])
+        assert orders[0] == orders[1], f"backward without recomputation: {orders[0]}; with: {orders[1]}"
+
+
 @contract("RECOMPUTATION-1", "RECOMPUTATION-2")
 @world(4)
 @COUNTS
@@ -75,6 +98,17 @@ def test_recomputed_spans(rank: Rank, span: Span) -> None:
     pair = make_spans(rank, span)
     for step in range(3):
         pair.step(rank.batch(step, (4, 9)), set_to_none=step % 2 == 0)
+        pair.check()
+
+
+@contract("RECOMPUTATION-4")
+@world(2)
+@needs(Capability.DEFERRED_REDUCTION)
+def test_recomputed_spans_of_microbatches(rank: Rank) -> None:
+    """The same where gradients of microbatches add up unreduced."""
+    pair = make_spans(rank, "two-layers", microbatches=2, accumulation=Accumulation())
+    for step in range(2):
+        pair.step([rank.batch(step, (4, 9), microbatch=number) for number in range(2)])
         pair.check()
 
 

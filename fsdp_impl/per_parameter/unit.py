@@ -243,8 +243,11 @@ class Unit(_State):
 
     @hooks.outside_graphs
     def _end_of_backward(self) -> None:
-        self.iteration.forward_root = None
+        if (root := self.iteration.forward_root) is not None and root.phase is not Phase.FORWARD:
+            self.iteration.forward_root = None
         for unit in self.iteration.units:
+            if unit.phase is Phase.FORWARD:
+                continue  # which computes gradients on its way; its parameters are in use
             unit.to_run.clear()
             unit.phase = Phase.IDLE
             if unit.group is None:

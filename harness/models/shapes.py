@@ -481,3 +481,21 @@ class ScaledStack(Stacked):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.run_layers(x) * self.gain
+
+
+class Forces(nn.Module):
+    """Adds to the output of a unit ``energy`` a gradient of it that forward computes itself, as models of forces do.
+
+    Input and output: (batch, dim). The gradient of the input within forward is a constant for backward.
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.energy = MLP(dim)
+        self.out = nn.Linear(dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        place = x.detach().requires_grad_()
+        (force,) = torch.autograd.grad(self.energy(place).square().sum(), place)
+        out: torch.Tensor = self.out(self.energy(x) + force)
+        return out

@@ -114,6 +114,14 @@ PER_PARAMETER = {
         "        param.local.numel() and hooks.run_post_accumulate(param.sharded)",
     ),
     "pending-sum-taken": Edit("common.clip:sharding_groups", "isinstance(placement, Partial)", "False"),
+    "freed-by-gradients-of-a-forward": Edit(
+        "per_parameter.unit:Unit._end_of_backward", "if unit.phase is Phase.FORWARD:", "if False:"
+    ),
+    "reentrant-not-ahead": Edit(
+        "per_parameter.unit:Unit._complete_forward",
+        "if not torch.is_grad_enabled() or tensors_requiring_grad(output):",
+        "if tensors_requiring_grad(output):",
+    ),
     # What parameters are cut into, and what is put in their place.
     "no-such-dimension-is-the-first": Edit(
         "per_parameter.param:_checked_dim",
@@ -165,6 +173,13 @@ FLAT = {
     "flat-recovers-while-recomputing": Edit(
         "flat.unit:FlatUnit._root_pre_forward", "callback_queued and not hooks.in_backward()", "callback_queued"
     ),
+    "flat-freed-by-gradients-of-a-forward": Edit(
+        "flat.unit:FlatUnit._finish_backward", "if self.phase is Phase.FORWARD:", "if False:"
+    ),
+    "flat-unreduced-shown-in-backward": Edit(
+        "flat.unit:FlatUnit._root_post_forward", "if not hooks.in_backward():\n", "if True:\n"
+    ),
+    "flat-some-are-all": Edit("flat.reduction:Gradients.add", " if all_new else None", ""),
     # Optimizers in backward.
     "flat-optimizers-of-flat-parameters": Edit(
         "flat.construct:initialize", 'hasattr(group.shards.flat, "_in_backward_optimizers")', "False"

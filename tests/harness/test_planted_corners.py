@@ -57,6 +57,10 @@ KILLED = {
     "first-hook-alone": Killer("test_post_accumulate_hook_runs", "the second hooks on parameters run for"),
     "no-hook-without-rows": Killer("test_post_accumulate_hook_runs", "each parameter's hook runs once"),
     "pending-sum-taken": Killer("test_gradient_that_is_a_pending_sum", "together, has the norm 2"),
+    "freed-by-gradients-of-a-forward": Killer(
+        "test_gradients_within_forward and None", "mixed torch.Tensor and DTensor"
+    ),
+    "reentrant-not-ahead": Killer("test_the_same_order and reentrant-call", "backward without recomputation"),
     "no-such-dimension-is-the-first": Killer("test_what_cannot_be_sharded and no-such-dimension", NOT_REFUSED),
     "placements-not-compared": Killer("test_parameter_of_another_layout", "the error names none of"),
     "older-hook-without-metadata": Killer("test_older_form_of_a_hook", "'NoneType' object is not subscriptable"),
@@ -77,6 +81,13 @@ KILLED = {
     "flat-recovers-while-recomputing": Killer(
         "test_recomputed_spans and two-layers and not reentrant", "out of bounds for"
     ),
+    "flat-freed-by-gradients-of-a-forward": Killer(
+        "test_gradients_within_forward and None", "must be a matrix, got 1-D tensor"
+    ),
+    "flat-unreduced-shown-in-backward": Killer(
+        "test_recomputed_spans_of_microbatches", "must match the size of tensor"
+    ),
+    "flat-some-are-all": Killer("test_gradients_that_a_script_dropped_of_some", "gradient of"),
     "flat-optimizers-of-flat-parameters": Killer("test_steps_in_backward_of_flat", "no rank refuses them"),
     "flat-gradients-after-their-step": Killer("test_steps_in_backward and w2-None", "backward leaves gradients"),
     "flat-older-on-all-ranks": Killer("test_older_calls and w2-first-rank-originals", "rank 1 has"),
