@@ -35,7 +35,7 @@ def lint_imports(folder):
     return subprocess.run([sys.executable, "-c", script], cwd=folder, capture_output=True, text=True)
 
 
-ROOMS = ("adapters", "collectives", "findings", "models", "parity", "plugin", "tensors", "worlds")
+ROOMS = ("adapters", "collectives", "findings", "models", "parity", "plugin", "simulation", "tensors", "worlds")
 
 
 def packages_with(folder, imports):
