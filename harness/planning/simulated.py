@@ -20,7 +20,6 @@ from shardproof.harness.planning.meshes import Mesh
 from shardproof.harness.planning.request import Request
 from shardproof.harness.planning.subject import ModelError, Subject, why
 from shardproof.harness.simulation import Kind, Simulation, simulated_world
-from shardproof.harness.simulation.addresses import sizes_for_addresses
 from shardproof.harness.simulation.extremes import extremes
 from shardproof.harness.simulation.survival import why_not
 from shardproof.harness.simulation.tensors import Tensors
@@ -120,7 +119,6 @@ def simulate(
     script = _Script(request, subject, known)
     with (
         _in_one_line(request),
-        sizes_for_addresses(),
         simulated_world(math.prod(mesh), rank=request.rank) as world,
     ):
         device_mesh = world.mesh(mesh, meshes.names_of(mesh))

@@ -10,7 +10,6 @@ from shardproof.harness.planning import anatomy, meshes, planned, shapes, simula
 from shardproof.harness.planning.request import Request
 from shardproof.harness.planning.subject import subject_of
 from shardproof.harness.simulation import Ledger, simulated_world
-from shardproof.harness.simulation.extremes import extremes
 from shardproof.harness.tensors import memory
 from tests.harness import planned_models
 from tests.harness.planned_models import objects_of_others_rest  # noqa: F401
@@ -59,8 +58,9 @@ class Real:
                 with ledger.during("step"):
                     adapter.step()
                     adapter.zero_grad(set_to_none=True)
-            parts = extremes(ledger, step=1, parts=[["forward"], ["backward"], ["step"]])
-            self.peaks = [sum(part.at_peak.values()) for part in parts]
+            # Where nothing is allocated or freed, what is held at the end was held all the time.
+            peaks, held = ledger.peaks(step=1), ledger.held()
+            self.peaks = [peaks.get(phase, held).total for phase in ("forward", "backward", "step")]
             adapter.teardown()
 
 
