@@ -333,7 +333,7 @@ def test_parameters_that_a_script_changes(rank: Rank, how: str) -> None:
 
 @contract("TRAINING-12")
 @world(2)
-@needs(Capability.DTENSOR_PARAMETERS)
+@needs(Capability.DTENSOR_PARAMETERS, Capability.SHARDED)
 def test_parameter_of_another_layout(rank: Rank) -> None:
     """A DTensor with other placements that a script puts in the place of a parameter is used, or refused by name."""
     model = models.Tower(dim=9)
