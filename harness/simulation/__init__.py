@@ -16,7 +16,7 @@ One simulation, from its world to its figures::
     with simulated_world(512, rank=1) as world:
         mesh = world.mesh((64, 8), ("replicate", "shard"))
         config = Config(mesh=mesh, units=(("layers.0",), ("layers.1",)), clip=Clip(1.0))
-        one = Simulation(world, registry.load("torch.fully_shard"), build, config=config, optimizer=optim.adamw())
+        one = Simulation(world, registry.load(name), build, config=config, optimizer=optim.adamw())
         for _ in range(2):
             trace = one.step(lambda: (torch.zeros(1, 2048, dtype=torch.int64),), loss=loss)
         one.held()                              # between steps: Usage, bytes by kind

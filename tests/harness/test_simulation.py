@@ -1,0 +1,250 @@
+"""Simulated worlds: what they leave behind, what the ledger counts, and what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from shardproof.harness import simulated
+from shardproof.harness.adapters.base import Config
+from shardproof.harness.adapters.reference import ReferenceAdapter
+from shardproof.harness.adapters.reference_flat import ReferenceFlatAdapter
+from shardproof.harness.adapters.replicas import DdpAdapter
+from shardproof.harness.collectives.trace import Collective
+from shardproof.harness.models import busy, mean_square, optim
+from shardproof.harness.plugin.selection import resolve
+from shardproof.harness.simulation import Kind, Ledger, Shape, Simulation, by_group, simulated_world, survival
+from shardproof.harness.simulation.formulas import chunk
+from shardproof.harness.simulation.process import is_clean
+from shardproof.harness.simulation.tensors import Tensors
+from shardproof.harness.simulation.world import check_shape, ranks_along
+from shardproof.harness.tensors import memory
+
+DIM, DEPTH = 512, 4
+LAYER = 4 * DIM * DIM
+
+
+@pytest.fixture(autouse=True, scope="module")
+def young_objects_alone():
+    """Each step collects garbage, as in ranks, whose processes have left out what lives as long as they do."""
+    memory.retire_objects()
+    yield
+    gc.unfreeze()
+
+
+def simulate(world, kind=ReferenceAdapter, *, steps=2, **options):
+    """Layers of one square weight, sharded over all ranks and trained."""
+    units = tuple((f"layers.{index}",) for index in range(DEPTH))
+    config = Config(mesh=world.mesh(), units=units)
+    one = Simulation(
+        world, kind, lambda: busy.EqualLayers(DIM, DEPTH), config=config, optimizer=optim.sgd(momentum=0.0), **options
+    )
+    for _ in range(steps):
+        one.step(lambda: (torch.zeros(1, DIM),), loss=mean_square)
+    return one
+
+
+def attributes():
+    """What a simulation replaces while it runs."""
+    return sys.excepthook, torch.UntypedStorage.resize_, torch.UntypedStorage.data_ptr, torch.Tensor.data_ptr
+
+
+def test_process_is_left_as_it_was():
+    before = attributes()
+    for rank in (0, 3):
+        with simulated_world(8, rank=rank) as world:
+            assert (dist.get_world_size(), dist.get_rank()) == (8, rank)
+            simulate(world, steps=1).close()
+        assert is_clean()
+        assert attributes() == before
+
+
+def test_process_is_left_as_it_was_after_an_error():
+    before = attributes()
+    with pytest.raises(ZeroDivisionError), simulated_world(8, rank=1) as world:
+        one = simulate(world, steps=0)
+        one.step(lambda: (torch.zeros(1, DIM),), loss=lambda output: 1 / 0)
+    assert is_clean()
+    assert attributes() == before
+
+
+def test_own_world_is_hidden_and_comes_back():
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    try:
+        own = dist.new_group([0, 1])
+        with simulated_world(16, rank=5) as world:
+            assert (dist.get_world_size(), dist.get_rank()) == (16, 5)
+            simulate(world, steps=1).close()
+        assert (dist.get_world_size(), dist.get_rank()) == (4, 1)
+        assert dist.get_process_group_ranks(own) == [0, 1]
+        # Functional collectives find a group by its name alone.
+        assert torch._C._distributed_c10d._resolve_process_group(own.group_name) == own
+        assert dist.new_group([1, 2]).size() == 2
+    finally:
+        dist.destroy_process_group()
+    assert is_clean()
+
+
+@pytest.mark.parametrize("rank", [1, 5])
+def test_rank_of_an_equal_mesh_is_not_taken_from_a_cache(rank):
+    """Three rows are among four of six ranks, by chunks of one."""
+    with simulated_world(6, rank=rank) as world:
+        one = Simulation(
+            world, ReferenceAdapter, lambda: nn.Linear(2, 3, bias=False), config=Config(mesh=world.mesh()),
+            optimizer=optim.sgd(),
+        )  # fmt: skip
+        one.step(lambda: (torch.zeros(1, 2),), loss=mean_square)
+        assert one.layout()["weight"].shape == (chunk(3, 6, rank), 2) == (int(rank < 3), 2)
+        one.close()
+
+
+def test_ledger_counts_to_the_byte():
+    ledger, tensors = Ledger(), Tensors()
+    with tensors.without_memory(ledger.during("one")):
+        first = torch.zeros(100)
+        view = first[10:]
+        second = torch.empty(0)
+        second.untyped_storage().resize_(48)
+        del first
+        assert ledger.held().total == 400 + 48  # the view keeps the storage
+        del view
+        assert ledger.held().total == 48
+    with tensors.without_memory(ledger.during("two")):
+        ledger.mark([second], Kind.GATHERED)
+        third = second + torch.zeros(())
+        second.untyped_storage().resize_(0)
+    assert ledger.held().by_kind == {}  # `third` is as empty as `second` was made
+    assert third.shape == (0,)
+    assert ledger.peak(phase="one").total == 448
+    assert ledger.peak(phase="two").by_kind == {Kind.GATHERED: 48, Kind.ACTIVATIONS: 4}
+    assert ledger.peak(kinds=[Kind.GATHERED]).total == 48
+
+
+@contextlib.contextmanager
+def real_world(kind):
+    """Rank 0 of two, with real tensors, and streams that are not there."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        with kind.as_on_a_device():
+            yield dist.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", [ReferenceAdapter, ReferenceFlatAdapter])
+def test_peaks_are_those_that_the_allocator_counts(kind):
+    """Of real tensors, in the same order of calls, by torch's profiler; beyond what is held before the step."""
+    units = tuple((f"layers.{index}",) for index in range(DEPTH))
+    with real_world(kind) as mesh:
+        adapter = kind(
+            busy.EqualLayers(DIM, DEPTH), optimizer=optim.sgd(momentum=0.0), config=Config(mesh=mesh, units=units)
+        )
+        for step in range(2):
+            with (
+                contextlib.nullcontext()
+                if step == 0
+                else profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler
+            ):
+                loss = mean_square(adapter.forward(torch.zeros(1, DIM)))
+                with record_function("backward"):
+                    adapter.backward(loss)
+                del loss
+                with record_function("step"):
+                    adapter.step()
+                adapter.zero_grad(set_to_none=True)
+        adapter.teardown()
+    events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    real, held, phase = {"forward": 0, "backward": 0}, 0, "forward"
+    for event in events:
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            real[phase] = max(real.get(phase, 0), held)
+        elif event.name() in ("backward", "step"):
+            phase = event.name()
+    with simulated_world(2) as world:
+        one = simulate(world, kind)
+        before = one.held().total
+        found = {phase: one.ledger.peak(step=1, phase=phase).total - before for phase in ("forward", "backward")}
+        one.close()
+    assert found == {phase: real[phase] for phase in found}
+
+
+def test_ddp_cannot_be_simulated_and_why():
+    assert "data is not allocated yet" in str(survival.why_not(DdpAdapter))
+    assert survival.why_not(ReferenceAdapter) is None
+    assert is_clean()
+
+
+def ask(simulate, device="auto", worlds=None):
+    return resolve(implementations="ddp", device=device, worlds=worlds, deadline=None, simulate=simulate)
+
+
+def test_sizes_that_are_asked_for():
+    assert ask("64,1024,64").simulates == (64, 1024)
+    assert ask("64").device == "cpu"
+    assert ask(None).simulates == ()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "others", "line"),
+    [
+        ("0", {}, "--simulate 0: expected positive numbers of ranks such as 1024,16384, not '0'"),
+        ("64,x", {}, "--simulate 64,x: expected positive numbers of ranks such as 1024,16384, not 'x'"),
+        ("100000", {}, "--simulate 100000: a simulated world of 100000 ranks: expected 1 to 65536"),
+        (
+            "64",
+            {"device": "cuda"},
+            "--simulate: the tensors of a simulated world are on no device; leave out --device cuda",
+        ),
+        ("64", {"worlds": "2"}, "--simulate: --world 2 selects real ranks, of which a simulated world has none"),
+    ],
+)
+def test_options_that_make_no_sense(sizes, others, line):
+    with pytest.raises(ValueError) as raised:
+        ask(sizes, **others)
+    assert str(raised.value) == line
+
+
+def test_worlds_that_make_no_sense():
+    lines = {
+        (8, 8, "cpu"): "rank 8 of a simulated world of 8 ranks: expected 0 to 7",
+        (8, 0, "tpu"): "a simulated world on 'tpu': expected cpu or cuda",
+    }
+    for (size, rank, device), line in lines.items():
+        with pytest.raises(ValueError) as raised, simulated_world(size, rank=rank, device_type=device):
+            pass
+        assert str(raised.value) == line
+    with pytest.raises(ValueError, match=r"^simulated\(multiple_of=0\): a world's size is a positive integer$"):
+        simulated(multiple_of=0)
+    with pytest.raises(ValueError, match=r"^a mesh of 16x8 has 128 ranks: a world of 100 does not divide into it$"):
+        check_shape(100, (16, 8), ("replicate", "shard"))
+    with pytest.raises(ValueError, match=r"expected one name for each dimension$"):
+        check_shape(100, (10, 10), ("dp",))
+
+
+def test_groups_are_named_by_their_dimensions():
+    shape = Shape((4, 2, 8), ("replicate", "shard", "tensor"), rank=21)
+    assert ranks_along(21, (4, 2, 8), (2,)) == tuple(range(16, 24))
+    assert shape.along("shard") == (21, 29)
+    assert shape.along("replicate", "tensor") == tuple(r for first in (0, 16, 32, 48) for r in range(first, first + 8))
+    for names in (("replicate",), ("shard",), ("tensor",), ("replicate", "shard"), ("replicate", "tensor")):
+        assert shape.dimensions_of(shape.along(*names)) == "+".join(names)
+    assert shape.dimensions_of((21, 22)) == ""
+    trace = [
+        Collective("forward", "all_gather", "float32", 80, (21, 29)),
+        Collective("backward", "all_reduce", "float32", 40, shape.along("replicate")),
+        Collective("backward", "all_reduce", "float32", 40, shape.along("replicate")),
+    ]
+    sums = by_group(trace, shape)
+    assert [(*key, one.count, one.nbytes, one.sent) for key, one in sums.items()] == [
+        ("forward", "all_gather", "shard", 1, 80, 40.0),
+        ("backward", "all_reduce", "replicate", 2, 80, 120.0),
+    ]
