@@ -42,8 +42,8 @@ ROOMS = (
     "models",
     "parity",
     "planning",
-    "simulation",
     "plugin",
+    "simulation",
     "tensors",
     "worlds",
 )
