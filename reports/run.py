@@ -12,7 +12,7 @@ from shardproof.reports.record import CaseRecord
 
 SUPPORTED_VERSIONS = (1, 2)
 
-EFFORTS = ("quick", "standard", "full")
+EFFORTS = ("quick", "pairs", "standard", "full")
 """The efforts, least first. A file without one is of a version that ran everything."""
 
 MIXED = "mixed"

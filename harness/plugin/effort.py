@@ -1,9 +1,10 @@
-"""Which of the selected cases a shorter run leaves out: ``--effort quick``, ``standard`` or ``full``.
+"""Which of the selected cases a shorter run leaves out: ``--effort quick``, ``pairs``, ``standard`` or ``full``.
 
 - ``full`` leaves out nothing.
 - ``standard`` keeps of each case every pair of values of its parameters, every number of ranks, and the combinations
   that a table beside the case lists (``pairwise``, ``always``). What it keeps is the same for every host and
   implementation.
+- ``pairs`` is ``standard`` in the smallest worlds that have a pair of values: two ranks, for a case of two and of four.
 - ``quick`` keeps one item of each function for each implementation, so that every requirement has one (``quick``).
 
 The effort is applied last, to what ``--world``, ``-k``, ``-m`` and other plugins have selected, so that what they
@@ -89,7 +90,10 @@ def choose(items: Iterable[pytest.Function], selection: Selection) -> Iterator[p
     for item in sorted(items, key=_order):
         by_implementation[cases.launch_of(item).implementation].append(item)
     for same in by_implementation.values():
-        chosen = _one_a_function(same, selection) if selection.effort == Effort.QUICK else _every_pair(same)
+        if selection.effort == Effort.QUICK:
+            chosen = iter(_one_a_function(same, selection))
+        else:
+            chosen = _every_pair(same, sizes=selection.effort == Effort.STANDARD)
         yield from (same[index] for index in chosen)
 
 
@@ -130,13 +134,13 @@ def _candidate(item: pytest.Function, selection: Selection) -> quick.Candidate:
     )
 
 
-def _every_pair(items: Sequence[pytest.Function]) -> Iterator[int]:
+def _every_pair(items: Sequence[pytest.Function], *, sizes: bool) -> Iterator[int]:
     tables = {folder: always.read(folder) for folder in {item.path.parent for item in items}}
     begin = 0
     for (path, name), same in itertools.groupby(items, key=_function):
         combinations = [_combination(item) for item in same]
         listed = tables[path.parent].get(f"{path.name}::{name}", ())
-        yield from (begin + index for index in pairwise.cover(combinations, always=listed))
+        yield from (begin + index for index in pairwise.cover(combinations, always=listed, sizes=sizes))
         begin += len(combinations)
 
 

@@ -34,9 +34,10 @@ class Combination:
     size: int
     needs: frozenset[str] = frozenset()
 
-    def parts(self) -> Iterator[Part]:
-        """What should be covered: each pair of values, a value that is alone, and the number of ranks."""
-        yield frozenset({(WORLD, repr(self.size))})
+    def parts(self, *, sizes: bool = True) -> Iterator[Part]:
+        """What should be covered: each pair of values, a value that is alone, and the number of ranks if ``sizes``."""
+        if sizes:
+            yield frozenset({(WORLD, repr(self.size))})
         yield from map(frozenset, itertools.combinations(self.values.items(), min(2, len(self.values))))
 
     def has(self, part: Part) -> bool:
@@ -49,7 +50,7 @@ class Combination:
         return self.size <= other.size and self.needs <= other.needs and here != there
 
 
-def cover(combinations: Sequence[Combination], *, always: Iterable[Part] = ()) -> list[int]:
+def cover(combinations: Sequence[Combination], *, always: Iterable[Part] = (), sizes: bool = True) -> list[int]:
     """Choose combinations that have every pair of values, and every number of ranks, that any combination has.
 
     The choice is greedy: the next combination is the one with most of what is not covered yet; of several, one with the
@@ -59,11 +60,12 @@ def cover(combinations: Sequence[Combination], *, always: Iterable[Part] = ()) -
         combinations: the combinations that exist, in an order that is always the same.
         always: further sets of values to cover, such as the combinations of a seed test. A set that no combination has
             is ignored.
+        sizes: whether every number of ranks is covered, and not only the smallest that has what is covered.
 
     Returns:
         The chosen positions in ``combinations``, in ascending order.
     """
-    parts = {part for combination in combinations for part in combination.parts()} | set(always)
+    parts = {part for combination in combinations for part in combination.parts(sizes=sizes)} | set(always)
     groups = [group for part in parts for group in _easiest(combinations, part)]
     uncovered = collections.Counter(index for group in groups for index in group)
     chosen = []
