@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from shardproof.harness.adapters import registry
@@ -161,10 +163,17 @@ def source_of(body):
 
 
 @pytest.fixture
-def module(tmp_path, monkeypatch):
+def nothing_imported():
+    """No test finds the module ``broken`` of another one."""
+    sys.modules.pop("broken", None)
+    yield
+    sys.modules.pop("broken", None)
+
+
+@pytest.fixture
+def module(nothing_imported, tmp_path, monkeypatch):
     """Write the module ``broken``."""
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(__import__("sys").modules, "broken", raising=False)
 
     def write(source):
         tmp_path.joinpath("broken.py").write_text(source)
@@ -197,7 +206,7 @@ def test_a_module_that_prints_is_as_good_as_any(module, capfd):
 
 
 @pytest.mark.parametrize("kind", ["module-exits", "availability-raises"])
-def test_a_run_ends_with_exit_code_4(run, pytester, kind):
+def test_a_run_ends_with_exit_code_4(nothing_imported, run, pytester, kind):
     source = MODULES[kind][0] if kind in MODULES else source_of(BROKEN[kind][0])
     pytester.makepyfile(broken=source)
     pytester.syspathinsert()
