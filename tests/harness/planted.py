@@ -148,10 +148,10 @@ class ForgottenFlags(ReferenceAdapter):
         pass
 
 
-def a_sixth_by_day(rows: Iterable[Any], names: Iterable[str]) -> list[Any]:
-    """The parameter sets of planted bugs, all but a fixed sixth marked ``nightly``.
+def a_twelfth_by_day(rows: Iterable[Any], names: Iterable[str]) -> list[Any]:
+    """The parameter sets of planted bugs, all but a fixed twelfth marked ``nightly``.
 
-    Which sixth does not depend on the other bugs: a new one moves none into the night.
+    Which twelfth does not depend on the other bugs: a new one moves none into the night.
 
     Args:
         rows: the parameters of each test; tuples for several.
@@ -167,7 +167,7 @@ _NIGHTLY = [pytest.mark.nightly]
 
 
 def _by_day(name: str) -> bool:
-    return zlib.crc32(name.encode()) % 6 == 0
+    return zlib.crc32(name.encode()) % 12 == 0
 
 
 def selected(request: pytest.FixtureRequest, argument: str = "bug") -> list[Any]:

@@ -12,9 +12,12 @@ import pytest
 from tests import warm
 from tests.harness import planted, planted_drawn, planted_reductions
 from tests.harness.inner import PYTHONPATH
-from tests.harness.planted import ROOT, a_sixth_by_day, assert_sound_passes, name_of, run_suites, selected
+from tests.harness.planted import ROOT, a_twelfth_by_day, assert_sound_passes, name_of, run_suites, selected
 
-pytestmark = pytest.mark.slow("the tests share one run of the suites, in which each planted bug shrinks")
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.slow("the tests share one run of the suites, in which each planted bug shrinks"),
+]
 pytest.importorskip("hypothesis", reason="cases that draw need hypothesis: pip install '.[fuzz]'")
 
 GRADIENT = "gradient of 'root.parts.0.values' in the {} step"
@@ -42,7 +45,7 @@ SHRUNK = {
     "norm-crashes": Shrunk(planted_drawn.NormCrashes, "crash", "SIGABRT", "clip='1'"),
     "norm-hangs": Shrunk(planted_drawn.NormHangs, "hang", "rank 0 is missing from it", "Training("),
 }
-BY_DAY = pytest.mark.parametrize("bug", a_sixth_by_day(SHRUNK, SHRUNK))
+BY_DAY = pytest.mark.parametrize("bug", a_twelfth_by_day(SHRUNK, SHRUNK))
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,10 @@ import pytest
 
 from tests.harness import planted
 
-pytestmark = pytest.mark.slow("the tests share one run of the suites, in which each planted bug has ranks of its own")
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.slow("the tests share one run of the suites, in which each planted bug has ranks of its own"),
+]
 
 BUGS = [planted.LonelyReplicas, planted.ReplacedGradient, planted.DeafToPrefetch, planted.ForgottenFlags]
 CASES = (
