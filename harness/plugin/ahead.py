@@ -13,6 +13,9 @@ from shardproof.harness.plugin.records import CaseRecord
 from shardproof.harness.worlds.fleet import Fleet
 from shardproof.harness.worlds.fleet_pool import FleetPool
 
+#: Seconds after which ranks that have started meanwhile are ended too.
+_ABORT_SECONDS = 0.2
+
 #: Marks by which pytest itself may decide that a case does not run.
 _DECIDED_BY_PYTEST = ("skip", "skipif", "xfail", "usefixtures")
 
@@ -86,8 +89,10 @@ class Ahead:
         if running:
             for future in running:
                 future.cancel()
+            # Again and again: a case may still be about to start its ranks, and would then run to its end.
             self._pool.abort()
-            concurrent.futures.wait(running)
+            while concurrent.futures.wait(running, timeout=_ABORT_SECONDS).not_done:
+                self._pool.abort()
         self._started = {nodeid: one for nodeid, one in self._started.items() if one[1] not in running}
 
     def _start(self, item: pytest.Function) -> None:

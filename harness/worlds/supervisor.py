@@ -182,7 +182,8 @@ class Supervisor:
         return str(verdict), text
 
     def _abort(self, number: int) -> None:
-        rank_process.kill([self._held[number].rank])
+        if number in self._held:  # else its world has ended meanwhile
+            rank_process.kill([self._held[number].rank])
 
     def _kill(self, number: int) -> list[str]:
         held = self._held.pop(number, None)

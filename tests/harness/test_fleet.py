@@ -9,12 +9,13 @@ import os
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from shardproof.harness.findings.verdict import Verdict
 from shardproof.harness.parity import Rank
-from shardproof.harness.plugin import resuming
+from shardproof.harness.plugin import ahead, resuming
 from shardproof.harness.plugin.journal import Journal
 from shardproof.harness.worlds import loop, remote, sockets, torchrun
 from shardproof.harness.worlds.fleet import Fleet, Seat, TooFewRanks, nodes_of
@@ -269,3 +270,25 @@ def test_a_run_that_an_earlier_attempt_completed_is_not_repeated(tmp_path):
     (tmp_path / "run.json").write_text(json.dumps(run) + "\n")
     assert resuming.Resuming(tmp_path / "run.json", place()).exit_code == 1
     assert resuming.Resuming(tmp_path / "run.json", place(attempt=0)).exit_code is None
+
+
+def test_a_case_that_was_about_to_start_its_ranks_is_ended_too(monkeypatch):
+    ended, aborted = threading.Event(), []
+
+    class Pool:
+        def abort(self):
+            aborted.append(None)
+            if len(aborted) == 2:  # the ranks have started since the first time
+                ended.set()
+
+    monkeypatch.setattr(ahead.cases, "launch_of", lambda item: SimpleNamespace(size=1))
+    item = SimpleNamespace(nodeid="one")
+    running = ahead.Ahead([item], SimpleNamespace(size=2), Pool(), run=lambda _: ended.wait(), may_run=lambda _: True)
+    running._start(item)
+    closing = threading.Thread(target=running.close, daemon=True)
+    closing.start()
+    closing.join(timeout=20)
+    is_stuck = closing.is_alive()
+    ended.set()
+    closing.join()
+    assert not is_stuck and len(aborted) == 2
