@@ -7,6 +7,7 @@ from pathlib import Path
 
 from shardproof.reports import files
 from shardproof.reports.fields import Fields, RecordError, integer, text
+from shardproof.reports.loading import load
 
 VERSION = 1
 MARK = "plan_version"
@@ -265,12 +266,4 @@ def load_plan(path: str | Path) -> Plan:
     Raises:
         PlanFileError: the file is missing or is no plan file. The message is one line that begins with the path.
     """
-    path = Path(path)
-    try:
-        return parse_plan(json.loads(files.read(path)))
-    except OSError as error:
-        raise PlanFileError(f"{path}: {error.strerror or error}") from error
-    except (RecordError, files.FileError) as error:
-        raise PlanFileError(f"{path}: {error}") from error
-    except (ValueError, RecursionError) as error:
-        raise PlanFileError(f"{path}: not a JSON file: {error}") from error
+    return load(path, parse_plan, PlanFileError)

@@ -1,13 +1,12 @@
 """Run files: the environment of a run, and a record for each case and implementation."""
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shardproof.reports import files
 from shardproof.reports.fields import Fields, RecordError, integer, kind_of, text
+from shardproof.reports.loading import load
 from shardproof.reports.record import CaseRecord
 
 SUPPORTED_VERSIONS = (1, 2)
@@ -358,15 +357,7 @@ def load_run(path: str | Path) -> Run:
         RunFileError: the file is missing, is no regular file, is too large, is not JSON, or violates the schema; or the
             journal of a newer, incomplete run stands beside it. The message is one line that begins with the path.
     """
-    path = Path(path)
-    try:
-        return parse_run(json.loads(files.read(path)))
-    except OSError as error:
-        raise RunFileError(f"{path}: {error.strerror or error}") from error
-    except (RecordError, files.FileError) as error:
-        raise RunFileError(f"{path}: {error}") from error
-    except (ValueError, RecursionError) as error:  # not JSON, not Unicode, a number of 5000 digits, nested too deeply
-        raise RunFileError(f"{path}: not a JSON file: {error}") from error
+    return load(path, parse_run, RunFileError)
 
 
 def _last_attempts(cases: Iterable[CaseRecord]) -> tuple[tuple[CaseRecord, ...], tuple[CaseRecord, ...]]:

@@ -80,7 +80,7 @@ class Resuming:
             self._running.write_text(json.dumps(sorted(self._begun)))
 
     def end(self, key: Key) -> None:
-        """Note that a case has a record, which says more than that it was running."""
+        """Note that a case has ended: its record replaces the note that it was running."""
         with self._lock:
             self._begun.discard(key)
 
