@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import os
 import pathlib
@@ -27,6 +28,35 @@ from tests.harness.inner import NO_HYPOTHESIS, PYTHONPATH
 ROOT = pathlib.Path(__file__).parents[2]
 DROPPED_UNIT = "layers.1"
 GATHERED_TWICE = "layers.2"
+
+
+_replaced: list[tuple[Any, str, Any]] = []
+
+
+def replace(owner: Any, name: str, new: Any) -> None:
+    """Set an attribute of a module or class until the case ends."""
+    _replaced.append((owner, name, inspect.getattr_static(owner, name)))
+    setattr(owner, name, new)
+
+
+class Planting(Adapter):
+    """Plants a bug before the first model of a case is sharded, until the case ends; mixed into a sound adapter."""
+
+    def plant(self) -> None:
+        """Call :func:`replace`; once for a case, also where it shards several models."""
+        raise NotImplementedError
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if not _replaced:
+            self.plant()
+        super().__init__(*args, **kwargs)
+
+    def teardown(self) -> None:
+        try:
+            super().teardown()
+        finally:
+            while _replaced:
+                setattr(*_replaced.pop())
 
 
 class _Planted(ReferenceAdapter):
@@ -148,7 +178,7 @@ class ForgottenFlags(ReferenceAdapter):
         pass
 
 
-def a_twelfth_by_day(rows: Iterable[Any], names: Iterable[str]) -> list[Any]:
+def few_by_day(rows: Iterable[Any], names: Iterable[str]) -> list[Any]:
     """The parameter sets of planted bugs, all but a fixed twelfth marked ``nightly``.
 
     Which twelfth does not depend on the other bugs: a new one moves none into the night.

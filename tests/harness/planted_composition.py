@@ -15,9 +15,9 @@ from fsdp_impl.flat import group, optim_state, shards, state_dict
 from fsdp_impl.flat import unit as flat_unit
 from fsdp_impl.per_parameter import construct, mesh, param, reduction
 from fsdp_impl.per_parameter import unit as parameter_unit
-from shardproof.harness.adapters.base import Adapter
 from shardproof.harness.adapters.reference import ReferenceAdapter
 from shardproof.harness.adapters.reference_flat import ReferenceFlatAdapter
+from tests.harness.planted import Planting, replace
 
 
 def source_of(owner: Any, name: str, old: str, new: str) -> str:
@@ -34,11 +34,8 @@ def source_of(owner: Any, name: str, old: str, new: str) -> str:
     return source.replace(old, new)
 
 
-_replaced: dict[type, Any] = {}
-
-
-class _Edited(Adapter):
-    """Changes the source before the first model of a case is sharded, until the case ends."""
+class _Edited(Planting):
+    """Changes the source of one function."""
 
     place: ClassVar[tuple[Any, str, str, str]]
     source: ClassVar[str]
@@ -49,23 +46,12 @@ class _Edited(Adapter):
             # Here, so that a place that has moved fails the import, and is not taken for a caught bug.
             cls.source = source_of(*cls.place)
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        if type(self) not in _replaced:
-            owner, name, *_ = type(self).place
-            _replaced[type(self)] = inspect.getattr_static(owner, name)
-            made: dict[str, Any] = {}
-            function = inspect.unwrap(getattr(owner, name))
-            exec(compile(self.source, f"<planted {name}>", "exec"), function.__globals__, made)
-            setattr(owner, name, made[name])
-        super().__init__(*args, **kwargs)
-
-    def teardown(self) -> None:
-        try:
-            super().teardown()
-        finally:
-            if type(self) in _replaced:
-                owner, name, *_ = type(self).place
-                setattr(owner, name, _replaced.pop(type(self)))
+    def plant(self) -> None:
+        owner, name, *_ = type(self).place
+        made: dict[str, Any] = {}
+        function = inspect.unwrap(getattr(owner, name))
+        exec(compile(self.source, f"<planted {name}>", "exec"), function.__globals__, made)
+        replace(owner, name, made[name])
 
 
 class _PerParameter(_Edited, ReferenceAdapter): ...

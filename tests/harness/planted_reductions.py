@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 from shardproof.harness.adapters.base import Adapter, Config
 from shardproof.harness.adapters.reference import ReferenceAdapter
 from shardproof.harness.adapters.reference_flat import ReferenceFlatAdapter
+from tests.harness.planted import Planting, replace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,9 +37,7 @@ class Edit:
     is_apart: bool = False
 
     def apply(self) -> None:
-        """Replace the function wherever ``fsdp_impl`` holds it; nothing if that has been done."""
-        if self in _undo:
-            return
+        """Replace the function wherever ``fsdp_impl`` holds it, until the case ends."""
         module_name, _, name = self.place.partition(":")
         owner: Any = importlib.import_module(f"fsdp_impl.{module_name}")
         *path, name = name.split(".")
@@ -46,19 +45,11 @@ class Edit:
             owner = getattr(owner, part)
         found = getattr(owner, name)
         edited = self._edited(inspect.unwrap(found), name)
-        places = [(owner, name, inspect.getattr_static(owner, name))]
-        setattr(owner, name, edited)
+        replace(owner, name, edited)
         for module in [module for key, module in sys.modules.items() if key.partition(".")[0] == "fsdp_impl"]:
             for key, value in list(vars(module).items()):
                 if value is found:
-                    places.append((module, key, value))
-                    setattr(module, key, edited)
-        _undo[self] = places
-
-    def undo(self) -> None:
-        """Put the function back wherever it was."""
-        for owner, name, was in _undo.pop(self, ()):
-            setattr(owner, name, was)
+                    replace(module, key, edited)
 
     def _edited(self, function: Any, name: str) -> Any:
         source = textwrap.dedent(inspect.getsource(function))
@@ -69,23 +60,13 @@ class Edit:
         return made[name]
 
 
-_undo: dict[Edit, list[tuple[Any, str, Any]]] = {}
-
-
-class Edited(Adapter):
-    """Applies an edit before a model is sharded, until the case ends; mixed into the adapter of a reference."""
+class Edited(Planting):
+    """Applies an edit."""
 
     edit: ClassVar[Edit]
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def plant(self) -> None:
         self.edit.apply()
-        super().__init__(*args, **kwargs)
-
-    def teardown(self) -> None:
-        try:
-            super().teardown()
-        finally:
-            self.edit.undo()
 
 
 PER_PARAMETER = {

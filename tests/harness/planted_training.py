@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 import types
 import weakref
 from collections.abc import Callable
@@ -26,32 +25,20 @@ from fsdp_impl.per_parameter.mesh import KEEP
 from fsdp_impl.per_parameter.module import FSDPModule
 from fsdp_impl.per_parameter.param import ShardedParam
 from fsdp_impl.per_parameter.unit import Unit, unit_of
-from shardproof.harness.adapters.base import Adapter, Config
+from shardproof.harness.adapters.base import Config
 from shardproof.harness.adapters.reference import ReferenceAdapter
 from shardproof.harness.adapters.reference_flat import ReferenceFlatAdapter
+from tests.harness.planted import Planting, replace
 
 Changes = tuple[tuple[Any, str, Any], ...]
 
 
-_changed: list[tuple[Any, str, Any]] = []
-
-
-class _Changing(Adapter):
+class _Changing(Planting):
     changes: ClassVar[Changes] = ()
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        if not _changed:
-            for owner, name, wrong in self.changes:
-                _changed.append((owner, name, inspect.getattr_static(owner, name)))
-                setattr(owner, name, wrong)
-        super().__init__(*args, **kwargs)
-
-    def teardown(self) -> None:
-        try:
-            super().teardown()
-        finally:
-            while _changed:
-                setattr(*_changed.pop())
+    def plant(self) -> None:
+        for owner, name, wrong in self.changes:
+            replace(owner, name, wrong)
 
 
 class _Planted(_Changing, ReferenceAdapter): ...

@@ -12,7 +12,7 @@ import pytest
 from tests import warm
 from tests.harness import planted, planted_drawn, planted_reductions
 from tests.harness.inner import PYTHONPATH
-from tests.harness.planted import ROOT, a_twelfth_by_day, assert_sound_passes, name_of, run_suites, selected
+from tests.harness.planted import ROOT, assert_sound_passes, few_by_day, name_of, run_suites, selected
 
 pytestmark = [
     pytest.mark.nightly,
@@ -45,7 +45,7 @@ SHRUNK = {
     "norm-crashes": Shrunk(planted_drawn.NormCrashes, "crash", "SIGABRT", "clip='1'"),
     "norm-hangs": Shrunk(planted_drawn.NormHangs, "hang", "rank 0 is missing from it", "Training("),
 }
-BY_DAY = pytest.mark.parametrize("bug", a_twelfth_by_day(SHRUNK, SHRUNK))
+BY_DAY = pytest.mark.parametrize("bug", few_by_day(SHRUNK, SHRUNK))
 
 
 @pytest.fixture(scope="module")
