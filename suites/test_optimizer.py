@@ -145,9 +145,9 @@ def test_group_that_is_added(rank: Rank) -> None:
 
     def of_the_others(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         every = list(parameters)
-        # A unit has one parameter where they are flat; those of the last unit come last.
+        # A unit has one parameter where they are flat; the root's own comes first, and those of the last unit last.
         given = every[: -last if len(every) == len(names) else -1]
-        groups = [{"params": given[::2], "weight_decay": 0.1}, {"params": given[1::2], "lr": 0.01}]
+        groups = [{"params": given[:1], "weight_decay": 0.1}, {"params": given[1:], "lr": 0.01}]
         return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
 
     run, replica = run_and_replica(rank, model, units=UNITS, optimizer=of_the_others)

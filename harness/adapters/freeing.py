@@ -12,13 +12,17 @@ from torch.distributed.tensor import DTensor
 def free(held: object) -> None:
     """Free the memory of all tensors in nested lists, tuples and mappings, whoever keeps the tensors.
 
+    Pinned memory cannot be freed so; it is the host's, and does not fill the device.
+
     Args:
         held: tensors of a model that is never used again; anything else is left alone.
     """
     if isinstance(held, DTensor):
         free(held.to_local())
     elif isinstance(held, torch.Tensor):
-        held.untyped_storage().resize_(0)
+        storage = held.untyped_storage()
+        if storage.resizable():
+            storage.resize_(0)
     elif isinstance(held, Mapping):
         for value in held.values():
             free(value)

@@ -16,3 +16,10 @@ def test_all_tensors_are_freed_however_they_are_nested():
     free([(parameter, parameter.grad, None), state, {"views": [view]}])
     tensors = [parameter, parameter.grad, state[parameter]["momentum"], view]
     assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [0] * 4
+
+
+def test_memory_of_others_stays():
+    """Pinned memory cannot be resized either, and there is none without a device."""
+    tensor = torch.frombuffer(bytearray(16), dtype=torch.float32)
+    free([tensor])
+    assert tensor.tolist() == [0.0] * 4
