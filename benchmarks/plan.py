@@ -29,6 +29,10 @@ from typing import Any
 
 FOLDER = pathlib.Path(__file__).parent
 ROOT = FOLDER.parent
+sys.path.insert(0, str(FOLDER))
+
+from training.arguments import names_in  # noqa: E402
+
 ANSWER = "@@"  # as in planned.worker, which imports torch
 NAMES = ("reference", "torch.fully_shard", "reference.flat", "torch.fsdp")
 DTYPES = ("float32", "bfloat16")
@@ -77,17 +81,6 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     """The options of the command line."""
-
-    def names_in(allowed: Sequence[str]) -> Any:
-        def split(text: str) -> list[str]:
-            found = [name for name in text.split(",") if name]
-            for name in found:
-                if name not in allowed:
-                    raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(allowed)}")
-            return found
-
-        return split
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama:0.9b")
     parser.add_argument("--implementations", type=names_in(NAMES), default=list(NAMES))

@@ -33,6 +33,7 @@ FOLDER = pathlib.Path(__file__).parent
 ROOT = FOLDER.parent
 sys.path.insert(0, str(FOLDER))
 
+from training.arguments import names_in  # noqa: E402
 from training.implementations import NAMES  # noqa: E402
 from training.models import SPECS, Spec, growing  # noqa: E402
 from training.worker import ANSWER  # noqa: E402
@@ -168,16 +169,6 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     """The options of the command line."""
-
-    def names_in(allowed: Sequence[str]) -> Any:
-        def split(text: str) -> list[str]:
-            found = [name for name in text.split(",") if name]
-            for name in found:
-                if name not in allowed:
-                    raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(allowed)}")
-            return found
-
-        return split
 
     def numbers(text: str) -> list[int]:
         return [int(number) for number in text.split(",") if number]
