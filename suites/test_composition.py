@@ -91,15 +91,16 @@ def test_two_halves_of_a_mesh(rank: Rank, shape: tuple[int, ...], dim: int) -> N
     train(rank, rank.mesh(shape, ("pp", "dp", "tp")), dim=dim, recomputes=False)
 
 
-@contract("COMPOSITION-3")
+@contract("COMPOSITION-3", "COMPOSITION-11")
 @world(4)
-@needs(Capability.HYBRID)
+@pytest.mark.parametrize("joined", [pytest.param(False, marks=needs(Capability.HYBRID)), True])
 @pytest.mark.parametrize("dim", [3, 17])
 @SHAPES
-def test_replicas_of_tensor_parallel_shards(rank: Rank, shape: tuple[int, ...], dim: int) -> None:
-    """A (replicate, shard) mesh beside a tensor-parallel one."""
-    mesh = rank.mesh(shape, ("replicate", "shard", "tp"))
-    train(rank, mesh, dim=dim, recomputes=False, data=("replicate", "shard"))
+def test_replicas_of_tensor_parallel_shards(rank: Rank, shape: tuple[int, ...], dim: int, joined: bool) -> None:
+    """A (replicate, shard) mesh beside a tensor-parallel one; or both are made one, as for data and context."""
+    names = ("replicate", "shard")
+    mesh = rank.mesh(shape, (*names, "tp"), joined=names if joined else ())
+    train(rank, mesh, dim=dim, recomputes=False, data=("_".join(names),) if joined else names)
 
 
 @contract("COMPOSITION-14")
@@ -567,11 +568,10 @@ def test_teacher_and_student(rank: Rank, reshard_after_forward: bool | int | Non
     plain = models.copy_of(teacher).double().to(rank.device)
     mesh = rank.mesh((2, 2), ("replicate", "shard"))
     teaching = rank.run(teacher.requires_grad_(False), units=[["layers.1"]], mesh=mesh, cast=torch.float64)
-    frozen = teaching.adapter.forward
 
     def teach(x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad(), teaching.recorder.during("teacher"):
-            found = frozen(x.double())
+            found = teaching.adapter.forward(x.double())
             expected = plain(x.double())
         difference = exact_difference(found, expected)
         assert difference is None, f"output of the teacher: element, sharded, plain: {difference}"
@@ -585,8 +585,7 @@ def test_teacher_and_student(rank: Rank, reshard_after_forward: bool | int | Non
         student, units=student.units(), reshard_after_forward=reshard_after_forward,
         after_backward=lambda adapter: again(),
     )  # fmt: skip
-    inner = pair.sharded.original_module("layers.1")
-    inner.register_forward_hook(lambda module, args, output: again())
+    pair.sharded.original_module("layers.1").register_forward_hook(lambda module, args, output: again())
     for step in range(3):
         x = rank.batch(step, (4, 9))
         pair.step((x, teach(x)))

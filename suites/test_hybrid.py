@@ -204,3 +204,25 @@ def test_resharded_within_a_host(rank: Rank, declared: tuple[int, ...]) -> None:
         for item in pair.last_trace():
             if (item.phase, item.kind) == ("backward", "all_gather"):
                 assert item.group == here, f"{item}: its ranks should be those of this host, {here}"
+
+
+@contract("HYBRID-6")
+@world(4)
+@pytest.mark.parametrize(
+    ("shape", "data"),
+    [
+        ((2, 2), "dp_cp"),
+        pytest.param((2, 1, 2), ("replicate", "dp_cp"), marks=needs(Capability.HYBRID)),
+        pytest.param((2, 2, 1), ("replicate", "dp_cp"), marks=needs(Capability.HYBRID)),
+    ],
+    ids=["shards", "replicas-of-context-parts", "replicas"],
+)
+def test_joined_dimensions(rank: Rank, shape: tuple[int, ...], data: Any) -> None:
+    """Two dimensions that a script has made one, as data and context parallelism, shard and average over both."""
+    names = ("replicate", "dp", "cp")[-len(shape) :]
+    mesh = rank.mesh(shape, names, joined=("dp", "cp"))
+    model = models.Tower(dim=9)
+    pair = rank.pair(model, units=model.units(), mesh=mesh[data])
+    for step in range(2):
+        pair.step(rank.batch(step, (4, 9)), set_to_none=step % 2 == 0)
+        pair.check()

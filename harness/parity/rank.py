@@ -114,6 +114,7 @@ class Rank(Member):
         names: tuple[str, ...] = ("dp",),
         *,
         order: tuple[int, ...] | None = None,
+        joined: tuple[str, ...] = (),
     ) -> DeviceMesh:
         """A mesh over all ranks (collective at the first call with these arguments).
 
@@ -121,8 +122,10 @@ class Rank(Member):
             shape: the size of each dimension; by default one dimension of all ranks.
             names: the name of each dimension.
             order: the ranks, as they fill the mesh, the last dimension first; by default in rank order.
+            joined: dimensions that are one besides, as data and context parallelism are for sharding. The name of that
+                one has theirs with underscores between, and ``mesh[name]`` is it.
         """
-        return self._state.mesh(shape or (self.world_size,), names, order)
+        return self._state.mesh(shape or (self.world_size,), names, order, joined)
 
     def pair(self, model: nn.Module, *, baseline: Baseline = "ddp", **options: Any) -> Pair:
         """The implementation beside its baseline and the oracle (collective).

@@ -59,15 +59,22 @@ class RankState:
         self._groups = {group: str(group.group_name) for group in process_groups()}
         self._meshes: dict[tuple[object, ...], DeviceMesh] = {}
 
-    def mesh(self, shape: tuple[int, ...], names: tuple[str, ...], order: tuple[int, ...] | None = None) -> DeviceMesh:
+    def mesh(
+        self,
+        shape: tuple[int, ...],
+        names: tuple[str, ...],
+        order: tuple[int, ...] | None = None,
+        joined: tuple[str, ...] = (),
+    ) -> DeviceMesh:
         """The mesh of this shape over all ranks (collective at the first call with these arguments).
 
         Args:
             shape: the size of each dimension.
             names: the name of each dimension.
             order: the ranks, as they fill the mesh; by default in rank order.
+            joined: dimensions that are one besides, whose name has theirs with underscores between.
         """
-        key = (shape, names, order)
+        key = (shape, names, order, joined)
         if key not in self._meshes:
             before = process_groups()
             if order is None:
@@ -75,6 +82,8 @@ class RankState:
             else:
                 ranks = torch.tensor(order).view(shape)
                 self._meshes[key] = DeviceMesh(self.device.type, ranks, mesh_dim_names=names)
+            if joined:
+                self._meshes[key][joined]._flatten("_".join(joined))
             self._groups |= {group: str(group.group_name) for group in process_groups() - before}
         return self._meshes[key]
 

@@ -35,6 +35,11 @@ PER_PARAMETER = {
     "names-by-letters": Edit(
         "per_parameter.options:_names", "(value,) if isinstance(value, str) else tuple(value)", "tuple(value)"
     ),
+    "dimensions-of-the-root-alone": Edit(
+        "per_parameter.mesh:check_mesh",
+        "if mesh.ndim not in (1, 2):",
+        "if not {*(mesh.mesh_dim_names or ())} <= {*(mesh._get_root_mesh().mesh_dim_names or ())}:",
+    ),
     "shards-over-the-first-dimension": Edit(
         "per_parameter.param:_spmd_spec", "placements[first] = shard", "placements[0] = shard"
     ),

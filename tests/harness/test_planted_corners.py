@@ -26,6 +26,9 @@ KILLED = {
     "shards-over-named-replicas": Killer(DIMENSIONS.format("replicate-shard"), ""),
     "named-replicas-sharded": Killer(DIMENSIONS.format("replicate-tp"), ""),
     "names-by-letters": Killer(DIMENSIONS.format("shard-tp"), "name 'd' not found"),
+    "dimensions-of-the-root-alone": Killer(
+        "test_joined_dimensions and replicas-of-context-parts", "1D or 2D DeviceMesh"
+    ),
     "shards-over-the-first-dimension": Killer(DIMENSIONS.format("tp-shard"), ""),
     "strided-by-earlier-dimensions": Killer(DIMENSIONS.format("tp-shard"), "is placed"),
     "cut-again": Killer(WRONG.format("cut-already"), NOT_REFUSED),
