@@ -42,7 +42,8 @@ def heading(plan: Plan) -> list[str]:
     """What was simulated, in a few lines."""
     about = f" ({plan.about})" if plan.about else ""
     units = ", ".join(f"{count} of {name}" for name, count in plan.units.items() if name != "root")
-    units = f"{units} and the root's own" if units else "the root's own alone"
+    if "root" in plan.units:
+        units = f"{units} and the root's own" if units else "the root's own alone"
     settings = ", ".join(f"{name} {value}".strip() for name, value in plan.settings.items())
     lines = [
         f"{plan.model}{about}: {plan.numel:,} parameters; units: {units}",

@@ -17,8 +17,12 @@ IMPLEMENTATIONS = sorted(path.name.removesuffix(".toml") for path in FOLDER.iter
 
 @pytest.fixture(scope="module")
 def case_ids():
-    """The ids of all cases, the nightly ones too."""
-    options = ["suites", "--impl", "reference", "--device", "cpu", "--collect-only", "-q", "-m", ""]
+    """The ids of all cases, the nightly ones and those of simulated worlds too."""
+    return [*collected("suites"), *collected("suites/test_simulation.py", "--simulate", "64")]
+
+
+def collected(*which):
+    options = [*which, "--impl", "reference", "--device", "cpu", "--collect-only", "-q", "-m", ""]
     command = [warm.python(), "-m", "pytest", "-p", "no:cacheprovider", *options]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert found.returncode == 0, found.stdout + found.stderr

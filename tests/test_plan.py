@@ -21,6 +21,16 @@ def path_as_before(monkeypatch):
     monkeypatch.syspath_prepend(".")
 
 
+@pytest.mark.parametrize(
+    ("chosen", "units"),
+    [([], "the root's own alone"), (["--unit", "Linear"], "1 of Linear")],
+    ids=["none", "all"],
+)
+def test_root_has_a_unit_if_parameters_are_left_for_it(chosen, units, capsys):
+    assert main(["plan", "--model", f"{MODELS}:one_layer", "--mesh", "2", "--impl", "reference", *chosen]) == 0
+    assert capsys.readouterr().out.splitlines()[0].endswith(f" parameters; units: {units}")
+
+
 def test_a_small_model(tmp_path, capsys):
     """Hosts of two ranks: shards within a host, replicas across. The file has what was printed."""
     file = tmp_path / "plan.json"

@@ -61,8 +61,8 @@ class AccelerateFsdpAdapter(TorchFullyShardAdapter):
     """
 
     name = "accelerate.fsdp"
-    # An Accelerator's state belongs to the process.
-    traits = dataclasses.replace(TorchFullyShardAdapter.traits, isolation="case", frees_models=False)
+    # An Accelerator's state belongs to the process. It needs devices, of which a simulated world has none.
+    traits = dataclasses.replace(TorchFullyShardAdapter.traits, isolation="case", frees_models=False, simulates=False)
 
     @classmethod
     def availability(cls, device_type: str) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, ClassVar
 
 import fsdp_impl.wrap
@@ -14,6 +15,7 @@ class ReferenceFlatAdapter(FlatAdapter):
     """``fsdp_impl.FullyShardedDataParallel``."""
 
     name = "reference.flat"
+    traits = dataclasses.replace(FlatAdapter.traits, simulates=True)
     api: ClassVar[Any] = fsdp_impl
 
     as_on_a_device = staticmethod(reference_streams.as_on_a_device)

@@ -17,7 +17,7 @@ class TorchFsdpAdapter(FlatAdapter):
     name = "torch.fsdp"
     api: ClassVar[Any] = torch.distributed.fsdp
     # Models outlive their last reference: F-19 of docs/findings.md.
-    traits = dataclasses.replace(FlatAdapter.traits, frees_models=False)
+    traits = dataclasses.replace(FlatAdapter.traits, frees_models=False, simulates=True)
 
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:

@@ -39,7 +39,7 @@ class TorchFullyShardAdapter(DTensorAdapter):
 
     name = "torch.fully_shard"
     # Resharding to a smaller size makes a mesh with new process groups in every call of fully_shard.
-    traits = dataclasses.replace(DTensorAdapter.traits, process_groups="abandoned")
+    traits = dataclasses.replace(DTensorAdapter.traits, process_groups="abandoned", simulates=True)
     fully_shard = staticmethod(fully_shard)
     offload_policy = CPUOffloadPolicy
     precision_policy = MixedPrecisionPolicy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from typing import Any
 
@@ -54,7 +55,7 @@ class TorchReplicateWithFsdpAdapter(DTensorAdapter):
     """``replicate`` on each unit and the root. A control: it shards nothing."""
 
     name = "torch.replicate_with_fsdp"
-    traits = REPLICA
+    traits = dataclasses.replace(REPLICA, simulates=True)
     fully_shard = staticmethod(_replicate)
     offload_policy = CPUOffloadPolicy
     precision_policy = MixedPrecisionPolicy

@@ -77,6 +77,7 @@ class TorchtitanSimpleFsdpAdapter(Adapter):
         # mesh and the policy of the first model: F-120 of docs/findings.md.
         frees_models=False,
         isolation="case",
+        simulates=True,
     )
 
     @classmethod

@@ -126,6 +126,13 @@ class Traits:
     - ``"case"``: one case; each case gets new processes. :meth:`Adapter.prepare` may change the process.
     """
 
+    simulates: bool = False
+    """Whether the implementation is known to train in simulated worlds: without values, and without other ranks.
+
+    What it raises there then fails the case. Otherwise it is tried on a small model first, and what it raises there
+    makes its cases ``unsupported``: the error may be its own, or due to what a simulation lacks.
+    """
+
     def __post_init__(self) -> None:
         """Check that every trait has a value of its kind.
 

@@ -194,7 +194,9 @@ class Rank(Member):
         return Simulation(world, self.implementation, build, config=self.config(**options), **driving)
 
     def why_not_simulated(self) -> str | None:
-        """Return why the implementation cannot be simulated, in one line, or None if it can."""
+        """Return why the implementation cannot be simulated, in one line, or None if it can or is known to."""
+        if self.implementation.traits.simulates:
+            return None
         with self.announcer.left_to_a_recorder():
             return survival.why_not(self.implementation)
 

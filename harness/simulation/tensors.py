@@ -20,6 +20,10 @@ from shardproof.harness.tensors.trees import tensors_of
 #: From how many parts on a tensor is split in one piece of work.
 _MANY = 16
 
+_DEVICE = torch.ops.prim.device.default
+_SPLIT = torch.ops.aten.split.Tensor
+_NEW_EMPTY = torch.ops.aten.new_empty.default
+
 
 class _Quickly(TorchDispatchMode):
     """Splits a tensor into thousands of parts without a dispatch for each, and leaves real tensors to torch.
@@ -31,31 +35,59 @@ class _Quickly(TorchDispatchMode):
     def __init__(self, fake: FakeTensorMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._fake = fake
+        self._states: dict[torch.device, dict[str, Any]] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # As for a Recorder: nothing is compiled, and the wrapper costs more than what it wraps.
+        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
-            return args[0].fake_device
-        if func is torch.ops.aten.split.Tensor and type(args[0]) is FakeTensor:
-            whole, size = args[0], args[1]
-            if whole.shape[args[2] if len(args) > 2 else 0] > _MANY * max(size, 1):
-                with in_kernel_invocation_manager(self._fake):
-                    parts = func(*args, **(kwargs or {}))
-                return self._wrapped(parts, whole)
-        is_empty = func is torch.ops.aten.new_empty.default and args[1] == [0] and not any((kwargs or {}).values())
-        if is_empty and type(args[0]) is FakeTensor:
+        kwargs = kwargs or {}
+        if args and type(args[0]) is FakeTensor:
+            if func is _DEVICE:
+                return args[0].fake_device
+            if func is _NEW_EMPTY and args[1] == [0] and not any(kwargs.values()):
+                return self._empty(args[0])
+            if func is _SPLIT and args[0].shape[args[2] if len(args) > 2 else 0] > _MANY * max(args[1], 1):
+                return self._split(args, kwargs)
+        if not types and next(tensors_of([args, kwargs]), None) is not None:
             with no_dispatch():
-                nothing = torch.empty(0, dtype=args[0].dtype, device="meta")
-            return self._wrapped([nothing], args[0])[0]
-        if not types and next(tensors_of([args, kwargs or {}]), None) is not None:
-            with no_dispatch():
-                return func(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
 
-    def _wrapped(self, parts: Sequence[torch.Tensor], like: FakeTensor) -> list[torch.Tensor]:
+    def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        with in_kernel_invocation_manager(self._fake):
+            parts = _SPLIT(*args, **kwargs)
+        device = args[0].fake_device
+        state = self._state(device)
         with no_dispatch():
-            return [FakeTensor(self._fake, part, like.fake_device) for part in parts]
+            return [_wrapped(part, device, state) for part in parts]
+
+    def _empty(self, like: FakeTensor) -> torch.Tensor:
+        device = like.fake_device
+        state = self._state(device)
+        with no_dispatch():
+            return _wrapped(torch.empty(0, dtype=like.dtype, device="meta"), device, state)
+
+    def _state(self, device: torch.device) -> dict[str, Any]:
+        """Return the attributes of a new tensor without memory, which are the same for all on one device."""
+        if device not in self._states:
+            with no_dispatch():
+                self._states[device] = vars(FakeTensor(self._fake, torch.empty(0, device="meta"), device))
+        return self._states[device]
+
+
+def _wrapped(meta: torch.Tensor, device: torch.device, state: dict[str, Any]) -> torch.Tensor:
+    """Do what FakeTensor's constructor does, which sets its attributes one by one and takes five times as long."""
+    made: torch.Tensor = torch.Tensor._make_subclass(
+        FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device
+    )
+    torch._C._set_throw_on_mutable_data_ptr(made)
+    vars(made).update(state)
+    return made
 
 
 @contextlib.contextmanager

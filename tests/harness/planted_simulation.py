@@ -1,7 +1,4 @@
-"""References that go wrong in large worlds alone: on the two to eight ranks of other cases they are sound.
-
-A world of more than eight ranks has them.
-"""
+"""References that go wrong where no other case on a CPU looks: in worlds of more than eight ranks, or with streams."""
 
 from __future__ import annotations
 
@@ -67,6 +64,11 @@ PER_PARAMETER = {
         "per_parameter.group:ParamGroup._free_unsharded",
         "if self._unsharded is not None:",
         f"if self._unsharded is not None and not (self.{_MANY} and self.phase is not Phase.FORWARD):",
+    ),
+    "all-reduced-kept-until-the-end": Edit(
+        "common.comm_context:CommContext.release_reduce_outputs",
+        "while len(self._reduce_outputs) > keep:",
+        "while self._reduce_outputs and not keep:",
     ),
 }
 

@@ -246,6 +246,7 @@ def test_by_default_everything_is_claimed():
         ("collective_padding", True, "a number of elements, 0 or more"),
         ("clips", "never", "one of call, step"),
         ("frees_models", "yes", "True or False"),
+        ("simulates", None, "True or False"),
         ("isolation", [], "one of shared, adapter, case"),
     ],
 )

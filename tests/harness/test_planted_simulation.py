@@ -28,6 +28,9 @@ KILLED = {
     "neighbours-far-apart": Killer("test_resharded_to_eight", "all_gather in backward is along"),
     "many-kept-after-forward": Killer("test_units_held_at_a_time", "forward of 8 units holds"),
     "many-kept-after-backward": Killer("test_held_between_steps", "bytes of gathered"),
+    "all-reduced-kept-until-the-end": Killer(
+        "test_units_held_beside_replicas and bfloat16", "backward of 8 units holds"
+    ),
 }
 
 

@@ -65,6 +65,19 @@ def test_ordinary_runs_leave_simulated_cases_out(tmp_path):
     assert {record["world"] for record in records} == {12}
 
 
+def test_error_of_what_is_known_to_run_is_a_failure(tmp_path):
+    """Of what is not known to run, an error may be due to what a simulation lacks."""
+    known, untried = "tests.harness.raising:Raising", "tests.harness.raising:RaisingUntried"
+    chosen = ("--simulate", "8", "-k", "test_bytes_of_a_step")
+    code, records, output = run(tmp_path, f"{known},{untried}", *chosen, cases="suites/test_simulation.py")
+    assert code == 1, output
+    failed, skipped = records
+    assert (failed["implementation"], failed["verdict"]) == (known, "fail")
+    assert "RuntimeError: a bug of this implementation" in failed["failure"]["text"]
+    assert (skipped["implementation"], skipped["verdict"]) == (untried, "unsupported")
+    assert skipped["missing"] == ["it cannot be simulated: RuntimeError: a bug of this implementation"]
+
+
 @pytest.mark.nightly
 def test_what_does_not_agree_fails(tmp_path):
     """A simulated rank whose trace differs from the real one's, here because it shards another model."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -126,6 +127,40 @@ def test_ledger_counts_to_the_byte():
     assert ledger.peak(phase="one").total == 448
     assert ledger.peak(phase="two").by_kind == {Kind.GATHERED: 48, Kind.ACTIVATIONS: 4}
     assert ledger.peak(kinds=[Kind.GATHERED]).total == 48
+
+
+def cut(whole, tensors):
+    """What implementations do to a parameter: as many parts as there are ranks, of which the last are empty."""
+    with tensors, torch.no_grad():
+        parts = list(torch.chunk(whole(), 64))
+        return [*parts, parts[0].new_empty(0), parts[0].new_empty(0)]
+
+
+def facts(tensor):
+    """All that tensors without memory differ in, but for the mode that made them."""
+    return {
+        "type": type(tensor),
+        "attributes": {name: value for name, value in vars(tensor).items() if name != "fake_mode"},
+        "layout": (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device),
+        "storage": (tensor.untyped_storage().nbytes(), tensor.untyped_storage().device),
+        "autograd": (tensor.requires_grad, tensor.is_leaf, tensor._is_view(), tensor._version, tensor.is_inference()),
+        "keys": repr(torch._C._dispatch_keys(tensor)),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_parameter", [False, True])
+def test_parts_made_quickly_are_those_that_torch_makes(dtype, is_parameter):
+    def whole():
+        made = torch.zeros(128, 3, dtype=dtype)
+        return nn.Parameter(made) if is_parameter else made
+
+    quickly = cut(whole, Tensors().without_memory())
+    slowly = cut(whole, FakeTensorMode())
+    assert [facts(one) for one in quickly] == [facts(one) for one in slowly]
+    assert len({one.untyped_storage()._cdata for one in quickly}) == 3  # the parts share one; the empty ones do not
+    with pytest.raises(RuntimeError, match="data pointer"):
+        quickly[0].data_ptr()
 
 
 @contextlib.contextmanager
