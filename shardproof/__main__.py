@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import os
 import sys
@@ -37,6 +38,9 @@ A first run, its matrix, why a case fails, and whether a change made anything wo
 world and verdict, are in the glossary of CONTRIBUTING.md; README.md names the other documents.
 """
 
+#: The commands that do more than read files, with the packages that they import first.
+NEEDS = {"run": ("torch", "pytest"), "plan": ("torch",), "implementations": ("torch",)}
+
 COMMANDS = "run, report, page, gate, expectations, merge, plan or implementations"
 
 BAD_USAGE = 2
@@ -49,13 +53,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the command and its arguments; those of the process by default.
 
     Returns:
-        The exit code of the command, or 2 with one line on stderr for a command that does not exist.
+        The exit code of the command, or 2 with one line on stderr for a command that does not exist, or whose packages
+        are not installed.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     command = given[0] if given else ""
     if command in ("-h", "--help"):
         print(USAGE, end="")
         return 0
+    if missing := [name for name in NEEDS.get(command, ()) if importlib.util.find_spec(name) is None]:
+        names = " and ".join(missing)
+        print(
+            f"shardproof {command} needs {names}; `pip install {' '.join(missing)}` brings what is missing",
+            file=sys.stderr,
+        )
+        return BAD_USAGE
     # Each command is imported when it is chosen: a run file can be read without torch and pytest.
     if command == "run":
         from shardproof.run import run

@@ -1,6 +1,8 @@
 """What an installed shardproof does without a clone, and what it leaves alone; and the same for a clone on the path."""
 
+import os
 import subprocess
+import sys
 import zipfile
 
 import pytest
@@ -176,3 +178,16 @@ def test_commands_that_do_not_exist(tmp_path, path):
     done = run("-m", "shardproof", "--help", cwd=tmp_path, path=path)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("usage: shardproof COMMAND")
+
+
+@pytest.mark.parametrize(
+    ("command", "needs"), [("run", "torch and pytest"), ("plan", "torch"), ("implementations", "torch")]
+)
+def test_commands_without_torch(tmp_path, path, command, needs):
+    # -S leaves out the folder in which packages are installed.
+    bare = [sys.executable, "-S", "-m", "shardproof", command]
+    environment = os.environ | {"PYTHONPATH": str(path)}
+    done = subprocess.run(bare, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    names = needs.replace(" and ", " ")
+    assert done.stderr == f"shardproof {command} needs {needs}; `pip install {names}` brings what is missing\n"
