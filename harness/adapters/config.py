@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Placement
 
 Units = tuple[tuple[str, ...], ...]
 """The units of a model: each entry names the modules whose parameters are gathered by one collective."""
@@ -375,10 +376,10 @@ class Config:
     Needs :attr:`Capability.DEFAULT_MESH`.
     """
 
-    shard_dim: Callable[[nn.Parameter], int | None] | None = None
+    shard_dim: Callable[[nn.Parameter], int | Placement | None] | None = None
     """Returns the dimension along which a parameter is cut, which may be negative; None is the default.
 
-    Needs :attr:`Capability.SHARD_DIMENSION`.
+    A placement, for cases about wrong ones, is passed on as it is. Needs :attr:`Capability.SHARD_DIMENSION`.
     """
 
     unit_meshes: Mapping[str, DeviceMesh] = dataclasses.field(default_factory=dict)

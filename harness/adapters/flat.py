@@ -148,8 +148,12 @@ class FlatAdapter(Adapter):
         options = self._options()
         if config.ignored_modules:
             options["ignored_modules"] = [model.get_submodule(name) for name in config.ignored_modules]
-        elif config.ignored:
-            options["ignored_states"] = [model.get_parameter(name) for name in config.ignored]
+        # Beside the modules only what they do not have: no implementation takes both.
+        others = [
+            name for name in config.ignored if not name.startswith(tuple(f"{m}." for m in config.ignored_modules))
+        ]
+        if others:
+            options["ignored_states"] = [model.get_parameter(name) for name in others]
         if config.wraps is not None:
             options["auto_wrap_policy"] = self._policy(config.wraps)
             if config.wraps.rule == "by-hand":
@@ -266,12 +270,12 @@ class FlatAdapter(Adapter):
 
     def _strategy(self, reshards: Any) -> Any:
         strategies = self.api.ShardingStrategy
-        hybrid = self.config.mesh.ndim == 2
+        hybrid = self.config.mesh.ndim > 1
         assert reshards is None or isinstance(reshards, bool), (
             f"there is no strategy that reshards to groups of {reshards}"
         )
         if not self.config.shards:
-            assert not hybrid, "a mesh of replicas and shards has shards"
+            assert self.config.mesh.ndim != 2, "a mesh of replicas and shards has shards"
             return strategies.NO_SHARD
         if reshards is False:
             return strategies._HYBRID_SHARD_ZERO2 if hybrid else strategies.SHARD_GRAD_OP

@@ -139,6 +139,16 @@ PER_PARAMETER = {
     "hooks-get-the-replicas": Edit(
         "per_parameter.mesh:ShardMesh.shard_dim_mesh", "self.mesh if self.mesh.ndim == 1 else", "self.mesh if True else"
     ),
+    "placement-not-looked-at": Edit(
+        "per_parameter.param:cut",
+        'raise ValueError(f"Invalid shard_placement_fn result: {placement} for parameter {name}")',
+        "placement = None",
+    ),
+    "no-pieces-of-nothing": Edit("per_parameter.layout:build_layout", "max(blocks, 1)", "blocks"),
+    "sharded-once-more": Edit("per_parameter.construct:_check_module", "if unit_of(module) is not None:", "if False:"),
+    "ends-compared-among-some": Edit(
+        "common.order:OrderCheck.end", "in dict.fromkeys(groups):", "in [*dict.fromkeys(groups)][:1]:"
+    ),
     # What another library replicates.
     "replicated-is-sharded": Edit(
         "per_parameter.construct:_not_taken", '"replicate" in (_get_registry(module) or ())', "False"
@@ -161,6 +171,22 @@ FLAT = {
     ),
     "flat-first-rank-keeps-changes": Edit("flat.summon:_check", "if writeback and rank0_only:", "if False:"),
     "flat-whole-in-a-forward": Edit("flat.summon:_check", "if unit.phase is not Phase.IDLE:", "if False:"),
+    # What cannot be sharded.
+    "flat-replicas-by-themselves": Edit(
+        "flat.ranks:_resolve_hybrid", "process_group is None and device_mesh is None and not has_policy", "False"
+    ),
+    "flat-replicas-on-any-mesh": Edit(
+        "flat.ranks:_resolve_hybrid", "not isinstance(device_mesh, DeviceMesh) or device_mesh.ndim != 2", "False"
+    ),
+    "flat-shards-on-any-mesh": Edit("flat.ranks:resolve", "device_mesh.ndim != 1", "False"),
+    "flat-integers": Edit("flat.shards:check_uniform", "not param.is_floating_point()", "False"),
+    "flat-function-not-looked-at": Edit("flat.construct:materialize", "not callable(init)", "False"),
+    "flat-ignored-by-one-option": Edit(
+        "flat.wrapping:find_ignored", "modules is not None and states is not None", "False"
+    ),
+    "flat-classes-that-look-on": Edit(
+        "flat.shards:set_tensor", "type(owner.module).__setattr__ is not nn.Module.__setattr__", "False"
+    ),
     # Rules and functions of a script.
     "flat-any-answer": Edit("wrap:CustomPolicy._run_policy", "if not isinstance(answer, (bool, dict)):", "if False:"),
     "flat-function-divided-again": Edit(

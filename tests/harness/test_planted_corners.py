@@ -65,6 +65,10 @@ KILLED = {
     "placements-not-compared": Killer("test_parameter_of_another_layout", "the error names none of"),
     "older-hook-without-metadata": Killer("test_older_form_of_a_hook", "'NoneType' object is not subscriptable"),
     "hooks-get-the-replicas": Killer("test_hooks_beside_replicas", "must match the size of tensor"),
+    "placement-not-looked-at": Killer("test_what_cannot_be_sharded and cuts-nothing", NOT_REFUSED),
+    "no-pieces-of-nothing": Killer("test_what_cannot_be_sharded and no-elements", "refused after these collectives"),
+    "sharded-once-more": Killer("test_what_cannot_be_sharded and module-once-more", "the error names none of"),
+    "ends-compared-among-some": Killer("test_ranks_of_one_unit_differ", ""),
     "replicated-is-sharded": Killer("test_replicated_module and w2-None", ""),
     "replicate-is-not-told": Killer("test_replicating_what_is_sharded and a-unit", NOT_REFUSED),
     "flat-first-applied-is-the-root": Killer("test_function_for_every_module and w2-shards-originals", ""),
@@ -72,6 +76,15 @@ KILLED = {
     "flat-whole-is-thawed": Killer("test_whole_frozen_parameters and w2-flat", "requires_grad of whole parameters"),
     "flat-first-rank-keeps-changes": Killer(WHOLE.format("changes"), "are not refused"),
     "flat-whole-in-a-forward": Killer(WHOLE.format("in-a-forward"), ""),
+    "flat-replicas-by-themselves": Killer("test_what_cannot_be_sharded and without-groups", NOT_REFUSED),
+    "flat-replicas-on-any-mesh": Killer(
+        "test_what_cannot_be_sharded and three-dimensions and not of-replicas", NOT_REFUSED
+    ),
+    "flat-shards-on-any-mesh": Killer("test_what_cannot_be_sharded and dimensions-of-replicas", NOT_REFUSED),
+    "flat-integers": Killer("test_what_cannot_be_sharded and w2-integers", NOT_REFUSED),
+    "flat-function-not-looked-at": Killer("test_function_that_cannot_be_called", "is not callable"),
+    "flat-ignored-by-one-option": Killer("test_what_cannot_be_sharded and ignored-by-two", NOT_REFUSED),
+    "flat-classes-that-look-on": Killer("test_recurrent_module and w2-None", "size mismatch"),
     "flat-any-answer": Killer("test_answers_that_a_rule and a-number", NOT_REFUSED),
     "flat-function-divided-again": Killer("test_what_a_function_writes and w4-shards", "where the function wrote 3"),
     "flat-frozen-shown-with-gradients": Killer(
