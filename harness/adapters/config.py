@@ -309,6 +309,12 @@ class Config:
     Needs :attr:`Capability.IGNORED_MODULES`.
     """
 
+    ignored_inside: bool = False
+    """Whether only the units around what is ignored are given it, and not the root, which learns of it from them.
+
+    Needs :attr:`Capability.IGNORED_MODULES`.
+    """
+
     replicated: tuple[str, ...] = ()
     """Modules that torch's ``replicate`` manages, which averages their gradients; their parameters are :attr:`ignored`.
 

@@ -145,22 +145,16 @@ class FlatAdapter(Adapter):
         itemsize = max((parameter.element_size() for parameter in model.parameters()), default=1)
         alignment = 1 if config.flat_parameters else _ALIGNMENT_BYTES // itemsize
         self._units = flat_units(model, [*names, ""], alignment=alignment, ignored=config.ignored)
-        options = self._options()
-        if config.ignored_modules:
-            options["ignored_modules"] = [model.get_submodule(name) for name in config.ignored_modules]
-        # Beside the modules only what they do not have: no implementation takes both.
-        others = [
-            name for name in config.ignored if not name.startswith(tuple(f"{m}." for m in config.ignored_modules))
-        ]
-        if others:
-            options["ignored_states"] = [model.get_parameter(name) for name in others]
+        options = self._options() | ({} if config.ignored_inside else self._ignored(model, "", config.ignored))
         if config.wraps is not None:
             options["auto_wrap_policy"] = self._policy(config.wraps)
             if config.wraps.rule == "by-hand":
                 self._wrap_by_hand(model, config.wraps, options)
         for name in names if config.wraps is None else ():
             parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, self._wrap(model.get_submodule(name), name, options))
+            inside = [one for one in config.ignored if config.ignored_inside and one.startswith(f"{name}.")]
+            its = options | self._ignored(model, name, inside)
+            setattr(model.get_submodule(parent), child, self._wrap(model.get_submodule(name), name, its))
         self.module = self._wrap(model, "", options)
         if config.cast is not None:
             self.module.to(config.cast)
@@ -181,6 +175,20 @@ class FlatAdapter(Adapter):
             "sync_module_states": config.sync_states,
             **self._ahead(),
         }
+
+    def _ignored(self, model: nn.Module, unit: str, names: Sequence[str]) -> dict[str, Any]:
+        """The options for parameters that are ignored, as modules where the case names those.
+
+        Beside the modules only what they do not have comes by itself: no implementation takes both.
+        """
+        modules = [one for one in self.config.ignored_modules if f"{one}.".startswith(f"{unit}." if unit else "")]
+        others = [name for name in names if not name.startswith(tuple(f"{one}." for one in modules))]
+        found: dict[str, Any] = {}
+        if modules and names:
+            found["ignored_modules"] = [model.get_submodule(name) for name in modules]
+        if others:
+            found["ignored_states"] = [model.get_parameter(name) for name in others]
+        return found
 
     def _ahead(self) -> dict[str, Any]:
         """The options about gathering ahead of which the case has chosen one."""
@@ -335,7 +343,7 @@ class FlatAdapter(Adapter):
         return [piece.tensor for name in names if (piece := pieces[name]) is not None]
 
     def replace_reduction(self, hook: Callable[..., None]) -> None:
-        self.module.register_comm_hook(hook, _call)
+        self.module.register_comm_hook(hook, _call if callable(hook) else hook)
 
     def checkpoint(self, *, form: StateForm = "sharded") -> dict[str, Any]:
         wrapper = self.api.FullyShardedDataParallel

@@ -149,6 +149,21 @@ PER_PARAMETER = {
     "ends-compared-among-some": Edit(
         "common.order:OrderCheck.end", "in dict.fromkeys(groups):", "in [*dict.fromkeys(groups)][:1]:"
     ),
+    # Collectives of a script, and tensors that choose what travels.
+    "input-at-the-first-place": Edit(
+        "per_parameter.group:ParamGroup._gather",
+        "own_part(output, source, mesh.rank)",
+        "own_part(output, source, 0)",
+    ),
+    "sums-for-all-units": Edit(
+        "per_parameter.module:FSDPModule.set_force_sum_reduction_for_comms",
+        "_groups(recurse=False)",
+        "_groups(recurse=True)",
+    ),
+    "extensions-cut-by-rows": Edit(
+        "per_parameter.shards:Shards._cut_apart", "cut.data.size(cut.dim)", "cut.data.size(0)"
+    ),
+    "hooks-of-shards-of-before": Edit("per_parameter.shards:Shards.find_extensions", "        param.adopt()\n", ""),
     # What another library replicates.
     "replicated-is-sharded": Edit(
         "per_parameter.construct:_not_taken", '"replicate" in (_get_registry(module) or ())', "False"
@@ -171,6 +186,15 @@ FLAT = {
     ),
     "flat-first-rank-keeps-changes": Edit("flat.summon:_check", "if writeback and rank0_only:", "if False:"),
     "flat-whole-in-a-forward": Edit("flat.summon:_check", "if unit.phase is not Phase.IDLE:", "if False:"),
+    "flat-gradients-on-the-cpu": Edit(
+        "flat.summon:_check", "if with_grads and (offload_to_cpu or not use_orig):", "if False:"
+    ),
+    "flat-reduces-by-anything": Edit(
+        "flat.module:FullyShardedDataParallel.register_comm_hook", "if not callable(hook):", "if False:"
+    ),
+    "flat-ignored-by-units-alone": Edit(
+        "flat.wrapping:find_ignored", "        own.update(unit.options.ignored.params)\n", ""
+    ),
     # What cannot be sharded.
     "flat-replicas-by-themselves": Edit(
         "flat.ranks:_resolve_hybrid", "process_group is None and device_mesh is None and not has_policy", "False"
