@@ -438,6 +438,23 @@ class _Scale(nn.Module):
         return part.float()
 
 
+class ThreeInputs(nn.Module):
+    """The first of three tensors, in any containers, plus the second times the third; it has no parameters.
+
+    Attributes:
+        devices: where the tensors of all calls were.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.devices: list[torch.device] = []
+
+    def forward(self, *args: Any, **keywords: Any) -> torch.Tensor:
+        first, second, third = tensors_of((args, keywords))
+        self.devices.extend(tensor.device for tensor in (first, second, third))
+        return first + second * third
+
+
 class Spoiled(nn.Module):
     """A Linear(9, 9) whose output is scaled by one plus the sum of a parameter ``odd``, which may not be shardable.
 

@@ -133,6 +133,14 @@ PER_PARAMETER = {
         "(held.size(), held.device_mesh, held.placements) != (size, spec.mesh, spec.placements)",
         "(held.size(), held.device_mesh) != (size, spec.mesh)",
     ),
+    "sizes-not-compared": Edit(
+        "per_parameter.param:ShardedParam._check",
+        "(held.size(), held.device_mesh, held.placements) != (size, spec.mesh, spec.placements)",
+        "(held.device_mesh, held.placements) != (spec.mesh, spec.placements)",
+    ),
+    "gathered-as-before-a-cast": Edit(
+        "per_parameter.group:ParamGroup._copy_out", " or self._unsharded_layout is not self.shards.gather_layout", ""
+    ),
     "older-hook-without-metadata": Edit(
         "per_parameter.param:Extension.inputs", "inputs, self._metadata = hook(mesh)\n", "inputs, _ = hook(mesh)\n"
     ),
@@ -194,6 +202,9 @@ FLAT = {
     ),
     "flat-ignored-by-units-alone": Edit(
         "flat.wrapping:find_ignored", "        own.update(unit.options.ignored.params)\n", ""
+    ),
+    "flat-of-any-size": Edit(
+        "flat.shards:FlatShards.adopt_flat", "if held.numel() != self.layout.shard_numel:", "if False:"
     ),
     # What cannot be sharded.
     "flat-replicas-by-themselves": Edit(
