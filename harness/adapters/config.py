@@ -15,13 +15,15 @@ from torch.distributed.tensor.placement_types import Placement
 Units = tuple[tuple[str, ...], ...]
 """The units of a model: each entry names the modules whose parameters are gathered by one collective."""
 
-StateForm = Literal["sharded", "full", "first-rank"]
+StateForm = Literal["sharded", "full", "first-rank", "local"]
 """What a state dict consists of.
 
 - "sharded": each rank has its shards, as ``torch.distributed.checkpoint`` saves and loads them.
 - "full": every rank has all values whole.
 - "first-rank": the first rank of the world has all values whole, on the CPU, and the others have empty dicts. They take
   the values from the first rank when they load.
+- "local": each rank has its flat parameters, under no names of the model; without an optimizer. Needs
+  :attr:`Capability.FLAT_PARAMETERS` and process groups in the place of a mesh.
 """
 
 

@@ -408,6 +408,8 @@ class FlatAdapter(Adapter):
         context = functools.partial(api.FullyShardedDataParallel.state_dict_type, self.module)
         if form == "sharded":
             return context(api.StateDictType.SHARDED_STATE_DICT)  # type: ignore[no-any-return]
+        if form == "local":
+            return context(api.StateDictType.LOCAL_STATE_DICT)  # type: ignore[no-any-return]
         first = form == "first-rank"
         # What is on the CPU already need not go there, and torch's would free it: F-41 of docs/findings.md.
         options = {"offload_to_cpu": first and self.config.mesh.device_type != "cpu", "rank0_only": first}

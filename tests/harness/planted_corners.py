@@ -258,6 +258,27 @@ FLAT = {
         "flat.module:FullyShardedDataParallel.scatter_full_optim_state_dict", "rank0_only=True, ", ""
     ),
     "flat-numbers-of-sorted-names": Edit("flat.optim_state:_rename", "enumerate(names)}", "enumerate(sorted(names))}"),
+    "flat-names-of-an-optimizer": Edit(
+        "flat.optim_state:Table.state_of",
+        "given.get(number, given.get(self._names.get(id(param), self.place(param).names[0])))",
+        "given.get(number)",
+    ),
+    "flat-names-with-wrappers": Edit(
+        "flat.optim_state:save", "clean(key) if isinstance(key, str) else key: state", "key: state"
+    ),
+    "flat-shapes-for-numbers": Edit(
+        "flat.optim_state:_one_for_all", "if any(isinstance(value, torch.Tensor) for value in plain):", "if False:"
+    ),
+    "flat-dtype-of-the-first": Edit(
+        "flat.optim_state:_joined", "{part.tensor.dtype for part in parts}", "{part.tensor.dtype for part in parts[:1]}"
+    ),
+    "flat-local-not-loaded": Edit(
+        "flat.state_dict:load",
+        "if unit.state_dict_settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:",
+        "if False:",
+    ),
+    # Units found by a rule.
+    "flat-first-place-alone": Edit("flat.wrapping:_replace", "if child is None:", "if child is None or child in seen:"),
     "flat-numbers-of-steps-shared": Edit("flat.optim_state:_whole_states", "copy_of(kind)", "kind"),
     "flat-loaded-numbers-shared": Edit(
         "flat.optim_state:_shard_state", "found[key] = copy_of(value)", "found[key] = value"

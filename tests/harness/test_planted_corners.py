@@ -118,6 +118,12 @@ KILLED = {
     "flat-older-on-all-ranks": Killer("test_older_calls and w2-first-rank-originals", "rank 1 has"),
     "flat-older-not-sent": Killer("test_older_calls and w2-first-rank-originals", "KeyError: 'state'"),
     "flat-numbers-of-sorted-names": Killer("test_by_numbers and originals", ""),
+    "flat-names-of-an-optimizer": Killer("test_an_optimizer_that_names_parameters and originals", ""),
+    "flat-names-with-wrappers": Killer("test_an_optimizer_that_names_parameters and w2-flat", ""),
+    "flat-shapes-for-numbers": Killer("test_states_that_cannot_be_joined and w2-shapes", "the error names none of"),
+    "flat-dtype-of-the-first": Killer("test_states_that_cannot_be_joined and another-dtype", "no rank refuses them"),
+    "flat-local-not-loaded": Killer("test_local_states and originals", "Missing key(s)"),
+    "flat-first-place-alone": Killer("test_module_in_two_places and classes", "must be a matrix"),
     "flat-numbers-of-steps-shared": Killer(COPIES.format("full-replicas-alone-originals"), "step of"),
     "flat-loaded-numbers-shared": Killer(COPIES.format("full-originals"), "loaded before it of"),
 }
