@@ -103,9 +103,9 @@ def test_before_training(rank: Rank, reshard_after_forward: bool | int | None, f
 @contract("STATE-1", "STATE-5")
 @world(2)
 @needs(Capability.DTENSOR_PARAMETERS)
-@pytest.mark.parametrize("assigns", [False, True], ids=["copied", "assigned"])
+@pytest.mark.parametrize("how", ["copied", "assigned", pytest.param("pending", marks=needs(Capability.ASYNC_UNSHARD))])
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
-def test_of_a_module_inside_a_unit(rank: Rank, reshard_after_forward: bool | int | None, assigns: bool) -> None:
+def test_of_a_module_inside_a_unit(rank: Rank, reshard_after_forward: bool | int | None, how: str) -> None:
     """The state dict of a part of a unit, whatever is gathered, has sharded values, and is what a load replaces."""
     run = make(rank, 0, optimizer=None, reshard_after_forward=reshard_after_forward)
     unsharded, batch = plain(rank).to(rank.device), (rank.batch(0, (3, DIM)),)
@@ -118,7 +118,10 @@ def test_of_a_module_inside_a_unit(rank: Rank, reshard_after_forward: bool | int
         wrong = [key for key, value in state.items() if not torch.equal(value.full_tensor(), expected[key])]
         assert not wrong, f"the state dict of {name} has other values of {', '.join(wrong)}"
         run.evaluate(batch)
-        run.original_module(name).load_state_dict({key: value * 2 for key, value in state.items()}, assign=assigns)
+        if how == "pending":
+            run.adapter.unshard()  # with the values of before
+        doubled = {key: value * 2 for key, value in state.items()}
+        run.original_module(name).load_state_dict(doubled, assign=how != "copied")
         unsharded.get_submodule(name).load_state_dict({key: value * 2 for key, value in expected.items()})
         twin = rank.run(models.copy_of(unsharded), units=unsharded.units())
         outputs, others = run.evaluate(batch), twin.evaluate(batch)

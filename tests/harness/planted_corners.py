@@ -157,6 +157,9 @@ PER_PARAMETER = {
     "ends-compared-among-some": Edit(
         "common.order:OrderCheck.end", "in dict.fromkeys(groups):", "in [*dict.fromkeys(groups)][:1]:"
     ),
+    "load-keeps-a-gather": Edit(
+        "per_parameter.unit:Unit._before_state_dict", "        self.group.drop_pending()\n", ""
+    ),
     # Collectives of a script, and tensors that choose what travels.
     "input-at-the-first-place": Edit(
         "per_parameter.group:ParamGroup._gather",

@@ -73,6 +73,9 @@ KILLED = {
     "no-pieces-of-nothing": Killer("test_what_cannot_be_sharded and no-elements", "refused after these collectives"),
     "sharded-once-more": Killer("test_what_cannot_be_sharded and module-once-more", "the error names none of"),
     "ends-compared-among-some": Killer("test_ranks_of_one_unit_differ", ""),
+    "load-keeps-a-gather": Killer(
+        "test_of_a_module_inside_a_unit and None-pending", "the forward after loading layers.1.first has other values"
+    ),
     "input-at-the-first-place": Killer("test_memory_of_a_script", "the input begins at element 0 of the output"),
     "sums-for-all-units": Killer("test_sums_alone and w2-False", "a unit for which nothing was set is reduced by"),
     "extensions-cut-by-rows": Killer("test_tensors_cut_along_another_dimension", "exceeds dimension size"),
