@@ -22,8 +22,8 @@ StateForm = Literal["sharded", "full", "first-rank", "local"]
 - "full": every rank has all values whole.
 - "first-rank": the first rank of the world has all values whole, on the CPU, and the others have empty dicts. They take
   the values from the first rank when they load.
-- "local": each rank has its flat parameters, under no names of the model; without an optimizer. Needs
-  :attr:`Capability.FLAT_PARAMETERS` and process groups in the place of a mesh.
+- "local": each rank has its flat parameters, under no names of the model, so that nothing can be read of it. Without
+  an optimizer. Needs :attr:`Capability.FLAT_PARAMETERS` and process groups in the place of a mesh.
 """
 
 
@@ -307,6 +307,8 @@ class Config:
 
     ignored_modules: tuple[str, ...] = ()
     """Modules that a script names in place of their parameters, which are all in :attr:`ignored`.
+
+    Parameters in :attr:`ignored` that are outside of them are named beside, which is to be refused.
 
     Needs :attr:`Capability.IGNORED_MODULES`.
     """
