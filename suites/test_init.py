@@ -135,7 +135,7 @@ UNFIT = {
         lambda rank: {"mesh": rank.mesh((1, rank.world_size), ("replicate", "shard")), "default_mesh": True},
         may_train=False,
     ),
-    "three-dimensions-of-replicas": Unfit(
+    "cube-of-replicas": Unfit(
         lambda: models.Tower(dim=9),
         ("mesh", "Mesh"),
         lambda rank: {"mesh": rank.mesh((1, 1, rank.world_size), ("a", "b", "c")), "shards": False},
@@ -164,7 +164,7 @@ UNFIT_NEEDS = {
     "a-module-twice-in-a-unit": Capability.GROUPED_UNIT,
     "replicas-without-groups": Capability.FLAT_PARAMETERS,
     "integers": Capability.FLAT_PARAMETERS,  # which have gradients or none; others hold integers beside them
-    "three-dimensions-of-replicas": Capability.FLAT_PARAMETERS,
+    "cube-of-replicas": Capability.FLAT_PARAMETERS,
     "frozen-beside-trainable": Capability.FLAT_PARAMETERS,
 }
 

@@ -216,7 +216,6 @@ FLAT = {
     "flat-replicas-on-any-mesh": Edit(
         "flat.ranks:_resolve_hybrid", "not isinstance(device_mesh, DeviceMesh) or device_mesh.ndim != 2", "False"
     ),
-    "flat-shards-on-any-mesh": Edit("flat.ranks:resolve", "device_mesh.ndim != 1", "False"),
     "flat-integers": Edit("flat.shards:check_uniform", "not param.is_floating_point()", "False"),
     "flat-function-not-looked-at": Edit("flat.construct:materialize", "not callable(init)", "False"),
     "flat-ignored-by-one-option": Edit(

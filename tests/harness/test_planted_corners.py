@@ -92,10 +92,7 @@ KILLED = {
     "flat-ignored-by-units-alone": Killer("test_ignored_inside_a_unit", "the shared parameter is"),
     "flat-of-any-size": Killer("test_parameter_of_another_layout and flat-size", "the error names none of"),
     "flat-replicas-by-themselves": Killer("test_what_cannot_be_sharded and without-groups", NOT_REFUSED),
-    "flat-replicas-on-any-mesh": Killer(
-        "test_what_cannot_be_sharded and three-dimensions and not of-replicas", NOT_REFUSED
-    ),
-    "flat-shards-on-any-mesh": Killer("test_what_cannot_be_sharded and dimensions-of-replicas", NOT_REFUSED),
+    "flat-replicas-on-any-mesh": Killer("test_what_cannot_be_sharded and three-dimensions", NOT_REFUSED),
     "flat-integers": Killer("test_what_cannot_be_sharded and w2-integers", NOT_REFUSED),
     "flat-function-not-looked-at": Killer("test_init and test_function_that_cannot_be_called", "is not callable"),
     "flat-ignored-by-one-option": Killer("test_what_cannot_be_sharded and ignored-by-two", NOT_REFUSED),
