@@ -470,12 +470,29 @@ def test_whole_frozen_parameters(rank: Rank, flat: bool) -> None:
 @contract("EVALUATION-5")
 @world(2)
 @needs(Capability.WHOLE_PARAMETERS)
-@pytest.mark.parametrize("what", ["changes-of-the-first-rank", "within-another", "in-a-forward"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "changes-of-the-first-rank",
+        "within-another",
+        "in-a-forward",
+        pytest.param("gradients-of-flat", marks=needs(Capability.FLAT_PARAMETERS)),
+        pytest.param("gradients-on-the-cpu", marks=needs(Capability.WHOLE_ON_CPU)),
+    ],
+)
 def test_whole_parameters_that_cannot_be(rank: Rank, what: str) -> None:
-    """Whole parameters whose changes could not be kept, or that are whole already or in use, are refused."""
+    """Whole parameters whose changes or gradients could not be kept, or that are whole already or in use, are refused.
+
+    Flat parameters have no gradients of their parts, and on the CPU whole parameters are copies.
+    """
     model = models.Tower(dim=9, depth=DEPTH)
-    run = rank.run(model, units=model.units())
-    how = WholeParameters(keeps_changes=what == "changes-of-the-first-rank", first_rank_only=not what.startswith("w"))
+    run = rank.run(model, units=model.units(), flat_parameters=what == "gradients-of-flat")
+    how = WholeParameters(
+        keeps_changes=what == "changes-of-the-first-rank",
+        first_rank_only=what in ("changes-of-the-first-rank", "in-a-forward", "gradients-on-the-cpu"),
+        with_gradients=what.startswith("gradients"),
+        on_cpu=what == "gradients-on-the-cpu",
+    )
 
     def enter(*_: Any) -> None:
         with run.adapter.whole_parameters(how):

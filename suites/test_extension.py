@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.adapters.base import Precision
-from shardproof.harness.models.extension import Calls, extend, extend_shard
+from shardproof.harness.models.extension import Calls, Halves, extend, extend_shard
 from shardproof.harness.parity import Pair, Rank, exact_difference
 from shardproof.harness.parity.refusals import Refusal, sharded
 from shardproof.harness.plugin.axes import RESHARD
@@ -39,6 +39,36 @@ def test_tensors_that_choose_what_travels(rank: Rank, kind: str, reshard_after_f
         pair.check_counts("backward", all_gather=again, reduce_scatter=2)
     given = {(rank.world_size, (7, 5), 7, None), (rank.world_size, (6, 7), 6, None)}
     assert set(calls.before) == given, f"the first hook was given {set(calls.before)} instead of {given}"
+
+
+@contract("EXTENSION-1")
+@world(2)
+@needs(Capability.SHARD_DIMENSION)
+def test_tensors_cut_along_another_dimension(rank: Rank) -> None:
+    """Tensors of such a class are cut along the dimension that a script chooses, whatever their other one is."""
+    model = models.two_linear((6, 4), (4, 10)).to(rank.device)
+    full = {name: value.detach().clone() for name, value in model.named_parameters() if value.ndim == 2}
+    extend(model, Calls())
+    adapter = sharded(rank, model, units=[["0"]], shard_dim=lambda one: 1 if one.ndim == 2 else None)
+    for name, value in full.items():
+        local: Any = sharded_weight(adapter.named_parameters()[name])._local_tensor
+        assert isinstance(local, Halves), f"the shard of {name} is a {type(local).__name__}"
+        difference = exact_difference(local.held, value.chunk(rank.world_size, dim=1)[rank.index])
+        assert difference is None, f"shard of {name}: element, found and expected: {difference}"
+
+
+@contract("EXTENSION-1")
+@world(2)
+def test_shards_in_the_place_of_others(rank: Rank) -> None:
+    """The hooks are those of the shards that a script has put in the place of a model's before its first forward."""
+    run, calls = rank.run(models.two_linear((5, 8), (8, 6)), units=[["0"]]), Calls()
+    for name in ("0", "2"):
+        module = run.original_module(name)
+        assert isinstance(module, nn.Linear)
+        module.weight = nn.Parameter(module.weight.detach().clone())
+        extend_shard(sharded_weight(module.weight), calls)
+    run.evaluate((rank.batch(0, (4, 5)),))
+    assert len(calls.before) == 2, f"the first hooks of the new shards were called {len(calls.before)} times, not twice"
 
 
 @contract("EXTENSION-1")

@@ -109,6 +109,31 @@ def test_ignored_module(rank: Rank, own_function: bool) -> None:
         assert torch.equal(value, before[name]), f"{name!r} of the ignored module has other values"
 
 
+@contract("IGNORED-1")
+@world(2)
+@needs(Capability.IGNORED_MODULES, Capability.BUFFER_DTYPE, Capability.TIED_PARAMETERS)
+def test_ignored_inside_a_unit(rank: Rank) -> None:
+    """What a unit alone is told to ignore the root leaves alone too: its buffers, and a parameter that it shares."""
+    model = nn.Sequential(DrawnStack(dim=9), DrawnStack(dim=9)).to(rank.device)
+    ignored, shared = model.get_submodule("0.layers.1"), model.get_parameter("0.layers.1.weight")
+    model.get_submodule("1.out").weight = shared
+    before = {name: value.dtype for name, value in ignored.named_buffers()}
+    run = rank.run(
+        model,
+        units=[["0"]],
+        ignored=("0.layers.1.weight", "0.layers.1.shift"),
+        ignored_modules=("0.layers.1",),
+        ignored_inside=True,
+        precision=Precision(buffers=torch.bfloat16),
+    )
+    held = run.original_module("1.out").get_parameter("weight")
+    assert held is shared and shared.shape == (9, 9), f"the shared parameter is {type(held)} of {tuple(held.shape)}"
+    run.forward_backward((rank.batch(0, (4, 9)),), loss=models.mean_square)
+    found = {name: value.dtype for name, value in ignored.named_buffers()}
+    assert found == before, f"the buffers of the ignored module are of {found}"
+    assert shared.grad is not None and shared.grad.shape == (9, 9), "the shared parameter has no gradient"
+
+
 @contract("IGNORED-2")
 @world(2, 4)
 @needs(Capability.REPLICATED_MODULES, Capability.IGNORED_PARAMETERS)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from shardproof.harness import Capability, Hardware, alone, contract, models, needs, world
 from shardproof.harness.adapters.base import Adapter, Clip
@@ -51,6 +51,8 @@ def _frozen() -> nn.Module:
     model.odd.requires_grad_(False)
     return model
 
+
+IN_LAYER = tuple(f"layers.1.{name}" for name, _ in models.Tower(dim=9).layers[1].named_parameters())
 
 UNFIT = {
     "a-scalar": Unfit(lambda: shapes.Spoiled(torch.randn(())), ("odd",)),
@@ -101,6 +103,47 @@ UNFIT = {
         lambda rank: {"shard_dim": lambda one: one.ndim},
         may_train=False,
     ),
+    "ignored-by-two-options": Unfit(
+        lambda: models.Tower(dim=9),
+        ("ignored_states", "ignored_modules"),
+        lambda rank: {"ignored": ("out.weight", *IN_LAYER), "ignored_modules": ("layers.1",)},
+        may_train=False,
+    ),
+    "no-elements": Unfit(
+        lambda: shapes.Spoiled(torch.randn(0, 12)),
+        ("odd", "Shard(1)"),
+        lambda rank: {"shard_dim": lambda one: None if one.numel() else 1},
+    ),
+    "a-placement-that-cuts-nothing": Unfit(
+        lambda: models.Tower(dim=9),
+        ("shard_placement_fn",),
+        lambda rank: {"shard_dim": lambda one: Replicate()},
+        may_train=False,
+    ),
+    "a-module-once-more": Unfit(
+        lambda: models.Tower(dim=9),
+        ("once", "already"),
+        lambda rank: {"units": [["layers.1"], ["layers.1"]], "as_groups": True},  # a mesh whose dimension has no name
+        in_parts=True,
+    ),
+    "a-module-twice-in-a-unit": Unfit(
+        lambda: models.Tower(dim=9), ("once", "already"), lambda rank: {"units": [["layers.1", "layers.1"]]}
+    ),
+    "replicas-without-groups": Unfit(
+        lambda: models.Tower(dim=9),
+        ("process group",),
+        lambda rank: {"mesh": rank.mesh((1, rank.world_size), ("replicate", "shard")), "default_mesh": True},
+        may_train=False,
+    ),
+    "cube-of-replicas": Unfit(
+        lambda: models.Tower(dim=9),
+        ("mesh", "Mesh"),
+        lambda rank: {"mesh": rank.mesh((1, 1, rank.world_size), ("a", "b", "c")), "shards": False},
+        may_train=False,
+    ),
+    "integers": Unfit(
+        lambda: shapes.Permuted(9), ("integer",), lambda rank: {"units": [["inner"]]}, may_train=False, in_parts=True
+    ),
     "frozen-beside-trainable": Unfit(
         _frozen, ("requires_grad",), lambda rank: {"flat_parameters": True, "reshard_after_forward": True}
     ),
@@ -114,6 +157,14 @@ UNFIT_NEEDS = {
     "a-list": Capability.GROUPED_UNIT,  # an implementation that wraps one module takes a list as it takes others
     "an-uneven-dimension": Capability.SHARD_DIMENSION,
     "no-such-dimension": Capability.SHARD_DIMENSION,
+    "ignored-by-two-options": Capability.IGNORED_MODULES,
+    "no-elements": Capability.SHARD_DIMENSION,
+    "a-placement-that-cuts-nothing": Capability.SHARD_DIMENSION,
+    "a-module-once-more": Capability.PROCESS_GROUPS,
+    "a-module-twice-in-a-unit": Capability.GROUPED_UNIT,
+    "replicas-without-groups": Capability.FLAT_PARAMETERS,
+    "integers": Capability.FLAT_PARAMETERS,  # which have gradients or none; others hold integers beside them
+    "cube-of-replicas": Capability.FLAT_PARAMETERS,
     "frozen-beside-trainable": Capability.FLAT_PARAMETERS,
 }
 
@@ -239,6 +290,17 @@ def test_forward_on_the_meta_device(rank: Rank, which: str) -> None:
     adapter = sharded(rank, model, units=model.units(), materializes=False)
     refusal = Refusal(rank, lambda: adapter.forward(rank.batch(0, (4, 9))))
     refusal.check_names(*names)
+
+
+@contract("INIT-5")
+@world(2)
+@needs(Capability.META_DEVICE, Capability.FLAT_PARAMETERS)  # where a script's function is an option, and not called
+def test_function_that_cannot_be_called(rank: Rank) -> None:
+    """What should make the values of a model on the meta device, and cannot be called, is refused by its value."""
+    model = models.Tower(dim=9).to("meta")
+    refusal = Refusal(rank, lambda: sharded(rank, model, units=model.units(), init=3))
+    assert refusal.text is not None, "no rank refuses it"
+    refusal.check_names("Expected 3", "param_init_fn")
 
 
 @contract("INIT-6")

@@ -96,6 +96,19 @@ def test_a_rank_runs_fewer_units(rank: Rank, unit: Layer, flat_parameters: bool)
     assert not gathered, f"gathered although the ranks differ: {gathered}"
 
 
+@contract("ORDER-5")
+@world(4, debug_level="DETAIL")
+@needs(Capability.UNIT_MESHES)
+def test_ranks_of_one_unit_differ(rank: Rank) -> None:
+    """The same where only the unit that is left out has all ranks: the others have halves, within which ranks agree."""
+    model, mesh = OptionalUnits(dim=DIM), rank.mesh((2, 2), ("models", "dp"))["dp"]
+    run = rank.run(model, units=OPTIONAL, mesh=mesh, unit_meshes={"exit": rank.mesh()})
+    model.skipped = "exit" if rank.index >= 2 else ""
+    text = raised_by(run, rank.batch(0, (8, DIM)))
+    assert re.search(ACROSS_RANKS, text), f"raised: {text!r}"
+    assert re.search(r"\brank 0\b.*\bexit\.weight\b.*\brank 2\b", text), text
+
+
 @contract("ORDER-2")
 @world(2, 4, debug_level="DETAIL")
 @STRATEGIES

@@ -17,6 +17,7 @@ from shardproof.harness.collectives.units import ROOT
 from shardproof.harness.findings.finding import step_label
 from shardproof.harness.models import mixed, optim
 from shardproof.harness.parity import Rank, Run, check_equal, exact_difference, run_and_replica
+from shardproof.harness.parity.refusals import Refusal
 from shardproof.harness.plugin.axes import RESHARD, SHARDS
 
 SHAPE = (6, 4)
@@ -124,6 +125,21 @@ def test_function_in_place_of_the_reduction(rank: Rank, shards: bool) -> None:
 
 
 @contract("REDUCTION-2")
+@world(2)
+@needs(Capability.REDUCTION_HOOK)
+def test_function_that_cannot_be_called(rank: Rank) -> None:
+    """What should reduce and cannot be called is refused with its value, and the model trains on."""
+    model = models.Tower(dim=9)
+    pair = rank.pair(model, units=model.units())
+    nothing: Any = 3
+    refusal = Refusal(rank, lambda: pair.adapter.replace_reduction(nothing))
+    assert refusal.text is not None, "no rank refuses it"
+    refusal.check_names("got 3")
+    pair.step(rank.batch(0, (4, 9)))
+    pair.check()
+
+
+@contract("REDUCTION-2")
 @world(2, 4)
 @needs(Capability.REDUCTION_HOOK, Capability.MIXED_PRECISION)
 @SHARDS
@@ -148,6 +164,8 @@ def test_what_a_function_writes_in_half_precision(rank: Rank, shards: bool) -> N
 class Own:
     """An all-gather or a reduce-scatter of the script's own, in memory of its own.
 
+    What lies in the output of a gather is this rank's part of it: a backend would write to it what other ranks send.
+
     Args:
         margin: elements around each tensor in its block of memory.
     """
@@ -166,6 +184,13 @@ class Own:
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, **options: Any) -> Any:
         for name, tensor in (("input", input_tensor), ("output", output_tensor)):
             assert tensor.untyped_storage().data_ptr() in self._memory, f"the {name} was not allocated by the script"
+        if (
+            "op" not in options
+            and input_tensor.untyped_storage().data_ptr() == output_tensor.untyped_storage().data_ptr()
+        ):
+            begin = (input_tensor.data_ptr() - output_tensor.data_ptr()) // input_tensor.element_size()
+            mine = group.rank() * input_tensor.numel()
+            assert begin == mine, f"the input begins at element {begin} of the output, where {mine} is this rank's part"
         self.groups.append(group)
         collective: Any = dist.reduce_scatter_tensor if "op" in options else dist.all_gather_into_tensor
         if "op" in options:
@@ -233,6 +258,7 @@ def test_sums_alone(rank: Rank, has_replicas: bool) -> None:
         pair.adapter.change(Settings(reduce_scatter=reduce), unit=name)
     for step, sums in enumerate([False, True, False]):
         pair.adapter.change(Settings(force_sum=sums), unit="layers.1")
+        pair.adapter.change(Settings(force_sum=step == 2))  # of the root's own unit alone
         pair.step(rank.batch(step, (4, 9)))
         pair.check()
     usual, ops = reduces["layers.0"].ops, reduces["layers.1"].ops

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
 from typing import Any, Literal
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from shardproof.harness import Capability, contract, models, needs, world
-from shardproof.harness.adapters.base import Adapter, Piece, StateForm
+from shardproof.harness.adapters.base import Adapter, StateForm
 from shardproof.harness.adapters.registry import built_in_with
 from shardproof.harness.findings.finding import step_label
 from shardproof.harness.models import optim
 from shardproof.harness.models.compilation import compiler
 from shardproof.harness.models.recomputation import recompute
-from shardproof.harness.models.stateful import Stateful
+from shardproof.harness.models.stateful import Stateful, by_columns
 from shardproof.harness.parity import Census, Rank, Run, check_exact, resume, states
+from shardproof.harness.parity.flaws import FLAWED, choice, report_of, spoil, spoilt_load
+from shardproof.harness.parity.refusals import Refusal
 from shardproof.harness.parity.run import StepPicture
 from shardproof.harness.plugin.axes import RESHARD
 
@@ -36,17 +36,6 @@ FLAT = pytest.mark.parametrize(
 DIM = 5
 LR = 1e-2
 WHY = "a state dict is read, or loaded with the values that are there"
-
-#: The flaws of a state dict, with the entry that is missing, unknown or of another size.
-FLAWED = {
-    "missing": "out.weight",
-    "missing-buffer": "layers.0.offset",
-    "missing-in-a-unit": "layers.1.first.bias",
-    "unknown": "stray",
-    "unknown-in-a-unit": "layers.0.stray",
-    "misfit": "out.bias",
-    "misfit-in-a-unit": "layers.0.base",
-}
 
 Means = Literal["plain", "hooks", "wrapper", "compiled"]
 
@@ -114,9 +103,9 @@ def test_before_training(rank: Rank, reshard_after_forward: bool | int | None, f
 @contract("STATE-1", "STATE-5")
 @world(2)
 @needs(Capability.DTENSOR_PARAMETERS)
-@pytest.mark.parametrize("assigns", [False, True], ids=["copied", "assigned"])
+@pytest.mark.parametrize("how", ["copied", "assigned", pytest.param("pending", marks=needs(Capability.ASYNC_UNSHARD))])
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
-def test_of_a_module_inside_a_unit(rank: Rank, reshard_after_forward: bool | int | None, assigns: bool) -> None:
+def test_of_a_module_inside_a_unit(rank: Rank, reshard_after_forward: bool | int | None, how: str) -> None:
     """The state dict of a part of a unit, whatever is gathered, has sharded values, and is what a load replaces."""
     run = make(rank, 0, optimizer=None, reshard_after_forward=reshard_after_forward)
     unsharded, batch = plain(rank).to(rank.device), (rank.batch(0, (3, DIM)),)
@@ -129,7 +118,10 @@ def test_of_a_module_inside_a_unit(rank: Rank, reshard_after_forward: bool | int
         wrong = [key for key, value in state.items() if not torch.equal(value.full_tensor(), expected[key])]
         assert not wrong, f"the state dict of {name} has other values of {', '.join(wrong)}"
         run.evaluate(batch)
-        run.original_module(name).load_state_dict({key: value * 2 for key, value in state.items()}, assign=assigns)
+        if how == "pending":
+            run.adapter.unshard()  # with the values of before
+        doubled = {key: value * 2 for key, value in state.items()}
+        run.original_module(name).load_state_dict(doubled, assign=how != "copied")
         unsharded.get_submodule(name).load_state_dict({key: value * 2 for key, value in expected.items()})
         twin = rank.run(models.copy_of(unsharded), units=unsharded.units())
         outputs, others = run.evaluate(batch), twin.evaluate(batch)
@@ -487,6 +479,64 @@ def test_by_numbers(rank: Rank, flat: bool) -> None:
     states.check_same(rank, states.read(rank, run, form="full"), before)
 
 
+@contract("STATE-12")
+@world(2)
+@needs(Capability.OPTIMIZER_KEYS)
+@FLAT
+def test_an_optimizer_that_names_parameters(rank: Rank, flat: bool) -> None:
+    """The states of an optimizer whose own state dict has names in the place of numbers are saved as others are."""
+    run = make(rank, 0, for_flat=flat, flat_parameters=flat)
+    train(rank, run, 0)
+    expected, optimizer = states.read(rank, run, form="full"), run.adapter.optimizer
+    assert optimizer is not None
+    names = {id(parameter): name for name, parameter in run.adapter.module.named_parameters()}
+    order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+    state = optimizer.state_dict()
+    groups = [{**group, "params": [order[number] for number in group["params"]]} for group in state["param_groups"]]
+    named = {"state": {order[number]: one for number, one in state["state"].items()}, "param_groups": groups}
+    rank.monkeypatch.setattr(optimizer, "state_dict", lambda: named)
+    states.check_same(rank, states.read(rank, run, form="full"), expected)
+
+
+@contract("STATE-50")
+@world(2)
+@needs(Capability.FLAT_PARAMETERS, Capability.PROCESS_GROUPS)
+@FLAT
+def test_local_states(rank: Rank, flat: bool) -> None:
+    """A local state dict of a model holds this rank's own shards, which another of the same units takes."""
+    options: Any = {"for_flat": True, "flat_parameters": flat, "as_groups": True, "optimizer": None}
+    saved, loaded = (make(rank, number, **options) for number in range(2))
+    loaded.adapter.restore(saved.adapter.checkpoint(form="local"), form="local")
+    right = {name: piece.tensor for name, piece in saved.adapter.parameters().items()}
+    other = [name for name, piece in loaded.adapter.parameters().items() if not torch.equal(piece.tensor, right[name])]
+    assert not other, f"what has taken a local state dict has other values of {', '.join(other)}"
+
+
+@contract("STATE-50")
+@world(2)
+@needs(Capability.FLAT_PARAMETERS)
+@pytest.mark.parametrize("flaw", ["another-shape", "shapes", "another-dtype", "another-step", "no-average"])
+def test_states_that_cannot_be_joined(rank: Rank, flaw: str) -> None:
+    """States of parameters that together are not the state of a flat parameter are refused on every rank."""
+    run = make(rank, 0, for_flat=True, flat_parameters=True)
+    train(rank, run, 0)
+    state = run.adapter.checkpoint(form="full")
+    one = state["optimizer"]["state"]["layers.1.first.bias"]
+    if flaw == "another-shape":
+        one["exp_avg"] = torch.ones(DIM + 1)
+    elif flaw == "shapes":
+        state["optimizer"]["state"] = {name: {"sums": torch.ones(2, 3)} for name in state["optimizer"]["state"]}
+    elif flaw == "another-dtype":
+        one["exp_avg"] = one["exp_avg"].double()
+    elif flaw == "another-step":
+        one["step"] = one["step"] + 1
+    else:
+        del one["exp_avg"]
+    refusal = Refusal(rank, lambda: run.adapter.restore(state, form="full"), may_send=True)
+    assert refusal.text is not None, "no rank refuses them"
+    refusal.check_names("unflattened parameter", "its parameter", "first.bias")
+
+
 #: The entries of the model whose values a forward does not change.
 SAVED = [name for name, value in Stateful(DIM).state_dict().items() if not name.endswith("calls")]
 TRAINED = [name for name, value in Stateful(DIM).named_parameters() if value.requires_grad]
@@ -512,14 +562,6 @@ def make(rank: Rank, number: int, *, for_flat: bool = False, has_extra: bool = F
     optimizer = optim.adamw(lr=lr) if for_flat else optim.in_two_groups("adamw", lr=lr)
     chosen: Any = {"units": model.units(), "optimizer": optimizer} | options
     return rank.run(model, **chosen)
-
-
-def by_columns(model: nn.Module) -> nn.Module:
-    """Lay the elements of each matrix column by column."""
-    for parameter in model.parameters():
-        if parameter.ndim == 2:
-            parameter.data = parameter.detach().t().contiguous().t()
-    return model
 
 
 def train(rank: Rank, run: Run, step: int) -> StepPicture:
@@ -554,47 +596,3 @@ def check_loads(rank: Rank, saved: Run, loaded: Run, form: StateForm, *, steps_f
         loaded.adapter.restore(saved.adapter.checkpoint(form=form), form=form)
     states.check_held(rank, loaded, expected)
     states.check_same(rank, states.read(rank, loaded, form=form), expected)
-
-
-def spoil(state: dict[str, Any], flaw: str) -> None:
-    """Give the state dict of a model one flaw."""
-    if flaw.startswith("missing"):
-        del state[FLAWED[flaw]]
-    elif flaw.startswith("unknown"):
-        state[FLAWED[flaw]] = torch.ones(2)
-    else:
-        value = state[FLAWED[flaw]]
-        larger = torch.zeros((value.shape[0] + 1, *value.shape[1:]), device=value.device)
-        if isinstance(value, DTensor):
-            larger = distribute_tensor(larger, value.device_mesh, value.placements)
-        state[FLAWED[flaw]] = larger
-
-
-def spoilt_load(model: nn.Module, flaw: str, *, strict: bool) -> Any:
-    """Load a state dict with a flaw into an unsharded model."""
-    state = dict(model.state_dict())
-    spoil(state, flaw)
-    return model.load_state_dict(state, strict=strict)
-
-
-def report_of(load: Callable[[], Any]) -> dict[str, list[str]]:
-    """The names that loading reports, by returning them or by an error."""
-    try:
-        missing, unexpected = load()
-        return {"missing": sorted(missing), "unexpected": sorted(unexpected)}
-    except RuntimeError as error:
-        lines = str(error).splitlines()
-    found = {"error": ["RuntimeError"]}
-    for kind in ("Missing", "Unexpected"):
-        found[kind] = sorted(name for line in lines if kind in line for name in re.findall(r'"([^"]+)"', line))
-    found["misfit"] = sorted(re.findall(r"size mismatch for (\S+):", "\n".join(lines)))
-    return found
-
-
-def choice(name: str, piece: Piece, before: dict[str, Any], after: dict[str, Any]) -> str | None:
-    """Whether a rank has the old or the new values of a parameter; None if it has none."""
-    if not piece.tensor.numel():
-        return None
-    mine = piece.tensor.cpu()
-    found = [which for which, state in (("old", before), ("new", after)) if torch.equal(mine, piece.cut(state[name]))]
-    return found[0] if found else "neither"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from shardproof.harness import Capability, Hardware, contract, models, needs, world
 from shardproof.harness.adapters.base import Accumulation, Adapter, OptimizerFactory
@@ -23,7 +23,6 @@ from shardproof.harness.parity.plain import backward_of_copies, check_gradients
 from shardproof.harness.parity.refusals import Refusal
 from shardproof.harness.parity.run import StepPicture
 from shardproof.harness.plugin.axes import DELAY_MS, DELAYED, DELAYS, RESHARD, RESHARD_TO_PARTS
-from shardproof.harness.tensors.trees import tensors_of
 
 
 @contract("TRAINING-1")
@@ -129,14 +128,8 @@ def test_unit_called_directly(rank: Rank, delays: tuple[str, ...]) -> None:
 
     Steps follow each other without the host waiting, so that a unit which does not wait for the step reads too early.
     """
-    model = models.Tower(dim=33)
-    pair = rank.pair(
-        model,
-        units=model.units(),
-        baseline="replicated",
-        find_unused=True,
-        delays=[DELAYS[name] for name in delays],
-    )
+    model, chosen = models.Tower(dim=33), [DELAYS[name] for name in delays]
+    pair = rank.pair(model, units=model.units(), baseline="replicated", find_unused=True, delays=chosen)
     order = ["", "layers.0", "layers.0", "", "layers.0"]
     batches = [rank.batch(step, (8, 33)) for step in range(len(order))]
     for batch, submodule in zip(batches, order, strict=True):
@@ -243,17 +236,19 @@ def test_cast_after_sharding(rank: Rank, swaps: bool) -> None:
     ],
 )
 def test_cast_after_an_evaluation(rank: Rank, reshard_after_forward: bool | None, shards: bool) -> None:
-    """A model that an evaluation has left gathered has rounded values once it is cast to bfloat16 and back."""
+    """A model that an evaluation has left gathered is cast to bfloat16, evaluated, and has rounded values once back."""
     model = models.Tower(dim=9)
-    rounded = models.copy_of(model).to(rank.device).to(torch.bfloat16).to(torch.float32)
-    options: Any = {"units": model.units(), "optimizer": optim.sgd(), "shards": shards}
-    options["reshard_after_forward"] = reshard_after_forward
-    run, twin = rank.run(model, **options), rank.run(rounded, **options)
-    batch = (rank.batch(0, (4, 9)),)
-    run.evaluate(batch)
-    run.adapter.module.to(torch.bfloat16).to(torch.float32)
+    rounded = models.copy_of(model).to(rank.device).to(torch.bfloat16)
+    options: Any = {"reshard_after_forward": reshard_after_forward, "optimizer": optim.sgd(), "shards": shards}
+    run, batch = rank.run(model, units=model.units(), **options), rank.batch(0, (4, 9))
+    run.evaluate((batch,))
+    run.adapter.module.to(torch.bfloat16)
+    (output,) = run.evaluate((batch.to(torch.bfloat16),))
+    assert torch.equal(output, rounded(batch.to(torch.bfloat16))), "the cast model has another output than unsharded"
+    run.adapter.module.to(torch.float32)
+    twin = rank.run(rounded.to(torch.float32), units=model.units(), **options)
     for step in range(2):
-        pictures = (one.step([batch], loss=models.mean_square) for one in (run, twin))
+        pictures = (one.step([(batch,)], loss=models.mean_square) for one in (run, twin))
         check_exact(rank, *pictures, step=step, why="the same values")
 
 
@@ -333,20 +328,33 @@ def test_parameters_that_a_script_changes(rank: Rank, how: str) -> None:
 
 @contract("TRAINING-12")
 @world(2)
-@needs(Capability.DTENSOR_PARAMETERS, Capability.SHARDED)
-def test_parameter_of_another_layout(rank: Rank) -> None:
-    """A DTensor with other placements that a script puts in the place of a parameter is used, or refused by name."""
+@needs(Capability.SHARDED)
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param("placement", marks=needs(Capability.DTENSOR_PARAMETERS)),
+        # Where forward gathers whatever is registered, the module itself refuses the size.
+        pytest.param("size", marks=needs(Capability.DTENSOR_PARAMETERS, Capability.REGISTERED_STATE)),
+        pytest.param("flat-size", marks=needs(Capability.FLAT_PARAMETERS)),
+    ],
+)
+def test_parameter_of_another_layout(rank: Rank, other: str) -> None:
+    """What is placed otherwise, or has another size, in the place of a parameter is refused by name; or it is used."""
     model = models.Tower(dim=9)
     plain = models.copy_of(model).to(rank.device)
-    run, batch = rank.run(model, units=model.units()), (rank.batch(0, (4, 9)),)
+    zeros = plain.get_parameter("layers.1.in_proj.weight").data.zero_()
+    run, batch = rank.run(model, units=model.units(), flat_parameters=other == "flat-size"), (rank.batch(0, (4, 9)),)
     run.evaluate(batch)
-    plain.get_parameter("layers.1.in_proj.weight").data.zero_()
-    other = distribute_tensor(plain.get_parameter("layers.1.in_proj.weight").detach(), rank.mesh(), [Replicate()])
-    run.original_module("layers.1.in_proj").weight = nn.Parameter(other)
+    name, held = next(run.adapter.submodule("layers.1").named_parameters())
+    owner, _, last = name.rpartition(".")
+    values, placement = (zeros[:-2], Shard(0)) if other == "size" else (zeros, Replicate())
+    placed = distribute_tensor(values, rank.mesh(), [placement])
+    new = held.detach()[:-1].clone() if other == "flat-size" else placed
+    setattr(run.adapter.submodule("layers.1").get_submodule(owner), last, nn.Parameter(new))
     refusal = Refusal(rank, lambda: run.adapter.forward(*batch), may_send=True)  # units before it are gathered
     if refusal.text is not None:
-        return refusal.check_names("in_proj.weight")
-    assert torch.equal(refusal.result, plain(*batch)), "the forward uses other values than those of the DTensor"
+        return refusal.check_names("in_proj.weight", "_flat_param")
+    assert torch.equal(refusal.result, plain(*batch)), "the forward uses other values than those of the new parameter"
 
 
 @contract("TRAINING-6")
@@ -447,16 +455,13 @@ def test_forward_methods_of_one_class(rank: Rank) -> None:
 def test_forward_method_of_one_module(rank: Rank) -> None:
     """A registered method may be one that a script has set on the module itself, over that of its class."""
     model = models.TwoStage(dim=9)
-    model.encoder.features = types.MethodType(_doubled_features, model.encoder)  # type: ignore[method-assign]
+    doubled = types.MethodType(lambda encoder, x: torch.tanh(encoder.inner(x)) * 2, model.encoder)
+    model.encoder.features = doubled  # type: ignore[method-assign]
     pair = rank.pair(model, units=[["encoder"], ["projector"]])
     pair.adapter.register_forward_method("encoder", "features")
     for step in range(3):
         pair.step(rank.batch(step, (4, 9)))
         pair.check()
-
-
-def _doubled_features(encoder: Any, x: torch.Tensor) -> torch.Tensor:
-    return torch.tanh(encoder.inner(x)) * 2
 
 
 @contract("TRAINING-8")
@@ -521,17 +526,9 @@ def test_inputs_move_to_device(rank: Rank, form: str) -> None:
         "keyword-nested": ((), {"pair": {"x": [x], "y": (None, y)}, "z": z}),
     }
     args, keywords = forms[form]
-    seen: list[torch.device] = []
-
-    class Inner(nn.Module):
-        def forward(self, *args: Any, **keywords: Any) -> torch.Tensor:
-            first, second, third = tensors_of((args, keywords))
-            seen.extend(tensor.device for tensor in (first, second, third))
-            return first + second * third
-
-    run = rank.run(Inner())
-    output = run.adapter.submodule("")(*args, **keywords)
-    assert seen == [rank.device] * 3, f"the inputs are on {seen}"
+    model = shapes.ThreeInputs()
+    output = rank.run(model).adapter.submodule("")(*args, **keywords)
+    assert model.devices == [rank.device] * 3, f"the inputs are on {model.devices}"
     assert torch.equal(output.cpu(), x + y * z)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -130,6 +130,21 @@ def test_by_hand_after_an_error(rank: Rank) -> None:
     failed = Refusal(rank, lambda: sharded(rank, Parts().to(rank.device), wraps=WrapPolicy("by-hand", chooses=fails)))
     assert failed.text == "ValueError: no choice", failed.text
     train(rank, BY_CHOICE["by-hand"])
+
+
+@contract("WRAPPING-2")
+@world(2)
+@pytest.mark.parametrize("rule", ["classes", "objects"])
+def test_module_in_two_places(rank: Rank, rule: Literal["classes", "objects"]) -> None:
+    """A chosen module that its model holds under two names is one unit, in both places."""
+    shared = nn.Linear(6, 6)
+    model = nn.Sequential(nn.Linear(6, 6), shared, nn.Tanh(), shared)
+    pair = rank.pair(model, units=[["0"], ["1"]], wraps=WrapPolicy(rule, classes=(nn.Linear,)))
+    for step in range(2):
+        pair.step(rank.batch(step, (4, 6)))
+        pair.check()
+    first, second = (pair.adapter.module.get_submodule(name) for name in ("1", "3"))
+    assert first is second, f"in the two places of one module are {first} and {second}"
 
 
 @contract("WRAPPING-5")

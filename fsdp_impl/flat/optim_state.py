@@ -108,8 +108,9 @@ class Table:
             else:
                 indices = tuple(range(len(saved.names)))
                 self._places[id(shards.flat)] = Place(saved, indices, tuple(saved.names))
-        for name, param in model.named_parameters():
-            self._places.setdefault(id(param), Place(None, (), (clean(name),)))
+        self._names = {id(param): clean(name) for name, param in model.named_parameters()}
+        for key, name in self._names.items():
+            self._places.setdefault(key, Place(None, (), (name,)))
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -127,6 +128,10 @@ class Table:
                 f"The optimizer has a parameter of shape {tuple(param.shape)} that the model does not have"
             )
         return self._places[id(param)]
+
+    def state_of(self, number: int, param: torch.Tensor, given: dict[Any, State]) -> State | None:
+        """What ``given`` has of ``param``, by its number or, of an optimizer that names parameters, by its name."""
+        return given.get(number, given.get(self._names.get(id(param), self.place(param).names[0])))
 
     def managed_names(self, groups: ParamGroups) -> list[str]:
         """The names of those parameters in ``groups`` that units have; others may be on some ranks only."""
@@ -174,13 +179,14 @@ def save(
     table = Table(model)
     groups = groups_of(optim, model)
     given = optim.state_dict() if given is None else given
+    states = {clean(key) if isinstance(key, str) else key: state for key, state in given["state"].items()}
     process_group = process_group or table.process_group
     check_same_params(table.managed_names(groups), process_group)
     found: dict[str, State] = {}
     per_unit: dict[int, dict[int, State]] = {}
     for number, param in enumerate(params_of(groups)):
         place = table.place(param)
-        state = given["state"].get(number, given["state"].get(place.names[0]))
+        state = table.state_of(number, param, states)
         if place.saved is None:
             if state is not None:
                 found[place.names[0]] = {key: copy_of(value) for key, value in state.items()}

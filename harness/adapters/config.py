@@ -10,17 +10,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Placement
 
 Units = tuple[tuple[str, ...], ...]
 """The units of a model: each entry names the modules whose parameters are gathered by one collective."""
 
-StateForm = Literal["sharded", "full", "first-rank"]
+StateForm = Literal["sharded", "full", "first-rank", "local"]
 """What a state dict consists of.
 
 - "sharded": each rank has its shards, as ``torch.distributed.checkpoint`` saves and loads them.
 - "full": every rank has all values whole.
 - "first-rank": the first rank of the world has all values whole, on the CPU, and the others have empty dicts. They take
   the values from the first rank when they load.
+- "local": each rank has its flat parameters, under no names of the model, so that nothing can be read of it. Without
+  an optimizer. Needs :attr:`Capability.FLAT_PARAMETERS` and process groups in the place of a mesh.
 """
 
 
@@ -305,6 +308,14 @@ class Config:
     ignored_modules: tuple[str, ...] = ()
     """Modules that a script names in place of their parameters, which are all in :attr:`ignored`.
 
+    Parameters in :attr:`ignored` that are outside of them are named beside, which is to be refused.
+
+    Needs :attr:`Capability.IGNORED_MODULES`.
+    """
+
+    ignored_inside: bool = False
+    """Whether only the units around what is ignored are given it, and not the root, which learns of it from them.
+
     Needs :attr:`Capability.IGNORED_MODULES`.
     """
 
@@ -375,10 +386,10 @@ class Config:
     Needs :attr:`Capability.DEFAULT_MESH`.
     """
 
-    shard_dim: Callable[[nn.Parameter], int | None] | None = None
+    shard_dim: Callable[[nn.Parameter], int | Placement | None] | None = None
     """Returns the dimension along which a parameter is cut, which may be negative; None is the default.
 
-    Needs :attr:`Capability.SHARD_DIMENSION`.
+    A placement, for cases about wrong ones, is passed on as it is. Needs :attr:`Capability.SHARD_DIMENSION`.
     """
 
     unit_meshes: Mapping[str, DeviceMesh] = dataclasses.field(default_factory=dict)

@@ -247,13 +247,15 @@ class DTensorAdapter(Adapter):
     def _dims(self, model: nn.Module) -> list[int]:
         """Return the dimension along which each parameter is to be cut."""
         chosen = self.config.shard_dim
-        dims = [0 if chosen is None else chosen(parameter) or 0 for parameter in model.parameters()]
+        found = [None if chosen is None else chosen(parameter) for parameter in model.parameters()]
+        # A placement is refused once it is passed on.
+        dims = [dim if isinstance(dim, int) else 0 for dim in found]
         return [dim % max(value.ndim, 1) for dim, value in zip(dims, model.parameters(), strict=True)]
 
-    def _placement(self, parameter: nn.Parameter) -> Shard | None:
+    def _placement(self, parameter: nn.Parameter) -> Placement | None:
         assert self.config.shard_dim is not None
         dim = self.config.shard_dim(parameter)
-        return None if dim is None else Shard(dim)
+        return Shard(dim) if isinstance(dim, int) else dim
 
     def _its_mesh(self, unit: str) -> dict[str, Any]:
         """Return the options for the mesh of a unit."""

@@ -145,18 +145,16 @@ class FlatAdapter(Adapter):
         itemsize = max((parameter.element_size() for parameter in model.parameters()), default=1)
         alignment = 1 if config.flat_parameters else _ALIGNMENT_BYTES // itemsize
         self._units = flat_units(model, [*names, ""], alignment=alignment, ignored=config.ignored)
-        options = self._options()
-        if config.ignored_modules:
-            options["ignored_modules"] = [model.get_submodule(name) for name in config.ignored_modules]
-        elif config.ignored:
-            options["ignored_states"] = [model.get_parameter(name) for name in config.ignored]
+        options = self._options() | ({} if config.ignored_inside else self._ignored(model, "", config.ignored))
         if config.wraps is not None:
             options["auto_wrap_policy"] = self._policy(config.wraps)
             if config.wraps.rule == "by-hand":
                 self._wrap_by_hand(model, config.wraps, options)
         for name in names if config.wraps is None else ():
             parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, self._wrap(model.get_submodule(name), name, options))
+            inside = [one for one in config.ignored if config.ignored_inside and one.startswith(f"{name}.")]
+            its = options | self._ignored(model, name, inside)
+            setattr(model.get_submodule(parent), child, self._wrap(model.get_submodule(name), name, its))
         self.module = self._wrap(model, "", options)
         if config.cast is not None:
             self.module.to(config.cast)
@@ -177,6 +175,20 @@ class FlatAdapter(Adapter):
             "sync_module_states": config.sync_states,
             **self._ahead(),
         }
+
+    def _ignored(self, model: nn.Module, unit: str, names: Sequence[str]) -> dict[str, Any]:
+        """The options for parameters that are ignored, as modules where the case names those.
+
+        Beside the modules only what they do not have comes by itself: no implementation takes both.
+        """
+        modules = [one for one in self.config.ignored_modules if f"{one}.".startswith(f"{unit}." if unit else "")]
+        others = [name for name in names if not name.startswith(tuple(f"{one}." for one in modules))]
+        found: dict[str, Any] = {}
+        if modules and names:
+            found["ignored_modules"] = [model.get_submodule(name) for name in modules]
+        if others:
+            found["ignored_states"] = [model.get_parameter(name) for name in others]
+        return found
 
     def _ahead(self) -> dict[str, Any]:
         """The options about gathering ahead of which the case has chosen one."""
@@ -266,12 +278,12 @@ class FlatAdapter(Adapter):
 
     def _strategy(self, reshards: Any) -> Any:
         strategies = self.api.ShardingStrategy
-        hybrid = self.config.mesh.ndim == 2
+        hybrid = self.config.mesh.ndim > 1
         assert reshards is None or isinstance(reshards, bool), (
             f"there is no strategy that reshards to groups of {reshards}"
         )
         if not self.config.shards:
-            assert not hybrid, "a mesh of replicas and shards has shards"
+            assert self.config.mesh.ndim != 2, "a mesh of replicas and shards has shards"
             return strategies.NO_SHARD
         if reshards is False:
             return strategies._HYBRID_SHARD_ZERO2 if hybrid else strategies.SHARD_GRAD_OP
@@ -331,7 +343,7 @@ class FlatAdapter(Adapter):
         return [piece.tensor for name in names if (piece := pieces[name]) is not None]
 
     def replace_reduction(self, hook: Callable[..., None]) -> None:
-        self.module.register_comm_hook(hook, _call)
+        self.module.register_comm_hook(hook, _call if callable(hook) else hook)
 
     def checkpoint(self, *, form: StateForm = "sharded") -> dict[str, Any]:
         wrapper = self.api.FullyShardedDataParallel
@@ -396,6 +408,8 @@ class FlatAdapter(Adapter):
         context = functools.partial(api.FullyShardedDataParallel.state_dict_type, self.module)
         if form == "sharded":
             return context(api.StateDictType.SHARDED_STATE_DICT)  # type: ignore[no-any-return]
+        if form == "local":
+            return context(api.StateDictType.LOCAL_STATE_DICT)  # type: ignore[no-any-return]
         first = form == "first-rank"
         # What is on the CPU already need not go there, and torch's would free it: F-41 of docs/findings.md.
         options = {"offload_to_cpu": first and self.config.mesh.device_type != "cpu", "rank0_only": first}

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from shardproof.harness.models.plain import MLP, Container, Packed, Stacked, pack, unpack
@@ -56,7 +57,9 @@ class _Body(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """A unit ``body``, a GRU, which keeps a list of its parameters beside their names, and a root.
+    """A unit ``body``, a GRU, and a root with ``head``; both keep their parameters beside their names too.
+
+    The GRU of recent versions of torch looks before each forward whether its list still is right; ``head`` does not.
 
     Input: (batch, length, dim). Output: (batch, length, dim).
     """
@@ -64,13 +67,30 @@ class Recurrent(nn.Module):
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.body = nn.GRU(dim, dim + 1, batch_first=True)
-        self.head = nn.Linear(dim + 1, dim)
+        self.head = Remembering(dim + 1, dim)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # cuDNN rounds the products of recurrent modules to TF32, which no float64 oracle can judge.
         with torch.backends.cudnn.flags(enabled=False):
             hidden, _ = self.body(x)
         return torch.tanh(self.head(hidden))
+
+
+class Remembering(nn.Linear):
+    """A Linear that computes with what was set last as its weight and bias, as recurrent modules do on a GPU."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in ("weight", "bias"):
+            self.__dict__[f"latest_{name}"] = value
+
+    def _apply(self, *args: Any, **options: Any) -> Any:
+        super()._apply(*args, **options)  # type: ignore[no-untyped-call]
+        self.weight, self.bias = self.weight, self.bias
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.__dict__["latest_weight"], self.__dict__["latest_bias"])
 
 
 class Nested(nn.Module):
@@ -418,8 +438,25 @@ class _Scale(nn.Module):
         return part.float()
 
 
+class ThreeInputs(nn.Module):
+    """The first of three tensors, in any containers, plus the second times the third; it has no parameters.
+
+    Attributes:
+        devices: where the tensors of all calls were.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.devices: list[torch.device] = []
+
+    def forward(self, *args: Any, **keywords: Any) -> torch.Tensor:
+        first, second, third = tensors_of((args, keywords))
+        self.devices.extend(tensor.device for tensor in (first, second, third))
+        return first + second * third
+
+
 class Spoiled(nn.Module):
-    """A Linear(9, 9) whose output is scaled by the sum of a parameter ``odd``, which may be one that cannot be sharded.
+    """A Linear(9, 9) whose output is scaled by one plus the sum of a parameter ``odd``, which may not be shardable.
 
     Input and output: (batch, 9), in float32.
 
@@ -433,7 +470,7 @@ class Spoiled(nn.Module):
         self.odd = nn.Parameter(odd)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.inner(x)) * self.odd.sum().to(x.dtype)
+        return torch.tanh(self.inner(x)) * (1 + self.odd.sum().to(x.dtype))
 
 
 class Permuted(nn.Module):

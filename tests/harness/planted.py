@@ -21,6 +21,7 @@ from fsdp_impl.common import collectives, divide, norm
 from fsdp_impl.per_parameter import reduction
 from shardproof.harness.adapters.base import Adapter
 from shardproof.harness.adapters.reference import ReferenceAdapter
+from shardproof.harness.parity.rank import Rank
 from tests import warm
 from tests.harness import narrow
 from tests.harness.inner import NO_HYPOTHESIS, PYTHONPATH
@@ -39,6 +40,21 @@ def replace(owner: Any, name: str, new: Any) -> None:
     setattr(owner, name, new)
 
 
+def _undo() -> None:
+    while _replaced:
+        setattr(*_replaced.pop())
+
+
+_finish = Rank.finish
+
+
+def _finish_and_undo(rank: Rank) -> None:
+    try:
+        _finish(rank)
+    finally:
+        _undo()
+
+
 class Planting(Adapter):
     """Plants a bug before the first model of a case is sharded, until the case ends; mixed into a sound adapter."""
 
@@ -49,14 +65,15 @@ class Planting(Adapter):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if not _replaced:
             self.plant()
+            # The case may have no adapter to tear down: one that refuses a model is none.
+            replace(Rank, "finish", _finish_and_undo)
         super().__init__(*args, **kwargs)
 
     def teardown(self) -> None:
         try:
             super().teardown()
         finally:
-            while _replaced:
-                setattr(*_replaced.pop())
+            _undo()
 
 
 class _Planted(ReferenceAdapter):

@@ -138,12 +138,48 @@ PER_PARAMETER = {
         "(held.size(), held.device_mesh, held.placements) != (size, spec.mesh, spec.placements)",
         "(held.size(), held.device_mesh) != (size, spec.mesh)",
     ),
+    "sizes-not-compared": Edit(
+        "per_parameter.param:ShardedParam._check",
+        "(held.size(), held.device_mesh, held.placements) != (size, spec.mesh, spec.placements)",
+        "(held.device_mesh, held.placements) != (spec.mesh, spec.placements)",
+    ),
+    "gathered-as-before-a-cast": Edit(
+        "per_parameter.group:ParamGroup._copy_out", " or self._unsharded_layout is not self.shards.gather_layout", ""
+    ),
     "older-hook-without-metadata": Edit(
         "per_parameter.param:Extension.inputs", "inputs, self._metadata = hook(mesh)\n", "inputs, _ = hook(mesh)\n"
     ),
     "hooks-get-the-replicas": Edit(
         "per_parameter.mesh:ShardMesh.shard_dim_mesh", "self.mesh if self.mesh.ndim == 1 else", "self.mesh if True else"
     ),
+    "placement-not-looked-at": Edit(
+        "per_parameter.param:cut",
+        'raise ValueError(f"Invalid shard_placement_fn result: {placement} for parameter {name}")',
+        "placement = None",
+    ),
+    "no-pieces-of-nothing": Edit("per_parameter.layout:build_layout", "max(blocks, 1)", "blocks"),
+    "sharded-once-more": Edit("per_parameter.construct:_check_module", "if unit_of(module) is not None:", "if False:"),
+    "ends-compared-among-some": Edit(
+        "common.order:OrderCheck.end", "in dict.fromkeys(groups):", "in [*dict.fromkeys(groups)][:1]:"
+    ),
+    "load-keeps-a-gather": Edit(
+        "per_parameter.unit:Unit._before_state_dict", "        self.group.drop_pending()\n", ""
+    ),
+    # Collectives of a script, and tensors that choose what travels.
+    "input-at-the-first-place": Edit(
+        "per_parameter.group:ParamGroup._gather",
+        "own_part(output, source, mesh.rank)",
+        "own_part(output, source, 0)",
+    ),
+    "sums-for-all-units": Edit(
+        "per_parameter.module:FSDPModule.set_force_sum_reduction_for_comms",
+        "_groups(recurse=False)",
+        "_groups(recurse=True)",
+    ),
+    "extensions-cut-by-rows": Edit(
+        "per_parameter.shards:Shards._cut_apart", "cut.data.size(cut.dim)", "cut.data.size(0)"
+    ),
+    "hooks-of-shards-of-before": Edit("per_parameter.shards:Shards.find_extensions", "        param.adopt()\n", ""),
     # What another library replicates.
     "replicated-is-sharded": Edit(
         "per_parameter.construct:_not_taken", '"replicate" in (_get_registry(module) or ())', "False"
@@ -166,6 +202,33 @@ FLAT = {
     ),
     "flat-first-rank-keeps-changes": Edit("flat.summon:_check", "if writeback and rank0_only:", "if False:"),
     "flat-whole-in-a-forward": Edit("flat.summon:_check", "if unit.phase is not Phase.IDLE:", "if False:"),
+    "flat-gradients-on-the-cpu": Edit(
+        "flat.summon:_check", "if with_grads and (offload_to_cpu or not use_orig):", "if False:"
+    ),
+    "flat-reduces-by-anything": Edit(
+        "flat.module:FullyShardedDataParallel.register_comm_hook", "if not callable(hook):", "if False:"
+    ),
+    "flat-ignored-by-units-alone": Edit(
+        "flat.wrapping:find_ignored", "        own.update(unit.options.ignored.params)\n", ""
+    ),
+    "flat-of-any-size": Edit(
+        "flat.shards:FlatShards.adopt_flat", "if held.numel() != self.layout.shard_numel:", "if False:"
+    ),
+    # What cannot be sharded.
+    "flat-replicas-by-themselves": Edit(
+        "flat.ranks:_resolve_hybrid", "process_group is None and device_mesh is None and not has_policy", "False"
+    ),
+    "flat-replicas-on-any-mesh": Edit(
+        "flat.ranks:_resolve_hybrid", "not isinstance(device_mesh, DeviceMesh) or device_mesh.ndim != 2", "False"
+    ),
+    "flat-integers": Edit("flat.shards:check_uniform", "not param.is_floating_point()", "False"),
+    "flat-function-not-looked-at": Edit("flat.construct:materialize", "not callable(init)", "False"),
+    "flat-ignored-by-one-option": Edit(
+        "flat.wrapping:find_ignored", "modules is not None and states is not None", "False"
+    ),
+    "flat-classes-that-look-on": Edit(
+        "flat.shards:set_tensor", "type(owner.module).__setattr__ is not nn.Module.__setattr__", "False"
+    ),
     # Rules and functions of a script.
     "flat-any-answer": Edit("wrap:CustomPolicy._run_policy", "if not isinstance(answer, (bool, dict)):", "if False:"),
     "flat-function-divided-again": Edit(
@@ -202,6 +265,27 @@ FLAT = {
         "flat.module:FullyShardedDataParallel.scatter_full_optim_state_dict", "rank0_only=True, ", ""
     ),
     "flat-numbers-of-sorted-names": Edit("flat.optim_state:_rename", "enumerate(names)}", "enumerate(sorted(names))}"),
+    "flat-names-of-an-optimizer": Edit(
+        "flat.optim_state:Table.state_of",
+        "given.get(number, given.get(self._names.get(id(param), self.place(param).names[0])))",
+        "given.get(number)",
+    ),
+    "flat-names-with-wrappers": Edit(
+        "flat.optim_state:save", "clean(key) if isinstance(key, str) else key: state", "key: state"
+    ),
+    "flat-shapes-for-numbers": Edit(
+        "flat.optim_state:_one_for_all", "if any(isinstance(value, torch.Tensor) for value in plain):", "if False:"
+    ),
+    "flat-dtype-of-the-first": Edit(
+        "flat.optim_state:_joined", "{part.tensor.dtype for part in parts}", "{part.tensor.dtype for part in parts[:1]}"
+    ),
+    "flat-local-not-loaded": Edit(
+        "flat.state_dict:load",
+        "if unit.state_dict_settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:",
+        "if False:",
+    ),
+    # Units found by a rule.
+    "flat-first-place-alone": Edit("flat.wrapping:_replace", "if child is None:", "if child is None or child in seen:"),
     "flat-numbers-of-steps-shared": Edit("flat.optim_state:_whole_states", "copy_of(kind)", "kind"),
     "flat-loaded-numbers-shared": Edit(
         "flat.optim_state:_shard_state", "found[key] = copy_of(value)", "found[key] = value"

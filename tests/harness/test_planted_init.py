@@ -38,7 +38,7 @@ KILLED = {
     "extended-never-freed": Killer("test_what_a_hook_makes_is_freed and object", "hold bytes"),
     "extended-not-filled-again": Killer("test_what_a_hook_makes_is_freed and object", ""),
     "flat-two-dtypes-taken": Killer(UNFIT.format("two-dtypes"), ""),
-    "flat-three-dimensions-taken": Killer(UNFIT.format("three-dimensions"), "no rank refuses it"),
+    "flat-three-dimensions-taken": Killer(UNFIT.format("cube-of-replicas"), "no rank refuses it"),
     "flat-group-of-all": Killer(ORDER.format("True"), ""),
     "flat-groups-swapped": Killer(REPLICAS_ORDER, ""),
     "flat-orders-not-compared": Killer(ORDERS, GRADIENT),
