@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -13,6 +14,7 @@ from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.adapters.base import Accumulation, Precision
 from shardproof.harness.findings.finding import step_label
 from shardproof.harness.models import shapes
+from shardproof.harness.models.parallel import MLPStack, parallelize_mlps
 from shardproof.harness.parity import Census, Pair, Rank, exact_difference
 from shardproof.harness.plugin.axes import RESHARD, RESHARD_EXPLICIT, with_first
 
@@ -199,6 +201,25 @@ def test_frozen_between_steps(rank: Rank, reshard_after_forward: bool | int | No
         pair.step(rank.batch(step, (4, 9)))
         pair.check()
         _assert_requires_grad(pair, what, f"after {step_label(step)}")
+
+
+@contract("FROZEN-1")
+@world(4)
+@needs(Capability.TENSOR_PARALLEL)
+@pytest.mark.parametrize("what", ["middle", "biases"])
+def test_frozen_beside_tensor_parallelism(rank: Rank, what: str) -> None:
+    """The same for parameters that tensor parallelism has cut before."""
+    mesh = rank.mesh((2, 2), ("dp", "tp"))
+    model = MLPStack(5)
+    _freeze(dict(model.named_parameters()), FROZEN[what])
+    pair = rank.pair(
+        model, units=model.units(), mesh=mesh["dp"], prepare=functools.partial(parallelize_mlps, mesh=mesh["tp"])
+    )
+    for step in range(2):
+        _assert_requires_grad(pair, what, f"before {step_label(step)}")
+        pair.step(rank.batch(step, (4, 5), mesh=mesh["dp"]), set_to_none=step % 2 == 0)
+        pair.check()
+    _assert_requires_grad(pair, what, "after training")
 
 
 def _freeze(named: dict[str, nn.Parameter], is_frozen: Callable[[str], bool]) -> None:

@@ -46,14 +46,15 @@ class Unfit:
     repair: Callable[[nn.Module], Any] | None = None
 
 
-def _frozen() -> nn.Module:
-    model = shapes.Spoiled(torch.randn(3))
+def _frozen(*size: int) -> nn.Module:
+    model = shapes.Spoiled(torch.randn(size))
     model.odd.requires_grad_(False)
     return model
 
 
 UNFIT = {
     "a-scalar": Unfit(lambda: shapes.Spoiled(torch.randn(())), ("odd",)),
+    "a-frozen-scalar": Unfit(_frozen, ("odd",)),
     "strides": Unfit(lambda: shapes.Spoiled(torch.randn(4, 3).t()), ("odd", "[3, 4]")),
     "two-dtypes": Unfit(
         lambda: shapes.Spoiled(torch.randn(3, dtype=torch.float64)),
@@ -102,7 +103,7 @@ UNFIT = {
         may_train=False,
     ),
     "frozen-beside-trainable": Unfit(
-        _frozen, ("requires_grad",), lambda rank: {"flat_parameters": True, "reshard_after_forward": True}
+        lambda: _frozen(3), ("requires_grad",), lambda rank: {"flat_parameters": True, "reshard_after_forward": True}
     ),
 }
 #: What only some implementations have an option for.
@@ -121,7 +122,7 @@ UNFIT_NEEDS = {
 @contract("INIT-1")
 @world(2)
 @needs(Capability.META_DEVICE)
-@pytest.mark.parametrize("which", ["", "layers.1"], ids=["whole-model", "one-unit"])
+@pytest.mark.parametrize("which", ["", "layers.1", "start"], ids=["whole-model", "one-unit", "buffers-alone"])
 @pytest.mark.parametrize("own_function", [False, True], ids=["reset", "function"])
 def test_values_made_on_the_meta_device(rank: Rank, own_function: bool, which: str) -> None:
     """A model that is sharded on the meta device holds the values that its modules make, and trains."""
@@ -232,13 +233,20 @@ def test_what_cannot_be_sharded(rank: Rank, what: str) -> None:
 @needs(Capability.META_LOAD)
 @pytest.mark.parametrize("which", ["", "layers.1"], ids=["whole-model", "one-unit"])
 def test_forward_on_the_meta_device(rank: Rank, which: str) -> None:
-    """The forward of what still is on the meta device, all or one unit, is refused by the names that the root has."""
+    """The forward of what still is on the meta device, all or one unit, is refused by the names that the root has.
+
+    So is a call that gathers it.
+    """
     model = models.Tower(dim=9).to(rank.device)
     names = [name for name, _ in model.named_parameters() if name.startswith(which)]
     model.get_submodule(which).to("meta")
     adapter = sharded(rank, model, units=model.units(), materializes=False)
     refusal = Refusal(rank, lambda: adapter.forward(rank.batch(0, (4, 9))))
     refusal.check_names(*names)
+    if Capability.ASYNC_UNSHARD in rank.implementation.capabilities():
+        # Units before it are gathered.
+        refusal = Refusal(rank, lambda: adapter.unshard(waits=True), may_send=True)
+        refusal.check_names(*names)
 
 
 @contract("INIT-6")
@@ -392,7 +400,7 @@ def refused_or_trained(rank: Rank, unfit: Unfit) -> None:
     adapter: Adapter = construction.result
     first = Refusal(rank, lambda: adapter.forward(batch))
     if first.text is None:
-        shown = adapter.named_parameters()
+        shown = adapter.held_parameters()  # what is registered may be gathered
         strides = {name: whole.get_parameter(name).stride() for name, one in shown.items() if isinstance(one, DTensor)}
         other = [name for name, stride in strides.items() if shown[name].stride() != stride]
         assert not other, f"sharded with other strides: {other}"

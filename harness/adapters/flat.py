@@ -216,6 +216,9 @@ class FlatAdapter(Adapter):
                 return functools.partial(made.lambda_auto_wrap_policy, lambda_fn=policy.chooses)
             case "objects":
                 return made.ModuleWrapPolicy(policy.classes)
+            case "called-objects":
+                called = made.ModuleWrapPolicy(policy.classes)
+                return lambda module, recurse, nonwrapped_numel: called(module, recurse)
             case "custom":
                 return made.CustomPolicy(functools.partial(self._custom, policy))
             case "by-hand":

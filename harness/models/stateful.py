@@ -76,3 +76,11 @@ class Stateful(Stacked):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.out(self.run_layers(x))
         return out
+
+
+def by_columns(model: nn.Module) -> nn.Module:
+    """Lay the elements of each matrix column by column."""
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            parameter.data = parameter.detach().t().contiguous().t()
+    return model
