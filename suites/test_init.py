@@ -228,6 +228,57 @@ def test_what_cannot_be_sharded(rank: Rank, what: str) -> None:
     refused_or_trained(rank, UNFIT[what])
 
 
+#: What a script cannot combine, or cannot do with a model that is sharded so, with words one of which is in the error.
+MISUSED = {
+    "a-group-beside-a-mesh": ("process_group",),
+    "other-parameters-inside": ("use_orig_params",),
+    "other-bounds-inside": ("limit_all_gathers",),
+    "a-rule-beside-wrappers": ("auto wrapping",),
+    "an-ignored-wrapper": ("ignored_modules",),
+    "ignored-by-two-options": ("ignored_modules",),
+    "ignored-of-two-kinds": ("ignored_states",),
+    "ignored-parameters-as-modules": ("ignored_modules",),
+    "hybrid-by-hand-without-groups": ("HYBRID_SHARD",),
+    "hybrid-with-one-group": ("process_group",),
+    "forms-that-differ": ("same state",),
+    "a-configuration-of-sharded-ones": ("ShardedStateDictConfig",),
+    "an-optimizers-configuration-of-sharded-ones": ("ShardedOptimStateDictConfig",),
+    "values-by-no-function": ("callable",),
+    "a-function-of-a-layer": ("root",),
+    "a-function-that-is-none": ("callable",),
+    "whole-gradients-of-flat-parameters": ("with_grads",),
+}
+#: The same where parameters are DTensors.
+MISUSED_DTENSORS = {
+    "a-unit-twice": ("once",),
+    "replicas-without-names": ("mesh_dim_names",),
+    "cut-layers-beside-a-mesh-without-names": ("mesh_dim_names",),
+    "another-placement": ("shard_placement_fn",),
+    "a-stream-beside-replicas": ("HSDP",),
+    "a-plain-parameter": ("weight",),
+}
+
+
+@contract("INIT-5")
+@world(2)
+@pytest.mark.parametrize(
+    "what",
+    [
+        *(pytest.param(name, marks=needs(Capability.FLAT_PARAMETERS)) for name in MISUSED),
+        *(
+            pytest.param(name, marks=needs(Capability.DTENSOR_PARAMETERS, Capability.UNIT_SETTINGS))
+            for name in MISUSED_DTENSORS
+        ),
+    ],
+)
+def test_what_cannot_be_combined(rank: Rank, what: str) -> None:
+    """Options that exclude each other, and calls for which a model was not sharded, are refused on every rank."""
+    adapter = sharded(rank, models.MLP(5).to(rank.device))
+    refusal = Refusal(rank, lambda: adapter.misuse(what), may_send=True)
+    assert refusal.text is not None, "no rank refuses it"
+    refusal.check_names(*(MISUSED | MISUSED_DTENSORS)[what])
+
+
 @contract("INIT-5")
 @world(2)
 @needs(Capability.META_LOAD)

@@ -32,6 +32,15 @@ PER_PARAMETER = {
     "padding-not-asked-for": Edit(
         "per_parameter.param:Extension.inputs", "        self._check_padded(param, inputs, padded)\n", ""
     ),
+    "meshes-without-names-beside-cut-layers": Edit(
+        "common.mesh:concatenate", "if mesh.mesh_dim_names is None:", "if False:"
+    ),
+    "plain-parameters-taken": Edit("per_parameter.param:ShardedParam._check", "not isinstance(held, DTensor)", "False"),
+    "streams-beside-replicas": Edit(
+        "per_parameter.module:FSDPModule.set_all_reduce_hook",
+        "stream is not None and group.mesh.replicas is not None",
+        "False",
+    ),
     # Layout.
     "strides-of-nothing": Edit("common.layout:contiguous_stride", "max(size[dim], 1)", "size[dim]"),
     "padding-left": Edit("per_parameter.param:Extension.finish", "if data.size() != param.size:", "if False:"),
@@ -71,6 +80,20 @@ PER_PARAMETER = {
 }
 
 FLAT = {
+    # Options that exclude each other, and calls for which a model was not sharded.
+    "flat-a-group-beside-a-mesh": Edit(
+        "flat.ranks:resolve", "process_group is not None and device_mesh is not None", "False"
+    ),
+    "flat-units-of-both-kinds": Edit("flat.construct:initialize", "    _check_homogeneous(units)\n", ""),
+    "flat-bounds-of-the-root": Edit(
+        "flat.construct:_check_homogeneous", "{unit.options.limits_gathers for unit in units}", "set()"
+    ),
+    "flat-rules-beside-wrappers": Edit("flat.wrapping:wrap_inner", "if unit_of(child) is not None:", "if False:"),
+    "flat-ignored-wrappers": Edit(
+        "flat.wrapping:find_ignored", "any(unit_of(root) is not None for root in roots)", "False"
+    ),
+    "flat-forms-that-differ": Edit("flat.state_dict:settings_in", "if other != found[0]:", "if False:"),
+    "flat-any-configuration": Edit("flat.options:settings_of", "type(optim_config) is not expected_optim", "False"),
     # Functions in the place of the reductions.
     "flat-second-function-taken": Edit(
         "flat.module:FullyShardedDataParallel.register_comm_hook",

@@ -9,6 +9,7 @@ from tests.harness.planted import Killer, assert_killed, assert_sound_passes, ca
 
 pytestmark = pytest.mark.slow("the tests share one run of the suites, in which planted bugs fail")
 
+COMBINED, UNNAMED = "test_what_cannot_be_combined and {}", "the error names none of"
 NOT_REFUSED, OLDER = "no rank refuses it", "uses what one before it has left gathered"
 ROOT, REPLACED = "test_calls_that_only_the_root_has and {}", "test_steps_of_parameters_that_a_script_replaced and {}"
 WRONG = "test_parameters_that_a_script_cannot_replace and {}"
@@ -19,6 +20,9 @@ KILLED = {
     "memory-of-a-script-replaced": Killer("test_settings_that_cannot_be and memory-of-another", NOT_REFUSED),
     "any-unit-recovers": Killer(ROOT.format("recovering"), NOT_REFUSED),
     "padding-not-asked-for": Killer("test_inputs_without_padding", "rank 0 is missing"),
+    "meshes-without-names-beside-cut-layers": Killer(COMBINED.format("cut-layers-beside-a-mesh"), UNNAMED),
+    "plain-parameters-taken": Killer(COMBINED.format("a-plain-parameter"), UNNAMED),
+    "streams-beside-replicas": Killer(COMBINED.format("a-stream-beside"), NOT_REFUSED),
     "strides-of-nothing": Killer("test_attributes_of_parameters and w2-None", "'stride': (0, 1)"),
     "padding-left": Killer("test_padding_that_a_hook_leaves", "expanded size"),
     "replaced-in-one-place": Killer("test_tied_after_assigning", "after the load the parameters are"),
@@ -31,6 +35,13 @@ KILLED = {
     "outermost-after-a-failed-forward": Killer("test_first_forward_that_raises and original", "warned although"),
     "a-unit-alone-stays-outermost": Killer("test_forward_after_that_of_a_unit and a-unit-False", "before a change"),
     "evaluations-gather-nothing-ahead": Killer("test_prefetch and test_order", "computes in the evaluation before"),
+    "flat-a-group-beside-a-mesh": Killer(COMBINED.format("w2-a-group-beside-a-mesh"), NOT_REFUSED),
+    "flat-units-of-both-kinds": Killer(COMBINED.format("other-parameters-inside"), NOT_REFUSED),
+    "flat-bounds-of-the-root": Killer(COMBINED.format("other-bounds-inside"), NOT_REFUSED),
+    "flat-rules-beside-wrappers": Killer(COMBINED.format("a-rule-beside-wrappers"), UNNAMED),
+    "flat-ignored-wrappers": Killer(COMBINED.format("an-ignored-wrapper"), NOT_REFUSED),
+    "flat-forms-that-differ": Killer(COMBINED.format("w2-forms-that-differ"), NOT_REFUSED),
+    "flat-any-configuration": Killer(COMBINED.format("an-optimizers-configuration"), NOT_REFUSED),
     "flat-second-function-taken": Killer("test_a_second_function", NOT_REFUSED),
     "flat-function-for-replicas-taken": Killer("test_function_for_shards_with_replicas", NOT_REFUSED),
     "flat-function-gets-a-share-of-nothing": Killer(
