@@ -453,8 +453,8 @@ OF_THE_ROOT: dict[str, Callable[[Adapter], Any]] = {
 }
 OF_THE_ROOT_NEEDS = {
     # Where units are wrappers, these are methods of each of them.
-    "deferring": needs(Capability.FLAT_PARAMETERS),
-    "clipping": needs(Capability.FLAT_PARAMETERS, Capability.CLIP_BY_CALL),
+    "deferring": needs(Capability.FLAT_PARAMETERS, Capability.WHOLE_PARAMETERS),
+    "clipping": needs(Capability.FLAT_PARAMETERS, Capability.WHOLE_PARAMETERS, Capability.CLIP_BY_CALL),
     "recovering": needs(Capability.UNIT_SETTINGS, Capability.RECOVERY),
 }
 

@@ -264,7 +264,7 @@ MISUSED_DTENSORS = {
 @pytest.mark.parametrize(
     "what",
     [
-        *(pytest.param(name, marks=needs(Capability.FLAT_PARAMETERS)) for name in MISUSED),
+        *(pytest.param(name, marks=needs(Capability.FLAT_PARAMETERS, Capability.WHOLE_PARAMETERS)) for name in MISUSED),
         *(
             pytest.param(name, marks=needs(Capability.DTENSOR_PARAMETERS, Capability.UNIT_SETTINGS))
             for name in MISUSED_DTENSORS

@@ -111,7 +111,7 @@ def test_steps_after_an_evaluation(rank: Rank, others: bool, kernels: optim.Kern
     "how",
     [
         pytest.param("assigned", marks=needs(Capability.DTENSOR_PARAMETERS, Capability.REGISTERED_STATE)),
-        pytest.param("one-by-one", marks=needs(Capability.FLAT_PARAMETERS)),
+        pytest.param("one-by-one", marks=needs(Capability.FLAT_PARAMETERS, Capability.WHOLE_PARAMETERS)),
     ],
 )
 def test_steps_of_parameters_that_a_script_replaced(rank: Rank, how: str) -> None:
@@ -139,7 +139,7 @@ def test_steps_of_parameters_that_a_script_replaced(rank: Rank, how: str) -> Non
 
 @contract("OPTIMIZER-28")
 @world(2)
-@needs(Capability.FLAT_PARAMETERS, Capability.TIED_PARAMETERS)
+@needs(Capability.FLAT_PARAMETERS, Capability.WHOLE_PARAMETERS, Capability.TIED_PARAMETERS)
 @pytest.mark.parametrize("what", ["another-shape", "in-one-of-two-places", "before-backward"])
 def test_parameters_that_a_script_cannot_replace(rank: Rank, what: str) -> None:
     """A parameter that a script replaces by one that cannot take its place is refused by all ranks, with the reason."""

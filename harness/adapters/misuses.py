@@ -14,7 +14,8 @@ class Misuses:
         """Make another model, of two layers, and shard, use or save it in a way that is to be refused (collective).
 
         Args:
-            what: one of the names in ``suites/test_init.py``, which needs :attr:`Capability.FLAT_PARAMETERS` or
-                :attr:`Capability.DTENSOR_PARAMETERS`.
+            what: one of the names in ``suites/test_init.py``, which needs :attr:`Capability.FLAT_PARAMETERS` and
+                :attr:`Capability.WHOLE_PARAMETERS`, or :attr:`Capability.DTENSOR_PARAMETERS` and
+                :attr:`Capability.UNIT_SETTINGS`.
         """
         raise AssertionError(f"{self.name} knows no misuse {what!r}")
