@@ -203,12 +203,14 @@ def test_gradients_that_a_script_dropped_of_some(rank: Rank) -> None:
         pytest.param("all", "before-forward", None, id="all-before-forward"),
         pytest.param("all", "before-forward", False, id="all-kept", marks=RESHARD_CHOICES[1].marks),
         pytest.param("layers.1.in_proj.weight", "before-forward", None, id="one-before-forward"),
+        pytest.param("all", "after-a-cast", None, id="all-after-a-cast", marks=needs(Capability.CAST_AFTER_INIT)),
     ],
 )
 def test_gradients_that_a_script_drops(rank: Rank, dropped: str, when: str, reshard_after_forward: bool | None) -> None:
     """Gradients that a script sets to None between two microbatches are gone, reduced ones and others.
 
-    So they are between a forward and its backward, by whatever parameters the module shows then.
+    So they are between a forward and its backward, and after a cast there and back, by whatever parameters the module
+    shows then.
     """
     model = models.Tower(dim=DIM, depth=DEPTH)
     batches = [rank.batch(number, (2, DIM)) for number in range(3)]
@@ -220,7 +222,9 @@ def test_gradients_that_a_script_drops(rank: Rank, dropped: str, when: str, resh
         )  # fmt: skip
         for number, batch in list(enumerate(batches))[first:]:
             with run.adapter.microbatch(is_last=number != 1):
-                if when == "before-forward" and number == 2:
+                if when != "before-backward" and number == 2:
+                    if when == "after-a-cast":
+                        run.adapter.module.double().float()
                     drop_gradients(run, drop)
                 loss = models.mean_square(run.adapter.forward(batch))
                 if when == "before-backward" and number == 2:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import string
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.adapters.base import Accumulation, Adapter, Clip, Settings
@@ -189,6 +191,23 @@ def test_unit_with_modules_that_do_not_run(rank: Rank, used: int) -> None:
         pair.check_counts("backward", all_gather=2, reduce_scatter=2)
 
 
+@contract("COLLECTIVES-7")
+@world(2)
+@needs(Capability.COUNTED_UNITS, Capability.GROUPED_UNIT, Capability.UNUSED_MODULE)
+@needs(Capability.RESHARD_AFTER_FORWARD, Capability.ROOT_RESHARD)
+def test_modules_of_a_unit_in_another_order(rank: Rank) -> None:
+    """A unit of which one module did not run is gathered once by the next forward too, whichever module runs first."""
+    model = models.Branches(dim=9, branches=2)
+    grouped = [["branches.0", "branches.1"]]
+    pair = rank.pair(model, units=grouped, baseline="replicated", find_unused=True, reshard_after_forward=True)
+    for step, order in enumerate([(1, 0), (0, 1)]):
+        pair.evaluate((rank.batch(step, (4, 9), microbatch=1), order[1]))
+        pair.step((rank.batch(step, (4, 9)), order))
+        pair.check()
+        pair.check_counts("forward", all_gather=2)
+        pair.check_counts("backward", all_gather=2, reduce_scatter=2)
+
+
 @contract("COLLECTIVES-8")
 @world(2, 4)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD_ROOT)
@@ -339,6 +358,22 @@ def test_zeros_are_reduced_or_not(rank: Rank, unit: str, recurse: bool) -> None:
         run.adapter.zero_grad(set_to_none=True)
 
 
+@contract("COLLECTIVES-10")
+@world(2)
+@needs(Capability.FORWARD_METHOD, Capability.COUNTED_UNITS)
+def test_method_of_one_unit(rank: Rank) -> None:
+    """A method that is registered for one unit gathers no other unit of its class, nor frees it."""
+    model = models.TwoEncoders(dim=9)
+    for encoder in (model.first, model.second):
+        encoder.spare = torch.nn.Linear(3, 3)  # of the encoder's own unit, and used by no method
+    run = rank.run(model, units=[["first.inner"], ["first"], ["second.inner"], ["second"]], find_unused=True)
+    run.adapter.register_forward_method("first", "features")
+    run.forward_backward((rank.batch(0, (4, 9)),), loss=models.mean_square)
+    gathered = [item.unit for item in run.trace if (item.phase, item.kind) == ("forward", "all_gather")]
+    outer = [unit for unit in gathered if "inner" not in unit]
+    assert (len(outer), len(gathered)) == (1, 3), f"forward gathers {gathered}, of which one should be an encoder"
+
+
 def assert_gathered_in_backward(pair: Pair, step: int, expected: Sequence[str]) -> None:
     """Check which units the last backward gathered, each once."""
     trace = [item for item in pair.last_trace() if (item.phase, item.kind) == ("backward", "all_gather")]
@@ -355,17 +390,34 @@ def _prefetch_of_a_layer(adapter: Adapter) -> None:
     adapter.prefetch(forward={"layers.0": ["layers.1.in_proj"]}, backward={})
 
 
+class _Reduce:
+    """A reduce-scatter of the script's own."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, **options: Any) -> Any:
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, group=group, **options)
+
+
+def _memory_of_another(adapter: Adapter) -> None:
+    adapter.change(Settings(reduce_scatter=_Reduce()), unit="layers.1")
+    adapter.change(Settings(group_memory=True), unit="layers.1")
+
+
 def _set(**settings: Any) -> Callable[[Adapter], None]:
     return lambda adapter: adapter.change(Settings(**settings))
 
 
 #: What a script cannot choose, with words one of which is in the error.
-WRONG_SETTINGS: dict[str, tuple[Callable[[Adapter], None], tuple[str, ...]]] = {
+WRONG_SETTINGS: dict[str, tuple[Callable[[Adapter], object], tuple[str, ...]]] = {
     "a-size-after-forward": (_set(reshard_after_forward=2), ("bool",)),
     "no-inputs": (_set(reduce_inputs=0), ("max_input_buffers",)),
     "half-an-input": (_set(reduce_inputs=1.5), ("max_input_buffers",)),
     "a-layer-that-is-no-unit": (_prefetch_of_a_layer, ("FSDPModule", "Linear")),
     "a-method-that-is-not-there": (lambda adapter: adapter.register_forward_method("layers.0", "absent"), ("absent",)),
+    "memory-of-another": (_memory_of_another, ("custom",)),
+    "a-deep-copy": (lambda adapter: copy.deepcopy(adapter.module), ("deepcopy",)),
 }
 
 
@@ -385,6 +437,43 @@ def test_settings_that_cannot_be(rank: Rank, what: str) -> None:
     assert refusal.text is not None, "no rank refuses it"
     refusal.check_names(*words)
     pair.step(rank.batch(0, (4, 9)))
+    pair.check()
+
+
+def _defer(adapter: Adapter) -> None:
+    with adapter.microbatch(is_last=False):
+        pass
+
+
+#: What a script calls on the root, and cannot call on another unit.
+OF_THE_ROOT: dict[str, Callable[[Adapter], Any]] = {
+    "deferring": _defer,
+    "clipping": lambda adapter: adapter.clip(),
+    "recovering": lambda adapter: adapter.recover(),
+}
+OF_THE_ROOT_NEEDS = {
+    # Where units are wrappers, these are methods of each of them.
+    "deferring": needs(Capability.FLAT_PARAMETERS, Capability.WHOLE_PARAMETERS),
+    "clipping": needs(Capability.FLAT_PARAMETERS, Capability.WHOLE_PARAMETERS, Capability.CLIP_BY_CALL),
+    "recovering": needs(Capability.UNIT_SETTINGS, Capability.RECOVERY),
+}
+
+
+@contract("COLLECTIVES-11")
+@world(2)
+@pytest.mark.parametrize("what", [pytest.param(name, marks=OF_THE_ROOT_NEEDS[name]) for name in OF_THE_ROOT])
+def test_calls_that_only_the_root_has(rank: Rank, what: str) -> None:
+    """What is about all units is refused on another unit than the root, by every rank, and changes nothing."""
+    model = models.Tower(dim=9)
+    pair = rank.pair(model, units=model.units(), clip=Clip(1e-3) if what == "clipping" else None)
+    pair.step(rank.batch(0, (4, 9)))
+    pair.check()
+    layer = copy.copy(pair.adapter)
+    layer.module = pair.adapter.submodule("layers.1")
+    refusal = Refusal(rank, lambda: OF_THE_ROOT[what](layer))
+    assert refusal.text is not None, "no rank refuses it"
+    refusal.check_names("root")
+    pair.step(rank.batch(1, (4, 9)))
     pair.check()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,28 +16,13 @@ from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.adapters.base import Accumulation, Adapter, WholeParameters
 from shardproof.harness.findings.finding import step_label
 from shardproof.harness.models import optim, shapes, ties
-from shardproof.harness.parity import Rank, Run, check_exact
-from shardproof.harness.plugin.axes import RESHARD, SHARDS
+from shardproof.harness.parity import Rank, check_exact
+from shardproof.harness.parity.refusals import Refusal
+from shardproof.harness.parity.wholes import check_values, check_whole, halve, write
+from shardproof.harness.plugin.axes import FLAT, RESHARD, SHARDS, WHOLE
 
-FLAT = pytest.mark.parametrize(
-    "flat", [False, pytest.param(True, marks=needs(Capability.FLAT_PARAMETERS))], ids=["originals", "flat"]
-)
-ON_CPU = needs(Capability.WHOLE_ON_CPU)
-#: All that a script may ask for together.
-WHOLE = [
-    pytest.param(WholeParameters(keeps_changes=False), id="read"),
-    pytest.param(WholeParameters(keeps_changes=False, on_cpu=True), id="read-on-cpu", marks=ON_CPU),
-    pytest.param(WholeParameters(keeps_changes=False, first_rank_only=True), id="first-rank"),
-    pytest.param(
-        WholeParameters(keeps_changes=False, first_rank_only=True, on_cpu=True), id="first-rank-on-cpu", marks=ON_CPU
-    ),
-    pytest.param(WholeParameters(), id="written"),
-    pytest.param(WholeParameters(on_cpu=True), id="written-on-cpu", marks=ON_CPU),
-]
 WHY = "the same values, gathered or not"
-
 MODES = ["no_grad", "inference_mode"]
-
 DEPTH = 3
 
 
@@ -166,6 +151,27 @@ def test_second_evaluation_sees_the_step(rank: Rank, reshard_after_forward: bool
 
 @contract("EVALUATION-2")
 @world(2)
+@needs(Capability.NON_ROOT_FORWARD, Capability.OWN_OPTIMIZER)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
+@pytest.mark.parametrize("submodule", ["layers.1", ""], ids=["a-unit", "the-root"])
+def test_forward_after_that_of_a_unit(rank: Rank, submodule: str, reshard_after_forward: bool | None) -> None:
+    """What an evaluation of a unit or of the root has left gathered does not outlive a change, whichever runs next."""
+    model = models.Tower(dim=9, depth=DEPTH)
+    plain = copy.deepcopy(model).to(rank.device)
+    run = rank.run(model, units=model.units(), reshard_after_forward=reshard_after_forward)
+    batch = (rank.batch(0, (2, 9)),)
+    run.evaluate(batch)  # by which the root is known
+    for _ in range(2):
+        for name in ("layers.1", submodule):
+            (found,) = run.evaluate(batch, submodule=name)
+            with torch.no_grad():
+                expected = plain.get_submodule(name)(*batch)
+            assert torch.equal(found, expected), f"the forward of {name or 'the root'} uses values of before a change"
+            halve(run, plain)
+
+
+@contract("EVALUATION-2")
+@world(2)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_step_that_changes_nothing_on_some_ranks(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """The same where a rank holds frozen or no elements of a unit: all ranks gather it again, or none."""
@@ -248,13 +254,6 @@ def test_a_call_shows_whole_parameters(rank: Rank, reshard_after_forward: bool |
         halve(run, plain)
 
 
-def halve(run: Run, plain: nn.Module) -> None:
-    """Halve the parameters where the optimizer updates them, and those of plain copies."""
-    with torch.no_grad():
-        for parameter in (*run.adapter.held_parameters().values(), *plain.parameters()):
-            parameter.mul_(0.5)
-
-
 @contract("EVALUATION-3")
 @world(2, 4)
 @needs(Capability.ASYNC_UNSHARD)
@@ -269,6 +268,21 @@ def test_gathers_in_flight_do_not_outlive_the_step(rank: Rank, reshard_after_for
     for step in range(3):
         pair.step(rank.batch(step, (4, 9)))
         pair.check()
+
+
+@contract("EVALUATION-3")
+@world(2)
+@needs(Capability.ASYNC_UNSHARD, Capability.CAST_AFTER_INIT)
+def test_gathers_in_flight_do_not_outlive_a_cast(rank: Rank) -> None:
+    """What a call began to gather before the model is cast to bfloat16 and back is not what the next forward uses."""
+    model = models.Tower(dim=9, depth=DEPTH)
+    rounded = models.copy_of(model).to(rank.device).to(torch.bfloat16).to(torch.float32)
+    run, batch = rank.run(model, units=model.units()), (rank.batch(0, (4, 9)),)
+    run.adapter.unshard()
+    run.adapter.module.to(torch.bfloat16).to(torch.float32)
+    (found,) = run.evaluate(batch)
+    with torch.no_grad():
+        assert torch.equal(found, rounded(*batch)), "the forward uses what was gathered before the cast"
 
 
 @contract("EVALUATION-3")
@@ -449,6 +463,29 @@ def test_whole_gradients(rank: Rank, reshard_after_forward: bool | int | None, k
 
 @contract("EVALUATION-4")
 @world(2)
+@needs(Capability.WHOLE_PARAMETERS, Capability.DEFERRED_REDUCTION)
+def test_whole_gradients_between_microbatches(rank: Rank) -> None:
+    """Where gradients are not reduced yet, whole ones can be asked for as well, and the step is the same."""
+    model = models.Tower(dim=9, depth=DEPTH)
+    pair = rank.pair(model, units=model.units(), microbatches=2, accumulation=Accumulation())
+    context = pair.adapter.microbatch
+
+    @contextlib.contextmanager
+    def reading(*, is_last: bool) -> Iterator[None]:
+        with context(is_last=is_last):
+            yield
+        if not is_last:
+            with pair.adapter.whole_parameters(WholeParameters(keeps_changes=False, with_gradients=True)):
+                pass
+
+    rank.monkeypatch.setattr(pair.adapter, "microbatch", reading)
+    for step in range(2):
+        pair.step([rank.batch(step, (2, 9), microbatch=number) for number in range(2)])
+        pair.check()
+
+
+@contract("EVALUATION-4")
+@world(2)
 @needs(Capability.WHOLE_PARAMETERS)
 @FLAT
 def test_whole_frozen_parameters(rank: Rank, flat: bool) -> None:
@@ -498,50 +535,62 @@ def test_whole_parameters_that_cannot_be(rank: Rank, what: str) -> None:
         with run.adapter.whole_parameters(how):
             pass
 
-    context: Any = contextlib.nullcontext()
-    attempt = enter
-    if what == "within-another":
-        context = run.adapter.whole_parameters(WholeParameters(keeps_changes=False))
-    elif what == "in-a-forward":
+    def twice() -> None:
+        with run.adapter.whole_parameters(WholeParameters(keeps_changes=False)):
+            enter()
+
+    if what == "in-a-forward":
         run.original_module("layers.1").register_forward_hook(enter)
-        attempt = functools.partial(run.adapter.forward, rank.batch(0, (2, 9)))
-    errors = []
-    with context:
-        try:
-            attempt()
-        except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
-            errors.append(str(error))
-    assert errors, "whole parameters are not refused"
-    assert all(rank.exchange(errors)), "only some ranks refuse whole parameters"
+    forward = functools.partial(run.adapter.forward, rank.batch(0, (2, 9)))
+    attempts: dict[str, Callable[[], Any]] = {"within-another": twice, "in-a-forward": forward}
+    refusal = Refusal(rank, attempts.get(what, enter), may_send=True)
+    assert refusal.text is not None, "whole parameters are not refused"
 
 
-def check_whole(rank: Rank, how: WholeParameters, found: dict[str, nn.Parameter], plain: nn.Module) -> bool:
-    """Check what a context gives this rank, and return whether it has whole parameters."""
-    expected = dict(plain.named_parameters())
-    if how.first_rank_only and rank.index:
-        count = sum(parameter.numel() for parameter in found.values())
-        numel = sum(parameter.numel() for parameter in expected.values())
-        assert count < numel, f"this rank has {count} of {numel} elements, although the first rank alone should"
-        return False
-    assert found.keys() == expected.keys(), f"the names differ in {sorted(found.keys() ^ expected.keys())}"
-    for name, parameter in found.items():
-        device = "cpu" if how.on_cpu else rank.device.type
-        assert parameter.device.type == device, f"{name} is on {parameter.device} instead of {device}"
-        right = expected[name].detach().to(parameter.device)
-        assert parameter.shape == right.shape, f"{name} has the shape {tuple(parameter.shape)}"
-        assert torch.equal(parameter.detach(), right), f"{name} has other values than the unsharded model"
-    return True
+@contract("EVALUATION-5")
+@world(2)
+@needs(Capability.WHOLE_PARAMETERS, Capability.DISTRIBUTED_CHECKPOINT, Capability.FULL_STATE_DICT)
+@FLAT
+@pytest.mark.parametrize("where", ["in-the-context", "in-a-forward"])
+def test_saving_where_parameters_are_whole(rank: Rank, where: str, flat: bool) -> None:
+    """A state dict of what is whole or in use is refused, or has the values that are seen there; it changes nothing."""
+    model = models.Tower(dim=9, depth=DEPTH)
+    plain, batch = copy.deepcopy(model).to(rank.device), rank.batch(0, (2, 9))
+    run = rank.run(model, units=model.units(), flat_parameters=flat)
+    run.evaluate((batch,))
+    attempts: list[Refusal] = []
+
+    def save(*_: Any) -> None:
+        attempts.append(Refusal(rank, lambda: run.adapter.checkpoint(form="full"), may_send=True))
+
+    if where == "in-the-context":
+        with run.adapter.whole_parameters(WholeParameters()) as found:
+            write(found)
+            save()
+        write(dict(plain.named_parameters()))
+    else:
+        run.original_module("layers.1").register_forward_hook(save)
+    (output,) = run.evaluate((batch,))
+    saved = (attempts[0].result or {"model": {}})["model"]
+    wrong = [name for name, value in saved.items() if not torch.equal(value, plain.get_parameter(name))]
+    assert not wrong, f"saved with other values than those that are seen: {', '.join(wrong)}"
+    with torch.no_grad():
+        assert torch.equal(output, plain(batch)), "the forward after an attempt to save uses other values"
 
 
-@torch.no_grad()
-def write(parameters: dict[str, nn.Parameter]) -> None:
-    """Change each element of each parameter in another way."""
-    for parameter in parameters.values():
-        parameter.mul_(torch.arange(1.0, parameter.numel() + 1, device=parameter.device).view_as(parameter) / 64)
+@contract("EVALUATION-5")
+@world(2)
+@needs(Capability.WHOLE_PARAMETERS)
+def test_whole_parameters_of_another_shape(rank: Rank) -> None:
+    """A whole parameter that a script replaces by one of another shape is refused, as many elements as it has."""
+    model = models.Tower(dim=9, depth=DEPTH)
+    run = rank.run(model, units=model.units())
+    layer = run.original_module("layers.1.in_proj")
 
+    def replace() -> None:
+        with run.adapter.whole_parameters(WholeParameters()) as found:
+            layer.weight = nn.Parameter(found["layers.1.in_proj.weight"].detach().t().contiguous())
 
-def check_values(run: Run, plain: nn.Module) -> None:
-    """Check that this rank holds its part of the parameters of an unsharded model."""
-    full = dict(plain.named_parameters())
-    for name, piece in run.adapter.parameters().items():
-        assert torch.equal(piece.tensor, piece.cut(full[name].detach())), f"{name} has other values after the context"
+    refusal = Refusal(rank, replace, may_send=True)
+    assert refusal.text is not None, "no rank refuses it"
+    refusal.check_names("shape")

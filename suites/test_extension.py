@@ -150,6 +150,34 @@ def test_older_form_of_a_hook(rank: Rank) -> None:
 
 
 @contract("EXTENSION-1")
+@world(2)
+def test_padding_that_a_hook_leaves(rank: Rank) -> None:
+    """Where the second hook leaves rows of padding in what it makes, the weights that modules see have none."""
+    pair, calls = extended(rank, "object", True)
+    calls.cuts = False
+    for step in range(2):
+        pair.step(rank.batch(step, (4, 5)))
+        pair.check()
+    found = [storage.size() for storage in calls.storages]
+    assert found == [0, 0], f"after backward the gathered weights hold {found} bytes"
+
+
+@contract("EXTENSION-2")
+@world(2)
+def test_inputs_without_padding(rank: Rank) -> None:
+    """A first hook that does not pad is refused, where a rank has fewer rows, before that rank enters a gather."""
+    adapter, calls = sharded(rank, models.two_linear((5, 7), (7, 6)).to(rank.device)), Calls(pads=False)
+    extend_shard(sharded_weight(adapter.named_parameters()["0.weight"]), calls)
+    text = None
+    if rank.index == 1:  # the other has four rows of seven, and nothing to pad
+        with pytest.raises(AssertionError) as caught:
+            adapter.forward(rank.batch(0, (4, 5)))
+        text = str(caught.value)
+    found = rank.exchange(text)[1]
+    assert "4, 5" in found and "3, 5" in found, f"the error names neither the right size nor the wrong one: {found}"
+
+
+@contract("EXTENSION-1")
 @world(4)
 @needs(Capability.HYBRID)
 def test_hooks_beside_replicas(rank: Rank) -> None:

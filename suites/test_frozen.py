@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -13,6 +14,7 @@ from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.adapters.base import Accumulation, Precision
 from shardproof.harness.findings.finding import step_label
 from shardproof.harness.models import shapes
+from shardproof.harness.models.parallel import MLPStack, parallelize_mlps
 from shardproof.harness.parity import Census, Pair, Rank, exact_difference
 from shardproof.harness.plugin.axes import RESHARD, RESHARD_EXPLICIT, with_first
 
@@ -162,12 +164,13 @@ def test_frozen_of_another_dtype(rank: Rank, reshard_after_forward: bool | int |
 @needs(Capability.REGISTERED_STATE, Capability.MIXED_PRECISION)
 def test_frozen_integers(rank: Rank) -> None:
     """A frozen parameter of integers stays what it is beside others that are computed with in a dtype of their own."""
-    model = shapes.Permuted(9)
+    # Of even numbers of elements in bfloat16, which are no multiples of eight bytes.
+    model = shapes.Permuted(6)
     plain = copy.deepcopy(model).to(rank.device)
     plain.inner.bfloat16()
     run = rank.run(model, precision=Precision(compute=torch.bfloat16))
     for step in range(2):
-        batch = rank.batch(step, (4, 9))
+        batch = rank.batch(step, (4, 6))
         output = run.adapter.forward(batch)
         difference = exact_difference(output.detach(), plain(batch.bfloat16()).detach())
         assert difference is None, f"output of {step_label(step)}: element, sharded and unsharded: {difference}"
@@ -199,6 +202,25 @@ def test_frozen_between_steps(rank: Rank, reshard_after_forward: bool | int | No
         pair.step(rank.batch(step, (4, 9)))
         pair.check()
         _assert_requires_grad(pair, what, f"after {step_label(step)}")
+
+
+@contract("FROZEN-1")
+@world(4)
+@needs(Capability.TENSOR_PARALLEL)
+@pytest.mark.parametrize("what", ["middle", "biases"])
+def test_frozen_beside_tensor_parallelism(rank: Rank, what: str) -> None:
+    """The same for parameters that tensor parallelism has cut before."""
+    mesh = rank.mesh((2, 2), ("dp", "tp"))
+    model = MLPStack(5)
+    _freeze(dict(model.named_parameters()), FROZEN[what])
+    pair = rank.pair(
+        model, units=model.units(), mesh=mesh["dp"], prepare=functools.partial(parallelize_mlps, mesh=mesh["tp"])
+    )
+    for step in range(2):
+        _assert_requires_grad(pair, what, f"before {step_label(step)}")
+        pair.step(rank.batch(step, (4, 5), mesh=mesh["dp"]), set_to_none=step % 2 == 0)
+        pair.check()
+    _assert_requires_grad(pair, what, "after training")
 
 
 def _freeze(named: dict[str, nn.Parameter], is_frozen: Callable[[str], bool]) -> None:

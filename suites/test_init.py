@@ -46,8 +46,8 @@ class Unfit:
     repair: Callable[[nn.Module], Any] | None = None
 
 
-def _frozen() -> nn.Module:
-    model = shapes.Spoiled(torch.randn(3))
+def _frozen(*size: int) -> nn.Module:
+    model = shapes.Spoiled(torch.randn(size))
     model.odd.requires_grad_(False)
     return model
 
@@ -56,6 +56,7 @@ IN_LAYER = tuple(f"layers.1.{name}" for name, _ in models.Tower(dim=9).layers[1]
 
 UNFIT = {
     "a-scalar": Unfit(lambda: shapes.Spoiled(torch.randn(())), ("odd",)),
+    "a-frozen-scalar": Unfit(_frozen, ("odd",)),
     "strides": Unfit(lambda: shapes.Spoiled(torch.randn(4, 3).t()), ("odd", "[3, 4]")),
     "two-dtypes": Unfit(
         lambda: shapes.Spoiled(torch.randn(3, dtype=torch.float64)),
@@ -145,7 +146,7 @@ UNFIT = {
         lambda: shapes.Permuted(9), ("integer",), lambda rank: {"units": [["inner"]]}, may_train=False, in_parts=True
     ),
     "frozen-beside-trainable": Unfit(
-        _frozen, ("requires_grad",), lambda rank: {"flat_parameters": True, "reshard_after_forward": True}
+        lambda: _frozen(3), ("requires_grad",), lambda rank: {"flat_parameters": True, "reshard_after_forward": True}
     ),
 }
 #: What only some implementations have an option for.
@@ -172,7 +173,7 @@ UNFIT_NEEDS = {
 @contract("INIT-1")
 @world(2)
 @needs(Capability.META_DEVICE)
-@pytest.mark.parametrize("which", ["", "layers.1"], ids=["whole-model", "one-unit"])
+@pytest.mark.parametrize("which", ["", "layers.1", "start"], ids=["whole-model", "one-unit", "buffers-alone"])
 @pytest.mark.parametrize("own_function", [False, True], ids=["reset", "function"])
 def test_values_made_on_the_meta_device(rank: Rank, own_function: bool, which: str) -> None:
     """A model that is sharded on the meta device holds the values that its modules make, and trains."""
@@ -278,18 +279,76 @@ def test_what_cannot_be_sharded(rank: Rank, what: str) -> None:
     refused_or_trained(rank, UNFIT[what])
 
 
+#: What a script cannot combine, or cannot do with a model that is sharded so, with words one of which is in the error.
+MISUSED = {
+    "a-group-beside-a-mesh": ("process_group",),
+    "other-parameters-inside": ("use_orig_params",),
+    "other-bounds-inside": ("limit_all_gathers",),
+    "a-rule-beside-wrappers": ("auto wrapping",),
+    "an-ignored-wrapper": ("ignored_modules",),
+    "ignored-by-two-options": ("ignored_modules",),
+    "ignored-of-two-kinds": ("ignored_states",),
+    "ignored-parameters-as-modules": ("ignored_modules",),
+    "hybrid-by-hand-without-groups": ("HYBRID_SHARD",),
+    "hybrid-with-one-group": ("process_group",),
+    "forms-that-differ": ("same state",),
+    "a-configuration-of-sharded-ones": ("ShardedStateDictConfig",),
+    "an-optimizers-configuration-of-sharded-ones": ("ShardedOptimStateDictConfig",),
+    "values-by-no-function": ("callable",),
+    "a-function-of-a-layer": ("root",),
+    "a-function-that-is-none": ("callable",),
+    "whole-gradients-of-flat-parameters": ("with_grads",),
+}
+#: The same where parameters are DTensors.
+MISUSED_DTENSORS = {
+    "a-unit-twice": ("once",),
+    "replicas-without-names": ("mesh_dim_names",),
+    "cut-layers-beside-a-mesh-without-names": ("mesh_dim_names",),
+    "another-placement": ("shard_placement_fn",),
+    "a-stream-beside-replicas": ("HSDP",),
+    "a-plain-parameter": ("weight",),
+}
+
+
+@contract("INIT-5")
+@world(2)
+@pytest.mark.parametrize(
+    "what",
+    [
+        *(pytest.param(name, marks=needs(Capability.FLAT_PARAMETERS, Capability.WHOLE_PARAMETERS)) for name in MISUSED),
+        *(
+            pytest.param(name, marks=needs(Capability.DTENSOR_PARAMETERS, Capability.UNIT_SETTINGS))
+            for name in MISUSED_DTENSORS
+        ),
+    ],
+)
+def test_what_cannot_be_combined(rank: Rank, what: str) -> None:
+    """Options that exclude each other, and calls for which a model was not sharded, are refused on every rank."""
+    adapter = sharded(rank, models.MLP(5).to(rank.device))
+    refusal = Refusal(rank, lambda: adapter.misuse(what), may_send=True)
+    assert refusal.text is not None, "no rank refuses it"
+    refusal.check_names(*(MISUSED | MISUSED_DTENSORS)[what])
+
+
 @contract("INIT-5")
 @world(2)
 @needs(Capability.META_LOAD)
 @pytest.mark.parametrize("which", ["", "layers.1"], ids=["whole-model", "one-unit"])
 def test_forward_on_the_meta_device(rank: Rank, which: str) -> None:
-    """The forward of what still is on the meta device, all or one unit, is refused by the names that the root has."""
+    """The forward of what still is on the meta device, all or one unit, is refused by the names that the root has.
+
+    So is a call that gathers it.
+    """
     model = models.Tower(dim=9).to(rank.device)
     names = [name for name, _ in model.named_parameters() if name.startswith(which)]
     model.get_submodule(which).to("meta")
     adapter = sharded(rank, model, units=model.units(), materializes=False)
     refusal = Refusal(rank, lambda: adapter.forward(rank.batch(0, (4, 9))))
     refusal.check_names(*names)
+    if Capability.ASYNC_UNSHARD in rank.implementation.capabilities():
+        # Units before it are gathered.
+        refusal = Refusal(rank, lambda: adapter.unshard(waits=True), may_send=True)
+        refusal.check_names(*names)
 
 
 @contract("INIT-5")
@@ -454,7 +513,7 @@ def refused_or_trained(rank: Rank, unfit: Unfit) -> None:
     adapter: Adapter = construction.result
     first = Refusal(rank, lambda: adapter.forward(batch))
     if first.text is None:
-        shown = adapter.named_parameters()
+        shown = adapter.held_parameters()  # what is registered may be gathered
         strides = {name: whole.get_parameter(name).stride() for name, one in shown.items() if isinstance(one, DTensor)}
         other = [name for name, stride in strides.items() if shown[name].stride() != stride]
         assert not other, f"sharded with other strides: {other}"

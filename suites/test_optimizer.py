@@ -7,6 +7,7 @@ optimizers compute element by element.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
@@ -19,10 +20,11 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
-from shardproof.harness import Capability, contract, needs, world
+from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.adapters.base import Trainee
 from shardproof.harness.findings.finding import step_label
 from shardproof.harness.models import mixed, optim
+from shardproof.harness.models.ties import TiedMLP
 from shardproof.harness.parity import CastReplica, Rank, check_evaluation, check_exact, run_and_replica, step_and_check
 from shardproof.harness.parity.refusals import Refusal
 from shardproof.harness.plugin.axes import KEEPS, RESHARD
@@ -99,6 +101,67 @@ def test_steps_after_an_evaluation(rank: Rank, others: bool, kernels: optim.Kern
     )
     for step in range(3):
         step_and_check(rank, run, replica, [(rank.batch(step, shape),)], number=step)
+
+
+@contract("OPTIMIZER-1")
+@world(2)
+@OWN_OPTIMIZER
+@needs(Capability.RESHARD_AFTER_FORWARD)
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param("assigned", marks=needs(Capability.DTENSOR_PARAMETERS, Capability.REGISTERED_STATE)),
+        pytest.param("one-by-one", marks=needs(Capability.FLAT_PARAMETERS, Capability.WHOLE_PARAMETERS)),
+    ],
+)
+def test_steps_of_parameters_that_a_script_replaced(rank: Rank, how: str) -> None:
+    """The same for an optimizer of parameters that a load has assigned, or that a script has put there itself."""
+    model, batch = models.MLP(9), (rank.batch(0, (4, 9)),)
+
+    def last_output(*, evaluates: bool) -> torch.Tensor:
+        run = rank.run(models.copy_of(model), units=[["in_proj"]], reshard_after_forward=False)
+        module = run.adapter.module
+        if how == "assigned":
+            module.load_state_dict({name: value.clone() for name, value in module.state_dict().items()}, assign=True)
+        for owner in map(run.original_module, ("in_proj", "out_proj") if how == "one-by-one" else ()):
+            for name, parameter in list(owner.named_parameters(recurse=False)):
+                setattr(owner, name, nn.Parameter(parameter.detach().clone()))
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, fused=True)
+        run.forward_backward(batch, loss=models.mean_square)
+        if evaluates:
+            run.evaluate(batch)
+        optimizer.step()
+        return run.evaluate(batch)[0]
+
+    found, expected = last_output(evaluates=True), last_output(evaluates=False)
+    assert torch.equal(found, expected), "a forward after a step uses what one before it has left gathered"
+
+
+@contract("OPTIMIZER-28")
+@world(2)
+@needs(Capability.FLAT_PARAMETERS, Capability.WHOLE_PARAMETERS, Capability.TIED_PARAMETERS)
+@pytest.mark.parametrize("what", ["another-shape", "in-one-of-two-places", "before-backward"])
+def test_parameters_that_a_script_cannot_replace(rank: Rank, what: str) -> None:
+    """A parameter that a script replaces by one that cannot take its place is refused by all ranks, with the reason."""
+    run, batch = rank.run(TiedMLP(9), reshard_after_forward=False), (rank.batch(0, (4, 9)),)
+    adapter = run.adapter
+    loss = models.mean_square(adapter.forward(*batch)) if what == "before-backward" else None
+    # Each rank has some of its elements, and learns of it by itself.
+    held = adapter.held_parameters()["first.weight"].detach()
+    other = nn.Parameter(held.repeat(2) if what == "another-shape" else held * 2)
+    for name in ("first",) if what == "in-one-of-two-places" else ("first", "second"):
+        run.original_module(name).weight = other
+    proceed = functools.partial(adapter.forward, *batch) if loss is None else functools.partial(adapter.backward, loss)
+    refusal = Refusal(rank, proceed, may_send=True)
+    assert refusal.text is not None, "no rank refuses it"
+    refusal.check_names(REASONS[what])
+
+
+REASONS = {
+    "another-shape": "shape",
+    "in-one-of-two-places": "shared",
+    "before-backward": "between forward and backward",
+}
 
 
 @contract("OPTIMIZER-2")

@@ -308,6 +308,24 @@ def test_deferred_all_reduces(rank: Rank, policy: str) -> None:
     train(rank, run, replica)
 
 
+@contract("PRECISION-3")
+@world(4)
+@needs(Capability.MIXED_PRECISION, Capability.DEFERRED_ALL_REDUCE, Capability.ACCUMULATION_DTYPES)
+@needs(Capability.HYBRID, Capability.UNUSED_MODULE)
+def test_deferred_all_reduces_of_different_parameters(rank: Rank) -> None:
+    """The same where microbatches use different parameters, of which the first ones' shards wait for the last."""
+    run, replica = both(
+        rank, models.Branches(8, 2), units=[], precision=POLICIES["fp32-bf16"], microbatches=3, find_unused=True,
+        mesh=rank.mesh((2, 2), ("replicate", "shard")), accumulation=Accumulation(skips="all-reduce"),
+    )  # fmt: skip
+    for step in range(2):
+        batch = [(rank.batch(step, (4, 8), microbatch=number), used) for number, used in enumerate((0, 1, 1))]
+        expected = replica.step(batch, loss=torch.sum)
+        check_equal(rank, run, run.step(batch, loss=torch.sum), expected, number=step)
+        dtypes = {item.dtype for item in run.trace if item.kind == "all_reduce"}
+        assert dtypes == {"bfloat16"}, f"all-reduces are in {dtypes}"
+
+
 @contract("PRECISION-5")
 @world(2)
 @MIXED

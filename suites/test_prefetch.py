@@ -11,7 +11,7 @@ import torch
 from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.findings.finding import step_label
 from shardproof.harness.models.ties import RepeatedTower
-from shardproof.harness.parity import Pair, Rank, Run
+from shardproof.harness.parity import Census, Pair, Rank, Run
 from shardproof.harness.plugin.axes import RESHARD
 
 AHEAD = 2
@@ -111,7 +111,8 @@ def _collectives_before(run: Run, depth: int) -> dict[str, list[int]]:
 def test_order(rank: Rank) -> None:
     """A unit gathers itself, unless another has, and then, before it computes, the units that it is set to prefetch.
 
-    In forward the order of the gathers is the same without prefetching, but each comes before another unit computes.
+    In an evaluation as well. In forward the order of the gathers is the same without prefetching, but each comes before
+    another unit computes.
     """
     depth = 5
     model = models.Tower(dim=9, depth=depth)
@@ -119,22 +120,27 @@ def test_order(rank: Rank) -> None:
     pair.adapter.prefetch(**two_ahead(depth))
     units = ["(root)", *(f"layers.{index}" for index in range(depth))]
     gathered: list[list[str]] = []
+    trace, begins = pair.sharded.trace, [0]
+
+    def note(module: torch.nn.Module, args: Any) -> None:
+        gathered.append([item.unit for item in trace[begins[-1] :] if item.kind == "all_gather"])
+
     for index in range(depth):
-        pair.adapter.submodule(f"layers.{index}.in_proj").register_forward_pre_hook(
-            lambda module, args: gathered.append([item.unit for item in pair.last_trace() if item.kind == "all_gather"])
-        )
+        pair.adapter.submodule(f"layers.{index}.in_proj").register_forward_pre_hook(note)
     for step in range(2):
-        gathered.clear()
-        pair.step(rank.batch(step, (4, 9)))
+        for run, what in ((pair.evaluate, "the evaluation before "), (pair.step, "")):
+            gathered.clear()
+            begins.append(len(trace))
+            run(rank.batch(step, (4, 9)))
+            for index, found in enumerate(gathered):
+                # The root, the layers up to this one, and two ahead.
+                expected = units[: 1 + index + 1 + AHEAD]
+                missing = [unit for unit in expected if unit not in found]
+                where = f"layers.{index} computes in {what}{step_label(step)}"
+                assert not missing, f"{where} before these are gathered: {', '.join(missing)}"
+                assert found == expected, f"{where} after other units are gathered than should be"
+            assert len(gathered) == depth
         pair.check()
-        for index, found in enumerate(gathered):
-            # The root, the layers up to this one, and two ahead.
-            expected = units[: 1 + index + 1 + AHEAD]
-            missing = [unit for unit in expected if unit not in found]
-            where = f"layers.{index} computes in {step_label(step)}"
-            assert not missing, f"{where} before these are gathered: {', '.join(missing)}"
-            assert found == expected, f"{where} after other units are gathered than should be"
-        assert len(gathered) == depth
     rank.expect(
         pair.last_trace().render(),
         """\
@@ -158,6 +164,28 @@ backward  reduce_scatter  float32      400 B  ranks 0-1  (root)
 backward  reduce_scatter  float32     1480 B  ranks 0-1  layers.0
 """,
     )
+
+
+@contract("PREFETCH-1")
+@world(2)
+@needs(Capability.EXPLICIT_PREFETCH, Capability.UNUSED_OUTPUT, Capability.REGISTERED_STATE)
+def test_what_is_gathered_in_vain_is_freed(rank: Rank) -> None:
+    """A unit that backward gathers ahead and does not reach is freed when backward ends, and gathered for a forward."""
+    seen: list[dict[str, int]] = []
+    census: Census
+    pair = rank.pair(
+        models.TwoHeads(dim=25), units=[["head0"], ["head1"]], baseline="replicated", find_unused=True,
+        after_backward=lambda adapter: seen.append(census.held()), microbatches=2,
+    )  # fmt: skip
+    census = Census(pair.sharded)
+    pair.adapter.prefetch(forward={}, backward={"": ["head1"], "head0": ["head1"]})
+    for step in range(2):
+        pair.step([rank.batch(step, (2, 25), microbatch=number) for number in range(2)], loss=models.first_head)
+        pair.check()
+        found = [pair.last_trace().counts(phase)["all_gather"] for phase in ("forward", "backward")]
+        # Each backward uses one of the two units, and gathers the other ahead.
+        assert found == [4, 4], f"the gathers of forwards and of backwards are {found}"
+    assert rank.device.type != "cpu" or seen == [{}, {}], f"when backward has ended, units are gathered: {seen}"
 
 
 CHOICES = ["before-backward", "after-backward", "never"]

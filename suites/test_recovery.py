@@ -78,6 +78,37 @@ def test_exception_in_a_unit_of_several_modules(rank: Rank, phase: str) -> None:
 
 @contract("RECOVERY-1")
 @world(2)
+@needs(Capability.UNUSED_MODULE)
+@pytest.mark.parametrize(
+    ("units", "path"),
+    [
+        ([["branches.0"], ["branches.1"], ["branches.2"]], (2,)),
+        pytest.param([["branches.0", "branches.1"], ["branches.2"]], (1, 0, 2), marks=needs(Capability.GROUPED_UNIT)),
+    ],
+    ids=["another-unit", "another-order"],
+)
+def test_exception_before_another_path(rank: Rank, units: list[list[str]], path: tuple[int, ...]) -> None:
+    """The same where the next forward runs other units than the one that raised, or those of one in another order."""
+    options: dict[str, Any] = {"units": units, "find_unused": True, "reshard_after_forward": None}
+    run, sound = (rank.run(models.Branches(dim=DIM), **options) for _ in range(2))
+    trap = Trap()
+    trap.lay(run, "branches.1.out_proj")
+    for step in range(2):
+        batch = (rank.batch(step, (4, DIM)), path)
+        trap.phase = "forward"
+        with pytest.raises(Injected), run.recorder.during("failed"):
+            run.adapter.forward(batch[0], (0, 1))
+        run.adapter.recover()
+        traces = []
+        for one in (run, sound):
+            before = len(one.trace)
+            one.step([batch], loss=models.mean_square)
+            traces.append(one.trace[before:])
+        assert_same(f"step {step}, after a forward of other modules that raised", *traces)
+
+
+@contract("RECOVERY-1")
+@world(2)
 @needs(Capability.RECOMPUTATION)
 @pytest.mark.parametrize("means", ["hooks", "call", "reentrant-call"])
 def test_exception_in_a_recomputation(rank: Rank, means: Means) -> None:

@@ -102,6 +102,7 @@ def test_function_in_place_of_the_reduction(rank: Rank, shards: bool) -> None:
     size = rank.world_size if shards else 1
 
     def function(gradient: torch.Tensor, share: torch.Tensor | None = None) -> None:
+        assert (share is None) != shards, "the function gets a share exactly where gradients are sharded"
         mine = gradient if share is None else share
         calls.append((gradient.numel(), mine.numel()))
         whole = gradient.clone()
@@ -140,7 +141,7 @@ def test_function_that_cannot_be_called(rank: Rank) -> None:
 
 
 @contract("REDUCTION-2")
-@world(2, 4)
+@world(4)  # of two ranks all of the division comes before the sum
 @needs(Capability.REDUCTION_HOOK, Capability.MIXED_PRECISION)
 @SHARDS
 def test_what_a_function_writes_in_half_precision(rank: Rank, shards: bool) -> None:
@@ -159,6 +160,31 @@ def test_what_a_function_writes_in_half_precision(rank: Rank, shards: bool) -> N
     for name, piece in run.adapter.gradients().items():
         found = set() if piece is None else set(piece.tensor.flatten().tolist())
         assert found <= {3.0}, f"gradient of {name!r} has {sorted(found)} where the function wrote 3"
+
+
+@contract("REDUCTION-2")
+@world(2)
+@needs(Capability.REDUCTION_HOOK)
+def test_a_second_function(rank: Rank) -> None:
+    """A second function in the place of all reductions is refused."""
+    model = models.Tower(dim=9)
+    adapter = rank.run(model, units=model.units()).adapter
+    adapter.replace_reduction(lambda *_: None)
+    refusal = Refusal(rank, lambda: adapter.replace_reduction(lambda *_: None))
+    assert refusal.text is not None, "no rank refuses it"
+    refusal.check_names("hook")
+
+
+@contract("REDUCTION-2")
+@world(4)
+@needs(Capability.REDUCTION_HOOK, Capability.HYBRID)
+def test_function_for_shards_with_replicas(rank: Rank) -> None:
+    """Where shards have replicas, which a function could not reduce over both, it is refused."""
+    model, mesh = models.Tower(dim=9), rank.mesh((2, 2), ("replicate", "shard"))
+    adapter = rank.run(model, units=model.units(), mesh=mesh).adapter
+    refusal = Refusal(rank, lambda: adapter.replace_reduction(lambda *_: None))
+    assert refusal.text is not None, "no rank refuses it"
+    refusal.check_names("hybrid")
 
 
 class Own:

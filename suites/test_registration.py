@@ -120,6 +120,7 @@ def test_attributes_of_parameters(rank: Rank, reshard_after_forward: bool | int 
     model = models.Tower(dim=8, depth=2)
     model.get_parameter("layers.1.in_proj.weight").requires_grad_(False)
     model.out.requires_grad_(False)
+    model.out.empty = torch.nn.Parameter(torch.zeros(2, 0), requires_grad=False)
     original = copy.deepcopy(model).to(rank.device)
     run = rank.run(model, units=[["layers.0"], ["layers.1"]], reshard_after_forward=reshard_after_forward)
     _assert_attributes(run, original, "before forward")

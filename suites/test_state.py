@@ -10,18 +10,18 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardproof.harness import Capability, contract, models, needs, world
-from shardproof.harness.adapters.base import Adapter, StateForm
+from shardproof.harness.adapters.base import Adapter, StateForm, original_name
 from shardproof.harness.adapters.registry import built_in_with
 from shardproof.harness.findings.finding import step_label
 from shardproof.harness.models import optim
 from shardproof.harness.models.compilation import compiler
 from shardproof.harness.models.recomputation import recompute
-from shardproof.harness.models.stateful import Stateful, by_columns
-from shardproof.harness.parity import Census, Rank, Run, check_exact, resume, states
+from shardproof.harness.models.stateful import by_columns
+from shardproof.harness.parity import Census, Rank, check_exact, states
 from shardproof.harness.parity.flaws import FLAWED, choice, report_of, spoil, spoilt_load
 from shardproof.harness.parity.refusals import Refusal
-from shardproof.harness.parity.run import StepPicture
-from shardproof.harness.plugin.axes import RESHARD
+from shardproof.harness.parity.stateful_runs import DIM, LR, SAVED, TRAINED, check_loads, make, plain, train
+from shardproof.harness.plugin.axes import FLAT, RESHARD
 
 pytestmark = needs(Capability.DISTRIBUTED_CHECKPOINT, Capability.TIED_PARAMETERS, Capability.ADAM)
 
@@ -29,12 +29,6 @@ FULL = needs(Capability.FULL_STATE_DICT)
 FORMS = pytest.mark.parametrize(
     "form", ["sharded", pytest.param("full", marks=FULL), pytest.param("first-rank", marks=FULL)]
 )
-#: The optimizer has the parameters of the model, or one flat parameter for each unit.
-FLAT = pytest.mark.parametrize(
-    "flat", [False, pytest.param(True, marks=needs(Capability.FLAT_PARAMETERS))], ids=["originals", "flat"]
-)
-DIM = 5
-LR = 1e-2
 WHY = "a state dict is read, or loaded with the values that are there"
 
 Means = Literal["plain", "hooks", "wrapper", "compiled"]
@@ -63,7 +57,7 @@ def test_names_and_values(rank: Rank, means: Means, form: StateForm) -> None:
 
         run = make(rank, 0, has_extra=True, prepare=prepare, is_traced=means != "compiled")
         train(rank, run, 0)
-        read_and_check(rank, run, form, plain(rank, has_extra=True))
+        states.read_and_check(rank, run, form, plain(rank, has_extra=True))
 
 
 @contract("STATE-1", "STATE-4", "STATE-8")
@@ -77,11 +71,11 @@ def test_between_passes(rank: Rank, reshard_after_forward: bool | int | None, fl
     unsharded = plain(rank, for_flat=flat)
     train(rank, run, 0)
     run.evaluate((rank.batch(1, (3, DIM)),))
-    read_and_check(rank, run, form, unsharded)
+    states.read_and_check(rank, run, form, unsharded)
     run.forward_backward((rank.batch(1, (3, DIM)),), loss=models.mean_square)
-    read_and_check(rank, run, form, unsharded)
+    states.read_and_check(rank, run, form, unsharded)
     run.adapter.step()
-    read_and_check(rank, run, form, unsharded)
+    states.read_and_check(rank, run, form, unsharded)
 
 
 @contract("STATE-1")
@@ -96,7 +90,7 @@ def test_before_training(rank: Rank, reshard_after_forward: bool | int | None, f
     for evaluates in (False, True):
         if evaluates:
             run.evaluate((rank.batch(0, (3, DIM)),))
-        state = read_and_check(rank, run, form, unsharded)
+        state = states.read_and_check(rank, run, form, unsharded)
         states.check_same(rank, {"model": {name: state["model"][name] for name in expected["model"]}}, expected)
 
 
@@ -137,7 +131,7 @@ def test_new_data(rank: Rank, reshard_after_forward: bool | int | None, form: St
     """What a script writes to the parameters as new data is saved, and loading replaces it."""
     run = make(rank, 0, reshard_after_forward=reshard_after_forward)
     train(rank, run, 0)
-    first = read_and_check(rank, run, form, plain(rank))
+    first = states.read_and_check(rank, run, form, plain(rank))
     saved = run.adapter.checkpoint(form=form)
     for halves in (1, 2):
         for parameter in run.adapter.named_parameters().values():
@@ -182,7 +176,7 @@ def test_sharded_states_of_groups_of_replicas(rank: Rank) -> None:
     mesh = rank.mesh((2, 2), ("replicate", "shard"))
     run = make(rank, 0, mesh=mesh, as_groups=True)
     train(rank, run, 0)
-    read_and_check(rank, run, "sharded", plain(rank))
+    states.read_and_check(rank, run, "sharded", plain(rank))
 
 
 @contract("STATE-2", "STATE-3")
@@ -231,7 +225,7 @@ def test_module_with_two_names(rank: Rank, form: StateForm) -> None:
 
     saved, loaded = make(rank, 0, prepare=register), make(rank, 1, prepare=register)
     train(rank, saved, 0)
-    state = read_and_check(rank, saved, form, register(plain(rank)))
+    state = states.read_and_check(rank, saved, form, register(plain(rank)))
     for kind in ("weight", "bias"):
         names = [f"layers.0.{name}.{kind}" for name in ("first", "again")]
         assert torch.equal(*(state["model"][name] for name in names)), f"{names} have different values"
@@ -272,14 +266,10 @@ def test_into_an_optimizer_of_fewer_parameters(rank: Rank, form: StateForm) -> N
 @FORMS
 def test_states_of_ignored_parameters(rank: Rank, form: StateForm) -> None:
     """The optimizer's state of an ignored parameter, alike on all ranks, is saved and loaded beside the others."""
-
-    def same_gradient(model: nn.Module) -> nn.Module:
-        model.get_parameter("out.bias").register_hook(torch.ones_like)
-        return model
-
-    saved, loaded = (make(rank, number, ignored=("out.bias",), prepare=same_gradient) for number in range(2))
+    options: Any = {"ignored": (IGNORED,), "prepare": same_gradient}
+    saved, loaded = (make(rank, number, **options) for number in range(2))
     check_loads(rank, saved, loaded, form)
-    state = states.read(rank, loaded, form=form)["optimizer"]["state"]["out.bias"]
+    state = states.read(rank, loaded, form=form)["optimizer"]["state"][IGNORED]
     assert "exp_avg" in state, f"the state of the ignored parameter has {sorted(state)} alone"
 
 
@@ -410,15 +400,18 @@ def test_entries_that_do_not_fit(rank: Rank, flaw: str, strict: bool) -> None:
 )
 def test_whole_state_dicts_are_copies(rank: Rank, form: StateForm, shards: bool, flat: bool) -> None:
     """Whole values do not follow the training, and what a script writes to them changes nothing."""
-    twin, run = (make(rank, 0, for_flat=flat, flat_parameters=flat, shards=shards) for _ in range(2))
+    # torch's own functions share with the optimizer what need not be gathered: F-170 of docs/findings.md.
+    copies_all = rank.implementation.checkpoint is not Adapter.checkpoint
+    options: Any = {"ignored": (IGNORED,), "prepare": same_gradient} if copies_all and not flat else {}
+    twin, run = (make(rank, 0, for_flat=flat, flat_parameters=flat, shards=shards, **options) for _ in range(2))
     for one in (twin, run):
         train(rank, one, 0)
-    # Numbers of steps too, but torch's own functions share those with the optimizer: F-170 of docs/findings.md.
-    copies_numbers = type(run.adapter).checkpoint is not Adapter.checkpoint
     state = run.adapter.checkpoint(form=form)
-    named = {name: value for name, value in state["model"].items() if name in TRAINED}
+    # What is ignored is saved as unsharded: what the module holds.
+    shown = TRAINED if not options else [name for name in TRAINED if name != IGNORED]
+    named = {name: value for name, value in state["model"].items() if name in shown}
     for name, values in state.get("optimizer", {}).get("state", {}).items():
-        named |= {f"{key} of {name}": value for key, value in values.items() if value.ndim or copies_numbers}
+        named |= {f"{key} of {name}": value for key, value in values.items() if value.ndim or copies_all}
     copies = {name: value.clone() for name, value in named.items()}
     check_exact(rank, train(rank, run, 1), train(rank, twin, 1), step=1, why=WHY)
     changed = [name for name, value in named.items() if not torch.equal(value, copies[name])]
@@ -430,6 +423,62 @@ def test_whole_state_dicts_are_copies(rank: Rank, form: StateForm, shards: bool,
     train(rank, run, 3)
     changed = [name for name, value in named.items() if not torch.all(value == 7.0)]
     assert not changed, f"the step changed what was loaded before it of {', '.join(changed)}"
+
+
+@contract("STATE-4")
+@world(2)
+@FORMS
+def test_parameters_of_one_element(rank: Rank, form: StateForm) -> None:
+    """What an optimizer has once for a parameter is saved once, also where a parameter has one element itself."""
+    run = rank.run(nn.Sequential(nn.Linear(DIM, 1), nn.Linear(1, DIM)), units=[["0"]], optimizer=optim.adamw(lr=LR))
+    train(rank, run, 0)
+    found = run.adapter.checkpoint(form=form)["optimizer"].get("state", {})
+    wrong = {name: state["step"].shape for name, state in found.items() if torch.as_tensor(state["step"]).ndim}
+    assert not wrong, f"numbers of steps have shapes: {wrong}"
+
+
+@contract("STATE-1")
+@world(2)
+@needs(Capability.SHARDED)
+@FORMS
+def test_versions_of_modules(rank: Rank, form: StateForm) -> None:
+    """Where a state dict has the versions of modules, by which they know older ones, they are under unsharded names."""
+    run = make(rank, 0, optimizer=None)
+    found = getattr(run.adapter.checkpoint(form=form)["model"], "_metadata", None)
+    expected: Any = plain(rank).state_dict()
+    assert found is None or dict(found) == dict(expected._metadata), f"the versions are those of {sorted(found)}"
+
+
+@contract("STATE-7")
+@world(2)
+@needs(Capability.FLAT_PARAMETERS, Capability.FULL_STATE_DICT)
+def test_numbers_of_steps_that_differ(rank: Rank) -> None:
+    """Numbers of steps that differ between parameters are refused where the optimizer has one parameter for them."""
+    run = make(rank, 0, for_flat=True, flat_parameters=True)
+    train(rank, run, 0)
+    state = run.adapter.checkpoint(form="full")
+    one = state["optimizer"]["state"]["layers.0.first.bias"]
+    one["step"] = one["step"] + 1
+    refusal = Refusal(rank, lambda: run.adapter.restore(state, form="full"), may_send=True)
+    assert refusal.text is not None, "no rank refuses it"
+    refusal.check_names("step")
+
+
+@contract("STATE-7")
+@world(2)
+@needs(Capability.OPTIMIZER_KEYS, Capability.FULL_STATE_DICT)
+def test_an_optimizer_without_a_parameter_on_one_rank(rank: Rank) -> None:
+    """Ranks whose optimizers have different parameters learn of it, all of them, with the name of one."""
+
+    def of_some(parameters: Any) -> torch.optim.Optimizer:
+        given = list(parameters)
+        return torch.optim.AdamW(given[: len(given) - rank.index], lr=LR)
+
+    run = make(rank, 0, for_flat=True, optimizer=of_some)
+    train(rank, run, 0)
+    refusal = Refusal(rank, lambda: run.adapter.checkpoint(form="full"), may_send=True)
+    assert refusal.text is not None, "no rank refuses it"
+    refusal.check_names("out.bias")
 
 
 @contract("STATE-12")
@@ -456,7 +505,8 @@ def test_older_calls(rank: Rank, form: StateForm, flat: bool) -> None:
 @FLAT
 def test_by_numbers(rank: Rank, flat: bool) -> None:
     """An unsharded model's optimizer takes the states by numbers, of two groups too; what it saves is taken back."""
-    run, model = make(rank, 0, for_flat=flat, flat_parameters=flat), plain(rank, for_flat=flat).to(rank.device)
+    run = make(rank, 0, for_flat=flat, flat_parameters=flat)
+    model = recompute(plain(rank, for_flat=flat).to(rank.device), "wrapper")  # other names, but not in a state dict
     optimizer = (optim.adamw(lr=LR) if flat else optim.in_two_groups("adamw", lr=LR))(model.parameters())
     train(rank, run, 0)
     state = run.adapter.checkpoint(form="full")
@@ -465,7 +515,7 @@ def test_by_numbers(rank: Rank, flat: bool) -> None:
     assert sorted(keys) == list(range(len(keys))), f"the numbers of the parameters are {keys}"
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(numbered)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = {id(parameter): original_name(name) for name, parameter in model.named_parameters()}
     held = {names[id(parameter)]: state for parameter, state in optimizer.state.items()}
     for name, expected in state["optimizer"]["state"].items():
         wrong = [key for key, value in expected.items() if not torch.equal(held[name][key].cpu(), value.cpu())]
@@ -537,62 +587,11 @@ def test_states_that_cannot_be_joined(rank: Rank, flaw: str) -> None:
     refusal.check_names("unflattened parameter", "its parameter", "first.bias")
 
 
-#: The entries of the model whose values a forward does not change.
-SAVED = [name for name, value in Stateful(DIM).state_dict().items() if not name.endswith("calls")]
-TRAINED = [name for name, value in Stateful(DIM).named_parameters() if value.requires_grad]
+#: A parameter before others, in the first of the units.
+IGNORED = "layers.0.second.bias"
 
 
-def plain(rank: Rank, *, number: int = 0, for_flat: bool = False, has_extra: bool = False) -> Stateful:
-    """The model of :func:`make`, not sharded."""
-    torch.manual_seed(rank.seeds.init + number)
-    return Stateful(DIM, freezes=not for_flat, has_extra=has_extra)
-
-
-def make(rank: Rank, number: int, *, for_flat: bool = False, has_extra: bool = False, **options: Any) -> Run:
-    """A run whose values and learning rates depend on a number.
-
-    Args:
-        rank: this rank.
-        number: another has other values, rates and decay.
-        for_flat: whether all parameters are trainable and of one group, as those of a flat parameter are.
-        has_extra: whether modules have extra state.
-        **options: of the run.
-    """
-    model, lr = plain(rank, number=number, for_flat=for_flat, has_extra=has_extra), LR * (1 + 2 * number)
-    optimizer = optim.adamw(lr=lr) if for_flat else optim.in_two_groups("adamw", lr=lr)
-    chosen: Any = {"units": model.units(), "optimizer": optimizer} | options
-    return rank.run(model, **chosen)
-
-
-def train(rank: Rank, run: Run, step: int) -> StepPicture:
-    """Train one step."""
-    batch = rank.batch(step, (3, DIM), mesh=run.adapter.config.mesh)
-    return run.step([(batch,)], loss=models.mean_square)
-
-
-def read_and_check(rank: Rank, run: Run, form: StateForm, unsharded: nn.Module) -> states.State:
-    """Read the state dicts, which must have the unsharded names and the values that ranks hold."""
-    state = states.read(rank, run, form=form)
-    states.check_names(rank, state, unsharded)
-    states.check_held(rank, run, state)
-    return state
-
-
-def check_loads(rank: Rank, saved: Run, loaded: Run, form: StateForm, *, steps_first: bool = True) -> None:
-    """Save after two steps and a change of the groups' options, load, and compare with the saved state."""
-    for step in range(2):
-        train(rank, saved, step)
-    if steps_first:
-        train(rank, loaded, 3)
-    assert saved.adapter.optimizer is not None
-    for group in saved.adapter.optimizer.param_groups:
-        group["lr"], group["weight_decay"], group["eps"] = group["lr"] / 2, group["weight_decay"] / 4, 1e-7
-    expected = states.read(rank, saved, form=form)
-    states.check_held(rank, saved, expected)
-    if form == "sharded":
-        resume.save(saved, rank.tmp_path / "checkpoint")
-        resume.load(loaded, rank.tmp_path / "checkpoint")
-    else:
-        loaded.adapter.restore(saved.adapter.checkpoint(form=form), form=form)
-    states.check_held(rank, loaded, expected)
-    states.check_same(rank, states.read(rank, loaded, form=form), expected)
+def same_gradient(model: nn.Module) -> nn.Module:
+    """Let the ignored parameter have one gradient on all ranks, none of which sees the others'."""
+    model.get_parameter(IGNORED).register_hook(torch.ones_like)
+    return model

@@ -67,6 +67,20 @@ def test_tied_inside_of_units(rank: Rank, modules: int, reshard_after_forward: b
 
 @contract("TIED-2")
 @world(2)
+@needs(Capability.DTENSOR_PARAMETERS, Capability.REGISTERED_STATE)
+def test_tied_after_assigning(rank: Rank) -> None:
+    """A load that assigns a shared parameter, in one place or in both, leaves it shared: an optimizer has it once."""
+    run, batch = rank.run(TiedMLP(DIM)), (rank.batch(0, (4, DIM)),)
+    run.evaluate(batch)
+    whole, expected = run.original_module(""), list(run.adapter.named_parameters())
+    for module in (run.original_module("first"), whole):
+        module.load_state_dict({name: value.clone() for name, value in module.state_dict().items()}, assign=True)
+        found = list(run.adapter.named_parameters())
+        assert found == expected, f"after the load the parameters are {found} instead of {expected}"
+
+
+@contract("TIED-2")
+@world(2)
 @needs(Capability.CLIP_BY_CALL)
 def test_tied_gradients_count_once(rank: Rank) -> None:
     """The total norm has the gradient of a shared parameter once, which is the sum of both."""

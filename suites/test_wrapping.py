@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from shardproof.harness import Capability, contract, models, needs, world
@@ -60,6 +61,9 @@ BY_CHOICE = {
     ),
     "objects": Rule(
         WrapPolicy("objects", classes=(PartsBlock, nn.LayerNorm)), ("blocks.0.norm", "blocks.1.norm", *BLOCKS)
+    ),
+    "called-objects": Rule(
+        WrapPolicy("called-objects", classes=(PartsBlock, nn.LayerNorm)), ("blocks.0.norm", "blocks.1.norm", *BLOCKS)
     ),
     "function": Rule(
         WrapPolicy("function", chooses=lambda module: getattr(module, "out_features", 0) == 5), ("heads.0", "heads.1")
@@ -149,6 +153,22 @@ def test_module_in_two_places(rank: Rank, rule: Literal["classes", "objects"]) -
 
 @contract("WRAPPING-5")
 @world(2)
+def test_by_hand_within_by_hand(rank: Rank) -> None:
+    """A context in which a script chooses by hand is refused within another."""
+    inner = WrapPolicy("by-hand", chooses=lambda module: False)
+
+    def nests(module: nn.Module) -> bool:
+        sharded(rank, nn.Linear(3, 3).to(rank.device), wraps=inner)
+        return False
+
+    outer = WrapPolicy("by-hand", chooses=nests)
+    refusal = Refusal(rank, lambda: sharded(rank, Parts().to(rank.device), wraps=outer))
+    assert refusal.text is not None, "no rank refuses it"
+    refusal.check_names("autowrap", "enable_wrap")
+
+
+@contract("WRAPPING-5")
+@world(2)
 @pytest.mark.parametrize("answer", [None, 3], ids=["nothing", "a-number"])
 def test_answers_that_a_rule_cannot_give(rank: Rank, answer: Any) -> None:
     """A rule that answers neither whether a module is a unit nor with what options is refused with its answer."""
@@ -201,6 +221,19 @@ def make_twice(module: nn.Module, *, device: torch.device) -> None:
             parameter.mul_(2)
 
 
+@contract("WRAPPING-2")
+@world(4)
+@needs(Capability.HYBRID)
+@pytest.mark.parametrize("as_groups", [False, pytest.param(True, marks=needs(Capability.PROCESS_GROUPS))])
+def test_units_of_replicas(rank: Rank, as_groups: bool) -> None:
+    """Where a model is sharded within replicas, so are the units that are found, among the same ranks."""
+    mesh = rank.mesh((2, 2), ("replicate", "shard"))
+    pair = train(rank, BY_CHOICE["classes"], mesh=mesh, as_groups=as_groups)
+    groups = {item.group for item in pair.last_trace()}
+    known = {tuple(sorted(dist.get_process_group_ranks(mesh.get_group(dim)))) for dim in range(2)}
+    assert groups == known, f"collectives among {groups} instead of {known}"
+
+
 @contract("WRAPPING-3")
 @world(2)
 @needs(Capability.IGNORED_MODULES)
@@ -236,7 +269,40 @@ def test_batch_norm_in_full_precision(rank: Rank) -> None:
     assert gathered == 2 * ["bfloat16", "float32"], f"forward gathers in {gathered}"
 
 
-def train(rank: Rank, rule: Rule) -> Pair:
+@contract("WRAPPING-4")
+@world(2)
+@needs(Capability.MIXED_PRECISION, Capability.IGNORED_MODULES)
+def test_ignored_batch_norm(rank: Rank) -> None:
+    """A batch normalisation that is ignored becomes no unit for the compute dtype either."""
+    model = Normed()
+    model.norm.requires_grad_(False)
+    names = ("norm.weight", "norm.bias")
+    policy, precision = WrapPolicy("size", min_numel=10**9), Precision(compute=torch.bfloat16)
+    run = rank.run(model, ignored=names, ignored_modules=("norm",), wraps=policy, precision=precision)
+    found = run.adapter.submodule("")
+    assert run.original_module("norm") is model.norm, f"in the place of norm is a {type(model.norm).__name__}: {found}"
+    run.forward_backward((rank.batch(0, (4, 4)),), loss=torch.sum)
+    gathered = [item.dtype for item in run.trace if (item.phase, item.kind) == ("forward", "all_gather")]
+    assert gathered == ["bfloat16"], f"forward gathers in {gathered}"
+
+
+@contract("WRAPPING-4")
+@world(2)
+@needs(Capability.MIXED_PRECISION, Capability.FULL_PRECISION_EVALUATION)
+def test_batch_norm_after_a_step(rank: Rank) -> None:
+    """What it returns has the dtype of its input of now: after a step in bfloat16, float32 in an evaluation."""
+    model = Normed()
+    seen, precision = model.seen, Precision(compute=torch.bfloat16, full_in_evaluation=True)
+    policy = WrapPolicy("size", min_numel=10**9)
+    run = rank.run(model, units=[["norm"]], wraps=policy, precision=precision, unit_precision={"norm": Precision()})
+    run.forward_backward((rank.batch(0, (4, 4)),), loss=torch.sum)
+    assert seen["around"] == [torch.bfloat16] * 2, seen
+    run.adapter.module.eval()
+    run.evaluate((rank.batch(0, (4, 4)),))
+    assert seen["around"] == [torch.float32] * 2, f"in full precision, before and after it: {seen['around']}"
+
+
+def train(rank: Rank, rule: Rule, **options: Any) -> Pair:
     """Train with a rule: the units are those that it should find, each gathered and reduced by one collective.
 
     What is ignored is frozen as well, so that it has no gradient, which would be the rank's own.
@@ -246,11 +312,13 @@ def train(rank: Rank, rule: Rule) -> Pair:
         model.get_submodule(module).requires_grad_(False)
     ignored = tuple(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
     units = [[name] for name in rule.units]
-    pair = rank.pair(model, units=units, wraps=rule.policy, ignored=ignored, ignored_modules=rule.ignored)
+    pair = rank.pair(model, units=units, wraps=rule.policy, ignored=ignored, ignored_modules=rule.ignored, **options)
+    replicas = {"all_reduce": len(units) + 1} if "mesh" in options else {}
     for step in range(2):
         pair.step(rank.batch(step, (4, 6)))
         pair.check()
         pair.check_counts("forward", all_gather=len(units) + 1)
-        pair.check_counts("backward", all_gather=len(units) - len(rule.keeps), reduce_scatter=len(units) + 1)
+        gathers = len(units) - len(rule.keeps)
+        pair.check_counts("backward", all_gather=gathers, reduce_scatter=len(units) + 1, **replicas)
         pair.check_bytes()
     return pair

@@ -17,7 +17,7 @@ from fsdp_impl.common.phase import Phase
 from fsdp_impl.flat import construct
 from fsdp_impl.flat.group import FlatGroup
 from fsdp_impl.flat.layout import shaped
-from fsdp_impl.flat.reduction import set_grad
+from fsdp_impl.flat.reduction import Gradients, set_grad
 from fsdp_impl.flat.registry import unit_of, units_in
 from fsdp_impl.flat.shards import FLAT_PARAM, FlatShards, is_view_of, set_param
 from fsdp_impl.flat.unit import FlatUnit
@@ -42,6 +42,8 @@ def full_params(
     with ExitStack() as stack:
         for unit in units:
             _check(unit, writeback, rank0_only, offload_to_cpu, with_grads)
+            if with_grads and unit.gradients is not None:
+                stack.enter_context(_reduced_shown(unit.gradients))
             stack.enter_context(_unit_full(unit, writeback, rank0_only, offload_to_cpu, with_grads))
         yield
 
@@ -107,6 +109,16 @@ def _unit_full(
                 group.keep_up_to_date()
     finally:
         unit.is_summoned = False
+
+
+@contextmanager
+def _reduced_shown(gradients: Gradients) -> Iterator[None]:
+    """Inside, parameters show sharded gradients alone: those that are not reduced yet are each rank's own."""
+    gradients.hide_unsharded()
+    try:
+        yield
+    finally:
+        gradients.show_unsharded()
 
 
 def _gather(group: FlatGroup) -> torch.Tensor:
@@ -188,7 +200,7 @@ class WholeGradients:
         shard = torch.zeros_like(shards.flat)
         present = torch.zeros(len(shards.originals), dtype=torch.int32, device=group.device)
         for index, (grad, span) in enumerate(zip(self._sharded, shards.spans, strict=True)):
-            if grad is not None and span.numel and grad.numel() == span.numel:
+            if grad is not None and span.numel:
                 shards.part(index, shard).copy_(grad)
                 present[index] = 1
         if group.ranks.shard_group is not None:

@@ -278,6 +278,8 @@ class ShardedParam:
             self.sharded = held
             hooks.count_steps_of(held)
             self.register(held)
+        elif len(self.owners) > 1:
+            self.register(held)  # a load assigns a shared parameter under each of its names
         local = self.local
         if self.slot is not None and local is self.slot and local.data_ptr() == self._slot_pointer:
             return

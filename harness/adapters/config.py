@@ -179,17 +179,18 @@ class WrapPolicy:
     Attributes:
         rule: ``"size"``: children first, each module with at least ``min_numel`` elements that nothing inside it has
             taken. ``"classes"``: modules of ``classes``. ``"function"``: modules that ``chooses`` returns True for.
-            ``"objects"``: as "classes", by a policy object that names all modules at once. ``"custom"``: as "function",
-            by such an object; ``chooses`` may also return a dict with ``reshard_after_forward`` for the module's unit.
+            ``"objects"``: as "classes", by a policy object that names all modules at once. ``"called-objects"``: the
+            same, where the object is called for each module. ``"custom"``: as "function", by such an object;
+            ``chooses`` may also return a dict with ``reshard_after_forward`` for the module's unit.
             ``"by-hand"``: as "custom", by a call for each module, inner ones first, in a context with the options.
         min_numel: for "size".
-        classes: for "classes" and "objects".
+        classes: for "classes", "objects" and "called-objects".
         chooses: for "function", "custom" and "by-hand".
         leaves: for "size", classes that become no unit, nor anything inside them; None is the implementation's choice.
         excluded: for "size", classes that become no unit themselves; None is the implementation's choice.
     """
 
-    rule: Literal["size", "classes", "function", "objects", "custom", "by-hand"]
+    rule: Literal["size", "classes", "function", "objects", "called-objects", "custom", "by-hand"]
     min_numel: int = 0
     classes: tuple[type[nn.Module], ...] = ()
     chooses: Callable[[nn.Module], bool | dict[str, object]] | None = None

@@ -33,6 +33,7 @@ from shardproof.harness.adapters.base import (
     whole,
 )
 from shardproof.harness.adapters.capability import Capability
+from shardproof.harness.adapters.dtensor_misuses import MISUSES, Scene
 from shardproof.harness.adapters.scaling import make_scaler
 
 #: The setters of ``FSDPModule`` by the fields of ``Settings``.
@@ -408,6 +409,9 @@ class DTensorAdapter(Adapter):
     def recover(self) -> None:
         """Call ``reset_iter_state`` on the root."""
         self._unit("").reset_iter_state()
+
+    def misuse(self, what: str) -> None:
+        MISUSES[what](Scene(type(self).fully_shard, self.config.mesh))
 
     def _unit(self, name: str) -> Any:
         return self.module.get_submodule(name)

@@ -36,6 +36,7 @@ from shardproof.harness.adapters.base import (
 )
 from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.flat_layout import FlatLayout, Place, flat_units
+from shardproof.harness.adapters.flat_misuses import MISUSES, Scene
 from shardproof.harness.adapters.scaling import make_scaler
 
 #: The prefix that a wrapper adds to the names of everything inside the wrapped module.
@@ -228,6 +229,9 @@ class FlatAdapter(Adapter):
                 return functools.partial(made.lambda_auto_wrap_policy, lambda_fn=policy.chooses)
             case "objects":
                 return made.ModuleWrapPolicy(policy.classes)
+            case "called-objects":
+                called = made.ModuleWrapPolicy(policy.classes)
+                return lambda module, recurse, nonwrapped_numel: called(module, recurse)
             case "custom":
                 return made.CustomPolicy(functools.partial(self._custom, policy))
             case "by-hand":
@@ -394,6 +398,10 @@ class FlatAdapter(Adapter):
         kind = kinds.PARAM_NAME if by == "name" else kinds.PARAM_ID
         found: dict[str, Any] = wrapper.rekey_optim_state_dict(state, kind, model, optim=optimizer)
         return found
+
+    def misuse(self, what: str) -> None:
+        mesh = self.config.mesh
+        MISUSES[what](Scene(self.api, mesh, _device(mesh.device_type)))
 
     def _key_kinds(self) -> Any:
         """Return the enumeration of the kinds of keys."""

@@ -13,7 +13,7 @@ class Branches(nn.Module):
 
     The MLPs have different sizes, and dimensions that neither two nor four ranks divide for an odd ``dim``.
 
-    Input: (batch, dim), and the number of the branch. Output: (batch, dim).
+    Input: (batch, dim), and the number of the branch, or of several to run one after the other. Output: (batch, dim).
     """
 
     def __init__(self, dim: int, branches: int = 3) -> None:
@@ -21,9 +21,11 @@ class Branches(nn.Module):
         self.entry = nn.Linear(dim, dim)
         self.branches = nn.ModuleList(MLP(dim, multiplier=1 + index) for index in range(branches))
 
-    def forward(self, x: torch.Tensor, branch: int) -> torch.Tensor:
-        out: torch.Tensor = self.branches[branch](torch.tanh(self.entry(x)))
-        return out
+    def forward(self, x: torch.Tensor, branch: int | tuple[int, ...]) -> torch.Tensor:
+        x = torch.tanh(self.entry(x))
+        for number in (branch,) if isinstance(branch, int) else branch:
+            x = self.branches[number](x)
+        return x
 
     def units(self) -> list[list[str]]:
         """Lists of module names, one list per unit: each branch is a unit."""

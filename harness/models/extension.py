@@ -22,11 +22,15 @@ class Calls:
             the module, and the compute dtype of the policy.
         storages: of the full tensors that ``fsdp_post_all_gather`` has made, in the order of the first gathers.
         filled: how often it filled a tensor that it had made before.
+        pads: whether the first hook pads the shards of ranks that hold fewer rows, as it must.
+        cuts: whether the second hook leaves out the rows of padding, as it may, when it makes a tensor.
     """
 
     before: list[tuple[int, tuple[int, ...], int, torch.dtype | None]] = dataclasses.field(default_factory=list)
     storages: list[torch.UntypedStorage] = dataclasses.field(default_factory=list)
     filled: int = 0
+    pads: bool = True
+    cuts: bool = True
 
 
 class Halves(torch.Tensor):
@@ -83,7 +87,7 @@ class Halves(torch.Tensor):
 def before(shard: torch.Tensor, calls: Calls, mesh: Any, size: torch.Size, module: Any, policy: Any) -> Any:
     """Return the two halves of the padded shard, and the full size."""
     calls.before.append((mesh.size(), tuple(size), getattr(module, "out_features", 0), policy.param_dtype))
-    padded = shard.new_zeros(-(-size[0] // mesh.size()), *size[1:])
+    padded = shard.new_zeros(-(-size[0] // mesh.size()) if calls.pads else shard.size(0), *size[1:])
     padded[: shard.size(0)].copy_(shard)
     high = padded.to(torch.bfloat16)
     # Exact: what bfloat16 cuts off has fewer bits than the dtype.
@@ -96,14 +100,15 @@ def after(calls: Calls, outputs: Any, size: torch.Size, dtype: torch.dtype, out:
     for output in outputs:
         begin, numel = output.storage_offset(), output.untyped_storage().nbytes() // output.element_size()
         assert begin == 0 and numel >= output.numel(), f"a gathered tensor begins at {begin} of {numel} elements"
-    whole = (high.to(rest.dtype) + rest).to(dtype)[: size[0]]
+    padded = (high.to(rest.dtype) + rest).to(dtype)
+    whole = padded[: size[0]]
     if out is not None:
         calls.filled += 1
         # What autograd has saved is not changed: these are the same values again.
         with torch.no_grad(), cast(Any, torch.autograd)._unsafe_preserve_version_counter(out):
             out.copy_(whole)
         return None
-    whole = whole.clone()
+    whole = whole.clone() if calls.cuts else padded
     calls.storages.append(whole.untyped_storage())
     return whole, (whole,)
 

@@ -260,3 +260,11 @@ def _difference(stage: Stage, name: str, mine: torch.Tensor, other: torch.Tensor
         element = tuple(int(part) for part in index)
         ours, theirs = (float(value[element]) for value in (mine, other))
         yield stage, name, f"element {list(element)} is {ours!r}, and {theirs!r} in the other"
+
+
+def read_and_check(member: Member, run: Run, form: StateForm, unsharded: nn.Module) -> State:
+    """Read the state dicts, which must have the unsharded names and the values that ranks hold."""
+    state = read(member, run, form=form)
+    check_names(member, state, unsharded)
+    check_held(member, run, state)
+    return state

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from shardproof.harness.adapters.base import WholeParameters
 from shardproof.harness.adapters.capability import Capability, Hardware
 from shardproof.harness.collectives.delays import Delay
 from shardproof.harness.plugin.marks import meaningful_from, needs
@@ -79,6 +80,23 @@ DELAYED = [
     pytest.param((), id="undelayed"),
     *(pytest.param((name,), id=name, marks=_delayed(name)) for name in DELAYS),
     pytest.param(tuple(DELAYS), id="all-delayed", marks=_delayed(*DELAYS)),
+]
+
+#: The optimizer has the parameters of the model, or one flat parameter for each unit.
+FLAT = pytest.mark.parametrize(
+    "flat", [False, pytest.param(True, marks=needs(Capability.FLAT_PARAMETERS))], ids=["originals", "flat"]
+)
+_ON_CPU = needs(Capability.WHOLE_ON_CPU)
+#: What a script may ask for together of whole parameters.
+WHOLE = [
+    pytest.param(WholeParameters(keeps_changes=False), id="read"),
+    pytest.param(WholeParameters(keeps_changes=False, on_cpu=True), id="read-on-cpu", marks=_ON_CPU),
+    pytest.param(WholeParameters(keeps_changes=False, first_rank_only=True), id="first-rank"),
+    pytest.param(
+        WholeParameters(keeps_changes=False, first_rank_only=True, on_cpu=True), id="first-rank-on-cpu", marks=_ON_CPU
+    ),
+    pytest.param(WholeParameters(), id="written"),
+    pytest.param(WholeParameters(on_cpu=True), id="written-on-cpu", marks=_ON_CPU),
 ]
 
 

@@ -50,7 +50,7 @@ def test_a_gradient_that_is_not_added(failures):
 def test_units_that_do_not_gather_ahead(failures):
     found = caught(failures, planted.DeafToPrefetch)
     assert found.keys() == {"test_order"}
-    told = "layers.0 computes in the first step (step 0) before these are gathered: layers.1, layers.2"
+    told = "computes in the evaluation before the first step (step 0) before these are gathered: layers.1, layers.2"
     assert told in found.popitem()[1]
 
 

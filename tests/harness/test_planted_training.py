@@ -69,7 +69,11 @@ ROWS = [
     (bugs.MissedPrefetchKept, LAST_OUTPUT, "output of 'microbatch 0, tensor 0' in the third step (step 2)"),
     (bugs.MadeInInferenceMode, INFERENCE, "Inference tensors cannot be saved for backward"),
     (bugs.BackwardPrefetchIgnored, AHEAD, "layers.2 computes in backward after"),
-    (bugs.OneAheadOnly, ORDER, "layers.0 computes in the first step (step 0) before these are gathered: layers.2"),
+    (
+        bugs.OneAheadOnly,
+        ORDER,
+        "layers.0 computes in the evaluation before the first step (step 0) before these are gathered: layers.2",
+    ),
     (bugs.PrefetchReversed, ORDER, "Mismatch between actual and expect strings"),
     (bugs.FrozenOnce, BETWEEN, "gradient of 'layers.0.in_proj.weight' in the second step (step 1)"),
     (bugs.FlatFrozenOnce, BETWEEN, f"gradient of 'layers.1.in_proj.bias' {FIRST}"),
