@@ -145,7 +145,8 @@ def main() -> None:
         about = [one.answers() for one in ranks]
         host = next((answer[0] for answer in about if answer), {})
         result: dict[str, Any] = {"about": host | {"world": options.world, "backend": backend, "rows": []}}
-        print(f"torch {host.get('torch')}, {options.world} x {host.get('device')}, {backend}\n", flush=True)
+        devices = 1 if backend == "fake" else options.world
+        print(f"torch {host.get('torch')}, {devices} x {host.get('device')}, {backend}\n", flush=True)
         left_out = []
         effort = Effort(WARM_UP, options.rounds, options.steps, COMPARED)
         for spec, wanted in [

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pathlib
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from multiprocessing import forkserver
@@ -41,12 +42,17 @@ _ENVIRONMENT = {
 _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
+#: Worlds of a torchrun job start in threads beside each other, and the process has one environment.
+_starting = threading.Lock()
+
+
 def start() -> None:
     """Start the forkserver if it is not running; returns before it has finished importing torch."""
-    scratch.use_for_multiprocessing()
-    context().set_forkserver_preload([entry.PRELOADED])
-    with _environment():
-        forkserver.ensure_running()
+    with _starting:
+        scratch.use_for_multiprocessing()
+        context().set_forkserver_preload([entry.PRELOADED])
+        with _environment():
+            forkserver.ensure_running()
 
 
 def context() -> ForkServerContext:
