@@ -58,7 +58,11 @@ PLACES = (
         ),
     ),
     Place("CPU, gloo, torch 2.11", "CPU, torch 2.11", ("h200-x2-gloo-v6-standard.json.gz",)),
-    Place("Two H200 GPUs, NCCL, torch 2.11", "2 GPUs, torch 2.11", ("h200-x2-nccl-v6-standard.json.gz",)),
+    Place(
+        "Two H200 GPUs, NCCL, torch 2.11",
+        "2 GPUs, torch 2.11",
+        ("h200-x2-nccl-v6-standard.json.gz", "h200-x2-peers-v8-standard.json.gz"),
+    ),
 )
 
 _HEAD = """\

@@ -121,6 +121,7 @@ class Search:
         self._longest = 0.0
         self._failed_at: float | None = None
         self._kind: tuple[str, str] | None = None
+        self._seconds: float | None = None
         self._until: float | None = None
         self._others: dict[str, None] = {}
         self._is_out_of_time = False
@@ -144,12 +145,11 @@ class Search:
         generator = random.Random(seed)
         if seconds is None:
             return self._find_once(strategy, generator, examples)
-        self._until = time.monotonic() + seconds
-        while time.monotonic() < self._until:
+        self._seconds = seconds
+        found = None
+        while found is None and not self._is_over():
             found = self._find_once(strategy, generator, _EXAMPLES_AT_ONCE)
-            if found is not None:
-                return found
-        return None
+        return found
 
     def _find_once(self, strategy: Any, generator: random.Random, examples: int) -> Found | None:
         hypothesis = importlib.import_module("hypothesis")
@@ -174,6 +174,9 @@ class Search:
     def _fails(self, example: Any) -> bool:
         """Whether an example fails, in the way in which the first did."""
         if example not in self._records:
+            if self._until is None and self._seconds is not None:
+                # From here: on a busy host the import of hypothesis can take as long as a short search.
+                self._until = time.monotonic() + self._seconds
             if self._is_over():
                 return False
             self._records[example] = self._judge(example)
