@@ -113,7 +113,7 @@ def test_ignored_module(rank: Rank, own_function: bool) -> None:
 @world(2)
 @needs(Capability.IGNORED_MODULES, Capability.BUFFER_DTYPE, Capability.TIED_PARAMETERS)
 def test_ignored_inside_a_unit(rank: Rank) -> None:
-    """What a unit alone is told to ignore the root leaves alone too: its buffers, and a parameter that it shares."""
+    """What one unit ignores by its own options, the root ignores too: its buffers, and a parameter that it shares."""
     model = nn.Sequential(DrawnStack(dim=9), DrawnStack(dim=9)).to(rank.device)
     ignored, shared = model.get_submodule("0.layers.1"), model.get_parameter("0.layers.1.weight")
     model.get_submodule("1.out").weight = shared

@@ -80,7 +80,7 @@ class Resuming:
             self._running.write_text(json.dumps(sorted(self._begun)))
 
     def end(self, key: Key) -> None:
-        """Note that a case has ended: its record replaces the note that it was running."""
+        """Delete the note that a case is running, which its record replaces."""
         with self._lock:
             self._begun.discard(key)
 
