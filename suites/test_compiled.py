@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from shardproof.harness import Capability, contract, models, needs, world
@@ -30,7 +32,7 @@ def test_compiled_units(
     """Compiled units, recomputed or not, train as DDP does uncompiled, in the graphs that they have unsharded."""
     config = models.TransformerConfig(layers=2)
     model = models.Transformer(config)
-    unsharded = _unsharded_graphs(rank, model, backend, means)
+    unsharded = _unsharded_graphs(config, rank.device, backend, means)
     with compiler(backend) as compiled:
 
         def prepare(plain: nn.Module) -> Any:
@@ -50,13 +52,14 @@ def test_compiled_units(
         assert graphs == graphs[:1] * 3, f"{graphs} graphs after each step: something was compiled again"
 
 
-def _unsharded_graphs(rank: Rank, model: models.Transformer, backend: str, means: Means | None) -> int:
-    """The number of graphs of one step of a copy of the model that nothing shards."""
-    plain: Any = models.copy_of(model)
-    with compiler(backend) as compiled:
-        made = compiled.compile_layers(plain.to(rank.device))
+@functools.cache
+def _unsharded_graphs(config: models.TransformerConfig, device: torch.device, backend: str, means: Means | None) -> int:
+    """The number of graphs of one step of such a model that nothing shards; a rank counts them once."""
+    tokens = torch.zeros(3, config.length, dtype=torch.long, device=device)
+    drawn_on = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(drawn_on), compiler(backend) as compiled:
+        made: Any = compiled.compile_layers(models.Transformer(config).to(device))
         made = recompute(made, means) if means else made
-        tokens = rank.tokens(0, (3, model.config.length), vocabulary=model.config.vocabulary)
         models.mean_square(made(tokens)).backward()
         return compiled.graphs
 
