@@ -97,7 +97,8 @@ class Collector:
         self.items: list[Item] = []
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        for item in session.items:
+        # As they are written; a run takes one of each function first.
+        for item in sorted(session.items, key=lambda item: (item.path, item.location[1])):
             assert isinstance(item, pytest.Function)
             ids = [name for mark in item.iter_markers("contract") for name in mark.args]
             needs = [str(name) for mark in item.iter_markers("needs") for name in mark.args]

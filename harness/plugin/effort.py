@@ -9,6 +9,8 @@
 
 The effort is applied last, to what ``--world``, ``-k``, ``-m`` and other plugins have selected, so that what they
 exclude covers nothing. An item that the command line names by its node id is always kept.
+
+Whatever the effort, the items that ``quick`` keeps run first, and then those of ``pairs`` (:mod:`.ordering`).
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from shardproof.harness.plugin import always, cases, pairwise, quick
+from shardproof.harness.plugin import always, cases, ordering, pairwise, quick
 from shardproof.harness.plugin.pairwise import Combination
 from shardproof.harness.plugin.progress import Progress
 from shardproof.harness.plugin.selection import Effort, Selection
@@ -45,19 +47,26 @@ class Shortening:
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         """Called by pytest."""
         functions = [item for item in items if cases.is_case(item)]
-        if not functions or self._state.selection.effort == Effort.FULL:
+        if not functions:
             return
-        kept = set(_named(functions, config))
         try:
-            kept.update(choose([item for item in functions if item not in kept], self._state.selection))
+            kept = self._kept(functions, config)
+            tiers = [set(choose(kept, self._state.selection, effort)) for effort in (Effort.QUICK, Effort.PAIRS)]
         except ValueError as error:
             self._state.refuse(config, items, [str(error)])
             return
-        spared = {item for item in functions if item not in kept}
-        if spared:
+        if spared := set(functions) - kept:
             self._state.spared = [item for item in functions if item in spared]
             config.hook.pytest_deselected(items=self._state.spared)
             items[:] = [item for item in items if item not in spared]
+        ordering.order(items, self._state.selection, tiers=tiers)
+
+    def _kept(self, functions: list[pytest.Function], config: pytest.Config) -> set[pytest.Function]:
+        selection = self._state.selection
+        if selection.effort == Effort.FULL:
+            return set(functions)
+        kept = set(_named(functions, config))
+        return kept.union(choose([item for item in functions if item not in kept], selection, selection.effort))
 
 
 def summary(effort: Effort, progress: Progress) -> str:
@@ -76,12 +85,13 @@ def summary(effort: Effort, progress: Progress) -> str:
     return f"effort {effort}: {counts.total()} of {counts.total() + progress.count} cases left out: {files_of}"
 
 
-def choose(items: Iterable[pytest.Function], selection: Selection) -> Iterator[pytest.Function]:
-    """Return the cases that the effort of a run keeps.
+def choose(items: Iterable[pytest.Function], selection: Selection, effort: Effort) -> Iterator[pytest.Function]:
+    """Return the cases that an effort keeps.
 
     Args:
         items: cases, in any order.
         selection: the checked options of the run.
+        effort: any effort but ``full``.
 
     Raises:
         ValueError: a table of combinations is not valid. The message is one line.
@@ -90,10 +100,10 @@ def choose(items: Iterable[pytest.Function], selection: Selection) -> Iterator[p
     for item in sorted(items, key=_order):
         by_implementation[cases.launch_of(item).implementation].append(item)
     for same in by_implementation.values():
-        if selection.effort == Effort.QUICK:
+        if effort == Effort.QUICK:
             chosen = iter(_one_a_function(same, selection))
         else:
-            chosen = _every_pair(same, sizes=selection.effort == Effort.STANDARD)
+            chosen = _every_pair(same, sizes=effort == Effort.STANDARD)
         yield from (same[index] for index in chosen)
 
 

@@ -20,7 +20,6 @@ from shardproof.harness.plugin import (
     marks,
     notices,
     options,
-    ordering,
     terminal,
 )
 from shardproof.harness.plugin.records import CaseRecord
@@ -105,9 +104,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Refuse cases that cannot run on ranks, deselect those that ``--world`` leaves out, and order the others."""
+    """Refuse cases that cannot run on ranks, deselect those that ``--world`` leaves out."""
     collection.check_and_filter(config, items)
-    ordering.order(items, config.stash[STATE].selection)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,4 +1,4 @@
-"""The order of cases: worlds of one implementation together, cases that want to be alone last."""
+"""The order of cases: one of each function first, worlds of one implementation together, cases that are alone last."""
 
 from __future__ import annotations
 
@@ -40,3 +40,30 @@ def test_worlds_of_an_implementation_are_used_in_one_go(run):
         f"test_first[{other}-w1]", f"test_second[{other}-w1]",
         "test_alone[ddp-w1]", "test_alone[torch.fully_shard-w1]", f"test_alone[{one}-w1]", f"test_alone[{other}-w1]",
     ]  # fmt: skip
+
+
+PARAMETERS = """
+import pytest
+from shardproof.harness import world
+
+@world(1, 2)
+@pytest.mark.parametrize("one", [0, 1])
+@pytest.mark.parametrize("two", [0, 1])
+@pytest.mark.parametrize("three", [0, 1])
+def test_first(rank, one, two, three):
+    pass
+
+@world(2)
+@pytest.mark.parametrize("one", [0, 1])
+def test_second(rank, one):
+    pass
+"""
+
+
+def test_a_function_has_its_first_case_before_another_has_its_second(run):
+    result = run(PARAMETERS, "--device", "cpu", "--collect-only", "-q", "--impl", "ddp")
+    found = [line.partition("::")[2] for line in result.stdout.lines if "::" in line]
+    functions = [name.partition("[")[0] for name in found]
+    assert functions == ["test_first", "test_second", *["test_first"] * 4, "test_second", *["test_first"] * 11]
+    assert len(set(found)) == 18
+    assert all("-w1-" in name for name in found[2:6]), "four combinations on one rank have every pair of values"
