@@ -551,7 +551,7 @@ def test_whole_parameters_that_cannot_be(rank: Rank, what: str) -> None:
 @world(2)
 @needs(Capability.WHOLE_PARAMETERS, Capability.DISTRIBUTED_CHECKPOINT, Capability.FULL_STATE_DICT)
 @FLAT
-@pytest.mark.parametrize("where", ["in-the-context", "in-a-forward"])
+@pytest.mark.parametrize("where", ["in-the-context", "in-a-forward", "in-a-backward"])
 def test_saving_where_parameters_are_whole(rank: Rank, where: str, flat: bool) -> None:
     """A state dict of what is whole or in use is refused, or has the values that are seen there; it changes nothing."""
     model = models.Tower(dim=9, depth=DEPTH)
@@ -568,8 +568,11 @@ def test_saving_where_parameters_are_whole(rank: Rank, where: str, flat: bool) -
             write(found)
             save()
         write(dict(plain.named_parameters()))
-    else:
+    elif where == "in-a-forward":
         run.original_module("layers.1").register_forward_hook(save)
+    else:
+        run.original_module("layers.1").register_full_backward_hook(save)
+        run.forward_backward((batch,), loss=models.mean_square)
     (output,) = run.evaluate((batch,))
     saved = (attempts[0].result or {"model": {}})["model"]
     wrong = [name for name, value in saved.items() if not torch.equal(value, plain.get_parameter(name))]
