@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.adapters.base import WholeParameters
@@ -27,6 +28,7 @@ ANSWERS: dict[str, Any] = {
     "a-module-that-is-recomputed": True,
     "forms": ["FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT", "FULL_STATE_DICT", True],
     "saved-by-position": [True, [f"model.{name}" for name in NAMES]],
+    "version-of-what-is-wrapped": nn.BatchNorm1d._version,
     "ignored-as-variables": [True, False],
     "states-of-a-script": [["param_groups", "state"], [3.0]],
     "states-without-groups": [["state"], [3.0]],

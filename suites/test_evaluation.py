@@ -73,10 +73,11 @@ def test_evaluation_between_microbatches(rank: Rank, reshard_after_forward: bool
 
 @contract("EVALUATION-1")
 @world(2)
-def test_first_forward_is_in_inference_mode(rank: Rank) -> None:
+@SHARDS
+def test_first_forward_is_in_inference_mode(rank: Rank, shards: bool) -> None:
     """A model whose first forward ran in inference mode trains as any other."""
     model = models.Tower(dim=9, depth=DEPTH)
-    pair = rank.pair(model, units=model.units())
+    pair = rank.pair(model, units=model.units(), shards=shards)
     pair.evaluate(rank.batch(0, (2, 9), microbatch=1), mode="inference_mode")
     for step in range(2):
         pair.step(rank.batch(step, (4, 9)))

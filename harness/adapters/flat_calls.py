@@ -57,6 +57,11 @@ def _saved_by_position(scene: Scene) -> list[Any]:
     return [found is given, sorted(given)]
 
 
+def _version_of_what_is_wrapped(scene: Scene) -> int:
+    metadata: dict[str, Any] = scene.wrap(nn.BatchNorm1d(4).to(scene.device)).state_dict()._metadata
+    return int(metadata[""]["version"])
+
+
 def _ignored_as_variables(scene: Scene) -> list[bool]:
     layers = scene.layers()
     model = scene.wrap(layers, ignored_states=[layers[0].weight])
@@ -300,6 +305,7 @@ CALLS: dict[str, Callable[[Scene], Any]] = {
     "a-module-that-is-recomputed": _module_that_is_recomputed,
     "forms": _forms,
     "saved-by-position": _saved_by_position,
+    "version-of-what-is-wrapped": _version_of_what_is_wrapped,
     "ignored-as-variables": _ignored_as_variables,
     "states-of-a-script": _states_of_a_script,
     "states-without-groups": functools.partial(_states_of_a_script, drops_groups=True),

@@ -44,6 +44,7 @@ FLAT = {
         "args, kwargs = map_tensors(self._widen, (args, kwargs))",
         "args = map_tensors(self._widen, args)",
     ),
+    "flat-version-of-the-wrapper": Edit("flat.state_dict:_clean_metadata", "metadata[prefix[:-1]] = own", "pass"),
     # Layout.
     "flat-parts-from-the-beginning": Edit("flat.layout:flattened", "(1,))", "(1,), 0)"),
     "flat-gaps-kept": Edit("flat.layout:stride_of", "if is_dense(tensor):", "if True:"),
@@ -83,6 +84,15 @@ FLAT = {
         "flat.summon:WholeGradients.take_back",
         "changed if shards.is_sharded else shaped(changed, shards.layout.pieces[index])",
         "changed.view_as(grad)",
+    ),
+    "flat-saved-in-a-backward": Edit(
+        "flat.state_dict:check_idle", "if unit.phase is not Phase.IDLE:", "if unit.phase is Phase.FORWARD:"
+    ),
+    "flat-replicas-of-inference": Edit("flat.group:Alias.__init__", "with torch.inference_mode(False):", "if True:"),
+    "flat-recomputations-gather-ahead": Edit(
+        "flat.unit:FlatUnit.pre_forward",
+        "if self.forward_prefetch and not hooks.in_backward():",
+        "if self.forward_prefetch:",
     ),
     # After an error.
     "flat-whole-after-an-error": Edit(
