@@ -13,14 +13,8 @@ _WRAPPER = "flat.module:FullyShardedDataParallel"
 
 FLAT = {
     # What a wrapper says of itself, and arguments.
-    "flat-strategy-as-asked-for": Edit(f"{_WRAPPER}.__init__", "options.strategy", "sharding_strategy"),
-    "flat-no-offloading-is-none": Edit(f"{_WRAPPER}.__init__", "cpu_offload or CPUOffload()", "cpu_offload"),
     "flat-numbers-of-items-alone": Edit(f"{_WRAPPER}.__getitem__", "wrapped[key]", "wrapped[int(key)]"),
     "flat-form-that-was-set": Edit(f"{_WRAPPER}.set_state_dict_type", "return before", "return settings"),
-    "flat-positions-ignored": Edit(
-        f"{_WRAPPER}.state_dict", 'dict(zip(("destination", "prefix", "keep_vars"), args, strict=False))', "{}"
-    ),
-    "flat-variables-ignored": Edit(f"{_WRAPPER}.state_dict", 'given.get("keep_vars", keep_vars)', "False"),
     "flat-loaded-is-nothing": Edit(f"{_WRAPPER}.optim_state_dict_to_load", "return found", "return {}"),
     "flat-group-ignored": Edit(f"{_WRAPPER}.optim_state_dict", "form, group)", "form, None)"),
     "flat-parameters-ignored": Edit(
