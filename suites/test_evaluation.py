@@ -73,10 +73,11 @@ def test_evaluation_between_microbatches(rank: Rank, reshard_after_forward: bool
 
 @contract("EVALUATION-1")
 @world(2)
-def test_first_forward_is_in_inference_mode(rank: Rank) -> None:
+@SHARDS
+def test_first_forward_is_in_inference_mode(rank: Rank, shards: bool) -> None:
     """A model whose first forward ran in inference mode trains as any other."""
     model = models.Tower(dim=9, depth=DEPTH)
-    pair = rank.pair(model, units=model.units())
+    pair = rank.pair(model, units=model.units(), shards=shards)
     pair.evaluate(rank.batch(0, (2, 9), microbatch=1), mode="inference_mode")
     for step in range(2):
         pair.step(rank.batch(step, (4, 9)))
@@ -551,7 +552,7 @@ def test_whole_parameters_that_cannot_be(rank: Rank, what: str) -> None:
 @world(2)
 @needs(Capability.WHOLE_PARAMETERS, Capability.DISTRIBUTED_CHECKPOINT, Capability.FULL_STATE_DICT)
 @FLAT
-@pytest.mark.parametrize("where", ["in-the-context", "in-a-forward"])
+@pytest.mark.parametrize("where", ["in-the-context", "in-a-forward", "in-a-backward"])
 def test_saving_where_parameters_are_whole(rank: Rank, where: str, flat: bool) -> None:
     """A state dict of what is whole or in use is refused, or has the values that are seen there; it changes nothing."""
     model = models.Tower(dim=9, depth=DEPTH)
@@ -568,8 +569,11 @@ def test_saving_where_parameters_are_whole(rank: Rank, where: str, flat: bool) -
             write(found)
             save()
         write(dict(plain.named_parameters()))
-    else:
+    elif where == "in-a-forward":
         run.original_module("layers.1").register_forward_hook(save)
+    else:
+        run.original_module("layers.1").register_full_backward_hook(save)
+        run.forward_backward((batch,), loss=models.mean_square)
     (output,) = run.evaluate((batch,))
     saved = (attempts[0].result or {"model": {}})["model"]
     wrong = [name for name, value in saved.items() if not torch.equal(value, plain.get_parameter(name))]

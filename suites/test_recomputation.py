@@ -117,9 +117,12 @@ def test_recomputed_spans_of_microbatches(rank: Rank) -> None:
 @COUNTS
 @SPANS
 @pytest.mark.parametrize("reshard_after_forward", RESHARD_ROOT[:3])
-def test_one_gather_serves_a_span(rank: Rank, reshard_after_forward: bool | None, span: Span) -> None:
-    """Recomputing several units together, or parts of units, adds no gather either."""
-    pair = make_spans(rank, span, reshard_after_forward=reshard_after_forward)
+@pytest.mark.parametrize("ahead", [None, pytest.param(True, marks=needs(Capability.GATHERS_AHEAD))])
+def test_one_gather_serves_a_span(
+    rank: Rank, ahead: bool | None, reshard_after_forward: bool | None, span: Span
+) -> None:
+    """Recomputing units together, or parts of units, adds no gather either, also where forward gathers ahead."""
+    pair = make_spans(rank, span, reshard_after_forward=reshard_after_forward, gathers_ahead_in_forward=ahead)
     again = {None: 3, False: 0}.get(reshard_after_forward, 4)
     for step in range(2):
         pair.step(rank.batch(step, (4, 9)))

@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from shardproof.harness import Capability, contract, models, needs, world
-from shardproof.harness.adapters.base import Accumulation, Precision
+from shardproof.harness.adapters.base import Accumulation, Precision, WholeParameters
 from shardproof.harness.collectives.trace import Collective
 from shardproof.harness.models import mixed, optim
 from shardproof.harness.models.recomputation import Means, recompute
-from shardproof.harness.parity import Census, Pair, Rank, Run, check_equal, run_and_replica
+from shardproof.harness.parity import Census, Pair, Rank, Run, check_equal, check_exact, run_and_replica
 from shardproof.harness.parity.run import Loss
-from shardproof.harness.plugin.axes import RESHARD
+from shardproof.harness.parity.wholes import check_values, check_whole, write
+from shardproof.harness.plugin.axes import FLAT, RESHARD, SHARDS
 
 DIM = 9
 DEPTH = 4
@@ -31,15 +32,21 @@ class Injected(Exception):
     """What goes wrong on all ranks."""
 
 
+class Interrupted(BaseException):
+    """What stops a script from outside on all ranks, as Ctrl-C in a notebook does: no ``Exception``."""
+
+
 @dataclasses.dataclass
 class Trap:
     """Raises where one module of a run computes, once it is set.
 
     Attributes:
         phase: "forward" or "backward", in which the next computation raises; "" for none.
+        error: what it raises.
     """
 
     phase: str = ""
+    error: type[BaseException] = Injected
 
     def lay(self, run: Run, place: str) -> None:
         """Watch a module, by its name in the original model."""
@@ -53,7 +60,7 @@ class Trap:
     def _meet(self, phase: str) -> None:
         if self.phase == phase:
             self.phase = ""
-            raise Injected(phase)
+            raise self.error(phase)
 
 
 @contract("RECOVERY-1")
@@ -64,6 +71,15 @@ def test_exception(rank: Rank, phase: str, reshard_after_forward: bool | int | N
     """After an exception in the first or a later forward or backward, in the second of four units, training goes on."""
     model = models.Tower(dim=DIM, depth=DEPTH)
     check_recovery(rank, model, phase, units=model.units(), reshard_after_forward=reshard_after_forward)
+
+
+@contract("RECOVERY-3")
+@world(2)
+@pytest.mark.parametrize("phase", ["forward", "backward", "evaluation"])
+def test_interrupt(rank: Rank, phase: str) -> None:
+    """The same after an interrupt of the script, which no handler of errors catches."""
+    model = models.Tower(dim=DIM, depth=DEPTH)
+    check_recovery(rank, model, phase, error=Interrupted, units=model.units())
 
 
 @contract("RECOVERY-1")
@@ -158,14 +174,130 @@ def test_exception_while_gradients_add_up_in_another_dtype(rank: Rank, phase: st
         check_equal(rank, run, run.step(batch, loss=torch.sum), expected, number=step)
 
 
-def check_recovery(rank: Rank, model: torch.nn.Module, phase: str, **options: Any) -> None:
+@contract("RECOVERY-3")
+@world(2)
+@needs(Capability.UNUSED_MODULE)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
+def test_exception_that_the_model_catches(rank: Rank, reshard_after_forward: bool | None) -> None:
+    """A model that catches the error of a unit within its forward, and goes on with another, trains as unsharded."""
+    model = Careful(DIM)
+    units = [["branches.0"], ["branches.1"]]
+    options: dict[str, Any] = {"units": units, "reshard_after_forward": reshard_after_forward, "find_unused": True}
+    pair = rank.pair(model, **options)
+    for step in range(4):
+        pair.step((rank.batch(step, (4, DIM)), step % 2 == 0))
+        pair.adapter.recover()
+        pair.check()
+
+
+@contract("RECOVERY-3")
+@world(2)
+@needs(Capability.DISTRIBUTED_CHECKPOINT, Capability.FULL_STATE_DICT)
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_saving_after_an_exception(rank: Rank, phase: str) -> None:
+    """What a script saves, or looks at whole, when a pass has raised is what the last step has left."""
+    model = models.Tower(dim=DIM, depth=DEPTH)
+    plain = models.copy_of(model).to(rank.device)
+    run, trap = rank.run(model, units=model.units(), optimizer=None), Trap()
+    trap.lay(run, PLACE)
+    attempt(run, trap, phase, [rank.batch(0, (4, DIM))])
+    saved = run.adapter.checkpoint(form="full")["model"]
+    wrong = [name for name, value in plain.state_dict().items() if not torch.equal(saved[name], value)]
+    assert not wrong, f"saved after an exception with other values: {', '.join(wrong)}"
+    if Capability.WHOLE_PARAMETERS in run.adapter.capabilities():
+        with run.adapter.whole_parameters(WholeParameters()) as found:
+            check_whole(rank, WholeParameters(), found, plain)
+
+
+@contract("RECOVERY-3")
+@world(2)
+@needs(Capability.WHOLE_PARAMETERS)
+@FLAT
+@SHARDS
+def test_exception_where_parameters_are_whole(rank: Rank, shards: bool, flat: bool) -> None:
+    """Where a script fails while parameters are whole, they are shards again, with what it has written by then."""
+    model = models.Tower(dim=DIM, depth=DEPTH)
+    plain = models.copy_of(model).to(rank.device)
+    options: dict[str, Any] = {"units": model.units(), "flat_parameters": flat, "shards": shards}
+    options["optimizer"] = optim.sgd()
+    run = rank.run(model, **options)
+    for _ in range(2):
+        with pytest.raises(Injected), run.adapter.whole_parameters(WholeParameters()) as found:
+            write(found)
+            raise Injected("whole")
+        write(dict(plain.named_parameters()))
+        check_values(run, plain)
+    twin = rank.run(plain, **options)
+    for step in range(2):
+        batch = [(rank.batch(step, (4, DIM)),)]
+        pictures = (one.step(batch, loss=models.mean_square) for one in (run, twin))
+        check_exact(rank, *pictures, step=step, why="the same values")
+
+
+@contract("RECOVERY-3")
+@world(2)
+@needs(Capability.CAST_AFTER_INIT)
+@pytest.mark.parametrize("flat", [False, pytest.param(True, marks=needs(Capability.FLAT_PARAMETERS))])
+def test_cast_that_raises(rank: Rank, flat: bool) -> None:
+    """A cast that fails changes nothing: the model trains on, and has the parameters that it had."""
+    model = models.Tower(dim=DIM, depth=DEPTH)
+    options: dict[str, Any] = {"units": model.units(), "optimizer": optim.sgd()}
+    if flat:
+        options["flat_parameters"] = True
+    run, twin = rank.run(models.copy_of(model), **options), rank.run(model, **options)
+    for step in range(3):
+        names = [name for name, _ in run.adapter.module.named_parameters()]
+        with pytest.raises(Exception, match="NoSuchTensor"):
+            run.adapter.module.type("torch.NoSuchTensor")
+        left = [name for name, _ in run.adapter.module.named_parameters()]
+        assert left == names, f"after the failed cast the parameters are {left} instead of {names}"
+        batch = [(rank.batch(step, (4, DIM)),)]
+        pictures = (one.step(batch, loss=models.mean_square) for one in (run, twin))
+        check_exact(rank, *pictures, step=step, why="the same values")
+
+
+class Careful(torch.nn.Module):
+    """Tries one branch, which may raise, and computes with another where it does; between layers of its own."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.enter, self.leave = torch.nn.Linear(dim, dim), torch.nn.Linear(dim, dim)
+        self.branches = torch.nn.ModuleList([Failing(dim), Failing(dim)])
+
+    def forward(self, batch: torch.Tensor, fails: bool) -> torch.Tensor:
+        hidden = torch.tanh(self.enter(batch))
+        try:
+            hidden = self.branches[0](hidden, fails)
+        except Injected:
+            hidden = self.branches[1](hidden, False)
+        output: torch.Tensor = self.leave(hidden)
+        return output
+
+
+class Failing(torch.nn.Module):
+    """Raises when it has computed, if asked to."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(dim, dim)
+
+    def forward(self, hidden: torch.Tensor, fails: bool) -> torch.Tensor:
+        output = torch.tanh(self.layer(hidden))
+        if fails:
+            raise Injected("a branch")
+        return output
+
+
+def check_recovery(
+    rank: Rank, model: torch.nn.Module, phase: str, *, error: type[BaseException] = Injected, **options: Any
+) -> None:
     """Train steps that each follow an attempt that raises, the first of all and then two; then evaluate.
 
     Each issues the collectives of a run that nothing has happened to.
     """
     sound = rank.run(models.copy_of(model), **options)
     pair = rank.pair(model, **options)
-    trap, census = Trap(), Census(pair.sharded)
+    trap, census = Trap(error=error), Census(pair.sharded)
     trap.lay(pair.sharded, PLACE)
     for step in range(3):
         for number in range(1 + (step == 1)):
@@ -200,7 +332,7 @@ def attempt(
 ) -> None:
     """Run the microbatches, of which the last raises on every rank, and what a script calls then."""
     *before, last = microbatches
-    with pytest.raises(Injected), run.recorder.during("failed"):
+    with pytest.raises(trap.error), run.recorder.during("failed"):
         for batch in before:
             with run.adapter.microbatch(is_last=False):
                 run.adapter.backward(loss(run.adapter.forward(batch)))

@@ -169,6 +169,7 @@ class FullyShardedDataParallel(nn.Module):
         Raises:
             ValueError: during forward or backward, and inside ``summon_full_params``.
         """
+        self._unit.recover()
         if self._unit.is_summoned or self._unit.phase is not Phase.IDLE:
             state = "SUMMONED" if self._unit.is_summoned else self._unit.phase.name
             raise ValueError(f"expected to be in states ['IDLE'] but current state is {state} in apply()")

@@ -74,6 +74,7 @@ def check_idle(unit: FlatUnit) -> None:
     Raises:
         AssertionError: during forward or backward, or inside ``summon_full_params``.
     """
+    unit.recover()
     if unit.phase is not Phase.IDLE:
         raise AssertionError("Cannot manually unshard parameters during forward/backward")
     if unit.is_summoned:

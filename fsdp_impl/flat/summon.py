@@ -66,6 +66,7 @@ def _check(unit: FlatUnit, writeback: bool, rank0_only: bool, offload_to_cpu: bo
             stacklevel=6,
         )
     construct.initialize(unit)
+    unit.recover()
     if unit.phase is not Phase.IDLE:
         raise AssertionError("Cannot manually unshard parameters during forward/backward")
     if unit.is_summoned:

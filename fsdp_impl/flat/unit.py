@@ -268,8 +268,7 @@ class FlatUnit:
         return self.phase is Phase.PRE_BACKWARD and hooks.in_backward()
 
     def _root_pre_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        if self.iteration.callback_queued and not hooks.in_backward():
-            self._recover()
+        self.recover()
         self.iteration.forward_root = self
         if self.is_root and self.iteration.order is not None:
             self.iteration.order.begin(training=self.wrapper.training)
@@ -406,8 +405,12 @@ class FlatUnit:
         self.context.finish_reductions()
         self.iteration.callback_queued = False
 
+    def recover(self) -> None:
+        """Leave the last backward behind if it raised before its end: what it had not reduced is lost."""
+        if self.iteration.callback_queued and not hooks.in_backward():
+            self._recover()
+
     def _recover(self) -> None:
-        """The last backward raised before its end: what it had not reduced is lost."""
         for unit in self.iteration.units:
             unit.phase = Phase.IDLE
             if unit.group is not None:

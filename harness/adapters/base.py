@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardproof.harness.adapters.calls import Calls
 from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.config import Accumulation as Accumulation
 from shardproof.harness.adapters.config import Clip as Clip
@@ -135,7 +136,7 @@ def options_of(form: StateForm, *, saves: bool = True, strict: bool = True) -> A
     )
 
 
-class Adapter(OlderStates, Misuses, ABC):
+class Adapter(OlderStates, Misuses, Calls, ABC):
     """One model, sharded by one implementation, on one rank.
 
     The harness makes one instance per model on every rank of the world, and every rank makes the same calls in the same

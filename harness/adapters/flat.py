@@ -35,6 +35,7 @@ from shardproof.harness.adapters.base import (
     uncut,
 )
 from shardproof.harness.adapters.capability import Capability
+from shardproof.harness.adapters.flat_calls import CALLS
 from shardproof.harness.adapters.flat_layout import FlatLayout, Place, flat_units
 from shardproof.harness.adapters.flat_misuses import MISUSES, Scene
 from shardproof.harness.adapters.scaling import make_scaler
@@ -42,6 +43,12 @@ from shardproof.harness.adapters.scaling import make_scaler
 #: The prefix that a wrapper adds to the names of everything inside the wrapped module.
 _WRAPPED = "_fsdp_wrapped_module."
 
+#: What ``MixedPrecision`` is documented to have where a script says nothing.
+_PRECISION_DEFAULTS = {
+    "keep_low_precision_grads": False,
+    "cast_forward_inputs": False,
+    "cast_root_forward_inputs": True,
+}
 #: With ``use_orig_params=True``, each parameter starts at a multiple of 16 bytes in its flat parameter.
 _ALIGNMENT_BYTES = 16
 #: Counted in elements, the padding is largest for a dtype of 2 bytes.
@@ -270,14 +277,16 @@ class FlatAdapter(Adapter):
         assert precision.output is None, "FullyShardedDataParallel leaves outputs alone"
         if precision == Precision():
             return None
+        # The root's inputs are cast if either is set, and those of other units do not depend on the second.
+        wanted = {
+            "keep_low_precision_grads": precision.keeps_gradients,
+            "cast_forward_inputs": precision.casts_inputs and unit != "",
+            "cast_root_forward_inputs": precision.casts_inputs == (unit == ""),
+        }
+        # What is the documented default is left to the implementation, as scripts leave it.
+        chosen = {name: value for name, value in wanted.items() if value != _PRECISION_DEFAULTS[name]}
         return self.api.MixedPrecision(
-            param_dtype=precision.compute,
-            reduce_dtype=precision.reduce,
-            buffer_dtype=precision.buffers,
-            keep_low_precision_grads=precision.keeps_gradients,
-            # The root's inputs are cast if either is set, and those of other units do not depend on the second.
-            cast_forward_inputs=precision.casts_inputs and unit != "",
-            cast_root_forward_inputs=precision.casts_inputs == (unit == ""),
+            param_dtype=precision.compute, reduce_dtype=precision.reduce, buffer_dtype=precision.buffers, **chosen
         )
 
     def _strategy(self, reshards: Any) -> Any:
@@ -402,6 +411,10 @@ class FlatAdapter(Adapter):
     def misuse(self, what: str) -> None:
         mesh = self.config.mesh
         MISUSES[what](Scene(self.api, mesh, _device(mesh.device_type)))
+
+    def call(self, what: str) -> Any:
+        mesh = self.config.mesh
+        return CALLS[what](Scene(self.api, mesh, _device(mesh.device_type)))
 
     def _key_kinds(self) -> Any:
         """Return the enumeration of the kinds of keys."""

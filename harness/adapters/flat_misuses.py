@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -112,6 +113,40 @@ def _values_by_no_function(scene: Scene) -> None:
     scene.wrap(scene.layers().to("meta"), param_init_fn=3)
 
 
+def _made_by_no_reset(scene: Scene) -> None:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, device="meta"))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that come before the error
+        scene.wrap(Scale())
+
+
+def _hybrid_with_half_a_pair(scene: Scene) -> None:
+    strategy, pair = scene.api.ShardingStrategy.HYBRID_SHARD, (scene.mesh.get_group(), None)
+    scene.wrap(scene.layers(), device_mesh=None, process_group=pair, sharding_strategy=strategy)
+
+
+def _nothing_sharded(scene: Scene) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # NO_SHARD is deprecated
+        return scene.wrap(scene.layers(), sharding_strategy=scene.api.ShardingStrategy.NO_SHARD)
+
+
+def _replicas_whole_on_the_cpu(scene: Scene) -> None:
+    model, kind = _nothing_sharded(scene), scene.api.FullyShardedDataParallel
+    with kind.summon_full_params(model, writeback=False, rank0_only=True, offload_to_cpu=True):
+        pass
+
+
+def _layer_before_the_model(scene: Scene) -> None:
+    model = scene.nested()
+    scene.run(model.module[0])
+    scene.run(model)
+
+
 #: By name.
 MISUSES: dict[str, Callable[[Scene], Any]] = {
     "a-group-beside-a-mesh": lambda scene: scene.wrap(scene.layers(), process_group=scene.mesh.get_group()),
@@ -129,7 +164,11 @@ MISUSES: dict[str, Callable[[Scene], Any]] = {
     "forms-that-differ": _forms_that_differ,
     "a-configuration-of-sharded-ones": functools.partial(_another_configuration, of_the_optimizer=False),
     "an-optimizers-configuration-of-sharded-ones": functools.partial(_another_configuration, of_the_optimizer=True),
+    "hybrid-with-half-a-pair": _hybrid_with_half_a_pair,
+    "replicas-whole-on-the-cpu": _replicas_whole_on_the_cpu,
+    "a-layer-before-the-model": _layer_before_the_model,
     "values-by-no-function": _values_by_no_function,
+    "values-by-no-reset": _made_by_no_reset,
     "a-function-of-a-layer": _function_of_a_layer,
     "a-function-that-is-none": _function_that_is_none,
     "whole-gradients-of-flat-parameters": _whole_gradients_of_flat_parameters,

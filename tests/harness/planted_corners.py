@@ -239,7 +239,7 @@ FLAT = {
         "common.order:OrderCheck.begin", "training and torch.is_grad_enabled()", "training"
     ),
     "flat-recovers-while-recomputing": Edit(
-        "flat.unit:FlatUnit._root_pre_forward", "callback_queued and not hooks.in_backward()", "callback_queued"
+        "flat.unit:FlatUnit.recover", "callback_queued and not hooks.in_backward()", "callback_queued"
     ),
     "flat-freed-by-gradients-of-a-forward": Edit(
         "flat.unit:FlatUnit._finish_backward", "if self.phase is Phase.FORWARD:", "if False:"

@@ -106,7 +106,7 @@ PER_PARAMETER = {
 
 FLAT = {
     "flat-kept-after-forward": Edit(_ABANDON, "group.reshard()", "pass"),
-    "flat-never-recovers": Edit("flat.unit:FlatUnit._root_pre_forward", "self._recover()", "pass"),
+    "flat-never-recovers": Edit("flat.unit:FlatUnit.recover", "self._recover()", "pass"),
     "flat-kept-after-backward": Edit(_RECOVER, "unit.group.reshard()", "pass"),
     "flat-unreduced-gradients-kept": Edit(_RECOVER, "unit.group.leaf.grad = None", "pass"),
     "flat-recovery-of-the-root-alone": Edit(_RECOVER, "self.iteration.units:", "[self]:"),

@@ -1,0 +1,194 @@
+"""Chapter CALLS: what a sharded model answers to the calls of a script, and what it warns of."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardproof.harness import Capability, contract, models, needs, world
+from shardproof.harness.adapters.base import WholeParameters
+from shardproof.harness.models.stateful import by_columns
+from shardproof.harness.parity import Rank
+from shardproof.harness.parity.refusals import sharded
+from shardproof.harness.plugin.axes import FLAT, RESHARD, SHARDS
+
+pytestmark = needs(Capability.FLAT_PARAMETERS, Capability.WHOLE_PARAMETERS)
+
+NAMES = ["0.bias", "0.weight", "1.bias", "1.weight"]
+#: What is asked, and the answer.
+ANSWERS: dict[str, Any] = {
+    "strategies": ["FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"],
+    "offloading": False,
+    "items": [True, True, True],
+    "attributes": 3,
+    "a-module-that-is-recomputed": True,
+    "forms": ["FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT", "FULL_STATE_DICT", True],
+    "saved-by-position": [True, [f"model.{name}" for name in NAMES]],
+    "version-of-what-is-wrapped": nn.BatchNorm1d._version,
+    "ignored-as-variables": [True, False],
+    "states-of-a-script": [["param_groups", "state"], [3.0]],
+    "states-without-groups": [["state"], [3.0]],
+    "states-in-another-dtype": ["torch.float64"],
+    "flat-states-in-another-dtype": ["torch.float64"],
+    "loaded-directly": [["param_groups", "state"], [5.0]],
+    "states-by-parameters": [True, True, True],
+    "dtypes-of-a-norm": ["torch.bfloat16", "torch.float32"],
+    "casts-by-default": [["torch.bfloat16"], ["torch.float32"]],
+    "casts-of-the-root": ["torch.bfloat16", "torch.bfloat16", "torch.bfloat16", "torch.float32"],
+    "mesh-of-shards": True,
+    "a-transposed-part": True,
+    "every-other-column": True,
+    "loaded-where-whole": True,
+    "loaded-after-new-data": True,
+}
+#: What is allowed, with the class of a warning, words in it, and whether it is to be given.
+WARNINGS: dict[str, tuple[type[Warning], str, bool]] = {
+    "a-list": (UserWarning, "containers", True),
+    "a-dict": (UserWarning, "containers", True),
+    "nothing-sharded": (FutureWarning, "NO_SHARD", True),
+    "ignored-whole": (UserWarning, "top-level module", True),
+    "a-norm-by-a-rule": (UserWarning, "mixed precision disabled", True),
+    "frozen-in-a-unit": (UserWarning, "requires_grad", True),
+    "frozen-apart": (UserWarning, "requires_grad", False),
+    "whole-on-every-cpu": (UserWarning, "rank0_only", True),
+    "whole-on-one-cpu": (UserWarning, "rank0_only", False),
+    "older-parameters": (FutureWarning, "optim_input", True),
+}
+
+
+@contract("CALLS-1")
+@world(2)
+@pytest.mark.parametrize("what", ANSWERS)
+def test_answers(rank: Rank, what: str) -> None:
+    """What a script asks the wrapper, and what it gives to it, is answered and used as documented."""
+    answer = sharded(rank, models.MLP(5).to(rank.device)).call(what)
+    assert answer == ANSWERS[what], f"{what}: {answer} instead of {ANSWERS[what]}"
+
+
+@contract("CALLS-1")
+@world(4)
+@needs(Capability.HYBRID)
+def test_answers_of_replicas(rank: Rank) -> None:
+    """The same of shards with replicas: the mesh of sharded values, and the rank that saves for all or for its own."""
+    mesh = rank.mesh((2, 2), ("replicate", "shard"))
+    adapter = sharded(rank, models.MLP(5).to(rank.device), mesh=mesh)
+    assert adapter.call("mesh-of-shards"), "sharded values do not lie on the mesh that was given"
+    saved = adapter.call("states-of-a-group")
+    expected = [NAMES if rank.index == 0 else [], NAMES if rank.index % 2 == 0 else []]
+    assert saved == expected, f"the first rank of all, or of its replica, saves {saved} instead of {expected}"
+
+
+@contract("CALLS-2")
+@world(2)
+@pytest.mark.parametrize("what", WARNINGS)
+def test_warnings(rank: Rank, what: str) -> None:
+    """A script is warned of what is allowed and rarely meant, and not of what is meant."""
+    check_warned(rank, what, *WARNINGS[what])
+
+
+@contract("CALLS-2")
+@world(1)
+@needs(Capability.SINGLE_RANK)
+def test_warning_of_one_rank(rank: Rank) -> None:
+    """So is one that shards over one rank, where the wrapper says that it does not shard."""
+    check_warned(rank, "one-rank", UserWarning, "world size is 1", True)
+    named = sharded(rank, models.MLP(5).to(rank.device)).call("strategies")
+    assert named == ["NO_SHARD"] * 4, f"wrappers of one rank name their strategies {named}"
+
+
+def check_warned(rank: Rank, what: str, kind: type[Warning], words: str, is_expected: bool) -> None:
+    """Check whether a warning of a class with some words is given on this rank."""
+    adapter = sharded(rank, models.MLP(5).to(rank.device))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        adapter.call(what)
+    texts = [str(one.message) for one in told if issubclass(one.category, kind)]
+    found = [text for text in texts if words in text]
+    assert bool(found) == is_expected, (
+        f"{what}: {'no' if is_expected else 'a'} {kind.__name__} names {words!r} among {texts}"
+    )
+
+
+@contract("CALLS-3")
+@world(2)
+@SHARDS
+@pytest.mark.parametrize("keeps_changes", [False, True])
+def test_whole_parameters_are_the_models_own(rank: Rank, keeps_changes: bool, shards: bool) -> None:
+    """Where a model holds its original parameters, the whole ones are these, so that the optimizer's are known."""
+    model = models.Tower(dim=9)
+    run = rank.run(model, units=model.units(), shards=shards)
+    for _ in range(2):
+        run.evaluate((rank.batch(0, (2, 9)),))
+        held = dict(run.adapter.held_parameters())
+        with run.adapter.whole_parameters(WholeParameters(keeps_changes=keeps_changes)) as found:
+            others = [name for name, parameter in found.items() if parameter is not held[name]]
+        assert not others, f"whole parameters that are other objects than the model's: {', '.join(others)}"
+
+
+@contract("CALLS-3")
+@world(2)
+@FLAT
+@SHARDS
+def test_attributes_after_whole_parameters(rank: Rank, shards: bool, flat: bool) -> None:
+    """When whole parameters were read, modules have attributes of the dtypes that they had, and no whole values."""
+    model = models.Tower(dim=9)
+    shape = model.get_parameter("layers.1.in_proj.weight").shape
+    run = rank.run(model, units=model.units(), shards=shards, flat_parameters=flat)
+    layer: Any = run.original_module("layers.1.in_proj")
+    before = (type(layer.weight), layer.weight.shape, layer.weight.dtype)
+    with run.adapter.whole_parameters(WholeParameters()):
+        assert layer.weight.shape == shape, f"the whole weight has the shape {tuple(layer.weight.shape)}"
+    after = (type(layer.weight), layer.weight.shape, layer.weight.dtype)
+    assert after == before, f"the weight was {before} and is {after}"
+
+
+@contract("CALLS-3")
+@world(2)
+@SHARDS
+@pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
+@pytest.mark.parametrize("keeps_changes", [False, True])
+def test_whole_parameters_before_backward(
+    rank: Rank, keeps_changes: bool, reshard_after_forward: bool | None, shards: bool
+) -> None:
+    """Whole parameters that are read between forward and backward change no gradient, written back or not."""
+    model = models.Tower(dim=9)
+    options: dict[str, Any] = {"units": model.units(), "reshard_after_forward": reshard_after_forward, "shards": shards}
+    run, twin = (rank.run(models.copy_of(model), optimizer=None, **options) for _ in range(2))
+    for step in range(2):
+        for one in (run, twin):
+            output = one.adapter.forward(rank.batch(step, (4, 9)))
+            if one is run:
+                with run.adapter.whole_parameters(WholeParameters(keeps_changes=keeps_changes)):
+                    pass
+            one.adapter.backward(models.mean_square(output))
+        expected = twin.adapter.gradients()
+        for name, piece in run.adapter.gradients().items():
+            other = expected[name]
+            assert (piece is None) == (other is None), f"{name} has a gradient in one of the runs"
+            if piece is not None and other is not None:
+                assert torch.equal(piece.tensor, other.tensor), f"{name} has another gradient"
+
+
+@contract("CALLS-3")
+@world(2)
+@SHARDS
+def test_whole_gradients_of_columns(rank: Rank, shards: bool) -> None:
+    """What is written to whole gradients reaches the elements that it was written to, in any order of memory."""
+    model = models.Tower(dim=9)
+    by_columns(model)
+    run = rank.run(model, units=model.units(), shards=shards, optimizer=None)
+    run.forward_backward((rank.batch(0, (4, 9)),), loss=models.mean_square)
+    how, expected = WholeParameters(with_gradients=True), {}
+    with run.adapter.whole_parameters(how) as found:
+        for name, parameter in found.items():
+            assert parameter.grad is not None, f"{name} has no whole gradient"
+            numbers = torch.arange(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
+            expected[name] = numbers.view(parameter.shape)
+            parameter.grad.copy_(expected[name])
+    for name, piece in run.adapter.gradients().items():
+        if piece is not None:
+            assert torch.equal(piece.tensor, piece.cut(expected[name])), f"{name} has another gradient than was written"
