@@ -173,8 +173,16 @@ def test_exception_while_gradients_add_up_in_another_dtype(rank: Rank, phase: st
 @pytest.mark.parametrize(
     "fewer", [pytest.param(1, marks=needs(Capability.SINGLE_RANK)), pytest.param(2, marks=meaningful_from(4))]
 )
-@pytest.mark.parametrize("reshard_after_forward", RESHARD)
-def test_process_groups_made_anew(rank: Rank, reshard_after_forward: bool | int | None, fewer: int) -> None:
+@pytest.mark.parametrize(
+    ("reshard_after_forward", "default_mesh"),
+    [
+        *(pytest.param(*item.values, False, marks=item.marks, id=str(item.values[0])) for item in RESHARD),
+        pytest.param(None, True, marks=needs(Capability.DEFAULT_MESH), id="all-ranks-by-default"),
+    ],
+)
+def test_process_groups_made_anew(
+    rank: Rank, reshard_after_forward: bool | int | None, default_mesh: bool, fewer: int
+) -> None:
     """Ranks that destroy their process groups and make others train on from a checkpoint along the same losses.
 
     First there are fewer ranks in a world, then as many as before; the batch of all of them stays the same.
@@ -188,7 +196,11 @@ def test_process_groups_made_anew(rank: Rank, reshard_after_forward: bool | int 
             with worlds.of(size) as member:
                 torch.manual_seed(rank.seeds.init + number)
                 run = member.run(
-                    models.Tower(dim=DIM), units=model.units(), optimizer=optim.sgd(), reshard_after_forward=leaves
+                    models.Tower(dim=DIM),
+                    units=model.units(),
+                    optimizer=optim.sgd(),
+                    reshard_after_forward=leaves,
+                    default_mesh=default_mesh,
                 )
                 if number:
                     # Other values and states, all of which the checkpoint has to replace.

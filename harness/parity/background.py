@@ -36,11 +36,13 @@ class BackgroundSave:
     def __init__(self, run: Run, directory: pathlib.Path, group: dist.ProcessGroup, *, copies_at_once: bool) -> None:
         self._may_write = threading.Event()
         self._late = None if copies_at_once else _LateStager()
+        # What torch takes where a script names no writer of its own, which would copy too.
+        self._stager = self._late or _default_stager()
         found: Any = state_dict_saver.async_save(
             run.adapter.checkpoint(),
             storage_writer=_HeldWriter(directory, self._may_write),
             process_group=group,
-            async_stager=self._late,
+            async_stager=self._stager,
         )
         # Where the values are copied later, torch 2.9 and newer return a response with two futures.
         self._done: Future[Any] = getattr(found, "upload_completion", found)
@@ -58,6 +60,7 @@ class BackgroundSave:
         """
         self._may_write.set()
         self._done.result()
+        self._stager.close()
 
     def abandon(self) -> None:
         """Let the other thread end, after an error."""
@@ -119,7 +122,7 @@ class _LateStager(AsyncStager):
     def copy(self) -> None:
         """Copy the values of now, as torch's own stager does."""
         if self._state is not None:
-            stager = DefaultStager(StagingOptions(False, False, False, False))
+            stager = _default_stager()
             self._copied.set_result(stager.stage(self._state))
             stager.close()
             self._state = None
@@ -136,3 +139,8 @@ class _LateStager(AsyncStager):
         """Let who waits for the copies fail."""
         if not self._copied.done():
             self._copied.set_exception(RuntimeError("the case failed before the values were copied"))
+
+
+def _default_stager() -> DefaultStager:
+    """What copies where nothing is asked for: at once, into memory that is neither pinned nor shared."""
+    return DefaultStager(StagingOptions(False, False, False, False))

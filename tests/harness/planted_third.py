@@ -36,6 +36,13 @@ PER_PARAMETER = {
         'globals().setdefault("_groups", {}).setdefault(str(self.mesh), self.mesh.get_group(last))',
         is_apart=True,
     ),
+    "default-mesh-of-the-first-world": Edit(
+        "per_parameter.mesh:default_mesh",
+        'init_device_mesh(accelerator.type if accelerator else "cpu", (dist.get_world_size(),))',
+        'globals().setdefault("_first", init_device_mesh(accelerator.type if accelerator else "cpu", '
+        "(dist.get_world_size(),)))",
+        is_apart=True,
+    ),
     # Saves in the background.
     "shards-move-when-gathered": Edit(
         "per_parameter.shards:Shards.gather_input",
@@ -67,6 +74,12 @@ FLAT = {
         "flat.ranks:resolve",
         "group = device_mesh.get_group(mesh_dim=0)",
         'group = globals().setdefault("_groups", {}).setdefault(str(device_mesh), device_mesh.get_group(mesh_dim=0))',
+        is_apart=True,
+    ),
+    "flat-default-group-of-the-first-world": Edit(
+        "flat.ranks:_default_group",
+        "dist.group.WORLD",
+        'globals().setdefault("_first", dist.group.WORLD)',
         is_apart=True,
     ),
     "flat-graphs-dropped": Edit("common.modes:check_plain", "if grad.requires_grad:", "if False:"),

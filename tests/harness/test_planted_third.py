@@ -24,11 +24,13 @@ NO_GRAPH = "the gradients have no graph of"
 KILLED = {
     "smaller-meshes-by-their-ranks": Killer(ANEW.format("w4-2-2"), ""),
     "groups-by-their-ranks": Killer(ANEW.format("w2-None-1"), ""),
+    "default-mesh-of-the-first-world": Killer(ANEW.format("w2-all-ranks-by-default-1"), ""),
     "shards-move-when-gathered": Killer(SAVE.format("None-in-forward-originals"), OTHER_VALUES),
     "later-backwards-not-gathered": Killer("test_schedules_of_a_pipeline and None-GPipe", "storage of size 0"),
     "graphs-dropped": Killer("test_gradients_of_gradients and None-False", NO_GRAPH),
     "parameters-on-the-root-mesh": Killer("test_four_dimensions and w8-2x1x2x2", "is on"),
     "flat-groups-by-their-ranks": Killer(ANEW.format("w2-None-1"), ""),
+    "flat-default-group-of-the-first-world": Killer(ANEW.format("w2-all-ranks-by-default-1"), ""),
     "flat-graphs-dropped": Killer("test_gradients_of_gradients and None-False", NO_GRAPH),
 }
 
