@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from shardproof.harness import Capability, Hardware, contract, models, needs, world
-from shardproof.harness.adapters.base import Accumulation
+from shardproof.harness.adapters.base import Accumulation, Piece
+from shardproof.harness.findings.finding import Finding, Location
+from shardproof.harness.findings.stages import Stage
+from shardproof.harness.models import optim
 from shardproof.harness.parity import Pair, Rank, Run, exact_difference
+from shardproof.harness.parity.comparison import numbers_of
+from shardproof.harness.parity.numerics import distance
+from shardproof.harness.parity.oracle import Oracle
 from shardproof.harness.parity.plain import backward_of_copies, check_gradients
-from shardproof.harness.plugin.axes import RESHARD_CHOICES, RESHARD_EXPLICIT
+from shardproof.harness.plugin.axes import RESHARD, RESHARD_CHOICES, RESHARD_EXPLICIT
 
 DIM = 9
 DEPTH = 3
@@ -428,3 +436,64 @@ def test_tied_forwards_run_ahead(rank: Rank) -> None:
         ]
         pair.step(batches, set_to_none=step % 2 == 1, ahead=1)
         pair.check()
+
+
+@contract("ACCUMULATION-13")
+@world(4)
+@needs(Capability.AUTOGRAD_CALLS, Capability.OWN_OPTIMIZER)
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
+@pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
+def test_schedules_of_a_pipeline(rank: Rank, reshard_after_forward: bool | None, schedule: str) -> None:
+    """Two stages of a pipeline, sharded each by itself, train under torch's schedules as one model does."""
+    from torch.distributed import pipelining  # takes long, and no other case needs it
+
+    mesh = rank.mesh((2, 2), ("pp", "dp"))
+    number = mesh["pp"].get_local_rank()
+    towers = [models.Tower(dim=DIM, depth=depth) for depth in (1, 2)]
+    stages = nn.Sequential(*towers).to(rank.device)
+    oracle, baseline = (
+        Oracle(stages, optimizer=optim.sgd(), clip=None, dtype=dtype) for dtype in (torch.float64, torch.float32)
+    )
+    run = rank.run(
+        models.copy_of(towers[number]),
+        units=towers[number].units(),
+        mesh=mesh["dp"],
+        optimizer=optim.sgd(),
+        reshard_after_forward=reshard_after_forward,
+    )
+    stage = pipelining.PipelineStage(run.adapter.module, number, 2, rank.device, group=mesh["pp"].get_group())
+    kind = pipelining.ScheduleGPipe if schedule == "GPipe" else pipelining.Schedule1F1B
+    made = kind(stage, n_microbatches=MICROBATCHES, loss_fn=lambda output, _: models.mean_square(output))
+    for step in range(2):
+        batch = rank.batch(step, (2 * MICROBATCHES, DIM), mesh=mesh["dp"])
+        with run.recorder.during("backward"):
+            made.step(batch) if number == 0 else made.step(target=torch.zeros_like(batch))
+        parts = rank.exchange_tensors(batch)[:2]
+        expected, plain = (
+            one.step([[(part,)] for part in parts], loss=models.mean_square) for one in (oracle, baseline)
+        )
+        compare(rank, run.adapter.gradients(), plain.gradients, expected.gradients, Stage.GRADIENT, number, step)
+        run.adapter.step()
+        compare(rank, run.adapter.parameters(), plain.parameters, expected.parameters, Stage.PARAMETER, number, step)
+        run.adapter.zero_grad(set_to_none=True)
+
+
+def compare(
+    rank: Rank, found: Mapping[str, Piece | None], plain: Mapping[str, torch.Tensor | None],
+    expected: Mapping[str, torch.Tensor | None], kind: Stage, number: int, step: int,
+) -> None:  # fmt: skip
+    """Compare what a stage of a pipeline holds with those of one model, and fail on all ranks alike (collective)."""
+    finding = None
+    for name, piece in found.items():
+        full, other = (one[f"{number}.{name}"] for one in (expected, plain))
+        assert full is not None and other is not None
+        if piece is None:
+            # With flat parameters a rank has no gradient of what it holds no element of.
+            continue
+        parts = piece.tensor, piece.cut(other), piece.cut(full)
+        result = distance(*parts, magnitude=float(full.abs().max()))
+        if result.is_too_far and finding is None:
+            text, numbers = numbers_of(result, dict(zip(("sharded", "baseline", "oracle"), parts, strict=True)))
+            where = Location(stage=kind, step=step, rank=rank.index, name=f"{number}.{name}")
+            finding = Finding(where, text, numbers=numbers)
+    rank.agree(finding, title="a stage of the pipeline diverges from the one model")

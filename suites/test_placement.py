@@ -9,15 +9,18 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from shardproof.harness import Capability, contract, models, needs, world
+from shardproof.harness import Capability, contract, models, needs, simulated, world
 from shardproof.harness.adapters.base import Clip
 from shardproof.harness.adapters.dtensor import piece_of
-from shardproof.harness.models import shapes
+from shardproof.harness.models import optim, shapes
 from shardproof.harness.models.experts import ExpertModel
 from shardproof.harness.models.parallel import MLPStack, parallelize_mlps
 from shardproof.harness.parity import Rank, exact_difference
 from shardproof.harness.plugin.axes import RESHARD
+from shardproof.harness.simulation import Shape, formulas
+from shardproof.harness.simulation.world import coordinate_of
 
 HYBRID = pytest.param(True, marks=needs(Capability.HYBRID))
 
@@ -151,6 +154,111 @@ def test_other_dimensions_beside_tensor_parallelism(rank: Rank, choice: str) -> 
     for step in range(2):
         pair.step(rank.batch(step, (4, 16), mesh=mesh["dp"]))
         pair.check()
+
+
+#: Of which the first are stages of a pipeline, whose ranks have parameters of their own.
+FOUR = ("pp", "replicate", "shard", "tp")
+FOUR_DIMENSIONS = needs(Capability.TENSOR_PARALLEL, Capability.HYBRID, Capability.REGISTERED_STATE)
+
+
+@contract("PLACEMENT-3")
+@world(8)
+@FOUR_DIMENSIONS
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (1, 2, 2, 2),
+        (2, 1, 2, 2),
+        pytest.param((2, 2, 1, 2), marks=needs(Capability.SINGLE_RANK)),
+        (2, 2, 2, 1),
+    ],
+    ids=lambda sizes: "x".join(map(str, sizes)),
+)
+def test_four_dimensions(rank: Rank, sizes: tuple[int, ...]) -> None:
+    """Beside stages of a pipeline, replicas, shards and tensor parallelism a parameter lies as documented, and trains.
+
+    Each stage has values and data of its own. With three of the dimensions a world of eight ranks is full.
+    """
+    mesh = rank.mesh(sizes, FOUR)
+    stage, data = mesh["pp"].get_local_rank(), mesh["replicate", "shard"]
+    torch.manual_seed(rank.seeds.init + stage)
+    model = MLPStack(5)
+    full = {name: value.detach().clone() for name, value in model.named_parameters()}
+    pair = rank.pair(
+        model, units=model.units(), mesh=data, baseline="replicated",
+        prepare=functools.partial(parallelize_mlps, mesh=mesh["tp"]),
+    )  # fmt: skip
+    check_four_dimensions(pair.adapter.named_parameters(), full, Shape(sizes, FOUR, rank.index))
+    for name, parameter in pair.adapter.named_parameters().items():
+        assert isinstance(parameter, DTensor)
+        found = exact_difference(parameter.full_tensor().detach(), full[name].to(rank.device))
+        assert found is None, f"the shards of {name} do not make it up: element, found and expected are {found}"
+    for step in range(2):
+        pair.step(rank.batch(step, (4, 5), mesh=data, microbatch=stage))
+        pair.check()
+
+
+@contract("PLACEMENT-3")
+@simulated(multiple_of=16)
+@FOUR_DIMENSIONS
+def test_four_dimensions_of_many_ranks(rank: Rank) -> None:
+    """The same in a world of which no dimension is one rank."""
+    size = rank.simulates
+    sizes = (2, 2, size // 8, 2)
+    for index in sorted({0, 1, size // 2, size // 2 + size // 4 + 2, size - 1}):
+        with rank.simulated(index) as world_of_many:
+            mesh = world_of_many.mesh(sizes, FOUR)
+            one = rank.simulation(
+                world_of_many, functools.partial(MLPStack, 6), mesh=mesh["replicate", "shard"],
+                units=[[f"layers.{number}"] for number in range(3)], optimizer=optim.sgd(),
+                prepare=functools.partial(parallelize_mlps, mesh=mesh["tp"]),
+            )  # fmt: skip
+            full = {name: torch.empty(shape, device="meta") for name, shape in one.parameters.items()}
+            place = Shape(sizes, FOUR, index)
+            check_four_dimensions(one.adapter.named_parameters(), full, place)
+            one.step(lambda: (torch.zeros(2, 6),), loss=models.mean_square)
+            check_four_dimensions(one.adapter.named_parameters(), full, place)
+            one.close()
+
+
+def check_four_dimensions(shown: dict[str, nn.Parameter], full: dict[str, torch.Tensor], place: Shape) -> None:
+    """Check mesh, placements, global and local shapes of the parameters of an MLPStack on :data:`FOUR`.
+
+    Args:
+        shown: the registered parameters, by name.
+        full: tensors of their global shapes, by name.
+        place: the sizes of the dimensions, and this rank's place.
+    """
+    assert shown.keys() == full.keys()
+    ranks = place.along(*FOUR[1:])
+    own = coordinate_of(place.rank, place.sizes)
+    _, _, (shards, shard), (parts, part) = zip(place.sizes, own, strict=True)
+    for name, parameter in shown.items():
+        assert isinstance(parameter, DTensor), f"{name} is a {type(parameter).__name__}"
+        mesh = parameter.device_mesh
+        assert mesh.mesh_dim_names == FOUR[1:], f"{name} is on {mesh}"
+        assert tuple(mesh.shape) == place.sizes[1:], f"{name} is on a mesh of {tuple(mesh.shape)}"
+        assert tuple(mesh.mesh.flatten().tolist()) == ranks, f"{name} is on the ranks {mesh.mesh.tolist()}"
+        cut = TENSOR_PARALLEL[name.partition(".")[2].partition(".")[2]]
+        is_cut_twice = cut == Shard(0) and parts > 1
+        expected = (Replicate(), _StridedShard(0, split_factor=parts) if is_cut_twice else Shard(0), cut)
+        assert tuple(parameter.placements) == expected, f"{name} is placed {parameter.placements}, not {expected}"
+        assert parameter.shape == full[name].shape, f"{name} has the global shape {tuple(parameter.shape)}"
+        left = [*full[name].shape]
+        if isinstance(cut, Shard):
+            left[cut.dim] = formulas.chunk(left[cut.dim], parts, part)
+        left[0] = formulas.chunk(left[0], shards, shard)
+        held = tuple(parameter.to_local().shape)
+        assert held == tuple(left), f"rank {place.rank} holds {held} of {name}, not {tuple(left)}"
+
+
+#: How tensor parallelism places the parameters of a layer of an MLPStack.
+TENSOR_PARALLEL: dict[str, Placement] = {
+    "in_proj.weight": Shard(0),
+    "in_proj.bias": Shard(0),
+    "out_proj.weight": Shard(1),
+    "out_proj.bias": Replicate(),
+}
 
 
 def check_layout(

@@ -15,17 +15,20 @@ from shardproof.harness.adapters.base import Accumulation, Precision, WholeParam
 from shardproof.harness.collectives.trace import Collective
 from shardproof.harness.models import mixed, optim
 from shardproof.harness.models.recomputation import Means, recompute
-from shardproof.harness.parity import Census, Pair, Rank, Run, check_equal, check_exact, run_and_replica
+from shardproof.harness.parity import Census, Pair, Rank, Run, check_equal, check_exact, resume, run_and_replica
+from shardproof.harness.parity.other_worlds import other_worlds
 from shardproof.harness.parity.run import Loss
+from shardproof.harness.parity.undivided import Undivided
 from shardproof.harness.parity.wholes import check_values, check_whole, write
 from shardproof.harness.plugin.axes import FLAT, RESHARD, SHARDS
+from shardproof.harness.plugin.marks import meaningful_from
 
 DIM = 9
 DEPTH = 4
 #: In the second of the units.
 PLACE = "layers.1.out_proj"
 
-pytestmark = needs(Capability.RECOVERY)
+RECOVERS = needs(Capability.RECOVERY)
 
 
 class Injected(Exception):
@@ -65,6 +68,7 @@ class Trap:
 
 @contract("RECOVERY-1")
 @world(2, 4)
+@RECOVERS
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 @pytest.mark.parametrize("phase", ["forward", "backward", "evaluation"])
 def test_exception(rank: Rank, phase: str, reshard_after_forward: bool | int | None) -> None:
@@ -84,6 +88,7 @@ def test_interrupt(rank: Rank, phase: str) -> None:
 
 @contract("RECOVERY-1")
 @world(2)
+@RECOVERS
 @needs(Capability.GROUPED_UNIT)
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_exception_in_a_unit_of_several_modules(rank: Rank, phase: str) -> None:
@@ -94,6 +99,7 @@ def test_exception_in_a_unit_of_several_modules(rank: Rank, phase: str) -> None:
 
 @contract("RECOVERY-1")
 @world(2)
+@RECOVERS
 @needs(Capability.UNUSED_MODULE)
 @pytest.mark.parametrize(
     ("units", "path"),
@@ -125,6 +131,7 @@ def test_exception_before_another_path(rank: Rank, units: list[list[str]], path:
 
 @contract("RECOVERY-1")
 @world(2)
+@RECOVERS
 @needs(Capability.RECOMPUTATION)
 @pytest.mark.parametrize("means", ["hooks", "call", "reentrant-call"])
 def test_exception_in_a_recomputation(rank: Rank, means: Means) -> None:
@@ -136,6 +143,7 @@ def test_exception_in_a_recomputation(rank: Rank, means: Means) -> None:
 
 @contract("RECOVERY-1")
 @world(4)
+@RECOVERS
 @needs(Capability.DEFERRED_REDUCTION)
 @pytest.mark.parametrize(
     ("replicas", "skips"),
@@ -156,6 +164,7 @@ def test_exception_in_a_later_microbatch(rank: Rank, phase: str, replicas: int, 
 
 @contract("RECOVERY-1")
 @world(2)
+@RECOVERS
 @needs(Capability.DEFERRED_REDUCTION, Capability.MIXED_PRECISION, Capability.ACCUMULATION_DTYPES)
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_exception_while_gradients_add_up_in_another_dtype(rank: Rank, phase: str) -> None:
@@ -172,6 +181,58 @@ def test_exception_while_gradients_add_up_in_another_dtype(rank: Rank, phase: st
         batch = [(rank.batch(step, (6, 4), microbatch=number),) for number in range(2)]
         expected = replica.step(batch, loss=torch.sum)
         check_equal(rank, run, run.step(batch, loss=torch.sum), expected, number=step)
+
+
+@contract("RECOVERY-2")
+@world(2, 4)
+@needs(Capability.DISTRIBUTED_CHECKPOINT)
+@pytest.mark.parametrize(
+    "fewer", [pytest.param(1, marks=needs(Capability.SINGLE_RANK)), pytest.param(2, marks=meaningful_from(4))]
+)
+@pytest.mark.parametrize(
+    ("reshard_after_forward", "default_mesh"),
+    [
+        *(pytest.param(*item.values, False, marks=item.marks, id=str(item.values[0])) for item in RESHARD),
+        pytest.param(None, True, marks=needs(Capability.DEFAULT_MESH), id="all-ranks-by-default"),
+    ],
+)
+def test_process_groups_made_anew(
+    rank: Rank, reshard_after_forward: bool | int | None, default_mesh: bool, fewer: int
+) -> None:
+    """Ranks that destroy their process groups and make others train on from a checkpoint along the same losses.
+
+    First there are fewer ranks in a world, then as many as before; the batch of all of them stays the same.
+    """
+    model = models.Tower(dim=DIM).to(rank.device)
+    undivided = Undivided(model, optimizer=optim.sgd())
+    with other_worlds(rank) as worlds:
+        for number, size in enumerate((rank.world_size, fewer, rank.world_size)):
+            # There are no two ranks of one, and two of two are all.
+            leaves = True if reshard_after_forward == 2 and size <= 2 else reshard_after_forward
+            with worlds.of(size) as member:
+                torch.manual_seed(rank.seeds.init + number)
+                run = member.run(
+                    models.Tower(dim=DIM),
+                    units=model.units(),
+                    optimizer=optim.sgd(),
+                    reshard_after_forward=leaves,
+                    default_mesh=default_mesh,
+                )
+                if number:
+                    # Other values and states, all of which the checkpoint has to replace.
+                    run.step([(parts_of(member, 7)[member.index],)], loss=models.mean_square)
+                    resume.load(run, rank.tmp_path / f"{number - 1}-0")
+                for step in (2 * number, 2 * number + 1):
+                    parts = parts_of(member, step)
+                    picture = run.step([(parts[member.index],)], loss=models.mean_square)
+                    undivided.check(rank, member, run, picture, parts)
+                resume.save(run, rank.tmp_path / f"{number}-{rank.index // size}")
+
+
+def parts_of(member: Rank, step: int) -> list[torch.Tensor]:
+    """The batch of each rank, parts of one batch that is the same in a world of any size."""
+    whole = torch.randn((12, DIM), generator=torch.Generator().manual_seed(member.seeds.data + step))
+    return list(whole.to(member.device).chunk(member.world_size))
 
 
 @contract("RECOVERY-3")

@@ -400,3 +400,35 @@ def memory_of_nan() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+@contract("REDUCTION-4")
+@world(2)
+@needs(Capability.AUTOGRAD_CALLS)
+@pytest.mark.parametrize("defers", [False, pytest.param(True, marks=needs(Capability.DEFERRED_REDUCTION))])
+@pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
+def test_gradients_of_gradients(rank: Rank, reshard_after_forward: bool | None, defers: bool) -> None:
+    """A backward that is to make a graph of the gradients makes one of each, or raises on every rank.
+
+    A script adds a penalty on the gradients to a loss: without their graph it changes nothing, and nothing fails.
+    """
+    how = Accumulation() if defers else None
+    runs = two_runs(rank, microbatches=2, accumulation=how, reshard_after_forward=reshard_after_forward)
+    run = runs[1]
+
+    def backward() -> None:
+        for number in range(2):
+            with run.adapter.microbatch(is_last=number == 1):
+                output = run.adapter.forward(rank.batch(0, (4, 9), microbatch=number))
+                models.mean_square(output).backward(create_graph=True)
+
+    refusal = Refusal(rank, backward, may_send=True)
+    if refusal.text is None:
+        held = run.adapter.held_parameters()
+        plain = [name for name, value in held.items() if value.grad is not None and not value.grad.requires_grad]
+        assert not plain, f"backward(create_graph=True) returns, and the gradients have no graph of {', '.join(plain)}"
+    if Capability.RECOVERY in rank.implementation.capabilities():
+        run.adapter.recover()
+    run.adapter.zero_grad(set_to_none=True)
+    if refusal.text is None or Capability.RECOVERY in rank.implementation.capabilities():
+        compare_gradients(rank, runs, 1, doubled=())

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -15,14 +15,20 @@ from torch.distributed.tensor import DTensor
 from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.models import optim
 from shardproof.harness.models.parallel import SplitTransformer, parallelize_transformer
-from shardproof.harness.parity import Rank, Run, check_exact, resume
+from shardproof.harness.models.stateful import Stateful
+from shardproof.harness.parity import Rank, Run, check_exact, resume, states
+from shardproof.harness.parity.background import BackgroundSave, saving
+from shardproof.harness.parity.other_worlds import other_worlds
 from shardproof.harness.parity.run import StepPicture
+from shardproof.harness.plugin.axes import FLAT, RESHARD
 
-pytestmark = needs(Capability.DISTRIBUTED_CHECKPOINT, Capability.ADAM)
+pytestmark = needs(Capability.ADAM)
 
+DISTRIBUTED = needs(Capability.DISTRIBUTED_CHECKPOINT)
 #: Whether the run that goes on is the one that was saved, with other values meanwhile, or one made anew.
 REUSES = pytest.mark.parametrize("reuses", [False, True], ids=["new-run", "same-run"])
 WHY = "the same kernels on the same bits, which a checkpoint stores unchanged"
+WHY_BEHIND = "the same kernels on the same bits, which a save reads and does not change"
 TWO_DIMENSIONS = needs(Capability.TENSOR_PARALLEL, Capability.TENSOR_PARALLEL_CHECKPOINT)
 HYBRID = needs(Capability.HYBRID)
 
@@ -37,6 +43,7 @@ Make = Callable[[int], Run]
 
 @contract("RESUME-1")
 @world(4)
+@DISTRIBUTED
 @TWO_DIMENSIONS
 @REUSES
 @pytest.mark.parametrize("optimizer", ["adam", "adamw"])
@@ -61,6 +68,7 @@ def test_two_dimensions(rank: Rank, sequence: bool, optimizer: Literal["adam", "
 
 @contract("RESUME-2")
 @world(4)
+@DISTRIBUTED
 @REUSES
 @needs(Capability.TIED_PARAMETERS)
 @pytest.mark.parametrize("layout", ["shards", pytest.param("replicas", marks=HYBRID)])
@@ -80,6 +88,7 @@ def test_one_dimension_and_replicas(rank: Rank, layout: Layout, reuses: bool) ->
 
 @contract("RESUME-3")
 @world(4)
+@DISTRIBUTED
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -102,6 +111,105 @@ def test_onto_another_mesh(rank: Rank, before: Layout, after: Layout) -> None:
     wrong = [name for name in expected if not torch.equal(found[name], expected[name])]
     assert not wrong, f"not as saved: {wrong}"
     check_rates(loaded, rates(saved))
+
+
+@contract("RESUME-4")
+@world(2)
+@DISTRIBUTED
+@FLAT
+@pytest.mark.parametrize("copied", ["at-once", "in-forward", "after-backward"])
+@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+def test_asynchronous_save(rank: Rank, reshard_after_forward: bool | int | None, copied: str, flat: bool) -> None:
+    """A save that goes on behind two steps has the values of when it was asked for, and changes neither.
+
+    They are copied at once, or at the latest before the optimizer steps; they are written after the second step.
+    """
+    with other_worlds(rank) as worlds, worlds.of(rank.world_size) as member:
+        saves: list[BackgroundSave] = []
+
+        def copy(when: str) -> None:
+            if saves and when == copied:
+                saves[0].copy()
+
+        def make(number: int, **options: Any) -> Run:
+            torch.manual_seed(rank.seeds.init + number)
+            lr = LR * (1 + 2 * number)
+            options |= {"flat_parameters": flat, "reshard_after_forward": reshard_after_forward}
+            options["optimizer"] = optim.adamw(lr=lr) if flat else optim.in_two_groups("adamw", lr=lr)
+            return member.run(models.Tower(dim=5), units=models.Tower(dim=5).units(), **options)
+
+        def step(run: Run, number: int) -> StepPicture:
+            return run.step([(member.batch(number, (3, 5)),)], loss=models.mean_square)
+
+        run, twin = make(0, after_backward=lambda _: copy("after-backward")), make(0)
+        run.original_module("layers.1.out_proj").register_forward_hook(lambda *_: copy("in-forward"))
+        for one in (run, twin):
+            step(one, 0)
+        expected, checkpoint = states.read(member, run), rank.tmp_path / "checkpoint"
+        pictures = []
+        with saving(member, run, checkpoint, copies_at_once=copied == "at-once") as save:
+            saves.append(save)
+            for number in (1, 2):
+                pictures.append(step(twin, number))
+                check_exact(member, step(run, number), pictures[-1], step=number, why=WHY_BEHIND)
+        loaded = make(1)
+        step(loaded, 3)
+        resume.load(loaded, checkpoint)
+        states.check_same(member, states.read(member, loaded), expected)
+        states.check_held(member, loaded, expected)
+        for number in (1, 2):
+            check_exact(member, step(loaded, number), pictures[number - 1], step=number, why=WHY)
+
+
+@contract("RESUME-5")
+@world(2)
+@needs(Capability.OWN_CHECKPOINT, Capability.TIED_PARAMETERS)
+@REUSES
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
+def test_own_checkpoint(rank: Rank, optimizer: Literal["momentum", "adamw"], reuses: bool) -> None:
+    """An implementation's own checkpoint restores model, optimizer and rates, and whole weights of it are the model's.
+
+    These have the names of the unsharded model, those of shared and frozen parameters and of buffers too.
+    """
+
+    def plain(number: int) -> Stateful:
+        torch.manual_seed(rank.seeds.init + number)
+        return Stateful(5)
+
+    def make(number: int) -> Run:
+        model = plain(number)
+        return rank.run(model, units=model.units(), optimizer=optim.of_kind(optimizer, "for-loop"))
+
+    def step(run: Run, number: int) -> StepPicture:
+        picture = run.step([(rank.batch(number, (3, 5)),)], loss=models.mean_square)
+        set_rates(run, [rate * DECAY for rate in rates(run)])
+        return picture
+
+    through, saved = make(0), make(0)
+    expected = [step(through, number) for number in range(3)]
+    first = step(saved, 0)
+    check_exact(rank, first, expected[0], step=0, why="the same seed, the same data")
+    directory = rank.tmp_path / "own"
+    saved.adapter.save_own(directory)
+    check_weights(saved.adapter.consolidated(directory), plain(0), first)
+    saved_rates, resumed = rates(saved), saved if reuses else make(1)
+    step(resumed, 3)
+    set_rates(resumed, [3 * rate for rate in saved_rates])
+    resumed.adapter.load_own(directory)
+    check_rates(resumed, saved_rates)
+    for number in (1, 2):
+        check_exact(rank, step(resumed, number), expected[number], step=number, why=WHY)
+
+
+def check_weights(found: Mapping[str, torch.Tensor], unsharded: nn.Module, picture: StepPicture) -> None:
+    """Whole weights have the names and shapes of the unsharded model, and the values that the last step left."""
+    shapes = {name: value.shape for name, value in unsharded.state_dict().items()}
+    named = {name: value.shape for name, value in found.items()}
+    assert named == shapes, f"the whole weights have the names and shapes {named} instead of {shapes}"
+    for name, piece in picture.parameters.items():
+        assert piece is not None
+        cut = piece.cut(found[name]).to(piece.tensor.device)
+        assert torch.equal(cut, piece.tensor), f"{name} of the whole weights is not the parameter after the step"
 
 
 def maker(rank: Rank, layout: Layout) -> tuple[Make, DeviceMesh]:

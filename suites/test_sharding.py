@@ -81,6 +81,42 @@ def test_state_is_divided(rank: Rank) -> None:
         assert set(held) == {full}, f"the ranks hold {held} elements of momentum, {full} each"
 
 
+@contract("SHARDING-1")
+@world(2, 4)
+def test_bytes_that_a_step_adds(rank: Rank) -> None:
+    """What backward and a first step with momentum add is a share of gradients and of state, where these are divided.
+
+    Also where parameters are whole on every rank, as with ZeRO's stages 1 and 2.
+    """
+    model = models.Tower(dim=65).to(rank.device)
+    shapes = [parameter.shape for parameter in model.parameters()]
+    full, traits = 4 * sum(shape.numel() for shape in shapes), rank.implementation.traits
+    share = 4 * sum(traits.local_numel(shape, rank.world_size) for shape in shapes)
+    batch = rank.batch(0, (2, 65))
+    models.mean_square(copy.deepcopy(model)(batch)).backward()  # as above
+    run = rank.run(model, units=model.units(), optimizer=optim.sgd())
+
+    def check(what: str, part: str, before: int) -> int:
+        # Again a quarter for bookkeeping; those who divide by whole parameters have shares that differ.
+        expected = share if part in traits.shards else full
+        limit = before + expected + full // 4
+        held = memory.settled_bytes(rank.device, limit=limit)
+        assert held <= limit, (
+            f"{what} adds {held - before} bytes to what the rank holds, of {full}; {expected} are its own"
+        )
+        return held
+
+    # The first backward may make buffers that stay, such as those of DDP.
+    run.forward_backward((batch,), loss=models.mean_square)
+    before = memory.held_bytes(rank.device)
+    run.adapter.step()
+    stepped = check("the first step", "optimizer", before)
+    run.adapter.zero_grad(set_to_none=True)
+    before = memory.settled_bytes(rank.device, limit=stepped - 1)
+    run.forward_backward((batch,), loss=models.mean_square)
+    check("backward", "gradients", before)
+
+
 @contract("SHARDING-2")
 @world(2, 4)
 @needs(Capability.REPLICAS_ALONE, Capability.COUNTED_UNITS, Capability.DEFERRED_REDUCTION, Capability.CLIPPING)

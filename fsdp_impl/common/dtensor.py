@@ -58,3 +58,17 @@ def set_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
     """Let the DTensor ``tensor`` live in the memory of ``local``, which holds the same values."""
     assert isinstance(tensor, DTensor), type(tensor)
     tensor._local_tensor = local
+
+
+def at_offset_zero(tensor: DTensor) -> DTensor:
+    """A DTensor with the local tensor of ``tensor``, itself at the offset 0.
+
+    A DTensor takes over the offset of its local tensor in the storage, and has no storage itself. What torch then
+    reports as its address is not 0, for which ``copy.deepcopy`` and asynchronous saves take it for a plain tensor.
+    """
+    local = tensor._local_tensor
+    if local.storage_offset() == 0:
+        return tensor
+    made = wrap(local.new_empty(0), tensor._spec)
+    made._local_tensor = local
+    return made

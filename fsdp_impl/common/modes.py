@@ -1,4 +1,7 @@
-"""Autograd off, for a question where it is off already: in backward it is, and a unit asks several times."""
+"""Autograd off, for a question where it is off already: in backward it is, and a unit asks several times.
+
+It is on in a backward with ``create_graph=True``, whose gradients are refused: a reduction would drop their graph.
+"""
 
 import functools
 from collections.abc import Callable
@@ -28,3 +31,15 @@ def without_grad(fn: Callable[_P, _R]) -> Callable[_P, _R]:
             return fn(*args, **kwargs)
 
     return run
+
+
+def check_plain(grad: torch.Tensor, name: str) -> None:
+    """Refuse a gradient of the parameter, or the parameters, ``name`` that has a graph.
+
+    Raises:
+        RuntimeError: if it has.
+    """
+    if grad.requires_grad:
+        raise RuntimeError(
+            f"FSDP does not support gradients of gradients, but backward(create_graph=True) made some for {name}"
+        )

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch._C._distributed_c10d import DebugLevel, get_debug_level
 
-from fsdp_impl.common import hooks, ranges, streams
+from fsdp_impl.common import hooks, modes, ranges, streams
 from fsdp_impl.common.containers import cast, map_tensors, tensors_requiring_grad
 from fsdp_impl.common.order import OrderCheck
 from fsdp_impl.common.owner import Owner
@@ -350,8 +350,8 @@ class FlatUnit:
         """All gradients of this backward for the unit's parameters are added up."""
         assert self.group is not None and self.group.leaf is not None
         grad = self.group.leaf.grad
-        if grad is not None and grad.requires_grad:
-            raise RuntimeError("FSDP does not support gradients of gradients")
+        if grad is not None:
+            modes.check_plain(grad, self.group.label)
         self._queue_end_of_backward()
         self._reshard_after_backward()
         if self.syncs:

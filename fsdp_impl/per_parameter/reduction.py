@@ -25,14 +25,22 @@ from fsdp_impl.per_parameter.param import ShardedParam
 
 @modes.without_grad
 def accumulate(group: ParamGroup) -> None:
-    """Keep the gradients of a backward that does not reduce, in the reduce dtype: sums in a low precision lose bits."""
+    """Keep the gradients of a backward that does not reduce, in the reduce dtype: sums in a low precision lose bits.
+
+    Raises:
+        RuntimeError: if they have a graph.
+    """
     for param in group.shards.params:
         _accumulate_one(param, group.precision.reduce_dtype)
 
 
 @modes.without_grad
 def take(group: ParamGroup) -> tuple[list[ShardedParam], list[torch.Tensor]]:
-    """Take the gradients that autograd left on unsharded parameters, and the parameters that have one."""
+    """Take the gradients that autograd left on unsharded parameters, and the parameters that have one.
+
+    Raises:
+        RuntimeError: if they have a graph.
+    """
     params: list[ShardedParam] = []
     grads: list[torch.Tensor] = []
     for param in group.shards.params:
@@ -58,6 +66,7 @@ def _accumulate_one(param: ShardedParam, dtype: torch.dtype | None) -> None:
     grad = None if param.unsharded is None else param.unsharded.grad
     if param.unsharded is None or grad is None:
         return
+    modes.check_plain(grad, param.fqn)
     if param.accumulated is not None:
         param.accumulated += grad
     elif dtype is not None and dtype != grad.dtype:
@@ -77,6 +86,7 @@ def _take_one(param: ShardedParam, dtype: torch.dtype | None) -> torch.Tensor | 
         _accumulate_one(param, dtype)
         grad, param.accumulated = param.accumulated, None
     elif param.unsharded is not None and param.unsharded.grad is not None:
+        modes.check_plain(param.unsharded.grad, param.fqn)
         grad, param.unsharded.grad = param.unsharded.grad, None
     else:
         return None

@@ -7,14 +7,16 @@ queue behind this group's reduction. A user may name the modules to gather inste
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
 from torch.distributed._composable_state import _State
+from torch.distributed.tensor import DTensor
 
-from fsdp_impl.common import hooks, modes, ranges, streams
+from fsdp_impl.common import dtensor, hooks, modes, ranges, streams
 from fsdp_impl.common.containers import cast, map_tensors, tensors_requiring_grad
 from fsdp_impl.common.phase import Iteration, Phase
 from fsdp_impl.common.streams import Event
@@ -99,6 +101,8 @@ class Unit(_State):
         params = self.group.shards.params if self.group is not None else ()
         for holder in dict.fromkeys(owner.module for param in params for owner in param.owners):
             holder.register_state_dict_pre_hook(self._before_state_dict)
+            # torch marks the hook, which a bound method does not allow.
+            holder.register_state_dict_post_hook(partial(self._after_state_dict))
             holder.register_load_state_dict_pre_hook(self._before_state_dict)
             holder.register_load_state_dict_post_hook(self._after_load)
 
@@ -317,6 +321,15 @@ class Unit(_State):
         if self.group is not None:
             self.group.drop_pending()
             self.group.to_sharded()
+
+    def _after_state_dict(self, holder: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        """Let scripts copy what they save: most shards are not at the beginning of the buffer."""
+        assert self.group is not None
+        for owner in [owner for param in self.group.shards.params for owner in param.owners]:
+            value = state.get(prefix + owner.name)
+            # With keep_vars=True it is the parameter itself.
+            if owner.find() is holder and isinstance(value, DTensor) and not isinstance(value, nn.Parameter):
+                state[prefix + owner.name] = dtensor.at_offset_zero(value)
 
     def _after_load(self, *_: Any) -> None:
         """With ``assign=True`` loading replaced the parameters."""

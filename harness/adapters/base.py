@@ -31,6 +31,7 @@ from shardproof.harness.adapters.config import WholeParameters as WholeParameter
 from shardproof.harness.adapters.config import WrapPolicy as WrapPolicy
 from shardproof.harness.adapters.misuses import Misuses
 from shardproof.harness.adapters.older_states import OlderStates
+from shardproof.harness.adapters.own_checkpoints import OwnCheckpoints
 from shardproof.harness.adapters.traits import Traits as Traits
 from shardproof.harness.adapters.traits import padded_to_rows as padded_to_rows
 
@@ -136,7 +137,7 @@ def options_of(form: StateForm, *, saves: bool = True, strict: bool = True) -> A
     )
 
 
-class Adapter(OlderStates, Misuses, Calls, ABC):
+class Adapter(OlderStates, OwnCheckpoints, Misuses, Calls, ABC):
     """One model, sharded by one implementation, on one rank.
 
     The harness makes one instance per model on every rank of the world, and every rank makes the same calls in the same

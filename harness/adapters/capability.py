@@ -224,6 +224,9 @@ class Capability(enum.StrEnum):
     OPTIMIZER_KEYS = "optimizer-keys"
     """The optimizer's state dict can have numbers in the place of names, and older calls save and load it too."""
 
+    OWN_CHECKPOINT = "own-checkpoint"
+    """Calls of the implementation's own save and load model and optimizer, and a script makes whole weights of that."""
+
     META_LOAD = "meta-load"
     """Ranks whose model is on the meta device can take parameters and buffers from the first rank's state dict."""
 

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib.util
 import os
+import pathlib
 from collections.abc import Iterator
 from importlib import metadata
 from typing import Any, ClassVar
@@ -15,6 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 from shardproof.harness.adapters.base import Adapter, Config, OptimizerFactory, Piece, original_name, whole
+
+#: By which the engine calls a checkpoint in its directory.
+_TAG = "saved"
 
 
 class DeepSpeedEngineAdapter(Adapter):
@@ -117,6 +121,20 @@ class DeepSpeedEngineAdapter(Adapter):
     def optimizer_state(self) -> None:
         """Return nothing: the state is that of flat shards."""
         return None
+
+    def save_own(self, directory: pathlib.Path) -> None:
+        self._engine.save_checkpoint(str(directory), tag=_TAG)
+
+    def load_own(self, directory: pathlib.Path) -> None:
+        path, _ = self._engine.load_checkpoint(str(directory), tag=_TAG)
+        assert path is not None, f"the engine has found no checkpoint in {directory}"
+
+    def consolidated(self, directory: pathlib.Path) -> dict[str, torch.Tensor]:
+        """Read the weights as the script ``zero_to_fp32.py`` does that the engine has written beside them."""
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+        found: dict[str, torch.Tensor] = get_fp32_state_dict_from_zero_checkpoint(str(directory), tag=_TAG)
+        return {original_name(name): value for name, value in found.items()}
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         return {original_name(name): value for name, value in self._model.named_parameters()}

@@ -24,6 +24,7 @@ _CAPABILITIES = frozenset(
         Capability.TIED_PARAMETERS,
         Capability.CLIPPING,
         Capability.ADAM,
+        Capability.OWN_CHECKPOINT,
         Capability.DEFAULT_MESH,
     }
 )

@@ -24,6 +24,7 @@ _CAPABILITIES = frozenset(
         Capability.TIED_PARAMETERS,
         Capability.CLIPPING,
         Capability.ADAM,
+        Capability.OWN_CHECKPOINT,
     }
 )
 # Why the other capabilities are missing; those that are not listed have not been tried:

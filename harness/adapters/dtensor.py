@@ -175,6 +175,7 @@ class DTensorAdapter(Adapter):
             # Such optimizers go by hooks of the parameters, which AUTOGRAD-5 is about.
             Capability.STEP_IN_BACKWARD,
             Capability.OPTIMIZER_KEYS,
+            Capability.OWN_CHECKPOINT,
         }
         if not hasattr(cls, "mesh_dims"):
             missing.add(Capability.NAMED_DIMENSIONS)

@@ -80,6 +80,14 @@ class Announcer:
         self._recorders = 0
         self._operator = ""
         self._listener: Callable[[Collective], None] | None = None
+        self._world = ""
+        self._world_ranks: tuple[int, ...] | None = None
+        self._silent: set[str] = set()
+
+    @property
+    def job(self) -> int:
+        """The number of the current job, which all ranks of the world have in common."""
+        return self._job
 
     @property
     def operator(self) -> str:
@@ -111,9 +119,11 @@ class Announcer:
         Raises:
             Divergence: while checking, if a member announced a different collective; every member raises it.
         """
-        name = str(group.group_name)
+        name = f"{self._world}{group.group_name}"
         self._numbers[name] += 1
         ranks = tuple(dist.get_process_group_ranks(group))
+        if self._world_ranks is not None:
+            ranks = tuple(self._world_ranks[one] for one in ranks)
         entry = Announcement(self._job, self._numbers[name], name, ranks, text)
         self._board.post(self._rank, entry)
         if self._checking and kind not in _POINT_TO_POINT:
@@ -159,6 +169,30 @@ class Announcer:
             self._recorders -= 1
 
     @contextlib.contextmanager
+    def in_another_world(self, name: str, ranks: tuple[int, ...]) -> Iterator[None]:
+        """Announce the collectives of another world, of which this process is a rank for as long as the context lasts.
+
+        Args:
+            name: tells its groups from those of this world and of others, which may have the same names.
+            ranks: by rank of the other world, the rank of this one that it is.
+        """
+        before = self._world, self._world_ranks
+        self._world, self._world_ranks = f"{name}/", ranks
+        try:
+            yield
+        finally:
+            self._world, self._world_ranks = before
+
+    @contextlib.contextmanager
+    def passing_over(self, group: dist.ProcessGroup) -> Iterator[None]:
+        """Announce no collective of a group that another thread uses, as that of a save in the background."""
+        self._silent.add(str(group.group_name))
+        try:
+            yield
+        finally:
+            self._silent.remove(str(group.group_name))
+
+    @contextlib.contextmanager
     def heard_by(self, listener: Callable[[Collective], None], *, phase: str) -> Iterator[None]:
         """Pass on the collectives that the methods of ``ProcessGroup`` issue in this context.
 
@@ -185,6 +219,8 @@ class Announcer:
     def _announcing(self, method: Callable[..., Any], kind: str) -> Any:
         @functools.wraps(method)
         def announcing(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            if self._silent and str(group.group_name) in self._silent:
+                return method(group, *args, **kwargs)
             # torch 2.13 implements the old method names with the new ones, so that calls nest: only the outermost call
             # is a collective of its own.
             if self._depth == 0:

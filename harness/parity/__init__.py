@@ -20,7 +20,9 @@ below from this room; the other rooms import from its modules.
 - ``refusals``: what an implementation refuses to shard, and what it has done by then.
 - ``drawn``: a training described by plain data: a model, a mesh, policies and a schedule.
 - ``exchange``, ``host_exchange``: how ranks exchange values outside of process groups.
-- ``resume``: saves and loads checkpoints; ``states``: reads state dicts whole and compares them.
+- ``resume``: saves and loads checkpoints; ``background``: saves while training goes on.
+- ``states``: reads state dicts whole and compares them.
+- ``other_worlds``: worlds of fewer ranks in the same processes; ``undivided``: one process with the batch of all ranks.
 """
 
 from shardproof.harness.parity.casts import (

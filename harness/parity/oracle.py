@@ -51,6 +51,8 @@ class OracleStep:
 class Oracle:
     """Trains a float64 copy of the model in one process.
 
+    In float32 it is a baseline, with the rounding errors of one process, for cases that no baseline of several fits.
+
     Each step replays the microbatches of every data-parallel rank one by one, averages the gradients over the ranks,
     clips, and steps the optimizer.
 
@@ -59,12 +61,20 @@ class Oracle:
         optimizer: a factory of ``harness.models.optim``; None leaves the parameters unchanged.
         clip: how to clip the total norm, or None.
         captures: whether to copy what the modules compute.
+        dtype: that of its parameters and inputs.
     """
 
     def __init__(
-        self, model: nn.Module, *, optimizer: OptimizerFactory | None, clip: Clip | None, captures: bool = False
+        self,
+        model: nn.Module,
+        *,
+        optimizer: OptimizerFactory | None,
+        clip: Clip | None,
+        captures: bool = False,
+        dtype: torch.dtype = torch.float64,
     ) -> None:
-        self.model = copy.deepcopy(model).double()
+        self.model = copy.deepcopy(model).to(dtype)
+        self._dtype = dtype
         self.capture: Capture | None = capture.capture_of(self.model) if captures else None
         self.optimizer = optimizer(self.model.parameters()) if optimizer else None
         self.clip = clip
@@ -97,7 +107,7 @@ class Oracle:
             losses.append([])
             own.append(dict.fromkeys(self._names))
             for index, arguments in enumerate(microbatches):
-                inputs = map_tensors(_to_double, as_inputs(arguments))
+                inputs = map_tensors(self._converted, as_inputs(arguments))
                 with capture.during(self.capture, "forward", index):
                     output = module(*inputs.args, **inputs.kwargs)
                     value = loss(output)
@@ -123,9 +133,12 @@ class Oracle:
             inputs: the arguments of the forward; floating-point tensors are converted to float64.
             submodule: the name of the module to call; "" is the root.
         """
-        converted = map_tensors(_to_double, as_inputs(inputs))
+        converted = map_tensors(self._converted, as_inputs(inputs))
         with capture.during(self.capture, "forward", 0):
             return self.model.get_submodule(submodule)(*converted.args, **converted.kwargs)
+
+    def _converted(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
     def _state(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return copies of the tensors of the optimizer's state."""
@@ -177,10 +190,6 @@ def total_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Ten
     """
     flat = torch.cat([gradient.flatten().double() for gradient in gradients] or [torch.zeros(0)])
     return torch.linalg.vector_norm(flat, norm_type) if flat.numel() else flat.new_zeros(())
-
-
-def _to_double(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.double() if tensor.is_floating_point() else tensor
 
 
 def _sum(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:

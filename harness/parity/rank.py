@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardproof.harness.adapters import registry
 from shardproof.harness.adapters.base import Adapter, Config
+from shardproof.harness.collectives.trace import Collective
 from shardproof.harness.findings.explanation import Explanation
 from shardproof.harness.findings.observations import ExpectedText
 from shardproof.harness.models import optim
@@ -84,6 +85,31 @@ class Rank(Member):
         self.simulates = simulates
         self.driven: set[type[Adapter]] = {implementation}
         self._watched: list[Pair | Run] = []
+        self._world_ranks: tuple[int, ...] | None = None
+
+    def of_another_world(self, ranks: tuple[int, ...]) -> Rank:
+        """Return this rank as one of another world, in whose process group the process is now.
+
+        Its exchanges are among the ranks of that world alone, and all ranks of this one must make them. What it
+        observes is observed in this case.
+
+        Args:
+            ranks: by rank of the other world, the rank of this one that it is.
+        """
+        state = RankState(
+            index=ranks.index(self.index),
+            size=len(ranks),
+            device=self.device,
+            directory=self._state.directory,
+            exchange=_Part(self, ranks),
+            announcer=self.announcer,
+            nodes=tuple(self.nodes[rank] for rank in ranks),
+        )
+        options: dict[str, Any] = {"tmp_path": self._tmp_path, "monkeypatch": self.monkeypatch}
+        other = Rank(state, implementation=self.implementation, seeds=self.seeds, **options)
+        other.record, other.explainer, other.driven = self.record, self.explainer, self.driven
+        other._world_ranks = ranks
+        return other
 
     def nodes_or(self, declared: tuple[int, ...]) -> tuple[int, ...]:
         """The host of each rank: the real ones if there are several with equally many ranks each.
@@ -307,11 +333,11 @@ class Rank(Member):
             Exception: the first exception of a teardown, after the other adapters are torn down too.
         """
         errors: list[BaseException] = []
-        if self.explainer is not None:
+        if self.explainer is not None and self._world_ranks is None:
             self.explainer.close()
         for run in (run for owner in self._watched for run in owner.runs):
             if run.adapter.name == self.implementation.name:
-                self.record.add_trace([str(item) for item in run.trace])
+                self.record.add_trace([str(self._in_the_case(item)) for item in run.trace])
             try:
                 run.adapter.teardown()
             except BaseException as error:  # SystemExit too: the rank must end by no adapter's hand
@@ -319,3 +345,21 @@ class Rank(Member):
         self._watched.clear()
         if errors:
             raise errors[0]
+
+    def _in_the_case(self, item: Collective) -> Collective:
+        """A collective with the ranks of the world of the case."""
+        if self._world_ranks is None:
+            return item
+        return dataclasses.replace(item, group=tuple(self._world_ranks[rank] for rank in item.group))
+
+
+class _Part:
+    """The exchanges of a part of the ranks, in which all of them take part."""
+
+    def __init__(self, rank: Rank, ranks: tuple[int, ...]) -> None:
+        self._rank, self._ranks = rank, ranks
+
+    def gather(self, value: bytes) -> list[bytes]:
+        """Gather one value from every rank of the part (collective), in the order of its ranks."""
+        everyone = self._rank.exchange(value)
+        return [everyone[rank] for rank in self._ranks]

@@ -37,7 +37,7 @@ class SimulatedWorld:
         """Return a mesh of all ranks.
 
         Args:
-            shape: the size of each dimension, one to three of them; by default one dimension of all ranks.
+            shape: the size of each dimension, one to four of them; by default one dimension of all ranks.
             names: the name of each dimension.
 
         Raises:

@@ -1,5 +1,6 @@
 """State dicts, and torch.distributed.checkpoint, on one, two and three dimensions."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -105,6 +106,24 @@ def test_a_state_dict_after_forward_is_of_shards_and_what_is_loaded_then_is_used
         for param in plain.parameters():
             param.mul_(2)
         torch.testing.assert_close(model(inputs), plain(inputs))
+
+
+@world(4)
+@pytest.mark.parametrize("kind", MESHES)
+def test_state_dicts_can_be_copied(rank: Rank, kind: str) -> None:
+    """What a script copies is of shards, wherever in the unit's buffer these lie; the state dict itself stays live."""
+    model, optimizer = build(rank, kind, seed=1)
+    step(rank, kind, model, optimizer, 0)
+    state = get_model_state_dict(model)
+    offsets = {name: value.to_local().storage_offset() for name, value in state.items()}
+    assert any(offsets.values()), f"all shards begin their storage: {offsets}"
+    copies = copy.deepcopy(state)
+    held = dict(model.named_parameters())
+    for name, value in state.items():
+        assert value.to_local().data_ptr() == held[name].to_local().data_ptr()
+        assert not value.to_local().numel() or copies[name].to_local().data_ptr() != value.to_local().data_ptr()
+        assert torch.equal(copies[name].full_tensor(), held[name].full_tensor())
+    assert all(value is held[name] for name, value in model.state_dict(keep_vars=True).items())
 
 
 @world(2)
