@@ -142,7 +142,10 @@ def test_steps_of_parameters_that_a_script_replaced(rank: Rank, how: str) -> Non
 @OWN_OPTIMIZER
 @needs(Capability.DTENSOR_PARAMETERS, Capability.REGISTERED_STATE)
 def test_steps_of_parameters_that_inference_saw_first(rank: Rank) -> None:
-    """The same for parameters that a script has put there and that an evaluation in inference mode gathers first."""
+    """The same for parameters that a script has put there and that an evaluation in inference mode gathers first.
+
+    A state dict that is taken before that does not put the old ones back.
+    """
     model, batch = models.MLP(9), (rank.batch(0, (4, 9)),)
 
     def last_output(*, evaluates: bool) -> torch.Tensor:
@@ -150,6 +153,10 @@ def test_steps_of_parameters_that_inference_saw_first(rank: Rank) -> None:
         for owner in map(run.original_module, ("in_proj", "out_proj")):
             for name, parameter in list(owner.named_parameters(recurse=False)):
                 setattr(owner, name, nn.Parameter(parameter.detach().clone()))
+        put = dict(run.adapter.named_parameters())
+        run.adapter.module.state_dict()
+        lost = [name for name, parameter in run.adapter.named_parameters().items() if parameter is not put[name]]
+        assert not lost, f"a state dict has put other parameters in the place of {', '.join(lost)}"
         if evaluates:
             run.evaluate(batch, mode="inference_mode")
         run.adapter.reshard()

@@ -45,11 +45,13 @@ PER_PARAMETER = {
         "per_parameter.shards:Shards.finish_unsharded", "torch.inference_mode(False), ", ""
     ),
     "buffers-for-inference-alone": Edit("per_parameter.shards:Shards.refresh", "torch.inference_mode(False), ", ""),
+    "replaced-by-state-dicts": Edit(
+        "per_parameter.group:ParamGroup.to_sharded",
+        "    if self.residence is Residence.SHARDED:\n        return\n",
+        "",
+    ),
     "frozen-behind-what-is-gathered": Edit(
         "per_parameter.unit:Unit._root_pre_forward", "        group.sync_requires_grad()\n", ""
-    ),
-    "frozen-as-long-as-it-is-gathered": Edit(
-        "per_parameter.group:ParamGroup.to_sharded", "    self.sync_requires_grad()\n", ""
     ),
     "output-of-the-last-module-alone": Edit(
         "per_parameter.unit:Unit.post_forward", "hooks.call_before_backward(self._pre_backward, output)", "pass"
