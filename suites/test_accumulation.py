@@ -12,7 +12,7 @@ from torch import nn
 
 from shardproof.harness import Capability, Hardware, contract, models, needs, world
 from shardproof.harness.adapters.base import Accumulation, Piece
-from shardproof.harness.findings.finding import Finding, Location
+from shardproof.harness.findings.finding import Finding, Location, step_label
 from shardproof.harness.findings.stages import Stage
 from shardproof.harness.models import optim
 from shardproof.harness.parity import Pair, Rank, Run, exact_difference
@@ -279,6 +279,28 @@ def test_contexts_nest(rank: Rank) -> None:
         step_with(rank, pair, step)
         pair.check()
         pair.check_counts("backward", all_gather=DEPTH * MICROBATCHES, reduce_scatter=UNITS)
+
+
+@contract("ACCUMULATION-3")
+@world(1, 2)
+@needs(Capability.DEFERRED_ALL_REDUCE)
+def test_deferred_all_reduce_without_replicas(rank: Rank) -> None:
+    """Where there are no replicas nothing is all-reduced, and deferring that defers nothing."""
+    model = models.Tower(dim=9)
+    runs = [
+        rank.run(models.copy_of(model), units=model.units(), accumulation=how)
+        for how in (None, Accumulation(skips="all-reduce"))
+    ]
+    for step in range(2):
+        for run in runs:
+            with run.adapter.microbatch(is_last=False):
+                run.forward_backward((rank.batch(step, (4, 9)),), loss=models.mean_square)
+        usual, deferred = (run.adapter.gradients() for run in runs)
+        for name, piece in usual.items():
+            found = deferred[name]
+            assert piece is not None and found is not None, f"{name} has no gradient after {step_label(step)}"
+            difference = exact_difference(found.tensor, piece.tensor)
+            assert difference is None, f"gradient of {name!r}: element, deferred and not: {difference}"
 
 
 #: How the gradients of microbatches are combined, on a mesh of one dimension and on replicas.

@@ -131,6 +131,7 @@ def test_post_accumulate_hook_runs_once(rank: Rank) -> None:
         assert parameter.grad.shape == parameter.shape, f"the hook of {name!r} saw a gradient of another layout"
         assert name not in seen, f"the hook of {name!r} ran twice in one backward"
         seen[name] = _local(parameter.grad).clone()
+        parameter.mul_(1)  # hooks run without autograd, and may change it in place
 
     def compare(*_: Any) -> None:
         assert seen.keys() == named.keys(), "each parameter's hook runs once in one backward"
@@ -204,6 +205,7 @@ def _schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSc
         "ordered-dict",
         "namedtuple",
         "nested",
+        "deep",
         pytest.param("dataclass", marks=needs(Capability.DATACLASS_OUTPUT)),
         pytest.param("late-dataclass", marks=needs(Capability.DATACLASS_OUTPUT)),
     ],
@@ -272,7 +274,7 @@ def test_gradient_of_the_input(rank: Rank, reshard_after_forward: bool | int | N
 @contract("AUTOGRAD-7")
 @world(2, 4)
 def test_inputs_by_keyword(rank: Rank) -> None:
-    """Units may get their inputs by keyword, in nested containers, beside None and a number."""
+    """Units may get their inputs by keyword, in nested containers, beside None and a number, and one tensor twice."""
     model = shapes.Keywords(dim=9)
     pair = rank.pair(model, units=model.units())
     for step in range(3):
@@ -511,12 +513,13 @@ def test_gradient_penalty(rank: Rank, reshard_after_forward: bool | None) -> Non
 @world(2)
 @needs(Capability.AUTOGRAD_CALLS, Capability.MULTIPLE_FORWARD)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
-def test_gradients_within_forward(rank: Rank, reshard_after_forward: bool | None) -> None:
-    """A forward may compute gradients on its way, of a unit's output, and goes on with the weights of the root."""
-    pair = rank.pair(
-        shapes.Forces(dim=9), units=[["energy"]], baseline="replicated", reshard_after_forward=reshard_after_forward
-    )
+@pytest.mark.parametrize("model", [shapes.Forces, shapes.ForcesOfUnit], ids=["of-a-unit", "in-a-unit"])
+def test_gradients_within_forward(rank: Rank, model: Any, reshard_after_forward: bool | None) -> None:
+    """A forward may compute gradients on its way, of a unit's output or in it, and goes on with the root's weights."""
+    pair = rank.pair(model(9), units=[["energy"]], baseline="replicated", reshard_after_forward=reshard_after_forward)
     for step in range(2):
+        if model is shapes.ForcesOfUnit:
+            pair.evaluate(rank.batch(step, (2, 9), microbatch=1))
         pair.step(rank.batch(step, (4, 9)))
         pair.check()
 

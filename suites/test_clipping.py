@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -338,9 +339,13 @@ def _quarter(output: torch.Tensor) -> torch.Tensor:
 @contract("CLIPPING-10")
 @world(2)
 @needs(Capability.CLIP_SOME)
-@pytest.mark.parametrize("foreach", [None, False], ids=["lists", "one-by-one"])
+@pytest.mark.parametrize(
+    ("foreach", "infinity"),
+    [(None, math.inf), (False, math.inf), (None, "inf")],
+    ids=["lists", "one-by-one", "infinity-as-a-word"],
+)
 @pytest.mark.parametrize("names", [("high.weight",), ("low.weight", "high.shift")], ids=["one", "some"])
-def test_some_parameters(rank: Rank, names: tuple[str, ...], foreach: bool | None) -> None:
+def test_some_parameters(rank: Rank, names: tuple[str, ...], foreach: bool | None, infinity: Any) -> None:
     """The gradients of one parameter, given alone, or of some in a list are clipped by their own norm, and no others.
 
     Compared bit for bit: the largest gradient of all ranks is the same number whoever finds it.
@@ -351,7 +356,7 @@ def test_some_parameters(rank: Rank, names: tuple[str, ...], foreach: bool | Non
     before = {name: piece.tensor.clone() for name, piece in adapter.gradients().items() if piece is not None}
     parameters = [adapter.held_parameters()[name] for name in names]
     given = parameters[0] if len(names) == 1 else parameters
-    norm = adapter.norm_value(adapter.clip_parameters(given, Clip(limit, math.inf), foreach=foreach))
+    norm = adapter.norm_value(adapter.clip_parameters(given, Clip(limit, infinity), foreach=foreach))
     largest = max(rank.exchange(max(float(before[name].abs().max()) for name in names)))
     assert float(norm) == largest > limit, f"the norm of {', '.join(names)} is {float(norm)} instead of {largest}"
     scale = torch.clamp(limit / (torch.tensor(largest, device=rank.device) + 1e-6), max=1.0)

@@ -22,7 +22,7 @@ from shardproof.harness.models import optim, shapes
 from shardproof.harness.models.ties import RepeatedTower
 from shardproof.harness.parity import Pair, Rank
 from shardproof.harness.parity.refusals import Refusal
-from shardproof.harness.plugin.axes import RESHARD_ROOT
+from shardproof.harness.plugin.axes import RESHARD, RESHARD_ROOT
 
 DEPTH = 3
 UNITS = DEPTH + 1  # the root has parameters of its own
@@ -208,6 +208,24 @@ def test_modules_of_a_unit_in_another_order(rank: Rank) -> None:
         pair.check_counts("backward", all_gather=2, reduce_scatter=2)
 
 
+@contract("COLLECTIVES-7")
+@world(2)
+@needs(Capability.GROUPED_UNIT, Capability.UNUSED_OUTPUT)
+@pytest.mark.parametrize("used", [0, 1], ids=["of-the-first", "of-the-last"])
+@pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
+def test_output_of_one_of_several_modules(rank: Rank, used: int, reshard_after_forward: bool | None) -> None:
+    """The loss may use the output of one module of a unit alone, of the first as well as of the last."""
+    # Behind a layer: for the gradients of what requires none no parameters are needed.
+    model = torch.nn.Sequential(torch.nn.Linear(9, 9), models.TwoHeads(dim=9))
+    pair = rank.pair(
+        model, units=[["1.head0", "1.head1"]], baseline="replicated", reshard_after_forward=reshard_after_forward,
+        find_unused=True,
+    )  # fmt: skip
+    for step in range(2):
+        pair.step(rank.batch(step, (4, 9)), loss=lambda outputs: models.mean_square(outputs[used]))
+        pair.check()
+
+
 @contract("COLLECTIVES-8")
 @world(2, 4)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD_ROOT)
@@ -349,6 +367,8 @@ def test_zeros_are_reduced_or_not(rank: Rank, unit: str, recurse: bool) -> None:
         run.trace.clear()
         run.forward_backward((rank.batch(step, (2, 9)),), loss=models.mean_square)
         sizes.append(sum(item.nbytes for item in run.trace if item.kind == "reduce_scatter"))
+        number = run.trace.counts("backward")["reduce_scatter"]
+        assert number == 2, f"{step_label(step)} has {number} reductions of two units"
         has_zeros = zeros and (unit == "used" or recurse)
         gradients = {name for name, piece in run.adapter.gradients().items() if piece is not None}
         found = sorted(name for name in gradients if name.startswith("skipped."))
@@ -368,7 +388,10 @@ def test_method_of_one_unit(rank: Rank) -> None:
         encoder.spare = torch.nn.Linear(3, 3)  # of the encoder's own unit, and used by no method
     run = rank.run(model, units=[["first.inner"], ["first"], ["second.inner"], ["second"]], find_unused=True)
     run.adapter.register_forward_method("first", "features")
+    run.adapter.register_forward_method("first.spare", "forward")  # no unit, so that a script need not tell them apart
     run.forward_backward((rank.batch(0, (4, 9)),), loss=models.mean_square)
+    first: Any = run.original_module("first")
+    assert first.features.__name__ == "features", f"the registered method has the name {first.features.__name__}"
     gathered = [item.unit for item in run.trace if (item.phase, item.kind) == ("forward", "all_gather")]
     outer = [unit for unit in gathered if "inner" not in unit]
     assert (len(outer), len(gathered)) == (1, 3), f"forward gathers {gathered}, of which one should be an encoder"
@@ -390,18 +413,24 @@ def _prefetch_of_a_layer(adapter: Adapter) -> None:
     adapter.prefetch(forward={"layers.0": ["layers.1.in_proj"]}, backward={})
 
 
-class _Reduce:
-    """A reduce-scatter of the script's own."""
+class _Own:
+    """A reduce-scatter or an all-gather of the script's own."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, **options: Any) -> Any:
-        return dist.reduce_scatter_tensor(output_tensor, input_tensor, group=group, **options)
+        collective: Any = dist.reduce_scatter_tensor if "op" in options else dist.all_gather_into_tensor
+        return collective(output_tensor, input_tensor, group=group, **options)
 
 
 def _memory_of_another(adapter: Adapter) -> None:
-    adapter.change(Settings(reduce_scatter=_Reduce()), unit="layers.1")
+    adapter.change(Settings(reduce_scatter=_Own()), unit="layers.1")
+    adapter.change(Settings(group_memory=True), unit="layers.1")
+
+
+def _memory_of_another_gather(adapter: Adapter) -> None:
+    adapter.change(Settings(gather=_Own()), unit="layers.1")
     adapter.change(Settings(group_memory=True), unit="layers.1")
 
 
@@ -414,9 +443,11 @@ WRONG_SETTINGS: dict[str, tuple[Callable[[Adapter], object], tuple[str, ...]]] =
     "a-size-after-forward": (_set(reshard_after_forward=2), ("bool",)),
     "no-inputs": (_set(reduce_inputs=0), ("max_input_buffers",)),
     "half-an-input": (_set(reduce_inputs=1.5), ("max_input_buffers",)),
+    "a-choice-of-inputs": (_set(reduce_inputs=True), ("max_input_buffers",)),
     "a-layer-that-is-no-unit": (_prefetch_of_a_layer, ("FSDPModule", "Linear")),
     "a-method-that-is-not-there": (lambda adapter: adapter.register_forward_method("layers.0", "absent"), ("absent",)),
     "memory-of-another": (_memory_of_another, ("custom",)),
+    "memory-of-another-gather": (_memory_of_another_gather, ("custom",)),
     "a-deep-copy": (lambda adapter: copy.deepcopy(adapter.module), ("deepcopy",)),
 }
 

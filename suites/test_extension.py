@@ -140,6 +140,18 @@ def test_one_hook_alone(rank: Rank) -> None:
 
 @contract("EXTENSION-1")
 @world(2)
+@pytest.mark.parametrize("kind", ["class", "object"])
+def test_first_forward_is_in_inference_mode(rank: Rank, kind: str) -> None:
+    """What the second hook makes in an evaluation, the first forward of all, trains as DDP does."""
+    pair, _ = extended(rank, kind, None)
+    pair.evaluate(rank.batch(0, (2, 5), microbatch=1), mode="inference_mode")
+    for step in range(2):
+        pair.step(rank.batch(step, (4, 5)))
+        pair.check()
+
+
+@contract("EXTENSION-1")
+@world(2)
 def test_older_form_of_a_hook(rank: Rank) -> None:
     """A first hook of the older form, which is given the mesh alone, trains as DDP does too."""
     pair, calls = extended(rank, "older", None)

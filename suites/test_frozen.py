@@ -204,6 +204,31 @@ def test_frozen_between_steps(rank: Rank, reshard_after_forward: bool | int | No
         _assert_requires_grad(pair, what, f"after {step_label(step)}")
 
 
+@contract("FROZEN-4")
+@world(2)
+@needs(Capability.UNUSED_OUTPUT)
+@pytest.mark.parametrize("form", ["held", "shown"])
+@pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
+def test_frozen_after_an_evaluation(rank: Rank, reshard_after_forward: bool | None, form: str) -> None:
+    """The same after an evaluation, of the parameters that the optimizer has or of those that modules show then."""
+    model = models.Tower(dim=9, depth=DEPTH)
+    pair = rank.pair(
+        model, units=model.units(), baseline="replicated", reshard_after_forward=reshard_after_forward, find_unused=True
+    )
+    for step, what in enumerate(["middle", "biases", "root", "all-but-one"]):
+        pair.evaluate(rank.batch(step, (2, 9), microbatch=1))
+        adapter = pair.adapter
+        for named in (
+            adapter.held_parameters() if form == "held" else adapter.named_parameters(),
+            pair.baseline.adapter.named_parameters(),
+            dict(pair.oracle.model.named_parameters()),
+        ):
+            _freeze(named, FROZEN[what])
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+        _assert_requires_grad(pair, what, f"after {step_label(step)}")
+
+
 @contract("FROZEN-1")
 @world(4)
 @needs(Capability.TENSOR_PARALLEL)

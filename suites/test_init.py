@@ -63,6 +63,12 @@ UNFIT = {
         ("float64", "DoubleTensor"),
         repair=lambda one: one.float(),
     ),
+    "two-dtypes-in-a-unit": Unfit(
+        lambda: nn.Sequential(shapes.Spoiled(torch.randn(3, dtype=torch.float64)), nn.Linear(9, 9)),
+        ("float64", "DoubleTensor"),
+        lambda rank: {"units": [["0"]]},
+        repair=lambda one: one.float(),
+    ),
     "three-dimensions": Unfit(
         lambda: models.Tower(dim=9),
         ("mesh", "Mesh"),
@@ -306,12 +312,16 @@ MISUSED = {
 #: The same where parameters are DTensors.
 MISUSED_DTENSORS = {
     "a-unit-twice": ("once",),
+    "a-unit-in-a-list": ("once",),
+    "a-unit-of-another-root": ("lazily",),
+    "dimensions-of-a-mesh-without-names": ("mesh_dim_names",),
     "replicas-without-names": ("mesh_dim_names",),
     "cut-layers-beside-a-mesh-without-names": ("mesh_dim_names",),
     "another-placement": ("shard_placement_fn",),
     "a-stream-beside-replicas": ("HSDP",),
     "a-plain-parameter": ("weight",),
 }
+MISUSED_NEEDS = {"dimensions-of-a-mesh-without-names": [needs(Capability.NAMED_DIMENSIONS)]}
 
 
 @contract("INIT-5")
@@ -321,8 +331,8 @@ MISUSED_DTENSORS = {
     [
         *(pytest.param(name, marks=needs(Capability.FLAT_PARAMETERS, Capability.WHOLE_PARAMETERS)) for name in MISUSED),
         *(
-            pytest.param(name, marks=needs(Capability.DTENSOR_PARAMETERS, Capability.UNIT_SETTINGS))
-            for name in MISUSED_DTENSORS
+            pytest.param(name, marks=[needs(Capability.DTENSOR_PARAMETERS, Capability.UNIT_SETTINGS), *also])
+            for name, also in ((name, MISUSED_NEEDS.get(name, ())) for name in MISUSED_DTENSORS)
         ),
     ],
 )
@@ -341,14 +351,15 @@ def test_what_cannot_be_combined(rank: Rank, what: str) -> None:
 def test_forward_on_the_meta_device(rank: Rank, which: str) -> None:
     """The forward of what still is on the meta device, all or one unit, is refused by the names that the root has.
 
-    So is a call that gathers it.
+    So is a second one, and a call that gathers it.
     """
     model = models.Tower(dim=9).to(rank.device)
     names = [name for name, _ in model.named_parameters() if name.startswith(which)]
     model.get_submodule(which).to("meta")
     adapter = sharded(rank, model, units=model.units(), materializes=False)
-    refusal = Refusal(rank, lambda: adapter.forward(rank.batch(0, (4, 9))))
-    refusal.check_names(*names)
+    for _ in range(2):
+        refusal = Refusal(rank, lambda: adapter.forward(rank.batch(0, (4, 9))))
+        refusal.check_names(*names)
     if Capability.ASYNC_UNSHARD in rank.implementation.capabilities():
         # Units before it are gathered.
         refusal = Refusal(rank, lambda: adapter.unshard(waits=True), may_send=True)
@@ -528,6 +539,7 @@ def refused_or_trained(rank: Rank, unfit: Unfit) -> None:
             pair.check()
         return
     first.check_names(*unfit.names)
+    Refusal(rank, lambda: adapter.forward(batch)).check_names(*unfit.names)  # again
     if unfit.repair is None:
         return
     unfit.repair(adapter.module)

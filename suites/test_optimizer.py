@@ -137,6 +137,40 @@ def test_steps_of_parameters_that_a_script_replaced(rank: Rank, how: str) -> Non
     assert torch.equal(found, expected), "a forward after a step uses what one before it has left gathered"
 
 
+@contract("OPTIMIZER-1")
+@world(2)
+@OWN_OPTIMIZER
+@needs(Capability.DTENSOR_PARAMETERS, Capability.REGISTERED_STATE)
+def test_steps_of_parameters_that_inference_saw_first(rank: Rank) -> None:
+    """The same for parameters that a script has put there and that an evaluation in inference mode gathers first.
+
+    A state dict that is taken before that does not put the old ones back.
+    """
+    model, batch = models.MLP(9), (rank.batch(0, (4, 9)),)
+
+    def last_output(*, evaluates: bool) -> torch.Tensor:
+        run = rank.run(models.copy_of(model), units=[["in_proj"]])
+        for owner in map(run.original_module, ("in_proj", "out_proj")):
+            for name, parameter in list(owner.named_parameters(recurse=False)):
+                setattr(owner, name, nn.Parameter(parameter.detach().clone()))
+        put = dict(run.adapter.named_parameters())
+        run.adapter.module.state_dict()
+        lost = [name for name, parameter in run.adapter.named_parameters().items() if parameter is not put[name]]
+        assert not lost, f"a state dict has put other parameters in the place of {', '.join(lost)}"
+        if evaluates:
+            run.evaluate(batch, mode="inference_mode")
+        run.adapter.reshard()
+        optimizer = torch.optim.SGD(run.adapter.module.parameters(), lr=0.1)
+        for _ in range(2):
+            run.forward_backward(batch, loss=models.mean_square)
+            optimizer.step()
+            optimizer.zero_grad()
+        return run.evaluate(batch)[0]
+
+    found, expected = last_output(evaluates=True), last_output(evaluates=False)
+    assert torch.equal(found, expected), "an evaluation before the first step changes what is trained"
+
+
 @contract("OPTIMIZER-28")
 @world(2)
 @needs(Capability.FLAT_PARAMETERS, Capability.WHOLE_PARAMETERS, Capability.TIED_PARAMETERS)

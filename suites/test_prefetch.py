@@ -188,6 +188,32 @@ def test_what_is_gathered_in_vain_is_freed(rank: Rank) -> None:
     assert rank.device.type != "cpu" or seen == [{}, {}], f"when backward has ended, units are gathered: {seen}"
 
 
+@contract("PREFETCH-2")
+@world(2)
+@needs(Capability.EXPLICIT_PREFETCH, Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD)
+def test_a_unit_without_parameters(rank: Rank) -> None:
+    """A unit without parameters gathers others ahead as any other, and nothing where others are set to gather it."""
+    model = torch.nn.Sequential(torch.nn.Linear(9, 12), torch.nn.Tanh(), torch.nn.Linear(12, 7))
+    pair = rank.pair(model, units=[["0"], ["1"], ["2"]], reshard_after_forward=True)
+    pair.adapter.prefetch(forward={"0": ["1"], "1": ["2"]}, backward={"2": ["1"], "1": ["0"]})
+    found: list[list[str]] = []
+
+    def note(*_: Any) -> None:
+        found.append([item.unit for item in pair.last_trace() if item.kind == "all_gather"])
+
+    def watch(module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
+        note()
+        output.register_hook(note)
+
+    pair.adapter.submodule("1").register_forward_hook(watch)
+    for step in range(2):
+        found.clear()
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+        expected = [["0", "2"], ["0", "2", "2", "0"]]
+        assert found == expected, f"in forward and backward of a unit without parameters {found} are gathered"
+
+
 CHOICES = ["before-backward", "after-backward", "never"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
@@ -13,9 +14,11 @@ import torch.distributed as dist
 
 from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.adapters.base import Accumulation, Clip, Precision, Settings
+from shardproof.harness.adapters.config import NamedDimensions
 from shardproof.harness.collectives.units import ROOT
 from shardproof.harness.findings.finding import step_label
 from shardproof.harness.models import mixed, optim
+from shardproof.harness.models.parallel import MLPStack, spread_mlps
 from shardproof.harness.parity import Rank, Run, check_equal, exact_difference, run_and_replica
 from shardproof.harness.parity.refusals import Refusal
 from shardproof.harness.plugin.axes import RESHARD, SHARDS
@@ -64,6 +67,42 @@ def test_divide_factors(rank: Rank, factors: dict[str, float], dtype: torch.dtyp
         batch = [(rank.batch(step, SHAPE).abs() + 1,)]
         expected = replica.step(batch, loss=torch.sum)
         check_equal(rank, run, run.step(batch, loss=torch.sum), expected, number=step)
+
+
+@contract("REDUCTION-1")
+@world(2)
+@needs(Capability.UNIT_SETTINGS, Capability.DIVIDE_FACTOR, Capability.DEFERRED_REDUCTION)
+def test_divide_factor_of_another_step(rank: Rank) -> None:
+    """Another factor that a script sets between two steps is the one that the second step divides by.
+
+    The factors are half, a quarter of and twice the number of ranks: bit for bit, gradients are twice, four times and
+    half of those without.
+    """
+    runs = two_runs(rank, accumulation=Accumulation(), microbatches=2)
+    (changed,) = [one for one in runs[1].units if one.label == "layers.1"]
+    for step, factor in enumerate([0.5, 0.25, 2.0]):
+        runs[1].adapter.change(Settings(divide_factor=factor * rank.world_size), unit="layers.1")
+        compare_gradients(rank, runs, step, doubled=changed.names, times=1 / factor)
+
+
+@contract("REDUCTION-2")
+@world(2)
+@needs(Capability.UNIT_SETTINGS, Capability.RESHARD_AFTER_FORWARD)
+def test_another_collective_in_the_place_of_a_script(rank: Rank) -> None:
+    """A function, a gather or a reduction that a script sets later takes the place of the one it had set before."""
+    model = models.Tower(dim=9)
+    pair = rank.pair(model, units=model.units(), reshard_after_forward=True)
+    owns = [(Own(), Own()) for _ in range(2)]
+    calls: list[int] = []
+    for step, (gather, reduce) in enumerate(owns):
+        function = functools.partial(lambda step, share: calls.append(step), step)
+        pair.adapter.change(Settings(gather=gather, reduce_scatter=reduce, reduced=function), unit="layers.1")
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+        used = [(len(one.groups), len(other.groups)) for one, other in owns]
+        expected = [(2, 1), (2, 1) if step else (0, 0)]
+        assert used == expected, f"by {step_label(step)} the script's two gathers and reductions were used {used} times"
+        assert calls == list(range(step + 1)), f"by {step_label(step)} functions {calls} were called"
 
 
 @contract("REDUCTION-2")
@@ -314,6 +353,28 @@ def test_reductions_have_a_group_of_their_own(rank: Rank, recurse: bool) -> None
             assert (gather is not reduce) == expected, f"{where}: another group than the gathers' is {not expected}"
             ranks = dist.get_process_group_ranks(reduce)
             assert ranks == dist.get_process_group_ranks(gather), f"{where} is reduced among ranks {ranks}"
+        if separate and recurse:
+            (one, other) = (reduce.groups[-1] for reduce in reduces.values())
+            assert one is other, f"in {step_label(step)} two units have two groups of their own, where one serves"
+
+
+@contract("REDUCTION-2")
+@world(4)
+@needs(Capability.UNIT_SETTINGS, Capability.OWN_REDUCE_GROUP, Capability.NAMED_DIMENSIONS)
+def test_settings_where_nothing_is_sharded(rank: Rank) -> None:
+    """Where a script names replicas alone, what it sets about reduce-scatters is refused, or changes nothing."""
+    mesh, model = rank.mesh((2, 2), ("dp", "tp")), MLPStack(5)
+    pair = rank.pair(
+        model, units=model.units(), mesh=mesh["dp"], shards=False, prepare=functools.partial(spread_mlps, mesh=mesh),
+        named_dimensions=NamedDimensions(mesh, replicate=("dp",)),
+    )  # fmt: skip
+    for step, chosen in enumerate([True, False]):
+        settings = Settings(own_reduce_group=chosen, group_memory=chosen)
+        refusal = Refusal(rank, functools.partial(pair.adapter.change, settings, recurse=True))
+        if refusal.text is not None:
+            return refusal.check_names("mesh")
+        pair.step(rank.batch(step, (4, 5), mesh=mesh["dp"]))
+        pair.check()
 
 
 def two_runs(rank: Rank, **options: Any) -> list[Run]:
@@ -324,7 +385,7 @@ def two_runs(rank: Rank, **options: Any) -> list[Run]:
 
 
 def compare_gradients(
-    rank: Rank, runs: Sequence[Run], step: int, *, doubled: Collection[str], exact: bool = True
+    rank: Rank, runs: Sequence[Run], step: int, *, doubled: Collection[str], times: float = 2, exact: bool = True
 ) -> None:
     """Train both on two microbatches; the second run's gradients are the first's, or twice these, bit for bit."""
     for run in runs:
@@ -336,7 +397,7 @@ def compare_gradients(
         mine = found[name]
         assert (piece is None) == (mine is None), f"only one of the runs has a gradient of {name!r}"
         if piece is not None and mine is not None:
-            expected = piece.tensor * (2 if name in doubled else 1)
+            expected = piece.tensor * (times if name in doubled else 1)
             if exact:
                 difference = exact_difference(mine.tensor, expected)
                 where = f"gradient of {name!r} in {step_label(step)}"

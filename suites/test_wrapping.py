@@ -15,7 +15,7 @@ from torch import nn
 from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.adapters.base import Precision, WrapPolicy
 from shardproof.harness.models.made import Drawn, DrawnStack, Offset
-from shardproof.harness.models.parts import Normed, Parts, PartsBlock
+from shardproof.harness.models.parts import Normed, Parts, PartsBase, PartsBlock
 from shardproof.harness.parity import Pair, Rank
 from shardproof.harness.parity.refusals import Refusal, sharded
 
@@ -57,13 +57,13 @@ BY_SIZE = {
 }
 BY_CHOICE = {
     "classes": Rule(
-        WrapPolicy("classes", classes=(PartsBlock, nn.LayerNorm)), ("blocks.0.norm", "blocks.1.norm", *BLOCKS)
+        WrapPolicy("classes", classes=(PartsBase, nn.LayerNorm)), ("blocks.0.norm", "blocks.1.norm", *BLOCKS)
     ),
     "objects": Rule(
-        WrapPolicy("objects", classes=(PartsBlock, nn.LayerNorm)), ("blocks.0.norm", "blocks.1.norm", *BLOCKS)
+        WrapPolicy("objects", classes=(PartsBase, nn.LayerNorm)), ("blocks.0.norm", "blocks.1.norm", *BLOCKS)
     ),
     "called-objects": Rule(
-        WrapPolicy("called-objects", classes=(PartsBlock, nn.LayerNorm)), ("blocks.0.norm", "blocks.1.norm", *BLOCKS)
+        WrapPolicy("called-objects", classes=(PartsBase, nn.LayerNorm)), ("blocks.0.norm", "blocks.1.norm", *BLOCKS)
     ),
     "function": Rule(
         WrapPolicy("function", chooses=lambda module: getattr(module, "out_features", 0) == 5), ("heads.0", "heads.1")
@@ -119,7 +119,7 @@ def test_by_size(rank: Rank, rule: str) -> None:
 @world(2)
 @pytest.mark.parametrize("rule", BY_CHOICE)
 def test_by_choice(rank: Rank, rule: str) -> None:
-    """Modules of some classes, or for which a function returns True, are units, also within each other."""
+    """Modules of some classes or their subclasses, or for which a function returns True, are units, also nested."""
     train(rank, BY_CHOICE[rule])
 
 

@@ -253,6 +253,7 @@ class FlatGroup:
         ``ahead`` says that the compute it is to overlap with is not queued yet (Note: window of buffers).
         """
         if self.is_unsharded:
+            self._sync_requires_grad()  # it may have been kept after an evaluation
             return
         stream = self.context.gather_stream
         if self.shards.adopt():
@@ -348,7 +349,6 @@ class FlatGroup:
         flat, old = self.shards.flat, self._buffer
         if self.shards.offloads:
             self.check_device()  # it may have been moved since the first forward
-        self.shards.sync_requires_grad()
         if self.ranks.size == 1 and flat.dtype == self.dtype and flat.device == self.device:
             if not (isinstance(old, Alias) and old.leaf.data_ptr() == flat.data_ptr() and old.leaf.dtype == flat.dtype):
                 self._buffer = Alias(flat)
@@ -362,8 +362,14 @@ class FlatGroup:
                 hooks.call_when_accumulated(leaf, on_gradient)
             if old is not None and old.leaf.grad is not None:
                 leaf.grad = old.leaf.grad.to(leaf.dtype)
-        if leaf.requires_grad != flat.requires_grad:
-            leaf.requires_grad_(flat.requires_grad)
+        self._sync_requires_grad()
+
+    def _sync_requires_grad(self) -> None:
+        """Freeze and thaw the unsharded parameter as users did with what modules show of the sharded one."""
+        assert self._buffer is not None
+        self.shards.sync_requires_grad()
+        if self._buffer.leaf.requires_grad != self.shards.flat.requires_grad:
+            self._buffer.leaf.requires_grad_(self.shards.flat.requires_grad)
 
     def outdate(self) -> None:
         """Gather again before the next forward, also on ranks whose shard has none of what is about to change."""

@@ -190,6 +190,7 @@ class ParamGroup:
         """Free the unsharded parameters and register the sharded ones, whatever the phase."""
         if self.residence is Residence.SHARDED:
             return
+        self.sync_requires_grad()
         self.register()
         self._free_unsharded()
         self._smaller = None
@@ -211,6 +212,11 @@ class ParamGroup:
         if is_kept and self.shards.version() != self._gathered_version:
             self.drop_pending()
             self.to_sharded()
+
+    def sync_requires_grad(self) -> None:
+        """Notice what was frozen and unfrozen while the parameters are unsharded."""
+        for param in self.shards.params if self.residence is Residence.UNSHARDED else ():
+            param.sync_requires_grad()
 
     def refresh(self) -> bool:
         """Notice sharded parameters that were moved or replaced; whether the current stream wrote a new buffer."""
@@ -267,6 +273,7 @@ class ParamGroup:
     def _to_smaller(self, mesh: ShardMesh) -> None:
         if self.residence is not Residence.UNSHARDED:
             return
+        self.sync_requires_grad()
         self._smaller = SmallerShards(self.shards.params, mesh, self.device)
         self._smaller.register()
         self._free_unsharded()

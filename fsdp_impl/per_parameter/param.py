@@ -217,6 +217,8 @@ class ShardedParam:
         self.unsharded: nn.Parameter | None = None
         self.accumulated: torch.Tensor | None = None
         self.serial = _serial_number(original)
+        # What both forms had when they were last compared.
+        self._requires_grad = original.requires_grad
 
     @property
     def local(self) -> torch.Tensor:
@@ -244,7 +246,7 @@ class ShardedParam:
             data = dtensor.wrap(data, dtensor.with_dtype(self.unsharded_spec, data.dtype))
         # A cast between two microbatches makes it anew; what the first has left here is still to be reduced.
         grad = None if self.unsharded is None else self.unsharded.grad
-        self.unsharded = nn.Parameter(data, requires_grad=False)
+        self.unsharded = nn.Parameter(data, requires_grad=self._requires_grad)
         if grad is not None:
             self.unsharded.grad = grad.to(data.dtype)
 
@@ -293,10 +295,14 @@ class ShardedParam:
         self._slot_pointer = slot.data_ptr()
 
     def sync_requires_grad(self) -> None:
-        """Users freeze and unfreeze the sharded parameter; autograd reads the unsharded one."""
+        """Users freeze and unfreeze the sharded parameter, or the unsharded one while modules hold that."""
         assert self.unsharded is not None
-        if self.unsharded.requires_grad != self.sharded.requires_grad:
-            self.unsharded.requires_grad_(self.sharded.requires_grad)
+        changed, other = self.sharded, self.unsharded
+        if other.requires_grad != self._requires_grad:
+            changed, other = other, changed
+        if other.requires_grad != changed.requires_grad:
+            other.requires_grad_(changed.requires_grad)
+        self._requires_grad = changed.requires_grad
 
     def _check(self, held: Any) -> None:
         if not isinstance(held, DTensor):

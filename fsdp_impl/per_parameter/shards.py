@@ -93,9 +93,11 @@ class Shards:
         is_away = self.offloads and any(device.type not in ("cpu", "meta") for device in devices)
         if self._is_extended or left < len(self.params) or len(devices) > 1 or is_away:
             return False
-        self._buffer = self._filled_buffer()
-        for param, slot in zip(self.params, self.layout.slots, strict=True):
-            param.move_to(shard_view(self._buffer, slot))
+        # Normal tensors even if this is first noticed under inference mode: training may follow.
+        with torch.inference_mode(False), torch.no_grad():
+            self._buffer = self._filled_buffer()
+            for param, slot in zip(self.params, self.layout.slots, strict=True):
+                param.move_to(shard_view(self._buffer, slot))
         return True
 
     def check_home(self) -> None:

@@ -148,7 +148,10 @@ class Unit(_State):
         """Reshard, and return the output to give to the caller."""
         if self.phase is not Phase.PRE_BACKWARD:
             self.to_run.discard(ref(module))
-            if not self.to_run:
+            if self.to_run:
+                # The loss may use this module's output and none of those that follow.
+                hooks.call_before_backward(self._pre_backward, output)
+            else:
                 self._complete_forward(output)
                 if self.iteration.forward_root is self:
                     self._root_post_forward(output)
@@ -162,8 +165,9 @@ class Unit(_State):
         if self.is_root and self.iteration.order is not None:
             self.iteration.order.begin(training=self.modules[0].training)
         for group in _groups(self.iteration.units):
-            # Kept after a forward without a backward, and the optimizer has stepped since.
+            # Kept after a forward without a backward, and the optimizer has stepped since, or what trains is other.
             group.drop_stale()
+            group.sync_requires_grad()
         # Gathers read the sharded parameters, which the optimizer wrote on the current stream, or before the event.
         event, self.iteration.post_optim_event = self.iteration.post_optim_event, None
         if event is None:

@@ -150,6 +150,12 @@ class Settings:
     Needs :attr:`Capability.RANKS_DIFFER`.
     """
 
+    divide_factor: float | None = None
+    """By what the sum of the gradients is divided; see :attr:`Config.divide_factors`.
+
+    Needs :attr:`Capability.DIVIDE_FACTOR`.
+    """
+
     force_sum: bool | None = None
     """Whether every reduction is a sum, and divisions are separate."""
 

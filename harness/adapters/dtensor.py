@@ -41,6 +41,7 @@ _SETTERS = {
     "reshard_after_forward": "set_reshard_after_forward",
     "unshard_in_backward": "set_unshard_in_backward",
     "reduce_unused": "set_reduce_scatter_unused_params",
+    "divide_factor": "set_gradient_divide_factor",
     "force_sum": "set_force_sum_reduction_for_comms",
     "own_reduce_group": "set_separate_reduce_scatter_group",
     "reduce_inputs": "set_reduce_scatter_max_input_buffers",
@@ -226,7 +227,9 @@ class DTensorAdapter(Adapter):
         for unit in inner_first(config.units):
             modules = [model.get_submodule(name) for name in unit]
             its = self._its_mesh(unit[0]) | self._mixed_precision(unit[0])
-            type(self).fully_shard(modules if len(modules) > 1 else modules[0], **options, **its)
+            given = modules if len(modules) > 1 else modules[0]
+            made = type(self).fully_shard(given, **options, **its)
+            assert made is given, f"fully_shard returned {type(made)}, and not the {type(given)} that it was given"
         # As in scripts, which go on with what is returned.
         its = self._its_mesh("") | self._mixed_precision("")
         model = type(self).fully_shard(model, **options, **its)
@@ -369,8 +372,11 @@ class DTensorAdapter(Adapter):
     def unshard(self, *, waits: bool = False) -> None:
         """Call ``unshard(async_op=True)`` on every sharded module; if that shall wait, the root's own without it."""
         for module in self._sharded_modules():
-            handle = module.unshard(async_op=not waits or module is not self.module)
-            if waits and handle is not None:
+            begins = not waits or module is not self.module
+            handle = module.unshard(async_op=begins)
+            assert (handle is not None) == begins, f"unshard(async_op={begins}) returned {handle}"
+            # What has been waited for may be waited for again.
+            for _ in range(2 if waits and handle is not None else 0):
                 handle.wait()
 
     def restore(self, state: dict[str, Any], *, form: StateForm = "sharded", strict: bool = True) -> KeysLeftOver:
@@ -412,7 +418,7 @@ class DTensorAdapter(Adapter):
         self._unit("").reset_iter_state()
 
     def misuse(self, what: str) -> None:
-        MISUSES[what](Scene(type(self).fully_shard, self.config.mesh))
+        MISUSES[what](Scene(type(self).fully_shard, self.config.mesh, getattr(type(self), "mesh_dims", None)))
 
     def _unit(self, name: str) -> Any:
         return self.module.get_submodule(name)

@@ -20,10 +20,12 @@ class Scene:
     Attributes:
         fully_shard: the function.
         mesh: all ranks.
+        mesh_dims: the class of its ``dp_mesh_dims``, None without one.
     """
 
     fully_shard: Callable[..., Any]
     mesh: DeviceMesh
+    mesh_dims: Callable[..., Any] | None = None
 
     def layers(self) -> Any:
         """Two linear layers, on the device."""
@@ -43,6 +45,25 @@ class Scene:
 
 def _twice(scene: Scene) -> None:
     scene.fully_shard(scene.sharded()[0], mesh=scene.mesh)
+
+
+def _twice_in_a_list(scene: Scene) -> None:
+    model = scene.layers()
+    scene.fully_shard(model[1], mesh=scene.mesh)
+    scene.fully_shard([model[0], model[1]], mesh=scene.mesh)
+
+
+def _of_another_root(scene: Scene) -> None:
+    first, batch = scene.sharded(), torch.ones(2, 4, device=scene.mesh.device_type)
+    first(batch)
+    other = nn.Sequential(first[0], *scene.layers())
+    scene.fully_shard(other, mesh=scene.mesh)
+    other(batch)
+
+
+def _dimensions_without_names(scene: Scene) -> None:
+    assert scene.mesh_dims is not None
+    scene.fully_shard(scene.layers(), mesh=scene.without_names(-1, 1), dp_mesh_dims=scene.mesh_dims(shard="dp"))
 
 
 def _cut_beside_no_names(scene: Scene) -> None:
@@ -66,6 +87,9 @@ def _plain_parameter(scene: Scene) -> None:
 #: By name.
 MISUSES: dict[str, Callable[[Scene], Any]] = {
     "a-unit-twice": _twice,
+    "a-unit-in-a-list": _twice_in_a_list,
+    "a-unit-of-another-root": _of_another_root,
+    "dimensions-of-a-mesh-without-names": _dimensions_without_names,
     "replicas-without-names": lambda scene: scene.sharded(mesh=scene.without_names(1, -1)),
     "cut-layers-beside-a-mesh-without-names": _cut_beside_no_names,
     "another-placement": lambda scene: scene.sharded(shard_placement_fn=lambda parameter: Replicate()),

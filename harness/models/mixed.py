@@ -62,7 +62,7 @@ Passing = Literal["position", "keyword", "tuple", "list", "dict", "dataclass"]
 
 
 class Chooser(nn.Module):
-    """``x * weight`` where an integer ``choice`` is positive, and ``x`` elsewhere.
+    """``x * weight`` where ``choice``, or its real part, is positive, and ``x`` elsewhere.
 
     Input: both as :data:`Passing` says, (rows, columns) each. Output: a dict of the result and of ``choice``.
     """
@@ -81,7 +81,7 @@ class Chooser(nn.Module):
         elif given:
             x, choice = given
         self.seen.append((x.dtype, choice.dtype))
-        return {"x": torch.where(choice > 0, x * self.weight, x), "choice": choice}
+        return {"x": torch.where(choice.real > 0, x * self.weight, x), "choice": choice}
 
 
 class Choosing(nn.Module):

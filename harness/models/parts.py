@@ -45,7 +45,11 @@ class Parts(nn.Module):
         return torch.tanh(first(x)) * torch.tanh(second(x))
 
 
-class PartsBlock(nn.Module):
+class PartsBase(nn.Module):
+    """What blocks have in common, as the base classes of model libraries do."""
+
+
+class PartsBlock(PartsBase):
     """LayerNorm, Linear(6, width), tanh and Linear(width, 6).
 
     Input and output: (batch, 6).

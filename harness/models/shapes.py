@@ -141,7 +141,9 @@ class _Middle(nn.Module):
         return torch.tanh(self.projection(self.gain * x)) * self.gain + self.shift
 
 
-Nesting = Literal["tuple", "list", "dict", "ordered-dict", "namedtuple", "dataclass", "late-dataclass", "nested"]
+Nesting = Literal[
+    "tuple", "list", "dict", "ordered-dict", "namedtuple", "dataclass", "late-dataclass", "nested", "deep"
+]
 
 
 class NamedTriple(NamedTuple):
@@ -225,9 +227,15 @@ class _Three(nn.Module):
 
 
 def pack_three(first: torch.Tensor, second: torch.Tensor, third: torch.Tensor, nesting: Nesting) -> Any:
-    """Put three tensors into a container, in this order; "nested" has containers of every kind within each other."""
+    """Put three tensors into a container, in this order; "nested" has containers of every kind within each other.
+
+    "deep" is twenty lists deep.
+    """
     record = LateRecord(first)
     record.second, record.third = second, third
+    deep: list[Any] = [third]
+    for _ in range(18):
+        deep = [deep]
     packed: dict[Nesting, Any] = {
         "tuple": (first, second, third),
         "list": [first, second, third],
@@ -237,6 +245,7 @@ def pack_three(first: torch.Tensor, second: torch.Tensor, third: torch.Tensor, n
         "dataclass": RecordOfThree(first, None, second, 3, third),
         "late-dataclass": record,
         "nested": {"a": [first, None, (second,)], "b": (7, {"c": [[third]]})},
+        "deep": [first, second, deep],
     }
     return packed[nesting]
 
@@ -277,6 +286,8 @@ class Lending(nn.Module):
 class Keywords(nn.Module):
     """Three units ``layers.N`` that take their inputs by keyword, nested in containers, beside None and a number.
 
+    One tensor comes twice, as query and key of an attention do.
+
     Input and output: (batch, dim).
     """
 
@@ -288,7 +299,7 @@ class Keywords(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden, skip = x, torch.tanh(x)
         for layer in self.layers:
-            inputs: dict[str, Any] = {"hidden": [hidden], "skips": (skip, None)}
+            inputs: dict[str, Any] = {"hidden": [hidden], "skips": (skip, None, hidden)}
             output = layer(inputs=inputs, mask=None, times=2)
             assert inputs["hidden"][0] is hidden, "a unit leaves the containers of its caller as they are"
             hidden, skip = output, output * 0.5
@@ -308,9 +319,9 @@ class _Keyworded(nn.Module):
 
     def forward(self, *, inputs: dict[str, Any], mask: torch.Tensor | None, times: int) -> torch.Tensor:
         assert mask is None, "a keyword argument that is None stays None"
-        (hidden,), (skip, nothing) = inputs["hidden"], inputs["skips"]
+        (hidden,), (skip, nothing, again) = inputs["hidden"], inputs["skips"]
         assert nothing is None, "None within a container stays None"
-        out: torch.Tensor = skip + torch.tanh(self.back(torch.tanh(self.into(hidden * times))))
+        out: torch.Tensor = skip + torch.tanh(self.back(torch.tanh(self.into(hidden * times)))) * again
         return out
 
 
@@ -536,3 +547,31 @@ class Forces(nn.Module):
         (force,) = torch.autograd.grad(self.energy(place).square().sum(), place)
         out: torch.Tensor = self.out(self.energy(x) + force)
         return out
+
+
+class ForcesOfUnit(nn.Module):
+    """As :class:`Forces`, but the unit ``energy`` computes the gradient of its input itself, without autograd too.
+
+    Input and output: (batch, dim).
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.energy = _Energy(dim)
+        self.out = nn.Linear(dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        energy, force = self.energy(x, x.detach().requires_grad_())
+        out: torch.Tensor = self.out(energy + force)
+        return out
+
+
+class _Energy(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.inner = MLP(dim)
+
+    def forward(self, x: torch.Tensor, place: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.enable_grad():
+            (force,) = torch.autograd.grad(self.inner(place).square().sum(), place)
+        return self.inner(x), force

@@ -1,0 +1,57 @@
+"""Bugs in what units are given, in settings that meet and in refusals each fail a case, in one run."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.harness import planted_interplay as planted
+from tests.harness.planted import Killer, assert_killed, assert_sound_passes, cases_of_killers, few_by_day
+
+pytestmark = pytest.mark.slow("the tests share one run of the suites, in which planted bugs fail")
+
+COMBINED, SETTING = "test_what_cannot_be_combined and {}", "test_settings_that_cannot_be and {}"
+ANOTHER, NOT_REFUSED = "test_another_collective_in_the_place", "no rank refuses it"
+KILLED = {
+    "infinity-as-a-number-alone": Killer("test_some_parameters and one-infinity-as-a-word", "not supported between"),
+    "eight-containers-deep": Killer("test_loss_of_any_one_output and w2-deep", "does it hold itself"),
+    "complex-numbers-cast": Killer("test_masks_and_rotations and complex64", "the unit got"),
+    "masks-cast": Killer("test_masks_and_rotations and bool", "the unit got"),
+    "one-tensor-in-one-place": Killer("test_inputs_by_keyword and w2 and not reduced", "StopIteration"),
+    "handles-waited-for-once": Killer("test_a_call_shows_whole and w2-True", "wait_for_unshard"),
+    "handles-of-nothing": Killer("test_a_call_shows_whole and w2-None", "unshard(async_op=False) returned"),
+    "no-gradients-in-evaluations": Killer("test_gradients_within_forward and in-a-unit-None", "require"),
+    "hooks-with-autograd": Killer("test_post_accumulate_hook_runs_once", "in-place operation"),
+    "made-for-inference-alone": Killer("test_first_forward_is_in_inference_mode and object", "nference"),
+    "buffers-for-inference-alone": Killer("test_steps_of_parameters_that_inference_saw", "nference"),
+    "replaced-by-state-dicts": Killer("test_steps_of_parameters_that_inference_saw", "a state dict has put other"),
+    "frozen-behind-what-is-gathered": Killer("test_frozen_after_an_evaluation and False-held", "is frozen"),
+    "output-of-the-last-module-alone": Killer("test_output_of_one_of_several and None-of-the-first", "storage"),
+    "first-factor-stays": Killer("test_divide_factor_of_another_step", "element, found and expected"),
+    "first-function-stays": Killer(ANOTHER, "functions [0, 0] were called"),
+    "first-gather-stays": Killer(ANOTHER, "were used"),
+    "a-group-for-each-unit": Killer("test_reductions_have_a_group and True", "two units have two groups"),
+    "units-without-parameters-gathered": Killer("test_a_unit_without_parameters", "'NoneType' object"),
+    "units-without-parameters-gather-nothing": Killer("test_a_unit_without_parameters", "'NoneType' object"),
+    "all-reduces-of-nobody-deferred": Killer("test_deferred_all_reduce_without and w2", "has no gradient"),
+    "every-unit-ends-backward": Killer("test_zeros_are_reduced_or_not and all-units", "reductions of two units"),
+    "refused-once": Killer("test_forward_on_the_meta_device and whole-model", "the error names none of"),
+    "children-of-another-root": Killer(COMBINED.format("a-unit-of-another-root"), NOT_REFUSED),
+    "dimensions-without-names": Killer(COMBINED.format("dimensions-of-a-mesh"), "the error names none of"),
+    "a-choice-of-inputs": Killer(SETTING.format("a-choice-of-inputs"), NOT_REFUSED),
+    "gather-of-a-script-replaced": Killer(SETTING.format("memory-of-another-gather"), NOT_REFUSED),
+}
+
+cases = cases_of_killers(KILLED, planted.ADAPTERS, flat=())
+
+
+def test_every_bug_has_a_case():
+    assert KILLED.keys() == planted.ADAPTERS.keys()
+
+
+def test_the_sound_reference_passes_the_same_cases(cases):
+    assert_sound_passes(cases)
+
+
+@pytest.mark.parametrize("bug", few_by_day(KILLED, KILLED))
+def test_bug_is_caught(cases, bug):
+    assert_killed(cases, planted.ADAPTERS[bug], KILLED[bug])
