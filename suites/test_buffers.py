@@ -51,7 +51,7 @@ def test_statistics_of_all_ranks(rank: Rank) -> None:
     check(rank, nn.SyncBatchNorm.convert_sync_batchnorm(mixed.Normed(*SHAPE)))
 
 
-@contract("COMPOSITION-8")
+@contract("BUFFERS-2")
 @world(2)
 @needs(Capability.SYNC_STATES, Capability.COUNTED_UNITS)
 def test_the_root_alone_takes_those_of_the_first_rank(rank: Rank) -> None:

@@ -209,7 +209,7 @@ def test_modules_of_a_unit_in_another_order(rank: Rank) -> None:
         pair.check_counts("backward", all_gather=2, reduce_scatter=2)
 
 
-@contract("COLLECTIVES-4", "EVALUATION-1")
+@contract("COLLECTIVES-4")
 @world(2)
 @needs(Capability.COUNTED_UNITS)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])

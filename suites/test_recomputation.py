@@ -158,7 +158,7 @@ def test_the_unit_before_a_span_is_gathered_ahead(rank: Rank, ahead: Any, span: 
         assert gathered < reduced, f"layers.0 is gathered late in the backward of {step_label(step)}: {order}"
 
 
-@contract("RECOMPUTATION-4", "MEMORY-3")
+@contract("RECOMPUTATION-4")
 @world(2)
 @needs(Capability.UNUSED_OUTPUT)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])

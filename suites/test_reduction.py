@@ -330,12 +330,26 @@ def check_sums_alone(rank: Rank, *, mesh: DeviceMesh | None = None) -> None:
 
 
 @contract("REDUCTION-2")
-@world(4)
-@needs(Capability.UNIT_SETTINGS, Capability.OWN_REDUCE_GROUP, Capability.HYBRID)
+@world(2)
+@needs(Capability.UNIT_SETTINGS, Capability.OWN_REDUCE_GROUP)
 @pytest.mark.parametrize("recurse", [False, True])
 def test_reductions_have_a_group_of_their_own(rank: Rank, recurse: bool) -> None:
     """Reductions can have a process group other than the gathers', of the same ranks, and return to that one."""
-    model, mesh = models.Tower(dim=9), rank.mesh((2, 2), NAMES)
+    check_own_groups(rank, recurse, rank.mesh())
+
+
+@contract("REDUCTION-2")
+@world(4)
+@needs(Capability.UNIT_SETTINGS, Capability.OWN_REDUCE_GROUP, Capability.HYBRID)
+@pytest.mark.parametrize("recurse", [False, True])
+def test_reductions_have_a_group_of_their_own_on_replicas(rank: Rank, recurse: bool) -> None:
+    """The same within replicas."""
+    check_own_groups(rank, recurse, rank.mesh((2, 2), NAMES))
+
+
+def check_own_groups(rank: Rank, recurse: bool, mesh: DeviceMesh) -> None:
+    """Let reductions have groups of their own in some steps, of all units in the root or of the root's own alone."""
+    model = models.Tower(dim=9)
     pair = rank.pair(model, units=model.units(), mesh=mesh)
     gathers, reduces = ({name: Own() for name in ("", "layers.1")} for _ in range(2))
     for name in gathers:
