@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardproof.harness import Capability, Hardware, contract, models, needs, world
 from shardproof.harness.adapters.base import Accumulation, Piece
@@ -85,7 +86,7 @@ def step_with(rank: Rank, pair: Pair, step: int, *, ahead: int = 0) -> None:
 
 
 @contract("ACCUMULATION-1", "ACCUMULATION-2", "ACCUMULATION-8")
-@world(4)
+@world(2, 4)
 @COUNTED
 @ROOT_TOO
 @RESHARD_AND_OFFLOAD
@@ -120,6 +121,22 @@ def test_hybrid_reduction_waits(
         rank, gathers_of(reshard_after_forward), reduces, mesh=rank.mesh((2, 2), ("replicate", "shard")),
         reshard_after_forward=reshard_after_forward, offload=offload,
         accumulation=Accumulation(units=waiting, skips=skips),
+    )  # fmt: skip
+
+
+@contract("ACCUMULATION-1", "ACCUMULATION-3")
+@world(2)
+@COUNTED
+@needs(Capability.HYBRID, Capability.SINGLE_RANK)
+@WAITING
+@pytest.mark.parametrize(
+    "skips", ["reduction", pytest.param("all-reduce", marks=needs(Capability.DEFERRED_ALL_REDUCE))]
+)
+def test_reduction_over_replicas_waits(rank: Rank, skips: Any, waiting: Any) -> None:
+    """Where replicas have one shard, all that is deferred, and all that is communicated, is the all-reduce."""
+    train_and_count(
+        rank, {"forward": 0, "backward": 0}, {"all_reduce": reductions(waiting)},
+        mesh=rank.mesh((2, 1), ("replicate", "shard")), accumulation=Accumulation(units=waiting, skips=skips),
     )  # fmt: skip
 
 
@@ -330,8 +347,21 @@ COMBINED = pytest.mark.parametrize(
 @pytest.mark.parametrize("own_units", [False, True], ids=["one-unit", "own-units"])
 def test_part_used_by_one_microbatch(rank: Rank, own_units: bool, replicas: int, how: Accumulation | None) -> None:
     """A parameter that only the first, the second or the last microbatch uses has that microbatch's gradient."""
+    check_part_used(rank, how, own_units, mesh=rank.mesh((2, 2), ("replicate", "shard")) if replicas > 1 else None)
+
+
+@contract("ACCUMULATION-7")
+@world(2)
+@needs(Capability.UNUSED_MODULE, Capability.HYBRID, Capability.SINGLE_RANK, Capability.DEFERRED_ALL_REDUCE)
+@pytest.mark.parametrize("own_units", [False, True], ids=["one-unit", "own-units"])
+def test_part_used_by_one_microbatch_of_replicas(rank: Rank, own_units: bool) -> None:
+    """The same where replicas have one shard, whose all-reduce waits for the last microbatch."""
+    check_part_used(rank, Accumulation(skips="all-reduce"), own_units, mesh=rank.mesh((2, 1), ("replicate", "shard")))
+
+
+def check_part_used(rank: Rank, how: Accumulation | None, own_units: bool, *, mesh: DeviceMesh | None) -> None:
+    """Train branches of which each microbatch uses another."""
     model = models.Branches(DIM, MICROBATCHES)
-    mesh = rank.mesh((2, 2), ("replicate", "shard")) if replicas > 1 else None
     pair = rank.pair(
         model, units=model.units() if own_units else [], baseline="replicated", microbatches=MICROBATCHES, mesh=mesh,
         accumulation=how, find_unused=True,
@@ -352,7 +382,7 @@ def kept_gathers(waiting: str) -> dict[str, int]:
 
 
 @contract("ACCUMULATION-1", "ACCUMULATION-2", "ACCUMULATION-4")
-@world(4)
+@world(2, 4)
 @COUNTED
 @needs(Capability.RESHARD_AFTER_FORWARD, Capability.KEEP_AFTER_BACKWARD)
 @KEPT

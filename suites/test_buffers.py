@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 
 from shardproof.harness import Capability, Hardware, contract, models, needs, world
+from shardproof.harness.adapters.base import uncut
 from shardproof.harness.findings.finding import step_label
 from shardproof.harness.models import mixed, optim
 from shardproof.harness.parity import (
@@ -47,6 +49,26 @@ def test_running_statistics_of_replicas(rank: Rank) -> None:
 def test_statistics_of_all_ranks(rank: Rank) -> None:
     """A synchronized batch norm within a unit, or of the root, takes the statistics of all ranks."""
     check(rank, nn.SyncBatchNorm.convert_sync_batchnorm(mixed.Normed(*SHAPE)))
+
+
+@contract("BUFFERS-2")
+@world(2)
+@needs(Capability.SYNC_STATES, Capability.COUNTED_UNITS)
+def test_the_root_alone_takes_those_of_the_first_rank(rank: Rank) -> None:
+    """A model that takes the first rank's values, and whose units were not told to, takes the buffers of these too."""
+    model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3), nn.Linear(3, 7)).to(rank.device)
+    with torch.no_grad():
+        for number, tensor in enumerate([*model.buffers(), *model[2].parameters()], start=1):
+            tensor.fill_(10 * number + rank.index)
+    first = rank.exchange({name: value.detach().cpu() for name, value in model.state_dict().items()})[0]
+    names = [name for name, _ in model.named_buffers()]
+    run = rank.run(model, units=[["0"], ["1"]], sync_states="root")
+    buffers = {name: run.original_module("1").get_buffer(name.partition(".")[2]) for name in names}
+    found = {name: piece.tensor for name, piece in run.adapter.parameters().items()} | buffers
+    cuts = {name: piece.cut for name, piece in run.adapter.parameters().items()}
+    wrong = [name for name, one in found.items() if not torch.equal(one.cpu(), cuts.get(name, uncut)(first[name]))]
+    by_rank = rank.exchange(wrong)
+    assert not any(by_rank), f"not those of the first rank: {by_rank}"
 
 
 def check(rank: Rank, model: nn.Module, *, steps: int = 3, **options: object) -> None:

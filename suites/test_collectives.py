@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.adapters.base import Accumulation, Adapter, Clip, Settings
@@ -224,6 +225,23 @@ def test_output_of_one_of_several_modules(rank: Rank, used: int, reshard_after_f
     for step in range(2):
         pair.step(rank.batch(step, (4, 9)), loss=lambda outputs: models.mean_square(outputs[used]))
         pair.check()
+
+
+@contract("COLLECTIVES-4")
+@world(2)
+@needs(Capability.COUNTED_UNITS)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
+def test_evaluations_add_no_gather_to_a_step(rank: Rank, reshard_after_forward: bool | None) -> None:
+    """Backward gathers what it gathers without an evaluation before the step, where the root has nothing of its own."""
+    model = nn.Sequential(*(models.MLP(9) for _ in range(DEPTH)))
+    units = [[name] for name, _ in model.named_children()]
+    pair = rank.pair(model, units=units, reshard_after_forward=reshard_after_forward)
+    for step in range(3):
+        pair.evaluate(rank.batch(step, (2, 9), microbatch=1))
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+        in_backward = 0 if reshard_after_forward is False else DEPTH
+        pair.check_counts("backward", all_gather=in_backward, reduce_scatter=DEPTH)
 
 
 @contract("COLLECTIVES-8")

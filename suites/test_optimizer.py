@@ -108,24 +108,34 @@ def test_steps_after_an_evaluation(rank: Rank, others: bool, kernels: optim.Kern
 @OWN_OPTIMIZER
 @needs(Capability.RESHARD_AFTER_FORWARD)
 @pytest.mark.parametrize(
-    "how",
+    ("how", "flat_parameters"),
     [
-        pytest.param("assigned", marks=needs(Capability.DTENSOR_PARAMETERS, Capability.REGISTERED_STATE)),
-        pytest.param("one-by-one", marks=needs(Capability.FLAT_PARAMETERS, Capability.WHOLE_PARAMETERS)),
+        pytest.param("assigned", False, marks=needs(Capability.DTENSOR_PARAMETERS, Capability.REGISTERED_STATE)),
+        pytest.param("one-by-one", False, marks=needs(Capability.FLAT_PARAMETERS, Capability.WHOLE_PARAMETERS)),
+        *(
+            pytest.param(how, flat, marks=needs(Capability.CAST_AFTER_INIT, *also))
+            for how in ("converted", "swapped")
+            for flat, also in ((False, ()), (True, (Capability.FLAT_PARAMETERS,)))
+        ),
     ],
+    ids=["assigned", "one-by-one", "converted", "converted-flat", "swapped", "swapped-flat"],
 )
-def test_steps_of_parameters_that_a_script_replaced(rank: Rank, how: str) -> None:
-    """The same for an optimizer of parameters that a load has assigned, or that a script has put there itself."""
+def test_steps_of_parameters_that_a_script_replaced(rank: Rank, how: str, flat_parameters: bool) -> None:
+    """The same for an optimizer of parameters that a load, a script or torch, as it converts them, has put there."""
     model, batch = models.MLP(9), (rank.batch(0, (4, 9)),)
 
     def last_output(*, evaluates: bool) -> torch.Tensor:
-        run = rank.run(models.copy_of(model), units=[["in_proj"]], reshard_after_forward=False)
+        run = rank.run(
+            models.copy_of(model), units=[["in_proj"]], reshard_after_forward=False, flat_parameters=flat_parameters
+        )
         module = run.adapter.module
         if how == "assigned":
             module.load_state_dict({name: value.clone() for name, value in module.state_dict().items()}, assign=True)
         for owner in map(run.original_module, ("in_proj", "out_proj") if how == "one-by-one" else ()):
             for name, parameter in list(owner.named_parameters(recurse=False)):
                 setattr(owner, name, nn.Parameter(parameter.detach().clone()))
+        if how in ("converted", "swapped"):
+            _convert(rank, module, swaps=how == "swapped")
         optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, fused=True)
         run.forward_backward(batch, loss=models.mean_square)
         if evaluates:
@@ -133,7 +143,10 @@ def test_steps_of_parameters_that_a_script_replaced(rank: Rank, how: str) -> Non
         optimizer.step()
         return run.evaluate(batch)[0]
 
+    before = models.copy_of(model).to(rank.device)(*batch)
     found, expected = last_output(evaluates=True), last_output(evaluates=False)
+    # The first step of Adam moves each parameter by the learning rate.
+    assert float((expected - before).detach().abs().max()) > 1e-3, "a forward after a step is that of before it"
     assert torch.equal(found, expected), "a forward after a step uses what one before it has left gathered"
 
 
@@ -169,6 +182,16 @@ def test_steps_of_parameters_that_inference_saw_first(rank: Rank) -> None:
 
     found, expected = last_output(evaluates=True), last_output(evaluates=False)
     assert torch.equal(found, expected), "an evaluation before the first step changes what is trained"
+
+
+def _convert(rank: Rank, module: nn.Module, *, swaps: bool) -> None:
+    """Let torch put new parameters in the place of a module's, or new tensors into them, as it does where data differ.
+
+    So it converts to another kind of device, and any model where a script has chosen that.
+    """
+    with rank.monkeypatch.context() as patch:
+        patch.setattr(torch.__future__, f"_{'swap' if swaps else 'overwrite'}_module_params_on_conversion", True)
+        module.to(torch.float32)
 
 
 @contract("OPTIMIZER-28")

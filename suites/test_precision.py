@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardproof.harness import Capability, contract, models, needs, world
+from shardproof.harness import Capability, contract, meaningful_from, models, needs, world
 from shardproof.harness.adapters.base import Accumulation, Precision, StateForm, WholeParameters
 from shardproof.harness.findings.finding import step_label
 from shardproof.harness.models import mixed, optim, shapes
@@ -309,14 +309,19 @@ def test_deferred_all_reduces(rank: Rank, policy: str) -> None:
 
 
 @contract("PRECISION-3")
-@world(4)
+@world(2, 4)
+@meaningful_from(4)
 @needs(Capability.MIXED_PRECISION, Capability.DEFERRED_ALL_REDUCE, Capability.ACCUMULATION_DTYPES)
-@needs(Capability.HYBRID, Capability.UNUSED_MODULE)
+@needs(Capability.HYBRID, Capability.SINGLE_RANK, Capability.UNUSED_MODULE)
 def test_deferred_all_reduces_of_different_parameters(rank: Rank) -> None:
-    """The same where microbatches use different parameters, of which the first ones' shards wait for the last."""
+    """The same where microbatches use different parameters, of which the first ones' shards wait for the last.
+
+    In a world of two each replica has one shard, which nothing has reduced before it waits.
+    """
     run, replica = both(
         rank, models.Branches(8, 2), units=[], precision=POLICIES["fp32-bf16"], microbatches=3, find_unused=True,
-        mesh=rank.mesh((2, 2), ("replicate", "shard")), accumulation=Accumulation(skips="all-reduce"),
+        mesh=rank.mesh((2, rank.world_size // 2), ("replicate", "shard")),
+        accumulation=Accumulation(skips="all-reduce"),
     )  # fmt: skip
     for step in range(2):
         batch = [(rank.batch(step, (4, 8), microbatch=number), used) for number, used in enumerate((0, 1, 1))]

@@ -8,9 +8,18 @@ import pytest
 
 from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.adapters.base import Accumulation
-from shardproof.harness.models.recomputation import Computations, Means, Span, SpanTower, recompute, recompute_span
+from shardproof.harness.findings.finding import step_label
+from shardproof.harness.models.recomputation import (
+    Computations,
+    Means,
+    Span,
+    SpanBesideAHead,
+    SpanTower,
+    recompute,
+    recompute_span,
+)
 from shardproof.harness.models.ties import RepeatedTower
-from shardproof.harness.parity import Pair, Rank
+from shardproof.harness.parity import Census, Pair, Rank
 from shardproof.harness.plugin.axes import RESHARD, RESHARD_ROOT
 
 pytestmark = needs(Capability.RECOMPUTATION)
@@ -128,6 +137,51 @@ def test_one_gather_serves_a_span(
         pair.step(rank.batch(step, (4, 9)))
         pair.check()
         pair.check_counts("backward", all_gather=again, reduce_scatter=4)
+
+
+@contract("RECOMPUTATION-2", "RECOMPUTATION-4")
+@world(2)
+@COUNTS
+@pytest.mark.parametrize("span", ["two-layers", "two-layers-reentrant"])
+@pytest.mark.parametrize(
+    "ahead",
+    [
+        pytest.param(None, marks=needs(Capability.GATHER_ORDER)),
+        pytest.param("before-backward", marks=needs(Capability.GATHERS_AHEAD)),
+    ],
+)
+def test_the_unit_before_a_span_is_gathered_ahead(rank: Rank, ahead: Any, span: Span) -> None:
+    """The unit that backward reaches after a span is gathered before the span's first is reduced, in every step."""
+    pair = make_spans(rank, span, gathers_ahead=ahead)
+    for step in range(3):
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+        order = [(item.kind, item.unit) for item in pair.last_trace() if item.phase == "backward"]
+        gathered, reduced = order.index(("all_gather", "layers.0")), order.index(("reduce_scatter", "layers.1"))
+        assert gathered < reduced, f"layers.0 is gathered late in the backward of {step_label(step)}: {order}"
+
+
+@contract("RECOMPUTATION-4")
+@world(2)
+@needs(Capability.UNUSED_OUTPUT)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
+def test_span_that_ends_within_a_unit(rank: Rank, reshard_after_forward: bool | None) -> None:
+    """A recomputation may end in the midst of a unit that gets no gradient: it is freed, and seen anew in later steps.
+
+    Gradients are zeroed, so that momentum moves the unit in a step that does not use it.
+    """
+    seen: list[dict[str, int]] = []
+    census: Census
+    pair = rank.pair(
+        SpanBesideAHead(9), units=[["side"]], baseline="replicated", find_unused=True,
+        reshard_after_forward=reshard_after_forward, after_backward=lambda adapter: seen.append(census.held()),
+    )  # fmt: skip
+    census = Census(pair.sharded)
+    for step, loss in enumerate([models.both_heads, models.first_head] * 2):
+        pair.step(rank.batch(step, (4, 9)), loss=loss, set_to_none=False)
+        pair.check()
+    if rank.device.type == "cpu" and Capability.SHARDED in rank.implementation.capabilities():
+        assert seen == [{}] * 4, f"when backward has ended, units are gathered (bytes): {seen}"
 
 
 @contract("RECOMPUTATION-5")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.adapters.base import Accumulation, Clip, Precision, Settings
@@ -25,6 +26,17 @@ from shardproof.harness.plugin.axes import RESHARD, SHARDS
 
 SHAPE = (6, 4)
 LOW = needs(Capability.MIXED_PRECISION)
+NAMES = ("replicate", "shard")
+#: Two replicas, which are of one rank each in a world of two; or shards alone.
+REPLICAS = pytest.mark.parametrize(
+    "replicas",
+    [False, pytest.param(True, marks=needs(Capability.HYBRID, Capability.SINGLE_RANK))],
+    ids=["shards", "replicas"],
+)
+FREED = needs(
+    Capability.UNIT_SETTINGS, Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD, Capability.ROOT_RESHARD
+)
+OF_A_UNIT = pytest.mark.parametrize("unit", ["layers.1", ""], ids=["a-layer", "the-root"])
 
 
 @contract("REDUCTION-1")
@@ -44,12 +56,12 @@ LOW = needs(Capability.MIXED_PRECISION)
         pytest.param({"low": 3.0, "high": 6.0}, torch.float16, id="of-three-float16", marks=LOW),
     ],
 )
-def test_divide_factors(rank: Rank, factors: dict[str, float], dtype: torch.dtype | None) -> None:
+@REPLICAS
+def test_divide_factors(rank: Rank, replicas: bool, factors: dict[str, float], dtype: torch.dtype | None) -> None:
     """The sum over shards and replicas together is divided by the factor of the unit, or else by the ranks."""
-    # Four ranks are (2, 2), or two pairs, because the order of a sum of two does not matter.
-    mesh = rank.mesh((2, 2), ("replicate", "shard")) if rank.world_size == 4 else None
-    if mesh is not None and Capability.HYBRID not in rank.implementation.capabilities():
-        mesh = mesh["shard"]
+    # Sums of two, because their order does not matter: two replicas, of two shards or of one, or pairs of ranks.
+    pairs = rank.mesh((rank.world_size // 2, 2), NAMES)["shard"]
+    mesh = rank.mesh((2, rank.world_size // 2), NAMES) if replicas else pairs
     model = mixed.Mixed()
     # All gradients are far from the smallest float16, so that a part of the division before the sum loses nothing.
     for value in (*model.parameters(), model.low.offset, model.high.offset):
@@ -108,13 +120,15 @@ def test_another_collective_in_the_place_of_a_script(rank: Rank) -> None:
 @contract("REDUCTION-2")
 @world(2, 4)
 @needs(Capability.UNIT_SETTINGS, Capability.DEFERRED_REDUCTION)
-@pytest.mark.parametrize("unit", ["layers.1", ""], ids=["a-layer", "the-root"])
-def test_function_after_the_reduction(rank: Rank, unit: str) -> None:
+@OF_A_UNIT
+@REPLICAS
+def test_function_after_the_reduction(rank: Rank, replicas: bool, unit: str) -> None:
     """A function that is set for one unit runs once in each reduction, on the gradients that the optimizer gets.
 
     Half of the ranks, one replica of two, double them: a sum over replicas after that would change both.
     """
-    runs = two_runs(rank, accumulation=Accumulation(), microbatches=2)
+    mesh = rank.mesh((2, rank.world_size // 2), NAMES) if replicas else rank.mesh()
+    runs = two_runs(rank, accumulation=Accumulation(), microbatches=2, mesh=mesh)
     sizes: list[int] = []
     doubles = rank.index >= rank.world_size // 2
 
@@ -219,7 +233,7 @@ def test_a_second_function(rank: Rank) -> None:
 @needs(Capability.REDUCTION_HOOK, Capability.HYBRID)
 def test_function_for_shards_with_replicas(rank: Rank) -> None:
     """Where shards have replicas, which a function could not reduce over both, it is refused."""
-    model, mesh = models.Tower(dim=9), rank.mesh((2, 2), ("replicate", "shard"))
+    model, mesh = models.Tower(dim=9), rank.mesh((2, 2), NAMES)
     adapter = rank.run(model, units=model.units(), mesh=mesh).adapter
     refusal = Refusal(rank, lambda: adapter.replace_reduction(lambda *_: None))
     assert refusal.text is not None, "no rank refuses it"
@@ -264,16 +278,30 @@ class Own:
 
 
 @contract("REDUCTION-2")
-@world(2, 4)
-@needs(Capability.UNIT_SETTINGS, Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD, Capability.ROOT_RESHARD)
-@pytest.mark.parametrize("unit", ["layers.1", ""], ids=["a-layer", "the-root"])
+@world(2)
+@FREED
+@OF_A_UNIT
 def test_collectives_of_a_script(rank: Rank, unit: str) -> None:
     """An all-gather and a reduce-scatter of a script's own are used once each time for the unit for which they are set.
 
     They get tensors that they allocated themselves, and no further collective moves the unit.
     """
+    check_collectives_of_a_script(rank, unit)
+
+
+@contract("REDUCTION-2")
+@world(4)
+@needs(Capability.HYBRID)
+@FREED
+@OF_A_UNIT
+def test_collectives_of_a_script_on_replicas(rank: Rank, unit: str) -> None:
+    """The same on replicas, over which the shares are then averaged."""
+    check_collectives_of_a_script(rank, unit, mesh=rank.mesh((2, 2), NAMES))
+
+
+def check_collectives_of_a_script(rank: Rank, unit: str, *, mesh: DeviceMesh | None = None) -> None:
+    """Train a tower of which one unit has collectives of its own."""
     model, (gather, reduce) = models.Tower(dim=9), (Own(), Own())
-    mesh = rank.mesh((2, 2), ("replicate", "shard")) if rank.world_size == 4 else None
     pair = rank.pair(model, units=model.units(), mesh=mesh, reshard_after_forward=True)
     # Where the process group has no memory of its own this changes nothing.
     pair.adapter.change(Settings(group_memory=True), unit="layers.0")
@@ -309,15 +337,24 @@ def test_memory_of_a_script(rank: Rank) -> None:
 
 
 @contract("REDUCTION-2")
-@world(2, 4)
+@world(2)
 @needs(Capability.UNIT_SETTINGS)
-@pytest.mark.parametrize("has_replicas", [False, pytest.param(True, marks=needs(Capability.HYBRID))])
-def test_sums_alone(rank: Rank, has_replicas: bool) -> None:
+def test_sums_alone(rank: Rank) -> None:
     """A unit for which a script chooses sums reduces by sums and trains the same; the choice can be taken back."""
+    check_sums_alone(rank)
+
+
+@contract("REDUCTION-2")
+@world(4)
+@needs(Capability.UNIT_SETTINGS, Capability.HYBRID)
+def test_sums_alone_on_replicas(rank: Rank) -> None:
+    """The same on replicas, over which the shares are summed as well."""
+    check_sums_alone(rank, mesh=rank.mesh((2, 2), NAMES))
+
+
+def check_sums_alone(rank: Rank, *, mesh: DeviceMesh | None = None) -> None:
+    """Train a tower of which one unit, and in another step the root's own, are reduced by sums."""
     model, reduces = models.Tower(dim=9), {"layers.0": Own(), "layers.1": Own()}
-    mesh = rank.mesh((2, rank.world_size // 2), ("replicate", "shard")) if has_replicas else None
-    if has_replicas and rank.world_size == 2:
-        return  # one shard is not reduced
     pair = rank.pair(model, units=model.units(), mesh=mesh)
     for name, reduce in reduces.items():
         pair.adapter.change(Settings(reduce_scatter=reduce), unit=name)
@@ -332,12 +369,26 @@ def test_sums_alone(rank: Rank, has_replicas: bool) -> None:
 
 
 @contract("REDUCTION-2")
-@world(4)
-@needs(Capability.UNIT_SETTINGS, Capability.OWN_REDUCE_GROUP, Capability.HYBRID)
+@world(2)
+@needs(Capability.UNIT_SETTINGS, Capability.OWN_REDUCE_GROUP)
 @pytest.mark.parametrize("recurse", [False, True])
 def test_reductions_have_a_group_of_their_own(rank: Rank, recurse: bool) -> None:
     """Reductions can have a process group other than the gathers', of the same ranks, and return to that one."""
-    model, mesh = models.Tower(dim=9), rank.mesh((2, 2), ("replicate", "shard"))
+    check_own_groups(rank, recurse, rank.mesh())
+
+
+@contract("REDUCTION-2")
+@world(4)
+@needs(Capability.UNIT_SETTINGS, Capability.OWN_REDUCE_GROUP, Capability.HYBRID)
+@pytest.mark.parametrize("recurse", [False, True])
+def test_reductions_have_a_group_of_their_own_on_replicas(rank: Rank, recurse: bool) -> None:
+    """The same within replicas."""
+    check_own_groups(rank, recurse, rank.mesh((2, 2), NAMES))
+
+
+def check_own_groups(rank: Rank, recurse: bool, mesh: DeviceMesh) -> None:
+    """Let reductions have groups of their own in some steps, of all units in the root or of the root's own alone."""
+    model = models.Tower(dim=9)
     pair = rank.pair(model, units=model.units(), mesh=mesh)
     gathers, reduces = ({name: Own() for name in ("", "layers.1")} for _ in range(2))
     for name in gathers:
@@ -380,7 +431,7 @@ def test_settings_where_nothing_is_sharded(rank: Rank) -> None:
 def two_runs(rank: Rank, **options: Any) -> list[Run]:
     """Two runs of one model, on replicas if there are four ranks."""
     model = models.Tower(dim=9)
-    mesh = rank.mesh((2, 2), ("replicate", "shard")) if rank.world_size == 4 else None
+    mesh = rank.mesh((2, 2), NAMES) if rank.world_size == 4 else None
     return [rank.run(models.copy_of(model), **{"units": model.units(), "mesh": mesh} | options) for _ in range(2)]
 
 

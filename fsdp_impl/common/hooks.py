@@ -98,7 +98,13 @@ def call_when_accumulated(leaf: torch.Tensor, method: Callable[[], None]) -> Non
 
 def in_backward() -> bool:
     """Whether autograd is running, as during the recomputation of activation checkpointing."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return running_backward() is not None
+
+
+def running_backward() -> int | None:
+    """The number of the backward that autograd is running, the innermost one; its final callbacks belong to it."""
+    number: int = torch._C._current_graph_task_id()
+    return None if number == -1 else number
 
 
 def post_accumulate_of(param: torch.Tensor) -> tuple[Callable[[torch.Tensor], None], ...]:

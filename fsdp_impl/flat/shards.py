@@ -209,7 +209,11 @@ class FlatShards:
             RuntimeError: if it has another size.
         """
         held = self.module._parameters.get(FLAT_PARAM)
-        if held is None or held is self.flat:
+        if held is None:
+            return
+        # Conversions may swap it with another one, whose attributes the object has then.
+        mark_managed(held)
+        if held is self.flat:
             return
         if held.numel() != self.layout.shard_numel:
             raise RuntimeError(
@@ -217,7 +221,6 @@ class FlatShards:
                 f"Expects {torch.Size([self.layout.shard_numel])} but got {held.size()} for {FLAT_PARAM}"
             )
         self.flat = held
-        mark_managed(held)
 
     def has_changed(self) -> bool:
         """Whether a user has replaced originals or their data: the same on ranks that hold none of their elements."""

@@ -257,6 +257,13 @@ class FlatUnit:
         if self._recomputes():
             return
         self.phase = Phase.IDLE
+        if hooks.in_backward():
+            # So ends a recomputation that has all that backward needs. Backward goes on, with what is gathered.
+            if self.group is not None:
+                self.group.shards.register()
+            if self.iteration.forward_root is self:
+                self._root_post_forward()
+            return
         if self.iteration.forward_root is self:
             for group in self.groups():
                 group.reshard()

@@ -275,18 +275,20 @@ class ShardedParam:
             ValueError: if it is no longer a DTensor of the same size, mesh and placements.
         """
         held = self.held()
-        if held is not self.sharded:
+        is_same = held is self.sharded
+        if not is_same:
             self._check(held)
             self.sharded = held
-            hooks.count_steps_of(held)
             self.register(held)
         elif len(self.owners) > 1:
             self.register(held)  # a load assigns a shared parameter under each of its names
         local = self.local
-        if self.slot is not None and local is self.slot and local.data_ptr() == self._slot_pointer:
+        if is_same and self.slot is not None and local is self.slot and local.data_ptr() == self._slot_pointer:
             return
         self.slot = None
         self.spec = dtensor.with_dtype(self.spec, local.dtype)
+        # Conversions swap a DTensor with another one, whose attributes the object has then.
+        hooks.count_steps_of(held)
 
     def move_to(self, slot: torch.Tensor) -> None:
         """Live in ``slot``, which holds the same values."""

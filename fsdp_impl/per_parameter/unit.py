@@ -31,6 +31,7 @@ class IterationContext(Iteration["Unit"]):
 
     Attributes:
         forward_order: groups in the order of their post-forwards since the last backward, with repeats.
+        forward_begins: how many of them ran before the outermost forward of now.
         is_last_backward: whether backward ends with waiting for reductions and clearing ``forward_order``.
         post_optim_event: what the next forward's gathers wait for instead of the current stream; used once.
     """
@@ -38,6 +39,7 @@ class IterationContext(Iteration["Unit"]):
     def __init__(self) -> None:
         super().__init__()
         self.forward_order: list[ParamGroup] = []
+        self.forward_begins = 0
         self.is_last_backward = True
         self.post_optim_event: Event = None
 
@@ -77,6 +79,8 @@ class Unit(_State):
         self.reducer = Reducer(group) if group is not None else None
         self.is_root: bool | None = None
         self.phase = Phase.IDLE
+        # The backward in which the forward of now began, if a recomputation runs it.
+        self._begun_in: int | None = None
         self.iteration = IterationContext()
         self.forward_methods: set[tuple[ref[nn.Module], str]] = set()
         # Modules whose forward is still to come in this pass, for units of several modules.
@@ -128,6 +132,7 @@ class Unit(_State):
         if entering:
             # May raise; then this forward has not begun, and the next one is the first again.
             args, kwargs = self._root_pre_forward(args, kwargs)
+            self._begun_in = hooks.running_backward()
         self.phase = Phase.FORWARD
         args, kwargs = _cast_inputs(self._policy, args, kwargs)
         if self.group is not None:
@@ -162,6 +167,7 @@ class Unit(_State):
         if self.iteration.forward_root is not None:
             return args, kwargs
         self.iteration.forward_root = self
+        self.iteration.forward_begins = len(self.iteration.forward_order)
         if self.is_root and self.iteration.order is not None:
             self.iteration.order.begin(training=self.modules[0].training)
         for group in _groups(self.iteration.units):
@@ -187,6 +193,8 @@ class Unit(_State):
                 unit._complete_forward(output)
         self.comm.release_output()
         self.iteration.forward_root = None
+        if not torch.is_grad_enabled():
+            forget_latest_forwards(self.iteration)
         if self.is_root and self.iteration.order is not None:
             self.iteration.order.end(group.mesh.group for group in _groups(self.iteration.units))
 
@@ -249,13 +257,18 @@ class Unit(_State):
         if group.options.reshard_after_backward:
             group.reshard()
 
+    def _is_computing(self) -> bool:
+        """Whether its forward goes on after the backward that ends now, which it runs on its way."""
+        # A recomputation in this backward ends as soon as it has all that backward needs, in the midst of a forward.
+        return self.phase is Phase.FORWARD and self._begun_in != hooks.running_backward()
+
     @hooks.outside_graphs
     def _end_of_backward(self) -> None:
-        if (root := self.iteration.forward_root) is not None and root.phase is not Phase.FORWARD:
+        if (root := self.iteration.forward_root) is not None and not root._is_computing():
             self.iteration.forward_root = None
         for unit in self.iteration.units:
-            if unit.phase is Phase.FORWARD:
-                continue  # which computes gradients on its way; its parameters are in use
+            if unit._is_computing():
+                continue  # its parameters are in use
             unit.to_run.clear()
             unit.phase = Phase.IDLE
             if unit.group is None:
@@ -270,7 +283,7 @@ class Unit(_State):
                 unit.group.drop_pending()
                 unit.group.forward_indices.clear()
         if self.iteration.is_last_backward:
-            self.iteration.forward_order.clear()
+            forget_forwards(self.iteration)
             self.comm.finish_reductions()
         self.iteration.callback_queued = False
 
@@ -295,7 +308,7 @@ class Unit(_State):
                 unit.group.to_sharded()
                 reduction.drop(unit.group)
                 unit.reducer.reset()
-        self.iteration.forward_order.clear()
+        forget_forwards(self.iteration)
         self.iteration.forward_root = None
         self.iteration.callback_queued = False
 
@@ -363,6 +376,19 @@ def record_forward(group: ParamGroup, iteration: IterationContext) -> None:
     """Note that ``group`` finished a forward that backward will pass; one that runs twice is noted twice."""
     group.forward_indices.append(len(iteration.forward_order))
     iteration.forward_order.append(group)
+
+
+def forget_forwards(iteration: IterationContext) -> None:
+    """Backward has passed them, or none will."""
+    iteration.forward_order.clear()
+    iteration.forward_begins = 0
+
+
+def forget_latest_forwards(iteration: IterationContext) -> None:
+    """No backward will pass those since the outermost forward began, which runs without autograd."""
+    for group in iteration.forward_order[iteration.forward_begins :]:
+        group.forward_indices.pop()
+    del iteration.forward_order[iteration.forward_begins :]
 
 
 def prefetch_previous(group: ParamGroup, iteration: IterationContext) -> None:

@@ -344,10 +344,13 @@ class Config:
     Needs :attr:`Capability.FLAT_PARAMETERS`.
     """
 
-    sync_states: bool = False
+    sync_states: bool | Literal["root"] = False
     """Whether every rank starts from the parameters and buffers of the first rank of the mesh.
 
-    Needs :attr:`Capability.SYNC_STATES`.
+    With ``"root"`` the root alone is told to. It takes its own unit's parameters, and all buffers, those of the other
+    units too.
+
+    Needs :attr:`Capability.SYNC_STATES`, and ``"root"`` :attr:`Capability.COUNTED_UNITS` as well.
     """
 
     gathers_ahead: Literal["before-backward", "after-backward", "never"] | None = None

@@ -162,6 +162,8 @@ class FlatAdapter(Adapter):
             parent, _, child = name.rpartition(".")
             inside = [one for one in config.ignored if config.ignored_inside and one.startswith(f"{name}.")]
             its = options | self._ignored(model, name, inside)
+            if config.sync_states == "root":
+                its["sync_module_states"] = False
             setattr(model.get_submodule(parent), child, self._wrap(model.get_submodule(name), name, its))
         self.module = self._wrap(model, "", options)
         if config.cast is not None:
@@ -180,7 +182,7 @@ class FlatAdapter(Adapter):
             "cpu_offload": self.api.CPUOffload(offload_params=True) if config.offload else None,
             "device_id": _device(config.mesh.device_type),
             "use_orig_params": not config.flat_parameters,
-            "sync_module_states": config.sync_states,
+            "sync_module_states": bool(config.sync_states),
             **self._ahead(),
         }
 

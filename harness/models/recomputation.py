@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, set_checkpoint_early_stop
 
-from shardproof.harness.models.plain import Stacked, Tower
+from shardproof.harness.models.plain import MLP, Stacked, Tower
 
 Means = Literal["hooks", "wrapper", "call", "reentrant-call"]
 
@@ -177,3 +177,24 @@ def recompute_span(model: SpanTower, span: Span) -> SpanTower:
             half: Any = layer.in_proj
             half.forward = functools.partial(checkpoint, half.forward, use_reentrant=False)
     return model
+
+
+class SpanBesideAHead(nn.Module):
+    """A span that is recomputed and ends with a head whose output the loss may leave out.
+
+    Submodules: ``entry``, ``inner``, ``side`` (an MLP) and ``out``, all (dim, dim). Input (rows, dim), output a pair of
+    that shape, of ``out`` and of ``side``. Without the second one the recomputation ends in the midst of ``side``: it
+    has then made everything that was saved, and torch stops it there.
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.entry, self.inner, self.out = (nn.Linear(dim, dim) for _ in range(3))
+        self.side = MLP(dim)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        inner, side = checkpoint(self._span, self.entry(x), use_reentrant=False)
+        return self.out(inner), side
+
+    def _span(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.tanh(self.inner(x)), self.side(x)

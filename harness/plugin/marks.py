@@ -19,7 +19,7 @@ MARKER_LINES = (
     "simulated(multiple_of): the case runs on single ranks of simulated worlds, with --simulate alone",
     "needs(*names): the capabilities and the hardware without which the case is skipped",
     "alone(): the case measures time or memory and shares its devices with no other case",
-    "meaningful_from(size): on fewer ranks this value of a parameter means what another one does",
+    "meaningful_from(size): on fewer ranks this value of a parameter means what another one does, or the case less",
     "drawn(name=kind): the controller draws this parameter, many times, and the ranks run each example",
     "deadline(seconds): how long the case may take before its verdict is hang",
 )
@@ -81,9 +81,11 @@ def needs(*names: Capability | Hardware) -> pytest.MarkDecorator:
 
 
 def meaningful_from(size: int) -> pytest.MarkDecorator:
-    """Say of one value of a parameter that on fewer ranks it means what another value does.
+    """Say of one value of a parameter that on fewer ranks it means what another value does; of a case, that it means
+    less there.
 
-    ``--effort standard`` keeps pairs with the value on the fewest ranks; with this mark, also on as many as these.
+    ``--effort standard`` keeps pairs with the value on the fewest ranks; with this mark, also on as many as these. So
+    does ``pairs``, of a case as well.
 
     Raises:
         ValueError: the size is not a positive integer.

@@ -47,12 +47,12 @@ PER_PARAMETER = {
     # What a script replaces.
     "replaced-in-one-place": Edit(
         "per_parameter.param:ShardedParam.adopt",
-        "        hooks.count_steps_of(held)\n        self.register(held)\n",
-        "        hooks.count_steps_of(held)\n",
+        "        self.sharded = held\n        self.register(held)\n",
+        "        self.sharded = held\n",
     ),
     "second-place-left": Edit("per_parameter.param:ShardedParam.adopt", "elif len(self.owners) > 1:", "elif False:"),
     "steps-of-loaded-parameters-not-counted": Edit(
-        "per_parameter.param:ShardedParam.adopt", "        hooks.count_steps_of(held)\n", ""
+        "per_parameter.param:ShardedParam.adopt", "    hooks.count_steps_of(held)\n", ""
     ),
     # Reductions.
     "partial-sums-in-the-dtype-of-shards": Edit(
@@ -76,6 +76,17 @@ PER_PARAMETER = {
         "per_parameter.unit:Unit.pre_forward",
         "    if entering:\n        prefetch(",
         "    if entering and torch.is_grad_enabled():\n        prefetch(",
+    ),
+    "evaluations-stay-in-the-order": Edit(
+        "per_parameter.unit:Unit._root_post_forward", "if not torch.is_grad_enabled():", "if False:"
+    ),
+    "ended-early-taken-to-compute": Edit(
+        "per_parameter.unit:Unit._is_computing", " and self._begun_in != hooks.running_backward()", ""
+    ),
+    "factors-of-each-replica": Edit(
+        "common.divide:divide",
+        "divisor = world if factor is None else factor",
+        "divisor = world if factor is None else factor * replicate_size",
     ),
 }
 
@@ -157,6 +168,17 @@ FLAT = {
     "flat-called-objects-do-not-recurse": Edit(
         "wrap:ModuleWrapPolicy.__call__", "return recurse or isinstance", "return isinstance"
     ),
+    # Recomputations, values of the first rank, and conversions.
+    "flat-ended-early-frees-all": Edit("flat.unit:FlatUnit.abandon_forward", "if hooks.in_backward():", "if False:"),
+    "flat-recomputed-forwards-in-the-order": Edit(
+        "flat.unit:FlatUnit.post_forward",
+        "        if not hooks.in_backward():\n            self.iteration.record_forward(self.group)\n",
+        "        self.iteration.record_forward(self.group)\n",
+    ),
+    "flat-buffers-of-units-not-sent": Edit(
+        "flat.construct:_prepare", " if unit.options.synced for child in", " for child in"
+    ),
+    "flat-swapped-not-counted": Edit("flat.shards:FlatShards.adopt_flat", "    mark_managed(held)\n", ""),
     "flat-by-hand-within-by-hand": Edit("wrap:enable_wrap", "if _enabled.get() is not None:", "if False:"),
 }
 

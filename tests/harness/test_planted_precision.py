@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow("the tests share one run of the suites, in which p
 
 TRAINING = "test_precision and test_training and w2-{}-None"
 RECOMPUTED = "test_precision and test_recomputation and w2-bf16]"
-FACTORS = "test_divide_factors and w2-of-all-units-{}"
+FACTORS = "test_divide_factors and w2-shards-of-all-units-{}"
 OUTPUT, GRADIENT = "output of 'microbatch 0, tensor 0' in the first step", "gradient of '"
 KILLED = {
     "inputs-cast-unasked": Killer(TRAINING.format("inputs-as-they-are"), OUTPUT),
