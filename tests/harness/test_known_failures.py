@@ -233,7 +233,7 @@ def test_several_files_of_expectations_come_before_those_beside_the_cases(run, e
     expect(entry(FAILS, verdict="crash"), entry("test_inner.py::test_other[w1]"))
     one = beside(pytester, entry(FAILS))
     two = beside(pytester, entry("test_inner.py::test_case[w1-passes]"), name="more/ddp.toml")
-    result = run(SOURCE, "--expectations", one, "--expectations", two)
+    result = run(SOURCE, "-v", "--expectations", one, "--expectations", two)
     result.assert_outcomes(xfailed=1, failed=2)
     result.stdout.fnmatch_lines_random(
         [

@@ -110,10 +110,10 @@ def test_other_world(rank):
     result = run(source, "--world", "1", "--impl", "ddp,reference", "--collect-only", "-q")
     collected = [line.partition("::")[2] for line in result.stdout.lines if "::" in line]
     assert collected == [
-        "test_case[ddp-w1-True]",
         "test_case[ddp-w1-False]",
-        "test_case[reference-w1-True]",
         "test_case[reference-w1-False]",
+        "test_case[ddp-w1-True]",
+        "test_case[reference-w1-True]",
     ]
     result.assert_outcomes()
 
