@@ -1,13 +1,23 @@
-"""Adapters of a flat reference of which one place is edited: what it answers, warns of, and does after an error.
+"""Adapters of a reference of which one place is edited: what a wrapper answers, warns of, and does after an error.
 
-They lie in what calls return and in arguments that they do not look at, in warnings that are lost, in parameters that
+Most lie in what calls return and in arguments that they do not look at, in warnings that are lost, in parameters that
 are parts of larger tensors, in whole parameters, and in what an exception or an interrupt leaves.
 """
 
 from __future__ import annotations
 
+from shardproof.harness.adapters.reference import ReferenceAdapter
 from shardproof.harness.adapters.reference_flat import ReferenceFlatAdapter
 from tests.harness.planted_reductions import Edit, edited
+
+PER_PARAMETER = {
+    "backward-needs-the-model": Edit(
+        "common.owner:Owner.hold",
+        "    module = self._module()\n    if module is None:\n        return\n",
+        "    module = self.module\n",
+    ),
+    "infinite-in-float64": Edit("common.norm:local_share", ", posinf=math.inf", ""),
+}
 
 _WRAPPER = "flat.module:FullyShardedDataParallel"
 
@@ -108,4 +118,4 @@ FLAT = {
 }
 
 #: Adapters by the names of their bugs.
-ADAPTERS = edited(__name__, {ReferenceFlatAdapter: FLAT})
+ADAPTERS = edited(__name__, {ReferenceAdapter: PER_PARAMETER, ReferenceFlatAdapter: FLAT})
