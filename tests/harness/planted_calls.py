@@ -11,11 +11,6 @@ from shardproof.harness.adapters.reference_flat import ReferenceFlatAdapter
 from tests.harness.planted_reductions import Edit, edited
 
 PER_PARAMETER = {
-    "backward-needs-the-model": Edit(
-        "common.owner:Owner.hold",
-        "    module = self._module()\n    if module is None:\n        return\n",
-        "    module = self.module\n",
-    ),
     "infinite-in-float64": Edit("common.norm:local_share", ", posinf=math.inf", ""),
 }
 
@@ -88,15 +83,6 @@ FLAT = {
         "flat.summon:WholeGradients.take_back",
         "changed if shards.is_sharded else shaped(changed, shards.layout.pieces[index])",
         "changed.view_as(grad)",
-    ),
-    "flat-saved-in-a-backward": Edit(
-        "flat.state_dict:check_idle", "if unit.phase is not Phase.IDLE:", "if unit.phase is Phase.FORWARD:"
-    ),
-    "flat-replicas-of-inference": Edit("flat.group:Alias.__init__", "with torch.inference_mode(False):", "if True:"),
-    "flat-recomputations-gather-ahead": Edit(
-        "flat.unit:FlatUnit.pre_forward",
-        "if self.forward_prefetch and not hooks.in_backward():",
-        "if self.forward_prefetch:",
     ),
     # After an error.
     "flat-whole-after-an-error": Edit(
