@@ -290,12 +290,13 @@ def test_norm_of_nan(rank: Rank, norm_type: float) -> None:
 @needs(Capability.CLIP_BY_CALL, Capability.CLIP_RAISES, Capability.SHARDED)
 @pytest.mark.parametrize("norm_type", NORMS)
 @pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_norm_that_is_not_finite_raises(rank: Rank, value: float, norm_type: float) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+def test_norm_that_is_not_finite_raises(rank: Rank, dtype: torch.dtype, value: float, norm_type: float) -> None:
     """If a script wants that, a norm that is infinite or NaN raises on every rank and scales nothing."""
     clip = Clip(max_norm=1, norm_type=norm_type, raises=True)
-    run = rank.run(shapes.TwoScales(4, 9, 16), units=[["low"]], clip=clip)
+    run = rank.run(shapes.TwoScales(4, 9, 16).to(dtype), units=[["low"]], clip=clip)
     for row in (None, 0, 3):
-        batch = torch.ones((4, 16), device=rank.device)
+        batch = torch.ones((4, 16), device=rank.device, dtype=dtype)
         if row is not None:
             batch[row, 12] = value  # of the root's weight alone
         run.forward_backward((batch,), loss=torch.sum)

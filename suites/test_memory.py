@@ -246,10 +246,20 @@ def held_by(adapter: Adapter, device: torch.device) -> dict[str, int]:
 @world(2)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
 @pytest.mark.parametrize(
-    "end", ["after-a-step", "after-an-evaluation", "exception-in-forward", "exception-in-backward"]
+    "end",
+    [
+        "after-a-step",
+        "after-an-evaluation",
+        pytest.param("before-a-backward", marks=needs(Capability.AUTOGRAD_CALLS)),
+        "exception-in-forward",
+        "exception-in-backward",
+    ],
 )
 def test_deleted_model_is_freed_at_once(rank: Rank, end: str, reshard_after_forward: bool | None) -> None:
-    """When the last reference to a model goes, its modules and tensors go too, without the garbage collector."""
+    """When the last reference to a model goes, its modules and tensors go too, without the garbage collector.
+
+    A backward that is still to come runs all the same.
+    """
     model = models.Tower(dim=9)
     config = rank.config(units=model.units(), reshard_after_forward=reshard_after_forward)
     memory.collect_garbage()
@@ -263,11 +273,15 @@ def test_deleted_model_is_freed_at_once(rank: Rank, end: str, reshard_after_forw
             adapter.step()
             adapter.zero_grad(set_to_none=True)
         finish(adapter, end, rank.batch(2, (4, 9)))
+        loss = models.mean_square(adapter.forward(rank.batch(2, (4, 9)))) if end == "before-a-backward" else None
         for name, parameter in adapter.named_parameters().items():
             held[f"parameter {name}"] = weakref.ref(parameter)
         del parameter
         adapter.teardown()
         del adapter
+        if loss is not None:
+            loss.backward()
+        del loss
         memory.finish_backward(rank.device)
         alive = [name for name, reference in held.items() if reference() is not None]
         kinds = collections.Counter(name.partition(" ")[0] for name in alive)

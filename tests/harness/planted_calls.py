@@ -1,13 +1,18 @@
-"""Adapters of a flat reference of which one place is edited: what it answers, warns of, and does after an error.
+"""Adapters of a reference of which one place is edited: what a wrapper answers, warns of, and does after an error.
 
-They lie in what calls return and in arguments that they do not look at, in warnings that are lost, in parameters that
+Most lie in what calls return and in arguments that they do not look at, in warnings that are lost, in parameters that
 are parts of larger tensors, in whole parameters, and in what an exception or an interrupt leaves.
 """
 
 from __future__ import annotations
 
+from shardproof.harness.adapters.reference import ReferenceAdapter
 from shardproof.harness.adapters.reference_flat import ReferenceFlatAdapter
 from tests.harness.planted_reductions import Edit, edited
+
+PER_PARAMETER = {
+    "infinite-in-float64": Edit("common.norm:local_share", ", posinf=math.inf", ""),
+}
 
 _WRAPPER = "flat.module:FullyShardedDataParallel"
 
@@ -79,15 +84,6 @@ FLAT = {
         "changed if shards.is_sharded else shaped(changed, shards.layout.pieces[index])",
         "changed.view_as(grad)",
     ),
-    "flat-saved-in-a-backward": Edit(
-        "flat.state_dict:check_idle", "if unit.phase is not Phase.IDLE:", "if unit.phase is Phase.FORWARD:"
-    ),
-    "flat-replicas-of-inference": Edit("flat.group:Alias.__init__", "with torch.inference_mode(False):", "if True:"),
-    "flat-recomputations-gather-ahead": Edit(
-        "flat.unit:FlatUnit.pre_forward",
-        "if self.forward_prefetch and not hooks.in_backward():",
-        "if self.forward_prefetch:",
-    ),
     # After an error.
     "flat-whole-after-an-error": Edit(
         "flat.summon:_unit_full",
@@ -108,4 +104,4 @@ FLAT = {
 }
 
 #: Adapters by the names of their bugs.
-ADAPTERS = edited(__name__, {ReferenceFlatAdapter: FLAT})
+ADAPTERS = edited(__name__, {ReferenceAdapter: PER_PARAMETER, ReferenceFlatAdapter: FLAT})
