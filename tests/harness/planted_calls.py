@@ -48,7 +48,6 @@ FLAT = {
     "flat-parts-from-the-beginning": Edit("flat.layout:flattened", "(1,))", "(1,), 0)"),
     "flat-gaps-kept": Edit("flat.layout:stride_of", "if is_dense(tensor):", "if True:"),
     # Refusals and warnings.
-    "flat-half-a-pair-taken": Edit("flat.ranks:_is_pair_of_groups", "and all(", "and any("),
     "flat-replicas-on-the-cpu": Edit("flat.summon:_check", "not unit.group.shards.is_sharded", "False"),
     "flat-roots-under-a-root": Edit(
         "flat.construct:initialize", "if other is not unit and other.is_root:", "if False:"

@@ -30,7 +30,6 @@ KILLED = {
     "flat-version-of-the-wrapper": Killer("test_answers and w2-version-of", INSTEAD),
     "flat-parts-from-the-beginning": Killer("test_answers and w2-a-transposed-part", INSTEAD),
     "flat-gaps-kept": Killer("test_answers and w2-every-other-column", ""),
-    "flat-half-a-pair-taken": Killer(COMBINED.format("hybrid-with-half-a-pair"), NOT_REFUSED),
     "flat-replicas-on-the-cpu": Killer(COMBINED.format("replicas-whole-on-the-cpu"), NOT_REFUSED),
     "flat-roots-under-a-root": Killer(COMBINED.format("a-layer-before-the-model"), NOT_REFUSED),
     "flat-made-of-anything": Killer(COMBINED.format("values-by-no-reset"), NOT_REFUSED),
