@@ -15,7 +15,6 @@ from typing import Any, Literal
 import pytest
 import torch
 from torch import nn
-from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
@@ -182,6 +181,14 @@ def test_steps_of_parameters_that_inference_saw_first(rank: Rank) -> None:
 
     found, expected = last_output(evaluates=True), last_output(evaluates=False)
     assert torch.equal(found, expected), "an evaluation before the first step changes what is trained"
+
+
+def _attach(parameters: Iterable[nn.Parameter], options: dict[str, Any]) -> None:
+    """Let SGD step a parameter as soon as its gradient has been added up."""
+    # Here: the package compiles scripts where it is imported, and each compilation warns.
+    from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
+
+    _apply_optimizer_in_backward(torch.optim.SGD, parameters, options)
 
 
 def _convert(rank: Rank, module: nn.Module, *, swaps: bool) -> None:
@@ -462,7 +469,7 @@ def test_steps_in_backward(rank: Rank, reshard_after_forward: bool | int | None)
     kept: dict[str, Any] = {"units": UNITS, "reshard_after_forward": reshard_after_forward}
     ordinary = rank.run(copy.deepcopy(model), optimizer=optim.sgd(lr=0.05), **kept)
     attached = rank.run(model, **kept)
-    _apply_optimizer_in_backward(torch.optim.SGD, attached.adapter.held_parameters().values(), options)
+    _attach(attached.adapter.held_parameters().values(), options)
     for step in range(3):
         batch = [(rank.batch(step, SHAPE),)]
         pictures = [run.step(batch, loss=torch.sum) for run in (ordinary, attached)]
@@ -478,7 +485,7 @@ def test_steps_in_backward_of_flat_parameters(rank: Rank) -> None:
     """Optimizers that are attached to flat parameters are refused in the first forward, before anything is sent."""
     run = rank.run(mixed.Mixed(*SHAPE), units=UNITS, flat_parameters=True)
     flat = [parameter for parameter in run.adapter.module.parameters() if parameter.requires_grad]
-    _apply_optimizer_in_backward(torch.optim.SGD, flat, {"lr": 0.05})
+    _attach(flat, {"lr": 0.05})
     refusal = Refusal(rank, lambda: run.adapter.forward(rank.batch(0, SHAPE)))
     assert refusal.text is not None, "no rank refuses them"
     refusal.check_names("optimizer in backward")

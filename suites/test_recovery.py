@@ -79,6 +79,7 @@ def test_exception(rank: Rank, phase: str, reshard_after_forward: bool | int | N
 
 @contract("RECOVERY-3")
 @world(2)
+@RECOVERS
 @pytest.mark.parametrize("phase", ["forward", "backward", "evaluation"])
 def test_interrupt(rank: Rank, phase: str) -> None:
     """The same after an interrupt of the script, which no handler of errors catches."""
@@ -239,6 +240,7 @@ def parts_of(member: Rank, step: int) -> list[torch.Tensor]:
 
 @contract("RECOVERY-3")
 @world(2)
+@RECOVERS
 @needs(Capability.UNUSED_MODULE)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
 def test_exception_that_the_model_catches(rank: Rank, reshard_after_forward: bool | None) -> None:

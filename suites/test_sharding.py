@@ -98,12 +98,12 @@ def test_bytes_that_a_step_adds(rank: Rank) -> None:
 
     def check(what: str, part: str, before: int) -> int:
         # Again a quarter for bookkeeping; those who divide by whole parameters have shares that differ.
-        expected = share if part in traits.shards else full
-        limit = before + expected + full // 4
-        held = memory.settled_bytes(rank.device, limit=limit)
-        assert held <= limit, (
-            f"{what} adds {held - before} bytes to what the rank holds, of {full}; {expected} are its own"
-        )
+        is_divided = part in traits.shards
+        limit = (share if is_divided else full) + full // 4
+        held = memory.settled_bytes(rank.device, limit=before + limit)
+        added = rank.exchange(held - before)
+        assert sum(added) <= rank.world_size * limit, f"{what} adds {added} bytes to what the ranks hold, of {full}"
+        assert not is_divided or max(added) < full, f"{what} adds all of {full} bytes to what a rank holds: {added}"
         return held
 
     # The first backward may make buffers that stay, such as those of DDP.

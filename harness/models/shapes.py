@@ -299,7 +299,7 @@ class Keywords(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden, skip = x, torch.tanh(x)
         for layer in self.layers:
-            inputs: dict[str, Any] = {"hidden": [hidden], "skips": (skip, None, hidden)}
+            inputs: dict[str, Any] = {"hidden": [hidden], "skips": (hidden, None, skip)}
             output = layer(inputs=inputs, mask=None, times=2)
             assert inputs["hidden"][0] is hidden, "a unit leaves the containers of its caller as they are"
             hidden, skip = output, output * 0.5
@@ -319,7 +319,7 @@ class _Keyworded(nn.Module):
 
     def forward(self, *, inputs: dict[str, Any], mask: torch.Tensor | None, times: int) -> torch.Tensor:
         assert mask is None, "a keyword argument that is None stays None"
-        (hidden,), (skip, nothing, again) = inputs["hidden"], inputs["skips"]
+        (hidden,), (again, nothing, skip) = inputs["hidden"], inputs["skips"]
         assert nothing is None, "None within a container stays None"
         out: torch.Tensor = skip + torch.tanh(self.back(torch.tanh(self.into(hidden * times)))) * again
         return out

@@ -52,7 +52,7 @@ KILLED = {
     "beside-an-ignored-one": Killer("test_ignored_beside_another", ""),
     "one-unit-on-the-meta-device": Killer("test_forward_on_the_meta_device and one-unit", ""),
     "freed-while-recomputed": Killer(
-        "test_one_gather_serves_a_span and None-two-layers and not reentrant", "collectives in backward of"
+        "test_one_gather_serves_a_span and None-None-two-layers and not reentrant", "collectives in backward of"
     ),
     "factors-below-one-ignored": Killer("test_divide_factors and w2-shards-below-one", "gradient of"),
     "added-at-the-beginning": Killer("test_memory_of_a_script", "in the second step (step 1)"),
@@ -61,7 +61,7 @@ KILLED = {
     "no-hook-without-rows": Killer("test_post_accumulate_hook_runs", "each parameter's hook runs once"),
     "pending-sum-taken": Killer("test_gradient_that_is_a_pending_sum", "together, has the norm 2"),
     "freed-by-gradients-of-a-forward": Killer(
-        "test_gradients_within_forward and None", "mixed torch.Tensor and DTensor"
+        "test_gradients_within_forward and in-a-unit-None", "mixed torch.Tensor and DTensor"
     ),
     "reentrant-not-ahead": Killer("test_the_same_order and reentrant-call", "backward without recomputation"),
     "no-such-dimension-is-the-first": Killer("test_what_cannot_be_sharded and no-such-dimension", NOT_REFUSED),
@@ -110,7 +110,7 @@ KILLED = {
         "test_recomputed_spans and two-layers and not reentrant", "out of bounds for"
     ),
     "flat-freed-by-gradients-of-a-forward": Killer(
-        "test_gradients_within_forward and None", "must be a matrix, got 1-D tensor"
+        "test_gradients_within_forward and in-a-unit-None", "must be a matrix, got 1-D tensor"
     ),
     "flat-unreduced-shown-in-backward": Killer(
         "test_recomputed_spans_of_microbatches", "must match the size of tensor"

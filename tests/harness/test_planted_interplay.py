@@ -29,7 +29,7 @@ KILLED = {
     "first-factor-stays": Killer("test_divide_factor_of_another_step", "element, found and expected"),
     "first-function-stays": Killer(ANOTHER, "functions [0, 0] were called"),
     "first-gather-stays": Killer(ANOTHER, "were used"),
-    "a-group-for-each-unit": Killer("test_reductions_have_a_group and True", "two units have two groups"),
+    "a-group-for-each-unit": Killer("test_reductions_have_a_group and w2 and True", "two units have two groups"),
     "units-without-parameters-gathered": Killer("test_a_unit_without_parameters", "'NoneType' object"),
     "units-without-parameters-gather-nothing": Killer("test_a_unit_without_parameters", "'NoneType' object"),
     "all-reduces-of-nobody-deferred": Killer("test_deferred_all_reduce_without and w2", "has no gradient"),

@@ -35,7 +35,7 @@ KILLED = {
     "replaced-gradient-is-current": Killer(REPLACED, "out of bounds for storage"),
     "gradient-not-taken": Killer(ADD_UP.format("default"), GRADIENT),
     "unreduced-dropped": Killer(ADD_UP.format("first-and-last"), GRADIENT),
-    "root-only-recurses": Killer("test_reduction_waits and root-only-True-None", "instead of 10 in backward"),
+    "root-only-recurses": Killer("test_reduction_waits and w2-root-only-True-None", "instead of 10 in backward"),
     "all-reduce-flag-stops-all": Killer("test_hybrid_reduction_waits and all-reduce-all-True-None", "reduce_scatter"),
     "kept-after-backward-ignored": Killer("test_parameters_stay_gathered and w4-all", "all_gather instead of 4"),
     "last-backward-ignored": Killer("test_backwards_before and w2-2", "backward 1 does not follow the order"),

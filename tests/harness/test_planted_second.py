@@ -17,7 +17,9 @@ KILLED = {
     "frozen-scalars-taken": Killer("test_what_cannot_be_sharded and a-frozen-scalar", "the error names none of"),
     "transposed-matrices-taken": Killer("test_what_cannot_be_sharded and w2-strides", "sharded with other strides"),
     "gathered-from-the-meta-device": Killer("test_forward_on_the_meta_device and one-unit", "the error names none of"),
-    "memory-of-a-script-replaced": Killer("test_settings_that_cannot_be and memory-of-another", NOT_REFUSED),
+    "memory-of-a-script-replaced": Killer(
+        "test_settings_that_cannot_be and memory-of-another and not gather", NOT_REFUSED
+    ),
     "any-unit-recovers": Killer(ROOT.format("recovering"), NOT_REFUSED),
     "padding-not-asked-for": Killer("test_inputs_without_padding", "rank 0 is missing"),
     "meshes-without-names-beside-cut-layers": Killer(COMBINED.format("cut-layers-beside-a-mesh"), UNNAMED),
