@@ -17,6 +17,11 @@ from torch.distributed import distributed_c10d as c10d
 from shardproof.harness.parity.rank import Rank
 from shardproof.harness.simulation.process import without_groups
 
+#: Destroyed groups of the last case that had such worlds, which its models may outlive. A reducer of DDP that is the
+#: last to hold a group of gloo joins the group's threads with the GIL, for which one of them may wait to let go of a
+#: tensor: the rank hangs. Released from here, the groups end without the GIL.
+_destroyed: list[dist.ProcessGroup] = []
+
 #: As that of the world of the case: a collective that waits longer is stuck, and the controller's deadline is shorter.
 _TIMEOUT = datetime.timedelta(minutes=30)
 
@@ -67,12 +72,14 @@ class OtherWorlds:
                 other.finish()
             # A rank that leaves closes its connections, which others may still read from.
             rank.exchange(None)
+            _destroyed.extend(c10d._world.pg_map)
             dist.destroy_process_group()
 
 
 @contextlib.contextmanager
 def other_worlds(rank: Rank) -> Iterator[OtherWorlds]:
     """Leave the world of the case for other ones, until the context ends."""
+    _destroyed.clear()
     store = c10d._get_default_store()
     with without_groups():
         yield OtherWorlds(rank, store)
