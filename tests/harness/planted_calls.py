@@ -98,7 +98,9 @@ FLAT = {
     "flat-in-forward-after-an-error": Edit("flat.unit:FlatUnit.abandon_forward", "    self.phase = Phase.IDLE\n", ""),
     "flat-in-backward-after-an-error": Edit("flat.state_dict:check_idle", "    unit.recover()\n", ""),
     "flat-any-unit-frees-all": Edit(
-        "flat.unit:FlatUnit.abandon_forward", "if self.iteration.forward_root is self:", "if True:"
+        "flat.unit:FlatUnit.abandon_forward",
+        "if self.iteration.forward_root is self:\n        for group",
+        "if True:\n        for group",
     ),
 }
 
