@@ -58,7 +58,7 @@ ROWS = [
     (bugs.GradientsReversed, KEYWORDS, f"gradient of 'layers.0.back.bias' {FIRST}"),
     (bugs.InputsDetached, INPUT, "the input has no gradient"),
     (bugs.NestedContainersSkipped, ANY_OUTPUT, NOT_GATHERED),
-    (bugs.MemberNeverCompletes, SKIPPED_MEMBER, "gradient of 'used.bias' in the first step"),
+    (bugs.MemberNeverCompletes, SKIPPED_MEMBER, "collectives in backward of 'used,skipped' in the first step"),
     (bugs.InnerUnitsApart, NESTED, "none of blocks.0.attention.projection, blocks.1.attention.projection"),
     (bugs.OnlyRootEndsBackward, ALONE, "gradient of 'layers.0.in_proj.bias' in the second step (step 1)"),
     (
