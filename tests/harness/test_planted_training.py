@@ -67,7 +67,7 @@ ROWS = [
         "after backward every parameter is sharded, but gathered are head0.weight, head0.bias",
     ),
     (bugs.MissedPrefetchKept, LAST_OUTPUT, "output of 'microbatch 0, tensor 0' in the third step (step 2)"),
-    (bugs.MadeInInferenceMode, INFERENCE, "Inference tensors cannot be saved for backward"),
+    (bugs.MadeInInferenceMode, INFERENCE, "Setting requires_grad=True on inference tensor"),
     (bugs.BackwardPrefetchIgnored, AHEAD, "layers.2 computes in backward after"),
     (
         bugs.OneAheadOnly,
