@@ -29,8 +29,8 @@ _TIMEOUT = datetime.timedelta(minutes=30)
 class OtherWorlds:
     """Makes worlds of the ranks of a case; see :func:`other_worlds`."""
 
-    def __init__(self, rank: Rank, store: Store) -> None:
-        self._rank, self._store = rank, store
+    def __init__(self, rank: Rank, store: Store, backend: str) -> None:
+        self._rank, self._store, self._backend = rank, store, backend
         self._made = 0
 
     @contextlib.contextmanager
@@ -58,12 +58,12 @@ class OtherWorlds:
         is_on_cpu = rank.device.type == "cpu"
         with rank.announcer.in_another_world(name, ranks):
             dist.init_process_group(
-                "gloo" if is_on_cpu else f"cpu:gloo,{rank.device.type}:nccl",
+                "gloo" if is_on_cpu else f"cpu:gloo,{rank.device.type}:{self._backend}",
                 store=PrefixStore(name, self._store),
                 rank=ranks.index(rank.index),
                 world_size=size,
                 timeout=_TIMEOUT,
-                device_id=None if is_on_cpu else rank.device,
+                device_id=rank.device if self._backend == "nccl" else None,
             )
             other = rank.of_another_world(ranks)
             try:
@@ -80,6 +80,6 @@ class OtherWorlds:
 def other_worlds(rank: Rank) -> Iterator[OtherWorlds]:
     """Leave the world of the case for other ones, until the context ends."""
     _destroyed.clear()
-    store = c10d._get_default_store()
+    store, backend = c10d._get_default_store(), dist.get_backend()
     with without_groups():
-        yield OtherWorlds(rank, store)
+        yield OtherWorlds(rank, store, backend)

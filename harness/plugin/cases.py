@@ -136,8 +136,8 @@ def missing(item: pytest.Function, selection: Selection) -> tuple[Verdict, list[
     elif Hardware.STREAMS in hardware and adapter.traits.reads == "gathering":
         # What gathers in order to read may wait for what the case wants to see missing.
         unsupported.append(_READS)
-    elif selection.device == "cpu":
-        unmet += sorted(str(name) for name in hardware)
+    else:
+        unmet += sorted(str(name) for name in hardware - selection.hardware)
     if not unsupported and not unmet:
         return None
     return Verdict.UNSUPPORTED if unsupported else Verdict.UNMET, [*unsupported, *unmet]
@@ -383,7 +383,7 @@ def _world_key(item: pytest.Function, selection: Selection, launch: Launch) -> W
     names = {"shared": "", "adapter": launch.implementation, "case": item.nodeid}
     mark = item.get_closest_marker("world")
     level = mark.kwargs["debug_level"] if mark is not None else "OFF"
-    return WorldKey(launch.size, selection.device, level, names[isolation])
+    return WorldKey(launch.size, selection.device, level, names[isolation], selection.backend)
 
 
 def _deadline(item: pytest.Function, selection: Selection) -> float:

@@ -38,7 +38,7 @@ def describe(
         "cpu_count": os.cpu_count(),
         "device": selection.device,
         "accelerators": [{"name": d.name, "memory_bytes": d.total_memory} for d in devices],
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if selection.backend == "nccl" else None,
         "started": started.isoformat(timespec="seconds"),
         "command": list(command),
         "implementations": {

@@ -9,14 +9,15 @@ An entry names cases and the verdict that is expected of them::
     link = "docs/findings.md, F-2"
     torch = ">=2.11,<2.14"
     device = "cuda"
+    backend = "nccl"
     expires = 2027-06-30
 
 - ``case`` is an ``fnmatch`` pattern for the ids of cases, in which brackets are literal. Ids do not contain the name of
   the implementation.
 - ``verdict`` is "fail", "hang" or "crash". A case with another verdict than the expected one keeps its own.
 - ``reason`` and ``link`` explain the failure.
-- ``torch``, ``device`` and ``expires`` are optional. An entry for other versions of torch or for another device type
-  does not apply. ``expires`` is the last day on which the entry applies.
+- ``torch``, ``device``, ``backend`` and ``expires`` are optional. An entry for other versions of torch, for another device
+  type or for another backend of process groups does not apply. ``expires`` is the last day on which the entry applies.
 
 Expectations are strict. The run fails if an expected failure passes, if an entry has expired, and, in a complete run,
 if an entry matches no case.
@@ -35,7 +36,7 @@ import datetime
 import fnmatch
 import pathlib
 import tomllib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
@@ -49,8 +50,9 @@ FOLDER = "expectations"
 _EXPECTABLE = (Verdict.FAIL, Verdict.HANG, Verdict.CRASH)
 
 _REQUIRED = {"case", "verdict", "reason", "link"}
-_OPTIONAL = {"torch", "device", "expires"}
+_OPTIONAL = {"torch", "device", "backend", "expires"}
 _DEVICES = ("cpu", "cuda")
+_BACKENDS = ("gloo", "nccl")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +66,7 @@ class KnownFailure:
         link: where the failure is described.
         torch: the versions of torch to which the entry applies.
         device: the device type to which it applies; None applies to all.
+        backend: the backend of process groups to which it applies; None applies to all.
         expires: the last day on which it applies; None never expires.
         source: the file and the number of the entry in it, for messages.
     """
@@ -74,6 +77,7 @@ class KnownFailure:
     link: str
     torch: SpecifierSet
     device: str | None
+    backend: str | None
     expires: datetime.date | None
     source: str
 
@@ -81,10 +85,11 @@ class KnownFailure:
         """Return whether the entry's pattern matches this id."""
         return fnmatch.fnmatchcase(case_id, self.case.replace("[", "[[]"))
 
-    def applies_to(self, torch_version: str, device: str) -> bool:
-        """Return whether the entry is for this version of torch, whose local part is ignored, and this device type."""
+    def applies_to(self, torch_version: str, device: str, backend: str) -> bool:
+        """Return whether the entry is for this version of torch (without its local part), device type and backend."""
         version = torch_version.partition("+")[0]
-        return self.device in (None, device) and self.torch.contains(version, prereleases=True)
+        here = self.device in (None, device) and self.backend in (None, backend)
+        return here and self.torch.contains(version, prereleases=True)
 
     def has_expired(self, today: datetime.date) -> bool:
         """Return whether the last day on which the entry applies is over."""
@@ -92,19 +97,26 @@ class KnownFailure:
 
 
 class KnownFailures:
-    """The entries of one implementation that apply to one version of torch and one device type.
+    """The entries of one implementation that apply to one version of torch, one device type and one backend.
 
     Args:
         entries: all entries of the implementation; those that do not apply are dropped.
         torch_version: the version of torch of the run.
         device: the device type of the run.
+        backend: the backend of its process groups.
         today: the date that decides which entries have expired.
     """
 
     def __init__(
-        self, entries: Iterable[KnownFailure], *, torch_version: str, device: str, today: datetime.date
+        self,
+        entries: Iterable[KnownFailure],
+        *,
+        torch_version: str,
+        device: str,
+        backend: str,
+        today: datetime.date,
     ) -> None:
-        self._entries = [entry for entry in entries if entry.applies_to(torch_version, device)]
+        self._entries = [entry for entry in entries if entry.applies_to(torch_version, device, backend)]
         self._today = today
 
     def judge(self, case_id: str, verdict: Verdict) -> tuple[Verdict, str]:
@@ -233,7 +245,8 @@ def _entry(item: dict[str, Any], source: str) -> KnownFailure:
         reason=item["reason"],
         link=item["link"],
         torch=_specifiers(item.get("torch", ""), source),
-        device=_device(item.get("device"), source),
+        device=_one_of(_DEVICES, "device", item, source),
+        backend=_one_of(_BACKENDS, "backend", item, source),
         expires=_date(item.get("expires"), source),
         source=source,
     )
@@ -248,10 +261,11 @@ def _specifiers(value: Any, source: str) -> SpecifierSet:
     raise ValueError(f"{source}: torch = {value!r} should be a version specifier such as '>=2.11,<2.14'")
 
 
-def _device(value: Any, source: str) -> str | None:
-    if value is None or (isinstance(value, str) and value in _DEVICES):
+def _one_of(choices: Sequence[str], name: str, item: Mapping[str, Any], source: str) -> str | None:
+    value = item.get(name)
+    if value is None or (isinstance(value, str) and value in choices):
         return value
-    raise ValueError(f"{source}: device = {value!r} should be one of {', '.join(_DEVICES)}")
+    raise ValueError(f"{source}: {name} = {value!r} should be one of {', '.join(choices)}")
 
 
 def _date(value: Any, source: str) -> datetime.date | None:

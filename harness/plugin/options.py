@@ -54,6 +54,7 @@ _HELP = {
     "(default: 10 examples each, always the same)",
     "expectations": "a file of known failures besides those that are beside the cases; may be given several times",
     "explain": "run each case that fails once more with capture on, and name the first tensor that diverges",
+    "ranks-per-gpu": "how many ranks may share a GPU; more than one use gloo, because NCCL refuses them (default: 1)",
     "simulate": "run the cases marked for it, and no others, in one process on single ranks of simulated worlds of "
     "these sizes, such as 1024,16384",
     "deadline": "seconds that a case may take (default: 60 on the CPU, 30 on CUDA)",
@@ -70,6 +71,7 @@ _OPTIONS = (
     _Option("fuzz", {"type": float, "metavar": "SECONDS"}),
     _Option("expectations", {"action": "append", "metavar": "FILE"}),
     _Option("explain", {"action": "store_true"}),
+    _Option("ranks-per-gpu", {"type": int, "metavar": "N"}),
     _Option("simulate", {"metavar": "SIZES"}),
     _Option("deadline", {"type": float, "metavar": "SECONDS"}),
 )

@@ -116,6 +116,8 @@ def _own(config: pytest.Config, names: Mapping[str, str]) -> tuple[str, ...]:
         found += [names["deadline"], f"{option.shardproof_deadline:g}"]
     for file in option.shardproof_expectations or ():
         found += [names["expectations"], str(file)]
+    if option.shardproof_ranks_per_gpu is not None:
+        found += [names["ranks-per-gpu"], str(option.shardproof_ranks_per_gpu)]
     if option.shardproof_check_collectives:
         found.append(names["check-collectives"])
     return tuple(found)

@@ -79,7 +79,11 @@ class RunKnownFailures:
         import torch
 
         return KnownFailures(
-            entries, torch_version=torch.__version__, device=self._selection.device, today=datetime.date.today()
+            entries,
+            torch_version=torch.__version__,
+            device=self._selection.device,
+            backend=self._selection.backend,
+            today=datetime.date.today(),
         )
 
     def judge(self, item: pytest.Function, made: CaseRecord) -> None:

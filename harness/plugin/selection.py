@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shardproof.harness.adapters import registry
+from shardproof.harness.adapters.capability import Hardware
 from shardproof.harness.worlds.torchrun import Place
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class Selection:
         job_size: the number of ranks that torchrun started; None without torchrun.
         simulates: the sizes of the simulated worlds on which the cases marked for them run, and no others; empty runs
             the others.
+        ranks_per_gpu: how many ranks a CUDA device may have.
     """
 
     implementations: dict[str, type[Adapter]]
@@ -77,6 +79,25 @@ class Selection:
     explains: bool = False
     job_size: int | None = None
     simulates: tuple[int, ...] = ()
+    ranks_per_gpu: int = 1
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether several ranks may use one GPU; their process groups then have gloo, because NCCL refuses it."""
+        return self.device != "cpu" and self.ranks_per_gpu > 1
+
+    @property
+    def backend(self) -> str:
+        """The backend of the ranks' process groups."""
+        return "gloo" if self.device == "cpu" or self.shares_gpus else "nccl"
+
+    @property
+    def hardware(self) -> frozenset[Hardware]:
+        """What the host has for the run's ranks."""
+        if self.device == "cpu":
+            return frozenset()
+        # gloo makes the host wait for each collective, so what should wait for another stream need not.
+        return frozenset({Hardware.ACCELERATOR} if self.shares_gpus else Hardware)
 
     def allows(self, size: int) -> bool:
         """Return whether ``--world`` selects cases on worlds of this size."""
@@ -86,8 +107,8 @@ class Selection:
         """Return what a world of this size lacks, or "": ranks of the torchrun job, or devices."""
         if self.job_size is not None and size > self.job_size:
             return f"{size} ranks (torchrun started {self.job_size})"
-        if self.device != "cpu" and size > self.device_count:
-            return f"{size} {self.device} devices (there are {self.device_count})"
+        if self.device != "cpu" and size > self.device_count * self.ranks_per_gpu:
+            return f"{size} {self.device} devices ({_there_are(self.device_count, self.ranks_per_gpu)})"
         return ""
 
 
@@ -105,6 +126,7 @@ def resolve(
     explains: bool = False,
     place: Place | None = None,
     simulate: str | None = None,
+    ranks_per_gpu: int | None = None,
 ) -> Selection:
     """Parse and check the values of the command line options.
 
@@ -121,6 +143,7 @@ def resolve(
         explains: whether a case that fails runs once more with capture on.
         place: the place of this process in a torchrun job, if it is the controller of one.
         simulate: comma-separated sizes of simulated worlds; None runs the cases of real ones.
+        ranks_per_gpu: how many ranks may share a CUDA device; None means one.
 
     Raises:
         ValueError: an implementation or the device is not available here, or a value is not valid. The message is one
@@ -131,13 +154,17 @@ def resolve(
         raise ValueError(
             "--simulate: torchrun started ranks, which simulated worlds do not need; run pytest without it"
         )
-    chosen, count = _device("cpu" if simulates else device, place)
+    if simulates and ranks_per_gpu is not None:
+        raise ValueError(f"--simulate: a simulated world uses no GPU; leave out --ranks-per-gpu {ranks_per_gpu}")
+    shared = _ranks_per_gpu(ranks_per_gpu, device, place)
+    chosen, count = _device("cpu" if simulates else device, place, shared)
     sizes = None if worlds is None else _worlds(worlds)
     for size in sizes or ():
         if place is not None and size > place.size:
             raise ValueError(f"--world {size}: torchrun started {place.size} ranks; start {size} or leave it out")
-        if chosen != "cpu" and size > count:
-            raise ValueError(f"--world {size}: there are {count} {chosen} devices; a rank needs one of its own")
+        if chosen != "cpu" and size > count * shared:
+            alone = "; a rank needs one of its own" if shared == 1 else ""
+            raise ValueError(f"--world {size}: {_there_are(count, shared, chosen)}{alone}")
     if check_collectives and place is not None and place.nodes > 1:
         started = f"torchrun started ranks on {place.nodes} hosts"
         raise ValueError(f"--check-collectives: {started}, which cannot read each other's boards; leave it out")
@@ -162,6 +189,7 @@ def resolve(
         explains,
         None if place is None else place.size,
         simulates,
+        shared,
     )
 
 
@@ -179,7 +207,27 @@ def check_deadline(seconds: float, given: str) -> None:
         raise ValueError(f"{given}: expected a positive number of seconds, at most {MOST_DEADLINE_SECONDS:g}")
 
 
-def _device(asked: str, place: Place | None) -> tuple[str, int]:
+def _ranks_per_gpu(asked: int | None, device: str, place: Place | None) -> int:
+    """Check how many ranks may share a GPU."""
+    if asked is None:
+        return 1
+    given = f"--ranks-per-gpu {asked}"
+    if asked < 1:
+        raise ValueError(f"{given}: expected a positive number of ranks")
+    if device == "cpu":
+        raise ValueError(f"{given}: --device cpu uses no GPU; leave one of them out")
+    if place is not None:
+        raise ValueError(f"{given}: torchrun started the ranks, each for a GPU of its own; run pytest without it")
+    return asked
+
+
+def _there_are(devices: int, ranks_per_gpu: int, named: str = "") -> str:
+    """Say how many devices there are, and for how many ranks each."""
+    each = f", {ranks_per_gpu} ranks on each" if ranks_per_gpu > 1 else ""
+    return f"there are {devices}{f' {named} devices' if named else ''}{each}"
+
+
+def _device(asked: str, place: Place | None, ranks_per_gpu: int) -> tuple[str, int]:
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -191,8 +239,10 @@ def _device(asked: str, place: Place | None) -> tuple[str, int]:
         count = place.size if count >= place.local_size else 0
     if asked == "cuda" and not count:
         raise ValueError("--device cuda: torch finds no CUDA device here; use --device cpu or auto")
-    # A world needs one device per rank. A world of one rank shards nothing, so "auto" takes CUDA only with two devices.
-    return ("cuda" if asked == "cuda" or (asked == "auto" and count > 1) else "cpu"), count
+    if ranks_per_gpu > 1 and not count:
+        raise ValueError(f"--ranks-per-gpu {ranks_per_gpu}: torch finds no CUDA device here; leave it out")
+    # A world of one rank shards nothing, so "auto" takes CUDA only where two ranks have a device.
+    return ("cuda" if asked == "cuda" or (asked == "auto" and count * ranks_per_gpu > 1) else "cpu"), count
 
 
 def _worlds(text: str) -> tuple[int, ...]:

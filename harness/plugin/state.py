@@ -109,6 +109,7 @@ class State:
                     explains=option.shardproof_explain,
                     place=self.place,
                     simulate=option.shardproof_simulate,
+                    ranks_per_gpu=option.shardproof_ranks_per_gpu,
                 )
             except ValueError as error:
                 raise pytest.UsageError(str(error)) from None

@@ -28,17 +28,20 @@ class WorldKey:
         debug_level: the ranks' ``TORCH_DISTRIBUTED_DEBUG``.
         isolation: the name of the adapter or the id of the case for which the world is reserved; empty if any case may
             use it.
+        backend: the backend of the ranks' process groups, "gloo" or "nccl".
     """
 
     size: int
     device: str
     debug_level: str = "OFF"
     isolation: str = ""
+    backend: str = "gloo"
 
     def __str__(self) -> str:
         debug = "" if self.debug_level == "OFF" else f", debug level {self.debug_level}"
         isolation = f", reserved for {self.isolation}" if self.isolation else ""
-        return f"{self.size} ranks on {self.device}{debug}{isolation}"
+        backend = ", over gloo" if self.device != "cpu" and self.backend == "gloo" else ""
+        return f"{self.size} ranks on {self.device}{backend}{debug}{isolation}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -160,13 +160,14 @@ def _start(spec: RankSpec) -> RankState:
         torch.accelerator.set_device_index(spec.device_index)
     store = None if spec.meeting is None else meeting.store_of(spec.meeting)
     dist.init_process_group(
-        backend="gloo" if device.type == "cpu" else "nccl",
+        backend=key.backend,
         init_method=f"file://{spec.directory}/rendezvous" if store is None else None,
         store=store,
         rank=spec.index,
         world_size=key.size,
         timeout=_TIMEOUT,
-        device_id=None if device.type == "cpu" else device,
+        # Groups that a mesh splits off a bound one need options of NCCL.
+        device_id=device if key.backend == "nccl" else None,
     )
     nodes = spec.nodes or (0,) * key.size
     here = [rank for rank, node in enumerate(nodes) if node == nodes[spec.index]]

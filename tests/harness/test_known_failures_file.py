@@ -22,10 +22,10 @@ link = "docs/findings.md"
 
 @pytest.fixture
 def read(tmp_path):
-    def read(text, *, torch_version="2.13.0+cpu", device="cpu", today=TODAY):
+    def read(text, *, torch_version="2.13.0+cpu", device="cpu", backend="gloo", today=TODAY):
         (tmp_path / "torch.fully_shard.toml").write_text(text)
         entries = load(tmp_path, "torch.fully_shard")
-        return KnownFailures(entries, torch_version=torch_version, device=device, today=today)
+        return KnownFailures(entries, torch_version=torch_version, device=device, backend=backend, today=today)
 
     return read
 
@@ -100,6 +100,19 @@ def test_devices(read, device, applies):
     assert bool(expectations.problems([], is_complete=True)) is applies
 
 
+@pytest.mark.parametrize(("backend", "applies"), [("gloo", True), ("nccl", False)])
+def test_backends(read, backend, applies):
+    expectations = read(ENTRY + f'backend = "{backend}"')
+    assert (expectations.judge(CASE, Verdict.FAIL)[0] == Verdict.EXPECTED_FAIL) is applies
+    assert bool(expectations.problems([], is_complete=True)) is applies
+
+
+def test_gloo_on_gpus(read):
+    """Ranks that share a GPU: device and backend are told apart."""
+    expectations = read(ENTRY + 'device = "cuda"\nbackend = "gloo"', device="cuda")
+    assert expectations.judge(CASE, Verdict.FAIL)[0] == Verdict.EXPECTED_FAIL
+
+
 @pytest.mark.parametrize("version", ["2.14.0a0+git1234", "2.14.0.dev20270101+cu130"])
 def test_nightlies_of_torch(read, version):
     assert read(ENTRY + 'torch = ">=2.13"', torch_version=version).judge(CASE, Verdict.FAIL)[1]
@@ -135,6 +148,7 @@ def test_an_entry_without_a_case_fails_a_complete_run(read):
         (ENTRY.replace('"fail"', '"pass"'), "'pass' should be one of fail, hang, crash"),
         (ENTRY + 'torch = "2.13"', "torch = '2.13' should be a version specifier such as"),
         (ENTRY + "torch = 2.13", "torch = 2.13 should be a version specifier such as"),
+        (ENTRY + 'backend = "mpi"', "backend = 'mpi' should be one of gloo, nccl"),
         (ENTRY + 'device = "gpu"', "device = 'gpu' should be one of cpu, cuda"),
         (ENTRY + 'expires = "2027-01-01"', "expires = '2027-01-01' should be a date"),
         (ENTRY + "expires = 2027-01-01T00:00:00", "should be a date"),

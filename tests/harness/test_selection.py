@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardproof.harness import Capability, deadline, needs, world
+from shardproof.harness import Capability, Hardware, deadline, needs, world
 from shardproof.harness.findings.verdict import Verdict, combine
 from shardproof.harness.plugin.selection import resolve
 
@@ -21,8 +21,8 @@ def gpus(monkeypatch):
     return pretend
 
 
-def ask(implementations="ddp", device="auto", worlds=None, deadline=None):
-    return resolve(implementations=implementations, device=device, worlds=worlds, deadline=deadline)
+def ask(implementations="ddp", device="auto", worlds=None, deadline=None, **options):
+    return resolve(implementations=implementations, device=device, worlds=worlds, deadline=deadline, **options)
 
 
 @pytest.mark.parametrize(("count", "device"), [(0, "cpu"), (1, "cpu"), (2, "cuda"), (8, "cuda")])
@@ -45,6 +45,51 @@ def test_case_larger_than_the_devices_is_no_error(gpus):
     assert chosen.allows(4)
     assert chosen.lacking_for(4) == "4 cuda devices (there are 2)"
     assert not chosen.lacking_for(2)
+
+
+@pytest.mark.parametrize(("shared", "backend"), [(None, "nccl"), (1, "nccl"), (2, "gloo")])
+def test_ranks_that_share_a_gpu_use_gloo(gpus, shared, backend):
+    gpus(1)
+    chosen = ask(device="cuda", ranks_per_gpu=shared)
+    assert chosen.backend == backend
+    assert (Hardware.STREAMS in chosen.hardware) is (backend == "nccl")
+    assert Hardware.ACCELERATOR in chosen.hardware
+    assert bool(chosen.lacking_for(2)) is (backend == "nccl")
+    assert ask(device="cpu").backend == "gloo"
+    assert not ask(device="cpu").hardware
+
+
+def test_world_larger_than_the_devices_have_ranks(gpus):
+    gpus(2)
+    chosen = ask(ranks_per_gpu=2, worlds="4")
+    assert chosen.device == "cuda"
+    assert chosen.lacking_for(8) == "8 cuda devices (there are 2, 2 ranks on each)"
+    with pytest.raises(ValueError, match=r"^--world 8: there are 2 cuda devices, 2 ranks on each$"):
+        ask(ranks_per_gpu=2, worlds="8")
+
+
+def test_auto_takes_one_device_that_ranks_may_share(gpus):
+    gpus(1)
+    assert ask(ranks_per_gpu=2).device == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"ranks_per_gpu": 0}, "--ranks-per-gpu 0: expected a positive number of ranks"),
+        ({"ranks_per_gpu": 2, "device": "cpu"}, "--ranks-per-gpu 2: --device cpu uses no GPU"),
+        ({"ranks_per_gpu": 2}, "--ranks-per-gpu 2: torch finds no CUDA device here"),
+        (
+            {"ranks_per_gpu": 2, "simulate": "64"},
+            "--simulate: a simulated world uses no GPU; leave out --ranks-per-gpu 2",
+        ),
+    ],
+)
+def test_where_no_ranks_can_share_a_gpu(gpus, options, told):
+    gpus(0)
+    with pytest.raises(ValueError) as caught:
+        ask(**options)
+    assert str(caught.value).startswith(told)
 
 
 @pytest.mark.parametrize(
