@@ -256,6 +256,7 @@ def test_exception_that_the_model_catches(rank: Rank, reshard_after_forward: boo
 
 
 @contract("RECOVERY-3")
+@RECOVERS
 @world(2)
 @needs(Capability.DISTRIBUTED_CHECKPOINT, Capability.FULL_STATE_DICT)
 @pytest.mark.parametrize("phase", ["forward", "backward"])

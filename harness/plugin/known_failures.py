@@ -16,8 +16,9 @@ An entry names cases and the verdict that is expected of them::
   the implementation.
 - ``verdict`` is "fail", "hang" or "crash". A case with another verdict than the expected one keeps its own.
 - ``reason`` and ``link`` explain the failure.
-- ``torch``, ``device``, ``backend`` and ``expires`` are optional. An entry for other versions of torch, for another device
-  type or for another backend of process groups does not apply. ``expires`` is the last day on which the entry applies.
+- ``torch``, ``device``, ``backend`` and ``expires`` are optional. An entry for other versions of torch, for another
+  device type or for another backend of process groups does not apply. ``expires`` is the last day on which the entry
+  applies.
 
 Expectations are strict. The run fails if an expected failure passes, if an entry has expired, and, in a complete run,
 if an entry matches no case.
