@@ -315,7 +315,7 @@ class FullyShardedDataParallel(nn.Module):
         """
         given = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False))
         destination, prefix = given.get("destination", destination), given.get("prefix", prefix)
-        state_dict.check_idle(self._unit)
+        self._unit.check_idle()
         found = super().state_dict(destination=destination, prefix=prefix, keep_vars=given.get("keep_vars", keep_vars))
         state_dict.finish(self._unit, found, prefix)
         return found
@@ -331,7 +331,7 @@ class FullyShardedDataParallel(nn.Module):
         error_msgs: list[str],
     ) -> None:
         """Called by ``load_state_dict`` for each module, outer ones first, with what is under their prefix."""
-        state_dict.check_idle(self._unit)
+        self._unit.check_idle()
         missing, errors = state_dict.load(self._unit, given, prefix)
         if strict:
             missing_keys.extend(missing)

@@ -21,7 +21,6 @@ from fsdp_impl.flat.options import FullOptimStateDictConfig, StateDictSettings, 
 from fsdp_impl.flat.registry import clean
 from fsdp_impl.flat.state_dict import (
     SavedUnit,
-    check_idle,
     full_size,
     local_part,
     sharded_copy,
@@ -99,7 +98,7 @@ class Table:
             raise ValueError(f"Expects a module with FSDP modules but got {type(model)}")
         self._places: dict[int, Place] = {}
         for saved in self.units:
-            check_idle(saved.unit)
+            saved.unit.check_idle()
             shards = saved.group.shards
             shards.adopt()
             if shards.use_orig:

@@ -19,7 +19,6 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from fsdp_impl.common import dtensor
 from fsdp_impl.common.layout import shard_rows
 from fsdp_impl.common.mesh import concatenate
-from fsdp_impl.common.phase import Phase
 from fsdp_impl.flat.group import FlatGroup
 from fsdp_impl.flat.options import FullStateDictConfig, StateDictSettings, StateDictType
 from fsdp_impl.flat.registry import WRAPPED, clean, unit_of, units_in, wrapped_by
@@ -66,19 +65,6 @@ def keys_of(unit: FlatUnit) -> list[Key]:
         for owner in owners
         for path in paths[owner.module]
     ]
-
-
-def check_idle(unit: FlatUnit) -> None:
-    """Refuse to gather in the midst of something.
-
-    Raises:
-        AssertionError: during forward or backward, or inside ``summon_full_params``.
-    """
-    unit.recover()
-    if unit.phase is not Phase.IDLE:
-        raise AssertionError("Cannot manually unshard parameters during forward/backward")
-    if unit.is_summoned:
-        raise AssertionError("Cannot manually unshard parameters when already unsharding parameters")
 
 
 # Saving

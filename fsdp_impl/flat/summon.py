@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_impl.common import dtensor
-from fsdp_impl.common.phase import Phase
 from fsdp_impl.flat import construct
 from fsdp_impl.flat.group import FlatGroup
 from fsdp_impl.flat.layout import shaped
@@ -66,11 +65,7 @@ def _check(unit: FlatUnit, writeback: bool, rank0_only: bool, offload_to_cpu: bo
             stacklevel=6,
         )
     construct.initialize(unit)
-    unit.recover()
-    if unit.phase is not Phase.IDLE:
-        raise AssertionError("Cannot manually unshard parameters during forward/backward")
-    if unit.is_summoned:
-        raise AssertionError("Cannot manually unshard parameters when already unsharding parameters")
+    unit.check_idle()
 
 
 @contextmanager

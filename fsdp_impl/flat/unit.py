@@ -417,6 +417,18 @@ class FlatUnit:
         if self.iteration.callback_queued and not hooks.in_backward():
             self._recover()
 
+    def check_idle(self) -> None:
+        """Refuse to gather by hand in the midst of something.
+
+        Raises:
+            AssertionError: during forward or backward, or inside ``summon_full_params``.
+        """
+        self.recover()
+        if self.phase is not Phase.IDLE:
+            raise AssertionError("Cannot manually unshard parameters during forward/backward")
+        if self.is_summoned:
+            raise AssertionError("Cannot manually unshard parameters when already unsharding parameters")
+
     def _recover(self) -> None:
         for unit in self.iteration.units:
             unit.phase = Phase.IDLE

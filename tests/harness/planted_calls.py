@@ -96,7 +96,7 @@ FLAT = {
     ),
     "flat-interrupts-unseen": Edit(f"{_WRAPPER}.forward", "except BaseException:", "except Exception:"),
     "flat-in-forward-after-an-error": Edit("flat.unit:FlatUnit.abandon_forward", "    self.phase = Phase.IDLE\n", ""),
-    "flat-in-backward-after-an-error": Edit("flat.state_dict:check_idle", "    unit.recover()\n", ""),
+    "flat-in-backward-after-an-error": Edit("flat.unit:FlatUnit.check_idle", "    self.recover()\n", ""),
     "flat-any-unit-frees-all": Edit(
         "flat.unit:FlatUnit.abandon_forward",
         "if self.iteration.forward_root is self:\n        for group",

@@ -201,7 +201,7 @@ FLAT = {
         "flat.summon:_register_whole", "(view.detach(), requires_grad=wanted)", "(view.detach())"
     ),
     "flat-first-rank-keeps-changes": Edit("flat.summon:_check", "if writeback and rank0_only:", "if False:"),
-    "flat-whole-in-a-forward": Edit("flat.summon:_check", "if unit.phase is not Phase.IDLE:", "if False:"),
+    "flat-whole-in-a-forward": Edit("flat.unit:FlatUnit.check_idle", "if self.phase is not Phase.IDLE:", "if False:"),
     "flat-gradients-on-the-cpu": Edit(
         "flat.summon:_check", "if with_grads and (offload_to_cpu or not use_orig):", "if False:"
     ),

@@ -131,7 +131,7 @@ FLAT = {
     "flat-replaced-before-backward": Edit("flat.unit:FlatUnit._pre_backward", "    self._check_kept()\n", ""),
     "flat-frozen-parts-thawed": Edit("flat.shards:_plain", ", param.requires_grad)", ")"),
     # Whole parameters and gradients.
-    "flat-saved-inside-whole-ones": Edit("flat.state_dict:check_idle", "if unit.is_summoned:", "if False:"),
+    "flat-saved-inside-whole-ones": Edit("flat.unit:FlatUnit.check_idle", "if self.is_summoned:", "if False:"),
     "flat-other-shapes-written-back": Edit(
         "flat.summon:_write_back", "value.size() != piece.size", "value.numel() != piece.size.numel()"
     ),
