@@ -177,7 +177,7 @@ def test_whole_parameters_before_backward(
 @world(2)
 @SHARDS
 def test_whole_gradients_of_columns(rank: Rank, shards: bool) -> None:
-    """What is written to whole gradients reaches the elements that it was written to, in any order of memory."""
+    """What a script writes to whole gradients reaches the same elements of the shards, in any order of memory."""
     model = models.Tower(dim=9)
     by_columns(model)
     run = rank.run(model, units=model.units(), shards=shards, optimizer=None)

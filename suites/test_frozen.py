@@ -193,15 +193,7 @@ def test_frozen_between_steps(rank: Rank, reshard_after_forward: bool | int | No
     )
     order = ["weights", "middle", "biases", "first", "all-but-one"]
     for step, what in enumerate(order):
-        for named in (
-            pair.adapter.named_parameters(),
-            pair.baseline.adapter.named_parameters(),
-            dict(pair.oracle.model.named_parameters()),
-        ):
-            _freeze(named, FROZEN[what])
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
-        _assert_requires_grad(pair, what, f"after {step_label(step)}")
+        _step_frozen(rank, pair, step, what, pair.adapter.named_parameters())
 
 
 @contract("FROZEN-4")
@@ -218,15 +210,8 @@ def test_frozen_after_an_evaluation(rank: Rank, reshard_after_forward: bool | No
     for step, what in enumerate(["middle", "biases", "root", "all-but-one"]):
         pair.evaluate(rank.batch(step, (2, 9), microbatch=1))
         adapter = pair.adapter
-        for named in (
-            adapter.held_parameters() if form == "held" else adapter.named_parameters(),
-            pair.baseline.adapter.named_parameters(),
-            dict(pair.oracle.model.named_parameters()),
-        ):
-            _freeze(named, FROZEN[what])
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
-        _assert_requires_grad(pair, what, f"after {step_label(step)}")
+        named = adapter.held_parameters() if form == "held" else adapter.named_parameters()
+        _step_frozen(rank, pair, step, what, named)
 
 
 @contract("FROZEN-1")
@@ -251,6 +236,16 @@ def test_frozen_beside_tensor_parallelism(rank: Rank, what: str) -> None:
 def _freeze(named: dict[str, nn.Parameter], is_frozen: Callable[[str], bool]) -> None:
     for name, parameter in named.items():
         parameter.requires_grad_(not is_frozen(name))
+
+
+def _step_frozen(rank: Rank, pair: Pair, step: int, what: str, named: dict[str, nn.Parameter]) -> None:
+    """Freeze what is ``named`` so, the baseline and the oracle, and compare a step."""
+    baseline, oracle = pair.baseline.adapter.named_parameters(), dict(pair.oracle.model.named_parameters())
+    for found in (named, baseline, oracle):
+        _freeze(found, FROZEN[what])
+    pair.step(rank.batch(step, (4, 9)))
+    pair.check()
+    _assert_requires_grad(pair, what, f"after {step_label(step)}")
 
 
 def _assert_requires_grad(pair: Pair, what: str, when: str) -> None:

@@ -342,11 +342,12 @@ class Unit(_State):
     def _after_state_dict(self, holder: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         """Let scripts copy what they save: most shards are not at the beginning of the buffer."""
         assert self.group is not None
-        for owner in [owner for param in self.group.shards.params for owner in param.owners]:
-            value = state.get(prefix + owner.name)
-            # With keep_vars=True it is the parameter itself.
-            if owner.find() is holder and isinstance(value, DTensor) and not isinstance(value, nn.Parameter):
-                state[prefix + owner.name] = dtensor.at_offset_zero(value)
+        for param in self.group.shards.params:
+            for owner in param.owners:
+                value = state.get(prefix + owner.name)
+                # With keep_vars=True it is the parameter itself.
+                if owner.find() is holder and isinstance(value, DTensor) and not isinstance(value, nn.Parameter):
+                    state[prefix + owner.name] = dtensor.at_offset_zero(value)
 
     def _after_load(self, *_: Any) -> None:
         """With ``assign=True`` loading replaced the parameters."""

@@ -347,8 +347,8 @@ class Config:
     sync_states: bool | Literal["root"] = False
     """Whether every rank starts from the parameters and buffers of the first rank of the mesh.
 
-    With ``"root"`` the root alone is told to. It takes its own unit's parameters, and all buffers, those of the other
-    units too.
+    With ``"root"`` the root alone is given the option: the parameters of its own unit come from the first rank, and all
+    buffers, but not the parameters of the other units.
 
     Needs :attr:`Capability.SYNC_STATES`, and ``"root"`` :attr:`Capability.COUNTED_UNITS` as well.
     """

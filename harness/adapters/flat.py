@@ -43,7 +43,7 @@ from shardproof.harness.adapters.scaling import make_scaler
 #: The prefix that a wrapper adds to the names of everything inside the wrapped module.
 _WRAPPED = "_fsdp_wrapped_module."
 
-#: What ``MixedPrecision`` is documented to have where a script says nothing.
+#: The documented defaults of ``MixedPrecision``.
 _PRECISION_DEFAULTS = {
     "keep_low_precision_grads": False,
     "cast_forward_inputs": False,

@@ -68,12 +68,12 @@ def _ignored_as_variables(scene: Scene) -> list[bool]:
     return [model.state_dict(keep_vars=keeps)["0.weight"] is layers[0].weight for keeps in (True, False)]
 
 
-def _trained(scene: Scene) -> tuple[Any, torch.optim.Optimizer]:
-    model = scene.nested()
+def _trained(scene: Scene, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of a model that has made one step."""
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     scene.run(model).square().sum().backward()
     optimizer.step()
-    return model, optimizer
+    return optimizer
 
 
 def _whole_states(scene: Scene, model: nn.Module, *, first_rank: bool = False) -> Any:
@@ -87,7 +87,8 @@ def _whole_states(scene: Scene, model: nn.Module, *, first_rank: bool = False) -
 
 def _states_of_a_script(scene: Scene, *, drops_groups: bool = False) -> list[Any]:
     """What is saved of an optimizer's state dict that a script has changed: its parts, and the averages in it."""
-    model, optimizer = _trained(scene)
+    model = scene.nested()
+    optimizer = _trained(scene, model)
     given = optimizer.state_dict()
     given["state"] = {
         number: {**one, "exp_avg": torch.full_like(one["exp_avg"], 3.0)} for number, one in given["state"].items()
@@ -104,9 +105,7 @@ def _states_in_another_dtype(scene: Scene, *, flat: bool) -> list[str]:
     """The dtypes of what an optimizer keeps in float64, saved and loaded."""
     kind = scene.api.FullyShardedDataParallel
     model = scene.wrap(scene.layers(), use_orig_params=not flat)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    scene.run(model).square().sum().backward()
-    optimizer.step()
+    optimizer = _trained(scene, model)
     for state in optimizer.state.values():
         for name in ("exp_avg", "exp_avg_sq"):
             state[name] = state[name].double()
@@ -119,7 +118,8 @@ def _states_in_another_dtype(scene: Scene, *, flat: bool) -> list[str]:
 
 
 def _loaded_directly(scene: Scene) -> list[Any]:
-    kind, (model, optimizer) = scene.api.FullyShardedDataParallel, _trained(scene)
+    kind, model = scene.api.FullyShardedDataParallel, scene.nested()
+    optimizer = _trained(scene, model)
     with _whole_states(scene, model):
         saved = kind.optim_state_dict(model, optimizer)
         for state in saved["state"].values():
@@ -144,7 +144,8 @@ def _states_of_a_group(scene: Scene) -> list[list[str]]:
 
 def _states_by_parameters(scene: Scene) -> list[Any]:
     """Whether older calls make the same of parameters as of an optimizer, and how often they are deprecated."""
-    kind, (model, optimizer) = scene.api.FullyShardedDataParallel, _trained(scene)
+    kind, model = scene.api.FullyShardedDataParallel, scene.nested()
+    optimizer = _trained(scene, model)
     full = kind.full_optim_state_dict(model, optimizer, rank0_only=False)
     expected = kind.shard_full_optim_state_dict(full, model, optim=optimizer)
     order = [*reversed([*model.parameters()])]
@@ -160,12 +161,16 @@ def _is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
-def _normed(scene: Scene, **options: Any) -> Any:
-    """A batch normalisation of images amid lower precision, by a rule."""
-    model = nn.Sequential(nn.Conv2d(2, 4, 1), nn.BatchNorm2d(4)).to(scene.device)
+def _wrapped_by_a_rule(scene: Scene, model: nn.Module) -> nn.Module:
+    """Wrap each module that has parameters, in lower precision."""
     rule = functools.partial(scene.api.wrap.size_based_auto_wrap_policy, min_num_params=1)
     precision = scene.api.MixedPrecision(param_dtype=torch.bfloat16)
-    return scene.wrap(model, auto_wrap_policy=rule, mixed_precision=precision, **options)
+    wrapped: nn.Module = scene.wrap(model.to(scene.device), auto_wrap_policy=rule, mixed_precision=precision)
+    return wrapped
+
+
+def _norm_by_a_rule(scene: Scene) -> None:
+    _wrapped_by_a_rule(scene, nn.Sequential(nn.Conv2d(2, 4, 1), nn.BatchNorm2d(4)))
 
 
 def _dtypes_of_a_norm(scene: Scene) -> list[str]:
@@ -188,11 +193,9 @@ def _dtypes_of_a_norm(scene: Scene) -> list[str]:
             again: torch.Tensor = self.norm(input=entered)
             return output + again
 
-    rule = functools.partial(scene.api.wrap.size_based_auto_wrap_policy, min_num_params=1)
-    precision = scene.api.MixedPrecision(param_dtype=torch.bfloat16)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # which another script asks for
-        model = scene.wrap(Both().to(scene.device), auto_wrap_policy=rule, mixed_precision=precision)
+        model = _wrapped_by_a_rule(scene, Both())
     return [str(model(torch.ones(2, 2, 3, 3, device=scene.device)).dtype), *sorted(set(seen))]
 
 
@@ -286,8 +289,9 @@ def _whole_on_every_cpu(scene: Scene, *, first_rank: bool) -> None:
         pass
 
 
-def _older_gradients(scene: Scene) -> None:
-    kind, (model, optimizer) = scene.api.FullyShardedDataParallel, _trained(scene)
+def _older_parameters(scene: Scene) -> None:
+    kind, model = scene.api.FullyShardedDataParallel, scene.nested()
+    optimizer = _trained(scene, model)
     kind.full_optim_state_dict(model, optimizer, optim_input=[*model.parameters()])
 
 
@@ -327,10 +331,10 @@ CALLS: dict[str, Callable[[Scene], Any]] = {
     "nothing-sharded": lambda scene: scene.wrap(scene.layers(), sharding_strategy=scene.api.ShardingStrategy.NO_SHARD),
     "one-rank": lambda scene: scene.wrap(scene.layers()),
     "ignored-whole": _ignored_whole,
-    "a-norm-by-a-rule": _normed,
+    "a-norm-by-a-rule": _norm_by_a_rule,
     "frozen-in-a-unit": functools.partial(_frozen_by_a_rule, apart=False),
     "frozen-apart": functools.partial(_frozen_by_a_rule, apart=True),
     "whole-on-every-cpu": functools.partial(_whole_on_every_cpu, first_rank=False),
     "whole-on-one-cpu": functools.partial(_whole_on_every_cpu, first_rank=True),
-    "older-parameters": _older_gradients,
+    "older-parameters": _older_parameters,
 }

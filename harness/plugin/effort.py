@@ -34,7 +34,9 @@ _SKIPPED = "no mark that skips it"
 
 
 class Shortening:
-    """A plugin that deselects what the effort of the run leaves out, after all plugins that select.
+    """A plugin that deselects what the effort of the run leaves out, and puts the rest in the order in which it runs.
+
+    It does so after all plugins that select.
 
     Args:
         state: the state of this process.

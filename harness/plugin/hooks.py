@@ -104,7 +104,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Refuse cases that cannot run on ranks, deselect those that ``--world`` leaves out."""
+    """Refuse cases that cannot run on ranks, and deselect those that ``--world`` leaves out."""
     collection.check_and_filter(config, items)
 
 
