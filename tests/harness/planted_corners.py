@@ -102,7 +102,6 @@ PER_PARAMETER = {
         "is_container and type(module).forward is nn.Module.forward",
         "is_container",
     ),
-    "several-modules-as-root": Edit("per_parameter.lazy_init:ensure", "if len(unit.modules) > 1:", "if False:"),
     "beside-an-ignored-one": Edit("per_parameter.construct:_is_ignored", "and all(param in", "and any(param in"),
     "one-unit-on-the-meta-device": Edit("per_parameter.lazy_init:check_groups", "if on_meta:", "if len(on_meta) > 4:"),
     # Recomputation of several units, gradients and hooks.
@@ -120,7 +119,7 @@ PER_PARAMETER = {
     ),
     "pending-sum-taken": Edit("common.clip:sharding_groups", "isinstance(placement, Partial)", "False"),
     "freed-by-gradients-of-a-forward": Edit(
-        "per_parameter.unit:Unit._end_of_backward", "if unit.phase is Phase.FORWARD:", "if False:"
+        "per_parameter.unit:Unit._end_of_backward", "if unit._is_computing():", "if False:"
     ),
     "reentrant-not-ahead": Edit(
         "per_parameter.unit:Unit._complete_forward",

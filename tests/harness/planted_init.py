@@ -34,8 +34,8 @@ PER_PARAMETER = {
     "orders-not-compared": Edit("common.mesh:check_replicas", "if len(orders) > 1:", "if False:"),
     "new-values-not-noticed": Edit(
         "per_parameter.param:ShardedParam.adopt",
-        "if self.slot is not None and local is self.slot and local.data_ptr() == self._slot_pointer:",
-        "if self.slot is not None:",
+        "if is_same and self.slot is not None and local is self.slot and local.data_ptr() == self._slot_pointer:",
+        "if is_same and self.slot is not None:",
     ),
     "three-ranks-not-padded": Edit(
         "common.layout:chunk_rows", "return -(-rows // world)", "return -(-rows // (world & ~1))"

@@ -189,7 +189,7 @@ PER_PARAMETER = {
         "per_parameter.unit:Unit._root_post_forward", "if unit is not self and unit.to_run:", "if False:"
     ),
     "gathered-for-each-module": Edit(
-        "per_parameter.unit:Unit.post_forward", "    if not self.to_run:\n", "    if True:\n"
+        "per_parameter.unit:Unit.post_forward", "    if self.to_run:\n", "    if False:\n"
     ),
     "frozen-thawed": Edit(
         "per_parameter.param:ShardedParam.__init__", "requires_grad=original.requires_grad", "requires_grad=True"

@@ -19,7 +19,7 @@ PER_PARAMETER = {
     "unreduced-gradients-kept": Edit(_RESET, "reduction.drop(unit.group)", "pass"),
     "gradients-in-the-reduce-dtype-kept": Edit("per_parameter.reduction:drop", "param.accumulated = None", "pass"),
     "partial-shards-kept": Edit(_RESET, "unit.reducer.reset()", "pass"),
-    "order-kept": Edit(_RESET, "self.iteration.forward_order.clear()", "pass"),
+    "order-kept": Edit(_RESET, "forget_forwards(self.iteration)", "pass"),
     "end-of-backward-queued-for-ever": Edit(_RESET, "self.iteration.callback_queued = False", "pass"),
     "reset-of-the-root-alone": Edit(_RESET, "self.iteration.units or [self]", "[self]"),
     # What a script sets.
