@@ -57,7 +57,7 @@ PLACES = (
             "cpu-fairscale-v7-standard.json.gz",
         ),
     ),
-    Place("CPU, gloo, torch 2.11", "CPU, torch 2.11", ("h200-x2-gloo-v6-standard.json.gz",)),
+    Place("CPU, gloo, torch 2.11", "CPU, torch 2.11", ("h100-gloo-v9-pairs.json.gz",)),
     Place(
         "Two H200 GPUs, NCCL, torch 2.11",
         "2 GPUs, torch 2.11",
