@@ -97,14 +97,6 @@ class RecomputesWithoutGather(_PerParameter):
     )
 
 
-class FlatRecomputationIsForward(_Flat):
-    """A recomputation is taken for another forward of the unit."""
-
-    name = "flat-recomputation-is-forward"
-    place = (flat_unit.FlatUnit, "_recomputes", "return self.phase is Phase.PRE_BACKWARD and hooks.in_backward()",
-             "return False")  # fmt: skip
-
-
 # Tied parameters
 
 

@@ -34,7 +34,6 @@ CAUGHT = {
     planted.ReshardsInRecomputation: (GATHERS, "all_gather instead of 3 in backward"),
     planted.FlatReshardsInRecomputation: (GATHERS, "all_gather instead of 3 in backward"),
     planted.RecomputesWithoutGather: (TWICE, "got mixed torch.Tensor and DTensor"),
-    planted.FlatRecomputationIsForward: (COMPUTES, "storage of size 0"),
     planted.TiedInOnePlace: (TIED, TWO_PARAMETERS),
     planted.TiedUnknownElsewhere: (TIED, TWO_PARAMETERS),
     planted.FlatTiedInOnePlace: (TIED, "mat2 must be a matrix, got 1-D tensor"),
