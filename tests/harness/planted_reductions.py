@@ -38,26 +38,38 @@ class Edit:
 
     def apply(self) -> None:
         """Replace the function wherever ``fsdp_impl`` holds it, until the case ends."""
-        module_name, _, name = self.place.partition(":")
-        owner: Any = importlib.import_module(f"fsdp_impl.{module_name}")
-        *path, name = name.split(".")
-        for part in path:
-            owner = getattr(owner, part)
+        owner, name = self._found()
         found = getattr(owner, name)
-        edited = self._edited(inspect.unwrap(found), name)
+        edited = self.edited()
         replace(owner, name, edited)
         for module in [module for key, module in sys.modules.items() if key.partition(".")[0] == "fsdp_impl"]:
             for key, value in list(vars(module).items()):
                 if value is found:
                     replace(module, key, edited)
 
-    def _edited(self, function: Any, name: str) -> Any:
+    def edited(self) -> Any:
+        """The function as it is after the edit.
+
+        Raises:
+            AssertionError: its source has the old text more than once, or not at all.
+        """
+        owner, name = self._found()
+        function = inspect.unwrap(getattr(owner, name))
         source = textwrap.dedent(inspect.getsource(function))
         assert source.count(self.old) == 1, f"{self.place} has {self.old!r} {source.count(self.old)} times"
         made: dict[str, Any] = {}
         code = compile(source.replace(self.old, self.new), f"{self.place} (edited)", "exec", dont_inherit=True)
         exec(code, function.__globals__, made)
         return made[name]
+
+    def _found(self) -> tuple[Any, str]:
+        """The module or class that has the function, and its name there."""
+        module_name, _, path = self.place.partition(":")
+        owner: Any = importlib.import_module(f"fsdp_impl.{module_name}")
+        *classes, name = path.split(".")
+        for part in classes:
+            owner = getattr(owner, part)
+        return owner, name
 
 
 class Edited(Planting):

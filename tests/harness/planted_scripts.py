@@ -134,9 +134,9 @@ FLAT = {
         "flat.reduction:Gradients.add", "buffer.add_(reduced)", "buffer.add_(reduced, alpha=0.5)"
     ),
     "flat-thawed-only-at-first": Edit(
-        "flat.group:FlatGroup._prepare_buffer",
-        "if leaf.requires_grad != flat.requires_grad:",
-        "if leaf.requires_grad and not flat.requires_grad:",
+        "flat.group:FlatGroup._sync_requires_grad",
+        "if self._buffer.leaf.requires_grad != self.shards.flat.requires_grad:",
+        "if self._buffer.leaf.requires_grad and not self.shards.flat.requires_grad:",
     ),
     "flat-writes-not-noticed": Edit(
         "flat.group:FlatGroup.is_stale", "self._version() != self._gathered_version or ", ""

@@ -14,7 +14,7 @@ PER_PARAMETER = {
     "no-hook-before-saving": Edit(
         "per_parameter.unit:Unit.register", "holder.register_state_dict_pre_hook(self._before_state_dict)", "pass"
     ),
-    "assigned-not-taken": Edit("per_parameter.param:ShardedParam.adopt", "held is not self.sharded", "False"),
+    "assigned-not-taken": Edit("per_parameter.param:ShardedParam.adopt", "if not is_same:", "if False:"),
     "first-owner-alone": Edit(
         "per_parameter.param:ShardedParam.register", "for owner in self.owners:", "for owner in self.owners[:1]:"
     ),

@@ -13,8 +13,10 @@ from _pytest.mark.expression import Expression
 from tests.harness import test_planted_composition as composition
 from tests.harness import test_planted_simulation as simulation
 from tests.harness.planted import Killer
+from tests.harness.planted_reductions import Edited
 
 HERE = pathlib.Path(__file__).parent
+PLANTED = sorted(path.stem for path in HERE.glob("planted_*.py"))
 MODULES = sorted({path.stem for path in HERE.glob("test_planted_*.py")} - {"test_planted_simulation"})
 
 
@@ -54,6 +56,20 @@ def test_killers_in_simulated_worlds_name_one_item(simulated):
 def test_composition_names_one_item(items):
     named = {bug.name: composition.words(item) for bug, (item, _) in composition.CAUGHT.items()}
     assert_one_item(items, named, "test_planted_composition")
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_edits_find_their_places(name):
+    """By day for those too that are planted by night: a place that has moved is noticed by whoever moves it."""
+    adapters = getattr(importlib.import_module(f"tests.harness.{name}"), "ADAPTERS", {})
+    lost = {}
+    for bug, adapter in adapters.items():
+        if issubclass(adapter, Edited):
+            try:
+                adapter.edit.edited()
+            except (AssertionError, AttributeError) as error:
+                lost[bug] = str(error)
+    assert not lost, f"by bug of {name}, what its edit does not find: {lost}"
 
 
 def assert_one_item(items, named, module):
