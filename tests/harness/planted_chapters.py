@@ -94,6 +94,11 @@ PER_PARAMETER = {
         "self._unsharded is None or self._unsharded_layout is not self.shards.gather_layout",
         "True",
     ),
+    "inputs-saved-for-backward": Edit(
+        "common.hooks:_CallOnBackward.forward",
+        "ctx.callback = callback",
+        "ctx.callback = callback\n    ctx.save_for_backward(*inputs)",
+    ),
     # As for graphs that are replayed from fixed memory.
     "inputs-of-one-size": Edit(
         "common.hooks:call_after_backward",
