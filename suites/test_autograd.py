@@ -427,23 +427,27 @@ def test_batches_of_different_sizes(rank: Rank) -> None:
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
 @pytest.mark.parametrize("recomputes", [False, pytest.param(True, marks=needs(Capability.RECOMPUTATION))])
 def test_saved_tensors_are_packed(rank: Rank, recomputes: bool, reshard_after_forward: bool | None) -> None:
-    """Hooks may put copies in the place of what forward saves for backward, of parameters too."""
+    """Hooks may put copies in the place of what forward saves, of parameters too, and get no more than unsharded."""
     model = models.Tower(dim=9)
-    pair = rank.pair(
-        model, units=model.units(), reshard_after_forward=reshard_after_forward,
-        prepare=(lambda plain: recompute(plain, "call")) if recomputes else None,
-    )  # fmt: skip
+    prepare: Any = functools.partial(recompute, means="call") if recomputes else models.Tower.train
+    plain = prepare(models.copy_of(model).to(rank.device))
+    pair = rank.pair(model, units=model.units(), reshard_after_forward=reshard_after_forward, prepare=prepare)
     packed: list[int] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         packed.append(tensor.numel())
         return tensor.detach().clone()
 
-    for step in range(3):
+    counts = []
+    for forward in (plain, pair.adapter.forward):
         packed.clear()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            forward(rank.batch(3, (4, 9)))
+        counts.append(sum(packed))
+    assert 0 < counts[1] <= counts[0], f"forward saves {counts[1]} elements, and {counts[0]} unsharded"
+    for step in range(3):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             pair.step(rank.batch(step, (4, 9)))
-        assert packed, "forward saved nothing through the hooks"
         pair.check()
 
 

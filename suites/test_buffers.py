@@ -8,17 +8,8 @@ from torch import nn
 
 from shardproof.harness import Capability, Hardware, contract, models, needs, world
 from shardproof.harness.adapters.base import uncut
-from shardproof.harness.findings.finding import step_label
 from shardproof.harness.models import mixed, optim
-from shardproof.harness.parity import (
-    CastReplica,
-    Rank,
-    Run,
-    check_evaluation,
-    exact_difference,
-    run_and_replica,
-    step_and_check,
-)
+from shardproof.harness.parity import Rank, check_statistics, run_and_replica
 from shardproof.harness.plugin.axes import KEEPS
 
 SHAPE = (7, 5)
@@ -75,22 +66,5 @@ def check(rank: Rank, model: nn.Module, *, steps: int = 3, **options: object) ->
     """Train and evaluate a :class:`mixed.Normed` and full copies, and compare all buffers after each step."""
     run, replica = run_and_replica(rank, model, units=UNITS, optimizer=optim.sgd(), **options)
     for step in range(steps):
-        step_and_check(rank, run, replica, [(rank.batch(step, SHAPE),)], number=step, loss=models.ramp_square)
-        check_buffers(run, replica, f"after {step_label(step)}")
-        run.adapter.module.eval()
-        replica.model.eval()
-        check_evaluation(rank, run, replica, rank.batch(step, SHAPE, microbatch=1), number=step + 1)
-        check_buffers(run, replica, f"after the evaluation that follows {step_label(step)}")
-        run.adapter.module.train()
-        replica.model.train()
-
-
-def check_buffers(run: Run, replica: CastReplica, when: str) -> None:
-    """Check that the modules hold the buffers of the baseline, bit for bit."""
-    for name, expected in replica.model.named_buffers():
-        module, _, key = name.rpartition(".")
-        found = run.original_module(module).get_buffer(key)
-        assert found.shape == expected.shape, f"{when} {name!r} has shape {tuple(found.shape)}"
-        assert found.dtype == expected.dtype, f"{when} {name!r} is of {found.dtype}"
-        difference = exact_difference(found.double(), expected.double())
-        assert difference is None, f"{when} {name!r}: element, buffer and the baseline's: {difference}"
+        training, evaluation = ((rank.batch(step, SHAPE, microbatch=number),) for number in range(2))
+        check_statistics(rank, run, replica, training, evaluation, number=step, loss=models.ramp_square)

@@ -13,7 +13,7 @@ from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.models.compilation import compiler
 from shardproof.harness.models.recomputation import Means, recompute
 from shardproof.harness.parity import Rank
-from shardproof.harness.plugin.axes import RESHARD
+from shardproof.harness.plugin.axes import KEEPS, RESHARD
 
 RECOMPUTES = needs(Capability.RECOMPUTATION)
 
@@ -32,7 +32,7 @@ def test_compiled_units(
     """Compiled units, recomputed or not, train as DDP does uncompiled, in the graphs that they have unsharded."""
     config = models.TransformerConfig(layers=2)
     model = models.Transformer(config)
-    unsharded = _unsharded_graphs(config, rank.device, backend, means)
+    unsharded = _unsharded_graphs(config, rank.device, backend, means, ((3, config.length),))
     with compiler(backend) as compiled:
 
         def prepare(plain: nn.Module) -> Any:
@@ -48,20 +48,56 @@ def test_compiled_units(
             pair.check()
             graphs.append(compiled.graphs)
         assert graphs[0] > 0, "nothing was compiled"
-        assert graphs[0] == unsharded, f"{graphs[0]} graphs, and {unsharded} unsharded: sharding breaks graphs"
+        assert graphs[:1] == unsharded, f"{graphs[0]} graphs, and {unsharded[0]} unsharded: sharding breaks graphs"
         assert graphs == graphs[:1] * 3, f"{graphs} graphs after each step: something was compiled again"
 
 
+@contract("COMPILED-2")
+@world(2)
+@needs(Capability.COMPILED_MODULES)
+@KEEPS
+@pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.nightly)], ids=["on-change", "always"])
+def test_batches_of_other_sizes(rank: Rank, dynamic: bool | None, reshard_after_forward: bool | None) -> None:
+    """Units compiled for sizes that change train as DDP does, and are compiled again only when they are unsharded."""
+    config = models.TransformerConfig(layers=1)
+    model = models.Transformer(config)
+    unsharded = _unsharded_graphs(config, rank.device, "aot_eager", None, SIZES, dynamic)
+    assert unsharded[-1] == unsharded[-2], f"{unsharded} graphs unsharded: compiled for each size anew"
+    with compiler("aot_eager") as compiled:
+        pair = rank.pair(
+            model, units=model.units(), reshard_after_forward=reshard_after_forward, is_traced=False,
+            prepare=functools.partial(compiled.compile_layers, dynamic=dynamic),
+        )  # fmt: skip
+        graphs = []
+        for step, size in enumerate(SIZES):
+            pair.step(rank.tokens(step, size, vocabulary=config.vocabulary))
+            pair.check()
+            graphs.append(compiled.graphs)
+        assert graphs == unsharded, f"{graphs} graphs after each step, and {unsharded} unsharded"
+
+
+#: Of batches, sequences by length. No two sizes of a batch are equal, nor any 1: the compiler takes these for fixed.
+SIZES = ((3, 7), (5, 6), (4, 7))
+
+
 @functools.cache
-def _unsharded_graphs(config: models.TransformerConfig, device: torch.device, backend: str, means: Means | None) -> int:
-    """The number of graphs of one step of such a model that nothing shards; a rank counts them once."""
-    tokens = torch.zeros(3, config.length, dtype=torch.long, device=device)
-    drawn_on = [device] if device.type == "cuda" else []
+def _unsharded_graphs(
+    config: models.TransformerConfig,
+    device: torch.device,
+    backend: str,
+    means: Means | None,
+    sizes: tuple[tuple[int, int], ...],
+    dynamic: bool | None = None,
+) -> list[int]:
+    """The numbers of graphs after each step of such a model that nothing shards; a rank counts them once."""
+    drawn_on, counts = [device] if device.type == "cuda" else [], []
     with torch.random.fork_rng(drawn_on), compiler(backend) as compiled:
-        made: Any = compiled.compile_layers(models.Transformer(config).to(device))
+        made: Any = compiled.compile_layers(models.Transformer(config).to(device), dynamic=dynamic)
         made = recompute(made, means) if means else made
-        models.mean_square(made(tokens)).backward()
-        return compiled.graphs
+        for size in sizes:
+            models.mean_square(made(torch.zeros(size, dtype=torch.long, device=device))).backward()
+            counts.append(compiled.graphs)
+    return counts
 
 
 @contract("COMPILED-3")

@@ -24,6 +24,7 @@ from shardproof.harness.parity import (
     Run,
     check_equal,
     check_evaluation,
+    check_statistics,
     exact_difference,
     run_and_replica,
     states,
@@ -44,6 +45,7 @@ FLAT = pytest.mark.parametrize(
     "flat_parameters", [False, pytest.param(True, marks=needs(Capability.FLAT_PARAMETERS))], ids=["originals", "flat"]
 )
 SHAPE = (6, 4)
+NORMS = ("inner.1", "norm", "last")
 
 ROWS = 7
 #: Twice the smallest float16.
@@ -437,6 +439,23 @@ def test_buffers(rank: Rank, saves: bool) -> None:
         saved = run.adapter.checkpoint()["model"]
         wrong = [name for name in saved if name.endswith("offset") and saved[name].dtype != FULL]
         assert not wrong, f"{wrong[0]} is saved in {saved[wrong[0]].dtype}"
+
+
+@contract("PRECISION-7")
+@world(2)
+@MIXED
+@pytest.mark.parametrize("buffers", [None, pytest.param(BRAIN, marks=needs(Capability.BUFFER_DTYPE))], ids=str)
+def test_running_statistics(rank: Rank, buffers: torch.dtype | None) -> None:
+    """Batch norms amid bfloat16 train and evaluate as the baseline does, with the same statistics after each."""
+    # A batch norm has parameters and statistics of one dtype; its input may have a lower one.
+    own = Precision(compute=buffers, buffers=buffers, casts_inputs=False)
+    run, replica = both(
+        rank, mixed.Normed(*SHAPE), units=[["inner"], *([name] for name in NORMS)],
+        precision=Precision(compute=BRAIN, buffers=buffers), unit_precision=dict.fromkeys(NORMS, own),
+    )  # fmt: skip
+    for step in range(3):
+        training, evaluation = ((rank.batch(step, SHAPE, microbatch=number),) for number in range(2))
+        check_statistics(rank, run, replica, training, evaluation, number=step, loss=models.ramp_square)
 
 
 @contract("PRECISION-8")

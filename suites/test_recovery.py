@@ -194,9 +194,7 @@ def test_exception_while_gradients_add_up_in_another_dtype(rank: Rank, phase: st
     ("reshard_after_forward", "default_mesh"),
     [
         *(pytest.param(*item.values, False, marks=item.marks, id=str(item.values[0])) for item in RESHARD),
-        pytest.param(
-            None, True, marks=needs(Capability.DEFAULT_MESH, Capability.SINGLE_RANK), id="all-ranks-by-default"
-        ),
+        pytest.param(None, True, marks=needs(Capability.DEFAULT_MESH), id="all-ranks-by-default"),
     ],
 )
 def test_process_groups_made_anew(

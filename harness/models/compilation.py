@@ -32,11 +32,16 @@ class CountingBackend:
         self.graphs += 1
         return lookup_backend(self.name)(graph, inputs)
 
-    def compile_layers(self, model: nn.Module) -> nn.Module:
-        """Compile each layer of a :class:`Stacked` model in place; call it before the model is sharded."""
+    def compile_layers(self, model: nn.Module, *, dynamic: bool | None = None) -> nn.Module:
+        """Compile each layer of a :class:`Stacked` model in place; call it before the model is sharded.
+
+        Args:
+            model: the model.
+            dynamic: whether graphs are for inputs of any size: from the start, never, or once sizes differ (None).
+        """
         assert isinstance(model, Stacked), f"{type(model).__name__} has no layers to compile"
         for layer in model.layers:
-            layer.compile(backend=self)
+            layer.compile(backend=self, dynamic=dynamic)
         return model
 
 

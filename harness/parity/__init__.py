@@ -29,6 +29,7 @@ from shardproof.harness.parity.casts import (
     CastReplica,
     check_equal,
     check_evaluation,
+    check_statistics,
     run_and_replica,
     step_and_check,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "check_equal",
     "check_evaluation",
     "check_exact",
+    "check_statistics",
     "exact_difference",
     "run_and_replica",
     "step_and_check",

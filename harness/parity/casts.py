@@ -23,7 +23,7 @@ from shardproof.harness.adapters.base import (
     tensors_of_state,
     whole,
 )
-from shardproof.harness.findings.finding import Finding, Location, raise_first
+from shardproof.harness.findings.finding import Finding, Location, raise_first, step_label
 from shardproof.harness.findings.stages import Stage
 from shardproof.harness.models.plain import mean_square
 from shardproof.harness.parity import capture
@@ -90,6 +90,14 @@ class CastReplica:
     def held_parameters(self) -> dict[str, nn.Parameter]:
         """Return the full parameters, by name."""
         return dict(self.model.named_parameters())
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Return the buffers by name, in the dtypes that they have in a forward of now."""
+        found = dict(self.model.named_buffers())
+        for name, buffer in found.items():
+            if buffer.is_floating_point():
+                found[name] = buffer.to(self._precision_of(name).buffers or buffer.dtype)
+        return found
 
     def step(self, microbatches: Sequence[Any], *, loss: Loss = mean_square) -> StepPicture:
         """Train one step (collective).
@@ -167,9 +175,8 @@ class CastReplica:
         for name, parameter in working.named_parameters():
             if name not in self._config.ignored:
                 parameter.data = parameter.data.to(self._precision_of(name).compute or parameter.dtype)
-        for name, buffer in working.named_buffers():
-            if buffer.is_floating_point():
-                buffer.data = buffer.data.to(self._precision_of(name).buffers or buffer.dtype)
+        for (_, buffer), cast in zip(working.named_buffers(), self.buffers().values(), strict=True):
+            buffer.data = cast.clone()
         for name in ("", *self._units):
             _cast_at_the_border(working.get_submodule(name), self._precision_of(name))
         return working
@@ -304,6 +311,47 @@ def check_evaluation(member: Member, run: Run, replica: CastReplica, arguments: 
         mine, other = on_host((capture.taken(run.capture), replica.take_captured()))
         member.explainer.add(Exact(_SAME_CASTS, mine, other, findings, rank=member.index, step=number))
     member.agree(next(findings(), None), title=f"an evaluation diverges from {_SAME_CASTS}")
+
+
+def check_buffers(run: Run, replica: CastReplica, when: str) -> None:
+    """Check that the modules hold the buffers of the baseline, bit for bit, in the dtypes that they have in training.
+
+    Args:
+        run: the sharded run.
+        replica: its baseline.
+        when: the moment, for messages.
+    """
+    for name, expected in replica.buffers().items():
+        module, _, key = name.rpartition(".")
+        found = run.original_module(module).get_buffer(key)
+        assert found.shape == expected.shape, f"{when} {name!r} has shape {tuple(found.shape)}"
+        assert found.dtype == expected.dtype, f"{when} {name!r} is of {found.dtype}, not {expected.dtype}"
+        difference = exact_difference(found.double(), expected.double())
+        assert difference is None, f"{when} {name!r}: element, buffer and the baseline's: {difference}"
+
+
+def check_statistics(
+    member: Member, run: Run, replica: CastReplica, training: Any, evaluation: Any, *, number: int, loss: Loss
+) -> None:
+    """Train a step, evaluate, and compare both, and all buffers after each (collective).
+
+    Args:
+        member: this rank.
+        run: the sharded run.
+        replica: its baseline.
+        training: the arguments of the forward of the step.
+        evaluation: the arguments of a forward in evaluation mode.
+        number: the number of the step, for messages.
+        loss: maps a forward's output to a scalar.
+    """
+    step_and_check(member, run, replica, [training], number=number, loss=loss)
+    check_buffers(run, replica, f"after {step_label(number)}")
+    for module in (run.adapter.module, replica.model):
+        module.eval()
+    check_evaluation(member, run, replica, evaluation, number=number + 1)
+    check_buffers(run, replica, f"after the evaluation that follows {step_label(number)}")
+    for module in (run.adapter.module, replica.model):
+        module.train()
 
 
 def check_equal(member: Member, run: Run, step: StepPicture, expected: StepPicture, *, number: int) -> None:

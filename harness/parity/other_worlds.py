@@ -19,7 +19,7 @@ from shardproof.harness.simulation.process import without_groups
 
 #: Destroyed groups of the last case that had such worlds, which its models may outlive. A reducer of DDP that is the
 #: last to hold a group of gloo joins the group's threads with the GIL, for which one of them may wait to let go of a
-#: tensor: the rank hangs. Released from here, the groups end without the GIL.
+#: tensor: the rank hangs (F-240). Released from here, the groups end without the GIL.
 _destroyed: list[dist.ProcessGroup] = []
 
 #: As that of the world of the case: a collective that waits longer is stuck, and the controller's deadline is shorter.

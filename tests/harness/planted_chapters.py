@@ -94,6 +94,17 @@ PER_PARAMETER = {
         "self._unsharded is None or self._unsharded_layout is not self.shards.gather_layout",
         "True",
     ),
+    "inputs-saved-for-backward": Edit(
+        "common.hooks:_CallOnBackward.forward",
+        "ctx.callback = callback",
+        "ctx.callback = callback\n    ctx.save_for_backward(*inputs)",
+    ),
+    # As for graphs that are replayed from fixed memory.
+    "inputs-of-one-size": Edit(
+        "common.hooks:call_after_backward",
+        "cast(Any, _CallOnBackward).apply(callback, *tensors))",
+        "[torch._dynamo.mark_static(one) or one for one in cast(Any, _CallOnBackward).apply(callback, *tensors)])",
+    ),
     "tied-counted-twice": Edit(
         f"{REDUCTION}:Reducer._layout",
         "[p.size for p in params], [p.dim for p in params]",

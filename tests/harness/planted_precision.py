@@ -61,6 +61,15 @@ FLAT = {
         "flat.unit:_cast_buffer", "dtype = unit.precision.buffer_dtype", "dtype = unit.precision.param_dtype"
     ),
     "flat-buffers-of-the-outermost-unit": Edit("flat.unit:cast_buffers", "reversed(units)", "units"),
+    # As parameters are, from originals of a higher dtype that no forward changes.
+    "flat-buffers-cast-anew": Edit(
+        "flat.unit:FlatUnit._root_pre_forward",
+        "    self.iteration.forward_root = self\n",
+        """    self.iteration.forward_root = self
+    for buffer in self.wrapper.buffers() if self.precision.buffer_dtype is not None else []:
+        buffer.copy_(self.__dict__.setdefault("originals", {}).setdefault(buffer, buffer.clone()))
+""",
+    ),
     "flat-integers-cast": Edit("flat.unit:_cast_buffer", " if buffer.is_floating_point() else None", ""),
     "flat-buffers-saved-as-they-are": Edit("flat.state_dict:finish", "value.to(dtype)", "value"),
 }
