@@ -54,6 +54,11 @@ def _frozen(*size: int) -> nn.Module:
 
 IN_LAYER = tuple(f"layers.1.{name}" for name, _ in models.Tower(dim=9).layers[1].named_parameters())
 
+OTHER_SIZES: dict[str, Callable[[Rank], dict[str, Any]]] = {
+    "a-negative-size": lambda rank: {"reshard_after_forward": -1},
+    "no-size": lambda rank: {"reshard_after_forward": 0},
+    "a-size-that-is-no-int": lambda rank: {"reshard_after_forward": float(rank.world_size)},
+}
 UNFIT = {
     "a-scalar": Unfit(lambda: shapes.Spoiled(torch.randn(())), ("odd",)),
     "a-frozen-scalar": Unfit(_frozen, ("odd",)),
@@ -80,25 +85,12 @@ UNFIT = {
         ("reshard_after_forward",),
         lambda rank: {"reshard_after_forward": rank.world_size + 1},
     ),
-    "a-negative-size": Unfit(
-        lambda: models.Tower(dim=9),
-        ("reshard_after_forward",),
-        lambda rank: {"reshard_after_forward": -1},
-        may_train=False,
-    ),
-    "no-size": Unfit(
-        lambda: models.Tower(dim=9),
-        ("reshard_after_forward",),
-        lambda rank: {"reshard_after_forward": 0},
-        may_train=False,
-    ),
-    "a-size-that-is-no-int": Unfit(
-        lambda: models.Tower(dim=9),
-        ("reshard_after_forward",),
-        lambda rank: {"reshard_after_forward": float(rank.world_size)},
-        may_train=False,
-    ),
+    **{
+        name: Unfit(lambda: models.Tower(dim=9), ("reshard_after_forward",), options, may_train=False)
+        for name, options in OTHER_SIZES.items()
+    },
     "a-list": Unfit(lambda: models.Tower(dim=9), ("ModuleList",), lambda rank: {"units": [["layers"]]}),
+    "a-dict": Unfit(lambda: shapes.Named(9), ("ModuleDict",), lambda rank: {"units": [["layers"]]}),
     "an-uneven-dimension": Unfit(
         lambda: shapes.Spoiled(torch.randn(3)),
         ("weight", "[9, 9]"),
@@ -162,6 +154,7 @@ UNFIT_NEEDS = {
     "no-size": Capability.RESHARD_TO_SIZE,
     "a-size-that-is-no-int": Capability.RESHARD_TO_SIZE,
     "a-list": Capability.GROUPED_UNIT,  # an implementation that wraps one module takes a list as it takes others
+    "a-dict": Capability.GROUPED_UNIT,
     "an-uneven-dimension": Capability.SHARD_DIMENSION,
     "no-such-dimension": Capability.SHARD_DIMENSION,
     "ignored-by-two-options": Capability.IGNORED_MODULES,

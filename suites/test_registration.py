@@ -133,6 +133,9 @@ def test_attributes_of_parameters(rank: Rank, reshard_after_forward: bool | int 
             has_gradient = parameter.grad is not None
             assert has_gradient == parameter.requires_grad, f"{name}: has a gradient: {has_gradient}"
             assert parameter.grad is None or parameter.grad.shape == parameter.shape, f"{name}: shapes differ"
+    kept = {id(value) for value in run.adapter.module.state_dict(keep_vars=True).values()}
+    copied = [name for name, parameter in run.adapter.named_parameters().items() if id(parameter) not in kept]
+    assert not copied, f"a state dict that keeps variables has others than the parameters: {', '.join(copied)}"
 
 
 def _assert_attributes(run: Run, original: nn.Module, when: str) -> None:
