@@ -113,6 +113,24 @@ def test_after_partial_forward(rank: Rank, reshard_after_forward: bool | int | N
         _assert_values(run, original)
 
 
+@contract("REGISTRATION-4")
+@needs(Capability.NON_ROOT_FORWARD, Capability.GROUPED_UNIT)
+@pytest.mark.parametrize("name", ["layers.0", "layers.1"])
+@pytest.mark.parametrize("reshard_after_forward", RESHARD_ROOT[:3])
+def test_after_the_forward_of_one_module(rank: Rank, reshard_after_forward: bool | None, name: str) -> None:
+    """After an evaluation of one of several modules of a unit the root's forwards are right, and it trains as ever."""
+    model = models.Tower(dim=9, depth=3)
+    units = [["layers.0", "layers.1"], ["layers.2"]]
+    pair = rank.pair(model, units=units, baseline="replicated", reshard_after_forward=reshard_after_forward)
+    for step in range(3):
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+        batch = rank.batch(step, (4, 9), microbatch=1)
+        pair.evaluate(batch, submodule=name)
+        pair.evaluate(batch)
+        pair.check()
+
+
 @contract("REGISTRATION-5")
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_attributes_of_parameters(rank: Rank, reshard_after_forward: bool | int | None) -> None:

@@ -127,6 +127,7 @@ PER_PARAMETER = {
         "args, kwargs = _cast_inputs(self._policy, args, kwargs)\n    if self.group",
         "args, kwargs = _cast_inputs(self._policy, args, kwargs) if entering else (args, kwargs)\n    if self.group",
     ),
+    "one-module-waits-for-others": Edit("per_parameter.unit:Unit.post_forward", "self._is_outermost(module)", "False"),
     "last-output-cast": Edit(
         "per_parameter.unit:Unit.post_forward", "return _cast_output", "return output if self.to_run else _cast_output"
     ),

@@ -43,6 +43,9 @@ KILLED = {
     "dicts-of-modules": Killer("test_what_cannot_be_sharded and a-dict", "ModuleDict"),
     "dtypes-of-compute-compared": Killer("test_trainable_of_another_dtype", "dtype"),
     "first-inputs-cast": Killer(SEVERAL, "dtype"),
+    "one-module-waits-for-others": Killer(
+        "test_after_the_forward_of_one_module and w2-True-layers.0", "mixed torch.Tensor and DTensor"
+    ),
     "last-output-cast": Killer(SEVERAL, "inputs and outputs of the modules"),
     "slots-of-another-dtype": Killer("test_frozen_integers_beside_a_cast and False", "dtype"),
     "gather-of-a-script-among-all": Killer(AMONG_FEWER, "is this rank's part"),
