@@ -493,14 +493,15 @@ def test_replicas_in_another_order(rank: Rank, as_groups: bool) -> None:
 
 
 @contract("INIT-10")
-@world(4)
+@world(4, 6)
 @needs(Capability.HYBRID)
 def test_replicas_in_different_orders(rank: Rank) -> None:
     """A mesh whose replicas have their ranks in different orders is refused, or the model trains as DDP does.
 
     Process groups sort their ranks, so that on such a mesh the ranks of a replicate group hold different shards.
     """
-    mesh = rank.mesh((2, 2), ("replicate", "shard"), order=(3, 1, 0, 2))
+    order = (3, 1, 0, 2) if rank.world_size == 4 else (0, 1, 2, 3, 5, 4)  # all replicas, or the last alone
+    mesh = rank.mesh((rank.world_size // 2, 2), ("replicate", "shard"), order=order)
     refused_or_trained(rank, Unfit(lambda: models.Tower(dim=9), ("mesh", "Mesh"), lambda _: {"mesh": mesh}))
 
 

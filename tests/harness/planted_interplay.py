@@ -128,6 +128,10 @@ PER_PARAMETER = {
         "args, kwargs = _cast_inputs(self._policy, args, kwargs) if entering else (args, kwargs)\n    if self.group",
     ),
     "one-module-waits-for-others": Edit("per_parameter.unit:Unit.post_forward", "self._is_outermost(module)", "False"),
+    "wholes-divided": Edit(
+        "per_parameter.param:_checked_dim", "data.size(dim) % mesh.size", "param.size(dim) % mesh.size"
+    ),
+    "two-replicas-compared": Edit("common.mesh:check_replicas", "for row in rows}", "for row in rows[:2]}"),
     "last-output-cast": Edit(
         "per_parameter.unit:Unit.post_forward", "return _cast_output", "return output if self.to_run else _cast_output"
     ),
