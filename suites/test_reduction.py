@@ -536,15 +536,24 @@ def memory_of_nan() -> Iterator[None]:
 @contract("REDUCTION-4")
 @world(2)
 @needs(Capability.AUTOGRAD_CALLS)
-@pytest.mark.parametrize("defers", [False, pytest.param(True, marks=needs(Capability.DEFERRED_REDUCTION))])
+@pytest.mark.parametrize(
+    "defers",
+    [
+        False,
+        pytest.param(True, marks=needs(Capability.DEFERRED_REDUCTION)),
+        pytest.param("in-float32", marks=needs(Capability.DEFERRED_REDUCTION, Capability.MIXED_PRECISION)),
+    ],
+)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
-def test_gradients_of_gradients(rank: Rank, reshard_after_forward: bool | None, defers: bool) -> None:
+def test_gradients_of_gradients(rank: Rank, reshard_after_forward: bool | None, defers: bool | str) -> None:
     """A backward that is to make a graph of the gradients makes one of each, or raises on every rank.
 
     A script adds a penalty on the gradients to a loss: without their graph it changes nothing, and nothing fails.
     """
     how = Accumulation() if defers else None
-    runs = two_runs(rank, microbatches=2, accumulation=how, reshard_after_forward=reshard_after_forward)
+    # Copies in the dtype of the reduction wait for the last microbatch then, and not what autograd has left.
+    low = Precision(compute=torch.bfloat16, reduce=torch.float32) if defers == "in-float32" else Precision()
+    runs = two_runs(rank, microbatches=2, accumulation=how, reshard_after_forward=reshard_after_forward, precision=low)
     run = runs[1]
 
     def backward() -> None:

@@ -402,7 +402,7 @@ class Fan(nn.Module):
 class InPlaceStack(nn.Module):
     """Units ``layers.N`` whose output, a view of what they computed, is changed in place by their caller.
 
-    Input and output: (batch, dim).
+    The view is of rows or, where the width of a unit is even, of every other column. Input and output: (batch, dim).
     """
 
     def __init__(self, dim: int, depth: int = 3) -> None:
@@ -431,6 +431,8 @@ class _ReturnsView(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         both: torch.Tensor = self.back(torch.tanh(self.into(x)))
+        if self.into.out_features % 2 == 0:
+            return both[:, ::2]
         return both.view(2 * x.shape[0], x.shape[1])[: x.shape[0]]
 
 

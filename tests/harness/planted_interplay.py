@@ -132,6 +132,14 @@ PER_PARAMETER = {
         "per_parameter.param:_checked_dim", "data.size(dim) % mesh.size", "param.size(dim) % mesh.size"
     ),
     "two-replicas-compared": Edit("common.mesh:check_replicas", "for row in rows}", "for row in rows[:2]}"),
+    "graphs-dropped-by-copies": Edit(
+        "per_parameter.reduction:_accumulate_one", "    modes.check_plain(grad, param.fqn)\n", ""
+    ),
+    "views-without-gaps": Edit(
+        "common.hooks:_hook",
+        "if tensor._base is not None and",
+        "if tensor._base is not None and tensor.is_contiguous() and",
+    ),
     "last-output-cast": Edit(
         "per_parameter.unit:Unit.post_forward", "return _cast_output", "return output if self.to_run else _cast_output"
     ),

@@ -46,8 +46,12 @@ KILLED = {
     "one-module-waits-for-others": Killer(
         "test_after_the_forward_of_one_module and w2-True-layers.0", "mixed torch.Tensor and DTensor"
     ),
-    "wholes-divided": Killer("test_uneven_parts_of_tensor_parallelism", ""),
+    "wholes-divided": Killer("test_uneven_parts_of_tensor_parallelism", "Sizes of tensors must match"),
     "two-replicas-compared": Killer("test_replicas_in_different_orders and w6", "diverges from the baseline"),
+    "graphs-dropped-by-copies": Killer(
+        "test_gradients_of_gradients and None-in-float32", "the gradients have no graph of"
+    ),
+    "views-without-gaps": Killer("test_output_changed_in_place and w2", "storage of size 0"),
     "last-output-cast": Killer(SEVERAL, "inputs and outputs of the modules"),
     "slots-of-another-dtype": Killer("test_frozen_integers_beside_a_cast and False", "dtype"),
     "gather-of-a-script-among-all": Killer(AMONG_FEWER, "is this rank's part"),
