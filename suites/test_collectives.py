@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import string
 from collections.abc import Callable, Sequence
 from random import Random
@@ -20,6 +21,7 @@ from shardproof.harness.adapters.base import Accumulation, Adapter, Clip, Settin
 from shardproof.harness.collectives.trace import Trace, first_difference
 from shardproof.harness.findings.finding import step_label
 from shardproof.harness.models import optim, shapes
+from shardproof.harness.models.parallel import MLPStack, parallelize_mlps
 from shardproof.harness.models.ties import RepeatedTower
 from shardproof.harness.parity import Pair, Rank
 from shardproof.harness.parity.refusals import Refusal
@@ -244,6 +246,25 @@ def test_evaluations_add_no_gather_to_a_step(rank: Rank, reshard_after_forward: 
         pair.check_counts("backward", all_gather=in_backward, reduce_scatter=DEPTH)
 
 
+@contract("COLLECTIVES-4")
+@world(2)
+@needs(Capability.COUNTED_UNITS, Capability.MULTIPLE_FORWARD, Capability.RESHARD_AFTER_FORWARD)
+def test_evaluation_between_forward_and_backward(rank: Rank) -> None:
+    """What a backward gathers, and when, is as without the evaluation that ran since its forward."""
+    model, batches = models.Tower(dim=9, depth=DEPTH), [rank.batch(number, (4, 9)) for number in range(2)]
+    traces: list[str] = []
+    for evaluates in (False, True):
+        run = rank.run(models.copy_of(model), units=model.units(), reshard_after_forward=True)
+        loss = models.mean_square(run.adapter.forward(batches[0]))
+        if evaluates:
+            run.evaluate((batches[1],))
+        run.trace.clear()
+        with run.recorder.during("backward"):
+            run.adapter.backward(loss)
+        traces.append(run.trace.render())
+    assert traces[1] == traces[0], f"backward with an evaluation before it:\n{traces[1]}\nwithout one:\n{traces[0]}"
+
+
 @contract("COLLECTIVES-8")
 @world(2, 4)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD_ROOT)
@@ -394,6 +415,30 @@ def test_zeros_are_reduced_or_not(rank: Rank, unit: str, recurse: bool) -> None:
         assert found == expected, f"in {step_label(step)} unused parameters with gradients are {found}, not {expected}"
         assert (sizes[step] > sizes[0]) == has_zeros, f"bytes of the reductions in three steps: {sizes}"
         run.adapter.zero_grad(set_to_none=True)
+
+
+class Skipping(MLPStack):
+    """A stack that leaves out one of its layers, whose number is given. Input: (..., dim), and the number."""
+
+    def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:  # type: ignore[override]
+        for index, layer in enumerate(self.layers):
+            x = x if index == number else layer(x)
+        return x
+
+
+@contract("COLLECTIVES-10")
+@world(4)
+@needs(Capability.UNIT_SETTINGS, Capability.RANKS_DIFFER, Capability.TENSOR_PARALLEL)
+def test_zeros_beside_tensor_parallelism(rank: Rank) -> None:
+    """Zeros for a parameter that tensor parallelism has cut are those of this rank's part."""
+    mesh = rank.mesh((2, 2), ("dp", "tp"))
+    pair = rank.pair(
+        Skipping(5), mesh=mesh["dp"], baseline="replicated", ranks_differ=True, find_unused=True,
+        prepare=functools.partial(parallelize_mlps, mesh=mesh["tp"]),
+    )  # fmt: skip
+    for step in range(2):
+        pair.step((rank.batch(step, (4, 5), mesh=mesh["dp"]), (mesh["dp"].get_local_rank() + step) % 3))
+        pair.check()
 
 
 @contract("COLLECTIVES-10")

@@ -16,6 +16,7 @@ from shardproof.harness.findings.finding import step_label
 from shardproof.harness.models import shapes
 from shardproof.harness.models.parallel import MLPStack, parallelize_mlps
 from shardproof.harness.parity import Census, Pair, Rank, exact_difference
+from shardproof.harness.parity.refusals import Refusal
 from shardproof.harness.plugin.axes import RESHARD, RESHARD_EXPLICIT, with_first
 
 DEPTH = 3
@@ -178,6 +179,48 @@ def test_frozen_integers(rank: Rank) -> None:
         assert found == torch.int64, f"order has the dtype {found} after the forward of {step_label(step)}"
         run.adapter.backward(output.sum())
         assert run.adapter.gradients()["order"] is None, "order is frozen and has a gradient"
+
+
+@contract("FROZEN-6")
+@world(2)
+@needs(Capability.REGISTERED_STATE, Capability.CAST_AFTER_INIT)
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_frozen_integers_beside_a_cast(rank: Rank, evaluates: bool) -> None:
+    """The same beside others that a script casts once they are sharded, before the first forward or after it."""
+    model = shapes.Permuted(6)
+    plain = copy.deepcopy(model).to(rank.device)
+    run = rank.run(model)
+    if evaluates:
+        run.evaluate((rank.batch(0, (4, 6)),))
+    run.adapter.module.to(torch.bfloat16)
+    plain.to(torch.bfloat16)
+    dtypes = {name: parameter.dtype for name, parameter in plain.named_parameters()}
+    for step in range(2):
+        batch = rank.batch(step, (4, 6)).to(torch.bfloat16)
+        output = run.adapter.forward(batch)
+        difference = exact_difference(output.detach(), plain(batch).detach())
+        assert difference is None, f"output of {step_label(step)}: element, sharded and unsharded: {difference}"
+        run.adapter.backward(output.sum())
+        found = {name: piece.tensor.dtype for name, piece in run.adapter.registered().items()}
+        assert found == dtypes, f"after the backward of {step_label(step)} the parameters have the dtypes {found}"
+        run.adapter.zero_grad(set_to_none=True)
+
+
+@contract("FROZEN-6")
+@world(2)
+@needs(Capability.REGISTERED_STATE, Capability.MIXED_PRECISION)
+def test_trainable_of_another_dtype(rank: Rank) -> None:
+    """One that is not frozen is refused by its dtype before anything is sent, or has a gradient of its own dtype."""
+    model, batch = shapes.Spoiled(torch.randn(3, dtype=torch.float64)), rank.batch(0, (4, 9))
+    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    run = rank.run(model, precision=Precision(compute=torch.bfloat16))
+    refusal = Refusal(rank, lambda: run.adapter.forward(batch))
+    if refusal.text is not None:
+        refusal.check_names("float64")
+        return
+    run.adapter.backward(refusal.result.sum())
+    found = {name: None if piece is None else piece.tensor.dtype for name, piece in run.adapter.gradients().items()}
+    assert found == dtypes, f"the gradients have the dtypes {found}"
 
 
 @contract("FROZEN-4")

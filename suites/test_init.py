@@ -54,6 +54,11 @@ def _frozen(*size: int) -> nn.Module:
 
 IN_LAYER = tuple(f"layers.1.{name}" for name, _ in models.Tower(dim=9).layers[1].named_parameters())
 
+OTHER_SIZES: dict[str, Callable[[Rank], dict[str, Any]]] = {
+    "a-negative-size": lambda rank: {"reshard_after_forward": -1},
+    "no-size": lambda rank: {"reshard_after_forward": 0},
+    "a-size-that-is-no-int": lambda rank: {"reshard_after_forward": float(rank.world_size)},
+}
 UNFIT = {
     "a-scalar": Unfit(lambda: shapes.Spoiled(torch.randn(())), ("odd",)),
     "a-frozen-scalar": Unfit(_frozen, ("odd",)),
@@ -80,25 +85,12 @@ UNFIT = {
         ("reshard_after_forward",),
         lambda rank: {"reshard_after_forward": rank.world_size + 1},
     ),
-    "a-negative-size": Unfit(
-        lambda: models.Tower(dim=9),
-        ("reshard_after_forward",),
-        lambda rank: {"reshard_after_forward": -1},
-        may_train=False,
-    ),
-    "no-size": Unfit(
-        lambda: models.Tower(dim=9),
-        ("reshard_after_forward",),
-        lambda rank: {"reshard_after_forward": 0},
-        may_train=False,
-    ),
-    "a-size-that-is-no-int": Unfit(
-        lambda: models.Tower(dim=9),
-        ("reshard_after_forward",),
-        lambda rank: {"reshard_after_forward": float(rank.world_size)},
-        may_train=False,
-    ),
+    **{
+        name: Unfit(lambda: models.Tower(dim=9), ("reshard_after_forward",), options, may_train=False)
+        for name, options in OTHER_SIZES.items()
+    },
     "a-list": Unfit(lambda: models.Tower(dim=9), ("ModuleList",), lambda rank: {"units": [["layers"]]}),
+    "a-dict": Unfit(lambda: shapes.Named(9), ("ModuleDict",), lambda rank: {"units": [["layers"]]}),
     "an-uneven-dimension": Unfit(
         lambda: shapes.Spoiled(torch.randn(3)),
         ("weight", "[9, 9]"),
@@ -162,6 +154,7 @@ UNFIT_NEEDS = {
     "no-size": Capability.RESHARD_TO_SIZE,
     "a-size-that-is-no-int": Capability.RESHARD_TO_SIZE,
     "a-list": Capability.GROUPED_UNIT,  # an implementation that wraps one module takes a list as it takes others
+    "a-dict": Capability.GROUPED_UNIT,
     "an-uneven-dimension": Capability.SHARD_DIMENSION,
     "no-such-dimension": Capability.SHARD_DIMENSION,
     "ignored-by-two-options": Capability.IGNORED_MODULES,
@@ -500,14 +493,15 @@ def test_replicas_in_another_order(rank: Rank, as_groups: bool) -> None:
 
 
 @contract("INIT-10")
-@world(4)
+@world(4, 6)
 @needs(Capability.HYBRID)
 def test_replicas_in_different_orders(rank: Rank) -> None:
     """A mesh whose replicas have their ranks in different orders is refused, or the model trains as DDP does.
 
     Process groups sort their ranks, so that on such a mesh the ranks of a replicate group hold different shards.
     """
-    mesh = rank.mesh((2, 2), ("replicate", "shard"), order=(3, 1, 0, 2))
+    order = (3, 1, 0, 2) if rank.world_size == 4 else (0, 1, 2, 3, 5, 4)  # all replicas, or the last alone
+    mesh = rank.mesh((rank.world_size // 2, 2), ("replicate", "shard"), order=order)
     refused_or_trained(rank, Unfit(lambda: models.Tower(dim=9), ("mesh", "Mesh"), lambda _: {"mesh": mesh}))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from shardproof.harness.models import optim, shapes
 from shardproof.harness.models.experts import ExpertModel
 from shardproof.harness.models.parallel import MLPStack, parallelize_mlps
 from shardproof.harness.parity import Rank, exact_difference
+from shardproof.harness.parity.refusals import Refusal, sharded
 from shardproof.harness.plugin.axes import RESHARD
 from shardproof.harness.simulation import Shape, formulas
 from shardproof.harness.simulation.world import coordinate_of
@@ -153,6 +155,30 @@ def test_other_dimensions_beside_tensor_parallelism(rank: Rank, choice: str) -> 
         assert found is None, f"the shards of {name} do not make it up: element, found and expected are {found}"
     for step in range(2):
         pair.step(rank.batch(step, (4, 16), mesh=mesh["dp"]))
+        pair.check()
+
+
+@contract("PLACEMENT-2")
+@world(4)
+@needs(Capability.SHARD_DIMENSION, Capability.TENSOR_PARALLEL)
+def test_uneven_parts_of_tensor_parallelism(rank: Rank) -> None:
+    """A dimension that the ranks divide, and not the part that tensor parallelism leaves, is refused or trains."""
+    mesh = rank.mesh((2, 2), ("dp", "tp"))
+
+    def chosen(parameter: nn.Parameter) -> int | None:
+        return 1 if isinstance(parameter, DTensor) and parameter.placements == (Shard(1),) else None
+
+    model = MLPStack(10)
+    options: dict[str, Any] = {"mesh": mesh["dp"], "shard_dim": chosen}
+    prepare = functools.partial(parallelize_mlps, mesh=mesh["tp"])
+    cut = prepare(models.copy_of(model).to(rank.device))
+    refusal = Refusal(rank, lambda: sharded(rank, cut, **options))
+    if refusal.text is not None:
+        refusal.check_names("weight", "[10, 15]")
+        return
+    pair = rank.pair(model, prepare=prepare, **options)
+    for step in range(2):
+        pair.step(rank.batch(step, (4, 10), mesh=mesh["dp"]))
         pair.check()
 
 

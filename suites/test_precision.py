@@ -422,6 +422,22 @@ def test_casts_of_a_registered_method(rank: Rank) -> None:
         assert seen == {"encoder.inner": BRAIN, "projector": FULL}, f"inputs: {seen}"
 
 
+@contract("PRECISION-5", "PRECISION-6")
+@world(2)
+@needs(Capability.MIXED_PRECISION, Capability.OUTPUT_DTYPE, Capability.GROUPED_UNIT)
+def test_casts_of_several_modules(rank: Rank) -> None:
+    """Each of several modules that form one unit has its inputs and its output cast, not the first or last alone."""
+    inner, layers = Precision(compute=BRAIN, reduce=FULL, output=FULL), [f"layers.{index}" for index in range(3)]
+    run = rank.run(models.Tower(dim=9, depth=3), units=[layers], unit_precision={"layers.0": inner})
+    seen: list[torch.dtype] = []
+    for name in layers:
+        run.original_module(f"{name}.in_proj").register_forward_pre_hook(lambda one, args: seen.append(args[0].dtype))
+        run.original_module(name).register_forward_hook(lambda one, args, output: seen.append(output.dtype))
+    for _ in range(2):
+        run.forward_backward((rank.batch(0, (4, 9)),), loss=models.mean_square)
+    assert seen == [BRAIN, FULL] * 6, f"inputs and outputs of the modules: {seen}"
+
+
 @contract("PRECISION-7")
 @world(2)
 @needs(Capability.MIXED_PRECISION, Capability.BUFFER_DTYPE)

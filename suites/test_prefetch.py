@@ -72,15 +72,18 @@ def test_prefetching_is_taken_back(rank: Rank) -> None:
     depth = 5
     model = models.Tower(dim=9, depth=depth)
     traces: list[str] = []
+    before: list[dict[str, list[int]]] = []
     for names in (False, True):
         run = rank.run(models.copy_of(model), units=model.units())
         if names:
             run.adapter.prefetch(**two_ahead(depth))
             nothing: dict[str, list[str]] = {f"layers.{index}": [] for index in range(depth)}
             run.adapter.prefetch(forward=nothing, backward=nothing)
+        before.append(_collectives_before(run, depth))
         run.forward_backward((rank.batch(0, (4, 9)),), loss=models.mean_square)
         traces.append(run.trace.render())
     assert traces[1] == traces[0], f"with the lists taken back:\n{traces[1]}\nwithout any:\n{traces[0]}"
+    assert before[1] == before[0], f"gathers before each layer, with lists taken back and without any: {before[::-1]}"
 
 
 def _collectives_before(run: Run, depth: int) -> dict[str, list[int]]:

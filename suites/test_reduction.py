@@ -299,6 +299,25 @@ def test_collectives_of_a_script_on_replicas(rank: Rank, unit: str) -> None:
     check_collectives_of_a_script(rank, unit, mesh=rank.mesh((2, 2), NAMES))
 
 
+@contract("REDUCTION-2")
+@world(4)
+@needs(Capability.RESHARD_TO_SIZE)
+@FREED
+@OF_A_UNIT
+def test_gather_of_a_script_among_fewer_ranks(rank: Rank, unit: str) -> None:
+    """Resharded to groups of two, a unit is gathered by the script's all-gather in backward too, within the two."""
+    model, gather = models.Tower(dim=9), Own()
+    pair = rank.pair(model, units=model.units(), reshard_after_forward=2)
+    pair.adapter.change(Settings(gather=gather), unit=unit)
+    for step in range(2):
+        gather.groups.clear()
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+        found = [dist.get_process_group_ranks(group) for group in gather.groups]
+        two = [rank.index - rank.index % 2, rank.index - rank.index % 2 + 1]
+        assert found == [[0, 1, 2, 3], two], f"in {step_label(step)} the script gathers the unit among ranks {found}"
+
+
 def check_collectives_of_a_script(rank: Rank, unit: str, *, mesh: DeviceMesh | None = None) -> None:
     """Train a tower of which one unit has collectives of its own."""
     model, (gather, reduce) = models.Tower(dim=9), (Own(), Own())
@@ -517,15 +536,24 @@ def memory_of_nan() -> Iterator[None]:
 @contract("REDUCTION-4")
 @world(2)
 @needs(Capability.AUTOGRAD_CALLS)
-@pytest.mark.parametrize("defers", [False, pytest.param(True, marks=needs(Capability.DEFERRED_REDUCTION))])
+@pytest.mark.parametrize(
+    "defers",
+    [
+        False,
+        pytest.param(True, marks=needs(Capability.DEFERRED_REDUCTION)),
+        pytest.param("in-float32", marks=needs(Capability.DEFERRED_REDUCTION, Capability.MIXED_PRECISION)),
+    ],
+)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
-def test_gradients_of_gradients(rank: Rank, reshard_after_forward: bool | None, defers: bool) -> None:
+def test_gradients_of_gradients(rank: Rank, reshard_after_forward: bool | None, defers: bool | str) -> None:
     """A backward that is to make a graph of the gradients makes one of each, or raises on every rank.
 
     A script adds a penalty on the gradients to a loss: without their graph it changes nothing, and nothing fails.
     """
     how = Accumulation() if defers else None
-    runs = two_runs(rank, microbatches=2, accumulation=how, reshard_after_forward=reshard_after_forward)
+    # Copies in the dtype of the reduction wait for the last microbatch then, and not what autograd has left.
+    low = Precision(compute=torch.bfloat16, reduce=torch.float32) if defers == "in-float32" else Precision()
+    runs = two_runs(rank, microbatches=2, accumulation=how, reshard_after_forward=reshard_after_forward, precision=low)
     run = runs[1]
 
     def backward() -> None:

@@ -113,6 +113,24 @@ def test_after_partial_forward(rank: Rank, reshard_after_forward: bool | int | N
         _assert_values(run, original)
 
 
+@contract("REGISTRATION-4")
+@needs(Capability.NON_ROOT_FORWARD, Capability.GROUPED_UNIT)
+@pytest.mark.parametrize("name", ["layers.0", "layers.1"])
+@pytest.mark.parametrize("reshard_after_forward", RESHARD_ROOT[:3])
+def test_after_the_forward_of_one_module(rank: Rank, reshard_after_forward: bool | None, name: str) -> None:
+    """After an evaluation of one of several modules of a unit the root's forwards are right, and it trains as ever."""
+    model = models.Tower(dim=9, depth=3)
+    units = [["layers.0", "layers.1"], ["layers.2"]]
+    pair = rank.pair(model, units=units, baseline="replicated", reshard_after_forward=reshard_after_forward)
+    for step in range(3):
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+        batch = rank.batch(step, (4, 9), microbatch=1)
+        pair.evaluate(batch, submodule=name)
+        pair.evaluate(batch)
+        pair.check()
+
+
 @contract("REGISTRATION-5")
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_attributes_of_parameters(rank: Rank, reshard_after_forward: bool | int | None) -> None:
@@ -133,6 +151,9 @@ def test_attributes_of_parameters(rank: Rank, reshard_after_forward: bool | int 
             has_gradient = parameter.grad is not None
             assert has_gradient == parameter.requires_grad, f"{name}: has a gradient: {has_gradient}"
             assert parameter.grad is None or parameter.grad.shape == parameter.shape, f"{name}: shapes differ"
+    kept = {id(value) for value in run.adapter.module.state_dict(keep_vars=True).values()}
+    copied = [name for name, parameter in run.adapter.named_parameters().items() if id(parameter) not in kept]
+    assert not copied, f"a state dict that keeps variables has others than the parameters: {', '.join(copied)}"
 
 
 def _assert_attributes(run: Run, original: nn.Module, when: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch import nn
 
 from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.adapters.base import Clip
@@ -77,6 +78,31 @@ def test_tied_after_assigning(rank: Rank) -> None:
         module.load_state_dict({name: value.clone() for name, value in module.state_dict().items()}, assign=True)
         found = list(run.adapter.named_parameters())
         assert found == expected, f"after the load the parameters are {found} instead of {expected}"
+
+
+@contract("TIED-1")
+@world(2)
+@needs(Capability.SHARD_DIMENSION)  # the choice of it is when a unit takes a parameter
+def test_parameters_in_the_place_of_others(rank: Rank) -> None:
+    """Parameters that a script makes when those before are gone, in whose memory they may lie, are not shared ones."""
+    layers: list[nn.Module] = []
+
+    def keep(plain: nn.Sequential) -> nn.Sequential:
+        layers.extend(plain)
+        return plain
+
+    def make_next(parameter: nn.Parameter) -> None:
+        (number,) = [n for n, layer in enumerate(layers) if any(parameter is one for one in layer.parameters())]
+        if parameter.ndim == 2 and number + 1 < len(layers):
+            following = layers[number + 1]
+            for name, value in list(following.named_parameters()):
+                setattr(following, name, nn.Parameter(value.detach().clone()))
+
+    model = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(12)))
+    units = [[str(number)] for number in range(len(model))]
+    pair = rank.pair(model, units=units, prepare=keep, shard_dim=make_next)
+    pair.step(rank.batch(0, (4, DIM)))
+    pair.check()
 
 
 @contract("TIED-2")

@@ -76,9 +76,9 @@ def test_parameter_without_rows(rank: Rank) -> None:
 @contract("TRAINING-1")
 @world(2)
 def test_list_that_computes(rank: Rank) -> None:
-    """A list of modules that has a forward of its own is a unit as any other module."""
-    model = nn.Sequential(nn.Linear(5, 9), shapes.Chain([nn.Linear(9, 9), nn.Linear(9, 9)]), nn.Linear(9, 5))
-    pair = rank.pair(model, units=[["1"]])
+    """Lists of modules that have a forward of their own are units as any others, also of two classes of one name."""
+    lists = [shapes.chain(function)([nn.Linear(9, 9), nn.Linear(9, 9)]) for function in (torch.tanh, torch.sin)]
+    pair = rank.pair(nn.Sequential(nn.Linear(5, 9), *lists, nn.Linear(9, 5)), units=[["1"], ["2"]])
     for step in range(2):
         pair.step(rank.batch(step, (4, 5)))
         pair.check()

@@ -48,6 +48,7 @@ class IterationContext:
     Attributes:
         forward_root: the unit whose forward is outermost just now.
         forward_order: groups in the order of their post-forwards since the last backward, with repeats.
+        forward_begins: how many of them ran before the outermost forward of now.
         callback_queued: whether this backward's final callback is queued.
     """
 
@@ -57,6 +58,7 @@ class IterationContext:
         self.callback_queued = False
         # Weak, all three (Note: references): a group leads to the wrappers inside its modules, and so back here.
         self.forward_order: list[ref[FlatGroup]] = []
+        self.forward_begins = 0
         self._units = [ref(unit) for unit in units]
         # Groups in the order of the first training forward's gathers, each once: what forward prefetches.
         self._first_order: list[ref[FlatGroup]] = []
@@ -76,6 +78,13 @@ class IterationContext:
         """Note that ``group`` finished a forward; one that runs twice is noted twice, as backward passes it twice."""
         group.forward_indices.append(len(self.forward_order))
         self.forward_order.append(ref(group))
+
+    def forget_latest_forwards(self) -> None:
+        """No backward will pass those since the outermost forward began, which runs without autograd."""
+        for held in self.forward_order[self.forward_begins :]:
+            if (group := held()) is not None:
+                group.forward_indices.pop()
+        del self.forward_order[self.forward_begins :]
 
     def prefetch_next(self, group: FlatGroup) -> None:
         """Issue the gather of the group that came after ``group`` in the first forward."""
@@ -242,7 +251,8 @@ class FlatUnit:
                 self.group.shards.register()
             if not hooks.in_backward():
                 self.iteration.record_forward(self.group)
-            self.group.wanted_in_backward = torch.is_grad_enabled() and bool(tensors_requiring_grad(output))
+            if torch.is_grad_enabled():
+                self.group.wanted_in_backward = bool(tensors_requiring_grad(output))
         hooks.call_before_backward(self._pre_backward, output)
         self.phase = Phase.IDLE
         if self.iteration.forward_root is self:
@@ -277,6 +287,7 @@ class FlatUnit:
     def _root_pre_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self.recover()
         self.iteration.forward_root = self
+        self.iteration.forward_begins = len(self.iteration.forward_order)
         if self.is_root and self.iteration.order is not None:
             self.iteration.order.begin(training=self.wrapper.training)
         if self.options.full_in_evaluation is not None and not hooks.in_backward():
@@ -302,8 +313,7 @@ class FlatUnit:
             # A unit inside of a module that is recomputed is the root of that forward; backward goes on after it.
             self._show_unsharded_gradients()
         if not torch.is_grad_enabled():
-            # No backward will come and forget it.
-            self._forget_order()
+            self.iteration.forget_latest_forwards()
 
     def _frees_after_forward(self) -> bool:
         """Backward begins where forward ends: the root's parameters would be freed just to be gathered again."""
@@ -468,6 +478,7 @@ class FlatUnit:
 
     def _forget_order(self) -> None:
         self.iteration.forward_order.clear()
+        self.iteration.forward_begins = 0
         for group in self.groups():
             group.forward_indices.clear()
             group.wanted_in_backward = False

@@ -85,6 +85,8 @@ class Unit(_State):
         self.forward_methods: set[tuple[ref[nn.Module], str]] = set()
         # Modules whose forward is still to come in this pass, for units of several modules.
         self.to_run: set[ref[nn.Module]] = set()
+        # Of this unit, the module whose forward is outermost just now, if the unit is ``forward_root``.
+        self._outermost: ref[nn.Module] | None = None
         # What to gather during this unit's forward, and during its backward if the user has named anything for that.
         self.forward_prefetch: list[ParamGroup] = []
         self.backward_prefetch: list[ParamGroup] | None = None
@@ -131,6 +133,8 @@ class Unit(_State):
         entering = self.phase is not Phase.FORWARD
         if entering:
             # May raise; then this forward has not begun, and the next one is the first again.
+            if self.iteration.forward_root is None:
+                self._outermost = ref(module)
             args, kwargs = self._root_pre_forward(args, kwargs)
             self._begun_in = hooks.running_backward()
         self.phase = Phase.FORWARD
@@ -153,6 +157,8 @@ class Unit(_State):
         """Reshard, and return the output to give to the caller."""
         if self.phase is not Phase.PRE_BACKWARD:
             self.to_run.discard(ref(module))
+            if self._is_outermost(module):
+                self.to_run.clear()  # called by itself: the others do not follow
             if self.to_run:
                 # The loss may use this module's output and none of those that follow.
                 hooks.call_before_backward(self._pre_backward, output)
@@ -161,6 +167,10 @@ class Unit(_State):
                 if self.iteration.forward_root is self:
                     self._root_post_forward(output)
         return _cast_output(self._policy, output)
+
+    def _is_outermost(self, module: nn.Module) -> bool:
+        """Whether nothing else of a model runs forward around ``module``; a recomputation goes on with the others."""
+        return self.iteration.forward_root is self and self._outermost == ref(module) and not hooks.in_backward()
 
     def _root_pre_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self._lazy_init(self)

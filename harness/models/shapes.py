@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -250,15 +250,32 @@ def pack_three(first: torch.Tensor, second: torch.Tensor, third: torch.Tensor, n
     return packed[nesting]
 
 
-class Chain(nn.ModuleList):
-    """A list with a forward of its own, which runs its modules one after the other.
+def chain(function: Callable[[torch.Tensor], torch.Tensor]) -> type[nn.ModuleList]:
+    """Define a list with a forward of its own, which runs its modules one after the other, each before ``function``.
 
-    Input and output: as of its modules.
+    The class has one name whatever the function, as one that is defined again in a notebook has. Input and output: as
+    of its modules.
     """
 
+    class Chain(nn.ModuleList):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for module in self:
+                x = function(module(x))
+            return x
+
+    return Chain
+
+
+class Named(nn.Module):
+    """Two Linear(dim, dim) in a dict of modules. Input and output: (..., dim)."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({name: nn.Linear(dim, dim) for name in ("first", "second")})
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for module in self:
-            x = torch.tanh(module(x))
+        for layer in self.layers.values():
+            x = torch.tanh(layer(x))
         return x
 
 
@@ -385,7 +402,7 @@ class Fan(nn.Module):
 class InPlaceStack(nn.Module):
     """Units ``layers.N`` whose output, a view of what they computed, is changed in place by their caller.
 
-    Input and output: (batch, dim).
+    The view is of rows or, where the width of a unit is even, of every other column. Input and output: (batch, dim).
     """
 
     def __init__(self, dim: int, depth: int = 3) -> None:
@@ -414,6 +431,8 @@ class _ReturnsView(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         both: torch.Tensor = self.back(torch.tanh(self.into(x)))
+        if self.into.out_features % 2 == 0:
+            return both[:, ::2]
         return both.view(2 * x.shape[0], x.shape[1])[: x.shape[0]]
 
 

@@ -55,7 +55,7 @@ FLAT = {
         "flat.summon:_unit_full", "if was_stale := group.is_stale():", "if (was_stale := group.is_stale()) and False:"
     ),
     "unreduced-dropped-by-an-evaluation": Edit(
-        "flat.unit:FlatUnit._root_post_forward", "self._forget_order()", "self._recover()"
+        "flat.unit:FlatUnit._root_post_forward", "self.iteration.forget_latest_forwards()", "self._recover()"
     ),
     "unreduced-dropped-by-a-cast": Edit(
         "flat.group:FlatGroup._prepare_buffer", "leaf.grad = old.leaf.grad.to(leaf.dtype)", "pass"

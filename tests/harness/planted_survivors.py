@@ -205,9 +205,7 @@ FLAT = {
         "_prefetch(previous, ahead=ahead)",
         "_prefetch(self.forward_order[index - 2](), ahead=ahead)",
     ),
-    "flat-prefetched-in-vain": Edit(
-        "flat.unit:FlatUnit.post_forward", "torch.is_grad_enabled() and bool(tensors_requiring_grad(output))", "True"
-    ),
+    "flat-prefetched-in-vain": Edit("flat.unit:FlatUnit.post_forward", "bool(tensors_requiring_grad(output))", "True"),
     # What modules show between forward and backward, and between microbatches.
     "flat-unsharded-shown-after-forward": Edit(
         "flat.unit:FlatUnit.post_forward", "            self.group.shards.register()\n", "            pass\n"
