@@ -19,6 +19,7 @@ from shardproof.harness.plugin.axes import FLAT, RESHARD, SHARDS
 pytestmark = needs(Capability.FLAT_PARAMETERS, Capability.WHOLE_PARAMETERS)
 
 NAMES = ["0.bias", "0.weight", "1.bias", "1.weight"]
+_IN_PARTS = [f"{part}.{name}" for part in ("one", "two") for name in NAMES]
 #: What is asked, and the answer.
 ANSWERS: dict[str, Any] = {
     "strategies": ["FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"],
@@ -44,6 +45,9 @@ ANSWERS: dict[str, Any] = {
     "every-other-column": True,
     "loaded-where-whole": True,
     "loaded-after-new-data": True,
+    "states-by-default": NAMES,
+    "bytes-past-alignment": [0],
+    "in-a-plain-module": [_IN_PARTS, _IN_PARTS, True, [(4,), (4, 4)]],
 }
 #: What is allowed, with the class of a warning, words in it, and whether it is to be given.
 WARNINGS: dict[str, tuple[type[Warning], str, bool]] = {

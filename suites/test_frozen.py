@@ -206,6 +206,31 @@ def test_frozen_between_steps(rank: Rank, reshard_after_forward: bool | int | No
 
 @contract("FROZEN-4")
 @world(2)
+@needs(Capability.UNUSED_OUTPUT, Capability.FLAT_PARAMETERS)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
+def test_flat_frozen_between_steps(rank: Rank, reshard_after_forward: bool | None) -> None:
+    """The same where a unit is one flat parameter, of which a script freezes all or nothing."""
+    model = models.Tower(dim=9, depth=DEPTH)
+    pair = rank.pair(
+        model, units=model.units(), baseline="replicated", reshard_after_forward=reshard_after_forward,
+        find_unused=True, flat_parameters=True,
+    )  # fmt: skip
+    for step, layer in enumerate(["", "layers.1.", "layers.0.", "", "layers.1."]):
+        for named in (
+            pair.adapter.named_parameters(),
+            pair.baseline.adapter.named_parameters(),
+            dict(pair.oracle.model.named_parameters()),
+        ):
+            for name, parameter in named.items():
+                parameter.requires_grad_(not layer or not name.startswith(layer))
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+        reduced = {item.unit for item in pair.last_trace() if item.kind == "reduce_scatter"}
+        assert layer[:-1] not in reduced, f"{layer[:-1]} is frozen and reduced in {step_label(step)}"
+
+
+@contract("FROZEN-4")
+@world(2)
 @needs(Capability.UNUSED_OUTPUT)
 @pytest.mark.parametrize("form", ["held", "shown"])
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])

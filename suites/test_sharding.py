@@ -6,9 +6,10 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 from shardproof.harness import Capability, contract, models, needs, world
-from shardproof.harness.adapters.base import Accumulation, Clip, Precision
+from shardproof.harness.adapters.base import Accumulation, Clip, Precision, WholeParameters
 from shardproof.harness.models import mixed, optim
 from shardproof.harness.parity import Rank, run_and_replica, step_and_check
 from shardproof.harness.parity.claims import state_numel
@@ -182,3 +183,47 @@ def test_whole_on_every_rank_in_another_dtype(rank: Rank) -> None:
     )
     for step in range(3):
         step_and_check(rank, run, replica, [(rank.batch(step, (6, 4)),)], number=step, loss=torch.sum)
+
+
+@contract("EVALUATION-2", "EVALUATION-4")
+@world(2)
+@needs(Capability.MIXED_PRECISION, Capability.REPLICAS_ALONE)
+@pytest.mark.parametrize("change", ["step", pytest.param("edit", marks=needs(Capability.WHOLE_PARAMETERS))])
+def test_changes_of_what_is_whole_in_another_dtype(rank: Rank, change: str) -> None:
+    """Where nothing is sharded and units compute in another dtype, an evaluation does not hide a later change."""
+    model, batch = mixed.Mixed(), rank.batch(0, (6, 4))
+
+    def last_output(*, evaluates: bool) -> torch.Tensor:
+        run = rank.run(
+            models.copy_of(model), units=[["low"], ["high"]], optimizer=optim.sgd(), shards=False,
+            precision=Precision(compute=torch.bfloat16),
+        )  # fmt: skip
+        run.forward_backward((batch,), loss=torch.sum)
+        if evaluates:
+            run.evaluate((batch,))
+        if change == "step":
+            run.adapter.step()
+        else:
+            # Whole parameters are those that the rank holds: what is written to them stays.
+            with run.adapter.whole_parameters(WholeParameters(keeps_changes=False)) as found, torch.no_grad():
+                for parameter in found.values():
+                    parameter.mul_(0.5)
+        return run.evaluate((batch,))[0]
+
+    found, expected = last_output(evaluates=True), last_output(evaluates=False)
+    assert torch.equal(found, expected), f"an evaluation after a change ({change}) uses what one before it has cast"
+
+
+@contract("INIT-9", "SHARDING-1")
+@world(2)
+@needs(Capability.SHARDED)
+def test_deep_modules(rank: Rank) -> None:
+    """Parameters of modules that lie deep in a unit are sharded and trained as those of others."""
+    model: nn.Module = nn.Linear(9, 9)
+    for _ in range(6):
+        model = nn.Sequential(model, nn.Tanh())
+    pair = rank.pair(model, units=[["0"]])
+    for step in range(2):
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+    assert any(item.kind == "reduce_scatter" for item in pair.last_trace()), "the deep module is not sharded"
