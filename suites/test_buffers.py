@@ -71,7 +71,7 @@ def test_the_root_alone_takes_those_of_the_first_rank(rank: Rank) -> None:
     assert not any(by_rank), f"not those of the first rank: {by_rank}"
 
 
-@contract("STATE-1", "TRAINING-5")
+@contract("BUFFERS-3")
 @world(2)
 @needs(Capability.CAST_AFTER_INIT, Capability.DISTRIBUTED_CHECKPOINT)
 def test_buffers_of_a_model_that_is_cast(rank: Rank) -> None:

@@ -142,7 +142,7 @@ def test_backward_gathers_one_unit_ahead(rank: Rank, model: Callable[[int], mode
         pair.check()
 
 
-@contract("COLLECTIVES-4", "TRAINING-5")
+@contract("COLLECTIVES-4")
 @world(2)
 @needs(Capability.COUNTED_UNITS, Capability.CAST_AFTER_INIT)
 def test_order_after_a_cast(rank: Rank) -> None:

@@ -185,7 +185,7 @@ def test_whole_on_every_rank_in_another_dtype(rank: Rank) -> None:
         step_and_check(rank, run, replica, [(rank.batch(step, (6, 4)),)], number=step, loss=torch.sum)
 
 
-@contract("EVALUATION-2", "EVALUATION-4")
+@contract("SHARDING-2")
 @world(2)
 @needs(Capability.MIXED_PRECISION, Capability.REPLICAS_ALONE)
 @pytest.mark.parametrize("change", ["step", pytest.param("edit", marks=needs(Capability.WHOLE_PARAMETERS))])
@@ -214,7 +214,7 @@ def test_changes_of_what_is_whole_in_another_dtype(rank: Rank, change: str) -> N
     assert torch.equal(found, expected), f"an evaluation after a change ({change}) uses what one before it has cast"
 
 
-@contract("INIT-9", "SHARDING-1")
+@contract("SHARDING-1")
 @world(2)
 @needs(Capability.SHARDED)
 def test_deep_modules(rank: Rank) -> None:
