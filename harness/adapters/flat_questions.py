@@ -50,6 +50,19 @@ def _in_a_plain_module(scene: Scene) -> list[Any]:
     return [sorted(values), sorted(states), are_sharded, shapes]
 
 
+def _first_of_each_replica(scene: Scene) -> list[Any]:
+    """What this rank has where the first rank of its replica has whole values: names that are saved, and sizes."""
+    kind, api = scene.api.FullyShardedDataParallel, scene.api
+    model = scene.wrap(scene.layers(), sharding_strategy=api.ShardingStrategy.HYBRID_SHARD)
+    scene.run(model)
+    config = api.FullStateDictConfig(rank0_only=True)
+    with kind.state_dict_type(model, api.StateDictType.FULL_STATE_DICT, config):
+        saved = sorted(model.state_dict())
+    with kind.summon_full_params(model, rank0_only=True, writeback=False):
+        is_whole = model.module[0].weight.shape == (4, 4)
+    return [saved, is_whole]
+
+
 def _train(scene: Scene, model: nn.Module, parts: list[Any]) -> torch.optim.Optimizer:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     for part in parts:
@@ -63,4 +76,5 @@ QUESTIONS: dict[str, Callable[[Scene], Any]] = {
     "states-by-default": _states_by_default,
     "bytes-past-alignment": _bytes_past_alignment,
     "in-a-plain-module": _in_a_plain_module,
+    "first-of-each-replica": _first_of_each_replica,
 }
