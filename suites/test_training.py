@@ -286,10 +286,11 @@ def test_cast_there_and_back(rank: Rank, when: str) -> None:
 @contract("TRAINING-5")
 @world(2)
 @needs(Capability.CAST_AFTER_INIT, Capability.DEFERRED_REDUCTION)
-def test_cast_between_microbatches(rank: Rank) -> None:
+@FLAT
+def test_cast_between_microbatches(rank: Rank, flat: bool) -> None:
     """A cast to float64 and back between two microbatches does not lose the gradients that are still to be reduced."""
     model = models.Tower(dim=9)
-    pair = rank.pair(model, units=model.units(), microbatches=2, accumulation=Accumulation())
+    pair = rank.pair(model, units=model.units(), microbatches=2, accumulation=Accumulation(), flat_parameters=flat)
     context = pair.adapter.microbatch
 
     @contextlib.contextmanager
