@@ -162,6 +162,22 @@ def test_order_after_a_cast(rank: Rank) -> None:
     assert found == expected, f"without an evaluation: {expected}; after one: {found}"
 
 
+@contract("COLLECTIVES-4")
+@world(2)
+@needs(Capability.COUNTED_UNITS)
+def test_steps_in_evaluation_mode(rank: Rank) -> None:
+    """A step of a model in evaluation mode, which trains all the same, has the collectives of one in training mode."""
+    model = models.Tower(dim=9, depth=DEPTH)
+    pair = rank.pair(model, units=model.units())
+    orders = []
+    for step in range(4):
+        pair.adapter.module.train(step % 2 == 0)
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+        orders.append([f"{item.phase}: {item.kind} of {item.unit}" for item in pair.last_trace()])
+        assert orders[-1] == orders[0], f"in training mode: {orders[0]}; {step_label(step)}: {orders[-1]}"
+
+
 @contract("COLLECTIVES-1", "COLLECTIVES-4")
 @world(2)
 @needs(Capability.COUNTED_UNITS, Capability.UNUSED_OUTPUT)

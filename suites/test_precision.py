@@ -104,23 +104,23 @@ def test_evaluation_in_full_precision(rank: Rank, reshard_after_forward: bool | 
     # Whether buffers are rounded to their dtype in training before the first step is the implementation's choice.
     train(rank, run, replica, steps=1)
     evaluate_and_train(rank, run, replica, first=1)
-    for unit in (model.low, model.high):
-        found = set(unit.seen[1::2])  # evaluations and training forwards take turns
-        assert found == {mixed.Seen(FULL, FULL, FULL)}, f"in evaluations the dtypes are {found}"
+    found = {seen for unit in (model.low, model.high) for seen in unit.seen[1::2]}
+    assert found == {mixed.Seen(FULL, FULL, FULL)}, f"in evaluations the dtypes are {found}"
 
 
 @contract("PRECISION-11")
 @world(2)
-@needs(Capability.MIXED_PRECISION, Capability.FULL_PRECISION_EVALUATION)
+@needs(Capability.MIXED_PRECISION, Capability.FULL_PRECISION_EVALUATION, Capability.BUFFER_DTYPE)
 def test_a_part_in_full_precision(rank: Rank) -> None:
     """If that is chosen, a unit whose module alone is in evaluation mode is not cast, and the others are."""
-    model = mixed.Mixed()
-    run, _ = both(rank, model, precision=Precision(compute=BRAIN, full_in_evaluation=True))
+    model, precision = mixed.Mixed(), Precision(compute=BRAIN, buffers=HALF, full_in_evaluation=True)
+    run, _ = both(rank, model, precision=precision)
     for trains in (True, False, True):
         run.original_module("low").train(trains)
         run.forward_backward((rank.batch(0, SHAPE),), loss=torch.sum)
-        dtypes = [unit.seen[-1].weight for unit in (model.low, model.high)]
-        assert dtypes == [BRAIN if trains else FULL, BRAIN], f"weights are of {dtypes} where the first trains: {trains}"
+        found = [unit.seen[-1][1:] for unit in (model.low, model.high)]
+        wrong = found != [(BRAIN, HALF) if trains else (FULL, FULL), (BRAIN, HALF)]
+        assert not wrong, f"weights and buffers are of {found} where the first trains: {trains}"
 
 
 @contract("PRECISION-11")
@@ -145,14 +145,14 @@ def test_gradients_in_full_precision(rank: Rank, policy: str, reshard_after_forw
 @contract("PRECISION-11")
 @world(2)
 @needs(Capability.MIXED_PRECISION, Capability.FULL_PRECISION_EVALUATION, Capability.DEFERRED_REDUCTION)
-@pytest.mark.parametrize("reshard_after_forward", [None, False])
-def test_full_precision_between_microbatches(rank: Rank, reshard_after_forward: bool | None) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"reshard_after_forward": False}, {"flat_parameters": True}], ids=["None", "False", "flat"]
+)
+def test_full_precision_between_microbatches(rank: Rank, options: dict[str, Any]) -> None:
     """If that is chosen, evaluations between microbatches whose reduction is deferred leave their gradients alone."""
     precision = Precision(compute=BRAIN, full_in_evaluation=True)
-    run, replica = both(
-        rank, mixed.Mixed(), precision=precision, reshard_after_forward=reshard_after_forward, microbatches=3,
-        accumulation=Accumulation(),
-    )  # fmt: skip
+    how: dict[str, Any] = {"microbatches": 3, "accumulation": Accumulation()} | options
+    run, replica = both(rank, mixed.Mixed(), precision=precision, **how)
     context = run.adapter.microbatch
 
     @contextlib.contextmanager

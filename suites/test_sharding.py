@@ -13,6 +13,7 @@ from shardproof.harness.adapters.base import Accumulation, Clip, Precision, Whol
 from shardproof.harness.models import mixed, optim
 from shardproof.harness.parity import Rank, run_and_replica, step_and_check
 from shardproof.harness.parity.claims import state_numel
+from shardproof.harness.plugin.axes import FLAT
 from shardproof.harness.plugin.marks import meaningful_from
 from shardproof.harness.tensors import memory
 
@@ -212,6 +213,29 @@ def test_changes_of_what_is_whole_in_another_dtype(rank: Rank, change: str) -> N
 
     found, expected = last_output(evaluates=True), last_output(evaluates=False)
     assert torch.equal(found, expected), f"an evaluation after a change ({change}) uses what one before it has cast"
+
+
+@contract("SHARDING-2")
+@world(2)
+@needs(Capability.REPLICAS_ALONE, Capability.FLAT_PARAMETERS)
+@FLAT
+def test_new_data_of_what_is_whole(rank: Rank, flat: bool) -> None:
+    """Where nothing is sharded, what a script gives parameters as new data after a step is what a forward uses."""
+    model, batch = mixed.Mixed(), rank.batch(0, (6, 4))
+
+    def output(*, in_place: bool) -> torch.Tensor:
+        run = rank.run(
+            models.copy_of(model), units=[["low"], ["high"]], optimizer=optim.sgd(), shards=False, flat_parameters=flat
+        )
+        run.step([(batch,)], loss=torch.sum)
+        for parameter in run.adapter.named_parameters().values():
+            if in_place:
+                parameter.data.mul_(0.5)
+            else:
+                parameter.data = parameter.data * 0.5
+        return run.evaluate((batch,))[0]
+
+    assert torch.equal(output(in_place=False), output(in_place=True)), "a forward does not use new data of parameters"
 
 
 @contract("SHARDING-1")

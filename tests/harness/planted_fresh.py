@@ -39,7 +39,21 @@ FLAT = {
     "flat-order-of-replicas-not-compared": Edit(
         "flat.unit:FlatUnit.pre_forward", "self.group.ranks.group)", "self.group.ranks.shard_group)"
     ),
+    "flat-new-data-of-replicas-not-used": Edit(
+        "flat.group:FlatGroup._prepare_buffer", "old.leaf.data_ptr() == flat.data_ptr() and ", ""
+    ),
     # Evaluations.
+    "flat-nothing-ahead-in-evaluation-mode": Edit(
+        "flat.unit:FlatUnit.post_forward",
+        "torch.is_grad_enabled() and bool(tensors_requiring_grad(output))",
+        "self.wrapper.training and bool(tensors_requiring_grad(output))",
+    ),
+    "flat-buffers-of-a-part-stay": Edit("flat.unit:FlatUnit._root_pre_forward", "if any(changes):", "if all(changes):"),
+    "flat-unreduced-of-flat-lost": Edit(
+        "flat.group:FlatGroup._prepare_buffer",
+        "if old is not None and old.leaf.grad is not None:",
+        "if old is not None and old.leaf.grad is not None and self.shards.use_orig:",
+    ),
     "flat-buffers-stay-low": Edit(
         "flat.unit:_cast_buffer", "dtype = (unit.options.full_in_evaluation or {}).get(owner)", "dtype = None"
     ),
