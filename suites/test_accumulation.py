@@ -222,16 +222,19 @@ def test_gradients_that_a_script_dropped_of_some(rank: Rank) -> None:
 @world(2)
 @needs(Capability.FLAT_PARAMETERS, Capability.DEFERRED_REDUCTION)  # its modules show gradients that are not reduced yet
 @pytest.mark.parametrize(
-    ("dropped", "when", "reshard_after_forward"),
+    ("dropped", "when", "options"),
     [
-        pytest.param("all", "before-backward", None, id="all-before-backward"),
-        pytest.param("all", "before-forward", None, id="all-before-forward"),
-        pytest.param("all", "before-forward", False, id="all-kept", marks=RESHARD_CHOICES[1].marks),
-        pytest.param("layers.1.in_proj.weight", "before-forward", None, id="one-before-forward"),
-        pytest.param("all", "after-a-cast", None, id="all-after-a-cast", marks=needs(Capability.CAST_AFTER_INIT)),
+        pytest.param("all", "before-backward", {}, id="all-before-backward"),
+        pytest.param("all", "before-forward", {}, id="all-before-forward"),
+        pytest.param("all", "before-forward", {"flat_parameters": True}, id="all-flat"),
+        pytest.param(
+            "all", "before-forward", {"reshard_after_forward": False}, id="all-kept", marks=RESHARD_CHOICES[1].marks
+        ),
+        pytest.param("layers.1.in_proj.weight", "before-forward", {}, id="one-before-forward"),
+        pytest.param("all", "after-a-cast", {}, id="all-after-a-cast", marks=needs(Capability.CAST_AFTER_INIT)),
     ],
 )
-def test_gradients_that_a_script_drops(rank: Rank, dropped: str, when: str, reshard_after_forward: bool | None) -> None:
+def test_gradients_that_a_script_drops(rank: Rank, dropped: str, when: str, options: dict[str, Any]) -> None:
     """Gradients that a script sets to None between two microbatches are gone, reduced ones and others.
 
     So they are between a forward and its backward, and after a cast there and back, by whatever parameters the module
@@ -242,8 +245,7 @@ def test_gradients_that_a_script_drops(rank: Rank, dropped: str, when: str, resh
 
     def gradients(first: int, drop: str) -> dict[str, Any]:
         run = rank.run(
-            models.copy_of(model), units=model.units(), accumulation=Accumulation(),
-            reshard_after_forward=reshard_after_forward,
+            models.copy_of(model), units=model.units(), accumulation=Accumulation(), **options
         )  # fmt: skip
         for number, batch in list(enumerate(batches))[first:]:
             with run.adapter.microbatch(is_last=number != 1):

@@ -62,6 +62,25 @@ def test_the_root_alone_takes_those_of_the_first_rank(rank: Rank) -> None:
     assert not any(by_rank), f"not those of the first rank: {by_rank}"
 
 
+@contract("BUFFERS-3")
+@world(2)
+@needs(Capability.CAST_AFTER_INIT, Capability.DISTRIBUTED_CHECKPOINT)
+def test_buffers_of_a_model_that_is_cast(rank: Rank) -> None:
+    """A model that is cast once it is sharded saves its buffers as it has them, bit for bit."""
+    model = mixed.Normed(*SHAPE)
+    names = [name for name, _ in model.named_buffers()]
+    run = rank.run(model, units=UNITS, optimizer=None)
+    run.adapter.module.double()
+    run.forward_backward((rank.batch(0, SHAPE).double(),), loss=models.ramp_square)
+    saved = run.adapter.checkpoint()["model"]
+    for name in names:
+        module, _, key = name.rpartition(".")
+        held = run.original_module(module).get_buffer(key)
+        found = saved[name]
+        assert found.dtype == held.dtype, f"{name} is saved in {found.dtype}, and the model has it in {held.dtype}"
+        assert torch.equal(found, held), f"{name} is saved with other values than the model has"
+
+
 def check(rank: Rank, model: nn.Module, *, steps: int = 3, **options: object) -> None:
     """Train and evaluate a :class:`mixed.Normed` and full copies, and compare all buffers after each step."""
     run, replica = run_and_replica(rank, model, units=UNITS, optimizer=optim.sgd(), **options)

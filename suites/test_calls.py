@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 
 from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.adapters.base import WholeParameters
+from shardproof.harness.models import mixed
 from shardproof.harness.models.stateful import by_columns
 from shardproof.harness.parity import Rank
 from shardproof.harness.parity.refusals import sharded
@@ -19,6 +21,7 @@ from shardproof.harness.plugin.axes import FLAT, RESHARD, SHARDS
 pytestmark = needs(Capability.FLAT_PARAMETERS, Capability.WHOLE_PARAMETERS)
 
 NAMES = ["0.bias", "0.weight", "1.bias", "1.weight"]
+_IN_PARTS = [f"{part}.{name}" for part in ("one", "two") for name in NAMES]
 #: What is asked, and the answer.
 ANSWERS: dict[str, Any] = {
     "strategies": ["FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"],
@@ -44,6 +47,9 @@ ANSWERS: dict[str, Any] = {
     "every-other-column": True,
     "loaded-where-whole": True,
     "loaded-after-new-data": True,
+    "states-by-default": NAMES,
+    "bytes-past-alignment": [0],
+    "in-a-plain-module": [_IN_PARTS, _IN_PARTS, True, [(4,), (4, 4)]],
 }
 #: What is allowed, with the class of a warning, words in it, and whether it is to be given.
 WARNINGS: dict[str, tuple[type[Warning], str, bool]] = {
@@ -80,6 +86,9 @@ def test_answers_of_replicas(rank: Rank) -> None:
     saved = adapter.call("states-of-a-group")
     expected = [NAMES if rank.index == 0 else [], NAMES if rank.index % 2 == 0 else []]
     assert saved == expected, f"the first rank of all, or of its replica, saves {saved} instead of {expected}"
+    is_first = rank.index % 2 == 0
+    found = adapter.call("first-of-each-replica")
+    assert found == [NAMES if is_first else [], is_first], f"of whole values this rank, {rank.index}, has {found}"
 
 
 @contract("CALLS-2")
@@ -192,3 +201,28 @@ def test_whole_gradients_of_columns(rank: Rank, shards: bool) -> None:
     for name, piece in run.adapter.gradients().items():
         if piece is not None:
             assert torch.equal(piece.tensor, piece.cut(expected[name])), f"{name} has another gradient than was written"
+
+
+@contract("CALLS-3")
+@world(4)
+@needs(Capability.TENSOR_PARALLEL)
+def test_whole_parameters_beside_tensor_parallelism(rank: Rank) -> None:
+    """What is written to whole parameters that tensor parallelism has cut, and to gradients, reaches the shards."""
+    mesh = rank.mesh((2, 2), ("dp", "tp"))
+    prepare = functools.partial(mixed.split_columns, mesh=mesh["tp"])
+    run = rank.run(mixed.Mixed(), units=[["low"]], mesh=mesh["dp"], prepare=prepare, optimizer=None)
+    run.forward_backward((rank.batch(0, (6, 4), mesh=mesh["dp"]),), loss=torch.sum)
+
+    def values() -> dict[str, torch.Tensor]:
+        found = {name: piece.tensor.clone() for name, piece in run.adapter.parameters().items()}
+        gradients = {f"gradient of {name}": piece for name, piece in run.adapter.gradients().items()}
+        return found | {name: piece.tensor.clone() for name, piece in gradients.items() if piece is not None}
+
+    before = values()
+    with run.adapter.whole_parameters(WholeParameters(with_gradients=True)) as whole, torch.no_grad():
+        for parameter in whole.values():
+            parameter.mul_(2)
+            if parameter.grad is not None:
+                parameter.grad.mul_(2)
+    for name, value in values().items():
+        assert torch.equal(value, 2 * before[name]), f"{name} was doubled where it was whole, and the shard was not"

@@ -17,6 +17,7 @@ from shardproof.harness.models import mixed, optim, shapes
 from shardproof.harness.models.parallel import MLPStack, parallelize_mlps
 from shardproof.harness.parity import Rank, exact_difference
 from shardproof.harness.parity.refusals import Refusal
+from shardproof.harness.plugin.axes import FLAT
 
 pytestmark = needs(Capability.CLIPPING)
 
@@ -186,7 +187,8 @@ def test_ranks_without_any_gradient(rank: Rank) -> None:
 @needs(Capability.CLIP_BY_CALL, Capability.CLIP_ANY_NORM, Capability.TENSOR_PARALLEL)
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, math.inf])
 @pytest.mark.parametrize("dim", [16, 17])
-def test_two_dimensions(rank: Rank, dim: int, norm_type: float) -> None:
+@FLAT
+def test_two_dimensions(rank: Rank, flat: bool, dim: int, norm_type: float) -> None:
     """The norm of gradients that are cut twice, or by one of two dimensions only, costs one reduction for each."""
     mesh = rank.mesh((2, 2), ("dp", "tp"))
     model = MLPStack(dim, normed=True)
@@ -195,6 +197,7 @@ def test_two_dimensions(rank: Rank, dim: int, norm_type: float) -> None:
         units=model.units(),
         mesh=mesh["dp"],
         clip=Clip(max_norm=0.001, norm_type=norm_type),
+        flat_parameters=flat,
         prepare=functools.partial(parallelize_mlps, mesh=mesh["tp"], sequence=True),
     )
     for step in range(3):

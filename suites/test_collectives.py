@@ -144,6 +144,56 @@ def test_backward_gathers_one_unit_ahead(rank: Rank, model: Callable[[int], mode
         pair.check()
 
 
+@contract("COLLECTIVES-4")
+@world(2)
+@needs(Capability.COUNTED_UNITS, Capability.CAST_AFTER_INIT)
+def test_order_after_a_cast(rank: Rank) -> None:
+    """A model that is cast after an evaluation gathers and reduces in the order of one that was cast before."""
+    model, batch = models.Tower(dim=9, depth=DEPTH), rank.batch(0, (4, 9))
+
+    def order(*, evaluates: bool) -> list[str]:
+        run = rank.run(models.copy_of(model), units=model.units())
+        if evaluates:
+            run.evaluate((batch,))
+        run.adapter.module.double()
+        before = len(run.trace)
+        run.forward_backward((batch.double(),), loss=models.mean_square)
+        return [f"{item.phase}: {item.kind} of {item.unit}" for item in run.trace[before:]]
+
+    expected, found = order(evaluates=False), order(evaluates=True)
+    assert found == expected, f"without an evaluation: {expected}; after one: {found}"
+
+
+@contract("COLLECTIVES-4")
+@world(2)
+@needs(Capability.COUNTED_UNITS)
+def test_steps_in_evaluation_mode(rank: Rank) -> None:
+    """A step of a model in evaluation mode, which trains all the same, has the collectives of one in training mode."""
+    model = models.Tower(dim=9, depth=DEPTH)
+    pair = rank.pair(model, units=model.units())
+    orders = []
+    for step in range(4):
+        pair.adapter.module.train(step % 2 == 0)
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+        orders.append([f"{item.phase}: {item.kind} of {item.unit}" for item in pair.last_trace()])
+        assert orders[-1] == orders[0], f"in training mode: {orders[0]}; {step_label(step)}: {orders[-1]}"
+
+
+@contract("COLLECTIVES-1", "COLLECTIVES-4")
+@world(2)
+@needs(Capability.COUNTED_UNITS, Capability.UNUSED_OUTPUT)
+def test_steps_with_an_unused_output(rank: Rank) -> None:
+    """Where the loss ignores the last unit's output, each step has the collectives of the first."""
+    pair = rank.pair(models.TwoHeads(dim=9), units=[["head0"], ["head1"]], baseline="replicated", find_unused=True)
+    orders = []
+    for step in range(3):
+        pair.step(rank.batch(step, (4, 9)), loss=models.first_head)
+        pair.check()
+        orders.append([f"{item.phase}: {item.kind} of {item.unit}" for item in pair.last_trace()])
+        assert orders[-1] == orders[0], f"the first step: {orders[0]}; {step_label(step)}: {orders[-1]}"
+
+
 @contract("COLLECTIVES-6")
 @world(4)
 @needs(Capability.TENSOR_PARALLEL)  # beside which a data-parallel mesh is a part of the world

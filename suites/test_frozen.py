@@ -112,6 +112,31 @@ def test_frozen_units_are_freed_in_backward(rank: Rank, what: str) -> None:
         pair.check()
 
 
+@contract("FROZEN-3", "FROZEN-4")
+@world(2)
+@needs(Capability.SHARDED, Capability.UNUSED_OUTPUT)
+def test_units_frozen_between_steps_are_freed_in_backward(rank: Rank) -> None:
+    """So is a unit that was frozen between two steps, in the first of them that follows."""
+    model = models.Tower(dim=9, depth=DEPTH)
+    pair = rank.pair(model, units=model.units(), baseline="replicated", find_unused=True)
+    census = Census(pair.sharded)
+    for step, freezes in enumerate([False, True, False, True]):
+        for named in (
+            pair.adapter.named_parameters(),
+            pair.baseline.adapter.named_parameters(),
+            dict(pair.oracle.model.named_parameters()),
+        ):
+            _freeze(named, FROZEN["middle"] if freezes else lambda name: False)
+        census.moments.clear()
+        pair.step(rank.batch(step, (4, 9)))
+        (first,) = [moment for moment in census.moments if (moment.phase, moment.unit) == ("backward", "layers.0")]
+        # On a device the bytes may go back later, once the work that reads them has run.
+        assert "layers.1" not in first.held or rank.device.type != "cpu", (
+            f"layers.1 is still gathered when the backward of layers.0 begins in {step_label(step)}"
+        )
+        pair.check()
+
+
 @contract("FROZEN-5")
 @world(2)
 @needs(Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD)
@@ -237,6 +262,31 @@ def test_frozen_between_steps(rank: Rank, reshard_after_forward: bool | int | No
     order = ["weights", "middle", "biases", "first", "all-but-one"]
     for step, what in enumerate(order):
         _step_frozen(rank, pair, step, what, pair.adapter.named_parameters())
+
+
+@contract("FROZEN-4")
+@world(2)
+@needs(Capability.UNUSED_OUTPUT, Capability.FLAT_PARAMETERS)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
+def test_flat_frozen_between_steps(rank: Rank, reshard_after_forward: bool | None) -> None:
+    """The same where a unit is one flat parameter, of which a script freezes all or nothing."""
+    model = models.Tower(dim=9, depth=DEPTH)
+    pair = rank.pair(
+        model, units=model.units(), baseline="replicated", reshard_after_forward=reshard_after_forward,
+        find_unused=True, flat_parameters=True,
+    )  # fmt: skip
+    for step, layer in enumerate(["", "layers.1.", "layers.0.", "", "layers.1."]):
+        for named in (
+            pair.adapter.named_parameters(),
+            pair.baseline.adapter.named_parameters(),
+            dict(pair.oracle.model.named_parameters()),
+        ):
+            for name, parameter in named.items():
+                parameter.requires_grad_(not layer or not name.startswith(layer))
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+        reduced = {item.unit for item in pair.last_trace() if item.kind == "reduce_scatter"}
+        assert layer[:-1] not in reduced, f"{layer[:-1]} is frozen and reduced in {step_label(step)}"
 
 
 @contract("FROZEN-4")

@@ -20,7 +20,7 @@ from shardproof.harness.models import mixed, optim, shapes, ties
 from shardproof.harness.models.made import Drawn, DrawnStack, Offset
 from shardproof.harness.parity import Rank, exact_difference, states
 from shardproof.harness.parity.refusals import Refusal, Untouched, sharded
-from shardproof.harness.plugin.axes import RESHARD, RESHARD_ROOT
+from shardproof.harness.plugin.axes import FLAT, RESHARD, RESHARD_ROOT
 from shardproof.harness.plugin.marks import meaningful_from
 from shardproof.harness.tensors import memory
 
@@ -184,7 +184,7 @@ def test_values_made_on_the_meta_device(rank: Rank, own_function: bool, which: s
         return plain
 
     def make(module: nn.Module) -> None:
-        if isinstance(module, (Drawn, Offset)):
+        if isinstance(module, (Drawn, DrawnStack, Offset)):
             module.to_empty(device=rank.device, recurse=False)
             module.reset_parameters()
 
@@ -373,10 +373,11 @@ def test_function_that_cannot_be_called(rank: Rank) -> None:
 @contract("INIT-6")
 @world(2)
 @pytest.mark.parametrize("units", [[["first"]], [["first"], ["second"]]], ids=["unit-and-root", "two-units"])
-def test_parameter_of_two_units(rank: Rank, units: list[list[str]]) -> None:
+@FLAT
+def test_parameter_of_two_units(rank: Rank, flat: bool, units: list[list[str]]) -> None:
     """A parameter that modules of two units share trains as one, or is refused by name; never as two."""
-    shared = Unfit(lambda: ties.TiedMLP(9), ("weight",), lambda rank: {"units": units}, in_parts=True)
-    refused_or_trained(rank, shared)
+    options = {"units": units, "flat_parameters": flat}
+    refused_or_trained(rank, Unfit(lambda: ties.TiedMLP(9), ("weight",), lambda rank: options, in_parts=True))
 
 
 @contract("INIT-8")

@@ -64,6 +64,21 @@ def test_ranks_differ_in_the_first_iteration(
 
 
 @contract("ORDER-1")
+@world(2, debug_level="DETAIL")
+@PARAMETERS
+@needs(Capability.REPLICAS_ALONE)
+def test_ranks_that_shard_nothing_differ(rank: Rank, flat_parameters: bool) -> None:
+    """The same where every rank holds whole parameters, and would reduce the gradients of other units."""
+    model = models.TwoPaths(dim=DIM)
+    run = rank.run(model, units=UNITS, shards=False, flat_parameters=flat_parameters)
+    rank.expect_different_collectives()
+    if rank.index:
+        model.flip()
+    text = raised_by(run, rank.batch(0, (8, DIM)))
+    assert re.search(ACROSS_RANKS, text), f"raised: {text!r}"
+
+
+@contract("ORDER-1")
 @world(4, debug_level="DETAIL")
 @PARAMETERS
 def test_ranks_of_a_part_of_the_world_differ(rank: Rank, flat_parameters: bool) -> None:

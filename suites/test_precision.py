@@ -101,10 +101,28 @@ def test_evaluation(rank: Rank, policy: str) -> None:
 def test_evaluation_in_full_precision(rank: Rank, reshard_after_forward: bool | None) -> None:
     """If that is chosen, evaluations cast nothing, and training steps before and after them do."""
     precision = Precision(compute=BRAIN, buffers=HALF, full_in_evaluation=True)
-    run, replica = both(rank, mixed.Mixed(), precision=precision, reshard_after_forward=reshard_after_forward)
+    model, keeps = mixed.Mixed(), reshard_after_forward
+    run, replica = both(rank, model, units=[["high"]], precision=precision, reshard_after_forward=keeps)
     # Whether buffers are rounded to their dtype in training before the first step is the implementation's choice.
     train(rank, run, replica, steps=1)
     evaluate_and_train(rank, run, replica, first=1)
+    found = {seen for unit in (model.low, model.high) for seen in unit.seen[1::2]}
+    assert found == {mixed.Seen(FULL, FULL, FULL)}, f"in evaluations the dtypes are {found}"
+
+
+@contract("PRECISION-11")
+@world(2)
+@needs(Capability.MIXED_PRECISION, Capability.FULL_PRECISION_EVALUATION, Capability.BUFFER_DTYPE)
+def test_a_part_in_full_precision(rank: Rank) -> None:
+    """If that is chosen, a unit whose module alone is in evaluation mode is not cast, and the others are."""
+    model, precision = mixed.Mixed(), Precision(compute=BRAIN, buffers=HALF, full_in_evaluation=True)
+    run, _ = both(rank, model, precision=precision)
+    for trains in (True, False, True):
+        run.original_module("low").train(trains)
+        run.forward_backward((rank.batch(0, SHAPE),), loss=torch.sum)
+        found = [unit.seen[-1][1:] for unit in (model.low, model.high)]
+        wrong = found != [(BRAIN, HALF) if trains else (FULL, FULL), (BRAIN, HALF)]
+        assert not wrong, f"weights and buffers are of {found} where the first trains: {trains}"
 
 
 @contract("PRECISION-11")
@@ -129,14 +147,14 @@ def test_gradients_in_full_precision(rank: Rank, policy: str, reshard_after_forw
 @contract("PRECISION-11")
 @world(2)
 @needs(Capability.MIXED_PRECISION, Capability.FULL_PRECISION_EVALUATION, Capability.DEFERRED_REDUCTION)
-@pytest.mark.parametrize("reshard_after_forward", [None, False])
-def test_full_precision_between_microbatches(rank: Rank, reshard_after_forward: bool | None) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"reshard_after_forward": False}, {"flat_parameters": True}], ids=["None", "False", "flat"]
+)
+def test_full_precision_between_microbatches(rank: Rank, options: dict[str, Any]) -> None:
     """If that is chosen, evaluations between microbatches whose reduction is deferred leave their gradients alone."""
     precision = Precision(compute=BRAIN, full_in_evaluation=True)
-    run, replica = both(
-        rank, mixed.Mixed(), precision=precision, reshard_after_forward=reshard_after_forward, microbatches=3,
-        accumulation=Accumulation(),
-    )  # fmt: skip
+    how: dict[str, Any] = {"microbatches": 3, "accumulation": Accumulation()} | options
+    run, replica = both(rank, mixed.Mixed(), precision=precision, **how)
     context = run.adapter.microbatch
 
     @contextlib.contextmanager
@@ -156,10 +174,13 @@ def test_full_precision_between_microbatches(rank: Rank, reshard_after_forward: 
 @needs(Capability.MIXED_PRECISION, Capability.LOW_PRECISION_GRADIENTS)
 @pytest.mark.parametrize("flat_parameters", [False, True], ids=["original", "flat"])
 @pytest.mark.parametrize("policy", ["bf16", "fp32-bf16", "bf16-fp32"])
-def test_gradients_that_stay_low(rank: Rank, policy: str, flat_parameters: bool) -> None:
-    """If that is chosen, the optimizer gets gradients of the dtype of the reduction, and updates float32 parameters."""
-    precision = dataclasses.replace(POLICIES[policy], keeps_gradients=True)
-    run, replica = both(rank, mixed.Mixed(), precision=precision, flat_parameters=flat_parameters)
+@pytest.mark.parametrize("moves", [False, True], ids=["stays", "moves"])
+def test_gradients_that_stay_low(rank: Rank, moves: bool, policy: str, flat_parameters: bool) -> None:
+    """If that is chosen, gradients keep the dtype of the reduction, moved too; updates are float32."""
+    options: dict[str, Any] = {"precision": dataclasses.replace(POLICIES[policy], keeps_gradients=True)}
+    if moves:
+        options["after_backward"] = lambda one: getattr(one, "module", None) and one.module.to(rank.device)
+    run, replica = both(rank, mixed.Mixed(), flat_parameters=flat_parameters, **options)
     train(rank, run, replica)
 
 

@@ -272,6 +272,30 @@ def test_forward_gathers_ahead(rank: Rank, ahead: bool) -> None:
 
 
 @contract("PREFETCH-3")
+@world(2)
+@needs(Capability.GATHERS_AHEAD, Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD)
+def test_evaluations_gather_ahead(rank: Rank) -> None:
+    """Where forward gathers ahead evaluations do so too, also if one of them is the first forward of all."""
+    depth = 4
+    model = models.Tower(dim=9, depth=depth)
+    run = rank.run(model, units=model.units(), reshard_after_forward=True, gathers_ahead_in_forward=True)
+    layers = [f"layers.{index}" for index in range(depth)]
+    found: list[list[str]] = []
+    begin = 0
+    for name in layers:
+        run.adapter.submodule(f"{name}.in_proj").register_forward_pre_hook(
+            lambda module, args: found.append([item.unit for item in run.trace[begin:] if item.unit in layers])
+        )
+    for number in range(3):
+        found.clear()
+        begin = len(run.trace)
+        run.evaluate((rank.batch(number, (2, 9)),))
+        for index, gathered in enumerate(found):
+            expected = layers[: index + 1 + (number > 0)]
+            assert gathered == expected, f"{layers[index]} computes in evaluation {number} when {gathered} are gathered"
+
+
+@contract("PREFETCH-3")
 @world(4)
 @needs(Capability.GATHERS_AHEAD, Capability.RESHARD_AFTER_FORWARD, Capability.HYBRID)
 @pytest.mark.parametrize("reshard_after_forward", [True, False])

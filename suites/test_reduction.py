@@ -18,7 +18,7 @@ from shardproof.harness.adapters.base import Accumulation, Clip, Precision, Sett
 from shardproof.harness.adapters.config import NamedDimensions
 from shardproof.harness.collectives.units import ROOT
 from shardproof.harness.findings.finding import step_label
-from shardproof.harness.models import mixed, optim
+from shardproof.harness.models import mixed, optim, shapes
 from shardproof.harness.models.parallel import MLPStack, spread_mlps
 from shardproof.harness.parity import Rank, Run, check_equal, exact_difference, run_and_replica
 from shardproof.harness.parity.refusals import Refusal
@@ -473,6 +473,40 @@ def compare_gradients(
                 where = f"gradient of {name!r} in {step_label(step)}"
                 assert difference is None, f"{where}: element, found and expected: {difference}"
     for run in runs:
+        run.adapter.zero_grad(set_to_none=True)
+
+
+@contract("REDUCTION-5")
+@world(4)
+@needs(Capability.MIXED_PRECISION)
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        None,
+        pytest.param((2, 2), marks=needs(Capability.HYBRID)),
+        pytest.param((4, 1), marks=needs(Capability.HYBRID, Capability.SINGLE_RANK)),
+    ],
+    ids=["shards", "2x2", "4x1"],
+)
+@pytest.mark.parametrize(
+    ("compute", "reduce"),
+    [(torch.float16, torch.float32), (torch.float16, None), (None, torch.float16)],
+    ids=["half-to-float", "half", "float-to-half"],
+)
+def test_averages_in_two_dtypes(
+    rank: Rank, compute: torch.dtype | None, reduce: torch.dtype | None, mesh: tuple[int, int] | None
+) -> None:
+    """Whatever dtypes units compute and reduce in, sums are divided by the number of ranks, of shards and replicas."""
+    run = rank.run(
+        shapes.TwoScales(7, 4, 4), units=[["low"]], precision=Precision(compute=compute, reduce=reduce),
+        mesh=rank.mesh(mesh, ("replicate", "shard")) if mesh else None,
+    )  # fmt: skip
+    for step in range(2):
+        run.forward_backward((torch.full((7, 4), 2.0**rank.index, device=rank.device),), loss=torch.sum)
+        for name, piece in run.adapter.gradients().items():
+            # 1, 2, 4 and 8: exact in every dtype.
+            is_average = piece is None or bool((piece.tensor == 15 / 4).all())
+            assert is_average, f"the gradient of {name!r} in {step_label(step)} is {piece}, and not 15 / 4"
         run.adapter.zero_grad(set_to_none=True)
 
 

@@ -6,12 +6,14 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 from shardproof.harness import Capability, contract, models, needs, world
-from shardproof.harness.adapters.base import Accumulation, Clip, Precision
+from shardproof.harness.adapters.base import Accumulation, Clip, Precision, WholeParameters
 from shardproof.harness.models import mixed, optim
 from shardproof.harness.parity import Rank, run_and_replica, step_and_check
 from shardproof.harness.parity.claims import state_numel
+from shardproof.harness.plugin.axes import FLAT
 from shardproof.harness.plugin.marks import meaningful_from
 from shardproof.harness.tensors import memory
 
@@ -182,3 +184,70 @@ def test_whole_on_every_rank_in_another_dtype(rank: Rank) -> None:
     )
     for step in range(3):
         step_and_check(rank, run, replica, [(rank.batch(step, (6, 4)),)], number=step, loss=torch.sum)
+
+
+@contract("SHARDING-2")
+@world(2)
+@needs(Capability.MIXED_PRECISION, Capability.REPLICAS_ALONE)
+@pytest.mark.parametrize("change", ["step", pytest.param("edit", marks=needs(Capability.WHOLE_PARAMETERS))])
+def test_changes_of_what_is_whole_in_another_dtype(rank: Rank, change: str) -> None:
+    """Where nothing is sharded and units compute in another dtype, an evaluation does not hide a later change."""
+    model, batch = mixed.Mixed(), rank.batch(0, (6, 4))
+
+    def last_output(*, evaluates: bool) -> torch.Tensor:
+        run = rank.run(
+            models.copy_of(model), units=[["low"], ["high"]], optimizer=optim.sgd(), shards=False,
+            precision=Precision(compute=torch.bfloat16),
+        )  # fmt: skip
+        run.forward_backward((batch,), loss=torch.sum)
+        if evaluates:
+            run.evaluate((batch,))
+        if change == "step":
+            run.adapter.step()
+        else:
+            # Whole parameters are those that the rank holds: what is written to them stays.
+            with run.adapter.whole_parameters(WholeParameters(keeps_changes=False)) as found, torch.no_grad():
+                for parameter in found.values():
+                    parameter.mul_(0.5)
+        return run.evaluate((batch,))[0]
+
+    found, expected = last_output(evaluates=True), last_output(evaluates=False)
+    assert torch.equal(found, expected), f"an evaluation after a change ({change}) uses what one before it has cast"
+
+
+@contract("SHARDING-2")
+@world(2)
+@needs(Capability.REPLICAS_ALONE, Capability.FLAT_PARAMETERS)
+@FLAT
+def test_new_data_of_what_is_whole(rank: Rank, flat: bool) -> None:
+    """Where nothing is sharded, what a script gives parameters as new data after a step is what a forward uses."""
+    model, batch = mixed.Mixed(), rank.batch(0, (6, 4))
+
+    def output(*, in_place: bool) -> torch.Tensor:
+        run = rank.run(
+            models.copy_of(model), units=[["low"], ["high"]], optimizer=optim.sgd(), shards=False, flat_parameters=flat
+        )
+        run.step([(batch,)], loss=torch.sum)
+        for parameter in run.adapter.named_parameters().values():
+            if in_place:
+                parameter.data.mul_(0.5)
+            else:
+                parameter.data = parameter.data * 0.5
+        return run.evaluate((batch,))[0]
+
+    assert torch.equal(output(in_place=False), output(in_place=True)), "a forward does not use new data of parameters"
+
+
+@contract("SHARDING-1")
+@world(2)
+@needs(Capability.SHARDED)
+def test_deep_modules(rank: Rank) -> None:
+    """Parameters of modules that lie deep in a unit are sharded and trained as those of others."""
+    model: nn.Module = nn.Linear(9, 9)
+    for _ in range(6):
+        model = nn.Sequential(model, nn.Tanh())
+    pair = rank.pair(model, units=[["0"]])
+    for step in range(2):
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+    assert any(item.kind == "reduce_scatter" for item in pair.last_trace()), "the deep module is not sharded"

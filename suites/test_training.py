@@ -22,7 +22,7 @@ from shardproof.harness.parity import Pair, Rank, check_exact
 from shardproof.harness.parity.plain import backward_of_copies, check_gradients
 from shardproof.harness.parity.refusals import Refusal
 from shardproof.harness.parity.run import StepPicture
-from shardproof.harness.plugin.axes import DELAY_MS, DELAYED, DELAYS, RESHARD, RESHARD_TO_PARTS
+from shardproof.harness.plugin.axes import DELAY_MS, DELAYED, DELAYS, FLAT, RESHARD, RESHARD_TO_PARTS
 
 
 @contract("TRAINING-1")
@@ -53,10 +53,12 @@ def test_many_shapes(rank: Rank, reshard_after_forward: bool | int | None) -> No
 
 @contract("TRAINING-1")
 @world(2)
+@FLAT
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
-def test_recurrent_module(rank: Rank, reshard_after_forward: bool | None) -> None:
+def test_recurrent_module(rank: Rank, reshard_after_forward: bool | None, flat: bool) -> None:
     """A module that keeps its parameters in a list of its own too, as recurrent ones do, trains."""
-    pair = rank.pair(shapes.Recurrent(dim=5), units=[["body"]], reshard_after_forward=reshard_after_forward)
+    options: dict[str, Any] = {"reshard_after_forward": reshard_after_forward, "flat_parameters": flat}
+    pair = rank.pair(shapes.Recurrent(dim=5), units=[["body"]], **options)
     for step in range(3):
         pair.step(rank.batch(step, (2, 3, 5)))
         pair.check()
@@ -284,10 +286,11 @@ def test_cast_there_and_back(rank: Rank, when: str) -> None:
 @contract("TRAINING-5")
 @world(2)
 @needs(Capability.CAST_AFTER_INIT, Capability.DEFERRED_REDUCTION)
-def test_cast_between_microbatches(rank: Rank) -> None:
+@FLAT
+def test_cast_between_microbatches(rank: Rank, flat: bool) -> None:
     """A cast to float64 and back between two microbatches does not lose the gradients that are still to be reduced."""
     model = models.Tower(dim=9)
-    pair = rank.pair(model, units=model.units(), microbatches=2, accumulation=Accumulation())
+    pair = rank.pair(model, units=model.units(), microbatches=2, accumulation=Accumulation(), flat_parameters=flat)
     context = pair.adapter.microbatch
 
     @contextlib.contextmanager

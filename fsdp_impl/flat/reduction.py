@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 
-from fsdp_impl.common import collectives, divide, hooks, modes, norm, ranges, streams
+from fsdp_impl.common import collectives, divide, dtensor, hooks, modes, norm, ranges, streams
 from fsdp_impl.common.clip import Groups, combine_over_ranks, scale_to, sharding_groups
 from fsdp_impl.common.streams import Event
 from fsdp_impl.common.views import Views, remember
@@ -286,8 +286,9 @@ def clip_grad_norm(
     managed = {param for group in groups for param in (group.shards.flat, *group.shards.originals)}
     for param in params:
         if param not in managed and param.grad is not None:
-            by_groups.setdefault(sharding_groups(param.grad), []).append(param.grad)
-            grads.append(param.grad)
+            grad = dtensor.local_of(param.grad) if isinstance(param.grad, DTensor) else param.grad
+            by_groups.setdefault(sharding_groups(param.grad), []).append(grad)
+            grads.append(grad)
     shares = {spread: norm.local_share(members, p, device, foreach=True) for spread, members in by_groups.items()}
     # Half precision is scaled by a factor of float32, float64 by one of its own.
     wide = reduce(torch.promote_types, [grad.dtype for grad in grads], torch.float32)

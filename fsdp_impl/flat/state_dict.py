@@ -85,7 +85,9 @@ def finish(unit: FlatUnit, found: dict[str, Any], prefix: str) -> None:
             _put_local(unit, unit.group, found, prefix)
         else:
             _put_named(unit, unit.group, found, prefix, settings.state_dict_type)
-    for name, dtype in unit.options.buffer_dtypes.items():
+    # Buffers that no policy has cast have the dtype that they were given, by a cast of the model too.
+    casts_buffers = unit.precision.buffer_dtype is not None
+    for name, dtype in unit.options.buffer_dtypes.items() if casts_buffers else ():
         if isinstance(value := found.get(prefix + name), torch.Tensor) and value.dtype != dtype:
             found[prefix + name] = value.to(dtype)
     config = settings.state_dict_config

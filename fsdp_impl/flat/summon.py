@@ -262,13 +262,14 @@ def _conceal(unit: FlatUnit) -> None:
     shards.adopt_flat()
     if shards.use_orig:
         del shards.module._parameters[FLAT_PARAM]
-        grads = [param.grad for param in shards.originals]
+        before = [(param.grad, param.dtype) for param in shards.originals]
         for param in shards.originals:
             param.grad = None
         shards.register()
-        for param, grad in zip(shards.originals, grads, strict=True):
+        for param, (grad, dtype) in zip(shards.originals, before, strict=True):
             if grad is not None:
-                param.grad = grad.to(param.device, param.dtype)
+                # One that was kept in a lower precision than its parameter stays there, unless the parameter is cast.
+                set_grad(param, grad.to(param.device, grad.dtype if param.dtype == dtype else param.dtype))
     unit.gradients.show_unsharded()
 
 

@@ -38,6 +38,7 @@ from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.flat_calls import CALLS
 from shardproof.harness.adapters.flat_layout import FlatLayout, Place, flat_units
 from shardproof.harness.adapters.flat_misuses import MISUSES, Scene
+from shardproof.harness.adapters.flat_questions import QUESTIONS
 from shardproof.harness.adapters.scaling import make_scaler
 
 #: The prefix that a wrapper adds to the names of everything inside the wrapped module.
@@ -416,7 +417,7 @@ class FlatAdapter(Adapter):
 
     def call(self, what: str) -> Any:
         mesh = self.config.mesh
-        return CALLS[what](Scene(self.api, mesh, _device(mesh.device_type)))
+        return (CALLS | QUESTIONS)[what](Scene(self.api, mesh, _device(mesh.device_type)))
 
     def _key_kinds(self) -> Any:
         """Return the enumeration of the kinds of keys."""

@@ -72,7 +72,9 @@ class Offset(nn.Module):
 
 
 class DrawnStack(Stacked):
-    """An :class:`Offset`, three :class:`Drawn` layers, and one that belongs to the root's own unit.
+    """An :class:`Offset`, three :class:`Drawn` layers, one that belongs to the root's own unit, and a factor.
+
+    The factor is a parameter of the root module itself, around the modules that make values of their own.
 
     Input and output: (batch, dim).
     """
@@ -82,10 +84,17 @@ class DrawnStack(Stacked):
         self.start = Offset(dim, 5)
         self.layers = nn.ModuleList(Drawn(dim, dim, seed) for seed in (1, 2, 3))
         self.out = Drawn(dim, dim, 4)
+        self.factor = nn.Parameter(torch.empty(dim))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Give the factor its values."""
+        put(self.factor, torch.randn(self.factor.shape, generator=torch.Generator().manual_seed(6)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.out(self.run_layers(self.start(x)))
-        return out
+        return out * self.factor
 
 
 def put(tensor: torch.Tensor, values: torch.Tensor) -> None:

@@ -25,7 +25,8 @@ class Seen(NamedTuple):
 class Scale(nn.Module):
     """``x * weight + offset + shift``, element by element.
 
-    Input and output: (rows, columns). ``offset`` is a floating-point buffer and ``calls`` an integer one.
+    Input and output: (rows, columns). ``offset`` is a floating-point buffer and ``calls`` an integer one; a third is
+    None, as that of a norm that keeps no statistics.
 
     Attributes:
         seen: the dtypes of each forward.
@@ -42,6 +43,7 @@ class Scale(nn.Module):
         self.shift = nn.Parameter(torch.randn(rows, columns))
         self.register_buffer("offset", torch.randn(rows, columns))
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("absent", None)
         self.seen: list[Seen] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

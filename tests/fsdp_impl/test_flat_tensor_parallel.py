@@ -1,6 +1,7 @@
 """Flat parameters beside tensor parallelism: DTensor parameters come in, and DTensors is what forward sees."""
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -91,6 +92,24 @@ def test_gradients_come_back_whole(rank: Rank) -> None:
     with FullyShardedDataParallel.summon_full_params(sharded):
         for (name, param), other in zip(sharded.named_parameters(), plain.parameters(), strict=True):
             assert_close(name, full(param.detach()), 3 * other.detach())
+
+
+@world(4)
+@pytest.mark.parametrize("p", [2.0, math.inf])
+def test_ignored_ones_count_in_the_norm(rank: Rank, p: float) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    plain = copy.deepcopy(model).to(rank.device)
+    model, mesh = parallel(rank, model)
+    options = {"ignored_modules": [model.net1], "use_orig_params": True, "device_id": rank.device}
+    sharded = wrap(model, device_mesh=mesh["dp"], **options)
+    inputs = batch(rank, 0, (3, 5), index=0)  # equal on all ranks, as nothing averages what is ignored
+    for each in (plain, sharded):
+        each(inputs).square().sum().backward()
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1, p)
+    assert_close("norm", sharded.clip_grad_norm_(0.1, p), expected)
+    for name, param in model.net1.named_parameters():
+        assert_close(name, full(param.grad), plain.net1.get_parameter(name).grad)
 
 
 class Normed(nn.Module):

@@ -98,7 +98,7 @@ KILLED = {
     "flat-integers": Killer("test_what_cannot_be_sharded and w2-integers", NOT_REFUSED),
     "flat-function-not-looked-at": Killer("test_init and test_function_that_cannot_be_called", "is not callable"),
     "flat-ignored-by-one-option": Killer("test_what_cannot_be_sharded and ignored-by-two", NOT_REFUSED),
-    "flat-classes-that-look-on": Killer("test_recurrent_module and w2-None", "size mismatch"),
+    "flat-classes-that-look-on": Killer("test_recurrent_module and w2-None-originals", "size mismatch"),
     "flat-any-answer": Killer("test_answers_that_a_rule and a-number", NOT_REFUSED),
     "flat-function-divided-again": Killer("test_what_a_function_writes and w4-shards", "where the function wrote 3"),
     "flat-frozen-shown-with-gradients": Killer(

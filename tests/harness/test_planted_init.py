@@ -9,8 +9,8 @@ from tests.harness.planted import Killer, assert_killed, assert_sound_passes, ca
 
 pytestmark = pytest.mark.slow("the tests share one run of the suites, in which planted bugs fail")
 
-UNFIT, TWO_UNITS = "test_what_cannot_be_sharded and w2-{}", "test_parameter_of_two_units and w2-{}"
-ORDER, ORDERS = "test_part_of_the_world_in_another_order and w4-None-{}", "test_replicas_in_different_orders"
+UNFIT, TWO_UNITS = "test_what_cannot_be_sharded and w2-{}", "test_parameter_of_two_units and w2-originals-{}"
+ORDER, ORDERS = "test_part_of_the_world_in_another_order and w4-None-{}", "test_replicas_in_different_orders and w4"
 REPLICAS_ORDER = "test_replicas_in_another_order and w4-True"
 MADE, SENT = "test_values_made_on_the_meta_device and w2-{}", "test_values_of_the_first_rank and w{}"
 NUMBERS = "test_other_numbers_of_ranks and w3-None"

@@ -56,7 +56,7 @@ KILLED = {
     "powers-not-taken": Killer(NORM.format("1e-06-2.0"), NORM_WRONG),
     "always-a-square-root": Killer(NORM.format("1.0-3.0"), NORM_WRONG),
     "inf-norm-summed-over-ranks": Killer("test_norm_costs and w2-inf", NORM_WRONG),
-    "inf-norm-summed-over-shares": Killer("test_clipping and test_two_dimensions and 16-inf", NORM_WRONG),
+    "inf-norm-summed-over-shares": Killer("test_clipping and test_two_dimensions and originals-16-inf", NORM_WRONG),
     "norm-of-empty-shards": Killer("test_empty_shards and w4-inf", ""),
     "empty-rank-leaves-the-norm": Killer("test_empty_shards and w4-2.0", ""),
     "flat-buffer-replaced": Killer(ADD_UP.format("every-backward"), GRADIENT),

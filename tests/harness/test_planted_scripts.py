@@ -63,7 +63,7 @@ KILLED = {
     "flat-evaluation-gathers-low": Killer("test_evaluation_in_full_precision and w2-None", EVALUATION),
     "flat-training-after-evaluation-stays-full": Killer("test_evaluation_in_full_precision and w2-None", OUTPUT),
     "flat-low-gradients-widened": Killer(
-        "test_gradients_that_stay_low and w2-bf16-original", "has dtype torch.float32"
+        "test_gradients_that_stay_low and w2-stays-bf16-original", "has dtype torch.float32"
     ),
     "flat-tensor-parallel-not-cast": Killer("test_precision and test_tensor_parallel_shards and w4-bf16]", OUTPUT),
     "flat-flag-of-the-root-in-every-unit": Killer("test_inputs and w2-position-False", OUTPUT),
