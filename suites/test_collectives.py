@@ -13,18 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from shardproof.harness import Capability, contract, models, needs, world
-from shardproof.harness.adapters.base import Accumulation, Adapter, Clip, Settings
+from shardproof.harness.adapters.base import Accumulation, Clip, Settings
 from shardproof.harness.collectives.trace import Trace, first_difference
 from shardproof.harness.findings.finding import step_label
 from shardproof.harness.models import optim, shapes
-from shardproof.harness.models.parallel import MLPStack, parallelize_mlps
+from shardproof.harness.models.parallel import Skipping, parallelize_mlps
 from shardproof.harness.models.ties import RepeatedTower
 from shardproof.harness.parity import Pair, Rank
 from shardproof.harness.parity.refusals import Refusal
+from shardproof.harness.parity.wrong_settings import OF_THE_ROOT, WRONG_SETTINGS
 from shardproof.harness.plugin.axes import RESHARD, RESHARD_ROOT
 
 DEPTH = 3
@@ -467,15 +467,6 @@ def test_zeros_are_reduced_or_not(rank: Rank, unit: str, recurse: bool) -> None:
         run.adapter.zero_grad(set_to_none=True)
 
 
-class Skipping(MLPStack):
-    """A stack that leaves out one of its layers, whose number is given. Input: (..., dim), and the number."""
-
-    def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:  # type: ignore[override]
-        for index, layer in enumerate(self.layers):
-            x = x if index == number else layer(x)
-        return x
-
-
 @contract("COLLECTIVES-10")
 @world(4)
 @needs(Capability.UNIT_SETTINGS, Capability.RANKS_DIFFER, Capability.TENSOR_PARALLEL)
@@ -522,49 +513,6 @@ def _sizes(pair: Pair) -> Sequence[tuple[int, int]]:
     return [(unit.numel, unit.padded_numel) for unit in pair.units]
 
 
-def _prefetch_of_a_layer(adapter: Adapter) -> None:
-    adapter.prefetch(forward={"layers.0": ["layers.1.in_proj"]}, backward={})
-
-
-class _Own:
-    """A reduce-scatter or an all-gather of the script's own."""
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, **options: Any) -> Any:
-        collective: Any = dist.reduce_scatter_tensor if "op" in options else dist.all_gather_into_tensor
-        return collective(output_tensor, input_tensor, group=group, **options)
-
-
-def _memory_of_another(adapter: Adapter) -> None:
-    adapter.change(Settings(reduce_scatter=_Own()), unit="layers.1")
-    adapter.change(Settings(group_memory=True), unit="layers.1")
-
-
-def _memory_of_another_gather(adapter: Adapter) -> None:
-    adapter.change(Settings(gather=_Own()), unit="layers.1")
-    adapter.change(Settings(group_memory=True), unit="layers.1")
-
-
-def _set(**settings: Any) -> Callable[[Adapter], None]:
-    return lambda adapter: adapter.change(Settings(**settings))
-
-
-#: What a script cannot choose, with words one of which is in the error.
-WRONG_SETTINGS: dict[str, tuple[Callable[[Adapter], object], tuple[str, ...]]] = {
-    "a-size-after-forward": (_set(reshard_after_forward=2), ("bool",)),
-    "no-inputs": (_set(reduce_inputs=0), ("max_input_buffers",)),
-    "half-an-input": (_set(reduce_inputs=1.5), ("max_input_buffers",)),
-    "a-choice-of-inputs": (_set(reduce_inputs=True), ("max_input_buffers",)),
-    "a-layer-that-is-no-unit": (_prefetch_of_a_layer, ("FSDPModule", "Linear")),
-    "a-method-that-is-not-there": (lambda adapter: adapter.register_forward_method("layers.0", "absent"), ("absent",)),
-    "memory-of-another": (_memory_of_another, ("custom",)),
-    "memory-of-another-gather": (_memory_of_another_gather, ("custom",)),
-    "a-deep-copy": (lambda adapter: copy.deepcopy(adapter.module), ("deepcopy",)),
-}
-
-
 @contract("COLLECTIVES-11")
 @world(2)
 @needs(Capability.UNIT_SETTINGS, Capability.EXPLICIT_PREFETCH, Capability.FORWARD_METHOD)
@@ -584,17 +532,6 @@ def test_settings_that_cannot_be(rank: Rank, what: str) -> None:
     pair.check()
 
 
-def _defer(adapter: Adapter) -> None:
-    with adapter.microbatch(is_last=False):
-        pass
-
-
-#: What a script calls on the root, and cannot call on another unit.
-OF_THE_ROOT: dict[str, Callable[[Adapter], Any]] = {
-    "deferring": _defer,
-    "clipping": lambda adapter: adapter.clip(),
-    "recovering": lambda adapter: adapter.recover(),
-}
 OF_THE_ROOT_NEEDS = {
     # Where units are wrappers, these are methods of each of them.
     "deferring": needs(Capability.FLAT_PARAMETERS, Capability.WHOLE_PARAMETERS),

@@ -10,26 +10,23 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardproof.harness import Capability, contract, meaningful_from, models, needs, world
 from shardproof.harness.adapters.base import Accumulation, Precision, StateForm, WholeParameters
 from shardproof.harness.findings.finding import step_label
-from shardproof.harness.models import mixed, optim, shapes
+from shardproof.harness.models import mixed, shapes
 from shardproof.harness.models.parallel import Factors, split_factors
 from shardproof.harness.parity import (
-    CastReplica,
     Rank,
-    Run,
     check_equal,
     check_evaluation,
     check_statistics,
     exact_difference,
-    run_and_replica,
     states,
     step_and_check,
 )
+from shardproof.harness.parity.cast_runs import SHAPE, assert_collectives, both, evaluate_and_train, train
 from shardproof.harness.plugin.axes import KEEPS, RESHARD
 
 MIXED = needs(Capability.MIXED_PRECISION)
@@ -44,7 +41,6 @@ POLICIES = {
 FLAT = pytest.mark.parametrize(
     "flat_parameters", [False, pytest.param(True, marks=needs(Capability.FLAT_PARAMETERS))], ids=["originals", "flat"]
 )
-SHAPE = (6, 4)
 NORMS = ("inner.1", "norm", "last")
 
 ROWS = 7
@@ -588,48 +584,8 @@ def average(rank: Rank, shape: tuple[int, int] | None) -> None:
     assert not other, f"the parameters are of float16, these collectives are not: {other}"
 
 
-def both(rank: Rank, model: nn.Module, *, lr: float = 0.05, **options: Any) -> tuple[Run, CastReplica]:
-    """The sharded run and the baseline with the same casts."""
-    return run_and_replica(rank, model, optimizer=optim.sgd(lr=lr), **{"units": [["low"], ["high"]]} | options)
-
-
-def train(rank: Rank, run: Run, replica: CastReplica, *, first: int = 0, steps: int = 3, chooses: bool = False) -> None:
-    """Train both and compare every step."""
-    for step in range(first, first + steps):
-        batch: list[tuple[torch.Tensor, ...]] = []
-        for number in range(run.adapter.config.microbatches):
-            x = rank.batch(step, SHAPE, microbatch=number, mesh=run.adapter.config.mesh)
-            batch.append((x, (x * 7).long()) if chooses else (x,))
-        expected = replica.step(batch, loss=torch.sum)
-        check_equal(rank, run, run.step(batch, loss=torch.sum), expected, number=step)
-
-
-def evaluate_and_train(rank: Rank, run: Run, replica: CastReplica, *, first: int = 0) -> None:
-    """Three times, evaluate and train a step, and compare."""
-    for step in range(first, first + 3):
-        for module in (run.adapter.module, replica.model):
-            module.eval()
-        check_evaluation(rank, run, replica, rank.batch(step, SHAPE, microbatch=1), number=step)
-        for module in (run.adapter.module, replica.model):
-            module.train()
-        train(rank, run, replica, first=step, steps=1)
-
-
 def assert_seen(seen: list[mixed.Seen], precision: Precision) -> None:
     """Check the dtypes in every forward of a unit of a policy, to which float32 came; buffers keep theirs."""
     compute = precision.compute or FULL
     expected = mixed.Seen(compute if precision.casts_inputs else FULL, compute, FULL)
     assert set(seen) == {expected}, f"in forward the dtypes are {set(seen)} instead of {expected}"
-
-
-def assert_collectives(run: Run, *, gathers: set[torch.dtype], reduces: set[torch.dtype]) -> None:
-    """Check the dtypes of all collectives of a run among its data-parallel ranks."""
-    # What is not sharded is not gathered.
-    gathers = gathers if "parameters" in run.adapter.traits.shards else set()
-    kinds = {"all_gather": gathers, "reduce_scatter": reduces, "all_reduce": reduces}
-    trace = [item for item in run.trace if set(item.group) <= set(run.adapter.config.data_ranks)]
-    for item in trace:
-        expected = {str(dtype).removeprefix("torch.") for dtype in kinds[item.kind]}
-        assert item.dtype in expected, f"{item} should be of {' or '.join(sorted(expected))}"
-    found = {item.dtype for item in trace if item.kind == "all_gather"}
-    assert len(found) == len(gathers), f"units are gathered in {', '.join(sorted(found))} alone"

@@ -324,3 +324,12 @@ def parallelize_transformer(model: nn.Module, mesh: DeviceMesh, *, sequence: boo
             plan |= {f"{layer}{name}": _gathered() for name in ("attention", "feed_forward")}
             plan |= {f"{layer}{name}_norm": SequenceParallel() for name in ("attention", "feed_forward")}
     return parallelize_module(model, mesh, plan)
+
+
+class Skipping(MLPStack):
+    """A stack that leaves out one of its layers, whose number is given. Input: (..., dim), and the number."""
+
+    def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:  # type: ignore[override]
+        for index, layer in enumerate(self.layers):
+            x = x if index == number else layer(x)
+        return x

@@ -89,13 +89,13 @@ FLAT = {
         "[*child.parameters(recurse=False), *child.buffers(recurse=False)]",
         "list(child.parameters(recurse=False))",
     ),
-    "ignored-not-scaled": Edit("flat.reduction:clip_grad_norm", "            grads.append(param.grad)\n", ""),
+    "ignored-not-scaled": Edit("flat.reduction:clip_grad_norm", "            grads.append(grad)\n", ""),
     # State dicts, and functions for every module.
     "applied-is-lost": Edit(
         "flat.summon:full_params", "_unit_full(unit, writeback, ", "_unit_full(unit, writeback and recurse, "
     ),
     "loads-as-it-lies": Edit("flat.shards:FlatShards.cut_one", "if whole.stride() != piece.stride:", "if False:"),
-    "cast-loses-gradients": Edit("flat.summon:_conceal", "param.grad = grad.to(param.device, param.dtype)", "pass"),
+    "cast-loses-gradients": Edit("flat.summon:_conceal", "if grad is not None:", "if False:"),
     "cast-loses-new-data": Edit("flat.summon:_expose", "    shards.adopt()\n", ""),
     "whole-have-names-of-wrappers": Edit(
         "flat.module:FullyShardedDataParallel._shown_name", "if self._unit.is_summoned", "if False"

@@ -45,8 +45,8 @@ FLAT = {
     # Evaluations.
     "flat-nothing-ahead-in-evaluation-mode": Edit(
         "flat.unit:FlatUnit.post_forward",
-        "torch.is_grad_enabled() and bool(tensors_requiring_grad(output))",
-        "self.wrapper.training and bool(tensors_requiring_grad(output))",
+        "if torch.is_grad_enabled():",
+        "if self.wrapper.training:",
     ),
     "flat-buffers-of-a-part-stay": Edit("flat.unit:FlatUnit._root_pre_forward", "if any(changes):", "if all(changes):"),
     "flat-unreduced-of-flat-lost": Edit(
