@@ -164,6 +164,18 @@ def test_exception_in_a_later_microbatch(rank: Rank, phase: str, replicas: int, 
 
 
 @contract("RECOVERY-1")
+@world(4)
+@RECOVERS
+@needs(Capability.HYBRID, Capability.DEFERRED_REDUCTION, Capability.DEFERRED_ALL_REDUCE)
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_exception_in_a_microbatch_that_defers(rank: Rank, phase: str) -> None:
+    """The same where the microbatch that raises is not the last, and replicas have reduced nothing yet."""
+    model, mesh = models.Tower(dim=DIM, depth=DEPTH), rank.mesh((2, 2), ("replicate", "shard"))
+    how = Accumulation(skips="all-reduce")
+    check_recovery(rank, model, phase, defers=True, units=model.units(), mesh=mesh, microbatches=2, accumulation=how)
+
+
+@contract("RECOVERY-1")
 @world(2)
 @RECOVERS
 @needs(Capability.DEFERRED_REDUCTION, Capability.MIXED_PRECISION, Capability.ACCUMULATION_DTYPES)
@@ -353,11 +365,18 @@ class Failing(torch.nn.Module):
 
 
 def check_recovery(
-    rank: Rank, model: torch.nn.Module, phase: str, *, error: type[BaseException] = Injected, **options: Any
+    rank: Rank,
+    model: torch.nn.Module,
+    phase: str,
+    *,
+    error: type[BaseException] = Injected,
+    defers: bool = False,
+    **options: Any,
 ) -> None:
     """Train steps that each follow an attempt that raises, the first of all and then two; then evaluate.
 
-    Each issues the collectives of a run that nothing has happened to.
+    Each issues the collectives of a run that nothing has happened to. With ``defers`` what raises is not the last
+    microbatch of its step.
     """
     sound = rank.run(models.copy_of(model), **options)
     pair = rank.pair(model, **options)
@@ -365,7 +384,7 @@ def check_recovery(
     trap.lay(pair.sharded, PLACE)
     for step in range(3):
         for number in range(1 + (step == 1)):
-            attempt(pair.sharded, trap, phase, batches(rank, pair, step, shift=10 * (1 + number)))
+            attempt(pair.sharded, trap, phase, batches(rank, pair, step, shift=10 * (1 + number)), defers=defers)
             assert_nothing_gathered(pair, census, f"after the exception in {phase} before step {step}")
         batch = batches(rank, pair, step)
         pair.step(batch)
@@ -392,15 +411,21 @@ def batches(rank: Rank, pair: Pair, step: int, *, shift: int = 0) -> list[torch.
 
 
 def attempt(
-    run: Run, trap: Trap, phase: str, microbatches: list[torch.Tensor], *, loss: Loss = models.mean_square
+    run: Run,
+    trap: Trap,
+    phase: str,
+    microbatches: list[torch.Tensor],
+    *,
+    loss: Loss = models.mean_square,
+    defers: bool = False,
 ) -> None:
-    """Run the microbatches, of which the last raises on every rank, and what a script calls then."""
+    """Run the microbatches, of which the last one here raises on every rank, and what a script calls then."""
     *before, last = microbatches
     with pytest.raises(trap.error), run.recorder.during("failed"):
         for batch in before:
             with run.adapter.microbatch(is_last=False):
                 run.adapter.backward(loss(run.adapter.forward(batch)))
-        with run.adapter.microbatch(is_last=True), torch.set_grad_enabled(phase != "evaluation"):
+        with run.adapter.microbatch(is_last=not defers), torch.set_grad_enabled(phase != "evaluation"):
             trap.phase = "forward" if phase in ("forward", "evaluation") else ""
             value = loss(run.adapter.forward(last))
             trap.phase = "forward" if phase == "recomputation" else phase
