@@ -214,7 +214,7 @@ def test_units_have_the_options_of_the_model(rank: Rank, option: str) -> None:
 def make_twice(module: nn.Module, *, device: torch.device) -> None:
     """Make a module's values on a device, and double its parameters."""
     module.to_empty(device=device, recurse=False)
-    if isinstance(module, (Drawn, Offset)):
+    if isinstance(module, (Drawn, DrawnStack, Offset)):
         module.reset_parameters()
     with torch.no_grad():
         for parameter in module.parameters(recurse=False):
