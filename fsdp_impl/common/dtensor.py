@@ -42,6 +42,11 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The local tensor of a DTensor; any other tensor itself."""
+    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """All of a DTensor, on the device of its mesh; another tensor is whole already. Collective over the mesh.
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 
 from fsdp_impl.common import collectives, divide, dtensor, hooks, modes, norm, ranges, streams
 from fsdp_impl.common.clip import Groups, combine_over_ranks, scale_to, sharding_groups
@@ -286,7 +286,7 @@ def clip_grad_norm(
     managed = {param for group in groups for param in (group.shards.flat, *group.shards.originals)}
     for param in params:
         if param not in managed and param.grad is not None:
-            grad = dtensor.local_of(param.grad) if isinstance(param.grad, DTensor) else param.grad
+            grad = dtensor.local_part(param.grad)
             by_groups.setdefault(sharding_groups(param.grad), []).append(grad)
             grads.append(grad)
     shares = {spread: norm.local_share(members, p, device, foreach=True) for spread, members in by_groups.items()}

@@ -69,7 +69,7 @@ class FlatShards:
         self.offloads = offloads
         check_uniform(self.names, list(params), use_orig=use_orig)
         self.specs = tuple(param._spec if isinstance(param, DTensor) else None for param in params)
-        locals_ = [_local(param) for param in params]
+        locals_ = [dtensor.local_part(param) for param in params]
         dtype = compute_dtype or locals_[0].dtype
         self.layout = build_flat_layout(
             [local.size() for local in locals_],
@@ -319,11 +319,7 @@ def check_uniform(names: Sequence[str], params: Sequence[nn.Parameter], *, use_o
             )
 
 
-def _local(param: torch.Tensor) -> torch.Tensor:
-    return dtensor.local_of(param) if isinstance(param, DTensor) else param
-
-
 def _plain(param: nn.Parameter) -> nn.Parameter:
     if not isinstance(param, DTensor):
         return param
-    return nn.Parameter(_local(param).detach(), param.requires_grad)
+    return nn.Parameter(dtensor.local_part(param).detach(), param.requires_grad)

@@ -149,7 +149,7 @@ def _write_back(group: FlatGroup) -> None:
     shards = group.shards
     held: list[torch.Tensor] = []
     for name, piece, owners in zip(shards.names, shards.layout.pieces, shards.owners, strict=True):
-        value = _local(getattr(owners[0].module, owners[0].name).detach())
+        value = dtensor.local_part(getattr(owners[0].module, owners[0].name).detach())
         if value.size() != piece.size:
             raise RuntimeError(
                 f"Cannot writeback when the parameter shape changes\nExpects {piece.size} but got {value.size()} for "
@@ -216,7 +216,7 @@ class WholeGradients:
         for index, (param, grad, span) in enumerate(zip(params, self._sharded, shards.spans, strict=True)):
             whole, param.grad = param.grad, None
             if writeback and grad is not None and whole is not None and span.numel:
-                changed = shards.cut_one(index, _local(whole))
+                changed = shards.cut_one(index, dtensor.local_part(whole))
                 grad.copy_(changed if shards.is_sharded else shaped(changed, shards.layout.pieces[index]))
             self._restore(index, grad)
 
@@ -271,7 +271,3 @@ def _conceal(unit: FlatUnit) -> None:
                 # One that was kept in a lower precision than its parameter stays there, unless the parameter is cast.
                 set_grad(param, grad.to(param.device, grad.dtype if param.dtype == dtype else param.dtype))
     unit.gradients.show_unsharded()
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return dtensor.local_of(tensor) if isinstance(tensor, DTensor) else tensor

@@ -229,9 +229,7 @@ class DTensorAdapter(Adapter):
             its = self._its_mesh(unit[0]) | self._mixed_precision(unit[0])
             given = modules if len(modules) > 1 else modules[0]
             made = type(self).fully_shard(given, **options, **its)
-            assert made is given, (
-                f"fully_shard returned another object, a {type(made)}, than the {type(given)} that it was given"
-            )
+            assert made is given, f"fully_shard was given a {type(given)} and returned another object, a {type(made)}"
         # As in scripts, which go on with what is returned.
         its = self._its_mesh("") | self._mixed_precision("")
         model = type(self).fully_shard(model, **options, **its)

@@ -110,7 +110,7 @@ FLAT = {
     ),
     "flat-cut-values-not-written": Edit(
         "flat.summon:_write_back",
-        "_local(getattr(owners[0].module, owners[0].name).detach())",
+        "dtensor.local_part(getattr(owners[0].module, owners[0].name).detach())",
         "getattr(owners[0].module, owners[0].name).detach()",
     ),
     "flat-aligned-for-floats": Edit("flat.layout:alignment_of", "dtype.itemsize", "4"),
