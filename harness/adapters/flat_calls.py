@@ -68,14 +68,6 @@ def _ignored_as_variables(scene: Scene) -> list[bool]:
     return [model.state_dict(keep_vars=keeps)["0.weight"] is layers[0].weight for keeps in (True, False)]
 
 
-def _trained(scene: Scene, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of a model that has made one step."""
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    scene.run(model).square().sum().backward()
-    optimizer.step()
-    return optimizer
-
-
 def _whole_states(scene: Scene, model: nn.Module, *, first_rank: bool = False) -> Any:
     # What is on the CPU already need not go there, and torch's would free it: F-41 of docs/findings.md.
     config = scene.api.FullOptimStateDictConfig(rank0_only=first_rank, offload_to_cpu=False)
@@ -88,7 +80,7 @@ def _whole_states(scene: Scene, model: nn.Module, *, first_rank: bool = False) -
 def _states_of_a_script(scene: Scene, *, drops_groups: bool = False) -> list[Any]:
     """What is saved of an optimizer's state dict that a script has changed: its parts, and the averages in it."""
     model = scene.nested()
-    optimizer = _trained(scene, model)
+    optimizer = scene.train(model)
     given = optimizer.state_dict()
     given["state"] = {
         number: {**one, "exp_avg": torch.full_like(one["exp_avg"], 3.0)} for number, one in given["state"].items()
@@ -105,7 +97,7 @@ def _states_in_another_dtype(scene: Scene, *, flat: bool) -> list[str]:
     """The dtypes of what an optimizer keeps in float64, saved and loaded."""
     kind = scene.api.FullyShardedDataParallel
     model = scene.wrap(scene.layers(), use_orig_params=not flat)
-    optimizer = _trained(scene, model)
+    optimizer = scene.train(model)
     for state in optimizer.state.values():
         for name in ("exp_avg", "exp_avg_sq"):
             state[name] = state[name].double()
@@ -119,7 +111,7 @@ def _states_in_another_dtype(scene: Scene, *, flat: bool) -> list[str]:
 
 def _loaded_directly(scene: Scene) -> list[Any]:
     kind, model = scene.api.FullyShardedDataParallel, scene.nested()
-    optimizer = _trained(scene, model)
+    optimizer = scene.train(model)
     with _whole_states(scene, model):
         saved = kind.optim_state_dict(model, optimizer)
         for state in saved["state"].values():
@@ -145,7 +137,7 @@ def _states_of_a_group(scene: Scene) -> list[list[str]]:
 def _states_by_parameters(scene: Scene) -> list[Any]:
     """Whether older calls make the same of parameters as of an optimizer, and how often they are deprecated."""
     kind, model = scene.api.FullyShardedDataParallel, scene.nested()
-    optimizer = _trained(scene, model)
+    optimizer = scene.train(model)
     full = kind.full_optim_state_dict(model, optimizer, rank0_only=False)
     expected = kind.shard_full_optim_state_dict(full, model, optim=optimizer)
     order = [*reversed([*model.parameters()])]
@@ -291,7 +283,7 @@ def _whole_on_every_cpu(scene: Scene, *, first_rank: bool) -> None:
 
 def _older_parameters(scene: Scene) -> None:
     kind, model = scene.api.FullyShardedDataParallel, scene.nested()
-    optimizer = _trained(scene, model)
+    optimizer = scene.train(model)
     kind.full_optim_state_dict(model, optimizer, optim_input=[*model.parameters()])
 
 

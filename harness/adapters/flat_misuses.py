@@ -47,6 +47,14 @@ class Scene:
         output: torch.Tensor = model(torch.ones(2, 4, device=self.device))
         return output
 
+    def train(self, model: nn.Module, *parts: nn.Module) -> torch.optim.Optimizer:
+        """Make one step of Adam by a loss of the model, or by one of each of its parts; return the optimizer."""
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        for part in parts or (model,):
+            self.run(part).square().sum().backward()
+        optimizer.step()
+        return optimizer
+
 
 def _rule_beside_wrappers(scene: Scene) -> None:
     rule = functools.partial(scene.api.wrap.size_based_auto_wrap_policy, min_num_params=1)

@@ -18,7 +18,7 @@ from shardproof.harness.adapters.flat_misuses import Scene
 def _states_by_default(scene: Scene) -> list[str]:
     """The names of the optimizer's states on this rank where a script has chosen whole ones and nothing else."""
     kind, model = scene.api.FullyShardedDataParallel, scene.nested()
-    optimizer = _train(scene, model, [model])
+    optimizer = scene.train(model)
     with kind.state_dict_type(model, scene.api.StateDictType.FULL_STATE_DICT):
         return sorted(kind.optim_state_dict(model, optimizer)["state"])
 
@@ -40,7 +40,7 @@ def _in_a_plain_module(scene: Scene) -> list[Any]:
     """Of two wrappers: the names of values and of states, whether all are sharded, and the shapes of whole ones."""
     kind, forms = scene.api.FullyShardedDataParallel, scene.api.StateDictType
     model = nn.ModuleDict({name: scene.wrap(scene.layers()) for name in ("one", "two")})
-    optimizer = _train(scene, model, [*model.values()])
+    optimizer = scene.train(model, *model.values())
     with kind.state_dict_type(model, forms.SHARDED_STATE_DICT):
         values, states = model.state_dict(), kind.optim_state_dict(model, optimizer)["state"]
     moments = [state["exp_avg"] for state in states.values()]
@@ -61,14 +61,6 @@ def _first_of_each_replica(scene: Scene) -> list[Any]:
     with kind.summon_full_params(model, rank0_only=True, writeback=False):
         is_whole = model.module[0].weight.shape == (4, 4)
     return [saved, is_whole]
-
-
-def _train(scene: Scene, model: nn.Module, parts: list[Any]) -> torch.optim.Optimizer:
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    for part in parts:
-        scene.run(part).square().sum().backward()
-    optimizer.step()
-    return optimizer
 
 
 #: By name.
