@@ -106,7 +106,7 @@ def picture(device: torch.device, *, groups: int, directory: str) -> dict[str, A
         "process groups": groups,
         "working directory": os.getcwd(),
         "environment": {name: value for name, value in os.environ.items() if name not in _COMPILER_VARIABLES},
-        "threads": sorted(thread.name for thread in threading.enumerate() if thread.name not in _COMPILER_THREADS),
+        "threads": _threads(),
         "open files": [path for path in _open_files() if not path.startswith(f"{directory}/")],
     }
     for name in _MODULE_HOOKS:
@@ -214,6 +214,16 @@ def _more(before: list[str], after: list[str]) -> list[str]:
         else:
             more.append(item)
     return more
+
+
+def _threads() -> list[str]:
+    """Return the names of the threads that Python started.
+
+    Python has a name for another one as long as code of Python runs in it: for autograd's of a device, in which a hook
+    that torch calls may log a warning, and which has not always gone when backward returns.
+    """
+    found = (thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread))
+    return sorted(thread.name for thread in found if thread.name not in _COMPILER_THREADS)
 
 
 def _open_files() -> list[str]:

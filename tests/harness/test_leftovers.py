@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import subprocess
 import threading
@@ -69,6 +70,22 @@ def test_what_torch_compile_keeps_for_the_process_is_nobodys_fault(left_behind, 
     sleeper("monitor")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", os.curdir)
     assert left_behind() == ["environment variables changed: TORCHINDUCTOR_CACHE_DIR", "threads: monitor"]
+
+
+def test_threads_that_python_did_not_start_are_not_compared(left_behind):
+    seen, done, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def as_one_of_autograds():
+        assert threading.current_thread().name.startswith("Dummy-")  # asking for it gives it the name
+        seen.set()
+        done.wait()
+        ended.set()
+
+    _thread.start_new_thread(as_one_of_autograds, ())
+    assert seen.wait(10)
+    assert left_behind() == []
+    done.set()
+    assert ended.wait(10)
 
 
 def test_what_torch_rebinds_by_itself_is_no_patch():
