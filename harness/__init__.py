@@ -9,7 +9,17 @@ if __name__ != "shardproof.harness":
     raise ImportError(f"{__name__} is imported as shardproof.{__name__}")
 
 from shardproof.harness.adapters.capability import Capability, Hardware
-from shardproof.harness.plugin.marks import alone, contract, deadline, drawn, meaningful_from, needs, simulated, world
+from shardproof.harness.plugin.marks import (
+    alone,
+    contract,
+    deadline,
+    drawn,
+    each_value,
+    meaningful_from,
+    needs,
+    simulated,
+    world,
+)
 
 __all__ = [
     "Capability",
@@ -18,6 +28,7 @@ __all__ = [
     "contract",
     "deadline",
     "drawn",
+    "each_value",
     "meaningful_from",
     "needs",
     "simulated",

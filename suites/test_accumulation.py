@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardproof.harness import Capability, Hardware, contract, models, needs, world
+from shardproof.harness import Capability, Hardware, contract, each_value, models, needs, world
 from shardproof.harness.adapters.base import Accumulation, Piece
 from shardproof.harness.findings.finding import Finding, Location, step_label
 from shardproof.harness.findings.stages import Stage
@@ -221,6 +221,7 @@ def test_gradients_that_a_script_dropped_of_some(rank: Rank) -> None:
 @contract("ACCUMULATION-11")
 @world(2)
 @needs(Capability.FLAT_PARAMETERS, Capability.DEFERRED_REDUCTION)  # its modules show gradients that are not reduced yet
+@each_value("dropped", "when", "options")
 @pytest.mark.parametrize(
     ("dropped", "when", "options"),
     [

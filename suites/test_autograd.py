@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardproof.harness import Capability, contract, models, needs, world
+from shardproof.harness import Capability, contract, each_value, models, needs, world
 from shardproof.harness.adapters.base import Accumulation, Adapter
 from shardproof.harness.findings.finding import step_label
 from shardproof.harness.models import optim, shapes
@@ -20,6 +20,8 @@ from shardproof.harness.parity import Census, Rank, Run, check_exact, exact_diff
 from shardproof.harness.parity.plain import backward_of_copies, check_gradients, check_parameters
 from shardproof.harness.plugin.axes import RESHARD
 from shardproof.harness.tensors.trees import tensors_of
+
+DATACLASS = pytest.param("dataclass", marks=needs(Capability.DATACLASS_OUTPUT))
 
 
 @contract("AUTOGRAD-1")
@@ -67,10 +69,8 @@ def test_unused_module_gets_no_gradient(rank: Rank, reshard_after_forward: bool 
 
 @contract("AUTOGRAD-3")
 @world(2, 4)
-@pytest.mark.parametrize(
-    "container",
-    ["list", "namedtuple", "tuple", "dict", pytest.param("dataclass", marks=needs(Capability.DATACLASS_OUTPUT))],
-)
+@each_value("container")
+@pytest.mark.parametrize("container", ["list", "namedtuple", "tuple", "dict", DATACLASS])
 def test_containers_between_units(rank: Rank, container: models.Container) -> None:
     """Hooks find the tensors in any container that passes between units, and keep its type."""
     depth = 3
@@ -86,6 +86,7 @@ def test_containers_between_units(rank: Rank, container: models.Container) -> No
 @contract("AUTOGRAD-3")
 @world(2)
 @needs(Capability.CONTAINER_OUTPUT, Capability.DATACLASS_OUTPUT)
+@each_value("container")
 @pytest.mark.parametrize(
     "container", ["ordered-dict", "list-class", "tuple-class", "frozen-dataclass", "dict-dataclass"]
 )
@@ -100,9 +101,8 @@ def test_classes_of_containers(rank: Rank, container: models.Container) -> None:
 @contract("AUTOGRAD-16")
 @world(2)
 @needs(Capability.CONTAINER_OUTPUT)
-@pytest.mark.parametrize(
-    "container", ["list", "dict", pytest.param("dataclass", marks=needs(Capability.DATACLASS_OUTPUT))]
-)
+@each_value("container")
+@pytest.mark.parametrize("container", ["list", "dict", DATACLASS])
 def test_containers_that_a_script_passes(rank: Rank, container: models.Container) -> None:
     """A container that a script gives to a unit has the same tensors afterwards, and may be given to another."""
     pair = rank.pair(shapes.Lending(9, container), units=[["layers.0"], ["layers.1"]])
@@ -206,7 +206,7 @@ def _schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSc
         "namedtuple",
         "nested",
         "deep",
-        pytest.param("dataclass", marks=needs(Capability.DATACLASS_OUTPUT)),
+        DATACLASS,
         pytest.param("late-dataclass", marks=needs(Capability.DATACLASS_OUTPUT)),
     ],
 )

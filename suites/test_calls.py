@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.harness import Capability, contract, models, needs, world
+from shardproof.harness import Capability, contract, each_value, models, needs, world
 from shardproof.harness.adapters.base import WholeParameters
 from shardproof.harness.models import mixed
 from shardproof.harness.models.stateful import by_columns
@@ -68,6 +68,7 @@ WARNINGS: dict[str, tuple[type[Warning], str, bool]] = {
 
 @contract("CALLS-1")
 @world(2)
+@each_value("what")
 @pytest.mark.parametrize("what", ANSWERS)
 def test_answers(rank: Rank, what: str) -> None:
     """What a script asks the wrapper, and what it gives to it, is answered and used as documented."""
@@ -93,6 +94,7 @@ def test_answers_of_replicas(rank: Rank) -> None:
 
 @contract("CALLS-2")
 @world(2)
+@each_value("what")
 @pytest.mark.parametrize("what", WARNINGS)
 def test_warnings(rank: Rank, what: str) -> None:
     """A script is warned of what is allowed and rarely meant, and not of what is meant."""

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.harness import Capability, contract, models, needs, world
+from shardproof.harness import Capability, contract, each_value, models, needs, world
 from shardproof.harness.adapters.base import Accumulation, Clip, Settings
 from shardproof.harness.collectives.trace import Trace, first_difference
 from shardproof.harness.findings.finding import step_label
@@ -442,6 +442,7 @@ def test_backward_gathers_a_unit_or_not(rank: Rank, unit: str) -> None:
 @contract("COLLECTIVES-10")
 @world(2)
 @needs(Capability.UNIT_SETTINGS, Capability.RANKS_DIFFER, Capability.GROUPED_UNIT)
+@each_value("unit", "recurse")
 @pytest.mark.parametrize(
     ("unit", "recurse"), [("used", False), ("", False), ("", True)], ids=["the-unit", "the-root", "all-units"]
 )
@@ -516,6 +517,7 @@ def _sizes(pair: Pair) -> Sequence[tuple[int, int]]:
 @contract("COLLECTIVES-11")
 @world(2)
 @needs(Capability.UNIT_SETTINGS, Capability.EXPLICIT_PREFETCH, Capability.FORWARD_METHOD)
+@each_value("what")
 @pytest.mark.parametrize(
     "what",
     [pytest.param(name, marks=[needs(Capability.REDUCE_INPUTS)] if "input" in name else []) for name in WRONG_SETTINGS],
@@ -542,6 +544,7 @@ OF_THE_ROOT_NEEDS = {
 
 @contract("COLLECTIVES-11")
 @world(2)
+@each_value("what")
 @pytest.mark.parametrize("what", [pytest.param(name, marks=OF_THE_ROOT_NEEDS[name]) for name in OF_THE_ROOT])
 def test_calls_that_only_the_root_has(rank: Rank, what: str) -> None:
     """What is about all units is refused on another unit than the root, by every rank, and changes nothing."""

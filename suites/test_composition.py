@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from shardproof.harness import Capability, Hardware, contract, models, needs, world
+from shardproof.harness import Capability, Hardware, contract, each_value, models, needs, world
 from shardproof.harness.adapters.base import Adapter
 from shardproof.harness.adapters.config import NamedDimensions
 from shardproof.harness.adapters.dtensor import piece_of
@@ -199,6 +199,7 @@ ONE_MESH = {
 @contract("COMPOSITION-15")
 @world(4)
 @needs(Capability.NAMED_DIMENSIONS, Capability.REGISTERED_STATE)
+@each_value("dimensions")
 @pytest.mark.parametrize("divides", [False, True], ids=["equal", "divided"])
 @pytest.mark.parametrize("dimensions", ONE_MESH)
 def test_named_dimensions(rank: Rank, dimensions: str, divides: bool) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.harness import Capability, contract, models, needs, world
+from shardproof.harness import Capability, contract, each_value, models, needs, world
 from shardproof.harness.adapters.base import Accumulation, Adapter, WholeParameters
 from shardproof.harness.findings.finding import step_label
 from shardproof.harness.models import optim, shapes, ties
@@ -289,6 +289,7 @@ def test_gathers_in_flight_do_not_outlive_a_cast(rank: Rank) -> None:
 @contract("EVALUATION-3")
 @world(2)
 @needs(Capability.FLAT_PARAMETERS)
+@each_value("changed", "flat", "reads")
 @pytest.mark.parametrize(
     ("changed", "flat", "reads"),
     [
@@ -508,12 +509,11 @@ def test_whole_frozen_parameters(rank: Rank, flat: bool) -> None:
 @contract("EVALUATION-5")
 @world(2)
 @needs(Capability.WHOLE_PARAMETERS)
+@each_value("what")
 @pytest.mark.parametrize(
     "what",
     [
-        "changes-of-the-first-rank",
-        "within-another",
-        "in-a-forward",
+        *("changes-of-the-first-rank", "within-another", "in-a-forward"),
         pytest.param("gradients-of-flat", marks=needs(Capability.FLAT_PARAMETERS)),
         pytest.param("gradients-on-the-cpu", marks=needs(Capability.WHOLE_ON_CPU)),
     ],

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.harness import Capability, contract, models, needs, world
+from shardproof.harness import Capability, contract, each_value, models, needs, world
 from shardproof.harness.adapters.base import Accumulation, Precision
 from shardproof.harness.findings.finding import step_label
 from shardproof.harness.models import shapes
@@ -58,6 +58,7 @@ def test_frozen_before_sharding(rank: Rank, what: str, reshard_after_forward: bo
 @contract("FROZEN-1")
 @world(2)
 @needs(Capability.DEFERRED_REDUCTION)
+@each_value("what")
 @pytest.mark.parametrize("what", ["middle", "weights", "biases"])
 def test_frozen_between_microbatches(rank: Rank, what: str) -> None:
     """While reductions are deferred, frozen parameters show no gradient either, and get none from the last one."""
@@ -75,6 +76,7 @@ def test_frozen_between_microbatches(rank: Rank, what: str) -> None:
 @contract("FROZEN-2")
 @world(2)
 @needs(Capability.COUNTED_UNITS)
+@each_value("what")
 @pytest.mark.parametrize("what", ["first", "middle", "last", "root", "all-but-one"])
 def test_frozen_units_are_not_reduced(rank: Rank, what: str) -> None:
     """A unit is reduced once in a step exactly if it has a trainable parameter; forward gathers it all the same."""
@@ -93,6 +95,7 @@ def test_frozen_units_are_not_reduced(rank: Rank, what: str) -> None:
 @contract("FROZEN-3")
 @world(2)
 @needs(Capability.SHARDED)
+@each_value("what")
 @pytest.mark.parametrize("what", ["middle", "last"])
 def test_frozen_units_are_freed_in_backward(rank: Rank, what: str) -> None:
     """A frozen unit that backward has passed is freed before the backward of the unit before it begins."""

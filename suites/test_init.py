@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from shardproof.harness import Capability, Hardware, alone, contract, models, needs, world
+from shardproof.harness import Capability, Hardware, alone, contract, each_value, models, needs, world
 from shardproof.harness.adapters.base import Adapter, Clip
 from shardproof.harness.adapters.dtensor import piece_of
 from shardproof.harness.models import mixed, optim, shapes, ties
@@ -172,6 +172,7 @@ UNFIT_NEEDS = {
 @contract("INIT-1")
 @world(2)
 @needs(Capability.META_DEVICE)
+@each_value("which", "own_function")
 @pytest.mark.parametrize("which", ["", "layers.1", "start"], ids=["whole-model", "one-unit", "buffers-alone"])
 @pytest.mark.parametrize("own_function", [False, True], ids=["reset", "function"])
 def test_values_made_on_the_meta_device(rank: Rank, own_function: bool, which: str) -> None:
@@ -265,6 +266,7 @@ def test_memory_to_shard_a_model_on_the_cpu(rank: Rank) -> None:
 
 @contract("INIT-5")
 @world(2)
+@each_value("what")
 @pytest.mark.parametrize(
     "what",
     [pytest.param(name, marks=[needs(UNFIT_NEEDS[name])] if name in UNFIT_NEEDS else []) for name in UNFIT],
@@ -319,6 +321,7 @@ MISUSED_NEEDS = {"dimensions-of-a-mesh-without-names": [needs(Capability.NAMED_D
 
 @contract("INIT-5")
 @world(2)
+@each_value("what")
 @pytest.mark.parametrize(
     "what",
     [

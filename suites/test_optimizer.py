@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
-from shardproof.harness import Capability, contract, models, needs, world
+from shardproof.harness import Capability, contract, each_value, models, needs, world
 from shardproof.harness.adapters.base import Trainee
 from shardproof.harness.findings.finding import step_label
 from shardproof.harness.models import mixed, optim
@@ -106,6 +106,7 @@ def test_steps_after_an_evaluation(rank: Rank, others: bool, kernels: optim.Kern
 @world(2)
 @OWN_OPTIMIZER
 @needs(Capability.RESHARD_AFTER_FORWARD)
+@each_value("how", "flat_parameters")
 @pytest.mark.parametrize(
     ("how", "flat_parameters"),
     [
@@ -204,6 +205,7 @@ def _convert(rank: Rank, module: nn.Module, *, swaps: bool) -> None:
 @contract("OPTIMIZER-28")
 @world(2)
 @needs(Capability.FLAT_PARAMETERS, Capability.WHOLE_PARAMETERS, Capability.TIED_PARAMETERS)
+@each_value("what")
 @pytest.mark.parametrize("what", ["another-shape", "in-one-of-two-places", "before-backward"])
 def test_parameters_that_a_script_cannot_replace(rank: Rank, what: str) -> None:
     """A parameter that a script replaces by one that cannot take its place is refused by all ranks, with the reason."""

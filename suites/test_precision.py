@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardproof.harness import Capability, contract, meaningful_from, models, needs, world
+from shardproof.harness import Capability, contract, each_value, meaningful_from, models, needs, world
 from shardproof.harness.adapters.base import Accumulation, Precision, StateForm, WholeParameters
 from shardproof.harness.findings.finding import step_label
 from shardproof.harness.models import mixed, shapes
@@ -353,6 +353,7 @@ def test_deferred_all_reduces_of_different_parameters(rank: Rank) -> None:
 @contract("PRECISION-5")
 @world(2)
 @MIXED
+@each_value("passing")
 @pytest.mark.parametrize("casts_inputs", [True, False])
 @pytest.mark.parametrize(
     "passing",
@@ -378,6 +379,7 @@ def test_inputs(rank: Rank, passing: mixed.Passing, casts_inputs: bool) -> None:
 @contract("PRECISION-5", "PRECISION-6")
 @world(2)
 @needs(Capability.MIXED_PRECISION, Capability.OUTPUT_DTYPE)
+@each_value("dtype")
 @pytest.mark.parametrize("dtype", [torch.bool, torch.complex64], ids=["bool", "complex64"])
 def test_masks_and_rotations(rank: Rank, dtype: torch.dtype) -> None:
     """Masks and complex numbers, as of rotary embeddings, are neither cast on their way in nor on their way out."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardproof.harness import Capability, contract, models, needs, world
+from shardproof.harness import Capability, contract, each_value, models, needs, world
 from shardproof.harness.adapters.base import Accumulation, Precision, WholeParameters
 from shardproof.harness.collectives.trace import Collective
 from shardproof.harness.models import mixed, optim
@@ -69,6 +69,7 @@ class Trap:
 @contract("RECOVERY-1")
 @world(2, 4)
 @RECOVERS
+@each_value("phase")
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 @pytest.mark.parametrize("phase", ["forward", "backward", "evaluation"])
 def test_exception(rank: Rank, phase: str, reshard_after_forward: bool | int | None) -> None:
@@ -269,6 +270,7 @@ def test_exception_that_the_model_catches(rank: Rank, reshard_after_forward: boo
 @RECOVERS
 @world(2)
 @needs(Capability.DISTRIBUTED_CHECKPOINT, Capability.FULL_STATE_DICT)
+@each_value("phase")
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_saving_after_an_exception(rank: Rank, phase: str) -> None:
     """What a script saves, or looks at whole, when a pass has raised is what the last step has left."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.harness import Capability, contract, models, needs, world
+from shardproof.harness import Capability, contract, each_value, models, needs, world
 from shardproof.harness.findings.finding import step_label
 from shardproof.harness.parity import Rank, Run, exact_difference
 from shardproof.harness.plugin.axes import RESHARD, RESHARD_ROOT, RESHARD_UNEVEN, with_first
@@ -115,6 +115,7 @@ def test_after_partial_forward(rank: Rank, reshard_after_forward: bool | int | N
 
 @contract("REGISTRATION-4")
 @needs(Capability.NON_ROOT_FORWARD, Capability.GROUPED_UNIT)
+@each_value("name")
 @pytest.mark.parametrize("name", ["layers.0", "layers.1"])
 @pytest.mark.parametrize("reshard_after_forward", RESHARD_ROOT[:3])
 def test_after_the_forward_of_one_module(rank: Rank, reshard_after_forward: bool | None, name: str) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardproof.harness import Capability, contract, models, needs, world
+from shardproof.harness import Capability, contract, each_value, models, needs, world
 from shardproof.harness.adapters.base import Adapter, StateForm, original_name
 from shardproof.harness.adapters.registry import built_in_with
 from shardproof.harness.findings.finding import step_label
@@ -363,6 +363,7 @@ def test_saving_changes_nothing(
 @contract("STATE-7")
 @world(2)
 @needs(Capability.SHARDED)
+@each_value("flaw")
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "lenient"])
 @pytest.mark.parametrize("flaw", FLAWED)
 def test_entries_that_do_not_fit(rank: Rank, flaw: str, strict: bool) -> None:
@@ -565,6 +566,7 @@ def test_local_states(rank: Rank, flat: bool) -> None:
 @contract("STATE-50")
 @world(2)
 @needs(Capability.FLAT_PARAMETERS)
+@each_value("flaw")
 @pytest.mark.parametrize("flaw", ["another-shape", "shapes", "another-dtype", "another-step", "no-average"])
 def test_states_that_cannot_be_joined(rank: Rank, flaw: str) -> None:
     """States of parameters that together are not the state of a flat parameter are refused on every rank."""

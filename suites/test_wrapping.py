@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardproof.harness import Capability, contract, models, needs, world
+from shardproof.harness import Capability, contract, each_value, models, needs, world
 from shardproof.harness.adapters.base import Precision, WrapPolicy
 from shardproof.harness.models.made import Drawn, DrawnStack, Offset
 from shardproof.harness.models.parts import Normed, Parts, PartsBase, PartsBlock
@@ -109,6 +109,7 @@ BESIDE_IGNORED = {
 
 @contract("WRAPPING-1")
 @world(2)
+@each_value("rule")
 @pytest.mark.parametrize("rule", BY_SIZE)
 def test_by_size(rank: Rank, rule: str) -> None:
     """Children first, each module of which enough elements are left is a unit."""
@@ -117,6 +118,7 @@ def test_by_size(rank: Rank, rule: str) -> None:
 
 @contract("WRAPPING-2")
 @world(2)
+@each_value("rule")
 @pytest.mark.parametrize("rule", BY_CHOICE)
 def test_by_choice(rank: Rank, rule: str) -> None:
     """Modules of some classes or their subclasses, or for which a function returns True, are units, also nested."""
@@ -138,6 +140,7 @@ def test_by_hand_after_an_error(rank: Rank) -> None:
 
 @contract("WRAPPING-2")
 @world(2)
+@each_value("rule")
 @pytest.mark.parametrize("rule", ["classes", "objects"])
 def test_module_in_two_places(rank: Rank, rule: Literal["classes", "objects"]) -> None:
     """A chosen module that its model holds under two names is one unit, in both places."""
@@ -180,6 +183,7 @@ def test_answers_that_a_rule_cannot_give(rank: Rank, answer: Any) -> None:
 
 @contract("WRAPPING-2")
 @world(2)
+@each_value("option")
 @pytest.mark.parametrize(
     "option",
     [
@@ -237,6 +241,7 @@ def test_units_of_replicas(rank: Rank, as_groups: bool) -> None:
 @contract("WRAPPING-3")
 @world(2)
 @needs(Capability.IGNORED_MODULES)
+@each_value("rule")
 @pytest.mark.parametrize("rule", BESIDE_IGNORED)
 def test_beside_ignored_modules(rank: Rank, rule: str) -> None:
     """An ignored module is no unit, nor anything inside it, and its elements do not count for a module around it."""

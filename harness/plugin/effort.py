@@ -5,7 +5,8 @@
   that a table beside the case lists (``pairwise``, ``always``). What it keeps is the same for every host and
   implementation.
 - ``pairs`` is ``standard`` in the smallest worlds that have a pair of values: two ranks, for a case of two and of four.
-- ``quick`` keeps one item of each function for each implementation, so that every requirement has one (``quick``).
+- ``quick`` keeps one item of each function for each implementation, so that every requirement has one, and of each
+  value of the parameters that ``each_value`` names (``quick``).
 
 The effort is applied last, to what ``--world``, ``-k``, ``-m`` and other plugins have selected, so that what they
 exclude covers nothing. An item that the command line names by its node id is always kept.
@@ -18,7 +19,7 @@ from __future__ import annotations
 import collections
 import itertools
 import pathlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -133,6 +134,7 @@ def _one_a_function(items: Sequence[pytest.Function], selection: Selection) -> l
 def _candidate(item: pytest.Function, selection: Selection) -> quick.Candidate:
     path, function = _function(item)
     needs = _needs(item)
+    values = _values(item)
     return quick.Candidate(
         file=str(path),
         function=function,
@@ -140,10 +142,20 @@ def _candidate(item: pytest.Function, selection: Selection) -> quick.Candidate:
         requirements=cases.requirements(item) or (f"{path}::{function}",),
         runs=_SKIPPED not in needs and cases.missing(item, selection) is None,
         is_meant=_NOT_MEANT not in needs,
-        values=_values(item),
+        values=values,
         places=_places(item),
         size=cases.launch_of(item).size,
+        apart=tuple(values[name] for name in _apart(item, values)),
     )
+
+
+def _apart(item: pytest.Function, values: Mapping[str, str]) -> Iterator[str]:
+    """The names of the parameters whose values name different things."""
+    for mark in item.iter_markers("each_value"):
+        if unknown := [name for name in mark.args if name not in values]:
+            known = ", ".join(values) or "none"
+            raise ValueError(f"{item.nodeid}: each_value({unknown[0]!r}) names no parameter; the case has {known}")
+        yield from mark.args
 
 
 def _every_pair(items: Sequence[pytest.Function], *, sizes: bool) -> Iterator[int]:

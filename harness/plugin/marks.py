@@ -21,6 +21,7 @@ MARKER_LINES = (
     "alone(): the case measures time or memory and shares its devices with no other case",
     "meaningful_from(size): on fewer ranks this value of a parameter means what another one does, or the case less",
     "drawn(name=kind): the controller draws this parameter, many times, and the ranks run each example",
+    "each_value(*names): the values of these parameters name different things; --effort quick keeps an item of each",
     "deadline(seconds): how long the case may take before its verdict is hang",
 )
 
@@ -92,6 +93,24 @@ def meaningful_from(size: int) -> pytest.MarkDecorator:
     """
     _check_size(size, f"meaningful_from({size!r})")
     return pytest.mark.meaningful_from(size)
+
+
+def each_value(*names: str) -> pytest.MarkDecorator:
+    """Say that the values of these parameters name different things that the case checks in the same way.
+
+    Such as calls, errors, containers or rules.
+
+    ``--effort quick`` keeps an item of each, where it keeps one item of another case.
+
+    Args:
+        names: of the case's parameters; of several, each combination of values counts.
+
+    Raises:
+        ValueError: no name.
+    """
+    if not names:
+        raise ValueError("each_value() takes the names of one or more parameters of the case, and got none")
+    return pytest.mark.each_value(*names)
 
 
 def alone() -> pytest.MarkDecorator:

@@ -1,4 +1,7 @@
-"""Chooses one item of each function: what ``--effort quick`` runs. Depends on neither pytest nor torch."""
+"""Chooses what ``--effort quick`` runs: one item of each function, or of each thing that its values name.
+
+Depends on neither pytest nor torch.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,7 @@ class Candidate:
         values: the values of its parameters, by name, as texts.
         places: the places of these values in the lists of the case.
         size: the number of ranks.
+        apart: the values that name what it checks, where the function checks different things.
     """
 
     file: str
@@ -32,6 +36,7 @@ class Candidate:
     values: Mapping[str, str] = dataclasses.field(default_factory=dict)
     places: tuple[int, ...] = ()
     size: int = 1
+    apart: tuple[str, ...] = ()
 
 
 class _Used:
@@ -53,6 +58,8 @@ class _Used:
 def choose(candidates: Sequence[Candidate]) -> list[int]:
     """Choose one item of each function that can run, so that every requirement has one.
 
+    A function whose values name different things (``apart``) counts as one function for each of them.
+
     - Functions choose in the order of the candidates. A function of which no item can run has none, unless it is the
       first of a requirement of which nothing can run: the verdict then says what is missing.
     - Of a function's items it takes the one whose values were taken least often in this file, so that the cases of a
@@ -66,9 +73,9 @@ def choose(candidates: Sequence[Candidate]) -> list[int]:
         The chosen positions in ``candidates``, in ascending order.
     """
     can_run = {name for candidate in candidates if candidate.runs for name in candidate.requirements}
-    functions: dict[tuple[str, str], list[int]] = {}
+    functions: dict[tuple[str, ...], list[int]] = {}
     for index, candidate in enumerate(candidates):
-        functions.setdefault((candidate.file, candidate.function), []).append(index)
+        functions.setdefault((candidate.file, candidate.function, *candidate.apart), []).append(index)
     chosen = []
     used = _Used()
     for items in functions.values():

@@ -137,6 +137,33 @@ def test_four(rank):
     assert set(collected("--effort=standard", source=source)) - set(found) == {"test_none[ddp-w4]"}
 
 
+DIFFERENT_THINGS = """
+import pytest
+from shardproof.harness import contract, each_value, world
+@contract("X-1")
+@world(1)
+@each_value("what")
+@pytest.mark.parametrize("b", [0, 1])
+@pytest.mark.parametrize("what", ["this", "that"])
+def test_things(rank, what, b):
+    pass
+"""
+
+
+def test_quick_has_an_item_of_each_value_that_names_a_thing(collected):
+    found = collected("--effort=quick", source=DIFFERENT_THINGS)
+    assert sorted(name.split("-")[2] for name in found) == ["that", "this"]
+    assert len(collected("--effort=quick", source=DIFFERENT_THINGS.replace('@each_value("what")', ""))) == 1
+
+
+def test_each_value_of_no_parameter_is_one_line(run):
+    result = run(DIFFERENT_THINGS.replace('each_value("what")', 'each_value("which")'), "--effort=quick")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert last_error(result).endswith("each_value('which') names no parameter; the case has what, b")
+    result = run(DIFFERENT_THINGS.replace('each_value("what")', "each_value()"), "--effort=quick")
+    result.stdout.fnmatch_lines(["*each_value() takes the names of one or more parameters of the case, and got none"])
+
+
 def test_what_is_skipped_covers_nothing(collected):
     source = """
 import pytest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 from shardproof.harness.plugin.quick import Candidate, choose
@@ -28,6 +29,18 @@ def grid(function, requirement, **axes):
 def test_each_function_has_one_item():
     candidates = [candidate("f", "A-1")] * 5 + [candidate("g", "A-2")] * 5 + [candidate("h", "A-2")]
     assert [candidates[index].function for index in choose(candidates)] == ["f", "g", "h"]
+
+
+def test_each_of_different_things_has_one_item():
+    things = ["a", "b", "c"]
+    candidates = [
+        dataclasses.replace(one, apart=(one.values["what"],)) for one in grid("f", "A-1", what=things, own=["x", "y"])
+    ]
+    chosen = [candidates[index].values for index in choose(candidates)]
+    assert [values["what"] for values in chosen] == things
+    assert {values["own"] for values in chosen} == {"x", "y"}
+    cannot = [dataclasses.replace(one, runs=one.values["what"] != "b") for one in candidates]
+    assert [cannot[index].values["what"] for index in choose(cannot)] == ["a", "c"]
 
 
 def test_what_can_run_comes_before_what_cannot():
