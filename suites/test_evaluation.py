@@ -127,15 +127,8 @@ def test_values_of_an_evaluation_do_not_outlive_the_step(rank: Rank, mode: Any) 
         pair.check_counts("backward", all_gather=DEPTH + 1, reduce_scatter=DEPTH + 1)
 
 
-@contract("EVALUATION-2")
-@world(2, 4)
-@pytest.mark.parametrize("reshard_after_forward", RESHARD)
-def test_second_evaluation_sees_the_step(rank: Rank, reshard_after_forward: bool | int | None) -> None:
-    """Of two evaluations, one between backward and the optimizer's step and one after it, the second sees the step.
-
-    What stays gathered after the first, by default the root's own unit, has the values of before.
-    """
-    model = models.Tower(dim=9, depth=DEPTH)
+def evaluate_around_steps(rank: Rank, model: Any, reshard_after_forward: bool | int | None) -> None:
+    """Train, with an evaluation between backward and the step and another one after it, and compare."""
     batch = rank.batch(0, (2, 9), microbatch=1)
 
     def evaluate(adapter: Adapter) -> None:
@@ -148,6 +141,17 @@ def test_second_evaluation_sees_the_step(rank: Rank, reshard_after_forward: bool
             pair.evaluate(batch)
         pair.step(rank.batch(step, (4, 9)))
         pair.check()
+
+
+@contract("EVALUATION-2")
+@world(2, 4)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+def test_second_evaluation_sees_the_step(rank: Rank, reshard_after_forward: bool | int | None) -> None:
+    """Of two evaluations, one between backward and the optimizer's step and one after it, the second sees the step.
+
+    What stays gathered after the first, by default the root's own unit, has the values of before.
+    """
+    evaluate_around_steps(rank, models.Tower(dim=9, depth=DEPTH), reshard_after_forward)
 
 
 @contract("EVALUATION-2")
@@ -176,19 +180,7 @@ def test_forward_after_that_of_a_unit(rank: Rank, submodule: str, reshard_after_
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_step_that_changes_nothing_on_some_ranks(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """The same where a rank holds frozen or no elements of a unit: all ranks gather it again, or none."""
-    model = shapes.ScaledStack(dim=9)
-    batch = rank.batch(0, (2, 9), microbatch=1)
-
-    def evaluate(adapter: Adapter) -> None:
-        with torch.no_grad():
-            adapter.forward(batch)
-
-    pair = rank.pair(model, units=model.units(), reshard_after_forward=reshard_after_forward, after_backward=evaluate)
-    for step in range(3):
-        if step:
-            pair.evaluate(batch)
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+    evaluate_around_steps(rank, shapes.ScaledStack(dim=9), reshard_after_forward)
 
 
 @contract("EVALUATION-2")
