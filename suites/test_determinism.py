@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardproof.harness import Capability, contract, models, needs, world
-from shardproof.harness.adapters.base import Clip, StateForm
+from shardproof.harness.adapters.base import Accumulation, Clip, StateForm
 from shardproof.harness.findings.finding import Finding, Location, step_label
 from shardproof.harness.findings.stages import Stage
 from shardproof.harness.models import mixed, optim, shapes
@@ -119,6 +119,22 @@ def test_two_dimensions_with_own_hash_seeds(rank: Rank, flat: bool) -> None:
 
 
 @contract("DETERMINISM-2")
+@world(2, 4, own_hash_seeds=True)
+@needs(Capability.UNUSED_MODULE, Capability.DEFERRED_REDUCTION)
+@FLAT
+def test_waiting_units_with_own_hash_seeds(rank: Rank, flat: bool) -> None:
+    """Units whose reductions wait for the end of a backward that does not reach them are reduced in one order."""
+    model = models.Branches(9, 5)
+    pair = rank.pair(
+        model, units=model.units(), baseline="replicated", microbatches=5, accumulation=Accumulation(),
+        find_unused=True, flat_parameters=flat,
+    )  # fmt: skip
+    for step in range(2):
+        pair.step([(rank.batch(step, (2, 9), microbatch=number), number) for number in range(5)])
+        pair.check()
+
+
+@contract("DETERMINISM-2")
 @world(2, own_hash_seeds=True)
 @needs(Capability.REGISTERED_STATE)  # flat parameters have one dtype
 def test_dtypes_with_own_hash_seeds(rank: Rank) -> None:
@@ -149,7 +165,7 @@ def test_start_with_own_hash_seeds(rank: Rank, flat: bool) -> None:
     torch.manual_seed(rank.seeds.init + rank.index)
     model = mixed.Mixed()
     first = rank.exchange({name: value.clone() for name, value in model.state_dict().items()})[0]
-    run = rank.run(model, units=[["low"], ["high"]], sync_states=True, flat_parameters=flat)
+    run = rank.run(model, units=[["high"]], sync_states=True, flat_parameters=flat)
     states.check_same(rank, states.read(rank, run), {"model": first})
 
 
@@ -160,9 +176,7 @@ def test_values_of_the_first_rank_with_own_hash_seeds(rank: Rank) -> None:
     """So has a model that takes them from the first rank's state dict."""
     torch.manual_seed(rank.seeds.init + 1)
     saved = {name: value.clone() for name, value in mixed.Mixed().state_dict().items()}
-    run = rank.run(
-        mixed.Mixed(), units=[["low"], ["high"]], prepare=lambda model: model.to("meta"), materializes=False
-    )
+    run = rank.run(mixed.Mixed(), units=[["low"], ["high"]], prepare=lambda model: model.to("meta"), materializes=False)
     run.adapter.restore({"model": copy.deepcopy(saved) if rank.index == 0 else {}}, form="first-rank")
     states.check_same(rank, states.read(rank, run), {"model": saved})
 
@@ -170,9 +184,7 @@ def test_values_of_the_first_rank_with_own_hash_seeds(rank: Rank) -> None:
 @contract("DETERMINISM-2")
 @world(2, 4, own_hash_seeds=True)
 @needs(Capability.DISTRIBUTED_CHECKPOINT, Capability.TIED_PARAMETERS)
-@pytest.mark.parametrize(
-    "form", ["sharded", pytest.param("full", marks=FULL), pytest.param("first-rank", marks=FULL)]
-)
+@pytest.mark.parametrize("form", ["sharded", pytest.param("full", marks=FULL), pytest.param("first-rank", marks=FULL)])
 @FLAT
 def test_states_with_own_hash_seeds(rank: Rank, flat: bool, form: StateForm) -> None:
     """State dicts of model and optimizer have the names in one order, load, and training goes on with the same bits."""

@@ -39,8 +39,8 @@ def world(*sizes: int, debug_level: str = "OFF", own_hash_seeds: bool = False) -
     Args:
         sizes: numbers of ranks.
         debug_level: ``TORCH_DISTRIBUTED_DEBUG`` of the world, which torch reads before groups exist.
-        own_hash_seeds: give each rank a ``PYTHONHASHSEED`` of its own, so that sets of strings have other orders on other
-            ranks, as under torchrun. Such a rank imports torch anew.
+        own_hash_seeds: give each rank a ``PYTHONHASHSEED`` of its own, so that sets of strings have other orders on
+            other ranks, as under torchrun. Such a rank imports torch anew.
 
     Raises:
         ValueError: a size is not a positive integer, or is given twice; an unknown level.

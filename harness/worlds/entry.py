@@ -63,8 +63,8 @@ def _leave_with_the_controller() -> None:
 def _start_anew(connection: Connection, spec: RankSpec) -> None:
     """Replace this process's program by a new interpreter, which hashes with the seed of the spec.
 
-    An interpreter reads its seed when it starts. The process stays the same: its id, its parent, its session, the signal
-    that it ignores and that which it gets when the forkserver ends.
+    An interpreter reads its seed when it starts. The process stays the same: its id, its parent, its session, the
+    signal that it ignores and that which it gets when the forkserver ends.
     """
     folder = pathlib.Path(spec.directory)
     left = folder / f"rank{spec.index}.start"
@@ -74,7 +74,7 @@ def _start_anew(connection: Connection, spec: RankSpec) -> None:
     with (folder / f"rank{spec.index}.out").open("ab") as output:
         for number in (1, 2):
             os.dup2(output.fileno(), number)
-    options = [option for option in subprocess._args_from_interpreter_flags() if option not in _DEAF]
+    options = [option for option in subprocess._args_from_interpreter_flags() if option not in _DEAF]  # type: ignore[attr-defined]
     command = f"from {__name__} import go_on; go_on({str(left)!r})"
     environment = {**os.environ, "PYTHONHASHSEED": str(spec.hash_seed)}
     os.execve(sys.executable, [sys.executable, *options, "-c", command], environment)

@@ -354,7 +354,7 @@ def started(command, **options):
             process.kill()
 
 
-@pytest.mark.slow("some combinations have interpreters that are not warm: of pytest and its forkserver, or of the ranks")
+@pytest.mark.slow("some combinations have interpreters that are not warm, of pytest and its forkserver or of the ranks")
 @pytest.mark.parametrize(
     ("signals", "own_hash_seeds"),
     [
