@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import copy
+import functools
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from shardproof.harness import Capability, contract, models, needs, world
+from shardproof.harness.adapters.base import Accumulation, Clip, StateForm
 from shardproof.harness.findings.finding import Finding, Location, step_label
 from shardproof.harness.findings.stages import Stage
-from shardproof.harness.models import optim
-from shardproof.harness.parity import Rank, check_exact, exact_difference
-from shardproof.harness.parity.run import StepPicture
-from shardproof.harness.plugin.axes import KEEPS
+from shardproof.harness.models import mixed, optim, shapes
+from shardproof.harness.models.parallel import MLPStack, parallelize_mlps
+from shardproof.harness.parity import Rank, check_exact, exact_difference, states
+from shardproof.harness.parity.run import Run, StepPicture
+from shardproof.harness.parity.stateful_runs import check_loads, make, train
+from shardproof.harness.plugin.axes import FLAT, KEEPS
 
 WHY = "the same implementation, seeds and data, and deterministic algorithms"
+WHY_LOADED = "the same values and states, the same data"
+FULL = needs(Capability.FULL_STATE_DICT)
 
 
 @contract("DETERMINISM-1")
@@ -65,6 +73,138 @@ def test_replicas(rank: Rank, shape: tuple[int, int]) -> None:
                 place = Location(stage=stage, step=step, rank=rank.index, name=name, element=index)
                 finding = Finding(place, text)
         rank.agree(finding, title=f"replicas have different bits after {step_label(step)}")
+
+
+@contract("DETERMINISM-2")
+@world(2, 4, own_hash_seeds=True)
+@FLAT
+@KEEPS
+def test_steps_with_own_hash_seeds(rank: Rank, reshard_after_forward: bool | None, flat: bool) -> None:
+    """Ranks that hash names with seeds of their own gather, reduce, accumulate and clip alike."""
+    model = models.Transformer()
+    hybrid = rank.world_size == 4 and Capability.HYBRID in rank.implementation.capabilities()
+    pair = rank.pair(
+        model,
+        units=model.units(),
+        mesh=rank.mesh((2, 2), ("replicate", "shard")) if hybrid else rank.mesh(),
+        microbatches=2,
+        clip=Clip(max_norm=0.01) if Capability.CLIPPING in rank.implementation.capabilities() else None,
+        flat_parameters=flat,
+        reshard_after_forward=reshard_after_forward,
+    )
+    for step in range(2):
+        pair.step([(rank.tokens(step, (3, 8), vocabulary=11, microbatch=index),) for index in range(2)])
+        pair.check()
+
+
+@contract("DETERMINISM-2")
+@world(4, own_hash_seeds=True)
+@needs(Capability.TENSOR_PARALLEL, Capability.CLIP_BY_CALL)
+@FLAT
+def test_two_dimensions_with_own_hash_seeds(rank: Rank, flat: bool) -> None:
+    """So they do beside tensor parallelism, where a norm is reduced over both dimensions of the mesh."""
+    mesh = rank.mesh((2, 2), ("dp", "tp"))
+    model = MLPStack(17, normed=True)
+    pair = rank.pair(
+        model,
+        units=model.units(),
+        mesh=mesh["dp"],
+        clip=Clip(max_norm=0.01),
+        flat_parameters=flat,
+        prepare=functools.partial(parallelize_mlps, mesh=mesh["tp"], sequence=True),
+    )
+    for step in range(2):
+        pair.step(rank.batch(step, (2, 6, 17), mesh=mesh["dp"]), loss=models.ramp_square)
+        pair.check()
+
+
+@contract("DETERMINISM-2")
+@world(2, 4, own_hash_seeds=True)
+@needs(Capability.UNUSED_MODULE, Capability.DEFERRED_REDUCTION)
+@FLAT
+def test_waiting_units_with_own_hash_seeds(rank: Rank, flat: bool) -> None:
+    """Units whose reductions wait for the end of a backward that does not reach them are reduced in one order."""
+    model = models.Branches(9, 5)
+    pair = rank.pair(
+        model, units=model.units(), baseline="replicated", microbatches=5, accumulation=Accumulation(),
+        find_unused=True, flat_parameters=flat,
+    )  # fmt: skip
+    for step in range(2):
+        pair.step([(rank.batch(step, (2, 9), microbatch=number), number) for number in range(5)])
+        pair.check()
+
+
+@contract("DETERMINISM-2")
+@world(2, own_hash_seeds=True)
+@needs(Capability.REGISTERED_STATE)  # flat parameters have one dtype
+def test_dtypes_with_own_hash_seeds(rank: Rank) -> None:
+    """A unit with frozen parameters of several dtypes has the values of each, and the gradient of what trains."""
+    model = shapes.TwoScales(6, 3, 6)
+    for dtype in (torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.uint8):
+        values = torch.arange(36, dtype=dtype).reshape(6, 6)
+        model.register_parameter(f"of_{str(dtype).partition('.')[2]}", nn.Parameter(values, requires_grad=False))
+    expected = {name: value.detach().to(rank.device, copy=True) for name, value in model.named_parameters()}
+    run = rank.run(model)
+    inputs = torch.full((6, 6), float(rank.index + 1), device=rank.device)
+    for _ in range(2):
+        output = run.adapter.forward(inputs)
+        for name, piece in run.adapter.registered().items():
+            assert torch.equal(piece.tensor, piece.cut(expected[name])), f"{name} has other values than it was given"
+        run.adapter.backward(output.sum())
+        gradient = run.adapter.gradients()["weight"]
+        assert gradient is not None and gradient.tensor.eq(1.5).all(), "the gradient of weight is not the average"
+        run.adapter.zero_grad(set_to_none=True)
+
+
+@contract("DETERMINISM-2")
+@world(2, own_hash_seeds=True)
+@needs(Capability.SYNC_STATES, Capability.DISTRIBUTED_CHECKPOINT, Capability.SHARDED)
+@FLAT
+def test_start_with_own_hash_seeds(rank: Rank, flat: bool) -> None:
+    """Each parameter and each buffer has the first rank's values where a model is to begin with those."""
+    torch.manual_seed(rank.seeds.init + rank.index)
+    model = mixed.Mixed()
+    first = rank.exchange({name: value.clone() for name, value in model.state_dict().items()})[0]
+    run = rank.run(model, units=[["high"]], sync_states=True, flat_parameters=flat)
+    states.check_same(rank, states.read(rank, run), {"model": first})
+
+
+@contract("DETERMINISM-2")
+@world(2, own_hash_seeds=True)
+@needs(Capability.META_LOAD, Capability.FULL_STATE_DICT)
+def test_values_of_the_first_rank_with_own_hash_seeds(rank: Rank) -> None:
+    """So has a model that takes them from the first rank's state dict."""
+    torch.manual_seed(rank.seeds.init + 1)
+    saved = {name: value.clone() for name, value in mixed.Mixed().state_dict().items()}
+    run = rank.run(mixed.Mixed(), units=[["low"], ["high"]], prepare=lambda model: model.to("meta"), materializes=False)
+    run.adapter.restore({"model": copy.deepcopy(saved) if rank.index == 0 else {}}, form="first-rank")
+    states.check_same(rank, states.read(rank, run), {"model": saved})
+
+
+@contract("DETERMINISM-2")
+@world(2, 4, own_hash_seeds=True)
+@needs(Capability.DISTRIBUTED_CHECKPOINT, Capability.TIED_PARAMETERS)
+@pytest.mark.parametrize("form", ["sharded", pytest.param("full", marks=FULL), pytest.param("first-rank", marks=FULL)])
+@FLAT
+def test_states_with_own_hash_seeds(rank: Rank, flat: bool, form: StateForm) -> None:
+    """State dicts of model and optimizer have the names in one order, load, and training goes on with the same bits."""
+    options: Any = {"for_flat": flat, "flat_parameters": flat, "optimizer": optim.averages()}
+    saved, loaded = make(rank, 0, **options), make(rank, 1, **options)
+    train(rank, saved, 0)
+    if form == "sharded":
+        check_order(rank, saved)
+    check_loads(rank, saved, loaded, form)
+    if form == "sharded":  # otherwise the two share what an implementation that shards nothing has given and taken
+        check_exact(rank, train(rank, loaded, 4), train(rank, saved, 4), step=4, why=WHY_LOADED)
+
+
+def check_order(rank: Rank, run: Run) -> None:
+    """The state dicts of all ranks name the same in the same order: scripts gather one entry after the other."""
+    state = run.adapter.checkpoint()
+    kept = state["optimizer"]["state"].items()
+    everyone = rank.exchange([*state["model"], *(f"{key} of {name}" for name, values in kept for key in values)])
+    other = next((found for found in everyone if found != everyone[0]), everyone[0])
+    assert other == everyone[0], f"the state dicts of ranks have {everyone[0]}, and {other}"
 
 
 def tensors_of_step(picture: StepPicture) -> dict[tuple[Stage, str], torch.Tensor]:

@@ -78,6 +78,19 @@ def test_exception(rank: Rank, phase: str, reshard_after_forward: bool | int | N
     check_recovery(rank, model, phase, units=model.units(), reshard_after_forward=reshard_after_forward)
 
 
+@contract("RECOVERY-1")
+@world(2)
+@RECOVERS
+def test_recovery_before_the_first_forward(rank: Rank) -> None:
+    """A script that recovers from what was raised before its model has run at all, as by its data, trains on."""
+    model = models.Tower(dim=DIM)
+    pair = rank.pair(model, units=model.units())
+    for step in range(2):
+        pair.adapter.recover()
+        pair.step(rank.batch(step, (4, DIM)))
+        pair.check()
+
+
 @contract("RECOVERY-3")
 @world(2)
 @RECOVERS

@@ -132,6 +132,20 @@ def test_after_the_forward_of_one_module(rank: Rank, reshard_after_forward: bool
         pair.check()
 
 
+@contract("REGISTRATION-4")
+@needs(Capability.NON_ROOT_FORWARD, Capability.GROUPED_UNIT)
+@pytest.mark.parametrize("requires_grad", [False, True], ids=["data", "input-with-gradient"])
+@pytest.mark.parametrize("name", ["layers.0", "layers.1"])
+def test_training_of_one_module(rank: Rank, name: str, requires_grad: bool) -> None:
+    """One of several modules of a unit, trained by itself, has the baseline's gradients, and is freed after them."""
+    model = models.Tower(dim=9, depth=3)
+    pair = rank.pair(model, units=[["layers.0", "layers.1"], ["layers.2"]], baseline="replicated")
+    for step, submodule in enumerate(("", name, name, "")):
+        pair.step(rank.batch(step, (4, 9)).requires_grad_(requires_grad), submodule=submodule)
+        _assert_sharded(pair.sharded, f"after {step_label(step)}")
+        pair.check()
+
+
 @contract("REGISTRATION-5")
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_attributes_of_parameters(rank: Rank, reshard_after_forward: bool | int | None) -> None:

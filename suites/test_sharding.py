@@ -11,9 +11,10 @@ from torch import nn
 from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.adapters.base import Accumulation, Clip, Precision, WholeParameters
 from shardproof.harness.models import mixed, optim
-from shardproof.harness.parity import Rank, run_and_replica, step_and_check
+from shardproof.harness.parity import Rank, check_exact, run_and_replica, step_and_check
 from shardproof.harness.parity.claims import state_numel
-from shardproof.harness.plugin.axes import FLAT
+from shardproof.harness.parity.run import StepPicture
+from shardproof.harness.plugin.axes import FLAT, SHARDS
 from shardproof.harness.plugin.marks import meaningful_from
 from shardproof.harness.tensors import memory
 
@@ -236,6 +237,33 @@ def test_new_data_of_what_is_whole(rank: Rank, flat: bool) -> None:
         return run.evaluate((batch,))[0]
 
     assert torch.equal(output(in_place=False), output(in_place=True)), "a forward does not use new data of parameters"
+
+
+@contract("SHARDING-2")
+@world(2, 4)
+@needs(Capability.FLAT_PARAMETERS)
+@FLAT
+@SHARDS
+def test_steps_with_new_data(rank: Rank, shards: bool, flat: bool) -> None:
+    """What a script gives parameters as new data between two steps is what the next one changes, sharded or whole."""
+    model = models.Tower(dim=9)
+
+    def last_step(*, in_place: bool) -> StepPicture:
+        run = rank.run(
+            models.copy_of(model), units=model.units(), optimizer=optim.sgd(), shards=shards, flat_parameters=flat
+        )
+        for step in range(2):
+            run.step([(rank.batch(step, (4, 9)),)], loss=models.mean_square)
+            for parameter in run.adapter.named_parameters().values():
+                if in_place:
+                    parameter.data.mul_(0.5)
+                else:
+                    parameter.data = parameter.data * 0.5
+        return run.step([(rank.batch(2, (4, 9)),)], loss=models.mean_square)
+
+    check_exact(
+        rank, last_step(in_place=False), last_step(in_place=True), step=2, why="the same values, given otherwise"
+    )
 
 
 @contract("SHARDING-1")

@@ -74,6 +74,32 @@ def of_kind(kind: Kind, kernels: Kernels) -> OptimizerFactory:
     return functools.partial(_of_kind, kind=kind, kernels=kernels)
 
 
+class _Averages(torch.optim.Optimizer):
+    """Moves parameters against the sum of running averages of their gradients, one for each horizon in steps."""
+
+    HORIZONS = (1, 2, 4, 8, 16, 32)
+
+    def __init__(self, parameters: Iterable[nn.Parameter], *, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                for horizon in self.HORIZONS:
+                    average = state.setdefault(f"average of {horizon}", torch.zeros_like(parameter))
+                    average.lerp_(parameter.grad, 1 / horizon)
+                    parameter.sub_(average, alpha=group["lr"] / len(self.HORIZONS))
+
+
+def averages(*, lr: float = 1e-2) -> OptimizerFactory:
+    """A factory of an optimizer with six tensors of state for each parameter, whose names can come in many orders."""
+    return functools.partial(_Averages, lr=lr)
+
+
 def _in_two_groups(
     parameters: Iterable[nn.Parameter], *, kind: Literal["adam", "adamw"], lr: float
 ) -> torch.optim.Optimizer:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any, cast
 
 import torch
@@ -33,7 +34,8 @@ def read(member: Member, run: Run, *, form: StateForm = "sharded") -> State:
         form: what the state dicts consist of.
 
     Raises:
-        Divergence: on every rank, if the state dicts of a rank do not have this form.
+        Divergence: on every rank, if the state dicts of a rank do not have this form, or whole values are not those of
+            the first rank.
     """
     state = run.adapter.checkpoint(form=form)
     _agree(member, _of_other_form(member, run, state, form), title=f"a state dict is not of the form {form!r}")
@@ -41,6 +43,8 @@ def read(member: Member, run: Run, *, form: StateForm = "sharded") -> State:
         first: State = member.exchange(state if member.index == 0 else None)[0]
         return first
     gathered: State = map_leaves(_whole_on_cpu, state, kind=torch.Tensor)
+    if form == "full":
+        _agree(member, _other_than_first(member, run, gathered), title="whole state dicts differ between ranks")
     return gathered
 
 
@@ -114,12 +118,35 @@ def _of_other_form(member: Member, run: Run, state: State, form: StateForm) -> I
                 yield _STAGES[kind], name, f"is on {value.device}, not on the CPU"
 
 
+def _other_than_first(member: Member, run: Run, state: State) -> Iterator[_Problem]:
+    """Each rank's whole values hold its own part, and those of others only if all have gathered in one order."""
+    mine = {
+        (_STAGES[kind], name): _digest(value)
+        for kind, entries in _by_kind(state)
+        for name, value in _tensors(entries)
+        if name.partition(": ")[0] in _divided(run)
+    }
+    first = member.exchange(mine)[0]
+    for (stage, name), digest in mine.items():
+        if first.get((stage, name)) != digest:
+            yield stage, name, "has other values than on the first rank"
+
+
+def _divided(run: Run) -> Set[str]:
+    """The names of the parameters that ranks share; buffers, and parameters that are ignored, are each rank's own."""
+    return run.evidence.shapes.keys() - set(run.adapter.config.ignored)
+
+
+def _digest(value: torch.Tensor) -> bytes:
+    return hashlib.blake2b(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).digest()
+
+
 def _more_than_a_share(run: Run, state: State) -> Iterator[_Problem]:
     """A rank has its share of what is divided, and the state dict keeps no more alive."""
     size = run.adapter.config.shard_size
     if "parameters" not in run.adapter.traits.shards or size == 1:
         return
-    parameters = run.evidence.shapes.keys() - set(run.adapter.config.ignored)
+    parameters = _divided(run)
     for kind, entries in _by_kind(state):
         held, allowed = {}, 0
         for name, value in _tensors(entries):

@@ -382,8 +382,8 @@ def _world_key(item: pytest.Function, selection: Selection, launch: Launch) -> W
     isolation = "case" if selection.isolate else selection.implementations[launch.implementation].traits.isolation
     names = {"shared": "", "adapter": launch.implementation, "case": item.nodeid}
     mark = item.get_closest_marker("world")
-    level = mark.kwargs["debug_level"] if mark is not None else "OFF"
-    return WorldKey(launch.size, selection.device, level, names[isolation], selection.backend)
+    kind = mark.kwargs if mark is not None else {}
+    return WorldKey(launch.size, selection.device, isolation=names[isolation], backend=selection.backend, **kind)
 
 
 def _deadline(item: pytest.Function, selection: Selection) -> float:

@@ -34,12 +34,14 @@ def contract(*ids: str) -> pytest.MarkDecorator:
     return pytest.mark.contract(*ids)
 
 
-def world(*sizes: int, debug_level: str = "OFF") -> pytest.MarkDecorator:
+def world(*sizes: int, debug_level: str = "OFF", own_hash_seeds: bool = False) -> pytest.MarkDecorator:
     """Run the case once for each of these numbers of ranks.
 
     Args:
         sizes: numbers of ranks.
         debug_level: ``TORCH_DISTRIBUTED_DEBUG`` of the world, which torch reads before groups exist.
+        own_hash_seeds: give each rank a ``PYTHONHASHSEED`` of its own, so that sets of strings have other orders on
+            other ranks, as under torchrun. Such a rank imports torch anew.
 
     Raises:
         ValueError: a size is not a positive integer, or is given twice; an unknown level.
@@ -50,7 +52,7 @@ def world(*sizes: int, debug_level: str = "OFF") -> pytest.MarkDecorator:
         _check_size(size, f"world({size!r})")
     if len(set(sizes)) != len(sizes):
         raise ValueError(f"world{sizes}: each size may be given once")
-    return pytest.mark.world(*sizes, debug_level=debug_level)
+    return pytest.mark.world(*sizes, debug_level=debug_level, own_hash_seeds=own_hash_seeds)
 
 
 def simulated(*, multiple_of: int = 1) -> pytest.MarkDecorator:

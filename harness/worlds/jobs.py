@@ -29,6 +29,7 @@ class WorldKey:
         isolation: the name of the adapter or the id of the case for which the world is reserved; empty if any case may
             use it.
         backend: the backend of the ranks' process groups, "gloo" or "nccl".
+        own_hash_seeds: each rank hashes strings with a seed of its own, as under torchrun.
     """
 
     size: int
@@ -36,12 +37,14 @@ class WorldKey:
     debug_level: str = "OFF"
     isolation: str = ""
     backend: str = "gloo"
+    own_hash_seeds: bool = False
 
     def __str__(self) -> str:
         debug = "" if self.debug_level == "OFF" else f", debug level {self.debug_level}"
+        hashes = ", own hash seeds" if self.own_hash_seeds else ""
         isolation = f", reserved for {self.isolation}" if self.isolation else ""
         backend = ", over gloo" if self.device != "cpu" and self.backend == "gloo" else ""
-        return f"{self.size} ranks on {self.device}{backend}{debug}{isolation}"
+        return f"{self.size} ranks on {self.device}{backend}{debug}{hashes}{isolation}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +77,7 @@ class RankSpec:
         meeting: where the ranks of several hosts meet; None if all are on one.
         environment: variables of the process.
         search_path: the controller's ``sys.path``; None if the process was started by the controller.
+        hash_seed: ``PYTHONHASHSEED`` of the process; None if it keeps that of the forkserver.
     """
 
     key: WorldKey
@@ -84,6 +88,7 @@ class RankSpec:
     meeting: Meeting | None = None
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     search_path: tuple[str, ...] | None = None
+    hash_seed: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import datetime
 import faulthandler
 import functools
@@ -16,7 +15,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Collection, Iterator
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -38,8 +36,6 @@ from shardproof.harness.parity.rank_state import RankState
 from shardproof.harness.tensors import memory
 from shardproof.harness.worlds import casefile, leftovers, meeting, torchrun
 from shardproof.harness.worlds.jobs import BOARD, DUMPED, Job, RankSpec, Result
-
-_PR_SET_PDEATHSIG = 1
 
 #: The directories in which compilers keep their results between processes, by the variables that choose them.
 _COMPILE_CACHES = {
@@ -71,7 +67,6 @@ def main(connection: Connection, spec: RankSpec) -> None:
             one ``Result`` for each ``Job`` that it receives; ``None`` ends the loop.
         spec: which rank of which world this process is.
     """
-    _leave_with_the_controller()
     log = _redirect_output(pathlib.Path(spec.directory) / f"rank{spec.index}.out")
     faulthandler.enable(log)
     _dump_stacks_on_signal(log, pathlib.Path(spec.directory) / f"rank{spec.index}{DUMPED}")
@@ -91,19 +86,6 @@ def main(connection: Connection, spec: RankSpec) -> None:
             # that an implementation keeps until the next one takes its place must stay within reach of the collector.
             if not memory.module_names():
                 memory.retire_objects()
-
-
-def _leave_with_the_controller() -> None:
-    # The controller decides how to react to an interrupt.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # The forkserver must exit when the controller does, and its children when the forkserver does. But it runs as long
-    # as any process holds the other end of its "alive" pipe, and multiprocessing passes a copy of that end to every
-    # child.
-    os.close(vars(forkserver._forkserver)["_forkserver_alive_fd"])
-    # Lead a new session, so that the processes that the rank starts can be killed with it.
-    os.setsid()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _dump_stacks_on_signal(log: Any, dumped: pathlib.Path) -> None:

@@ -1,7 +1,7 @@
 """The modules that every rank needs, imported once, in the forkserver, so that starting a rank costs a fork.
 
-Initialises no device. Nothing but the forkserver imports this module, because the objects of the process that does are
-no longer seen by its garbage collector.
+Initialises no device. Nothing but the forkserver, and a rank with an interpreter of its own, imports this module,
+because the objects of the process that does are no longer seen by its garbage collector.
 """
 
 from __future__ import annotations

@@ -124,11 +124,15 @@ class World:
                 meeting=fleet.meeting(number) if self.hosts else None,
                 environment=fleet.environment(index, seats),
                 search_path=tuple(sys.path),
+                # As torchrun started the process that forks it: with a seed of its own, unless the job sets one.
+                hash_seed=None,
             )
             self.ranks.append(self._spawn(spec) if seat.link is None else fleet.spawn(seat, number, spec))
 
     def _spec(self, index: int) -> RankSpec:
-        return RankSpec(self.key, index, str(self._directory), device_index=self.devices[index])
+        # Not 0, which would make hashes those of no seed; and fixed, so that what a case finds it finds again.
+        seed = index + 1 if self.key.own_hash_seeds else None
+        return RankSpec(self.key, index, str(self._directory), device_index=self.devices[index], hash_seed=seed)
 
     def _spawn(self, spec: RankSpec) -> RankProcess:
         ours, theirs = forkserver.context().Pipe()

@@ -1,11 +1,13 @@
-"""Adapters of the flat reference of which one place is edited: what several options together let live.
+"""Adapters of a reference of which one place is edited: what several options together, or equal hash seeds, let live.
 
 Flat parameters that are frozen, recurrent or beside tensor parallelism, evaluations that gather ahead or in full
-precision, wrappers within plain modules, and dtypes that differ between compute, reduction and shards.
+precision, wrappers within plain modules, dtypes that differ between compute, reduction and shards, and names that are
+walked in the order of a set.
 """
 
 from __future__ import annotations
 
+from shardproof.harness.adapters.reference import ReferenceAdapter
 from shardproof.harness.adapters.reference_flat import ReferenceFlatAdapter
 from tests.harness.planted_reductions import Edit, edited
 
@@ -114,7 +116,61 @@ FLAT = {
         "getattr(owners[0].module, owners[0].name).detach()",
     ),
     "flat-aligned-for-floats": Edit("flat.layout:alignment_of", "dtype.itemsize", "4"),
+    # What is walked in the order of a set of names, which ranks with hash seeds of their own do not share.
+    "flat-states-of-a-set": Edit("flat.optim_state:_whole_states", "dict.fromkeys((key, kind)", "set((key, kind)"),
+    "flat-states-loaded-by-a-set": Edit(
+        "flat.optim_state:_shard_state",
+        "for key, value in state.items():\n",
+        "for key in set(state):\n        value = state[key]\n",
+    ),
+    "flat-names-loaded-by-a-set": Edit(
+        "flat.optim_state:load",
+        "for index, name in enumerate(saved.names):\n",
+        "for name in set(saved.names):\n            index = saved.names.index(name)\n",
+    ),
+    "flat-values-saved-by-a-set": Edit("flat.state_dict:_put_named", "in keys_of(unit):", "in set(keys_of(unit)):"),
+    "flat-values-loaded-by-a-set": Edit("flat.state_dict:_take_named", "in keys_of(unit):", "in set(keys_of(unit)):"),
+    "flat-first-values-by-a-set": Edit(
+        "flat.construct:_prepare",
+        "        sync_states([*dict.fromkeys(buffers), *params()], found, device)\n",
+        "        names, own = {param: name for name, param in module.named_parameters()}, params()\n"
+        "        named = {names[param]: param for param in own}\n"
+        "        sync_states([*dict.fromkeys(buffers), *(named[name] for name in set(named))], found, device)\n",
+    ),
+    "flat-units-by-a-set": Edit(
+        "flat.unit:FlatUnit._end_of_backward",
+        "for unit in self.iteration.units:",
+        "named = {unit.group.label: unit for unit in self.iteration.units if unit.group}\n"
+        "    for unit in map(named.get, set(named)):",
+    ),
+}
+
+PER_PARAMETER = {
+    "laid-out-by-a-set-of-names": Edit(
+        "per_parameter.construct:managed_params",
+        "return found",
+        "named = {f'{number} {name}': param for number, (param, name) in enumerate(found.items())}\n"
+        "    return {named[key]: found[named[key]] for key in set(named)}",
+    ),
+    "laid-out-by-a-set-of-dtypes": Edit(
+        "per_parameter.layout:build_layout",
+        "order = sorted(range(len(sizes)), key=lambda index: -dtypes[index].itemsize)",
+        "kinds = sorted(set(map(str, dtypes)), key=lambda kind: -getattr(torch, kind[6:]).itemsize)\n"
+        "    order = [index for kind in kinds for index in range(len(sizes)) if str(dtypes[index]) == kind]",
+    ),
+    "units-by-a-set": Edit(
+        "per_parameter.lazy_init:_units_below",
+        "return list(units)",
+        "named = {name: unit for name, module in root.modules[0].named_modules() if (unit := unit_of(module))}\n"
+        "    return [named[name] for name in set(named)]",
+    ),
+    "norm-by-a-set-of-groups": Edit(
+        "common.clip:combine_over_ranks",
+        "group = max(pending, key=len)[-1]",
+        "named = {group.group_name: group for groups in pending for group in groups}\n"
+        "        group = named[[*set(named)][0]]",
+    ),
 }
 
 #: Adapters by the names of their bugs.
-ADAPTERS = edited(__name__, {ReferenceFlatAdapter: FLAT})
+ADAPTERS = edited(__name__, {ReferenceFlatAdapter: FLAT, ReferenceAdapter: PER_PARAMETER})

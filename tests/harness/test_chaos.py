@@ -326,12 +326,12 @@ STUCK = """
 import os, time
 from shardproof.harness import deadline, world
 
-@world(2)
+@world(2, own_hash_seeds={own_hash_seeds})
 @deadline(300)
 def test_stuck(rank):
-    with open(f"pid{rank.index}", "w") as file:
+    with open(f"pid{{rank.index}}", "w") as file:
         file.write(str(os.getpid()))
-    os.rename(f"pid{rank.index}", f"rank{rank.index}")
+    os.rename(f"pid{{rank.index}}", f"rank{{rank.index}}")
     time.sleep(300)
 """
 
@@ -354,15 +354,22 @@ def started(command, **options):
             process.kill()
 
 
-@pytest.mark.slow("one combination has an interpreter that is not warm: it imports torch, and so does its forkserver")
+@pytest.mark.slow("some combinations have interpreters that are not warm, of pytest and its forkserver or of the ranks")
 @pytest.mark.parametrize(
-    "signals",
-    [[signal.SIGINT], [signal.SIGINT, signal.SIGINT], [signal.SIGTERM], [signal.SIGKILL]],
-    ids=["ctrl-c", "ctrl-c-twice", "sigterm", "sigkill"],
+    ("signals", "own_hash_seeds"),
+    [
+        ([signal.SIGINT], False),
+        ([signal.SIGINT, signal.SIGINT], False),
+        ([signal.SIGTERM], False),
+        ([signal.SIGKILL], False),
+        ([signal.SIGINT], True),
+        ([signal.SIGKILL], True),
+    ],
+    ids=["ctrl-c", "ctrl-c-twice", "sigterm", "sigkill", "ctrl-c-own-hash-seeds", "sigkill-own-hash-seeds"],
 )
-def test_chaos_controller_ends(tmp_path, signals):
+def test_chaos_controller_ends(tmp_path, signals, own_hash_seeds):
     """However pytest ends, no rank outlives it by 5 seconds."""
-    tmp_path.joinpath("test_inner.py").write_text(STUCK)
+    tmp_path.joinpath("test_inner.py").write_text(STUCK.format(own_hash_seeds=own_hash_seeds))
     # SIGKILL leaves no time to anybody: it is sent to pytest itself, and not to one that passes signals on.
     python = sys.executable if signal.SIGKILL in signals else warm.python()
     command = [python, "-m", "pytest", *QUIET, "test_inner.py"]

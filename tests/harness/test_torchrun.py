@@ -48,6 +48,10 @@ def test_place(rank):
     assert os.environ["NCCL_SOCKET_IFNAME"] == "of-the-job" and "GLOO_SOCKET_IFNAME" not in os.environ
     assert not [name for name in os.environ if name.startswith("TORCHELASTIC_")]
     print("rank", rank.index, "was here", file=sys.stderr)
+
+@world(2, own_hash_seeds=True)
+def test_seed(rank):
+    assert os.environ["PYTHONHASHSEED"] == "7", "not that of the process that torchrun has started"
 """
 
 
@@ -56,7 +60,7 @@ def job(tmp_path_factory):
     folder = tmp_path_factory.mktemp("job")
     (folder / "test_inner.py").write_text(CASES + PLACE)
     arguments = ["--impl", "reference", "--device", "cpu", "--report", "run.json"]
-    completed = torchrun(folder, 2, *arguments, NCCL_SOCKET_IFNAME="of-the-job")
+    completed = torchrun(folder, 2, *arguments, NCCL_SOCKET_IFNAME="of-the-job", PYTHONHASHSEED="7")
     return completed, folder / "run.json"
 
 
@@ -67,7 +71,7 @@ def test_the_verdicts_are_those_of_an_ordinary_run(job, pytester):
     ordinary = verdicts(pytester.path / "run.json")
     assert ordinary["test_sound[w8]"] == "pass"
     launched = verdicts(report)
-    assert launched == ordinary | {"test_sound[w8]": "unmet", "test_place[w2]": "pass"}
+    assert launched == ordinary | {"test_sound[w8]": "unmet", "test_place[w2]": "pass", "test_seed[w2]": "pass"}
     assert set(launched.values()) == {"pass", "fail", "crash", "hang", "unmet"}
     texts = [
         {case["id"]: case["failure"] for case in json.loads(path.read_text())["cases"]}

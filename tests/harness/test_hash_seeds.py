@@ -1,0 +1,132 @@
+"""Worlds whose ranks have hash seeds of their own: which they are, and that such ranks end as others do."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from shardproof.harness import world
+from shardproof.harness.parity import Rank
+from shardproof.harness.worlds.jobs import WorldKey
+from shardproof.harness.worlds.world import World, WorldDied
+from tests.harness.inner import PYTHONPATH, QUIET
+from tests.harness.test_chaos import is_alive
+
+NAMES = ("exp_avg", "exp_avg_sq", "step", "weight", "bias", "gain", "offset")
+
+
+def hash_with(seed: str) -> int:
+    """The hash of a string in an interpreter with this seed."""
+    command = [sys.executable, "-S", "-c", "print(hash('name'))"]
+    return int(subprocess.run(command, env={"PYTHONHASHSEED": seed}, capture_output=True, check=True).stdout)
+
+
+@world(2, 4, own_hash_seeds=True)
+def test_each_rank_has_the_seed_of_its_index(rank: Rank):
+    assert hash("name") == hash_with(str(rank.index + 1))
+    assert len({tuple(order) for order in rank.exchange([*{*NAMES}])}) == rank.world_size
+    assert os.getsid(0) == os.getpid()
+
+
+@world(2)
+def test_ranks_of_other_worlds_have_one_seed(rank: Rank):
+    assert len(set(rank.exchange(hash("name")))) == 1
+
+
+CASES = """
+import os, pathlib, signal, time
+import torch.distributed as dist
+from shardproof.harness import deadline, world
+
+def note():
+    pathlib.Path(f"{os.getpid()}.pid").touch()
+
+@world(2, own_hash_seeds=True)
+def test_that_crashes(rank):
+    note()
+    if rank.index == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+@world(2, own_hash_seeds=True)
+@deadline(3)
+def test_that_hangs(rank):
+    note()
+    if rank.index == 1:
+        time.sleep(600)
+    dist.barrier()
+
+@world(2, own_hash_seeds=True)
+def test_wrong(rank):
+    note()
+    print("rank", rank.index, "was here")
+    assert rank.index == 0, "the last rank is wrong"
+
+@world(2, own_hash_seeds=True)
+def test_sound(rank):
+    note()
+    assert len({*rank.exchange(hash("name"))}) == 2
+
+@world(2, own_hash_seeds=True)
+def test_in_the_same_world(rank):
+    note()
+"""
+
+
+@pytest.mark.slow("each of four worlds has two ranks that import torch")
+def test_such_ranks_have_the_verdicts_of_others(pytester):
+    pytester.path.joinpath("test_inner.py").write_text(CASES)
+    result = pytester.runpytest_inprocess(*QUIET, "--impl", "ddp", "--device", "cpu", "--report", "run.json")
+    result.assert_outcomes(passed=2, failed=3)
+    cases = json.loads((pytester.path / "run.json").read_text())["cases"]
+    assert [case["verdict"] for case in cases] == ["crash", "hang", "fail", "pass", "pass"]
+    crash, hang, wrong = [case["failure"] for case in cases][:3]
+    assert "killed by SIGKILL" in crash["text"] and crash["rank"] == 1
+    assert hang["rank"] == 1 and "rank 1 is at File" in hang["text"] and "line 21 in test_that_hangs" in hang["text"]
+    assert "the last rank is wrong" in wrong["text"]
+    result.stdout.fnmatch_lines(["*rank 0 was here*"])
+    ranks = [int(path.stem) for path in pytester.path.glob("*.pid")]
+    assert len(ranks) == 8, "the last two cases share a world"
+    assert not any(map(is_alive, ranks))
+
+
+@pytest.mark.slow("pytest, its forkserver and the ranks import torch: no warm interpreter has this option")
+def test_an_interpreter_that_ignores_its_environment_has_such_ranks(tmp_path):
+    tmp_path.joinpath("test_inner.py").write_text(
+        "from shardproof.harness import world\n"
+        "@world(2, own_hash_seeds=True)\n"
+        "def test_seed(rank):\n"
+        f"    assert hash('name') == {[hash_with('1'), hash_with('2')]}[rank.index]\n"
+    )
+    start = f"import sys; sys.path[:0] = {PYTHONPATH.split(os.pathsep)}; import pytest; sys.exit(pytest.main())"
+    command = [sys.executable, "-E", "-c", start, *QUIET, "--impl", "ddp", "--device", "cpu", "test_inner.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_rank_that_gets_no_interpreter_says_why(monkeypatch):
+    spec_of = World._spec
+    monkeypatch.setattr(World, "_spec", lambda self, index: dataclasses.replace(spec_of(self, index), hash_seed=-1))
+    with pytest.raises(WorldDied) as caught:
+        World(WorldKey(1, "cpu", own_hash_seeds=True), [0])
+    assert "did not start: rank 0: it closed its connection" in str(caught.value)
+    assert "PYTHONHASHSEED must be" in str(caught.value)
+
+
+def test_such_a_world_is_named():
+    assert str(WorldKey(2, "cpu", own_hash_seeds=True)) == "2 ranks on cpu, own hash seeds"
+    assert WorldKey(2, "cpu", own_hash_seeds=True) != WorldKey(2, "cpu")
+
+
+def test_a_rank_leaves_no_file_of_its_start():
+    started = World(WorldKey(2, "cpu", own_hash_seeds=True), [0, 0])
+    try:
+        assert not [*pathlib.Path(started._directory).glob("*.start")]
+    finally:
+        started.stop()
