@@ -49,6 +49,12 @@ ANSWERS: dict[str, Any] = {
     "loaded-after-new-data": True,
     "states-by-default": NAMES,
     "bytes-past-alignment": [0],
+    "first-rank-of-a-bare-root": True,
+    "casts-of-a-bare-root": "torch.bfloat16",
+    "places-after-a-cast": ["weight", "bias"],
+    "buffers-of-what-is-recomputed": ["torch.float64", "torch.float32"],
+    "tied-after-whole-ones": [True, True],
+    "norm-with-options": ["SHARD_GRAD_OP", "FULL_SHARD"],
     "in-a-plain-module": [_IN_PARTS, _IN_PARTS, True, [(4,), (4, 4)]],
 }
 #: What is allowed, with the class of a warning, words in it, and whether it is to be given.
@@ -89,6 +95,17 @@ def test_answers_of_replicas(rank: Rank) -> None:
     is_first = rank.index % 2 == 0
     found = adapter.call("first-of-each-replica")
     assert found == [NAMES if is_first else [], is_first], f"of whole values this rank, {rank.index}, has {found}"
+
+
+@contract("CALLS-1")
+@world(4)
+@needs(Capability.HYBRID)
+def test_states_of_a_part_of_the_ranks(rank: Rank) -> None:
+    """Where a model is on a part of the ranks, the first of these saves the optimizer's state, and all load it."""
+    adapter = sharded(rank, models.MLP(5).to(rank.device), mesh=rank.mesh((2, 2), ("replicate", "shard")))
+    saved, loaded = adapter.call("states-of-a-part")
+    assert saved, "the first rank of a part saves nothing, or another one does"
+    assert loaded, "a rank has nothing of what the first of its part has saved"
 
 
 @contract("CALLS-2")
