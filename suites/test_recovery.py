@@ -24,9 +24,9 @@ from shardproof.harness.plugin.axes import FLAT, RESHARD, SHARDS
 from shardproof.harness.plugin.marks import meaningful_from
 
 DIM = 9
-DEPTH = 4
+DEPTH = 5
 #: In the second of the units.
-PLACE = "layers.1.out_proj"
+PLACE = "layers.2.out_proj"
 
 RECOVERS = needs(Capability.RECOVERY)
 
@@ -95,7 +95,7 @@ def test_interrupt(rank: Rank, phase: str) -> None:
 def test_exception_in_a_unit_of_several_modules(rank: Rank, phase: str) -> None:
     """The same where other modules of the unit have run, and others have not."""
     model = models.Tower(dim=DIM, depth=DEPTH)
-    check_recovery(rank, model, phase, units=[["layers.0", "layers.1", "layers.2"], ["layers.3"]])
+    check_recovery(rank, model, phase, units=[["layers.1", "layers.2", "layers.3"], ["layers.4"]])
 
 
 @contract("RECOVERY-1")

@@ -5,6 +5,7 @@ The others are in :mod:`shardproof.harness.adapters.flat_calls`.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -139,6 +140,62 @@ def _buffers_of_what_is_recomputed(scene: Scene) -> list[str]:
     return [str(second.mean.dtype), str(model.state_dict()["1.mean"].dtype)]
 
 
+def _names_of_a_bare_root(scene: Scene) -> list[str]:
+    """The names of parameters where those of a wrapper that has none of its own are whole."""
+    model = _bare_root(scene)
+    with scene.api.FullyShardedDataParallel.summon_full_params(model):
+        return [name for name, _ in model.named_parameters()]
+
+
+def _states_of_a_small_unit(scene: Scene) -> list[str]:
+    """The names of states where a rank has no element of a unit that has one."""
+    layers = nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 1, bias=False)).to(scene.device)
+    layers[1] = scene.wrap(layers[1])
+    model = scene.wrap(layers)
+    optimizer = scene.train(model)
+    kind, forms = scene.api.FullyShardedDataParallel, scene.api.StateDictType
+    with kind.state_dict_type(model, forms.SHARDED_STATE_DICT):
+        return sorted(kind.optim_state_dict(model, optimizer)["state"])
+
+
+def _dtype_for_a_function(scene: Scene) -> list[str]:
+    """The dtypes of gradients that a function in the place of the reductions gets, with a dtype for these."""
+    found: set[str] = set()
+    precision = scene.api.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = scene.wrap(scene.layers(), mixed_precision=precision)
+    model.register_comm_hook(found, lambda seen, gradient, shard: seen.add(str(gradient.dtype)))
+    scene.run(model).float().sum().backward()
+    return sorted(found)
+
+
+def _refused_again(scene: Scene) -> list[bool]:
+    """Whether units that differ in what all must share are refused in the first forward, and in the second."""
+    model, found = scene.nested({"use_orig_params": False}), []
+    for _ in range(2):
+        try:
+            scene.run(model)
+        except ValueError:
+            found.append(True)
+        else:
+            found.append(False)
+    return found
+
+
+def _wrapped_by_size(scene: Scene, *, nested: bool) -> list[str]:
+    """The modules of which 18 elements are left, by their shortest names: one within others, or in two places."""
+    if nested:
+        inner = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(2, 4))
+        model = nn.Sequential(nn.Sequential(inner, nn.Linear(4, 2)))
+    else:
+        shared = nn.Linear(4, 4)
+        model = nn.Sequential(nn.Sequential(shared, nn.Linear(4, 2)), nn.Sequential(nn.Linear(2, 4), shared))
+    names = {child: name for name, child in model.named_modules()}
+    rule = functools.partial(scene.api.wrap.size_based_auto_wrap_policy, min_num_params=18)
+    wrapper = scene.wrap(model.to(scene.device), auto_wrap_policy=rule)
+    found = [one.module for one in scene.api.FullyShardedDataParallel.fsdp_modules(wrapper)]
+    return sorted(names[child] for child in found)
+
+
 def _norm_with_options(scene: Scene) -> list[str]:
     """The strategies of a batch normalisation and of its model, where a rule gives the former one of its own."""
     kinds = scene.api.ShardingStrategy
@@ -163,6 +220,12 @@ QUESTIONS: dict[str, Callable[[Scene], Any]] = {
     "casts-of-a-bare-root": _casts_of_a_bare_root,
     "places-after-a-cast": _places_after_a_cast,
     "buffers-of-what-is-recomputed": _buffers_of_what_is_recomputed,
+    "names-of-a-bare-root": _names_of_a_bare_root,
+    "states-of-a-small-unit": _states_of_a_small_unit,
+    "dtype-for-a-function": _dtype_for_a_function,
+    "refused-again": _refused_again,
+    "nested-by-size": functools.partial(_wrapped_by_size, nested=True),
+    "in-two-places-by-size": functools.partial(_wrapped_by_size, nested=False),
     "tied-after-whole-ones": _tied_after_whole_ones,
     "norm-with-options": _norm_with_options,
     "first-of-each-replica": _first_of_each_replica,

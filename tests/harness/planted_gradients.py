@@ -89,6 +89,40 @@ FLAT = {
     "flat-buffers-by-checkpointing-names": Edit(
         "flat.construct:build", "{clean(name): buffer.dtype for", "{name: buffer.dtype for"
     ),
+    "flat-bare-root-is-not-summoned": Edit(
+        "flat.summon:full_params",
+        "units = units_in(module)",
+        "units = [unit for unit in units_in(module) if unit.group is not None]",
+    ),
+    "flat-states-of-those-that-have-some": Edit(
+        "flat.optim_state:save",
+        "        found |= _whole_states(saved, per_unit.get(id(saved), {}), shards=form.shards)\n",
+        "        if id(saved) in per_unit:\n"
+        "            found |= _whole_states(saved, per_unit[id(saved)], shards=form.shards)\n",
+    ),
+    "flat-function-gets-what-was-computed": Edit(
+        "flat.reduction:Reducer.reduce",
+        "grad.to(self.reduce_dtype or grad.dtype)",
+        "grad if self.comm_hook else grad.to(self.reduce_dtype or grad.dtype)",
+    ),
+    "flat-refused-once": Edit(
+        "flat.construct:_check_homogeneous",
+        "        raise ValueError(",
+        "        for unit in units:\n                unit.is_root = unit is units[0]\n            raise ValueError(",
+    ),
+    "flat-elements-left-twice": Edit(
+        "flat.wrapping:_run_callable", "            return params\n", "            return params - taken\n"
+    ),
+    "flat-elements-of-the-first-place-alone": Edit(
+        "flat.wrapping:_run_callable",
+        "                taken |= known[child]\n",
+        "                    taken |= known[child]\n",
+    ),
+    "flat-unreduced-of-the-freed-kept": Edit(
+        "flat.unit:FlatUnit._recover",
+        "if unit.group is not None:",
+        "if unit.group is not None and unit.group.is_unsharded:",
+    ),
     "flat-second-place-stays-whole": Edit(
         "flat.summon:_register_shards",
         "        for owner in owners:\n            owner.module._parameters.pop(owner.name, None)\n",

@@ -40,6 +40,15 @@ KILLED = {
     "flat-norm-with-options-of-the-model": Killer(CALLS.format("norm-with-options"), "instead of"),
     "flat-cast-moves-names": Killer(CALLS.format("places-after-a-cast"), "instead of"),
     "flat-buffers-by-checkpointing-names": Killer(CALLS.format("buffers-of-what-is-recomputed"), "instead of"),
+    "flat-bare-root-is-not-summoned": Killer(CALLS.format("names-of-a-bare-root"), "instead of"),
+    "flat-states-of-those-that-have-some": Killer(CALLS.format("states-of-a-small-unit"), ""),
+    "flat-function-gets-what-was-computed": Killer(CALLS.format("dtype-for-a-function"), "instead of"),
+    "flat-refused-once": Killer(CALLS.format("refused-again"), "instead of"),
+    "flat-elements-left-twice": Killer(CALLS.format("nested-by-size"), "instead of"),
+    "flat-elements-of-the-first-place-alone": Killer(CALLS.format("in-two-places-by-size"), "instead of"),
+    "flat-unreduced-of-the-freed-kept": Killer(
+        "test_exception_in_a_later_microbatch and backward-1-reduction", "diverges"
+    ),
     "flat-second-place-stays-whole": Killer(CALLS.format("tied-after-whole-ones"), "instead of"),
 }
 
