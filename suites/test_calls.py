@@ -59,6 +59,8 @@ ANSWERS: dict[str, Any] = {
     "refused-again": [True, True],
     "nested-by-size": ["", "0.0", "0.0.0"],
     "in-two-places-by-size": ["", "0.0"],
+    "options-of-a-script": [7.0],
+    "names-of-local-states": ["0._flat_param", "_flat_param"],
     "tied-after-whole-ones": [True, True],
     "norm-with-options": ["SHARD_GRAD_OP", "FULL_SHARD"],
     "in-a-plain-module": [_IN_PARTS, _IN_PARTS, True, [(4,), (4, 4)]],
@@ -249,3 +251,17 @@ def test_whole_parameters_beside_tensor_parallelism(rank: Rank) -> None:
                 parameter.grad.mul_(2)
     for name, value in values().items():
         assert torch.equal(value, 2 * before[name]), f"{name} was doubled where it was whole, and the shard was not"
+
+
+@contract("CALLS-3")
+@world(4)
+@needs(Capability.TENSOR_PARALLEL)
+def test_whole_frozen_parameters_beside_tensor_parallelism(rank: Rank) -> None:
+    """Of whole parameters that tensor parallelism has cut, those are frozen that the script has frozen."""
+    mesh = rank.mesh((2, 2), ("dp", "tp"))
+    prepare = functools.partial(mixed.split_columns, mesh=mesh["tp"])
+    run = rank.run(mixed.Mixed(), units=[["low"]], mesh=mesh["dp"], prepare=prepare)
+    run.adapter.held_parameters()["low.weight"].requires_grad_(False)
+    with run.adapter.whole_parameters(WholeParameters()) as whole:
+        frozen = [name for name, parameter in whole.items() if not parameter.requires_grad]
+    assert frozen == ["low.weight"], f"of the whole parameters are frozen: {frozen}"

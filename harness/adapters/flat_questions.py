@@ -196,6 +196,24 @@ def _wrapped_by_size(scene: Scene, *, nested: bool) -> list[str]:
     return sorted(names[child] for child in found)
 
 
+def _options_of_a_script(scene: Scene) -> list[float]:
+    """The learning rates that are saved of an optimizer's state dict in which a script has changed them."""
+    model, kind = scene.nested(), scene.api.FullyShardedDataParallel
+    optimizer = scene.train(model)
+    given = optimizer.state_dict()
+    given["param_groups"] = [{**group, "lr": 7.0} for group in given["param_groups"]]
+    with kind.state_dict_type(model, scene.api.StateDictType.SHARDED_STATE_DICT):
+        return [group["lr"] for group in kind.optim_state_dict(model, optimizer, given)["param_groups"]]
+
+
+def _names_of_local_states(scene: Scene) -> list[str]:
+    """The names in a local state dict of a model that holds its original parameters."""
+    groups: Any = {"device_mesh": None, "process_group": scene.mesh.get_group()}  # which local state dicts need
+    model = scene.nested(groups, **groups)
+    with scene.api.FullyShardedDataParallel.state_dict_type(model, scene.api.StateDictType.LOCAL_STATE_DICT):
+        return sorted(model.state_dict())
+
+
 def _norm_with_options(scene: Scene) -> list[str]:
     """The strategies of a batch normalisation and of its model, where a rule gives the former one of its own."""
     kinds = scene.api.ShardingStrategy
@@ -226,6 +244,8 @@ QUESTIONS: dict[str, Callable[[Scene], Any]] = {
     "refused-again": _refused_again,
     "nested-by-size": functools.partial(_wrapped_by_size, nested=True),
     "in-two-places-by-size": functools.partial(_wrapped_by_size, nested=False),
+    "options-of-a-script": _options_of_a_script,
+    "names-of-local-states": _names_of_local_states,
     "tied-after-whole-ones": _tied_after_whole_ones,
     "norm-with-options": _norm_with_options,
     "first-of-each-replica": _first_of_each_replica,

@@ -123,6 +123,27 @@ FLAT = {
         "if unit.group is not None:",
         "if unit.group is not None and unit.group.is_unsharded:",
     ),
+    "flat-views-without-gradients": Edit(
+        "flat.group:FlatGroup._make_views",
+        "with torch.enable_grad():",
+        "with torch.set_grad_enabled(torch.is_grad_enabled()):",
+    ),
+    "flat-replicas-kept-while-waiting": Edit(
+        "flat.unit:FlatUnit._frees_after_backward",
+        "self.strategy.reshards_after_forward",
+        "self.strategy is ShardingStrategy.FULL_SHARD",
+    ),
+    "flat-options-of-the-optimizer": Edit(
+        "flat.optim_state:save", "for key, value in options.items() if", "for key, value in group.items() if"
+    ),
+    "flat-local-states-with-originals": Edit(
+        "flat.state_dict:_put_local", "        found.pop(prefix + name, None)\n", "        pass\n"
+    ),
+    "flat-whole-cut-ones-thawed": Edit(
+        "flat.summon:_register_whole",
+        "shards.originals[index].requires_grad if shards.use_orig else shards.flat.requires_grad",
+        "shards.flat.requires_grad",
+    ),
     "flat-second-place-stays-whole": Edit(
         "flat.summon:_register_shards",
         "        for owner in owners:\n            owner.module._parameters.pop(owner.name, None)\n",
