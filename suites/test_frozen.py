@@ -345,7 +345,7 @@ def test_frozen_after_an_evaluation(rank: Rank, reshard_after_forward: bool | No
 
 @contract("FROZEN-4")
 @world(2)
-@needs(Capability.UNUSED_OUTPUT)
+@needs(Capability.UNUSED_OUTPUT, Capability.OWN_OPTIMIZER)  # an engine has no gradients between microbatches
 @pytest.mark.parametrize("what", ["middle", "weights", "biases"])
 def test_frozen_after_a_microbatch(rank: Rank, what: str) -> None:
     """Parameters that a script freezes between two microbatches get no gradient of the second, and others do."""
