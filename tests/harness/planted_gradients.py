@@ -144,7 +144,6 @@ FLAT = {
         "shards.originals[index].requires_grad if shards.use_orig else shards.flat.requires_grad",
         "shards.flat.requires_grad",
     ),
-    "flat-names-refused": Edit("flat.optim_state:_rename", "if all(key in to.values() for key in keys):", "if False:"),
     "flat-second-place-stays-whole": Edit(
         "flat.summon:_register_shards",
         "        for owner in owners:\n            owner.module._parameters.pop(owner.name, None)\n",

@@ -54,7 +54,6 @@ KILLED = {
     "flat-options-of-the-optimizer": Killer(CALLS.format("options-of-a-script"), "instead of"),
     "flat-local-states-with-originals": Killer(CALLS.format("names-of-local-states"), "instead of"),
     "flat-whole-cut-ones-thawed": Killer("test_whole_frozen_parameters_beside", "are frozen: []"),
-    "flat-names-refused": Killer("test_older_calls and full-originals", "has the key"),
     "flat-second-place-stays-whole": Killer(CALLS.format("tied-after-whole-ones"), "instead of"),
 }
 
