@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardproof.harness import Capability, Hardware, contract, each_value, models, needs, world
-from shardproof.harness.adapters.base import Accumulation, Piece
+from shardproof.harness.adapters.base import Accumulation, Piece, WholeParameters
 from shardproof.harness.findings.finding import Finding, Location, step_label
 from shardproof.harness.findings.stages import Stage
 from shardproof.harness.models import optim
@@ -49,6 +49,7 @@ RESHARD_AND_OFFLOAD = pytest.mark.parametrize(
     ],
 )
 COUNTED = needs(Capability.DEFERRED_REDUCTION, Capability.COUNTED_UNITS)
+WHOLE = needs(Capability.WHOLE_PARAMETERS)
 ROOT_TOO = needs(Capability.ROOT_RESHARD)
 
 
@@ -233,13 +234,17 @@ def test_gradients_that_a_script_dropped_of_some(rank: Rank) -> None:
         ),
         pytest.param("layers.1.in_proj.weight", "before-forward", {}, id="one-before-forward"),
         pytest.param("all", "after-a-cast", {}, id="all-after-a-cast", marks=needs(Capability.CAST_AFTER_INIT)),
+        *(
+            pytest.param("all", how, {}, id=f"all-{how}", marks=WHOLE)
+            for how in ("after-a-look", "after-a-failed-look")
+        ),
     ],
 )
 def test_gradients_that_a_script_drops(rank: Rank, dropped: str, when: str, options: dict[str, Any]) -> None:
     """Gradients that a script sets to None between two microbatches are gone, reduced ones and others.
 
-    So they are between a forward and its backward, and after a cast there and back, by whatever parameters the module
-    shows then.
+    So they are between a forward and its backward, after a cast there and back, and after a script has looked at whole
+    ones, also if that has raised, by whatever parameters the module shows then.
     """
     model = models.Tower(dim=DIM, depth=DEPTH)
     batches = [rank.batch(number, (2, DIM)) for number in range(3)]
@@ -253,6 +258,8 @@ def test_gradients_that_a_script_drops(rank: Rank, dropped: str, when: str, opti
                 if when != "before-backward" and number == 2:
                     if when == "after-a-cast":
                         run.adapter.module.double().float()
+                    elif when.endswith("look"):
+                        look(run, fails="failed" in when)
                     drop_gradients(run, drop)
                 loss = models.mean_square(run.adapter.forward(batch))
                 if when == "before-backward" and number == 2:
@@ -268,6 +275,43 @@ def test_gradients_that_a_script_drops(rank: Rank, dropped: str, when: str, opti
             # The same kernels on the same numbers, or on zeros and the same numbers.
             difference = exact_difference(piece.tensor, expected.tensor)
             assert difference is None, f"gradient of {name!r}: element, found and expected: {difference}"
+
+
+@contract("ACCUMULATION-11")
+@world(2)
+@needs(Capability.FLAT_PARAMETERS, Capability.DEFERRED_REDUCTION, Capability.CAST_AFTER_INIT)
+@pytest.mark.parametrize("flat", [False, True])
+def test_gradients_that_a_script_zeroes_after_a_cast(rank: Rank, flat: bool) -> None:
+    """Those that are not reduced and that a script zeroes when it has cast the model there and back are gone too."""
+    model = models.Tower(dim=DIM, depth=DEPTH)
+    options: dict[str, Any] = {"units": model.units(), "accumulation": Accumulation(), "flat_parameters": flat}
+    run, twin = (rank.run(models.copy_of(model), **options) for _ in range(2))
+    with run.adapter.microbatch(is_last=False):
+        run.forward_backward((rank.batch(0, (2, DIM)),), loss=models.mean_square)
+    run.adapter.module.double().float()
+    for parameter in run.adapter.named_parameters().values():
+        if parameter.grad is not None:
+            parameter.grad.zero_()
+    for one in (run, twin):
+        one.forward_backward((rank.batch(1, (2, DIM)),), loss=models.mean_square)
+    expected = twin.adapter.gradients()
+    for name, piece in run.adapter.gradients().items():
+        other = expected[name]
+        assert (piece is None) == (other is None), f"{name} has a gradient: {piece is not None}"
+        if piece is not None and other is not None:
+            # The same kernels on the same numbers, or on zeros and the same numbers.
+            difference = exact_difference(piece.tensor, other.tensor)
+            assert difference is None, f"gradient of {name!r}: element, found and expected: {difference}"
+
+
+def look(run: Run, *, fails: bool) -> None:
+    """Look at whole parameters and gradients, and perhaps fail at it."""
+    with (
+        contextlib.suppress(LookupError),
+        run.adapter.whole_parameters(WholeParameters(keeps_changes=False, with_gradients=True)),
+    ):
+        if fails:
+            raise LookupError
 
 
 def drop_gradients(run: Run, name: str) -> None:

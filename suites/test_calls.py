@@ -49,6 +49,20 @@ ANSWERS: dict[str, Any] = {
     "loaded-after-new-data": True,
     "states-by-default": NAMES,
     "bytes-past-alignment": [0],
+    "first-rank-of-a-bare-root": True,
+    "casts-of-a-bare-root": "torch.bfloat16",
+    "places-after-a-cast": ["weight", "bias"],
+    "buffers-of-what-is-recomputed": ["torch.float64", "torch.float32"],
+    "names-of-a-bare-root": ["0.weight", "0.bias"],
+    "states-of-a-small-unit": ["0.bias", "0.weight", "1.weight"],
+    "dtype-for-a-function": ["torch.float32"],
+    "refused-again": [True, True],
+    "nested-by-size": ["", "0.0", "0.0.0"],
+    "in-two-places-by-size": ["", "0.0"],
+    "options-of-a-script": [7.0],
+    "names-of-local-states": ["0._flat_param", "_flat_param"],
+    "tied-after-whole-ones": [True, True],
+    "norm-with-options": ["SHARD_GRAD_OP", "FULL_SHARD"],
     "in-a-plain-module": [_IN_PARTS, _IN_PARTS, True, [(4,), (4, 4)]],
 }
 #: What is allowed, with the class of a warning, words in it, and whether it is to be given.
@@ -90,6 +104,17 @@ def test_answers_of_replicas(rank: Rank) -> None:
     is_first = rank.index % 2 == 0
     found = adapter.call("first-of-each-replica")
     assert found == [NAMES if is_first else [], is_first], f"of whole values this rank, {rank.index}, has {found}"
+
+
+@contract("CALLS-1")
+@world(4)
+@needs(Capability.HYBRID)
+def test_states_of_a_part_of_the_ranks(rank: Rank) -> None:
+    """Where a model is on a part of the ranks, the first of these saves the optimizer's state, and all load it."""
+    adapter = sharded(rank, models.MLP(5).to(rank.device), mesh=rank.mesh((2, 2), ("replicate", "shard")))
+    saved, loaded = adapter.call("states-of-a-part")
+    assert saved, "the first rank of a part saves nothing, or another one does"
+    assert loaded, "a rank has nothing of what the first of its part has saved"
 
 
 @contract("CALLS-2")
@@ -228,3 +253,17 @@ def test_whole_parameters_beside_tensor_parallelism(rank: Rank) -> None:
                 parameter.grad.mul_(2)
     for name, value in values().items():
         assert torch.equal(value, 2 * before[name]), f"{name} was doubled where it was whole, and the shard was not"
+
+
+@contract("CALLS-3")
+@world(4)
+@needs(Capability.TENSOR_PARALLEL)
+def test_whole_frozen_parameters_beside_tensor_parallelism(rank: Rank) -> None:
+    """Of whole parameters that tensor parallelism has cut, those are frozen that the script has frozen."""
+    mesh = rank.mesh((2, 2), ("dp", "tp"))
+    prepare = functools.partial(mixed.split_columns, mesh=mesh["tp"])
+    run = rank.run(mixed.Mixed(), units=[["low"]], mesh=mesh["dp"], prepare=prepare)
+    run.adapter.held_parameters()["low.weight"].requires_grad_(False)
+    with run.adapter.whole_parameters(WholeParameters()) as whole:
+        frozen = [name for name, parameter in whole.items() if not parameter.requires_grad]
+    assert frozen == ["low.weight"], f"of the whole parameters are frozen: {frozen}"

@@ -140,6 +140,42 @@ def test_units_frozen_between_steps_are_freed_in_backward(rank: Rank) -> None:
         pair.check()
 
 
+@contract("FROZEN-3")
+@world(2)
+@needs(Capability.SHARDED)
+def test_frozen_units_with_keywords_are_freed_in_backward(rank: Rank) -> None:
+    """So is one whose inputs come by keyword and in containers."""
+    model = shapes.Keywords(9)
+    _freeze(dict(model.named_parameters()), FROZEN["middle"])
+    pair = rank.pair(model, units=model.units())
+    census = Census(pair.sharded)
+    for step in range(2):
+        census.moments.clear()
+        pair.step(rank.batch(step, (4, 9)))
+        (first,) = [moment for moment in census.moments if (moment.phase, moment.unit) == ("backward", "layers.0")]
+        # On a device the bytes may go back later, once the work that reads them has run.
+        assert "layers.1" not in first.held or rank.device.type != "cpu", (
+            f"layers.1 is still gathered when the backward of layers.0 begins in {step_label(step)}"
+        )
+        pair.check()
+
+
+@contract("FROZEN-1")
+@world(2)
+@needs(Capability.MULTIPLE_FORWARD)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+def test_frozen_unit_that_runs_twice(rank: Rank, reshard_after_forward: bool | int | None) -> None:
+    """A frozen unit that runs twice in a forward, which backward passes twice, is there for both."""
+    model = models.ReusedInner(9)
+    _freeze(dict(model.named_parameters()), lambda name: name.startswith("inner."))
+    pair = rank.pair(
+        model, units=[["before"], ["inner"], ["outer"]], reshard_after_forward=reshard_after_forward
+    )  # fmt: skip
+    for step in range(3):
+        pair.step(rank.batch(step, (4, 9)), set_to_none=step % 2 == 0)
+        pair.check()
+
+
 @contract("FROZEN-5")
 @world(2)
 @needs(Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD)
@@ -308,6 +344,33 @@ def test_frozen_after_an_evaluation(rank: Rank, reshard_after_forward: bool | No
         adapter = pair.adapter
         named = adapter.held_parameters() if form == "held" else adapter.named_parameters()
         _step_frozen(rank, pair, step, what, named)
+
+
+@contract("FROZEN-4")
+@world(2)
+@needs(Capability.UNUSED_OUTPUT, Capability.OWN_OPTIMIZER)  # an engine has no gradients between microbatches
+@pytest.mark.parametrize("what", ["middle", "weights", "biases"])
+def test_frozen_after_a_microbatch(rank: Rank, what: str) -> None:
+    """Parameters that a script freezes between two microbatches get no gradient of the second, and others do."""
+    model = models.Tower(dim=9, depth=DEPTH)
+    run, twin = (rank.run(models.copy_of(model), units=model.units(), microbatches=2) for _ in range(2))
+    first: dict[str, torch.Tensor] = {}
+    for number in range(2):
+        for one in (run, twin):
+            with one.adapter.microbatch(is_last=number == 1):
+                one.forward_backward((rank.batch(0, (4, 9), microbatch=number),), loss=models.mean_square)
+        if number == 0:
+            pieces = run.adapter.gradients()
+            first = {name: piece.tensor.clone() for name, piece in pieces.items() if piece is not None}
+            _freeze(run.adapter.named_parameters(), FROZEN[what])
+    expected = twin.adapter.gradients()
+    for name, piece in run.adapter.gradients().items():
+        other = expected[name]
+        if piece is None or other is None:
+            assert FROZEN[what](name) or piece is other, f"{name} has a gradient in one of the runs alone"
+            continue
+        difference = exact_difference(piece.tensor, first[name] if FROZEN[what](name) else other.tensor)
+        assert difference is None, f"gradient of {name!r}: element, found and expected: {difference}"
 
 
 @contract("FROZEN-1")

@@ -59,6 +59,26 @@ def test_replicas(rank: Rank, waits: bool, dim: int, recomputes: bool, reshard_a
         pair.check()
 
 
+@contract("HYBRID-2")
+@world(4)
+@DEFERRED
+@needs(Capability.COUNTED_UNITS)
+def test_gathers_while_reductions_wait(rank: Rank) -> None:
+    """Microbatches that reduce nothing free and gather as others do, and the last one reduces every unit once."""
+    model, microbatches = models.Tower(dim=9, depth=3), 2
+    pair = rank.pair(
+        model, units=model.units(), mesh=rank.mesh((2, 2), NAMES), microbatches=microbatches,
+        accumulation=Accumulation(),
+    )  # fmt: skip
+    units = len(pair.units)
+    for step in range(2):
+        pair.step([rank.batch(step, (4, 9), microbatch=number) for number in range(microbatches)])
+        pair.check()
+        pair.check_counts("forward", all_gather=units * microbatches)
+        again = (units - 1) * microbatches
+        pair.check_counts("backward", all_gather=again, reduce_scatter=units, all_reduce=units)
+
+
 @contract("HYBRID-1")
 @world(4)
 @pytest.mark.parametrize(

@@ -24,7 +24,16 @@ from shardproof.harness.adapters.base import Trainee
 from shardproof.harness.findings.finding import step_label
 from shardproof.harness.models import mixed, optim
 from shardproof.harness.models.ties import TiedMLP
-from shardproof.harness.parity import CastReplica, Rank, check_evaluation, check_exact, run_and_replica, step_and_check
+from shardproof.harness.parity import (
+    CastReplica,
+    Rank,
+    check_evaluation,
+    check_exact,
+    exact_difference,
+    run_and_replica,
+    step_and_check,
+)
+from shardproof.harness.parity.plain import backward_of_copies
 from shardproof.harness.parity.refusals import Refusal
 from shardproof.harness.plugin.axes import KEEPS, RESHARD
 
@@ -148,6 +157,42 @@ def test_steps_of_parameters_that_a_script_replaced(rank: Rank, how: str, flat_p
     # The first step of Adam moves each parameter by the learning rate.
     assert float((expected - before).detach().abs().max()) > 1e-3, "a forward after a step is that of before it"
     assert torch.equal(found, expected), "a forward after a step uses what one before it has left gathered"
+
+
+@contract("OPTIMIZER-1")
+@world(2)
+@OWN_OPTIMIZER
+@needs(Capability.FLAT_PARAMETERS)
+@pytest.mark.parametrize("evaluates", [False, pytest.param(True, marks=needs(Capability.RESHARD_AFTER_FORWARD))])
+@pytest.mark.parametrize("memory", ["same", "own"])
+def test_gradients_of_parameters_that_a_script_replaced(rank: Rank, memory: str, evaluates: bool) -> None:
+    """A parameter that a script puts in the place of another, in its memory or not, has the gradients from then on.
+
+    The other one keeps its own, and values may be gathered already.
+    """
+    model = models.MLP(9)
+    whole = models.copy_of(model).to(rank.device)
+    run = rank.run(model, units=[["in_proj"]], reshard_after_forward=False if evaluates else None)
+    cuts = {name: piece.cut for name, piece in run.adapter.parameters().items()}
+    for step in range(3):
+        batch, put = rank.batch(step, (4, 9)), {}
+        if evaluates:
+            run.evaluate((batch,))
+        for place in ("in_proj", "out_proj"):
+            owner = run.original_module(place)
+            for name, parameter in list(owner.named_parameters(recurse=False)):
+                value = parameter.detach()
+                put[f"{place}.{name}"] = nn.Parameter(value.clone() if memory == "own" else value)
+                setattr(owner, name, put[f"{place}.{name}"])
+        whole.zero_grad()
+        run.forward_backward((batch,), loss=models.mean_square)
+        backward_of_copies(rank, whole, loss=models.mean_square(whole(batch)))
+        for name, parameter in put.items():
+            if parameter.numel():
+                found, expected = parameter.grad, whole.get_parameter(name).grad
+                assert found is not None and expected is not None, f"{name} has no gradient in {step_label(step)}"
+                difference = exact_difference(found, cuts[name](expected))
+                assert difference is None, f"{name} in {step_label(step)}: element, found and expected: {difference}"
 
 
 @contract("OPTIMIZER-1")

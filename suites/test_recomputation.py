@@ -101,7 +101,7 @@ def test_recomputed_from_smaller_shards(rank: Rank, means: Means) -> None:
 
 @contract("RECOMPUTATION-4")
 @world(2)
-@SPANS
+@pytest.mark.parametrize("span", [*SPANS.args[1], "part-of-a-layer-reentrant"])
 def test_recomputed_spans(rank: Rank, span: Span) -> None:
     """Several units that are recomputed together, and parts of units, train as DDP does without recomputation."""
     pair = make_spans(rank, span)

@@ -24,9 +24,9 @@ from shardproof.harness.plugin.axes import FLAT, RESHARD, SHARDS
 from shardproof.harness.plugin.marks import meaningful_from
 
 DIM = 9
-DEPTH = 4
+DEPTH = 5
 #: In the second of the units.
-PLACE = "layers.1.out_proj"
+PLACE = "layers.2.out_proj"
 
 RECOVERS = needs(Capability.RECOVERY)
 
@@ -109,7 +109,7 @@ def test_interrupt(rank: Rank, phase: str) -> None:
 def test_exception_in_a_unit_of_several_modules(rank: Rank, phase: str) -> None:
     """The same where other modules of the unit have run, and others have not."""
     model = models.Tower(dim=DIM, depth=DEPTH)
-    check_recovery(rank, model, phase, units=[["layers.0", "layers.1", "layers.2"], ["layers.3"]])
+    check_recovery(rank, model, phase, units=[["layers.1", "layers.2", "layers.3"], ["layers.4"]])
 
 
 @contract("RECOVERY-1")
@@ -301,6 +301,23 @@ def test_saving_after_an_exception(rank: Rank, phase: str) -> None:
 
 
 @contract("RECOVERY-3")
+@RECOVERS
+@world(2)
+@needs(Capability.WHOLE_PARAMETERS)
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_function_for_every_module_after_an_exception(rank: Rank, phase: str) -> None:
+    """A function that a script applies to every module when a pass has raised sees what the last step has left."""
+    model = models.Tower(dim=DIM, depth=DEPTH)
+    plain = models.copy_of(model).to(rank.device)
+    run, trap = rank.run(model, units=model.units(), optimizer=None), Trap()
+    trap.lay(run, PLACE)
+    attempt(run, trap, phase, [rank.batch(0, (4, DIM))])
+    for one in (run.adapter.module, plain):
+        one.apply(lambda module: write(dict(module.named_parameters(recurse=False))))
+    check_values(run, plain)
+
+
+@contract("RECOVERY-3")
 @world(2)
 @needs(Capability.WHOLE_PARAMETERS)
 @FLAT
@@ -320,6 +337,29 @@ def test_exception_where_parameters_are_whole(rank: Rank, shards: bool, flat: bo
         check_values(run, plain)
     twin = rank.run(plain, **options)
     for step in range(2):
+        batch = [(rank.batch(step, (4, DIM)),)]
+        pictures = (one.step(batch, loss=models.mean_square) for one in (run, twin))
+        check_exact(rank, *pictures, step=step, why="the same values")
+
+
+@contract("RECOVERY-3")
+@world(2)
+@needs(Capability.WHOLE_PARAMETERS)
+@FLAT
+@SHARDS
+def test_whole_parameters_that_were_refused(rank: Rank, shards: bool, flat: bool) -> None:
+    """Where a script puts one of another shape among whole parameters, those of before are shards again and train."""
+    model = models.Tower(dim=DIM, depth=DEPTH)
+    options: dict[str, Any] = {"units": model.units(), "flat_parameters": flat, "shards": shards}
+    options["optimizer"] = optim.sgd()
+    run, twin = (rank.run(models.copy_of(model), **options) for _ in range(2))
+    layer = run.original_module("layers.1.in_proj")
+    for step in range(2):
+        names = [name for name, _ in run.adapter.module.named_parameters()]
+        with pytest.raises(Exception, match="shape"), run.adapter.whole_parameters(WholeParameters()):
+            layer.weight = torch.nn.Parameter(torch.zeros(2, 2, device=rank.device))
+        left = [name for name, _ in run.adapter.module.named_parameters()]
+        assert left == names, f"after the refusal the parameters are {left} instead of {names}"
         batch = [(rank.batch(step, (4, DIM)),)]
         pictures = (one.step(batch, loss=models.mean_square) for one in (run, twin))
         check_exact(rank, *pictures, step=step, why="the same values")

@@ -21,7 +21,7 @@ from shardproof.harness.parity import Census, Rank, check_exact, states
 from shardproof.harness.parity.flaws import FLAWED, choice, report_of, spoil, spoilt_load
 from shardproof.harness.parity.refusals import Refusal
 from shardproof.harness.parity.stateful_runs import DIM, LR, SAVED, TRAINED, check_loads, make, plain, train
-from shardproof.harness.plugin.axes import FLAT, RESHARD
+from shardproof.harness.plugin.axes import FLAT, RESHARD, SHARDS
 
 pytestmark = needs(Capability.DISTRIBUTED_CHECKPOINT, Capability.TIED_PARAMETERS, Capability.ADAM)
 
@@ -150,9 +150,10 @@ def test_new_data(rank: Rank, reshard_after_forward: bool | int | None, form: St
 @world(2)
 @needs(Capability.FLAT_PARAMETERS)  # others refuse such parameters
 @FORMS
-def test_other_strides(rank: Rank, form: StateForm) -> None:
+@SHARDS
+def test_other_strides(rank: Rank, shards: bool, form: StateForm) -> None:
     """Parameters that lie column by column are saved and loaded by index, from and into ones that lie row by row."""
-    runs = [make(rank, number, prepare=by_columns) if number else make(rank, 0) for number in range(2)]
+    runs = [make(rank, number, prepare=prepare, shards=shards) for number, prepare in enumerate((None, by_columns))]
     for saved, loaded in (runs, runs[::-1]):
         check_loads(rank, saved, loaded, form)
 

@@ -233,7 +233,10 @@ def _part_of_state(saved: SavedUnit, index: int, state: State) -> State:
     shards = saved.group.shards
     span = shards.spans[index]
     if shards.use_orig:
-        return {key: value.reshape(-1) if _is_laid_out(value, span.numel) else value for key, value in state.items()}
+        return {
+            key: shards.elements(index, value) if _is_laid_out(value, span.numel) else value
+            for key, value in state.items()
+        }
     return {
         key: value[span.offset : span.offset + span.numel] if _is_laid_out(value, shards.flat.numel()) else value
         for key, value in state.items()
@@ -404,8 +407,10 @@ def _state_to_load(place: Place, parts: dict[str, State], given: dict[str, State
     if shards.spans[index].numel == 0:
         # No gradient ever comes here, so the optimizer keeps nothing.
         return None
-    size = shards.originals[index].size()
-    return {key: value.tensor.view(size) if isinstance(value, _Part) else value for key, value in state.items()}
+    return {
+        key: shards.like_part(index, value.tensor) if isinstance(value, _Part) else value
+        for key, value in state.items()
+    }
 
 
 def _joined(saved: SavedUnit, states: dict[int, State]) -> State:

@@ -159,9 +159,12 @@ class _Last(NamedTuple):
     params: list[nn.Parameter]
     views: Views
 
-    def current(self) -> torch.Tensor | None:
-        """All of it, if these very views still are the gradients, so that adding to it adds to them."""
-        return self.views.whole(param.grad for param in self.params)
+    def current(self, params: Sequence[nn.Parameter]) -> torch.Tensor | None:
+        """All of it, if these very views still are the gradients of ``params``, so that adding to it adds to them."""
+        # A script may have put another parameter in the place of one, or frozen it: that one's gradient stays as it is.
+        if len(params) != len(self.params) or any(a is not b for a, b in zip(params, self.params, strict=True)):
+            return None
+        return self.views.whole(param.grad for param in params)
 
 
 class Gradients:
@@ -183,13 +186,14 @@ class Gradients:
 
         Where there are none, views of it become the gradients.
         """
-        buffer = None if self._last is None else self._last.current()
+        holders = list(self._group.shards.holders())
+        buffer = None if self._last is None else self._last.current([holder.param for holder in holders])
         if buffer is not None and buffer.dtype == reduced.dtype:
             buffer.add_(reduced)
             return
         given: list[nn.Parameter] = []
         all_new = True
-        for param, which in self._group.shards.holders():
+        for param, which in holders:
             view = self._group.shards.part(which, reduced)
             if param.grad is None:
                 set_grad(param, view)

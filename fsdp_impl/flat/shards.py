@@ -135,7 +135,17 @@ class FlatShards:
         if index is None:
             return shard
         span = self.spans[index]
-        elements = shard[span.offset : span.offset + span.numel]
+        return self.like_part(index, shard[span.offset : span.offset + span.numel])
+
+    def elements(self, index: int, held: torch.Tensor) -> torch.Tensor:
+        """The reverse of :meth:`part`: 1-D, in the order of the shard, of what is laid out like an original parameter.
+
+        Optimizers may have made ``held`` with other strides.
+        """
+        return self.cut_one(index, held) if held.size() == self.layout.pieces[index].size else held.reshape(-1)
+
+    def like_part(self, index: int, elements: torch.Tensor) -> torch.Tensor:
+        """``elements``, which lie in this rank's shard (1-D), as :meth:`part` shows them."""
         return elements if self.is_sharded else shaped(elements, self.layout.pieces[index])
 
     def holders(self) -> Iterator[Holder]:

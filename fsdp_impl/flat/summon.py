@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from fsdp_impl.common import dtensor
 from fsdp_impl.flat import construct
 from fsdp_impl.flat.group import FlatGroup
-from fsdp_impl.flat.layout import shaped
 from fsdp_impl.flat.reduction import Gradients, set_grad
 from fsdp_impl.flat.registry import unit_of, units_in
 from fsdp_impl.flat.shards import FLAT_PARAM, FlatShards, is_view_of, set_param
@@ -94,15 +93,17 @@ def _unit_full(
         try:
             yield
         finally:
-            if writeback:
-                group.outdate()
-                _write_back(group)
-            if grads is not None:
-                grads.take_back(params, writeback=writeback)
-            _register_shards(group)
-            if group.shards.is_sharded and not (writeback or was_stale):
-                # What was written is gone, and another rank may not have had anything to write to.
-                group.keep_up_to_date()
+            try:
+                if writeback:
+                    group.outdate()
+                    _write_back(group)
+            finally:
+                if grads is not None:
+                    grads.take_back(params, writeback=writeback)
+                _register_shards(group)
+                if group.shards.is_sharded and not (writeback or was_stale):
+                    # What was written is gone, and another rank may not have had anything to write to.
+                    group.keep_up_to_date()
     finally:
         unit.is_summoned = False
 
@@ -216,8 +217,7 @@ class WholeGradients:
         for index, (param, grad, span) in enumerate(zip(params, self._sharded, shards.spans, strict=True)):
             whole, param.grad = param.grad, None
             if writeback and grad is not None and whole is not None and span.numel:
-                changed = shards.cut_one(index, dtensor.local_part(whole))
-                grad.copy_(changed if shards.is_sharded else shaped(changed, shards.layout.pieces[index]))
+                grad.copy_(shards.like_part(index, shards.cut_one(index, dtensor.local_part(whole))))
             self._restore(index, grad)
 
     def _restore(self, index: int, grad: torch.Tensor | None) -> None:

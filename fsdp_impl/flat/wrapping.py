@@ -174,30 +174,31 @@ def _run_callable(
     A module inside which it does not want to look is not wrapped either.
     """
     targets: Targets = {}
+    # By modules, which may be in several places: the parameters in each that wrappers take.
+    known: dict[nn.Module, set[nn.Parameter]] = {}
 
-    def visit(current: nn.Module, *, is_root: bool) -> int:
-        """The number of elements in ``current`` that wrappers inside it, or itself, take."""
-        numel = _numel(current, ignored)
-        if not policy(module=current, recurse=True, nonwrapped_numel=numel):
-            return 0
-        taken = 0
+    def visit(current: nn.Module, *, is_root: bool) -> set[nn.Parameter]:
+        """The parameters in ``current`` that wrappers inside it, or itself, take."""
+        params = {param for param in current.parameters() if param not in ignored.params}
+        if not policy(module=current, recurse=True, nonwrapped_numel=_numel(params)):
+            return set()
+        taken: set[nn.Parameter] = set()
         for child in current.children():
-            if child not in ignored.modules and child not in seen:
-                seen.add(child)
-                taken += visit(child, is_root=False)
-        rest = numel - taken
-        if not is_root and policy(module=current, recurse=False, nonwrapped_numel=rest):
+            if child not in ignored.modules:
+                if child not in known:
+                    known[child] = visit(child, is_root=False)
+                taken |= known[child]
+        if not is_root and policy(module=current, recurse=False, nonwrapped_numel=_numel(params - taken)):
             targets[current] = dict(arguments)
-            return numel
+            return params
         return taken
 
-    seen = {module}
     visit(module, is_root=True)
     return targets
 
 
-def _numel(module: nn.Module, ignored: Ignored) -> int:
-    return sum(param.numel() for param in module.parameters() if param not in ignored.params)
+def _numel(params: Iterable[nn.Parameter]) -> int:
+    return sum(param.numel() for param in params)
 
 
 def _leave_out_of_mixed_precision(

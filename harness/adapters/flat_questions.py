@@ -5,11 +5,14 @@ The others are in :mod:`shardproof.harness.adapters.flat_calls`.
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import DTensor
 
 from shardproof.harness.adapters.flat_misuses import Scene
@@ -63,10 +66,187 @@ def _first_of_each_replica(scene: Scene) -> list[Any]:
     return [saved, is_whole]
 
 
+def _states_of_a_part(scene: Scene) -> list[bool]:
+    """Of a model that a part of the ranks has: whether each rank has saved what it should, and has what it loads."""
+    kind, api = scene.api.FullyShardedDataParallel, scene.api
+    ranks = scene.mesh[(scene.mesh.mesh_dim_names or ())[-1]]
+    model = scene.wrap(scene.layers(), device_mesh=ranks)
+    optimizer = scene.train(model)
+    # What is on the CPU already need not go there, and torch's would free it: F-41 of docs/findings.md.
+    config = api.FullOptimStateDictConfig(rank0_only=True, offload_to_cpu=False)
+    with kind.state_dict_type(model, api.StateDictType.FULL_STATE_DICT, api.FullStateDictConfig(), config):
+        saved = kind.optim_state_dict(model, optimizer)
+        is_first = ranks.get_local_rank() == 0
+        loaded = kind.optim_state_dict_to_load(model, optimizer, saved)
+    return [len(saved.get("state", {})) == (4 if is_first else 0), bool(loaded["state"])]
+
+
+def _bare_root(scene: Scene, **options: Any) -> Any:
+    """A wrapper whose module has buffers and no parameter but those of a wrapper inside."""
+    norm = nn.BatchNorm1d(4, affine=False)
+    layers = nn.Sequential(scene.wrap(nn.Linear(4, 4).to(scene.device), **options), norm).to(scene.device)
+    return scene.wrap(layers, **options)
+
+
+def _first_rank_of_a_bare_root(scene: Scene) -> bool:
+    """Whether all that is saved of it for the first rank is there, and nothing is saved on others."""
+    api, model = scene.api, _bare_root(scene)
+    config = api.FullStateDictConfig(rank0_only=True)
+    with api.FullyShardedDataParallel.state_dict_type(model, api.StateDictType.FULL_STATE_DICT, config):
+        saved = model.state_dict()
+    return len(saved) == (5 if scene.mesh.get_local_rank() == 0 else 0)
+
+
+def _casts_of_a_bare_root(scene: Scene) -> str:
+    """The dtype of what the first module inside gets, where the root alone casts its inputs."""
+    seen: list[str] = []
+    model = _bare_root(scene, mixed_precision=scene.api.MixedPrecision(param_dtype=torch.bfloat16))
+    model.module[0].register_forward_pre_hook(lambda module, args: seen.append(str(args[0].dtype)))
+    scene.run(model)
+    return seen[0]
+
+
+def _places_after_a_cast(scene: Scene) -> list[str]:
+    """The names of parameters, in their order, when a model that has an ignored one behind another has been cast."""
+    layer = nn.Linear(4, 4).to(scene.device)
+    model = scene.wrap(layer, ignored_states=[layer.bias])
+    scene.run(model)
+    model.double()
+    return [name for name, _ in layer.named_parameters()]
+
+
+def _tied_after_whole_ones(scene: Scene) -> list[bool]:
+    """Whether a model with a tied weight has the same names after whole parameters as before, flat or not."""
+    found = []
+    for flat in (False, True):
+        layers = scene.layers()
+        layers[1].weight = layers[0].weight
+        model = scene.wrap(layers, use_orig_params=not flat)
+        scene.run(model)
+        before = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        with scene.api.FullyShardedDataParallel.summon_full_params(model):
+            pass
+        found.append([name for name, _ in model.named_parameters(remove_duplicate=False)] == before)
+    return found
+
+
+def _buffers_of_what_is_recomputed(scene: Scene) -> list[str]:
+    """The dtypes of a recomputed module's buffer while the model trains, with a dtype for buffers, and saved."""
+    first, second = scene.layers()
+    second.register_buffer("mean", torch.zeros(4, device=scene.device))
+    precision = scene.api.MixedPrecision(buffer_dtype=torch.float64)
+    model = scene.wrap(nn.Sequential(first, checkpoint_wrapper(second)), mixed_precision=precision)
+    scene.run(model)
+    return [str(second.mean.dtype), str(model.state_dict()["1.mean"].dtype)]
+
+
+def _names_of_a_bare_root(scene: Scene) -> list[str]:
+    """The names of parameters where those of a wrapper that has none of its own are whole."""
+    model = _bare_root(scene)
+    with scene.api.FullyShardedDataParallel.summon_full_params(model):
+        return [name for name, _ in model.named_parameters()]
+
+
+def _states_of_a_small_unit(scene: Scene) -> list[str]:
+    """The names of states where a rank has no element of a unit that has one."""
+    layers = nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 1, bias=False)).to(scene.device)
+    layers[1] = scene.wrap(layers[1])
+    model = scene.wrap(layers)
+    optimizer = scene.train(model)
+    kind, forms = scene.api.FullyShardedDataParallel, scene.api.StateDictType
+    with kind.state_dict_type(model, forms.SHARDED_STATE_DICT):
+        return sorted(kind.optim_state_dict(model, optimizer)["state"])
+
+
+def _dtype_for_a_function(scene: Scene) -> list[str]:
+    """The dtypes of gradients that a function in the place of the reductions gets, with a dtype for these."""
+    found: set[str] = set()
+    precision = scene.api.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = scene.wrap(scene.layers(), mixed_precision=precision)
+    model.register_comm_hook(found, lambda seen, gradient, shard: seen.add(str(gradient.dtype)))
+    scene.run(model).float().sum().backward()
+    return sorted(found)
+
+
+def _refused_again(scene: Scene) -> list[bool]:
+    """Whether units that differ in what all must share are refused in the first forward, and in the second."""
+    model, found = scene.nested({"use_orig_params": False}), []
+    for _ in range(2):
+        try:
+            scene.run(model)
+        except ValueError:
+            found.append(True)
+        else:
+            found.append(False)
+    return found
+
+
+def _wrapped_by_size(scene: Scene, *, nested: bool) -> list[str]:
+    """The modules of which 18 elements are left, by their shortest names: one within others, or in two places."""
+    if nested:
+        inner = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(2, 4))
+        model = nn.Sequential(nn.Sequential(inner, nn.Linear(4, 2)))
+    else:
+        shared = nn.Linear(4, 4)
+        model = nn.Sequential(nn.Sequential(shared, nn.Linear(4, 2)), nn.Sequential(nn.Linear(2, 4), shared))
+    names = {child: name for name, child in model.named_modules()}
+    rule = functools.partial(scene.api.wrap.size_based_auto_wrap_policy, min_num_params=18)
+    wrapper = scene.wrap(model.to(scene.device), auto_wrap_policy=rule)
+    found = [one.module for one in scene.api.FullyShardedDataParallel.fsdp_modules(wrapper)]
+    return sorted(names[child] for child in found)
+
+
+def _options_of_a_script(scene: Scene) -> list[float]:
+    """The learning rates that are saved of an optimizer's state dict in which a script has changed them."""
+    model, kind = scene.nested(), scene.api.FullyShardedDataParallel
+    optimizer = scene.train(model)
+    given = optimizer.state_dict()
+    given["param_groups"] = [{**group, "lr": 7.0} for group in given["param_groups"]]
+    with kind.state_dict_type(model, scene.api.StateDictType.SHARDED_STATE_DICT):
+        return [group["lr"] for group in kind.optim_state_dict(model, optimizer, given)["param_groups"]]
+
+
+def _names_of_local_states(scene: Scene) -> list[str]:
+    """The names in a local state dict of a model that holds its original parameters."""
+    groups: Any = {"device_mesh": None, "process_group": scene.mesh.get_group()}  # which local state dicts need
+    model = scene.nested(groups, **groups)
+    with scene.api.FullyShardedDataParallel.state_dict_type(model, scene.api.StateDictType.LOCAL_STATE_DICT):
+        return sorted(model.state_dict())
+
+
+def _norm_with_options(scene: Scene) -> list[str]:
+    """The strategies of a batch normalisation and of its model, where a rule gives the former one of its own."""
+    kinds = scene.api.ShardingStrategy
+    rule = scene.api.wrap.CustomPolicy(
+        lambda module: {"sharding_strategy": kinds.SHARD_GRAD_OP} if isinstance(module, nn.BatchNorm1d) else False
+    )
+    layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to(scene.device)
+    precision = scene.api.MixedPrecision(param_dtype=torch.bfloat16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that it stays in full precision
+        model = scene.wrap(layers, auto_wrap_policy=rule, mixed_precision=precision)
+    return [one.sharding_strategy.name for one in (model.module[1], model)]
+
+
 #: By name.
 QUESTIONS: dict[str, Callable[[Scene], Any]] = {
     "states-by-default": _states_by_default,
     "bytes-past-alignment": _bytes_past_alignment,
     "in-a-plain-module": _in_a_plain_module,
+    "states-of-a-part": _states_of_a_part,
+    "first-rank-of-a-bare-root": _first_rank_of_a_bare_root,
+    "casts-of-a-bare-root": _casts_of_a_bare_root,
+    "places-after-a-cast": _places_after_a_cast,
+    "buffers-of-what-is-recomputed": _buffers_of_what_is_recomputed,
+    "names-of-a-bare-root": _names_of_a_bare_root,
+    "states-of-a-small-unit": _states_of_a_small_unit,
+    "dtype-for-a-function": _dtype_for_a_function,
+    "refused-again": _refused_again,
+    "nested-by-size": functools.partial(_wrapped_by_size, nested=True),
+    "in-two-places-by-size": functools.partial(_wrapped_by_size, nested=False),
+    "options-of-a-script": _options_of_a_script,
+    "names-of-local-states": _names_of_local_states,
+    "tied-after-whole-ones": _tied_after_whole_ones,
+    "norm-with-options": _norm_with_options,
     "first-of-each-replica": _first_of_each_replica,
 }

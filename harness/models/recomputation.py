@@ -122,7 +122,9 @@ class Computations:
             self._activations[name] = StorageWeakRef(local.untyped_storage())
 
 
-Span = Literal["two-layers", "two-layers-reentrant", "to-the-end", "part-of-a-layer", "matrices-saved"]
+Span = Literal[
+    "two-layers", "two-layers-reentrant", "to-the-end", "part-of-a-layer", "part-of-a-layer-reentrant", "matrices-saved"
+]
 """What one call of ``torch.utils.checkpoint`` recomputes, in a :class:`SpanTower`.
 
 - "two-layers": the last two layers together; "two-layers-reentrant" with the re-entrant autograd function.
@@ -172,10 +174,12 @@ class SpanTower(Tower):
 def recompute_span(model: SpanTower, span: Span) -> SpanTower:
     """Change a model in place so that backward recomputes ``span``, and return it."""
     model.span = span
-    if span == "part-of-a-layer":
-        for layer in model.layers:
+    if span in ("part-of-a-layer", "part-of-a-layer-reentrant"):
+        is_reentrant = span == "part-of-a-layer-reentrant"
+        # A re-entrant one needs an input that requires a gradient.
+        for layer in list(model.layers)[is_reentrant:]:
             half: Any = layer.in_proj
-            half.forward = functools.partial(checkpoint, half.forward, use_reentrant=False)
+            half.forward = functools.partial(checkpoint, half.forward, use_reentrant=is_reentrant)
     return model
 
 

@@ -80,14 +80,14 @@ FLAT = {
     "flat-no-attributes-afterwards": Edit("flat.summon:_register_shards", "    group.register_unsharded()\n", ""),
     "flat-gradients-in-another-order": Edit(
         "flat.summon:WholeGradients.take_back",
-        "changed if shards.is_sharded else shaped(changed, shards.layout.pieces[index])",
-        "changed.view_as(grad)",
+        "shards.like_part(index, shards.cut_one(index, dtensor.local_part(whole)))",
+        "shards.cut_one(index, dtensor.local_part(whole)).view_as(grad)",
     ),
     # After an error.
     "flat-whole-after-an-error": Edit(
         "flat.summon:_unit_full",
-        "        try:\n            yield\n        finally:\n            if writeback:\n",
-        "        yield\n        if True:\n            if writeback:\n",
+        "        try:\n            yield\n        finally:\n            try:\n                if writeback:\n",
+        "        yield\n        if True:\n            try:\n                if writeback:\n",
     ),
     "flat-exposed-after-an-error": Edit(
         "flat.summon:flat_params_exposed",

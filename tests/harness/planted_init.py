@@ -91,17 +91,17 @@ FLAT = {
         "begin = (rank ^ (rank >> 1)) * self.shard_numel; end = begin + self.shard_numel",
     ),
     # Policies.
-    "flat-inner-units-counted": Edit("flat.wrapping:_run_callable", "rest = numel - taken", "rest = numel"),
+    "flat-inner-units-counted": Edit("flat.wrapping:_run_callable", "_numel(params - taken)", "_numel(params)"),
     "flat-leaves-wrapped": Edit(
         "flat.wrapping:_run_callable",
-        "            return 0\n",
-        "            targets[current] = dict(arguments)\n            return numel\n",
+        "            return set()\n",
+        "            targets[current] = dict(arguments)\n            return params\n",
     ),
-    "flat-last-child-alone-counted": Edit("flat.wrapping:_run_callable", "taken += visit", "taken = visit"),
-    "flat-ignored-counted": Edit("flat.wrapping:_numel", " if param not in ignored.params", ""),
-    "flat-ignored-looked-into": Edit(
-        "flat.wrapping:_run_callable", "child not in ignored.modules and child not in seen", "child not in seen"
+    "flat-last-child-alone-counted": Edit(
+        "flat.wrapping:_run_callable", "taken |= known[child]", "taken = known[child]"
     ),
+    "flat-ignored-counted": Edit("flat.wrapping:_run_callable", " if param not in ignored.params", ""),
+    "flat-ignored-looked-into": Edit("flat.wrapping:_run_callable", "if child not in ignored.modules:", "if True:"),
     "flat-ignored-chosen": Edit(
         "wrap:CustomPolicy._run_policy", "        if module in ignored_modules:\n            continue\n", ""
     ),

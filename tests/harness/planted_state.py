@@ -124,7 +124,7 @@ FLAT = {
     "flat-optimizer-not-sent": Edit("flat.optim_state:load", "if rank0_only:", "if False:"),
     "flat-optimizer-shape-of-flat": Edit(
         "flat.optim_state:_state_to_load",
-        "value.tensor.view(size) if isinstance(value, _Part) else value",
+        "shards.like_part(index, value.tensor) if isinstance(value, _Part) else value",
         "value.tensor if isinstance(value, _Part) else torch.zeros_like(value)",
     ),
     "flat-optimizer-joined-at-zero": Edit(
@@ -147,7 +147,7 @@ FLAT = {
     "flat-whole-writes-always": Edit("flat.summon:_unit_full", "if writeback:\n", "if True:\n"),
     "flat-whole-on-all-ranks": Edit("flat.summon:_unit_full", "rank0_only and group.ranks.group.rank() != 0", "False"),
     "flat-whole-of-the-root-alone": Edit("flat.summon:full_params", "if recurse:", "if False:"),
-    "flat-whole-shards-not-registered": Edit("flat.summon:_unit_full", "            _register_shards(group)\n", ""),
+    "flat-whole-shards-not-registered": Edit("flat.summon:_unit_full", "                _register_shards(group)\n", ""),
     "flat-whole-still-summoned": Edit("flat.summon:_unit_full", "        unit.is_summoned = False\n", "        pass\n"),
     "flat-whole-in-place-skipped": Edit(
         "flat.summon:_write_back", "if not _lies_in_place(shards, index, value):", "if index:"
