@@ -46,8 +46,8 @@ class Unfit:
     repair: Callable[[nn.Module], Any] | None = None
 
 
-def _frozen(*size: int) -> nn.Module:
-    model = shapes.Spoiled(torch.randn(size))
+def _frozen(*size: int, turned: bool = False) -> nn.Module:
+    model = shapes.Spoiled(torch.randn(size[::-1]).t() if turned else torch.randn(size))
     model.odd.requires_grad_(False)
     return model
 
@@ -58,11 +58,16 @@ OTHER_SIZES: dict[str, Callable[[Rank], dict[str, Any]]] = {
     "a-negative-size": lambda rank: {"reshard_after_forward": -1},
     "no-size": lambda rank: {"reshard_after_forward": 0},
     "a-size-that-is-no-int": lambda rank: {"reshard_after_forward": float(rank.world_size)},
+    "a-size-of-all-replicas": lambda rank: {
+        "mesh": rank.mesh((rank.world_size, 1), ("replicate", "shard")),
+        "reshard_after_forward": rank.world_size,
+    },
 }
 UNFIT = {
     "a-scalar": Unfit(lambda: shapes.Spoiled(torch.randn(())), ("odd",)),
     "a-frozen-scalar": Unfit(_frozen, ("odd",)),
     "strides": Unfit(lambda: shapes.Spoiled(torch.randn(4, 3).t()), ("odd", "[3, 4]")),
+    "frozen-strides": Unfit(lambda: _frozen(3, 4, turned=True), ("odd", "[3, 4]")),
     "two-dtypes": Unfit(
         lambda: shapes.Spoiled(torch.randn(3, dtype=torch.float64)),
         ("float64", "DoubleTensor"),
@@ -150,6 +155,7 @@ UNFIT = {
 #: What only some implementations have an option for.
 UNFIT_NEEDS = {
     "a-size-that-does-not-divide": Capability.RESHARD_TO_SIZE,
+    "a-size-of-all-replicas": Capability.RESHARD_TO_SIZE,
     "a-negative-size": Capability.RESHARD_TO_SIZE,
     "no-size": Capability.RESHARD_TO_SIZE,
     "a-size-that-is-no-int": Capability.RESHARD_TO_SIZE,

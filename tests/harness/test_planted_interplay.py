@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow("the tests share one run of the suites, in which p
 
 COMBINED, SETTING = "test_what_cannot_be_combined and {}", "test_settings_that_cannot_be and {}"
 ANOTHER, NOT_REFUSED = "test_another_collective_in_the_place", "no rank refuses it"
-SEVERAL, SINCE_FORWARD = "test_casts_of_several_modules", "test_evaluation_between_forward_and_backward"
+SEVERAL, SINCE_FORWARD = "test_casts_of_several_modules", "test_evaluation_between_forward_and_backward and once"
 AMONG_FEWER = "test_gather_of_a_script_among_fewer_ranks and a-layer"
 KILLED = {
     "infinity-as-a-number-alone": Killer("test_some_parameters and one-infinity-as-a-word", "not supported between"),
