@@ -288,9 +288,9 @@ class Record:
     y: torch.Tensor
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class FrozenRecord:
-    """A dataclass whose fields cannot be set, and whose objects have no dictionary of attributes.
+    """A dataclass whose fields cannot be set.
 
     Attributes:
         x: the activation.

@@ -19,11 +19,6 @@ PER_PARAMETER = {
         "if tensor.grad is not None]",
         "if tensor.grad is not None and tensor.requires_grad]",
     ),
-    "frozen-strides-taken": Edit(
-        "per_parameter.construct:check_params",
-        "if not param.is_contiguous():",
-        "if param.requires_grad and not param.is_contiguous():",
-    ),
     "gradients-as-the-first": Edit(
         "per_parameter.reduction:Reducer._finish", "total.params[0].dtype", "group.shards.params[0].dtype"
     ),

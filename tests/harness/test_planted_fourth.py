@@ -19,7 +19,6 @@ UNFIT = "test_what_cannot_be_sharded and w2-{}"
 KILLED = {
     "frozen-where-resharded": Killer("test_frozen_after_an_evaluation and w4-2-shown", ""),
     "frozen-not-clipped": Killer("test_some_parameters and one-lists", "the norm of"),
-    "frozen-strides-taken": Killer(UNFIT.format("frozen-strides"), ""),
     "gradients-as-the-first": Killer("test_frozen_of_another_dtype and w2-None", ""),
     "shards-of-a-replica-kept": Killer("test_size_of_the_mesh and w4-True", "other parameters than the optimizer's"),
     "sizes-of-all-replicas-taken": Killer(UNFIT.format("a-size-of-all-replicas"), ""),
