@@ -344,21 +344,22 @@ def _quarter(output: torch.Tensor) -> torch.Tensor:
 @world(2)
 @needs(Capability.CLIP_SOME)
 @pytest.mark.parametrize(
-    ("foreach", "infinity"),
-    [(None, math.inf), (False, math.inf), (None, "inf")],
-    ids=["lists", "one-by-one", "infinity-as-a-word"],
+    ("foreach", "infinity", "limit"),
+    [(None, math.inf, 2.0**-10), (False, math.inf, 2.0**-10), (None, "inf", 2.0**-10), (None, math.inf, 0.0)],
+    ids=["lists", "one-by-one", "infinity-as-a-word", "no-norm-at-all"],
 )
 @pytest.mark.parametrize("names", [("high.weight",), ("low.weight", "high.shift")], ids=["one", "some"])
-def test_some_parameters(rank: Rank, names: tuple[str, ...], foreach: bool | None, infinity: Any) -> None:
+def test_some_parameters(rank: Rank, names: tuple[str, ...], foreach: bool | None, infinity: Any, limit: float) -> None:
     """The gradients of one parameter, given alone, or of some in a list are clipped by their own norm, and no others.
 
     Compared bit for bit: the largest gradient of all ranks is the same number whoever finds it.
     """
-    run, limit = rank.run(mixed.Mixed(), units=[["low"], ["high"]], optimizer=optim.sgd()), 2.0**-10
+    run = rank.run(mixed.Mixed(), units=[["low"], ["high"]], optimizer=optim.sgd())
     run.forward_backward((rank.batch(0, (6, 4)),), loss=torch.sum)
     adapter = run.adapter
     before = {name: piece.tensor.clone() for name, piece in adapter.gradients().items() if piece is not None}
     parameters = [adapter.held_parameters()[name] for name in names]
+    parameters[0].requires_grad_(False)  # what is frozen after backward has its gradient all the same
     given = parameters[0] if len(names) == 1 else parameters
     norm = adapter.norm_value(adapter.clip_parameters(given, Clip(limit, infinity), foreach=foreach))
     largest = max(rank.exchange(max(float(before[name].abs().max()) for name in names)))

@@ -212,6 +212,25 @@ def test_only_ranks_of_the_mesh_take_part(rank: Rank, name: str) -> None:
             assert item.group == mine, f"{item}: the data-parallel ranks are {mine}"
 
 
+@contract("COLLECTIVES-5", "COLLECTIVES-6")
+@world(8)
+@needs(Capability.TENSOR_PARALLEL, Capability.COUNTED_UNITS, Capability.RESHARD_A_PART, Capability.ROOT_RESHARD)
+@pytest.mark.parametrize("shape", [(2, 4), (4, 2)], ids=["in-a-row", "every-other"])
+def test_resharded_within_half_the_ranks(rank: Rank, shape: tuple[int, int]) -> None:
+    """Of a mesh of half the ranks, resharded to groups of two, backward gathers within two neighbours on that mesh."""
+    mesh = rank.mesh(shape, ("halves", "dp") if shape[0] == 2 else ("dp", "halves"))["dp"]
+    model = models.Tower(dim=9, depth=DEPTH)
+    pair = rank.pair(model, units=model.units(), mesh=mesh, reshard_after_forward=2)
+    mine, first = tuple(mesh.mesh.tolist()), mesh.get_local_rank() // 2 * 2
+    for step in range(2):
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+        for item in pair.last_trace():
+            again = (item.phase, item.kind) == ("backward", "all_gather")
+            expected = mine[first : first + 2] if again else mine
+            assert item.group == expected, f"{item}: its ranks should be {expected}"
+
+
 @contract("COLLECTIVES-7")
 @world(2)
 @needs(Capability.COUNTED_UNITS, Capability.GROUPED_UNIT, Capability.RESHARD_AFTER_FORWARD, Capability.ROOT_RESHARD)
@@ -299,9 +318,10 @@ def test_evaluations_add_no_gather_to_a_step(rank: Rank, reshard_after_forward: 
 @contract("COLLECTIVES-4")
 @world(2)
 @needs(Capability.COUNTED_UNITS, Capability.MULTIPLE_FORWARD, Capability.RESHARD_AFTER_FORWARD)
-def test_evaluation_between_forward_and_backward(rank: Rank) -> None:
+@pytest.mark.parametrize("kind", [models.Tower, RepeatedTower], ids=["once", "twice"])
+def test_evaluation_between_forward_and_backward(rank: Rank, kind: type[models.Tower]) -> None:
     """What a backward gathers, and when, is as without the evaluation that ran since its forward."""
-    model, batches = models.Tower(dim=9, depth=DEPTH), [rank.batch(number, (4, 9)) for number in range(2)]
+    model, batches = kind(dim=9, depth=DEPTH), [rank.batch(number, (4, 9)) for number in range(2)]
     traces: list[str] = []
     for evaluates in (False, True):
         run = rank.run(models.copy_of(model), units=model.units(), reshard_after_forward=True)

@@ -14,6 +14,7 @@ from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.adapters.base import Precision
 from shardproof.harness.models.extension import Calls, Halves, extend, extend_shard
 from shardproof.harness.parity import Pair, Rank, exact_difference
+from shardproof.harness.parity.census import bytes_of
 from shardproof.harness.parity.refusals import Refusal, sharded
 from shardproof.harness.plugin.axes import RESHARD
 
@@ -75,11 +76,13 @@ def test_shards_in_the_place_of_others(rank: Rank) -> None:
 @world(2)
 @pytest.mark.parametrize("kind", ["class", "object"])
 def test_what_a_hook_makes_is_freed(rank: Rank, kind: str) -> None:
-    """What the second hook made is freed after forward where the unit is, and filled again in backward."""
+    """What the second hook is given and makes is freed after forward where the unit is, and made again in backward."""
     pair, calls = extended(rank, kind, True)
     pair.step(rank.batch(0, (4, 5)))
     pair.check()
     assert [storage.size() for storage in calls.storages] == [0, 0], "after backward the gathered weights hold bytes"
+    held = sum(map(bytes_of, calls.gathered))
+    assert not held, f"after backward what was gathered for the second hooks holds {held} bytes"
     assert calls.filled == 2, f"backward filled {calls.filled} weights again, not 2"
 
 
@@ -176,9 +179,10 @@ def test_padding_that_a_hook_leaves(rank: Rank) -> None:
 
 @contract("EXTENSION-2")
 @world(2)
-def test_inputs_without_padding(rank: Rank) -> None:
-    """A first hook that does not pad is refused, where a rank has fewer rows, before that rank enters a gather."""
-    adapter, calls = sharded(rank, models.two_linear((5, 7), (7, 6)).to(rank.device)), Calls(pads=False)
+@pytest.mark.parametrize("pads", [0, 1], ids=["none", "one-of-two"])
+def test_inputs_without_padding(rank: Rank, pads: int) -> None:
+    """A first hook that does not pad all is refused, where a rank has fewer rows, before that rank enters a gather."""
+    adapter, calls = sharded(rank, models.two_linear((5, 7), (7, 6)).to(rank.device)), Calls(pads=pads)
     extend_shard(sharded_weight(adapter.named_parameters()["0.weight"]), calls)
     text = None
     if rank.index == 1:  # the other has four rows of seven, and nothing to pad

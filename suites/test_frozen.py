@@ -203,6 +203,10 @@ def test_frozen_of_another_dtype(rank: Rank, reshard_after_forward: bool | int |
     # Behind 15 or 25 elements of two bytes, in whatever order the parameters are laid out.
     model.register_parameter("unused", nn.Parameter(torch.randn(5, 1), requires_grad=False))
     nn.init.normal_(model.low.weight)
+    # One comes ahead of what trains, as where a script adds trained parts to a layer that it keeps.
+    trained = model.low._parameters.pop("weight")
+    model.low.register_parameter("kept", nn.Parameter(torch.randn(3, 5).half(), requires_grad=False))
+    model.low.register_parameter("weight", trained)
     plain = copy.deepcopy(model).to(rank.device)
     dtypes = {name: parameter.dtype for name, parameter in plain.named_parameters()}
     run = rank.run(model, reshard_after_forward=reshard_after_forward)
@@ -216,11 +220,12 @@ def test_frozen_of_another_dtype(rank: Rank, reshard_after_forward: bool | int |
         assert found == dtypes, f"after the forward of {step_label(step)}"
         run.adapter.backward(output.sum())
         gradients = run.adapter.gradients()
-        wrong = [name for name in ("weight", "unused") if gradients[name] is not None]
+        wrong = [name for name in ("weight", "unused", "low.kept") if gradients[name] is not None]
         assert not wrong, f"frozen and with a gradient: {wrong}"
         piece = gradients["low.weight"]
         assert piece is not None, "low.weight has no gradient"
         assert piece.tensor.eq(average).all(), f"gradient of 'low.weight': {piece.tensor} instead of {average}"
+        assert piece.tensor.dtype == torch.float32, f"the gradient of 'low.weight' is {piece.tensor.dtype}"
         run.adapter.zero_grad(set_to_none=True)
 
 
@@ -329,11 +334,11 @@ def test_flat_frozen_between_steps(rank: Rank, reshard_after_forward: bool | Non
 
 
 @contract("FROZEN-4")
-@world(2)
+@world(2, 4)
 @needs(Capability.UNUSED_OUTPUT)
 @pytest.mark.parametrize("form", ["held", "shown"])
-@pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
-def test_frozen_after_an_evaluation(rank: Rank, reshard_after_forward: bool | None, form: str) -> None:
+@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+def test_frozen_after_an_evaluation(rank: Rank, reshard_after_forward: bool | int | None, form: str) -> None:
     """The same after an evaluation, of the parameters that the optimizer has or of those that modules show then."""
     model = models.Tower(dim=9, depth=DEPTH)
     pair = rank.pair(

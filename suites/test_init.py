@@ -58,6 +58,10 @@ OTHER_SIZES: dict[str, Callable[[Rank], dict[str, Any]]] = {
     "a-negative-size": lambda rank: {"reshard_after_forward": -1},
     "no-size": lambda rank: {"reshard_after_forward": 0},
     "a-size-that-is-no-int": lambda rank: {"reshard_after_forward": float(rank.world_size)},
+    "a-size-of-all-replicas": lambda rank: {
+        "mesh": rank.mesh((rank.world_size, 1), ("replicate", "shard")),
+        "reshard_after_forward": rank.world_size,
+    },
 }
 UNFIT = {
     "a-scalar": Unfit(lambda: shapes.Spoiled(torch.randn(())), ("odd",)),
@@ -148,24 +152,25 @@ UNFIT = {
     ),
 }
 #: What only some implementations have an option for.
-UNFIT_NEEDS = {
-    "a-size-that-does-not-divide": Capability.RESHARD_TO_SIZE,
-    "a-negative-size": Capability.RESHARD_TO_SIZE,
-    "no-size": Capability.RESHARD_TO_SIZE,
-    "a-size-that-is-no-int": Capability.RESHARD_TO_SIZE,
-    "a-list": Capability.GROUPED_UNIT,  # an implementation that wraps one module takes a list as it takes others
-    "a-dict": Capability.GROUPED_UNIT,
-    "an-uneven-dimension": Capability.SHARD_DIMENSION,
-    "no-such-dimension": Capability.SHARD_DIMENSION,
-    "ignored-by-two-options": Capability.IGNORED_MODULES,
-    "no-elements": Capability.SHARD_DIMENSION,
-    "a-placement-that-cuts-nothing": Capability.SHARD_DIMENSION,
-    "a-module-once-more": Capability.PROCESS_GROUPS,
-    "a-module-twice-in-a-unit": Capability.GROUPED_UNIT,
-    "replicas-without-groups": Capability.FLAT_PARAMETERS,
-    "integers": Capability.FLAT_PARAMETERS,  # which have gradients or none; others hold integers beside them
-    "cube-of-replicas": Capability.FLAT_PARAMETERS,
-    "frozen-beside-trainable": Capability.FLAT_PARAMETERS,
+UNFIT_MARKS = {
+    "a-size-that-does-not-divide": needs(Capability.RESHARD_TO_SIZE),
+    "a-size-of-all-replicas": needs(Capability.RESHARD_TO_SIZE),
+    "a-negative-size": needs(Capability.RESHARD_TO_SIZE),
+    "no-size": needs(Capability.RESHARD_TO_SIZE),
+    "a-size-that-is-no-int": needs(Capability.RESHARD_TO_SIZE),
+    "a-list": needs(Capability.GROUPED_UNIT),  # an implementation that wraps one module takes a list as it takes others
+    "a-dict": needs(Capability.GROUPED_UNIT),
+    "an-uneven-dimension": needs(Capability.SHARD_DIMENSION),
+    "no-such-dimension": needs(Capability.SHARD_DIMENSION),
+    "ignored-by-two-options": needs(Capability.IGNORED_MODULES),
+    "no-elements": needs(Capability.SHARD_DIMENSION),
+    "a-placement-that-cuts-nothing": needs(Capability.SHARD_DIMENSION),
+    "a-module-once-more": needs(Capability.PROCESS_GROUPS),
+    "a-module-twice-in-a-unit": needs(Capability.GROUPED_UNIT),
+    "replicas-without-groups": needs(Capability.FLAT_PARAMETERS),
+    "integers": needs(Capability.FLAT_PARAMETERS),  # which have gradients or none; others hold integers beside them
+    "cube-of-replicas": needs(Capability.FLAT_PARAMETERS),
+    "frozen-beside-trainable": needs(Capability.FLAT_PARAMETERS),
 }
 
 
@@ -267,10 +272,7 @@ def test_memory_to_shard_a_model_on_the_cpu(rank: Rank) -> None:
 @contract("INIT-5")
 @world(2)
 @each_value("what")
-@pytest.mark.parametrize(
-    "what",
-    [pytest.param(name, marks=[needs(UNFIT_NEEDS[name])] if name in UNFIT_NEEDS else []) for name in UNFIT],
-)
+@pytest.mark.parametrize("what", [pytest.param(name, marks=UNFIT_MARKS.get(name, ())) for name in UNFIT])
 def test_what_cannot_be_sharded(rank: Rank, what: str) -> None:
     """What an implementation does not shard it refuses by name, on every rank, and leaves as it was.
 

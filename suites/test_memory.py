@@ -250,6 +250,7 @@ def held_by(adapter: Adapter, device: torch.device) -> dict[str, int]:
     [
         "after-a-step",
         "after-an-evaluation",
+        pytest.param("registration-of-a-method", marks=needs(Capability.FORWARD_METHOD)),
         pytest.param("before-a-backward", marks=needs(Capability.AUTOGRAD_CALLS)),
         "exception-in-forward",
         "exception-in-backward",
@@ -300,6 +301,8 @@ def finish(adapter: Adapter, end: str, batch: torch.Tensor) -> None:
     def fail(*_: Any) -> None:
         raise Injected
 
+    if end == "registration-of-a-method":
+        adapter.register_forward_method("layers.1", "extra_repr")  # any method of its class; it need not run
     if end == "after-an-evaluation":
         with torch.no_grad():
             adapter.forward(batch)

@@ -44,17 +44,18 @@ CHOICES = {"largest": largest, "last": last}
 @world(2, 4)
 @needs(Capability.REGISTERED_STATE)
 @pytest.mark.parametrize("replicas", [False, HYBRID])
-def test_layout(rank: Rank, replicas: bool) -> None:
+@pytest.mark.parametrize("named", [False, pytest.param(True, marks=needs(Capability.SHARD_DIMENSION))])
+def test_layout(rank: Rank, named: bool, replicas: bool) -> None:
     """A parameter is on the given mesh, cut along its first dimension and replicated along the replicas.
 
     It has its global shape, stride and dtype, and its shards together are the parameter bit for bit, before the first
-    forward and after a step.
+    forward and after a step. It is the same where a script names the first dimension.
     """
     size = rank.world_size
     mesh = rank.mesh((2, size // 2), ("replicate", "shard")) if replicas else rank.mesh()
     model = shapes.ManyShapes()
     full = {name: value.detach().clone() for name, value in model.named_parameters()}
-    pair = rank.pair(model, units=[["body"]], mesh=mesh)
+    pair = rank.pair(model, units=[["body"]], mesh=mesh, shard_dim=(lambda _: 0) if named else None)
     check_layout(pair.adapter.named_parameters(), full, mesh, dims=dict.fromkeys(full, 0))
     pair.step(rank.batch(0, (2, 3, 6, 6)))
     pair.check()

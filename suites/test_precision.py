@@ -380,16 +380,17 @@ def test_inputs(rank: Rank, passing: mixed.Passing, casts_inputs: bool) -> None:
 @world(2)
 @needs(Capability.MIXED_PRECISION, Capability.OUTPUT_DTYPE)
 @each_value("dtype")
-@pytest.mark.parametrize("dtype", [torch.bool, torch.complex64], ids=["bool", "complex64"])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.complex64, torch.float64], ids=lambda one: str(one)[6:])
 def test_masks_and_rotations(rank: Rank, dtype: torch.dtype) -> None:
-    """Masks and complex numbers, as of rotary embeddings, are neither cast on their way in nor on their way out."""
+    """Masks and complex numbers, as of rotary embeddings, are not cast on their way in and out; wide floats are."""
     model = mixed.Choosing()
     inner = Precision(compute=BRAIN, reduce=FULL, output=FULL)
     run = rank.run(model, units=[["inner"]], unit_precision={"inner": inner})
     x = rank.batch(0, SHAPE)
     run.forward_backward((x, (x * 7).long().to(dtype)), loss=torch.sum)
-    assert set(model.taken) == {(BRAIN, dtype)}, f"the unit got {set(model.taken)}"
-    assert set(model.returned) == {(FULL, dtype)}, f"the unit returned {set(model.returned)}"
+    inside, outside = (BRAIN, FULL) if dtype.is_floating_point else (dtype, dtype)
+    assert set(model.taken) == {(BRAIN, inside)}, f"the unit got {set(model.taken)}"
+    assert set(model.returned) == {(FULL, outside)}, f"the unit returned {set(model.returned)}"
 
 
 @contract("PRECISION-5")

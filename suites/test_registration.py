@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shardproof.harness import Capability, contract, each_value, models, needs, world
+from shardproof.harness.adapters.base import Settings
 from shardproof.harness.findings.finding import step_label
 from shardproof.harness.parity import Rank, Run, exact_difference
 from shardproof.harness.plugin.axes import RESHARD, RESHARD_ROOT, RESHARD_UNEVEN, with_first
@@ -52,10 +53,12 @@ def test_after_forward(rank: Rank, dim: int, units: list[list[str]], reshard_aft
 @contract("REGISTRATION-1")
 @world(2, 4)
 @needs(Capability.MANUAL_RESHARD, Capability.RESHARD_TO_SIZE, Capability.ROOT_RESHARD)
-def test_size_of_the_mesh(rank: Rank) -> None:
-    """To reshard to groups of all ranks is to reshard: after forward the optimizer's parameters are registered."""
-    model = models.Tower(dim=8, depth=2)
-    run = rank.run(model, units=model.units(), reshard_after_forward=rank.world_size)
+@pytest.mark.parametrize("replicas", [False, pytest.param(True, marks=needs(Capability.HYBRID))])
+def test_size_of_the_mesh(rank: Rank, replicas: bool) -> None:
+    """To reshard to groups of all shards is to reshard: after forward the optimizer's parameters are registered."""
+    model, size = models.Tower(dim=8, depth=2), 2 if replicas else rank.world_size
+    mesh = rank.mesh((rank.world_size // 2, 2), ("replicate", "shard")) if replicas else rank.mesh()
+    run = rank.run(model, units=model.units(), mesh=mesh, reshard_after_forward=size)
     run.adapter.forward(rank.batch(0, (3, 8)))
     held = run.adapter.held_parameters()
     others = [name for name, shown in run.adapter.named_parameters().items() if shown is not held[name]]
@@ -91,6 +94,19 @@ def test_after_forward_without_gradients(rank: Rank, reshard_after_forward: bool
         run.forward_backward((rank.batch(step, (3, 8)),), loss=models.mean_square)
         _assert_sharded(run, f"after the backward of {step_label(step)}")
         _assert_values(run, original)
+
+
+@contract("REGISTRATION-3")
+@needs(Capability.UNIT_SETTINGS, Capability.RESHARD_AFTER_FORWARD, Capability.ROOT_RESHARD)
+def test_after_forwards_of_two_settings(rank: Rank) -> None:
+    """Whether forward frees a unit can be set while the unit is gathered; the next forward leaves what is set then."""
+    model = models.Tower(dim=8, depth=2)
+    run = rank.run(model, units=model.units(), reshard_after_forward=False)
+    for choice in (False, True, False):
+        run.adapter.change(Settings(reshard_after_forward=choice), recurse=True)
+        with torch.no_grad():
+            run.adapter.forward(rank.batch(0, (3, 8)))
+        _assert_as_after_forward(run, choice, has_units=True)
 
 
 @contract("REGISTRATION-4")

@@ -442,11 +442,11 @@ def test_other_forward_methods(rank: Rank, reshard_after_forward: bool | int | N
 @world(2)
 @needs(Capability.FORWARD_METHOD)
 def test_forward_methods_of_one_class(rank: Rank) -> None:
-    """A method may be registered for several units of one class, each by itself."""
+    """A method may be registered for several units of one class, each by itself, and several for one unit."""
     model = models.TwoEncoders(dim=9)
     pair = rank.pair(model, units=[["first"], ["second"]])
-    for name in ("first", "second"):
-        pair.adapter.register_forward_method(name, "features")
+    for name, method in (("first", "features"), ("second", "features"), ("second", "stretched")):
+        pair.adapter.register_forward_method(name, method)
     for step in range(3):
         pair.step(rank.batch(step, (4, 9)))
         pair.check()

@@ -51,7 +51,7 @@ BY_SIZE = {
     "91": Rule(WrapPolicy("size", min_numel=91), BLOCKS),
     "169": Rule(WrapPolicy("size", min_numel=169), ("blocks.1",)),
     "none": Rule(WrapPolicy("size", min_numel=564), ()),
-    "leaves": Rule(WrapPolicy("size", min_numel=42, leaves=(PartsBlock, nn.MultiheadAttention)), ("entry",)),
+    "leaves": Rule(WrapPolicy("size", min_numel=42, leaves=(PartsBase, nn.MultiheadAttention)), ("entry",)),
     "attention": Rule(WrapPolicy("size", min_numel=100, leaves=()), (*BLOCKS, "attention")),
     "excluded": Rule(WrapPolicy("size", min_numel=42, excluded=(nn.Linear, nn.ModuleList)), BLOCKS),
 }

@@ -214,9 +214,16 @@ class ParamGroup:
             self.to_sharded()
 
     def sync_requires_grad(self) -> None:
-        """Notice what was frozen and unfrozen while the parameters are unsharded."""
-        for param in self.shards.params if self.residence is Residence.UNSHARDED else ():
-            param.sync_requires_grad()
+        """Notice what was frozen and unfrozen while modules hold others than the sharded parameters."""
+        if self._smaller is not None:
+            self._smaller.sync_requires_grad()
+        elif self.residence is Residence.UNSHARDED:
+            self._sync_unsharded()
+
+    def _sync_unsharded(self) -> None:
+        for param in self.shards.params:
+            assert param.unsharded is not None
+            param.sync_requires_grad(param.unsharded)
 
     def refresh(self) -> bool:
         """Notice sharded parameters that were moved or replaced; whether the current stream wrote a new buffer."""
@@ -264,7 +271,7 @@ class ParamGroup:
     def _register_unsharded(self) -> None:
         for param in self.shards.params:
             assert param.unsharded is not None
-            param.sync_requires_grad()
+            param.sync_requires_grad(param.unsharded)
             param.register(param.unsharded)
         # The copy-out is queued behind the gather on the current stream, so nothing reads the smaller shards any more.
         self._smaller = None
@@ -321,6 +328,11 @@ class SmallerShards:
         """Let the modules hold them."""
         for param, smaller in zip(self._params, self._smaller, strict=True):
             param.register(smaller)
+
+    def sync_requires_grad(self) -> None:
+        """Notice what was frozen and unfrozen while the modules hold them."""
+        for param, smaller in zip(self._params, self._smaller, strict=True):
+            param.sync_requires_grad(smaller)
 
 
 def _spec_of(param: ShardedParam, mesh: ShardMesh) -> DTensorSpec:

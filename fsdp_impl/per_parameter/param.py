@@ -217,7 +217,7 @@ class ShardedParam:
         self.unsharded: nn.Parameter | None = None
         self.accumulated: torch.Tensor | None = None
         self.serial = _serial_number(original)
-        # What both forms had when they were last compared.
+        # What all forms had when they were last compared.
         self._requires_grad = original.requires_grad
 
     @property
@@ -296,15 +296,13 @@ class ShardedParam:
         self.slot = slot
         self._slot_pointer = slot.data_ptr()
 
-    def sync_requires_grad(self) -> None:
-        """Users freeze and unfreeze the sharded parameter, or the unsharded one while modules hold that."""
-        assert self.unsharded is not None
-        changed, other = self.sharded, self.unsharded
-        if other.requires_grad != self._requires_grad:
-            changed, other = other, changed
-        if other.requires_grad != changed.requires_grad:
-            other.requires_grad_(changed.requires_grad)
-        self._requires_grad = changed.requires_grad
+    def sync_requires_grad(self, shown: nn.Parameter) -> None:
+        """Users freeze and unfreeze the sharded parameter, or ``shown``, which modules hold in its place."""
+        wanted = (self.sharded if shown.requires_grad == self._requires_grad else shown).requires_grad
+        for form in (self.sharded, self.unsharded, shown):
+            if form is not None and form.requires_grad != wanted:
+                form.requires_grad_(wanted)
+        self._requires_grad = wanted
 
     def _check(self, held: Any) -> None:
         if not isinstance(held, DTensor):

@@ -23,6 +23,9 @@ class Capability(enum.StrEnum):
     RESHARD_TO_SIZE_UNEVEN = "reshard-to-size-uneven"
     """After resharding to a smaller size that does not divide a dimension, ``parameters()`` shows the right shards."""
 
+    RESHARD_A_PART = "reshard-a-part"
+    """Resharding to a smaller size works too where several parts of the world train models of their own."""
+
     ROOT_RESHARD = "root-reshard"
     """``reshard_after_forward=True`` also frees the root's own unit after forward."""
 

@@ -22,6 +22,7 @@ _SHARDING = frozenset(
         Capability.RESHARD_AFTER_FORWARD,
         Capability.RESHARD_TO_SIZE,
         Capability.RESHARD_TO_SIZE_UNEVEN,
+        Capability.RESHARD_A_PART,
         Capability.ROOT_RESHARD,
         Capability.HYBRID,
         Capability.DEFERRED_ALL_REDUCE,
@@ -88,9 +89,9 @@ class TorchReplicateWithFsdpAdapter(DTensorAdapter):
 
 
 # Why the other capabilities are missing, beside those that DTensorAdapter lacks:
-# - SHARDED, RESHARD_AFTER_FORWARD, RESHARD_TO_SIZE, RESHARD_TO_SIZE_UNEVEN, ROOT_RESHARD, SHARD_DIMENSION, UNIT_MESHES,
-#   GATHER_EXTENSION, GATHER_ORDER, EXPLICIT_PREFETCH, COUNTED_UNITS, REGISTERED_STATE: nothing is sharded, so nothing
-#   is gathered, freed or shown as a shard.
+# - SHARDED, RESHARD_AFTER_FORWARD, RESHARD_TO_SIZE, RESHARD_TO_SIZE_UNEVEN, RESHARD_A_PART, ROOT_RESHARD,
+#   SHARD_DIMENSION, UNIT_MESHES, GATHER_EXTENSION, GATHER_ORDER, EXPLICIT_PREFETCH, COUNTED_UNITS, REGISTERED_STATE:
+#   nothing is sharded, so nothing is gathered, freed or shown as a shard.
 # - HYBRID, DEFERRED_ALL_REDUCE: the mesh has one dimension.
 # - UNIT_SETTINGS, OWN_REDUCE_GROUP: they are the settings of gathers and reduce-scatters.
 # - SINGLE_RANK, TENSOR_PARALLEL_COUNTS: gradients are all-reduced among one rank too.

@@ -11,6 +11,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 
 @dataclasses.dataclass
@@ -20,16 +21,18 @@ class Calls:
     Attributes:
         before: of each call of ``fsdp_pre_all_gather``, the mesh's size, the full size, the number of outputs of
             the module, and the compute dtype of the policy.
-        storages: of the full tensors that ``fsdp_post_all_gather`` has made, in the order of the first gathers.
+        gathered: the memory of what ``fsdp_post_all_gather`` was given, of each call.
+        storages: of the full tensors that it has made, in the order of the first gathers.
         filled: how often it filled a tensor that it had made before.
-        pads: whether the first hook pads the shards of ranks that hold fewer rows, as it must.
+        pads: how many of the two halves the first hook pads, on ranks that hold fewer rows: both, as it must.
         cuts: whether the second hook leaves out the rows of padding, as it may, when it makes a tensor.
     """
 
     before: list[tuple[int, tuple[int, ...], int, torch.dtype | None]] = dataclasses.field(default_factory=list)
+    gathered: list[StorageWeakRef] = dataclasses.field(default_factory=list)
     storages: list[torch.UntypedStorage] = dataclasses.field(default_factory=list)
     filled: int = 0
-    pads: bool = True
+    pads: int = 2
     cuts: bool = True
 
 
@@ -87,16 +90,18 @@ class Halves(torch.Tensor):
 def before(shard: torch.Tensor, calls: Calls, mesh: Any, size: torch.Size, module: Any, policy: Any) -> Any:
     """Return the two halves of the padded shard, and the full size."""
     calls.before.append((mesh.size(), tuple(size), getattr(module, "out_features", 0), policy.param_dtype))
-    padded = shard.new_zeros(-(-size[0] // mesh.size()) if calls.pads else shard.size(0), *size[1:])
+    padded = shard.new_zeros(-(-size[0] // mesh.size()), *size[1:])
     padded[: shard.size(0)].copy_(shard)
     high = padded.to(torch.bfloat16)
     # Exact: what bfloat16 cuts off has fewer bits than the dtype.
-    return (high, padded - high.to(padded.dtype)), size
+    halves = (high, padded - high.to(padded.dtype))
+    return tuple(half if index < calls.pads else half[: shard.size(0)] for index, half in enumerate(halves)), size
 
 
 def after(calls: Calls, outputs: Any, size: torch.Size, dtype: torch.dtype, out: torch.Tensor | None) -> Any:
     """Add up the two halves, into a new tensor or into the one that was made before."""
     high, rest = outputs
+    calls.gathered += [StorageWeakRef(output.untyped_storage()) for output in outputs]
     for output in outputs:
         begin, numel = output.storage_offset(), output.untyped_storage().nbytes() // output.element_size()
         assert begin == 0 and numel >= output.numel(), f"a gathered tensor begins at {begin} of {numel} elements"

@@ -157,7 +157,7 @@ class ReusedInner(nn.Module):
 
 
 class Encoder(nn.Module):
-    """A Linear(dim, dim) that only the method ``features`` calls; calling the module itself is an error."""
+    """A Linear(dim, dim) that only the methods call; calling the module itself is an error."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -167,8 +167,13 @@ class Encoder(nn.Module):
         """The tanh of the linear layer's output, (batch, dim) to (batch, dim); the parent calls this method."""
         return torch.tanh(self.inner(x))
 
+    def stretched(self, x: torch.Tensor, *, by: float = 1.0) -> torch.Tensor:
+        """``by`` times the linear layer's output, (batch, dim) to (batch, dim)."""
+        stretched: torch.Tensor = self.inner(x) * by
+        return stretched
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        raise AssertionError("only features() is called")
+        raise AssertionError("only other methods are called")
 
 
 class TwoStage(nn.Module):
@@ -188,7 +193,7 @@ class TwoStage(nn.Module):
 
 
 class TwoEncoders(nn.Module):
-    """Runs a method other than forward of two units of one class, ``first`` and ``second``.
+    """Runs methods other than forward of two units of one class, ``first`` and ``second``: one of each, then another.
 
     Input and output: (batch, dim).
     """
@@ -199,7 +204,7 @@ class TwoEncoders(nn.Module):
         self.second = Encoder(dim)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.second.features(self.first.features(x)))
+        return torch.tanh(self.second.stretched(self.second.features(self.first.features(x)), by=2.0))
 
 
 class NoInputs(nn.Module):

@@ -61,7 +61,7 @@ class Census:
 
     def held(self) -> dict[str, int]:
         """Return the bytes in which each unit is gathered now, by label; units without are absent."""
-        counted = {label: sum(map(_bytes_of, refs.values())) for label, refs in self._storages.items()}
+        counted = {label: sum(map(bytes_of, refs.values())) for label, refs in self._storages.items()}
         return {label: nbytes for label, nbytes in counted.items() if nbytes}
 
     def _begin(self, label: str, names: list[str], module: nn.Module, args: Any) -> None:
@@ -88,6 +88,7 @@ class Census:
             self.moments.append(Moment("backward", label, self.held()))
 
 
-def _bytes_of(reference: StorageWeakRef) -> int:
+def bytes_of(reference: StorageWeakRef) -> int:
+    """The bytes that a storage holds now, 0 if it is gone."""
     storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
     return 0 if storage is None else storage.nbytes()

@@ -388,7 +388,7 @@ class PrefetchReversed(_Planted):
 # Freezing
 
 
-def _sync_once(self: ShardedParam) -> None:
+def _sync_once(self: ShardedParam, _: torch.nn.Parameter) -> None:
     assert self.unsharded is not None
     if not hasattr(self.unsharded, "_synced"):
         self.unsharded._synced = True  # type: ignore[attr-defined]

@@ -43,7 +43,7 @@ KILLED = {
     "a-unit-alone-begins": Killer("test_a_unit_by_itself and w2-later", ""),
     "a-unit-alone-goes-on": Killer("test_a_unit_by_itself and w2-later", ""),
     "smaller-shards-of-rows": Killer("test_other_dimensions_after_forward and last", "than its placement claims"),
-    "size-of-the-mesh-kept": Killer("test_size_of_the_mesh and w2", "other parameters than the optimizer's"),
+    "size-of-the-mesh-kept": Killer("test_size_of_the_mesh and w2-False", "other parameters than the optimizer's"),
     "extensions-beside-each-other": Killer("test_tensors_that_choose and w2-class-None", "a gathered tensor begins at"),
     "extensions-resharded": Killer("test_groups_of_two", ""),
     "cut-parameters-resharded": Killer("test_tensor_parallel_groups", ""),

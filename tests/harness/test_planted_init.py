@@ -33,7 +33,7 @@ KILLED = {
     "experts-averaged-over-their-own": Killer("test_experts and w4-ragged-None", GRADIENT + "experts."),
     "other-dimension-as-the-first": Killer("test_other_dimensions and w2-largest-None", OUTPUT),
     "cut-in-the-order-of-the-mesh": Killer("test_other_dimensions_beside and same", "the shards of"),
-    "shard-before-replicas": Killer("test_layout and w4-True", "is placed"),
+    "shard-before-replicas": Killer("test_layout and w4-False-True", "is placed"),
     "one-hook-taken": Killer("test_one_hook_alone", "refused after these collectives"),
     "extended-never-freed": Killer("test_what_a_hook_makes_is_freed and object", "hold bytes"),
     "extended-not-filled-again": Killer("test_what_a_hook_makes_is_freed and object", ""),

@@ -21,7 +21,7 @@ KILLED = {
         "test_settings_that_cannot_be and memory-of-another and not gather", NOT_REFUSED
     ),
     "any-unit-recovers": Killer(ROOT.format("recovering"), NOT_REFUSED),
-    "padding-not-asked-for": Killer("test_inputs_without_padding", "rank 0 is missing"),
+    "padding-not-asked-for": Killer("test_inputs_without_padding and none", "rank 0 is missing"),
     "meshes-without-names-beside-cut-layers": Killer(COMBINED.format("cut-layers-beside-a-mesh"), UNNAMED),
     "plain-parameters-taken": Killer(COMBINED.format("a-plain-parameter"), UNNAMED),
     "streams-beside-replicas": Killer(COMBINED.format("a-stream-beside"), NOT_REFUSED),
@@ -34,7 +34,7 @@ KILLED = {
     "gathers-in-vain-kept": Killer("test_what_is_gathered_in_vain", "the gathers of forwards and of backwards are"),
     "modules-to-come-kept": Killer("test_exception_before_another_path and another-order", "collective"),
     "modules-that-did-not-run-kept": Killer("test_modules_of_a_unit_in_another_order", "3 all_gather instead of 2"),
-    "outermost-after-a-failed-forward": Killer("test_first_forward_that_raises and original", "warned although"),
+    "outermost-after-a-failed-forward": Killer("test_first_forward_that_raises and input-original", "warned although"),
     "a-unit-alone-stays-outermost": Killer("test_forward_after_that_of_a_unit and a-unit-False", "before a change"),
     "evaluations-gather-nothing-ahead": Killer("test_prefetch and test_order", "computes in the evaluation before"),
     "evaluations-stay-in-the-order": Killer("test_evaluations_add_no_gather and w2-None", "all_gather instead of"),

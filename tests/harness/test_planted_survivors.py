@@ -61,7 +61,7 @@ KILLED = {
     "cast-loses-unreduced-gradients": Killer("test_cast_between_microbatches and originals", "gradient of 'layers.0"),
     "factor-of-three": Killer("test_divide_factors and w2-shards-of-three-float16", ""),
     "infinite-norm-accepted": Killer("test_norm_that_is_not_finite_raises and float32-inf-2.0", "raises ['', '']"),
-    "failed-forward-counts": Killer("test_first_forward_that_raises and w2-original", "warned although"),
+    "failed-forward-counts": Killer("test_first_forward_that_raises and w2-input-original", "warned although"),
     "ranks-of-the-group": Killer("test_ranks_of_a_part and w4-original", "ranks 2 and 3 differ"),
     "root-ungathers-all": Killer("test_backward_gathers_a_unit_or_not and w2-the-root", ""),
     "sync-leaves-all-reduce": Killer("test_deferred_all_reduce_is_taken_back", GRADIENT),
