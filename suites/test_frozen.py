@@ -168,9 +168,7 @@ def test_frozen_unit_that_runs_twice(rank: Rank, reshard_after_forward: bool | i
     """A frozen unit that runs twice in a forward, which backward passes twice, is there for both."""
     model = models.ReusedInner(9)
     _freeze(dict(model.named_parameters()), lambda name: name.startswith("inner."))
-    pair = rank.pair(
-        model, units=[["before"], ["inner"], ["outer"]], reshard_after_forward=reshard_after_forward
-    )  # fmt: skip
+    pair = rank.pair(model, units=[["before"], ["inner"], ["outer"]], reshard_after_forward=reshard_after_forward)
     for step in range(3):
         pair.step(rank.batch(step, (4, 9)), set_to_none=step % 2 == 0)
         pair.check()
