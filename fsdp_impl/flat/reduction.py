@@ -192,7 +192,6 @@ class Gradients:
             buffer.add_(reduced)
             return
         given: list[nn.Parameter] = []
-        all_new = True
         for param, which in holders:
             view = self._group.shards.part(which, reduced)
             if param.grad is None:
@@ -200,8 +199,7 @@ class Gradients:
                 given.append(param)
             else:
                 param.grad.add_(view)
-                all_new = False
-        self._last = _Last(given, remember(reduced, [*map(_grad_of, given)])) if all_new else None
+        self._last = _Last(given, remember(reduced, [*map(_grad_of, given)]))
 
     def show_unsharded(self) -> None:
         """Let the sharded parameters show what has accumulated unsharded; undone by :meth:`hide_unsharded`."""

@@ -246,7 +246,7 @@ FLAT = {
     "flat-unreduced-shown-in-backward": Edit(
         "flat.unit:FlatUnit._root_post_forward", "if not hooks.in_backward():\n", "if True:\n"
     ),
-    "flat-some-are-all": Edit("flat.reduction:Gradients.add", " if all_new else None", ""),
+    "flat-some-are-all": Edit("flat.reduction:Gradients.add", "_Last(given,", "_Last([one.param for one in holders],"),
     # Optimizers in backward.
     "flat-optimizers-of-flat-parameters": Edit(
         "flat.construct:initialize", 'hasattr(group.shards.flat, "_in_backward_optimizers")', "False"
