@@ -246,7 +246,11 @@ FLAT = {
     "flat-unreduced-shown-in-backward": Edit(
         "flat.unit:FlatUnit._root_post_forward", "if not hooks.in_backward():\n", "if True:\n"
     ),
-    "flat-some-are-all": Edit("flat.reduction:Gradients.add", "_Last(given,", "_Last([one.param for one in holders],"),
+    "flat-some-are-all": Edit(
+        "flat.reduction:Gradients.add",
+        "    self._last = _Last(",
+        "    given = [one.param for one in holders]\n    self._last = _Last(",
+    ),
     # Optimizers in backward.
     "flat-optimizers-of-flat-parameters": Edit(
         "flat.construct:initialize", 'hasattr(group.shards.flat, "_in_backward_optimizers")', "False"
