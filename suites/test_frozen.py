@@ -92,6 +92,18 @@ def test_frozen_units_are_not_reduced(rank: Rank, what: str) -> None:
         pair.check_counts("forward", all_gather=DEPTH + 1)
 
 
+def _step_and_check_freed(rank: Rank, pair: Pair, census: Census, step: int, frozen: str) -> None:
+    """Train a step, in which backward has freed a frozen unit before it comes to the first layer."""
+    census.moments.clear()
+    pair.step(rank.batch(step, (4, 9)))
+    (first,) = [moment for moment in census.moments if (moment.phase, moment.unit) == ("backward", "layers.0")]
+    # On a device the bytes may go back later, once the work that reads them has run.
+    assert frozen not in first.held or rank.device.type != "cpu", (
+        f"{frozen} is still gathered when the backward of layers.0 begins in {step_label(step)}"
+    )
+    pair.check()
+
+
 @contract("FROZEN-3")
 @world(2)
 @needs(Capability.SHARDED)
@@ -105,14 +117,7 @@ def test_frozen_units_are_freed_in_backward(rank: Rank, what: str) -> None:
     census = Census(pair.sharded)
     frozen = f"layers.{1 if what == 'middle' else 2}"
     for step in range(2):
-        census.moments.clear()
-        pair.step(rank.batch(step, (4, 9)))
-        (first,) = [moment for moment in census.moments if (moment.phase, moment.unit) == ("backward", "layers.0")]
-        # On a device the bytes may go back later, once the work that reads them has run.
-        assert frozen not in first.held or rank.device.type != "cpu", (
-            f"{frozen} is still gathered when the backward of layers.0 begins in {step_label(step)}"
-        )
-        pair.check()
+        _step_and_check_freed(rank, pair, census, step, frozen)
 
 
 @contract("FROZEN-3", "FROZEN-4")
@@ -130,14 +135,7 @@ def test_units_frozen_between_steps_are_freed_in_backward(rank: Rank) -> None:
             dict(pair.oracle.model.named_parameters()),
         ):
             _freeze(named, FROZEN["middle"] if freezes else lambda name: False)
-        census.moments.clear()
-        pair.step(rank.batch(step, (4, 9)))
-        (first,) = [moment for moment in census.moments if (moment.phase, moment.unit) == ("backward", "layers.0")]
-        # On a device the bytes may go back later, once the work that reads them has run.
-        assert "layers.1" not in first.held or rank.device.type != "cpu", (
-            f"layers.1 is still gathered when the backward of layers.0 begins in {step_label(step)}"
-        )
-        pair.check()
+        _step_and_check_freed(rank, pair, census, step, "layers.1")
 
 
 @contract("FROZEN-3")
@@ -150,14 +148,7 @@ def test_frozen_units_with_keywords_are_freed_in_backward(rank: Rank) -> None:
     pair = rank.pair(model, units=model.units())
     census = Census(pair.sharded)
     for step in range(2):
-        census.moments.clear()
-        pair.step(rank.batch(step, (4, 9)))
-        (first,) = [moment for moment in census.moments if (moment.phase, moment.unit) == ("backward", "layers.0")]
-        # On a device the bytes may go back later, once the work that reads them has run.
-        assert "layers.1" not in first.held or rank.device.type != "cpu", (
-            f"layers.1 is still gathered when the backward of layers.0 begins in {step_label(step)}"
-        )
-        pair.check()
+        _step_and_check_freed(rank, pair, census, step, "layers.1")
 
 
 @contract("FROZEN-1")

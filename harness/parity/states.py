@@ -120,11 +120,12 @@ def _of_other_form(member: Member, run: Run, state: State, form: StateForm) -> I
 
 def _other_than_first(member: Member, run: Run, state: State) -> Iterator[_Problem]:
     """Each rank's whole values hold its own part, and those of others only if all have gathered in one order."""
+    divided = _divided(run)
     mine = {
         (_STAGES[kind], name): _digest(value)
         for kind, entries in _by_kind(state)
         for name, value in _tensors(entries)
-        if name.partition(": ")[0] in _divided(run)
+        if name.partition(": ")[0] in divided
     }
     first = member.exchange(mine)[0]
     for (stage, name), digest in mine.items():

@@ -100,9 +100,8 @@ def meaningful_from(size: int) -> pytest.MarkDecorator:
 def each_value(*names: str) -> pytest.MarkDecorator:
     """Say that the values of these parameters name different things that the case checks in the same way.
 
-    Such as calls, errors, containers or rules.
-
-    ``--effort quick`` keeps an item of each, where it keeps one item of another case.
+    They may be calls, errors, containers or rules. Of such a case ``--effort quick`` keeps an item of each, of others
+    one item.
 
     Args:
         names: of the case's parameters; of several, each combination of values counts.
