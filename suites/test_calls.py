@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardproof.harness import Capability, contract, each_value, models, needs, world
 from shardproof.harness.adapters.base import WholeParameters
-from shardproof.harness.models import mixed
+from shardproof.harness.models import mixed, optim
 from shardproof.harness.models.stateful import by_columns
 from shardproof.harness.parity import Rank
 from shardproof.harness.parity.refusals import sharded
@@ -253,6 +254,27 @@ def test_whole_parameters_beside_tensor_parallelism(rank: Rank) -> None:
                 parameter.grad.mul_(2)
     for name, value in values().items():
         assert torch.equal(value, 2 * before[name]), f"{name} was doubled where it was whole, and the shard was not"
+
+
+@contract("CALLS-3")
+@world(4)
+@needs(Capability.TENSOR_PARALLEL, Capability.FULL_STATE_DICT)
+def test_whole_states_beside_tensor_parallelism(rank: Rank) -> None:
+    """A whole state dict has the whole of what tensor parallelism has cut, and of the optimizer's states of it."""
+    mesh = rank.mesh((2, 2), ("dp", "tp"))
+    model = mixed.Mixed()
+    prepare = functools.partial(mixed.split_columns, mesh=mesh["tp"])
+    run = rank.run(model, units=[["low"]], mesh=mesh["dp"], prepare=prepare, optimizer=optim.sgd(momentum=0.9))
+    run.step((rank.batch(0, (6, 4), mesh=mesh["dp"]),), loss=torch.sum)
+    saved = run.adapter.checkpoint(form="full")
+    pairs = [(name, piece, saved["model"][name]) for name, piece in run.adapter.parameters().items()]
+    for name, pieces in (run.adapter.optimizer_state() or {}).items():
+        pairs += [(f"{key} of {name}", piece, saved["optimizer"]["state"][name][key]) for key, piece in pieces.items()]
+    assert len(pairs) > 5, "this rank holds no momentum"
+    for name, piece, value in pairs:
+        # Some leave it to the script to put together what tensor parallelism has cut.
+        full = value.full_tensor() if isinstance(value, DTensor) else value
+        assert torch.equal(piece.cut(full), piece.tensor), f"{name} is another one in the state dict than on this rank"
 
 
 @contract("CALLS-3")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -40,6 +41,24 @@ def test_tensors_that_choose_what_travels(rank: Rank, kind: str, reshard_after_f
         pair.check_counts("backward", all_gather=again, reduce_scatter=2)
     given = {(rank.world_size, (7, 5), 7, None), (rank.world_size, (6, 7), 6, None)}
     assert set(calls.before) == given, f"the first hook was given {set(calls.before)} instead of {given}"
+
+
+@contract("EXTENSION-1")
+@world(2)
+@pytest.mark.parametrize("kind", ["class", "object"])
+def test_several_tensors_of_one_unit(rank: Rank, kind: str) -> None:
+    """Two weights with hooks travel in one collective with the bias between them; each hook is given its own memory."""
+    # The last one has hooks: there is nothing behind it.
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6, bias=False))
+    pair, calls = extended(rank, kind, None, model=model, units=[])
+    biased, unbiased = (gathered_bytes(rank.world_size, *size) for size in SIZES.values())
+    expected = biased + unbiased - 6 * 4
+    for step in range(2):
+        pair.step(rank.batch(step, (4, 5)))
+        pair.check()
+        found = [item.nbytes for item in pair.last_trace() if item.kind == "all_gather"]
+        assert found == [expected], f"step {step} gathers {found} bytes instead of {expected}"
+    assert len(calls.gathered) == 8, f"in two steps the second hooks were given {len(calls.gathered)} tensors, not 8"
 
 
 @contract("EXTENSION-1")
@@ -206,8 +225,16 @@ def test_hooks_beside_replicas(rank: Rank) -> None:
     assert sizes == {2}, f"the first hook was given meshes of {sizes} ranks"
 
 
-def extended(rank: Rank, kind: str, reshard_after_forward: bool | None, **options: Any) -> tuple[Pair, Calls]:
-    """Two linear layers, one of them a unit, whose weights have hooks: by their class, or set on their shards."""
+def extended(
+    rank: Rank,
+    kind: str,
+    reshard_after_forward: bool | None,
+    *,
+    model: nn.Module | None = None,
+    units: Sequence[Sequence[str]] = (("0",),),
+    **options: Any,
+) -> tuple[Pair, Calls]:
+    """A model, or else two linear layers, whose weights have hooks: by their class, or set on their shards."""
     calls = Calls()
 
     def prepare(model: nn.Module) -> nn.Module:
@@ -216,9 +243,9 @@ def extended(rank: Rank, kind: str, reshard_after_forward: bool | None, **option
         return model
 
     pair = rank.pair(
-        models.two_linear((5, 7), (7, 6)),
+        model or models.two_linear((5, 7), (7, 6)),
         pictures=kind != "class",  # a tensor of that class has no memory of its own to copy
-        units=[["0"]],
+        units=units,
         prepare=prepare,
         reshard_after_forward=reshard_after_forward,
         **options,

@@ -1,0 +1,41 @@
+"""Bugs that a sweep of one-place changes found to live each fail the case written for them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.harness import planted_sweep as planted
+from tests.harness.planted import (
+    Killer,
+    assert_killed,
+    assert_sound_passes,
+    cases_of_killers,
+    few_by_day,
+)
+
+pytestmark = pytest.mark.slow("the tests share one run of the suites, in which planted bugs fail")
+
+SEVERAL = "test_several_tensors_of_one_unit and {}"
+WHOLE = "test_whole_states_beside_tensor_parallelism"
+KILLED = {
+    "memory-apart-for-the-last": Killer(SEVERAL.format("class"), "a gathered tensor begins at"),
+    "dimensions-of-the-last": Killer(SEVERAL.format("object"), "list index out of range"),
+    "last-hook-not-called": Killer(SEVERAL.format("object"), "AssertionError"),
+    "flat-own-columns-saved": Killer(WHOLE, ""),
+    "flat-states-of-own-columns-saved": Killer(WHOLE, ""),
+}
+
+cases = cases_of_killers(KILLED, planted.ADAPTERS, flat=planted.FLAT)
+
+
+def test_every_bug_has_a_case():
+    assert KILLED.keys() == planted.ADAPTERS.keys()
+
+
+def test_the_sound_references_pass_the_same_cases(cases):
+    assert_sound_passes(cases)
+
+
+@pytest.mark.parametrize("bug", few_by_day(KILLED, KILLED))
+def test_bug_is_caught(cases, bug):
+    assert_killed(cases, planted.ADAPTERS[bug], KILLED[bug])
