@@ -60,6 +60,8 @@ ANSWERS: dict[str, Any] = {
     "refused-again": [True, True],
     "nested-by-size": ["", "0.0", "0.0.0"],
     "in-two-places-by-size": ["", "0.0"],
+    "wrapped-everywhere": [["", "0", "0.0", "0.1", "1"], True],
+    "text-of-a-rule": True,
     "options-of-a-script": [7.0],
     "names-of-local-states": ["0._flat_param", "_flat_param"],
     "tied-after-whole-ones": [True, True],
@@ -265,7 +267,7 @@ def test_whole_states_beside_tensor_parallelism(rank: Rank) -> None:
     model = mixed.Mixed()
     prepare = functools.partial(mixed.split_columns, mesh=mesh["tp"])
     run = rank.run(model, units=[["low"]], mesh=mesh["dp"], prepare=prepare, optimizer=optim.sgd(momentum=0.9))
-    run.step((rank.batch(0, (6, 4), mesh=mesh["dp"]),), loss=torch.sum)
+    run.step([(rank.batch(0, (6, 4), mesh=mesh["dp"]),)], loss=torch.sum)
     saved = run.adapter.checkpoint(form="full")
     pairs = [(name, piece, saved["model"][name]) for name, piece in run.adapter.parameters().items()]
     for name, pieces in (run.adapter.optimizer_state() or {}).items():

@@ -206,6 +206,29 @@ def test_two_dimensions(rank: Rank, flat: bool, dim: int, norm_type: float) -> N
         pair.check_counts("clip", all_reduce=reductions_of_norm(rank, tensor_parallel=1))
 
 
+@contract("CLIPPING-4")
+@world(4)
+@needs(Capability.CLIP_BY_CALL, Capability.CLIP_ANY_NORM, Capability.TENSOR_PARALLEL, Capability.FLAT_PARAMETERS)
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+@FLAT
+def test_unit_that_is_cut_in_part(rank: Rank, flat: bool, norm_type: float) -> None:
+    """A unit may have layers that tensor parallelism cuts beside a norm that it leaves plain: both count once."""
+    mesh = rank.mesh((2, 2), ("dp", "tp"))
+    model = MLPStack(17, normed=True)
+    pair = rank.pair(
+        model,
+        units=[["layers.0"]],  # the other layer and the norm are the root's
+        mesh=mesh["dp"],
+        clip=Clip(max_norm=0.001, norm_type=norm_type),
+        flat_parameters=flat,
+        prepare=functools.partial(parallelize_mlps, mesh=mesh["tp"]),
+    )
+    for step in range(2):
+        pair.step(rank.batch(step, (2, 6, 17), mesh=mesh["dp"]), loss=models.ramp_square)
+        pair.check()
+        pair.check_counts("clip", all_reduce=reductions_of_norm(rank, tensor_parallel=1))
+
+
 @contract("CLIPPING-5")
 @world(4)
 @needs(Capability.HYBRID)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardproof.harness import Capability, contract, models, needs, world
+from shardproof.harness import Capability, contract, each_value, models, needs, world
 from shardproof.harness.adapters.base import Accumulation, Clip, Precision, Settings
 from shardproof.harness.adapters.config import NamedDimensions
 from shardproof.harness.collectives.own import Own
@@ -85,7 +85,9 @@ def test_divide_factors(rank: Rank, replicas: bool, factors: dict[str, float], d
 @contract("REDUCTION-1")
 @world(2)
 @needs(Capability.UNIT_SETTINGS, Capability.DIVIDE_FACTOR, Capability.DEFERRED_REDUCTION)
-def test_divide_factor_of_another_step(rank: Rank) -> None:
+@each_value("call")
+@pytest.mark.parametrize("call", ["divide_factor", "older_divide_factor"])
+def test_divide_factor_of_another_step(rank: Rank, call: str) -> None:
     """Another factor that a script sets between two steps is the one that the second step divides by.
 
     The factors are half, a quarter of and twice the number of ranks: bit for bit, gradients are twice, four times and
@@ -94,7 +96,7 @@ def test_divide_factor_of_another_step(rank: Rank) -> None:
     runs = two_runs(rank, accumulation=Accumulation(), microbatches=2)
     (changed,) = [one for one in runs[1].units if one.label == "layers.1"]
     for step, factor in enumerate([0.5, 0.25, 2.0]):
-        runs[1].adapter.change(Settings(divide_factor=factor * rank.world_size), unit="layers.1")
+        runs[1].adapter.change(Settings(**{call: factor * rank.world_size}), unit="layers.1")  # type: ignore[arg-type]
         compare_gradients(rank, runs, step, doubled=changed.names, times=1 / factor)
 
 

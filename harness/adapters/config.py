@@ -156,6 +156,12 @@ class Settings:
     Needs :attr:`Capability.DIVIDE_FACTOR`.
     """
 
+    older_divide_factor: float | None = None
+    """The same, by the older name of the call.
+
+    Needs :attr:`Capability.DIVIDE_FACTOR`.
+    """
+
     force_sum: bool | None = None
     """Whether every reduction is a sum, and divisions are separate."""
 

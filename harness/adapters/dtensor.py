@@ -42,6 +42,7 @@ _SETTERS = {
     "unshard_in_backward": "set_unshard_in_backward",
     "reduce_unused": "set_reduce_scatter_unused_params",
     "divide_factor": "set_gradient_divide_factor",
+    "older_divide_factor": "set_reduce_scatter_divide_factor",
     "force_sum": "set_force_sum_reduction_for_comms",
     "own_reduce_group": "set_separate_reduce_scatter_group",
     "reduce_inputs": "set_reduce_scatter_max_input_buffers",

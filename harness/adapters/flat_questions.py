@@ -228,6 +228,17 @@ def _norm_with_options(scene: Scene) -> list[str]:
     return [one.sharding_strategy.name for one in (model.module[1], model)]
 
 
+def _wrapped_everywhere(scene: Scene) -> list[Any]:
+    """The modules that the rule for all of them wraps, and whether a call by hand outside of its context wraps one."""
+    layer = nn.Linear(4, 4)
+    model = nn.Sequential(nn.Sequential(layer, nn.Tanh()), nn.Linear(4, 2))
+    names = {child: name for name, child in model.named_modules()}
+    outside = scene.api.wrap.wrap(layer, device_mesh=scene.mesh)
+    wrapper = scene.wrap(model.to(scene.device), auto_wrap_policy=scene.api.wrap.always_wrap_policy)
+    found = [one.module for one in scene.api.FullyShardedDataParallel.fsdp_modules(wrapper)]
+    return [sorted(names[child] for child in found), outside is layer]
+
+
 #: By name.
 QUESTIONS: dict[str, Callable[[Scene], Any]] = {
     "states-by-default": _states_by_default,
@@ -244,6 +255,8 @@ QUESTIONS: dict[str, Callable[[Scene], Any]] = {
     "refused-again": _refused_again,
     "nested-by-size": functools.partial(_wrapped_by_size, nested=True),
     "in-two-places-by-size": functools.partial(_wrapped_by_size, nested=False),
+    "wrapped-everywhere": _wrapped_everywhere,
+    "text-of-a-rule": lambda scene: "Linear" in repr(scene.api.wrap.ModuleWrapPolicy({nn.Linear})),
     "options-of-a-script": _options_of_a_script,
     "names-of-local-states": _names_of_local_states,
     "tied-after-whole-ones": _tied_after_whole_ones,

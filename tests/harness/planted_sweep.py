@@ -1,6 +1,7 @@
 """Adapters of a reference of which one place is edited: what a sweep of one-place changes found to live.
 
-Several parameters with hooks in one unit, and whole state dicts beside tensor parallelism.
+Several parameters with hooks in one unit, whole state dicts beside tensor parallelism, rules that wrap, and calls by
+older names.
 """
 
 from __future__ import annotations
@@ -10,6 +11,11 @@ from shardproof.harness.adapters.reference_flat import ReferenceFlatAdapter
 from tests.harness.planted_reductions import Edit, edited
 
 PER_PARAMETER = {
+    "factor-by-an-earlier-name": Edit(
+        "per_parameter.module:FSDPModule.set_reduce_scatter_divide_factor",
+        "self.set_gradient_divide_factor(factor)",
+        "pass",
+    ),
     "memory-apart-for-the-last": Edit("per_parameter.shards:Shards._extended_input", "apart |= set(", "apart = set("),
     "dimensions-of-the-last": Edit(
         "per_parameter.shards:Shards._extended_input", "dims += [0] * len(inputs)", "dims = [0] * len(inputs)"
@@ -20,6 +26,18 @@ PER_PARAMETER = {
 }
 
 FLAT = {
+    "flat-rule-for-all-does-not-wrap": Edit(
+        "wrap:always_wrap_policy", "return True", "return kwargs.get('recurse', False)"
+    ),
+    "flat-wrapped-by-hand-is-lost": Edit("wrap:wrap", "        return module\n", "        return None\n"),
+    "flat-rule-without-a-text": Edit(
+        "wrap:ModuleWrapPolicy.__repr__", 'f"ModuleWrapPolicy({set(self._classes)})"', "self._classes"
+    ),
+    "flat-plain-parts-are-cut": Edit(
+        "flat.reduction:_parts",
+        "if spec is not None:",
+        "if (spec := spec or next(filter(None, shards.specs))) is not None:",
+    ),
     "flat-own-columns-saved": Edit("flat.state_dict:whole_copy", "value.full_tensor()", "value.to_local().clone()"),
     "flat-states-of-own-columns-saved": Edit(
         "flat.optim_state:_whole_states",

@@ -18,9 +18,14 @@ pytestmark = pytest.mark.slow("the tests share one run of the suites, in which p
 SEVERAL = "test_several_tensors_of_one_unit and {}"
 WHOLE = "test_whole_states_beside_tensor_parallelism"
 KILLED = {
+    "factor-by-an-earlier-name": Killer("test_divide_factor_of_another_step and older_divide", "gradient"),
+    "flat-rule-for-all-does-not-wrap": Killer("test_answers and wrapped-everywhere", "instead of"),
+    "flat-wrapped-by-hand-is-lost": Killer("test_answers and wrapped-everywhere", "instead of"),
+    "flat-rule-without-a-text": Killer("test_answers and text-of-a-rule", "TypeError"),
     "memory-apart-for-the-last": Killer(SEVERAL.format("class"), "a gathered tensor begins at"),
     "dimensions-of-the-last": Killer(SEVERAL.format("object"), "list index out of range"),
     "last-hook-not-called": Killer(SEVERAL.format("object"), "AssertionError"),
+    "flat-plain-parts-are-cut": Killer("test_unit_that_is_cut_in_part and flat-2.0", ""),
     "flat-own-columns-saved": Killer(WHOLE, ""),
     "flat-states-of-own-columns-saved": Killer(WHOLE, ""),
 }
