@@ -1,13 +1,16 @@
 """Which mistakes in the source of an implementation the suites would not see.
 
     python -m benchmarks sweep FOLDER [--sources fsdp_impl] [--impl reference,reference.flat] [--jobs 2] [--seconds 600]
-        [--items 20] [--only NAME,NAME,...] [PYTEST_ARGUMENT ...]
+        [--items 20] [--only NAME,NAME,...] [--changes FILE] [PYTEST_ARGUMENT ...]
 
 Makes thousands of changes of one place in the functions of the sources: a call that is missing, a condition that is
 always true, a loop without its last element (benchmarks/sweeping/changes.py). First the items that pytest selects run
 once, to note which lines of the sources each of them executes in its ranks. Then, change by change, the items that
 execute the changed statement run until one fails: one of each case, the fastest first, then another of each. A change
 is made in live ranks, so that it costs no more than its items.
+
+``--changes`` makes those of a file instead: a list of JSON with an ``id``, a ``file`` that begins with the name of the
+sources' folder, the ``old`` text, which occurs once in it, the ``new`` one, and ``what`` is wrong then.
 
 FOLDER keeps the lines and the results. The same command goes on where an earlier one ended: it begins with the changes
 that have not run, and gives those that live further items. At the end it prints how many the suites found, and each
@@ -40,6 +43,7 @@ ROOT = FOLDER.parent
 sys.path.insert(0, str(FOLDER))
 
 from sweeping.changes import Change, changes_of  # noqa: E402
+from sweeping.written import read_changes  # noqa: E402
 
 #: Seconds after which a case hangs: a change that makes ranks wait for each other is found by that.
 _DEADLINE = 20
@@ -52,9 +56,9 @@ def main() -> None:
     """Note the lines unless they are known, run changes, and print what lives."""
     options, arguments = parse()
     sources, folder = options.sources.resolve(), options.folder.resolve()
+    changes = {change.name: change for change in _changes(options.changes, sources)}
     folder.mkdir(parents=True, exist_ok=True)
     _check_sources(sources, folder)
-    changes = {change.name: change for change in changes_of(sources)}
     command = [
         sys.executable, "-m", "pytest", "-q", "-p", "shardproof.plugin", "-p", "sweeping.plugin",
         "-p", "no:cacheprovider", "--impl", options.impl, "--deadline", str(_DEADLINE), *(arguments or ["suites"]),
@@ -65,7 +69,8 @@ def main() -> None:
     results = _results(folder)
     chosen = options.only.split(",") if options.only else list(changes)
     if unknown := sorted(set(chosen) - set(changes)):
-        raise SystemExit(f"--only {','.join(unknown)}: no such change; a name is FILE:LINE:NUMBER")
+        what = "a name is FILE:LINE:NUMBER, or an id of --changes"
+        raise SystemExit(f"--only {','.join(unknown)}: no such change; {what}")
     todo = order(chosen, items, results, options.items)
     given = [(dataclasses.asdict(changes[name]), names) for name, names in todo]
     task = _task(sources, folder, given, time.time() + options.seconds)
@@ -85,6 +90,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--items", type=int, default=20)
     parser.add_argument("--only")
+    parser.add_argument("--changes", type=pathlib.Path)
     options, arguments = parser.parse_known_args()
     if not options.sources.is_dir():
         parser.error(f"--sources {options.sources}: no such folder")
@@ -92,6 +98,15 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
         if getattr(options, name) < 1:
             parser.error(f"--{name} {getattr(options, name)}: it must be at least 1")
     return options, arguments
+
+
+def _changes(written: pathlib.Path | None, sources: pathlib.Path) -> list[Change]:
+    if written is None:
+        return changes_of(sources)
+    try:
+        return read_changes(written, sources)
+    except ValueError as error:
+        raise SystemExit(f"--changes {error}") from None
 
 
 def _check_sources(sources: pathlib.Path, folder: pathlib.Path) -> None:
@@ -211,6 +226,8 @@ def report(
     changes: dict[str, Change], items: dict[str, list[str]], results: dict[str, Result], sources: pathlib.Path
 ) -> str:
     """How many were found, and each change that lives or that no item executes."""
+    # The folder may have results of other changes as well.
+    results = {name: result for name, result in results.items() if name in changes}
     counts = collections.Counter(result.status for result in results.values())
     unexecuted = [name for name in changes if not items[name]]
     shown = [

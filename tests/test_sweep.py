@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import os
 import pathlib
 import subprocess
@@ -177,6 +178,44 @@ def test_code_that_nothing_holds(sample: ModuleType, monkeypatch: pytest.MonkeyP
     assert live.apply(change, folder_of(sample)) == []
 
 
+def written(sample: ModuleType, **keys: Any) -> list[Any]:
+    """The changes of a file with one, as they are read."""
+    from sweeping.written import read_changes
+
+    folder = folder_of(sample)
+    path = folder.parent / "changes.json"
+    path.write_text(json.dumps([keys]))
+    return read_changes(path, folder)
+
+
+def test_written_changes(sample: ModuleType) -> None:
+    """Of what is written only the part that differs is changed, and what executes its statement is to run."""
+    old = "    def held(self):\n        yield self.size if self else 0\n"
+    keys = {"id": "H1", "file": "sample/parts.py", "what": "is late", "half": "left alone"}
+    (change,) = written(sample, **keys, old=old, new=old.replace("self else", "not self else"))
+    assert (change.name, change.kind, change.new, change.first, change.last) == ("H1", "is late", "not ", 21, 21)
+    source = SOURCE.encode()
+    assert change.applied(source).decode() == SOURCE.replace("if self else", "if not self else")
+    (change,) = written(sample, **keys, old="add_two = maker(2)", new="add_two = maker(3)")
+    assert (change.first, change.last) == (36, 36)
+
+
+UNFIT = {
+    "elsewhere": ({"file": "other/parts.py"}, "there is no other/parts.py below"),
+    "twice": ({"old": "return"}, "`old` occurs 7 times in sample/parts.py, not once"),
+    "without-a-text": ({"new": 3}, "new must be there, as text"),
+}
+
+
+@pytest.mark.parametrize("what", UNFIT)
+def test_written_changes_that_do_not_fit(sample: ModuleType, what: str) -> None:
+    keys = {"id": "H1", "file": "sample/parts.py", "what": "", "old": "limit=3", "new": "limit=4"}
+    keys_, message = UNFIT[what]
+    with pytest.raises(ValueError, match="change 1: ") as caught:
+        written(sample, **keys | keys_)
+    assert message in str(caught.value)
+
+
 @pytest.mark.slow("runs the command twice, each with ranks of its own")
 def test_a_sweep_goes_on_where_it_ended(sample: ModuleType, tmp_path: pathlib.Path) -> None:
     case = tmp_path / "test_sample.py"
@@ -216,8 +255,14 @@ parts.py:30:5  off by one, in helper: lives through 1 of 1 items
   + 2""",
     )
     refused = run("--only", "parts.py:1:1")
-    assert refused.stderr == "--only parts.py:1:1: no such change; a name is FILE:LINE:NUMBER\n"
+    assert refused.stderr == "--only parts.py:1:1: no such change; a name is FILE:LINE:NUMBER, or an id of --changes\n"
     again = run("--only", "parts.py:5:4")
     assert again.stdout == done.stdout
+    changes = tmp_path / "changes.json"
+    change = {"id": "H1", "file": "sample/parts.py", "what": "wrong", "old": "2 if deep", "new": "3 if deep"}
+    changes.write_text(json.dumps([change]))
+    assert run("--changes", str(changes)).stdout.startswith("1 changes: 1 found, 0 live, 0 that no item executes")
+    changes.write_text("{}")
+    assert run("--changes", str(changes)).stderr == f"--changes {changes} must be a list of objects\n"
     (folder_of(sample) / "parts.py").write_text(SOURCE + "\n")
     assert "was made with other sources" in run().stderr

@@ -70,6 +70,21 @@ def changes_of(folder: pathlib.Path) -> list[Change]:
     return [change for path in sorted(folder.rglob("*.py")) for change in _of_file(path, folder)]
 
 
+def statement_at(source: bytes, start: int) -> tuple[int, int] | None:
+    """The first and the last line of the innermost statement that has a byte; of its head if it has a body.
+
+    None if no statement of a function does.
+    """
+    text = _Text(source)
+    around = [
+        statement
+        for function, _ in _functions(text.tree.body, "")
+        for statement in _statements(function.body)
+        if text.span(statement)[0] <= start < text.span(statement)[1]
+    ]
+    return _head(around[-1]) if around else None
+
+
 def _of_file(path: pathlib.Path, folder: pathlib.Path) -> Iterator[Change]:
     text = _Text(path.read_bytes())
     numbers: collections.Counter[int] = collections.Counter()
