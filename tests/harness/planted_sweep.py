@@ -1,7 +1,7 @@
 """Adapters of a reference of which one place is edited: what a sweep of one-place changes found to live.
 
-Several parameters with hooks in one unit, whole state dicts beside tensor parallelism, rules that wrap, and calls by
-older names.
+Several parameters with hooks in one unit, whole state dicts beside tensor parallelism, rules that wrap, calls by older
+names, and what units are given.
 """
 
 from __future__ import annotations
@@ -22,6 +22,26 @@ PER_PARAMETER = {
     ),
     "last-hook-not-called": Edit(
         "per_parameter.shards:Shards.finish_unsharded", "for param in self.params:", "for param in self.params[:-1]:"
+    ),
+    "lists-copied": Edit(
+        "common.containers:_rebuild_sequence", "if all(new is item", "if isinstance(old, tuple) and all(new is item"
+    ),
+    "dicts-copied": Edit("common.containers:_rebuild_dict", "if not changed:", "if False:"),
+    "objects-copied": Edit(
+        "common.containers:map_tensors",
+        "    return value\n",
+        "    return copy.copy(value) if hasattr(value, '__dict__') else value\n",
+    ),
+    "inputs-without-gradients-copied": Edit(
+        "common.hooks:call_after_backward",
+        "tensor.requires_grad else tensor",
+        "tensor.requires_grad else tensor.clone()",
+    ),
+    "inputs-in-place-unnoticed": Edit(
+        "common.hooks:_CallOnBackward.forward", "return inputs", "return tuple(tensor.detach() for tensor in inputs)"
+    ),
+    "batch-without-rows-is-no-input": Edit(
+        "common.hooks:call_after_backward", "if not tensors:", "if not sum(tensor.numel() for tensor in tensors):"
     ),
 }
 

@@ -1,0 +1,182 @@
+"""Models whose units are given more than tensors: things to fill, to hand on, and inputs that they change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shardproof.harness.models.plain import Stacked
+
+
+class Notes:
+    """An object of a script's own, with a list in it, as a cache of keys and values has."""
+
+    def __init__(self) -> None:
+        self.entries: list[Any] = []
+
+
+#: By name: what units are given to fill, and how many entries it has.
+FILLED: dict[str, tuple[Callable[[], Any], Callable[[Any], int]]] = {
+    "list": (list, len),
+    "dict": (dict, len),
+    "list-in-a-dict": (lambda: {"entries": []}, lambda notes: len(notes["entries"])),
+    "object": (Notes, lambda notes: len(notes.entries)),
+}
+
+
+class Filling(Stacked):
+    """Two layers that each add an entry to what they are given: the first by position, the second by keyword.
+
+    Input and output: (batch, dim). A forward asserts that all entries have arrived.
+
+    Args:
+        what: a key of ``FILLED``.
+    """
+
+    def __init__(self, dim: int, *, what: str) -> None:
+        super().__init__()
+        self.entry = nn.Linear(dim, dim)
+        self.layers = nn.ModuleList(_Filler(dim) for _ in range(2))
+        self.what = what
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        make, count = FILLED[self.what]
+        notes = make()
+        hidden: torch.Tensor = self.layers[0](self.entry(x), notes)
+        hidden = self.layers[1](hidden, notes=notes)
+        assert count(notes) == 2, f"units have added {count(notes)} of 2 entries to the {self.what} of their caller"
+        return hidden
+
+
+class _Filler(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(dim, dim)
+
+    def forward(self, x: torch.Tensor, notes: Any) -> torch.Tensor:
+        into = notes.entries if isinstance(notes, Notes) else notes
+        if isinstance(into, dict):
+            into = into.get("entries", into)
+        if isinstance(into, dict):
+            into[len(into)] = x.shape[0]
+        else:
+            into.append(x.shape[0])
+        return torch.tanh(self.linear(x))
+
+
+class Handing(Stacked):
+    """A layer that must be given the very objects that are not tensors, and returns them beside its output.
+
+    Its arguments have the names that wrappers and hooks use for their own. Input and output: (batch, dim).
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.entry = nn.Linear(dim, dim)
+        self.layers = nn.ModuleList([_Hander(dim)])
+        self.things = (Notes(), "text", 10**9, None, range(3), torch.float16, print, torch.Generator())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        note, text, number, nothing, numbers, dtype, function, generator = self.things
+        output, *returned = self.layers[0](
+            self.entry(x), note, text, output=number, args=nothing, kwargs=numbers, hook=dtype, fn=function,
+            state=generator,
+        )  # fmt: skip
+        wrong = [type(one).__name__ for one, other in zip(returned, self.things, strict=True) if one is not other]
+        assert not wrong, f"between a unit and its caller other objects took the place of {wrong}"
+        hidden: torch.Tensor = output
+        return hidden
+
+
+class _Hander(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(dim, dim)
+
+    def forward(
+        self, input: torch.Tensor, module: Any, *more: Any, output: Any, args: Any, kwargs: Any, hook: Any,
+        unit: Any = 3, **others: Any,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        assert unit == 3, f"an argument that was not given is {unit!r} and not its default"
+        assert [*others] == ["fn", "state"], f"keywords arrive as {[*others]}"
+        return self.linear(input), module, *more, output, args, kwargs, hook, *others.values()
+
+
+class Watching(Stacked):
+    """A layer whose inputs that need no gradient must not be copied, cast or laid out anew.
+
+    Input and output: (batch, dim).
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.entry = nn.Linear(dim, dim)
+        self.layers = nn.ModuleList([_Watcher(dim)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ramp = torch.arange(6, device=x.device)
+        given = {
+            "mask": ramp > 2, "index": ramp, "complex": ramp * 1j, "transposed": ramp.view(2, 3).t().double(),
+            "small": ramp.to(torch.uint8), "scalar": ramp[1].float(), "empty": ramp[:0].half(),
+        }  # fmt: skip
+        marks = {name: _mark(tensor) for name, tensor in given.items()}
+        seen: dict[str, Any] = {}
+        hidden: torch.Tensor = self.layers[0](self.entry(x), given, [*given.values()], note=seen.update)
+        wrong = {name: (marks[name], seen[name]) for name in marks if seen[name] != marks[name]}
+        assert not wrong, f"inputs that need no gradient, as given and as a unit got them: {wrong}"
+        return hidden
+
+
+class _Watcher(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(dim, dim)
+
+    def forward(self, x: torch.Tensor, named: Any, listed: Any, *, note: Callable[..., None]) -> torch.Tensor:
+        marks = {name: _mark(tensor) for name, tensor in named.items()}
+        same = [_mark(tensor)[1:] for tensor in listed] == [mark[1:] for mark in marks.values()]
+        assert same, "the tensors of a list, and of a dict with the same ones, are not alike"
+        note(marks)
+        return torch.tanh(self.linear(x))
+
+
+def _mark(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Where a tensor lies, and how."""
+    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.requires_grad
+
+
+class Overwriting(Stacked):
+    """Two layers that begin by changing their input in place, as ``nn.ReLU(inplace=True)`` does.
+
+    Input and output: (batch, dim).
+
+    Args:
+        uses_again: whether the input of a layer, as the layer has left it, is added to its output.
+    """
+
+    def __init__(self, dim: int, *, uses_again: bool) -> None:
+        super().__init__()
+        self.entry = nn.Linear(dim, dim)
+        self.layers = nn.ModuleList(_Overwriter(dim) for _ in range(2))
+        self.uses_again = uses_again
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.entry(x)
+        for layer in self.layers:
+            output = layer(hidden)
+            hidden = output + hidden if self.uses_again else output
+        return hidden
+
+
+class _Overwriter(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.linear(F.leaky_relu(x.mul_(2), 0.25, inplace=True))
+        return hidden
