@@ -18,6 +18,7 @@ from shardproof.harness.models import optim, shapes
 from shardproof.harness.models.recomputation import recompute
 from shardproof.harness.parity import Census, Rank, Run, check_exact, exact_difference
 from shardproof.harness.parity.plain import backward_of_copies, check_gradients, check_parameters
+from shardproof.harness.parity.refusals import error_of_all
 from shardproof.harness.plugin.axes import RESHARD
 from shardproof.harness.tensors.trees import tensors_of
 
@@ -489,8 +490,6 @@ def test_gradient_penalty(rank: Rank, reshard_after_forward: bool | None) -> Non
     run = rank.run(model, units=model.units(), reshard_after_forward=reshard_after_forward)
     x = rank.batch(0, (4, 9)).requires_grad_()
     losses = []
-    # Its text alone: the exception holds the frames of backward, and through them the model.
-    error = ""
 
     def penalised(output: torch.Tensor) -> torch.Tensor:
         (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
@@ -498,14 +497,12 @@ def test_gradient_penalty(rank: Rank, reshard_after_forward: bool | None) -> Non
         losses.append(float(loss.detach()))
         return loss
 
-    backward_of_copies(rank, plain, loss=penalised(plain(x)))
-    try:
+    def attempt() -> None:
         with run.recorder.during("backward"):
             penalised(run.adapter.forward(x)).backward()
-    except RuntimeError as raised:
-        error = str(raised) or type(raised).__name__
-    raised_by = [index for index, one in enumerate(rank.exchange(bool(error))) if one]
-    assert len(raised_by) in (0, rank.world_size), f"ranks {raised_by} raise, and the others do not: {error}"
+
+    backward_of_copies(rank, plain, loss=penalised(plain(x)))
+    error = error_of_all(rank, attempt)
     assert len(losses) == 1 or losses[0] == losses[1], (
         f"the loss is {losses[1]!r}; that of plain copies is {losses[0]!r}"
     )

@@ -9,6 +9,7 @@ from shardproof.harness import Capability, contract, each_value, models, needs, 
 from shardproof.harness.models import passing
 from shardproof.harness.parity import Rank
 from shardproof.harness.parity.plain import backward_of_copies, check_gradients
+from shardproof.harness.parity.refusals import error_of_all
 
 
 @contract("INPUTS-1")
@@ -17,12 +18,7 @@ from shardproof.harness.parity.plain import backward_of_copies, check_gradients
 @pytest.mark.parametrize("what", passing.FILLED)
 def test_things_that_units_fill(rank: Rank, what: str) -> None:
     """What a script gives to units to be filled is filled, in training and in evaluation."""
-    model = passing.Filling(9, what=what)
-    pair = rank.pair(model, units=model.units())
-    for step in range(2):
-        pair.evaluate(rank.batch(step, (2, 9), microbatch=1))
-        pair.step(rank.batch(step, (2, 9)))
-        pair.check()
+    evaluate_and_train(rank, passing.Filling(9, what=what))
 
 
 @contract("INPUTS-2")
@@ -30,19 +26,18 @@ def test_things_that_units_fill(rank: Rank, what: str) -> None:
 @needs(Capability.CONTAINER_OUTPUT)
 def test_things_that_are_no_tensors(rank: Rank) -> None:
     """What is no tensor reaches a unit and comes back as the same object, under whatever name it is passed."""
-    model = passing.Handing(9)
-    pair = rank.pair(model, units=model.units())
-    for step in range(2):
-        pair.evaluate(rank.batch(step, (2, 9), microbatch=1))
-        pair.step(rank.batch(step, (2, 9)))
-        pair.check()
+    evaluate_and_train(rank, passing.Handing(9))
 
 
 @contract("INPUTS-3")
 @world(2)
 def test_tensors_that_need_no_gradient(rank: Rank) -> None:
     """A unit gets tensors that need no gradient without a copy, in their dtype and layout."""
-    model = passing.Watching(9)
+    evaluate_and_train(rank, passing.Watching(9))
+
+
+def evaluate_and_train(rank: Rank, model: models.Stacked) -> None:
+    """Two evaluations and two steps of a model whose forward asserts what its units were given."""
     pair = rank.pair(model, units=model.units())
     for step in range(2):
         pair.evaluate(rank.batch(step, (2, 9), microbatch=1))
@@ -60,18 +55,14 @@ def test_input_changed_in_place(rank: Rank, uses_again: bool) -> None:
     run = rank.run(model, units=model.units())
     x = rank.batch(0, (4, 9))
     backward_of_copies(rank, plain, loss=models.mean_square(plain(x)))
-    # Its text alone: the exception holds the frames of forward, and through them the model.
-    error = ""
-    try:
+
+    def attempt() -> None:
         with run.recorder.during("forward"):
             output = run.adapter.forward(x)
         with run.recorder.during("backward"):
             models.mean_square(output).backward()
-    except RuntimeError as raised:
-        error = str(raised) or type(raised).__name__
-    raised_by = [index for index, one in enumerate(rank.exchange(bool(error))) if one]
-    assert len(raised_by) in (0, rank.world_size), f"ranks {raised_by} raise, and the others do not: {error}"
-    if not error:
+
+    if not error_of_all(rank, attempt):
         check_gradients(run, plain, step=0)
 
 

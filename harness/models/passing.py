@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -19,16 +19,31 @@ class Notes:
         self.entries: list[Any] = []
 
 
-#: By name: what units are given to fill, and how many entries it has.
-FILLED: dict[str, tuple[Callable[[], Any], Callable[[Any], int]]] = {
-    "list": (list, len),
-    "dict": (dict, len),
-    "list-in-a-dict": (lambda: {"entries": []}, lambda notes: len(notes["entries"])),
-    "object": (Notes, lambda notes: len(notes.entries)),
+#: By name: what makes a thing for units to fill, and where the entries lie in it.
+FILLED: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "list": (list, lambda notes: notes),
+    "dict": (dict, lambda notes: notes),
+    "list-in-a-dict": (lambda: {"entries": []}, lambda notes: notes["entries"]),
+    "object": (Notes, lambda notes: notes.entries),
 }
 
 
-class Filling(Stacked):
+class _Layer(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(dim, dim)
+
+
+class _Entered(Stacked):
+    """A linear of the root's own, so that what its layers are given needs gradients, and the layers."""
+
+    def __init__(self, dim: int, layers: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.entry = nn.Linear(dim, dim)
+        self.layers = nn.ModuleList(layers)
+
+
+class Filling(_Entered):
     """Two layers that each add an entry to what they are given: the first by position, the second by keyword.
 
     Input and output: (batch, dim). A forward asserts that all entries have arrived.
@@ -38,46 +53,41 @@ class Filling(Stacked):
     """
 
     def __init__(self, dim: int, *, what: str) -> None:
-        super().__init__()
-        self.entry = nn.Linear(dim, dim)
-        self.layers = nn.ModuleList(_Filler(dim) for _ in range(2))
+        super().__init__(dim, (_Filler(dim, what) for _ in range(2)))
         self.what = what
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        make, count = FILLED[self.what]
+        make, entries = FILLED[self.what]
         notes = make()
         hidden: torch.Tensor = self.layers[0](self.entry(x), notes)
         hidden = self.layers[1](hidden, notes=notes)
-        assert count(notes) == 2, f"units have added {count(notes)} of 2 entries to the {self.what} of their caller"
+        added = len(entries(notes))
+        assert added == 2, f"units have added {added} of 2 entries to the {self.what} of their caller"
         return hidden
 
 
-class _Filler(nn.Module):
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(dim, dim)
+class _Filler(_Layer):
+    def __init__(self, dim: int, what: str) -> None:
+        super().__init__(dim)
+        self.what = what
 
     def forward(self, x: torch.Tensor, notes: Any) -> torch.Tensor:
-        into = notes.entries if isinstance(notes, Notes) else notes
-        if isinstance(into, dict):
-            into = into.get("entries", into)
-        if isinstance(into, dict):
-            into[len(into)] = x.shape[0]
+        entries = FILLED[self.what][1](notes)
+        if isinstance(entries, dict):
+            entries[len(entries)] = x.shape[0]
         else:
-            into.append(x.shape[0])
+            entries.append(x.shape[0])
         return torch.tanh(self.linear(x))
 
 
-class Handing(Stacked):
+class Handing(_Entered):
     """A layer that must be given the very objects that are not tensors, and returns them beside its output.
 
     Its arguments have the names that wrappers and hooks use for their own. Input and output: (batch, dim).
     """
 
     def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.entry = nn.Linear(dim, dim)
-        self.layers = nn.ModuleList([_Hander(dim)])
+        super().__init__(dim, [_Hander(dim)])
         self.things = (Notes(), "text", 10**9, None, range(3), torch.float16, print, torch.Generator())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -92,11 +102,7 @@ class Handing(Stacked):
         return hidden
 
 
-class _Hander(nn.Module):
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(dim, dim)
-
+class _Hander(_Layer):
     def forward(
         self, input: torch.Tensor, module: Any, *more: Any, output: Any, args: Any, kwargs: Any, hook: Any,
         unit: Any = 3, **others: Any,
@@ -106,16 +112,14 @@ class _Hander(nn.Module):
         return self.linear(input), module, *more, output, args, kwargs, hook, *others.values()
 
 
-class Watching(Stacked):
+class Watching(_Entered):
     """A layer whose inputs that need no gradient must not be copied, cast or laid out anew.
 
     Input and output: (batch, dim).
     """
 
     def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.entry = nn.Linear(dim, dim)
-        self.layers = nn.ModuleList([_Watcher(dim)])
+        super().__init__(dim, [_Watcher(dim)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         ramp = torch.arange(6, device=x.device)
@@ -131,11 +135,7 @@ class Watching(Stacked):
         return hidden
 
 
-class _Watcher(nn.Module):
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(dim, dim)
-
+class _Watcher(_Layer):
     def forward(self, x: torch.Tensor, named: Any, listed: Any, *, note: Callable[..., None]) -> torch.Tensor:
         marks = {name: _mark(tensor) for name, tensor in named.items()}
         same = [_mark(tensor)[1:] for tensor in listed] == [mark[1:] for mark in marks.values()]
@@ -149,7 +149,7 @@ def _mark(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.requires_grad
 
 
-class Overwriting(Stacked):
+class Overwriting(_Entered):
     """Two layers that begin by changing their input in place, as ``nn.ReLU(inplace=True)`` does.
 
     Input and output: (batch, dim).
@@ -159,9 +159,7 @@ class Overwriting(Stacked):
     """
 
     def __init__(self, dim: int, *, uses_again: bool) -> None:
-        super().__init__()
-        self.entry = nn.Linear(dim, dim)
-        self.layers = nn.ModuleList(_Overwriter(dim) for _ in range(2))
+        super().__init__(dim, (_Overwriter(dim) for _ in range(2)))
         self.uses_again = uses_again
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -172,11 +170,7 @@ class Overwriting(Stacked):
         return hidden
 
 
-class _Overwriter(nn.Module):
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(dim, dim)
-
+class _Overwriter(_Layer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden: torch.Tensor = self.linear(F.leaky_relu(x.mul_(2), 0.25, inplace=True))
         return hidden

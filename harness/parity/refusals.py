@@ -15,6 +15,23 @@ from shardproof.harness.parity.comparison import exact_difference
 from shardproof.harness.parity.rank import Rank
 
 
+def error_of_all(rank: Rank, attempt: Callable[[], Any]) -> str:
+    """The text of the RuntimeError that an attempt raises on every rank; empty if it raises on none (collective).
+
+    Raises:
+        AssertionError: some ranks raise, and the others do not.
+    """
+    # Its text alone: the exception holds the frames of the attempt, and through them the model.
+    error = ""
+    try:
+        attempt()
+    except RuntimeError as raised:
+        error = str(raised) or type(raised).__name__
+    raised_by = [index for index, one in enumerate(rank.exchange(bool(error))) if one]
+    assert len(raised_by) in (0, rank.world_size), f"ranks {raised_by} raise, and the others do not: {error}"
+    return error
+
+
 class Refusal:
     """One attempt to do something with a model that may be refused (collective).
 
