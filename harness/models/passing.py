@@ -88,13 +88,13 @@ class Handing(_Entered):
 
     def __init__(self, dim: int) -> None:
         super().__init__(dim, [_Hander(dim)])
-        self.things = (Notes(), "text", 10**9, None, range(3), torch.float16, print, torch.Generator())
+        self.things = (Notes(), "text", 10**9, None, range(3), torch.float16, torch.Generator(), print)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        note, text, number, nothing, numbers, dtype, function, generator = self.things
+        note, text, number, nothing, numbers, dtype, generator, function = self.things
         output, *returned = self.layers[0](
-            self.entry(x), note, text, output=number, args=nothing, kwargs=numbers, hook=dtype, fn=function,
-            state=generator,
+            self.entry(x), note, text, output=number, args=nothing, kwargs=numbers, hook=dtype,
+            state=generator, fn=function,
         )  # fmt: skip
         wrong = [type(one).__name__ for one, other in zip(returned, self.things, strict=True) if one is not other]
         assert not wrong, f"between a unit and its caller other objects took the place of {wrong}"
@@ -108,7 +108,7 @@ class _Hander(_Layer):
         unit: Any = 3, **others: Any,
     ) -> tuple[Any, ...]:  # fmt: skip
         assert unit == 3, f"an argument that was not given is {unit!r} and not its default"
-        assert [*others] == ["fn", "state"], f"keywords arrive as {[*others]}"
+        assert [*others] == ["state", "fn"], f"keywords arrive as {[*others]}"
         return self.linear(input), module, *more, output, args, kwargs, hook, *others.values()
 
 
