@@ -64,8 +64,10 @@ def test_nothing_of_this_project_or_of_pytests_plugins_is_imported():
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signals_are_passed_on(number):
-    handled = "import signal, sys\nfor n in (1, 2, 15): signal.signal(n, lambda n, f: sys.exit(n))\n"
-    code = f"{handled}print(flush=True)\ninput()"
+    # Blocked, so that the signal is kept until the command waits for it: a handler in Python does not run, and the
+    # command does not end, if the signal comes between the last look at signals and a read that blocks.
+    blocked = "import signal, sys\nsignal.pthread_sigmask(signal.SIG_BLOCK, (1, 2, 15))\n"
+    code = f"{blocked}print(flush=True)\nsys.exit(signal.sigwait((1, 2, 15)))"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([warm.python(), "-c", code], **pipes) as process:
         process.stdout.readline()
