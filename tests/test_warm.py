@@ -70,9 +70,12 @@ def test_signals_are_passed_on(number):
     code = f"{blocked}print(flush=True)\nsys.exit(signal.sigwait((1, 2, 15)))"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([warm.python(), "-c", code], **pipes) as process:
-        process.stdout.readline()
-        process.send_signal(number)
-        assert process.wait(30) == number
+        try:
+            process.stdout.readline()
+            process.send_signal(number)
+            assert process.wait(30) == number
+        finally:
+            process.kill()
 
 
 def test_a_command_whose_launcher_is_killed_ends():
