@@ -84,11 +84,13 @@ def test_ignored_module(rank: Rank, own_function: bool) -> None:
     before = {name: value.clone() for name, value in [*ignored.named_parameters(), *ignored.named_buffers()]}
 
     def to_meta(plain: nn.Module) -> nn.Module:
-        plain.get_submodule("out").to("meta")  # of the unit that the ignored module is in too
+        # All of the unit that the ignored module is in too: FSDP takes no unit that is on the meta device and a GPU.
+        plain.get_submodule("out").to("meta")
+        plain.register_parameter("factor", nn.Parameter(plain.get_parameter("factor").to("meta")))
         return plain
 
     def make(module: nn.Module) -> None:
-        if isinstance(module, Drawn):
+        if isinstance(module, (Drawn, DrawnStack)):
             module.to_empty(device=rank.device, recurse=False)
             module.reset_parameters()
 

@@ -48,6 +48,13 @@ def without_rank(text: str) -> str:
     return text
 
 
+def frames_of(text: str) -> list[str]:
+    """Return the lines of a traceback that name its frames; none of another text."""
+    if not text.startswith("Traceback"):
+        return []
+    return [line for line in text.splitlines() if line.startswith('  File "')]
+
+
 def ranks_of(ranks: Iterable[int]) -> str:
     """Name ranks in one short phrase: "rank 3", "ranks 0-4, 6-7"."""
     numbers = sorted(set(ranks))

@@ -11,7 +11,7 @@ from shardproof.harness.collectives.trace import rendered_difference
 from shardproof.harness.findings.finding import Location
 from shardproof.harness.findings.observations import Measured, keep_worst
 from shardproof.harness.findings.stages import Stage
-from shardproof.harness.findings.texts import bounded, gist, ranks_of, without_rank
+from shardproof.harness.findings.texts import bounded, frames_of, gist, ranks_of, without_rank
 from shardproof.harness.findings.verdict import Verdict, combine
 from shardproof.harness.plugin import bounds
 from shardproof.harness.worlds.jobs import Result
@@ -206,16 +206,12 @@ def _part(same: Sequence[Result], cause: str, size: int, suspect: int | None) ->
     """Render the text of ranks that failed alike."""
     who = "every rank" if len(same) == size else ranks_of(result.rank for result in same)
     text = same[0].text.rstrip("\n")
-    if text.startswith("Traceback") and text != cause.rstrip("\n") and _frames(text) == _frames(cause):
+    if text != cause.rstrip("\n") and (frames := frames_of(text)) and frames == frames_of(cause):
         return f"{who} of {size}, at the same place: {gist(text)}"
     if same[0].verdict == Verdict.HANG and suspect not in [result.rank for result in same]:
         text = ends_of_stacks(text)
     differ = any(result.text != same[0].text for result in same)
     return f"{who} of {size}{ALIKE if differ else ''}:\n{text}"
-
-
-def _frames(text: str) -> list[str]:
-    return [line for line in text.splitlines() if line.startswith('  File "')]
 
 
 def _lost_connection(result: Result) -> bool:

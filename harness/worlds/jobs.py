@@ -127,14 +127,28 @@ class Job:
     simulates: int = 0
 
 
+@dataclasses.dataclass(frozen=True)
+class RollCall:
+    """Asks each rank, after an exception at the same place on all of them, whether it is in step with the others.
+
+    A rank answers with a ``Result`` once its device has finished, it has met the others in an exchange and in a
+    barrier. A rank that cannot answer is stuck.
+
+    Attributes:
+        number: the number of the job that failed.
+    """
+
+    number: int
+
+
 @dataclasses.dataclass
 class Result:
-    """The result of one job on one rank.
+    """The result of one job or roll call on one rank.
 
     Contains only built-in types and types of ``findings``, so that the controller can always unpickle it.
 
     Attributes:
-        number: the job's number.
+        number: the number of the job or the roll call.
         rank: the global rank.
         verdict: the value of a ``Verdict``.
         text: the traceback or message of a failure; empty if the rank passed.

@@ -35,7 +35,7 @@ from shardproof.harness.parity.rank import NotShared, Rank, Seeds
 from shardproof.harness.parity.rank_state import RankState
 from shardproof.harness.tensors import memory
 from shardproof.harness.worlds import casefile, leftovers, meeting, torchrun
-from shardproof.harness.worlds.jobs import BOARD, DUMPED, Job, RankSpec, Result
+from shardproof.harness.worlds.jobs import BOARD, DUMPED, Job, RankSpec, Result, RollCall
 
 #: The directories in which compilers keep their results between processes, by the variables that choose them.
 _COMPILE_CACHES = {
@@ -64,7 +64,7 @@ def main(connection: Connection, spec: RankSpec) -> None:
 
     Args:
         connection: the rank's end of the pipe. The rank sends ``("ready", pid)`` or ``("failed", traceback)``, and then
-            one ``Result`` for each ``Job`` that it receives; ``None`` ends the loop.
+            one ``Result`` for each ``Job`` or ``RollCall`` that it receives; ``None`` ends the loop.
         spec: which rank of which world this process is.
     """
     log = _redirect_output(pathlib.Path(spec.directory) / f"rank{spec.index}.out")
@@ -79,8 +79,11 @@ def main(connection: Connection, spec: RankSpec) -> None:
     memory.retire_objects()
     connection.send(("ready", os.getpid()))
     with contextlib.suppress(EOFError, OSError):
-        while (job := connection.recv()) is not None:
-            connection.send(run_job(state, job, patches))
+        while (message := connection.recv()) is not None:
+            if isinstance(message, RollCall):
+                connection.send(_answer(state, message))
+                continue
+            connection.send(run_job(state, message, patches))
             _flush()
             # The left-over check has seen what is alive now, and looks at later objects alone from here on. A model
             # that an implementation keeps until the next one takes its place must stay within reach of the collector.
@@ -226,6 +229,18 @@ def run_job(state: RankState, job: Job, patches: leftovers.Patches) -> Result:
     # An adapter that has processes to itself may change them.
     if implementation.traits.isolation == "shared" and (replaced := patches.found()):
         result.left_behind.append(f"patched: {', '.join(replaced)}")
+    return result
+
+
+def _answer(state: RankState, call: RollCall) -> Result:
+    """Answer a roll call; the answer passes if this rank is in step with the others."""
+    result = Result(call.number, state.index, Verdict.PASS)
+    with _outcome(result):
+        _finish_queued(state.device)
+        # A rank that has exchanged less than another reads here what the other wrote in its last exchange of the case.
+        mine = pickle.dumps(call)
+        assert state.exchange.gather(mine) == [mine] * state.size, "the ranks have not exchanged equally often"
+        dist.barrier()
     return result
 
 

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Sequence
 
 from shardproof.harness.findings.verdict import Verdict
-from shardproof.harness.worlds import forkserver, scratch
+from shardproof.harness.worlds import forkserver, in_step, scratch
 from shardproof.harness.worlds.jobs import Job, Result, WorldKey
 from shardproof.harness.worlds.lease import Leases, device_of
 from shardproof.harness.worlds.world import Outcome, World
@@ -68,10 +68,11 @@ class Pool:
                 world = self._take(key, job.implementation, place)
                 try:
                     outcome = self._run(world, job)
+                    goes_on = world.is_in_step(outcome.results)
                 except BaseException:
                     world.kill()
                     raise
-            if _is_in_step(outcome.results) and not any(result.is_worn_out for result in outcome.results):
+            if goes_on and not any(result.is_worn_out for result in outcome.results):
                 if any(result.kept or result.excused for result in outcome.results):
                     world.reserved_for = job.implementation
                 with self._lock:
@@ -139,7 +140,8 @@ class Pool:
 
 def _has_to_show_more(results: Sequence[Result]) -> bool:
     """Whether the case passed, but left state that is excused only where its implementation is first used."""
-    return _is_in_step(results) and all(r.verdict == Verdict.PASS for r in results) and any(r.excused for r in results)
+    passed = in_step.by_agreement(results) and all(result.verdict == Verdict.PASS for result in results)
+    return passed and any(result.excused for result in results)
 
 
 def _run_again(world: World, job: Job, first: Outcome) -> Outcome:
@@ -157,12 +159,3 @@ def _run_again(world: World, job: Job, first: Outcome) -> Outcome:
     for again, result in zip(outcome.results, first.results, strict=True):
         again.excused = result.excused
     return outcome
-
-
-def _is_in_step(results: Sequence[Result]) -> bool:
-    """Whether the world can run another case.
-
-    Its ranks are in step if all passed or all failed by agreement, and none left state behind.
-    """
-    passed = all(result.verdict in (Verdict.PASS, Verdict.UNSUPPORTED) for result in results)
-    return (passed or all(result.agreed for result in results)) and not any(result.left_behind for result in results)

@@ -15,9 +15,9 @@ from typing import Any
 from shardproof.harness.collectives.board import Announcement, Board
 from shardproof.harness.findings.texts import bounded
 from shardproof.harness.findings.verdict import Verdict
-from shardproof.harness.worlds import forkserver, rank_process, scratch, waiting
+from shardproof.harness.worlds import forkserver, in_step, rank_process, scratch, waiting
 from shardproof.harness.worlds.fleet import Fleet, Seat, nodes_of
-from shardproof.harness.worlds.jobs import BOARD, Job, RankSpec, Result, WorldKey
+from shardproof.harness.worlds.jobs import BOARD, Job, RankSpec, Result, RollCall, WorldKey
 from shardproof.harness.worlds.rank_process import RankProcess
 from shardproof.harness.worlds.remote import ANSWER_SECONDS, Lost, RemoteRank, gathered
 from shardproof.harness.worlds.waiting import Blockers, Wait, WaitedTooLong
@@ -205,6 +205,33 @@ class World:
         outputs = [rank.new_output() for rank in self.ranks]
         return Outcome(results, outputs, seconds, diagnosis, collectives(self._announced, self._lost), self.hosts)
 
+    def is_in_step(self, results: Sequence[Result]) -> bool:
+        """Whether the ranks can run another case.
+
+        If an exception came from the same place on all ranks after the same collectives, this asks them, and waits for
+        the answers at most ``GRACE_SECONDS``. Where the world is reserved for an adapter, an exception may have left
+        more in its processes than is compared.
+
+        Args:
+            results: those of the job that ran last.
+        """
+        if in_step.by_agreement(results):
+            return True
+        alike = not self.key.isolation and in_step.failed_alike(results) and in_step.announced_alike(self._announced)
+        return alike and self._answers(RollCall(results[0].number))
+
+    def _answers(self, call: RollCall) -> bool:
+        for rank in self.ranks:
+            with contextlib.suppress(OSError):
+                rank.connection.send(call)
+        until = time.monotonic() + GRACE_SECONDS
+        asked: dict[Any, int] = {rank.connection: index for index, rank in enumerate(self.ranks)}
+        while asked and (ready := wait(list(asked), timeout=max(0.0, until - time.monotonic()))):
+            for connection in ready:
+                if self._receive(asked.pop(connection), call).verdict != Verdict.PASS:
+                    return False
+        return not asked
+
     def _read_board(self, job: Job) -> dict[int, list[Announcement]]:
         asked = {index: rank.ask_announced(job.number) for index, rank in self._remote.items()}
         entries = {index: self._board.entries(index, job=job.number) for index in self._own}
@@ -252,7 +279,7 @@ class World:
         }
         return shown | gathered(asked)
 
-    def _receive(self, index: int, job: Job) -> Result:
+    def _receive(self, index: int, job: Job | RollCall) -> Result:
         rank = self.ranks[index]
         try:
             result: Result = rank.connection.recv()

@@ -61,6 +61,9 @@ class Counted:
         result = Result(job.number, 0, "pass", kept=["modules: Linear"])
         return pool.Outcome([result], [], 0.0)
 
+    def is_in_step(self, results):
+        return True
+
     def stop(self):
         Counted.alive -= self.size
 
