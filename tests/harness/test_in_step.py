@@ -153,7 +153,7 @@ def test_the_last_collective_of_each_group_is_compared(first, second, alike):
 
 
 def test_what_is_no_exception_is_not_alike():
-    texts = ["Traceback\n  File \"a\", line 1\nValueError", "1 leaf is missing"]
+    texts = ['Traceback\n  File "a", line 1\nValueError', "1 leaf is missing"]
     for text in texts:
         results = [Result(1, rank, "fail", text) for rank in range(2)]
         assert in_step.failed_alike(results) is text.startswith("Traceback")
