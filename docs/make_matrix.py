@@ -59,9 +59,9 @@ PLACES = (
     ),
     Place("CPU, gloo, torch 2.11", "CPU, torch 2.11", ("h100-gloo-v9-pairs.json.gz",)),
     Place(
-        "Two H200 GPUs, NCCL, torch 2.11",
+        "Two H100 or H200 GPUs, NCCL, torch 2.11",
         "2 GPUs, torch 2.11",
-        ("h200-x2-nccl-v6-standard.json.gz", "h200-x2-peers-v8-standard.json.gz"),
+        ("h100-x2-nccl-v10-standard.json.gz", "h200-x2-peers-v8-standard.json.gz"),
     ),
 )
 
