@@ -111,10 +111,15 @@ def has_ended(within: float = 0.0) -> bool:
         time.sleep(0.01)
 
 
-def kill_if_stopped() -> bool:
-    """Kill the forkserver if it is stopped, because it then reports the end of no rank; return whether it was."""
+def is_stopped() -> bool:
+    """Whether the forkserver is stopped; it then starts no rank and reports the end of none."""
     process = _look()
-    if process is None or not process.is_stopped:
+    return process is not None and process.is_stopped
+
+
+def kill_if_stopped() -> bool:
+    """Kill the forkserver if it is stopped; return whether it was."""
+    if not is_stopped():
         return False
     kill()
     return True

@@ -210,7 +210,8 @@ class World:
 
         If an exception came from the same place on all ranks after the same collectives, this asks them, and waits for
         the answers at most ``GRACE_SECONDS``. Where the world is reserved for an adapter, an exception may have left
-        more in its processes than is compared.
+        more in its processes than is compared. A case that stopped the forkserver has broken more than its world, whose
+        end replaces both.
 
         Args:
             results: those of the job that ran last.
@@ -218,7 +219,7 @@ class World:
         if in_step.by_agreement(results):
             return True
         alike = not self.key.isolation and in_step.failed_alike(results) and in_step.announced_alike(self._announced)
-        return alike and self._answers(RollCall(results[0].number))
+        return alike and not forkserver.is_stopped() and self._answers(RollCall(results[0].number))
 
     def _answers(self, call: RollCall) -> bool:
         for rank in self.ranks:
