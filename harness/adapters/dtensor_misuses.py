@@ -75,7 +75,8 @@ def _cut_beside_no_names(scene: Scene) -> None:
 
 def _stream_beside_replicas(scene: Scene) -> None:
     mesh = DeviceMesh(scene.mesh.device_type, scene.mesh.mesh.view(-1, 1), mesh_dim_names=("replicate", "shard"))
-    layers, calls = scene.sharded(mesh=mesh), []
+    layers = scene.sharded(mesh=mesh)
+    calls: list[torch.Tensor] = []
     try:
         layers[0].set_all_reduce_hook(calls.append, stream=object())
     except ValueError:
