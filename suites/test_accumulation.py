@@ -408,7 +408,7 @@ def test_part_used_by_one_microbatch_of_replicas(rank: Rank, own_units: bool) ->
 
 def check_part_used(rank: Rank, how: Accumulation | None, own_units: bool, *, mesh: DeviceMesh | None) -> None:
     """Train branches of which each microbatch uses another."""
-    model = models.Branches(DIM, MICROBATCHES)
+    model = models.Branches(DIM, MICROBATCHES, alike=not own_units)  # of one size, parts of a unit can be mistaken
     pair = rank.pair(
         model, units=model.units() if own_units else [], baseline="replicated", microbatches=MICROBATCHES, mesh=mesh,
         accumulation=how, find_unused=True,

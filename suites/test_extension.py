@@ -217,12 +217,13 @@ def test_inputs_without_padding(rank: Rank, pads: int) -> None:
 @needs(Capability.HYBRID)
 def test_hooks_beside_replicas(rank: Rank) -> None:
     """Between replicas, hooks are given the mesh of the ranks among which a shard is gathered."""
-    pair, calls = extended(rank, "class", None, mesh=rank.mesh((2, 2), ("replicate", "shard")))
+    mesh = rank.mesh((2, 2), ("replicate", "shard"))
+    pair, calls = extended(rank, "class", None, mesh=mesh)
     for step in range(2):
         pair.step(rank.batch(step, (4, 5)))
         pair.check()
-    sizes = {given[0] for given in calls.before}
-    assert sizes == {2}, f"the first hook was given meshes of {sizes} ranks"
+    expected = tuple(mesh["shard"].mesh.tolist())
+    assert calls.ranks == {expected}, f"the first hook was given meshes of ranks {calls.ranks} instead of {expected}"
 
 
 def extended(

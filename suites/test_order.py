@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from torch import nn
 
 from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.models.paths import Layer, OptionalUnits
@@ -93,6 +94,21 @@ def test_ranks_of_a_part_of_the_world_differ(rank: Rank, flat_parameters: bool) 
     first, second = mesh.mesh.tolist()
     names = rf"\brank {first}\b.*\bfirst\.weight\b.*\brank {second}\b.*\bsecond\.0\.weight\b"
     assert re.search(names, text), f"ranks {first} and {second} differ: {text}"
+
+
+@contract("ORDER-1")
+@world(2, debug_level="DETAIL")
+@PARAMETERS
+def test_ranks_of_the_second_root_differ(rank: Rank, flat_parameters: bool) -> None:
+    """The same within the second of two sharded models that a plain module contains."""
+    second = models.TwoPaths(dim=DIM)
+    model, units = nn.Sequential(nn.Linear(DIM, DIM), second), [["0"], ["1.first"], ["1.second"], ["1"]]
+    run = rank.run(model, units=units, plain_root=True, flat_parameters=flat_parameters)
+    rank.expect_different_collectives()
+    if rank.index:
+        second.flip()
+    text = raised_by(run, rank.batch(0, (8, DIM)))
+    assert re.search(ACROSS_RANKS, text), f"raised: {text!r}"
 
 
 @contract("ORDER-5")

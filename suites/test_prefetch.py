@@ -217,6 +217,22 @@ def test_a_unit_without_parameters(rank: Rank) -> None:
         assert found == expected, f"in forward and backward of a unit without parameters {found} are gathered"
 
 
+@contract("PREFETCH-2")
+@world(2)
+@needs(Capability.EXPLICIT_PREFETCH, Capability.COUNTED_UNITS, Capability.GROUPED_UNIT)
+@needs(Capability.RESHARD_AFTER_FORWARD, Capability.ROOT_RESHARD)
+def test_a_unit_of_several_modules(rank: Rank) -> None:
+    """A unit of several modules gathers others ahead before the first of them, and not again those that ran since."""
+    model = models.Tower(dim=9, depth=3)
+    pair = rank.pair(model, units=[["layers.0", "layers.2"], ["layers.1"]], reshard_after_forward=True)
+    pair.adapter.prefetch(forward={"layers.0": ["layers.1"]}, backward={})
+    for step in range(2):
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+        pair.check_counts("forward", all_gather=3)
+        pair.check_counts("backward", all_gather=3, reduce_scatter=3)
+
+
 CHOICES = ["before-backward", "after-backward", "never"]
 
 

@@ -323,7 +323,7 @@ def test_memory_of_a_script(rank: Rank) -> None:
 
 @contract("REDUCTION-2")
 @world(2)
-@needs(Capability.UNIT_SETTINGS)
+@needs(Capability.UNIT_SETTINGS, Capability.DIVIDE_FACTOR)
 def test_sums_alone(rank: Rank) -> None:
     """A unit for which a script chooses sums reduces by sums and trains the same; the choice can be taken back."""
     check_sums_alone(rank)
@@ -331,26 +331,31 @@ def test_sums_alone(rank: Rank) -> None:
 
 @contract("REDUCTION-2")
 @world(4)
-@needs(Capability.UNIT_SETTINGS, Capability.HYBRID)
+@needs(Capability.UNIT_SETTINGS, Capability.DIVIDE_FACTOR, Capability.HYBRID)
 def test_sums_alone_on_replicas(rank: Rank) -> None:
     """The same on replicas, over which the shares are summed as well."""
     check_sums_alone(rank, mesh=rank.mesh((2, 2), NAMES))
 
 
 def check_sums_alone(rank: Rank, *, mesh: DeviceMesh | None = None) -> None:
-    """Train a tower of which one unit, and in another step the root's own, are reduced by sums."""
+    """Train a tower of which one unit, and in another step the root's own, are reduced by sums.
+
+    In the last step a script has named the number of ranks, by which they are divided in any case.
+    """
     model, reduces = models.Tower(dim=9), {"layers.0": Own(), "layers.1": Own()}
     pair = rank.pair(model, units=model.units(), mesh=mesh)
     for name, reduce in reduces.items():
         pair.adapter.change(Settings(reduce_scatter=reduce), unit=name)
-    for step, sums in enumerate([False, True, False]):
-        pair.adapter.change(Settings(force_sum=sums), unit="layers.1")
+    for step, sums in enumerate([False, True, False, True]):
+        factor = float(rank.world_size) if step == 3 else None
+        pair.adapter.change(Settings(force_sum=sums, divide_factor=factor), unit="layers.1")
         pair.adapter.change(Settings(force_sum=step == 2))  # of the root's own unit alone
         pair.step(rank.batch(step, (4, 9)))
         pair.check()
     usual, ops = reduces["layers.0"].ops, reduces["layers.1"].ops
-    assert usual == usual[:1] * 3, f"a unit for which nothing was set is reduced by {usual}"
-    assert ops == [usual[0], dist.ReduceOp.SUM, usual[0]], f"with sums in the second step, it is reduced by {ops}"
+    assert usual == usual[:1] * 4, f"a unit for which nothing was set is reduced by {usual}"
+    expected = [usual[0], dist.ReduceOp.SUM] * 2
+    assert ops == expected, f"with sums in the second and the fourth step, it is reduced by {ops}"
 
 
 @contract("REDUCTION-2")

@@ -266,6 +266,12 @@ class Config:
     :attr:`Capability.GROUPED_UNIT`.
     """
 
+    plain_root: bool = False
+    """Whether the model itself is no unit, so that it contains several roots; :attr:`units` have all parameters.
+
+    Needs :attr:`Capability.ORDER_VALIDATION`.
+    """
+
     shards: bool = True
     """Whether parameters are divided among the ranks of :attr:`mesh`; False keeps them whole on each of them.
 

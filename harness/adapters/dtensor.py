@@ -231,6 +231,8 @@ class DTensorAdapter(Adapter):
             given = modules if len(modules) > 1 else modules[0]
             made = type(self).fully_shard(given, **options, **its)
             assert made is given, f"fully_shard was given a {type(given)} and returned another object, a {type(made)}"
+        if config.plain_root:
+            return model
         # As in scripts, which go on with what is returned.
         its = self._its_mesh("") | self._mixed_precision("")
         model = type(self).fully_shard(model, **options, **its)

@@ -75,7 +75,14 @@ def _cut_beside_no_names(scene: Scene) -> None:
 
 def _stream_beside_replicas(scene: Scene) -> None:
     mesh = DeviceMesh(scene.mesh.device_type, scene.mesh.mesh.view(-1, 1), mesh_dim_names=("replicate", "shard"))
-    scene.sharded(mesh=mesh)[0].set_all_reduce_hook(lambda share: None, stream=object())
+    layers = scene.sharded(mesh=mesh)
+    calls: list[torch.Tensor] = []
+    try:
+        layers[0].set_all_reduce_hook(calls.append, stream=object())
+    except ValueError:
+        layers(torch.ones(2, 4, device=scene.mesh.device_type)).sum().backward()
+        assert not calls, "the function that was refused runs all the same"
+        raise
 
 
 def _plain_parameter(scene: Scene) -> None:

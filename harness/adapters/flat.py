@@ -166,7 +166,7 @@ class FlatAdapter(Adapter):
             if config.sync_states == "root":
                 its["sync_module_states"] = False
             setattr(model.get_submodule(parent), child, self._wrap(model.get_submodule(name), name, its))
-        self.module = self._wrap(model, "", options)
+        self.module = model if config.plain_root else self._wrap(model, "", options)
         if config.cast is not None:
             self.module.to(config.cast)
         # The optimizer's references: modules register views of gathered parameters in their place while they compute.

@@ -14,12 +14,17 @@ class Branches(nn.Module):
     The MLPs have different sizes, and dimensions that neither two nor four ranks divide for an odd ``dim``.
 
     Input: (batch, dim), and the number of the branch, or of several to run one after the other. Output: (batch, dim).
+
+    Args:
+        dim: the size of inputs and outputs.
+        branches: the number of MLPs.
+        alike: whether all MLPs have the size of the first.
     """
 
-    def __init__(self, dim: int, branches: int = 3) -> None:
+    def __init__(self, dim: int, branches: int = 3, *, alike: bool = False) -> None:
         super().__init__()
         self.entry = nn.Linear(dim, dim)
-        self.branches = nn.ModuleList(MLP(dim, multiplier=1 + index) for index in range(branches))
+        self.branches = nn.ModuleList(MLP(dim, multiplier=1 if alike else 1 + index) for index in range(branches))
 
     def forward(self, x: torch.Tensor, branch: int | tuple[int, ...]) -> torch.Tensor:
         x = torch.tanh(self.entry(x))

@@ -21,6 +21,7 @@ class Calls:
     Attributes:
         before: of each call of ``fsdp_pre_all_gather``, the mesh's size, the full size, the number of outputs of
             the module, and the compute dtype of the policy.
+        ranks: of the meshes that ``fsdp_pre_all_gather`` was given.
         gathered: the memory of what ``fsdp_post_all_gather`` was given, of each call.
         storages: of the full tensors that it has made, in the order of the first gathers.
         filled: how often it filled a tensor that it had made before.
@@ -29,6 +30,7 @@ class Calls:
     """
 
     before: list[tuple[int, tuple[int, ...], int, torch.dtype | None]] = dataclasses.field(default_factory=list)
+    ranks: set[tuple[int, ...]] = dataclasses.field(default_factory=set)
     gathered: list[StorageWeakRef] = dataclasses.field(default_factory=list)
     storages: list[torch.UntypedStorage] = dataclasses.field(default_factory=list)
     filled: int = 0
@@ -90,6 +92,7 @@ class Halves(torch.Tensor):
 def before(shard: torch.Tensor, calls: Calls, mesh: Any, size: torch.Size, module: Any, policy: Any) -> Any:
     """Return the two halves of the padded shard, and the full size."""
     calls.before.append((mesh.size(), tuple(size), getattr(module, "out_features", 0), policy.param_dtype))
+    calls.ranks.add(tuple(mesh.mesh.flatten().tolist()))
     padded = shard.new_zeros(-(-size[0] // mesh.size()), *size[1:])
     padded[: shard.size(0)].copy_(shard)
     high = padded.to(torch.bfloat16)
