@@ -41,4 +41,5 @@ def _cycles_per_millisecond() -> float:
         torch.cuda._sleep(_CYCLES)
         event.record()
     events[-1].synchronize()
-    return _CYCLES / min(before.elapsed_time(after) for before, after in itertools.pairwise(events))
+    shortest = min(float(before.elapsed_time(after)) for before, after in itertools.pairwise(events))
+    return _CYCLES / shortest
