@@ -125,7 +125,7 @@ def test_three_dimensions(rank: Rank, reshard_after_forward: bool | None) -> Non
         pair.check()
 
 
-@contract("PLACEMENT-2", "EVALUATION-1")
+@contract("PLACEMENT-2")
 @world(2)
 @needs(Capability.SHARD_DIMENSION)
 def test_other_dimensions_after_inference_mode(rank: Rank) -> None:
