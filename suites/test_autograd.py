@@ -89,7 +89,7 @@ def test_containers_between_units(rank: Rank, container: models.Container) -> No
 @needs(Capability.CONTAINER_OUTPUT, Capability.DATACLASS_OUTPUT)
 @each_value("container")
 @pytest.mark.parametrize(
-    "container", ["ordered-dict", "list-class", "tuple-class", "frozen-dataclass", "dict-dataclass"]
+    "container", ["ordered-dict", "list-class", "tuple-class", "frozen-dataclass", "late-dataclass", "dict-dataclass"]
 )
 def test_classes_of_containers(rank: Rank, container: models.Container) -> None:
     """The same for classes of containers, and for what is a dict and a dataclass in one, as of model libraries."""

@@ -126,6 +126,33 @@ def test_three_dimensions(rank: Rank, reshard_after_forward: bool | None) -> Non
 
 
 @contract("PLACEMENT-2")
+@world(2)
+@needs(Capability.SHARD_DIMENSION)
+def test_other_dimensions_after_inference_mode(rank: Rank) -> None:
+    """Parameters cut along another dimension train also if the first forward ran in inference mode."""
+    model = models.Tower(dim=8)
+    pair = rank.pair(model, units=model.units(), shard_dim=last)
+    pair.evaluate(rank.batch(0, (2, 8), microbatch=1), mode="inference_mode")
+    for step in range(2):
+        pair.step(rank.batch(step, (4, 8)))
+        pair.check()
+
+
+@contract("PLACEMENT-2")
+@world(2, 4)
+@needs(Capability.SHARD_DIMENSION)
+def test_parameter_without_rows(rank: Rank) -> None:
+    """A parameter without rows may be cut along its columns, beside others that are cut along their rows."""
+    model = shapes.ManyShapes(has_empty=True)
+    full = {name: value.detach().clone() for name, value in model.named_parameters()}
+    pair = rank.pair(model, units=[["body"]], shard_dim=lambda parameter: 0 if parameter.numel() else 1)
+    check_layout(pair.adapter.named_parameters(), full, rank.mesh(), dims=dict.fromkeys(full, 0) | {"body.empty": 1})
+    for step in range(2):
+        pair.step(rank.batch(step, (2, 3, 6, 6)))
+        pair.check()
+
+
+@contract("PLACEMENT-2")
 @world(4)
 @needs(Capability.SHARD_DIMENSION)
 @pytest.mark.parametrize("choice", ["same", "other"])

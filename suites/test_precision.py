@@ -19,7 +19,6 @@ from shardproof.harness.models import mixed, shapes
 from shardproof.harness.models.parallel import Factors, split_factors
 from shardproof.harness.parity import (
     Rank,
-    check_equal,
     check_evaluation,
     check_statistics,
     exact_difference,
@@ -88,6 +87,17 @@ def test_evaluation(rank: Rank, policy: str) -> None:
     run, replica = both(rank, model, precision=precision)
     evaluate_and_train(rank, run, replica)
     assert_seen(model.low.seen, precision)
+
+
+@contract("PRECISION-1")
+@world(2)
+@MIXED
+@pytest.mark.parametrize(("stored", "compute"), [(HALF, BRAIN), (BRAIN, HALF)], ids=["fp16-to-bf16", "bf16-to-fp16"])
+def test_dtypes_of_one_size(rank: Rank, stored: torch.dtype, compute: torch.dtype) -> None:
+    """Parameters are cast to a dtype of compute that has as many bytes as their own."""
+    run, replica = both(rank, mixed.Mixed().to(stored), precision=Precision(compute=compute))
+    check_evaluation(rank, run, replica, rank.batch(0, SHAPE), number=0)
+    assert_collectives(run, gathers={compute}, reduces=set())
 
 
 @contract("PRECISION-11")
@@ -283,12 +293,8 @@ def test_microbatches(rank: Rank, defers: bool, policy: str) -> None:
 
 @contract("PRECISION-3")
 @world(2)
-@needs(
-    Capability.MIXED_PRECISION,
-    Capability.ACCUMULATION_DTYPES,
-    Capability.DEFERRED_REDUCTION,
-    Capability.UNUSED_MODULE,
-)
+@MIXED
+@needs(Capability.ACCUMULATION_DTYPES, Capability.DEFERRED_REDUCTION, Capability.UNUSED_MODULE)
 def test_parameters_of_one_microbatch(rank: Rank) -> None:
     """Gradients that have added up in the dtype of the reduction keep it beside new ones in that of compute."""
     run, replica = both(
@@ -297,8 +303,7 @@ def test_parameters_of_one_microbatch(rank: Rank) -> None:
     )  # fmt: skip
     for step in range(3):
         batch = [(rank.batch(step, (4, 8), microbatch=number), used) for number, used in enumerate((0, 0, 1))]
-        expected = replica.step(batch, loss=torch.sum)
-        check_equal(rank, run, run.step(batch, loss=torch.sum), expected, number=step)
+        step_and_check(rank, run, replica, batch, number=step)
 
 
 @contract("PRECISION-2")
@@ -310,8 +315,7 @@ def test_parameters_of_one_rank(rank: Rank) -> None:
     run, replica = both(rank, models.Branches(8, 2), units=[], precision=precision, ranks_differ=True)
     for step in range(3):
         batch = [(rank.batch(step, (4, 8)), (rank.index + step) % 2)]
-        expected = replica.step(batch, loss=torch.sum)
-        check_equal(rank, run, run.step(batch, loss=torch.sum), expected, number=step)
+        step_and_check(rank, run, replica, batch, number=step)
 
 
 @contract("PRECISION-3")
@@ -344,8 +348,7 @@ def test_deferred_all_reduces_of_different_parameters(rank: Rank) -> None:
     )  # fmt: skip
     for step in range(2):
         batch = [(rank.batch(step, (4, 8), microbatch=number), used) for number, used in enumerate((0, 1, 1))]
-        expected = replica.step(batch, loss=torch.sum)
-        check_equal(rank, run, run.step(batch, loss=torch.sum), expected, number=step)
+        step_and_check(rank, run, replica, batch, number=step)
         dtypes = {item.dtype for item in run.trace if item.kind == "all_reduce"}
         assert dtypes == {"bfloat16"}, f"all-reduces are in {dtypes}"
 

@@ -187,6 +187,26 @@ def test_attributes_of_parameters(rank: Rank, reshard_after_forward: bool | int 
     assert not copied, f"a state dict that keeps variables has others than the parameters: {', '.join(copied)}"
 
 
+@contract("REGISTRATION-5")
+@needs(Capability.DTENSOR_PARAMETERS, Capability.OWN_OPTIMIZER)
+@pytest.mark.parametrize("replaced", ["", "in_proj.bias"], ids=["nothing", "one-parameter"])
+def test_state_dict_follows_parameters(rank: Rank, replaced: str) -> None:
+    """A state dict goes on to show the parameters, as that of any module, those too beside one that a load replaces."""
+    run = rank.run(models.MLP(9))
+    module = run.adapter.module
+    state = module.state_dict()
+    if replaced:
+        module.load_state_dict({replaced: state[replaced].clone()}, strict=False, assign=True)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for step in range(2):
+        run.forward_backward((rank.batch(step, (4, 9)),), loss=models.mean_square)
+        optimizer.step()
+        optimizer.zero_grad()
+        now = {name: piece.tensor for name, piece in run.adapter.parameters().items() if name != replaced}
+        stale = [name for name, value in now.items() if not torch.equal(state[name].to_local(), value)]
+        assert not stale, f"after {step_label(step)} a state dict has values of before of {', '.join(stale)}"
+
+
 def _assert_attributes(run: Run, original: nn.Module, when: str) -> None:
     expected = {name: _attributes(parameter) for name, parameter in original.named_parameters()}
     found = {name: _attributes(parameter) for name, parameter in run.adapter.named_parameters().items()}

@@ -310,7 +310,7 @@ def test_loading_between_passes(
 
 
 @contract("STATE-5")
-@world(2)
+@world(2, 4)
 @pytest.mark.parametrize("name", ["layers.0.gain", "out.bias"])
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_loading_a_part(rank: Rank, reshard_after_forward: bool | int | None, name: str) -> None:

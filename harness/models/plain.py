@@ -256,6 +256,7 @@ Container = Literal[
     "namedtuple",
     "dataclass",
     "frozen-dataclass",
+    "late-dataclass",
     "ordered-dict",
     "list-class",
     "tuple-class",
@@ -299,6 +300,22 @@ class FrozenRecord:
 
     x: torch.Tensor
     y: torch.Tensor
+
+
+@dataclasses.dataclass
+class LatePair:
+    """A dataclass whose second field is set once it is made: the constructor does not take it, and puts zeros there.
+
+    Attributes:
+        x: the activation.
+        y: a tensor that needs no gradient.
+    """
+
+    x: torch.Tensor
+    y: torch.Tensor = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.y = torch.zeros_like(self.x)
 
 
 class OwnList(list[torch.Tensor]):
@@ -374,6 +391,8 @@ def packed_stack(dim: int, container: Container, depth: int = 3) -> nn.Sequentia
 def pack(x: torch.Tensor, container: Container) -> Any:
     """Put ``x`` into a container; one with fields also gets a tensor that needs no gradient."""
     constant = torch.ones_like(x)
+    late = LatePair(x)
+    late.y = constant
     packed: dict[Container, Any] = {
         "list": [x],
         "tuple": (x,),
@@ -381,6 +400,7 @@ def pack(x: torch.Tensor, container: Container) -> Any:
         "namedtuple": NamedPair(x, constant),
         "dataclass": Record(x, constant),
         "frozen-dataclass": FrozenRecord(x, constant),
+        "late-dataclass": late,
         "ordered-dict": collections.OrderedDict(x=x),
         "list-class": OwnList([x]),
         "tuple-class": OwnTuple([x]),
@@ -393,18 +413,20 @@ def unpack(packed: Any, container: Container) -> torch.Tensor:
     """Take the activation out of a container.
 
     Raises:
-        AssertionError: the container is not of the expected type, or its keys and attributes are not the same, so a
-            unit must have changed it.
+        AssertionError: the container is not of the expected type, its keys and attributes are not the same, or it has
+            lost a field, so a unit must have changed it.
     """
     kinds: dict[Container, type] = {
         "list": list, "tuple": tuple, "dict": dict, "namedtuple": NamedPair, "dataclass": Record,
-        "frozen-dataclass": FrozenRecord, "ordered-dict": collections.OrderedDict, "list-class": OwnList,
-        "tuple-class": OwnTuple, "dict-dataclass": Output,
+        "frozen-dataclass": FrozenRecord, "late-dataclass": LatePair, "ordered-dict": collections.OrderedDict,
+        "list-class": OwnList, "tuple-class": OwnTuple, "dict-dataclass": Output,
     }  # fmt: skip
     kind = kinds[container]
     assert type(packed) is kind, f"expected {kind.__name__} between units, got {type(packed).__name__}"
     if isinstance(packed, Output):
         assert packed["x"] is packed.x, "the key x and the attribute x between units are different tensors"
+    if isinstance(packed, LatePair):
+        assert bool((packed.y == 1).all()), "a dataclass was made anew between units: what was set since is lost"
     x: torch.Tensor = next(tensors_of(packed))
     return x
 

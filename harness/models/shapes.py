@@ -44,7 +44,7 @@ class _Body(nn.Module):
         self.line = nn.Conv1d(5, 5, 2, bias=False)
         self.one = nn.Parameter(torch.randn(1))
         self.row = nn.Parameter(torch.randn(1, 5))
-        self.empty = nn.Parameter(torch.randn(0, 5)) if has_empty else None
+        self.empty = nn.Parameter(torch.randn(0, 4)) if has_empty else None
         self.listed = nn.ParameterList([torch.randn(5), torch.randn(3, 5)])
         self.register_buffer("scale", torch.linspace(0.5, 1.5, 5))
 
@@ -52,7 +52,7 @@ class _Body(nn.Module):
         hidden = torch.tanh(self.conv(x)).flatten(2)
         hidden = torch.tanh(self.line(hidden)).mean(2) * self.one + self.row
         if self.empty is not None:
-            hidden = hidden + self.empty.sum(0)
+            hidden = hidden + self.empty.sum()
         return self.scale * torch.tanh(hidden * self.listed[0] + self.listed[1].sum(0))
 
 

@@ -119,5 +119,12 @@ def test_nothing_is_forgotten() -> None:
     assert not missing or not IS_KNOWN_TORCH, missing
 
 
+def test_all_public_names_are_exported_and_our_own() -> None:
+    public = {name for name, value in vars(ours).items() if not name.startswith("_") and not inspect.ismodule(value)}
+    assert public == set(ours.__all__)
+    modules = {name: getattr(ours, name).__module__ for name in ours.__all__}
+    assert not {name: module for name, module in modules.items() if not module.startswith("fsdp_impl.")}
+
+
 def test_the_state_of_a_module_can_be_asked_for() -> None:
     assert ours.fully_shard.state(torch.nn.Linear(1, 1)) is None  # type: ignore[attr-defined]

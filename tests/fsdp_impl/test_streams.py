@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from fsdp_impl.common import streams
+from fsdp_impl.common.comm_context import CommContext
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
@@ -16,6 +19,27 @@ def test_the_cpu_has_none() -> None:
     assert streams.current(device) is None
     with streams.use(None), streams.use(None):
         pass
+
+
+@pytest.mark.parametrize("copying", [("first",), ("last",), ()])
+def test_the_host_waits_for_all_reductions_if_any_is_copied_to_it(
+    monkeypatch: pytest.MonkeyPatch, copying: tuple[str, ...]
+) -> None:
+    class Event:
+        def synchronize(self) -> None:
+            waited.append(self)
+
+    waited: list[Event] = []
+    monkeypatch.setattr(streams, "wait", lambda stream, event: None)
+    context, events = CommContext(torch.device("cpu")), {"first": Event(), "last": Event()}
+    for step in range(2):
+        for name, event in events.items():
+            stream: Any = name
+            context.note_reduced(stream, event, host_waits=name in copying)  # type: ignore[arg-type]
+        context.finish_reductions()
+        assert waited == (step + 1) * (list(events.values()) if copying else [])
+    context.finish_reductions()
+    assert len(waited) == 2 * 2 * bool(copying), "a backward without reductions waits for those of before"
 
 
 @needs_gpu
