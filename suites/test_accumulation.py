@@ -49,6 +49,7 @@ RESHARD_AND_OFFLOAD = pytest.mark.parametrize(
     ],
 )
 COUNTED = needs(Capability.DEFERRED_REDUCTION, Capability.COUNTED_UNITS)
+ALL_REDUCE = needs(Capability.DEFERRED_ALL_REDUCE)
 WHOLE = needs(Capability.WHOLE_PARAMETERS)
 ROOT_TOO = needs(Capability.ROOT_RESHARD)
 
@@ -108,9 +109,7 @@ def test_reduction_waits(rank: Rank, waiting: Any, reshard_after_forward: bool |
 @needs(Capability.HYBRID)
 @RESHARD_AND_OFFLOAD
 @WAITING
-@pytest.mark.parametrize(
-    "skips", ["reduction", pytest.param("all-reduce", marks=needs(Capability.DEFERRED_ALL_REDUCE))]
-)
+@pytest.mark.parametrize("skips", ["reduction", pytest.param("all-reduce", marks=ALL_REDUCE)])
 def test_hybrid_reduction_waits(
     rank: Rank, skips: Any, waiting: Any, reshard_after_forward: bool | int, offload: Any
 ) -> None:
@@ -131,13 +130,18 @@ def test_hybrid_reduction_waits(
 @needs(Capability.HYBRID, Capability.SINGLE_RANK)
 @WAITING
 @pytest.mark.parametrize(
-    "skips", ["reduction", pytest.param("all-reduce", marks=needs(Capability.DEFERRED_ALL_REDUCE))]
+    "how",
+    [
+        pytest.param({}, id="reduction"),
+        pytest.param({"skips": "all-reduce"}, marks=ALL_REDUCE, id="all-reduce"),
+        pytest.param({"skips": "all-reduce", "ends_all": True}, marks=ALL_REDUCE, id="ended-by-all"),
+    ],
 )
-def test_reduction_over_replicas_waits(rank: Rank, skips: Any, waiting: Any) -> None:
+def test_reduction_over_replicas_waits(rank: Rank, how: dict[str, Any], waiting: Any) -> None:
     """Where replicas have one shard, all that is deferred, and all that is communicated, is the all-reduce."""
     train_and_count(
         rank, {"forward": 0, "backward": 0}, {"all_reduce": reductions(waiting)},
-        mesh=rank.mesh((2, 1), ("replicate", "shard")), accumulation=Accumulation(units=waiting, skips=skips),
+        mesh=rank.mesh((2, 1), ("replicate", "shard")), accumulation=Accumulation(units=waiting, **how),
     )  # fmt: skip
 
 
@@ -347,7 +351,7 @@ def test_contexts_nest(rank: Rank) -> None:
 
 @contract("ACCUMULATION-3")
 @world(1, 2)
-@needs(Capability.DEFERRED_ALL_REDUCE)
+@ALL_REDUCE
 def test_deferred_all_reduce_without_replicas(rank: Rank) -> None:
     """Where there are no replicas nothing is all-reduced, and deferring that defers nothing."""
     model = models.Tower(dim=9)
@@ -446,9 +450,7 @@ def test_parameters_stay_gathered(rank: Rank, waiting: Any) -> None:
 @COUNTED
 @needs(Capability.HYBRID, Capability.RESHARD_AFTER_FORWARD, Capability.KEEP_AFTER_BACKWARD)
 @KEPT
-@pytest.mark.parametrize(
-    "skips", ["reduction", pytest.param("all-reduce", marks=needs(Capability.DEFERRED_ALL_REDUCE))]
-)
+@pytest.mark.parametrize("skips", ["reduction", pytest.param("all-reduce", marks=ALL_REDUCE)])
 def test_hybrid_parameters_stay_gathered(rank: Rank, skips: Any, waiting: Any) -> None:
     """The same on replicas, whether the shard groups reduce before the last microbatch or not."""
     reduces = {"reduce_scatter": reductions(waiting), "all_reduce": reductions(waiting)}

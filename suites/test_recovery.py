@@ -169,24 +169,14 @@ def test_exception_in_a_recomputation(rank: Rank, means: Means) -> None:
     ],
 )
 @pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_exception_in_a_later_microbatch(rank: Rank, phase: str, replicas: int, skips: Any) -> None:
-    """What earlier microbatches have left, reduced or not, is gone: the step begins anew."""
+@pytest.mark.parametrize("defers", [False, True], ids=["last", "deferred"])
+def test_exception_in_a_later_microbatch(rank: Rank, defers: bool, phase: str, replicas: int, skips: Any) -> None:
+    """What earlier microbatches have left, reduced or not, is gone, and so is that the one that raises was deferred."""
     model = models.Tower(dim=DIM, depth=DEPTH)
     mesh = rank.mesh((replicas, 4 // replicas), ("replicate", "shard")) if replicas > 1 else None
     how = Accumulation(skips=skips)
-    check_recovery(rank, model, phase, units=model.units(), mesh=mesh, microbatches=2, accumulation=how)
-
-
-@contract("RECOVERY-1")
-@world(4)
-@RECOVERS
-@needs(Capability.HYBRID, Capability.DEFERRED_REDUCTION, Capability.DEFERRED_ALL_REDUCE)
-@pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_exception_in_a_microbatch_that_defers(rank: Rank, phase: str) -> None:
-    """The same where the microbatch that raises is not the last, and replicas have reduced nothing yet."""
-    model, mesh = models.Tower(dim=DIM, depth=DEPTH), rank.mesh((2, 2), ("replicate", "shard"))
-    how = Accumulation(skips="all-reduce")
-    check_recovery(rank, model, phase, defers=True, units=model.units(), mesh=mesh, microbatches=2, accumulation=how)
+    options: dict[str, Any] = {"units": model.units(), "mesh": mesh, "microbatches": 2, "accumulation": how}
+    check_recovery(rank, model, phase, defers=defers, **options)
 
 
 @contract("RECOVERY-1")

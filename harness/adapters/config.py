@@ -66,6 +66,12 @@ class Accumulation:
     Needs :attr:`Capability.DEFERRED_ALL_REDUCE`.
     """
 
+    ends_all: bool = False
+    """Whether the call that ends the deferral of the all-reduce is the one for the whole reduction.
+
+    Needs :attr:`Capability.DEFERRED_ALL_REDUCE`.
+    """
+
     keeps_gathered: bool = False
     """Whether parameters stay gathered after these backwards, for the next microbatch.
 

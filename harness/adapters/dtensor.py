@@ -327,7 +327,8 @@ class DTensorAdapter(Adapter):
         recurse = how.units != "root-only"
         targets = [root] if isinstance(how.units, str) else [root.get_submodule(name) for name in how.units]
         for target in targets:
-            reduces = target.set_requires_gradient_sync if how.skips == "reduction" else target.set_requires_all_reduce
+            is_whole = how.skips == "reduction" or (is_last and how.ends_all)
+            reduces = target.set_requires_gradient_sync if is_whole else target.set_requires_all_reduce
             reduces(is_last, recurse=recurse)
             if how.keeps_gathered:
                 target.set_reshard_after_backward(is_last, recurse=recurse)

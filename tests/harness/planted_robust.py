@@ -19,6 +19,9 @@ PER_PARAMETER = {
     "unreduced-gradients-kept": Edit(_RESET, "reduction.drop(unit.group)", "pass"),
     "gradients-in-the-reduce-dtype-kept": Edit("per_parameter.reduction:drop", "param.accumulated = None", "pass"),
     "partial-shards-kept": Edit(_RESET, "unit.reducer.reset()", "pass"),
+    "all-reduce-not-resumed": Edit(
+        f"{_MODULE}.set_requires_gradient_sync", "group.options.all_reduce_grads = requires_gradient_sync", "pass"
+    ),
     "order-kept": Edit(_RESET, "forget_forwards(self.iteration)", "pass"),
     "end-of-backward-queued-for-ever": Edit(_RESET, "self.iteration.callback_queued = False", "pass"),
     "reset-of-the-root-alone": Edit(_RESET, "self.iteration.units or [self]", "[self]"),
@@ -109,6 +112,11 @@ FLAT = {
     "flat-never-recovers": Edit("flat.unit:FlatUnit.recover", "self._recover()", "pass"),
     "flat-kept-after-backward": Edit(_RECOVER, "unit.group.reshard()", "pass"),
     "flat-unreduced-gradients-kept": Edit(_RECOVER, "unit.group.leaf.grad = None", "pass"),
+    "flat-unreduced-for-ever": Edit(
+        "flat.module:FullyShardedDataParallel.no_sync",
+        "    finally:\n",
+        "    except BaseException:\n        raise\n    else:\n",
+    ),
     "flat-recovery-of-the-root-alone": Edit(_RECOVER, "self.iteration.units:", "[self]:"),
     "flat-hook-of-the-root-alone": Edit(
         "flat.module:FullyShardedDataParallel.register_comm_hook",

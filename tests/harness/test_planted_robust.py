@@ -10,13 +10,14 @@ from tests.harness.planted import Killer, assert_killed, assert_sound_passes, ca
 pytestmark = pytest.mark.slow("the tests share one run of the suites, in which planted bugs fail")
 
 FORWARD, BACKWARD = (f"test_exception and w2-{phase}-None" for phase in ("forward", "backward"))
-LATER = "test_exception_in_a_later_microbatch and w4-{}"
+LATER = "test_exception_in_a_later_microbatch and w4-last-{}"
 KILLED = {
     "stays-in-its-phase": Killer(FORWARD, ""),
     "gathers-in-flight-kept": Killer(BACKWARD, ""),
     "not-freed-by-the-reset": Killer(FORWARD, ""),
     "unreduced-gradients-kept": Killer(BACKWARD, ""),
     "gradients-in-the-reduce-dtype-kept": Killer("test_exception_while_gradients and w2-forward", ""),
+    "all-reduce-not-resumed": Killer("test_reduction_over_replicas_waits and ended-by-all-all", ""),
     "partial-shards-kept": Killer(LATER.format("forward-2-all-reduce"), ""),
     "order-kept": Killer("test_exception_in_a_recomputation and w2-call", ""),
     "end-of-backward-queued-for-ever": Killer(BACKWARD, ""),
@@ -50,6 +51,7 @@ KILLED = {
     "flat-never-recovers": Killer(BACKWARD, ""),
     "flat-kept-after-backward": Killer(BACKWARD, ""),
     "flat-unreduced-gradients-kept": Killer(LATER.format("backward-1-reduction"), ""),
+    "flat-unreduced-for-ever": Killer("test_exception_in_a_later_microbatch and deferred-forward-1-reduction", ""),
     "flat-recovery-of-the-root-alone": Killer(BACKWARD, ""),
     "flat-hook-of-the-root-alone": Killer("test_function_in_place_of_the_reduction and w2-shards", ""),
     "flat-hook-of-a-copy": Killer("test_function_in_place_of_the_reduction and w2-shards", ""),
