@@ -40,7 +40,7 @@ def _bytes_past_alignment(scene: Scene) -> list[int]:
 
 
 def _in_a_plain_module(scene: Scene) -> list[Any]:
-    """Of two wrappers: the names of values and of states, whether all are sharded, the shapes of whole ones, and roots."""
+    """Of two wrappers: the names of values and of states, whether all are sharded, shapes of whole ones, and roots."""
     kind, forms = scene.api.FullyShardedDataParallel, scene.api.StateDictType
     model = nn.ModuleDict({name: scene.wrap(scene.layers()) for name in ("one", "two")})
     optimizer = scene.train(model, *model.values())

@@ -1,6 +1,6 @@
-"""Adapters of a flat reference of which one place is edited: what an independent reader wrote into it and cases let live.
+"""Adapters of a flat reference of which one place is edited: what an independent reader wrote, and cases let live.
 
-Strides of parameters that are sent and loaded, options of which a root asks, calls about several wrappers or replicas,
+Strides of what is sent and loaded, options of which a root asks, calls about several wrappers or replicas,
 interrupts, and gathers that come once too often or too early.
 """
 
@@ -12,7 +12,9 @@ from tests.harness.planted_reductions import Edit, edited
 FLAT = {
     # From one rank to others, and from files.
     "first-rank-scrambles-columns": Edit(
-        "flat.construct:_broadcast", "if not is_dense(tensor):", "if not tensor.is_contiguous():"
+        "flat.construct:_broadcast",
+        "if not is_dense(tensor):\n            tensor.copy_(flat.view(tensor.size()))",
+        "if not tensor.is_contiguous():\n            tensor.copy_(flat.clone().view(tensor.size()))",
     ),
     "loaded-in-another-order": Edit(
         "flat.shards:FlatShards.cut_one", "if whole.stride() != piece.stride:", "if not whole.is_contiguous():"

@@ -18,6 +18,10 @@ pytestmark = pytest.mark.slow("the tests share one run of the suites, in which p
 CALLS = "test_answers and w2-{}"
 REFUSED = "test_what_cannot_be_combined and w2-{}"
 KILLED = {
+    "first-rank-scrambles-columns": Killer(
+        "test_states_of_the_first_rank_everywhere and False", "not those of the first rank"
+    ),
+    "loaded-in-another-order": Killer("test_other_strides and w2-shards-full", ""),
     "bounds-that-differ": Killer(REFUSED.format("other-bounds-inside"), "no rank refuses it"),
     "any-configuration-of-optimizers": Killer(
         REFUSED.format("an-optimizers-configuration-of-sharded-ones"), "no rank refuses it"
@@ -26,6 +30,15 @@ KILLED = {
     "older-call-of-no-group": Killer("test_answers_of_replicas", "of its replica, or of all again, saves"),
     "first-root-alone": Killer(CALLS.format("in-a-plain-module"), "in-a-plain-module"),
     "root-casts-by-its-own-setting-alone": Killer(CALLS.format("casts-of-the-root"), "casts-of-the-root"),
+    "interrupts-not-abandoned": Killer("test_interrupt and w2-forward", "after an exception in forward"),
+    "hybrid-frees-between-microbatches": Killer("test_hybrid_parameters_stay_gathered and reduction-all", ""),
+    "not-in-the-last-microbatch": Killer("test_part_used_by_one_microbatch and own-units-deferred", ""),
+    "recomputation-gathers-the-next": Killer(
+        "test_one_gather_serves_both and w2-True-None-reentrant-call", "all_gather"
+    ),
+    "gathered-before-always": Killer("test_when_backward_gathers_ahead and w2-after-backward", "are gathered"),
+    "frozen-while-gathered": Killer("test_frozen_after_an_evaluation and w2-False-held", ""),
+    "whole-divided-twice": Killer("test_averages_in_two_dtypes and w4-half-replicas-alone", "15 / 4"),
 }
 
 cases = cases_of_killers(KILLED, planted.ADAPTERS, flat=planted.FLAT)
