@@ -54,6 +54,7 @@ ANSWERS: dict[str, Any] = {
     "casts-of-a-bare-root": "torch.bfloat16",
     "places-after-a-cast": ["weight", "bias"],
     "buffers-of-what-is-recomputed": ["torch.float64", "torch.float32"],
+    "names-of-what-is-recomputed": NAMES,
     "names-of-a-bare-root": ["0.weight", "0.bias"],
     "states-of-a-small-unit": ["0.bias", "0.weight", "1.weight"],
     "dtype-for-a-function": ["torch.float32"],
@@ -66,7 +67,7 @@ ANSWERS: dict[str, Any] = {
     "names-of-local-states": ["0._flat_param", "_flat_param"],
     "tied-after-whole-ones": [True, True],
     "norm-with-options": ["SHARD_GRAD_OP", "FULL_SHARD"],
-    "in-a-plain-module": [_IN_PARTS, _IN_PARTS, True, [(4,), (4, 4)]],
+    "in-a-plain-module": [_IN_PARTS, _IN_PARTS, True, [(4,), (4, 4)], ["one", "two"]],
 }
 #: What is allowed, with the class of a warning, words in it, and whether it is to be given.
 WARNINGS: dict[str, tuple[type[Warning], str, bool]] = {
@@ -102,8 +103,9 @@ def test_answers_of_replicas(rank: Rank) -> None:
     adapter = sharded(rank, models.MLP(5).to(rank.device), mesh=mesh)
     assert adapter.call("mesh-of-shards"), "sharded values do not lie on the mesh that was given"
     saved = adapter.call("states-of-a-group")
-    expected = [NAMES if rank.index == 0 else [], NAMES if rank.index % 2 == 0 else []]
-    assert saved == expected, f"the first rank of all, or of its replica, saves {saved} instead of {expected}"
+    of_all, of_each = NAMES if rank.index == 0 else [], NAMES if rank.index % 2 == 0 else []
+    expected = [of_all, of_each, of_all]
+    assert saved == expected, f"the first rank of all, of its replica, or of all again, saves {saved}, not {expected}"
     is_first = rank.index % 2 == 0
     found = adapter.call("first-of-each-replica")
     assert found == [NAMES if is_first else [], is_first], f"of whole values this rank, {rank.index}, has {found}"

@@ -412,20 +412,20 @@ def test_states_of_the_first_rank(rank: Rank) -> None:
 @needs(Capability.SYNC_STATES)
 @pytest.mark.parametrize("replicas", [False, pytest.param(True, marks=needs(Capability.HYBRID))])
 def test_states_of_the_first_rank_everywhere(rank: Rank, replicas: bool) -> None:
-    """The same for plain parameters of uneven sizes and for integer buffers, in several units, on replicas too."""
+    """The same for plain parameters of uneven sizes, integer buffers and transposed ones, on replicas too."""
     mesh = rank.mesh((2, 2), ("replicate", "shard")) if replicas else rank.mesh()
     torch.manual_seed(rank.seeds.init + rank.index)
     model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3), nn.Linear(3, 7)).to(rank.device)
     model[0].register_buffer("columns", torch.zeros(4, 6, device=rank.device)[:, ::2])  # with gaps in memory
+    model[1].register_buffer("turned", torch.zeros(6, 4, device=rank.device).t())
     for number, buffer in enumerate(model.buffers(), start=1):
-        buffer.fill_(10 * number + rank.index)
-    own = {name: value.detach().cpu() for name, value in models.copy_of(model).state_dict().items()}
-    first = rank.exchange(own)[0]
+        buffer.copy_(torch.arange(buffer.numel()).view(buffer.shape) + 100 * number + rank.index)
+    first = rank.exchange({name: value.detach().cpu() for name, value in models.copy_of(model).state_dict().items()})[0]
     buffers = [name for name, _ in model.named_buffers()]
     run = rank.run(model, units=[["0"], ["1"]], mesh=mesh, sync_states=True)
-    shown = dict(zip(buffers, run.adapter.module.buffers(), strict=True))
-    pieces = {**run.adapter.parameters(), **{name: piece_of(buffer) for name, buffer in shown.items()}}
-    assert pieces.keys() == own.keys()
+    shown = map(piece_of, run.adapter.module.buffers())
+    pieces = {**run.adapter.parameters(), **dict(zip(buffers, shown, strict=True))}
+    assert pieces.keys() == first.keys()
     wrong = [name for name, piece in pieces.items() if not torch.equal(piece.tensor.cpu(), piece.cut(first[name]))]
     by_rank = rank.exchange(wrong)
     assert not any(by_rank), f"not those of the first rank: {by_rank}"

@@ -29,6 +29,7 @@ SPANS = pytest.mark.parametrize(
     "span", ["two-layers", "two-layers-reentrant", "to-the-end", "part-of-a-layer", "matrices-saved"]
 )
 COUNTS = needs(Capability.RECOMPUTES_GATHERED, Capability.COUNTED_UNITS)
+AHEAD = pytest.mark.parametrize("ahead", [None, pytest.param(True, marks=needs(Capability.GATHERS_AHEAD))])
 
 CONFIG = models.TransformerConfig(layers=3, vocabulary=61, length=16, heads=4)
 
@@ -49,9 +50,15 @@ def test_recomputed_units(rank: Rank, reshard_after_forward: bool | None, means:
 @COUNTS
 @MEANS
 @pytest.mark.parametrize("reshard_after_forward", RESHARD_ROOT[:3])
-def test_one_gather_serves_both(rank: Rank, reshard_after_forward: bool | None, means: Means) -> None:
-    """Backward gathers a recomputed unit as often as any other: one gather serves both computations."""
-    pair, computations = make(rank, means, reshard_after_forward=reshard_after_forward)
+@AHEAD
+def test_one_gather_serves_both(
+    rank: Rank, ahead: bool | None, reshard_after_forward: bool | None, means: Means
+) -> None:
+    """Backward gathers a recomputed unit as often as any other: one gather serves both computations.
+
+    So it is where forward gathers ahead, of which backward has no use.
+    """
+    pair, computations = make(rank, means, reshard_after_forward=reshard_after_forward, gathers_ahead_in_forward=ahead)
     units = len(pair.units)
     again = {None: units - 1, False: 0}.get(reshard_after_forward, units)
     for step in range(2):
@@ -126,7 +133,7 @@ def test_recomputed_spans_of_microbatches(rank: Rank) -> None:
 @COUNTS
 @SPANS
 @pytest.mark.parametrize("reshard_after_forward", RESHARD_ROOT[:3])
-@pytest.mark.parametrize("ahead", [None, pytest.param(True, marks=needs(Capability.GATHERS_AHEAD))])
+@AHEAD
 def test_one_gather_serves_a_span(
     rank: Rank, ahead: bool | None, reshard_after_forward: bool | None, span: Span
 ) -> None:

@@ -451,13 +451,14 @@ def compare_gradients(
 @world(4)
 @needs(Capability.MIXED_PRECISION)
 @pytest.mark.parametrize(
-    "mesh",
+    ("mesh", "shards"),
     [
-        None,
-        pytest.param((2, 2), marks=needs(Capability.HYBRID)),
-        pytest.param((4, 1), marks=needs(Capability.HYBRID, Capability.SINGLE_RANK)),
+        (None, True),
+        pytest.param((2, 2), True, marks=needs(Capability.HYBRID)),
+        pytest.param((4, 1), True, marks=needs(Capability.HYBRID, Capability.SINGLE_RANK)),
+        pytest.param(None, False, marks=needs(Capability.REPLICAS_ALONE)),
     ],
-    ids=["shards", "2x2", "4x1"],
+    ids=["shards", "2x2", "4x1", "replicas-alone"],
 )
 @pytest.mark.parametrize(
     ("compute", "reduce"),
@@ -465,12 +466,12 @@ def compare_gradients(
     ids=["half-to-float", "half", "float-to-half"],
 )
 def test_averages_in_two_dtypes(
-    rank: Rank, compute: torch.dtype | None, reduce: torch.dtype | None, mesh: tuple[int, int] | None
+    rank: Rank, compute: torch.dtype | None, reduce: torch.dtype | None, mesh: tuple[int, int] | None, shards: bool
 ) -> None:
     """Whatever dtypes units compute and reduce in, sums are divided by the number of ranks, of shards and replicas."""
     run = rank.run(
         shapes.TwoScales(7, 4, 4), units=[["low"]], precision=Precision(compute=compute, reduce=reduce),
-        mesh=rank.mesh(mesh, ("replicate", "shard")) if mesh else None,
+        mesh=rank.mesh(mesh, ("replicate", "shard")) if mesh else None, shards=shards,
     )  # fmt: skip
     for step in range(2):
         run.forward_backward((torch.full((7, 4), 2.0**rank.index, device=rank.device),), loss=torch.sum)

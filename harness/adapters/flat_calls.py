@@ -122,7 +122,10 @@ def _loaded_directly(scene: Scene) -> list[Any]:
 
 
 def _states_of_a_group(scene: Scene) -> list[list[str]]:
-    """The names that this rank saves where the first of all ranks saves, and where the first of each replica does."""
+    """The names that this rank saves where the first of all ranks saves, and where the first of each replica does.
+
+    Last, where the first of all saves by an older call.
+    """
     kind = scene.api.FullyShardedDataParallel
     model = scene.wrap(scene.layers(), sharding_strategy=scene.api.ShardingStrategy.HYBRID_SHARD)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -131,6 +134,7 @@ def _states_of_a_group(scene: Scene) -> list[list[str]]:
     groups = (dist.group.WORLD, scene.mesh.get_group(1))
     with _whole_states(scene, model, first_rank=True):
         found = [kind.optim_state_dict(model, optimizer, group=group) for group in groups]
+    found.append(kind.full_optim_state_dict(model, optimizer, group=dist.group.WORLD))
     return [sorted(one.get("state", {})) for one in found]
 
 

@@ -40,7 +40,7 @@ def _bytes_past_alignment(scene: Scene) -> list[int]:
 
 
 def _in_a_plain_module(scene: Scene) -> list[Any]:
-    """Of two wrappers: the names of values and of states, whether all are sharded, and the shapes of whole ones."""
+    """Of two wrappers: the names of values and of states, whether all are sharded, shapes of whole ones, and roots."""
     kind, forms = scene.api.FullyShardedDataParallel, scene.api.StateDictType
     model = nn.ModuleDict({name: scene.wrap(scene.layers()) for name in ("one", "two")})
     optimizer = scene.train(model, *model.values())
@@ -50,7 +50,8 @@ def _in_a_plain_module(scene: Scene) -> list[Any]:
     are_sharded = all(isinstance(one, DTensor) for one in (*values.values(), *moments))
     with kind.summon_full_params(model):
         shapes = sorted({tuple(parameter.shape) for parameter in model.parameters()})
-    return [sorted(values), sorted(states), are_sharded, shapes]
+    roots = kind.fsdp_modules(model, root_only=True)
+    return [sorted(values), sorted(states), are_sharded, shapes, [name for name in model if model[name] in roots]]
 
 
 def _first_of_each_replica(scene: Scene) -> list[Any]:
@@ -138,6 +139,12 @@ def _buffers_of_what_is_recomputed(scene: Scene) -> list[str]:
     model = scene.wrap(nn.Sequential(first, checkpoint_wrapper(second)), mixed_precision=precision)
     scene.run(model)
     return [str(second.mean.dtype), str(model.state_dict()["1.mean"].dtype)]
+
+
+def _names_of_what_is_recomputed(scene: Scene) -> list[str]:
+    """The names in a state dict where wrappers are around recomputed layers, and recomputed layers in a wrapper."""
+    first, second = map(checkpoint_wrapper, scene.layers())
+    return sorted(scene.wrap(nn.Sequential(scene.wrap(first), second)).state_dict())
 
 
 def _names_of_a_bare_root(scene: Scene) -> list[str]:
@@ -249,6 +256,7 @@ QUESTIONS: dict[str, Callable[[Scene], Any]] = {
     "casts-of-a-bare-root": _casts_of_a_bare_root,
     "places-after-a-cast": _places_after_a_cast,
     "buffers-of-what-is-recomputed": _buffers_of_what_is_recomputed,
+    "names-of-what-is-recomputed": _names_of_what_is_recomputed,
     "names-of-a-bare-root": _names_of_a_bare_root,
     "states-of-a-small-unit": _states_of_a_small_unit,
     "dtype-for-a-function": _dtype_for_a_function,

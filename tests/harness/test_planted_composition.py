@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow("the tests share one run of the suites, in which p
 #: One item of each test, by the words of its id.
 COMPUTES = "test_recomputed_units[w2-None-call"
 TWICE = "test_recomputed_unit_runs_twice[w2-None-call"
-GATHERS = "test_one_gather_serves_both[w2-None-reentrant-call"
+GATHERS = "test_one_gather_serves_both[w2-None-None-reentrant-call"
 TIED = "test_tied_inside_of_units[w2-of-two-modules-None"
 FEWER = "test_a_rank_runs_fewer_units[w2-at-the-end-original"
 LATER = "test_a_later_iteration_differs[w2-1-original-None"
