@@ -325,10 +325,13 @@ def test_flat_frozen_between_steps(rank: Rank, reshard_after_forward: bool | Non
 @contract("FROZEN-4")
 @world(2, 4)
 @needs(Capability.UNUSED_OUTPUT)
-@pytest.mark.parametrize("form", ["held", "shown"])
+@pytest.mark.parametrize("form", ["held", "shown", pytest.param("saved", marks=needs(Capability.REGISTERED_STATE))])
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_frozen_after_an_evaluation(rank: Rank, reshard_after_forward: bool | int | None, form: str) -> None:
-    """The same after an evaluation, of the parameters that the optimizer has or of those that modules show then."""
+    """The same after an evaluation, of the parameters that the optimizer has or of those that modules show then.
+
+    Nor is the latter lost where a script saves the model next, which frees what the evaluation has left.
+    """
     model = models.Tower(dim=9, depth=DEPTH)
     pair = rank.pair(
         model, units=model.units(), baseline="replicated", reshard_after_forward=reshard_after_forward, find_unused=True
@@ -337,6 +340,9 @@ def test_frozen_after_an_evaluation(rank: Rank, reshard_after_forward: bool | in
         pair.evaluate(rank.batch(step, (2, 9), microbatch=1))
         adapter = pair.adapter
         named = adapter.held_parameters() if form == "held" else adapter.named_parameters()
+        if form == "saved":
+            _freeze(named, FROZEN[what])
+            adapter.module.state_dict()
         _step_frozen(rank, pair, step, what, named)
 
 

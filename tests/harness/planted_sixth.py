@@ -49,6 +49,7 @@ PER_PARAMETER = {
         "(self.sharded if shown.requires_grad == self._requires_grad else shown)",
         "self.sharded",
     ),
+    "frozen-shown-is-not-saved": Edit("per_parameter.group:ParamGroup.to_sharded", "self.sync_requires_grad()", "pass"),
 }
 
 #: Adapters by the names of their bugs.
