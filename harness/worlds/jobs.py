@@ -131,8 +131,8 @@ class Job:
 class RollCall:
     """Asks each rank, after an exception at the same place on all of them, whether it is in step with the others.
 
-    A rank answers with a ``Result`` once its device has finished, it has met the others in an exchange and in a
-    barrier. A rank that cannot answer is stuck.
+    A rank answers with a ``Result`` once its device has finished and it has met the others in an exchange and in a
+    barrier. One that cannot answer is stuck.
 
     Attributes:
         number: the number of the job that failed.
