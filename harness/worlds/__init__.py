@@ -12,7 +12,7 @@ torch.
   ``store`` and ``sockets`` (how the processes find each other and talk).
 - in the forkserver: ``preloaded`` (what it imports before it forks ranks).
 - in a rank: ``entry`` (the process's first function, and its new interpreter), ``loop`` (start-up and the job loop),
-  ``casefile`` (imports the case's module), ``leftovers`` (checks that a case left no state behind), ``meeting`` (how
-  ranks of several hosts meet).
+  ``gloo`` (groups with one worker thread), ``casefile`` (imports the case's module), ``leftovers`` (checks that a case
+  left no state behind), ``meeting`` (how ranks of several hosts meet).
 - between them: ``jobs`` (the messages).
 """

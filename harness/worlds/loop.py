@@ -34,7 +34,7 @@ from shardproof.harness.parity.exchange import Exchange
 from shardproof.harness.parity.rank import NotShared, Rank, Seeds
 from shardproof.harness.parity.rank_state import RankState
 from shardproof.harness.tensors import memory
-from shardproof.harness.worlds import casefile, leftovers, meeting, torchrun
+from shardproof.harness.worlds import casefile, gloo, leftovers, meeting, torchrun
 from shardproof.harness.worlds.jobs import BOARD, DUMPED, Job, RankSpec, Result, RollCall
 
 #: The directories in which compilers keep their results between processes, by the variables that choose them.
@@ -144,6 +144,7 @@ def _start(spec: RankSpec) -> RankState:
     if device.type != "cpu":
         torch.accelerator.set_device_index(spec.device_index)
     store = None if spec.meeting is None else meeting.store_of(spec.meeting)
+    gloo.use_one_thread()
     dist.init_process_group(
         backend=key.backend,
         init_method=f"file://{spec.directory}/rendezvous" if store is None else None,

@@ -1,0 +1,63 @@
+"""Groups of gloo have one worker thread: with two, torch corrupts memory (F-270)."""
+
+import datetime
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from shardproof.harness import world
+from shardproof.harness.parity import Rank
+from shardproof.harness.parity.other_worlds import other_worlds
+
+
+def options(group: dist.ProcessGroup | None) -> dist.ProcessGroupGloo._Options:
+    assert group is not None
+    backend = group._get_backend(torch.device("cpu"))
+    return getattr(backend, "wrapped_pg", backend).options
+
+
+@world(1)
+def test_many_collectives_in_flight(rank: Rank):
+    """With two threads the process dies of this within a second."""
+    name = dist.new_group(backend="gloo").group_name
+    gather, wait = torch.ops._c10d_functional.all_gather_into_tensor, torch.ops._c10d_functional.wait_tensor
+    for _ in range(1000):
+        for gathered in [gather(torch.ones(3), 1, name) for _ in range(64)]:
+            wait(gathered)
+
+
+@world(2)
+def test_groups_whoever_makes_them(rank: Rank):
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    groups = [dist.new_group(backend="gloo"), mesh["dp"].get_group(), mesh["tp"].get_group()]
+    groups += [dist.group.WORLD] * (rank.device.type == "cpu")
+    assert [options(group)._threads for group in groups] == [1] * len(groups)
+    with other_worlds(rank) as worlds, worlds.of(1):
+        assert options(dist.group.WORLD)._threads == 1
+
+
+@world(2, debug_level="DETAIL")
+def test_groups_whose_collectives_torch_compares(rank: Rank):
+    assert options(dist.new_group(backend="gloo"))._threads == 1
+
+
+@world(2)
+def test_timeouts_are_kept(rank: Rank):
+    timeout = datetime.timedelta(seconds=41)
+    group = dist.new_group(backend="gloo", timeout=timeout)
+    assert options(group)._timeout == timeout
+    # torch looks for the class of the group's backend, whose Python object may be a new one.
+    distributed_c10d._set_pg_timeout(2 * timeout, group)
+    assert options(group)._timeout == 2 * timeout
+
+
+@world(2)
+def test_interfaces_that_the_environment_names(rank: Rank):
+    rank.monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,lo")
+    group = dist.new_group(backend="gloo")
+    assert len(options(group)._devices) == 2
+    total = torch.ones(3)
+    for _ in range(3):
+        dist.all_reduce(total, group=group)
+    assert total.tolist() == [8.0] * 3
