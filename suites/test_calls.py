@@ -64,6 +64,8 @@ ANSWERS: dict[str, Any] = {
     "wrapped-everywhere": [["", "0", "0.0", "0.1", "1"], True],
     "text-of-a-rule": True,
     "options-of-a-script": [7.0],
+    "rates-of-groups-in-another-order": [20.0, 10.0],
+    "rates-by-numbers-in-another-order": [1.0, 2.0],
     "names-of-local-states": ["0._flat_param", "_flat_param"],
     "tied-after-whole-ones": [True, True],
     "norm-with-options": ["SHARD_GRAD_OP", "FULL_SHARD"],

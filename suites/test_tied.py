@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardproof.harness import Capability, contract, models, needs, world
 from shardproof.harness.adapters.base import Clip
@@ -78,6 +81,22 @@ def test_tied_after_assigning(rank: Rank) -> None:
         module.load_state_dict({name: value.clone() for name, value in module.state_dict().items()}, assign=True)
         found = list(run.adapter.named_parameters())
         assert found == expected, f"after the load the parameters are {found} instead of {expected}"
+
+
+@contract("STATE-8")
+@world(2)
+@needs(Capability.DTENSOR_PARAMETERS, Capability.REGISTERED_STATE)
+def test_copies_of_states(rank: Rank) -> None:
+    """A script that copies a state dict has copies of a shared parameter too, under each of its names."""
+    run = rank.run(nn.Sequential(nn.Linear(DIM, DIM), TiedMLP(DIM)))  # the shared one begins no memory
+    state = run.original_module("").state_dict()
+    copied = copy.deepcopy(state)
+    for name, value in state.items():
+        assert isinstance(value, DTensor)
+        assert isinstance(copied[name], DTensor), f"the copy of {name} is a {type(copied[name]).__name__}"
+        assert torch.equal(copied[name].to_local(), value.to_local()), f"the copy of {name} has other values"
+        is_own = copied[name].to_local().data_ptr() != value.to_local().data_ptr()
+        assert is_own, f"the copy of {name} has the memory of the original"
 
 
 @contract("TIED-1")

@@ -213,6 +213,42 @@ def _options_of_a_script(scene: Scene) -> list[float]:
         return [group["lr"] for group in kind.optim_state_dict(model, optimizer, given)["param_groups"]]
 
 
+def _with_groups(scene: Scene, model: nn.Module, *layers: int) -> torch.optim.Optimizer:
+    """Adam with a group for each of the layers of a nested model, whose learning rate tells which, after a step."""
+    named = dict(model.named_parameters())
+    groups = [
+        {"params": [one for name, one in named.items() if f"{layer}." in name], "lr": layer + 1.0} for layer in layers
+    ]
+    optimizer = torch.optim.Adam(groups, foreach=False)
+    scene.run(model).square().sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def _rates_of_groups_in_another_order(scene: Scene) -> list[float]:
+    """The learning rates of an optimizer's groups that has taken those of one whose groups are in another order."""
+    kind, saved, loaded = scene.api.FullyShardedDataParallel, scene.nested(), scene.nested()
+    given, taking = _with_groups(scene, saved, 0, 1), _with_groups(scene, loaded, 1, 0)
+    forms = scene.api.StateDictType
+    with kind.state_dict_type(saved, forms.SHARDED_STATE_DICT):
+        state = kind.optim_state_dict(saved, given)
+    for group in state["param_groups"]:
+        group["lr"] *= 10
+    with kind.state_dict_type(loaded, forms.SHARDED_STATE_DICT):
+        taking.load_state_dict(kind.optim_state_dict_to_load(loaded, taking, state))
+    return [group["lr"] for group in taking.param_groups]
+
+
+def _rates_by_numbers_in_another_order(scene: Scene) -> list[float]:
+    """The same of an unsharded model's optimizer, which takes its states and groups by numbers."""
+    kind, model, plain = scene.api.FullyShardedDataParallel, scene.nested(), scene.layers()
+    by_number = scene.api.OptimStateKeyType.PARAM_ID
+    state = kind.full_optim_state_dict(model, _with_groups(scene, model, 1, 0), rank0_only=False)
+    taking = _with_groups(scene, plain, 0, 1)
+    taking.load_state_dict(kind.rekey_optim_state_dict(state, by_number, plain, optim=taking))
+    return [group["lr"] for group in taking.param_groups]
+
+
 def _names_of_local_states(scene: Scene) -> list[str]:
     """The names in a local state dict of a model that holds its original parameters."""
     groups: Any = {"device_mesh": None, "process_group": scene.mesh.get_group()}  # which local state dicts need
@@ -266,6 +302,8 @@ QUESTIONS: dict[str, Callable[[Scene], Any]] = {
     "wrapped-everywhere": _wrapped_everywhere,
     "text-of-a-rule": lambda scene: "Linear" in repr(scene.api.wrap.ModuleWrapPolicy({nn.Linear})),
     "options-of-a-script": _options_of_a_script,
+    "rates-of-groups-in-another-order": _rates_of_groups_in_another_order,
+    "rates-by-numbers-in-another-order": _rates_by_numbers_in_another_order,
     "names-of-local-states": _names_of_local_states,
     "tied-after-whole-ones": _tied_after_whole_ones,
     "norm-with-options": _norm_with_options,
