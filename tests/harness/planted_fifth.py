@@ -75,6 +75,14 @@ FLAT = {
         "        self._sync_requires_grad()  # it may have been kept after an evaluation\n",
         "",
     ),
+    "groups-by-place": Edit(
+        "flat.optim_state:load",
+        "**_options_for(table.names([group]), group, saved_groups)",
+        "**{key: value for key, value in saved_groups[len(own)].items() if key != 'params'}",
+    ),
+    "numbers-in-the-order-of-groups": Edit(
+        "flat.optim_state:_rename", 'renamed.sort(key=lambda group: group["params"][:1])', "pass"
+    ),
     "whole-divided-twice": Edit(
         "flat.reduction:Reducer._division", "self._group.ranks.size,", "self._group.ranks.group.size(),"
     ),

@@ -57,6 +57,9 @@ PER_PARAMETER = {
         "    return dataclasses.replace(old, **changed)\n",
     ),
     # Who owns whom.
+    "one-name-can-be-copied": Edit(
+        "per_parameter.unit:Unit._after_state_dict", "for owner in param.owners:", "for owner in param.owners[:1]:"
+    ),
     "units-own-units": Edit(
         "per_parameter.lazy_init:_join",
         "root.iteration.units = units",
