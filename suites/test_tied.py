@@ -83,7 +83,7 @@ def test_tied_after_assigning(rank: Rank) -> None:
         assert found == expected, f"after the load the parameters are {found} instead of {expected}"
 
 
-@contract("STATE-8")
+@contract("TIED-2")
 @world(2)
 @needs(Capability.DTENSOR_PARAMETERS, Capability.REGISTERED_STATE)
 def test_copies_of_states(rank: Rank) -> None:
