@@ -87,16 +87,18 @@ def test_tied_after_assigning(rank: Rank) -> None:
 @world(2)
 @needs(Capability.DTENSOR_PARAMETERS, Capability.REGISTERED_STATE)
 def test_copies_of_states(rank: Rank) -> None:
-    """A script that copies a state dict has copies of a shared parameter too, under each of its names."""
-    run = rank.run(nn.Sequential(nn.Linear(DIM, DIM), TiedMLP(DIM)))  # the shared one begins no memory
+    """A deep copy of a state dict copies a shared parameter too, under each of its names."""
+    run = rank.run(nn.Sequential(nn.Linear(DIM, DIM), TiedMLP(DIM)))  # the shared one is not at the start
     state = run.original_module("").state_dict()
     copied = copy.deepcopy(state)
+    missing = {"1.first.weight", "1.second.weight"} - copied.keys()
+    assert not missing, f"the state dict lacks {', '.join(sorted(missing))}"
     for name, value in state.items():
         assert isinstance(value, DTensor)
         assert isinstance(copied[name], DTensor), f"the copy of {name} is a {type(copied[name]).__name__}"
         assert torch.equal(copied[name].to_local(), value.to_local()), f"the copy of {name} has other values"
         is_own = copied[name].to_local().data_ptr() != value.to_local().data_ptr()
-        assert is_own, f"the copy of {name} has the memory of the original"
+        assert is_own, f"the copy of {name} shares memory with the original"
 
 
 @contract("TIED-1")

@@ -214,7 +214,7 @@ def _options_of_a_script(scene: Scene) -> list[float]:
 
 
 def _with_groups(scene: Scene, model: nn.Module, *layers: int) -> torch.optim.Optimizer:
-    """Adam with a group for each of the layers of a nested model, whose learning rate tells which, after a step."""
+    """Adam after one step, with a group for each of the layers, whose learning rate tells which."""
     named = dict(model.named_parameters())
     groups = [
         {"params": [one for name, one in named.items() if f"{layer}." in name], "lr": layer + 1.0} for layer in layers
@@ -225,28 +225,48 @@ def _with_groups(scene: Scene, model: nn.Module, *layers: int) -> torch.optim.Op
     return optimizer
 
 
-def _rates_of_groups_in_another_order(scene: Scene) -> list[float]:
-    """The learning rates of an optimizer's groups that has taken those of one whose groups are in another order."""
+def _states_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
+    """The states of a group's parameters; there are none where a rank has no element of a parameter."""
+    return [optimizer.state[one] for one in group["params"] if optimizer.state.get(one)]
+
+
+def _mark(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Write the learning rate of each group into the averages of its parameters, and then raise it tenfold."""
+    for group in optimizer.param_groups:
+        for state in _states_of(optimizer, group):
+            state["exp_avg"].fill_(group["lr"])
+        group["lr"] *= 10
+    return optimizer
+
+
+def _rates_and_averages(optimizer: torch.optim.Optimizer) -> list[list[float]]:
+    """Of each group the learning rate, and the averages of its parameters, which are one if they are marked."""
+    return [
+        [group["lr"], *sorted({float(state["exp_avg"].mean()) for state in _states_of(optimizer, group)})]
+        for group in optimizer.param_groups
+    ]
+
+
+def _groups_in_another_order(scene: Scene) -> list[list[float]]:
+    """What an optimizer has after it has loaded the state of one whose groups are in another order."""
     kind, saved, loaded = scene.api.FullyShardedDataParallel, scene.nested(), scene.nested()
-    given, taking = _with_groups(scene, saved, 0, 1), _with_groups(scene, loaded, 1, 0)
+    given, taking = _mark(_with_groups(scene, saved, 0, 1)), _with_groups(scene, loaded, 1, 0)
     forms = scene.api.StateDictType
     with kind.state_dict_type(saved, forms.SHARDED_STATE_DICT):
         state = kind.optim_state_dict(saved, given)
-    for group in state["param_groups"]:
-        group["lr"] *= 10
     with kind.state_dict_type(loaded, forms.SHARDED_STATE_DICT):
         taking.load_state_dict(kind.optim_state_dict_to_load(loaded, taking, state))
-    return [group["lr"] for group in taking.param_groups]
+    return _rates_and_averages(taking)
 
 
-def _rates_by_numbers_in_another_order(scene: Scene) -> list[float]:
-    """The same of an unsharded model's optimizer, which takes its states and groups by numbers."""
+def _numbers_in_another_order(scene: Scene) -> list[list[float]]:
+    """The same for an unsharded model's optimizer, whose state has numbers in the place of names."""
     kind, model, plain = scene.api.FullyShardedDataParallel, scene.nested(), scene.layers()
     by_number = scene.api.OptimStateKeyType.PARAM_ID
-    state = kind.full_optim_state_dict(model, _with_groups(scene, model, 1, 0), rank0_only=False)
+    state = kind.full_optim_state_dict(model, _mark(_with_groups(scene, model, 1, 0)), rank0_only=False)
     taking = _with_groups(scene, plain, 0, 1)
     taking.load_state_dict(kind.rekey_optim_state_dict(state, by_number, plain, optim=taking))
-    return [group["lr"] for group in taking.param_groups]
+    return _rates_and_averages(taking)
 
 
 def _names_of_local_states(scene: Scene) -> list[str]:
@@ -302,8 +322,8 @@ QUESTIONS: dict[str, Callable[[Scene], Any]] = {
     "wrapped-everywhere": _wrapped_everywhere,
     "text-of-a-rule": lambda scene: "Linear" in repr(scene.api.wrap.ModuleWrapPolicy({nn.Linear})),
     "options-of-a-script": _options_of_a_script,
-    "rates-of-groups-in-another-order": _rates_of_groups_in_another_order,
-    "rates-by-numbers-in-another-order": _rates_by_numbers_in_another_order,
+    "groups-in-another-order": _groups_in_another_order,
+    "numbers-in-another-order": _numbers_in_another_order,
     "names-of-local-states": _names_of_local_states,
     "tied-after-whole-ones": _tied_after_whole_ones,
     "norm-with-options": _norm_with_options,

@@ -1,11 +1,11 @@
-"""Groups of gloo with one worker thread each. With two, torch corrupts the memory of the process (F-270).
+"""Gloo groups with one worker thread each. With two, torch corrupts the process's memory (F-270).
 
-After each collective a worker thread writes the collective's name to a string of its group that no lock protects. If
-two threads do that at once, both free the same memory, and the process dies some time later, anywhere. Names of more
-than 15 characters live in memory of their own; the collectives of DTensor have such names. A thread that is alone meets
-no other.
+After each collective a worker thread stores the collective's name in a string of the group that no lock protects. If
+two threads do that at the same time, both free the same memory, and the process crashes later, at an unrelated place.
+Names of more than 15 characters are allocated on the heap; the collectives of DTensor have such names. One thread
+cannot race with itself.
 
-It also keeps the collectives of a group in the order in which they were issued, as NCCL does.
+One thread also runs a group's collectives in the order in which they were issued, as NCCL does.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from torch.distributed import distributed_c10d
 
 _Gloo: Any = dist.ProcessGroupGloo  # whose options have no type stubs
 
-#: The network interfaces to use, separated by commas, if they are not chosen by the host's name.
+#: The environment variable with network interfaces, separated by commas. Without it gloo takes that of the host's name.
 _INTERFACES = "GLOO_SOCKET_IFNAME"
 
 
 class _AnyGloo(type(_Gloo)):  # type: ignore[misc]
-    """What torch asks ``isinstance`` about: a group whose Python object is gone comes back as one of torch's class."""
+    """Lets ``isinstance`` accept any gloo group: one whose Python object was freed comes back as torch's own class."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, _Gloo)
 
 
 class _OneThread(_Gloo, metaclass=_AnyGloo):  # type: ignore[misc]
-    """A gloo group made as torch makes it, but for the number of threads."""
+    """A gloo group made as torch makes it, except for the number of threads."""
 
     def __init__(
         self,
@@ -53,6 +53,6 @@ class _OneThread(_Gloo, metaclass=_AnyGloo):  # type: ignore[misc]
 
 
 def use_one_thread() -> None:
-    """Let this process make groups of gloo with one worker thread each from now on, whoever asks for them."""
+    """Give every gloo group that ``torch.distributed`` makes in this process from now on one worker thread."""
     # torch takes no options for gloo: `pg_options` is ignored.
     distributed_c10d.ProcessGroupGloo = _OneThread  # type: ignore[misc]

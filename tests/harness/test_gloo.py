@@ -1,4 +1,4 @@
-"""Groups of gloo have one worker thread: with two, torch corrupts memory (F-270)."""
+"""Gloo groups have one worker thread: with two, torch corrupts memory (F-270)."""
 
 import datetime
 
@@ -19,7 +19,7 @@ def options(group: dist.ProcessGroup | None) -> dist.ProcessGroupGloo._Options:
 
 @world(1)
 def test_many_collectives_in_flight(rank: Rank):
-    """With two threads the process dies of this within a second."""
+    """With two threads this kills the process within two seconds."""
     name = dist.new_group(backend="gloo").group_name
     gather, wait = torch.ops._c10d_functional.all_gather_into_tensor, torch.ops._c10d_functional.wait_tensor
     for _ in range(1000):
@@ -39,6 +39,7 @@ def test_groups_whoever_makes_them(rank: Rank):
 
 @world(2, debug_level="DETAIL")
 def test_groups_whose_collectives_torch_compares(rank: Rank):
+    """At the level DETAIL torch wraps the backend."""
     assert options(dist.new_group(backend="gloo"))._threads == 1
 
 
@@ -47,7 +48,7 @@ def test_timeouts_are_kept(rank: Rank):
     timeout = datetime.timedelta(seconds=41)
     group = dist.new_group(backend="gloo", timeout=timeout)
     assert options(group)._timeout == timeout
-    # torch looks for the class of the group's backend, whose Python object may be a new one.
+    # torch checks the backend's class; the backend's Python object may be a new one.
     distributed_c10d._set_pg_timeout(2 * timeout, group)
     assert options(group)._timeout == 2 * timeout
 

@@ -117,7 +117,8 @@ def failures(rows, tmp_path_factory):
 @pytest.mark.parametrize("sound", ["[reference", ":ReferenceFlatAdapter"])
 def test_both_halves_pass_the_same_cases(failures, rows, sound):
     cases = {case for bug, (case, _), _ in rows if _sound(bug) == sound}
-    assert failures[sound[1:]] == dict.fromkeys(cases)
+    # By day there may be no bug of one half.
+    assert failures.get(sound[1:], {}) == dict.fromkeys(cases)
 
 
 @pytest.mark.parametrize(
