@@ -338,15 +338,16 @@ def test_stuck(rank):
 
 @contextlib.contextmanager
 def started(command, **options):
-    """A process that takes Ctrl-C even if these tests run in the background, where shells ignore it for their children.
+    """A process that takes Ctrl-C and SIGHUP even where a shell in the background, or nohup, ignores them for children.
 
     Killed in the end, also by a test that fails: it would hold the host's cores until its deadline.
     """
-    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGHUP)}
     try:
         process = subprocess.Popen(command, **options)
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     with process:
         try:
             yield process
