@@ -128,9 +128,7 @@ def _states_of_a_group(scene: Scene) -> list[list[str]]:
     """
     kind = scene.api.FullyShardedDataParallel
     model = scene.wrap(scene.layers(), sharding_strategy=scene.api.ShardingStrategy.HYBRID_SHARD)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    scene.run(model).square().sum().backward()
-    optimizer.step()
+    optimizer = scene.train(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     groups = (dist.group.WORLD, scene.mesh.get_group(1))
     with _whole_states(scene, model, first_rank=True):
         found = [kind.optim_state_dict(model, optimizer, group=group) for group in groups]

@@ -47,9 +47,11 @@ class Scene:
         output: torch.Tensor = model(torch.ones(2, 4, device=self.device))
         return output
 
-    def train(self, model: nn.Module, *parts: nn.Module) -> torch.optim.Optimizer:
-        """Make one step of Adam by a loss of the model, or by one of each of its parts; return the optimizer."""
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    def train(
+        self, model: nn.Module, *parts: nn.Module, optimizer: torch.optim.Optimizer | None = None
+    ) -> torch.optim.Optimizer:
+        """Make one step (by default of Adam) by the loss of a model, or by one for each part; return the optimizer."""
+        optimizer = optimizer or torch.optim.Adam(model.parameters(), lr=0.1)
         for part in parts or (model,):
             self.run(part).square().sum().backward()
         optimizer.step()

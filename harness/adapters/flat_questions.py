@@ -219,10 +219,7 @@ def _with_groups(scene: Scene, model: nn.Module, *layers: int) -> torch.optim.Op
     groups = [
         {"params": [one for name, one in named.items() if f"{layer}." in name], "lr": layer + 1.0} for layer in layers
     ]
-    optimizer = torch.optim.Adam(groups, foreach=False)
-    scene.run(model).square().sum().backward()
-    optimizer.step()
-    return optimizer
+    return scene.train(model, optimizer=torch.optim.Adam(groups))
 
 
 def _states_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
