@@ -1,17 +1,23 @@
-"""Gloo groups with one worker thread each. With two, torch corrupts the process's memory (F-270).
+"""Gloo groups with one worker thread each, whose threads do not interrupt others.
 
-After each collective a worker thread stores the collective's name in a string of the group that no lock protects. If
-two threads do that at the same time, both free the same memory, and the process crashes later, at an unrelated place.
-Names of more than 15 characters are allocated on the heap; the collectives of DTensor have such names. One thread
-cannot race with itself.
+With two worker threads, torch corrupts the process's memory (F-270): after each collective a worker stores the
+collective's name in a string of the group that no lock protects. If two threads do that at the same time, both free the
+same memory, and the process crashes later, at an unrelated place. Names of more than 15 characters are allocated on the
+heap; the collectives of DTensor have such names. One thread cannot race with itself. It also runs a group's collectives
+in the order in which they were issued, as NCCL does.
 
-One thread also runs a group's collectives in the order in which they were issued, as NCCL does.
+With the usual policy of the scheduler, gloo wastes the cores that its ranks share (F-271): a worker locks a connection
+while it sends. That wakes the thread of the other process that polls for messages, which interrupts whoever runs on its
+core, often a worker that holds such a lock. The polling thread of the interrupted worker's own process cannot take the
+lock when a message comes, and so it polls again and again, without a pause, until the worker has got a core.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -23,6 +29,29 @@ _Gloo: Any = dist.ProcessGroupGloo  # whose options have no type stubs
 _INTERFACES = "GLOO_SOCKET_IFNAME"
 
 
+@contextlib.contextmanager
+def _threads_that_do_not_preempt() -> Iterator[None]:
+    """Threads that start in here have the policy ``SCHED_BATCH``, if the system has it and permits it.
+
+    A thread with that policy has the same share of the cores, but does not interrupt others when it wakes.
+    """
+    if not hasattr(os, "SCHED_BATCH"):
+        yield
+        return
+    policy, parameters = os.sched_getscheduler(0), os.sched_getparam(0)
+    try:
+        # A thread inherits the policy of the thread that starts it. Set afterwards, it would need the threads' numbers,
+        # which torch does not tell.
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    except PermissionError:
+        yield
+        return
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, policy, parameters)
+
+
 class _AnyGloo(type(_Gloo)):  # type: ignore[misc]
     """Lets ``isinstance`` accept any gloo group: one whose Python object was freed comes back as torch's own class."""
 
@@ -31,7 +60,7 @@ class _AnyGloo(type(_Gloo)):  # type: ignore[misc]
 
 
 class _OneThread(_Gloo, metaclass=_AnyGloo):  # type: ignore[misc]
-    """A gloo group made as torch makes it, except for the number of threads."""
+    """A gloo group made as torch makes it, except for the number of threads and their policy."""
 
     def __init__(
         self,
@@ -42,14 +71,15 @@ class _OneThread(_Gloo, metaclass=_AnyGloo):  # type: ignore[misc]
     ) -> None:
         options = _Gloo._Options()
         interfaces = os.environ.get(_INTERFACES, "")
-        options._devices = (
-            [_Gloo.create_device(interface=name) for name in interfaces.split(",")]
-            if interfaces
-            else [_Gloo.create_default_device()]
-        )
         options._timeout = timeout
         options._threads = 1
-        super().__init__(store, rank, size, options)
+        with _threads_that_do_not_preempt():
+            options._devices = (
+                [_Gloo.create_device(interface=name) for name in interfaces.split(",")]
+                if interfaces
+                else [_Gloo.create_default_device()]
+            )
+            super().__init__(store, rank, size, options)
 
 
 def use_one_thread() -> None:

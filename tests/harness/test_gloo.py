@@ -1,7 +1,10 @@
-"""Gloo groups have one worker thread: with two, torch corrupts memory (F-270)."""
+"""Gloo groups have one worker thread, for with two torch corrupts memory (F-270), and do not interrupt (F-271)."""
 
 import datetime
+import os
+from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -62,3 +65,47 @@ def test_interfaces_that_the_environment_names(rank: Rank):
     for _ in range(3):
         dist.all_reduce(total, group=group)
     assert total.tolist() == [8.0] * 3
+
+
+def policies() -> dict[int, int]:
+    """The scheduler's policy of each thread of this process."""
+    threads = [int(path.name) for path in Path("/proc/self/task").iterdir()]
+    return {thread: os.sched_getscheduler(thread) for thread in threads}
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="the system has no SCHED_BATCH")
+@world(2)
+def test_threads_that_do_not_interrupt(rank: Rank):
+    own = os.sched_getscheduler(0)
+    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+    try:
+        before = policies()
+        group = dist.new_group(backend="gloo")
+        after = policies()
+    finally:
+        os.sched_setscheduler(0, own, os.sched_param(0))
+    started = [after[thread] for thread in after.keys() - before.keys()]
+    assert len(started) >= 2, "a thread that polls and one that works"
+    assert set(started) == {os.SCHED_BATCH}
+    assert {thread: after[thread] for thread in before} == before, "threads that were there before keep theirs"
+    dist.barrier(group)
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="the system has no SCHED_BATCH")
+@world(2)
+def test_a_system_that_lets_nobody_choose(rank: Rank):
+    def refuse(*arguments: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    rank.monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    total = torch.ones(3)
+    dist.all_reduce(total, group=dist.new_group(backend="gloo"))
+    assert total.tolist() == [2.0] * 3
+
+
+@world(2)
+def test_a_system_without_the_policy(rank: Rank):
+    rank.monkeypatch.delattr(os, "SCHED_BATCH", raising=False)
+    total = torch.ones(3)
+    dist.all_reduce(total, group=dist.new_group(backend="gloo"))
+    assert total.tolist() == [2.0] * 3
