@@ -498,7 +498,7 @@ def train(
     torch.manual_seed(rank.seeds.init + stage)
     model = MLPStack(dim)
     parallel = mesh[data if len(data) > 1 else data[0]]
-    computations = Computations(models.mean_square, inside="in_proj")
+    computations = Computations(inside="in_proj")
 
     def prepare(plain: nn.Module) -> nn.Module:
         computations.watch(plain)
@@ -511,7 +511,7 @@ def train(
     )  # fmt: skip
     for step in range(3):
         batch = rank.batch(step, (8, dim), mesh=parallel, microbatch=stage)
-        pair.step(batch, loss=computations.loss, set_to_none=step % 2 == 0)
+        pair.step(batch, before_loss=computations.before_loss, set_to_none=step % 2 == 0)
         if recomputes:
             computations.check()
         pair.check()

@@ -37,7 +37,7 @@ def test_replicas(rank: Rank, waits: bool, dim: int, recomputes: bool, reshard_a
     """Replicas train as DDP over all ranks, whether they reduce each microbatch's gradients or their sum."""
     model = models.NormedStack(dim)
     microbatches = 3
-    computations = Computations(models.mean_square, inside="in_proj")
+    computations = Computations(inside="in_proj")
 
     def prepare(plain: nn.Module) -> nn.Module:
         return recompute(computations.watch(plain), means="hooks")
@@ -53,7 +53,7 @@ def test_replicas(rank: Rank, waits: bool, dim: int, recomputes: bool, reshard_a
     )
     for step in range(3):
         batch = [rank.batch(step, (8, dim), microbatch=number) for number in range(microbatches)]
-        pair.step(batch, loss=computations.loss if recomputes else models.mean_square, set_to_none=step % 2 == 0)
+        pair.step(batch, before_loss=computations.before_loss, set_to_none=step % 2 == 0)
         if recomputes:
             computations.check(times=microbatches)
         pair.check()

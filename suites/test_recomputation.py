@@ -201,21 +201,21 @@ def test_recomputed_unit_runs_twice(rank: Rank, reshard_after_forward: bool | No
 
     What the caller recomputes is more than the unit, so that the second recomputation meets a unit that is freed.
     """
-    computations = Computations(models.mean_square, inside="in_proj")
+    computations = Computations(inside="in_proj")
     model = RepeatedTower(dim=9)
     pair = rank.pair(
         model, units=model.units(), reshard_after_forward=reshard_after_forward,
         prepare=lambda plain: recompute(computations.watch(plain), means),
     )  # fmt: skip
     for step in range(3):
-        pair.step(rank.batch(step, (4, 9)), loss=computations.loss, set_to_none=step % 2 == 0)
+        pair.step(rank.batch(step, (4, 9)), before_loss=computations.before_loss, set_to_none=step % 2 == 0)
         computations.check(times=2)
         pair.check()
 
 
 def make(rank: Rank, means: Means, **options: Any) -> tuple[Pair, Computations]:
     """A transformer whose layers are units that are recomputed by ``means``."""
-    computations = Computations(models.mean_square, inside="w1")
+    computations = Computations(inside="w1")
     model = models.Transformer(CONFIG)
     pair = rank.pair(
         model, units=model.units(), prepare=lambda plain: recompute(computations.watch(plain), means), **options
@@ -232,6 +232,6 @@ def make_spans(rank: Rank, span: Span, **options: Any) -> Pair:
 def train(rank: Rank, pair: Pair, computations: Computations, step: int) -> None:
     """One step, compared; each layer must have computed twice."""
     tokens = rank.tokens(step, (3, CONFIG.length), vocabulary=CONFIG.vocabulary)
-    pair.step(tokens, loss=computations.loss, set_to_none=step % 2 == 0)
+    pair.step(tokens, before_loss=computations.before_loss, set_to_none=step % 2 == 0)
     computations.check()
     pair.check()

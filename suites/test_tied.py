@@ -38,7 +38,7 @@ def test_tied_embedding(rank: Rank, recomputes: bool, reshard_after_forward: boo
     """An output projection that is the embedding sums both gradients and is one parameter of the root's own unit."""
     config = models.TransformerConfig(layers=3, vocabulary=4 * rank.world_size + 1, is_tied=True)
     model = models.Transformer(config)
-    computations = Computations(models.mean_square, inside="w1")
+    computations = Computations(inside="w1")
 
     def prepare(plain: Any) -> Any:
         return recompute(computations.watch(plain), "hooks") if recomputes else plain
@@ -47,7 +47,7 @@ def test_tied_embedding(rank: Rank, recomputes: bool, reshard_after_forward: boo
     for step in range(3):
         check_names(pair, ["output.weight"])
         tokens = rank.tokens(step, (2, config.length), vocabulary=config.vocabulary)
-        pair.step(tokens, loss=computations.loss, set_to_none=step % 2 == 0)
+        pair.step(tokens, before_loss=computations.before_loss, set_to_none=step % 2 == 0)
         if recomputes:
             computations.check()
         pair.check()

@@ -56,20 +56,18 @@ def recompute(model: nn.Module, means: Means) -> nn.Module:
 class Computations:
     """Counts how often each layer computes, and checks that no activation of a recomputed layer waits for backward.
 
-    Pass :meth:`watch` a plain model in ``prepare``, :meth:`loss` to the step, and call :meth:`check` after the step::
+    Pass :meth:`watch` a plain model in ``prepare``, :meth:`before_loss` to the step, and call :meth:`check` after it::
 
-        computations = Computations(models.mean_square, inside="w1")
+        computations = Computations(inside="w1")
         pair = rank.pair(model, prepare=lambda plain: recompute(computations.watch(plain), means), ...)
-        pair.step(batch, loss=computations.loss)
+        pair.step(batch, before_loss=computations.before_loss)
         computations.check()
 
     Args:
-        loss: the loss of the step.
         inside: the name, within a layer, of a module whose output backward needs.
     """
 
-    def __init__(self, loss: Any, *, inside: str) -> None:
-        self._loss = loss
+    def __init__(self, *, inside: str) -> None:
         self._inside = inside
         self._names: list[str] = []
         self._counts: collections.Counter[tuple[str, str]] = collections.Counter()
@@ -87,12 +85,10 @@ class Computations:
             )
         return model
 
-    def loss(self, output: Any) -> torch.Tensor:
-        """Return the loss, and note which activations of the forward are still in memory."""
+    def before_loss(self, output: Any) -> None:
+        """Note which activations of the forward, whose output is there now, are still in memory."""
         self._held += [name for name, storage in self._activations.items() if not storage.expired()]
         self._activations.clear()
-        value: torch.Tensor = self._loss(output)
-        return value
 
     def check(self, *, times: int = 1) -> None:
         """Check that since the last call each layer computed in forward and again in backward.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -143,7 +143,14 @@ class Pair:
         return self.sharded.units
 
     def step(
-        self, batch: Any, *, loss: Loss = mean_square, submodule: str = "", set_to_none: bool = True, ahead: int = 0
+        self,
+        batch: Any,
+        *,
+        loss: Loss = mean_square,
+        before_loss: Callable[[Any], None] | None = None,
+        submodule: str = "",
+        set_to_none: bool = True,
+        ahead: int = 0,
     ) -> None:
         """Train one step of the sharded run; :meth:`check` replays it on the baseline and the oracle.
 
@@ -153,7 +160,9 @@ class Pair:
         Args:
             batch: this rank's arguments of one forward (:class:`Inputs`, a tuple, or a single tensor), or a list of
                 such, one per microbatch.
-            loss: maps a forward's output to a scalar.
+            loss: maps a forward's output to a scalar. Give it no state of its own, or the baseline and the oracle are
+                computed anew in every case.
+            before_loss: called with each output of the sharded run alone, before its loss.
             submodule: the name of a module to call directly and train alone; the baseline must then be "replicated".
             set_to_none: whether gradients are set to None after the step, or to zeros.
             ahead: the number of forwards that run before the first backward, as in a pipeline. If it is not 0, the
@@ -167,6 +176,8 @@ class Pair:
         # SGD with momentum moves a parameter whose gradient is zero and leaves one whose gradient is None. If the
         # implementation has zeros for unused parameters, the baseline and the oracle must keep zeros as well.
         filled = options | {"set_to_none": set_to_none and self.adapter.traits.unused_gradient == "none"}
+        if before_loss is not None:
+            options["loss"] = functools.partial(_loss_after, before_loss, loss)
         self._step_starts.append(len(self.sharded.trace))
         with self._member.stopwatch.during("training"):
             sharded = self.sharded.step(_copies(mine), ahead=ahead, **options)
@@ -387,6 +398,11 @@ class Pair:
             "gradients": Counts(picture.gradient_numel, trained),
             "optimizer": Counts(state_numel(self.adapter), trained * self._state_kinds),
         }
+
+
+def _loss_after(look: Callable[[Any], None], loss: Loss, output: Any) -> torch.Tensor:
+    look(output)
+    return loss(output)
 
 
 def _storages(replay: Replay) -> set[int]:
