@@ -100,6 +100,20 @@ def test_what_has_state_of_its_own_is_computed_every_time(rank: Rank) -> None:
 
 
 @world(2)
+def test_a_look_at_outputs_before_the_loss(rank: Rank) -> None:
+    """It is called for the sharded run alone, at each microbatch, and the results are kept all the same."""
+    fresh(rank)
+    seen: list[bool] = []
+    for times in (1, 2):
+        pair = rank.pair(model(), microbatches=2)
+        batches = [rank.batch(0, (2, 9), microbatch=number) for number in range(2)]
+        pair.step(batches, loss=half, before_loss=lambda output: seen.append(output.grad_fn is not None))
+        pair.check()
+        assert seen == [True, True] * times, f"called {len(seen)} times after {times} pairs"
+        assert rank.replays.version == 1, f"{rank.replays.version} results after {times} pairs"
+
+
+@world(2)
 def test_a_baseline_that_a_case_looks_at_is_its_own(rank: Rank) -> None:
     fresh(rank)
     train(rank, rank.pair(model()))
