@@ -83,6 +83,9 @@ class _OneThread(_Gloo, metaclass=_AnyGloo):  # type: ignore[misc]
 
 
 def use_one_thread() -> None:
-    """Give every gloo group that ``torch.distributed`` makes in this process from now on one worker thread."""
+    """Give every gloo group that ``torch.distributed`` makes in this process from now on one worker thread.
+
+    The threads of these groups do not interrupt others.
+    """
     # torch takes no options for gloo: `pg_options` is ignored.
     distributed_c10d.ProcessGroupGloo = _OneThread  # type: ignore[misc]
