@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.harness import Capability, contract, each_value, models, needs, world
+from shardproof.harness import Capability, contract, each_value, meaningful_from, models, needs, world
 from shardproof.harness.adapters.base import Settings
 from shardproof.harness.findings.finding import step_label
 from shardproof.harness.parity import Rank, Run, exact_difference
@@ -53,7 +53,7 @@ def test_after_forward(rank: Rank, dim: int, units: list[list[str]], reshard_aft
 @contract("REGISTRATION-1")
 @world(2, 4)
 @needs(Capability.MANUAL_RESHARD, Capability.RESHARD_TO_SIZE, Capability.ROOT_RESHARD)
-@pytest.mark.parametrize("replicas", [False, pytest.param(True, marks=needs(Capability.HYBRID))])
+@pytest.mark.parametrize("replicas", [False, pytest.param(True, marks=[needs(Capability.HYBRID), meaningful_from(4)])])
 def test_size_of_the_mesh(rank: Rank, replicas: bool) -> None:
     """To reshard to groups of all shards is to reshard: after forward the optimizer's parameters are registered."""
     model, size = models.Tower(dim=8, depth=2), 2 if replicas else rank.world_size

@@ -13,7 +13,7 @@ pytestmark = [
 
 BUGS = [planted.LonelyReplicas, planted.ReplacedGradient, planted.DeafToPrefetch, planted.ForgottenFlags]
 CASES = (
-    "test_reduction_waits and w4-root-only-True-None or test_hybrid_parameters_stay_gathered and all-reduce-all "
+    "test_reduction_waits and w2-root-only-True-None or test_hybrid_parameters_stay_gathered and all-reduce-all "
     "or test_prefetch and test_order"
 )
 

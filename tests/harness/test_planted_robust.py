@@ -31,7 +31,7 @@ KILLED = {
     "reduce-group-not-taken-back": Killer("test_reductions_have_a_group and w4-True", ""),
     "reduce-group-for-all-units": Killer("test_reductions_have_a_group and w4-False", ""),
     "gathers-in-the-reduce-group": Killer("test_reductions_have_a_group and w4-True", ""),
-    "resharding-of-all-units": Killer("test_resharding_is_changed and w2-between-steps-the-root", ""),
+    "resharding-of-all-units": Killer("test_resharding_is_changed and w2-at-once-the-root", ""),
     "resharding-not-of-the-root": Killer("test_resharding_is_changed and w2-at-once-the-root", ""),
     "no-list-is-an-empty-one": Killer("test_prefetching_is_taken_back", "with the lists taken back"),
     "resharding-only-off": Killer("test_resharding_is_changed and w2-between-steps-a-layer", ""),

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow("the tests share one run of the suites, in which p
 #: The memory of a gradient that somebody else made ends before that of what a reduction made.
 BEYOND = "out of bounds for storage"
 GRADIENT, OUTPUT, EVALUATION = "gradient of '", "output of 'microbatch 0", "output of 'evaluation, tensor 0'"
-TEN_STEPS = "test_ten_steps and adamw-for-loop-7-original"
+TEN_STEPS = "test_ten_steps and momentum-foreach-7-original"
 AVERAGES = "test_averages_of_weights and w2-{}-exponential-original"
 CHANGES = "test_gradients_that_a_script_changes and w2-{}-zeros-original"
 INFINITE = "test_infinite_gradients and w2-float32-False-False"

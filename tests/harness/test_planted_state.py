@@ -55,15 +55,15 @@ KILLED = {
         "a state dict is not of the form 'sharded': parameter after step of 'layers.0.base'",
     ),
     "flat-flat-parameter-too": Killer(
-        "test_between_passes and w2-False-flat-full",
+        "test_between_passes and w2-None-flat-full",
         "a state dict is not that of the unsharded model: parameter after step of '_flat_param'",
     ),
     "flat-first-name-alone": Killer(
-        "test_between_passes and w2-False-flat-full",
+        "test_between_passes and w2-None-flat-full",
         "a state dict is not that of the unsharded model: parameter after step of 'layers.0.second.weight'",
     ),
     "flat-last-owner-alone": Killer(
-        "test_between_passes and w2-False-flat-full",
+        "test_between_passes and w2-None-flat-full",
         "a state dict is not that of the unsharded model: parameter after step of 'layers.0.second.weight'",
     ),
     "flat-rows-of-the-next-rank": Killer(
@@ -108,7 +108,7 @@ KILLED = {
         "a state dict is not that of the unsharded model: optimizer state of 'param_groups'",
     ),
     "flat-optimizer-groups-by-first-name": Killer(
-        "test_between_passes and w2-False-flat-full",
+        "test_between_passes and w2-None-flat-full",
         "a state dict is not that of the unsharded model: optimizer state of 'param_groups'",
     ),
     "flat-optimizer-whole-in-shards": Killer(
@@ -157,7 +157,7 @@ KILLED = {
         "what ranks hold differs from a state dict: optimizer state of 'layers.1.gain: step'",
     ),
     "flat-optimizer-part-of-state": Killer(
-        "test_between_passes and w2-False-flat-full",
+        "test_between_passes and w2-None-flat-full",
         "what ranks hold differs from a state dict: optimizer state of 'layers.0.base: exp_avg'",
     ),
     "flat-whole-stale-on-one-rank": Killer("test_whole_parameters and w2-None-first-rank-originals", ""),

@@ -84,7 +84,7 @@ ROWS = [
 ]
 
 
-_CHAPTERS = ["training", "autograd", "prefetch", "init", "evaluation", "frozen", "compiled"]
+CHAPTERS = ["training", "autograd", "prefetch", "init", "evaluation", "frozen", "compiled"]
 
 
 def _expression(rows: list[tuple[type, tuple[str, str], str]]) -> str:
@@ -111,7 +111,7 @@ def rows(request):
 @pytest.fixture(scope="module")
 def failures(rows, tmp_path_factory):
     adapters = [*dict.fromkeys(bug for bug, _, _ in rows), ReferenceFlatAdapter]
-    return planted.failures_of(adapters, _expression(rows), tmp_path_factory.mktemp("training"), _CHAPTERS)
+    return planted.failures_of(adapters, _expression(rows), tmp_path_factory.mktemp("training"), CHAPTERS)
 
 
 @pytest.mark.parametrize("sound", ["[reference", ":ReferenceFlatAdapter"])
