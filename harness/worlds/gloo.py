@@ -33,12 +33,13 @@ _INTERFACES = "GLOO_SOCKET_IFNAME"
 def _threads_that_do_not_preempt() -> Iterator[None]:
     """Threads that start in here have the policy ``SCHED_BATCH``, if the system has it and permits it.
 
-    A thread with that policy has the same share of the cores, but does not interrupt others when it wakes.
+    A thread with that policy has the same share of the cores, but does not interrupt others when it wakes. Of a process
+    with another policy than the usual one, threads keep that: whoever chose it knows why, and a process may give up a
+    real-time policy that it may not take back.
     """
-    if not hasattr(os, "SCHED_BATCH"):
+    if not hasattr(os, "SCHED_BATCH") or os.sched_getscheduler(0) != os.SCHED_OTHER:
         yield
         return
-    policy, parameters = os.sched_getscheduler(0), os.sched_getparam(0)
     try:
         # A thread inherits the policy of the thread that starts it. Set afterwards, it would need the threads' numbers,
         # which torch does not tell.
@@ -49,7 +50,7 @@ def _threads_that_do_not_preempt() -> Iterator[None]:
     try:
         yield
     finally:
-        os.sched_setscheduler(0, policy, parameters)
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
 class _AnyGloo(type(_Gloo)):  # type: ignore[misc]
@@ -59,7 +60,7 @@ class _AnyGloo(type(_Gloo)):  # type: ignore[misc]
         return isinstance(instance, _Gloo)
 
 
-class _OneThread(_Gloo, metaclass=_AnyGloo):  # type: ignore[misc]
+class _Mended(_Gloo, metaclass=_AnyGloo):  # type: ignore[misc]
     """A gloo group made as torch makes it, except for the number of threads and their policy."""
 
     def __init__(
@@ -82,10 +83,10 @@ class _OneThread(_Gloo, metaclass=_AnyGloo):  # type: ignore[misc]
             super().__init__(store, rank, size, options)
 
 
-def use_one_thread() -> None:
+def mend_groups() -> None:
     """Give every gloo group that ``torch.distributed`` makes in this process from now on one worker thread.
 
     The threads of these groups do not interrupt others.
     """
     # torch takes no options for gloo: `pg_options` is ignored.
-    distributed_c10d.ProcessGroupGloo = _OneThread  # type: ignore[misc]
+    distributed_c10d.ProcessGroupGloo = _Mended  # type: ignore[misc]

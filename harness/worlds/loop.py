@@ -144,7 +144,7 @@ def _start(spec: RankSpec) -> RankState:
     if device.type != "cpu":
         torch.accelerator.set_device_index(spec.device_index)
     store = None if spec.meeting is None else meeting.store_of(spec.meeting)
-    gloo.use_one_thread()
+    gloo.mend_groups()
     dist.init_process_group(
         backend=key.backend,
         init_method=f"file://{spec.directory}/rendezvous" if store is None else None,

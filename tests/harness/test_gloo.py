@@ -67,6 +67,12 @@ def test_interfaces_that_the_environment_names(rank: Rank):
     assert total.tolist() == [8.0] * 3
 
 
+def check_sum(group: dist.ProcessGroup) -> None:
+    total = torch.ones(3)
+    dist.all_reduce(total, group=group)
+    assert total.tolist() == [2.0] * 3
+
+
 def policies() -> dict[int, int]:
     """The scheduler's policy of each thread of this process."""
     threads = [int(path.name) for path in Path("/proc/self/task").iterdir()]
@@ -98,14 +104,20 @@ def test_a_system_that_lets_nobody_choose(rank: Rank):
         raise PermissionError(1, "Operation not permitted")
 
     rank.monkeypatch.setattr(os, "sched_setscheduler", refuse)
-    total = torch.ones(3)
-    dist.all_reduce(total, group=dist.new_group(backend="gloo"))
-    assert total.tolist() == [2.0] * 3
+    check_sum(dist.new_group(backend="gloo"))
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="the system has no SCHED_BATCH")
+@world(2)
+def test_a_policy_that_somebody_has_chosen(rank: Rank):
+    chosen: list[object] = []
+    rank.monkeypatch.setattr(os, "sched_getscheduler", lambda thread: os.SCHED_FIFO)
+    rank.monkeypatch.setattr(os, "sched_setscheduler", lambda *arguments: chosen.append(arguments))
+    check_sum(dist.new_group(backend="gloo"))
+    assert not chosen
 
 
 @world(2)
 def test_a_system_without_the_policy(rank: Rank):
     rank.monkeypatch.delattr(os, "SCHED_BATCH", raising=False)
-    total = torch.ones(3)
-    dist.all_reduce(total, group=dist.new_group(backend="gloo"))
-    assert total.tolist() == [2.0] * 3
+    check_sum(dist.new_group(backend="gloo"))
