@@ -143,9 +143,9 @@ def test_peaks(rank: Rank, mesh: str) -> None:
 
 
 #: How many units a phase may hold in whole. In forward: the one that computes, and the next one in the memory of the
-#: gather and in that of its parameters. In backward: the one that computes, the gather of the next one, the input of
-#: the reduction in flight, and gradients, twice where those of a unit's parameters are put together to one.
-IN_WHOLE = {"forward": 3, "backward": 5}
+#: gather and in that of its parameters. In backward: the one that computes, its gradients, the gather of the next one,
+#: and the input of the reduction in flight.
+IN_WHOLE = {"forward": 3, "backward": 4}
 
 
 def _layers(rank: Rank, depth: int, mesh: str) -> tuple[Run, int, int]:
