@@ -36,7 +36,7 @@ pytestmark = needs(Capability.SHARDED, Hardware.STREAMS)
 @contract("OVERLAP-1")
 @world(2, 4)
 @alone()
-@needs(Capability.COUNTED_UNITS, Capability.GATHERS_AHEAD, Capability.RESHARD_AFTER_FORWARD)
+@needs(Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD)
 def test_collectives_run_beside_computation(rank: Rank) -> None:
     """Gathers end while the unit before computes, in forward and backward, and reductions while the next one does."""
     model = busy.BusyTower(dim=DIM, depth=DEPTH, milliseconds=BUSY_MS)
