@@ -513,6 +513,7 @@ def test_gradient_penalty(rank: Rank, reshard_after_forward: bool | None) -> Non
 @contract("AUTOGRAD-17")
 @world(2)
 @needs(Capability.AUTOGRAD_CALLS, Capability.MULTIPLE_FORWARD)
+@each_value("model")
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
 @pytest.mark.parametrize("model", [shapes.Forces, shapes.ForcesOfUnit], ids=["of-a-unit", "in-a-unit"])
 def test_gradients_within_forward(rank: Rank, model: Any, reshard_after_forward: bool | None) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from shardproof.harness import Capability, contract, models, needs, world
+from shardproof.harness import Capability, contract, each_value, models, needs, world
 from shardproof.harness.adapters.base import Clip
 from shardproof.harness.models import mixed, optim, shapes
 from shardproof.harness.models.parallel import MLPStack, parallelize_mlps
@@ -375,6 +375,7 @@ def _quarter(output: torch.Tensor) -> torch.Tensor:
 @contract("CLIPPING-10")
 @world(2)
 @needs(Capability.CLIP_SOME)
+@each_value("foreach", "infinity", "limit")
 @pytest.mark.parametrize(
     ("foreach", "infinity", "limit"),
     [(None, math.inf, 2.0**-10), (False, math.inf, 2.0**-10), (None, "inf", 2.0**-10), (None, math.inf, 0.0)],

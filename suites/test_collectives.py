@@ -283,6 +283,7 @@ def test_modules_of_a_unit_in_another_order(rank: Rank) -> None:
 @contract("COLLECTIVES-7")
 @world(2)
 @needs(Capability.GROUPED_UNIT, Capability.UNUSED_OUTPUT)
+@each_value("used")
 @pytest.mark.parametrize("used", [0, 1], ids=["of-the-first", "of-the-last"])
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
 def test_output_of_one_of_several_modules(rank: Rank, used: int, reshard_after_forward: bool | None) -> None:
@@ -418,6 +419,7 @@ def test_deferred_all_reduce_is_taken_back(rank: Rank) -> None:
 @contract("COLLECTIVES-10")
 @world(2)
 @needs(Capability.UNIT_SETTINGS, Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD, Capability.ROOT_RESHARD)
+@each_value("unit", "recurse")
 @pytest.mark.parametrize(
     ("unit", "recurse"), [("layers.1", False), ("", False), ("", True)], ids=["a-layer", "the-root", "all-units"]
 )
@@ -440,6 +442,7 @@ def test_resharding_is_changed(rank: Rank, choices: tuple[bool | None, ...], uni
 @contract("COLLECTIVES-10")
 @world(2)
 @needs(Capability.UNIT_SETTINGS, Capability.COUNTED_UNITS, Capability.GATHER_ORDER)
+@each_value("unit")
 @pytest.mark.parametrize("unit", ["0", ""], ids=["a-layer", "the-root"])
 def test_backward_gathers_a_unit_or_not(rank: Rank, unit: str) -> None:
     """A unit that computes its gradients without its parameters need not be gathered for that, as long as it is set.

@@ -256,6 +256,7 @@ WRONG_DIMENSIONS = {
 @contract("COMPOSITION-15")
 @world(2)
 @needs(Capability.NAMED_DIMENSIONS)
+@each_value("what")
 @pytest.mark.parametrize("what", WRONG_DIMENSIONS)
 def test_wrong_dimensions(rank: Rank, what: str) -> None:
     """Parameters that do not lie on the mesh, or are cut over the named dimensions, and unknown names are refused."""
@@ -291,12 +292,8 @@ def test_transformer(rank: Rank, sequence: bool) -> None:
     """A transformer cut by heads and features, and along the sequence too, trains as DDP does."""
     mesh = rank.mesh((2, 2), ("dp", "tp"))
     model = SplitTransformer()
-    pair = rank.pair(
-        model,
-        units=model.units(),
-        mesh=mesh["dp"],
-        prepare=functools.partial(parallelize_transformer, mesh=mesh["tp"], sequence=sequence),
-    )
+    prepare = functools.partial(parallelize_transformer, mesh=mesh["tp"], sequence=sequence)
+    pair = rank.pair(model, units=model.units(), mesh=mesh["dp"], prepare=prepare)
     config = model.config
     for step in range(3):
         pair.step(rank.tokens(step, (3, config.length), vocabulary=config.vocabulary, mesh=mesh["dp"]))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.harness import Capability, contract, models, needs, world
+from shardproof.harness import Capability, contract, each_value, models, needs, world
 from shardproof.harness.adapters.base import Accumulation, Clip, StateForm
 from shardproof.harness.findings.finding import Finding, Location, step_label
 from shardproof.harness.findings.stages import Stage
@@ -184,6 +184,7 @@ def test_values_of_the_first_rank_with_own_hash_seeds(rank: Rank) -> None:
 @contract("DETERMINISM-2")
 @world(2, 4, own_hash_seeds=True)
 @needs(Capability.DISTRIBUTED_CHECKPOINT, Capability.TIED_PARAMETERS)
+@each_value("form")
 @pytest.mark.parametrize("form", ["sharded", pytest.param("full", marks=FULL), pytest.param("first-rank", marks=FULL)])
 @FLAT
 def test_states_with_own_hash_seeds(rank: Rank, flat: bool, form: StateForm) -> None:

@@ -163,6 +163,7 @@ def test_steps_of_parameters_that_a_script_replaced(rank: Rank, how: str, flat_p
 @world(2)
 @OWN_OPTIMIZER
 @needs(Capability.FLAT_PARAMETERS)
+@each_value("memory")
 @pytest.mark.parametrize("evaluates", [False, pytest.param(True, marks=needs(Capability.RESHARD_AFTER_FORWARD))])
 @pytest.mark.parametrize("memory", ["same", "own"])
 def test_gradients_of_parameters_that_a_script_replaced(rank: Rank, memory: str, evaluates: bool) -> None:

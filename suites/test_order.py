@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from shardproof.harness import Capability, contract, models, needs, world
+from shardproof.harness import Capability, contract, each_value, models, needs, world
 from shardproof.harness.models.paths import Layer, OptionalUnits
 from shardproof.harness.parity import Pair, Rank, Run
 from shardproof.harness.plugin.axes import RESHARD
@@ -189,6 +189,7 @@ def test_a_later_iteration_differs(
 
 @contract("ORDER-6")
 @world(2, debug_level="DETAIL")
+@each_value("first", "later", "warning")
 @PARAMETERS
 @pytest.mark.parametrize(
     ("first", "later", "warning"),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardproof.harness import Capability, contract, models, needs, world
+from shardproof.harness import Capability, contract, each_value, models, needs, world
 from shardproof.harness.findings.finding import step_label
 from shardproof.harness.models.ties import RepeatedTower
 from shardproof.harness.parity import Census, Pair, Rank, Run
@@ -239,6 +239,7 @@ CHOICES = ["before-backward", "after-backward", "never"]
 @contract("PREFETCH-3")
 @world(2)
 @needs(Capability.GATHERS_AHEAD, Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD)
+@each_value("when")
 @pytest.mark.parametrize("when", CHOICES)
 def test_when_backward_gathers_ahead(rank: Rank, when: Any) -> None:
     """Backward gathers the next unit before the current one computes, after it and before its reduction, or never."""

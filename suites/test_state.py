@@ -41,8 +41,7 @@ Means = Literal["plain", "hooks", "wrapper", "compiled"]
     "means",
     [
         "plain",
-        pytest.param("hooks", marks=needs(Capability.RECOMPUTATION)),
-        pytest.param("wrapper", marks=needs(Capability.RECOMPUTATION)),
+        *(pytest.param(one, marks=needs(Capability.RECOMPUTATION)) for one in ("hooks", "wrapper")),
         pytest.param("compiled", marks=needs(Capability.COMPILED_MODULES)),
     ],
 )
@@ -84,8 +83,7 @@ def test_between_passes(rank: Rank, reshard_after_forward: bool | int | None, fl
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_before_training(rank: Rank, reshard_after_forward: bool | int | None, form: StateForm) -> None:
     """Before its first step, evaluated or not, a model has the values with which it was sharded."""
-    run = make(rank, 0, optimizer=None, reshard_after_forward=reshard_after_forward)
-    unsharded = plain(rank)
+    run, unsharded = make(rank, 0, optimizer=None, reshard_after_forward=reshard_after_forward), plain(rank)
     expected = {"model": {name: value for name, value in unsharded.state_dict().items() if name in SAVED}}
     for evaluates in (False, True):
         if evaluates:
@@ -394,6 +392,7 @@ def test_entries_that_do_not_fit(rank: Rank, flaw: str, strict: bool) -> None:
 @contract("STATE-10")
 @world(2)
 @needs(Capability.SHARDED, Capability.FULL_STATE_DICT)
+@each_value("form", "shards")
 @FLAT
 @pytest.mark.parametrize(
     ("form", "shards"),
@@ -486,6 +485,7 @@ def test_an_optimizer_without_a_parameter_on_one_rank(rank: Rank) -> None:
 @contract("STATE-12")
 @world(2)
 @needs(Capability.OPTIMIZER_KEYS)
+@each_value("form")
 @FLAT
 @FORMS
 def test_older_calls(rank: Rank, form: StateForm, flat: bool) -> None:

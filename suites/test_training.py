@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from shardproof.harness import Capability, Hardware, contract, models, needs, world
+from shardproof.harness import Capability, Hardware, contract, each_value, models, needs, world
 from shardproof.harness.adapters.base import Accumulation, Adapter, OptimizerFactory
 from shardproof.harness.collectives.delays import Delay
 from shardproof.harness.collectives.trace import Collective
@@ -94,12 +94,8 @@ def test_many_units(rank: Rank, delays: tuple[str, ...], reshard_after_forward: 
     """A transformer of several units trains as DDP does, also when streams run at other speeds."""
     config = models.TransformerConfig(layers=3, vocabulary=61, length=16, heads=4)
     model = models.Transformer(config)
-    pair = rank.pair(
-        model,
-        units=model.units(),
-        delays=[DELAYS[name] for name in delays],
-        reshard_after_forward=reshard_after_forward,
-    )
+    chosen = [DELAYS[name] for name in delays]
+    pair = rank.pair(model, units=model.units(), delays=chosen, reshard_after_forward=reshard_after_forward)
     # Made in advance: copying them to the device would wait for the step before.
     batches = [rank.tokens(step, (3, config.length), vocabulary=config.vocabulary) for step in range(3)]
     for step, tokens in enumerate(batches):
@@ -332,6 +328,7 @@ def test_parameters_that_a_script_changes(rank: Rank, how: str) -> None:
 @contract("TRAINING-12")
 @world(2)
 @needs(Capability.SHARDED)
+@each_value("other")
 @pytest.mark.parametrize(
     "other",
     [
