@@ -72,14 +72,14 @@ def test_a_killer_that_names_two_items_is_refused():
 def test_each_bug_is_counted_where_it_is_found(bugs, monkeypatch, capsys):
     runs = []
 
-    def failing(ids, implementations, *options):
+    def failing(ids, implementations):
         ids, implementations = tuple(ids), list(implementations)
-        runs.append((ids, *options))
+        runs.append(ids)
         finds = {f"{__name__}:Function": "test_x[", f"{__name__}:Chapter": "test_xy["}
         return {one for one in implementations if any(finds.get(one, "nothing") in item for item in ids)}
 
     monkeypatch.setattr(found, "failing", failing)
     living = found.count(list(bugs.values()), KEPT, jobs=1)
     assert living == [bugs["lives"]]
-    assert runs == [(bugs["function"].function,), (bugs["chapter"].chapter, "-x")]
+    assert runs == [bugs["function"].function, bugs["chapter"].chapter]
     assert "by their own item 1, by another of its function 1, of its chapter 1" in capsys.readouterr().out
