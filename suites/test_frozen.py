@@ -325,7 +325,6 @@ def test_flat_frozen_between_steps(rank: Rank, reshard_after_forward: bool | Non
 @contract("FROZEN-4")
 @world(2, 4)
 @needs(Capability.UNUSED_OUTPUT)
-@each_value("form")
 @pytest.mark.parametrize("form", ["held", "shown", pytest.param("saved", marks=needs(Capability.REGISTERED_STATE))])
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_frozen_after_an_evaluation(rank: Rank, reshard_after_forward: bool | int | None, form: str) -> None:
