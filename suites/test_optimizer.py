@@ -255,7 +255,20 @@ def _convert(rank: Rank, module: nn.Module, *, swaps: bool) -> None:
 @pytest.mark.parametrize("what", ["another-shape", "in-one-of-two-places", "before-backward"])
 def test_parameters_that_a_script_cannot_replace(rank: Rank, what: str) -> None:
     """A parameter that a script replaces by one that cannot take its place is refused by all ranks, with the reason."""
-    run, batch = rank.run(TiedMLP(9), reshard_after_forward=False), (rank.batch(0, (4, 9)),)
+    check_refused(rank, what)
+
+
+@contract("OPTIMIZER-28")
+@world(4)
+@needs(Capability.FLAT_PARAMETERS, Capability.WHOLE_PARAMETERS, Capability.TIED_PARAMETERS, Capability.HYBRID)
+def test_parameters_of_replicas_that_a_script_cannot_replace(rank: Rank) -> None:
+    """The same between forward and backward on replicas whose shards stay gathered."""
+    check_refused(rank, "before-backward", mesh=rank.mesh((2, 2), ("replicate", "shard")))
+
+
+def check_refused(rank: Rank, what: str, **options: Any) -> None:
+    """Replace parameters, and check that all ranks refuse what follows."""
+    run, batch = rank.run(TiedMLP(9), reshard_after_forward=False, **options), (rank.batch(0, (4, 9)),)
     adapter = run.adapter
     loss = models.mean_square(adapter.forward(*batch)) if what == "before-backward" else None
     # Each rank has some of its elements, and learns of it by itself.

@@ -36,6 +36,7 @@ from shardproof.harness.adapters.base import (
 )
 from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.flat_calls import CALLS
+from shardproof.harness.adapters.flat_dtypes import DTYPES
 from shardproof.harness.adapters.flat_layout import FlatLayout, Place, flat_units
 from shardproof.harness.adapters.flat_misuses import MISUSES, Scene
 from shardproof.harness.adapters.flat_questions import QUESTIONS
@@ -417,7 +418,7 @@ class FlatAdapter(Adapter):
 
     def call(self, what: str) -> Any:
         mesh = self.config.mesh
-        return (CALLS | QUESTIONS)[what](Scene(self.api, mesh, _device(mesh.device_type)))
+        return (CALLS | QUESTIONS | DTYPES)[what](Scene(self.api, mesh, _device(mesh.device_type)))
 
     def _key_kinds(self) -> Any:
         """Return the enumeration of the kinds of keys."""

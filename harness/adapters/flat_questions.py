@@ -147,6 +147,30 @@ def _names_of_what_is_recomputed(scene: Scene) -> list[str]:
     return sorted(scene.wrap(nn.Sequential(scene.wrap(first), second)).state_dict())
 
 
+def _loaded_into_what_is_recomputed(scene: Scene) -> list[list[str]]:
+    """What a state dict of a wrapped module that is recomputed lacks, and has too much, where it is loaded."""
+    model = scene.wrap(checkpoint_wrapper(scene.layers()), use_orig_params=False)
+    found = model.load_state_dict(model.state_dict())
+    return [found.missing_keys, found.unexpected_keys]
+
+
+def _buffers_on_the_meta_device(scene: Scene) -> int:
+    """How many modules are made anew where only an ignored one has a buffer on the meta device."""
+    made: list[nn.Module] = []
+    layers = nn.Sequential(scene.layers(), nn.Identity())
+    layers[1].register_buffer("unused", torch.ones(4, device="meta"))
+    scene.wrap(layers, ignored_modules=[layers[1]], param_init_fn=made.append)
+    return len(made)
+
+
+def _beside_a_plain_module(scene: Scene) -> list[str]:
+    """What this rank saves of a plain module before a wrapper, where the first rank alone has whole values."""
+    api, model = scene.api, nn.Sequential(nn.Linear(4, 4).to(scene.device), scene.wrap(scene.layers()))
+    config = api.FullStateDictConfig(rank0_only=True)
+    with api.FullyShardedDataParallel.state_dict_type(model, api.StateDictType.FULL_STATE_DICT, config):
+        return sorted(name for name in model.state_dict() if name.startswith("0."))
+
+
 def _names_of_a_bare_root(scene: Scene) -> list[str]:
     """The names of parameters where those of a wrapper that has none of its own are whole."""
     model = _bare_root(scene)
@@ -310,6 +334,9 @@ QUESTIONS: dict[str, Callable[[Scene], Any]] = {
     "places-after-a-cast": _places_after_a_cast,
     "buffers-of-what-is-recomputed": _buffers_of_what_is_recomputed,
     "names-of-what-is-recomputed": _names_of_what_is_recomputed,
+    "loaded-into-what-is-recomputed": _loaded_into_what_is_recomputed,
+    "buffers-on-the-meta-device": _buffers_on_the_meta_device,
+    "beside-a-plain-module": _beside_a_plain_module,
     "names-of-a-bare-root": _names_of_a_bare_root,
     "states-of-a-small-unit": _states_of_a_small_unit,
     "dtype-for-a-function": _dtype_for_a_function,
