@@ -13,8 +13,10 @@ is made in live ranks, so that it costs no more than its items.
 sources' folder, the ``old`` text, which occurs once in it, the ``new`` one, and ``what`` is wrong then.
 
 FOLDER keeps the lines and the results. The same command goes on where an earlier one ended: it begins with the changes
-that have not run, and gives those that live further items. At the end it prints how many the suites found, and each
-that lives, with the number of items that let it live. Many of those are equivalent: read them before you write a case.
+that have not run, and gives those that live further items. With more ``--items`` than there are, another
+PYTEST_ARGUMENT, such as the chapter about what is changed, gives them all items of it that they have not met. At the end
+it prints how many the suites found, and each that lives, with the number of items that let it live. Many of
+those are equivalent: read them before you write a case.
 
 Limits: class bodies, decorators and constants of modules are not changed, and ranks with an interpreter of their own
 (``own_hash_seeds``) run the code as it is. Mistakes that would be noticed at once, such as a call with its arguments
@@ -163,13 +165,13 @@ class Result:
 
     Attributes:
         status: "found", "lives", or "unfound" if no live function has the code that it changes.
-        ran: the items that ran.
+        ran: the ids of the items that ran.
         killer: the id of the item that failed.
         says: the beginning of what it said.
     """
 
     status: str
-    ran: int
+    ran: frozenset[str]
     killer: str | None
     says: str
 
@@ -177,8 +179,8 @@ class Result:
 def _results(folder: pathlib.Path) -> dict[str, Result]:
     results: dict[str, Result] = {}
     for name, status, ran, killer, says in _read(folder, "results"):
-        before = results[name].ran if name in results else 0
-        results[name] = Result(status, before + ran, killer, "".join(says))
+        before = results[name].ran if name in results else frozenset()
+        results[name] = Result(status, before.union(ran), killer, "".join(says))
     return results
 
 
@@ -215,9 +217,10 @@ def order(
     """The changes to run, those that have not run first, each with the items that it has not met, at most so many."""
     todo = []
     for name in names:
-        result = results.get(name, Result("lives", 0, None, ""))
-        if result.status == "lives" and (left := items[name][result.ran : result.ran + most]):
-            todo.append((result.ran, name, left))
+        result = results.get(name, Result("lives", frozenset(), None, ""))
+        # By their ids: another selection of pytest's may have left out items before those that ran.
+        if result.status == "lives" and (left := [one for one in items[name] if one not in result.ran][:most]):
+            todo.append((len(result.ran), name, left))
     random.Random(0).shuffle(todo)
     return [(name, left) for _, name, left in sorted(todo, key=lambda each: each[0])]
 
@@ -239,7 +242,7 @@ def report(
         if not items[name]:
             shown.append(_shown(change, "no item executes it", sources))
         elif result is not None and result.status == "lives":
-            shown.append(_shown(change, f"lives through {result.ran} of {len(items[name])} items", sources))
+            shown.append(_shown(change, f"lives through {len(result.ran)} of {len(items[name])} items", sources))
     return "\n".join(shown)
 
 

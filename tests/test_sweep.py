@@ -216,6 +216,15 @@ def test_written_changes_that_do_not_fit(sample: ModuleType, what: str) -> None:
     assert message in str(caught.value)
 
 
+def test_items_that_another_selection_left_out_are_met_later(sample: ModuleType) -> None:
+    sweep = importlib.import_module("sweep")
+    results = {"lives": sweep.Result("lives", frozenset({"b"}), None, ""), "met": sweep.Result("found", {"a"}, "a", "")}
+    todo = sweep.order(
+        ["lives", "met", "new"], {name: ["a", "b", "c", "d"] for name in ("lives", "met", "new")}, results, 2
+    )
+    assert todo == [("new", ["a", "b"]), ("lives", ["a", "c"])]
+
+
 @pytest.mark.slow("runs the command twice, each with ranks of its own")
 def test_a_sweep_goes_on_where_it_ended(sample: ModuleType, tmp_path: pathlib.Path) -> None:
     case = tmp_path / "test_sample.py"

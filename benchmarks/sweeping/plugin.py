@@ -115,13 +115,14 @@ def _run(change: dict[str, Any], items: list[pytest.Item]) -> None:
     """Run items until one fails, and write what came of it."""
     _failures.clear()
     _order(change)
-    ran, killer = 0, None
+    ran: list[str] = []
+    killer = None
     for item in items:
         if time.time() > _task.until:
             break
         # Without a next item, because that would be the first one of another change if this one fails.
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
-        ran += 1
+        ran.append(item.nodeid)
         if _failures:
             killer = item.nodeid
             break
