@@ -12,11 +12,11 @@ is made in live ranks, so that it costs no more than its items.
 ``--changes`` makes those of a file instead: a list of JSON with an ``id``, a ``file`` that begins with the name of the
 sources' folder, the ``old`` text, which occurs once in it, the ``new`` one, and ``what`` is wrong then.
 
-FOLDER keeps the lines and the results. The same command goes on where an earlier one ended: it begins with the changes
-that have not run, and gives those that live further items. With more ``--items`` than there are, another
-PYTEST_ARGUMENT, such as the chapter about what is changed, gives them all items of it that they have not met. At the end
-it prints how many the suites found, and each that lives, with the number of items that let it live. Many of
-those are equivalent: read them before you write a case.
+FOLDER keeps the lines and the results. The same command goes on where an earlier one ended: it begins with the
+changes that have not run, and gives those that live further items. With more ``--items`` than there are, another
+PYTEST_ARGUMENT, such as the chapter about what is changed, gives them all items of it that they have not met. At the
+end it prints how many the suites found, and each that lives, with the number of items that let it live. Many of those
+are equivalent: read them before you write a case.
 
 Limits: class bodies, decorators and constants of modules are not changed, and ranks with an interpreter of their own
 (``own_hash_seeds``) run the code as it is. Mistakes that would be noticed at once, such as a call with its arguments
