@@ -56,6 +56,8 @@ ANSWERS: dict[str, Any] = {
     "buffers-of-what-is-recomputed": ["torch.float64", "torch.float32"],
     "names-of-what-is-recomputed": NAMES,
     "loaded-into-what-is-recomputed": [[], []],
+    "keys-that-do-not-fit": [NAMES[:2], ["2.bias", "2.weight"]],
+    "states-for-a-named-optimizer": True,
     "buffers-on-the-meta-device": 0,
     "beside-a-plain-module": ["0.bias", "0.weight"],
     "buffers-that-are-saved": ["torch.bfloat16", "torch.float64", "torch.float64"],

@@ -341,12 +341,14 @@ def load(
     listed = {name for group in saved_groups for name in group["params"]}
     found: dict[Any, State] = {}
     own: list[dict[str, Any]] = []
+    # Such an optimizer was given the model's named parameters, whose names have those of wrappers.
+    shown = {param: name for name, param in model.named_parameters()} if by_name else {}
     number = 0
     for group in groups:
         keys = []
         for param in params_of([group]):
             place = table.place(param)
-            key: Any = place.names[0] if by_name else number
+            key: Any = shown.get(param, place.names[0]) if by_name else number
             number += 1
             if not listed.isdisjoint(place.names):
                 keys.append(key)

@@ -154,6 +154,25 @@ def _loaded_into_what_is_recomputed(scene: Scene) -> list[list[str]]:
     return [found.missing_keys, found.unexpected_keys]
 
 
+def _keys_that_do_not_fit(scene: Scene) -> list[list[str]]:
+    """What a load, of a state dict with other names for the parameters of an inner wrapper, says of its names."""
+    model = scene.nested()
+    state = model.state_dict()
+    renamed = {name.replace("0.", "2."): value for name, value in state.items()}
+    found = model.load_state_dict(renamed, strict=False)
+    return [sorted(found.missing_keys), sorted(found.unexpected_keys)]
+
+
+def _states_for_a_named_optimizer(scene: Scene) -> bool:
+    """Whether the states made for an optimizer whose own state dict has names are named as the model names them."""
+    kind, model = scene.api.FullyShardedDataParallel, scene.nested()
+    optimizer = scene.train(model)
+    with kind.state_dict_type(model, scene.api.StateDictType.SHARDED_STATE_DICT):
+        saved = kind.optim_state_dict(model, optimizer)
+        states = kind.optim_state_dict_to_load(model, optimizer, saved, is_named_optimizer=True)["state"]
+    return bool(states) and states.keys() <= dict(model.named_parameters()).keys()
+
+
 def _buffers_on_the_meta_device(scene: Scene) -> int:
     """How many modules are made anew where only an ignored one has a buffer on the meta device."""
     made: list[nn.Module] = []
@@ -335,6 +354,8 @@ QUESTIONS: dict[str, Callable[[Scene], Any]] = {
     "buffers-of-what-is-recomputed": _buffers_of_what_is_recomputed,
     "names-of-what-is-recomputed": _names_of_what_is_recomputed,
     "loaded-into-what-is-recomputed": _loaded_into_what_is_recomputed,
+    "keys-that-do-not-fit": _keys_that_do_not_fit,
+    "states-for-a-named-optimizer": _states_for_a_named_optimizer,
     "buffers-on-the-meta-device": _buffers_on_the_meta_device,
     "beside-a-plain-module": _beside_a_plain_module,
     "names-of-a-bare-root": _names_of_a_bare_root,

@@ -24,6 +24,10 @@ FLAT = {
         "        for key in [key for key in found if key.startswith(prefix)]:\n            del found[key]\n",
         "        found.clear()\n",
     ),
+    "flat-keys-of-wrappers": Edit("flat.state_dict:clean_keys", "map(clean, keys)", "keys"),
+    "flat-states-by-numbers-always": Edit(
+        "flat.module:FullyShardedDataParallel.optim_state_dict_to_load", "by_name=is_named_optimizer", "by_name=False"
+    ),
     "flat-replicas-may-change": Edit(
         "flat.unit:FlatUnit._check_kept",
         "not self.strategy.reshards_after_forward",

@@ -17,6 +17,8 @@ KILLED = {
     "flat-norm-always-wide": Killer(CALLS.format("norm-of-low-gradients"), "torch.float32 instead of torch.bfloat16"),
     "flat-gradients-not-cast": Killer(CALLS.format("gradients-of-a-cast-model"), "['torch.float32'] instead of"),
     "flat-drops-plain-modules": Killer(CALLS.format("beside-a-plain-module"), "[] instead of"),
+    "flat-keys-of-wrappers": Killer(CALLS.format("keys-that-do-not-fit"), "_fsdp_wrapped_module"),
+    "flat-states-by-numbers-always": Killer(CALLS.format("states-for-a-named-optimizer"), "False instead of True"),
     "flat-replicas-may-change": Killer("test_parameters_of_replicas_that_a_script_cannot", "no rank refuses it"),
 }
 
