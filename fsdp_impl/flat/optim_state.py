@@ -342,7 +342,7 @@ def load(
     found: dict[Any, State] = {}
     own: list[dict[str, Any]] = []
     # Such an optimizer was given the model's named parameters, whose names have those of wrappers.
-    shown = {param: name for name, param in model.named_parameters()} if by_name else {}
+    shown: dict[torch.Tensor, str] = {param: name for name, param in model.named_parameters()} if by_name else {}
     number = 0
     for group in groups:
         keys = []
