@@ -54,14 +54,20 @@ def _in_a_plain_module(scene: Scene) -> list[Any]:
     return [sorted(values), sorted(states), are_sharded, shapes, [name for name in model if model[name] in roots]]
 
 
+def _saved_for_the_first_rank(scene: Scene, model: nn.Module) -> list[str]:
+    """The names that this rank saves where the first one alone has whole values."""
+    api = scene.api
+    config = api.FullStateDictConfig(rank0_only=True)
+    with api.FullyShardedDataParallel.state_dict_type(model, api.StateDictType.FULL_STATE_DICT, config):
+        return sorted(model.state_dict())
+
+
 def _first_of_each_replica(scene: Scene) -> list[Any]:
     """What this rank has where the first rank of its replica has whole values: names that are saved, and sizes."""
     kind, api = scene.api.FullyShardedDataParallel, scene.api
     model = scene.wrap(scene.layers(), sharding_strategy=api.ShardingStrategy.HYBRID_SHARD)
     scene.run(model)
-    config = api.FullStateDictConfig(rank0_only=True)
-    with kind.state_dict_type(model, api.StateDictType.FULL_STATE_DICT, config):
-        saved = sorted(model.state_dict())
+    saved = _saved_for_the_first_rank(scene, model)
     with kind.summon_full_params(model, rank0_only=True, writeback=False):
         is_whole = model.module[0].weight.shape == (4, 4)
     return [saved, is_whole]
@@ -91,10 +97,7 @@ def _bare_root(scene: Scene, **options: Any) -> Any:
 
 def _first_rank_of_a_bare_root(scene: Scene) -> bool:
     """Whether all that is saved of it for the first rank is there, and nothing is saved on others."""
-    api, model = scene.api, _bare_root(scene)
-    config = api.FullStateDictConfig(rank0_only=True)
-    with api.FullyShardedDataParallel.state_dict_type(model, api.StateDictType.FULL_STATE_DICT, config):
-        saved = model.state_dict()
+    saved = _saved_for_the_first_rank(scene, _bare_root(scene))
     return len(saved) == (5 if scene.mesh.get_local_rank() == 0 else 0)
 
 
@@ -184,10 +187,8 @@ def _buffers_on_the_meta_device(scene: Scene) -> int:
 
 def _beside_a_plain_module(scene: Scene) -> list[str]:
     """What this rank saves of a plain module before a wrapper, where the first rank alone has whole values."""
-    api, model = scene.api, nn.Sequential(nn.Linear(4, 4).to(scene.device), scene.wrap(scene.layers()))
-    config = api.FullStateDictConfig(rank0_only=True)
-    with api.FullyShardedDataParallel.state_dict_type(model, api.StateDictType.FULL_STATE_DICT, config):
-        return sorted(name for name in model.state_dict() if name.startswith("0."))
+    model = nn.Sequential(nn.Linear(4, 4).to(scene.device), scene.wrap(scene.layers()))
+    return [name for name in _saved_for_the_first_rank(scene, model) if name.startswith("0.")]
 
 
 def _names_of_a_bare_root(scene: Scene) -> list[str]:
