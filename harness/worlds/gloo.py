@@ -69,11 +69,14 @@ class _Mended(_Gloo, metaclass=_AnyGloo):  # type: ignore[misc]
         rank: int,
         size: int,
         timeout: datetime.timedelta = distributed_c10d.default_pg_timeout,
+        **more: Any,
     ) -> None:
         options = _Gloo._Options()
         interfaces = os.environ.get(_INTERFACES, "")
         options._timeout = timeout
         options._threads = 1
+        for name, value in more.items():  # since torch 2.14 `enable_reconfigure`, which is an option too
+            setattr(options, name, value)
         with _threads_that_do_not_preempt():
             options._devices = (
                 [_Gloo.create_device(interface=name) for name in interfaces.split(",")]
