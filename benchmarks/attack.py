@@ -35,7 +35,7 @@ CASES = """
 import os, pathlib, time
 import pytest
 import torch.distributed as dist
-from shardproof.harness import world
+from shardproof.testing import world
 
 @world(2)
 @pytest.mark.parametrize("number", range({cases}))

@@ -24,7 +24,7 @@ CASES = """
 import os
 import pytest
 import torch
-from shardproof.harness import world
+from shardproof.testing import world
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 

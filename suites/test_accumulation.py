@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardproof.harness import Capability, Hardware, contract, each_value, models, needs, world
+from shardproof.harness import models
 from shardproof.harness.adapters.base import Accumulation, Piece, WholeParameters
 from shardproof.harness.findings.finding import Finding, Location, step_label
 from shardproof.harness.findings.stages import Stage
@@ -22,6 +22,7 @@ from shardproof.harness.parity.numerics import distance
 from shardproof.harness.parity.oracle import Oracle
 from shardproof.harness.parity.plain import backward_of_copies, check_gradients
 from shardproof.harness.plugin.axes import RESHARD, RESHARD_CHOICES, RESHARD_EXPLICIT
+from shardproof.testing import Capability, Hardware, contract, each_value, needs, world
 
 DIM = 9
 DEPTH = 3

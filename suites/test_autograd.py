@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardproof.harness import Capability, contract, each_value, models, needs, world
+from shardproof.harness import models
 from shardproof.harness.adapters.base import Accumulation, Adapter
 from shardproof.harness.findings.finding import step_label
 from shardproof.harness.models import optim, shapes
@@ -21,6 +21,7 @@ from shardproof.harness.parity.plain import backward_of_copies, check_gradients,
 from shardproof.harness.parity.refusals import error_of_all
 from shardproof.harness.plugin.axes import RESHARD
 from shardproof.harness.tensors.trees import tensors_of
+from shardproof.testing import Capability, contract, each_value, needs, world
 
 DATACLASS = pytest.param("dataclass", marks=needs(Capability.DATACLASS_OUTPUT))
 

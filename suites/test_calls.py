@@ -11,13 +11,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardproof.harness import Capability, contract, each_value, models, needs, world
+from shardproof.harness import models
 from shardproof.harness.adapters.base import WholeParameters
 from shardproof.harness.models import mixed, optim
 from shardproof.harness.models.stateful import by_columns
 from shardproof.harness.parity import Rank
 from shardproof.harness.parity.refusals import sharded
 from shardproof.harness.plugin.axes import FLAT, RESHARD, SHARDS
+from shardproof.testing import Capability, contract, each_value, needs, world
 
 pytestmark = needs(Capability.FLAT_PARAMETERS, Capability.WHOLE_PARAMETERS)
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.harness import Capability, contract, each_value, models, needs, world
+from shardproof.harness import models
 from shardproof.harness.adapters.base import Accumulation, Clip, Settings
 from shardproof.harness.collectives.trace import Trace, first_difference
 from shardproof.harness.findings.finding import step_label
@@ -26,6 +26,7 @@ from shardproof.harness.parity import Pair, Rank
 from shardproof.harness.parity.refusals import Refusal
 from shardproof.harness.parity.wrong_settings import OF_THE_ROOT, WRONG_SETTINGS
 from shardproof.harness.plugin.axes import RESHARD, RESHARD_ROOT
+from shardproof.testing import Capability, contract, each_value, needs, world
 
 DEPTH = 3
 UNITS = DEPTH + 1  # the root has parameters of its own

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.harness import Capability, contract, models, needs, world
+from shardproof.harness import models
 from shardproof.harness.models.compilation import compiler
 from shardproof.harness.models.recomputation import Means, recompute
 from shardproof.harness.parity import Rank
 from shardproof.harness.plugin.axes import KEEPS, RESHARD
+from shardproof.testing import Capability, contract, needs, world
 
 RECOMPUTES = needs(Capability.RECOMPUTATION)
 

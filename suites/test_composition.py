@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from shardproof.harness import Capability, Hardware, contract, each_value, models, needs, world
+from shardproof.harness import models
 from shardproof.harness.adapters.base import Adapter
 from shardproof.harness.adapters.config import NamedDimensions
 from shardproof.harness.adapters.dtensor import piece_of
@@ -39,6 +39,7 @@ from shardproof.harness.parity import Pair, Rank, exact_difference
 from shardproof.harness.parity.plain import backward_of_copies, check_gradients, check_parameters
 from shardproof.harness.parity.refusals import Refusal, sharded
 from shardproof.harness.plugin.axes import RESHARD, RESHARD_CHOICES, with_first
+from shardproof.testing import Capability, Hardware, contract, each_value, needs, world
 
 pytestmark = needs(Capability.TENSOR_PARALLEL)
 

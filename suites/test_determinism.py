@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.harness import Capability, contract, each_value, models, needs, world
+from shardproof.harness import models
 from shardproof.harness.adapters.base import Accumulation, Clip, StateForm
 from shardproof.harness.findings.finding import Finding, Location, step_label
 from shardproof.harness.findings.stages import Stage
@@ -20,6 +20,7 @@ from shardproof.harness.parity import Rank, check_exact, exact_difference, state
 from shardproof.harness.parity.run import Run, StepPicture
 from shardproof.harness.parity.stateful_runs import check_loads, make, train
 from shardproof.harness.plugin.axes import FLAT, KEEPS
+from shardproof.testing import Capability, contract, each_value, needs, world
 
 WHY = "the same implementation, seeds and data, and deterministic algorithms"
 WHY_LOADED = "the same values and states, the same data"

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from shardproof.harness import Capability, contract, deadline, drawn, needs, world
 from shardproof.harness.adapters.base import Accumulation
 from shardproof.harness.models.drawn import Block, Part, Plan
 from shardproof.harness.parity import Rank
 from shardproof.harness.parity.drawn import Step, Training, train
 from shardproof.harness.parity.drawn import needs as needs_of
+from shardproof.testing import Capability, contract, deadline, drawn, needs, world
 
 WORLD = 2
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.harness import Capability, contract, each_value, models, needs, world
+from shardproof.harness import models
 from shardproof.harness.adapters.base import Accumulation, Adapter, WholeParameters
 from shardproof.harness.findings.finding import step_label
 from shardproof.harness.models import optim, shapes, ties
@@ -20,6 +20,7 @@ from shardproof.harness.parity import Rank, check_exact
 from shardproof.harness.parity.refusals import Refusal
 from shardproof.harness.parity.wholes import check_values, check_whole, halve, write
 from shardproof.harness.plugin.axes import FLAT, RESHARD, SHARDS, WHOLE
+from shardproof.testing import Capability, contract, each_value, needs, world
 
 WHY = "the same values, gathered or not"
 MODES = ["no_grad", "inference_mode"]

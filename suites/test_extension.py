@@ -11,13 +11,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardproof.harness import Capability, contract, models, needs, world
+from shardproof.harness import models
 from shardproof.harness.adapters.base import Precision
 from shardproof.harness.models.extension import Calls, Halves, extend, extend_shard
 from shardproof.harness.parity import Pair, Rank, exact_difference
 from shardproof.harness.parity.census import bytes_of
 from shardproof.harness.parity.refusals import Refusal, sharded
 from shardproof.harness.plugin.axes import RESHARD
+from shardproof.testing import Capability, contract, needs, world
 
 pytestmark = needs(Capability.GATHER_EXTENSION)
 

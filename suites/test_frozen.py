@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.harness import Capability, contract, each_value, models, needs, world
+from shardproof.harness import models
 from shardproof.harness.adapters.base import Accumulation, Precision
 from shardproof.harness.findings.finding import step_label
 from shardproof.harness.models import shapes
@@ -18,6 +18,7 @@ from shardproof.harness.models.parallel import MLPStack, parallelize_mlps
 from shardproof.harness.parity import Census, Pair, Rank, exact_difference
 from shardproof.harness.parity.refusals import Refusal
 from shardproof.harness.plugin.axes import RESHARD, RESHARD_EXPLICIT, with_first
+from shardproof.testing import Capability, contract, each_value, needs, world
 
 DEPTH = 3
 

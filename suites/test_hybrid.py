@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 from torch import nn
 
-from shardproof.harness import Capability, contract, models, needs, world
+from shardproof.harness import models
 from shardproof.harness.adapters.base import Accumulation, Clip
 from shardproof.harness.collectives.trace import Trace
 from shardproof.harness.models.recomputation import Computations, recompute
 from shardproof.harness.parity import Rank
 from shardproof.harness.plugin.axes import RESHARD_CHOICES, with_first
+from shardproof.testing import Capability, contract, needs, world
 
 NAMES = ("replicate", "shard")
 DEFERRED = needs(Capability.DEFERRED_REDUCTION)

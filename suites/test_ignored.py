@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.tensor import DTensor
 
-from shardproof.harness import Capability, contract, models, needs, world
+from shardproof.harness import models
 from shardproof.harness.adapters.base import Precision
 from shardproof.harness.findings.finding import step_label
 from shardproof.harness.models import mixed, optim
@@ -16,6 +16,7 @@ from shardproof.harness.models.made import Drawn, DrawnStack
 from shardproof.harness.parity import Rank, check_equal, run_and_replica
 from shardproof.harness.parity.refusals import Refusal
 from shardproof.harness.plugin.axes import RESHARD
+from shardproof.testing import Capability, contract, needs, world
 
 SHAPE = (6, 4)
 IGNORED = {

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from shardproof.harness import Capability, Hardware, alone, contract, each_value, models, needs, world
+from shardproof.harness import models
 from shardproof.harness.adapters.base import Adapter, Clip
 from shardproof.harness.adapters.dtensor import piece_of
 from shardproof.harness.models import mixed, optim, shapes, ties
@@ -23,6 +23,7 @@ from shardproof.harness.parity.refusals import Refusal, Untouched, sharded
 from shardproof.harness.plugin.axes import FLAT, RESHARD, RESHARD_ROOT
 from shardproof.harness.plugin.marks import meaningful_from
 from shardproof.harness.tensors import memory
+from shardproof.testing import Capability, Hardware, alone, contract, each_value, needs, world
 
 
 @dataclasses.dataclass(frozen=True)

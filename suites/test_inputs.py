@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardproof.harness import Capability, contract, each_value, models, needs, world
+from shardproof.harness import models
 from shardproof.harness.models import passing
 from shardproof.harness.parity import Rank
 from shardproof.harness.parity.plain import backward_of_copies, check_gradients
 from shardproof.harness.parity.refusals import error_of_all
+from shardproof.testing import Capability, contract, each_value, needs, world
 
 
 @contract("INPUTS-1")

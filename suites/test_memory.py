@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.harness import Capability, Hardware, alone, contract, models, needs, world
+from shardproof.harness import models
 from shardproof.harness.adapters.base import Adapter
 from shardproof.harness.collectives.units import ROOT
 from shardproof.harness.findings.finding import step_label
@@ -20,6 +20,7 @@ from shardproof.harness.models import busy, optim
 from shardproof.harness.parity import Census, Rank, Run
 from shardproof.harness.plugin.axes import RESHARD, RESHARD_FREES
 from shardproof.harness.tensors import memory
+from shardproof.testing import Capability, Hardware, alone, contract, needs, world
 
 DEPTH = 5
 #: On a device the bytes of a unit may go back once the work that reads them has run: those of so many units at most.

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
-from shardproof.harness import Capability, contract, each_value, models, needs, world
+from shardproof.harness import models
 from shardproof.harness.adapters.base import Trainee
 from shardproof.harness.findings.finding import step_label
 from shardproof.harness.models import mixed, optim
@@ -36,6 +36,7 @@ from shardproof.harness.parity import (
 from shardproof.harness.parity.plain import backward_of_copies
 from shardproof.harness.parity.refusals import Refusal
 from shardproof.harness.plugin.axes import KEEPS, RESHARD
+from shardproof.testing import Capability, contract, each_value, needs, world
 
 SHAPE = (7, 5)
 UNITS = (("low",), ("high",))

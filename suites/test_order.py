@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from torch import nn
 
-from shardproof.harness import Capability, contract, each_value, models, needs, world
+from shardproof.harness import models
 from shardproof.harness.models.paths import Layer, OptionalUnits
 from shardproof.harness.parity import Pair, Rank, Run
 from shardproof.harness.plugin.axes import RESHARD
+from shardproof.testing import Capability, contract, each_value, needs, world
 
 pytestmark = needs(Capability.ORDER_VALIDATION)
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from shardproof.harness import Capability, contract, models, needs, simulated, world
+from shardproof.harness import models
 from shardproof.harness.adapters.base import Clip
 from shardproof.harness.adapters.dtensor import piece_of
 from shardproof.harness.models import optim, shapes
@@ -23,6 +23,7 @@ from shardproof.harness.parity.refusals import Refusal, sharded
 from shardproof.harness.plugin.axes import RESHARD
 from shardproof.harness.simulation import Shape, formulas
 from shardproof.harness.simulation.world import coordinate_of
+from shardproof.testing import Capability, contract, needs, simulated, world
 
 HYBRID = pytest.param(True, marks=needs(Capability.HYBRID))
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardproof.harness import Capability, contract, each_value, meaningful_from, models, needs, world
+from shardproof.harness import models
 from shardproof.harness.adapters.base import Accumulation, Precision, StateForm, WholeParameters
 from shardproof.harness.findings.finding import step_label
 from shardproof.harness.models import mixed, shapes
@@ -27,6 +27,7 @@ from shardproof.harness.parity import (
 )
 from shardproof.harness.parity.cast_runs import SHAPE, assert_collectives, both, evaluate_and_train, train
 from shardproof.harness.plugin.axes import KEEPS, RESHARD
+from shardproof.testing import Capability, contract, each_value, meaningful_from, needs, world
 
 MIXED = needs(Capability.MIXED_PRECISION)
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32

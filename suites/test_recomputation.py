@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shardproof.harness import Capability, contract, models, needs, world
+from shardproof.harness import models
 from shardproof.harness.adapters.base import Accumulation
 from shardproof.harness.findings.finding import step_label
 from shardproof.harness.models.recomputation import (
@@ -21,6 +21,7 @@ from shardproof.harness.models.recomputation import (
 from shardproof.harness.models.ties import RepeatedTower
 from shardproof.harness.parity import Census, Pair, Rank
 from shardproof.harness.plugin.axes import RESHARD, RESHARD_ROOT
+from shardproof.testing import Capability, contract, needs, world
 
 pytestmark = needs(Capability.RECOMPUTATION)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardproof.harness import Capability, contract, each_value, models, needs, world
+from shardproof.harness import models
 from shardproof.harness.adapters.base import Accumulation, Precision, WholeParameters
 from shardproof.harness.collectives.trace import Collective
 from shardproof.harness.models import mixed, optim
@@ -22,6 +22,7 @@ from shardproof.harness.parity.undivided import Undivided
 from shardproof.harness.parity.wholes import check_values, check_whole, write
 from shardproof.harness.plugin.axes import FLAT, RESHARD, SHARDS
 from shardproof.harness.plugin.marks import meaningful_from
+from shardproof.testing import Capability, contract, each_value, needs, world
 
 DIM = 9
 DEPTH = 5

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardproof.harness import Capability, contract, each_value, models, needs, world
+from shardproof.harness import models
 from shardproof.harness.adapters.base import Accumulation, Clip, Precision, Settings
 from shardproof.harness.adapters.config import NamedDimensions
 from shardproof.harness.collectives.own import Own
@@ -24,6 +24,7 @@ from shardproof.harness.models.parallel import MLPStack, spread_mlps
 from shardproof.harness.parity import Rank, Run, check_equal, exact_difference, run_and_replica
 from shardproof.harness.parity.refusals import Refusal
 from shardproof.harness.plugin.axes import RESHARD, SHARDS
+from shardproof.testing import Capability, contract, each_value, needs, world
 
 SHAPE = (6, 4)
 LOW = needs(Capability.MIXED_PRECISION)

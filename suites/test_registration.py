@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.harness import Capability, contract, each_value, meaningful_from, models, needs, world
+from shardproof.harness import models
 from shardproof.harness.adapters.base import Settings
 from shardproof.harness.findings.finding import step_label
 from shardproof.harness.parity import Rank, Run, exact_difference
 from shardproof.harness.plugin.axes import RESHARD, RESHARD_ROOT, RESHARD_UNEVEN, with_first
+from shardproof.testing import Capability, contract, each_value, meaningful_from, needs, world
 
 pytestmark = [needs(Capability.REGISTERED_STATE), world(2, 4)]
 

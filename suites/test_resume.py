@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardproof.harness import Capability, contract, models, needs, world
+from shardproof.harness import models
 from shardproof.harness.models import optim
 from shardproof.harness.models.parallel import SplitTransformer, parallelize_transformer
 from shardproof.harness.models.stateful import Stateful
@@ -21,6 +21,7 @@ from shardproof.harness.parity.background import BackgroundSave, saving
 from shardproof.harness.parity.other_worlds import other_worlds
 from shardproof.harness.parity.run import StepPicture
 from shardproof.harness.plugin.axes import FLAT, RESHARD
+from shardproof.testing import Capability, contract, needs, world
 
 pytestmark = needs(Capability.ADAM)
 

@@ -13,13 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 import pytest
 import torch
 
-from shardproof.harness import Capability, contract, deadline, models, needs, simulated
+from shardproof.harness import models
 from shardproof.harness.adapters.base import Precision
 from shardproof.harness.collectives.trace import Collective, Trace
 from shardproof.harness.models import busy, optim, parallel
 from shardproof.harness.models.rows import WIDTH, Rows
 from shardproof.harness.parity import Rank
 from shardproof.harness.simulation import Kind, Shape, Simulation, formulas
+from shardproof.testing import Capability, contract, deadline, needs, simulated
 
 pytestmark = deadline(900.0)
 

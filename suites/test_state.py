@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardproof.harness import Capability, contract, each_value, models, needs, world
+from shardproof.harness import models
 from shardproof.harness.adapters.base import Adapter, StateForm, original_name
 from shardproof.harness.adapters.registry import built_in_with
 from shardproof.harness.findings.finding import step_label
@@ -22,6 +22,7 @@ from shardproof.harness.parity.flaws import FLAWED, choice, report_of, spoil, sp
 from shardproof.harness.parity.refusals import Refusal
 from shardproof.harness.parity.stateful_runs import DIM, LR, SAVED, TRAINED, check_loads, make, plain, train
 from shardproof.harness.plugin.axes import FLAT, RESHARD, SHARDS
+from shardproof.testing import Capability, contract, each_value, needs, world
 
 pytestmark = needs(Capability.DISTRIBUTED_CHECKPOINT, Capability.TIED_PARAMETERS, Capability.ADAM)
 

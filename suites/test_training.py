@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from shardproof.harness import Capability, Hardware, contract, each_value, models, needs, world
+from shardproof.harness import models
 from shardproof.harness.adapters.base import Accumulation, Adapter, OptimizerFactory
 from shardproof.harness.collectives.delays import Delay
 from shardproof.harness.collectives.trace import Collective
@@ -23,6 +23,7 @@ from shardproof.harness.parity.plain import backward_of_copies, check_gradients
 from shardproof.harness.parity.refusals import Refusal
 from shardproof.harness.parity.run import StepPicture
 from shardproof.harness.plugin.axes import DELAY_MS, DELAYED, DELAYS, FLAT, RESHARD, RESHARD_TO_PARTS
+from shardproof.testing import Capability, Hardware, contract, each_value, needs, world
 
 
 @contract("TRAINING-1")

@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardproof.harness import Capability, contract, each_value, models, needs, world
+from shardproof.harness import models
 from shardproof.harness.adapters.base import Precision, WrapPolicy
 from shardproof.harness.models.made import Drawn, DrawnStack, Offset
 from shardproof.harness.models.parts import Normed, Parts, PartsBase, PartsBlock
 from shardproof.harness.parity import Pair, Rank
 from shardproof.harness.parity.refusals import Refusal, sharded
+from shardproof.testing import Capability, contract, each_value, needs, world
 
 pytestmark = needs(Capability.WRAPPING_POLICY, Capability.COUNTED_UNITS)
 

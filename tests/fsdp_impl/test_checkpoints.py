@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp_impl import fully_shard
-from shardproof.harness import world
 from shardproof.harness.parity import Rank
+from shardproof.testing import world
 from tests.fsdp_impl.replicas import batch, full, plain_copy, tower
 
 MESHES = {"1d": ((4,), ("dp",)), "hybrid": ((2, 2), ("replicate", "shard")), "tensor parallel": ((2, 2), ("dp", "tp"))}

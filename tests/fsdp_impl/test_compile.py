@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fsdp_impl import MixedPrecisionPolicy, fully_shard
-from shardproof.harness import world
 from shardproof.harness.parity import Rank
+from shardproof.testing import world
 from tests.fsdp_impl.replicas import assert_close, assert_same, average_gradients, batch, plain_copy, tower
 
 pytestmark = pytest.mark.slow("compiles, and the first compilation in a rank imports the compiler")

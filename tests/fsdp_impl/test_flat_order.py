@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardproof.harness import world
 from shardproof.harness.parity import Rank
+from shardproof.testing import world
 from tests.fsdp_impl.flat_replicas import FULL, NONE, ZERO2, wrap
 from tests.fsdp_impl.replicas import ALL_REDUCE, GATHER, REDUCE, batch, counts
 

@@ -13,8 +13,8 @@ import fsdp_impl.wrap as ours
 from fsdp_impl import FullyShardedDataParallel
 from fsdp_impl.flat import wrapping
 from fsdp_impl.flat.options import Ignored
-from shardproof.harness import world
 from shardproof.harness.parity import Rank
+from shardproof.testing import world
 from tests.fsdp_impl.flat_replicas import wrap
 
 

@@ -10,8 +10,8 @@ from torch.distributed.tensor import Replicate, Shard
 
 from fsdp_impl import fully_shard
 from fsdp_impl.common.mesh import check_replicas
-from shardproof.harness import world
 from shardproof.harness.parity import Rank
+from shardproof.testing import world
 from tests.fsdp_impl.replicas import (
     ALL_REDUCE,
     GATHER,

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from fsdp_impl import CPUOffloadPolicy, ShardingStrategy, fully_shard
-from shardproof.harness import world
 from shardproof.harness.parity import Rank
 from shardproof.harness.tensors import memory
+from shardproof.testing import world
 from tests.fsdp_impl.flat_replicas import wrap_children
 from tests.fsdp_impl.replicas import batch, tower
 

@@ -22,8 +22,8 @@ from fsdp_impl import (
     register_fsdp_forward_method,
     validate_order,
 )
-from shardproof.harness import world
 from shardproof.harness.parity import Rank
+from shardproof.testing import world
 from tests.fsdp_impl.replicas import batch, tower
 
 Make = Callable[[Rank], nn.Module]

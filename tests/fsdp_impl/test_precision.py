@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_impl import MixedPrecisionPolicy, fully_shard
 from fsdp_impl.common import collectives
-from shardproof.harness import world
 from shardproof.harness.parity import Rank
+from shardproof.testing import world
 from tests.fsdp_impl.replicas import MLP, assert_same, batch, tower
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16

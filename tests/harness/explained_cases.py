@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from shardproof.harness import models, world
+from shardproof.harness import models
 from shardproof.harness.adapters.base import Clip, Precision
 from shardproof.harness.models import mixed, optim
 from shardproof.harness.models.plain import Stacked
 from shardproof.harness.models.ties import TiedMLP, TiedStack
 from shardproof.harness.parity import Rank, run_and_replica, step_and_check
+from shardproof.testing import world
 
 DIM = 7
 

@@ -22,7 +22,7 @@ NO_HYPOTHESIS = ("-p", "no:hypothesispytest")
 QUIET = ("-p", "no:cacheprovider", "-p", "no:rerunfailures", *NO_HYPOTHESIS, "-p", "shardproof.plugin")
 
 CASE = """
-from shardproof.harness import world
+from shardproof.testing import world
 @world(2)
 def test_case(rank):
     {body}

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from shardproof.harness import Capability, models, needs, world
+from shardproof.harness import models
 from shardproof.harness.adapters.base import Accumulation, Clip, Precision
 from shardproof.harness.models import optim, parallel
 from shardproof.harness.models.rows import WIDTH, Rows
 from shardproof.harness.parity import Rank
+from shardproof.testing import Capability, needs, world
 
 UNITS = [[f"layers.{index}"] for index in range(4)]
 SETTINGS: dict[str, tuple[dict[str, Any], list[Capability]]] = {

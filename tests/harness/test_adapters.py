@@ -186,7 +186,8 @@ def test_accumulates_and_clips(run, implementation):
         implementation,
         cases="""
             import pytest
-            from shardproof.harness import models, world
+            from shardproof.harness import models
+            from shardproof.testing import world
             from shardproof.harness.tensors import memory
             from shardproof.harness.adapters.base import Clip
 
@@ -241,7 +242,8 @@ class InInit(ReferenceAdapter):
 
 SEES_A_VARIABLE = """
 import os
-from shardproof.harness import models, world
+from shardproof.harness import models
+from shardproof.testing import world
 
 @world(2)
 def test_case(rank):

@@ -34,7 +34,8 @@ class Sound(Untidy):
 
 CASES = """
 import os, torch, pathlib
-from shardproof.harness import models, world
+from shardproof.harness import models
+from shardproof.testing import world
 
 def train(rank):
     pathlib.Path(f"{{rank.implementation.name}}-{{rank.index}}.log").open("a").write(f"{{os.getpid()}}\\n")

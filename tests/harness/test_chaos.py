@@ -35,7 +35,7 @@ import ctypes, os, re, signal, sys, threading, time
 import torch
 import torch.distributed as dist
 import pytest
-from shardproof.harness import world
+from shardproof.testing import world
 
 @world(2)
 def test_before(rank):
@@ -324,7 +324,7 @@ def test_chaos_case_may_not_skip_by_itself(run):
 
 STUCK = """
 import os, time
-from shardproof.harness import deadline, world
+from shardproof.testing import deadline, world
 
 @world(2, own_hash_seeds={own_hash_seeds})
 @deadline(300)

@@ -9,7 +9,6 @@ import torch.distributed._functional_collectives as functional
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from shardproof.harness import world
 from shardproof.harness.collectives.delays import Delay, Perturbation
 from shardproof.harness.collectives.recorder import Recorder
 from shardproof.harness.collectives.trace import (
@@ -22,6 +21,7 @@ from shardproof.harness.collectives.trace import (
 from shardproof.harness.findings.finding import Finding, Location
 from shardproof.harness.findings.stages import Stage
 from shardproof.harness.parity import Rank
+from shardproof.testing import world
 
 
 def recorded(function, unit_of=None):

@@ -8,9 +8,9 @@ import subprocess
 
 import pytest
 
-from shardproof.harness import world
 from shardproof.harness.parity import Rank
 from shardproof.reports.run import load_run
+from shardproof.testing import world
 from tests import warm
 from tests.harness.inner import PYTHONPATH, QUIET
 
@@ -19,7 +19,7 @@ VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DI
 WHERE = """
 import os, pathlib
 import pytest
-from shardproof.harness import world
+from shardproof.testing import world
 
 @world(2, debug_level="INFO")
 def test_one(rank):
@@ -38,7 +38,7 @@ def write(name, index):
 BROKEN = """
 import os, pathlib
 import torch
-from shardproof.harness import world
+from shardproof.testing import world
 
 def compiled(x):
     return torch.compile(lambda x: (x.sin() + 1).relu(), backend="inductor")(x)

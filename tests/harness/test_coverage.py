@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.harness import models, world
+from shardproof.harness import models
 from shardproof.harness.adapters.base import Config, Piece, Traits, whole
 from shardproof.harness.findings.finding import Divergence
 from shardproof.harness.findings.stages import Stage
 from shardproof.harness.parity import Rank
 from shardproof.harness.parity.coverage import Evidence, _joined, _spans_of
+from shardproof.testing import world
 
 FULL = torch.arange(24.0).view(6, 4)
 NOTHING = range(0)

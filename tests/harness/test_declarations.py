@@ -13,7 +13,7 @@ from tests.harness.inner import CASE, last_error
 
 HEAD = """
 import dataclasses
-from shardproof.harness import Capability
+from shardproof.testing import Capability
 from shardproof.harness.adapters.base import Adapter, Traits
 from shardproof.harness.adapters.reference import ReferenceAdapter
 from shardproof.harness.adapters.replicas import DdpAdapter

@@ -11,7 +11,7 @@ from tests.harness.inner import last_error
 
 SOURCE = """
 import pytest
-from shardproof.harness import Capability, Hardware, contract, meaningful_from, needs, world
+from shardproof.testing import Capability, Hardware, contract, meaningful_from, needs, world
 
 @contract("X-1", "X-2")
 @world(1, 2)
@@ -116,7 +116,7 @@ def test_the_effort_is_applied_to_what_other_options_select(collected):
 def test_pairs_run_in_the_smallest_worlds_that_have_them(collected):
     source = """
 import pytest
-from shardproof.harness import contract, meaningful_from, world
+from shardproof.testing import contract, meaningful_from, world
 @contract("X-1")
 @world(2, 4)
 @pytest.mark.parametrize("a", [0, pytest.param(1, marks=meaningful_from(4))])
@@ -139,7 +139,7 @@ def test_four(rank):
 
 DIFFERENT_THINGS = """
 import pytest
-from shardproof.harness import contract, each_value, world
+from shardproof.testing import contract, each_value, world
 @contract("X-1")
 @world(1)
 @each_value("what")
@@ -167,7 +167,7 @@ def test_each_value_of_no_parameter_is_one_line(run):
 def test_what_is_skipped_covers_nothing(collected):
     source = """
 import pytest
-from shardproof.harness import contract, world
+from shardproof.testing import contract, world
 @contract("X-1")
 @world(1)
 @pytest.mark.parametrize("b", [0, 1])

@@ -10,7 +10,8 @@ IMPORTS = """
 import pytest
 import torch
 from torch import nn
-from shardproof.harness import models, world
+from shardproof.harness import models
+from shardproof.testing import world
 from shardproof.harness.models.ties import TiedMLP
 """
 

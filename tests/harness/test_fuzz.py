@@ -175,7 +175,7 @@ def test_a_description_prints_what_is_not_the_default():
 
 
 CASE = """
-from shardproof.harness import drawn, world
+from shardproof.testing import drawn, world
 from shardproof.harness.parity.drawn import Training
 
 @world(2)

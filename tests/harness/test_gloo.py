@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from shardproof.harness import world
 from shardproof.harness.parity import Rank
 from shardproof.harness.parity.other_worlds import other_worlds
+from shardproof.testing import world
 
 
 def options(group: dist.ProcessGroup | None) -> dist.ProcessGroupGloo._Options:

@@ -11,10 +11,10 @@ import sys
 
 import pytest
 
-from shardproof.harness import world
 from shardproof.harness.parity import Rank
 from shardproof.harness.worlds.jobs import WorldKey
 from shardproof.harness.worlds.world import World, WorldDied
+from shardproof.testing import world
 from tests.harness.inner import PYTHONPATH, QUIET
 from tests.harness.test_chaos import is_alive
 
@@ -42,7 +42,7 @@ def test_ranks_of_other_worlds_have_one_seed(rank: Rank):
 CASES = """
 import os, pathlib, signal, time
 import torch.distributed as dist
-from shardproof.harness import deadline, world
+from shardproof.testing import deadline, world
 
 def note():
     pathlib.Path(f"{os.getpid()}.pid").touch()
@@ -99,7 +99,7 @@ def test_such_ranks_have_the_verdicts_of_others(pytester):
 @pytest.mark.slow("pytest, its forkserver and the ranks import torch: no warm interpreter has this option")
 def test_an_interpreter_that_ignores_its_environment_has_such_ranks(tmp_path):
     tmp_path.joinpath("test_inner.py").write_text(
-        "from shardproof.harness import world\n"
+        "from shardproof.testing import world\n"
         "@world(2, own_hash_seeds=True)\n"
         "def test_seed(rank):\n"
         f"    assert hash('name') == {[hash_with('1'), hash_with('2')]}[rank.index]\n"

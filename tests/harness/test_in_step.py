@@ -14,7 +14,7 @@ CASES = """
 import os, pathlib, time
 import pytest, torch
 import torch.distributed as dist
-from shardproof.harness import world
+from shardproof.testing import world
 from shardproof.harness.parity import exchange
 from shardproof.harness.worlds import loop
 

@@ -14,7 +14,7 @@ from tests.harness.inner import QUIET
 
 CASES = """
 import os, pathlib, time
-from shardproof.harness import deadline, world
+from shardproof.testing import deadline, world
 
 @world(2)
 def test_that_starts_the_world(rank):

@@ -374,7 +374,7 @@ def test_a_case_that_passes_against_an_xfail_mark(run, pytester, strict, code, v
 
 
 NOTHING_TO_ASK = """
-from shardproof.harness import Capability, needs, world
+from shardproof.testing import Capability, needs, world
 @world(2)
 @needs(Capability.SHARDED)
 def test_case(rank):
@@ -403,7 +403,7 @@ def test_ordinary_tests_alone_are_no_conformance_run(run):
 def test_reruns_keep_every_attempt_and_count_the_last(run, pytester):
     pytest.importorskip("pytest_rerunfailures")
     source = """
-from shardproof.harness import world
+from shardproof.testing import world
 @world(1)
 def test_case(rank):
     import pathlib
@@ -422,7 +422,7 @@ def test_case(rank):
 def test_a_record_is_bounded(run, pytester):
     source = """
 import pytest
-from shardproof.harness import world
+from shardproof.testing import world
 @world(2)
 @pytest.mark.parametrize("text", ["x" * 100_000], ids=["long"])
 @pytest.mark.parametrize("many", [list(range(100_000))], ids=["many"])
@@ -441,7 +441,7 @@ def test_case(rank, text, many):
 #: Functions, because the cases of one function do not come in the order of their parameters.
 MANY = """
 import os, pathlib, time
-from shardproof.harness import world
+from shardproof.testing import world
 
 def begin(rank, n):
     pathlib.Path(f"{n}-{rank.index}-{os.getpid()}.pid").touch()
@@ -515,7 +515,7 @@ def test_a_worker_that_dies_takes_no_other_record_with_it(run, pytester, monkeyp
     )
     source = """
 import pytest
-from shardproof.harness import world
+from shardproof.testing import world
 @world(1)
 @pytest.mark.parametrize("n", ["n0", "n1", "n2", "n3"])
 def test_case(rank, n):

@@ -13,7 +13,7 @@ from tests.harness.inner import error_lines, last_error
 SOURCE = """
 import os
 import pytest
-from shardproof.harness import world
+from shardproof.testing import world
 @world(1)
 @pytest.mark.parametrize("how", ["passes", "fails"])
 def test_case(rank, how):

@@ -16,7 +16,7 @@ from tests import warm
 from tests.harness.inner import PYTHONPATH, QUIET
 
 CASES = """
-from shardproof.harness import world
+from shardproof.testing import world
 @world(2)
 def test_passes(rank):
     pass

@@ -16,7 +16,7 @@ EIGHT = """
 import os, signal, time
 import torch
 import torch.distributed as dist
-from shardproof.harness import world
+from shardproof.testing import world
 @world(8)
 def test_case(rank):
     for size in (4, 8, 16):
@@ -137,7 +137,7 @@ def test_what_may_differ_between_ranks_is_not_checked(run):
     """The parts of an all_to_all, and what only the root of a gather and of a scatter passes."""
     source = """
 import torch, torch.distributed as dist
-from shardproof.harness import world
+from shardproof.testing import world
 from shardproof.harness.collectives.recorder import Recorder
 @world(2)
 def test_case(rank):
@@ -187,7 +187,7 @@ def test_a_failure_of_a_hundred_megabytes_is_bounded_in_the_rank(run, pytester):
 
 ALIKE = """
 import pytest
-from shardproof.harness import world
+from shardproof.testing import world
 from shardproof.harness.findings.finding import Finding, Location
 from shardproof.harness.findings.stages import Stage
 @world(2)
@@ -230,7 +230,7 @@ def test_cases_that_one_fault_ends_are_printed_once(run, pytester):
     """Where the error is raised below the case, it is the same from whichever case."""
     pytester.syspathinsert()
     pytester.path.joinpath("broken_adapter.py").write_text(BROKEN)
-    source = "from shardproof.harness import models, world\n" + "".join(
+    source = "from shardproof.harness import models\nfrom shardproof.testing import world\n" + "".join(
         f"@world(2)\ndef test_{name}(rank):\n    rank.run(models.MLP({dim}))\n"
         for name, dim in (("one", 4), ("two", 8))
     )
@@ -250,7 +250,7 @@ class Broken(ReferenceAdapter):
 
 
 DIFFERENT = """
-from shardproof.harness import world
+from shardproof.testing import world
 @world(2)
 def test_case(rank):
     {first}

@@ -6,7 +6,7 @@ from tests.harness import planted
 from tests.harness.planted import name_of
 
 SOURCE = """
-from shardproof.harness import alone, world
+from shardproof.testing import alone, world
 
 @world(1)
 @alone()
@@ -44,7 +44,7 @@ def test_worlds_of_an_implementation_are_used_in_one_go(run):
 
 PARAMETERS = """
 import pytest
-from shardproof.harness import world
+from shardproof.testing import world
 
 @world(1, 2)
 @pytest.mark.parametrize("one", [0, 1])

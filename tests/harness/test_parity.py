@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.harness import models, world
+from shardproof.harness import models
 from shardproof.harness.adapters.base import Clip, Piece, Traits, whole
 from shardproof.harness.adapters.dtensor import cut_like
 from shardproof.harness.adapters.reference import ReferenceAdapter
@@ -23,6 +23,7 @@ from shardproof.harness.parity.comparison import BASELINE_LIMIT_ULPS, Context, S
 from shardproof.harness.parity.explanations import guess_from_values, guess_gradient, guess_norm
 from shardproof.harness.parity.oracle import Oracle
 from shardproof.harness.parity.run import StepPicture
+from shardproof.testing import world
 
 
 @pytest.fixture

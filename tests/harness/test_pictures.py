@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from shardproof.harness import models, world
+from shardproof.harness import models
 from shardproof.harness.adapters import registry
 from shardproof.harness.adapters.base import Adapter, Clip
 from shardproof.harness.models import optim
 from shardproof.harness.parity import Rank, exact_difference
 from shardproof.harness.parity.snapshots import Snapshots
 from shardproof.harness.tensors.memory import held_bytes
+from shardproof.testing import world
 
 IN_PLACE = ["reference", "reference.flat", "torch.fully_shard", "torch.fsdp", "ddp"]
 

@@ -52,7 +52,7 @@ def test_fixture_that_cannot_cross_processes(run, fixture, instead):
     result = run(
         f"""
 import pytest
-from shardproof.harness import world
+from shardproof.testing import world
 @pytest.fixture
 def own():
     return object()
@@ -70,7 +70,7 @@ def test_method_and_unpicklable_parameter_are_refused(run):
     result = run(
         """
 import pytest
-from shardproof.harness import world
+from shardproof.testing import world
 class TestGroup:
     @world(2)
     def test_method(self, rank):
@@ -81,7 +81,7 @@ class TestGroup:
     result = run(
         """
 import pytest
-from shardproof.harness import world
+from shardproof.testing import world
 @world(2)
 @pytest.mark.parametrize("function", [lambda: None])
 def test_case(rank, function):
@@ -98,7 +98,7 @@ def test_case(rank, function):
 def test_items_carry_implementation_and_world_and_worlds_filter(run, pytester):
     source = """
 import pytest
-from shardproof.harness import world
+from shardproof.testing import world
 @world(1, 2)
 @pytest.mark.parametrize("flag", [True, False])
 def test_case(rank, flag):
@@ -162,7 +162,7 @@ def test_run_file_is_compressed_if_it_is_named_so(run, pytester):
 
 def test_run_file_names_what_was_skipped_and_why(run, pytester):
     source = """
-from shardproof.harness import Capability, Hardware, contract, needs, world
+from shardproof.testing import Capability, Hardware, contract, needs, world
 @contract("X-1")
 @world(2)
 @needs(Capability.SHARDED)
@@ -207,7 +207,7 @@ def test_a_case_outside_of_the_root_directory_has_the_name_of_its_file(run, pyte
 def test_xdist_gives_the_same_verdicts_and_run_file(run, pytester):
     source = """
 import pytest
-from shardproof.harness import world
+from shardproof.testing import world
 @world(2)
 @pytest.mark.parametrize("n", range(4))
 def test_case(rank, n):
@@ -238,7 +238,7 @@ def test_collection_errors_reach_the_user_through_xdist(run):
 
 def test_inline_texts_are_compared_and_accepted_in_the_controller(run, pytester, monkeypatch):
     source = '''
-from shardproof.harness import world
+from shardproof.testing import world
 @world(2)
 def test_case(rank):
     rank.expect("one\\ntwo\\n", """\\

@@ -153,7 +153,8 @@ SAYS = {
 }
 
 CASE = """
-from shardproof.harness import models, world
+from shardproof.harness import models
+from shardproof.testing import world
 
 @world(2)
 def test_case(rank):

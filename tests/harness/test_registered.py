@@ -24,7 +24,8 @@ class Nowhere(Mine):
 """
 
 CASE = """
-from shardproof.harness import models, world
+from shardproof.harness import models
+from shardproof.testing import world
 @world(2)
 def test_case(rank):
     rank.run(models.MLP(8))

@@ -17,7 +17,7 @@ from tests.harness.inner import CASE, PYTHONPATH, ROOT
 FAILS = """
 import os
 import pytest
-from shardproof.harness import deadline, world
+from shardproof.testing import deadline, world
 @world(2)
 def test_case(rank):
     assert rank.index == 0, "the failure"

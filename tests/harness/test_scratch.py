@@ -54,7 +54,7 @@ def test_the_next_run_removes_what_a_killed_one_has_left(tmp_path, own):
 CASES = """
 import os, pathlib, tempfile
 import pytest
-from shardproof.harness import world
+from shardproof.testing import world
 
 @world(2)
 @pytest.mark.parametrize("how", ["write", "die", "pass"])

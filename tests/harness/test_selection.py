@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardproof.harness import Capability, Hardware, deadline, needs, world
 from shardproof.harness.findings.verdict import Verdict, combine
 from shardproof.harness.plugin.selection import resolve
+from shardproof.testing import Capability, Hardware, deadline, needs, world
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shardproof.harness import simulated
 from shardproof.harness.adapters.base import Config
 from shardproof.harness.adapters.reference import ReferenceAdapter
 from shardproof.harness.adapters.reference_flat import ReferenceFlatAdapter
@@ -28,6 +27,7 @@ from shardproof.harness.simulation.process import is_clean
 from shardproof.harness.simulation.tensors import Tensors
 from shardproof.harness.simulation.world import check_shape, ranks_along
 from shardproof.harness.tensors import memory
+from shardproof.testing import simulated
 
 DIM, DEPTH = 512, 4
 LAYER = 4 * DIM * DIM

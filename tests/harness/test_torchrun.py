@@ -13,7 +13,7 @@ from tests.harness.inner import QUIET
 CASES = """
 import os, pathlib, signal, sys
 import torch.distributed as dist
-from shardproof.harness import world, deadline
+from shardproof.testing import world, deadline
 
 @world(2, 8)
 def test_sound(rank):
@@ -124,7 +124,7 @@ def test_what_cannot_be_is_one_line(tmp_path, arguments, line):
 BESIDE = """
 import os, pathlib, signal, time
 import pytest
-from shardproof.harness import alone, deadline, world
+from shardproof.testing import alone, deadline, world
 
 def wait_for(count):
     while len([*pathlib.Path("there").iterdir()]) < count:
@@ -205,7 +205,7 @@ def test_cases_run_beside_each_other_on_ranks_that_they_do_not_share(tmp_path):
 
 RESTARTED = """
 import os, pathlib, signal
-from shardproof.harness import world
+from shardproof.testing import world
 
 @world(2)
 def test_first(rank):

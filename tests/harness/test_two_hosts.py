@@ -22,7 +22,8 @@ CASES = """
 import os, pathlib, time
 import torch
 import torch.distributed as dist
-from shardproof.harness import models, world, deadline
+from shardproof.harness import models
+from shardproof.testing import world, deadline
 
 SIZE = int(os.environ["RANKS"])
 

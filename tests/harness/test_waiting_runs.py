@@ -51,7 +51,7 @@ def pytest_runtest_setup(item):
 
 CASES = """
 import os, signal, time
-from shardproof.harness import world
+from shardproof.testing import world
 
 @world(1)
 def test_first(rank):
@@ -91,7 +91,7 @@ def test_last(rank):
 """
 
 ONE_CASE = """
-from shardproof.harness import world
+from shardproof.testing import world
 
 @world(1, 2)
 def test_case(rank):

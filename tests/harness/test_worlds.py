@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardproof.harness import world
 from shardproof.harness.parity import Rank
 from shardproof.harness.worlds import pool
 from shardproof.harness.worlds.jobs import Job, Result, WorldKey
+from shardproof.testing import world
 
 
 @world(2, debug_level="DETAIL")

@@ -8,10 +8,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardproof.harness import Capability, contract, models, needs, world
+from shardproof.harness import models
 from shardproof.harness.adapters.base import Clip
 from shardproof.harness.models import optim
 from shardproof.harness.parity import Rank
+from shardproof.testing import Capability, contract, needs, world
 
 
 @contract("OWN-1")
