@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
 from shardproof.harness import models
 from shardproof.harness.adapters.base import Adapter
@@ -39,6 +39,7 @@ from shardproof.harness.parity import Pair, Rank, exact_difference
 from shardproof.harness.parity.plain import backward_of_copies, check_gradients, check_parameters
 from shardproof.harness.parity.refusals import Refusal, sharded
 from shardproof.harness.plugin.axes import RESHARD, RESHARD_CHOICES, with_first
+from shardproof.harness.tensors import private
 from shardproof.testing import Capability, Hardware, contract, each_value, needs, world
 
 pytestmark = needs(Capability.TENSOR_PARALLEL)
@@ -121,7 +122,7 @@ def test_layout_of_two_dimensions(rank: Rank, dim: int) -> None:
         if not isinstance(parameter, DTensor):
             continue  # the layout of other tensors is the implementation's own
         assert parameter.device_mesh.mesh_dim_names == ("dp", "tp"), f"{name} is on {parameter.device_mesh}"
-        found, expected = tuple(parameter.placements), PLACEMENTS[name.partition(".")[2].partition(".")[2]]
+        found, expected = tuple(parameter.placements), PLACEMENTS[name.partition(".")[2].partition(".")[2]]()
         assert found == expected, f"{name} is placed {found} instead of {expected}"
         assert parameter.shape == full[name].shape, f"{name} has the global shape {tuple(parameter.shape)}"
         whole: torch.Tensor = parameter.full_tensor()
@@ -129,12 +130,18 @@ def test_layout_of_two_dimensions(rank: Rank, dim: int) -> None:
 
 
 #: Of the parameters of a layer, on the mesh (dp, tp). A strided shard cuts what tensor parallelism has cut already.
-PLACEMENTS = {
-    "in_proj.weight": (_StridedShard(0, split_factor=2), Shard(0)),
-    "in_proj.bias": (_StridedShard(0, split_factor=2), Shard(0)),
-    "out_proj.weight": (Shard(0), Shard(1)),
-    "out_proj.bias": (Shard(0), Replicate()),
+PLACEMENTS: dict[str, Callable[[], tuple[Placement, ...]]] = {
+    "in_proj.weight": lambda: (strided(), Shard(0)),
+    "in_proj.bias": lambda: (strided(), Shard(0)),
+    "out_proj.weight": lambda: (Shard(0), Shard(1)),
+    "out_proj.bias": lambda: (Shard(0), Replicate()),
 }
+
+
+def strided() -> Placement:
+    """Return the placement of what tensor parallelism has cut in two along the same dimension."""
+    placement: Placement = private.need("torch.distributed.tensor.placement_types._StridedShard")(0, split_factor=2)
+    return placement
 
 
 @contract("COMPOSITION-16")
@@ -174,7 +181,7 @@ class OneMesh:
     shard: tuple[str, ...]
     replicate: tuple[str, ...]
     axes: tuple[str, ...]
-    weight: tuple[Placement, ...]
+    weight: Callable[[], tuple[Placement, ...]]
 
     def data_parallel(self, mesh: DeviceMesh) -> DeviceMesh:
         """The data-parallel part of ``mesh``."""
@@ -184,15 +191,16 @@ class OneMesh:
         return mesh[names if len(names) > 1 else names[0]]
 
 
-STRIDED = _StridedShard(0, split_factor=2)
 ONE_MESH = {
-    "shard-tp": OneMesh((2, 2), ("dp", "tp"), ("dp",), (), ("dp", "tp"), (STRIDED, Shard(0))),
-    "tp-shard": OneMesh((2, 2), ("tp", "dp"), ("dp",), (), ("tp", "dp"), (Shard(0), Shard(0))),
-    "replicate-tp": OneMesh((2, 2), ("dp", "tp"), (), ("dp",), ("dp", "tp"), (Replicate(), Shard(0))),
-    "replicate-shard": OneMesh((2, 2), ("copy", "dp"), ("dp",), ("copy",), ("copy", "dp"), (Replicate(), Shard(0))),
-    "two-shards": OneMesh((2, 2), ("one", "two"), ("one", "two"), (), ("one_two",), (Shard(0),)),
+    "shard-tp": OneMesh((2, 2), ("dp", "tp"), ("dp",), (), ("dp", "tp"), lambda: (strided(), Shard(0))),
+    "tp-shard": OneMesh((2, 2), ("tp", "dp"), ("dp",), (), ("tp", "dp"), lambda: (Shard(0), Shard(0))),
+    "replicate-tp": OneMesh((2, 2), ("dp", "tp"), (), ("dp",), ("dp", "tp"), lambda: (Replicate(), Shard(0))),
+    "replicate-shard": OneMesh(
+        (2, 2), ("copy", "dp"), ("dp",), ("copy",), ("copy", "dp"), lambda: (Replicate(), Shard(0))
+    ),
+    "two-shards": OneMesh((2, 2), ("one", "two"), ("one", "two"), (), ("one_two",), lambda: (Shard(0),)),
     "two-shards-tp": OneMesh(
-        (1, 2, 2), ("one", "two", "tp"), ("one", "two"), (), ("one_two", "tp"), (STRIDED, Shard(0))
+        (1, 2, 2), ("one", "two", "tp"), ("one", "two"), (), ("one_two", "tp"), lambda: (strided(), Shard(0))
     ),
 }
 
@@ -221,7 +229,7 @@ def test_named_dimensions(rank: Rank, dimensions: str, divides: bool) -> None:
         axes, size = parameter.device_mesh.mesh_dim_names, parameter.device_mesh.size()
         assert (axes, size) == (case.axes, rank.world_size), f"{name} is on {parameter.device_mesh}"
         found = tuple(parameter.placements)
-        assert not name.endswith("in_proj.weight") or found == case.weight, f"{name} is placed {found}"
+        assert not name.endswith("in_proj.weight") or found == case.weight(), f"{name} is placed {found}"
         whole: torch.Tensor = parameter.full_tensor()
         assert torch.equal(whole, full[name]), f"the shards of {name} are put together in another order"
     for step in range(3):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.distributed._composable.replicate import replicate
 from torch.distributed.tensor import DTensor
 
 from shardproof.harness import models
@@ -16,6 +15,7 @@ from shardproof.harness.models.made import Drawn, DrawnStack
 from shardproof.harness.parity import Rank, check_equal, run_and_replica
 from shardproof.harness.parity.refusals import Refusal
 from shardproof.harness.plugin.axes import RESHARD
+from shardproof.harness.tensors import private
 from shardproof.testing import Capability, contract, needs, world
 
 SHAPE = (6, 4)
@@ -168,6 +168,7 @@ def test_replicating_what_is_sharded(rank: Rank, name: str) -> None:
     """``replicate`` refuses a module that is sharded already, which trains on."""
     model = models.Tower(dim=9)
     pair = rank.pair(model, units=model.units())
+    replicate = private.need("torch.distributed._composable.replicate.replicate")
     refusal = Refusal(rank, lambda: replicate(pair.adapter.submodule(name)))
     assert refusal.text is not None, "no rank refuses it"
     refusal.check_names("fully_shard")

@@ -36,6 +36,7 @@ from shardproof.harness.parity import (
 from shardproof.harness.parity.plain import backward_of_copies
 from shardproof.harness.parity.refusals import Refusal
 from shardproof.harness.plugin.axes import KEEPS, RESHARD
+from shardproof.harness.tensors import private
 from shardproof.testing import Capability, contract, each_value, needs, world
 
 SHAPE = (7, 5)
@@ -234,9 +235,8 @@ def test_steps_of_parameters_that_inference_saw_first(rank: Rank) -> None:
 def _attach(parameters: Iterable[nn.Parameter], options: dict[str, Any]) -> None:
     """Let SGD step a parameter as soon as its gradient has been added up."""
     # Here: the package compiles scripts where it is imported, and each compilation warns.
-    from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
-
-    _apply_optimizer_in_backward(torch.optim.SGD, parameters, options)
+    attach = private.need("torch.distributed.optim.apply_optimizer_in_backward._apply_optimizer_in_backward")
+    attach(torch.optim.SGD, parameters, options)
 
 
 def _convert(rank: Rank, module: nn.Module, *, swaps: bool) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
 from shardproof.harness import models
 from shardproof.harness.adapters.base import Clip
@@ -23,7 +23,10 @@ from shardproof.harness.parity.refusals import Refusal, sharded
 from shardproof.harness.plugin.axes import RESHARD
 from shardproof.harness.simulation import Shape, formulas
 from shardproof.harness.simulation.world import coordinate_of
+from shardproof.harness.tensors import private
 from shardproof.testing import Capability, contract, needs, simulated, world
+
+StridedShard = private.take("torch.distributed.tensor.placement_types._StridedShard")
 
 HYBRID = pytest.param(True, marks=needs(Capability.HYBRID))
 
@@ -296,7 +299,7 @@ def check_four_dimensions(shown: dict[str, nn.Parameter], full: dict[str, torch.
         assert tuple(mesh.mesh.flatten().tolist()) == ranks, f"{name} is on the ranks {mesh.mesh.tolist()}"
         cut = TENSOR_PARALLEL[name.partition(".")[2].partition(".")[2]]
         is_cut_twice = cut == Shard(0) and parts > 1
-        expected = (Replicate(), _StridedShard(0, split_factor=parts) if is_cut_twice else Shard(0), cut)
+        expected = (Replicate(), StridedShard(0, split_factor=parts) if is_cut_twice else Shard(0), cut)
         assert tuple(parameter.placements) == expected, f"{name} is placed {parameter.placements}, not {expected}"
         assert parameter.shape == full[name].shape, f"{name} has the global shape {tuple(parameter.shape)}"
         left = [*full[name].shape]

@@ -23,6 +23,7 @@ from shardproof.harness.planning import anatomy, planned
 from shardproof.harness.planning.meshes import Mesh, names_of
 from shardproof.harness.planning.request import DTYPES, Request
 from shardproof.harness.planning.subject import subject_of
+from shardproof.harness.tensors import private
 
 ANSWER = "@@"
 BETWEEN = "between steps"
@@ -133,7 +134,7 @@ def workspaces() -> dict[str, int]:
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_stats()["requested_bytes.all.current"]
-    torch._C._cuda_clearCublasWorkspaces()
+    private.need("torch._C._cuda_clearCublasWorkspaces")()
     after = torch.cuda.memory_stats()["requested_bytes.all.current"]
     free, total = torch.cuda.mem_get_info()
     return {"cublas": before - after, "outside": total - free - torch.cuda.memory_reserved()}
@@ -165,10 +166,9 @@ def join(backend: str, rank: int, mesh: Sequence[int], store: str) -> torch.devi
     for size in mesh:
         world *= size
     if backend == "fake":
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
+        private.need("torch.testing._internal.distributed.fake_pg")  # registers the backend
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-        dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+        dist.init_process_group("fake", rank=rank, world_size=world, store=dist.HashStore())
     else:
         device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
         if device.type == "cuda":

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardproof.harness.tensors import private
 from training import limits, models
 from training.implementations import Trained, Unsupported, named
 from training.models import Spec
@@ -133,9 +134,8 @@ def join(backend: str, device_type: str, rank: int, world: int, store: str) -> t
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if backend == "fake":
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+        private.need("torch.testing._internal.distributed.fake_pg")  # registers the backend
+        dist.init_process_group("fake", rank=rank, world_size=world, store=dist.HashStore())
         return device
     dist.init_process_group(
         backend,

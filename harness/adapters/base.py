@@ -591,3 +591,21 @@ class Adapter(OlderStates, OwnCheckpoints, Misuses, Calls, ABC):
         this method should not wait for other ranks.
         """
         return None
+
+
+class NoAdapter(Adapter):
+    """Takes the place of an adapter that does not import; it is never made."""
+
+    name = "does not import"
+
+    @classmethod
+    def availability(cls, device_type: str) -> str | None:
+        return cls.name
+
+    @classmethod
+    def capabilities(cls) -> frozenset[Capability]:
+        return frozenset()
+
+    @classmethod
+    def version(cls) -> str:
+        return cls.name

@@ -11,10 +11,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
 from shardproof.harness.adapters.base import (
     Accumulation,
@@ -35,6 +34,10 @@ from shardproof.harness.adapters.base import (
 from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.dtensor_misuses import MISUSES, Scene
 from shardproof.harness.adapters.scaling import make_scaler
+from shardproof.harness.tensors import private
+
+_STRIDED = "torch.distributed.tensor.placement_types._StridedShard"
+StridedShard = private.take(_STRIDED)
 
 #: The setters of ``FSDPModule`` by the fields of ``Settings``.
 _SETTERS = {
@@ -77,14 +80,16 @@ def cut_like(full: torch.Tensor, *, mesh: DeviceMesh, placements: tuple[Placemen
     """
     strided = []
     for mesh_dim, placement in enumerate(placements):
-        if isinstance(placement, _StridedShard):
+        if isinstance(placement, StridedShard):
             strided.append(mesh_dim)
         elif not isinstance(placement, Replicate):
-            assert type(placement) is Shard, f"no rule to cut a full tensor by {placement}"
+            if type(placement) is not Shard:
+                private.need(_STRIDED)  # where torch has another class for it, that is what this is
+                raise AssertionError(f"no rule to cut a full tensor by {placement}")
             full = _chunk(full, mesh, mesh_dim, placement.dim)
     for mesh_dim in reversed(strided):
         placement = placements[mesh_dim]
-        assert isinstance(placement, _StridedShard)
+        assert isinstance(placement, StridedShard)
         later = [d for d in range(mesh_dim + 1, len(placements)) if _is_cut(placements[d], placement.dim)]
         parts = math.prod(mesh.size(d) for d in later)
         assert placement.split_factor == parts, f"{placement} in {placements}: the factor should be {parts}"
@@ -93,7 +98,7 @@ def cut_like(full: torch.Tensor, *, mesh: DeviceMesh, placements: tuple[Placemen
 
 
 def _is_cut(placement: Placement, dim: int) -> bool:
-    return isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim
+    return isinstance(placement, (Shard, StridedShard)) and placement.dim == dim
 
 
 def _chunk(full: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, dim: int) -> torch.Tensor:
@@ -220,7 +225,9 @@ class DTensorAdapter(Adapter):
         if config.shard_dim is not None:
             options["shard_placement_fn"] = self._placement
         for name in config.replicated:
-            replicate(model.get_submodule(name), process_group=config.mesh.get_group())
+            private.need("torch.distributed._composable.replicate.replicate")(
+                model.get_submodule(name), process_group=config.mesh.get_group()
+            )
         if config.ignored and not config.replicated:
             options["ignored_params"] = {model.get_parameter(name) for name in config.ignored}
         if config.offload:

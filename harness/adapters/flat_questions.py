@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import DTensor
 
 from shardproof.harness.adapters.flat_misuses import Scene
+from shardproof.harness.tensors import private
+
+checkpoint_wrapper = private.take("torch.distributed.algorithms._checkpoint.checkpoint_wrapper.checkpoint_wrapper")
 
 
 def _states_by_default(scene: Scene) -> list[str]:

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed import distributed_c10d
 
 import fsdp_impl
 from shardproof.harness.adapters import reference_streams
@@ -33,7 +33,7 @@ class ReferenceAdapter(DTensorAdapter):
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         super().__init__(model, optimizer=optimizer, config=config)
-        if distributed_c10d.get_debug_level() == distributed_c10d.DebugLevel.DETAIL:
+        if dist.get_debug_level() == dist.DebugLevel.DETAIL:
             fsdp_impl.validate_order(self.module)
 
     def clip(self) -> torch.Tensor:

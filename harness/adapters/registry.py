@@ -6,12 +6,14 @@ Importing this module is cheap. The adapters' modules, which import torch and th
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
 import importlib
 import inspect
 import sys
+import types
 from collections.abc import Mapping
 from importlib import metadata
 from typing import TYPE_CHECKING
@@ -83,6 +85,10 @@ def _registered(path: tuple[str, ...]) -> Mapping[str, list[Registered]]:
     return found
 
 
+class NotImported(ValueError):
+    """An implementation does not import because of a name that torch lacks; one line."""
+
+
 def load(name: str) -> type[Adapter]:
     """Import and return an adapter class.
 
@@ -92,6 +98,7 @@ def load(name: str) -> type[Adapter]:
     Raises:
         ValueError: no adapter has this name or several packages register it, its module cannot be imported, or the
             class is not a complete adapter. The message is one line, with similar names where there are some.
+        NotImported: what it imports uses a name that torch lacks.
     """
     target = target_of(name)
     module_name, colon, class_name = target.partition(":")
@@ -101,6 +108,8 @@ def load(name: str) -> type[Adapter]:
     try:
         module = importlib.import_module(module_name)
     except BaseException as error:
+        if _is_about_torch(error):
+            raise NotImported(f"{name} does not import: {line_of_error(error)}") from error
         raise ValueError(
             f"implementation {name!r}: module {module_name!r} does not import: {line_of_error(error)}"
         ) from error
@@ -139,12 +148,26 @@ def built_in_with(capability: Capability) -> tuple[str, ...]:
 
     The others, which need packages of their own, cannot be driven beside the implementation of a world.
     """
-    adapters = {name: load(name) for name in BUILT_IN}
+    adapters = {}
+    for name in BUILT_IN:
+        with contextlib.suppress(NotImported):
+            adapters[name] = load(name)
     return tuple(
         name
         for name, adapter in adapters.items()
         if adapter.traits.isolation == "shared" and capability in adapter.capabilities()
     )
+
+
+def _is_about_torch(error: BaseException | None) -> bool:
+    """Return whether an import failed because torch lacks a module, a name in one, or an attribute."""
+    if isinstance(error, ImportError) and (error.name or "").startswith("torch."):
+        return True
+    if isinstance(error, AttributeError):
+        owner = error.obj if isinstance(error.obj, (type, types.ModuleType)) else type(error.obj)
+        name = owner.__name__ if isinstance(owner, types.ModuleType) else owner.__module__
+        return name.partition(".")[0] == "torch"
+    return error is not None and _is_about_torch(error.__cause__)
 
 
 class _NoAdapter(ValueError):

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardproof.harness.adapters.config import Config
+from shardproof.harness.tensors import private
 
 
 class OffloadedGradScaler(torch.amp.GradScaler):
@@ -38,8 +39,9 @@ class OffloadedGradScaler(torch.amp.GradScaler):
                 if (gradient := parameter.grad) is not None:
                     local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
                     gradients[local.dtype].append(local)
+        unscale = private.need("torch._amp_foreach_non_finite_check_and_unscale_")
         for same_dtype in gradients.values():
-            torch._amp_foreach_non_finite_check_and_unscale_(same_dtype, infinite, inverse)
+            unscale(same_dtype, infinite, inverse)
         found_inf.copy_(infinite)
         for one in self._groups:
             dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=one)

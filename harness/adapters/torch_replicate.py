@@ -11,6 +11,7 @@ from torch import nn
 from shardproof.harness.adapters.base import Config, OptimizerFactory
 from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.replicas import OF_DDP, ReplicaAdapter
+from shardproof.harness.tensors import private
 
 
 class TorchReplicateAdapter(ReplicaAdapter):
@@ -23,8 +24,7 @@ class TorchReplicateAdapter(ReplicaAdapter):
         return OF_DDP | {Capability.CAST_AFTER_INIT}
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
-        from torch.distributed._composable.replicate import replicate
-
+        replicate = private.need("torch.distributed._composable.replicate.replicate")
         super().__init__(model, optimizer=optimizer, config=config)
         self.module = replicate(model, find_unused_parameters=config.find_unused, **self._ranks())
         if config.cast is not None:

@@ -14,6 +14,9 @@ from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.dtensor import DTensorAdapter, full_norm
 from shardproof.harness.adapters.replicas import REPLICA
 from shardproof.harness.adapters.torch_fully_shard import missing_of
+from shardproof.harness.tensors import private
+
+_REPLICATE = "torch.distributed._composable.replicate_with_fsdp.replicate"
 
 #: What is about shards, about what is gathered or scattered, or about a mesh of several dimensions.
 _SHARDING = frozenset(
@@ -46,10 +49,8 @@ _SHARDING = frozenset(
 
 def _replicate(modules: Any, *, reshard_after_forward: None, **options: Any) -> Any:
     """Call ``replicate``, which has no choice of what forward frees."""
-    from torch.distributed._composable.replicate_with_fsdp import replicate
-
     assert reshard_after_forward is None, "replicate() has no such option"
-    return replicate(modules, **options)
+    return private.need(_REPLICATE)(modules, **options)
 
 
 class TorchReplicateWithFsdpAdapter(DTensorAdapter):
@@ -64,21 +65,15 @@ class TorchReplicateWithFsdpAdapter(DTensorAdapter):
 
     @classmethod
     def availability(cls, device_type: str) -> str | None:
-        try:
-            from torch.distributed._composable.replicate_with_fsdp import replicate
-        except ImportError:
-            return f"torch {torch.__version__} has no replicate_with_fsdp; torch 2.13 does"
-        if "mesh" not in inspect.signature(replicate).parameters:
+        replicate = private.find(_REPLICATE)
+        if replicate is not None and "mesh" not in inspect.signature(replicate).parameters:
             return f"replicate_with_fsdp of torch {torch.__version__} takes no mesh; that of torch 2.13 does"
         return None
 
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
-        try:
-            from torch.distributed._composable.replicate_with_fsdp import ReplicateModule
-        except ImportError:  # then it is not available, whatever it can do
-            return frozenset()
-        lacks = _SHARDING | {Capability.ANY_COMBINATION} | missing_of(ReplicateModule)
+        module = private.find("torch.distributed._composable.replicate_with_fsdp.ReplicateModule")
+        lacks = _SHARDING | {Capability.ANY_COMBINATION} | (frozenset() if module is None else missing_of(module))
         return super().capabilities() - lacks | {Capability.REPLICAS_ALONE}
 
     def _cut_of(self, name: str, cut: Cut, dim: int) -> Cut:

@@ -12,13 +12,13 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardproof.harness.collectives.announce import Announcer, full_kind
 from shardproof.harness.collectives.trace import Collective, Trace
+from shardproof.harness.tensors import private
+from shardproof.harness.tensors.private import TorchDispatchMode
 from shardproof.harness.tensors.trees import tensors_of
 
 #: The kind of collective of each operator, by the operator's name without its namespace: c10d's operators first, then
@@ -183,6 +183,6 @@ def _process_group(named: dict[str, Any]) -> dist.ProcessGroup:
     if "process_group" in named:
         group = dist.ProcessGroup.unbox(named["process_group"])
     elif isinstance(group, str):
-        group = torch._C._distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+        group = private.need("torch._C._distributed_c10d._resolve_process_group")(group)
     assert isinstance(group, dist.ProcessGroup)
     return group

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shardproof.harness.models.plain import Stacked
+from shardproof.harness.tensors import private
 
 
 class CountingBackend:
@@ -27,10 +28,8 @@ class CountingBackend:
         self.graphs = 0
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        from torch._dynamo.backends.registry import lookup_backend
-
         self.graphs += 1
-        return lookup_backend(self.name)(graph, inputs)
+        return private.need("torch._dynamo.backends.registry.lookup_backend")(self.name)(graph, inputs)
 
     def compile_layers(self, model: nn.Module, *, dynamic: bool | None = None) -> nn.Module:
         """Compile each layer of a :class:`Stacked` model in place; call it before the model is sharded.
@@ -47,13 +46,13 @@ class CountingBackend:
 
 @contextlib.contextmanager
 def compiler(name: str) -> Iterator[CountingBackend]:
-    """Provide a counting backend, and reset ``torch._dynamo`` before and after, so that no compiled code is shared.
+    """Provide a counting backend, and reset the compiler before and after, so that no compiled code is shared.
 
     Args:
         name: the registered name of a backend.
     """
-    torch._dynamo.reset()
+    torch.compiler.reset()
     try:
         yield CountingBackend(name)
     finally:
-        torch._dynamo.reset()
+        torch.compiler.reset()

@@ -15,13 +15,15 @@ import torch.nn.functional as F
 from torch import nn
 
 # Private names of torch, as in recomputation.
-from torch.distributed._composable.checkpoint_activation import checkpoint as checkpoint_by_hooks
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
 from shardproof.harness.models.plain import Container, pack, unpack
 from shardproof.harness.models.recomputation import Means
 from shardproof.harness.models.ties import TiedMLP
+from shardproof.harness.tensors import private
+
+checkpoint_by_hooks = private.take("torch.distributed._composable.checkpoint_activation.checkpoint")
+checkpoint_wrapper = private.take("torch.distributed.algorithms._checkpoint.checkpoint_wrapper.checkpoint_wrapper")
 
 Kind = Literal[
     "shift", "linear", "bias-free", "wide", "gain", "pixel", "row", "cube", "conv", "norm", "listed", "embedding",

@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
-from typing import Any, cast
+from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from shardproof.harness.tensors import private
+from shardproof.harness.tensors.trees import map_leaves, map_tensors, tensors_of
 
 
 @dataclasses.dataclass
@@ -54,7 +56,7 @@ class Halves(torch.Tensor):
 
     @staticmethod
     def __new__(cls, held: torch.Tensor, calls: Calls) -> Halves:
-        made = torch.Tensor._make_wrapper_subclass(
+        made: Halves = private.need("torch.Tensor._make_wrapper_subclass")(
             cls, held.size(), strides=held.stride(), dtype=held.dtype, device=held.device
         )
         made.held, made.calls = held, calls
@@ -69,12 +71,12 @@ class Halves(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        (first, *_) = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Halves)]
-        unwrap = functools.partial(pytree.tree_map_only, Halves, lambda one: one.held)
+        (first, *_) = [one for one in tensors_of((args, kwargs)) if isinstance(one, Halves)]
+        unwrap = functools.partial(map_leaves, lambda one: one.held, kind=Halves)
         found = func(*unwrap(args), **unwrap(kwargs or {}))
         if func._schema.is_mutable:
             return args[0]
-        return pytree.tree_map_only(torch.Tensor, lambda one: cls(one, first.calls), found)
+        return map_tensors(lambda one: cls(one, first.calls), found)
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
@@ -113,7 +115,7 @@ def after(calls: Calls, outputs: Any, size: torch.Size, dtype: torch.dtype, out:
     if out is not None:
         calls.filled += 1
         # What autograd has saved is not changed: these are the same values again.
-        with torch.no_grad(), cast(Any, torch.autograd)._unsafe_preserve_version_counter(out):
+        with torch.no_grad(), private.need("torch.autograd._unsafe_preserve_version_counter")(out):
             out.copy_(whole)
         return None
     whole = whole.clone() if calls.cuts else padded

@@ -14,13 +14,15 @@ import torch
 from torch import nn
 
 # Private names of torch: these two functions have no public ones yet.
-from torch.distributed._composable.checkpoint_activation import checkpoint as checkpoint_by_hooks
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, set_checkpoint_early_stop
 
 from shardproof.harness.models.plain import MLP, Stacked, Tower
+from shardproof.harness.tensors import private
+
+checkpoint_by_hooks = private.take("torch.distributed._composable.checkpoint_activation.checkpoint")
+checkpoint_wrapper = private.take("torch.distributed.algorithms._checkpoint.checkpoint_wrapper.checkpoint_wrapper")
 
 Means = Literal["hooks", "wrapper", "call", "reentrant-call"]
 
@@ -111,7 +113,7 @@ class Computations:
 
     def _note(self, name: str, output: torch.Tensor) -> None:
         # Private, as autograd has no public way to ask: a recomputation runs inside of a backward.
-        is_backward = torch._C._current_graph_task_id() != -1
+        is_backward = private.need("torch._C._current_graph_task_id")() != -1
         self._counts[name, "backward" if is_backward else "forward"] += 1
         if not is_backward:
             local = output.to_local() if isinstance(output, DTensor) else output

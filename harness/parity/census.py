@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardproof.harness.parity.run import Run
+from shardproof.harness.tensors import private
 from shardproof.harness.tensors.trees import tensors_of
 
 
@@ -90,5 +91,5 @@ class Census:
 
 def bytes_of(reference: StorageWeakRef) -> int:
     """The bytes that a storage holds now, 0 if it is gone."""
-    storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+    storage = private.need("torch.UntypedStorage._new_with_weak_ptr")(reference.cdata)
     return 0 if storage is None else storage.nbytes()

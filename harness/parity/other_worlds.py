@@ -11,11 +11,10 @@ import datetime
 from collections.abc import Iterator
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed import distributed_c10d as c10d
 
 from shardproof.harness.parity.rank import Rank
 from shardproof.harness.simulation.process import without_groups
+from shardproof.harness.tensors import private
 
 #: Destroyed groups of the last case that had such worlds, which its models may outlive. A reducer of DDP that is the
 #: last to hold a group of gloo joins the group's threads with the GIL, for which one of them may wait to let go of a
@@ -29,7 +28,7 @@ _TIMEOUT = datetime.timedelta(minutes=30)
 class OtherWorlds:
     """Makes worlds of the ranks of a case; see :func:`other_worlds`."""
 
-    def __init__(self, rank: Rank, store: Store, backend: str) -> None:
+    def __init__(self, rank: Rank, store: dist.Store, backend: str) -> None:
         self._rank, self._store, self._backend = rank, store, backend
         self._made = 0
 
@@ -59,7 +58,7 @@ class OtherWorlds:
         with rank.announcer.in_another_world(name, ranks):
             dist.init_process_group(
                 "gloo" if is_on_cpu else f"cpu:gloo,{rank.device.type}:{self._backend}",
-                store=PrefixStore(name, self._store),
+                store=dist.PrefixStore(name, self._store),
                 rank=ranks.index(rank.index),
                 world_size=size,
                 timeout=_TIMEOUT,
@@ -72,7 +71,7 @@ class OtherWorlds:
                 other.finish()
             # A rank that leaves closes its connections, which others may still read from.
             rank.exchange(None)
-            _destroyed.extend(c10d._world.pg_map)
+            _destroyed.extend(private.need("torch.distributed.distributed_c10d._world").pg_map)
             dist.destroy_process_group()
 
 
@@ -80,6 +79,6 @@ class OtherWorlds:
 def other_worlds(rank: Rank) -> Iterator[OtherWorlds]:
     """Leave the world of the case for other ones, until the context ends."""
     _destroyed.clear()
-    store, backend = c10d._get_default_store(), dist.get_backend()
+    store, backend = private.need("torch.distributed.distributed_c10d._get_default_store")(), dist.get_backend()
     with without_groups():
         yield OtherWorlds(rank, store, backend)

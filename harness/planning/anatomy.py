@@ -8,13 +8,15 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardproof.harness.adapters.config import Config
 from shardproof.harness.planning import units
 from shardproof.harness.planning.request import Request
 from shardproof.harness.planning.subject import Built, Subject
+from shardproof.harness.tensors import private
+
+checkpoint_wrapper = private.take("torch.distributed.algorithms._checkpoint.checkpoint_wrapper.checkpoint_wrapper")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,11 +10,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.nn import functional
 
 from shardproof.harness.adapters.lines import line_of_error
 from shardproof.harness.planning import shapes
+from shardproof.harness.tensors import private
+
+_READS = tuple(
+    private.take(f"torch._subclasses.fake_tensor.{name}")
+    for name in ("DataDependentOutputException", "DynamicOutputShapeException")
+)
 
 
 class ModelError(ValueError):
@@ -88,7 +93,7 @@ def subject_of(name: str) -> Subject:
 
 def why(error: BaseException) -> str:
     """Return in one line why a model fails on tensors without values."""
-    if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+    if isinstance(error, _READS):
         return f"it reads values of tensors, and a simulation has none ({error})"
     return line_of_error(error)
 

@@ -121,6 +121,8 @@ def missing(item: pytest.Function, selection: Selection) -> tuple[Verdict, list[
     that is missing is named, capabilities first, so that a reader knows what one more capability would make run.
     """
     launch = launch_of(item)
+    if why := selection.not_imported.get(launch.implementation):
+        return Verdict.UNMET, [why]
     if drawing.drawn_parameter(item) is not None and (lacking := drawing.missing()):
         return Verdict.UNMET, lacking
     if launch.simulates and (many := _indivisible(item, launch.simulates)):
@@ -243,6 +245,8 @@ def _search(
     found = search.find(strategy, seed=seed, seconds=seconds)
     if found is not None:
         made = found.record
+        if made.verdict.is_skip:
+            return made
         deadline = _deadline(item, selection) if made.verdict == Verdict.HANG else None
         source = found.example.as_case(world_size=launch.size, requirements=requirements(item), deadline=deadline)
         made.text = drawing.report(found, examples=search.examples, case=source)

@@ -205,7 +205,7 @@ class Search:
         except BaseException as error:
             raise _Stopped from error
         self.examples += self._failed_at is None
-        if record.verdict == Verdict.HARNESS_ERROR:
+        if record.verdict == Verdict.HARNESS_ERROR or record.verdict.is_skip:
             raise _Broken(example, record)
         if record.verdict.fails:
             return record

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import platform
 from collections.abc import Sequence
 from typing import Any
 
+from packaging.version import InvalidVersion, Version
+
 from shardproof.harness.plugin.selection import Selection
 from shardproof.harness.worlds.fleet import Fleet
+
+NEWEST_TORCH = (2, 15)
+"""The newest release of torch with which shardproof has been tested."""
 
 
 def describe(
@@ -26,35 +32,56 @@ def describe(
     import torch
 
     from shardproof.harness.parity import numerics
+    from shardproof.harness.tensors import private
 
     cuda = selection.device == "cuda"
     devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())] if cuda else []
     job = {} if fleet is None else {"torchrun": _job(fleet)}
-    return job | {
-        "shardproof": _own_version(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "platform": platform.platform(),
-        "cpu_count": os.cpu_count(),
-        "device": selection.device,
-        "accelerators": [{"name": d.name, "memory_bytes": d.total_memory} for d in devices],
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if selection.backend == "nccl" else None,
-        "started": started.isoformat(timespec="seconds"),
-        "command": list(command),
-        "implementations": {
-            name: {
-                "version": adapter.version(),
-                "capabilities": sorted(map(str, adapter.capabilities())),
-                "reads": adapter.traits.reads,
-            }
-            for name, adapter in selection.implementations.items()
-        },
-        "numerics": {
-            "baseline_factor": numerics.BASELINE_FACTOR,
-            "slack_ulps": numerics.SLACK_ULPS,
-            "adam_noise_ulps": numerics.ADAM_NOISE_ULPS,
-        },
-    }
+    mends = private.mends()
+    return (
+        job
+        | ({"mends": mends} if mends else {})
+        | {
+            "shardproof": _own_version(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "platform": platform.platform(),
+            "cpu_count": os.cpu_count(),
+            "device": selection.device,
+            "accelerators": [{"name": d.name, "memory_bytes": d.total_memory} for d in devices],
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())) if selection.backend == "nccl" else None,
+            "started": started.isoformat(timespec="seconds"),
+            "command": list(command),
+            "implementations": {
+                name: {
+                    "version": adapter.version(),
+                    "capabilities": sorted(map(str, adapter.capabilities())),
+                    "reads": adapter.traits.reads,
+                }
+                for name, adapter in selection.implementations.items()
+            },
+            "numerics": {
+                "baseline_factor": numerics.BASELINE_FACTOR,
+                "slack_ulps": numerics.SLACK_ULPS,
+                "adam_noise_ulps": numerics.ADAM_NOISE_ULPS,
+            },
+        }
+    )
+
+
+def header() -> list[str]:
+    """Return what a reader of a run must know about the installed torch beforehand, in one line each."""
+    import torch
+
+    from shardproof.harness.tensors import private
+
+    lines = [f"shardproof: {part}: {what}" for part, what in private.mends().items()]
+    with contextlib.suppress(InvalidVersion):
+        release = Version(torch.__version__).release[:2]
+        if release > NEWEST_TORCH:
+            found, tested = (".".join(map(str, one)) for one in (release, NEWEST_TORCH))
+            lines.append(f"shardproof: torch {found} is newer than the newest tested one, {tested}")
+    return lines
 
 
 def _job(fleet: Fleet) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from shardproof.harness.plugin import (
     cases,
     collection,
     effort,
+    environment,
     exit_codes,
     explaining,
     launched,
@@ -59,6 +60,11 @@ def pytest_configure(config: pytest.Config) -> None:
         state.open_journal()
         state.selection  # noqa: B018  (checks)
         _heed_signals(config)
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """Print what the installed torch lacks, and whether it is newer than the newest that has been tested."""
+    return environment.header() if options.asks_for_a_run(config) else []
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -104,9 +104,11 @@ class CaseRecord:
         """Fill in the verdict, its explanation and the measurements from the results of all ranks."""
         results = outcome.results
         self.seconds, self.outputs, self.hosts = outcome.seconds, outcome.outputs, list(outcome.hosts)
-        if unsupported := [result.text for result in results if result.verdict == Verdict.UNSUPPORTED]:
-            self.verdict, self.missing = Verdict.UNSUPPORTED, unsupported[:1]
-            return
+        for skip in (Verdict.UNSUPPORTED, Verdict.UNMET):
+            if missing := [result.text for result in results if result.verdict == skip]:
+                # A name that torch lacks may be used by one rank alone, for which the others then wait in vain.
+                self.verdict, self.missing = skip, missing[:1]
+                return
         cause = _cause(results)
         self.verdict = combine(Verdict(result.verdict) for result in results)
         if self.verdict != Verdict.PASS:

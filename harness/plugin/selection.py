@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import math
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from shardproof.harness.adapters import registry
@@ -64,6 +64,8 @@ class Selection:
         simulates: the sizes of the simulated worlds on which the cases marked for them run, and no others; empty runs
             the others.
         ranks_per_gpu: how many ranks a CUDA device may have.
+        not_imported: why an implementation does not import, by name: it uses a name that the installed torch lacks. A
+            class without capabilities takes its adapter's place, and its cases are unmet.
     """
 
     implementations: dict[str, type[Adapter]]
@@ -80,6 +82,7 @@ class Selection:
     job_size: int | None = None
     simulates: tuple[int, ...] = ()
     ranks_per_gpu: int = 1
+    not_imported: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def shares_gpus(self) -> bool:
@@ -170,7 +173,7 @@ def resolve(
         raise ValueError(f"--check-collectives: {started}, which cannot read each other's boards; leave it out")
     if effort not in list(Effort):
         raise ValueError(f"--effort {effort}: expected {', '.join(Effort)}")
-    adapters = _adapters(implementations, chosen)
+    adapters, not_imported = _adapters(implementations, chosen)
     if fuzz is not None and not 0 < fuzz < math.inf:
         raise ValueError(f"--fuzz {fuzz:g}: expected a positive number of seconds")
     if deadline is not None:
@@ -190,6 +193,7 @@ def resolve(
         None if place is None else place.size,
         simulates,
         shared,
+        not_imported,
     )
 
 
@@ -278,15 +282,20 @@ def _simulated(text: str | None, *, device: str, worlds: str | None) -> tuple[in
     return sizes
 
 
-def _adapters(text: str | None, device: str) -> dict[str, type[Adapter]]:
+def _adapters(text: str | None, device: str) -> tuple[dict[str, type[Adapter]], dict[str, str]]:
     names: Sequence[str] = DEFAULT_IMPLEMENTATIONS if text is None else [part.strip() for part in text.split(",")]
-    adapters = {}
+    adapters: dict[str, type[Adapter]] = {}
+    not_imported = {}
     for name in names:
         if not name:
             raise ValueError(f"--impl {text}: expected names such as reference,torch.fully_shard")
-        adapters[name] = registry.load(name)
-        # Imported late, as registry imports the adapters: it imports torch.
-        from shardproof.harness.adapters import declarations
+        # Imported late, as registry imports the adapters: they import torch.
+        from shardproof.harness.adapters import base, declarations
 
-        declarations.check(name, adapters[name], device)
-    return adapters
+        try:
+            adapters[name] = registry.load(name)
+        except registry.NotImported as error:
+            adapters[name], not_imported[name] = base.NoAdapter, str(error)  # type: ignore[type-abstract]
+        else:
+            declarations.check(name, adapters[name], device)
+    return adapters, not_imported

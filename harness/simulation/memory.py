@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardproof.harness.collectives.recorder import kind_of
+from shardproof.harness.tensors import private
+from shardproof.harness.tensors.private import TorchDispatchMode
 from shardproof.harness.tensors.trees import tensors_of
 
 
@@ -321,8 +321,8 @@ def _shapes_of_dtensors(ledger: Ledger) -> Iterator[None]:
 
     In a real run they have no memory. Here nothing has, and they would count.
     """
-    name = "_propagate_tensor_meta_non_cached"
-    computes = getattr(ShardingPropagator, name)
+    path = "torch.distributed.tensor._sharding_prop.ShardingPropagator._propagate_tensor_meta_non_cached"
+    computes = private.need(path)
 
     @functools.wraps(computes)
     def paused(*args: Any, **kwargs: Any) -> Any:
@@ -332,11 +332,11 @@ def _shapes_of_dtensors(ledger: Ledger) -> Iterator[None]:
         finally:
             ledger.is_paused = before
 
-    setattr(ShardingPropagator, name, paused)
+    private.put(path, paused)
     try:
         yield
     finally:
-        setattr(ShardingPropagator, name, computes)
+        private.put(path, computes)
 
 
 def _mark(block: Block, kind: Kind) -> None:

@@ -7,12 +7,11 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
-from torch.distributed import distributed_c10d as c10d
-from torch.distributed.tensor import DTensor
 
+from shardproof.harness.tensors import private
+
+_C10D = "torch.distributed.distributed_c10d"
 #: The registries of process groups in ``distributed_c10d``, which ``_World`` shows as properties.
 _REGISTRIES = ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_tags_to_pg", "_pg_to_tag")
 
@@ -25,54 +24,42 @@ def without_groups() -> Iterator[None]:
     destroyed and no other rank takes part. DTensor's caches are emptied on both sides, because they return the mesh of
     another world where meshes are equal, with the place of another rank in it.
     """
-    world: Any = c10d._world
-    registries: list[dict[Any, Any]] = [getattr(c10d, name) for name in _REGISTRIES]
+    # All at once, before anything is changed.
+    world = private.need(f"{_C10D}._world")
+    update_default = private.need(f"{_C10D}._update_default_pg")
+    register = private.need("torch._C._distributed_c10d._register_process_group")
+    unregister = private.need("torch._C._distributed_c10d._unregister_process_group")
+    registries: list[dict[Any, Any]] = [private.need(f"{_C10D}.{name}") for name in _REGISTRIES]
     registries.append(world._pg_coalesce_state)
+    if hooks := getattr(world, "pg_flight_recorder_hooks", None):  # since torch 2.15; destroying a world clears them
+        registries.append(hooks)
     kept, hook = [dict(one) for one in registries], sys.excepthook
     default, count, names = world.default_pg, world.group_count, dict(world.pg_names)
-    forget_meshes()
+    private.empty_dtensor_caches()
     for name in names.values():
-        _unregister_process_group(name)
+        unregister(name)
     for one in registries:
         one.clear()
     world.group_count = 0
-    c10d._update_default_pg(None)
+    update_default(None)
     try:
         yield
     finally:
         for group, name in list(world.pg_names.items()):
             group.shutdown()
-            _unregister_process_group(name)
+            unregister(name)
         for one, before in zip(registries, kept, strict=True):
             one.clear()
             one.update(before)
         for group, name in names.items():
-            _register_process_group(name, group)
+            register(name, group)
         world.group_count = count
-        c10d._update_default_pg(default)
+        update_default(default)
         # Joining a world puts the rank before every traceback of the process.
         sys.excepthook = hook
-        forget_meshes()
-
-
-def forget_meshes() -> None:
-    """Empty the caches in which DTensor keeps what it has found out about placements on a mesh."""
-    from torch.distributed.tensor import _redistribute
-
-    propagator: Any = DTensor._op_dispatcher.sharding_propagator
-    propagator.propagate_op_sharding.cache.cache_clear()
-    for owner, name in (
-        (getattr(type(propagator), "_propagate_tensor_meta_cached", None), "cache_clear"),
-        (getattr(propagator, "_propagate_tensor_meta", None), "cache_clear"),
-        (torch._C, "_clear_DTensor_sharding_propagator_cache"),
-        (_redistribute, "clear_redistribute_planner_cache"),
-        (getattr(_redistribute, "_gen_transform_infos", None), "cache_clear"),
-    ):
-        clear = getattr(owner, name, None)  # which of them exist depends on torch's version
-        if clear is not None:
-            clear()
+        private.empty_dtensor_caches()
 
 
 def is_clean() -> bool:
     """Whether this process belongs to no world."""
-    return not dist.is_initialized() and not c10d._world.pg_map
+    return not dist.is_initialized() and not private.need(f"{_C10D}._world").pg_map

@@ -7,18 +7,21 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import (
-    FakeTensor,
-    FakeTensorMode,
-    in_kernel_invocation_manager,
-)
-from torch.utils._mode_utils import no_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardproof.harness.tensors import private
+from shardproof.harness.tensors.private import TorchDispatchMode
 from shardproof.harness.tensors.trees import tensors_of
+
+FakeTensor = private.take("torch._subclasses.fake_tensor.FakeTensor")
+FakeTensorMode = private.take("torch._subclasses.fake_tensor.FakeTensorMode")
+no_dispatch = private.take("torch.utils._mode_utils.no_dispatch")
 
 #: From how many parts on a tensor is split in one piece of work.
 _MANY = 16
+
+_in_kernel = private.take("torch._subclasses.fake_tensor.in_kernel_invocation_manager")
+_make_subclass = private.take("torch.Tensor._make_subclass")
+_throw_on_mutable_data_ptr = private.take("torch._C._set_throw_on_mutable_data_ptr")
 
 _DEVICE = torch.ops.prim.device.default
 _SPLIT = torch.ops.aten.split.Tensor
@@ -32,9 +35,10 @@ class _Quickly(TorchDispatchMode):
     is the same; it takes a fraction of the time. Real tensors are those of meshes, which implementations read.
     """
 
-    def __init__(self, fake: FakeTensorMode) -> None:
+    def __init__(self, fake: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._fake = fake
+        self._is_quick = "simulation" not in private.mends()
         self._states: dict[torch.device, dict[str, Any]] = {}
 
     @classmethod
@@ -46,7 +50,7 @@ class _Quickly(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if args and type(args[0]) is FakeTensor:
+        if self._is_quick and args and type(args[0]) is FakeTensor:
             if func is _DEVICE:
                 return args[0].fake_device
             if func is _NEW_EMPTY and args[1] == [0] and not any(kwargs.values()):
@@ -59,14 +63,14 @@ class _Quickly(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        with in_kernel_invocation_manager(self._fake):
+        with _in_kernel(self._fake):
             parts = _SPLIT(*args, **kwargs)
         device = args[0].fake_device
         state = self._state(device)
         with no_dispatch():
             return [_wrapped(part, device, state) for part in parts]
 
-    def _empty(self, like: FakeTensor) -> torch.Tensor:
+    def _empty(self, like: Any) -> torch.Tensor:
         device = like.fake_device
         state = self._state(device)
         with no_dispatch():
@@ -82,10 +86,8 @@ class _Quickly(TorchDispatchMode):
 
 def _wrapped(meta: torch.Tensor, device: torch.device, state: dict[str, Any]) -> torch.Tensor:
     """Do what FakeTensor's constructor does, which sets its attributes one by one and takes five times as long."""
-    made: torch.Tensor = torch.Tensor._make_subclass(
-        FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device
-    )
-    torch._C._set_throw_on_mutable_data_ptr(made)
+    made: torch.Tensor = _make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device)
+    _throw_on_mutable_data_ptr(made)
     vars(made).update(state)
     return made
 
@@ -108,7 +110,7 @@ def _addresses() -> Iterator[None]:
         return address + int(tensor.storage_offset()) * tensor.element_size() if address and tensor.numel() else 0
 
     storage_class.data_ptr = of_storage  # type: ignore[method-assign, assignment]
-    FakeTensor.data_ptr = of_tensor  # type: ignore[method-assign, assignment]
+    FakeTensor.data_ptr = of_tensor
     try:
         yield
     finally:

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardproof.harness.simulation.process import without_groups
+from shardproof.harness.tensors import private
 
 #: The most ranks of a world that have been simulated. Lists of all ranks make larger ones slow.
 MOST_RANKS = 65_536
@@ -92,8 +92,9 @@ def simulated_world(size: int, *, rank: int = 0, device_type: str = "cpu") -> It
         ValueError: there is no such rank or device; the message is one line.
     """
     check_world(size, rank, device_type)
+    private.need("torch.testing._internal.distributed.fake_pg")  # registers the backend
     with without_groups():
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+        dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=size)
         yield SimulatedWorld(size, rank, torch.device(device_type))
 
 

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 #: The limit on garbage collections in a row. A graph needs one per layer and a last one that finds nothing; the deepest
 #: model of the cases needs far fewer than this.
@@ -197,6 +195,7 @@ def _storages(device: torch.device) -> dict[int, int]:
 
 def _has_storage(tensor: torch.Tensor) -> bool:
     # A wrapper such as DTensor has no memory of its own; the census finds its inner tensor separately.
-    # The compiler's fake tensors have no memory either, and its functional tensors wrap fake ones.
-    is_plain = not isinstance(tensor, FakeTensor) and not is_traceable_wrapper_subclass(tensor)
-    return tensor.layout is torch.strided and is_plain
+    if tensor.layout is not torch.strided or hasattr(tensor, "__tensor_flatten__"):
+        return False
+    # The compiler's fake tensors have no memory either, whatever device they claim.
+    return tensor.untyped_storage().device == tensor.device

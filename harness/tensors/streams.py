@@ -8,6 +8,8 @@ import time
 
 import torch
 
+from shardproof.harness.tensors import private
+
 #: The kernels that the clock is measured with, and the cycles of each: about half a millisecond.
 _KERNELS = 20
 _CYCLES = 1_000_000
@@ -22,7 +24,7 @@ def occupy(milliseconds: float, *, device_type: str) -> None:
     """
     if device_type == "cuda":
         # ``_sleep`` takes cycles of the SM clock and returns at once: it occupies the stream and not the host.
-        torch.cuda._sleep(int(milliseconds * _cycles_per_millisecond()))
+        private.need("torch.cuda._sleep")(int(milliseconds * _cycles_per_millisecond()))
     else:
         time.sleep(milliseconds / 1000)
 
@@ -38,7 +40,7 @@ def _cycles_per_millisecond() -> float:
     events = [torch.cuda.Event(enable_timing=True) for _ in range(_KERNELS + 1)]
     events[0].record()
     for event in events[1:]:
-        torch.cuda._sleep(_CYCLES)
+        private.need("torch.cuda._sleep")(_CYCLES)
         event.record()
     events[-1].synchronize()
     shortest = min(float(before.elapsed_time(after)) for before, after in itertools.pairwise(events))

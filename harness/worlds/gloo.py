@@ -16,14 +16,19 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import os
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
-_Gloo: Any = dist.ProcessGroupGloo  # whose options have no type stubs
+from shardproof.harness.tensors import private
+
+_GLOO = "torch.distributed.distributed_c10d.ProcessGroupGloo"
+
+_Gloo: Any = private.take(_GLOO)  # whose options have no type stubs
 
 #: The environment variable with network interfaces, separated by commas. Without it gloo takes that of the host's name.
 _INTERFACES = "GLOO_SOCKET_IFNAME"
@@ -61,35 +66,53 @@ class _AnyGloo(type(_Gloo)):  # type: ignore[misc]
 
 
 class _Mended(_Gloo, metaclass=_AnyGloo):  # type: ignore[misc]
-    """A gloo group made as torch makes it, except for the number of threads and their policy."""
+    """A gloo group made as torch makes it, except for the number of threads and their policy.
 
-    def __init__(
-        self,
-        store: Any,
-        rank: int,
-        size: int,
-        timeout: datetime.timedelta = distributed_c10d.default_pg_timeout,
-        **more: Any,
-    ) -> None:
-        options = _Gloo._Options()
-        interfaces = os.environ.get(_INTERFACES, "")
-        options._timeout = timeout
-        options._threads = 1
-        for name, value in more.items():  # since torch 2.14 `enable_reconfigure`, which is an option too
-            setattr(options, name, value)
-        with _threads_that_do_not_preempt():
-            options._devices = (
-                [_Gloo.create_device(interface=name) for name in interfaces.split(",")]
-                if interfaces
-                else [_Gloo.create_default_device()]
-            )
-            super().__init__(store, rank, size, options)
+    Where torch's class does not take what that needs, it is torch's own group.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, *given: Any, **named: Any) -> None:
+        with _threads_that_do_not_preempt():  # devices start threads too
+            try:
+                super().__init__(store, rank, size, _options(*given, **named))
+            except (AttributeError, TypeError) as error:
+                _warn_once(str(error))
+                super().__init__(store, rank, size, *given, **named)
+
+
+def _options(timeout: datetime.timedelta = dist.default_pg_timeout, **more: Any) -> Any:
+    """Return the options of a mended group.
+
+    Raises:
+        AttributeError: torch's options lack one of them.
+        TypeError: torch makes gloo groups from other arguments.
+    """
+    options = _Gloo._Options()
+    for name in ("_timeout", "_threads", "_devices", *more):
+        getattr(options, name)  # of a class in Python, any could be set
+    options._timeout = timeout
+    options._threads = 1
+    for name, value in more.items():  # since torch 2.14 `enable_reconfigure`, which is an option too
+        setattr(options, name, value)
+    interfaces = os.environ.get(_INTERFACES, "")
+    options._devices = (
+        [_Gloo.create_device(interface=name) for name in interfaces.split(",")]
+        if interfaces
+        else [_Gloo.create_default_device()]
+    )
+    return options
+
+
+@functools.cache
+def _warn_once(why: str) -> None:
+    warnings.warn(f"gloo groups are torch's own, which may crash (F-270) or be slow (F-271): {why}", stacklevel=2)
 
 
 def mend_groups() -> None:
     """Give every gloo group that ``torch.distributed`` makes in this process from now on one worker thread.
 
-    The threads of these groups do not interrupt others.
+    The threads of these groups do not interrupt others. Where torch lacks a name that this needs, nothing changes.
     """
-    # torch takes no options for gloo: `pg_options` is ignored.
-    distributed_c10d.ProcessGroupGloo = _Mended  # type: ignore[misc]
+    if "gloo" not in private.mends():
+        # torch takes no options for gloo: `pg_options` is ignored.
+        private.put(_GLOO, _Mended)

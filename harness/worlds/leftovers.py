@@ -12,21 +12,20 @@ import threading
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives as functional_collectives
 import torch.distributed.tensor
 import torch.nn.parallel.distributed
 import torch.utils.checkpoint
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from shardproof.harness.tensors import memory
+from shardproof.harness.tensors import memory, private
 
 _MODULE_HOOKS = (
-    "_global_forward_hooks",
-    "_global_forward_pre_hooks",
-    "_global_backward_hooks",
-    "_global_backward_pre_hooks",
-    "_global_parameter_registration_hooks",
+    "torch.nn.modules.module._global_forward_hooks",
+    "torch.nn.modules.module._global_forward_pre_hooks",
+    "torch.nn.modules.module._global_backward_hooks",
+    "torch.nn.modules.module._global_backward_pre_hooks",
+    "torch.nn.modules.module._global_parameter_registration_hooks",
 )
+_DISPATCH_MODES = "torch.utils._python_dispatch._get_current_dispatch_mode_stack"
 
 #: Entries of the picture that may change when an implementation is first used in a process, because it may then set up
 #: state that it keeps. If one does, the case runs once more there, where a change counts as a leak.
@@ -66,9 +65,9 @@ _NAMESPACES = (
     torch.distributed.distributed_c10d,
     torch.distributed.ProcessGroup,
     torch.distributed.device_mesh.DeviceMesh,
-    functional_collectives,
     torch.distributed.tensor,
     torch.distributed.tensor.DTensor,
+    *filter(None, [private.find("torch.distributed._functional_collectives")]),
 )
 
 #: Names that torch rebinds by itself: ``Storage`` follows the default dtype, which the picture has.
@@ -102,15 +101,17 @@ def picture(device: torch.device, *, groups: int, directory: str) -> dict[str, A
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "deterministic cuDNN": torch.backends.cudnn.deterministic,
         "float32 matrix products": torch.get_float32_matmul_precision(),
-        "dispatch modes": len(_get_current_dispatch_mode_stack()),
         "process groups": groups,
         "working directory": os.getcwd(),
         "environment": {name: value for name, value in os.environ.items() if name not in _COMPILER_VARIABLES},
         "threads": _threads(),
         "open files": [path for path in _open_files() if not path.startswith(f"{directory}/")],
     }
-    for name in _MODULE_HOOKS:
-        state[f"modules' {name.strip('_').replace('_', ' ')}"] = len(getattr(torch.nn.modules.module, name))
+    if (modes := private.find(_DISPATCH_MODES)) is not None:
+        state["dispatch modes"] = len(modes())
+    for path in _MODULE_HOOKS:
+        if (hooks := private.find(path)) is not None:
+            state[f"modules' {path.rpartition('.')[2].strip('_').replace('_', ' ')}"] = len(hooks)
     state["modules"] = memory.module_names()
     if device.type == "cuda":
         state["device memory"] = memory.tensor_bytes(device)

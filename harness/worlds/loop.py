@@ -33,7 +33,7 @@ from shardproof.harness.findings.verdict import Verdict
 from shardproof.harness.parity.exchange import Exchange
 from shardproof.harness.parity.rank import NotShared, Rank, Seeds
 from shardproof.harness.parity.rank_state import RankState
-from shardproof.harness.tensors import memory
+from shardproof.harness.tensors import memory, private
 from shardproof.harness.worlds import casefile, gloo, leftovers, meeting, torchrun
 from shardproof.harness.worlds.jobs import BOARD, DUMPED, Job, RankSpec, Result, RollCall
 
@@ -138,7 +138,7 @@ def _start(spec: RankSpec) -> RankState:
     # Compiled code of this world alone: a rank that is killed while it writes to a cache leaves half a file or a lock,
     # and what one torch has compiled another one may load.
     os.environ.update({name: f"{spec.directory}/compiled/{folder}" for name, folder in _COMPILE_CACHES.items()})
-    torch._C._distributed_c10d.set_debug_level_from_env()
+    dist.set_debug_level_from_env()
     torch.set_num_threads(1)
     device = torch.device("cpu") if key.device == "cpu" else torch.device(key.device, spec.device_index)
     if device.type != "cpu":
@@ -212,10 +212,10 @@ def run_job(state: RankState, job: Job, patches: leftovers.Patches) -> Result:
             simulates=job.simulates,
         )
         _seed(job.init_seed)
-        if job.simulates and (reason := rank.why_not_simulated()) is not None:
-            result.verdict, result.text = Verdict.UNSUPPORTED, f"it cannot be simulated: {reason}"
-        else:
-            with _outcome(result), _threads_watched():
+        with _outcome(result), _threads_watched():
+            if job.simulates and (reason := rank.why_not_simulated()) is not None:
+                result.verdict, result.text = Verdict.UNSUPPORTED, f"it cannot be simulated: {reason}"
+            else:
                 function(rank, **parameters)
         if job.captures:
             result.explanation = _explanation(rank, result)
@@ -261,7 +261,8 @@ def _finish(rank: Rank, result: Result) -> None:
         if result.verdict == Verdict.PASS:
             raise
         line = f"a teardown raised {type(error).__name__}"
-        result.text = f"{result.text.rstrip()}\nafterwards {line}"
+        if not Verdict(result.verdict).is_skip:
+            result.text = f"{result.text.rstrip()}\nafterwards {line}"
         # Even if all ranks agree on the failure, they can run no further case.
         result.left_behind.append(line)
 
@@ -327,6 +328,9 @@ def _outcome(result: Result) -> Iterator[None]:
         if isinstance(error, Divergence):
             result.agreed = True
             result.location = error.location
+        if complaint := private.complaint_of(error):
+            # The case is not to blame, nor the implementation.
+            result.verdict, result.text = Verdict.UNMET, complaint
         if isinstance(error, pytest.skip.Exception):
             result.text = bounded(f"a case must not skip by itself: use @needs ({error})", MOST_OF_A_RANK)
 

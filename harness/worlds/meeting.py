@@ -12,7 +12,7 @@ from shardproof.harness.worlds import sockets, store
 from shardproof.harness.worlds.jobs import Meeting, RankSpec
 
 if TYPE_CHECKING:
-    from torch.distributed.distributed_c10d import Store
+    from torch.distributed import Store
 
 
 def store_of(meeting: Meeting) -> Store:

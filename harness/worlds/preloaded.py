@@ -6,19 +6,24 @@ because the objects of the process that does are no longer seen by its garbage c
 
 from __future__ import annotations
 
+import contextlib
 import gc
 
-# torch._dynamo: the first optimizer step would otherwise import it, which takes half a second in every rank.
-import torch._dynamo
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp
 import torch.distributed.tensor  # noqa: F401
 
 # The implementations that every installation has, and the baselines: each fresh rank would import their 45 modules.
-import shardproof.harness.adapters.reference
-import shardproof.harness.adapters.reference_flat
 import shardproof.harness.adapters.replicas
 import shardproof.harness.worlds.loop  # noqa: F401
+from shardproof.harness.adapters import registry
+from shardproof.harness.tensors import private
+
+# The first optimizer step would otherwise import it, which takes half a second in every rank.
+private.find("torch._dynamo")
+for _name in ("reference", "reference.flat"):
+    with contextlib.suppress(ValueError):  # one that does not import has no rank
+        registry.load(_name)
 
 # A collection writes to each of the 300,000 objects that the imports made. In a rank, which shares their memory with
 # the forkserver until then, that copies 70 MB and takes a quarter of a second.

@@ -11,7 +11,7 @@ from shardproof.harness.worlds import sockets
 from shardproof.harness.worlds.torchrun import Place
 
 if TYPE_CHECKING:
-    from torch.distributed.distributed_c10d import Store
+    from torch.distributed import Store
 
 #: Time in which the controller announces itself: it reads its options first, which imports an implementation's package.
 _TIMEOUT = datetime.timedelta(seconds=300)
@@ -66,14 +66,14 @@ def of_world(master: str, port: int, prefix: str) -> Store:
         port: its port.
         prefix: the prefix of the world's keys.
     """
-    from torch._C._distributed_c10d import PrefixStore, TCPStore
+    from torch.distributed import PrefixStore, TCPStore
 
     return PrefixStore(prefix, TCPStore(master, port, is_master=False, timeout=_TIMEOUT))
 
 
 def _job(place: Place) -> Store:
     """Join the job's store as torch itself does, which also starts it where no torchrun has."""
-    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
     store, _, _ = next(iter(rendezvous("env://", timeout=_TIMEOUT)))
