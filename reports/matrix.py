@@ -72,7 +72,8 @@ def _heading(env: Environment) -> list[str]:
     facts += [f"{count} x {name}" for name, count in accelerators.items()]
     when = [env.started] if env.started else []
     when += [f"{env.seconds:.1f} s"] if env.seconds else []
-    return [printable(", ".join(line)) for line in (facts, when) if line]
+    lines = [", ".join(line) for line in (facts, when) if line]
+    return [printable(line) for line in [*lines, *(f"{part}: {what}" for part, what in env.mends.items())]]
 
 
 def _effort(run: Run) -> list[str]:

@@ -1,7 +1,7 @@
 """Run files: the environment of a run, and a record for each case and implementation."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,7 @@ class Environment:
         command: the command line.
         implementations: the implementations by name, in the order of the command.
         numerics: the constants of the comparison.
+        mends: what was left out because torch lacks a private name, and why.
 
     A field that the writer left out is empty, zero or None.
     """
@@ -108,6 +109,7 @@ class Environment:
     command: tuple[str, ...]
     implementations: Mapping[str, Implementation]
     numerics: Mapping[str, Any]
+    mends: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, data: object, where: str) -> "Environment":
@@ -135,6 +137,7 @@ class Environment:
             command=fields.items("command", text),
             implementations=fields.mapping("implementations", Implementation.parse),
             numerics=fields.optional("numerics", {}),
+            mends=fields.optional("mends", {}),
         )
 
 

@@ -13,7 +13,7 @@ usage: shardproof COMMAND ...
 
 shardproof trains small models under implementations of sharded data parallelism and under
 DistributedDataParallel, compares every stage of each step, and writes a run file. The commands
-other than run, plan and implementations read run files; they need neither torch nor a GPU.
+other than run, plan, implementations and torch-names read run files; they need neither torch nor a GPU.
 
 commands:
   run      run the packaged suites with pytest; takes pytest's arguments and shardproof's options
@@ -26,6 +26,8 @@ commands:
   plan     simulate a step of your own model: what a rank holds and sends, at any number of ranks
   implementations
            list what --impl can name, its version, and where it runs or why not
+  torch-names
+           list the private names of torch that shardproof uses and the installed torch lacks
 
 A first run, its matrix, why a case fails, and whether a change made anything worse:
 
@@ -39,9 +41,9 @@ world and verdict, are in the glossary of CONTRIBUTING.md; README.md names the o
 """
 
 #: The commands that do more than read files, with the packages that they import first.
-NEEDS = {"run": ("torch", "pytest"), "plan": ("torch",), "implementations": ("torch",)}
+NEEDS = {"run": ("torch", "pytest"), "plan": ("torch",), "implementations": ("torch",), "torch-names": ("torch",)}
 
-COMMANDS = "run, report, page, gate, expectations, merge, plan or implementations"
+COMMANDS = "run, report, page, gate, expectations, merge, plan, implementations or torch-names"
 
 BAD_USAGE = 2
 
@@ -101,6 +103,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from shardproof.implementations import implementations
 
         return implementations(given[1:])
+    if command == "torch-names":
+        from shardproof.torch_names import torch_names
+
+        return torch_names(given[1:])
     print(f"shardproof: {command!r} is not a command; use {COMMANDS}" if command else USAGE, file=sys.stderr)
     return BAD_USAGE
 

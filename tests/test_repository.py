@@ -57,7 +57,16 @@ def packages_with(folder, imports):
     for package in (*packages, "shardproof/reports", "shardproof/reports/page", "shardproof/suites"):
         (folder / package).mkdir()
         (folder / package / "__init__.py").touch()
-    for module in ("__main__", "implementations", "plan", "plugin", "reports/page_command", "run", "testing"):
+    for module in (
+        "__main__",
+        "implementations",
+        "plan",
+        "plugin",
+        "reports/page_command",
+        "run",
+        "testing",
+        "torch_names",
+    ):
         (folder / f"shardproof/{module}.py").touch()
     for i, (package, imported) in enumerate(imports):
         (folder / package / f"module_{i}.py").write_text(f"import {imported}\n")
@@ -80,7 +89,7 @@ UPWARD = [
     ("adapters", "models"),
     ("adapters", "collectives"),
     ("adapters", "findings"),
-    ("findings", "tensors"),
+    ("findings", "adapters"),
     ("tensors", "adapters"),
 ]
 
@@ -145,6 +154,7 @@ def test_each_allowed_arrow_is_let_through(tmp_path):
         (f"{rooms}/worlds", "shardproof.harness.parity"),
         (f"{rooms}/parity", "shardproof.harness.models"),
         (f"{rooms}/models", "shardproof.harness.adapters"),
+        (f"{rooms}/adapters", "shardproof.harness.tensors"),
         (f"{rooms}/collectives", "shardproof.harness.findings"),
         (f"{rooms}/tensors", "torch"),
         ("shardproof/suites", "torch"),

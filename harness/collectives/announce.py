@@ -44,6 +44,8 @@ _METHODS = {
     "broadcast": "broadcast",
     "reduce": "reduce",
     "gather": "gather",
+    "gather_single": "gather",
+    "gather_into_tensor": "gather",
     "scatter": "scatter",
     "alltoall": "all_to_all",
     "alltoall_base": "all_to_all",

@@ -47,6 +47,7 @@ _KINDS = {
     "broadcast": "broadcast",
     "reduce_": "reduce",
     "gather_": "gather",
+    "gather_into_tensor_": "gather",
     "scatter_": "scatter",
     "alltoall_": "all_to_all",
     "alltoall_base_": "all_to_all",
@@ -57,19 +58,39 @@ _KINDS = {
     "recv_": "recv",
     "recv_any_source_": "recv",
     "irecv": "recv",
+    "batch_p2p_ops": "send",  # sends and receives, issued together
     "barrier": "barrier",
+    "monitored_barrier_": "barrier",
 }
+#: Operators in the same namespaces that are no collectives.
+_NO_COLLECTIVES = frozenset(
+    {"wait_tensor", "wait_tensors", "_wrap_tensor_autograd", "check_for_nan", "mesh_get_process_group"}
+)
 
 #: The kinds of collectives that a Recorder sees. A barrier has no tensors, so it reaches no dispatch mode.
 KINDS = tuple(dict.fromkeys(kind for kind in _KINDS.values() if kind != "barrier"))
 
-_NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
+_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
+
+
+class UnknownCollective(RuntimeError):
+    """An operator of torch's collectives that no list here has. Its text explains itself."""
 
 
 def kind_of(operator: str) -> str | None:
-    """Return the kind of collective that an operator issues, by its full name; None if it is no collective."""
+    """Return the kind of collective that an operator issues, by its full name; None if it is no collective.
+
+    Raises:
+        UnknownCollective: the operator is in a namespace of collectives, and nobody has said what it is.
+    """
     namespace, _, name = operator.partition("::")
-    return _KINDS.get(name) if namespace in _NAMESPACES else None
+    if namespace not in _NAMESPACES:
+        return None
+    kind = _KINDS.get(name)
+    if kind is None and name not in _NO_COLLECTIVES:
+        # Uncounted, it would let an implementation send what it must not.
+        raise UnknownCollective(f"{operator} is neither a known collective nor known to be none")
+    return kind
 
 
 class Recorder(TorchDispatchMode):

@@ -6,4 +6,5 @@ Every other room may import from here; this room imports nothing of the harness.
 - ``memory``: the bytes of all live tensors, and the classes of all live modules.
 - ``host``: copies of results on the host.
 - ``streams``: work that occupies a stream.
+- ``private``: the private names of torch, with what happens where torch lacks one.
 """

@@ -26,6 +26,7 @@ from shardproof.harness.adapters import registry
 from shardproof.harness.adapters.base import Adapter
 from shardproof.harness.collectives.announce import Announcer
 from shardproof.harness.collectives.board import Board
+from shardproof.harness.collectives.recorder import UnknownCollective
 from shardproof.harness.findings.explanation import Explanation
 from shardproof.harness.findings.finding import Divergence, ProtocolError
 from shardproof.harness.findings.texts import MOST_OF_A_RANK, bounded
@@ -323,7 +324,7 @@ def _outcome(result: Result) -> Iterator[None]:
             return
         # Bounded here: a text of any size would be pickled, sent and held by the controller.
         result.verdict, result.text = Verdict.FAIL, bounded(_describe(error), MOST_OF_A_RANK)
-        if isinstance(error, NotShared):
+        if isinstance(error, (NotShared, UnknownCollective)):
             result.verdict = Verdict.HARNESS_ERROR
         if isinstance(error, Divergence):
             result.agreed = True
@@ -355,7 +356,7 @@ def _threads_watched() -> Iterator[None]:
 
 
 def _describe(error: BaseException) -> str:
-    if isinstance(error, (Divergence, NotShared, ProtocolError)):
+    if isinstance(error, (Divergence, NotShared, ProtocolError, UnknownCollective)):
         return str(error)
     # Skip the frames of this file, which carry no information about the case.
     frames = error.__traceback__

@@ -1,0 +1,59 @@
+"""The command ``shardproof torch-names``: which private names the installed torch lacks, and what that stops."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from types import ModuleType
+
+from shardproof.reports import helptext
+
+MISSING = 1
+
+#: The files that list private names of torch; they have one interface.
+_TABLES = {"the harness": "shardproof.harness.tensors.private", "the reference": "fsdp_impl.common.private"}
+
+_EPILOG = """\
+exit codes: 0 torch has every name; 1 it lacks one; 2 an argument is not valid"""
+
+
+def torch_names(arguments: Sequence[str]) -> int:
+    """Print the private names of torch that the harness or the reference use and the installed torch lacks.
+
+    Args:
+        arguments: the arguments after the name of the command; there are none but ``--help``.
+
+    Returns:
+        The exit code: 0 if no name is missing, otherwise 1.
+
+    Raises:
+        SystemExit: from argparse, with code 2 for unknown arguments and 0 for ``--help``.
+    """
+    helptext.parser(
+        "shardproof torch-names",
+        description="Look for the private names of torch that shardproof uses, and print those that the installed "
+        "torch lacks: what each is for, and what happens without it. A name that is missing stops no run.",
+        epilog=_EPILOG,
+    ).parse_args(arguments)
+    import torch
+
+    lacks = False
+    for user, path in _TABLES.items():
+        table = _imported(path)
+        if table is None:
+            print(f"{user} does not import: {path}")
+            lacks = True
+            continue
+        missing = table.missing()
+        lacks = lacks or bool(missing)
+        print(f"torch {torch.__version__} lacks {len(missing)} of {len(table.NAMES)} private names that {user} uses")
+        for name in missing:
+            print(f"  {name.path}\n    for {name.purpose}; without it: {name.without}")
+    return MISSING if lacks else 0
+
+
+def _imported(path: str) -> ModuleType | None:
+    try:
+        return importlib.import_module(path)
+    except Exception:  # a torch that lacks a name may raise anything here
+        return None
