@@ -191,7 +191,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--sequence", type=_positive, metavar="N", help="tokens of a sequence (default: the shape's, or 2048)")
     add("--dtype", choices=dtypes, default="float32", help="of parameters, shards and optimizer (default: float32)")
     add("--param-dtype", choices=dtypes, help="in which parameters are gathered and computed with (default: --dtype)")
-    add("--reduce-dtype", choices=dtypes, help="in which gradients are reduced (default: --param-dtype)")
+    add("--reduce-dtype", choices=dtypes, help="in which gradients are reduced (default: the implementation's)")
     add("--optimizer", choices=("adamw", "sgd", "momentum"), default="adamw", help="AdamW, SGD, or SGD with momentum "
         "(default: adamw)")  # fmt: skip
     add("--reshard-after-forward", type=_reshard, metavar="yes|no|N", help="whether units are freed after forward, or "

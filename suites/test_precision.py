@@ -19,6 +19,7 @@ from shardproof.harness.models import mixed, shapes
 from shardproof.harness.models.parallel import Factors, split_factors
 from shardproof.harness.parity import (
     Rank,
+    Run,
     check_evaluation,
     check_statistics,
     exact_difference,
@@ -61,8 +62,7 @@ def test_training(rank: Rank, policy: str, reshard_after_forward: bool | int | N
     run, replica = both(rank, model, precision=precision, reshard_after_forward=reshard_after_forward)
     train(rank, run, replica)
     assert_seen(model.low.seen, precision)
-    compute = precision.compute or FULL
-    assert_collectives(run, gathers={compute}, reduces={precision.reduce or compute})
+    assert_dtypes(run, precision)
 
 
 @contract("PRECISION-1", "PRECISION-5")
@@ -147,7 +147,8 @@ def test_gradients_in_full_precision(rank: Rank, policy: str, reshard_after_forw
         before = len(run.trace)
         train(rank, run, replica, first=step, steps=1)
         found = {item.dtype for item in run.trace[before:] if item.kind == "reduce_scatter"}
-        expected = "float32" if step % 2 else "bfloat16"
+        used = Precision() if step % 2 else precision
+        expected = str(used.reduce_dtype(FULL, run.adapter.traits)).removeprefix("torch.")
         assert found == {expected}, f"{step_label(step)} reduces in {found}, not in {expected}"
 
 
@@ -201,8 +202,7 @@ def test_tensor_parallel_shards(rank: Rank, policy: str) -> None:
     prepare = functools.partial(mixed.split_columns, mesh=mesh["tp"])
     run, replica = both(rank, mixed.Mixed(), precision=precision, mesh=mesh["dp"], prepare=prepare)
     train(rank, run, replica)
-    compute = precision.compute or FULL
-    assert_collectives(run, gathers={compute}, reduces={precision.reduce or compute})
+    assert_dtypes(run, precision)
 
 
 @contract("PRECISION-9")
@@ -276,8 +276,7 @@ def test_replicas(rank: Rank, policy: str) -> None:
     mesh = rank.mesh((2, 2), ("replicate", "shard"))
     run, replica = both(rank, mixed.Mixed(), precision=precision, mesh=mesh)
     train(rank, run, replica)
-    compute = precision.compute or FULL
-    assert_collectives(run, gathers={compute}, reduces={precision.reduce or compute})
+    assert_dtypes(run, precision)
 
 
 @contract("PRECISION-3")
@@ -408,10 +407,7 @@ def test_policies_of_units(rank: Rank, root: str, low: str, high: str) -> None:
     policies = {"low": POLICIES[low], "high": POLICIES[high]}
     run, replica = both(rank, mixed.Mixed(), precision=POLICIES[root], unit_precision=policies)
     train(rank, run, replica)
-    used = [POLICIES[name] for name in (root, low, high)]
-    computes = [one.compute or FULL for one in used]
-    reduces = {one.reduce or compute for one, compute in zip(used, computes, strict=True)}
-    assert_collectives(run, gathers=set(computes), reduces=reduces)
+    assert_dtypes(run, *(POLICIES[name] for name in (root, low, high)))
 
 
 @contract("PRECISION-6")
@@ -512,7 +508,7 @@ def test_thawed_unit(rank: Rank, policy: str) -> None:
         for name in ("low.weight", "low.shift"):
             parameters[name].requires_grad_(True)
     train(rank, run, replica, first=1)
-    assert_collectives(run, gathers={precision.compute or FULL}, reduces={precision.reduce or FULL})
+    assert_dtypes(run, precision)
 
 
 @contract("PRECISION-10")
@@ -589,6 +585,12 @@ def average(rank: Rank, shape: tuple[int, int] | None) -> None:
     # Integers count and agree; they are no gradients.
     other = [str(item) for item in run.trace if item.dtype != "float16" and not item.dtype.startswith("int")]
     assert not other, f"the parameters are of float16, these collectives are not: {other}"
+
+
+def assert_dtypes(run: Run, *policies: Precision) -> None:
+    """Check the dtypes of all collectives of a run of float32 parameters whose units have these policies."""
+    reduces = {one.reduce_dtype(FULL, run.adapter.traits) for one in policies}
+    assert_collectives(run, gathers={one.compute or FULL for one in policies}, reduces=reduces)
 
 
 def assert_seen(seen: list[mixed.Seen], precision: Precision) -> None:

@@ -101,16 +101,18 @@ def test_gathers_and_reductions(rank: Rank, precision: Precision, reshard_after_
             trace = steps(one)
             share = shares(one, rank, size)
             one.close()
-        gathered = {name: size * numel * (precision.compute or torch.float32).itemsize for name, numel in share.items()}
-        reduced = {name: size * numel * (precision.reduce or torch.float32).itemsize for name, numel in share.items()}
+        compute = precision.compute or torch.float32
+        reduce = precision.reduce_dtype(torch.float32, rank.implementation.traits)
+        gathered = {name: size * numel * compute.itemsize for name, numel in share.items()}
+        reduced = {name: size * numel * reduce.itemsize for name, numel in share.items()}
         *layers, root = gathered
         check_bytes(of(trace, "forward", "all_gather"), [gathered[name] for name in (root, *layers)], "forward gathers")
         again = {None: layers[::-1], False: []}.get(reshard_after_forward, [root, *layers[::-1]])
         check_bytes(of(trace, "backward", "all_gather"), [gathered[name] for name in again], "backward gathers")
         check_reduced(of(trace, "backward", *REDUCED), [reduced[name] for name in layers[::-1]], reduced[root])
         for item in trace:
-            dtype = precision.compute if item.kind == "all_gather" else precision.reduce
-            assert item.dtype == str(dtype or torch.float32).removeprefix("torch."), f"rank {index}: dtype of [{item}]"
+            dtype = compute if item.kind == "all_gather" else reduce
+            assert item.dtype == str(dtype).removeprefix("torch."), f"rank {index}: dtype of [{item}]"
             assert item.group == tuple(range(size)), f"rank {index}: [{item.kind}] is among {len(item.group)} ranks"
         assert {item.phase for item in trace} <= {"forward", "backward"}
 
@@ -353,7 +355,10 @@ def test_units_held_at_a_time(rank: Rank) -> None:
 @needs(Capability.SHARDED, Capability.HYBRID)
 @pytest.mark.parametrize(
     "precision",
-    [Precision(), pytest.param(Precision(compute=torch.bfloat16), marks=needs(Capability.MIXED_PRECISION))],
+    [
+        Precision(),
+        pytest.param(Precision(compute=torch.bfloat16, reduce=torch.bfloat16), marks=needs(Capability.MIXED_PRECISION)),
+    ],
     ids=["float32", "bfloat16"],
 )
 def test_units_held_beside_replicas(rank: Rank, precision: Precision) -> None:

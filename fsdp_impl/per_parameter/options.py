@@ -26,7 +26,9 @@ class MixedPrecisionPolicy:
         param_dtype: dtype of unsharded parameters, hence of the gather and of compute. Sharded parameters, and so the
             optimizer, keep their own dtype.
         reduce_dtype: dtype in which gradients are reduced, and accumulated while they are not reduced. ``None`` means
-            the dtype of compute.
+            that of the sharded parameters, hence of their gradients, whatever ``param_dtype`` is: the rule of torch
+            since 2.15, here with every torch. A gradient is rounded once on its way, to this dtype: what autograd
+            computes in a wider one than ``param_dtype`` is not rounded to that first, and is added to sums as it is.
         output_dtype: dtype to which floating-point outputs of forward are cast.
         cast_forward_inputs: whether floating-point inputs of forward are cast to ``param_dtype``.
     """

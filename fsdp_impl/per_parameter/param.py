@@ -247,8 +247,10 @@ class ShardedParam:
         # A cast between two microbatches makes it anew; what the first has left here is still to be reduced.
         grad = None if self.unsharded is None else self.unsharded.grad
         self.unsharded = nn.Parameter(data, requires_grad=self._requires_grad)
+        # Any: autograd would round what it has computed in a wider dtype, and the reduction has one of its own.
+        self.unsharded.grad_dtype = None
         if grad is not None:
-            self.unsharded.grad = grad.to(data.dtype)
+            self.unsharded.grad = grad.to(torch.promote_types(grad.dtype, data.dtype))
 
     def register(self, param: nn.Parameter) -> None:
         """Make ``param`` what the owners hold."""

@@ -31,7 +31,7 @@ def accumulate(group: ParamGroup) -> None:
         RuntimeError: if they have a graph.
     """
     for param in group.shards.params:
-        _accumulate_one(param, group.precision.reduce_dtype)
+        _accumulate_one(param, _reduce_dtype(group, param))
 
 
 @modes.without_grad
@@ -44,7 +44,7 @@ def take(group: ParamGroup) -> tuple[list[ShardedParam], list[torch.Tensor]]:
     params: list[ShardedParam] = []
     grads: list[torch.Tensor] = []
     for param in group.shards.params:
-        grad = _take_one(param, group.precision.reduce_dtype)
+        grad = _take_one(param, _reduce_dtype(group, param))
         if grad is None and group.options.reduce_unused and param.sharded.requires_grad:
             grad = zero_grad(param, group.device)
         if grad is not None:
@@ -61,26 +61,40 @@ def drop(group: ParamGroup) -> None:
             param.unsharded.grad = None
 
 
-def _accumulate_one(param: ShardedParam, dtype: torch.dtype | None) -> None:
-    """Add the unsharded gradient, if there is one, to those of earlier backwards, in ``dtype`` if given."""
+def _reduce_dtype(group: ParamGroup, param: ShardedParam) -> torch.dtype:
+    """The dtype in which gradients of ``param`` are reduced, and in which they add up until then: the policy's, or that
+    of the sharded parameter, hence of its gradient.
+
+    Asked each time, not settled once: parameters may be cast, frozen and unfrozen in between.
+    """
+    return group.precision.reduce_dtype or param.dtype
+
+
+def _accumulate_one(param: ShardedParam, dtype: torch.dtype) -> None:
+    """Add the unsharded gradient, if there is one, to those of earlier backwards, in ``dtype``.
+
+    What is added is not rounded to ``dtype`` first: only the sum is.
+    """
     grad = None if param.unsharded is None else param.unsharded.grad
     if param.unsharded is None or grad is None:
         return
     modes.check_plain(grad, param.fqn)
     if param.accumulated is not None:
-        param.accumulated += grad
-    elif dtype is not None and dtype != grad.dtype:
+        # In the dtype of now: a cast of the parameter may have changed it.
+        param.accumulated = param.accumulated.to(dtype).add_(grad)
+    elif dtype != grad.dtype:
         param.accumulated = grad.to(dtype)
     else:
         return  # it stays where it is, and autograd adds to it
     param.unsharded.grad = None
 
 
-def _take_one(param: ShardedParam, dtype: torch.dtype | None) -> torch.Tensor | None:
+def _take_one(param: ShardedParam, dtype: torch.dtype) -> torch.Tensor | None:
     """Take the gradient of all backwards since the last reduction, ``None`` if there is none.
 
-    A plain tensor of ``size``: a tensor-parallel gradient that is a pending sum over its mesh is summed here, in
-    the reduce dtype ``dtype`` if given. A sum in the dtype of compute would lose what the reduce dtype is for.
+    A plain tensor of ``size``, in the dtype that it has until it is copied in. A tensor-parallel gradient that is a
+    pending sum over its mesh is summed here, in the reduce dtype ``dtype``: a sum in the dtype of compute would lose
+    what the reduce dtype is for.
     """
     if param.accumulated is not None:
         _accumulate_one(param, dtype)
@@ -98,7 +112,7 @@ def zero_grad(param: ShardedParam, device: torch.device) -> torch.Tensor:
     return torch.zeros(param.size, dtype=param.compute_dtype, device=device)
 
 
-def _local_grad(param: ShardedParam, grad: torch.Tensor, spec: DTensorSpec, dtype: torch.dtype | None) -> torch.Tensor:
+def _local_grad(param: ShardedParam, grad: torch.Tensor, spec: DTensorSpec, dtype: torch.dtype) -> torch.Tensor:
     assert isinstance(grad, DTensor), f"{param.fqn} is a DTensor but its gradient is a {type(grad)}"
     # What is pending over data-parallel dimensions is summed by the reduction.
     wanted = tuple(
@@ -106,7 +120,7 @@ def _local_grad(param: ShardedParam, grad: torch.Tensor, spec: DTensorSpec, dtyp
         for index, placement in enumerate(spec.placements)
     )
     if grad.placements != wanted:
-        if dtype is not None and any(isinstance(placement, Partial) for placement in grad.placements):
+        if any(isinstance(placement, Partial) for placement in grad.placements):
             grad = cast(DTensor, grad.to(dtype))
         grad = grad.redistribute(placements=wanted)
     local = dtensor.local_of(grad)
@@ -142,7 +156,7 @@ class Reducer:
         ``options.all_reduce_grads`` the shards are kept, and added to the next ones.
 
         Raises:
-            ValueError: if the gradients differ in dtype and there is no reduce dtype.
+            ValueError: if the parameters differ in dtype and the policy has no reduce dtype.
         """
         group, comm = self._group, self._group.comm
         completes_partial = self._partial is not None and group.options.all_reduce_grads
@@ -175,7 +189,7 @@ class Reducer:
 
     def _copy_in(self, params: Sequence[ShardedParam], grads: list[torch.Tensor]) -> tuple[torch.Tensor, Layout]:
         """In the memory of the current stream, on which autograd made the gradients that are copied in."""
-        layout = self._layout(params, _reduce_dtype(self._group, params, grads))
+        layout = self._layout(params, _common_dtype(self._group, params))
         contributions = self._allocate(layout.world * layout.numel, layout.dtype)
         _pack(params, grads, layout, contributions)
         grads.clear()
@@ -278,19 +292,15 @@ class Reducer:
         return torch.empty(numel, dtype=dtype, device=group.device)
 
 
-def _reduce_dtype(group: ParamGroup, params: Sequence[ShardedParam], grads: Sequence[torch.Tensor]) -> torch.dtype:
-    """The policy's reduce dtype, or the one that all ``grads`` have.
-
-    Asked at each reduction, not settled once: parameters may be cast, frozen and unfrozen in between.
+def _common_dtype(group: ParamGroup, params: Sequence[ShardedParam]) -> torch.dtype:
+    """The one dtype in which the gradients of ``params`` are reduced together.
 
     Raises:
-        ValueError: if the gradients differ in dtype and the policy has no reduce dtype.
+        ValueError: if there are several: the parameters differ in dtype and the policy has no reduce dtype.
     """
-    if group.precision.reduce_dtype is not None:
-        return group.precision.reduce_dtype
-    dtypes = {grad.dtype for grad in grads}
+    dtypes = {_reduce_dtype(group, param) for param in params}
     if len(dtypes) > 1:
-        found = {param.fqn: grad.dtype for param, grad in zip(params, grads, strict=True)}
+        found = {param.fqn: _reduce_dtype(group, param) for param in params}
         raise ValueError(f"FSDP reduces the gradients of a group together and expects one dtype, but got {found}")
     return dtypes.pop()
 
@@ -308,7 +318,8 @@ def _pack(
     if not filled:
         return
     if len({grad.dtype for grad in filled}) > 1:
-        # One parameter's gradient was accumulated in the reduce dtype, another's is new and in that of compute.
+        # One parameter's gradient was accumulated in the reduce dtype, another's is new and of the dtype that autograd
+        # computed it in.
         filled = [grad.to(layout.dtype) for grad in filled]
     torch._chunk_cat(filled, 0, layout.world, out=contributions.view(layout.world, -1))
 

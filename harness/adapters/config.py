@@ -12,6 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
+from shardproof.harness.adapters.traits import Traits
+
 Units = tuple[tuple[str, ...], ...]
 """The units of a model: each entry names the modules whose parameters are gathered by one collective."""
 
@@ -96,7 +98,10 @@ class Precision:
     """The dtype in which parameters are gathered and computed with; None is that of the parameters."""
 
     reduce: torch.dtype | None = None
-    """The dtype in which gradients are reduced, and added up before they are; None is that of compute."""
+    """The dtype in which gradients are reduced, and added up before they are; None is the implementation's default.
+
+    :meth:`reduce_dtype` is the dtype that this comes to.
+    """
 
     output: torch.dtype | None = None
     """The dtype to which floating-point tensors in the unit's output are cast; None leaves them.
@@ -121,6 +126,17 @@ class Precision:
 
     Needs :attr:`Capability.LOW_PRECISION_GRADIENTS`.
     """
+
+    def reduce_dtype(self, parameters: torch.dtype, traits: Traits) -> torch.dtype:
+        """Return the dtype in which an implementation reduces the gradients of a unit.
+
+        Args:
+            parameters: the dtype of the unit's parameters.
+            traits: those of the implementation, which have its default.
+        """
+        if self.reduce is not None:
+            return self.reduce
+        return parameters if traits.reduces_in == "parameters" else self.compute or parameters
 
 
 class OwnCollective(Protocol):

@@ -23,7 +23,13 @@ class ReferenceAdapter(DTensorAdapter):
 
     name = "reference"
     # Resharding to a smaller size makes its process groups once per mesh and reuses them.
-    traits = dataclasses.replace(DTensorAdapter.traits, process_groups="kept", simulates=True)
+    traits = dataclasses.replace(
+        DTensorAdapter.traits,
+        reduces_in="parameters",
+        keeps_computed_gradients=True,
+        process_groups="kept",
+        simulates=True,
+    )
     fully_shard = staticmethod(fsdp_impl.fully_shard)
     offload_policy = fsdp_impl.CPUOffloadPolicy
     precision_policy = fsdp_impl.MixedPrecisionPolicy

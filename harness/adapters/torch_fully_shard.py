@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 import torch.distributed.fsdp
+from packaging.version import Version
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -31,6 +33,17 @@ def missing_of(module: type) -> set[Capability]:
     return {one for one, method in _RECENT.items() if not hasattr(module, method)}
 
 
+def gradient_traits(version: str) -> dict[str, Any]:
+    """The traits about the dtypes of gradients, of units of ``fully_shard`` in this version of torch.
+
+    Args:
+        version: compared by its release: a nightly build of 2.15.0 has what 2.15.0 has.
+    """
+    if Version(version).release < (2, 15):
+        return {}
+    return {"reduces_in": "parameters", "keeps_computed_gradients": True, "rounds_microbatches": True}
+
+
 class TorchFullyShardAdapter(DTensorAdapter):
     """torch's per-parameter sharding with torch's clipping, which returns the norm as a DTensor.
 
@@ -39,7 +52,9 @@ class TorchFullyShardAdapter(DTensorAdapter):
 
     name = "torch.fully_shard"
     # Resharding to a smaller size makes a mesh with new process groups in every call of fully_shard.
-    traits = dataclasses.replace(DTensorAdapter.traits, process_groups="abandoned", simulates=True)
+    traits = dataclasses.replace(
+        DTensorAdapter.traits, process_groups="abandoned", simulates=True, **gradient_traits(torch.__version__)
+    )
     fully_shard = staticmethod(fully_shard)
     offload_policy = CPUOffloadPolicy
     precision_policy = MixedPrecisionPolicy

@@ -13,7 +13,7 @@ from shardproof.harness.adapters.base import Cut
 from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.dtensor import DTensorAdapter, full_norm
 from shardproof.harness.adapters.replicas import REPLICA
-from shardproof.harness.adapters.torch_fully_shard import missing_of
+from shardproof.harness.adapters.torch_fully_shard import gradient_traits, missing_of
 from shardproof.harness.tensors import private
 
 _REPLICATE = "torch.distributed._composable.replicate_with_fsdp.replicate"
@@ -57,7 +57,7 @@ class TorchReplicateWithFsdpAdapter(DTensorAdapter):
     """``replicate`` on each unit and the root. A control: it shards nothing."""
 
     name = "torch.replicate_with_fsdp"
-    traits = dataclasses.replace(REPLICA, simulates=True)
+    traits = dataclasses.replace(REPLICA, simulates=True, **gradient_traits(torch.__version__))
     fully_shard = staticmethod(_replicate)
     offload_policy = CPUOffloadPolicy
     precision_policy = MixedPrecisionPolicy

@@ -104,6 +104,23 @@ class Traits:
     sets gradients to None.
     """
 
+    reduces_in: Literal["compute", "parameters"] = "compute"
+    """The dtype in which gradients are reduced where :attr:`Precision.reduce` names none: that of compute or of the
+    parameters. :meth:`Precision.reduce_dtype` has the rule.
+    """
+
+    keeps_computed_gradients: bool = False
+    """Whether gradients have the dtype in which autograd computes them until they are reduced or added up.
+
+    Everywhere else autograd rounds them to the dtype of compute first.
+    """
+
+    rounds_microbatches: bool = False
+    """Whether each gradient whose reduction is deferred is rounded to the dtype of the reduction before it is added.
+
+    Everywhere else only the sum is rounded, each time that something is added to it.
+    """
+
     process_groups: Literal["none", "kept", "abandoned"] = "none"
     """What happens to process groups that the implementation makes.
 

@@ -1,7 +1,8 @@
 """A baseline for low precision: full copies on every rank, with the casts of the configuration written out.
 
-The float64 oracle makes no casts. This baseline makes each cast where the contract has it, so a model whose arithmetic
-is the same in every order (``models.mixed``) trains to the same bits.
+The float64 oracle makes no casts. This baseline makes each cast where the contract has it, or where it leaves a choice,
+where the adapter's traits have it. So a model whose arithmetic is the same in every order (``models.mixed``) trains to
+the same bits.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from shardproof.harness.adapters.base import (
     Piece,
     Precision,
     Trainee,
+    Traits,
     tensors_of_state,
     whole,
 )
@@ -54,6 +56,7 @@ class CastReplica:
         model: float32 and plain, equal on all ranks; it is copied.
         config: the units with their dtypes and divisors, and what is deferred to the last microbatch.
         optimizer: updates the float32 parameters.
+        traits: those of the implementation, which decide how often a gradient is rounded.
         after_backward: called between the last backward and the step, as for ``RunOptions``.
         step: called in the place of the optimizer's step, as for ``RunOptions``.
 
@@ -71,11 +74,12 @@ class CastReplica:
         *,
         config: Config,
         optimizer: OptimizerFactory,
+        traits: Traits,
         after_backward: Callable[[Trainee], None] | None = None,
         step: Callable[[Trainee], None] | None = None,
     ) -> None:
         self._member = member
-        self._config = config
+        self._config, self._traits = config, traits
         self.model = copy.deepcopy(model).to(member.device)
         self.optimizer = optimizer(self.model.parameters())
         self._after_backward, self._step = after_backward, step
@@ -145,7 +149,7 @@ class CastReplica:
         return Precision() if precision.full_in_evaluation and not self.model.training else precision
 
     def _backward(self, arguments: Any, loss: Loss, index: int) -> tuple[Any, torch.Tensor, _Gradients]:
-        """Run one microbatch on a copy with all casts made; the gradients are of the dtypes of compute."""
+        """Run one microbatch on a copy with all casts made; the gradients are of the dtypes that they are kept in."""
         working, inputs = self._working_copy(), as_inputs(arguments)
         copies = self._capture(working)
         with capture.during(copies, "forward", index):
@@ -175,6 +179,8 @@ class CastReplica:
         for name, parameter in working.named_parameters():
             if name not in self._config.ignored:
                 parameter.data = parameter.data.to(self._precision_of(name).compute or parameter.dtype)
+                if self._traits.keeps_computed_gradients:
+                    parameter.grad_dtype = None  # any
         for (_, buffer), cast in zip(working.named_buffers(), self.buffers().values(), strict=True):
             buffer.data = cast.clone()
         for name in ("", *self._units):
@@ -189,12 +195,14 @@ class CastReplica:
             own = [torch.zeros_like(parameter, dtype=self._precision_of(name).compute)]
         if name in self._config.ignored:
             return _added(own) if own else None
-        dtype, keeps = self._precision_of(name).reduce, self._precision_of(name).keeps_gradients
-        found = [gradient.to(dtype or gradient.dtype) for gradient in own]
+        precision = self._precision_of(name)
+        dtype, keeps = precision.reduce_dtype(parameter.dtype, self._traits), precision.keeps_gradients
+        found = [gradient.to(dtype) for gradient in own]
         how = self._config.accumulation
         if found and how is not None and how.skips == "reduction":
-            # The sum is of the dtype of the reduction; what is added to it is not rounded to that before.
-            found = [functools.reduce(torch.Tensor.add_, own[1:], found[0].clone())]
+            # The sum is of the dtype of the reduction. What is added to it may be of a wider one.
+            added = found if self._traits.rounds_microbatches else own
+            found = [functools.reduce(torch.Tensor.add_, added[1:], found[0].clone())]
         everyone = self._member.exchange_tensors(found)
         rows = self._config.mesh.mesh.reshape(-1, self._config.shard_size).tolist()
         # First over the ranks that divide a unit, then over the replicas.
@@ -255,7 +263,8 @@ def run_and_replica(
     plain = copy.deepcopy(model)
     run = rank.run(model, optimizer=optimizer, **options)
     script = {name: options[name] for name in ("after_backward", "step") if name in options}
-    return run, CastReplica(rank, plain, config=run.adapter.config, optimizer=optimizer, **script)
+    traits = run.adapter.traits
+    return run, CastReplica(rank, plain, config=run.adapter.config, optimizer=optimizer, traits=traits, **script)
 
 
 def step_and_check(

@@ -84,7 +84,7 @@ def traffic(
         return {}
     units, root = anatomy.numels(), anatomy.root_numel
     compute = (request.compute or request.dtype).itemsize
-    reduce = (request.reduce or request.compute or request.dtype).itemsize
+    reduce = request.precision.reduce_dtype(request.dtype, adapter.traits).itemsize
     again = units if request.reshard_after_forward is not False else []
     # An explicit choice holds for the root's own unit too, where the implementation lets the root choose.
     keeps_root = request.reshard_after_forward is None or Capability.ROOT_RESHARD not in adapter.capabilities()

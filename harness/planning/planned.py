@@ -141,7 +141,7 @@ def plan(request: Request, wanted: Sequence[Mesh], *, node_size: int) -> Planned
         numel=anatomy.numel,
         units={**classes, **own},
         version=adapter.version(),
-        settings=_settings(request, subject),
+        settings=_settings(request, subject, adapter),
         worlds=worlds,
         kinds={str(kind): text for kind, text in simulated.KINDS.items()},
         assumptions=(*simulated.ASSUMPTIONS, traffic.ASSUMPTION, formulas.ASSUMPTION),
@@ -159,11 +159,10 @@ def _adapter(request: Request, *, dimensions: int) -> type[Adapter]:
     return adapter
 
 
-def _settings(request: Request, subject: Subject) -> dict[str, str]:
+def _settings(request: Request, subject: Subject, adapter: type[Adapter]) -> dict[str, str]:
     def name(dtype: torch.dtype) -> str:
         return str(dtype).removeprefix("torch.")
 
-    compute = request.compute or request.dtype
     asked = request.reshard_after_forward
     reshards = "by default" if asked is None else f"to groups of {asked}"
     if isinstance(asked, bool):
@@ -171,8 +170,8 @@ def _settings(request: Request, subject: Subject) -> dict[str, str]:
     return {
         "batch": f"{request.batch} x {request.sequence or subject.length} tokens",
         "parameters": name(request.dtype),
-        "gathered as": name(compute),
-        "reduced as": name(request.reduce or compute),
+        "gathered as": name(request.compute or request.dtype),
+        "reduced as": name(request.precision.reduce_dtype(request.dtype, adapter.traits)),
         "optimizer": request.optimizer,
         "resharded after forward": reshards,
         "activations": "recomputed in backward" if request.checkpointing else "kept",

@@ -34,7 +34,7 @@ class Request:
         sequence: tokens of each; None is the shape's own.
         dtype: of the parameters, and so of shards, gradients and optimizer state.
         compute: of gathered parameters and activations; None is ``dtype``.
-        reduce: in which gradients are reduced; None is ``compute``.
+        reduce: in which gradients are reduced; None is the implementation's default.
         optimizer: what updates the shards.
         reshard_after_forward: as in :class:`Config`; None is the implementation's default.
         checkpointing: whether backward recomputes each unit's activations.

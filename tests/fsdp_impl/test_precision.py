@@ -29,7 +29,10 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 def test_compute_and_reduce(
     rank: Rank, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, reshard_after_forward: bool
 ) -> None:
-    """Exactly a copy in the compute dtype whose gradients are averaged in the reduce dtype: two ranks, one sum."""
+    """Exactly a copy in the compute dtype whose gradients are averaged in the reduce dtype: two ranks, one sum.
+
+    Without a reduce dtype they are averaged in the dtype of the parameters.
+    """
     seen = spy_on_reductions(rank)
     plain = tower(4, 2).to(rank.device)
     model = copy.deepcopy(plain)
@@ -47,11 +50,11 @@ def test_compute_and_reduce(
         low = copy.deepcopy(plain).to(compute)
         low(inputs.to(compute)).square().sum().backward()
         for param, low_param in zip(plain.parameters(), low.parameters(), strict=True):
-            reduced = low_param.grad.to(reduce_dtype or compute).div_(2)
+            reduced = low_param.grad.to(reduce_dtype or FP32).div_(2)
             dist.all_reduce(reduced)
             param.grad = reduced.to(FP32)
         assert_same(plain, model, rtol=0, atol=0)
-        assert set(seen) == {reduce_dtype or compute}
+        assert set(seen) == {reduce_dtype or FP32}
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -96,6 +99,57 @@ def test_a_model_that_is_cast_later_still_reduces_in_the_policys_dtype(rank: Ran
     model(batch(rank, 0, (2, 4))).sum().backward()
     assert seen == [BF16]
     assert model.weight.grad.dtype == FP32
+
+
+@world(2)
+def test_without_a_reduce_dtype_a_cast_decides(rank: Rank) -> None:
+    seen = spy_on_reductions(rank)
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=rank.mesh(), mp_policy=MixedPrecisionPolicy(FP16))
+    for dtype in (FP32, BF16):
+        model.to(dtype)
+        model(batch(rank, 0, (2, 4))).sum().backward()
+        assert model.weight.grad.dtype == dtype
+        model.zero_grad()
+    assert seen == [FP32, BF16]
+
+
+class Product(nn.Module):
+    """Of float32, its weight's gradient is the input, in float32 whatever the weight is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.offset = nn.Parameter(torch.zeros(4, dtype=BF16), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight + self.offset
+
+
+@world(1)
+def test_two_dtypes_without_a_reduce_dtype_are_refused_by_name(rank: Rank) -> None:
+    """Also after the first forward, which would have refused a second one that is trainable then."""
+    model = Product()
+    fully_shard(model, mesh=rank.mesh(), mp_policy=MixedPrecisionPolicy(FP16))
+    inputs = batch(rank, 0, (4,))
+    model(inputs).sum().backward()
+    model.offset.requires_grad_(True)
+    with pytest.raises(ValueError, match="expects one dtype, .*weight.: torch.float32, .offset.: torch.bfloat16"):
+        model(inputs).sum().backward()
+
+
+@world(1)
+@pytest.mark.parametrize("reduce_dtype, total", [(None, 1 + 2**-7 + 2**-9), (BF16, 1 + 2**-6)], ids=str)
+def test_gradients_are_rounded_to_the_reduce_dtype_alone(
+    rank: Rank, reduce_dtype: torch.dtype | None, total: float
+) -> None:
+    """Not to that of compute; and where they add up, the sum is rounded, not what is added to it."""
+    model = Product()
+    fully_shard(model, mesh=rank.mesh(), mp_policy=MixedPrecisionPolicy(BF16, reduce_dtype, cast_forward_inputs=False))
+    for value in (1 + 2**-8 + 2**-9, 2**-8):
+        model.set_requires_gradient_sync(value < 1)
+        model(torch.full((4,), value, device=rank.device)).sum().backward()
+    assert torch.equal(model.weight.grad.to_local().cpu(), torch.full((4,), total))
 
 
 class Recorder(nn.Module):
