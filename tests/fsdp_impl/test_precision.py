@@ -134,7 +134,7 @@ def test_two_dtypes_without_a_reduce_dtype_are_refused_by_name(rank: Rank) -> No
     inputs = batch(rank, 0, (4,))
     model(inputs).sum().backward()
     model.offset.requires_grad_(True)
-    with pytest.raises(ValueError, match="expects one dtype, .*weight.: torch.float32, .offset.: torch.bfloat16"):
+    with pytest.raises(ValueError, match=r"expects one dtype, .*weight.: torch.float32, .offset.: torch.bfloat16"):
         model(inputs).sum().backward()
 
 

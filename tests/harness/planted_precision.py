@@ -25,9 +25,25 @@ PER_PARAMETER = {
     ),
     # Gradients.
     "reduced-in-the-dtype-of-compute": Edit(
-        "per_parameter.reduction:_reduce_dtype", "if group.precision.reduce_dtype is not None:", "if False:"
+        "per_parameter.reduction:_reduce_dtype", "group.precision.reduce_dtype or param.dtype", "param.compute_dtype"
     ),
-    "sums-in-the-dtype-of-compute": Edit("per_parameter.reduction:accumulate", "group.precision.reduce_dtype", "None"),
+    "unnamed-reduced-in-the-dtype-of-compute": Edit(
+        "per_parameter.reduction:_reduce_dtype", "or param.dtype", "or param.compute_dtype"
+    ),
+    "sums-in-the-dtype-of-compute": Edit(
+        "per_parameter.reduction:accumulate", "_reduce_dtype(group, param)", "param.compute_dtype"
+    ),
+    "unnamed-sums-in-the-dtype-of-compute": Edit(
+        "per_parameter.reduction:accumulate",
+        "_reduce_dtype(group, param)",
+        "group.precision.reduce_dtype or param.compute_dtype",
+    ),
+    "microbatches-rounded-before-the-sum": Edit(
+        "per_parameter.reduction:_accumulate_one", ".add_(grad)", ".add_(grad.to(dtype))"
+    ),
+    "gradients-in-the-dtype-of-compute": Edit(
+        "per_parameter.param:ShardedParam.make_unsharded", "self.unsharded.grad_dtype = None", "pass"
+    ),
     "last-microbatch-not-added": Edit(
         "per_parameter.reduction:_take_one", "        _accumulate_one(param, dtype)\n", ""
     ),

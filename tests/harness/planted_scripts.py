@@ -82,7 +82,7 @@ PER_PARAMETER = {
     ),
     # Precision.
     "reduced-in-the-dtype-of-autocast": Edit(
-        "per_parameter.reduction:_reduce_dtype",
+        "per_parameter.reduction:_common_dtype",
         "return dtypes.pop()",
         'return torch.bfloat16 if torch.is_autocast_enabled("cpu") else dtypes.pop()',
     ),
@@ -107,8 +107,8 @@ PER_PARAMETER = {
     ),
     "reduce-dtype-of-the-first-unit": Edit(
         "per_parameter.reduction:_reduce_dtype",
-        "return group.precision.reduce_dtype",
-        'return globals().setdefault("_first_dtype", group.precision.reduce_dtype)',
+        "group.precision.reduce_dtype or",
+        'globals().setdefault("_first_dtype", group.precision.reduce_dtype) or',
     ),
     "shards-rounded-by-the-gather": Edit(
         "per_parameter.shards:Shards.gather_input",

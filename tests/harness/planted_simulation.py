@@ -25,8 +25,8 @@ PER_PARAMETER = {
     # Reductions.
     "many-reduced-in-double": Edit(
         "per_parameter.reduction:Reducer._copy_in",
-        "_reduce_dtype(self._group, params, grads)",
-        f"torch.float64 if self._group.{_MANY} else _reduce_dtype(self._group, params, grads)",
+        "_common_dtype(self._group, params)",
+        f"torch.float64 if self._group.{_MANY} else _common_dtype(self._group, params)",
     ),
     # Shares.
     "one-row-more": Edit("common.layout:chunk_rows", "-(-rows // world)", "-(-rows // world) + (world > 8)"),

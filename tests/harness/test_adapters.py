@@ -17,9 +17,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardproof.harness.models.plain
 from shardproof.harness.adapters import registry
-from shardproof.harness.adapters.base import Adapter, Config
+from shardproof.harness.adapters.base import Adapter, Config, Traits
 from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.torch_fsdp import TorchFsdpAdapter
+from shardproof.harness.adapters.torch_fully_shard import gradient_traits
 from tests import warm
 from tests.harness.inner import PYTHONPATH
 
@@ -137,6 +138,14 @@ def test_flat_shards_are_as_large_as_declared(rank_of, size, dtype):
         storages = {s.data_ptr(): s for p in sharded.module.parameters() if (s := p.untyped_storage()).nbytes()}
         held = sum(storage.nbytes() for storage in storages.values()) // dtype.itemsize
         assert 0 < held <= declared + traits.collective_padding
+
+
+@pytest.mark.parametrize(
+    ("version", "reduces_in"),
+    [("2.14.1+cu130", "compute"), ("2.15.0.dev20260901", "parameters"), ("2.17.0.dev1+git", "parameters")],
+)
+def test_what_torch_does_with_gradients_depends_on_its_release(version, reduces_in):
+    assert Traits(**gradient_traits(version)).reduces_in == reduces_in
 
 
 def test_what_fsdp_cannot_express_raises(rank_of):

@@ -121,6 +121,14 @@ def test_the_formulas_are_exact_where_sizes_divide(implementation, reshards):
     ]
 
 
+@pytest.mark.parametrize("implementation, reduced", [("reference", "float32"), ("reference.flat", "bfloat16")])
+def test_gradients_are_reduced_by_default_as_the_implementation_does(implementation, reduced):
+    request = request_of("gpt", implementation, optimizer="momentum", compute=torch.bfloat16)
+    plan = planned.plan(request, [(2,)], node_size=8)
+    assert plan.settings["reduced as"] == reduced
+    assert [one.simulated for one in plan.worlds[0].formulas] == [one.value for one in plan.worlds[0].formulas]
+
+
 def test_what_formulas_leave_out_is_shown():
     """Padding, where sizes do not divide, and the counters of Adam."""
     (world,) = planned.plan(request_of("odd", "torch.fully_shard"), [(3,)], node_size=8).worlds
