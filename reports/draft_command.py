@@ -1,48 +1,65 @@
-"""The command ``shardproof expectations``: drafts the known failures of an implementation from a run file."""
+"""The command ``shardproof expectations``: drafts known failures from a run file, or checks those of several."""
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from shardproof.reports import helptext
 from shardproof.reports.command import BAD_INPUT
 from shardproof.reports.draft import draft
-from shardproof.reports.run import RunFileError, load_run
+from shardproof.reports.mended import check
+from shardproof.reports.run import Run, RunFileError, load_run
+
+TO_DO = 1
 
 _EPILOG = """\
 examples:
   shardproof run --impl my_adapters:MyAdapter --explain --report run.json
   shardproof expectations run.json > my_adapters.toml
   shardproof run --impl my_adapters:MyAdapter --expectations my_adapters.toml
+  shardproof expectations --check torch-2.14.json torch-2.15.json
 
-exit codes: 0; 2 the file cannot be read, is incomplete, or has several implementations and none is named"""
+exit codes: 0; 1 with --check, something is to be done; 2 a file cannot be read or is incomplete, or has several
+implementations and none is named"""
 
 
 def expectations(arguments: Sequence[str]) -> int:
-    """Print a file of known failures.
+    """Print a file of known failures or, with ``--check``, the entries that are to be changed.
 
     Args:
         arguments: the arguments after the name of the command.
 
     Returns:
-        The exit code: 0, or 2 if the file cannot be read or is of several implementations, with one line on stderr.
+        The exit code: 0; 1 if entries are to be changed; 2 if a file cannot be read or is of several implementations,
+        with one line on stderr.
 
     Raises:
         SystemExit: from argparse, with code 2 for unknown arguments and 0 for ``--help``.
     """
     options = _parser().parse_args(arguments)
     try:
-        run = load_run(options.run)
-        if run.incomplete:
-            raise ValueError(f"{options.run} is incomplete ({run.incomplete}): what fails in it is not all that fails")
-        names = run.implementations
-        if options.impl is None and len(names) != 1:
-            raise ValueError(f"{options.run} has {', '.join(names) or 'no implementation'}: name one with --impl")
-        print(draft(run, options.impl or names[0]), end="")
+        runs = {path: load_run(path) for path in options.run}
+        if options.check:
+            found = check(runs)
+            print("\n".join(found) or "every known failure that ran still fails")
+            return TO_DO if found else 0
+        print(_drafted(runs, options.impl), end="")
     except (RunFileError, ValueError) as error:
         print(f"shardproof: {error}", file=sys.stderr)
         return BAD_INPUT
     return 0
+
+
+def _drafted(runs: Mapping[str, Run], implementation: str | None) -> str:
+    if len(runs) != 1:
+        raise ValueError("a draft is made from one run file; --check takes several")
+    [(path, run)] = runs.items()
+    if run.incomplete:
+        raise ValueError(f"{path} is incomplete ({run.incomplete}): what fails in it is not all that fails")
+    names = run.implementations
+    if implementation is None and len(names) != 1:
+        raise ValueError(f"{path} has {', '.join(names) or 'no implementation'}: name one with --impl")
+    return draft(run, implementation or names[0])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -50,9 +67,11 @@ def _parser() -> argparse.ArgumentParser:
         "shardproof expectations",
         description="Draft the known failures of an implementation from a run file, to be edited: each failed case "
         "with the place where it first diverges, or its error, as the reason. The place is the more exact one that the "
-        "run found if it had --explain.",
+        "run found if it had --explain. With --check, list the known failures of the runs that pass now, with the "
+        "version of torch that should bound each, and those that match no case.",
         epilog=_EPILOG,
     )
-    parser.add_argument("run", metavar="RUN", help="a complete run file")
-    parser.add_argument("--impl", metavar="NAME", help="the implementation, if the run has several")
+    parser.add_argument("run", metavar="RUN", nargs="+", help="a complete run file; with --check, one or several")
+    parser.add_argument("--check", action="store_true", help="list the entries that are to be changed")
+    parser.add_argument("--impl", metavar="NAME", help="for a draft: the implementation, if the run has several")
     return parser

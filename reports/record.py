@@ -248,6 +248,38 @@ class Trace:
 
 
 @dataclass(frozen=True)
+class KnownFailure:
+    """The entry by which a case was expected to fail.
+
+    Attributes:
+        source: the file, and the number of the entry in it.
+        case: its pattern for ids of cases.
+        link: where the failure is described.
+        torch: the versions of torch to which it applies; empty for all.
+    """
+
+    source: str
+    case: str
+    link: str
+    torch: str
+
+    @classmethod
+    def parse(cls, data: object, where: str) -> "KnownFailure":
+        """Read an entry from JSON data.
+
+        Args:
+            data: the JSON object.
+            where: the path of the object in the file, for messages.
+
+        Raises:
+            RecordError: the data violate the schema.
+        """
+        fields = Fields(data, where)
+        source, case = fields.required("source", str), fields.required("case", str)
+        return cls(source, case, link=fields.required("link", str), torch=fields.required("torch", str))
+
+
+@dataclass(frozen=True)
 class CaseRecord:
     """The record of one case on one implementation.
 
@@ -274,6 +306,7 @@ class CaseRecord:
         shortened: the fields that were emptied because the record was too large.
         explanation: where the runs first diverge; None unless the run had ``--explain``.
         peak_bytes: by rank, the most bytes that a step held at a time beyond those before it; empty if not measured.
+        known_failure: the entry that expects the case to fail, if one was applied.
     """
 
     id: str
@@ -298,6 +331,7 @@ class CaseRecord:
     reproduce: str = ""
     explanation: Explanation | None = None
     peak_bytes: tuple[int, ...] = ()
+    known_failure: KnownFailure | None = None
 
     @property
     def requirements(self) -> list[str]:
@@ -359,6 +393,9 @@ class CaseRecord:
             if fields.has("explanation")
             else None,
             peak_bytes=fields.items("peak_bytes", integer),
+            known_failure=KnownFailure.parse(fields.data["known_failure"], fields.path("known_failure"))
+            if fields.has("known_failure")
+            else None,
         )
 
 

@@ -252,6 +252,7 @@ class Run:
         effort: the effort of the run; None in a file of a version without efforts, which had the full one.
         incomplete: why the run is incomplete; empty if it is complete. Files of version 1 do not say.
         exit_code: the exit code of the run; None if it is unknown.
+        problems: what failed the run beside its cases, such as entries of known failures without a case.
         merged: the runs of which this one was merged; empty for a run of pytest.
     """
 
@@ -264,6 +265,7 @@ class Run:
     effort: Effort | None = None
     incomplete: str = ""
     exit_code: int | None = None
+    problems: tuple[str, ...] = ()
     merged: tuple[Part, ...] = ()
 
     @property
@@ -337,6 +339,7 @@ def _version_2(fields: Fields) -> Run:
         effort=Effort.parse(fields.data["effort"], "effort") if fields.has("effort") else None,
         incomplete="" if complete else end.required("reason", str) or "the run file gives no reason",
         exit_code=end.maybe("exit_code", int),
+        problems=end.items("problems", text),
         merged=fields.items("merged", Part.parse),
     )
     if complete and run.not_run:

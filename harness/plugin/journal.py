@@ -109,13 +109,21 @@ class Journal:
         self._append(f"{',' * (self._cases > 0)}{_json(record)}\n")
         self._cases += 1
 
-    def finish(self, *, reason: str, exit_code: int, left_out: Sequence[Mapping[str, str]] = ()) -> bool:
+    def finish(
+        self,
+        *,
+        reason: str,
+        exit_code: int,
+        left_out: Sequence[Mapping[str, str]] = (),
+        problems: Sequence[str] = (),
+    ) -> bool:
         """Write the end of the journal and, if the run is complete, rename it to the run file.
 
         Args:
             reason: why the run is incomplete; empty if it is complete.
             exit_code: the exit code of the run.
             left_out: the selected cases that pytest skipped: their ids, implementations and reasons.
+            problems: what fails the run beside its cases, such as known failures without a case; one line each.
 
         Returns:
             Whether the run file is complete. If it should be and is not, :attr:`error` says why.
@@ -131,7 +139,8 @@ class Journal:
                 "reason": reason,
                 "exit_code": exit_code,
                 "seconds": round(time.monotonic() - self._clock, 3),
-            },
+            }
+            | ({"problems": list(problems)} if problems else {}),
         )
         self._append("}\n", last=True)
         try:

@@ -17,7 +17,8 @@ An entry names cases and the verdict that is expected of them::
 - ``verdict`` is "fail", "hang" or "crash". A case with another verdict than the expected one keeps its own.
 - ``reason`` and ``link`` explain the failure.
 - ``torch``, ``device``, ``backend`` and ``expires`` are optional. An entry for other versions of torch, for another
-  device type or for another backend of process groups does not apply. ``expires`` is the last day on which the entry
+  device type or for another backend of process groups does not apply. ``torch`` is compared with the release part of
+  the installed version: 2.16.0.dev20270101+git counts as 2.16.0. ``expires`` is the last day on which the entry
   applies.
 
 Expectations are strict. The run fails if an expected failure passes, if an entry has expired, and, in a complete run,
@@ -41,6 +42,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.version import Version
 
 from shardproof.harness.findings.verdict import Verdict
 
@@ -87,10 +89,17 @@ class KnownFailure:
         return fnmatch.fnmatchcase(case_id, self.case.replace("[", "[[]"))
 
     def applies_to(self, torch_version: str, device: str, backend: str) -> bool:
-        """Return whether the entry is for this version of torch (without its local part), device type and backend."""
-        version = torch_version.partition("+")[0]
+        """Return whether the entry is for this version of torch, device type and backend.
+
+        Only the release part of the version counts: a nightly of 2.16 has what was mended for 2.16, and by PEP 440
+        2.16.0.dev1 would be in neither ``<2.16`` nor ``>=2.16``.
+        """
         here = self.device in (None, device) and self.backend in (None, backend)
-        return here and self.torch.contains(version, prereleases=True)
+        return here and self.torch.contains(Version(torch_version).base_version)
+
+    def as_record(self) -> dict[str, str]:
+        """Return what the record of a case has of the entry."""
+        return {"source": self.source, "case": self.case, "link": self.link, "torch": str(self.torch)}
 
     def has_expired(self, today: datetime.date) -> bool:
         """Return whether the last day on which the entry applies is over."""
@@ -132,7 +141,7 @@ class KnownFailures:
         Returns:
             The new verdict, and an explanation that names the entry; "" where no entry was applied.
         """
-        entry = next((entry for entry in self._entries if entry.matches(case_id)), None)
+        entry = self.first(case_id)
         if entry is None or verdict.is_skip or entry.has_expired(self._today):
             return verdict, ""
         if verdict == entry.verdict:
@@ -141,9 +150,9 @@ class KnownFailures:
             return Verdict.UNEXPECTED_PASS, f"passed, but {entry.source} expects {entry.verdict}: {entry.reason}"
         return verdict, f"{entry.source} expects {entry.verdict}, not {verdict}"
 
-    def matches(self, case_id: str) -> bool:
-        """Return whether any entry matches this id."""
-        return any(entry.matches(case_id) for entry in self._entries)
+    def first(self, case_id: str) -> KnownFailure | None:
+        """Return the first entry that matches this id, which is the one that applies."""
+        return next((entry for entry in self._entries if entry.matches(case_id)), None)
 
     def problems(
         self,

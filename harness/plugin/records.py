@@ -49,6 +49,7 @@ class CaseRecord:
         location: where two runs diverge, if that is the failure.
         failed_rank: the rank to blame where no location is known.
         expected: for an expected failure, the verdict that it had and why it was expected.
+        known_failure: the entry that expects the case to fail, if it applied; None otherwise.
         losses: from the name of a run, such as "oracle", to its loss in each step; those of rank 0.
         distances: for each step and stage, the distance to the oracle that used most of what is allowed, on any rank.
         collectives: each distinct trace, with the ranks that issued it.
@@ -78,6 +79,7 @@ class CaseRecord:
     location: Location | None = None
     failed_rank: int | None = None
     expected: str = ""
+    known_failure: dict[str, str] | None = None
     losses: dict[str, list[float]] = dataclasses.field(default_factory=dict)
     distances: list[Measured] = dataclasses.field(default_factory=list)
     collectives: list[dict[str, Any]] = dataclasses.field(default_factory=list)
@@ -156,7 +158,7 @@ class CaseRecord:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         for name in ("text", "location", "failed_rank", "outputs", "results", "earlier"):
             del fields[name]
-        for name in ("examples", "reproduce", "explanation", "peak_bytes", "hosts"):
+        for name in ("known_failure", "examples", "reproduce", "explanation", "peak_bytes", "hosts"):
             if not fields[name] and fields[name] != 0:
                 del fields[name]
         fields["distances"] = [item.as_record() for item in self.distances]

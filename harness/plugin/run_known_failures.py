@@ -90,7 +90,11 @@ class RunKnownFailures:
         """Apply the known failures to the record of a case, in place; those of ``--expectations`` come first."""
         beside = self._read[_key(item)]
         given = self._given.get(made.implementation)
-        verdict, why = (beside if given is None or not given.matches(made.id) else given).judge(made.id, made.verdict)
+        which = beside if given is None or given.first(made.id) is None else given
+        verdict, why = which.judge(made.id, made.verdict)
+        entry = which.first(made.id)
+        if entry is not None and verdict in (Verdict.EXPECTED_FAIL, Verdict.UNEXPECTED_PASS):
+            made.known_failure = entry.as_record()
         if verdict == Verdict.EXPECTED_FAIL:
             made.expected = f"{made.verdict}: {why}"
         elif why:

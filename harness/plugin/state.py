@@ -314,7 +314,9 @@ class State:
             shutil.rmtree(self._folder, ignore_errors=True)
         if self.journal is None or not self.journal.is_open:
             return True
-        is_complete = self.journal.finish(reason=reason, exit_code=exit_code, left_out=self.progress.left_out)
+        is_complete = self.journal.finish(
+            reason=reason, exit_code=exit_code, left_out=self.progress.left_out, problems=sorted(self.problems)
+        )
         if self.resuming is not None and is_complete:
             self.resuming.close()
         return is_complete

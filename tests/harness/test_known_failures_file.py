@@ -113,9 +113,15 @@ def test_gloo_on_gpus(read):
     assert expectations.judge(CASE, Verdict.FAIL)[0] == Verdict.EXPECTED_FAIL
 
 
-@pytest.mark.parametrize("version", ["2.14.0a0+git1234", "2.14.0.dev20270101+cu130"])
-def test_nightlies_of_torch(read, version):
-    assert read(ENTRY + 'torch = ">=2.13"', torch_version=version).judge(CASE, Verdict.FAIL)[1]
+@pytest.mark.parametrize(
+    "version", ["2.16.0.dev20270101+git", "2.16.0a0+git1", "2.16.0rc1", "2.16.0+cu132", "2.16.0", "2.16.1"]
+)
+@pytest.mark.parametrize(
+    ("specifiers", "applies"), [(">=2.16", True), ("<2.16", False), (">=2.11,<2.17", True), (">2.15,<=2.16.1", True)]
+)
+def test_versions_before_a_release_count_as_the_release(read, version, specifiers, applies):
+    expectations = read(ENTRY + f'torch = "{specifiers}"', torch_version=version)
+    assert (expectations.first(CASE) is not None) is applies
 
 
 def test_an_expired_entry_excuses_nothing_and_fails_the_run(read):
