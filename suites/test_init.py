@@ -18,7 +18,7 @@ from shardproof.harness.adapters.base import Adapter, Clip
 from shardproof.harness.adapters.dtensor import piece_of
 from shardproof.harness.models import mixed, optim, shapes, ties
 from shardproof.harness.models.made import Drawn, DrawnStack, Offset
-from shardproof.harness.parity import Rank, exact_difference, states
+from shardproof.harness.parity import Pair, Rank, exact_difference, states
 from shardproof.harness.parity.refusals import Refusal, Untouched, sharded
 from shardproof.harness.plugin.axes import FLAT, RESHARD, RESHARD_ROOT
 from shardproof.harness.plugin.marks import meaningful_from
@@ -277,10 +277,35 @@ def test_memory_to_shard_a_model_on_the_cpu(rank: Rank) -> None:
 def test_what_cannot_be_sharded(rank: Rank, what: str) -> None:
     """What an implementation does not shard it refuses by name, on every rank, and leaves as it was.
 
-    It may refuse it when it shards the model, or in the first forward, which then succeeds once the cause is removed.
-    What it takes trains as DDP does.
+    It may refuse it when it shards the model, or in each forward. What it takes trains as DDP does.
     """
     refused_or_trained(rank, UNFIT[what])
+
+
+@contract("INIT-5")
+@world(2)
+@each_value("what")
+@pytest.mark.parametrize("what", [name for name, unfit in UNFIT.items() if unfit.repair is not None])
+def test_model_that_is_repaired_after_a_refusal(rank: Rank, what: str) -> None:
+    """A model that the first forward refuses trains as DDP does once the cause is removed.
+
+    Those who refuse it when they shard it, or who take it, have nothing to repair.
+    """
+    unfit = UNFIT[what]
+    assert unfit.repair is not None
+    unfit_model = unfit.model().to(rank.device)
+    model = unfit.repair(copy.deepcopy(unfit_model))
+    options = {"prepare": lambda plain: unfit_model, **unfit.options(rank)}
+    construction = Refusal(rank, lambda: rank.pair(model, **options), may_send=True)  # the baseline sends
+    if construction.text is not None:
+        return
+    pair: Pair = construction.result
+    if Refusal(rank, lambda: pair.adapter.forward(rank.batch(0, (4, 9)))).text is None:
+        return
+    unfit.repair(pair.adapter.module)
+    for step in range(2):
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
 
 
 #: What a script cannot combine, or cannot do with a model that is sharded so, with words one of which is in the error.
@@ -541,12 +566,6 @@ def refused_or_trained(rank: Rank, unfit: Unfit) -> None:
         return
     first.check_names(*unfit.names)
     Refusal(rank, lambda: adapter.forward(batch)).check_names(*unfit.names)  # again
-    if unfit.repair is None:
-        return
-    unfit.repair(adapter.module)
-    adapter.forward(batch).sum().backward()
-    missing = [name for name, piece in adapter.gradients().items() if piece is None]
-    assert not missing, f"no gradient after a refusal: {missing}"
 
 
 def check_groups(trace: Any, *dimensions: DeviceMesh) -> None:
