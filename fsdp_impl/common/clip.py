@@ -12,6 +12,7 @@ from torch.distributed.tensor.placement_types import Partial
 
 from fsdp_impl.common import norm
 from fsdp_impl.common.mesh import device_of
+from fsdp_impl.common.private import foreach_mul_
 
 # The ranks that a gradient is spread over: one process group for each sharded dimension of its mesh.
 Groups: TypeAlias = tuple[dist.ProcessGroup, ...]
@@ -140,7 +141,7 @@ def _scale(tensors: Sequence[torch.Tensor], coefficient: torch.Tensor, foreach: 
     for (device, _), members in by_kind.items():
         factor = coefficient.to(device)
         if foreach:
-            torch._foreach_mul_(members, factor)
+            foreach_mul_(members, factor)
         else:
             for member in members:
                 member.mul_(factor)

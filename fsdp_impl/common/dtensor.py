@@ -6,10 +6,10 @@ from dataclasses import replace
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_impl.common.layout import contiguous_stride
+from fsdp_impl.common.private import DTensorSpec, TensorMeta
 
 
 def spec_for(mesh: DeviceMesh, placements: Sequence[Placement], size: torch.Size, dtype: torch.dtype) -> DTensorSpec:

@@ -5,11 +5,10 @@ from typing import Any, ParamSpec, TypeVar, cast
 from weakref import WeakMethod
 
 import torch
-from torch._compile import _disable_dynamo
-from torch.autograd import Variable
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fsdp_impl.common.containers import map_tensors, tensors_requiring_grad
+from fsdp_impl.common.private import current_graph_task_id, disable_dynamo, queue_callback
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -17,7 +16,7 @@ _R = TypeVar("_R")
 
 def outside_graphs(fn: Callable[_P, _R]) -> Callable[_P, _R]:
     """Keep ``torch.compile`` out of ``fn``: a graph would fix who holds which parameters when it was traced."""
-    return cast(Callable[_P, _R], _disable_dynamo(fn))
+    return cast(Callable[_P, _R], disable_dynamo(fn))
 
 
 class _CallOnBackward(torch.autograd.Function):
@@ -78,7 +77,7 @@ def _hook(tensor: torch.Tensor, callback: Callable[[], None]) -> None:
 
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the running backward has computed all gradients."""
-    cast(Any, Variable)._execution_engine.queue_callback(callback)
+    queue_callback(callback)
 
 
 def call_when_accumulated(leaf: torch.Tensor, method: Callable[[], None]) -> None:
@@ -103,7 +102,7 @@ def in_backward() -> bool:
 
 def running_backward() -> int | None:
     """The number of the backward that autograd is running, the innermost one; its final callbacks belong to it."""
-    number: int = torch._C._current_graph_task_id()
+    number = current_graph_task_id()
     return None if number == -1 else number
 
 

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_impl.common.private import concatenate_meshes
+
 
 def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     """One mesh with the dimensions of ``meshes``, which are parts of one mesh.
@@ -15,7 +17,7 @@ def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     for mesh in meshes:
         if mesh.mesh_dim_names is None:
             raise ValueError(f"FSDP with DTensor parameters needs meshes with mesh_dim_names, not {mesh}")
-    joined: DeviceMesh = DeviceMesh._concatenate(list(meshes))
+    joined: DeviceMesh = concatenate_meshes(list(meshes))
     return joined
 
 

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from fsdp_impl.common.private import foreach_norm
+
 
 def local_share(tensors: Sequence[torch.Tensor], p: float, device: torch.device, *, foreach: bool) -> torch.Tensor:
     """This rank's share, on ``device``. Zeros without elements: torch has no infinite norm of an empty tensor."""
@@ -54,5 +56,6 @@ def _norms(tensors: Sequence[torch.Tensor], p: float, foreach: bool) -> Sequence
     # Half precision is summed in float32: float16 ends at norms that training does reach.
     wide = [torch.promote_types(tensor.dtype, torch.float32) for tensor in tensors]
     if foreach and len(set(wide)) == 1 and len({tensor.device for tensor in tensors}) == 1:
-        return torch._foreach_norm(list(tensors), p, dtype=wide[0])
+        norms: Sequence[torch.Tensor] = foreach_norm(list(tensors), ord=p, dtype=wide[0])
+        return norms
     return [torch.linalg.vector_norm(tensor, p, dtype=dtype) for tensor, dtype in zip(tensors, wide, strict=True)]

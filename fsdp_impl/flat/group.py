@@ -7,11 +7,11 @@ from weakref import WeakMethod, ref
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fsdp_impl.common import collectives, dtensor, hooks, modes, ranges, streams, unsharded
 from fsdp_impl.common.comm_context import CommContext
 from fsdp_impl.common.gather_input import own_part, ready_to_gather
+from fsdp_impl.common.private import DTensorSpec
 from fsdp_impl.common.streams import Event
 from fsdp_impl.flat.shards import FlatShards, set_tensor
 

@@ -6,7 +6,8 @@ from enum import Enum, auto
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from fsdp_impl.common.private import batch_norms
 
 
 class ShardingStrategy(Enum):
@@ -64,7 +65,7 @@ class MixedPrecision:
     cast_forward_inputs: bool = False
     cast_root_forward_inputs: bool = True
     # Classes that automatic wrapping makes units of their own, without mixed precision.
-    _module_classes_to_ignore: Sequence[type[nn.Module]] = (_BatchNorm,)
+    _module_classes_to_ignore: Sequence[type[nn.Module]] = batch_norms
 
 
 @dataclass(frozen=True)

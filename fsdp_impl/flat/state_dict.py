@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_impl.common import dtensor
 from fsdp_impl.common.layout import shard_rows
 from fsdp_impl.common.mesh import concatenate
+from fsdp_impl.common.private import StridedShard, local_shape_and_offset
 from fsdp_impl.flat.group import FlatGroup
 from fsdp_impl.flat.options import FullStateDictConfig, StateDictSettings, StateDictType
 from fsdp_impl.flat.registry import WRAPPED, clean, unit_of, units_in, wrapped_by
@@ -286,7 +286,7 @@ def _rows(mesh: DeviceMesh, behind: Sequence[Placement], other: DeviceMesh | Non
     for dim, placement in enumerate(behind):
         if isinstance(placement, Shard) and placement.dim == 0 and other is not None:
             pieces *= other.size(dim)
-    return _StridedShard(0, split_factor=pieces) if pieces > 1 else Shard(0)
+    return StridedShard(0, split_factor=pieces) if pieces > 1 else Shard(0)
 
 
 def local_part(group: FlatGroup, index: int, whole: torch.Tensor) -> torch.Tensor:
@@ -294,7 +294,7 @@ def local_part(group: FlatGroup, index: int, whole: torch.Tensor) -> torch.Tenso
     spec = group.shards.specs[index]
     if spec is None:
         return whole
-    size, offset = compute_local_shape_and_global_offset(whole.shape, spec.mesh, spec.placements)
+    size, offset = local_shape_and_offset(whole.shape, spec.mesh, spec.placements)
     for dim, (length, first) in enumerate(zip(size, offset, strict=True)):
         whole = whole.narrow(dim, min(first, whole.size(dim)), length)
     return whole

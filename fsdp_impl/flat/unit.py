@@ -7,7 +7,7 @@ from weakref import ref
 
 import torch
 from torch import nn
-from torch._C._distributed_c10d import DebugLevel, get_debug_level
+from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
 
 from fsdp_impl.common import hooks, modes, ranges, streams
 from fsdp_impl.common.containers import cast, map_tensors, tensors_requiring_grad

@@ -5,13 +5,12 @@ from typing import Any, overload
 
 import torch
 from torch import nn
-from torch.distributed._composable.contract import _get_registry, contract
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp_impl.common.mesh import device_of
 from fsdp_impl.common.owner import Owner
+from fsdp_impl.common.private import contract, is_wrapper_subclass, registry_of
 from fsdp_impl.per_parameter import lazy_init
 from fsdp_impl.per_parameter.group import ParamGroup
 from fsdp_impl.per_parameter.mesh import after_forward, data_parallel_mesh, default_mesh
@@ -143,7 +142,7 @@ def _mark_composable(unit: Unit) -> None:
         return marked
 
     mark.__name__ = "fully_shard"  # the name it is registered by
-    register: Any = contract(state_cls=lambda: unit)  # type: ignore[arg-type]  # which is only called
+    register = contract(state_cls=lambda: unit)  # which is only called
     register(mark)(list(unit.modules))
 
 
@@ -182,7 +181,7 @@ def _not_taken(module: nn.Module, roots: Sequence[nn.Module], visited: set[nn.Mo
 
     Not a local function: one that calls itself is a cycle, and would keep the model (see Note: ownership).
     """
-    foreign = "replicate" in (_get_registry(module) or ())
+    foreign = "replicate" in (registry_of(module) or ())
     if module in visited or foreign or (module not in roots and unit_of(module) is not None):
         return []
     visited.add(module)
@@ -247,7 +246,7 @@ def move_to_device(modules: Iterable[nn.Module], params: Iterable[nn.Parameter],
     for tensor in dict.fromkeys([*params, *buffers]):
         if tensor.device == device or tensor.is_meta:
             continue
-        if is_traceable_wrapper_subclass(tensor):
+        if is_wrapper_subclass(tensor):
             with torch.no_grad():  # autograd would hold a reference, which swapping does not allow
                 moved = nn.Parameter(tensor.to(device), requires_grad=tensor.requires_grad)
             torch.utils.swap_tensors(tensor, moved)

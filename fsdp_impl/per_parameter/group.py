@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fsdp_impl.common import collectives, dtensor, modes, ranges, streams, unsharded
 from fsdp_impl.common.comm_context import CommContext, InFlight
@@ -20,6 +19,7 @@ from fsdp_impl.common.gather_input import own_part, ready_to_gather
 from fsdp_impl.common.layout import shard_rows
 from fsdp_impl.common.owner import Owner
 from fsdp_impl.common.phase import Phase
+from fsdp_impl.common.private import DTensorSpec, foreach_copy_
 from fsdp_impl.common.streams import Event
 from fsdp_impl.per_parameter.layout import Layout, UnshardedBuffer, build_layout, copy_out, shard_view
 from fsdp_impl.per_parameter.mesh import AfterForward, ShardMesh
@@ -317,7 +317,7 @@ class SmallerShards:
         )
         self.buffer = torch.zeros(self.layout.numel, dtype=self.layout.dtype, device=device)
         views = [shard_view(self.buffer, slot) for slot in self.layout.slots]
-        torch._foreach_copy_(views, [_part_of(param, mesh) for param in params])
+        foreach_copy_(views, [_part_of(param, mesh) for param in params])
         self.written = streams.record(streams.current(device))
         self._smaller = [
             nn.Parameter(dtensor.wrap(view, _spec_of(param, mesh)), requires_grad=param.sharded.requires_grad)

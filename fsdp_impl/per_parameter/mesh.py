@@ -12,6 +12,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_impl.common.mesh import check_replicas, concatenate
+from fsdp_impl.common.private import flatten_mesh
 from fsdp_impl.per_parameter.options import DataParallelMeshDims
 
 _logger = logging.getLogger("fsdp_impl")
@@ -116,7 +117,10 @@ def data_parallel_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> S
 
 
 def _one_dim(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
+    if len(names) == 1:
+        return mesh[names[0]]
+    flat: DeviceMesh = flatten_mesh(mesh[names], "_".join(names))
+    return flat
 
 
 def _dim_names(mesh: DeviceMesh) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_impl.common import collectives
+from fsdp_impl.common.private import backend_of, symmetric_memory
 from fsdp_impl.common.streams import Stream
 
 # Policies, shared among units
@@ -132,7 +133,7 @@ class _GroupMemory:
         self._group = group
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        backend: Any = self._group._get_backend(device)
+        backend: Any = backend_of(self._group, device)
         if backend.supports_tensor_alloc(device):
             tensor: torch.Tensor = backend.allocate_tensor(math.prod(size), dtype=dtype, device=device)
             return tensor
@@ -143,15 +144,13 @@ class _SymmetricMemory:
     """Buffers at the same place on every rank, which NCCL can read directly."""
 
     def __init__(self, group: dist.ProcessGroup, backend: str) -> None:
-        import torch.distributed._symmetric_memory as symmetric_memory
-
-        self._memory: Any = symmetric_memory
-        self._memory.set_backend(backend)
+        symmetric_memory("set_backend")(backend)
+        self._pool_of = symmetric_memory("get_mem_pool")
         # Rendezvous needs the communicator, which NCCL makes at the first collective.
         dist.barrier(group=group)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        with torch.cuda.use_mem_pool(self._memory.get_mem_pool(device)):
+        with torch.cuda.use_mem_pool(self._pool_of(device)):
             return torch.empty(size, dtype=dtype, device=device)
 
 

@@ -12,19 +12,19 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_impl.common import dtensor, hooks
 from fsdp_impl.common.layout import contiguous_stride
 from fsdp_impl.common.mesh import concatenate
 from fsdp_impl.common.owner import Owner
+from fsdp_impl.common.private import DTensorSpec, StridedShard, preserve_version_counter
 from fsdp_impl.per_parameter.mesh import ShardMesh
 from fsdp_impl.per_parameter.options import MixedPrecisionPolicy
 
@@ -94,7 +94,7 @@ def _shard(dim: int, split_factor: int) -> Placement:
     The mesh lists data parallelism first, but it cuts last: what is cut is already a tensor-parallel shard. A plain
     ``Shard`` would claim the order of the mesh, and a full tensor would be put together in the wrong order.
     """
-    return _StridedShard(dim, split_factor=split_factor) if split_factor > 1 else Shard(dim)
+    return StridedShard(dim, split_factor=split_factor) if split_factor > 1 else Shard(dim)
 
 
 def _parts(mesh: DeviceMesh, placements: tuple[Placement, ...], dim: int, start: int = 0) -> int:
@@ -102,7 +102,7 @@ def _parts(mesh: DeviceMesh, placements: tuple[Placement, ...], dim: int, start:
     cutting = [
         mesh.size(index)
         for index, placement in enumerate(placements)
-        if index >= start and isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim
+        if index >= start and isinstance(placement, (Shard, StridedShard)) and placement.dim == dim
     ]
     return math.prod(cutting)
 
@@ -408,7 +408,7 @@ class Extension:
             for storage, nbytes in self._inner:
                 if storage.size() != nbytes:
                     storage.resize_(nbytes)
-            with cast(Any, torch.autograd)._unsafe_preserve_version_counter(param.unsharded):
+            with preserve_version_counter(param.unsharded):
                 hook(outputs, self._metadata, dtype, out=param.unsharded)
             return
         data, inner = hook(outputs, self._metadata, dtype)

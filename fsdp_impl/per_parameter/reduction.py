@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fsdp_impl.common import collectives, divide, dtensor, hooks, modes, ranges, streams
+from fsdp_impl.common.private import AsyncCollectiveTensor, DTensorSpec, chunk_cat, foreach_add_
 from fsdp_impl.common.streams import Event, Stream
 from fsdp_impl.common.views import Views, remember
 from fsdp_impl.per_parameter.group import ParamGroup
@@ -321,7 +320,7 @@ def _pack(
         # One parameter's gradient was accumulated in the reduce dtype, another's is new and of the dtype that autograd
         # computed it in.
         filled = [grad.to(layout.dtype) for grad in filled]
-    torch._chunk_cat(filled, 0, layout.world, out=contributions.view(layout.world, -1))
+    chunk_cat(filled, 0, layout.world, out=contributions.view(layout.world, -1))
 
 
 def _rows(grad: torch.Tensor, dim: int, world: int) -> torch.Tensor:
@@ -382,7 +381,7 @@ class Accumulator:
         held = [param.sharded.grad for param in params]
         existing = [(grad, view) for grad, view in zip(held, views, strict=True) if grad is not None]
         if existing:
-            torch._foreach_add_([dtensor.local_of(grad) for grad, _ in existing], [view for _, view in existing])
+            foreach_add_([dtensor.local_of(grad) for grad, _ in existing], [view for _, view in existing])
         for param, grad, view in zip(params, held, views, strict=True):
             if grad is None:
                 param.sharded.grad = dtensor.wrap(view, dtensor.with_dtype(param.spec, view.dtype))

@@ -8,6 +8,7 @@ from torch import nn
 from fsdp_impl.common import hooks, modes
 from fsdp_impl.common.layout import shard_rows
 from fsdp_impl.common.owner import Owner
+from fsdp_impl.common.private import foreach_copy_
 from fsdp_impl.per_parameter.layout import Layout, build_layout, shard_size, shard_view
 from fsdp_impl.per_parameter.mesh import ShardMesh
 from fsdp_impl.per_parameter.options import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -234,5 +235,5 @@ class Shards:
         buffer = self._new_buffer(self.params[0].local.device)
         views = [shard_view(buffer, slot) for slot in self.layout.slots]
         if not buffer.is_meta:
-            torch._foreach_copy_(views, [param.local for param in self.params])
+            foreach_copy_(views, [param.local for param in self.params])
         return buffer

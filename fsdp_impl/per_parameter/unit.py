@@ -13,12 +13,12 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
-from torch.distributed._composable_state import _State
 from torch.distributed.tensor import DTensor
 
 from fsdp_impl.common import dtensor, hooks, modes, ranges, streams
 from fsdp_impl.common.containers import cast, map_tensors, tensors_requiring_grad
 from fsdp_impl.common.phase import Iteration, Phase
+from fsdp_impl.common.private import State
 from fsdp_impl.common.streams import Event
 from fsdp_impl.per_parameter import reduction
 from fsdp_impl.per_parameter.group import GatherContext, ParamGroup
@@ -44,7 +44,7 @@ class IterationContext(Iteration["Unit"]):
         self.post_optim_event: Event = None
 
 
-class Unit(_State):
+class Unit(State):
     """State of one ``fully_shard`` call, shared by its modules.
 
     Attributes:

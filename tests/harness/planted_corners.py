@@ -181,7 +181,7 @@ PER_PARAMETER = {
     "hooks-of-shards-of-before": Edit("per_parameter.shards:Shards.find_extensions", "        param.adopt()\n", ""),
     # What another library replicates.
     "replicated-is-sharded": Edit(
-        "per_parameter.construct:_not_taken", '"replicate" in (_get_registry(module) or ())', "False"
+        "per_parameter.construct:_not_taken", '"replicate" in (registry_of(module) or ())', "False"
     ),
     "replicate-is-not-told": Edit(
         "per_parameter.construct:_mark_composable", "register(mark)(list(unit.modules))", "pass"

@@ -64,7 +64,7 @@ PER_PARAMETER = {
     # Four dimensions: with three, the root of the meshes has no other.
     "parameters-on-the-root-mesh": Edit(
         "common.mesh:concatenate",
-        "DeviceMesh._concatenate(list(meshes))",
+        "concatenate_meshes(list(meshes))",
         "meshes[0]._get_root_mesh()",
     ),
 }
