@@ -1,7 +1,7 @@
 """Writes docs/features.md and the table of chapters in README.md from the contract and the collected suites.
 
-It also writes the contract as JSON for `shardproof page`, which an installation without docs/ has. ``--check`` compares
-instead of writing. The page has a row for each requirement of docs/contract.md: the cases that
+It also writes the contract as JSON, which an installation without docs/ has, for `shardproof page` and for runs.
+``--check`` compares instead of writing. The page has a row for each requirement of docs/contract.md: the cases that
 check it, the capabilities and the hardware without which none of them runs, and the built-in implementations that
 declare these capabilities. Both ways are checked: every requirement has a case, and every case a requirement.
 
@@ -27,7 +27,7 @@ from shardproof.harness.adapters.registry import load
 
 CONTRACT = ROOT / "docs/contract.md"
 PAGE = ROOT / "docs/features.md"
-JSON = ROOT / "reports/page/contract.json"
+JSON = ROOT / "shardproof/contract.json"
 README = ROOT / "README.md"
 #: The text of README.md between these lines is written here.
 BEGIN, END = "<!-- features: written by docs/make_features.py -->\n", "<!-- end of features -->\n"
@@ -193,8 +193,10 @@ def table(contract: Sequence[Chapter], items: Sequence[Item]) -> str:
 
 
 def as_json(contract: Sequence[Chapter]) -> str:
-    """Write the contract as a list of chapters: name, subject, and pairs of a requirement's id and text."""
-    written = [[one.name, one.subject, [[row.id, row.text] for row in one.requirements]] for one in contract]
+    """Write the contract as a list of chapters: name, subject, and of each requirement id, text and ``of_any``."""
+    written = [
+        [one.name, one.subject, [[row.id, row.text, row.of_any] for row in one.requirements]] for one in contract
+    ]
     return json.dumps(written, indent=1, ensure_ascii=False) + "\n"
 
 

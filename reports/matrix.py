@@ -92,6 +92,9 @@ def _effort(run: Run) -> list[str]:
 def _gaps(run: Run) -> list[str]:
     """What a reader of the verdicts must know: why the run is incomplete, what did not run, and what ran twice."""
     lines = [f"INCOMPLETE: {run.incomplete}"] if run.incomplete else []
+    for name, needs in run.unasked.items():
+        text = ", ".join(f"{one} (needs {what})" for one, what in needs.items())
+        lines.append(f"{name}: required of every implementation, not run: {text}")
     not_run = Counter(name for name, _ in run.not_run)
     if not_run:
         lines.append(f"selected, but not run: {_by_name(not_run)}")

@@ -249,6 +249,8 @@ class Run:
         selected: the ids of the selected cases by implementation; empty in a file of version 1.
         left_out: the selected cases that pytest skipped.
         earlier: the records of cases that were run again later.
+        unasked: by implementation, the requirements of every implementation that no case of the run asks, and what each
+            needs.
         effort: the effort of the run; None in a file of a version without efforts, which had the full one.
         incomplete: why the run is incomplete; empty if it is complete. Files of version 1 do not say.
         exit_code: the exit code of the run; None if it is unknown.
@@ -262,6 +264,7 @@ class Run:
     selected: Mapping[str, tuple[str, ...]] | None = None
     left_out: tuple[LeftOut, ...] = ()
     earlier: tuple[CaseRecord, ...] = ()
+    unasked: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     effort: Effort | None = None
     incomplete: str = ""
     exit_code: int | None = None
@@ -336,6 +339,7 @@ def _version_2(fields: Fields) -> Run:
         selected=fields.mapping("selected", _texts),
         left_out=fields.items("left_out", LeftOut.parse),
         earlier=earlier,
+        unasked=fields.mapping("unasked", _needs),
         effort=Effort.parse(fields.data["effort"], "effort") if fields.has("effort") else None,
         incomplete="" if complete else end.required("reason", str) or "the run file gives no reason",
         exit_code=end.maybe("exit_code", int),
@@ -388,6 +392,11 @@ def _last_attempts(cases: Iterable[CaseRecord]) -> tuple[tuple[CaseRecord, ...],
 def _counts(value: object, where: str) -> dict[str, int]:
     counts: dict[str, object] = kind_of(value, dict, where)
     return {name: integer(count, f"{where}.{name}") for name, count in counts.items()}
+
+
+def _needs(value: object, where: str) -> Mapping[str, str]:
+    needs: dict[object, object] = kind_of(value, dict, where)
+    return {str(name): text(needed, f"{where}.{name}") for name, needed in needs.items()}
 
 
 def _texts(value: object, where: str) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from shardproof.harness.adapters.base import Adapter, Config, Traits
 from shardproof.harness.findings.finding import Finding, Location, raise_first
 from shardproof.harness.findings.stages import Stage
+from shardproof.harness.tensors import memory, trees
 
 #: How many shares of the parameters each member of ``traits.held_from_start`` is; what is gathered is counted apart.
 _SHARES = {"master": 1, "gradients": 1, "optimizer": 2, "gathered": 0}
@@ -122,6 +123,24 @@ def _tensors(state: dict[str, object]) -> list[torch.Tensor]:
 def _numel(tensors: Iterable[torch.Tensor]) -> int:
     found = {id(tensor): tensor for tensor in tensors}.values()
     return sum((one.to_local() if isinstance(one, DTensor) else one).numel() for one in found)
+
+
+def kept_outside(model: nn.Module) -> list[str]:
+    """Say which modules keep tensors in attributes of their own, as ``nn.LSTM`` keeps a list of its weights.
+
+    Sharding replaces registered parameters, and does not know of such attributes: they keep the full ones.
+    """
+    known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    found = []
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if attribute in ("_parameters", "_buffers", "_modules") or not isinstance(value, (list, tuple, dict)):
+                continue
+            kept = [one for one in trees.tensors_of(value) if id(one) not in known and memory.is_allocated(one)]
+            if nbytes := memory.bytes_of(kept):
+                kind = type(module).__name__
+                found.append(f"{name or 'the model'} ({kind}) keeps {nbytes} bytes of tensors in {attribute!r}")
+    return found
 
 
 def all_of(what: str, counts: Sequence[Counts]) -> Finding | None:

@@ -19,7 +19,7 @@ from shardproof.harness.parity.explanations import (
     guess_norm,
     guess_unexpected,
 )
-from shardproof.harness.parity.numerics import ADAM_NOISE_ULPS, Distance, distance, ulp
+from shardproof.harness.parity.numerics import ADAM_NOISE_ULPS, Distance, distance, not_finite, ulp
 from shardproof.harness.parity.oracle import OracleStep, total_norm
 from shardproof.harness.parity.protocol import cut
 from shardproof.harness.parity.run import Pieces, StepPicture
@@ -28,6 +28,12 @@ from shardproof.harness.tensors.trees import tensors_of
 #: Largest error of the baseline, in ulps, at which it still counts as a reference. Above it the case is
 #: ill-conditioned, and the comparison raises an error instead of accepting a correspondingly large error.
 BASELINE_LIMIT_ULPS = 4096.0
+
+#: What is wrong with a pair of a model such as one with dropout.
+_DRAWS = (
+    "the model or the loss draws random numbers, other ones in each run: leave dropout out (p=0), or compare two runs "
+    "that start from one seed with check_exact"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,6 +51,7 @@ class Context:
             left out of the comparison of parameters.
         evaluates: whether this is a forward without autograd before the step, and not the step.
         frozen: the names of the parameters that need no gradient.
+        draws_random_numbers: whether the baseline or the oracle has drawn random numbers in a step.
         untied: why the values of a parameter may differ whose places the model shares and the sharded one does not, by
             its name.
     """
@@ -58,6 +65,7 @@ class Context:
     adaptive: bool = False
     evaluates: bool = False
     frozen: frozenset[str] = frozenset()
+    draws_random_numbers: bool = False
     untied: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -222,6 +230,10 @@ class StepComparison:
         if mine.tensor.dtype != baseline.dtype:
             yield self._finding(stage, name, None, f"has dtype {mine.tensor.dtype}; the baseline has {baseline.dtype}")
             return
+        runs = {"the sharded run": mine.tensor, "the baseline": baseline, "the oracle": oracle}
+        if (text := not_finite(runs)) is not None:
+            yield self._not_finite(stage, name, mine, oracle, text)
+            return
         # The maximum of the full tensor, not of the local shard: every rank measures with the same ulp.
         magnitude = float(oracle.abs().max()) if oracle.numel() else 0.0
         value, other = mine.tensor.detach(), cut(mine, baseline.detach(), name)
@@ -235,9 +247,17 @@ class StepComparison:
             raise RuntimeError(
                 f"{stage.value} of {name!r}: the baseline itself is {result.baseline_ulps:.3g} ulps from the oracle, "
                 f"more than {BASELINE_LIMIT_ULPS:g}; the case is too ill-conditioned to judge the sharded run"
+                + (f": {_DRAWS}" if self.context.draws_random_numbers else "")
             )
         if result.is_too_far:
             yield self._too_far(stage, name, mine, value, other, expected, result, oracle)
+
+    def _not_finite(self, stage: Stage, name: str, mine: Piece, oracle: torch.Tensor, text: str) -> Finding:
+        found = (~mine.tensor.isfinite()).flatten().nonzero()
+        element = _global_index(mine, oracle, int(found[0])) if len(found) else None
+        if not bool(oracle.isfinite().all()):
+            text += "\n  the model, its data or the loss makes it, sharded or not: such values prove nothing"
+        return self._finding(stage, name, element, text)
 
     def _without_noise(self, name: str, mine: Piece, *values: torch.Tensor) -> list[torch.Tensor]:
         """Set the elements of ``values`` whose gradient is rounding noise to zero.
@@ -277,8 +297,10 @@ class StepComparison:
         self, stage: Stage, name: str, element: tuple[int, ...] | None, text: str, guess: Guess | None = None
     ) -> Finding:
         location = Location(stage=stage, step=self.context.step, rank=self.context.rank, name=name, element=element)
-        untied = self.context.untied.get(name.partition(":")[0])
-        return Finding(location, f"{text}\n  {untied}" if untied else text, guess)
+        lines = [text, *filter(None, [self.context.untied.get(name.partition(":")[0])])]
+        if self.context.draws_random_numbers:
+            lines.append(_DRAWS)
+        return Finding(location, "\n  ".join(lines), guess)
 
 
 def numbers_of(result: Distance, runs: Mapping[str, torch.Tensor]) -> tuple[str, Numbers]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
 import torch
 
@@ -89,6 +90,21 @@ def distance(sharded: torch.Tensor, baseline: torch.Tensor, oracle: torch.Tensor
     worst = int(error.argmax())
     sharded_ulps, baseline_ulps = float(error.flatten()[worst]) / unit, float(_error(baseline, oracle).max()) / unit
     return Distance(sharded_ulps, baseline_ulps, worst, unit, is_scalar=oracle.ndim == 0)
+
+
+def not_finite(runs: Mapping[str, torch.Tensor]) -> str | None:
+    """Say which of the runs have NaN or an infinity in a tensor, and which do not; None if all of it is finite.
+
+    Args:
+        runs: the tensor by the name of a run, such as "the baseline"; any shapes.
+    """
+    kinds: dict[str, list[str]] = {"NaN": [], "infinite": [], "finite": []}
+    for name, tensor in runs.items():
+        is_whole = bool(tensor.isfinite().all())
+        kinds["finite" if is_whole else "NaN" if bool(tensor.isnan().any()) else "infinite"].append(name)
+    if len(kinds["finite"]) == len(runs):
+        return None
+    return "is " + ", ".join(f"{kind} in {' and '.join(names)}" for kind, names in kinds.items() if names)
 
 
 def _error(value: torch.Tensor, oracle: torch.Tensor) -> torch.Tensor:

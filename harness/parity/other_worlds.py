@@ -67,6 +67,7 @@ class OtherWorlds:
             other = rank.of_another_world(ranks)
             try:
                 yield other
+                other.assert_compared()
             finally:
                 other.finish()
             # A rank that leaves closes its connections, which others may still read from.

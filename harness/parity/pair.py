@@ -50,6 +50,7 @@ class _Step:
         batch: this rank's microbatches.
         ahead: as for :meth:`Pair.step`.
         options: further arguments for the step of the baseline and of the oracle.
+        is_checked: whether a check has begun to compare it, also one that raised.
     """
 
     number: int
@@ -57,6 +58,7 @@ class _Step:
     batch: list[Inputs]
     ahead: int
     options: dict[str, Any]
+    is_checked: bool = False
 
 
 @dataclasses.dataclass
@@ -69,6 +71,7 @@ class _Evaluation:
         inputs: this rank's arguments.
         options: the mode and the submodule.
         captured: what the modules computed; empty unless the case runs with capture on.
+        is_checked: as for a step.
     """
 
     number: int
@@ -76,6 +79,7 @@ class _Evaluation:
     inputs: Inputs
     options: dict[str, Any]
     captured: Sequence[Event] = ()
+    is_checked: bool = False
 
 
 class Pair:
@@ -211,6 +215,8 @@ class Pair:
             RuntimeError: the baseline's own error exceeds ``BASELINE_LIMIT_ULPS``.
         """
         assert self._unchecked, "nothing to check: no step since the last check"
+        for one in self._unchecked:
+            one.is_checked = True
         # Replay all steps before comparing any: a replay is collective, and a rank that stopped at its first finding
         # would leave the other ranks waiting in the next replay.
         with self._member.stopwatch.during("replaying"):
@@ -231,6 +237,23 @@ class Pair:
                 trace = self._trace_of(one.number) if isinstance(one, _Step) else Trace()
                 self._member.explainer.add(OfStep(comparisons[-1], trace, self.units))
         return comparisons
+
+    def assert_compared(self) -> None:
+        """Check that no step and no evaluation is left that :meth:`check` has not compared.
+
+        Raises:
+            AssertionError: names them.
+        """
+        left = [one for one in self._unchecked if not one.is_checked]
+        steps = [one.number for one in left if isinstance(one, _Step)]
+        if steps:
+            which = (
+                f"step {steps[0]} of a pair was"
+                if len(steps) == 1
+                else f"steps {steps[0]} to {steps[-1]} of a pair were"
+            )
+            raise AssertionError(f"{which} trained and never compared: call check() of the pair after its steps")
+        assert not left, "an evaluation of a pair was never compared: call check() of the pair after it"
 
     def replay_rest(self) -> None:
         """Replay for the explanation what a failure has left unchecked (collective); the record stays as it is."""
@@ -351,6 +374,7 @@ class Pair:
             unused_is_zero=self.adapter.traits.unused_gradient == "zero",
             adaptive=self._replay.is_adaptive,
             frozen=self._replay.frozen(),
+            draws_random_numbers=self._replay.draws_random_numbers,
             untied={name: f"untied: {tie}" for tie in self.sharded.untied for name in tie.names},
         )
 

@@ -326,6 +326,16 @@ class Rank(Member):
                     pair.replay_rest()
         return self.explainer.explain(self.implementation)
 
+    def assert_compared(self) -> None:
+        """Check that the case has compared every step of its pairs. The harness calls it after a case without an error.
+
+        Raises:
+            AssertionError: names the steps that nothing has been compared with.
+        """
+        for pair in self._watched:
+            if isinstance(pair, Pair):
+                pair.assert_compared()
+
     def finish(self) -> None:
         """Collect the traces of the case's runs and tear down their adapters. The harness calls it after the case.
 

@@ -123,6 +123,8 @@ class Replay:
         self._made: tuple[Run, Oracle] | None = None
         #: What the two have not replayed yet, because the results were in the cache.
         self._behind: list[_Request] = []
+        #: Whether a replay has drawn random numbers. The runs then drew other ones, and are not comparable.
+        self.draws_random_numbers = False
         self._key = self._first_key() if member.explainer is None else None
         self.is_adaptive = not isinstance(optimizer(self._initial.parameters()), torch.optim.SGD)
 
@@ -199,6 +201,7 @@ class Replay:
             )
         if not torch.equal(before, _random_state(self._member.device)):
             self._key = None  # a result that draws random numbers belongs to this case alone
+            self.draws_random_numbers = True
         if found is None and self._key is not None:
             cache.put(self._key, result)
         return result

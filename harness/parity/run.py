@@ -449,7 +449,10 @@ def sharded_run(
             held = memory.settled_bytes(member.device, limit=before + sizes.byte_limit) - before
         counts = claims.Counts(claims.registered_numel(run.adapter) if sizes.can_tell else None, sizes.numel)
         text = f"holds {held} bytes of parameters after sharding; its share is {sizes.byte_share}"
-        finding = Finding(Location(stage=Stage.SHARDING, rank=member.index), text) if held > sizes.byte_limit else None
+        finding = None
+        if held > sizes.byte_limit:
+            text = "\n  ".join([text, *claims.kept_outside(run.adapter.module)])
+            finding = Finding(Location(stage=Stage.SHARDING, rank=member.index), text)
         everyone = member.exchange((counts, finding, run.untied))
         try:
             claims.check_sharded([(counts, finding) for counts, finding, _ in everyone])

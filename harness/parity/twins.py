@@ -11,6 +11,7 @@ from shardproof.harness.findings.stages import Stage
 from shardproof.harness.parity.comparison import exact_difference
 from shardproof.harness.parity.divergences import Exact
 from shardproof.harness.parity.member import Member
+from shardproof.harness.parity.numerics import not_finite
 from shardproof.harness.parity.run import StepPicture
 from shardproof.harness.tensors.host import on_host
 
@@ -39,6 +40,8 @@ def check_exact(member: Member, first: StepPicture, second: StepPicture, *, step
                 index, a, b = difference
                 location = Location(stage=stage, step=step, rank=member.index, name=name, element=index)
                 text = f"{a!r} and {b!r} (element of the local shard); expected equal bits: {why}"
+                if (broken := not_finite({"the first run": one, "the second": other})) is not None:
+                    text = f"{broken}: equal bits of such values would prove nothing"
                 yield Finding(location, text)
 
     if member.explainer is not None:

@@ -88,7 +88,7 @@ def case_id(item: pytest.Function) -> str:
     return f"{path}::{item.name.replace(f'[{launch}', f'[{launch.label}', 1)}"
 
 
-def requirements(item: pytest.Function) -> tuple[str, ...]:
+def requirements(item: pytest.Item) -> tuple[str, ...]:
     """Return the ids of the requirements that a case checks."""
     return tuple(name for mark in item.iter_markers("contract") for name in mark.args)
 

@@ -22,6 +22,7 @@ from shardproof.harness.plugin import (
     notices,
     options,
     terminal,
+    unasked,
 )
 from shardproof.harness.plugin.records import CaseRecord
 from shardproof.harness.plugin.signals import EndingSignals
@@ -84,8 +85,6 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 @pytest.fixture
 def rank(request: pytest.FixtureRequest) -> Any:
     """The parameter that makes a function a case: a ``Launch`` in the pytest process, a ``Rank`` in each rank."""
-    if not hasattr(request, "param"):
-        raise pytest.UsageError(f"{request.node.nodeid}: a case that takes 'rank' needs @world(...) with its sizes")
     return request.param
 
 
@@ -269,6 +268,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         if state.progress.examples:
             terminalreporter.write_line(f"drawn: {state.progress.examples} examples")
         terminalreporter.write_line(effort.summary(state.selection.effort, state.progress))
+        for line in unasked.lines(state.progress.unasked):
+            terminalreporter.write_line(line)
     if state.journal is not None:
         if state.journal.partial.exists():
             terminalreporter.write_line(f"incomplete run file: {state.journal.partial}")

@@ -84,6 +84,7 @@ class Journal:
         *,
         effort: str | None = None,
         spared: Mapping[str, Mapping[str, int]] | None = None,
+        unasked: Mapping[str, Mapping[str, str]] | None = None,
     ) -> None:
         """Write which cases were selected, and begin the list of records.
 
@@ -91,9 +92,12 @@ class Journal:
             selected: the ids of the selected cases, by implementation.
             effort: the effort of the run, if it is known.
             spared: the number of cases that the effort left out, by implementation and file.
+            unasked: by implementation, the requirements of every implementation that no case asks, and what each needs.
         """
         if effort is not None:
             self._field("effort", {"name": effort, "deselected": spared or {}})
+        if unasked:
+            self._field("unasked", unasked)
         self._field("selected", selected)
         self._append(',"cases": [\n')
         self._cases = 0

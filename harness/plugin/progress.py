@@ -21,6 +21,7 @@ class Progress:
     Attributes:
         selected: the ids of the selected cases, by implementation; empty until collection has ended.
         spared: the number of cases that the effort of the run left out, by implementation and file.
+        unasked: by implementation, what is required of every implementation and no case asks, and what it would need.
         left_out: the selected cases that pytest skipped without asking the plugin, as by ``@pytest.mark.skip``.
         examples: the number of examples that cases which draw them have run.
         verdicts: the number of cases for each (implementation, verdict); a case that was run again counts once, with
@@ -30,6 +31,7 @@ class Progress:
     def __init__(self) -> None:
         self.selected: Selected = {}
         self.spared: Spared = {}
+        self.unasked: Mapping[str, Mapping[str, str]] = {}
         self.left_out: list[dict[str, str]] = []
         self.examples = 0
         self.verdicts: collections.Counter[tuple[str, str]] = collections.Counter()

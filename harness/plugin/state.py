@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from shardproof.harness.plugin import cases, environment, selection
+from shardproof.harness.plugin import cases, environment, selection, unasked
 from shardproof.harness.plugin.ahead import Ahead
 from shardproof.harness.plugin.journal import Journal
 from shardproof.harness.plugin.launched import FLEET
@@ -72,6 +72,8 @@ class State:
         self.interruption = ""
         self.collection_errors = 0
         self.spared: list[pytest.Function] = []
+        #: The collected items that ``--world`` has left without a world.
+        self.without_world: list[pytest.Item] = []
         self.resuming: Resuming | None = None
 
     @property
@@ -248,13 +250,19 @@ class State:
     def select(self, items: list[pytest.Item]) -> None:
         """Note the cases that are to run; an xdist worker leaves their list for the controller."""
         selected, spared = _ids(filter(cases.is_case, items)), _ids(self.spared)
+        found = {} if self._is_narrowed else unasked.unasked(self.without_world, items, self.selection)
         self.drawing = sum(cases.draws(item, self.selection) for item in items if cases.is_case(item))
         if self.is_worker:
             given = vars(self._config)["workerinput"]
             if _FOLDER in given:
-                pathlib.Path(given[_FOLDER], given["workerid"]).write_text(json.dumps([selected, spared]))
+                pathlib.Path(given[_FOLDER], given["workerid"]).write_text(json.dumps([selected, spared, found]))
         else:
-            self._selected(selected, spared)
+            self._selected(selected, spared, found)
+
+    @property
+    def _is_narrowed(self) -> bool:
+        """Whether the command line names single cases, and so asks for no others."""
+        return bool(self._config.option.keyword) or any("::" in argument for argument in self._config.args)
 
     def configure_worker(self, given: dict[str, Any]) -> None:
         """Tell an xdist worker how the run was started, and where to leave the list of its cases.
@@ -273,11 +281,11 @@ class State:
         if not self.progress.selected and path.exists():
             self._selected(*json.loads(path.read_text()))
 
-    def _selected(self, selected: Selected, spared: Selected) -> None:
-        self.progress.selected = selected
+    def _selected(self, selected: Selected, spared: Selected, found: unasked.Unasked) -> None:
+        self.progress.selected, self.progress.unasked = selected, found
         self.progress.spared = {name: collections.Counter(map(_file, ids)) for name, ids in spared.items()}
         if self.journal is not None and selected:
-            self.journal.select(selected, effort=self.selection.effort, spared=self.progress.spared)
+            self.journal.select(selected, effort=self.selection.effort, spared=self.progress.spared, unasked=found)
             if self.resuming is not None:
                 for (name, id_), record in self.resuming.records.items():
                     if id_ in selected.get(name, ()):

@@ -165,6 +165,11 @@ def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in {id(t): t for t in tensors}.values())
 
 
+def is_allocated(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has memory of its own that has not been freed."""
+    return _has_storage(tensor) and tensor.untyped_storage().nbytes() > 0
+
+
 def raw_bytes(tensor: torch.Tensor) -> bytes:
     """A copy of the elements of a plain tensor, in order, whatever its device and strides."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -218,6 +218,7 @@ def run_job(state: RankState, job: Job, patches: leftovers.Patches) -> Result:
                 result.verdict, result.text = Verdict.UNSUPPORTED, f"it cannot be simulated: {reason}"
             else:
                 function(rank, **parameters)
+                rank.assert_compared()
         if job.captures:
             result.explanation = _explanation(rank, result)
         with _outcome(result):

@@ -28,10 +28,10 @@ class Contract:
     """
 
     def __init__(self) -> None:
-        text = resources.files(__package__).joinpath("contract.json").read_text(encoding="utf-8")
-        chapters: list[tuple[str, str, list[tuple[str, str]]]] = json.loads(text)
+        text = resources.files("shardproof").joinpath("contract.json").read_text(encoding="utf-8")
+        chapters: list[tuple[str, str, list[tuple[str, str, bool]]]] = json.loads(text)
         self._subjects = {name: subject for name, subject, _ in chapters}
-        self._requirements = {id_: Requirement(id_, name, said) for name, _, rows in chapters for id_, said in rows}
+        self._requirements = {id_: Requirement(id_, name, said) for name, _, rows in chapters for id_, said, _ in rows}
 
     def subject(self, chapter: str) -> str:
         """What a chapter is about; empty if it is unknown."""

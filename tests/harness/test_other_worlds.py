@@ -56,3 +56,10 @@ def test_collectives_are_announced_as_those_of_the_ranks_of_the_case(rank: Rank)
     assert len({entry.group.partition("/")[0] for entry in announced}) == 2
     assert len(traces) == 2
     assert all(f"ranks {first}-{first + 1}" in line for trace in traces for line in trace)
+
+
+@world(2)
+def test_a_pair_of_another_world_must_be_checked(rank: Rank):
+    message = "step 0 of a pair was trained and never compared"
+    with other_worlds(rank) as worlds, pytest.raises(AssertionError, match=message), worlds.of(1) as member:
+        member.pair(torch.nn.Linear(4, 4)).step(member.batch(0, (2, 4)))

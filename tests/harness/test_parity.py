@@ -158,6 +158,42 @@ def test_baseline_that_is_off_judges_nothing(step):
         compare(step)
 
 
+@pytest.mark.parametrize(
+    "value, word", [(float("nan"), "NaN"), (float("inf"), "infinite"), (-float("inf"), "infinite")]
+)
+@pytest.mark.parametrize("stage", ["loss", "norm", "gradient", "parameter"])
+def test_what_is_not_finite_is_told_for_each_run(step, stage, value, word):
+    def break_one(picture):
+        found = {
+            "loss": picture.losses[-1], "norm": picture.norm, "gradient": picture.gradients["weight"],
+            "parameter": picture.parameters["weight"],
+        }[stage]  # fmt: skip
+        tensor = getattr(found, "tensor", found)
+        tensor.reshape(-1)[-1:] = value
+
+    sharded, baseline, oracle = step
+    break_one(sharded)
+    finding = compare(step)
+    element = (1, 2) if stage in ("gradient", "parameter") else ()
+    assert finding.location.element == element
+    assert finding.text == f"is {word} in the sharded run, finite in the baseline and the oracle"
+    break_one(baseline)
+    assert compare(step).text == f"is {word} in the sharded run and the baseline, finite in the oracle"
+    oracles = {
+        "loss": oracle.losses[1][0], "norm": oracle.norm, "gradient": oracle.gradients["weight"],
+        "parameter": oracle.parameters["weight"],
+    }  # fmt: skip
+    oracles[stage].reshape(-1)[-1:] = value
+    assert compare(step).text.startswith(f"is {word} in the sharded run and the baseline and the oracle\n  the model, ")
+
+
+def test_a_run_that_is_finite_where_the_others_are_not(step):
+    step[1].losses[0].fill_(float("nan"))
+    finding = compare(step)
+    assert finding.text == "is NaN in the baseline, finite in the sharded run and the oracle"
+    assert (finding.location.stage, finding.location.element) == (Stage.LOSS, None)
+
+
 def test_noise_under_adam_is_left_out(step):
     sharded, _, oracle = step
     oracle.gradients["weight"][1, 2] = 1e-12
@@ -454,3 +490,63 @@ def test_an_option_that_does_not_exist_is_one_line(rank: Rank):
             ValueError, match=r"^unknown option 'reshard'; known are accumulation, after_backward, .*, units, wraps$"
         ):
             make(models.MLP(4), reshard=True)
+
+
+def trained(rank, model, **options):
+    pair = rank.pair(model, **options)
+    pair.step(rank.batch(0, shape=(2, 6)))
+    return pair
+
+
+@world(2)
+def test_a_pair_that_is_not_checked(rank: Rank):
+    pair = trained(rank, nn.Linear(6, 6))
+    pair.step(rank.batch(1, shape=(2, 6)))
+    with pytest.raises(AssertionError, match=r"^steps 0 to 1 of a pair were trained and never compared: call check"):
+        rank.assert_compared()
+    pair.check()
+    rank.assert_compared()
+    pair.step(rank.batch(2, shape=(2, 6)))
+    with pytest.raises(AssertionError, match=r"^step 2 of a pair was trained and never compared"):
+        rank.assert_compared()
+    pair.check()
+    pair.evaluate(rank.batch(3, shape=(2, 6)))
+    with pytest.raises(AssertionError, match="an evaluation of a pair was never compared"):
+        rank.assert_compared()
+    pair.check()
+
+
+@world(2)
+def test_a_loss_of_nan_is_a_sentence(rank: Rank):
+    pair = rank.pair(nn.Linear(6, 6))
+    pair.step(rank.batch(0, shape=(2, 6)), loss=_nan)
+    with pytest.raises(Divergence, match=r"loss of 'microbatch 0'.*\n  is NaN in the sharded run and the baseline"):
+        pair.check()
+
+
+def _nan(output):
+    return output.sum() * float("nan")
+
+
+@world(2)
+def test_dropout_is_named(rank: Rank):
+    pair = trained(rank, nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6)))
+    with pytest.raises(
+        (RuntimeError, Divergence), match="the model or the loss draws random numbers, other ones in each"
+    ):
+        pair.check()
+
+
+@world(2)
+def test_a_list_of_weights_outside_of_the_parameters_is_named(rank: Rank):
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm = nn.LSTM(6, 64)
+            self.kept = [*self.lstm.parameters()]
+
+        def forward(self, x):
+            return self.lstm(x)[0]
+
+    with pytest.raises(Divergence, match=r"the model \(\w*Recurrent\) keeps \d+ bytes of tensors in 'kept'"):
+        rank.run(Recurrent())

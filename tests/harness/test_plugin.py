@@ -66,6 +66,71 @@ def test_case(rank, {fixture}):
     assert f"fixture '{fixture}' cannot cross processes; {instead}" in error
 
 
+def test_a_case_without_a_world(run):
+    result = run(CASE.format(body="pass").replace("@world(2)", ""))
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert last_error(result).endswith(
+        "::test_case: the case takes 'rank', and no @world(...) says on how many ranks it runs, such as @world(2, 4)"
+    )
+
+
+def test_a_rank_of_ones_own_needs_no_world(run):
+    source = "import pytest\n@pytest.fixture\ndef rank():\n    return 7\n"
+    result = run(source + "def test_it(rank):\n    assert rank == 7\n")
+    result.assert_outcomes(passed=1)
+
+
+def test_a_case_that_compares_nothing_fails(run):
+    body = "import torch; rank.pair(torch.nn.Linear(4, 4)).step(rank.batch(0, shape=(2, 4)))"
+    result = run(CASE.format(body=body), "--impl", "ddp")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*AssertionError: step 0 of a pair was trained and never compared: call check*"])
+
+
+UNASKED = """""
+from shardproof.testing import Capability, contract, needs, world
+@contract("ACCUMULATION-1")
+@world({sizes})
+def test_required(rank):
+    pass
+@contract("ACCUMULATION-6")
+@needs(Capability.HYBRID)
+@world(8, 4)
+def test_required_of_those_with_replicas(rank):
+    pass
+@contract("ACCUMULATION-2")
+@world(4)
+def test_not_required_of_every_implementation(rank):
+    pass
+@world(2)
+def test_other(rank):
+    pass
+"""
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_what_is_required_and_not_asked_is_told(run, pytester, workers):
+    def lines(sizes, *options):
+        selected = ("--impl", "ddp,reference", "--world", "2", "--report", "run.json")
+        result = run(UNASKED.format(sizes=sizes), *selected, "-n", workers, *options, own_process=workers != "0")
+        told = [line for line in result.outlines if "required of every implementation, not run" in line]
+        return told, json.loads(pytester.path.joinpath("run.json").read_text()).get("unasked")
+
+    told, written = lines("4, 8")
+    assert told == [
+        "ddp: required of every implementation, not run: ACCUMULATION-1 (needs 4 ranks)",
+        "reference: required of every implementation, not run: "
+        "ACCUMULATION-1 (needs 4 ranks), ACCUMULATION-6 (needs 4 ranks)",
+    ]
+    assert written == {
+        "ddp": {"ACCUMULATION-1": "4 ranks"},
+        "reference": {"ACCUMULATION-1": "4 ranks", "ACCUMULATION-6": "4 ranks"},
+    }
+    if workers == "0":
+        assert lines("2, 4")[1] == {"reference": {"ACCUMULATION-6": "4 ranks"}}
+        assert lines("4, 8", "-k", "test_other") == ([], None)  # whoever names cases asks for no others
+
+
 def test_method_and_unpicklable_parameter_are_refused(run):
     result = run(
         """

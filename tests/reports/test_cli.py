@@ -81,6 +81,14 @@ def test_the_journal_of_an_incomplete_run_is_printed_with_exit_code_1(tmp_path):
     assert done.stdout.endswith("0 of 1 verdicts are failures; 0 more are skips; the run is INCOMPLETE\n")
 
 
+def test_what_is_required_and_was_not_asked_is_said(tmp_path):
+    path = tmp_path / "run.json"
+    needs = {"ACCUMULATION-1": "4 ranks", "INIT-8": "4 ranks"}
+    path.write_text(json.dumps(samples.journal(samples.case()) | {"unasked": {"reference": needs}}))
+    line = "required of every implementation, not run: ACCUMULATION-1 (needs 4 ranks), INIT-8 (needs 4 ranks)"
+    assert f"\nreference: {line}\n" in report(path).stdout
+
+
 def test_what_ran_again_and_what_pytest_skipped_is_said(tmp_path):
     path = tmp_path / "run.json"
     data = samples.journal(samples.case(verdict="fail"), samples.case(attempt=2))
