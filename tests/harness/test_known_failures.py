@@ -84,6 +84,15 @@ def test_an_unexpected_pass_fails_and_names_the_entry(run, expect, pytester):
     result.stdout.fnmatch_lines([f"unexpected-pass: {told}", "reproduce: *"])
     case = verdicts(pytester)["ddp", "test_case[w1-passes]"]
     assert (case["verdict"], case["failure"]["text"], case["expected"]) == ("unexpected-pass", told, "")
+    known = {
+        "source": "ddp.toml entry 2",
+        "case": "test_inner.py::test_case[w1-passes]",
+        "link": "findings",
+        "torch": "",
+    }
+    assert case["known_failure"] == known
+    assert verdicts(pytester)["ddp", "test_case[w1-fails]"]["known_failure"]["source"] == "ddp.toml entry 1"
+    assert "known_failure" not in verdicts(pytester)["ddp", "test_other[w1]"]
 
 
 CRASHES = SOURCE.replace('how != "fails"', 'how != "fails" or os._exit(3)')
@@ -123,11 +132,13 @@ OUT_OF_DATE = "ERROR: expectations/ddp.toml entry 2 matches no case: test_inner.
 
 
 @pytest.mark.parametrize("workers", ["0", "2"])
-def test_an_entry_without_a_case_fails_a_complete_run(run, expect, workers):
+def test_an_entry_without_a_case_fails_a_complete_run(run, expect, pytester, workers):
     expect(entry(FAILS), entry(STALE))
-    result = run(SOURCE, "-n", workers, own_process=workers != "0")
+    result = run(SOURCE, "-n", workers, "--report", "run.json", own_process=workers != "0")
     result.assert_outcomes(passed=2, xfailed=1)
     assert (result.ret, last_error(result)) == (pytest.ExitCode.TESTS_FAILED, OUT_OF_DATE)
+    end = json.loads(pytester.path.joinpath("run.json").read_text())["end"]
+    assert [f"ERROR: {problem}" for problem in end["problems"]] == [OUT_OF_DATE]
 
 
 @pytest.mark.parametrize(
