@@ -252,11 +252,12 @@ def test_state_dicts(rank: Rank, form: StateForm, flat_parameters: bool) -> None
 
 @contract("PRECISION-1")
 @world(4)
-@needs(Capability.MIXED_PRECISION, Capability.RESHARD_TO_SIZE, Capability.REGISTERED_STATE)
+@needs(Capability.MIXED_PRECISION, Capability.OUTPUT_DTYPE, Capability.RESHARD_TO_SIZE, Capability.REGISTERED_STATE)
 def test_smaller_shards(rank: Rank) -> None:
     """Shards over fewer ranks, from which backward gathers, have the dtype of compute."""
-    # The sum of four bfloat16 gradients in float32 is exact in any order.
-    run, replica = both(rank, mixed.Mixed(), precision=POLICIES["bf16-fp32"], reshard_after_forward=2)
+    # As what units return is rounded, all gradients are bfloat16 values: the sum of four in float32 is exact in any order.
+    precision = dataclasses.replace(POLICIES["bf16-fp32"], output=BRAIN)
+    run, replica = both(rank, mixed.Mixed(), precision=precision, reshard_after_forward=2)
     run.adapter.forward(rank.batch(0, SHAPE))
     for name, parameter in run.adapter.named_parameters().items():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
