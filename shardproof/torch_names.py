@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Sequence
 from types import ModuleType
 
 from shardproof.reports import helptext
 
 MISSING = 1
+BAD_USAGE = 2
 
 #: The files that list private names of torch; they have one interface.
 _TABLES = {"the harness": "shardproof.harness.tensors.private", "the reference": "fsdp_impl.common.private"}
@@ -24,25 +26,26 @@ def torch_names(arguments: Sequence[str]) -> int:
         arguments: the arguments after the name of the command; there are none but ``--help``.
 
     Returns:
-        The exit code: 0 if no name is missing, otherwise 1.
+        The exit code: 0 if no name is missing, 1 if one is, or 2 for an argument, with one line on stderr.
 
     Raises:
-        SystemExit: from argparse, with code 2 for unknown arguments and 0 for ``--help``.
+        SystemExit: from argparse, with code 0 for ``--help``.
     """
-    helptext.parser(
+    parser = helptext.parser(
         "shardproof torch-names",
         description="Look for the private names of torch that shardproof uses, and print those that the installed "
         "torch lacks: what each is for, and what happens without it. A name that is missing stops no run.",
         epilog=_EPILOG,
-    ).parse_args(arguments)
+    )
+    if unknown := parser.parse_known_args(arguments)[1]:
+        print(f"shardproof torch-names: {unknown[0]!r} is no argument of it; it takes none", file=sys.stderr)
+        return BAD_USAGE
     import torch
 
     lacks = False
     for user, path in _TABLES.items():
         table = _imported(path)
         if table is None:
-            print(f"{user} does not import: {path}")
-            lacks = True
             continue
         missing = table.missing()
         lacks = lacks or bool(missing)

@@ -93,9 +93,9 @@ NAMES = tuple(
         ("_subclasses.fake_tensor.DynamicOutputShapeException", "the reason why a model cannot be planned",
          "torch's own words"),
         # implementations, and what they are composed with
-        ("distributed._composable.replicate.replicate", "torch.replicate, and replicated modules", _UNMET),
-        ("distributed._composable.replicate_with_fsdp.replicate", "torch.replicate_with_fsdp", _UNMET),
-        ("distributed._composable.replicate_with_fsdp.ReplicateModule", "torch.replicate_with_fsdp", _UNMET),
+        ("distributed._composable.replicate.replicate", "DDP in place, and replicated modules", _UNMET),
+        ("distributed._composable.replicate_with_fsdp.replicate", "replication by units of FSDP", _UNMET),
+        ("distributed._composable.replicate_with_fsdp.ReplicateModule", "replication by units of FSDP", _UNMET),
         ("distributed._composable.checkpoint_activation.checkpoint", "cases of recomputation by hooks", _UNMET),
         ("distributed.algorithms._checkpoint.checkpoint_wrapper.checkpoint_wrapper",
          "cases of recomputation by a wrapper", _UNMET),

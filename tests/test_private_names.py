@@ -1,0 +1,353 @@
+"""Private names of torch: they stand in one file each of the harness and the reference, and none stops a run."""
+
+import ast
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardproof.harness.tensors import private
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("harness", "suites", "shardproof", "benchmarks", "reports")
+
+OF_MODULES = "what subclasses of nn.Module are written against"
+
+#: Attributes of objects whose class a scan cannot tell, by the reason why they may stand where they are.
+OF_OBJECTS = {
+    OF_MODULES: {"_apply", "_buffers", "_metadata", "_parameters", "_version"},
+    "listed in the table, by the class of the object": {
+        name.path.rpartition(".")[2] for name in private.NAMES if name.path.rpartition(".")[2].startswith("_")
+    },
+    "options of gloo, which are read before they are set": {"_devices", "_options", "_threads", "_timeout"},
+    "of the registry of groups, which the table has": {"_pg_coalesce_state"},
+    "a documented member of a public enumeration": {"_HYBRID_SHARD_ZERO2"},
+    "not torch's: of Python, pytest, hypothesis and DeepSpeed": {
+        "_DummyThread", "_anonymous", "_args_from_interpreter_flags", "_children", "_exit", "_fields", "_forkserver",
+        "_getframe", "_groups", "_lru_cache_wrapper", "_tw",
+    },
+}  # fmt: skip
+
+
+def imported_from_torch(tree):
+    """The names that a file binds to something of torch: {name: path}."""
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.partition(".")[0] == "torch":
+                    found[alias.asname or "torch"] = alias.name if alias.asname else "torch"
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+            found |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def paths_of_torch(tree):
+    """Each path of torch that a file imports or reads, with its line: (line, path)."""
+    bound = imported_from_torch(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, one.name) for one in node.names if one.name.partition(".")[0] == "torch")
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+            yield from ((node.lineno, f"{node.module}.{one.name}") for one in node.names)
+        elif isinstance(node, ast.Attribute):
+            parts, value = [], node
+            while isinstance(value, ast.Attribute):
+                parts.append(value.attr)
+                value = value.value
+            if isinstance(value, ast.Name) and value.id in bound:
+                yield node.lineno, ".".join([bound[value.id], *reversed(parts)])
+
+
+def is_private(path):
+    parts = [one for one in path.split(".")[1:] if one not in OF_OBJECTS[OF_MODULES]]
+    return any(one.startswith("_") and not one.startswith("__") for one in parts) or "distributed_c10d" in parts[:-1]
+
+
+def attributes_of_objects(tree):
+    """Each private attribute that a file reads or sets of something else than itself: (line, name)."""
+    bound = {*imported_from_torch(tree), "self", "cls"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            value = node.value
+            while isinstance(value, ast.Attribute):
+                value = value.value
+            if not isinstance(value, ast.Name) or value.id not in bound:
+                yield node.lineno, node.attr
+
+
+def own_names(trees):
+    """The private names that the files define themselves."""
+    for tree in trees:
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                yield node.name
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                yield node.id
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                if isinstance(node.value, ast.Name) and node.value.id == "self":
+                    yield node.attr
+            elif isinstance(node, ast.alias):
+                yield node.asname or node.name
+
+
+def found_outside(trees, table):
+    """What stands outside of the table: one line for each private name of torch."""
+    lines = [
+        f"{path}:{line}: {name}"
+        for path, tree in trees.items()
+        if path != table
+        for line, name in paths_of_torch(tree)
+        if is_private(name)
+    ]
+    allowed = {*own_names(trees.values()), *(name for names in OF_OBJECTS.values() for name in names)}
+    lines += [
+        f"{path}:{line}: an attribute {name}"
+        for path, tree in trees.items()
+        for line, name in attributes_of_objects(tree)
+        if name not in allowed
+    ]
+    return sorted(set(lines))
+
+
+def trees_of(*folders):
+    paths = sorted(
+        path for folder in folders for path in (ROOT / folder).rglob("*.py") if "shardproof/" not in str(path.parent)
+    )
+    return {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in paths}
+
+
+def test_private_names_stand_in_one_file():
+    trees = {name: tree for name, tree in trees_of(*FOLDERS).items() if not name.startswith("shardproof/harness")}
+    assert len(trees) > 200, "the folders have moved"
+    assert found_outside(trees, "harness/tensors/private.py") == []
+
+
+@pytest.mark.skipif(not (ROOT / "fsdp_impl/common/private.py").exists(), reason="the reference has no such file yet")
+def test_private_names_of_the_reference_stand_in_one_file():
+    trees = trees_of("fsdp_impl")
+    assert [
+        f"{path}:{line}: {name}"
+        for path, tree in trees.items()
+        if path != "fsdp_impl/common/private.py"
+        for line, name in paths_of_torch(tree)
+        if is_private(name)
+    ] == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from torch._C import _register_process_group",
+        "import torch.utils._pytree as pytree",
+        "import torch\ntorch._C._current_graph_task_id()",
+        "from torch.distributed import distributed_c10d as c10d\nc10d.default_pg_timeout",
+        "from torch import nn\nnn.modules.batchnorm._BatchNorm",
+        "def f(tensor): return tensor._is_view()",
+    ],
+)
+def test_a_private_name_elsewhere_is_found(line):
+    assert found_outside({"a.py": ast.parse(line)}, "b.py")
+
+
+def test_every_name_that_is_taken_is_listed():
+    """And every listed one is in the source: taken by its path, or an attribute of an object."""
+    text = "".join(path.read_text() for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+    table = (ROOT / "harness/tensors/private.py").read_text()
+    unused = [
+        name.path
+        for name in private.NAMES
+        if name.path not in text.replace(table, "")
+        and f".{name.path.rpartition('.')[2]}" not in text.replace(table, "")
+        and f'"{name.path.rpartition(".")[2]}"' not in text.replace(table, "")
+        and table.count(name.path.rpartition(".")[2]) < 2
+    ]
+    assert unused == []
+
+
+# What a torch without a name does
+
+
+CASES = """
+import os
+from shardproof.harness import models
+from shardproof.harness.tensors import private
+from shardproof.testing import simulated, world
+
+@world(2)
+def test_nothing(rank):
+    assert rank.world_size == 2
+
+@world(2)
+def test_training(rank):
+    pair = rank.pair(models.Tower(dim=4), units=models.Tower(dim=4).units())
+    pair.step(rank.batch(0, (2, 4)))
+    pair.check()
+
+@world(1)
+def test_use(rank):
+    private.need(os.environ["TORCH_LACKS"])
+
+@simulated()
+def test_simulation(rank):
+    from shardproof.harness.adapters.config import Config
+    from shardproof.harness.models import optim
+    from shardproof.harness.simulation import Simulation, simulated_world
+    import torch
+    with simulated_world(rank.simulates, rank=1) as made:
+        one = Simulation(made, rank.implementation, lambda: models.Tower(dim=4), config=Config(mesh=made.mesh()),
+                         optimizer=optim.sgd())
+        one.step(lambda: (torch.zeros(2, 4),), loss=models.mean_square)
+        one.close()
+"""
+EVERYONE = ("reference", "reference.flat", "torch.fully_shard")
+
+
+def run_without(folder, *options, impl=EVERYONE, torch=None, **environment):
+    """Run the cases in a process that sees another torch; return the exit code, what it printed and the run file."""
+    folder.joinpath("test_cases.py").write_text(CASES)
+    folder.joinpath("pytest.ini").write_text("[pytest]\n")
+    paths = filter(None, [str(ROOT / "tests/hiding"), str(ROOT), os.environ.get("PYTHONPATH")])
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), **environment}
+    command = [
+        sys.executable, "-m", "pytest", "test_cases.py", "-p", "shardproof.plugin", "-p", "no:cacheprovider", "-rs",
+        "--impl", ",".join(impl), "--device", "cpu", "--report", "run.json", *options,
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=600)
+    file = folder / "run.json"
+    return done.returncode, done.stdout + done.stderr, json.loads(file.read_text()) if file.exists() else None
+
+
+def verdicts(run):
+    return {(case["implementation"], case["id"].partition("::")[2].partition("[")[0]): case for case in run["cases"]}
+
+
+def check_without(path, folder, *, is_of_the_reference=False):
+    """Run without one name: nothing ends the run, and what the name stops says so."""
+    code, printed, run = run_without(folder, TORCH_LACKS=path)
+    assert code in (0, 1, 5, 6), printed
+    cases = verdicts(run)
+    assert not [case for case in cases.values() if case["verdict"] == "harness-error"], printed
+    for implementation in EVERYONE:
+        if not is_of_the_reference or implementation == "torch.fully_shard":
+            assert cases[implementation, "test_nothing"]["verdict"] == "pass", printed
+    if not is_of_the_reference:
+        for implementation in EVERYONE:
+            used = cases[implementation, "test_use"]
+            assert used["verdict"] == "unmet" and path in used["missing"][0], printed
+            assert cases[implementation, "test_training"]["verdict"] in ("pass", "unmet"), printed
+    for case in cases.values():
+        if case["verdict"] == "unmet":
+            assert path in "".join(case["missing"]) or "does not import" in case["missing"][0], printed
+
+
+REFERENCE = importlib.util.find_spec("fsdp_impl.common.private")
+
+
+def of_the_reference():
+    if REFERENCE is None:
+        return []
+    from fsdp_impl.common import private as table
+
+    return [name.path for name in table.NAMES]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("path", [name.path for name in private.NAMES])
+def test_a_torch_without_a_name(tmp_path, path):
+    if private.find(path) is None:
+        pytest.skip(f"this build of torch has no {path}")
+    check_without(path, tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("path", of_the_reference())
+def test_a_torch_without_a_name_of_the_reference(tmp_path, path):
+    check_without(path, tmp_path, is_of_the_reference=True)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("path", [name.path for name in private.NAMES if "simulat" in name.purpose])
+def test_a_simulation_without_a_name(tmp_path, path):
+    code, printed, run = run_without(tmp_path, "--simulate", "64", TORCH_LACKS=path)
+    assert code in (0, 1, 5, 6), printed
+    for case in run["cases"]:
+        assert case["verdict"] in ("pass", "unmet"), printed
+        assert case["verdict"] == "pass" or path in case["missing"][0], printed
+
+
+def test_a_name_that_cases_need(tmp_path):
+    """A case that uses it is unmet, the others pass; a simulated one says it in one line."""
+    path = "torch._C._distributed_c10d._register_process_group"
+    check_without(path, tmp_path)
+    code, printed, run = run_without(tmp_path, "--simulate", "64", impl=["reference"], TORCH_LACKS=path)
+    assert code == 5, printed
+    (case,) = run["cases"]
+    assert (case["verdict"], len(case["missing"])) == ("unmet", 1), printed
+    assert case["missing"][0].endswith(private.complaint_about(path).partition(" has ")[2]), printed
+
+
+def test_a_mend_that_is_left_out(tmp_path):
+    """It is left out with a line in the header, in the run file and in its report; cases pass."""
+    path = "torch.distributed.ProcessGroupGloo._Options._threads"
+    code, printed, run = run_without(tmp_path, "-k", "training", impl=["reference"], TORCH_LACKS=path)
+    assert code == 0, printed
+    assert printed.count("shardproof: gloo: not applied: ") == 1, printed
+    assert path in run["environment"]["mends"]["gloo"]
+    report = subprocess.run(
+        [sys.executable, "-m", "shardproof", "report", str(tmp_path / "run.json")],
+        cwd=ROOT, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert f"gloo: {run['environment']['mends']['gloo']}" in report.stdout
+
+
+ADAPTER = """
+from shardproof.harness.adapters.reference import ReferenceAdapter
+{line}
+class Adapter(ReferenceAdapter):
+    name = "broken"
+"""
+
+
+@pytest.mark.parametrize("line", ["from torch.distributed import _no_such_name", "import torch; torch._no_such_name"])
+def test_an_implementation_that_does_not_import_because_of_torch(tmp_path, line):
+    tmp_path.joinpath("broken.py").write_text(ADAPTER.format(line=line))
+    code, printed, run = run_without(tmp_path, "-k", "nothing", impl=["broken:Adapter", "ddp"], PYTHONSAFEPATH="")
+    assert code == 6, printed
+    cases = verdicts(run)
+    assert cases["ddp", "test_nothing"]["verdict"] == "pass"
+    broken = cases["broken:Adapter", "test_nothing"]
+    assert broken["verdict"] == "unmet"
+    assert broken["missing"][0].startswith("broken:Adapter does not import: "), broken
+    assert "_no_such_name" in broken["missing"][0]
+
+
+@pytest.mark.parametrize("line", ["import no_such_package", "no_such_name"])
+def test_another_implementation_that_does_not_import_ends_the_run(tmp_path, line):
+    tmp_path.joinpath("broken.py").write_text(ADAPTER.format(line=line))
+    code, printed, _ = run_without(tmp_path, impl=["broken:Adapter", "ddp"])
+    assert code == 4 and "does not import" in printed, printed
+
+
+def test_a_torch_of_tomorrow(tmp_path):
+    version = "2.17.0.dev1+git"
+    code, printed, run = run_without(tmp_path, "-k", "training", impl=["reference"], TORCH_CALLS_ITSELF=version)
+    assert code == 0, printed
+    assert printed.count("newer than") == 1, printed
+    assert "shardproof: torch 2.17 is newer than the newest tested one, 2.15\n" in printed
+    assert run["environment"]["torch"] == version
+
+
+def test_the_command_lists_what_is_missing():
+    path = "torch._C._current_graph_task_id"
+    env = os.environ | {"PYTHONPATH": f"{ROOT / 'tests/hiding'}{os.pathsep}{ROOT}", "TORCH_LACKS": path}
+    command = [sys.executable, "-m", "shardproof", "torch-names"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1, done.stderr
+    assert f"\n  {path}\n    for counting recomputations; without it: they are unmet\n" in done.stdout
+    wrong = subprocess.run([*command, "--what"], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (wrong.returncode, wrong.stdout, wrong.stderr.count("\n")) == (2, "", 1)
