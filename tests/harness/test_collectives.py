@@ -9,8 +9,9 @@ import torch.distributed._functional_collectives as functional
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from shardproof.harness.collectives.announce import Announcer
 from shardproof.harness.collectives.delays import Delay, Perturbation
-from shardproof.harness.collectives.recorder import Recorder
+from shardproof.harness.collectives.recorder import Recorder, UnknownCollective, kind_of
 from shardproof.harness.collectives.trace import (
     Collective,
     Trace,
@@ -216,3 +217,62 @@ def test_what_process_groups_issue_is_heard_without_a_dispatch_mode(rank: Rank):
         Collective("forward", "all_gather", "float32", 24, (0, 1)),
         Collective("forward", "all_reduce", "float32", 12, (0, 1)),
     ]
+
+
+def test_every_operator_of_the_installed_torch_is_known():
+    """A newer torch that has one more makes this fail: say what it is in recorder.py."""
+    torch.distributed.tensor  # noqa: B018  (has operators of its own)
+    names = {schema.name for schema in torch._C._jit_get_all_schemas()}
+    ours = {name for name in names if name.startswith(("c10d::", "_c10d_functional"))}
+    assert len(ours) > 30, "the namespaces have moved"
+    kinds = {name: kind_of(name) for name in ours}
+    assert {name for name, kind in kinds.items() if kind is None} <= {
+        "_c10d_functional::_wrap_tensor_autograd",
+        "_c10d_functional::wait_tensor",
+        "_c10d_functional::wait_tensors",
+        "c10d::check_for_nan",
+    }
+
+
+def test_gathers_of_torch_2_14_are_known(monkeypatch):
+    assert kind_of("c10d::gather_into_tensor_") == "gather"
+    called = []
+    for name in ("gather_single", "gather_into_tensor"):
+        monkeypatch.setattr(dist.ProcessGroup, name, lambda *arguments: called.append(arguments), raising=False)
+    before = {name: vars(dist.ProcessGroup).get(name) for name in dir(dist.ProcessGroup)}
+    try:
+        Announcer(None, rank=0).watch_process_groups()
+        announced = {name for name, value in before.items() if vars(dist.ProcessGroup).get(name) is not value}
+    finally:
+        for name, value in before.items():
+            if value is not None:
+                setattr(dist.ProcessGroup, name, value)
+    assert {"gather", "gather_single", "gather_into_tensor"} <= announced
+
+
+def test_an_operator_that_no_list_has():
+    with pytest.raises(UnknownCollective, match=r"^c10d::novel_ is neither a known collective nor known to be none$"):
+        kind_of("c10d::novel_")
+    assert kind_of("aten::novel_") is None
+
+
+NOVEL = """
+import torch
+from shardproof.harness import models
+from shardproof.testing import world
+
+@world(2)
+def test_case(rank):
+    library = torch.library.Library("_c10d_functional", "FRAGMENT")
+    library.define("novel(Tensor x) -> Tensor")
+    library.impl("novel", lambda x: x.clone(), "CPU")
+    pair = rank.pair(models.Tower(dim=4))
+    novel = torch.ops._c10d_functional.novel
+    pair.step(rank.batch(0, (2, 4)), loss=lambda output: novel(output.detach()).sum() + output.sum())
+"""
+
+
+def test_an_operator_that_no_list_has_is_an_error_of_the_harness(run):
+    result = run(NOVEL)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["harness-error: every rank of 2:", "_c10d_functional::novel is neither a known*"])

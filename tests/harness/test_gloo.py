@@ -1,7 +1,9 @@
 """Gloo groups have one worker thread, for with two torch corrupts memory (F-270), and do not interrupt (F-271)."""
 
 import datetime
+import importlib.util
 import os
+import warnings
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from torch.distributed import distributed_c10d
 
 from shardproof.harness.parity import Rank
 from shardproof.harness.parity.other_worlds import other_worlds
+from shardproof.harness.worlds import gloo
 from shardproof.testing import world
 
 
@@ -121,3 +124,60 @@ def test_a_policy_that_somebody_has_chosen(rank: Rank):
 def test_a_system_without_the_policy(rank: Rank):
     rank.monkeypatch.delattr(os, "SCHED_BATCH", raising=False)
     check_sum(dist.new_group(backend="gloo"))
+
+
+# Another torch
+
+
+class Options:
+    def __init__(self):
+        self._timeout, self._threads, self._devices, self.enable_reconfigure = None, 2, [], False
+
+
+class OptionsWithoutThreads:
+    def __init__(self):
+        self._timeout, self._devices = None, []
+
+
+class FakeGloo:
+    """Stands for torch's class; keeps what it is made from."""
+
+    _Options = Options
+    create_default_device = staticmethod(object)
+
+    def __init__(self, store, rank, size, options=None, *, timeout=None, enable_reconfigure=False, colour=None):
+        self.options = options
+        self.own = {"timeout": timeout, "enable_reconfigure": enable_reconfigure, "colour": colour}
+
+
+def mended(monkeypatch, torchs):
+    """The class of mended groups, as it is made where torch has another class for them."""
+    monkeypatch.setattr(distributed_c10d, "ProcessGroupGloo", torchs)
+    spec = importlib.util.spec_from_file_location("gloo_of_another_torch", gloo.__file__)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module._Mended
+
+
+def test_one_more_keyword_that_is_an_option(monkeypatch):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        group = mended(monkeypatch, FakeGloo)(None, 0, 1, timeout=7, enable_reconfigure=True)
+    found = group.options
+    assert (found._timeout, found._threads, len(found._devices), found.enable_reconfigure) == (7, 1, 1, True)
+
+
+def test_one_more_keyword_that_is_no_option(monkeypatch):
+    make = mended(monkeypatch, FakeGloo)
+    with pytest.warns(UserWarning, match="torch's own.*colour") as warned:
+        groups = [make(None, 0, 1, timeout=7, colour="red") for _ in range(2)]
+    assert len(warned) == 1, "once"
+    assert [group.own for group in groups] == [{"timeout": 7, "enable_reconfigure": False, "colour": "red"}] * 2
+    assert groups[0].options is None
+
+
+def test_options_that_lack_one(monkeypatch):
+    make = mended(monkeypatch, type("Gloo", (FakeGloo,), {"_Options": OptionsWithoutThreads}))
+    with pytest.warns(UserWarning, match="torch's own.*_threads"):
+        group = make(None, 0, 1, timeout=7)
+    assert group.options is None and group.own["timeout"] == 7
