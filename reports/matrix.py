@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import PurePath
 
+from shardproof.reports import origins
 from shardproof.reports.alike import alike
 from shardproof.reports.gates import gates
 from shardproof.reports.record import CaseRecord, Failure, Verdict
@@ -64,7 +65,12 @@ def _indented(env: Environment) -> list[str]:
 
 def _heading(env: Environment) -> list[str]:
     """The versions, the host and the time of the run, without those that the run file lacks."""
-    versions = [("shardproof", env.shardproof), ("torch", env.torch), ("Python", env.python), ("NCCL", env.nccl)]
+    versions = [
+        ("shardproof", origins.shardproof(env)),
+        ("torch", origins.torch(env)),
+        ("Python", env.python),
+        ("NCCL", env.nccl),
+    ]
     facts = [f"{name} {version}" for name, version in versions if version]
     facts += [env.device] if env.device else []
     facts += [f"{env.cpu_count} cores"] if env.cpu_count else []

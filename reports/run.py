@@ -79,8 +79,10 @@ class Environment:
 
     Attributes:
         shardproof: the version of shardproof.
+        shardproof_commit: its commit, followed by "-dirty" if the code differed from it; "unknown" if that was so.
         python: the version of Python.
         torch: the version of torch.
+        torch_git_version: the commit from which torch was built; "unknown" if torch does not say.
         platform: the operating system.
         cpu_count: the number of CPU cores.
         device: the device type of the ranks.
@@ -97,8 +99,10 @@ class Environment:
     """
 
     shardproof: str
+    shardproof_commit: str
     python: str
     torch: str
+    torch_git_version: str
     platform: str
     cpu_count: int
     device: str
@@ -125,8 +129,10 @@ class Environment:
         fields = Fields(data, where)
         return cls(
             shardproof=fields.optional("shardproof", ""),
+            shardproof_commit=fields.optional("shardproof_commit", ""),
             python=fields.optional("python", ""),
             torch=fields.optional("torch", ""),
+            torch_git_version=fields.optional("torch_git_version", ""),
             platform=fields.optional("platform", ""),
             cpu_count=fields.optional("cpu_count", 0),
             device=fields.optional("device", ""),
@@ -207,11 +213,13 @@ class Part:
 
     Attributes:
         file: the name of its run file.
+        run_id: identifies the run.
         environment: its environment.
         effort: the name of its effort; empty if its file has none.
     """
 
     file: str
+    run_id: str
     environment: Environment
     effort: str
 
@@ -227,12 +235,12 @@ class Part:
             RecordError: the data violate the schema.
         """
         fields = Fields(data, where)
-        fields.required("run_id", str)
         end = Fields(fields.optional("end", {}), fields.path("end"))
         environment = Environment.parse(fields.required("environment", dict), fields.path("environment"))
         effort = Effort.parse(fields.data["effort"], fields.path("effort")) if fields.has("effort") else None
         return cls(
             file=fields.required("file", str),
+            run_id=fields.required("run_id", str),
             environment=replace(environment, seconds=end.optional("seconds", 0.0)),
             effort=effort.name if effort else "",
         )
@@ -246,6 +254,7 @@ class Run:
         environment: the environment of the run.
         cases: the records, in the order of the file; of a case that was run again, the last one.
         run_id: identifies the run; empty in a file of version 1.
+        suites: a hash of the files of the cases; empty in a file of an earlier version.
         selected: the ids of the selected cases by implementation; empty in a file of version 1.
         left_out: the selected cases that pytest skipped.
         earlier: the records of cases that were run again later.
@@ -261,6 +270,7 @@ class Run:
     environment: Environment
     cases: tuple[CaseRecord, ...]
     run_id: str = ""
+    suites: str = ""
     selected: Mapping[str, tuple[str, ...]] | None = None
     left_out: tuple[LeftOut, ...] = ()
     earlier: tuple[CaseRecord, ...] = ()
@@ -336,6 +346,7 @@ def _version_2(fields: Fields) -> Run:
         environment=replace(environment, seconds=end.optional("seconds", 0.0)),
         cases=cases,
         run_id=fields.required("run_id", str),
+        suites=fields.optional("suites", ""),
         selected=fields.mapping("selected", _texts),
         left_out=fields.items("left_out", LeftOut.parse),
         earlier=earlier,

@@ -27,7 +27,7 @@ def run(*arguments, cwd, path, timeout=240, **variables):
 
 def copy_of_the_sources(copy):
     """Copy what a wheel is built from."""
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
     for folder in (*FOLDERS, "shardproof", "tests"):
         ignored = shutil.ignore_patterns("__pycache__")
@@ -35,12 +35,12 @@ def copy_of_the_sources(copy):
     return copy
 
 
-def build(sources, out):
-    """Build the wheel of these sources as pip would build it, but in this environment, and return its path."""
-    script = f"from setuptools import build_meta; build_meta.build_wheel({str(out)!r})"
+def build(sources, out, kind="wheel"):
+    """Build the wheel or sdist of these sources as pip would build it, but in this environment, and return its path."""
+    script = f"from setuptools import build_meta; build_meta.build_{kind}({str(out)!r})"
     built = run("-c", script, cwd=sources, path="")
     assert built.returncode == 0, built.stderr
-    return next(out.glob("*.whl"))
+    return next(out.glob("*.whl" if kind == "wheel" else "*.tar.gz"))
 
 
 def install(wheel, site):

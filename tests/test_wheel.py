@@ -1,8 +1,10 @@
 """What an installed shardproof does without a clone, and what it leaves alone; and the same for a clone on the path."""
 
 import os
+import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 
 import pytest
@@ -89,6 +91,7 @@ def test_the_wheel_holds_every_source_and_no_test(wheel):
     own = {
         "__init__.py",
         "__main__.py",
+        "commit.txt",
         "implementations.py",
         "plan.py",
         "plugin.py",
@@ -98,6 +101,55 @@ def test_the_wheel_holds_every_source_and_no_test(wheel):
     }
     extra = {"shardproof/suites/expectations/sample.toml", *(f"shardproof/{name}" for name in own)}
     assert names == extra.union(*map(sources, FOLDERS))
+
+
+def commits(archive):
+    """The commits that an archive has, by the names of the files."""
+    if archive.suffix == ".whl":
+        with zipfile.ZipFile(archive) as opened:
+            return {name: opened.read(name).decode() for name in opened.namelist() if name.endswith("commit.txt")}
+    with tarfile.open(archive) as opened:
+        names = [name for name in opened.getnames() if name.endswith("commit.txt")]
+        return {name: opened.extractfile(name).read().decode() for name in names}
+
+
+def test_a_wheel_and_an_sdist_know_the_commit_of_the_clone(tmp_path):
+    """And so does the wheel that is built from the sdist; the clone itself stays as it was."""
+    clone = tmp_path / "clone"
+    clone.mkdir()
+    copy_of_the_sources(clone)
+    shutil.copy(ROOT / ".gitignore", clone)
+    author = ["-c", "user.name=x", "-c", "user.email=x@y"]
+    for command in (["init", "-q"], ["add", "."], [*author, "commit", "-q", "-m", "x"]):
+        subprocess.run(["git", *command], cwd=clone, check=True)
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=clone, capture_output=True, text=True).stdout
+    wheel, sdist = build(clone, tmp_path / "wheel"), build(clone, tmp_path / "sdist", "sdist")
+    assert commits(wheel) == {"shardproof/commit.txt": head}
+    name = sdist.name.removesuffix(".tar.gz")
+    assert commits(sdist) == {f"{name}/shardproof/commit.txt": head}
+    status = subprocess.run(["git", "status", "--porcelain"], cwd=clone, capture_output=True, text=True)
+    assert status.stdout == ""
+    with tarfile.open(sdist) as opened:
+        opened.extractall(tmp_path / "unpacked", filter="data")
+    again = build(tmp_path / "unpacked" / name, tmp_path / "again")
+    assert commits(again) == {"shardproof/commit.txt": head}
+    with zipfile.ZipFile(wheel) as one, zipfile.ZipFile(again) as other:
+        assert sorted(one.namelist()) == sorted(other.namelist())
+
+
+def test_a_wheel_of_sources_without_git_does_not_know_its_commit(wheel):
+    assert commits(wheel) == {"shardproof/commit.txt": "unknown\n"}
+
+
+def test_the_suites_of_a_wheel_and_of_a_clone_have_one_hash(wheel, tmp_path):
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    (tmp_path / "site/shardproof/suites/expectations/sample.toml").unlink()
+    script = (
+        "from shardproof.harness.plugin import origin, suite_modules as s; print(origin.hash_of(s.packaged_files()))"
+    )
+    hashes = {run("-c", script, cwd=tmp_path, path=path).stdout for path in (tmp_path / "site", ROOT)}
+    assert len(hashes) == 1 and len(hashes.pop().strip()) == 12
 
 
 def test_other_runs_of_pytest_do_not_notice(neighbour, path):

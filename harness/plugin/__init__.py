@@ -13,7 +13,8 @@ project's conftest names the plugin as ``shardproof.plugin``; case modules impor
   with hypothesis.
 - ``effort``: what a shorter run leaves out. ``pairwise`` and ``quick`` choose what it keeps, and ``always`` reads what
   it keeps in any case.
-- ``records``: the record of one case; ``journal``: the run file, with the ``environment`` of the run.
+- ``records``: the record of one case; ``journal``: the run file, with the ``environment`` of the run and the
+  ``origin`` of the code.
 - ``launched``: runs that torchrun started; ``ahead``: several cases at once in these; ``resuming``: what restarted ones
   keep.
 - ``reproduction``: the command that repeats one case.

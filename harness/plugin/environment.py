@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import pathlib
 import platform
 from collections.abc import Sequence
 from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
+import shardproof
+from shardproof.harness.plugin import origin
 from shardproof.harness.plugin.selection import Selection
 from shardproof.harness.worlds.fleet import Fleet
 
@@ -37,14 +40,18 @@ def describe(
     cuda = selection.device == "cuda"
     devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())] if cuda else []
     job = {} if fleet is None else {"torchrun": _job(fleet)}
+    package = pathlib.Path(shardproof.__file__).parent
     mends = private.mends()
     return (
         job
         | ({"mends": mends} if mends else {})
         | {
-            "shardproof": _own_version(),
+            "shardproof": origin.version(package),
+            "shardproof_commit": origin.commit(package),
             "python": platform.python_version(),
             "torch": torch.__version__,
+            # A torch that was built without git calls it "Unknown".
+            "torch_git_version": str(getattr(torch.version, "git_version", None) or origin.UNKNOWN).lower(),
             "platform": platform.platform(),
             "cpu_count": os.cpu_count(),
             "device": selection.device,
@@ -93,12 +100,3 @@ def _job(fleet: Fleet) -> dict[str, Any]:
         "ranks": place.size,
         "hosts": place.nodes,
     }
-
-
-def _own_version() -> str:
-    from importlib import metadata
-
-    try:
-        return metadata.version("shardproof")
-    except metadata.PackageNotFoundError:
-        return "not installed"

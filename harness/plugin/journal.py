@@ -85,6 +85,7 @@ class Journal:
         effort: str | None = None,
         spared: Mapping[str, Mapping[str, int]] | None = None,
         unasked: Mapping[str, Mapping[str, str]] | None = None,
+        suites: str | None = None,
     ) -> None:
         """Write which cases were selected, and begin the list of records.
 
@@ -93,7 +94,10 @@ class Journal:
             effort: the effort of the run, if it is known.
             spared: the number of cases that the effort left out, by implementation and file.
             unasked: by implementation, the requirements of every implementation that no case asks, and what each needs.
+            suites: the hash of the suites, if it is known.
         """
+        if suites is not None:
+            self._field("suites", suites)
         if effort is not None:
             self._field("effort", {"name": effort, "deselected": spared or {}})
         if unasked:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from shardproof.harness.plugin import cases, environment, selection, unasked
+from shardproof.harness.plugin import cases, environment, origin, selection, unasked
 from shardproof.harness.plugin.ahead import Ahead
 from shardproof.harness.plugin.journal import Journal
 from shardproof.harness.plugin.launched import FLEET
@@ -26,6 +26,7 @@ from shardproof.harness.plugin.records import CaseRecord
 from shardproof.harness.plugin.reproduction import Invocation, invocation_of
 from shardproof.harness.plugin.resuming import Resuming
 from shardproof.harness.plugin.run_known_failures import RunKnownFailures
+from shardproof.harness.plugin.suite_modules import is_suites, packaged_files
 from shardproof.harness.worlds import scratch
 from shardproof.harness.worlds.fleet_pool import FleetPool
 from shardproof.harness.worlds.pool import Pool
@@ -251,13 +252,14 @@ class State:
         """Note the cases that are to run; an xdist worker leaves their list for the controller."""
         selected, spared = _ids(filter(cases.is_case, items)), _ids(self.spared)
         found = {} if self._is_narrowed else unasked.unasked(self.without_world, items, self.selection)
+        files = {_file(cases.case_id(item)): str(item.path) for item in [*filter(cases.is_case, items), *self.spared]}
         self.drawing = sum(cases.draws(item, self.selection) for item in items if cases.is_case(item))
         if self.is_worker:
             given = vars(self._config)["workerinput"]
             if _FOLDER in given:
-                pathlib.Path(given[_FOLDER], given["workerid"]).write_text(json.dumps([selected, spared, found]))
+                pathlib.Path(given[_FOLDER], given["workerid"]).write_text(json.dumps([selected, spared, found, files]))
         else:
-            self._selected(selected, spared, found)
+            self._selected(selected, spared, found, files)
 
     @property
     def _is_narrowed(self) -> bool:
@@ -281,11 +283,14 @@ class State:
         if not self.progress.selected and path.exists():
             self._selected(*json.loads(path.read_text()))
 
-    def _selected(self, selected: Selected, spared: Selected, found: unasked.Unasked) -> None:
+    def _selected(self, selected: Selected, spared: Selected, found: unasked.Unasked, files: dict[str, str]) -> None:
         self.progress.selected, self.progress.unasked = selected, found
         self.progress.spared = {name: collections.Counter(map(_file, ids)) for name, ids in spared.items()}
         if self.journal is not None and selected:
-            self.journal.select(selected, effort=self.selection.effort, spared=self.progress.spared, unasked=found)
+            suites = _hash_of_suites({name: pathlib.Path(path) for name, path in files.items()})
+            self.journal.select(
+                selected, effort=self.selection.effort, spared=self.progress.spared, unasked=found, suites=suites
+            )
             if self.resuming is not None:
                 for (name, id_), record in self.resuming.records.items():
                     if id_ in selected.get(name, ()):
@@ -362,6 +367,15 @@ def _ids(items: Iterable[pytest.Function]) -> Selected:
     for item in items:
         ids.setdefault(cases.launch_of(item).implementation, []).append(cases.case_id(item))
     return ids
+
+
+def _hash_of_suites(files: dict[str, pathlib.Path]) -> str:
+    """Return the hash of the files with the cases of a run, by the beginnings of their ids.
+
+    shardproof's own suites count as a whole, so that runs of different chapters have one hash.
+    """
+    own = {name: path for name, path in files.items() if not is_suites(path.parent)}
+    return origin.hash_of(own if len(own) == len(files) else own | packaged_files())
 
 
 def _key(item: pytest.Function) -> tuple[str, str]:

@@ -31,6 +31,12 @@ def is_suites(directory: pathlib.Path) -> bool:
     return directory.resolve() == _REAL
 
 
+def packaged_files() -> dict[str, pathlib.Path]:
+    """Return the files that decide what shardproof's own suites ask and expect, by their names in run files."""
+    found = (path for pattern in ("*.py", "*.toml") for path in _REAL.rglob(pattern))
+    return {f"{_REAL.name}/{path.relative_to(_REAL).as_posix()}": path for path in found}
+
+
 def is_packaged(file: pathlib.PurePath) -> bool:
     """Return whether shardproof's own suites have a file of this path, which begins with their folder."""
     return (_REAL.parent / file).is_file() and file.parent == pathlib.PurePath(_REAL.name)

@@ -8,6 +8,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from shardproof.reports import origins
 from shardproof.reports.page import assets
 from shardproof.reports.page.contract import Contract
 from shardproof.reports.page.details import chunks
@@ -97,10 +98,10 @@ def _about(source: Source, label: str) -> dict[str, Any]:
 
 def _facts(env: Environment, devices: str) -> list[tuple[str, str]]:
     facts = [
-        ("torch", env.torch),
+        ("torch", origins.torch(env)),
         ("NCCL", env.nccl or ""),
         ("Python", env.python),
-        ("shardproof", env.shardproof),
+        ("shardproof", origins.shardproof(env)),
         ("accelerators", devices),
         ("CPU cores", str(env.cpu_count or "")),
         ("platform", env.platform),

@@ -58,8 +58,10 @@ def whole_environment() -> dict[str, Any]:
     """An environment with every field of the schema."""
     return {
         "shardproof": "0.1.0",
+        "shardproof_commit": "c0ffee" * 6 + "c0ff",
         "python": "3.12.3",
         "torch": "2.11.0+cu130",
+        "torch_git_version": "70d9" * 10,
         "platform": "Linux",
         "cpu_count": 64,
         "device": "cuda",
@@ -85,6 +87,7 @@ def journal(*cases: dict[str, Any], selected: dict[str, list[str]] | None = None
         "schema_version": 2,
         "run_id": "0123456789abcdef0123456789abcdef",
         "environment": whole_environment(),
+        "suites": "0a1b2c3d4e5f",
         "selected": by_name if selected is None else selected,
         "cases": [rest | one for one in cases],
         "left_out": [],

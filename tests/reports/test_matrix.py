@@ -37,7 +37,7 @@ def test_requirements_down_and_implementations_across():
     assert_expected_inline(
         summary(*mixed_cases(), **samples.whole_environment()),
         """\
-shardproof 0.1.0, torch 2.11.0+cu130, Python 3.12.3, NCCL 2.28.9, cuda, 64 cores, 4 x GPU X
+shardproof 0.1.0 (c0ffeec), torch 2.11.0+cu130 (70d970d), Python 3.12.3, NCCL 2.28.9, cuda, 64 cores, 4 x GPU X
 2026-01-02T03:04:05+00:00, 61.2 s
 
 fail: torch.fully_shard suites/b.py::test_clip[w2] (CLIP-1)

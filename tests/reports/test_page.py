@@ -237,8 +237,8 @@ def full_of(text):
         "collectives": [{"ranks": [0], "trace": [text]}],
     }
     record["distances"] = [record["distances"][0] | {"stage": text, "name": text}]
-    words = dict.fromkeys(("shardproof", "python", "torch", "platform", "device", "nccl", "started"), text)
-    environment = words | {
+    names = ("shardproof", "shardproof_commit", "python", "torch", "torch_git_version", "platform", "device", "nccl")
+    environment = dict.fromkeys((*names, "started"), text) | {
         "command": [text],
         "accelerators": [{"name": text}],
         "implementations": {text: {"version": text, "capabilities": [text]}},
@@ -249,6 +249,7 @@ def full_of(text):
         "schema_version": 2,
         "run_id": "2",
         "environment": environment,
+        "suites": text,
         "selected": {text: [text, "other"]},
         "cases": [record],
         "left_out": [{"id": text, "implementation": text, "reason": text}],

@@ -35,6 +35,7 @@ def test_a_whole_run_is_read(written):
     assert [case.id for case in run.cases] == ["suites/test_autograd.py::test_unused[w2]", "other"]
     env = run.environment
     assert (env.shardproof, env.python, env.torch, env.nccl) == ("0.1.0", "3.12.3", "2.11.0+cu130", "2.28.9")
+    assert (env.shardproof_commit, env.torch_git_version) == (f"{'c0ffee' * 6}c0ff", "70d9" * 10)
     assert (env.platform, env.cpu_count, env.device) == ("Linux", 64, "cuda")
     assert env.accelerators == (Accelerator("GPU X", 150_000_000_000),) * 4
     assert (env.started, env.seconds, env.command) == ("2026-01-02T03:04:05+00:00", 61.25, ("pytest", "suites"))
@@ -43,7 +44,10 @@ def test_a_whole_run_is_read(written):
 
 
 def test_an_empty_environment_will_do():
-    assert parse_run(samples.run()).environment.nccl is None
+    """Files of earlier versions lack what later ones added."""
+    run = parse_run(samples.run())
+    assert run.environment.nccl is None
+    assert (run.suites, run.environment.shardproof_commit, run.environment.torch_git_version) == ("", "", "")
 
 
 def test_implementations_keep_the_order_of_the_command_and_miss_none():
