@@ -4,13 +4,15 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from shardproof.reports import helptext
 from shardproof.reports.accepted import AcceptanceError, accept, load
 from shardproof.reports.command import BAD_INPUT
+from shardproof.reports.origins import described
 from shardproof.reports.regressions import ALLOWED, Incomparable, check_comparable, compare
 from shardproof.reports.regressions_text import FORMATS
-from shardproof.reports.run import RunFileError, load_run
+from shardproof.reports.run import Run, RunFileError, load_run
 
 WORSE = 1
 
@@ -46,8 +48,16 @@ def gate(arguments: Sequence[str]) -> int:
     except (RunFileError, Incomparable, AcceptanceError) as error:
         print(f"shardproof: {error}", file=sys.stderr)
         return BAD_INPUT
+    outcome = replace(outcome, runs=_described(options, base, head))
     print(FORMATS[options.format](outcome), end="")
     return WORSE if outcome.worse else 0
+
+
+def _described(options: argparse.Namespace, base: Run, head: Run) -> tuple[str, ...]:
+    lines = [described(base, "BASE", options.base), described(head, "HEAD", options.head)]
+    if base.suites and head.suites and base.suites != head.suites:
+        lines.append("the suites differ: cases may have changed")
+    return tuple(lines)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -64,10 +74,17 @@ def _parser() -> argparse.ArgumentParser:
         "--allow", action="append", choices=ALLOWED, default=[], help="compare although this differs; may be repeated"
     )
     parser.add_argument(
-        "--more-skips", type=_count, default=0, metavar="N", help="cases by which skips of an implementation may grow"
+        "--more-skips",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="allow up to N more skipped cases of an implementation",
     )
     parser.add_argument(
-        "--time-ratio", type=_ratio, metavar="R", help="how many times as long the cases may take; not compared without"
+        "--time-ratio",
+        type=_ratio,
+        metavar="R",
+        help="allowed slowdown, such as 1.2; without it, times are not compared",
     )
     parser.add_argument(
         "--accept", metavar="FILE", help="a TOML file of what may get worse, with reasons; docs/gate.md describes it"

@@ -1,5 +1,6 @@
 """Joins the run files of several environments into one, so that their implementations stand in one matrix."""
 
+import itertools
 import json
 import uuid
 from collections import Counter
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shardproof.reports import files
+from shardproof.reports.origins import UNKNOWN, short
 from shardproof.reports.record import CaseRecord, Verdict
 from shardproof.reports.run import EFFORTS, MIXED, Run, RunFileError, load_run, public_version
 
@@ -46,6 +48,25 @@ class _Source:
     run: Run
 
     @property
+    def ran(self) -> set[tuple[Column, str]]:
+        """The cases that ran, as their columns and ids."""
+        return {(self.column(case.implementation), case.id) for case in self.run.cases if not case.verdict.skipped}
+
+    def commits(self, column: Column) -> dict[str, set[str]]:
+        """Return the commits of shardproof and torch that this file names for a column; a merged one may have many."""
+        parts = [
+            part.environment
+            for part in self.run.merged
+            if column.name in part.environment.implementations
+            and (public_version(part.environment.torch), part.environment.device) == (column.torch, column.device)
+        ]
+        environments = parts if self.run.merged else [self.run.environment]
+        return {
+            "shardproof": {env.shardproof_commit for env in environments} - {"", UNKNOWN},
+            "torch": {env.torch_git_version for env in environments} - {"", UNKNOWN},
+        }
+
+    @property
     def names(self) -> list[str]:
         """The names of all implementations in this file."""
         selected, left_out = self.run.selected or {}, (item.implementation for item in self.run.left_out)
@@ -71,11 +92,11 @@ class Merged:
 
     Attributes:
         data: a run file of version 2, as JSON values.
-        repeated: how many cases several files have, by the name of their column.
+        repeated: how many cases several files have, by the name of their column, and when these runs were started.
     """
 
     data: dict[str, Any]
-    repeated: Mapping[str, int]
+    repeated: Mapping[str, tuple[int, tuple[str, ...]]]
 
 
 def merge(paths: Sequence[Path], *, command: Sequence[str]) -> Merged:
@@ -83,7 +104,8 @@ def merge(paths: Sequence[Path], *, command: Sequence[str]) -> Merged:
 
     An implementation of several files is one column if its name, its version, the version of torch and the device type
     are the same; otherwise it is several, whose names contain what differs. Of a case that several files have for one
-    column, one record stays: of one that ran rather than of a skip, and of these the one with the gravest verdict.
+    column, one record stays: of one that ran rather than of a skip, and of these the one with the gravest verdict. No
+    such verdict is chosen out of two commits of shardproof, whose built-in implementations change with it, or of torch.
 
     Args:
         paths: the files, which may be merged ones themselves.
@@ -91,10 +113,12 @@ def merge(paths: Sequence[Path], *, command: Sequence[str]) -> Merged:
 
     Raises:
         RunFileError: a file cannot be read.
-        MergeError: a file is of version 1 or incomplete, is named twice, or compares with other constants.
+        MergeError: a file is of version 1 or incomplete, is named twice, or compares with other constants; or a case of
+            one column ran in two files at two commits.
     """
     sources = [_read(path) for path in paths]
     _check(sources)
+    _check_commits(sources)
     columns = {column: None for source in sources for column in map(source.column, source.names)}
     labels = dict(zip(columns, _labels(list(columns)), strict=True))
     chosen, repeated = _chosen(sources, labels)
@@ -109,6 +133,7 @@ def merge(paths: Sequence[Path], *, command: Sequence[str]) -> Merged:
         "run_id": uuid.uuid4().hex,
         "environment": _environment(sources, labels, command),
         "effort": _effort(sources, labels),
+        **_known(suites=_joined(source.run.suites for source in sources)),
         "selected": _selected(sources, labels),
         "cases": [record for records in chosen.values() for record in records],
         "left_out": [
@@ -141,11 +166,31 @@ def _check(sources: Sequence[_Source]) -> None:
     for source in sources:
         for part in _parts(source):
             if (other := seen.get(part["run_id"])) is not None:
-                raise MergeError(f"{source.path}: has the run {part['run_id']}, which {other} has too")
+                raise MergeError(_same_run(other, source.path, part["environment"].get("started", "")))
             seen[part["run_id"]] = source.path
         ours, theirs = dict(first.run.environment.numerics), dict(source.run.environment.numerics)
         if ours != theirs:
             raise MergeError(f"{source.path}: compares by {theirs}, and {first.path} by {ours}; run one of them again")
+
+
+def _same_run(one: Path, other: Path, started: str) -> str:
+    return f"{one} and {other} have the same run, started {started}; name it once"
+
+
+def _check_commits(sources: Sequence[_Source]) -> None:
+    """Refuse cases of one column that ran in two files at two commits, as far as the files name commits."""
+    for one, other in itertools.combinations(sources, 2):
+        both = Counter(column for column, _ in one.ran & other.ran)
+        for column, count in both.items():
+            ours, theirs = one.commits(column), other.commits(column)
+            for what in ours:
+                if len(found := ours[what] | theirs[what]) > 1:
+                    cases = f"{count} case{'' if count == 1 else 's'} of {column.name}"
+                    commits = " and ".join(map(short, sorted(found)))
+                    raise MergeError(
+                        f"{one.path} and {other.path} both ran {cases}, at two commits of {what} ({commits}); "
+                        "shardproof gate compares such runs"
+                    )
 
 
 def _labels(columns: Sequence[Column]) -> list[str]:
@@ -164,11 +209,12 @@ def _labels(columns: Sequence[Column]) -> list[str]:
 
 def _chosen(
     sources: Sequence[_Source], labels: Mapping[Column, str]
-) -> tuple[dict[tuple[str, str], list[dict[str, Any]]], dict[str, int]]:
-    """Return all attempts of each case, by column and id, and how many cases of each column are in several files."""
+) -> tuple[dict[tuple[str, str], list[dict[str, Any]]], dict[str, tuple[int, tuple[str, ...]]]]:
+    """Return all attempts of each case, by column and id, and what several files have, as in :class:`Merged`."""
     chosen: dict[tuple[str, str], list[dict[str, Any]]] = {}
     verdicts: dict[tuple[str, str], Verdict] = {}
-    several: set[tuple[str, str]] = set()
+    several: dict[str, set[str]] = {}
+    runs: dict[str, dict[str, set[str]]] = {}
     for source in sources:
         records: dict[tuple[str, str], list[dict[str, Any]]] = {}
         last = {(case.implementation, case.id): case for case in source.run.cases}
@@ -177,12 +223,18 @@ def _chosen(
             label = labels[source.column(key[0])]
             records.setdefault((label, key[1]), []).append(_renamed(record, label, source, last[key]))
         for (name, id_), case in last.items():
-            key = labels[source.column(name)], id_
+            label = labels[source.column(name)]
+            key = label, id_
+            runs.setdefault(label, {}).setdefault(source.run.environment.started, set()).add(id_)
             if key in chosen:
-                several.add(key)
+                several.setdefault(label, set()).add(id_)
             if key not in chosen or _weight(case.verdict) < _weight(verdicts[key]):
                 chosen[key], verdicts[key] = records[key], case.verdict
-    return chosen, dict(Counter(label for label, _ in sorted(several)))
+    repeated = {
+        label: (len(ids), tuple(sorted(when for when, theirs in runs[label].items() if theirs & ids)))
+        for label, ids in sorted(several.items())
+    }
+    return chosen, repeated
 
 
 def _renamed(record: Mapping[str, Any], label: str, source: _Source, case: CaseRecord) -> dict[str, Any]:
@@ -203,6 +255,10 @@ def _environment(sources: Sequence[_Source], labels: Mapping[Column, str], comma
     alone = len(sources) == 1
     return {
         "shardproof": _joined(one.shardproof for one in environments),
+        **_known(
+            shardproof_commit=_joined(one.shardproof_commit for one in environments),
+            torch_git_version=_joined(one.torch_git_version for one in environments),
+        ),
         "python": _joined(one.python for one in environments),
         "torch": _joined(one.torch for one in environments),
         "platform": _joined(one.platform for one in environments),
@@ -219,7 +275,12 @@ def _environment(sources: Sequence[_Source], labels: Mapping[Column, str], comma
 
 def _joined(values: Iterable[str]) -> str:
     """Return what all have, or everything that they have."""
-    return ", ".join(dict.fromkeys(part for value in values for part in value.split(", ")))
+    return ", ".join(dict.fromkeys(part for value in values if value for part in value.split(", ")))
+
+
+def _known(**fields: str) -> dict[str, str]:
+    """Return the fields that any of the files has; earlier versions did not write them."""
+    return {name: value for name, value in fields.items() if value}
 
 
 def _implementations(sources: Sequence[_Source], labels: Mapping[Column, str]) -> dict[str, Any]:
@@ -266,5 +327,7 @@ def _parts(source: _Source) -> list[dict[str, Any]]:
     """Return what a merged file keeps of each run in this file, which is one unless it is merged itself."""
     if "merged" in source.data:
         return list(source.data["merged"])
-    kept = {name: source.data[name] for name in ("run_id", "environment", "effort", "end") if name in source.data}
+    kept = {
+        name: source.data[name] for name in ("run_id", "environment", "effort", "suites", "end") if name in source.data
+    }
     return [{"file": source.path.name} | kept]

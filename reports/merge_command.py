@@ -48,10 +48,13 @@ def merge_command(arguments: Sequence[str]) -> int:
     except OSError as error:
         print(f"shardproof: {out}: {error.strerror or error}", file=sys.stderr)
         return BAD_INPUT
-    for label, count in merged.repeated.items():
-        print(printable(f"{label}: {count} cases are in several files; of each, the gravest verdict that ran counts"))
+    for label, (count, started) in merged.repeated.items():
+        cases = "1 case is" if count == 1 else f"{count} cases are"
+        runs = f"runs started {' and '.join(started)}"
+        print(printable(f"{label}: {cases} in several files, of {runs}; the gravest verdict that ran counts"))
     columns = len(merged.data["environment"]["implementations"])
-    print(printable(f"{out}: {columns} implementations, {len(merged.data['cases'])} records"))
+    names = f"{columns} implementation{'' if columns == 1 else 's'}"
+    print(printable(f"{out}: {names}, {len(merged.data['cases'])} records"))
     return 0
 
 

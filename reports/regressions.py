@@ -77,6 +77,7 @@ class Outcome:
         not_compared: one line for each thing that a file did not measure, or that only the later one has.
         compared: the number of cases that ran in both.
         accepted: what got worse as intended, by kind.
+        runs: one line about each of the two runs, and one if their suites differ.
     """
 
     worse: tuple[Worse, ...]
@@ -84,6 +85,7 @@ class Outcome:
     not_compared: tuple[str, ...]
     compared: int
     accepted: tuple[Accepted, ...] = ()
+    runs: tuple[str, ...] = ()
 
 
 class Incomparable(ValueError):
@@ -103,16 +105,27 @@ def check_comparable(base: Run, head: Run, *, allowed: Iterable[str] = ()) -> No
         allowed: what may differ, out of :data:`ALLOWED`.
 
     Raises:
-        Incomparable: a run is incomplete, or they differ in something that is not allowed to.
+        Incomparable: a run is incomplete, the two are one run or have one in common, or they differ in something that
+            is not allowed to.
     """
     for name, run in (("BASE", base), ("HEAD", head)):
         if run.incomplete:
             raise Incomparable(f"{name} is incomplete ({run.incomplete}); run it again to its end")
         if not run.cases:
             raise Incomparable(f"{name} has no case")
+    ours, theirs = _started(base), _started(head)
+    if shared := [started for run_id, started in ours.items() if run_id in theirs]:
+        what = "are the same run" if len(ours) == len(theirs) == 1 else "have a run in common"
+        raise Incomparable(f"BASE and HEAD {what}, started {shared[0]}; no run is compared with itself")
     for name, (one, other) in _conditions(base, head).items():
         if one != other and name not in allowed:
             raise Incomparable(f"BASE has {name} {one}, HEAD {other}; --allow {name} compares them all the same")
+
+
+def _started(run: Run) -> dict[str, str]:
+    """When a run, or each run of which it was merged, was started, by their ids; files of version 1 have none."""
+    alone = {run.run_id: run.environment.started} if run.run_id else {}
+    return {part.run_id: part.environment.started for part in run.merged} or alone
 
 
 def _conditions(base: Run, head: Run) -> dict[str, tuple[str, str]]:

@@ -11,7 +11,7 @@ _SHOWN = 50  # the most lines of one kind in a comment, which has a limited size
 
 def as_text(outcome: Outcome) -> str:
     """Render an outcome for a terminal: the verdict comes last."""
-    lines = []
+    lines = [*map(printable, outcome.runs), ""] if outcome.runs else []
     for kind, found in _by_kind(outcome.worse).items():
         lines.append(f"{kind} ({len(found)}):")
         for one in found:
@@ -27,6 +27,7 @@ def as_text(outcome: Outcome) -> str:
 def as_markdown(outcome: Outcome) -> str:
     """Render an outcome as a comment on a pull request: the verdict comes first, long lists are folded."""
     parts = [f"### shardproof: {_verdict(outcome)}", ""]
+    parts += [*(f"- {_escaped(line)}" for line in outcome.runs), ""] if outcome.runs else []
     if outcome.worse:
         parts += ["| what got worse | implementation | case | |", "|---|---|---|---|"]
         for found in _by_kind(outcome.worse).values():
@@ -57,7 +58,7 @@ def as_markdown(outcome: Outcome) -> str:
 
 def as_github(outcome: Outcome) -> str:
     """Render an outcome as workflow commands, which GitHub shows beside the case's file and in the run's summary."""
-    lines = []
+    lines = [_message(line) for line in outcome.runs]
     for one in outcome.worse:
         file = one.nodeid.partition("::")[0]
         place = f" file={_property(file)}," if file else " "

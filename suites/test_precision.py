@@ -255,7 +255,7 @@ def test_state_dicts(rank: Rank, form: StateForm, flat_parameters: bool) -> None
 @needs(Capability.MIXED_PRECISION, Capability.OUTPUT_DTYPE, Capability.RESHARD_TO_SIZE, Capability.REGISTERED_STATE)
 def test_smaller_shards(rank: Rank) -> None:
     """Shards over fewer ranks, from which backward gathers, have the dtype of compute."""
-    # What units return is rounded, so all gradients are bfloat16 values: float32 sums four of them exactly in any order.
+    # What units return is rounded, so gradients are bfloat16 values: float32 sums four of them exactly in any order.
     precision = dataclasses.replace(POLICIES["bf16-fp32"], output=BRAIN)
     run, replica = both(rank, mixed.Mixed(), precision=precision, reshard_after_forward=2)
     run.adapter.forward(rank.batch(0, SHAPE))

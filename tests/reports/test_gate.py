@@ -28,15 +28,19 @@ def run(tmp_path, capsys):
 
     def run(before, after, *options, base=None, head=None):
         for name, cases, changes in (("base", before, base or {}), ("head", after, head or {})):
-            data = samples.journal(*cases)
-            top = {key: value for key, value in changes.items() if key in data or key in ("effort", "left_out", "end")}
+            data = samples.journal(*cases) | {"run_id": {"base": "b", "head": "d"}[name] * 32}
+            others = ("effort", "left_out", "end", "merged")
+            top = {key: value for key, value in changes.items() if key in data or key in others}
             names = {case["implementation"]: {"version": "", "capabilities": []} for case in cases}
             data["environment"] |= {"implementations": names}
             data["environment"] |= {key: value for key, value in changes.items() if key not in top}
-            (tmp_path / f"{name}.json").write_text(json.dumps(data | top))
+            data |= top
+            for key in [key for key, value in changes.items() if value is None]:
+                del (data if key in data else data["environment"])[key]
+            (tmp_path / f"{name}.json").write_text(json.dumps(data))
         code = gate([str(tmp_path / "base.json"), str(tmp_path / "head.json"), *options])
         captured = capsys.readouterr()
-        return code, captured.out if code < 2 else captured.err.replace(str(tmp_path), "DIR")
+        return code, (captured.out if code < 2 else captured.err).replace(str(tmp_path), "DIR")
 
     return run
 
@@ -56,6 +60,9 @@ def test_nothing_got_worse(run):
     assert_expected_inline(
         printed,
         """\
+BASE DIR/base.json: 2026-01-02T03:04:05+00:00, torch 2.11.0+cu130 (70d970d), shardproof c0ffeec, suites 0a1b2c3d4e5f
+HEAD DIR/head.json: 2026-01-02T03:04:05+00:00, torch 2.11.0+cu130 (70d970d), shardproof c0ffeec, suites 0a1b2c3d4e5f
+
 not compared (2):
   peak memory of 1 case: neither run measured it, as on a CPU (docs/gate.md)
   time: no --time-ratio was given
@@ -165,7 +172,7 @@ def test_what_was_not_measured_is_not_compared(run):
     code, printed = run(before, [of(), shortened, failed, of("d")])
     assert code == 0
     lines = printed.splitlines()
-    assert lines[1:5] == [
+    assert lines[4:8] == [
         "  ours: not in BASE: 1 case",
         "  collectives and bytes of 1 case: HEAD did not record them",
         "  collectives and bytes of 1 case: too many for the record in HEAD",
@@ -217,7 +224,7 @@ def test_what_is_accepted_is_listed_and_not_worse(accepts):
     assert code == 0
     lines = printed.splitlines()
     told = "(bytes): 101 all_gather, 100 before (units are padded to whole rows)"
-    assert lines[:2] == [
+    assert lines[3:5] == [
         "accepted (2):",
         f"  more bytes: ours suites/test_x.py::test_a[w2-x]: rank 0 and 1 other ranks {told}",
     ]
@@ -326,6 +333,44 @@ def test_another_build_of_the_same_torch_is_compared(run):
     assert run([of()], [of()], head={"torch": "2.11.0"})[0] == 0
 
 
+def test_a_run_is_not_compared_with_itself(run):
+    code, message = run([of()], [of()], head={"run_id": "b" * 32})
+    same = "BASE and HEAD are the same run, started 2026-01-02T03:04:05+00:00; no run is compared with itself"
+    assert (code, message) == (2, f"shardproof: {same}\n")
+
+
+def test_merged_runs_share_none(run):
+    environments = [samples.whole_environment() | {"started": f"day {day}"} for day in (1, 2, 3)]
+    parts = [{"file": "x.json", "run_id": f"{i}" * 32, "environment": e, "end": {}} for i, e in enumerate(environments)]
+    code, message = run([of()], [of()], base={"merged": parts[:2]}, head={"merged": parts[1:]})
+    shared = "BASE and HEAD have a run in common, started day 2; no run is compared with itself"
+    assert (code, message) == (2, f"shardproof: {shared}\n")
+    assert run([of()], [of()], base={"merged": parts[:2]}, head={"merged": parts[2:]})[0] == 0
+    assert run([of()], [of()], base={"merged": parts[:2]}, head={"run_id": "1" * 32})[0] == 2
+
+
+def test_the_two_runs_are_described(run):
+    head = {"started": "now", "shardproof_commit": f"{'b0a7' * 10}-dirty", "torch_git_version": "unknown"}
+    _, printed = run([of()], [of()], head=head | {"suites": "f" * 12})
+    assert_expected_inline(
+        "\n".join(printed.splitlines()[:4]),
+        """\
+BASE DIR/base.json: 2026-01-02T03:04:05+00:00, torch 2.11.0+cu130 (70d970d), shardproof c0ffeec, suites 0a1b2c3d4e5f
+HEAD DIR/head.json: now, torch 2.11.0+cu130, shardproof b0a7b0a-dirty, suites ffffffffffff
+the suites differ: cases may have changed
+""",
+    )
+    _, printed = run([of()], [of()], head=head)
+    assert "suites differ" not in printed
+
+
+def test_a_run_of_an_earlier_version_is_described_without_what_it_lacks(run):
+    _, printed = run([of()], [of()], base=dict.fromkeys(("suites", "shardproof_commit", "torch_git_version")))
+    line = "BASE DIR/base.json: 2026-01-02T03:04:05+00:00, torch 2.11.0+cu130, shardproof 0.1.0"
+    assert printed.splitlines()[0] == line
+    assert "suites differ" not in printed, "that is not known"
+
+
 def test_an_incomplete_run_is_refused(run):
     end = {"complete": False, "reason": "Ctrl-C", "exit_code": 2, "seconds": 1.0}
     code, message = run([of()], [of()], base={"end": end})
@@ -359,6 +404,9 @@ def test_markdown(run):
         printed,
         """\
 ### shardproof: WORSE: new failure 1, vanished 1; compared: 2 cases that ran in both
+
+- BASE DIR/base.json: 2026-01-02T03:04:05+00:00, torch 2.11.0+cu130 (70d970d), shardproof c0ffeec, suites 0a1b2c3d4e5f
+- HEAD DIR/head.json: 2026-01-02T03:04:05+00:00, torch 2.11.0+cu130 (70d970d), shardproof c0ffeec, suites 0a1b2c3d4e5f
 
 | what got worse | implementation | case | |
 |---|---|---|---|
@@ -397,6 +445,8 @@ def test_annotations_of_github(run):
     assert_expected_inline(
         printed,
         """\
+BASE DIR/base.json: 2026-01-02T03:04:05+00:00, torch 2.11.0+cu130 (70d970d), shardproof c0ffeec, suites 0a1b2c3d4e5f
+HEAD DIR/head.json: 2026-01-02T03:04:05+00:00, torch 2.11.0+cu130 (70d970d), shardproof c0ffeec, suites 0a1b2c3d4e5f
 ::error file=suites/test_x.py,title=new failure%3A ours a::fail, was pass: RuntimeError: 100%25, really
 ::notice title=shardproof not compared::collectives, bytes and peak memory of 1 case: they do not pass in HEAD
 ::notice title=shardproof not compared::time: no --time-ratio was given

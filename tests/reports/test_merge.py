@@ -26,6 +26,8 @@ def write(tmp_path):
         told = {one: {"version": "", "capabilities": ["tied"]} for one in names} | (implementations or {})
         top = {key: changes.pop(key) for key in ("effort", "left_out", "end", "selected") if key in changes}
         data["environment"] |= {"implementations": told} | changes
+        for key in [key for key, value in changes.items() if value is None]:
+            del data["environment"][key]
         path = tmp_path / name
         path.write_text(json.dumps(data | top))
         return path
@@ -59,10 +61,10 @@ def test_implementations_of_two_environments_stand_in_one_matrix(write):
         """\
 merged from 2 runs:
   one.json:
-    shardproof 0.1.0, torch 2.11.0+cu130, Python 3.12.3, NCCL 2.28.9, cuda, 64 cores, 4 x GPU X
+    shardproof 0.1.0 (c0ffeec), torch 2.11.0+cu130 (70d970d), Python 3.12.3, NCCL 2.28.9, cuda, 64 cores, 4 x GPU X
     2026-01-02T03:04:05+00:00, 7.5 s
   two.json:
-    shardproof 0.1.0, torch 2.11.0+cu130, Python 3.11.9, NCCL 2.28.9, cuda, 64 cores, 4 x GPU X
+    shardproof 0.1.0 (c0ffeec), torch 2.11.0+cu130 (70d970d), Python 3.11.9, NCCL 2.28.9, cuda, 64 cores, 4 x GPU X
     2026-01-02T03:04:05+00:00, 7.5 s
 
 effort full: all cases
@@ -137,12 +139,13 @@ def test_a_merged_file_can_be_merged_again(write, tmp_path):
 )
 def test_a_case_in_two_files_has_the_gravest_verdict_that_ran(write, first, second, counts):
     files = [
-        write("1.json", of("reference", verdict=first), run_id="1"),
-        write("2.json", of("reference", verdict=second), of("reference", id="b"), run_id="2"),
+        write("1.json", of("reference", verdict=first), run_id="1", started="Tuesday"),
+        write("2.json", of("reference", verdict=second), of("reference", id="b"), run_id="2", started="Monday"),
+        write("3.json", of("reference", id="c"), of("ddp"), run_id="3", started="Sunday"),
     ]
     result, run = merged(*files)
-    assert [case.verdict for case in run.cases] == [counts, "pass"]
-    assert result.repeated == {"reference": 1}
+    assert [case.verdict for case in run.cases] == [counts, "pass", "pass", "pass"]
+    assert result.repeated == {"reference": (1, ("Monday", "Tuesday"))}
 
 
 def test_attempts_stay_together(write):
@@ -187,6 +190,36 @@ def test_the_exit_code_is_that_of_the_run_that_failed(write, codes, code):
     assert merged(*files)[1].exit_code == code
 
 
+@pytest.mark.parametrize(
+    ("what", "field", "first", "second"),
+    [
+        ("shardproof", "shardproof_commit", "a" * 40, "a" * 40 + "-dirty"),
+        ("torch", "torch_git_version", "b" * 40, "c" * 40),
+    ],
+)
+def test_no_verdict_is_chosen_out_of_two_commits(write, tmp_path, what, field, first, second):
+    one = write("one.json", of("x"), of("x", id="b"), run_id="1", **{field: first})
+    two = write("two.json", of("x"), of("x", id="c"), run_id="2", **{field: second})
+    again = write("again.json", of("x"), run_id="3", **{field: first})
+    skipped = write("skipped.json", of("x", verdict="unmet"), run_id="4", **{field: second})
+    other = write("other.json", of("x", id="d"), of("y"), run_id="5", **{field: second})
+    older = write("older.json", of("x"), run_id="6", **{field: None})
+    unknown = write("unknown.json", of("x"), run_id="7", **{field: "unknown"})
+    commits = f"{first[:7]} and {second[:7]}{second[40:]}"
+    told = f"both ran 1 case of x, at two commits of {what} ({commits}); shardproof gate compares such runs"
+    assert _refusal(one, two) == f"{one} and {two} {told}"
+    everything = tmp_path / "all.json"
+    assert merge_command(list(map(str, [one, again, skipped, other, older, unknown, "-o", everything]))) == 0
+    assert f"at two commits of {what} (" in _refusal(everything, two), "a merged file keeps the commits of its runs"
+    assert getattr(load_run(everything).environment, field) == f"{first}, {second}, unknown"
+
+
+def _refusal(*paths):
+    with pytest.raises(MergeError) as caught:
+        merged(*paths)
+    return str(caught.value)
+
+
 def test_what_cannot_be_joined(write, tmp_path):
     good = write("good.json", of("x"), run_id="1")
     again = write("again.json", of("x"), run_id="1")
@@ -196,7 +229,6 @@ def test_what_cannot_be_joined(write, tmp_path):
     old = tmp_path / "old.json"
     old.write_text(json.dumps(samples.run(samples.case())))
     for path, told in (
-        (again, f"has the run {'1' * 32}, which {good} has too"),
         (other, f"compares by {{'slack_ulps': 9}}, and {good} by {{'slack_ulps': 8}}; run one of them again"),
         (ended, "is incomplete (SIGTERM); complete runs can be merged"),
         (old, "has version 1; files of version 2 can be merged"),
@@ -204,6 +236,9 @@ def test_what_cannot_be_joined(write, tmp_path):
         with pytest.raises(MergeError) as caught:
             merge([good, path], command=[])
         assert str(caught.value) == f"{path}: {told}"
+    assert _refusal(good, again) == (
+        f"{good} and {again} have the same run, started 2026-01-02T03:04:05+00:00; name it once"
+    )
 
 
 @pytest.mark.parametrize("name", ["all.json", "sub/all.json.gz"])
@@ -211,8 +246,9 @@ def test_the_command_writes_a_run_file(write, tmp_path, capsys, name):
     one, two = write("one.json", of("x"), run_id="1"), write("two.json", of("x"), of("y"), run_id="2")
     out = tmp_path / name
     assert merge_command([str(one), str(two), "--output", str(out)]) == 0
+    runs = "runs started 2026-01-02T03:04:05+00:00"
     assert capsys.readouterr().out == (
-        "x: 1 cases are in several files; of each, the gravest verdict that ran counts\n"
+        f"x: 1 case is in several files, of {runs}; the gravest verdict that ran counts\n"
         f"{out}: 2 implementations, 2 records\n"
     )
     assert load_run(out).implementations == ["x", "y"]
