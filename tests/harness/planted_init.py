@@ -19,6 +19,11 @@ PER_PARAMETER = {
         "per_parameter.mesh:after_forward", "value < 1 or mesh.size % value != 0", "value < 1"
     ),
     "two-dtypes-taken": Edit("per_parameter.lazy_init:check_groups", "if len(dtypes) > 1:", "if False:"),
+    "root-before-the-checks": Edit(
+        "per_parameter.lazy_init:ensure",
+        "    units = _units_below(unit)",
+        "    unit.is_root = True\n    units = _units_below(unit)",
+    ),
     "uneven-dimensions-taken": Edit(
         "per_parameter.param:_checked_dim", "if dim > 0 and data.size(dim) % mesh.size != 0:", "if False:"
     ),

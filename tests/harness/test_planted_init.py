@@ -24,6 +24,10 @@ KILLED = {
     "three-dimensions-taken": Killer(UNFIT.format("three-dimensions"), "no rank refuses it"),
     "sizes-that-do-not-divide-taken": Killer(UNFIT.format("a-size-that-does"), NO_NAME),
     "two-dtypes-taken": Killer(UNFIT.format("two-dtypes and not in-a-unit"), ""),
+    "root-before-the-checks": Killer(
+        "test_model_that_is_repaired_after_a_refusal and w2-two-dtypes and not in-a-unit",
+        "the sharded run has no gradient",
+    ),
     "uneven-dimensions-taken": Killer(UNFIT.format("an-uneven"), ""),
     "shared-by-two-units-taken": Killer(TWO_UNITS.format("two-units"), "the model is not sharded"),
     "rank-of-the-world": Killer(ORDER.format("False"), "the sharded run diverges from the baseline"),
