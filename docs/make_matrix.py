@@ -35,19 +35,23 @@ class Place:
 
     Attributes:
         title: of the table.
-        short: the head of the column in README.md.
+        column: of README.md; places that share one have different versions of torch there.
+        torch: the version of torch there, as in README.md.
         files: the run files in reports/published whose implementations are its columns.
     """
 
     title: str
-    short: str
+    column: str
+    torch: str
     files: tuple[str, ...]
 
 
+#: Those of one column of README.md follow each other, the newest torch first.
 PLACES = (
     Place(
         "CPU, gloo, torch 2.13",
-        "CPU, torch 2.13",
+        "CPU",
+        "2.13",
         (
             "cpu-references-v6-standard.json.gz",
             "cpu-torch-v6-standard.json.gz",
@@ -57,10 +61,11 @@ PLACES = (
             "cpu-fairscale-v7-standard.json.gz",
         ),
     ),
-    Place("CPU, gloo, torch 2.11", "CPU, torch 2.11", ("h100-gloo-v9-pairs.json.gz",)),
+    Place("CPU, gloo, torch 2.11", "CPU", "2.11", ("h100-gloo-v9-pairs.json.gz",)),
     Place(
         "Two H100 or H200 GPUs, NCCL, torch 2.11",
-        "2 GPUs, torch 2.11",
+        "2 GPUs",
+        "2.11",
         ("h100-x2-nccl-v10-standard.json.gz", "h200-x2-peers-v8-standard.json.gz"),
     ),
 )
@@ -130,12 +135,17 @@ def page(runs: Mapping[Place, Run], known: Mapping[str, Finding]) -> str:
 
 
 def table(runs: Mapping[Place, Run]) -> str:
-    """Write the table of README.md: a row for each implementation, passed of asked in each place."""
+    """Write the table of README.md: for each implementation, passed of asked with the newest torch of a column."""
     names = _in_order(case.implementation for run in runs.values() for case in run.cases)
-    rows = [f"| implementation | {' | '.join(place.short for place in runs)} |", "|---" * (len(runs) + 1) + "|"]
+    columns = list(dict.fromkeys(place.column for place in runs))
+    rows = [f"| implementation | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for name in names:
-        cells = [_passed([case for case in run.cases if case.implementation == name]) for run in runs.values()]
-        rows.append(f"| `{name}` | {' | '.join(cells)} |")
+        cells = dict.fromkeys(columns, "-")
+        for place, run in runs.items():
+            asked = _passed([case for case in run.cases if case.implementation == name])
+            if asked != "-" and cells[place.column] == "-":
+                cells[place.column] = f"{asked}, torch {place.torch}"
+        rows.append(f"| `{name}` | {' | '.join(cells.values())} |")
     return "\n".join(rows) + "\n"
 
 

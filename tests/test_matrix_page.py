@@ -40,7 +40,7 @@ def make_matrix(monkeypatch, tmp_path):
 
 @pytest.fixture
 def place(make_matrix):
-    return make_matrix.Place("Anywhere", "somewhere", ("run.json",))
+    return make_matrix.Place("Anywhere", "CPU", "2.15", ("run.json",))
 
 
 def record(id, implementation="theirs", *, requirement="CLIPPING-1", **fields):
@@ -112,15 +112,20 @@ def test_failures_are_explained_by_their_findings(make_matrix, place, tmp_path):
     ]
 
 
-def test_the_table_has_an_implementation_in_each_place(make_matrix, place, tmp_path):
+def test_the_table_has_an_implementation_with_the_newest_torch_of_each_column(make_matrix, place, tmp_path):
     write_run(tmp_path, record("a"), record("b", verdict="fail", failure=FAILURE), record("a", "reference"))
-    other = make_matrix.Place("Elsewhere", "GPUs", ("run.json",))
-    table = make_matrix.table({place: make_matrix.run_of(place), other: make_matrix.run_of(other)})
+    newest = make_matrix.run_of(place)
+    write_run(tmp_path, record("a"), record("b"), record("a", "older"))
+    older, gpus = (
+        make_matrix.Place("Elsewhere", *there, ("run.json",)) for there in (("CPU", "2.13"), ("GPUs", "2.11"))
+    )
+    table = make_matrix.table({place: newest, older: make_matrix.run_of(older), gpus: make_matrix.run_of(gpus)})
     assert table.splitlines() == [
-        "| implementation | somewhere | GPUs |",
+        "| implementation | CPU | GPUs |",
         "|---|---|---|",
-        "| `reference` | 1 of 1 | 1 of 1 |",
-        "| `theirs` | 1 of 2 | 1 of 2 |",
+        "| `reference` | 1 of 1, torch 2.15 | - |",
+        "| `older` | 1 of 1, torch 2.13 | 1 of 1, torch 2.11 |",
+        "| `theirs` | 1 of 2, torch 2.15 | 2 of 2, torch 2.11 |",
     ]
 
 

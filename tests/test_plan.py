@@ -46,7 +46,7 @@ def test_a_small_model(tmp_path, capsys):
         """\
 tests.harness.planned_models:gpt: 21,760 parameters; units: 2 of GptBlock and the root's own
 reference VERSION, mesh 2 (replicate) x 2 (shard): 4 ranks on 2 hosts
-batch 2 x 16 tokens, parameters float32, gathered as bfloat16, reduced as bfloat16, optimizer momentum, resharded after
+batch 2 x 16 tokens, parameters float32, gathered as bfloat16, reduced as float32, optimizer momentum, resharded after
   forward by default, activations kept
 
 memory of rank 0 in KiB, when it holds most in each phase
@@ -57,9 +57,9 @@ gradients                0.000    0.000    16.688   42.500
 optimizer               42.500   42.500    42.500   42.500
 gathered                 0.000   46.688    46.688    0.000
 whole gradients          0.000    0.000     4.125    0.000
-reduction                0.000    0.000    25.031    0.000
+reduction                0.000    0.000    33.375    0.000
 activations              0.000   53.875    27.133    0.000
-all                     85.000  185.562   204.664  127.500
+all                     85.000  185.562   213.008  127.500
 
 the most of each kind in KiB, each at its own moment
 
@@ -74,11 +74,11 @@ activations              0.000   74.008    78.008   0.000
 
 traffic of rank 0 in a step, in KiB
 
-group          kind            dtype     collectives  gathered or reduced    sent  sent to other hosts
-shard (2)      all_gather      bfloat16            5               75.875  37.938                0.000
-shard (2)      reduce_scatter  bfloat16            3               42.500  21.250                0.000
-replicate (2)  all_reduce      bfloat16            3               21.250  21.250               21.250
-all                                               11                       80.438               21.250
+group          kind            dtype     collectives  gathered or reduced     sent  sent to other hosts
+shard (2)      all_gather      bfloat16            5               75.875   37.938                0.000
+shard (2)      reduce_scatter  float32             3               85.000   42.500                0.000
+replicate (2)  all_reduce      float32             3               42.500   42.500               42.500
+all                                               11                       122.938               42.500
 
 closed formulas, in KiB
 
@@ -89,9 +89,9 @@ optimizer state                     P x 4 B / S               42.500     42.500 
 gathers                             2 U - 1                        5          5        none
 bytes of gathers                    (2 P - P0) x 2 B          75.875     75.875        none
 reductions                          U                              3          3        none
-bytes of reductions                 P x 2 B                   42.500     42.500        none
+bytes of reductions                 P x 4 B                   85.000     85.000        none
 all-reduces over replicas           U                              3          3        none
-bytes of all-reduces over replicas  P x 2 B / S               21.250     21.250        none
+bytes of all-reduces over replicas  P x 4 B / S               42.500     42.500        none
 
 world sizes, in KiB
 
@@ -103,11 +103,11 @@ gradients             16.688   16.688
 optimizer             42.500   42.500
 gathered              46.688   46.688
 whole gradients        4.125    4.125
-reduction             25.031   25.031
+reduction             33.375   33.375
 activations           27.133   27.133
-peak                 204.664  204.664
-sent                  80.438   91.062
-sent to other hosts   21.250   31.875
+peak                 213.008  213.008
+sent                 122.938  144.188
+sent to other hosts   42.500   63.750
 collectives               11       11
 """,
     )

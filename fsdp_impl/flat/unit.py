@@ -6,8 +6,8 @@ from typing import Any
 from weakref import ref
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
 
 from fsdp_impl.common import hooks, modes, ranges, streams
 from fsdp_impl.common.containers import cast, map_tensors, tensors_requiring_grad
@@ -172,7 +172,7 @@ class FlatUnit:
         self.precision = options.precision
         self.backward_prefetch = options.backward_prefetch
         self.forward_prefetch = options.forward_prefetch
-        self.checks_order = get_debug_level() == DebugLevel.DETAIL
+        self.checks_order = dist.get_debug_level() == dist.DebugLevel.DETAIL
         self.state_dict_settings: StateDictSettings = settings_of()
         self.is_root: bool | None = None
         self.phase = Phase.IDLE

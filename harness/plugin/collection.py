@@ -50,11 +50,6 @@ def check_and_filter(config: pytest.Config, items: list[pytest.Item]) -> None:
     """
     functions = [item for item in items if cases.is_case(item)]
     errors = [error for item in functions if (error := cases.usage_error(item))]
-    errors += [
-        f"{item.nodeid}: the case takes 'rank', and no @world(...) says on how many ranks it runs, such as @world(2, 4)"
-        for item in items
-        if _lacks_world(item)
-    ]
     state = config.stash[STATE]
     if functions:
         # Before anything is deselected, so that entries are matched against all collected cases.
@@ -67,14 +62,6 @@ def check_and_filter(config: pytest.Config, items: list[pytest.Item]) -> None:
     if filtered:
         config.hook.pytest_deselected(items=filtered)
         items[:] = [item for item in items if item not in filtered]
-
-
-def _lacks_world(item: pytest.Item) -> bool:
-    """Return whether a function takes the fixture ``rank`` of the plugin, not one of its own, and has no world."""
-    if not isinstance(item, pytest.Function) or any(map(item.get_closest_marker, ("world", "simulated"))):
-        return False
-    found = item._fixtureinfo.name2fixturedefs.get("rank", ())
-    return bool(found) and found[-1].func.__module__ == "shardproof.harness.plugin.hooks"
 
 
 def _is_filtered_out(item: pytest.Item) -> bool:

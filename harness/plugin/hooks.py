@@ -85,6 +85,9 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 @pytest.fixture
 def rank(request: pytest.FixtureRequest) -> Any:
     """The parameter that makes a function a case: a ``Launch`` in the pytest process, a ``Rank`` in each rank."""
+    if not hasattr(request, "param"):
+        text = "the case takes 'rank', and no @world(...) says on how many ranks it runs, such as @world(2, 4)"
+        pytest.fail(f"{request.node.nodeid}: {text}", pytrace=False)
     return request.param
 
 

@@ -9,6 +9,7 @@ against: ``_parameters``, ``_buffers``, ``_apply``, ``_version`` and the ``_meta
 
 from __future__ import annotations
 
+import contextlib
 import pkgutil
 import re
 from collections.abc import Iterator
@@ -180,7 +181,10 @@ def complaint_of(error: BaseException) -> str:
     The reference implementation has a table of its own, whose errors have the same text.
     """
     for one in _chain(error):
-        if found := _COMPLAINT.search(str(one)):
+        text = ""
+        with contextlib.suppress(Exception):  # a case may raise an error that has no text
+            text = str(one)
+        if found := _COMPLAINT.search(text):
             return found.group()
         if isinstance(one, AttributeError) and one.name is not None:
             # An attribute of an object, which no stand-in can take the place of.

@@ -184,3 +184,5 @@ def test_a_piece_in_memory_of_the_baseline_is_found_out(rank: Rank):
     pair.adapter.parameters = functools.partial(borrowed, pair.adapter.parameters)
     pair.step(rank.batch(0, (2, 9)))
     assert "its memory belongs to the run" in pair.sharded.evidence._borrowed[1]
+    with pytest.raises(AssertionError):
+        pair.check()
