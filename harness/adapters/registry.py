@@ -100,10 +100,7 @@ def load(name: str) -> type[Adapter]:
             class is not a complete adapter. The message is one line, with similar names where there are some.
         NotImported: what it imports uses a name that torch lacks.
     """
-    target = target_of(name)
-    module_name, colon, class_name = target.partition(":")
-    if not colon or not module_name or not class_name:
-        raise ValueError(f"unknown implementation {name!r}: {_suggest(name)}")
+    module_name, class_name = target_of(name)
     # A ValueError alone becomes one line: a module may raise anything, such as the SystemExit of a script.
     try:
         module = importlib.import_module(module_name)
@@ -123,19 +120,25 @@ def load(name: str) -> type[Adapter]:
         ) from error
 
 
-def target_of(name: str) -> str:
-    """Return the ``module:Class`` of a name; other texts are returned as they are.
+def target_of(name: str) -> tuple[str, str]:
+    """Return the module and the class of a name, without importing anything.
+
+    Args:
+        name: a built-in name, one that an installed package registers, or ``module:Class``.
 
     Raises:
-        ValueError: several packages register the name. The message is one line.
+        ValueError: the name is none of these, or several packages register it. The message is one line, with similar
+            names where there are some.
     """
-    if name in BUILT_IN:
-        return BUILT_IN[name]
-    several = registered().get(name, [])
+    several = [] if name in BUILT_IN else registered().get(name, [])
     if len(several) > 1:
         packages = " and ".join(one.package for one in several)
         raise ValueError(f"implementation {name!r} is registered by {packages}: uninstall one, or pass module:Class")
-    return several[0].target if several else name
+    target = several[0].target if several else BUILT_IN.get(name, name)
+    module_name, colon, class_name = target.partition(":")
+    if not colon or not module_name or not class_name:
+        raise ValueError(f"unknown implementation {name!r}: {_suggest(name)}")
+    return module_name, class_name
 
 
 def is_control(adapter: type[Adapter]) -> bool:

@@ -21,6 +21,7 @@ from shardproof.harness.plugin import (
     marks,
     notices,
     options,
+    selection,
     terminal,
     unasked,
 )
@@ -56,7 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(terminal.AllFailures())
     notices.show(config)
     if options.asks_for_a_run(config):
-        if not _only_distributes(config):
+        if not _only_distributes(config) and _names_are_known(config):
             _start_forkserver()
         state.open_journal()
         state.selection  # noqa: B018  (checks)
@@ -333,6 +334,15 @@ def _heed_signals(config: pytest.Config) -> None:
     """Handle the signals that end a run, unless this process is an xdist worker, whose controller ends it."""
     if not config.stash[STATE].is_worker:
         config.stash[_SIGNALS].install()
+
+
+def _names_are_known(config: pytest.Config) -> bool:
+    """Return whether `--impl` has no typo, with which the run ends before anything imports torch."""
+    try:
+        selection.check_names(config.option.shardproof_impl)
+    except ValueError:  # the journal has it as the reason why the run is incomplete
+        return False
+    return True
 
 
 def _only_distributes(config: pytest.Config) -> bool:

@@ -152,6 +152,7 @@ def resolve(
         ValueError: an implementation or the device is not available here, or a value is not valid. The message is one
             line.
     """
+    check_names(implementations)
     simulates = _simulated(simulate, device=device, worlds=worlds)
     if simulates and place is not None:
         raise ValueError(
@@ -195,6 +196,19 @@ def resolve(
         shared,
         not_imported,
     )
+
+
+def check_names(text: str | None) -> None:
+    """Refuse names that no implementation has; a typo ends the run before it has imported torch.
+
+    Args:
+        text: comma-separated names; None is the default.
+
+    Raises:
+        ValueError: a name is neither built-in nor registered nor of the form ``module:Class``.
+    """
+    for name in filter(None, map(str.strip, (text or "").split(","))):
+        registry.target_of(name)
 
 
 def check_deadline(seconds: float, given: str) -> None:
