@@ -37,6 +37,6 @@ def test_a_typo_is_answered_before_torch_is_imported(tmp_path, monkeypatch, comm
     done = subprocess.run(
         [sys.executable, "-m", *command, *options], cwd=tmp_path, capture_output=True, text=True, timeout=240
     )
+    assert not imported.exists(), "torch was imported"
     assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout + done.stderr
     assert "ERROR: unknown implementation 'refrence': did you mean reference" in done.stderr
-    assert not imported.exists()

@@ -113,9 +113,11 @@ def commits(archive):
         return {name: opened.extractfile(name).read().decode() for name in names}
 
 
-def test_a_wheel_and_an_sdist_know_the_commit_of_the_clone(tmp_path):
+def test_a_wheel_and_an_sdist_know_the_commit_of_the_clone(tmp_path_factory):
     """And so does the wheel that is built from the sdist; the clone itself stays as it was."""
-    clone = tmp_path / "clone"
+    # Not tmp_path, in which every run file is validated: the clone has the published ones.
+    folder = tmp_path_factory.mktemp("clone-and-builds")
+    clone = folder / "clone"
     clone.mkdir()
     copy_of_the_sources(clone)
     shutil.copy(ROOT / ".gitignore", clone)
@@ -123,15 +125,15 @@ def test_a_wheel_and_an_sdist_know_the_commit_of_the_clone(tmp_path):
     for command in (["init", "-q"], ["add", "."], [*author, "commit", "-q", "-m", "x"]):
         subprocess.run(["git", *command], cwd=clone, check=True)
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=clone, capture_output=True, text=True).stdout
-    wheel, sdist = build(clone, tmp_path / "wheel"), build(clone, tmp_path / "sdist", "sdist")
+    wheel, sdist = build(clone, folder / "wheel"), build(clone, folder / "sdist", "sdist")
     assert commits(wheel) == {"shardproof/commit.txt": head}
     name = sdist.name.removesuffix(".tar.gz")
     assert commits(sdist) == {f"{name}/shardproof/commit.txt": head}
     status = subprocess.run(["git", "status", "--porcelain"], cwd=clone, capture_output=True, text=True)
     assert status.stdout == ""
     with tarfile.open(sdist) as opened:
-        opened.extractall(tmp_path / "unpacked", filter="data")
-    again = build(tmp_path / "unpacked" / name, tmp_path / "again")
+        opened.extractall(folder / "unpacked", filter="data")
+    again = build(folder / "unpacked" / name, folder / "again")
     assert commits(again) == {"shardproof/commit.txt": head}
     with zipfile.ZipFile(wheel) as one, zipfile.ZipFile(again) as other:
         assert sorted(one.namelist()) == sorted(other.namelist())
