@@ -9,6 +9,7 @@ import importlib.abc
 import importlib.machinery
 import inspect
 import os
+import pkgutil
 import sys
 import types
 
@@ -111,20 +112,20 @@ def _pretend(version):
     return True
 
 
-class _NoModule(importlib.abc.MetaPathFinder):
-    """Finds no module of the hidden name, for code outside of torch."""
+def _find_no_module(path):
+    """Find nothing by the path of a hidden module: torch has imported it, and no finder is asked again."""
+    resolve = pkgutil.resolve_name
 
-    def __init__(self, path):
-        self._path = path
+    def resolve_others(name):
+        if f"{name}.".startswith(f"{path}."):
+            raise ModuleNotFoundError(f"No module named {path!r}", name=path)
+        return resolve(name)
 
-    def find_spec(self, name, path, target=None):
-        if name == self._path and _is_asked_by_others(sys._getframe(1)):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-        return None
+    pkgutil.resolve_name = resolve_others
 
 
 if hidden := os.environ.get("TORCH_LACKS"):
     sys.meta_path.insert(0, _AfterImport(lambda: _hide(hidden)))
-    sys.meta_path.insert(0, _NoModule(hidden))
+    _find_no_module(hidden)
 if version := os.environ.get("TORCH_CALLS_ITSELF"):
     sys.meta_path.insert(0, _AfterImport(lambda: _pretend(version)))
