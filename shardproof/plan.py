@@ -44,7 +44,8 @@ def plan(arguments: Sequence[str]) -> int:
 
     Returns:
         The exit code: 0; or 2 with one line on stderr, if an option is not valid, the model cannot be built without
-        data, the implementation cannot be simulated, or the file cannot be written.
+        data, the implementation cannot be simulated, torch lacks a private name that simulation needs, or the file
+        cannot be written.
 
     Raises:
         SystemExit: from argparse, with code 2 for unknown arguments and 0 for ``--help``.
@@ -61,6 +62,14 @@ def plan(arguments: Sequence[str]) -> int:
             _write(made, options.json)
     except ValueError as error:
         print(f"shardproof: {printable(str(error))}", file=sys.stderr)
+        return BAD_INPUT
+    except RuntimeError as error:
+        # Late: it imports torch, which has been imported by now.
+        from shardproof.harness.tensors import private
+
+        if not (complaint := private.complaint_of(error)):
+            raise
+        print(f"shardproof: {complaint}", file=sys.stderr)
         return BAD_INPUT
     print(render_plan(made), end="")
     return 0

@@ -171,3 +171,19 @@ def test_an_option_of_another_kind_is_refused(given, capsys):
         main(["plan", *SMALL, "--mesh", "4", *given])
     assert exit.value.code == 2
     assert f"error: argument {given[0]}: " in capsys.readouterr().err
+
+
+def test_a_torch_that_simulation_does_not_know(monkeypatch, capsys):
+    from shardproof import plan
+    from shardproof.harness.tensors import private
+
+    complaint = private.complaint_about("torch._subclasses.fake_tensor.FakeTensor")
+
+    def fails(error):
+        monkeypatch.setattr(plan, "_made", lambda options, command: (_ for _ in ()).throw(error))
+        return plan.plan(["--model", "gpt:0.1b", "--mesh", "2"])
+
+    assert fails(private.MissingName(complaint)) == 2
+    assert capsys.readouterr().err == f"shardproof: {complaint}\n"
+    with pytest.raises(RuntimeError, match="of another kind"):
+        fails(RuntimeError("of another kind"))
