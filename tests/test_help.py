@@ -14,7 +14,7 @@ from shardproof.__main__ import COMMANDS, USAGE, main
 ROOT = Path(__file__).parents[1]
 
 NAMES = re.findall(
-    r"^  (\w+)(?:  | *\n {11})", USAGE.partition("commands:\n")[2].partition("\n\n")[0], flags=re.MULTILINE
+    r"^  ([\w-]+)(?:  | *\n {11})", USAGE.partition("commands:\n")[2].partition("\n\n")[0], flags=re.MULTILINE
 )
 
 #: Those whose help argparse does not write.

@@ -38,7 +38,7 @@ class _Hidden:
 
     def __get__(self, instance, owner=None):
         if _is_asked_by_others(sys._getframe(1)):
-            raise AttributeError(f"no attribute {self._name!r}", name=self._name, obj=instance or self._owner)
+            raise AttributeError(f"no attribute {self._name!r}", name=self._name, obj=self._owner if instance is None else instance)
         if self._raw is None:
             return vars(instance)[self._name]
         get = getattr(type(self._raw), "__get__", None)
@@ -67,6 +67,7 @@ def _hide(path):
     first, *rest = owner_path.split(".")
     owner = sys.modules[first]
     for index, part in enumerate(rest):
+        before = owner
         owner = sys.modules.get(".".join([first, *rest[: index + 1]])) or inspect.getattr_static(owner, part, None)
         if owner is None:
             return False
@@ -75,10 +76,24 @@ def _hide(path):
             break
     if isinstance(owner, types.ModuleType):
         _hide_in_module(owner, name)
-    else:
+    elif isinstance(owner, type):
         raw = inspect.getattr_static(owner, name, None)
         setattr(owner, name, _Hidden(raw, owner, name))
+    else:
+        setattr(before, part, _Without(owner, name))
     return True
+
+
+class _Without:
+    """Takes the place of an object of a class that cannot be changed."""
+
+    def __init__(self, whole, name):
+        self._whole, self._name = whole, name
+
+    def __getattr__(self, asked):
+        if asked == self._name and _is_asked_by_others(sys._getframe(1)):
+            raise AttributeError(f"no attribute {asked!r}", name=asked, obj=self._whole)
+        return getattr(self._whole, asked)
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
