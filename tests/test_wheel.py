@@ -92,12 +92,15 @@ def test_the_wheel_holds_every_source_and_no_test(wheel):
         "__init__.py",
         "__main__.py",
         "commit.txt",
+        "contract.json",
         "implementations.py",
         "plan.py",
         "plugin.py",
         "py.typed",
         "run.py",
         "suites.ini",
+        "testing.py",
+        "torch_names.py",
     }
     extra = {"shardproof/suites/expectations/sample.toml", *(f"shardproof/{name}" for name in own)}
     assert names == extra.union(*map(sources, FOLDERS))
@@ -225,7 +228,7 @@ def test_a_failure_is_reproduced_from_another_directory(neighbour, path):
 def test_commands_that_do_not_exist(tmp_path, path):
     done = run("-m", "shardproof", "summary", cwd=tmp_path, path=path)
     assert (done.returncode, done.stdout) == (2, "")
-    known = "run, report, page, gate, expectations, merge, plan or implementations"
+    known = "run, report, page, gate, expectations, merge, plan, implementations or torch-names"
     assert done.stderr == f"shardproof: 'summary' is not a command; use {known}\n"
     done = run("-m", "shardproof", "report", "none.json", cwd=tmp_path, path=path)
     assert (done.returncode, done.stderr) == (2, "shardproof: none.json: No such file or directory\n")
@@ -235,7 +238,8 @@ def test_commands_that_do_not_exist(tmp_path, path):
 
 
 @pytest.mark.parametrize(
-    ("command", "needs"), [("run", "torch and pytest"), ("plan", "torch"), ("implementations", "torch")]
+    ("command", "needs"),
+    [("run", "torch and pytest"), ("plan", "torch"), ("implementations", "torch"), ("torch-names", "torch")],
 )
 def test_commands_without_torch(tmp_path, path, command, needs):
     # -S leaves out the folder in which packages are installed.

@@ -38,7 +38,9 @@ class _Hidden:
 
     def __get__(self, instance, owner=None):
         if _is_asked_by_others(sys._getframe(1)):
-            raise AttributeError(f"no attribute {self._name!r}", name=self._name, obj=self._owner if instance is None else instance)
+            raise AttributeError(
+                f"no attribute {self._name!r}", name=self._name, obj=self._owner if instance is None else instance
+            )
         if self._raw is None:
             return vars(instance)[self._name]
         get = getattr(type(self._raw), "__get__", None)
