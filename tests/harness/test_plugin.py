@@ -102,6 +102,11 @@ def test_required_of_those_with_replicas(rank):
 @world(4)
 def test_not_required_of_every_implementation(rank):
     pass
+@contract("ACCUMULATION-7")
+@world(4)
+def test_required_and_asked_by_another(rank):
+    pass
+@contract("ACCUMULATION-7")
 @world(2)
 def test_other(rank):
     pass
