@@ -1,7 +1,7 @@
 """Which mistakes in the source of an implementation the suites would not see.
 
     python -m benchmarks sweep FOLDER [--sources fsdp_impl] [--impl reference,reference.flat] [--jobs 2] [--seconds 600]
-        [--items 20] [--only NAME,NAME,...] [--changes FILE] [PYTEST_ARGUMENT ...]
+        [--items 20] [--only NAME,NAME,...] [--changes FILE] [--rows FILE] [PYTEST_ARGUMENT ...]
 
 Makes thousands of changes of one place in the functions of the sources: a call that is missing, a condition that is
 always true, a loop without its last element (benchmarks/sweeping/changes.py). First the items that pytest selects run
@@ -9,8 +9,9 @@ once, to note which lines of the sources each of them executes in its ranks. The
 execute the changed statement run until one fails: one of each case, the fastest first, then another of each. A change
 is made in live ranks, so that it costs no more than its items.
 
-``--changes`` makes those of a file instead: a list of JSON with an ``id``, a ``file`` that begins with the name of the
-sources' folder, the ``old`` text, which occurs once in it, the ``new`` one, and ``what`` is wrong then.
+``--changes`` makes those of a table of planted bugs instead (``planted/<chapter>.toml``), or of a file of the same
+form, of whose rows ``id``, ``in``, ``old`` and ``new`` are needed. ``--rows`` writes such a file: the changes that were
+found, each with the item that failed and the first line of what it said, to choose new rows from.
 
 FOLDER keeps the lines and the results. The same command goes on where an earlier one ended: it begins with the
 changes that have not run, and gives those that live further items. With more ``--items`` than there are, another
@@ -42,10 +43,10 @@ from typing import Any
 
 FOLDER = pathlib.Path(__file__).parent
 ROOT = FOLDER.parent
-sys.path.insert(0, str(FOLDER))
+sys.path[:0] = [str(FOLDER), str(ROOT)]
 
 from sweeping.changes import Change, changes_of  # noqa: E402
-from sweeping.written import read_changes  # noqa: E402
+from sweeping.written import read_changes, rows_of  # noqa: E402
 
 #: Seconds after which a case hangs: a change that makes ranks wait for each other is found by that.
 _DEADLINE = 20
@@ -79,7 +80,11 @@ def main() -> None:
     if given:
         with tempfile.TemporaryDirectory(dir=folder, prefix="claims.") as claims:
             _pytest([*command, "-p", "no:xdist"], folder, {**task, "claims": claims}, options.jobs)
-    print(report(changes, items, _results(folder), sources))
+    results = _results(folder)
+    if options.rows:
+        found = {name: (one.killer, one.says) for name, one in results.items() if name in changes and one.killer}
+        options.rows.write_text(rows_of(changes, found, sources))
+    print(report(changes, items, results, sources))
 
 
 def parse() -> tuple[argparse.Namespace, list[str]]:
@@ -93,6 +98,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--items", type=int, default=20)
     parser.add_argument("--only")
     parser.add_argument("--changes", type=pathlib.Path)
+    parser.add_argument("--rows", type=pathlib.Path)
     options, arguments = parser.parse_known_args()
     if not options.sources.is_dir():
         parser.error(f"--sources {options.sources}: no such folder")

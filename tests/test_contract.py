@@ -37,37 +37,3 @@ def test_every_case_names_a_requirement_of_its_chapter():
         chapter = case.partition("test_")[2].partition(".")[0].upper()
         assert ids, f"{case} names no requirement"
         assert all(name.startswith(f"{chapter}-") for name in ids), f"{case} names {ids}"
-
-
-def killing_cases():
-    """The cases that a test of a planted bug names, as `{file::function}`: those that have all words of a text.
-
-    A text is an expression of `-k`, or a part of one.
-    """
-    cases = list(contract_marks())
-    found = set()
-    for text in planted_texts():
-        for part in text.split(" or "):
-            if words := set(re.findall(r"\btest_\w+", part)):
-                found |= {case for case in cases if all(word in case for word in words)}
-    return found
-
-
-def planted_texts():
-    """Every text in the modules that say which case kills which planted bug."""
-    for path in sorted((ROOT / "tests/harness").glob("test_planted_*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                yield node.value
-
-
-#: Why nothing is planted for a requirement.
-WITHOUT_A_BUG = {
-    "INIT-2": "values are drawn on DTensors by torch, and nothing in fsdp_impl takes part",
-}
-
-
-def test_every_requirement_has_a_planted_bug():
-    marks = contract_marks()
-    killed = {name for case in killing_cases() for name in marks[case]}
-    assert sorted(set(documented()) - killed) == sorted(WITHOUT_A_BUG), "requirements without a planted bug"

@@ -179,41 +179,55 @@ def test_code_that_nothing_holds(sample: ModuleType, monkeypatch: pytest.MonkeyP
 
 
 def written(sample: ModuleType, **keys: Any) -> list[Any]:
-    """The changes of a file with one, as they are read."""
+    """The changes of a table with one row, as they are read."""
     from sweeping.written import read_changes
 
     folder = folder_of(sample)
-    path = folder.parent / "changes.json"
-    path.write_text(json.dumps([keys]))
+    path = folder.parent / "changes.toml"
+    path.write_text("[[bug]]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in keys.items()))
     return read_changes(path, folder)
 
 
 def test_written_changes(sample: ModuleType) -> None:
     """Of what is written only the part that differs is changed, and what executes its statement is to run."""
-    old = "    def held(self):\n        yield self.size if self else 0\n"
-    keys = {"id": "H1", "file": "sample/parts.py", "what": "is late", "half": "left alone"}
+    old = "def held(self):\n    yield self.size if self else 0\n"
+    keys = {"id": "h-1", "in": "sample.parts:Box.held", "says": "left alone"}
     (change,) = written(sample, **keys, old=old, new=old.replace("self else", "not self else"))
-    assert (change.name, change.kind, change.new, change.first, change.last) == ("H1", "is late", "not ", 21, 21)
-    source = SOURCE.encode()
-    assert change.applied(source).decode() == SOURCE.replace("if self else", "if not self else")
-    (change,) = written(sample, **keys, old="add_two = maker(2)", new="add_two = maker(3)")
-    assert (change.first, change.last) == (36, 36)
+    assert (change.name, change.kind, change.new, change.first, change.last) == ("h-1", "planted", "not ", 21, 21)
+    assert change.applied(SOURCE.encode()).decode() == SOURCE.replace("if self else", "if not self else")
 
 
 UNFIT = {
-    "elsewhere": ({"file": "other/parts.py"}, "there is no other/parts.py below"),
-    "twice": ({"old": "return"}, "`old` occurs 7 times in sample/parts.py, not once"),
+    "elsewhere": ({"in": "other.parts:kept"}, "there is no module other.parts below"),
+    "no-function": ({"in": "sample.parts:keep"}, "sample.parts has no function keep"),
+    "twice": ({"old": "limit"}, "`old` occurs 5 times in sample.parts:kept, not once"),
     "without-a-text": ({"new": 3}, "new must be there, as text"),
 }
 
 
 @pytest.mark.parametrize("what", UNFIT)
 def test_written_changes_that_do_not_fit(sample: ModuleType, what: str) -> None:
-    keys = {"id": "H1", "file": "sample/parts.py", "what": "", "old": "limit=3", "new": "limit=4"}
+    keys = {"id": "h-1", "in": "sample.parts:kept", "old": "limit=3", "new": "limit=4"}
     keys_, message = UNFIT[what]
-    with pytest.raises(ValueError, match="change 1: ") as caught:
+    with pytest.raises(ValueError, match="row 1: ") as caught:
         written(sample, **keys | keys_)
     assert message in str(caught.value)
+
+
+def test_a_found_change_becomes_a_row_that_can_be_read(sample: ModuleType, tmp_path: pathlib.Path) -> None:
+    from sweeping.changes import changes_of
+    from sweeping.written import read_changes, rows_of
+
+    folder = folder_of(sample)
+    changes = {change.name: change for change in changes_of(folder)}
+    item = "suites/test_inputs.py::test_batch_without_rows[reference-w2]"
+    path = tmp_path / "rows.toml"
+    path.write_text(rows_of(changes, dict.fromkeys(changes, (item, "fail:\nit says what is wrong\n")), folder))
+    source = SOURCE.encode()
+    again = read_changes(path, folder)
+    assert [one.applied(source) for one in again] == [one.applied(source) for one in changes.values()]
+    assert 'requirement = "INPUTS-5"' in path.read_text()
+    assert 'says = "it says what is wrong"' in path.read_text()
 
 
 def test_items_that_another_selection_left_out_are_met_later(sample: ModuleType) -> None:
@@ -267,11 +281,13 @@ parts.py:30:5  off by one, in helper: lives through 1 of 1 items
     assert refused.stderr == "--only parts.py:1:1: no such change; a name is FILE:LINE:NUMBER, or an id of --changes\n"
     again = run("--only", "parts.py:5:4")
     assert again.stdout == done.stdout
-    changes = tmp_path / "changes.json"
-    change = {"id": "H1", "file": "sample/parts.py", "what": "wrong", "old": "2 if deep", "new": "3 if deep"}
-    changes.write_text(json.dumps([change]))
+    changes = tmp_path / "changes.toml"
+    row = '[[bug]]\nid = "h-1"\nin = "sample.parts:helper"\nold = "2 if deep"\nnew = "3 if deep"\n'
+    changes.write_text(row)
     assert run("--changes", str(changes)).stdout.startswith("1 changes: 1 found, 0 live, 0 that no item executes")
-    changes.write_text("{}")
-    assert run("--changes", str(changes)).stderr == f"--changes {changes} must be a list of objects\n"
+    changes.write_text("")
+    assert (
+        run("--changes", str(changes)).stderr == f"--changes {changes} is no table of planted bugs: KeyError('bug')\n"
+    )
     (folder_of(sample) / "parts.py").write_text(SOURCE + "\n")
     assert "was made with other sources" in run().stderr

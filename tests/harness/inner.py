@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
+import subprocess
+from collections.abc import Sequence
+from typing import Any
 
 # Imported before the inner runs, which forget the modules that they import: torch cannot be imported twice.
 import shardproof.harness.adapters.reference
 import shardproof.harness.adapters.replicas
 import shardproof.harness.models.plain  # noqa: F401
+from tests import warm
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -27,6 +32,34 @@ from shardproof.testing import world
 def test_case(rank):
     {body}
 """
+
+
+def run_suites(
+    names: Sequence[str], file: str, words: str, folder: pathlib.Path, *, device: str = "cpu", timeout: float = 1800
+) -> list[dict[str, Any]]:
+    """Run cases on implementations, at least one of which fails; returns their records.
+
+    Args:
+        names: the implementations, as of ``--impl``.
+        file: the cases' file, or "FILE::FUNCTION", from the root of the repository.
+        words: as of ``-k``.
+        folder: where the run file may be written.
+        device: as of ``--device``.
+        timeout: seconds.
+    """
+    report = folder / "run.json"
+    command = [warm.python(), "-m", "pytest", "-p", "no:cacheprovider", *NO_HYPOTHESIS, "-q", file, "-k", words]
+    command += ["--impl", ",".join(names), "--device", device, "--report", str(report)]
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 1, done.stdout + done.stderr
+    cases: list[dict[str, Any]] = json.loads(report.read_text())["cases"]
+    return cases
+
+
+def name_of(adapter: type) -> str:
+    """The name by which ``--impl`` takes an adapter."""
+    return f"{adapter.__module__}:{adapter.__name__}"
 
 
 def error_lines(result):

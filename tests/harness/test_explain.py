@@ -1,14 +1,133 @@
-"""`--explain`: what it leaves as it is, what it says where nothing diverges, and that no other run captures."""
+"""`--explain`: where it says that a bug shows first, what it leaves as it is, and that no other run captures."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import os
+import subprocess
+
 import pytest
 
-from tests.harness import planted
-from tests.harness import planted_explained as bugs
-from tests.harness.test_planted_explained import explained
+from tests import warm
+from tests.harness import explained_cases
+from tests.harness.inner import PYTHONPATH, ROOT
 
 pytestmark = pytest.mark.slow("the tests share runs of the cases, with ranks of their own")
+
+PLANTED, OWN = "planted.adapters:", "tests.harness.explained_bugs:"
+
+
+def last(name):
+    """The name of an adapter without its module."""
+    return name.rpartition(":")[2]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A bug, as of ``--impl``, the case that it fails, and where `--explain` says that it shows first."""
+
+    bug: str
+    case: str
+    stage: str
+    step: int
+    module: str
+    parameter: str
+    words: str = ""
+
+
+ROWS = [
+    Row(
+        PLANTED + "forgotten_division", "test_tower-w2", "gradient", 0, "out", "out.bias",
+        "it is 2 times the oracle's everywhere, as when the division by the 2 ranks is missing",
+    ),
+    Row(
+        PLANTED + "dropped_reduction", "test_tower-w2", "gradient", 0, "layers.1.out_proj", "layers.1.out_proj.bias",
+        "- backward reduce_scatter layers.1 (of other units: (root), layers.0, layers.2)",
+    ),
+    Row(PLANTED + "lonely_replicas", "test_replicas-w4", "gradient", 0, "layers.1.out_proj", "layers.1.out_proj.bias"),
+    Row(
+        OWN + "StaleParameters", "test_tower-w2", "gathered parameter", 1, "layers.1.in_proj",
+        "layers.1.in_proj.weight",
+        "- forward all_gather layers.1 (of other units: (root), layers.0, layers.2)",
+    ),
+    Row(OWN + "PaddingInShards", "test_tower-w2", "gradient", 0, "layers.1.out_proj", "layers.1.out_proj.bias"),
+    Row(
+        PLANTED + "local_norm", "test_clipped-w2", "total norm", 0, "", "",
+        "it equals the norm of what this rank alone holds",
+    ),
+    Row(
+        OWN + "SkippedUpdate", "test_tied-w2", "parameter after step", 0, "layers.1.first", "layers.1.first.weight",
+        "it was updated by: sharded 0, baseline ",
+    ),
+    Row(
+        OWN + "FlatSkippedUpdate", "test_tower-w2", "parameter after step", 0, "layers.1.in_proj",
+        "layers.1.in_proj.bias",
+    ),
+    Row(OWN + "UnsyncedBuffer", "test_buffers-w2", "buffer", 0, "layers.1", "layers.1.shift"),
+    Row(
+        OWN + "LostCasts", "test_casts-w2", "gathered parameter", 0, "(root)", "gain",
+        "has dtype torch.float32; the baseline has torch.bfloat16",
+    ),
+    Row(
+        OWN + "WrongShardOrder", "test_tower-w3", "gathered parameter", 0, "layers.1.in_proj",
+        "layers.1.in_proj.weight",
+    ),
+    Row(PLANTED + "replaced_gradient", "test_accumulated-w2", "gradient", 0, "out", "out.bias"),
+    Row(
+        OWN + "SwappedState", "test_tower-w2", "optimizer state", 0, "layers.0.out_proj", "layers.0.out_proj.bias",
+        "'layers.2.out_proj.bias: momentum_buffer'",
+    ),
+    Row(OWN + "WrongModule", "test_tower-w2", "output of a module", 0, "layers.1.in_proj", ""),
+    Row(OWN + "ScaledAtTheBorder", "test_tower-w2", "gradient of a module's output", 0, "layers.1", ""),
+    Row(PLANTED + "second_gather", "test_counted-w2", "", 0, "", "", "+ forward all_gather float32"),
+]  # fmt: skip
+
+
+def explained(names, expression, folder, *options, passes=False, path=PYTHONPATH):
+    """Run the cases with `--explain`; the records, and what pytest printed."""
+    report = folder / "run.json"
+    command = [warm.python(), "-m", "pytest", "-p", "no:cacheprovider", "-q", explained_cases.__file__]
+    command += ["-k", expression, "--impl", ",".join(names), "--device", "cpu", "--report", str(report), *options]
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == (0 if passes else 1), done.stdout + done.stderr
+    return json.loads(report.read_text())["cases"], done.stdout
+
+
+@pytest.fixture(scope="module")
+def cases(request, tmp_path_factory):
+    """The records of one run of the cases of all selected bugs."""
+    rows = [item.callspec.params["row"] for item in request.session.items if item.name.startswith("test_named[")]
+    chosen = [f"{last(row.bug)}-{size} and {case}" for row in rows for case, _, size in [row.case.partition("-")]]
+    names = dict.fromkeys(row.bug for row in rows)
+    return explained(names, " or ".join(chosen), tmp_path_factory.mktemp("explained"), "--explain")[0]
+
+
+_BY_DAY = ("StaleParameters", "SkippedUpdate", "dropped_reduction")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id=last(row.bug), marks=[] if last(row.bug) in _BY_DAY else [pytest.mark.nightly])
+        for row in ROWS
+    ],
+)
+def test_named(cases, row):
+    (case,) = [case for case in cases if case["implementation"] == row.bug]
+    found = case["explanation"]
+    assert case["verdict"] == found["again"] == "fail"
+    assert found["alike"], "capture changes the run"
+    assert row.words in found["text"]
+    assert case["failure"]["text"].endswith(found["text"])
+    if row.stage:
+        first = found["first"]
+        expected = (row.stage, row.step, row.module, row.parameter)
+        assert (first["stage"], first["step"], first["module"], first["parameter"]) == expected
+    else:
+        assert found["first"] is None
+
 
 #: A plugin with which passing cases run once more as well.
 EVERY_CASE = """
@@ -21,13 +140,13 @@ SOUND = ["reference", "reference.flat", "torch.fully_shard", "torch.fsdp"]
 
 
 @pytest.fixture
-def every(tmp_path, monkeypatch):
+def every(tmp_path):
     """Run the sound implementations' cases twice, and return the records."""
     (tmp_path / "every_case.py").write_text(EVERY_CASE)
 
     def every(names, expression):
-        monkeypatch.setattr("tests.harness.test_planted_explained.PYTHONPATH", f"{tmp_path}:{planted.PYTHONPATH}")
-        cases, _ = explained(names, expression, tmp_path, "-p", "every_case", "--explain", passes=True)
+        path = f"{tmp_path}:{PYTHONPATH}"
+        cases, _ = explained(names, expression, tmp_path, "-p", "every_case", "--explain", passes=True, path=path)
         return [case for case in cases if case["verdict"] != "unsupported"]
 
     return every
@@ -59,17 +178,18 @@ def test_capture_changes_nothing_anywhere(every):
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory):
     """The records of failures without a divergence of a second run, and what pytest printed."""
-    names = map(planted.name_of, (bugs.Unsteady, bugs.Raising))
-    return explained([*names], "test_tower and w2", tmp_path_factory.mktemp("explained"), "--explain")
+    return explained(
+        [OWN + "Unsteady", OWN + "Raising"], "test_tower and w2", tmp_path_factory.mktemp("explained"), "--explain"
+    )
 
 
 def record_of(cases, bug):
-    (case,) = [case for case in cases if case["implementation"].endswith(f":{bug.__name__}")]
+    (case,) = [case for case in cases if case["implementation"].endswith(f":{bug}")]
     return case
 
 
 def test_a_failure_that_does_not_come_again(failures):
-    case = record_of(failures[0], bugs.Unsteady)
+    case = record_of(failures[0], "Unsteady")
     assert case["verdict"] == "fail", "the first run decides"
     assert (case["explanation"]["again"], case["explanation"]["alike"]) == ("pass", False)
     told = "explained: the case ran once more, with capture on, and passed: the failure is not steady (flaky)\n"
@@ -77,7 +197,7 @@ def test_a_failure_that_does_not_come_again(failures):
 
 
 def test_an_error_says_how_far_the_step_came(failures):
-    case = record_of(failures[0], bugs.Raising)
+    case = record_of(failures[0], "Raising")
     found = case["explanation"]
     assert found["alike"]
     assert found["stopped"] == "output of a module of '(root)'"
@@ -94,7 +214,7 @@ def test_a_failure_ends_with_the_line_that_repeats_it(failures):
 
 @pytest.mark.nightly
 def test_workers_explain_too_and_nobody_unasked(tmp_path):
-    names = [*map(planted.name_of, (planted.ForgottenDivision, planted.DroppedReduction))]
+    names = [PLANTED + "forgotten_division", PLANTED + "dropped_reduction"]
     alone, _ = explained(names, "test_tower and w2", tmp_path, "--explain")
     workers, _ = explained(names, "test_tower and w2", tmp_path, "--explain", "-n", "2")
     firsts = [{case["implementation"]: case["explanation"]["first"] for case in cases} for cases in (alone, workers)]

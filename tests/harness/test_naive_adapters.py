@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from tests.harness import naive
-from tests.harness.planted import name_of, run_suites
+from tests.harness.inner import name_of, run_suites
+
+ACCUMULATION = "suites/test_accumulation.py::test_microbatches_add_up"
 
 
 def needing(module):
@@ -29,7 +31,7 @@ def needing(module):
     ],
 )
 def test_engine_that_is_stepped_at_the_boundary_alone(adapter, stage, words, tmp_path):
-    (case,) = run_suites([name_of(adapter)], "test_microbatches_add_up and shards-default", tmp_path)
+    (case,) = run_suites([name_of(adapter)], ACCUMULATION, "shards-default", tmp_path)
     assert case["verdict"] == "fail", case["failure"]
     assert case["failure"]["stage"] == stage and words in case["failure"]["text"], case["failure"]
 
@@ -39,7 +41,7 @@ def test_engine_that_is_stepped_at_the_boundary_alone(adapter, stage, words, tmp
 def test_second_model_of_a_process_has_the_mesh_of_the_first(tmp_path):
     """The model with replicas comes after one without, in the same processes."""
     names = [name_of(naive.SimpleFsdpInSharedProcesses), "torchtitan.simple_fsdp"]
-    cases = run_suites(names, "test_microbatches_add_up and default", tmp_path)
+    cases = run_suites(names, ACCUMULATION, "default", tmp_path)
     verdicts = {(case["implementation"] == names[0], "replicas" in case["id"]): case["verdict"] for case in cases}
     assert verdicts == {
         (True, False): "pass", (True, True): "fail", (False, False): "pass", (False, True): "pass",
@@ -53,7 +55,8 @@ def test_norm_of_gradients_of_which_a_rank_has_no_row(tmp_path):
     """F-139 of docs/findings.md: the ranks issue different collectives."""
     (case,) = run_suites(
         [name_of(naive.MegatronClippedByTorch)],
-        "test_total_norm_and_clipped_gradients and w2 and 2.0",
+        "suites/test_clipping.py::test_total_norm_and_clipped_gradients",
+        "w2 and 2.0",
         tmp_path,
         device="cuda",
     )
@@ -64,7 +67,9 @@ def test_norm_of_gradients_of_which_a_rank_has_no_row(tmp_path):
 
 @needing("accelerate")
 def test_plain_ddp_that_is_taken_for_fsdp(tmp_path):
-    (case,) = run_suites([name_of(naive.AccelerateOnCpu)], "test_inputs_by_keyword and w2 and not order", tmp_path)
+    (case,) = run_suites(
+        [name_of(naive.AccelerateOnCpu)], "suites/test_autograd.py::test_inputs_by_keyword", "w2", tmp_path
+    )
     assert case["verdict"] == "fail", case["failure"]
     assert case["failure"]["stage"] == "sharding", case["failure"]["text"]
     assert "the model is not sharded" in case["failure"]["text"]

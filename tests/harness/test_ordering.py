@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from tests.harness import planted
-from tests.harness.planted import name_of
-
 SOURCE = """
 from shardproof.testing import alone, world
 
@@ -27,11 +24,11 @@ def test_ordinary():
 
 
 def test_worlds_of_an_implementation_are_used_in_one_go(run):
-    apart = [planted.LocalNorm, planted.AverageIsSum]
-    names = ["ddp", name_of(apart[0]), "torch.fully_shard", name_of(apart[1])]
+    # Two that have ranks of their own.
+    one, other = "planted.adapters:groups_by_their_ranks", "planted.adapters:flat_groups_by_their_ranks"
+    names = ["ddp", one, "torch.fully_shard", other]
     result = run(SOURCE, "--device", "cpu", "--collect-only", "-q", "--impl", ",".join(names))
     found = [line.partition("::")[2] for line in result.stdout.lines if "::" in line]
-    one, other = map(name_of, apart)
     assert found == [
         "test_first[ddp-w1]", "test_first[torch.fully_shard-w1]",
         "test_second[ddp-w1]", "test_second[torch.fully_shard-w1]",

@@ -1,0 +1,584 @@
+"""The adapters of the planted bugs: one for each edit, made when it is asked for, and those that are no edit.
+
+A bug is planted before the first model of a case is sharded, and taken back when the case has ended: the next one has
+the same ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import pathlib
+import sys
+import types
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_impl.per_parameter.mesh import KEEP
+from fsdp_impl.per_parameter.unit import unit_of
+from planted import table
+from shardproof.harness.adapters.base import Adapter, Config, OptimizerFactory, Piece, Traits, original_name, whole
+from shardproof.harness.adapters.capability import Capability
+from shardproof.harness.adapters.reference import ReferenceAdapter
+from shardproof.harness.adapters.reference_flat import ReferenceFlatAdapter
+from shardproof.harness.adapters.replicas import DdpAdapter, ReplicatedAdapter
+from shardproof.harness.adapters.torch_zero_optimizer import TorchZeroOptimizerAdapter
+from shardproof.harness.parity.rank import Rank
+
+_replaced: list[tuple[Any, str, Any]] = []
+
+
+def replace(owner: Any, name: str, new: Any) -> None:
+    """Set an attribute of a module or class until the case ends."""
+    _replaced.append((owner, name, inspect.getattr_static(owner, name)))
+    setattr(owner, name, new)
+
+
+def _undo() -> None:
+    while _replaced:
+        setattr(*_replaced.pop())
+
+
+_finish = Rank.finish
+
+
+def _finish_and_undo(rank: Rank) -> None:
+    try:
+        _finish(rank)
+    finally:
+        _undo()
+
+
+class Planting(Adapter):
+    """Plants a bug before the first model of a case is sharded, until the case ends; mixed into a sound adapter."""
+
+    def plant(self) -> None:
+        """Call :func:`replace`; once for a case, also where it shards several models."""
+        raise NotImplementedError
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if not _replaced:
+            self.plant()
+            # The case may have no adapter to tear down: one that refuses a model is none.
+            replace(Rank, "finish", _finish_and_undo)
+        super().__init__(*args, **kwargs)
+
+    def teardown(self) -> None:
+        try:
+            super().teardown()
+        finally:
+            _undo()
+
+
+class _Edited(Planting):
+    """Has the edit of a row, wherever ``fsdp_impl`` holds the function."""
+
+    bug: ClassVar[table.Bug]
+
+    def plant(self) -> None:
+        owner, name = self.bug.owner()
+        found, edited = getattr(owner, name), self.edited()
+        replace(owner, name, edited)
+        for module in [module for key, module in sys.modules.items() if key.partition(".")[0] == "fsdp_impl"]:
+            for key, value in list(vars(module).items()):
+                if value is found:
+                    replace(module, key, edited)
+
+    @classmethod
+    def edited(cls) -> Any:
+        return cls.bug.edited()
+
+
+class _Raising(_Edited):
+    """Has an error at the place of a row instead of its edit."""
+
+    @classmethod
+    def edited(cls) -> Any:
+        return cls.bug.raising()
+
+
+_SOUND = {"reference": ReferenceAdapter, "reference.flat": ReferenceFlatAdapter}
+_ELSEWHERE = "elsewhere_"
+
+
+def __getattr__(name: str) -> type[Adapter]:
+    """The adapter of an edit: the id of its row with underscores; with "elsewhere_" before it, raising at its place."""
+    wanted = name.removeprefix(_ELSEWHERE)
+    if name != wanted and wanted in globals():
+        made: type[Adapter] = type(
+            name, (globals()[wanted],), {"name": name, "__init__": _raise, "__module__": __name__}
+        )
+    else:
+        bug = table.find(wanted.replace("_", "-"))
+        if bug is None or bug.old is None:
+            raise AttributeError(f"planted/*.toml has no edit of the id {wanted.replace('_', '-')}")
+        base = _SOUND[bug.implementation]
+        traits = dataclasses.replace(base.traits, isolation="adapter" if bug.own_ranks else "shared")
+        kind = _Raising if name != wanted else _Edited
+        own = {"name": name.replace("_", "-"), "bug": bug, "traits": traits, "__module__": __name__}
+        made = type(name, (kind, base), own)
+    globals()[name] = made
+    return made
+
+
+def _raise(self: Adapter, *args: Any, **kwargs: Any) -> None:
+    raise RuntimeError(table.ELSEWHERE)
+
+
+class DeafToPrefetch(ReferenceAdapter):
+    """Whatever a unit is told to gather ahead, it does not."""
+
+    name = "deaf-to-prefetch"
+
+    def prefetch(self, **_: Any) -> None:
+        pass
+
+
+class ForgottenFlags(ReferenceAdapter):
+    """No unit ever waits for the last microbatch."""
+
+    name = "forgotten-flags"
+
+    def _accumulate(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+class SplitUnits(ReferenceAdapter):
+    """The modules of one unit become units of their own."""
+
+    name = "split-units"
+
+    def __init__(self, model: nn.Module, *, optimizer: Any, config: Config) -> None:
+        apart = tuple((name,) for unit in config.units for name in unit)
+        super().__init__(model, optimizer=optimizer, config=dataclasses.replace(config, units=apart))
+
+
+class MethodNeverFrees(ReferenceAdapter):
+    """A registered method gathers, and leaves its unit gathered."""
+
+    name = "method-never-frees"
+
+    @staticmethod
+    def register(target: nn.Module, name: str) -> None:
+        method = getattr(target, name)
+
+        def wrapped(self: nn.Module, *args: Any) -> Any:
+            unit: Any = unit_of(self)
+            args, _ = unit.pre_forward(self, args, {})
+            output = method(*args)
+            before, unit.group.after_forward = unit.group.after_forward, KEEP
+            output = unit.post_forward(self, args, output)
+            unit.group.after_forward = before
+            return output
+
+        setattr(target, name, types.MethodType(wrapped, target))
+
+
+class MethodNotHooked(ReferenceAdapter):
+    """A registered method receives its inputs without the hook for backward."""
+
+    name = "method-not-hooked"
+
+    @staticmethod
+    def register(target: nn.Module, name: str) -> None:
+        method = getattr(target, name)
+
+        def wrapped(self: nn.Module, *args: Any) -> Any:
+            unit: Any = unit_of(self)
+            unit.pre_forward(self, args, {})
+            return unit.post_forward(self, args, method(*args))
+
+        setattr(target, name, types.MethodType(wrapped, target))
+
+
+class FrozenThawed(ReferenceAdapter):
+    """Sharding sets requires_grad of every parameter."""
+
+    name = "frozen-thawed"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.module.requires_grad_(True)
+
+
+class GraphBreaks(ReferenceAdapter):
+    """Sharding breaks the graph of every compiled block in two places."""
+
+    name = "graph-breaks"
+
+    def __init__(self, model: nn.Module, *, optimizer: Any, config: Config) -> None:
+        for (unit,) in config.units:
+            for name in ("qkv", "out"):
+                child = getattr(model.get_submodule(unit), name)
+                child.register_forward_pre_hook(torch._dynamo.disable(lambda module, args: None))
+        super().__init__(model, optimizer=optimizer, config=config)
+
+
+class NothingRecomputed(ReferenceAdapter):
+    """Layers that their caller recomputes are called once, and keep their activations."""
+
+    name = "nothing-recomputed"
+
+    def __init__(self, model: Any, **options: Any) -> None:
+        model.calls = "plain"
+        super().__init__(model, **options)
+
+
+class IgnoredOffload(ReferenceAdapter):
+    """The policy that keeps shards on the CPU is not passed on."""
+
+    name = "ignored-offload"
+
+    def __init__(self, model: Any, *, optimizer: Any, config: Config) -> None:
+        super().__init__(model, optimizer=optimizer, config=dataclasses.replace(config, offload=None))
+
+
+class DoubledMomentum(ReferenceAdapter):
+    """The state of the optimizer is wrong after a step whose parameters are right."""
+
+    name = "doubled-momentum"
+
+    def step(self) -> None:
+        super().step()
+        assert self.optimizer is not None
+        for state in self.optimizer.state.values():
+            if isinstance(found := state.get("exp_avg"), torch.Tensor):
+                found.mul_(2)
+
+
+class OwnCheckpoint(ReferenceAdapter):
+    """Saves the shards of each rank in a file of its own, as engines do; the sound one."""
+
+    name = "own-checkpoint"
+    traits = dataclasses.replace(ReferenceAdapter.traits, isolation="shared")
+
+    @classmethod
+    def capabilities(cls) -> frozenset[Capability]:
+        return super().capabilities() | {Capability.OWN_CHECKPOINT}
+
+    def save_own(self, directory: pathlib.Path) -> None:
+        directory.mkdir(exist_ok=True)
+        assert self.optimizer is not None
+        model = self.module.state_dict()
+        shards = {name: self.shard_of(value) for name, value in model.items()}
+        layout = {name: (isinstance(value, DTensor), tuple(value.shape)) for name, value in model.items()}
+        saved = {"model": shards, "layout": layout, "optimizer": self.local(self.optimizer.state_dict())}
+        torch.save(saved, directory / f"{dist.get_rank()}.pt")
+        dist.barrier()
+
+    def load_own(self, directory: pathlib.Path) -> None:
+        saved = torch.load(directory / f"{dist.get_rank()}.pt", weights_only=False)
+        with torch.no_grad():
+            for name, value in self.module.state_dict().items():
+                self.shard_of(value).copy_(saved["model"][name])
+        self.load_optimizer(saved["optimizer"])
+
+    def load_optimizer(self, saved: dict[str, Any]) -> None:
+        """Restore the groups' options and the tensors of state, into those that there are."""
+        assert self.optimizer is not None
+        for group, one in zip(self.optimizer.param_groups, saved["param_groups"], strict=True):
+            group.update({key: value for key, value in one.items() if key != "params"})
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        for number, state in saved["state"].items():
+            for key, value in state.items():
+                self.shard_of(self.optimizer.state[parameters[number]][key]).copy_(value)
+
+    def consolidated(self, directory: pathlib.Path) -> dict[str, torch.Tensor]:
+        files = [torch.load(directory / f"{rank}.pt", weights_only=False) for rank in range(dist.get_world_size())]
+        return {original_name(name): self.joined(name, files) for name in files[0]["model"]}
+
+    def joined(self, name: str, files: list[dict[str, Any]]) -> torch.Tensor:
+        """Put a tensor together from the parts of all ranks."""
+        is_divided, shape = files[0]["layout"][name]
+        parts = [file["model"][name] for file in files]
+        return torch.cat(parts).view(shape) if is_divided else parts[0]
+
+    @staticmethod
+    def shard_of(value: torch.Tensor) -> torch.Tensor:
+        """What this rank has of a tensor."""
+        return value.to_local() if isinstance(value, DTensor) else value
+
+    def local(self, state: dict[str, Any]) -> dict[str, Any]:
+        """An optimizer's state dict with what this rank has of each tensor."""
+        kept = {
+            number: {key: self.shard_of(value).clone() for key, value in one.items()}
+            for number, one in state["state"].items()
+        }
+        return {"state": kept, "param_groups": [dict(group) for group in state["param_groups"]]}
+
+
+class WithoutState(OwnCheckpoint):
+    """Loads the weights and the options of the optimizer's groups, and leaves its states as they are."""
+
+    name = "own-without-state"
+
+    def load_optimizer(self, saved: dict[str, Any]) -> None:
+        super().load_optimizer(saved | {"state": {}})
+
+
+class WithoutRates(OwnCheckpoint):
+    """Loads the states of the optimizer and leaves the options of its groups."""
+
+    name = "own-without-rates"
+
+    def load_optimizer(self, saved: dict[str, Any]) -> None:
+        assert self.optimizer is not None
+        groups = [dict(group) for group in self.optimizer.param_groups]
+        super().load_optimizer(saved | {"param_groups": groups})
+
+
+class FirstShard(OwnCheckpoint):
+    """Puts whole weights together from as many rows of each rank as the first has, as if sizes divided."""
+
+    name = "own-first-shard"
+
+    def joined(self, name: str, files: list[dict[str, Any]]) -> torch.Tensor:
+        is_divided, shape = files[0]["layout"][name]
+        parts = [file["model"][name] for file in files]
+        if not is_divided:
+            return parts[0]
+        padded = [torch.cat([part, part.new_zeros(len(parts[0]) - len(part), *part.shape[1:])]) for part in parts]
+        return torch.cat(padded[::-1])[: shape[0]]
+
+
+class WithoutFrozen(OwnCheckpoint):
+    """Makes whole weights of what is trained alone."""
+
+    name = "own-without-frozen"
+
+    def consolidated(self, directory: pathlib.Path) -> dict[str, torch.Tensor]:
+        trained = {name for name, value in self.named_parameters().items() if value.requires_grad}
+        return {name: value for name, value in super().consolidated(directory).items() if name in trained}
+
+
+class ZeroClaimsGradients(TorchZeroOptimizerAdapter):
+    """Says that gradients are divided too, although DDP leaves them whole on every rank."""
+
+    name = "claims-gradients"
+    traits = dataclasses.replace(TorchZeroOptimizerAdapter.traits, shards=frozenset({"gradients", "optimizer"}))
+
+
+class ZeroWholeState(TorchZeroOptimizerAdapter):
+    """Says that the optimizer's state is divided, and makes an ordinary optimizer."""
+
+    name = "whole-state"
+
+    def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
+        super().__init__(model, optimizer=optimizer, config=config)
+        self.optimizer = optimizer(self.module.parameters()) if optimizer else None
+
+
+class _Shown(ReferenceAdapter):
+    """Shards like the reference, and shows other pieces."""
+
+    def shown(self, name: str, piece: Piece) -> Piece:
+        raise NotImplementedError
+
+    @property
+    def index(self) -> int:
+        return self.config.mesh.get_local_rank(self.config.mesh.ndim - 1)
+
+    def gradients(self) -> dict[str, Piece | None]:
+        found = super().gradients()
+        return {name: None if piece is None else self.shown(name, piece) for name, piece in found.items()}
+
+    def parameters(self) -> dict[str, Piece]:
+        return {name: self.shown(name, piece) for name, piece in super().parameters().items()}
+
+    def optimizer_state(self) -> None:
+        return None
+
+
+def nothing_of(piece: Piece) -> Piece:
+    return Piece(piece.tensor.flatten()[:0], lambda full: full.flatten()[:0])
+
+
+class Nothing(_Shown):
+    name = "nothing"
+
+    def shown(self, name: str, piece: Piece) -> Piece:
+        return nothing_of(piece)
+
+
+class NothingAndNoStep(Nothing):
+    name = "nothing-and-no-step"
+
+    def step(self) -> None:
+        pass
+
+
+class NothingOnRankOne(_Shown):
+    name = "nothing-on-rank-one"
+
+    def shown(self, name: str, piece: Piece) -> Piece:
+        return nothing_of(piece) if self.index == 1 else piece
+
+
+class AllOnRankZero(_Shown):
+    """Gathers everything on every rank and shows it on the first alone."""
+
+    name = "all-on-rank-zero"
+
+    def gathered_pieces(self, found: dict[str, Any]) -> dict[str, Any]:
+        full = {name: None if value is None else whole(value.full_tensor()) for name, value in found.items()}
+        return {n: p if p is None or self.index == 0 else nothing_of(p) for n, p in full.items()}
+
+    def gradients(self) -> dict[str, Piece | None]:
+        return self.gathered_pieces({name: value.grad for name, value in self._held.items()})
+
+    def parameters(self) -> dict[str, Piece]:
+        return self.gathered_pieces({name: value.detach() for name, value in self._held.items()})
+
+
+class ZerosCutFromZeros(_Shown):
+    name = "zeros-cut-from-zeros"
+
+    def shown(self, name: str, piece: Piece) -> Piece:
+        shape = piece.tensor.shape
+        return Piece(torch.zeros_like(piece.tensor), lambda full: full.new_zeros(shape))
+
+
+class CutIsTheTensor(_Shown):
+    name = "cut-is-the-tensor"
+
+    def shown(self, name: str, piece: Piece) -> Piece:
+        return Piece(piece.tensor, lambda full: piece.tensor.to(full.dtype))
+
+
+class CutOfFloatsIsTheTensor(_Shown):
+    """Positions are cut as they should be, floating-point tensors are not."""
+
+    name = "cut-of-floats-is-the-tensor"
+
+    def shown(self, name: str, piece: Piece) -> Piece:
+        def cut(full: torch.Tensor) -> torch.Tensor:
+            return piece.tensor.to(full.dtype) if full.is_floating_point() else piece.cut(full)
+
+        return Piece(piece.tensor, cut)
+
+
+class RankZerosPieces(_Shown):
+    """Every rank shows what the first holds."""
+
+    name = "rank-zeros-pieces"
+
+    def shown(self, name: str, piece: Piece) -> Piece:
+        (full,) = [v for n, v in self._held.items() if n == name]
+        value = full.grad if full.grad is not None and self._reading == "gradients" else full.detach()
+        assert isinstance(value, DTensor)
+        rows = math.ceil(full.shape[0] / self.config.shard_size)
+        return Piece(value.full_tensor()[:rows].clone(), lambda one: one[:rows])
+
+    def gradients(self) -> dict[str, Piece | None]:
+        self._reading = "gradients"
+        return super().gradients()
+
+    def parameters(self) -> dict[str, Piece]:
+        self._reading = "parameters"
+        return super().parameters()
+
+
+class FirstRowEverywhere(RankZerosPieces):
+    """A rank's own rows, and the first row on the other ranks too."""
+
+    name = "first-row-everywhere"
+
+    def shown(self, name: str, piece: Piece) -> Piece:
+        full = self._held[name]
+        value = full.grad if self._reading == "gradients" else full.detach()
+        assert isinstance(value, DTensor)
+        gathered = value.full_tensor()
+
+        def cut(one: torch.Tensor) -> torch.Tensor:
+            mine = piece.cut(one)
+            return mine if self.index == 0 else torch.cat([one[:1], mine])
+
+        return Piece(cut(gathered), cut)
+
+
+class NoGradients(_Shown):
+    """The parameters are shown as they should be, the gradients' pieces are empty."""
+
+    name = "no-gradients"
+
+    def parameters(self) -> dict[str, Piece]:
+        return ReferenceAdapter.parameters(self)
+
+    def shown(self, name: str, piece: Piece) -> Piece:
+        return nothing_of(piece)
+
+
+class LessFromTheSecondStep(_Shown):
+    """From the second step on the pieces are empty."""
+
+    name = "less-from-the-second-step"
+    _shown = 0
+
+    def gradients(self) -> dict[str, Piece | None]:
+        self._shown += 1
+        return super().gradients()
+
+    def shown(self, name: str, piece: Piece) -> Piece:
+        return piece if self._shown == 1 else nothing_of(piece)
+
+
+_SHARDED = frozenset({Capability.SHARDED})
+
+
+class PlainDdp(DdpAdapter):
+    """Declares nothing, which claims everything that a sharded implementation claims."""
+
+    name = "plain-ddp"
+    traits = Traits()
+
+    @classmethod
+    def capabilities(cls) -> frozenset[Capability]:
+        return super().capabilities() | _SHARDED
+
+
+class HoldsEverythingFromTheStart(PlainDdp):
+    name = "holds-everything-from-the-start"
+    traits = Traits(held_from_start=frozenset({"master", "gradients", "gathered"}))
+
+
+class PaddedByAPage(PlainDdp):
+    """So much padding that a small model is not larger than a share of it."""
+
+    name = "padded-by-a-page"
+    traits = Traits(collective_padding=4096)
+
+
+class HiddenCopy(ReplicatedAdapter):
+    """Registers no parameter: what it holds is found in memory only."""
+
+    name = "hidden-copy"
+    traits = Traits()
+
+    @classmethod
+    def capabilities(cls) -> frozenset[Capability]:
+        return super().capabilities() | _SHARDED
+
+    def __init__(self, model: Any, **options: Any) -> None:
+        super().__init__(model, **options)
+        self.hidden, self.module = self.module, torch.nn.Module()
+
+    def forward(self, *args: Any, submodule: str = "") -> Any:
+        return self.hidden.get_submodule(submodule)(*args)
+
+    def named_parameters(self) -> Any:
+        return dict(self.hidden.named_parameters())
+
+
+class ClaimsOptimizerState(DdpAdapter):
+    name = "claims-optimizer-state"
+    traits = Traits(shards=frozenset({"optimizer"}))
+
+
+class ClaimsGradients(DdpAdapter):
+    name = "claims-gradients"
+    traits = Traits(shards=frozenset({"gradients"}))

@@ -1,0 +1,209 @@
+"""Reads the tables of planted bugs, and makes the edits that they describe."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import importlib
+import inspect
+import pathlib
+import re
+import textwrap
+import tomllib
+import zlib
+from typing import Any
+
+HERE = pathlib.Path(__file__).parent
+#: The module of bugs that are no edit.
+WRITTEN = "planted.adapters"
+#: Shorter words are in too many messages to be a reason.
+MIN_SAYS = 12
+#: What an item must not say when something else is broken at the place of a bug.
+ELSEWHERE = "planted elsewhere"
+
+_KEYS = {
+    "id": str,
+    "requirement": str,
+    "in": str,
+    "old": str,
+    "new": str,
+    "found_by": str,
+    "says": (str, list),
+    "ranks": str,
+    "gpus": int,
+    "simulate": int,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Bug:
+    """A row of a table.
+
+    Attributes:
+        id: lower case words with hyphens, once in all tables.
+        requirement: the id of the requirement that the bug breaks, of the contract mark of its item.
+        place: the key ``in``. The function that is edited, as "fsdp_impl.module:name" or "fsdp_impl.module:Class.name";
+            of a bug that is no edit, its adapter, as "planted.adapters:Class".
+        old: a text that the function's source has once; None for a bug that is no edit.
+        new: the text that replaces it.
+        item: the key ``found_by``. The node id of the item that finds the bug, of the implementation without it.
+        says: texts that the failure of the item contains: the stage, the parameter, the collective or the message.
+        own_ranks: the key ``ranks = "own"``: what the bug does depends on what its ranks ran before.
+        gpus: how many GPUs it needs; 0 for a CPU.
+        simulate: the size of the simulated world in which its item runs; 0 for real ranks.
+    """
+
+    id: str
+    requirement: str
+    place: str
+    old: str | None
+    new: str | None
+    item: str
+    says: tuple[str, ...]
+    own_ranks: bool = False
+    gpus: int = 0
+    simulate: int = 0
+
+    @property
+    def implementation(self) -> str:
+        """The implementation without the bug, as of ``--impl``."""
+        return self.item.partition("[")[2].partition("-")[0]
+
+    @property
+    def name(self) -> str:
+        """The implementation with the bug, as of ``--impl``."""
+        return self.place if self.old is None else f"{WRITTEN}:{self.id.replace('-', '_')}"
+
+    @property
+    def is_by_day(self) -> bool:
+        """Whether it is planted by day: a fixed fifteenth, which no other bug changes."""
+        return zlib.crc32(self.id.encode()) % 15 == 0
+
+    def with_bug(self, item: str) -> str:
+        """The node id of an item with the bug, for that of its implementation."""
+        return item.replace(f"[{self.implementation}-", f"[{self.name}-")
+
+    def edited(self) -> Any:
+        """The function after the edit.
+
+        Raises:
+            ValueError: its source has the old text more than once, or not at all.
+        """
+        assert self.old is not None and self.new is not None
+        source = self._source()
+        if (count := source.count(self.old)) != 1:
+            raise ValueError(f"{self.id}: {self.place} has {self.old!r} {count} times instead of once")
+        return self._compiled(source.replace(self.old, self.new))
+
+    def raising(self) -> Any:
+        """The function with an error of its own as its first statement."""
+        tree = ast.parse(self._source())
+        (function,) = tree.body
+        assert isinstance(function, ast.FunctionDef)
+        function.body.insert(0, ast.parse(f"raise RuntimeError({ELSEWHERE!r})").body[0])
+        return self._compiled(ast.unparse(ast.fix_missing_locations(tree)))
+
+    def owner(self) -> tuple[Any, str]:
+        """The module or class that has the function, and its name there."""
+        module_name, _, path = self.place.partition(":")
+        owner: Any = importlib.import_module(module_name)
+        *classes, name = path.split(".")
+        for part in classes:
+            owner = getattr(owner, part)
+        return owner, name
+
+    def _function(self) -> Any:
+        owner, name = self.owner()
+        return inspect.unwrap(getattr(owner, name))
+
+    def _source(self) -> str:
+        return textwrap.dedent(inspect.getsource(self._function()))
+
+    def _compiled(self, source: str) -> Any:
+        made: dict[str, Any] = {}
+        # Outside of its class, super() finds none.
+        source = source.replace("super()", f"super({self.owner()[0].__name__}, self)")
+        code = compile(source, f"{self.place} (edited)", "exec", dont_inherit=True)
+        exec(code, self._function().__globals__, made)
+        return made[self.owner()[1]]
+
+
+@functools.cache
+def read(chapter: str) -> dict[str, Bug]:
+    """The bugs of a chapter's table by their ids.
+
+    Args:
+        chapter: the name of the table's file without its suffix; that of the cases' file without "test_".
+
+    Raises:
+        ValueError: a row is not of the form that :class:`Bug` describes; names the table and the row.
+    """
+    rows = tomllib.loads((HERE / f"{chapter}.toml").read_text())["bug"]
+    bugs = [_bug(row, chapter) for row in rows]
+    if twice := sorted({bug.id for bug in bugs if [one.id for one in bugs].count(bug.id) > 1}):
+        raise ValueError(f"planted/{chapter}.toml has {', '.join(twice)} more than once")
+    return {bug.id: bug for bug in bugs}
+
+
+def replaced(bug: Bug) -> Bug:
+    """The row with an error of its own at the place of the bug, instead of the bug (``adapters`` has both)."""
+    module, _, name = bug.name.partition(":")
+    return dataclasses.replace(bug, place=f"{module}:elsewhere_{name}", old=None, new=None)
+
+
+def chapters() -> list[str]:
+    """The names of the tables."""
+    return sorted(path.stem for path in HERE.glob("*.toml"))
+
+
+def every() -> dict[str, Bug]:
+    """All bugs by their ids.
+
+    Raises:
+        ValueError: a row is wrong, or an id stands in two tables.
+    """
+    found: dict[str, Bug] = {}
+    for chapter in chapters():
+        if twice := sorted(found.keys() & read(chapter).keys()):
+            raise ValueError(f"planted/{chapter}.toml has ids that stand in another table too: {', '.join(twice)}")
+        found |= read(chapter)
+    return found
+
+
+def find(bug: str) -> Bug | None:
+    """The bug of an id, without parsing the other tables: ranks need one of them."""
+    for chapter in chapters():
+        if f'\nid = "{bug}"\n' in (HERE / f"{chapter}.toml").read_text():
+            return read(chapter)[bug]
+    return None
+
+
+def _bug(row: dict[str, Any], chapter: str) -> Bug:
+    where = f"planted/{chapter}.toml, {row.get('id', 'a row without an id')}"
+    for key, value in row.items():
+        if key not in _KEYS or not isinstance(value, _KEYS[key]):
+            raise ValueError(f"{where}: {key} = {value!r}; a row has {', '.join(_KEYS)}")
+    is_edit = not row.get("in", "").startswith(f"{WRITTEN}:")
+    needed = ["id", "requirement", "in", "found_by", "says", *(["old", "new"] if is_edit else [])]
+    if missing := [key for key in needed if key not in row]:
+        raise ValueError(f"{where} lacks {', '.join(missing)}")
+    if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", row["id"]):
+        raise ValueError(f"{where}: an id is lower case words with hyphens")
+    says = [row["says"]] if isinstance(row["says"], str) else row["says"]
+    if not says or max(len(text.strip()) for text in says) < MIN_SAYS:
+        raise ValueError(f"{where}: says = {row['says']!r}; it needs {MIN_SAYS} characters or more")
+    if row.get("ranks", "own") != "own":
+        raise ValueError(f'{where}: ranks = {row["ranks"]!r}; it is "own", or left out')
+    return Bug(
+        id=row["id"],
+        requirement=row["requirement"],
+        place=row["in"],
+        old=row.get("old"),
+        new=row.get("new"),
+        item=f"suites/test_{chapter}.py::{row['found_by']}",
+        says=tuple(says),
+        own_ranks="ranks" in row,
+        gpus=row.get("gpus", 0),
+        simulate=row.get("simulate", 0),
+    )
