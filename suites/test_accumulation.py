@@ -407,7 +407,7 @@ def test_part_used_by_one_microbatch(rank: Rank, own_units: bool, replicas: int,
 @needs(Capability.UNUSED_MODULE, Capability.HYBRID, Capability.SINGLE_RANK, Capability.DEFERRED_ALL_REDUCE)
 @pytest.mark.parametrize("own_units", [False, True], ids=["one-unit", "own-units"])
 def test_part_used_by_one_microbatch_of_replicas(rank: Rank, own_units: bool) -> None:
-    """The same where replicas have one shard, whose all-reduce waits for the last microbatch."""
+    """On replicas of one shard, a parameter of one microbatch has its gradient, all-reduced after the last one."""
     check_part_used(rank, Accumulation(skips="all-reduce"), own_units, mesh=rank.mesh((2, 1), ("replicate", "shard")))
 
 
@@ -453,7 +453,7 @@ def test_parameters_stay_gathered(rank: Rank, waiting: Any) -> None:
 @KEPT
 @pytest.mark.parametrize("skips", ["reduction", pytest.param("all-reduce", marks=ALL_REDUCE)])
 def test_hybrid_parameters_stay_gathered(rank: Rank, skips: Any, waiting: Any) -> None:
-    """The same on replicas, whether the shard groups reduce before the last microbatch or not."""
+    """On replicas, units not freed before the last microbatch are gathered once a step, reduced earlier or not."""
     reduces = {"reduce_scatter": reductions(waiting), "all_reduce": reductions(waiting)}
     if skips == "all-reduce":
         reduces["reduce_scatter"] = UNITS * MICROBATCHES
@@ -524,7 +524,7 @@ def test_backwards_before_the_last_keep_the_order(rank: Rank, ahead: int) -> Non
 @world(2)
 @needs(Capability.MARKED_LAST_BACKWARD, Capability.TIED_PARAMETERS)
 def test_tied_forwards_run_ahead(rank: Rank) -> None:
-    """The same for a model whose output projection is its embedding."""
+    """A backward marked as not the last leaves the order of the forwards, also in a model with a tied embedding."""
     config = models.TransformerConfig(is_tied=True)
     model = models.Transformer(config)
     pair = rank.pair(

@@ -93,7 +93,7 @@ def test_containers_between_units(rank: Rank, container: models.Container) -> No
     "container", ["ordered-dict", "list-class", "tuple-class", "frozen-dataclass", "late-dataclass", "dict-dataclass"]
 )
 def test_classes_of_containers(rank: Rank, container: models.Container) -> None:
-    """The same for classes of containers, and for what is a dict and a dataclass in one, as of model libraries."""
+    """Hooks find the tensors in classes of containers, and in what is a dict and a dataclass in one."""
     pair = rank.pair(models.packed_stack(dim=9, container=container), units=[["1"], ["2"], ["3"]])
     for step in range(2):
         pair.step(rank.batch(step, (2, 9)))

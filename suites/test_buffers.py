@@ -31,7 +31,7 @@ def test_running_statistics(rank: Rank, reshard_after_forward: bool | None, mome
 @world(4)
 @needs(Capability.HYBRID)
 def test_running_statistics_of_replicas(rank: Rank) -> None:
-    """The same on replicas, which share their parameters and not their statistics."""
+    """Replicas share their parameters and not their running statistics."""
     check(rank, mixed.Normed(*SHAPE), mesh=rank.mesh((2, 2), ("replicate", "shard")), steps=2)
 
 

@@ -109,7 +109,7 @@ def test_answers(rank: Rank, what: str) -> None:
 @world(4)
 @needs(Capability.HYBRID)
 def test_answers_of_replicas(rank: Rank) -> None:
-    """The same of shards with replicas: the mesh of sharded values, and the rank that saves for all or for its own."""
+    """Shards with replicas answer for the mesh of sharded values, and for the rank that saves."""
     mesh = rank.mesh((2, 2), ("replicate", "shard"))
     adapter = sharded(rank, models.MLP(5).to(rank.device), mesh=mesh)
     assert adapter.call("mesh-of-shards"), "sharded values do not lie on the mesh that was given"
@@ -146,7 +146,7 @@ def test_warnings(rank: Rank, what: str) -> None:
 @world(1)
 @needs(Capability.SINGLE_RANK)
 def test_warning_of_one_rank(rank: Rank) -> None:
-    """So is one that shards over one rank, where the wrapper says that it does not shard."""
+    """Sharding over a single rank warns, where the wrapper says that it does not shard."""
     check_warned(rank, "one-rank", UserWarning, "world size is 1", True)
     named = sharded(rank, models.MLP(5).to(rank.device)).call("strategies")
     assert named == ["NO_SHARD"] * 4, f"wrappers of one rank name their strategies {named}"

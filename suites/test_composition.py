@@ -79,7 +79,7 @@ def test_two_dimensions(rank: Rank, dim: int, recomputes: bool, reshard_after_fo
 @WAYS
 @pytest.mark.parametrize("dim", [3, 16, 17])
 def test_part_of_a_larger_mesh(rank: Rank, dim: int, recomputes: bool, reshard_after_forward: bool | None) -> None:
-    """The same within each stage of a pipeline of two: stages have values and data of their own."""
+    """Two-dimensional sharding trains within each stage of a pipeline of two, with values and data of their own."""
     mesh = rank.mesh((2, 2, 2), ("pp", "dp", "tp"))
     train(rank, mesh, dim=dim, recomputes=recomputes, reshard_after_forward=reshard_after_forward)
 
@@ -418,7 +418,7 @@ def test_states_of_the_first_rank(rank: Rank) -> None:
 @needs(Capability.SYNC_STATES)
 @pytest.mark.parametrize("replicas", [False, pytest.param(True, marks=needs(Capability.HYBRID))])
 def test_states_of_the_first_rank_everywhere(rank: Rank, replicas: bool) -> None:
-    """The same for plain parameters of uneven sizes, integer buffers and transposed ones, on replicas too."""
+    """Uneven plain parameters, integer and transposed buffers take the first rank's values, on replicas too."""
     mesh = rank.mesh((2, 2), ("replicate", "shard")) if replicas else rank.mesh()
     torch.manual_seed(rank.seeds.init + rank.index)
     model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3), nn.Linear(3, 7)).to(rank.device)

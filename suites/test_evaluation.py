@@ -180,7 +180,7 @@ def test_forward_after_that_of_a_unit(rank: Rank, submodule: str, reshard_after_
 @world(2)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_step_that_changes_nothing_on_some_ranks(rank: Rank, reshard_after_forward: bool | int | None) -> None:
-    """The same where a rank holds frozen or no elements of a unit: all ranks gather it again, or none."""
+    """After a step, all ranks gather a unit again or none does, also where a rank holds frozen or no elements of it."""
     evaluate_around_steps(rank, shapes.ScaledStack(dim=9), reshard_after_forward)
 
 

@@ -125,7 +125,7 @@ def test_frozen_units_are_freed_in_backward(rank: Rank, what: str) -> None:
 @world(2)
 @needs(Capability.SHARDED, Capability.UNUSED_OUTPUT)
 def test_units_frozen_between_steps_are_freed_in_backward(rank: Rank) -> None:
-    """So is a unit that was frozen between two steps, in the first of them that follows."""
+    """A unit frozen between two steps is freed, once backward has passed it, in the first step that follows."""
     model = models.Tower(dim=9, depth=DEPTH)
     pair = rank.pair(model, units=model.units(), baseline="replicated", find_unused=True)
     census = Census(pair.sharded)
@@ -143,7 +143,7 @@ def test_units_frozen_between_steps_are_freed_in_backward(rank: Rank) -> None:
 @world(2)
 @needs(Capability.SHARDED)
 def test_frozen_units_with_keywords_are_freed_in_backward(rank: Rank) -> None:
-    """So is one whose inputs come by keyword and in containers."""
+    """A frozen unit whose inputs come by keyword and in containers is freed once backward has passed it."""
     model = shapes.Keywords(9)
     _freeze(dict(model.named_parameters()), FROZEN["middle"])
     pair = rank.pair(model, units=model.units())
@@ -245,7 +245,7 @@ def test_frozen_integers(rank: Rank) -> None:
 @needs(Capability.REGISTERED_STATE, Capability.CAST_AFTER_INIT)
 @pytest.mark.parametrize("evaluates", [False, True])
 def test_frozen_integers_beside_a_cast(rank: Rank, evaluates: bool) -> None:
-    """The same beside others that a script casts once they are sharded, before the first forward or after it."""
+    """A frozen parameter of integers stays what it is beside others that are cast after sharding."""
     model = shapes.Permuted(6)
     plain = copy.deepcopy(model).to(rank.device)
     run = rank.run(model)
@@ -303,7 +303,7 @@ def test_frozen_between_steps(rank: Rank, reshard_after_forward: bool | int | No
 @needs(Capability.UNUSED_OUTPUT, Capability.FLAT_PARAMETERS)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
 def test_flat_frozen_between_steps(rank: Rank, reshard_after_forward: bool | None) -> None:
-    """The same where a unit is one flat parameter, of which a script freezes all or nothing."""
+    """Freezing all or nothing of a flat parameter between two steps holds from the next forward on."""
     model = models.Tower(dim=9, depth=DEPTH)
     pair = rank.pair(
         model, units=model.units(), baseline="replicated", reshard_after_forward=reshard_after_forward,
@@ -329,7 +329,7 @@ def test_flat_frozen_between_steps(rank: Rank, reshard_after_forward: bool | Non
 @pytest.mark.parametrize("form", ["held", "shown", pytest.param("saved", marks=needs(Capability.REGISTERED_STATE))])
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_frozen_after_an_evaluation(rank: Rank, reshard_after_forward: bool | int | None, form: str) -> None:
-    """The same after an evaluation, of the parameters that the optimizer has or of those that modules show then.
+    """Freezing the optimizer's or the registered parameters after an evaluation holds from the next forward on.
 
     Nor is the latter lost where a script saves the model next, which frees what the evaluation has left.
     """
@@ -379,7 +379,7 @@ def test_frozen_after_a_microbatch(rank: Rank, what: str) -> None:
 @needs(Capability.TENSOR_PARALLEL)
 @pytest.mark.parametrize("what", ["middle", "biases"])
 def test_frozen_beside_tensor_parallelism(rank: Rank, what: str) -> None:
-    """The same for parameters that tensor parallelism has cut before."""
+    """Tensor-parallel parameters that are frozen between two microbatches get no gradient of the second."""
     mesh = rank.mesh((2, 2), ("dp", "tp"))
     model = MLPStack(5)
     _freeze(dict(model.named_parameters()), FROZEN[what])

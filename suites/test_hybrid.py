@@ -101,7 +101,7 @@ def test_one_replica_and_one_shard(rank: Rank, shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("dim", [3, 17])
 @pytest.mark.parametrize("shape", [(2, 4), (4, 2)], ids=["2x4", "4x2"])
 def test_replicas_of_eight(rank: Rank, shape: tuple[int, int], dim: int, reshard_after_forward: bool | None) -> None:
-    """The same with unequal numbers of replicas and shards, so that the two cannot be mistaken for each other."""
+    """Unequal numbers of replicas and shards, which cannot be mistaken for each other, train as DDP over all ranks."""
     model = models.NormedStack(dim)
     pair = rank.pair(
         model,

@@ -48,7 +48,7 @@ def test_offloaded(rank: Rank, delays: tuple[str, ...], offload: str) -> None:
 @needs(Capability.TIED_PARAMETERS)
 @KINDS
 def test_offloaded_tied_parameters(rank: Rank, offload: str) -> None:
-    """The same for an embedding that is the output projection too, with its gradients summed over microbatches."""
+    """An offloaded tied embedding trains as DDP does, with gradients of several microbatches."""
     config = models.TransformerConfig(vocabulary=61, is_tied=True)
     model = models.Transformer(config)
     pair = rank.pair(model, units=model.units(), offload=offload, microbatches=2)

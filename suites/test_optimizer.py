@@ -132,7 +132,7 @@ def test_steps_after_an_evaluation(rank: Rank, others: bool, kernels: optim.Kern
     ids=["assigned", "one-by-one", "converted", "converted-flat", "swapped", "swapped-flat"],
 )
 def test_steps_of_parameters_that_a_script_replaced(rank: Rank, how: str, flat_parameters: bool) -> None:
-    """The same for an optimizer of parameters that a load, a script or torch, as it converts them, has put there."""
+    """A step of parameters that a load, user code or a conversion has registered is what the next forward uses."""
     model, batch = models.MLP(9), (rank.batch(0, (4, 9)),)
 
     def last_output(*, evaluates: bool) -> torch.Tensor:
@@ -203,7 +203,7 @@ def test_gradients_of_parameters_that_a_script_replaced(rank: Rank, memory: str,
 @OWN_OPTIMIZER
 @needs(Capability.DTENSOR_PARAMETERS, Capability.REGISTERED_STATE)
 def test_steps_of_parameters_that_inference_saw_first(rank: Rank) -> None:
-    """The same for parameters that a script has put there and that an evaluation in inference mode gathers first.
+    """A step of replaced parameters that an evaluation in inference mode gathered first is what the next forward uses.
 
     A state dict that is taken before that does not put the old ones back.
     """
@@ -263,7 +263,7 @@ def test_parameters_that_a_script_cannot_replace(rank: Rank, what: str) -> None:
 @world(4)
 @needs(Capability.FLAT_PARAMETERS, Capability.WHOLE_PARAMETERS, Capability.TIED_PARAMETERS, Capability.HYBRID)
 def test_parameters_of_replicas_that_a_script_cannot_replace(rank: Rank) -> None:
-    """The same between forward and backward on replicas whose shards stay gathered."""
+    """Replicas whose shards stay gathered refuse an unfit parameter that is assigned between forward and backward."""
     check_refused(rank, "before-backward", mesh=rank.mesh((2, 2), ("replicate", "shard")))
 
 

@@ -70,7 +70,7 @@ def test_ranks_differ_in_the_first_iteration(
 @PARAMETERS
 @needs(Capability.REPLICAS_ALONE)
 def test_ranks_that_shard_nothing_differ(rank: Rank, flat_parameters: bool) -> None:
-    """The same where every rank holds whole parameters, and would reduce the gradients of other units."""
+    """Ranks with full parameters, which would reduce the gradients of other units, all raise in forward."""
     model = models.TwoPaths(dim=DIM)
     run = rank.run(model, units=UNITS, shards=False, flat_parameters=flat_parameters)
     rank.expect_different_collectives()
@@ -101,7 +101,7 @@ def test_ranks_of_a_part_of_the_world_differ(rank: Rank, flat_parameters: bool) 
 @world(2, debug_level="DETAIL")
 @PARAMETERS
 def test_ranks_of_the_second_root_differ(rank: Rank, flat_parameters: bool) -> None:
-    """The same within the second of two sharded models that a plain module contains."""
+    """Ranks that differ within the second of two sharded models of a plain module all raise in forward."""
     second = models.TwoPaths(dim=DIM)
     model, units = nn.Sequential(nn.Linear(DIM, DIM), second), [["0"], ["1.first"], ["1.second"], ["1"]]
     run = rank.run(model, units=units, plain_root=True, flat_parameters=flat_parameters)
@@ -132,7 +132,7 @@ def test_a_rank_runs_fewer_units(rank: Rank, unit: Layer, flat_parameters: bool)
 @world(4, debug_level="DETAIL")
 @needs(Capability.UNIT_MESHES)
 def test_ranks_of_one_unit_differ(rank: Rank) -> None:
-    """The same where only the unit that is left out has all ranks: the others have halves, within which ranks agree."""
+    """Every forward raises where only the unit that is left out has all ranks, and the others have halves."""
     model, mesh = OptionalUnits(dim=DIM), rank.mesh((2, 2), ("models", "dp"))["dp"]
     run = rank.run(model, units=OPTIONAL, mesh=mesh, unit_meshes={"exit": rank.mesh()})
     model.skipped = "exit" if rank.index >= 2 else ""
@@ -283,7 +283,7 @@ def test_evaluation_is_not_compared(rank: Rank, flat_parameters: bool, reshard_a
 @world(2, debug_level="DETAIL")
 @PARAMETERS
 def test_forwards_without_gradients_are_not_compared(rank: Rank, flat_parameters: bool) -> None:
-    """The same for forwards in training mode that need no gradients, as those of a validation loss."""
+    """Forwards in training mode without gradients, as of a validation loss, neither warn nor count as an iteration."""
     pair, model = make(rank, reshard_after_forward=None, flat_parameters=flat_parameters)
 
     def epoch(number: int) -> None:

@@ -148,7 +148,7 @@ def test_memory_is_not_reused_early(
 @needs(Capability.HYBRID)
 @pytest.mark.parametrize("delays", DELAYED)
 def test_memory_of_replicas_is_not_reused_early(rank: Rank, delays: tuple[str, ...]) -> None:
-    """The same where reductions go on over replicas, on a stream of their own."""
+    """Memory of reductions over replicas, on a stream of their own, is not handed out while they read or write it."""
     model = busy.BusyTower(dim=DIM, depth=3, milliseconds=SHORT_MS)
     mesh = rank.mesh((rank.world_size // 2, 2), ("replicate", "shard"))
     pair = rank.pair(model, units=model.units(), mesh=mesh, delays=[DELAYS[name] for name in delays])

@@ -260,7 +260,7 @@ def test_four_dimensions(rank: Rank, sizes: tuple[int, ...]) -> None:
 @simulated(multiple_of=16)
 @FOUR_DIMENSIONS
 def test_four_dimensions_of_many_ranks(rank: Rank) -> None:
-    """The same in a world of which no dimension is one rank."""
+    """Beside four dimensions of two ranks and more, a parameter lies as documented, and trains."""
     size = rank.simulates
     sizes = (2, 2, size // 8, 2)
     for index in sorted({0, 1, size // 2, size // 2 + size // 4 + 2, size - 1}):

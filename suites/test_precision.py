@@ -338,7 +338,7 @@ def test_deferred_all_reduces(rank: Rank, policy: str) -> None:
 @needs(Capability.MIXED_PRECISION, Capability.DEFERRED_ALL_REDUCE, Capability.ACCUMULATION_DTYPES)
 @needs(Capability.HYBRID, Capability.SINGLE_RANK, Capability.UNUSED_MODULE)
 def test_deferred_all_reduces_of_different_parameters(rank: Rank) -> None:
-    """The same where microbatches use different parameters, of which the first ones' shards wait for the last.
+    """Deferred shards add up in the dtype of the reduction, also where microbatches use different parameters.
 
     In a world of two each replica has one shard, which nothing has reduced before it waits.
     """
@@ -558,7 +558,7 @@ def test_sums_beyond_float16(rank: Rank) -> None:
     "shape", [(2, 2), pytest.param((4, 1), marks=needs(Capability.SINGLE_RANK))], ids=["2x2", "4x1"]
 )
 def test_sums_of_replicas_beyond_float16(rank: Rank, shape: tuple[int, int]) -> None:
-    """The same where the sum is taken over the shards, over the replicas or over both."""
+    """The average of float16 gradients over shards, replicas or both is right, although their sum is no float16."""
     average(rank, shape)
 
 

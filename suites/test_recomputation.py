@@ -122,7 +122,7 @@ def test_recomputed_spans(rank: Rank, span: Span) -> None:
 @world(2)
 @needs(Capability.DEFERRED_REDUCTION)
 def test_recomputed_spans_of_microbatches(rank: Rank) -> None:
-    """The same where gradients of microbatches add up unreduced."""
+    """Spans of units that are recomputed together train as DDP does with unreduced gradients of microbatches."""
     pair = make_spans(rank, "two-layers", microbatches=2, accumulation=Accumulation())
     for step in range(2):
         pair.step([rank.batch(step, (4, 9), microbatch=number) for number in range(2)])

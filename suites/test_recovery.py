@@ -97,7 +97,7 @@ def test_recovery_before_the_first_forward(rank: Rank) -> None:
 @RECOVERS
 @pytest.mark.parametrize("phase", ["forward", "backward", "evaluation"])
 def test_interrupt(rank: Rank, phase: str) -> None:
-    """The same after an interrupt of the script, which no handler of errors catches."""
+    """User code that recovers from an interrupt, which no handler of errors catches, trains on."""
     model = models.Tower(dim=DIM, depth=DEPTH)
     check_recovery(rank, model, phase, error=Interrupted, units=model.units())
 
@@ -108,7 +108,7 @@ def test_interrupt(rank: Rank, phase: str) -> None:
 @needs(Capability.GROUPED_UNIT)
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_exception_in_a_unit_of_several_modules(rank: Rank, phase: str) -> None:
-    """The same where other modules of the unit have run, and others have not."""
+    """A model recovers from an exception in a unit of which some modules have run, and others have not."""
     model = models.Tower(dim=DIM, depth=DEPTH)
     check_recovery(rank, model, phase, units=[["layers.1", "layers.2", "layers.3"], ["layers.4"]])
 
@@ -126,7 +126,7 @@ def test_exception_in_a_unit_of_several_modules(rank: Rank, phase: str) -> None:
     ids=["another-unit", "another-order"],
 )
 def test_exception_before_another_path(rank: Rank, units: list[list[str]], path: tuple[int, ...]) -> None:
-    """The same where the next forward runs other units than the one that raised, or those of one in another order."""
+    """A model recovers where the next forward runs other units than the one that raised, or in another order."""
     options: dict[str, Any] = {"units": units, "find_unused": True, "reshard_after_forward": None}
     run, sound = (rank.run(models.Branches(dim=DIM), **options) for _ in range(2))
     trap = Trap()
@@ -151,7 +151,7 @@ def test_exception_before_another_path(rank: Rank, units: list[list[str]], path:
 @needs(Capability.RECOMPUTATION)
 @pytest.mark.parametrize("means", ["hooks", "call", "reentrant-call"])
 def test_exception_in_a_recomputation(rank: Rank, means: Means) -> None:
-    """The same where backward computes the unit again."""
+    """A model recovers from an exception while backward computes a unit again."""
     model = models.NormedStack(dim=DIM)
     units = [["norm"], *model.units()]
     check_recovery(rank, model, "recomputation", units=units, prepare=lambda plain: recompute(plain, means))
@@ -186,7 +186,7 @@ def test_exception_in_a_later_microbatch(rank: Rank, defers: bool, phase: str, r
 @needs(Capability.DEFERRED_REDUCTION, Capability.MIXED_PRECISION, Capability.ACCUMULATION_DTYPES)
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_exception_while_gradients_add_up_in_another_dtype(rank: Rank, phase: str) -> None:
-    """The same for gradients that add up in the dtype of the reduction."""
+    """Recovery drops gradients of earlier microbatches that add up in the dtype of the reduction."""
     precision = Precision(compute=torch.bfloat16, reduce=torch.float32)
     run, replica = run_and_replica(
         rank, mixed.Mixed(), units=[["low"], ["high"]], optimizer=optim.sgd(), precision=precision, microbatches=2,

@@ -101,7 +101,7 @@ def test_divide_factor_of_another_step(rank: Rank, call: str) -> None:
         compare_gradients(rank, runs, step, doubled=changed.names, times=1 / factor)
 
 
-@contract("REDUCTION-2")
+@contract("REDUCTION-8")
 @world(2)
 @needs(Capability.UNIT_SETTINGS, Capability.RESHARD_AFTER_FORWARD)
 def test_another_collective_in_the_place_of_a_script(rank: Rank) -> None:
@@ -148,7 +148,7 @@ def test_function_after_the_reduction(rank: Rank, replicas: bool, unit: str) -> 
         assert sizes == [padded] * (step + 1), f"by {step_label(step)} the function has got shares of {sizes} elements"
 
 
-@contract("REDUCTION-2")
+@contract("REDUCTION-6")
 @world(2, 4)
 @needs(Capability.REDUCTION_HOOK, Capability.DEFERRED_REDUCTION)
 @SHARDS
@@ -182,7 +182,7 @@ def test_function_in_place_of_the_reduction(rank: Rank, shards: bool) -> None:
         assert kinds == ["all_reduce"] * len(calls), f"the implementation reduces too: {kinds} for {len(calls)} calls"
 
 
-@contract("REDUCTION-2")
+@contract("REDUCTION-7")
 @world(2)
 @needs(Capability.REDUCTION_HOOK)
 def test_function_that_cannot_be_called(rank: Rank) -> None:
@@ -197,7 +197,7 @@ def test_function_that_cannot_be_called(rank: Rank) -> None:
     pair.check()
 
 
-@contract("REDUCTION-2")
+@contract("REDUCTION-6")
 @world(4)  # of two ranks all of the division comes before the sum
 @needs(Capability.REDUCTION_HOOK, Capability.MIXED_PRECISION)
 @SHARDS
@@ -219,7 +219,7 @@ def test_what_a_function_writes_in_half_precision(rank: Rank, shards: bool) -> N
         assert found <= {3.0}, f"gradient of {name!r} has {sorted(found)} where the function wrote 3"
 
 
-@contract("REDUCTION-2")
+@contract("REDUCTION-7")
 @world(2)
 @needs(Capability.REDUCTION_HOOK)
 def test_a_second_function(rank: Rank) -> None:
@@ -232,7 +232,7 @@ def test_a_second_function(rank: Rank) -> None:
     refusal.check_names("hook")
 
 
-@contract("REDUCTION-2")
+@contract("REDUCTION-7")
 @world(4)
 @needs(Capability.REDUCTION_HOOK, Capability.HYBRID)
 def test_function_for_shards_with_replicas(rank: Rank) -> None:
@@ -244,7 +244,7 @@ def test_function_for_shards_with_replicas(rank: Rank) -> None:
     refusal.check_names("hybrid")
 
 
-@contract("REDUCTION-2")
+@contract("REDUCTION-8")
 @world(2)
 @FREED
 @OF_A_UNIT
@@ -256,17 +256,17 @@ def test_collectives_of_a_script(rank: Rank, unit: str) -> None:
     check_collectives_of_a_script(rank, unit)
 
 
-@contract("REDUCTION-2")
+@contract("REDUCTION-8")
 @world(4)
 @needs(Capability.HYBRID)
 @FREED
 @OF_A_UNIT
 def test_collectives_of_a_script_on_replicas(rank: Rank, unit: str) -> None:
-    """The same on replicas, over which the shares are then averaged."""
+    """On replicas, shards that user code's collectives reduce are averaged over the replicas then."""
     check_collectives_of_a_script(rank, unit, mesh=rank.mesh((2, 2), NAMES))
 
 
-@contract("REDUCTION-2")
+@contract("REDUCTION-8")
 @world(4)
 @needs(Capability.RESHARD_TO_SIZE)
 @FREED
@@ -308,7 +308,7 @@ def check_collectives_of_a_script(rank: Rank, unit: str, *, mesh: DeviceMesh | N
         pair.adapter.change(Settings(group_memory=False), unit="layers.0")
 
 
-@contract("REDUCTION-2")
+@contract("REDUCTION-9")
 @world(2)
 @needs(Capability.UNIT_SETTINGS)
 def test_memory_of_a_script(rank: Rank) -> None:
@@ -322,7 +322,7 @@ def test_memory_of_a_script(rank: Rank) -> None:
         pair.check()
 
 
-@contract("REDUCTION-2")
+@contract("REDUCTION-10")
 @world(2)
 @needs(Capability.UNIT_SETTINGS, Capability.DIVIDE_FACTOR)
 def test_sums_alone(rank: Rank) -> None:
@@ -330,11 +330,11 @@ def test_sums_alone(rank: Rank) -> None:
     check_sums_alone(rank)
 
 
-@contract("REDUCTION-2")
+@contract("REDUCTION-10")
 @world(4)
 @needs(Capability.UNIT_SETTINGS, Capability.DIVIDE_FACTOR, Capability.HYBRID)
 def test_sums_alone_on_replicas(rank: Rank) -> None:
-    """The same on replicas, over which the shares are summed as well."""
+    """On replicas, a unit for which sums are chosen sums its shards over the replicas as well."""
     check_sums_alone(rank, mesh=rank.mesh((2, 2), NAMES))
 
 
@@ -359,7 +359,7 @@ def check_sums_alone(rank: Rank, *, mesh: DeviceMesh | None = None) -> None:
     assert ops == expected, f"with sums in the second and the fourth step, it is reduced by {ops}"
 
 
-@contract("REDUCTION-2")
+@contract("REDUCTION-11")
 @world(2)
 @needs(Capability.UNIT_SETTINGS, Capability.OWN_REDUCE_GROUP)
 @pytest.mark.parametrize("recurse", [False, True])
@@ -368,12 +368,12 @@ def test_reductions_have_a_group_of_their_own(rank: Rank, recurse: bool) -> None
     check_own_groups(rank, recurse, rank.mesh())
 
 
-@contract("REDUCTION-2")
+@contract("REDUCTION-11")
 @world(4)
 @needs(Capability.UNIT_SETTINGS, Capability.OWN_REDUCE_GROUP, Capability.HYBRID)
 @pytest.mark.parametrize("recurse", [False, True])
 def test_reductions_have_a_group_of_their_own_on_replicas(rank: Rank, recurse: bool) -> None:
-    """The same within replicas."""
+    """Reductions within replicas can have a process group other than the gathers', and return to that one."""
     check_own_groups(rank, recurse, rank.mesh((2, 2), NAMES))
 
 
@@ -400,7 +400,7 @@ def check_own_groups(rank: Rank, recurse: bool, mesh: DeviceMesh) -> None:
             assert one is other, f"in {step_label(step)} two units have two groups of their own, where one serves"
 
 
-@contract("REDUCTION-2")
+@contract("REDUCTION-11")
 @world(4)
 @needs(Capability.UNIT_SETTINGS, Capability.OWN_REDUCE_GROUP, Capability.NAMED_DIMENSIONS)
 def test_settings_where_nothing_is_sharded(rank: Rank) -> None:

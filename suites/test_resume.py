@@ -74,7 +74,7 @@ def test_two_dimensions(rank: Rank, sequence: bool, optimizer: Literal["adam", "
 @needs(Capability.TIED_PARAMETERS)
 @pytest.mark.parametrize("layout", ["shards", pytest.param("replicas", marks=HYBRID)])
 def test_one_dimension_and_replicas(rank: Rank, layout: Layout, reuses: bool) -> None:
-    """The same on a one-dimensional mesh, and on replicas, with a parameter that has two names."""
+    """Model and optimizer on a one-dimensional mesh, and on replicas, are restored bit for bit, ties too."""
     config = models.TransformerConfig(is_tied=True)
     mesh = rank.mesh((2, 2), ("replicate", "shard")) if layout == "replicas" else rank.mesh()
 

@@ -82,7 +82,7 @@ def test_infinite_gradients(rank: Rank, precision: Precision, clips: bool, flat_
 @world(4)
 @needs(Capability.MIXED_PRECISION, Capability.HYBRID)
 def test_replicas(rank: Rank) -> None:
-    """The same on replicas."""
+    """An infinite gradient in one replica makes all ranks skip the step and lower the scale."""
     check(rank, precision=HALF, mesh=rank.mesh((2, 2), ("replicate", "shard")))
 
 
@@ -109,7 +109,7 @@ def test_tensor_parallel_shards(rank: Rank, precision: Precision) -> None:
 )
 @pytest.mark.parametrize("delayed", [False, pytest.param(True, marks=needs(Hardware.STREAMS))])
 def test_gradients_on_the_cpu(rank: Rank, delayed: bool, offload: str) -> None:
-    """The same with shards and gradients on the CPU, also if they arrive there late."""
+    """An infinite gradient on the CPU, also a late one, makes all ranks skip the step and lower the scale."""
     delays = [DELAYS["before-reduce-scatter"]] if delayed else []
     check(rank, offload=offload, delays=delays)
 

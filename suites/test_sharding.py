@@ -148,7 +148,7 @@ def test_whole_on_every_rank(rank: Rank, flat: bool) -> None:
         pair.check_counts("clip")
 
 
-@contract("SHARDING-2")
+@contract("SHARDING-3")
 @world(2, 4)
 @needs(Capability.FLAT_PARAMETERS, Capability.DEFERRED_REDUCTION, Capability.CLIPPING)
 @pytest.mark.parametrize("flat", [False, True], ids=["originals", "flat"])
@@ -179,7 +179,7 @@ def test_layouts_of_both_kinds(rank: Rank, layout: tuple[str, bool | None], flat
 @world(2)
 @needs(Capability.REPLICAS_ALONE, Capability.MIXED_PRECISION)
 def test_whole_on_every_rank_in_another_dtype(rank: Rank) -> None:
-    """The same where units compute and reduce in dtypes of their own."""
+    """Unsharded units with dtypes of their own are all-reduced once a step, and nothing is gathered."""
     precision = Precision(compute=torch.bfloat16, reduce=torch.float32)
     run, replica = run_and_replica(
         rank, mixed.Mixed(), units=[["low"], ["high"]], optimizer=optim.sgd(), shards=False, precision=precision
@@ -188,7 +188,7 @@ def test_whole_on_every_rank_in_another_dtype(rank: Rank) -> None:
         step_and_check(rank, run, replica, [(rank.batch(step, (6, 4)),)], number=step, loss=torch.sum)
 
 
-@contract("SHARDING-2")
+@contract("SHARDING-4")
 @world(2)
 @needs(Capability.MIXED_PRECISION, Capability.REPLICAS_ALONE)
 @pytest.mark.parametrize("change", ["step", pytest.param("edit", marks=needs(Capability.WHOLE_PARAMETERS))])
@@ -217,7 +217,7 @@ def test_changes_of_what_is_whole_in_another_dtype(rank: Rank, change: str) -> N
     assert torch.equal(found, expected), f"an evaluation after a change ({change}) uses what one before it has cast"
 
 
-@contract("SHARDING-2")
+@contract("SHARDING-5")
 @world(2)
 @needs(Capability.REPLICAS_ALONE, Capability.FLAT_PARAMETERS)
 @FLAT
@@ -240,7 +240,7 @@ def test_new_data_of_what_is_whole(rank: Rank, flat: bool) -> None:
     assert torch.equal(output(in_place=False), output(in_place=True)), "a forward does not use new data of parameters"
 
 
-@contract("SHARDING-2")
+@contract("SHARDING-5")
 @world(2, 4)
 @needs(Capability.FLAT_PARAMETERS)
 @FLAT

@@ -108,7 +108,7 @@ def test_many_units(rank: Rank, delays: tuple[str, ...], reshard_after_forward: 
 @world(8)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD_TO_PARTS)
 def test_many_units_on_eight_ranks(rank: Rank, reshard_after_forward: bool | int | None) -> None:
-    """The same on more ranks, where groups of two and of four are both less than all."""
+    """A transformer trains as DDP does on eight ranks, where groups of two and of four are both less than all."""
     model = models.Transformer()
     pair = rank.pair(model, units=model.units(), reshard_after_forward=reshard_after_forward)
     for step in range(3):
