@@ -7,7 +7,12 @@ An entry is a product of values of some parameters of one case; other parameters
     world = [4]
     recomputes = [false, true]
 
-``world`` is the number of ranks, a tuple is written as a list, and None as "None".
+``world`` is the number of ranks, a tuple is written as a list, a class as its name, and None as "None". ``seed``,
+a text, names the test of torch that an entry stands for, and the table ``seeds`` says how many combinations each of
+these ran: nothing here reads them.
+
+A combination without an item is no error here: ``--world`` and ``-k`` may have left the item out. For ``suites/``,
+``tests/test_seeds.py`` refuses it.
 """
 
 from __future__ import annotations
@@ -26,11 +31,13 @@ TABLE = "standard.toml"
 
 def text(value: Any) -> str:
     """Return the text of a parameter's value by which values are compared; lists and tuples are the same."""
-    return repr(_with_lists(value))
+    return repr(_as_in_toml(value))
 
 
-def _with_lists(value: Any) -> Any:
-    return [_with_lists(one) for one in value] if isinstance(value, (list, tuple)) else value
+def _as_in_toml(value: Any) -> Any:
+    if isinstance(value, type):
+        return value.__name__
+    return [_as_in_toml(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
 def read(folder: pathlib.Path) -> Mapping[str, list[Part]]:
@@ -46,19 +53,22 @@ def read(folder: pathlib.Path) -> Mapping[str, list[Part]]:
         document = tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: {error}") from None
-    entries = document.pop("always", [])
+    entries, _ = document.pop("always", []), document.pop("seeds", {})
     if document or not isinstance(entries, list):
-        raise ValueError(f"{path}: entries are [[always]], and there is nothing else")
+        raise ValueError(f"{path}: entries are [[always]], and there is nothing else but seeds")
     found: dict[str, list[Part]] = {}
     for number, entry in enumerate(entries, start=1):
         case = entry.pop("case", None) if isinstance(entry, dict) else None
+        if case and isinstance(entry.get("seed"), str):
+            del entry["seed"]
         if not isinstance(case, str) or not all(isinstance(values, list) for values in entry.values()):
             raise ValueError(f"{path} entry {number}: expected a case and lists of values of its parameters")
-        found.setdefault(case, []).extend(_product(entry))
+        found.setdefault(case, []).extend(product(entry))
     return found
 
 
-def _product(axes: Mapping[str, list[Any]]) -> Iterator[Part]:
+def product(axes: Mapping[str, list[Any]]) -> Iterator[Part]:
+    """Return the combinations of lists of values, as the table has them, by the names of their parameters."""
     for values in itertools.product(*axes.values()):
         yield frozenset((name, _text_of_toml(value)) for name, value in zip(axes, values, strict=True))
 

@@ -182,6 +182,7 @@ def test_case(rank, a, b):
 def test_combinations_that_a_table_lists_are_kept(collected, pytester, run):
     source = SOURCE.replace("needs(Hardware.STREAMS)", "()")
     listed = "[[always]]\ncase = 'test_inner.py::test_product'\nworld = [2]\na = [1]\nb = [1]\nc = [0, 1]\n"
+    listed += "seed = 'test_torch.py::test_it'\n[seeds]\n'test_torch.py::test_it' = {combinations = 2}\n"
     without = collected("--effort=standard", source=source)
     table = pytester.path / "standard.toml"
     table.write_text(listed)
