@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from tests.harness import explained_bugs
+from tests.harness.inner import name_of
+
 SOURCE = """
 from shardproof.testing import alone, world
 
@@ -25,7 +28,7 @@ def test_ordinary():
 
 def test_worlds_of_an_implementation_are_used_in_one_go(run):
     # Two that have ranks of their own.
-    one, other = "planted.adapters:groups_by_their_ranks", "planted.adapters:flat_groups_by_their_ranks"
+    one, other = map(name_of, (explained_bugs.StaleParameters, explained_bugs.PaddingInShards))
     names = ["ddp", one, "torch.fully_shard", other]
     result = run(SOURCE, "--device", "cpu", "--collect-only", "-q", "--impl", ",".join(names))
     found = [line.partition("::")[2] for line in result.stdout.lines if "::" in line]
