@@ -118,20 +118,39 @@ def test_every_bug_names_a_requirement_of_its_case() -> None:
     assert not wrong, f"requirements that the mark of the bug's case does not name: {wrong}"
 
 
-CONTRACT = pathlib.Path(__file__).parents[1] / "docs/contract.md"
-
-
-def without_a_bug() -> dict[str, str]:
-    """The requirements and the cases that the contract names as having no bug, with the reason."""
-    section = CONTRACT.read_text().partition("\n## Without a planted bug\n")[2].partition("\n## ")[0]
-    return dict(re.findall(r"^\| `?([\w./:-]+)`? \| (.+?) \|$", section, flags=re.MULTILINE))
+#: Cases that no row names yet. A new case has a row from the beginning.
+STILL_TO_PLANT = [
+    "test_scaler.py::test_replicas",
+    "test_scaler.py::test_tensor_parallel_shards",
+    "test_sharding.py::test_deep_modules",
+    "test_sharding.py::test_state_is_divided",
+    "test_sharding.py::test_steps_with_new_data",
+    "test_state.py::test_before_training",
+    "test_state.py::test_from_another_implementation",
+    "test_state.py::test_new_data",
+    "test_state.py::test_onto_another_number_of_ranks",
+    "test_state.py::test_whole_states_of_replicas",
+    "test_tied.py::test_tied_embedding",
+    "test_tied.py::test_tied_gradients_count_once",
+    "test_training.py::test_inputs_move_to_device",
+    "test_training.py::test_many_shapes",
+    "test_training.py::test_many_units_on_eight_ranks",
+    "test_training.py::test_module_of_several_called_before_the_root",
+    "test_training.py::test_other_forward_methods",
+    "test_training.py::test_parameter_without_rows",
+    "test_training.py::test_slice_of_a_sequence",
+    "test_training.py::test_unit_called_before_the_root",
+    "test_training.py::test_unit_of_several_modules",
+    "test_wrapping.py::test_units_of_replicas",
+]
 
 
 def test_every_requirement_and_every_case_has_a_bug() -> None:
     marks = run.contract_marks()
     requirements = {name for names in marks.values() for name in names} - {bug.requirement for bug in BUGS.values()}
+    assert not requirements, f"requirements without a planted bug: {sorted(requirements)}"
     cases = marks.keys() - {bug.item.partition("[")[0] for bug in BUGS.values()}
-    assert sorted(requirements | cases) == sorted(without_a_bug()), "docs/contract.md says which have none, and why"
+    assert sorted(cases) == [f"suites/{case}" for case in STILL_TO_PLANT], "cases without a planted bug"
 
 
 KEPT = [
