@@ -131,17 +131,7 @@ STILL_TO_PLANT = [
     "test_state.py::test_onto_another_number_of_ranks",
     "test_state.py::test_whole_states_of_replicas",
     "test_tied.py::test_tied_embedding",
-    "test_tied.py::test_tied_gradients_count_once",
-    "test_training.py::test_inputs_move_to_device",
-    "test_training.py::test_many_shapes",
-    "test_training.py::test_many_units_on_eight_ranks",
-    "test_training.py::test_module_of_several_called_before_the_root",
     "test_training.py::test_other_forward_methods",
-    "test_training.py::test_parameter_without_rows",
-    "test_training.py::test_slice_of_a_sequence",
-    "test_training.py::test_unit_called_before_the_root",
-    "test_training.py::test_unit_of_several_modules",
-    "test_wrapping.py::test_units_of_replicas",
 ]
 
 
