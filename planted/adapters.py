@@ -1,4 +1,4 @@
-"""The adapters of the planted bugs: one for each edit, made when it is asked for, and those that are no edit.
+"""The implementations with a planted bug: one for each edit, made on first use, and those that are no edit.
 
 A bug is planted before the first model of a case is sharded, and taken back when the case has ended: the next one has
 the same ranks.
@@ -103,12 +103,11 @@ class _Raising(_Edited):
 
 
 _SOUND = {"reference": ReferenceAdapter, "reference.flat": ReferenceFlatAdapter}
-_ELSEWHERE = "elsewhere_"
 
 
 def __getattr__(name: str) -> type[Adapter]:
     """The adapter of an edit: the id of its row with underscores; with "elsewhere_" before it, raising at its place."""
-    wanted = name.removeprefix(_ELSEWHERE)
+    wanted = name.removeprefix(table.RAISES)
     if name != wanted and wanted in globals():
         made: type[Adapter] = type(
             name, (globals()[wanted],), {"name": name, "__init__": _raise, "__module__": __name__}
@@ -131,7 +130,7 @@ def _raise(self: Adapter, *args: Any, **kwargs: Any) -> None:
 
 
 class DeafToPrefetch(ReferenceAdapter):
-    """Whatever a unit is told to gather ahead, it does not."""
+    """Both setters of prefetching have no effect."""
 
     name = "deaf-to-prefetch"
 

@@ -5,8 +5,8 @@
 
 ``table`` prints, for each requirement, the cases that check it, the bugs that they find, and what they say. ``score``
 counts the bugs that an effort finds. It may leave out the item that finds a bug: then the items of the same function
-that it keeps are run, and where they pass, those of the chapter. Bugs of GPUs, simulated worlds and drawn cases are not
-counted.
+that it keeps are run, and where they pass, those of the chapter. The score leaves out bugs of GPUs, of simulated worlds
+and of drawn cases.
 
 A run of pytest with ``-p planted.run`` collects the items on its command line alone: each function would otherwise
 become as many items as it has combinations, for each of some hundred implementations.
@@ -15,7 +15,6 @@ become as many items as it has combinations, for each of some hundred implementa
 from __future__ import annotations
 
 import argparse
-import ast
 import collections
 import concurrent.futures
 import itertools
@@ -36,6 +35,9 @@ from planted.table import Bug
 ROOT = pathlib.Path(__file__).parents[1]
 REFERENCES = ("reference", "reference.flat")
 
+#: Seconds after which an item hangs: a bug that makes ranks wait for each other is found by that, and costs as much.
+_DEADLINE = 30
+
 Records = dict[str, dict[str, Any]]
 
 
@@ -51,7 +53,7 @@ def run(
     """Run the item of each bug, with the bug and without it.
 
     Args:
-        bugs: any; those of one simulated world, or of GPUs, share a run of pytest.
+        bugs: the rows; those of the same number of GPUs and simulated size share a run of pytest.
         folder: where the run files are written.
         python: the interpreter.
         workers: as of ``-n``.
@@ -66,7 +68,7 @@ def run(
         mine = [table.replaced(bug) if elsewhere else bug for bug in group]
         sound = [] if elsewhere else [bug.item for bug in mine]
         ids = dict.fromkeys([*sound, *(bug.with_bug(bug.item) for bug in mine)])
-        options = ["--device", "cuda" if gpus else "cpu", "-n", str(workers)]
+        options = ["--device", "cuda" if gpus else "cpu", "-n", str(workers), "--deadline", str(_DEADLINE)]
         options += ["--simulate", str(simulate)] if simulate else []
         names = dict.fromkeys([*(bug.implementation for bug in mine if sound), *(bug.name for bug in mine)])
         records |= records_of(ids, names, folder, *options, python=python, timeout=timeout)
@@ -175,14 +177,9 @@ def collected(*options: str, implementations: str = ",".join(REFERENCES)) -> lis
     return [line for line in found.stdout.splitlines() if "::" in line]
 
 
-def tries(bug: Bug, kept: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The items that an effort keeps which may find a bug, with the bug: those of its function, and of its chapter."""
-    own = [item for item in kept if f"[{bug.implementation}-" in item]
-    function = bug.item.partition("[")[0]
-    chapter = function.partition("::")[0]
-    return tuple(
-        [bug.with_bug(item) for item in own if item.startswith(start)] for start in (f"{function}[", f"{chapter}::")
-    )  # type: ignore[return-value]
+def tries(bug: Bug, kept: Iterable[str], start: str) -> list[str]:
+    """The ids, with the bug, of the kept items of its implementation that begin with a text."""
+    return [bug.with_bug(item) for item in kept if item.startswith(start) and f"[{bug.implementation}-" in item]
 
 
 def living(bugs: Sequence[Bug], kept: Sequence[str], jobs: int) -> list[Bug]:
@@ -196,16 +193,17 @@ def living(bugs: Sequence[Bug], kept: Sequence[str], jobs: int) -> list[Bug]:
     left = [bug for bug in bugs if bug.item not in frozenset(kept)]
     counts = [len(bugs) - len(left)]
     with concurrent.futures.ThreadPoolExecutor(jobs) as workers:
-        for turn, of in enumerate(("function", "chapter")):
-            by_chapter = collections.defaultdict(list)
+        for of in ("function", "chapter"):
+            groups = collections.defaultdict(list)
             for bug in left:
-                by_chapter[bug.item.partition("::")[0] if turn == 0 else bug.id].append(bug)
+                groups[bug.id if of == "chapter" else bug.file].append(bug)
 
-            def found_in(bugs: list[Bug], turn: int = turn) -> set[str]:
-                ids = [item for bug in bugs for item in tries(bug, kept)[turn]]
-                return _failing(ids, [bug.name for bug in bugs]) if ids else set()
+            def found_in(group: list[Bug], of: str = of) -> set[str]:
+                starts = [f"{bug.file}::" if of == "chapter" else f"{bug.case}[" for bug in group]
+                ids = [item for bug, start in zip(group, starts, strict=True) for item in tries(bug, kept, start)]
+                return _failing(ids, [bug.name for bug in group]) if ids else set()
 
-            found = set().union(*workers.map(found_in, by_chapter.values()))
+            found = set().union(*workers.map(found_in, groups.values()))
             left = [bug for bug in left if bug.name not in found]
             counts.append(len(found))
             print(f"{len(found)} are found by another item of their {of}", flush=True)
@@ -242,24 +240,12 @@ def score(options: argparse.Namespace) -> int:
 # The table.
 
 
-def contract_marks() -> dict[str, list[str]]:
-    """By case of the suites, as "suites/test_x.py::test_y", the requirements that its mark names."""
-    marks = {}
-    for path in sorted((ROOT / "suites").rglob("test_*.py")):
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-                calls = [one for one in node.decorator_list if isinstance(one, ast.Call)]
-                found = [arg for one in calls if ast.unparse(one.func) == "contract" for arg in one.args]
-                marks[f"{path.relative_to(ROOT)}::{node.name}"] = [ast.literal_eval(arg) for arg in found]
-    return marks
-
-
 def shown(requirements: Sequence[str]) -> str:
     """The table of some requirements, or of all: their cases, and by case the bugs and their reasons."""
-    marks, lines = contract_marks(), []
+    marks, lines = table.contract_marks(), []
     bugs = collections.defaultdict(list)
     for bug in table.every().values():
-        bugs[bug.item.partition("[")[0], bug.requirement].append(bug)
+        bugs[bug.case, bug.requirement].append(bug)
     for requirement in requirements or sorted({name for names in marks.values() for name in names}, key=_in_order):
         lines.append(requirement)
         for case in [case for case, names in marks.items() if requirement in names]:

@@ -1,4 +1,10 @@
-"""Reads the tables of planted bugs, and makes the edits that they describe."""
+"""Reads the tables of planted bugs, and makes the edits that they describe.
+
+The tables prove the suites: a row of ``<chapter>.toml`` is a bug of the reference implementation, and the item of the
+chapter's cases that finds it (:class:`Bug` has the keys). ``adapters.py`` has the implementations with a bug, which
+``--impl`` takes, and ``run.py`` runs the items of rows and judges what they say. ``tests/test_planted.py`` has a test
+for each row.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +21,15 @@ import zlib
 from typing import Any
 
 HERE = pathlib.Path(__file__).parent
+SUITES = HERE.parent / "suites"
 #: The module of bugs that are no edit.
 WRITTEN = "planted.adapters"
 #: Shorter words are in too many messages to be a reason.
 MIN_SAYS = 12
 #: What an item must not say when something else is broken at the place of a bug.
 ELSEWHERE = "planted elsewhere"
+#: Begins the name of the adapter that raises it.
+RAISES = "elsewhere_"
 
 _KEYS = {
     "id": str,
@@ -69,6 +78,16 @@ class Bug:
     def implementation(self) -> str:
         """The implementation without the bug, as of ``--impl``."""
         return self.item.partition("[")[2].partition("-")[0]
+
+    @property
+    def case(self) -> str:
+        """The case of the item, as "suites/test_x.py::test_y"."""
+        return self.item.partition("[")[0]
+
+    @property
+    def file(self) -> str:
+        """The file of the case."""
+        return self.item.partition("::")[0]
 
     @property
     def name(self) -> str:
@@ -149,7 +168,7 @@ def read(chapter: str) -> dict[str, Bug]:
 def replaced(bug: Bug) -> Bug:
     """The row with an error of its own at the place of the bug, instead of the bug (``adapters`` has both)."""
     module, _, name = bug.name.partition(":")
-    return dataclasses.replace(bug, place=f"{module}:elsewhere_{name}", old=None, new=None)
+    return dataclasses.replace(bug, place=f"{module}:{RAISES}{name}", old=None, new=None)
 
 
 def chapters() -> list[str]:
@@ -177,6 +196,18 @@ def find(bug: str) -> Bug | None:
         if f'\nid = "{bug}"\n' in (HERE / f"{chapter}.toml").read_text():
             return read(chapter)[bug]
     return None
+
+
+def contract_marks() -> dict[str, list[str]]:
+    """By case of the suites, as "suites/test_x.py::test_y", the requirements that its mark names."""
+    marks = {}
+    for path in sorted(SUITES.rglob("test_*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                calls = [one for one in node.decorator_list if isinstance(one, ast.Call)]
+                found = [arg for one in calls if ast.unparse(one.func) == "contract" for arg in one.args]
+                marks[f"{path.relative_to(SUITES.parent)}::{node.name}"] = [ast.literal_eval(arg) for arg in found]
+    return marks
 
 
 def _bug(row: dict[str, Any], chapter: str) -> Bug:

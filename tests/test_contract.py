@@ -1,27 +1,15 @@
 """docs/contract.md and the cases agree on which requirements there are."""
 
-import ast
 import re
 from pathlib import Path
+
+from planted.table import contract_marks
 
 ROOT = Path(__file__).parents[1]
 
 
 def documented():
     return re.findall(r"^\| ([A-Z]+-\d+) \|", (ROOT / "docs/contract.md").read_text(), flags=re.MULTILINE)
-
-
-def contract_marks():
-    """For each case of the suites, the ids of its contract mark: {file::function: ids}."""
-    marks = {}
-    for path in sorted((ROOT / "suites").glob("test_*.py")):
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-                calls = [
-                    d for d in node.decorator_list if isinstance(d, ast.Call) and ast.unparse(d.func) == "contract"
-                ]
-                marks[f"{path.name}::{node.name}"] = [ast.literal_eval(arg) for call in calls for arg in call.args]
-    return marks
 
 
 def test_numbers_are_given_once_and_every_requirement_has_a_case():

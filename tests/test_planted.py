@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import itertools
+import operator
 import os
 import pathlib
 import re
@@ -44,9 +45,10 @@ def _records(
         item.callspec.params["bug"] for item in request.session.items if getattr(item, "originalname", "") == test
     ]
     found: run.Records = {}
-    able = sorted((bug for bug in chosen if torch.cuda.device_count() >= bug.gpus), key=_chapter)
+    by_file = operator.attrgetter("file")
+    able = sorted((bug for bug in chosen if torch.cuda.device_count() >= bug.gpus), key=by_file)
     # By day there are few: one run has them all.
-    groups = [able] if len(able) < 100 else [list(group) for _, group in itertools.groupby(able, key=_chapter)]
+    groups = [able] if len(able) < 100 else [list(group) for _, group in itertools.groupby(able, key=by_file)]
 
     def run_one(group: list[table.Bug]) -> run.Records:
         return run.run(group, folders.mktemp("planted"), python=warm.python(), elsewhere=elsewhere)
@@ -55,10 +57,6 @@ def _records(
         for part in threads.map(run_one, groups):
             found |= part
     return found
-
-
-def _chapter(bug: table.Bug) -> str:
-    return bug.item.partition("::")[0]
 
 
 def _skip_without_gpus(bug: table.Bug) -> None:
@@ -99,22 +97,18 @@ def test_every_edit_finds_its_place() -> None:
 
 def test_every_item_exists_and_standard_selects_it() -> None:
     """A case that gets more parameters must not lose the item of a bug, nor leave it to the longest runs."""
-    by_world: dict[tuple[int, ...], set[str]] = {}
+    by_size = {}
     names = ",".join(dict.fromkeys(bug.implementation for bug in BUGS.values()))
     for simulate in dict.fromkeys(bug.simulate for bug in BUGS.values()):
         options = ["--simulate", str(simulate)] if simulate else []
-        by_world[simulate,] = set(run.collected(*options, "--effort", "standard", implementations=names))
-    left_out = [bug.id for bug in BUGS.values() if bug.item not in by_world[bug.simulate,]]
+        by_size[simulate] = set(run.collected(*options, "--effort", "standard", implementations=names))
+    left_out = [bug.id for bug in BUGS.values() if bug.item not in by_size[bug.simulate]]
     assert not left_out, f"bugs whose item --effort standard does not select: {left_out}"
 
 
 def test_every_bug_names_a_requirement_of_its_case() -> None:
-    marks = run.contract_marks()
-    wrong = {
-        bug.id: bug.requirement
-        for bug in BUGS.values()
-        if bug.requirement not in marks.get(bug.item.partition("[")[0], ())
-    }
+    marks = table.contract_marks()
+    wrong = {bug.id: bug.requirement for bug in BUGS.values() if bug.requirement not in marks.get(bug.case, ())}
     assert not wrong, f"requirements that the mark of the bug's case does not name: {wrong}"
 
 
@@ -136,10 +130,10 @@ STILL_TO_PLANT = [
 
 
 def test_every_requirement_and_every_case_has_a_bug() -> None:
-    marks = run.contract_marks()
+    marks = table.contract_marks()
     requirements = {name for names in marks.values() for name in names} - {bug.requirement for bug in BUGS.values()}
     assert not requirements, f"requirements without a planted bug: {sorted(requirements)}"
-    cases = marks.keys() - {bug.item.partition("[")[0] for bug in BUGS.values()}
+    cases = marks.keys() - {bug.case for bug in BUGS.values()}
     assert sorted(cases) == [f"suites/{case}" for case in STILL_TO_PLANT], "cases without a planted bug"
 
 

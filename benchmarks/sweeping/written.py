@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Mapping
 from typing import Any
 
-from planted.run import contract_marks
+from planted.table import contract_marks
 from sweeping.changes import Change, statement_at
 
 
