@@ -12,7 +12,7 @@ import argparse
 import dataclasses
 import re
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from generating import ROOT, between, write
@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))  # a clone need not be installed
 
 from shardproof.reports.merge import MergeError, merge
 from shardproof.reports.record import CaseRecord, Verdict
-from shardproof.reports.run import Run, RunFileError, parse_run, public_version
+from shardproof.reports.run import Run, RunFileError, load_run, parse_run, public_version
 
 PAGE, README, FINDINGS = ROOT / "docs/matrix.md", ROOT / "README.md", ROOT / "docs/findings.md"
 PUBLISHED = ROOT / "reports/published"
@@ -124,6 +124,8 @@ def run_of(place: Place) -> Run:
         RunFileError: a file cannot be read.
         MergeError: the files cannot be joined.
     """
+    if len(place.files) == 1:
+        return load_run(PUBLISHED / place.files[0])
     return parse_run(merge([PUBLISHED / name for name in place.files], command=["docs/make_matrix.py"]).data)
 
 
@@ -170,9 +172,11 @@ def _chapters(run: Run) -> list[str]:
     versions = {name: run.environment.implementations[name].version for name in names}
     rows = [f"| chapter | {' | '.join(_head(name, versions[name], run) for name in names)} |"]
     rows.append("|---" * (len(names) + 1) + "|")
-    chapters = dict.fromkeys(chapter for case in run.cases for chapter in _chapters_of(case))
-    for chapter in sorted(chapters):
-        cases = [case for case in run.cases if chapter in _chapters_of(case)]
+    by_chapter = defaultdict(list)
+    for case in run.cases:
+        for chapter in _chapters_of(case):
+            by_chapter[chapter].append(case)
+    for chapter, cases in sorted(by_chapter.items()):
         cells = [_passed([case for case in cases if case.implementation == name]) for name in names]
         rows.append(f"| {chapter} | {' | '.join(cells)} |")
     by_name = {name: [case for case in run.cases if case.implementation == name] for name in names}

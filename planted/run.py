@@ -246,7 +246,10 @@ def shown(requirements: Sequence[str]) -> str:
     bugs = collections.defaultdict(list)
     for bug in table.every().values():
         bugs[bug.case, bug.requirement].append(bug)
-    for requirement in requirements or sorted({name for names in marks.values() for name in names}, key=_in_order):
+    known = {name for names in marks.values() for name in names}
+    if unknown := [name for name in requirements if name not in known]:
+        raise SystemExit(f"no case is marked with {', '.join(unknown)}: docs/contract.md has the requirements")
+    for requirement in requirements or sorted(known, key=_in_order):
         lines.append(requirement)
         for case in [case for case, names in marks.items() if requirement in names]:
             lines.append(f"  {case}")

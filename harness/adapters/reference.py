@@ -34,13 +34,16 @@ class ReferenceAdapter(DTensorAdapter):
     offload_policy = fsdp_impl.CPUOffloadPolicy
     precision_policy = fsdp_impl.MixedPrecisionPolicy
     mesh_dims = fsdp_impl.DataParallelMeshDims
-    register = staticmethod(fsdp_impl.register_fsdp_forward_method)
     as_on_a_device = staticmethod(reference_streams.as_on_a_device)
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         super().__init__(model, optimizer=optimizer, config=config)
         if dist.get_debug_level() == dist.DebugLevel.DETAIL:
             fsdp_impl.validate_order(self.module)
+
+    @staticmethod
+    def register(module: nn.Module, name: str) -> None:
+        fsdp_impl.register_fsdp_forward_method(module, name)
 
     def clip(self) -> torch.Tensor:
         assert self.config.clip is not None

@@ -99,7 +99,8 @@ def explained(names, expression, folder, *options, passes=False, path=PYTHONPATH
 def cases(request, tmp_path_factory):
     """The records of one run of the cases of all selected bugs."""
     rows = [item.callspec.params["row"] for item in request.session.items if item.name.startswith("test_named[")]
-    chosen = [f"{last(row.bug)}-{size} and {case}" for row in rows for case, _, size in [row.case.partition("-")]]
+    # With the colon, since one name may end another.
+    chosen = [f":{last(row.bug)}-{size} and {case}" for row in rows for case, _, size in [row.case.partition("-")]]
     names = dict.fromkeys(row.bug for row in rows)
     return explained(names, " or ".join(chosen), tmp_path_factory.mktemp("explained"), "--explain")[0]
 
