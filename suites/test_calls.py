@@ -1,9 +1,11 @@
-"""Chapter CALLS: what a sharded model answers to the calls of a script, and what it warns of."""
+"""Chapter CALLS: what the API of ``FullyShardedDataParallel`` answers, and what it warns of."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,296 +13,562 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardproof.harness import models
-from shardproof.harness.adapters.base import WholeParameters
-from shardproof.harness.models import mixed, optim
-from shardproof.harness.models.stateful import by_columns
 from shardproof.harness.parity import Rank
-from shardproof.harness.parity.refusals import sharded
-from shardproof.harness.plugin.axes import FLAT, RESHARD, SHARDS
+from shardproof.harness.tensors import private
+from shardproof.suites.fsdp1 import NAMES, Fsdp1, fsdp1
 from shardproof.testing import Capability, contract, each_value, needs, world
 
-pytestmark = needs(Capability.FLAT_PARAMETERS, Capability.WHOLE_PARAMETERS)
+pytestmark = needs(Capability.FSDP1_API)
 
-NAMES = ["0.bias", "0.weight", "1.bias", "1.weight"]
-_IN_PARTS = [f"{part}.{name}" for part in ("one", "two") for name in NAMES]
-#: What is asked, and the answer.
-ANSWERS: dict[str, Any] = {
-    "strategies": ["FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"],
-    "offloading": False,
-    "items": [True, True, True],
-    "attributes": 3,
-    "a-module-that-is-recomputed": True,
-    "forms": ["FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT", "FULL_STATE_DICT", True],
-    "saved-by-position": [True, [f"model.{name}" for name in NAMES]],
-    "version-of-what-is-wrapped": nn.BatchNorm1d._version,
-    "ignored-as-variables": [True, False],
-    "states-of-a-script": [["param_groups", "state"], [3.0]],
-    "states-without-groups": [["state"], [3.0]],
-    "states-in-another-dtype": ["torch.float64"],
-    "flat-states-in-another-dtype": ["torch.float64"],
-    "loaded-directly": [["param_groups", "state"], [5.0]],
-    "states-by-parameters": [True, True, True],
-    "dtypes-of-a-norm": ["torch.bfloat16", "torch.float32"],
-    "casts-by-default": [["torch.bfloat16"], ["torch.float32"]],
-    "casts-of-the-root": ["torch.bfloat16", "torch.bfloat16", "torch.bfloat16", "torch.float32"],
-    "mesh-of-shards": True,
-    "a-transposed-part": True,
-    "every-other-column": True,
-    "loaded-where-whole": True,
-    "loaded-after-new-data": True,
-    "states-by-default": NAMES,
-    "bytes-past-alignment": [0],
-    "first-rank-of-a-bare-root": True,
-    "casts-of-a-bare-root": "torch.bfloat16",
-    "places-after-a-cast": ["weight", "bias"],
-    "buffers-of-what-is-recomputed": ["torch.float64", "torch.float32"],
-    "names-of-what-is-recomputed": NAMES,
-    "loaded-into-what-is-recomputed": [[], []],
-    "keys-that-do-not-fit": [NAMES[:2], ["2.bias", "2.weight"]],
-    "states-for-a-named-optimizer": True,
-    "buffers-on-the-meta-device": 0,
-    "beside-a-plain-module": ["0.bias", "0.weight"],
-    "buffers-that-are-saved": ["torch.bfloat16", "torch.float64", "torch.float64"],
-    "norm-of-low-gradients": "torch.bfloat16",
-    "gradients-of-a-cast-model": ["torch.float64"],
-    "names-of-a-bare-root": ["0.weight", "0.bias"],
-    "states-of-a-small-unit": ["0.bias", "0.weight", "1.weight"],
-    "dtype-for-a-function": ["torch.float32"],
-    "refused-again": [True, True],
-    "nested-by-size": ["", "0.0", "0.0.0"],
-    "in-two-places-by-size": ["", "0.0"],
-    "wrapped-everywhere": [["", "0", "0.0", "0.1", "1"], True],
-    "text-of-a-rule": True,
-    "options-of-a-script": [7.0],
-    "groups-in-another-order": [[20.0, 2.0], [10.0, 1.0]],
-    "numbers-in-another-order": [[10.0, 1.0], [20.0, 2.0]],
-    "names-of-local-states": ["0._flat_param", "_flat_param"],
-    "tied-after-whole-ones": [True, True],
-    "norm-with-options": ["SHARD_GRAD_OP", "FULL_SHARD"],
-    "in-a-plain-module": [_IN_PARTS, _IN_PARTS, True, [(4,), (4, 4)], ["one", "two"]],
-}
-#: What is allowed, with the class of a warning, words in it, and whether it is to be given.
-WARNINGS: dict[str, tuple[type[Warning], str, bool]] = {
-    "a-list": (UserWarning, "containers", True),
-    "a-dict": (UserWarning, "containers", True),
-    "nothing-sharded": (FutureWarning, "NO_SHARD", True),
-    "ignored-whole": (UserWarning, "top-level module", True),
-    "a-norm-by-a-rule": (UserWarning, "mixed precision disabled", True),
-    "frozen-in-a-unit": (UserWarning, "requires_grad", True),
-    "frozen-apart": (UserWarning, "requires_grad", False),
-    "whole-on-every-cpu": (UserWarning, "rank0_only", True),
-    "whole-on-one-cpu": (UserWarning, "rank0_only", False),
-    "older-parameters": (FutureWarning, "optim_input", True),
-}
+checkpoint_wrapper = private.take("torch.distributed.algorithms._checkpoint.checkpoint_wrapper.checkpoint_wrapper")
+
+
+# What a wrapper reports
 
 
 @contract("CALLS-1")
 @world(2)
-@each_value("what")
-@pytest.mark.parametrize("what", ANSWERS)
-def test_answers(rank: Rank, what: str) -> None:
-    """What a script asks the wrapper, and what it gives to it, is answered and used as documented."""
-    answer = sharded(rank, models.MLP(5).to(rank.device)).call(what)
-    assert answer == ANSWERS[what], f"{what}: {answer} instead of {ANSWERS[what]}"
+def test_strategy_is_reported(rank: Rank) -> None:
+    """A wrapper reports the sharding strategy that it follows: the chosen one, or FULL_SHARD by default."""
+    fsdp = fsdp1(rank)
+    kinds = fsdp.api.ShardingStrategy
+    chosen = (None, kinds.FULL_SHARD, kinds.SHARD_GRAD_OP)
+    names = [fsdp.wrap(fsdp.layers(), sharding_strategy=one).sharding_strategy.name for one in chosen]
+    names.append(fsdp.without_shards().sharding_strategy.name)
+    expected = ["FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
+    assert names == expected, f"the strategies are reported as {names}, not {expected}"
 
 
 @contract("CALLS-1")
-@world(4)
-@needs(Capability.HYBRID)
-def test_answers_of_replicas(rank: Rank) -> None:
-    """Shards with replicas answer for the mesh of sharded values, and for the rank that saves."""
-    mesh = rank.mesh((2, 2), ("replicate", "shard"))
-    adapter = sharded(rank, models.MLP(5).to(rank.device), mesh=mesh)
-    assert adapter.call("mesh-of-shards"), "sharded values do not lie on the mesh that was given"
-    saved = adapter.call("states-of-a-group")
-    of_all, of_each = NAMES if rank.index == 0 else [], NAMES if rank.index % 2 == 0 else []
-    expected = [of_all, of_each, of_all]
-    assert saved == expected, f"the first rank of all, of its replica, or of all again, saves {saved}, not {expected}"
-    is_first = rank.index % 2 == 0
-    found = adapter.call("first-of-each-replica")
-    assert found == [NAMES if is_first else [], is_first], f"of whole values this rank, {rank.index}, has {found}"
+@world(2)
+def test_offloading_is_reported(rank: Rank) -> None:
+    """A wrapper without an option about offloading reports that it offloads nothing."""
+    fsdp = fsdp1(rank)
+    assert fsdp.wrap(fsdp.layers()).cpu_offload.offload_params is False, "the wrapper reports that it offloads"
 
 
 @contract("CALLS-1")
-@world(4)
-@needs(Capability.HYBRID)
-def test_states_of_a_part_of_the_ranks(rank: Rank) -> None:
-    """Where a model is on a part of the ranks, the first of these saves the optimizer's state, and all load it."""
-    adapter = sharded(rank, models.MLP(5).to(rank.device), mesh=rank.mesh((2, 2), ("replicate", "shard")))
-    saved, loaded = adapter.call("states-of-a-part")
-    assert saved, "the first rank of a part saves nothing, or another one does"
-    assert loaded, "a rank has nothing of what the first of its part has saved"
+@world(2)
+def test_items_of_the_wrapped_module(rank: Rank) -> None:
+    """A wrapped ``Sequential`` is indexed and sliced through its wrapper."""
+    fsdp = fsdp1(rank)
+    layers = fsdp.layers()
+    first, second = layers
+    model = fsdp.wrap(layers)
+    assert model[0] is first and model[-1] is second, "an item of the wrapper is not that of its module"
+    assert [*model[1:]] == [second], "a slice of the wrapper is not that of its module"
+
+
+@contract("CALLS-1")
+@world(2)
+def test_attributes_of_the_wrapped_module(rank: Rank) -> None:
+    """An attribute of the wrapped module is read through its wrapper."""
+    fsdp = fsdp1(rank)
+    found = fsdp.wrap(nn.Linear(4, 3).to(fsdp.device)).out_features
+    assert found == 3, f"out_features of a wrapped Linear(4, 3) is {found}"
+
+
+# Wrappers without parameters of their own, and several wrappers
+
+
+@contract("CALLS-8")
+@world(2)
+def test_calls_about_several_wrappers(rank: Rank) -> None:
+    """Calls about a plain module act on all wrappers in it: forms of state dicts, full parameters, roots."""
+    fsdp = fsdp1(rank)
+    model = nn.ModuleDict({name: fsdp.wrap(fsdp.layers()) for name in ("one", "two")})
+    optimizer = fsdp.train(model, *model.values())
+    with fsdp.sharded_states(model):
+        values, states = model.state_dict(), fsdp.kind.optim_state_dict(model, optimizer)["state"]
+    expected = [f"{part}.{name}" for part in ("one", "two") for name in NAMES]
+    assert sorted(values) == expected, f"the state dict has {sorted(values)}"
+    assert sorted(states) == expected, f"the optimizer's state dict has {sorted(states)}"
+    averages = {f"average of {name}": state["exp_avg"] for name, state in states.items()}
+    plain = [name for name, value in (values | averages).items() if not isinstance(value, DTensor)]
+    assert not plain, f"in the sharded state dicts these are not sharded: {plain}"
+    with fsdp.kind.summon_full_params(model):
+        shapes = sorted({tuple(parameter.shape) for parameter in model.parameters()})
+    assert shapes == [(4,), (4, 4)], f"full parameters have the shapes {shapes}"
+    roots = fsdp.kind.fsdp_modules(model, root_only=True)
+    names = [name for name in model if model[name] in roots]
+    assert names == ["one", "two"], f"the roots are {names}"
+
+
+@contract("CALLS-8")
+@world(2)
+def test_root_without_parameters_casts(rank: Rank) -> None:
+    """A wrapper without parameters of its own casts its inputs, as a root does by default."""
+    fsdp, seen = fsdp1(rank), list[torch.dtype]()
+    model = fsdp.without_parameters(mixed_precision=fsdp.low_precision())
+    model.module[0].register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+    fsdp.forward(model)
+    assert seen == [torch.bfloat16], f"the first module inside gets {seen}"
+
+
+@contract("CALLS-8")
+@world(2)
+def test_root_without_parameters_names_full_ones(rank: Rank) -> None:
+    """While the parameters of a wrapper without any of its own are full, those inside have the model's names."""
+    fsdp = fsdp1(rank)
+    model = fsdp.without_parameters()
+    with fsdp.kind.summon_full_params(model):
+        names = [name for name, _ in model.named_parameters()]
+    assert names == ["0.weight", "0.bias"], f"the full parameters are named {names}"
+
+
+# Activation checkpointing
+
+
+@contract("CALLS-9")
+@world(2)
+def test_module_behind_activation_checkpointing(rank: Rank) -> None:
+    """The module of a wrapper around a checkpointed module is the latter, without the wrapper of checkpointing."""
+    fsdp = fsdp1(rank)
+    layers = fsdp.layers()
+    found = fsdp.wrap(checkpoint_wrapper(layers)).module
+    assert found is layers, f"the wrapped module is a {type(found).__name__}, not the checkpointed one"
+
+
+@contract("CALLS-9")
+@world(2)
+def test_names_of_checkpointed_modules(rank: Rank) -> None:
+    """Names in a state dict have nothing of the wrappers of checkpointing, which are inside wrappers or around them."""
+    fsdp = fsdp1(rank)
+    first, second = map(checkpoint_wrapper, fsdp.layers())
+    names = sorted(fsdp.wrap(nn.Sequential(fsdp.wrap(first), second)).state_dict())
+    assert names == NAMES, f"the names in the state dict are {names}"
+
+
+@contract("CALLS-9")
+@world(2)
+def test_load_into_a_checkpointed_module(rank: Rank) -> None:
+    """A wrapped checkpointed module loads its own state dict, with no name missing and none unexpected."""
+    fsdp = fsdp1(rank)
+    model = fsdp.wrap(checkpoint_wrapper(fsdp.layers()), use_orig_params=False)
+    found = model.load_state_dict(model.state_dict())
+    left = (found.missing_keys, found.unexpected_keys)
+    assert left == ([], []), f"missing and unexpected are {left}"
+
+
+@contract("CALLS-9")
+@world(2)
+def test_buffers_of_a_checkpointed_module(rank: Rank) -> None:
+    """A checkpointed module's buffer is cast by the policy while the model trains, and saved in its own dtype."""
+    fsdp = fsdp1(rank)
+    first, second = fsdp.layers()
+    second.register_buffer("mean", torch.zeros(4, device=fsdp.device))
+    precision = fsdp.api.MixedPrecision(buffer_dtype=torch.float64)
+    model = fsdp.wrap(nn.Sequential(first, checkpoint_wrapper(second)), mixed_precision=precision)
+    fsdp.forward(model)
+    assert second.mean.dtype is torch.float64, f"the buffer has {second.mean.dtype} while the model trains"
+    saved = model.state_dict()["1.mean"].dtype
+    assert saved is torch.float32, f"the buffer of float32 is saved as {saved}"
+
+
+# Dtypes
+
+
+class _Probe(nn.Module):
+    """Multiplies by a weight in the weight's dtype, and notes the dtypes of its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        self.seen.append(batch.dtype)
+        return batch.float() * self.weight
+
+
+@contract("CALLS-10")
+@world(2)
+def test_inputs_that_are_cast_by_default(rank: Rank) -> None:
+    """In lower precision the inputs of the root are cast by default, and those of a unit inside are not."""
+    fsdp = fsdp1(rank)
+    outer, inner = (_Probe().to(fsdp.device) for _ in range(2))
+    units = fsdp.wrap(inner, mixed_precision=fsdp.low_precision())
+    fsdp.forward(fsdp.wrap(nn.Sequential(outer, units), mixed_precision=fsdp.low_precision()))
+    assert outer.seen == [torch.bfloat16], f"the root gets {outer.seen}"
+    assert inner.seen == [torch.float32], f"the unit inside gets {inner.seen}"
+
+
+@contract("CALLS-10")
+@world(2)
+@each_value("of_all", "of_the_root")
+@pytest.mark.parametrize("of_the_root", [True, False])
+@pytest.mark.parametrize("of_all", [True, False])
+def test_inputs_of_the_root(rank: Rank, of_all: bool, of_the_root: bool) -> None:
+    """The inputs of the root are cast if the setting for all units or its own says so."""
+    fsdp, probe = fsdp1(rank), _Probe().to(rank.device)
+    precision = fsdp.low_precision(cast_forward_inputs=of_all, cast_root_forward_inputs=of_the_root)
+    fsdp.forward(fsdp.wrap(probe, mixed_precision=precision))
+    expected = torch.bfloat16 if of_all or of_the_root else torch.float32
+    assert probe.seen == [expected], f"the root gets {probe.seen}, not {expected}"
+
+
+@contract("CALLS-10")
+@world(2)
+def test_batch_normalisation_of_a_rule(rank: Rank) -> None:
+    """A rule leaves batch normalisation in full precision, and casts its inputs, by position or by keyword."""
+    fsdp, seen = fsdp1(rank), dict[str, set[torch.dtype]](inputs=set(), weights=set())
+
+    class Norm(nn.BatchNorm2d):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            seen["inputs"].add(input.dtype)
+            seen["weights"].add(self.weight.dtype)
+            return super().forward(input)
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enter, self.norm = nn.Conv2d(2, 4, 1), Norm(4)
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            entered = self.enter(images)
+            output: torch.Tensor = self.norm(self.norm(entered).to(entered.dtype))
+            again: torch.Tensor = self.norm(input=entered)
+            return output + again
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that it stays in full precision
+        model = _wrapped_by_a_rule(fsdp, Both())
+    output = model(torch.ones(2, 2, 3, 3, device=fsdp.device))
+    assert seen == {"inputs": {torch.float32}, "weights": {torch.float32}}, f"batch normalisation gets and has {seen}"
+    assert output.dtype is torch.bfloat16, f"the output of the model is of {output.dtype}"
+
+
+def _wrapped_by_a_rule(fsdp: Fsdp1, model: nn.Module) -> nn.Module:
+    """Wrap each module that has parameters, in lower precision."""
+    rule = functools.partial(fsdp.api.wrap.size_based_auto_wrap_policy, min_num_params=1)
+    wrapped: nn.Module = fsdp.wrap(model.to(fsdp.device), auto_wrap_policy=rule, mixed_precision=fsdp.low_precision())
+    return wrapped
+
+
+@contract("CALLS-10")
+@world(2)
+def test_buffers_are_saved_in_their_dtypes(rank: Rank) -> None:
+    """Buffers that a policy casts, the wrapped module's own and deeper ones, are saved in the dtypes that they had."""
+    fsdp = fsdp1(rank)
+    layers = fsdp.layers()
+    for module in (layers, layers[1]):
+        module.register_buffer("scale", torch.ones(4, dtype=torch.float64, device=fsdp.device))
+    precision = fsdp.api.MixedPrecision(buffer_dtype=torch.bfloat16)
+    model = fsdp.wrap(nn.Sequential(layers), mixed_precision=precision)
+    fsdp.forward(model)  # which casts them
+    cast = {buffer.dtype for buffer in model.buffers()}
+    assert cast == {torch.bfloat16}, f"after forward the buffers are of {cast}"
+    saved = model.state_dict()
+    dtypes = [saved[name].dtype for name in ("0.scale", "0.1.scale")]
+    assert dtypes == [torch.float64] * 2, f"the buffers of float64 are saved as {dtypes}"
+
+
+@contract("CALLS-10")
+@world(2)
+def test_norm_of_gradients_in_lower_precision(rank: Rank) -> None:
+    """Where gradients stay in lower precision, the norm that clipping returns has their dtype."""
+    fsdp = fsdp1(rank)
+    model = fsdp.wrap(fsdp.layers(), mixed_precision=fsdp.low_precision(keep_low_precision_grads=True))
+    fsdp.forward(model).sum().backward()
+    found = model.clip_grad_norm_(1.0).dtype
+    assert found is torch.bfloat16, f"the norm of gradients of bfloat16 is of {found}"
+
+
+@contract("CALLS-10")
+@world(2)
+def test_cast_of_a_model_casts_gradients(rank: Rank) -> None:
+    """A cast of the model between backward and the step casts the gradients too."""
+    fsdp = fsdp1(rank)
+    model = fsdp.nested()
+    fsdp.forward(model).sum().backward()
+    model.double()
+    dtypes = {one.grad.dtype for one in model.parameters() if one.grad is not None}
+    assert dtypes == {torch.float64}, f"after the cast to float64 the gradients are of {dtypes}"
+
+
+@contract("CALLS-10")
+@world(2)
+def test_cast_keeps_the_order_of_parameters(rank: Rank) -> None:
+    """A cast of the model keeps the order of a module's parameters, of which the last is ignored."""
+    fsdp = fsdp1(rank)
+    layer = nn.Linear(4, 4).to(fsdp.device)
+    model = fsdp.wrap(layer, ignored_states=[layer.bias])
+    fsdp.forward(model)
+    model.double()
+    names = [name for name, _ in layer.named_parameters()]
+    assert names == ["weight", "bias"], f"after the cast the order is {names}"
+
+
+@contract("CALLS-10")
+@world(2)
+def test_gradients_of_a_communication_hook(rank: Rank) -> None:
+    """A communication hook gets gradients in the dtype of reductions."""
+    fsdp, seen = fsdp1(rank), set[torch.dtype]()
+    model = fsdp.wrap(fsdp.layers(), mixed_precision=fsdp.low_precision(reduce_dtype=torch.float32))
+    model.register_comm_hook(seen, lambda seen, gradient, shard: seen.add(gradient.dtype))
+    fsdp.forward(model).float().sum().backward()
+    assert seen == {torch.float32}, f"with reductions in float32 the hook gets gradients of {seen}"
+
+
+# Where parameters lie
+
+
+@contract("CALLS-11")
+@world(2)
+@each_value("view")
+@pytest.mark.parametrize("view", ["transposed", "every-other-column"])
+def test_parameter_that_is_a_view(rank: Rank, view: str) -> None:
+    """A parameter that is a view of a larger tensor, transposed or with gaps, keeps its values."""
+    fsdp = fsdp1(rank)
+    layers, numbers = fsdp.layers(), torch.arange(32.0, device=fsdp.device)
+    layers[0].weight = nn.Parameter(
+        numbers[8:24].view(4, 4).t() if view == "transposed" else numbers.view(4, 8)[:, ::2]
+    )
+    expected = layers[0].weight.detach().clone()
+    saved = fsdp.wrap(layers).state_dict()["0.weight"]
+    assert torch.equal(saved, expected), f"the weight was {expected.tolist()} and is {saved.tolist()}"
+
+
+@contract("CALLS-11")
+@world(2)
+def test_parameters_begin_at_multiples_of_16_bytes(rank: Rank) -> None:
+    """While a unit computes in lower precision, its original parameters of odd sizes begin at multiples of 16 bytes."""
+    fsdp, past = fsdp1(rank), set[int]()
+    layers = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3), nn.Linear(3, 1)).to(fsdp.device)
+    for layer in layers:
+        layer.register_forward_pre_hook(
+            lambda module, args: past.update(one.data_ptr() % 16 for one in (module.weight, module.bias))
+        )
+    fsdp.forward(fsdp.wrap(layers, mixed_precision=fsdp.low_precision()))
+    assert past == {0}, f"parameters begin {sorted(past)} bytes past multiples of 16"
+
+
+@contract("CALLS-11")
+@world(2)
+@each_value("use_orig_params")
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_tied_names_after_full_parameters(rank: Rank, use_orig_params: bool) -> None:
+    """A tied weight has the same names after full parameters have been summoned as before."""
+    fsdp = fsdp1(rank)
+    layers = fsdp.layers()
+    layers[1].weight = layers[0].weight
+    model = fsdp.wrap(layers, use_orig_params=use_orig_params)
+    fsdp.forward(model)
+
+    def names() -> list[str]:
+        return [name for name, _ in model.named_parameters(remove_duplicate=False)]
+
+    before = names()
+    with fsdp.kind.summon_full_params(model):
+        pass
+    assert names() == before, f"the names of parameters were {before} and are {names()}"
+
+
+# Rules that wrap
+
+
+@contract("CALLS-12")
+@world(2)
+@each_value("shared")
+@pytest.mark.parametrize("shared", [False, True])
+def test_elements_count_once(rank: Rank, shared: bool) -> None:
+    """A rule by size counts each element once: for the unit that takes it, and for the first place of a module."""
+    fsdp = fsdp1(rank)
+    if shared:
+        layer = nn.Linear(4, 4)
+        model = nn.Sequential(nn.Sequential(layer, nn.Linear(4, 2)), nn.Sequential(nn.Linear(2, 4), layer))
+    else:
+        inner = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(2, 4))
+        model = nn.Sequential(nn.Sequential(inner, nn.Linear(4, 2)))
+    rule = functools.partial(fsdp.api.wrap.size_based_auto_wrap_policy, min_num_params=18)
+    names, expected = _wrapped(fsdp, model, rule), ["", "0.0"] if shared else ["", "0.0", "0.0.0"]
+    assert names == expected, f"wrapped are {names}, and 18 elements are left for {expected}"
+
+
+def _wrapped(fsdp: Fsdp1, model: nn.Module, rule: Callable[..., Any]) -> list[str]:
+    """The names of the modules that a rule wraps, by their shortest names."""
+    names = {child: name for name, child in model.named_modules()}
+    wrapper = fsdp.wrap(model.to(fsdp.device), auto_wrap_policy=rule)
+    return sorted(names[one.module] for one in fsdp.kind.fsdp_modules(wrapper))
+
+
+@contract("CALLS-12")
+@world(2)
+def test_rule_that_wraps_every_module(rank: Rank) -> None:
+    """``always_wrap_policy`` wraps every module, also one without parameters."""
+    fsdp = fsdp1(rank)
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 2))
+    names = _wrapped(fsdp, model, fsdp.api.wrap.always_wrap_policy)
+    assert names == ["", "0", "0.0", "0.1", "1"], f"wrapped are {names}"
+
+
+@contract("CALLS-12")
+@world(2)
+def test_wrap_outside_of_its_context(rank: Rank) -> None:
+    """``wrap`` returns the module itself outside of ``enable_wrap``."""
+    fsdp, layer = fsdp1(rank), nn.Linear(4, 4)
+    found = fsdp.api.wrap.wrap(layer, device_mesh=fsdp.mesh)
+    assert found is layer, f"outside of its context wrap returns a {type(found).__name__}"
+
+
+@contract("CALLS-12")
+@world(2)
+def test_text_of_a_rule(rank: Rank) -> None:
+    """The text of a ``ModuleWrapPolicy`` names its classes."""
+    text = repr(fsdp1(rank).api.wrap.ModuleWrapPolicy({nn.Linear}))
+    assert "Linear" in text, f"the text of a rule for Linear is {text}"
+
+
+@contract("CALLS-12")
+@world(2)
+def test_options_of_a_rule_for_batch_normalisation(rank: Rank) -> None:
+    """Batch normalisation that a rule leaves in full precision has the other options that the rule gives it."""
+    fsdp = fsdp1(rank)
+    kinds = fsdp.api.ShardingStrategy
+    rule = fsdp.api.wrap.CustomPolicy(
+        lambda module: {"sharding_strategy": kinds.SHARD_GRAD_OP} if isinstance(module, nn.BatchNorm1d) else False
+    )
+    layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to(fsdp.device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that it stays in full precision
+        model = fsdp.wrap(layers, auto_wrap_policy=rule, mixed_precision=fsdp.low_precision())
+    names = [one.sharding_strategy.name for one in (model.module[1], model)]
+    assert names == ["SHARD_GRAD_OP", "FULL_SHARD"], (
+        f"the batch normalisation and the model have the strategies {names}"
+    )
+
+
+@contract("CALLS-12")
+@world(2)
+def test_ignored_buffer_on_the_meta_device(rank: Rank) -> None:
+    """No module is materialised because an ignored one has a buffer on the meta device."""
+    fsdp, made = fsdp1(rank), list[nn.Module]()
+    layers = nn.Sequential(fsdp.layers(), nn.Identity())
+    layers[1].register_buffer("unused", torch.ones(4, device="meta"))
+    fsdp.wrap(layers, ignored_modules=[layers[1]], param_init_fn=made.append)
+    assert not made, f"materialised are {[type(module).__name__ for module in made]}"
+
+
+# Warnings
+
+
+@contextlib.contextmanager
+def _warns(kind: type[Warning], words: str) -> Iterator[None]:
+    """Check that a warning of this class has these words."""
+    texts: list[str] = []
+    with _recorded(kind, texts):
+        yield
+    assert any(words in text for text in texts), f"no {kind.__name__} names {words!r} among {texts}"
+
+
+@contextlib.contextmanager
+def _does_not_warn(kind: type[Warning], words: str) -> Iterator[None]:
+    """Check that no warning of this class has these words."""
+    texts: list[str] = []
+    with _recorded(kind, texts):
+        yield
+    assert not any(words in text for text in texts), f"a {kind.__name__} names {words!r} among {texts}"
+
+
+@contextlib.contextmanager
+def _recorded(kind: type[Warning], texts: list[str]) -> Iterator[None]:
+    with warnings.catch_warnings(record=True) as recorded:
+        warnings.simplefilter("always")
+        yield
+    texts += [str(one.message) for one in recorded if issubclass(one.category, kind)]
 
 
 @contract("CALLS-2")
 @world(2)
-@each_value("what")
-@pytest.mark.parametrize("what", WARNINGS)
-def test_warnings(rank: Rank, what: str) -> None:
-    """A script is warned of what is allowed and rarely meant, and not of what is meant."""
-    check_warned(rank, what, *WARNINGS[what])
+@each_value("container")
+@pytest.mark.parametrize("container", [nn.ModuleList, nn.ModuleDict])
+def test_warning_of_a_container(rank: Rank, container: type[nn.Module]) -> None:
+    """Wrapping a container without a forward warns."""
+    fsdp = fsdp1(rank)
+    layers = fsdp.layers()
+    module = nn.ModuleDict({"one": layers}) if container is nn.ModuleDict else nn.ModuleList([*layers])
+    with _warns(UserWarning, "containers"):
+        fsdp.wrap(module)
+
+
+@contract("CALLS-2")
+@world(2)
+def test_warning_of_no_shards(rank: Rank) -> None:
+    """The strategy that shards nothing warns that it is deprecated."""
+    fsdp = fsdp1(rank)
+    with _warns(FutureWarning, "NO_SHARD"):
+        fsdp.wrap(fsdp.layers(), sharding_strategy=fsdp.api.ShardingStrategy.NO_SHARD)
 
 
 @contract("CALLS-2")
 @world(1)
 @needs(Capability.SINGLE_RANK)
 def test_warning_of_one_rank(rank: Rank) -> None:
-    """Sharding over a single rank warns, where the wrapper says that it does not shard."""
-    check_warned(rank, "one-rank", UserWarning, "world size is 1", True)
-    named = sharded(rank, models.MLP(5).to(rank.device)).call("strategies")
-    assert named == ["NO_SHARD"] * 4, f"wrappers of one rank name their strategies {named}"
+    """Sharding over a single rank warns, and the wrapper reports that it shards nothing, whatever was chosen."""
+    fsdp = fsdp1(rank)
+    with _warns(UserWarning, "world size is 1"):
+        fsdp.wrap(fsdp.layers())
+    kinds = fsdp.api.ShardingStrategy
+    chosen = (None, kinds.FULL_SHARD, kinds.SHARD_GRAD_OP)
+    names = [fsdp.wrap(fsdp.layers(), sharding_strategy=one).sharding_strategy.name for one in chosen]
+    names.append(fsdp.without_shards().sharding_strategy.name)
+    assert names == ["NO_SHARD"] * 4, f"wrappers of one rank report the strategies {names}"
 
 
-def check_warned(rank: Rank, what: str, kind: type[Warning], words: str, is_expected: bool) -> None:
-    """Check whether a warning of a class with some words is given on this rank."""
-    adapter = sharded(rank, models.MLP(5).to(rank.device))
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        adapter.call(what)
-    texts = [str(one.message) for one in told if issubclass(one.category, kind)]
-    found = [text for text in texts if words in text]
-    assert bool(found) == is_expected, (
-        f"{what}: {'no' if is_expected else 'a'} {kind.__name__} names {words!r} among {texts}"
-    )
-
-
-@contract("CALLS-3")
+@contract("CALLS-2")
 @world(2)
-@SHARDS
-@pytest.mark.parametrize("keeps_changes", [False, True])
-def test_whole_parameters_are_the_models_own(rank: Rank, keeps_changes: bool, shards: bool) -> None:
-    """Where a model holds its original parameters, the whole ones are these, so that the optimizer's are known."""
-    model = models.Tower(dim=9)
-    run = rank.run(model, units=model.units(), shards=shards)
-    for _ in range(2):
-        run.evaluate((rank.batch(0, (2, 9)),))
-        held = dict(run.adapter.held_parameters())
-        with run.adapter.whole_parameters(WholeParameters(keeps_changes=keeps_changes)) as found:
-            others = [name for name, parameter in found.items() if parameter is not held[name]]
-        assert not others, f"whole parameters that are other objects than the model's: {', '.join(others)}"
+def test_warning_of_an_ignored_root(rank: Rank) -> None:
+    """Ignoring the module that is wrapped warns."""
+    fsdp = fsdp1(rank)
+    layers = fsdp.layers()
+    with _warns(UserWarning, "top-level module"):
+        fsdp.wrap(layers, ignored_modules=[layers])
 
 
-@contract("CALLS-3")
+@contract("CALLS-2")
 @world(2)
-@FLAT
-@SHARDS
-def test_attributes_after_whole_parameters(rank: Rank, shards: bool, flat: bool) -> None:
-    """When whole parameters were read, modules have attributes of the dtypes that they had, and no whole values."""
-    model = models.Tower(dim=9)
-    shape = model.get_parameter("layers.1.in_proj.weight").shape
-    run = rank.run(model, units=model.units(), shards=shards, flat_parameters=flat)
-    layer: Any = run.original_module("layers.1.in_proj")
-    before = (type(layer.weight), layer.weight.shape, layer.weight.dtype)
-    with run.adapter.whole_parameters(WholeParameters()):
-        assert layer.weight.shape == shape, f"the whole weight has the shape {tuple(layer.weight.shape)}"
-    after = (type(layer.weight), layer.weight.shape, layer.weight.dtype)
-    assert after == before, f"the weight was {before} and is {after}"
+def test_warning_of_batch_normalisation(rank: Rank) -> None:
+    """A rule that leaves batch normalisation in full precision warns."""
+    fsdp = fsdp1(rank)
+    with _warns(UserWarning, "mixed precision disabled"):
+        _wrapped_by_a_rule(fsdp, nn.Sequential(nn.Conv2d(2, 4, 1), nn.BatchNorm2d(4)))
 
 
-@contract("CALLS-3")
+@contract("CALLS-2")
 @world(2)
-@SHARDS
-@pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
-@pytest.mark.parametrize("keeps_changes", [False, True])
-def test_whole_parameters_before_backward(
-    rank: Rank, keeps_changes: bool, reshard_after_forward: bool | None, shards: bool
-) -> None:
-    """Whole parameters that are read between forward and backward change no gradient, written back or not."""
-    model = models.Tower(dim=9)
-    options: dict[str, Any] = {"units": model.units(), "reshard_after_forward": reshard_after_forward, "shards": shards}
-    run, twin = (rank.run(models.copy_of(model), optimizer=None, **options) for _ in range(2))
-    for step in range(2):
-        for one in (run, twin):
-            output = one.adapter.forward(rank.batch(step, (4, 9)))
-            if one is run:
-                with run.adapter.whole_parameters(WholeParameters(keeps_changes=keeps_changes)):
-                    pass
-            one.adapter.backward(models.mean_square(output))
-        expected = twin.adapter.gradients()
-        for name, piece in run.adapter.gradients().items():
-            other = expected[name]
-            assert (piece is None) == (other is None), f"{name} has a gradient in one of the runs"
-            if piece is not None and other is not None:
-                assert torch.equal(piece.tensor, other.tensor), f"{name} has another gradient"
+@each_value("separate")
+@pytest.mark.parametrize("separate", [False, True])
+def test_warning_of_frozen_parameters(rank: Rank, separate: bool) -> None:
+    """A rule that puts frozen and trainable parameters into one unit warns; one that separates them does not."""
+    fsdp = fsdp1(rank)
+    layers = fsdp.layers()
+    layers[0].requires_grad_(False)
+    classes = {nn.Sequential, nn.Linear} if separate else {nn.Sequential}
+    with (_does_not_warn if separate else _warns)(UserWarning, "requires_grad"):
+        fsdp.wrap(nn.Sequential(layers), auto_wrap_policy=fsdp.api.wrap.ModuleWrapPolicy(classes))
 
 
-@contract("CALLS-3")
+@contract("CALLS-2")
 @world(2)
-@SHARDS
-def test_whole_gradients_of_columns(rank: Rank, shards: bool) -> None:
-    """What a script writes to whole gradients reaches the same elements of the shards, in any order of memory."""
-    model = models.Tower(dim=9)
-    by_columns(model)
-    run = rank.run(model, units=model.units(), shards=shards, optimizer=None)
-    run.forward_backward((rank.batch(0, (4, 9)),), loss=models.mean_square)
-    how, expected = WholeParameters(with_gradients=True), {}
-    with run.adapter.whole_parameters(how) as found:
-        for name, parameter in found.items():
-            assert parameter.grad is not None, f"{name} has no whole gradient"
-            numbers = torch.arange(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
-            expected[name] = numbers.view(parameter.shape)
-            parameter.grad.copy_(expected[name])
-    for name, piece in run.adapter.gradients().items():
-        if piece is not None:
-            assert torch.equal(piece.tensor, piece.cut(expected[name])), f"{name} has another gradient than was written"
+@each_value("first_rank")
+@pytest.mark.parametrize("first_rank", [False, True])
+def test_warning_of_full_parameters_on_the_cpu(rank: Rank, first_rank: bool) -> None:
+    """Full parameters on the CPU of every rank warn; on that of the first rank alone they do not."""
+    fsdp = fsdp1(rank)
+    model = fsdp.nested()
+    with (
+        (_does_not_warn if first_rank else _warns)(UserWarning, "rank0_only"),
+        fsdp.kind.summon_full_params(model, writeback=False, rank0_only=first_rank, offload_to_cpu=True),
+    ):
+        pass
 
 
-@contract("CALLS-3")
-@world(4)
-@needs(Capability.TENSOR_PARALLEL)
-def test_whole_parameters_beside_tensor_parallelism(rank: Rank) -> None:
-    """What is written to whole parameters that tensor parallelism has cut, and to gradients, reaches the shards."""
-    mesh = rank.mesh((2, 2), ("dp", "tp"))
-    prepare = functools.partial(mixed.split_columns, mesh=mesh["tp"])
-    run = rank.run(mixed.Mixed(), units=[["low"]], mesh=mesh["dp"], prepare=prepare, optimizer=None)
-    run.forward_backward((rank.batch(0, (6, 4), mesh=mesh["dp"]),), loss=torch.sum)
-
-    def values() -> dict[str, torch.Tensor]:
-        found = {name: piece.tensor.clone() for name, piece in run.adapter.parameters().items()}
-        gradients = {f"gradient of {name}": piece for name, piece in run.adapter.gradients().items()}
-        return found | {name: piece.tensor.clone() for name, piece in gradients.items() if piece is not None}
-
-    before = values()
-    with run.adapter.whole_parameters(WholeParameters(with_gradients=True)) as whole, torch.no_grad():
-        for parameter in whole.values():
-            parameter.mul_(2)
-            if parameter.grad is not None:
-                parameter.grad.mul_(2)
-    for name, value in values().items():
-        assert torch.equal(value, 2 * before[name]), f"{name} was doubled where it was whole, and the shard was not"
-
-
-@contract("CALLS-3")
-@world(4)
-@needs(Capability.TENSOR_PARALLEL, Capability.FULL_STATE_DICT)
-def test_whole_states_beside_tensor_parallelism(rank: Rank) -> None:
-    """A whole state dict has the whole of what tensor parallelism has cut, and of the optimizer's states of it."""
-    mesh = rank.mesh((2, 2), ("dp", "tp"))
-    model = mixed.Mixed()
-    prepare = functools.partial(mixed.split_columns, mesh=mesh["tp"])
-    run = rank.run(model, units=[["low"]], mesh=mesh["dp"], prepare=prepare, optimizer=optim.sgd(momentum=0.9))
-    run.step([(rank.batch(0, (6, 4), mesh=mesh["dp"]),)], loss=torch.sum)
-    saved = run.adapter.checkpoint(form="full")
-    pairs = [(name, piece, saved["model"][name]) for name, piece in run.adapter.parameters().items()]
-    for name, pieces in (run.adapter.optimizer_state() or {}).items():
-        pairs += [(f"{key} of {name}", piece, saved["optimizer"]["state"][name][key]) for key, piece in pieces.items()]
-    assert len(pairs) > 5, "this rank holds no momentum"
-    for name, piece, value in pairs:
-        # Some leave it to the script to put together what tensor parallelism has cut.
-        full = value.full_tensor() if isinstance(value, DTensor) else value
-        assert torch.equal(piece.cut(full), piece.tensor), f"{name} is another one in the state dict than on this rank"
-
-
-@contract("CALLS-3")
-@world(4)
-@needs(Capability.TENSOR_PARALLEL)
-def test_whole_frozen_parameters_beside_tensor_parallelism(rank: Rank) -> None:
-    """Of whole parameters that tensor parallelism has cut, those are frozen that the script has frozen."""
-    mesh = rank.mesh((2, 2), ("dp", "tp"))
-    prepare = functools.partial(mixed.split_columns, mesh=mesh["tp"])
-    run = rank.run(mixed.Mixed(), units=[["low"]], mesh=mesh["dp"], prepare=prepare)
-    run.adapter.held_parameters()["low.weight"].requires_grad_(False)
-    with run.adapter.whole_parameters(WholeParameters()) as whole:
-        frozen = [name for name, parameter in whole.items() if not parameter.requires_grad]
-    assert frozen == ["low.weight"], f"of the whole parameters are frozen: {frozen}"
+@contract("CALLS-2")
+@world(2)
+def test_warning_of_older_arguments(rank: Rank) -> None:
+    """Parameters in place of the optimizer (``optim_input``) warn that the argument is deprecated."""
+    fsdp = fsdp1(rank)
+    model = fsdp.nested()
+    optimizer = fsdp.train(model)
+    with _warns(FutureWarning, "optim_input"):
+        fsdp.kind.full_optim_state_dict(model, optimizer, optim_input=[*model.parameters()])

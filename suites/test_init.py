@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from shardproof.harness import models
 from shardproof.harness.adapters.base import Adapter, Clip
@@ -308,64 +309,147 @@ def test_model_that_is_repaired_after_a_refusal(rank: Rank, what: str) -> None:
         pair.check()
 
 
-#: What a script cannot combine, or cannot do with a model that is sharded so, with words one of which is in the error.
-MISUSED = {
-    "a-group-beside-a-mesh": ("process_group",),
-    "other-parameters-inside": ("use_orig_params",),
-    "other-bounds-inside": ("limit_all_gathers",),
-    "a-rule-beside-wrappers": ("auto wrapping",),
-    "an-ignored-wrapper": ("ignored_modules",),
-    "ignored-by-two-options": ("ignored_modules",),
-    "ignored-of-two-kinds": ("ignored_states",),
-    "ignored-parameters-as-modules": ("ignored_modules",),
-    "hybrid-by-hand-without-groups": ("HYBRID_SHARD",),
-    "hybrid-with-one-group": ("process_group",),
-    "forms-that-differ": ("same state",),
-    "a-configuration-of-sharded-ones": ("ShardedStateDictConfig",),
-    "an-optimizers-configuration-of-sharded-ones": ("ShardedOptimStateDictConfig",),
-    "hybrid-with-half-a-pair": ("process_group",),
-    "replicas-whole-on-the-cpu": ("NO_SHARD",),
-    "a-layer-before-the-model": ("Non-root",),
-    "values-by-no-function": ("callable",),
-    "values-by-no-reset": ("reset_parameters",),
-    "a-function-of-a-layer": ("root",),
-    "a-function-that-is-none": ("callable",),
-    "whole-gradients-of-flat-parameters": ("with_grads",),
-}
-#: The same where parameters are DTensors.
-MISUSED_DTENSORS = {
-    "a-unit-twice": ("once",),
-    "a-unit-in-a-list": ("once",),
-    "a-unit-of-another-root": ("lazily",),
-    "dimensions-of-a-mesh-without-names": ("mesh_dim_names",),
-    "replicas-without-names": ("mesh_dim_names",),
-    "cut-layers-beside-a-mesh-without-names": ("mesh_dim_names",),
-    "another-placement": ("shard_placement_fn",),
-    "a-stream-beside-replicas": ("HSDP",),
-    "a-plain-parameter": ("weight",),
-}
-MISUSED_NEEDS = {"dimensions-of-a-mesh-without-names": [needs(Capability.NAMED_DIMENSIONS)]}
+@dataclasses.dataclass(frozen=True)
+class Fsdp2:
+    """``fully_shard`` of the implementation under test, and two linear layers to call it with.
+
+    Attributes:
+        adapter: of a model that the case does not use: with its adapter the harness begins to watch the implementation.
+    """
+
+    adapter: Adapter
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """All ranks."""
+        return self.adapter.config.mesh
+
+    def shard(self, modules: Any, **options: Any) -> None:
+        """Call ``fully_shard``, by default over all ranks."""
+        type(self.adapter).fully_shard(modules, **({"mesh": self.mesh} | options))
+
+    def layers(self) -> Any:
+        """Two linear layers, on the device."""
+        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(self.mesh.device_type)
+
+    def sharded(self, **options: Any) -> Any:
+        """Make each layer a unit, and both the root."""
+        layers = self.layers()
+        for module in (*layers, layers):
+            self.shard(module, **options)
+        return layers
+
+    def forward(self, model: nn.Module) -> torch.Tensor:
+        """Run a forward of a model, on a batch of ones."""
+        output: torch.Tensor = model(torch.ones(2, 4, device=self.mesh.device_type))
+        return output
+
+    def without_names(self, *shape: int) -> DeviceMesh:
+        """All ranks on a mesh of a shape whose dimensions have no names."""
+        return DeviceMesh(self.mesh.device_type, self.mesh.mesh.view(*shape))
+
+    def check_refused(self, rank: Rank, words: str, attempt: Callable[[], Any]) -> None:
+        """Check that every rank refuses, with an error that has these words."""
+        refusal = Refusal(rank, attempt, may_send=True)
+        assert refusal.text is not None, "no rank refuses it"
+        refusal.check_names(words)
+
+
+def _fsdp2(rank: Rank) -> Fsdp2:
+    return Fsdp2(sharded(rank, models.MLP(5).to(rank.device)))
 
 
 @contract("INIT-5")
 @world(2)
-@each_value("what")
-@pytest.mark.parametrize(
-    "what",
-    [
-        *(pytest.param(name, marks=needs(Capability.FLAT_PARAMETERS, Capability.WHOLE_PARAMETERS)) for name in MISUSED),
-        *(
-            pytest.param(name, marks=[needs(Capability.DTENSOR_PARAMETERS, Capability.UNIT_SETTINGS), *also])
-            for name, also in ((name, MISUSED_NEEDS.get(name, ())) for name in MISUSED_DTENSORS)
-        ),
-    ],
-)
-def test_what_cannot_be_combined(rank: Rank, what: str) -> None:
-    """Options that exclude each other, and calls for which a model was not sharded, are refused on every rank."""
-    adapter = sharded(rank, models.MLP(5).to(rank.device))
-    refusal = Refusal(rank, lambda: adapter.misuse(what), may_send=True)
-    assert refusal.text is not None, "no rank refuses it"
-    refusal.check_names(*(MISUSED | MISUSED_DTENSORS)[what])
+@needs(Capability.FSDP2_API)
+@each_value("grouped")
+@pytest.mark.parametrize("grouped", [False, True])
+def test_refuses_a_unit_twice(rank: Rank, grouped: bool) -> None:
+    """A module that is a unit is refused as one again, by itself or in a list."""
+    fsdp = _fsdp2(rank)
+    model = fsdp.layers()
+    fsdp.shard(model[1])
+    fsdp.check_refused(rank, "once", lambda: fsdp.shard([model[0], model[1]] if grouped else model[1]))
+
+
+@contract("INIT-5")
+@world(2)
+@needs(Capability.FSDP2_API)
+def test_refuses_a_unit_of_another_root(rank: Rank) -> None:
+    """The forward of a model is refused if one of its units has run before in another model."""
+    fsdp = _fsdp2(rank)
+    first = fsdp.sharded()
+    fsdp.forward(first)
+    other = nn.Sequential(first[0], *fsdp.layers())
+    fsdp.shard(other)
+    fsdp.check_refused(rank, "lazily", lambda: fsdp.forward(other))
+
+
+@contract("INIT-5")
+@world(2)
+@needs(Capability.FSDP2_API, Capability.NAMED_DIMENSIONS)
+def test_refuses_named_dimensions_of_a_mesh_without_names(rank: Rank) -> None:
+    """Named data-parallel dimensions are refused for a mesh whose dimensions have no names."""
+    fsdp = _fsdp2(rank)
+    dimensions = type(fsdp.adapter).mesh_dims(shard="dp")
+    mesh = fsdp.without_names(-1, 1)
+    fsdp.check_refused(rank, "mesh_dim_names", lambda: fsdp.shard(fsdp.layers(), mesh=mesh, dp_mesh_dims=dimensions))
+
+
+@contract("INIT-5")
+@world(2)
+@needs(Capability.FSDP2_API)
+def test_refuses_replicas_on_a_mesh_without_names(rank: Rank) -> None:
+    """A mesh of two dimensions, replicas and shards, is refused if these have no names."""
+    fsdp = _fsdp2(rank)
+    fsdp.check_refused(rank, "mesh_dim_names", lambda: fsdp.sharded(mesh=fsdp.without_names(1, -1)))
+
+
+@contract("INIT-5")
+@world(2)
+@needs(Capability.FSDP2_API)
+def test_refuses_tensor_parallel_layers_on_a_mesh_without_names(rank: Rank) -> None:
+    """A data-parallel mesh without names is refused for layers that tensor parallelism has cut."""
+    fsdp = _fsdp2(rank)
+    ranks = fsdp.mesh.size()
+    both = DeviceMesh(fsdp.mesh.device_type, fsdp.mesh.mesh.view(ranks, 1), mesh_dim_names=("dp", "tp"))
+    layers = parallelize_module(fsdp.layers(), both["tp"], {"0": ColwiseParallel()})
+    fsdp.check_refused(rank, "mesh_dim_names", lambda: fsdp.shard(layers, mesh=fsdp.without_names(ranks)))
+
+
+@contract("INIT-5")
+@world(2)
+@needs(Capability.FSDP2_API)
+def test_refuses_another_placement(rank: Rank) -> None:
+    """A function that chooses a placement other than a shard is refused."""
+    fsdp = _fsdp2(rank)
+    fsdp.check_refused(
+        rank, "shard_placement_fn", lambda: fsdp.sharded(shard_placement_fn=lambda parameter: Replicate())
+    )
+
+
+@contract("INIT-5")
+@world(2)
+@needs(Capability.FSDP2_API)
+def test_refuses_a_stream_for_replicas(rank: Rank) -> None:
+    """A stream for the hook after all-reduces is refused where there are replicas, and the hook then never runs."""
+    fsdp = _fsdp2(rank)
+    mesh = DeviceMesh(fsdp.mesh.device_type, fsdp.mesh.mesh.view(-1, 1), mesh_dim_names=("replicate", "shard"))
+    layers, calls = fsdp.sharded(mesh=mesh), list[torch.Tensor]()
+    fsdp.check_refused(rank, "HSDP", lambda: layers[0].set_all_reduce_hook(calls.append, stream=object()))
+    fsdp.forward(layers).sum().backward()
+    assert not calls, "the function that was refused runs all the same"
+
+
+@contract("INIT-5")
+@world(2)
+@needs(Capability.FSDP2_API)
+def test_refuses_a_plain_parameter(rank: Rank) -> None:
+    """The first forward is refused, by name, if user code has replaced a shard with a plain parameter."""
+    fsdp = _fsdp2(rank)
+    model = fsdp.sharded()
+    model[0].weight = nn.Parameter(torch.ones(4, 4, device=fsdp.mesh.device_type))
+    fsdp.check_refused(rank, "weight", lambda: fsdp.forward(model))
 
 
 @contract("INIT-5")

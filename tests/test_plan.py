@@ -31,6 +31,13 @@ def test_root_has_a_unit_if_parameters_are_left_for_it(chosen, units, capsys):
     assert capsys.readouterr().out.splitlines()[0].endswith(f" parameters; units: {units}")
 
 
+def test_a_mesh_that_is_named_twice_is_planned_once(tmp_path, capsys):
+    file = tmp_path / "plan.json"
+    mesh = ["--mesh", "2", "--worlds", "2,4"]
+    assert main(["plan", *SMALL, *mesh, "--impl", "reference", "--json", str(file)]) == 0
+    assert [world.ranks for world in load_plan(file).worlds] == [2, 4]
+
+
 def test_a_small_model(tmp_path, capsys):
     """Hosts of two ranks: shards within a host, replicas across. The file has what was printed."""
     file = tmp_path / "plan.json"

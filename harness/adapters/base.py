@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardproof.harness.adapters.calls import Calls
 from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.config import Accumulation as Accumulation
 from shardproof.harness.adapters.config import Clip as Clip
@@ -29,7 +28,6 @@ from shardproof.harness.adapters.config import StateForm as StateForm
 from shardproof.harness.adapters.config import Units as Units
 from shardproof.harness.adapters.config import WholeParameters as WholeParameters
 from shardproof.harness.adapters.config import WrapPolicy as WrapPolicy
-from shardproof.harness.adapters.misuses import Misuses
 from shardproof.harness.adapters.older_states import OlderStates
 from shardproof.harness.adapters.own_checkpoints import OwnCheckpoints
 from shardproof.harness.adapters.traits import Traits as Traits
@@ -137,7 +135,7 @@ def options_of(form: StateForm, *, saves: bool = True, strict: bool = True) -> A
     )
 
 
-class Adapter(OlderStates, OwnCheckpoints, Misuses, Calls, ABC):
+class Adapter(OlderStates, OwnCheckpoints, ABC):
     """One model, sharded by one implementation, on one rank.
 
     The harness makes one instance per model on every rank of the world, and every rank makes the same calls in the same
@@ -168,6 +166,9 @@ class Adapter(OlderStates, OwnCheckpoints, Misuses, Calls, ABC):
     Attributes:
         name: the name of the implementation in reports.
         traits: facts about the implementation that comparisons depend on.
+        api: the module of the implementation. Needs :attr:`Capability.FSDP1_API`.
+        fully_shard: the function of the implementation, as a staticmethod. Needs :attr:`Capability.FSDP2_API`.
+        mesh_dims: the class of its ``dp_mesh_dims``. Needs :attr:`Capability.NAMED_DIMENSIONS` as well.
         config: how this model is sharded.
         module: what the training loop calls.
         optimizer: None if the case trains without an optimizer, or if an engine owns the step.
@@ -175,6 +176,9 @@ class Adapter(OlderStates, OwnCheckpoints, Misuses, Calls, ABC):
 
     name: ClassVar[str]
     traits: ClassVar[Traits] = Traits()
+    api: ClassVar[Any]
+    fully_shard: ClassVar[Callable[..., Any]]
+    mesh_dims: ClassVar[Callable[..., Any]]
 
     module: nn.Module
     optimizer: torch.optim.Optimizer | None

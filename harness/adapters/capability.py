@@ -254,6 +254,15 @@ class Capability(enum.StrEnum):
     FLAT_PARAMETERS = "flat-parameters"
     """The optimizer can get one flat parameter per unit instead of the model's own parameters."""
 
+    FSDP1_API = "fsdp1-api"
+    """The adapter's ``api`` is a module with ``FullyShardedDataParallel`` and what its arguments are made of.
+
+    Names and arguments are those of ``torch.distributed.fsdp``. Cases call them themselves.
+    """
+
+    FSDP2_API = "fsdp2-api"
+    """The adapter's ``fully_shard`` has the arguments of torch's; cases call it themselves."""
+
     SYNC_STATES = "sync-states"
     """Sharding can start from the first data-parallel rank's parameters and buffers on every rank."""
 

@@ -32,7 +32,6 @@ from shardproof.harness.adapters.base import (
     whole,
 )
 from shardproof.harness.adapters.capability import Capability
-from shardproof.harness.adapters.dtensor_misuses import MISUSES, Scene
 from shardproof.harness.adapters.scaling import make_scaler
 from shardproof.harness.tensors import private
 
@@ -144,17 +143,13 @@ class DTensorAdapter(Adapter):
     """Drives a ``fully_shard`` function with the signature of that of ``torch.distributed.fsdp``.
 
     Attributes:
-        fully_shard: the function under test, as a staticmethod.
         offload_policy: the class of its policy that keeps shards on the CPU; takes ``pin_memory``.
         precision_policy: the class of its ``mp_policy``.
-        mesh_dims: the class of its ``dp_mesh_dims``, for adapters that declare ``NAMED_DIMENSIONS``.
         register: its ``register_fsdp_forward_method``, as a staticmethod.
     """
 
-    fully_shard: ClassVar[Callable[..., Any]]
     offload_policy: ClassVar[Callable[..., Any]]
     precision_policy: ClassVar[Callable[..., Any]]
-    mesh_dims: ClassVar[Callable[..., Any]]
     register: ClassVar[Callable[..., None]]
 
     @classmethod
@@ -167,6 +162,7 @@ class DTensorAdapter(Adapter):
         # script's functions follow reductions, and what is gathered ahead is set by name.
         missing = {
             Capability.FLAT_PARAMETERS,
+            Capability.FSDP1_API,
             Capability.SYNC_STATES,
             Capability.BUFFER_DTYPE,
             Capability.REPLICAS_ALONE,
@@ -427,9 +423,6 @@ class DTensorAdapter(Adapter):
     def recover(self) -> None:
         """Call ``reset_iter_state`` on the root."""
         self._unit("").reset_iter_state()
-
-    def misuse(self, what: str) -> None:
-        MISUSES[what](Scene(type(self).fully_shard, self.config.mesh, getattr(type(self), "mesh_dims", None)))
 
     def _unit(self, name: str) -> Any:
         return self.module.get_submodule(name)

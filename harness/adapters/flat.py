@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -35,11 +35,7 @@ from shardproof.harness.adapters.base import (
     uncut,
 )
 from shardproof.harness.adapters.capability import Capability
-from shardproof.harness.adapters.flat_calls import CALLS
-from shardproof.harness.adapters.flat_dtypes import DTYPES
 from shardproof.harness.adapters.flat_layout import FlatLayout, Place, flat_units
-from shardproof.harness.adapters.flat_misuses import MISUSES, Scene
-from shardproof.harness.adapters.flat_questions import QUESTIONS
 from shardproof.harness.adapters.scaling import make_scaler
 
 #: The prefix that a wrapper adds to the names of everything inside the wrapped module.
@@ -96,6 +92,7 @@ CAPABILITIES = frozenset(
         Capability.WHOLE_PARAMETERS,
         Capability.WHOLE_ON_CPU,
         Capability.FLAT_PARAMETERS,
+        Capability.FSDP1_API,
         Capability.SYNC_STATES,
         Capability.ORDER_VALIDATION,
         Capability.TENSOR_PARALLEL,
@@ -117,12 +114,7 @@ def share_of_flat(shape: torch.Size, size: int) -> int:
 
 
 class FlatAdapter(Adapter):
-    """Drives a ``FullyShardedDataParallel``, with ``use_orig_params=True`` unless the case wants flat parameters.
-
-    Attributes:
-        api: the module with ``FullyShardedDataParallel``, ``ShardingStrategy``, ``CPUOffload``, ``MixedPrecision``,
-            ``BackwardPrefetch`` and ``StateDictType``.
-    """
+    """Drives a ``FullyShardedDataParallel``, with ``use_orig_params=True`` unless the case wants flat parameters."""
 
     traits = Traits(
         local_numel=share_of_flat,
@@ -130,7 +122,6 @@ class FlatAdapter(Adapter):
         collective_padding=1,
     )
 
-    api: ClassVar[Any]
     module: Any
 
     @classmethod
@@ -411,14 +402,6 @@ class FlatAdapter(Adapter):
         kind = kinds.PARAM_NAME if by == "name" else kinds.PARAM_ID
         found: dict[str, Any] = wrapper.rekey_optim_state_dict(state, kind, model, optim=optimizer)
         return found
-
-    def misuse(self, what: str) -> None:
-        mesh = self.config.mesh
-        MISUSES[what](Scene(self.api, mesh, _device(mesh.device_type)))
-
-    def call(self, what: str) -> Any:
-        mesh = self.config.mesh
-        return (CALLS | QUESTIONS | DTYPES)[what](Scene(self.api, mesh, _device(mesh.device_type)))
 
     def _key_kinds(self) -> Any:
         """Return the enumeration of the kinds of keys."""

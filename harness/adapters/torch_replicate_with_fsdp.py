@@ -38,6 +38,7 @@ _SHARDING = frozenset(
         Capability.TENSOR_PARALLEL_COUNTS,
         Capability.REGISTERED_STATE,
         Capability.UNIT_SETTINGS,
+        Capability.FSDP2_API,
         Capability.OWN_REDUCE_GROUP,
         Capability.REDUCE_INPUTS,
         Capability.REPLICATED_MODULES,

@@ -53,6 +53,19 @@ def test_files_in_the_worlds_own_directory_are_the_harnesss(left_behind, tmp_pat
         assert left_behind() == [f"open files: {tmp_path}-other"]
 
 
+def test_threads_of_one_name_count_one_by_one(sleeper, tmp_path):
+    """One of them was there before: the second is left behind."""
+
+    def threads():
+        return leftovers.picture(CPU, groups=0, directory=str(tmp_path))
+
+    sleeper("loader")
+    before = threads()
+    sleeper("loader")
+    found = [line for line in leftovers.differences(before, threads()).values() if "loader" in line]
+    assert len(found) == 1 and found[0].count("loader") == 1, found
+
+
 def test_modules_count_one_by_one(left_behind):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     assert left_behind() == ["modules: Linear, Linear, Sequential"]

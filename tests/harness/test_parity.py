@@ -56,6 +56,20 @@ def compare(step, **options):
     return StepComparison(*step, Context(step=7, rank=1, member=1, size=2, **options)).first_finding()
 
 
+def test_every_rank_measures_with_the_ulp_of_the_full_tensor(step):
+    """This rank's shard has small elements alone: measured in their own ulps, its error would look larger."""
+    sharded, baseline, oracle = step
+    full = torch.tensor([[1.0, 1.0, 1.0], [0.001, 0.001, 0.001]], dtype=torch.float64)
+    oracle.gradients["weight"] = full
+    baseline.gradients["weight"] = whole(full.float())
+    error = torch.finfo(torch.float32).eps
+    sharded.gradients["weight"] = Piece(full[1:].float() + error, lambda tensor: tensor[1:])
+    comparison = StepComparison(*step, Context(step=7, rank=1, member=1, size=2))
+    comparison.first_finding()
+    measured = {item.name: item.sharded_ulps for item in comparison.measured if item.stage == Stage.GRADIENT}
+    assert measured["weight"] == pytest.approx(1, rel=0.01)
+
+
 def test_equal_pictures_do_not_diverge(step):
     comparison = StepComparison(*step, Context(step=7, rank=1, member=1, size=2))
     assert comparison.first_finding() is None

@@ -188,3 +188,10 @@ def test_ranks_out_of_reach_are_to_blame_and_unknown():
     assert (found.rank, found.text) == (2, "ranks 2-3 are out of reach: host b does not answer")
     lines = watchdog.collectives({0: [one], 1: [one], 2: [], 3: []}, lost)
     assert lines[1:] == ["  1 on ranks 0-3: all_reduce, all of those that can be asked"]
+
+
+def test_a_rank_that_only_waits_is_not_to_blame():
+    """Rank 0 waits for rank 1, which waits in another group for rank 2, which is in no collective."""
+    first, second = Announcement(1, 1, "a", (0, 1), "all_reduce"), Announcement(1, 1, "b", (1, 2), "all_gather")
+    found = watchdog.diagnose({0: [first], 1: [second], 2: []}, stuck={0: "", 1: "", 2: ""}, case_path="a.py", lost={})
+    assert found.rank == 2, found.text

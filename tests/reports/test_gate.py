@@ -305,10 +305,11 @@ def test_time_is_compared_where_a_ratio_is_given(run):
     ]
 
 
-def test_what_passes_now_is_told(run):
-    code, printed = run([of(verdict="fail", failure=FAILURE)], [of()])
+@pytest.mark.parametrize("verdict", ["fail", "expected-fail"])
+def test_what_passes_now_is_told(run, verdict):
+    code, printed = run([of(verdict=verdict, failure=FAILURE)], [of()])
     assert code == 0
-    assert "  ours a passes, was fail" in printed
+    assert f"  ours a passes, was {verdict}" in printed
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,12 @@ torch.fully_shard.toml entry 29, docs/findings.md, F-37: suites/test_x.py::test_
     )
 
 
+def test_no_bound_fits_an_entry_that_fails_before_and_again(check):
+    failing, passing = [judged("test_a[w2]", "expected-fail")], [judged("test_a[w2]", "unexpected-pass")]
+    _, text = check(("2.13.0", failing), ("2.14.0", passing), ("2.15.0", failing))
+    assert text.splitlines()[-1] == "  no upper bound fits: torch 2.15 is newer than 2.14"
+
+
 def test_what_the_run_says_of_entries(check):
     line = "expectations/torch.fully_shard.toml entry 3 matches no case: suites/test_x.py::test_gone*"
     assert check(("2.15.0", [samples.case()], {"end": COMPLETE | {"problems": [line]}})) == (1, f"{line}\n")

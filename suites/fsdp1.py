@@ -1,0 +1,134 @@
+"""``FullyShardedDataParallel`` as cases call it themselves: in ``test_calls*.py`` and ``test_init_calls.py``."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardproof.harness import models
+from shardproof.harness.adapters.base import Adapter
+from shardproof.harness.parity import Rank
+from shardproof.harness.parity.refusals import sharded
+
+#: The names of the parameters of the two layers.
+NAMES = ["0.bias", "0.weight", "1.bias", "1.weight"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fsdp1:
+    """The API under test, and two linear layers to call it with.
+
+    Attributes:
+        adapter: of a model that the case does not use: with its adapter the harness begins to watch the implementation.
+        device: of this rank.
+    """
+
+    adapter: Adapter
+    device: torch.device
+
+    @property
+    def api(self) -> Any:
+        """The module with ``FullyShardedDataParallel`` and what its arguments are made of."""
+        return self.adapter.api
+
+    @property
+    def kind(self) -> Any:
+        """``FullyShardedDataParallel``."""
+        return self.api.FullyShardedDataParallel
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """All ranks."""
+        return self.adapter.config.mesh
+
+    def layers(self) -> Any:
+        """Two linear layers, on the device."""
+        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(self.device)
+
+    def wrap(self, module: nn.Module, **options: Any) -> Any:
+        """Wrap a module, by default over all ranks and with its original parameters."""
+        chosen: dict[str, Any] = {"device_mesh": self.mesh, "use_orig_params": True, "device_id": self.device}
+        return self.kind(module, **(chosen | options))
+
+    def nested(self, inner: dict[str, Any] | None = None, **options: Any) -> Any:
+        """Wrap the first layer, with options of its own, and then both."""
+        layers = self.layers()
+        layers[0] = self.wrap(layers[0], **(inner or {}))
+        return self.wrap(layers, **options)
+
+    def low_precision(self, **options: Any) -> Any:
+        """A policy that computes in bfloat16."""
+        return self.api.MixedPrecision(param_dtype=torch.bfloat16, **options)
+
+    def without_shards(self) -> Any:
+        """Wrap both layers in one wrapper that shards nothing."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # NO_SHARD is deprecated
+            return self.wrap(self.layers(), sharding_strategy=self.api.ShardingStrategy.NO_SHARD)
+
+    def forward(self, model: nn.Module) -> torch.Tensor:
+        """Run a forward of a model, on a batch of ones."""
+        output: torch.Tensor = model(torch.ones(2, 4, device=self.device))
+        return output
+
+    def train(
+        self, model: nn.Module, *parts: nn.Module, optimizer: torch.optim.Optimizer | None = None
+    ) -> torch.optim.Optimizer:
+        """Make one step, by default of Adam.
+
+        Args:
+            model: whose parameters are trained.
+            *parts: modules with a loss each; none means that the model has the loss.
+            optimizer: None means Adam over all parameters.
+
+        Returns:
+            The optimizer.
+        """
+        optimizer = optimizer or torch.optim.Adam(model.parameters(), lr=0.1)
+        for part in parts or (model,):
+            self.forward(part).square().sum().backward()
+        optimizer.step()
+        return optimizer
+
+    def sharded_states(self, model: nn.Module) -> Any:
+        """The context in which state dicts of a model are sharded."""
+        return self.kind.state_dict_type(model, self.api.StateDictType.SHARDED_STATE_DICT)
+
+    def full_states(self, model: nn.Module, *, first_rank: bool = False) -> Any:
+        """The context in which state dicts of an optimizer are full: on all ranks, or on the first one alone."""
+        # A state that is on the CPU already need not go there, and torch's would free it: F-41 of docs/findings.md.
+        config = self.api.FullOptimStateDictConfig(rank0_only=first_rank, offload_to_cpu=False)
+        form = self.api.StateDictType.FULL_STATE_DICT
+        return self.kind.state_dict_type(model, form, self.api.FullStateDictConfig(), config)
+
+    def saved_by_the_first_rank(self, model: nn.Module) -> list[str]:
+        """The names in the full state dict on this rank, where the first rank alone has the values."""
+        config = self.api.FullStateDictConfig(rank0_only=True)
+        with self.kind.state_dict_type(model, self.api.StateDictType.FULL_STATE_DICT, config):
+            return sorted(model.state_dict())
+
+    def without_parameters(self, **options: Any) -> Any:
+        """A wrapper whose own module has buffers and no parameter but those of a wrapper inside."""
+        norm = nn.BatchNorm1d(4, affine=False)
+        layers = nn.Sequential(self.wrap(nn.Linear(4, 4).to(self.device), **options), norm).to(self.device)
+        return self.wrap(layers, **options)
+
+
+def fsdp1(rank: Rank, **options: Any) -> Fsdp1:
+    """Make the API available (collective).
+
+    Args:
+        rank: this rank.
+        **options: as for :meth:`Rank.config`.
+    """
+    return Fsdp1(sharded(rank, models.MLP(5).to(rank.device), **options), rank.device)
+
+
+def hybrid(rank: Rank) -> Fsdp1:
+    """Make the API available on a (replicate, shard) mesh of four ranks (collective)."""
+    return fsdp1(rank, mesh=rank.mesh((2, 2), ("replicate", "shard")))

@@ -1,0 +1,161 @@
+"""Chapter CALLS: full parameters that wrappers show, next to tensor parallelism too."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardproof.harness import models
+from shardproof.harness.adapters.base import WholeParameters
+from shardproof.harness.models import mixed, optim
+from shardproof.harness.models.stateful import by_columns
+from shardproof.harness.parity import Rank
+from shardproof.harness.plugin.axes import FLAT, RESHARD, SHARDS
+from shardproof.testing import Capability, contract, needs, world
+
+pytestmark = needs(Capability.FLAT_PARAMETERS, Capability.WHOLE_PARAMETERS)
+
+
+@contract("CALLS-3")
+@world(2)
+@SHARDS
+@pytest.mark.parametrize("keeps_changes", [False, True])
+def test_whole_parameters_are_the_models_own(rank: Rank, keeps_changes: bool, shards: bool) -> None:
+    """Where a model holds its original parameters, the whole ones are these, so that the optimizer's are known."""
+    model = models.Tower(dim=9)
+    run = rank.run(model, units=model.units(), shards=shards)
+    for _ in range(2):
+        run.evaluate((rank.batch(0, (2, 9)),))
+        held = dict(run.adapter.held_parameters())
+        with run.adapter.whole_parameters(WholeParameters(keeps_changes=keeps_changes)) as found:
+            others = [name for name, parameter in found.items() if parameter is not held[name]]
+        assert not others, f"whole parameters that are other objects than the model's: {', '.join(others)}"
+
+
+@contract("CALLS-3")
+@world(2)
+@FLAT
+@SHARDS
+def test_attributes_after_whole_parameters(rank: Rank, shards: bool, flat: bool) -> None:
+    """When whole parameters were read, modules have attributes of the dtypes that they had, and no whole values."""
+    model = models.Tower(dim=9)
+    shape = model.get_parameter("layers.1.in_proj.weight").shape
+    run = rank.run(model, units=model.units(), shards=shards, flat_parameters=flat)
+    layer: Any = run.original_module("layers.1.in_proj")
+    before = (type(layer.weight), layer.weight.shape, layer.weight.dtype)
+    with run.adapter.whole_parameters(WholeParameters()):
+        assert layer.weight.shape == shape, f"the whole weight has the shape {tuple(layer.weight.shape)}"
+    after = (type(layer.weight), layer.weight.shape, layer.weight.dtype)
+    assert after == before, f"the weight was {before} and is {after}"
+
+
+@contract("CALLS-3")
+@world(2)
+@SHARDS
+@pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
+@pytest.mark.parametrize("keeps_changes", [False, True])
+def test_whole_parameters_before_backward(
+    rank: Rank, keeps_changes: bool, reshard_after_forward: bool | None, shards: bool
+) -> None:
+    """Whole parameters that are read between forward and backward change no gradient, written back or not."""
+    model = models.Tower(dim=9)
+    options: dict[str, Any] = {"units": model.units(), "reshard_after_forward": reshard_after_forward, "shards": shards}
+    run, twin = (rank.run(models.copy_of(model), optimizer=None, **options) for _ in range(2))
+    for step in range(2):
+        for one in (run, twin):
+            output = one.adapter.forward(rank.batch(step, (4, 9)))
+            if one is run:
+                with run.adapter.whole_parameters(WholeParameters(keeps_changes=keeps_changes)):
+                    pass
+            one.adapter.backward(models.mean_square(output))
+        expected = twin.adapter.gradients()
+        for name, piece in run.adapter.gradients().items():
+            other = expected[name]
+            assert (piece is None) == (other is None), f"{name} has a gradient in one of the runs"
+            if piece is not None and other is not None:
+                assert torch.equal(piece.tensor, other.tensor), f"{name} has another gradient"
+
+
+@contract("CALLS-3")
+@world(2)
+@SHARDS
+def test_whole_gradients_of_columns(rank: Rank, shards: bool) -> None:
+    """What a script writes to whole gradients reaches the same elements of the shards, in any order of memory."""
+    model = models.Tower(dim=9)
+    by_columns(model)
+    run = rank.run(model, units=model.units(), shards=shards, optimizer=None)
+    run.forward_backward((rank.batch(0, (4, 9)),), loss=models.mean_square)
+    how, expected = WholeParameters(with_gradients=True), {}
+    with run.adapter.whole_parameters(how) as found:
+        for name, parameter in found.items():
+            assert parameter.grad is not None, f"{name} has no whole gradient"
+            numbers = torch.arange(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
+            expected[name] = numbers.view(parameter.shape)
+            parameter.grad.copy_(expected[name])
+    for name, piece in run.adapter.gradients().items():
+        if piece is not None:
+            assert torch.equal(piece.tensor, piece.cut(expected[name])), f"{name} has another gradient than was written"
+
+
+@contract("CALLS-3")
+@world(4)
+@needs(Capability.TENSOR_PARALLEL)
+def test_whole_parameters_beside_tensor_parallelism(rank: Rank) -> None:
+    """What is written to whole parameters that tensor parallelism has cut, and to gradients, reaches the shards."""
+    mesh = rank.mesh((2, 2), ("dp", "tp"))
+    prepare = functools.partial(mixed.split_columns, mesh=mesh["tp"])
+    run = rank.run(mixed.Mixed(), units=[["low"]], mesh=mesh["dp"], prepare=prepare, optimizer=None)
+    run.forward_backward((rank.batch(0, (6, 4), mesh=mesh["dp"]),), loss=torch.sum)
+
+    def values() -> dict[str, torch.Tensor]:
+        found = {name: piece.tensor.clone() for name, piece in run.adapter.parameters().items()}
+        gradients = {f"gradient of {name}": piece for name, piece in run.adapter.gradients().items()}
+        return found | {name: piece.tensor.clone() for name, piece in gradients.items() if piece is not None}
+
+    before = values()
+    with run.adapter.whole_parameters(WholeParameters(with_gradients=True)) as whole, torch.no_grad():
+        for parameter in whole.values():
+            parameter.mul_(2)
+            if parameter.grad is not None:
+                parameter.grad.mul_(2)
+    for name, value in values().items():
+        assert torch.equal(value, 2 * before[name]), f"{name} was doubled where it was whole, and the shard was not"
+
+
+@contract("CALLS-3")
+@world(4)
+@needs(Capability.TENSOR_PARALLEL, Capability.FULL_STATE_DICT)
+def test_whole_states_beside_tensor_parallelism(rank: Rank) -> None:
+    """A whole state dict has the whole of what tensor parallelism has cut, and of the optimizer's states of it."""
+    mesh = rank.mesh((2, 2), ("dp", "tp"))
+    model = mixed.Mixed()
+    prepare = functools.partial(mixed.split_columns, mesh=mesh["tp"])
+    run = rank.run(model, units=[["low"]], mesh=mesh["dp"], prepare=prepare, optimizer=optim.sgd(momentum=0.9))
+    run.step([(rank.batch(0, (6, 4), mesh=mesh["dp"]),)], loss=torch.sum)
+    saved = run.adapter.checkpoint(form="full")
+    pairs = [(name, piece, saved["model"][name]) for name, piece in run.adapter.parameters().items()]
+    for name, pieces in (run.adapter.optimizer_state() or {}).items():
+        pairs += [(f"{key} of {name}", piece, saved["optimizer"]["state"][name][key]) for key, piece in pieces.items()]
+    assert len(pairs) > 5, "this rank holds no momentum"
+    for name, piece, value in pairs:
+        # Some leave it to the script to put together what tensor parallelism has cut.
+        full = value.full_tensor() if isinstance(value, DTensor) else value
+        assert torch.equal(piece.cut(full), piece.tensor), f"{name} is another one in the state dict than on this rank"
+
+
+@contract("CALLS-3")
+@world(4)
+@needs(Capability.TENSOR_PARALLEL)
+def test_whole_frozen_parameters_beside_tensor_parallelism(rank: Rank) -> None:
+    """Of whole parameters that tensor parallelism has cut, those are frozen that the script has frozen."""
+    mesh = rank.mesh((2, 2), ("dp", "tp"))
+    prepare = functools.partial(mixed.split_columns, mesh=mesh["tp"])
+    run = rank.run(mixed.Mixed(), units=[["low"]], mesh=mesh["dp"], prepare=prepare)
+    run.adapter.held_parameters()["low.weight"].requires_grad_(False)
+    with run.adapter.whole_parameters(WholeParameters()) as whole:
+        frozen = [name for name, parameter in whole.items() if not parameter.requires_grad]
+    assert frozen == ["low.weight"], f"of the whole parameters are frozen: {frozen}"

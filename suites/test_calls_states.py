@@ -1,0 +1,426 @@
+"""Chapter CALLS: state dicts by the API of ``FullyShardedDataParallel``, of the model and of the optimizer."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardproof.harness.parity import Rank
+from shardproof.suites.fsdp1 import NAMES, Fsdp1, fsdp1, hybrid
+from shardproof.testing import Capability, contract, each_value, needs, world
+
+pytestmark = needs(Capability.FSDP1_API)
+
+
+# State dicts of the model
+
+
+@contract("CALLS-4")
+@world(2)
+def test_setting_a_form_returns_the_previous_one(rank: Rank) -> None:
+    """Each call that sets the form of state dicts returns the settings before it; a context restores them."""
+    fsdp = fsdp1(rank)
+    groups: Any = {"device_mesh": None, "process_group": fsdp.mesh.get_group()}  # which local state dicts need
+    model, forms = fsdp.nested(groups, **groups), fsdp.api.StateDictType
+    before = [
+        fsdp.kind.set_state_dict_type(model, forms.SHARDED_STATE_DICT),
+        fsdp.kind.set_state_dict_type(model, forms.FULL_STATE_DICT, fsdp.api.FullStateDictConfig(rank0_only=True)),
+    ]
+    with fsdp.kind.state_dict_type(model, forms.LOCAL_STATE_DICT):
+        before.append(fsdp.kind.get_state_dict_type(model))
+    before.append(fsdp.kind.get_state_dict_type(model))
+    names = [one.state_dict_type.name for one in before]
+    expected = ["FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT", "FULL_STATE_DICT"]
+    assert names == expected, f"the forms before each change were {names}, not {expected}"
+    assert before[-1].state_dict_config.rank0_only is True, "the configuration of the form is lost"
+
+
+@contract("CALLS-4")
+@world(2)
+def test_state_dict_arguments_by_position(rank: Rank) -> None:
+    """``state_dict`` takes its destination and its prefix by position."""
+    fsdp, given = fsdp1(rank), dict[str, Any]()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch's own, about the positions
+        found = fsdp.nested().state_dict(given, "model.")
+    assert found is given, "the state dict is not written into the given one"
+    assert sorted(given) == [f"model.{name}" for name in NAMES], f"the names in the state dict are {sorted(given)}"
+
+
+@contract("CALLS-4")
+@world(2)
+def test_state_dict_has_the_versions_of_modules(rank: Rank) -> None:
+    """The metadata of a wrapper's state dict have the version of the wrapped module under its own name."""
+    fsdp = fsdp1(rank)
+    metadata = fsdp.wrap(nn.BatchNorm1d(4).to(fsdp.device)).state_dict()._metadata
+    found, expected = metadata[""]["version"], nn.BatchNorm1d._version
+    assert found == expected, f"the version of a wrapped BatchNorm1d is saved as {found}, not {expected}"
+
+
+@contract("CALLS-4")
+@world(2)
+def test_ignored_parameters_as_variables(rank: Rank) -> None:
+    """With ``keep_vars`` a state dict has an ignored parameter itself, without it a tensor that is detached."""
+    fsdp = fsdp1(rank)
+    layers = fsdp.layers()
+    model = fsdp.wrap(layers, ignored_states=[layers[0].weight])
+    same = [model.state_dict(keep_vars=keeps)["0.weight"] is layers[0].weight for keeps in (True, False)]
+    assert same == [True, False], f"with keep_vars and without, the ignored parameter itself is saved: {same}"
+
+
+@contract("CALLS-4")
+@world(2)
+def test_names_in_a_local_state_dict(rank: Rank) -> None:
+    """A local state dict has the flat parameters alone, also of a model that has its original parameters."""
+    fsdp = fsdp1(rank)
+    groups: Any = {"device_mesh": None, "process_group": fsdp.mesh.get_group()}  # which local state dicts need
+    model = fsdp.nested(groups, **groups)
+    with fsdp.kind.state_dict_type(model, fsdp.api.StateDictType.LOCAL_STATE_DICT):
+        names = sorted(model.state_dict())
+    assert names == ["0._flat_param", "_flat_param"], f"the names in the local state dict are {names}"
+
+
+@contract("CALLS-4")
+@world(2)
+def test_keys_that_do_not_fit(rank: Rank) -> None:
+    """A load reports missing and unexpected names as the original model has them, without those of wrappers."""
+    fsdp = fsdp1(rank)
+    model = fsdp.nested()
+    renamed = {name.replace("0.", "2."): value for name, value in model.state_dict().items()}
+    found = model.load_state_dict(renamed, strict=False)
+    assert sorted(found.missing_keys) == NAMES[:2], f"the missing keys are {sorted(found.missing_keys)}"
+    assert sorted(found.unexpected_keys) == ["2.bias", "2.weight"], f"unexpected are {sorted(found.unexpected_keys)}"
+
+
+@contract("CALLS-4")
+@world(2)
+def test_load_of_full_parameters(rank: Rank) -> None:
+    """A state dict that is loaded while parameters are full (summoned) is used, or refused, never lost."""
+    fsdp = fsdp1(rank)
+    model, other = fsdp.nested(), fsdp.layers()
+    with fsdp.kind.summon_full_params(model):
+        try:
+            model.load_state_dict(other.state_dict())
+        except AssertionError:
+            return
+    assert torch.equal(fsdp.forward(model), fsdp.forward(other)), "the model does not compute with the loaded values"
+
+
+@contract("CALLS-4")
+@world(2)
+def test_load_after_new_data(rank: Rank) -> None:
+    """A state dict is loaded also into parameters whose ``data`` user code has replaced since the last forward."""
+    fsdp = fsdp1(rank)
+    model, other = fsdp.nested(), fsdp.layers()
+    fsdp.forward(model)
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 0.5
+    model.load_state_dict(other.state_dict())
+    assert torch.equal(fsdp.forward(model), fsdp.forward(other)), "the model does not compute with the loaded values"
+
+
+# State dicts of the optimizer
+
+
+@contract("CALLS-5")
+@world(2)
+@each_value("has_groups")
+@pytest.mark.parametrize("has_groups", [True, False])
+def test_given_optimizer_state_is_saved(rank: Rank, has_groups: bool) -> None:
+    """A state dict of the optimizer that user code has changed and gives is saved as it is, with groups or without."""
+    fsdp = fsdp1(rank)
+    model = fsdp.nested()
+    optimizer = fsdp.train(model)
+    given = optimizer.state_dict()
+    given["state"] = {
+        number: {**one, "exp_avg": torch.full_like(one["exp_avg"], 3.0)} for number, one in given["state"].items()
+    }
+    if not has_groups:
+        del given["param_groups"]
+    with fsdp.full_states(model):
+        found = fsdp.kind.optim_state_dict(model, optimizer, given)
+    expected = ["param_groups", "state"] if has_groups else ["state"]
+    assert sorted(found) == expected, f"saved are {sorted(found)}, not {expected}"
+    averages = {value for one in found["state"].values() for value in one["exp_avg"].flatten().tolist()}
+    assert averages == {3.0}, f"the given averages are 3.0, and {sorted(averages)} are saved"
+
+
+@contract("CALLS-5")
+@world(2)
+def test_given_options_are_saved(rank: Rank) -> None:
+    """Of an optimizer's state dict in which user code has changed the learning rate, this one is saved."""
+    fsdp = fsdp1(rank)
+    model = fsdp.nested()
+    optimizer = fsdp.train(model)
+    given = optimizer.state_dict()
+    given["param_groups"] = [{**group, "lr": 7.0} for group in given["param_groups"]]
+    with fsdp.sharded_states(model):
+        rates = [group["lr"] for group in fsdp.kind.optim_state_dict(model, optimizer, given)["param_groups"]]
+    assert rates == [7.0], f"the given learning rate is 7.0, and {rates} is saved"
+
+
+@contract("CALLS-5")
+@world(2)
+@each_value("use_orig_params")
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_optimizer_state_keeps_its_dtype(rank: Rank, use_orig_params: bool) -> None:
+    """State of the optimizer in float64, of parameters in float32, is saved and loaded in float64."""
+    fsdp = fsdp1(rank)
+    model = fsdp.wrap(fsdp.layers(), use_orig_params=use_orig_params)
+    optimizer = fsdp.train(model)
+    for state in optimizer.state.values():
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = state[name].double()
+    with fsdp.full_states(model):
+        saved = fsdp.kind.optim_state_dict(model, optimizer)
+        kept = copy.deepcopy(saved)
+        loaded = fsdp.kind.optim_state_dict_to_load(model, optimizer, saved)
+    for what, states in (("saved", kept["state"]), ("loaded", loaded["state"])):
+        dtypes = {one["exp_avg"].dtype for one in states.values()}
+        assert dtypes == {torch.float64}, f"averages of float64 are {what} as {dtypes}"
+
+
+@contract("CALLS-5")
+@world(2)
+def test_loaded_optimizer_state_is_returned(rank: Rank) -> None:
+    """A state dict that is loaded directly into the optimizer is returned too."""
+    fsdp = fsdp1(rank)
+    model = fsdp.nested()
+    optimizer = fsdp.train(model)
+    with fsdp.full_states(model):
+        saved = fsdp.kind.optim_state_dict(model, optimizer)
+        for state in saved["state"].values():
+            state["exp_avg"] = torch.full_like(state["exp_avg"], 5.0)
+        found = fsdp.kind.optim_state_dict_to_load(model, optimizer, saved, load_directly=True)
+    assert sorted(found) == ["param_groups", "state"], f"the loaded state dict is returned with {sorted(found)}"
+    averages = {value for state in optimizer.state.values() for value in state["exp_avg"].flatten().tolist()}
+    assert averages == {5.0}, f"the loaded averages are 5.0, and the optimizer has {sorted(averages)}"
+
+
+@contract("CALLS-5")
+@world(2)
+def test_parameters_instead_of_the_optimizer(rank: Rank) -> None:
+    """The older call for shards of a full state takes parameters (``optim_input``), in their order, and warns."""
+    fsdp = fsdp1(rank)
+    model = fsdp.nested()
+    optimizer = fsdp.train(model)
+    full = fsdp.kind.full_optim_state_dict(model, optimizer, rank0_only=False)
+    expected = fsdp.kind.shard_full_optim_state_dict(full, model, optim=optimizer)["state"]
+    order = [*reversed([*model.parameters()])]
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        found = fsdp.kind.shard_full_optim_state_dict(full, model, optim_input=order)["state"]
+    assert len(found) == len(expected), f"of {len(expected)} states {len(found)} are returned"
+    others = [number for number, state in found.items() if not _is_same(state, expected[len(order) - 1 - number])]
+    assert not others, f"the states of the parameters {others} in the given order are those of other parameters"
+    assert any("optim_input" in str(one.message) for one in warned), "no warning names the older argument"
+
+
+def _is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+@contract("CALLS-5")
+@world(2)
+def test_full_states_are_on_every_rank_by_default(rank: Rank) -> None:
+    """Where user code chooses full state dicts and nothing else, every rank has all states of the optimizer."""
+    fsdp = fsdp1(rank)
+    model = fsdp.nested()
+    optimizer = fsdp.train(model)
+    with fsdp.kind.state_dict_type(model, fsdp.api.StateDictType.FULL_STATE_DICT):
+        names = sorted(fsdp.kind.optim_state_dict(model, optimizer)["state"])
+    assert names == NAMES, f"this rank has the states of {names}"
+
+
+@contract("CALLS-5")
+@world(2)
+def test_states_of_a_small_unit(rank: Rank) -> None:
+    """Every rank names all states of a sharded state dict, also that of a parameter of which it has no element."""
+    fsdp = fsdp1(rank)
+    layers = nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 1, bias=False)).to(fsdp.device)
+    layers[1] = fsdp.wrap(layers[1])
+    model = fsdp.wrap(layers)
+    optimizer = fsdp.train(model)
+    with fsdp.sharded_states(model):
+        names = sorted(fsdp.kind.optim_state_dict(model, optimizer)["state"])
+    assert names == ["0.bias", "0.weight", "1.weight"], f"this rank has the states of {names}"
+
+
+@contract("CALLS-5")
+@world(2)
+def test_states_for_an_optimizer_with_names(rank: Rank) -> None:
+    """The state to load into an optimizer that has names in its own (``is_named_optimizer``) has those of the model."""
+    fsdp = fsdp1(rank)
+    model = fsdp.nested()
+    optimizer = fsdp.train(model)
+    with fsdp.sharded_states(model):
+        saved = fsdp.kind.optim_state_dict(model, optimizer)
+        states = fsdp.kind.optim_state_dict_to_load(model, optimizer, saved, is_named_optimizer=True)["state"]
+    known = dict(model.named_parameters()).keys()
+    assert states and states.keys() <= known, (
+        f"the states have the keys {sorted(states)}, and the model {sorted(known)}"
+    )
+
+
+@contract("CALLS-6")
+@world(2)
+def test_groups_in_another_order_by_name(rank: Rank) -> None:
+    """A state dict by names is loaded into an optimizer whose groups have another order: options and states by name."""
+    fsdp = fsdp1(rank)
+    saved, loaded = fsdp.nested(), fsdp.nested()
+    given, taking = _mark(_with_groups(fsdp, saved, 0, 1)), _with_groups(fsdp, loaded, 1, 0)
+    with fsdp.sharded_states(saved):
+        state = fsdp.kind.optim_state_dict(saved, given)
+    with fsdp.sharded_states(loaded):
+        taking.load_state_dict(fsdp.kind.optim_state_dict_to_load(loaded, taking, state))
+    found, expected = _rates_and_averages(taking), [[20.0, 2.0], [10.0, 1.0]]
+    assert found == expected, f"the groups have these learning rates and averages: {found}, not {expected}"
+
+
+@contract("CALLS-6")
+@world(2)
+def test_groups_in_another_order_by_number(rank: Rank) -> None:
+    """A state dict by numbers, for an unsharded model's optimizer whose groups have another order, has its numbers."""
+    fsdp = fsdp1(rank)
+    model, plain = fsdp.nested(), fsdp.layers()
+    by_number = fsdp.api.OptimStateKeyType.PARAM_ID
+    state = fsdp.kind.full_optim_state_dict(model, _mark(_with_groups(fsdp, model, 1, 0)), rank0_only=False)
+    taking = _with_groups(fsdp, plain, 0, 1)
+    taking.load_state_dict(fsdp.kind.rekey_optim_state_dict(state, by_number, plain, optim=taking))
+    found, expected = _rates_and_averages(taking), [[10.0, 1.0], [20.0, 2.0]]
+    assert found == expected, f"the groups have these learning rates and averages: {found}, not {expected}"
+
+
+def _with_groups(fsdp: Fsdp1, model: nn.Module, *layers: int) -> torch.optim.Optimizer:
+    """Adam after one step, with a group for each of the layers; its learning rate is the layer's number plus 1."""
+    named = dict(model.named_parameters())
+    groups = [
+        {"params": [one for name, one in named.items() if f"{layer}." in name], "lr": layer + 1.0} for layer in layers
+    ]
+    return fsdp.train(model, optimizer=torch.optim.Adam(groups))
+
+
+def _states_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
+    """The states of a group's parameters; there are none where a rank has no element of a parameter."""
+    return [optimizer.state[one] for one in group["params"] if optimizer.state.get(one)]
+
+
+def _mark(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Write the learning rate of each group into the averages of its parameters, and then raise it tenfold."""
+    for group in optimizer.param_groups:
+        for state in _states_of(optimizer, group):
+            state["exp_avg"].fill_(group["lr"])
+        group["lr"] *= 10
+    return optimizer
+
+
+def _rates_and_averages(optimizer: torch.optim.Optimizer) -> list[list[float]]:
+    """Of each group the learning rate, and the averages of its parameters, which are one if they are marked."""
+    return [
+        [group["lr"], *sorted({float(state["exp_avg"].mean()) for state in _states_of(optimizer, group)})]
+        for group in optimizer.param_groups
+    ]
+
+
+# Which ranks save
+
+
+@contract("CALLS-7")
+@world(2)
+def test_mesh_of_a_sharded_state_dict(rank: Rank) -> None:
+    """The values of a sharded state dict lie on the mesh that the wrapper was given."""
+    _check_mesh(fsdp1(rank), "FULL_SHARD")
+
+
+@contract("CALLS-7")
+@world(4)
+@needs(Capability.HYBRID)
+def test_mesh_of_a_sharded_state_dict_of_replicas(rank: Rank) -> None:
+    """The values of a sharded state dict lie on the (replicate, shard) mesh that the wrapper was given."""
+    _check_mesh(hybrid(rank), "HYBRID_SHARD")
+
+
+def _check_mesh(fsdp: Fsdp1, strategy: str) -> None:
+    model = fsdp.wrap(fsdp.layers(), sharding_strategy=fsdp.api.ShardingStrategy[strategy])
+    with fsdp.sharded_states(model):
+        others = {str(one.device_mesh) for one in model.state_dict().values() if one.device_mesh != fsdp.mesh}
+    assert not others, f"sharded values lie on {others}, not on the mesh that was given"
+
+
+@contract("CALLS-7")
+@world(4)
+@needs(Capability.HYBRID)
+def test_group_whose_first_rank_saves(rank: Rank) -> None:
+    """Of a named group the first rank saves the optimizer's full state: of all ranks, or of each replica."""
+    fsdp = hybrid(rank)
+    model = fsdp.wrap(fsdp.layers(), sharding_strategy=fsdp.api.ShardingStrategy.HYBRID_SHARD)
+    optimizer = fsdp.train(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    of_all, of_a_replica = dist.group.WORLD, fsdp.mesh.get_group(1)
+    with fsdp.full_states(model, first_rank=True):
+        found = [fsdp.kind.optim_state_dict(model, optimizer, group=group) for group in (of_all, of_a_replica)]
+    found.append(fsdp.kind.full_optim_state_dict(model, optimizer, group=of_all))
+    saved = [sorted(one.get("state", {})) for one in found]
+    first, each = NAMES if rank.index == 0 else [], NAMES if rank.index % 2 == 0 else []
+    expected = [first, each, first]
+    assert saved == expected, (
+        f"saved by the first of all, of its replica, and of all by the older call: {saved} on this rank, not {expected}"
+    )
+
+
+@contract("CALLS-7")
+@world(4)
+@needs(Capability.HYBRID)
+def test_first_rank_of_each_replica(rank: Rank) -> None:
+    """Where the first rank alone has full parameters or saves them, it is the first rank of each replica."""
+    fsdp = hybrid(rank)
+    model = fsdp.wrap(fsdp.layers(), sharding_strategy=fsdp.api.ShardingStrategy.HYBRID_SHARD)
+    fsdp.forward(model)
+    is_first = rank.index % 2 == 0
+    saved = fsdp.saved_by_the_first_rank(model)
+    assert saved == (NAMES if is_first else []), f"rank {rank.index} saves {saved}"
+    with fsdp.kind.summon_full_params(model, rank0_only=True, writeback=False):
+        is_full = model.module[0].weight.shape == (4, 4)
+    assert is_full == is_first, f"rank {rank.index} has {'' if is_full else 'no '}full parameters"
+
+
+@contract("CALLS-7")
+@world(4)
+@needs(Capability.HYBRID)
+def test_states_of_a_submesh(rank: Rank) -> None:
+    """Of a model on a sub-mesh the sub-mesh's first rank saves the optimizer's state, and all its ranks load it."""
+    fsdp = hybrid(rank)
+    ranks = fsdp.mesh["shard"]
+    model = fsdp.wrap(fsdp.layers(), device_mesh=ranks)
+    optimizer = fsdp.train(model)
+    with fsdp.full_states(model, first_rank=True):
+        saved = fsdp.kind.optim_state_dict(model, optimizer)
+        loaded = fsdp.kind.optim_state_dict_to_load(model, optimizer, saved)
+    states, expected = len(saved.get("state", {})), len(NAMES) if ranks.get_local_rank() == 0 else 0
+    assert states == expected, f"rank {ranks.get_local_rank()} of the sub-mesh saves {states} states, not {expected}"
+    assert loaded["state"], "a rank of the sub-mesh loads no state"
+
+
+@contract("CALLS-7")
+@world(2)
+def test_plain_modules_are_saved_by_every_rank(rank: Rank) -> None:
+    """Where the first rank alone saves full values, every rank saves those of plain modules next to a wrapper."""
+    fsdp = fsdp1(rank)
+    model = nn.Sequential(nn.Linear(4, 4).to(fsdp.device), fsdp.wrap(fsdp.layers()))
+    names = [name for name in fsdp.saved_by_the_first_rank(model) if name.startswith("0.")]
+    assert names == NAMES[:2], f"of the plain module this rank saves {names}"
+
+
+@contract("CALLS-7")
+@world(2)
+def test_first_rank_saves_a_root_without_parameters(rank: Rank) -> None:
+    """Where the first rank alone saves, a wrapper without parameters of its own saves nothing on the others."""
+    fsdp = fsdp1(rank)
+    saved = fsdp.saved_by_the_first_rank(fsdp.without_parameters())
+    expected = 5 if rank.index == 0 else 0
+    assert len(saved) == expected, f"rank {rank.index} saves {saved}, {expected} values were expected"
