@@ -1,9 +1,121 @@
-"""The marks and the capabilities of cases: the one import of a case.
+"""What a case imports: the one import of case modules, here and in other repositories.
 
-It imports no torch: a case module is collected in processes that run no case.
+- Marks: ``contract``, ``world``, ``needs`` and the others of :mod:`shardproof.harness.plugin.marks`, with
+  ``Capability`` and ``Hardware``; parameter sets that several chapters share, such as ``RESHARD``.
+- What a rank does: ``Rank``, ``Pair``, ``Run``, and the options of a model: ``Accumulation``, ``Clip``, ``Precision``.
+- What is trained: ``models`` and its modules ``mixed``, ``optim``, ``shapes``, ``ties``, with single models of others.
+- What is compared, counted and refused: ``check_exact``, ``Census``, ``Trace``, ``Refusal`` and the like.
+
+The docstring of each name says what it is; ``docs/cases.md`` shows them at work.
 """
 
+from shardproof.harness import models
+from shardproof.harness.adapters.base import (
+    Accumulation,
+    Adapter,
+    Clip,
+    OptimizerFactory,
+    Piece,
+    Precision,
+    Settings,
+    StateForm,
+    Trainee,
+    WholeParameters,
+    WrapPolicy,
+    original_name,
+    uncut,
+)
 from shardproof.harness.adapters.capability import Capability, Hardware
+from shardproof.harness.adapters.config import NamedDimensions
+from shardproof.harness.adapters.dtensor import piece_of
+from shardproof.harness.adapters.registry import built_in_with
+from shardproof.harness.collectives.delays import Delay
+from shardproof.harness.collectives.own import Own
+from shardproof.harness.collectives.trace import Collective, Trace, first_difference
+from shardproof.harness.collectives.units import ROOT
+from shardproof.harness.findings.finding import Finding, Location, step_label
+from shardproof.harness.findings.stages import Stage
+from shardproof.harness.models import busy, mixed, optim, parallel, shapes, ties
+from shardproof.harness.models.compilation import compiler
+from shardproof.harness.models.drawn import Block, Part, Plan
+from shardproof.harness.models.experts import ExpertModel, Router, divide_experts
+from shardproof.harness.models.made import Drawn, DrawnStack, Offset
+from shardproof.harness.models.parallel import (
+    Buffered,
+    Factors,
+    MLPStack,
+    Projections,
+    Skipping,
+    SplitTransformer,
+    parallelize_mlps,
+    parallelize_projections,
+    parallelize_transformer,
+    replicate,
+    split_factors,
+    spread_mlps,
+)
+from shardproof.harness.models.plain import Stacked
+from shardproof.harness.models.recomputation import (
+    Computations,
+    Means,
+    Span,
+    SpanBesideAHead,
+    SpanTower,
+    recompute,
+    recompute_span,
+)
+from shardproof.harness.models.rows import WIDTH, Rows
+from shardproof.harness.models.stateful import Stateful, by_columns
+from shardproof.harness.models.ties import RepeatedTower, TiedMLP, TiedStack, TwoNames
+from shardproof.harness.parity import (
+    CastReplica,
+    Census,
+    Pair,
+    Poison,
+    Rank,
+    Run,
+    Timeline,
+    check_equal,
+    check_evaluation,
+    check_exact,
+    check_statistics,
+    exact_difference,
+    resume,
+    run_and_replica,
+    stateful_runs,
+    states,
+    step_and_check,
+    wholes,
+)
+from shardproof.harness.parity.census import bytes_of
+from shardproof.harness.parity.claims import state_numel
+from shardproof.harness.parity.comparison import numbers_of
+from shardproof.harness.parity.drawn import Step, Training, needs_of, train_drawn
+from shardproof.harness.parity.numerics import distance
+from shardproof.harness.parity.oracle import Oracle
+from shardproof.harness.parity.other_worlds import other_worlds
+from shardproof.harness.parity.plain import backward_of_copies, check_gradients, check_parameters
+from shardproof.harness.parity.refusals import Refusal, Untouched, error_of_all, sharded
+from shardproof.harness.parity.run import Loss, StepPicture
+from shardproof.harness.parity.timeline import Interval
+from shardproof.harness.parity.undivided import Undivided
+from shardproof.harness.plugin.axes import (
+    DELAY_MS,
+    DELAYED,
+    DELAYS,
+    FLAT,
+    KEEPS,
+    RESHARD,
+    RESHARD_CHOICES,
+    RESHARD_EXPLICIT,
+    RESHARD_FREES,
+    RESHARD_ROOT,
+    RESHARD_TO_PARTS,
+    RESHARD_UNEVEN,
+    SHARDS,
+    WHOLE,
+    with_first,
+)
 from shardproof.harness.plugin.marks import (
     alone,
     contract,
@@ -15,17 +127,158 @@ from shardproof.harness.plugin.marks import (
     simulated,
     world,
 )
+from shardproof.harness.simulation import Kind, Shape, Simulation, formulas
+from shardproof.harness.simulation.world import coordinate_of
+from shardproof.harness.tensors import memory, private
+from shardproof.harness.tensors.streams import occupy
+from shardproof.harness.tensors.trees import map_leaves, map_tensors, tensors_of
 
 __all__ = [
+    "DELAYED",
+    "DELAYS",
+    "DELAY_MS",
+    "FLAT",
+    "KEEPS",
+    "RESHARD",
+    "RESHARD_CHOICES",
+    "RESHARD_EXPLICIT",
+    "RESHARD_FREES",
+    "RESHARD_ROOT",
+    "RESHARD_TO_PARTS",
+    "RESHARD_UNEVEN",
+    "ROOT",
+    "SHARDS",
+    "WHOLE",
+    "WIDTH",
+    "Accumulation",
+    "Adapter",
+    "Block",
+    "Buffered",
     "Capability",
+    "CastReplica",
+    "Census",
+    "Clip",
+    "Collective",
+    "Computations",
+    "Delay",
+    "Drawn",
+    "DrawnStack",
+    "ExpertModel",
+    "Factors",
+    "Finding",
     "Hardware",
+    "Interval",
+    "Kind",
+    "Location",
+    "Loss",
+    "MLPStack",
+    "Means",
+    "NamedDimensions",
+    "Offset",
+    "OptimizerFactory",
+    "Oracle",
+    "Own",
+    "Pair",
+    "Part",
+    "Piece",
+    "Plan",
+    "Poison",
+    "Precision",
+    "Projections",
+    "Rank",
+    "Refusal",
+    "RepeatedTower",
+    "Router",
+    "Rows",
+    "Run",
+    "Settings",
+    "Shape",
+    "Simulation",
+    "Skipping",
+    "Span",
+    "SpanBesideAHead",
+    "SpanTower",
+    "SplitTransformer",
+    "Stacked",
+    "Stage",
+    "StateForm",
+    "Stateful",
+    "Step",
+    "StepPicture",
+    "TiedMLP",
+    "TiedStack",
+    "Timeline",
+    "Trace",
+    "Trainee",
+    "Training",
+    "TwoNames",
+    "Undivided",
+    "Untouched",
+    "WholeParameters",
+    "WrapPolicy",
     "alone",
+    "backward_of_copies",
+    "built_in_with",
+    "busy",
+    "by_columns",
+    "bytes_of",
+    "check_equal",
+    "check_evaluation",
+    "check_exact",
+    "check_gradients",
+    "check_parameters",
+    "check_statistics",
+    "compiler",
     "contract",
+    "coordinate_of",
     "deadline",
+    "distance",
+    "divide_experts",
     "drawn",
     "each_value",
+    "error_of_all",
+    "exact_difference",
+    "first_difference",
+    "formulas",
+    "map_leaves",
+    "map_tensors",
     "meaningful_from",
+    "memory",
+    "mixed",
+    "models",
     "needs",
+    "needs_of",
+    "numbers_of",
+    "occupy",
+    "optim",
+    "original_name",
+    "other_worlds",
+    "parallel",
+    "parallelize_mlps",
+    "parallelize_projections",
+    "parallelize_transformer",
+    "piece_of",
+    "private",
+    "recompute",
+    "recompute_span",
+    "replicate",
+    "resume",
+    "run_and_replica",
+    "shapes",
+    "sharded",
     "simulated",
+    "split_factors",
+    "spread_mlps",
+    "state_numel",
+    "stateful_runs",
+    "states",
+    "step_and_check",
+    "step_label",
+    "tensors_of",
+    "ties",
+    "train_drawn",
+    "uncut",
+    "wholes",
+    "with_first",
     "world",
 ]

@@ -10,10 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardproof.harness import models
-from shardproof.harness.adapters.base import Adapter
-from shardproof.harness.parity import Rank
-from shardproof.harness.parity.refusals import sharded
+from shardproof.testing import Adapter, Rank, models, sharded
 
 #: The names of the parameters of the two layers.
 NAMES = ["0.bias", "0.weight", "1.bias", "1.weight"]

@@ -11,18 +11,35 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardproof.harness import models
-from shardproof.harness.adapters.base import Accumulation, Piece, WholeParameters
-from shardproof.harness.findings.finding import Finding, Location, step_label
-from shardproof.harness.findings.stages import Stage
-from shardproof.harness.models import optim
-from shardproof.harness.parity import Pair, Rank, Run, exact_difference
-from shardproof.harness.parity.comparison import numbers_of
-from shardproof.harness.parity.numerics import distance
-from shardproof.harness.parity.oracle import Oracle
-from shardproof.harness.parity.plain import backward_of_copies, check_gradients
-from shardproof.harness.plugin.axes import RESHARD, RESHARD_CHOICES, RESHARD_EXPLICIT
-from shardproof.testing import Capability, Hardware, contract, each_value, needs, world
+from shardproof.testing import (
+    RESHARD,
+    RESHARD_CHOICES,
+    RESHARD_EXPLICIT,
+    Accumulation,
+    Capability,
+    Finding,
+    Hardware,
+    Location,
+    Oracle,
+    Pair,
+    Piece,
+    Rank,
+    Run,
+    Stage,
+    WholeParameters,
+    backward_of_copies,
+    check_gradients,
+    contract,
+    distance,
+    each_value,
+    exact_difference,
+    models,
+    needs,
+    numbers_of,
+    optim,
+    step_label,
+    world,
+)
 
 DIM = 9
 DEPTH = 3

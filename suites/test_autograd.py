@@ -11,17 +11,31 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardproof.harness import models
-from shardproof.harness.adapters.base import Accumulation, Adapter
-from shardproof.harness.findings.finding import step_label
-from shardproof.harness.models import optim, shapes
-from shardproof.harness.models.recomputation import recompute
-from shardproof.harness.parity import Census, Rank, Run, check_exact, exact_difference
-from shardproof.harness.parity.plain import backward_of_copies, check_gradients, check_parameters
-from shardproof.harness.parity.refusals import error_of_all
-from shardproof.harness.plugin.axes import RESHARD
-from shardproof.harness.tensors.trees import tensors_of
-from shardproof.testing import Capability, contract, each_value, needs, world
+from shardproof.testing import (
+    RESHARD,
+    Accumulation,
+    Adapter,
+    Capability,
+    Census,
+    Rank,
+    Run,
+    backward_of_copies,
+    check_exact,
+    check_gradients,
+    check_parameters,
+    contract,
+    each_value,
+    error_of_all,
+    exact_difference,
+    models,
+    needs,
+    optim,
+    recompute,
+    shapes,
+    step_label,
+    tensors_of,
+    world,
+)
 
 DATACLASS = pytest.param("dataclass", marks=needs(Capability.DATACLASS_OUTPUT))
 

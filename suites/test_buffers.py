@@ -6,12 +6,21 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.harness import models
-from shardproof.harness.adapters.base import uncut
-from shardproof.harness.models import mixed, optim
-from shardproof.harness.parity import Rank, check_statistics, run_and_replica
-from shardproof.harness.plugin.axes import KEEPS
-from shardproof.testing import Capability, Hardware, contract, needs, world
+from shardproof.testing import (
+    KEEPS,
+    Capability,
+    Hardware,
+    Rank,
+    check_statistics,
+    contract,
+    mixed,
+    models,
+    needs,
+    optim,
+    run_and_replica,
+    uncut,
+    world,
+)
 
 SHAPE = (7, 5)
 UNITS = (("inner",), ("norm",))

@@ -13,10 +13,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardproof.harness.parity import Rank
-from shardproof.harness.tensors import private
 from shardproof.suites.fsdp1 import NAMES, Fsdp1, fsdp1
-from shardproof.testing import Capability, contract, each_value, needs, world
+from shardproof.testing import Capability, Rank, contract, each_value, needs, private, world
 
 pytestmark = needs(Capability.FSDP1_API)
 

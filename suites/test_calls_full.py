@@ -9,13 +9,21 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardproof.harness import models
-from shardproof.harness.adapters.base import WholeParameters
-from shardproof.harness.models import mixed, optim
-from shardproof.harness.models.stateful import by_columns
-from shardproof.harness.parity import Rank
-from shardproof.harness.plugin.axes import FLAT, RESHARD, SHARDS
-from shardproof.testing import Capability, contract, needs, world
+from shardproof.testing import (
+    FLAT,
+    RESHARD,
+    SHARDS,
+    Capability,
+    Rank,
+    WholeParameters,
+    by_columns,
+    contract,
+    mixed,
+    models,
+    needs,
+    optim,
+    world,
+)
 
 pytestmark = needs(Capability.FLAT_PARAMETERS, Capability.WHOLE_PARAMETERS)
 

@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardproof.harness.parity import Rank
 from shardproof.suites.fsdp1 import NAMES, Fsdp1, fsdp1, hybrid
-from shardproof.testing import Capability, contract, each_value, needs, world
+from shardproof.testing import Capability, Rank, contract, each_value, needs, world
 
 pytestmark = needs(Capability.FSDP1_API)
 

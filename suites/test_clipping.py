@@ -12,14 +12,24 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from shardproof.harness import models
-from shardproof.harness.adapters.base import Clip
-from shardproof.harness.models import mixed, optim, shapes
-from shardproof.harness.models.parallel import MLPStack, parallelize_mlps
-from shardproof.harness.parity import Rank, exact_difference
-from shardproof.harness.parity.refusals import Refusal
-from shardproof.harness.plugin.axes import FLAT
-from shardproof.testing import Capability, contract, each_value, needs, world
+from shardproof.testing import (
+    FLAT,
+    Capability,
+    Clip,
+    MLPStack,
+    Rank,
+    Refusal,
+    contract,
+    each_value,
+    exact_difference,
+    mixed,
+    models,
+    needs,
+    optim,
+    parallelize_mlps,
+    shapes,
+    world,
+)
 
 pytestmark = needs(Capability.CLIPPING)
 

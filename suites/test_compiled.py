@@ -9,12 +9,19 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.harness import models
-from shardproof.harness.models.compilation import compiler
-from shardproof.harness.models.recomputation import Means, recompute
-from shardproof.harness.parity import Rank
-from shardproof.harness.plugin.axes import KEEPS, RESHARD
-from shardproof.testing import Capability, contract, needs, world
+from shardproof.testing import (
+    KEEPS,
+    RESHARD,
+    Capability,
+    Means,
+    Rank,
+    compiler,
+    contract,
+    models,
+    needs,
+    recompute,
+    world,
+)
 
 RECOMPUTES = needs(Capability.RECOMPUTATION)
 

@@ -16,31 +16,46 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from shardproof.harness import models
-from shardproof.harness.adapters.base import Adapter
-from shardproof.harness.adapters.config import NamedDimensions
-from shardproof.harness.adapters.dtensor import piece_of
-from shardproof.harness.models import optim
-from shardproof.harness.models.experts import ExpertModel, Router, divide_experts
-from shardproof.harness.models.parallel import (
+from shardproof.testing import (
+    RESHARD,
+    RESHARD_CHOICES,
+    Adapter,
     Buffered,
+    Capability,
+    Computations,
+    ExpertModel,
     Factors,
+    Hardware,
     MLPStack,
+    NamedDimensions,
+    Pair,
     Projections,
+    Rank,
+    Refusal,
+    Router,
     SplitTransformer,
+    backward_of_copies,
+    check_gradients,
+    check_parameters,
+    contract,
+    divide_experts,
+    each_value,
+    exact_difference,
+    models,
+    needs,
+    optim,
     parallelize_mlps,
     parallelize_projections,
     parallelize_transformer,
+    piece_of,
+    private,
+    recompute,
     replicate,
+    sharded,
     spread_mlps,
+    with_first,
+    world,
 )
-from shardproof.harness.models.recomputation import Computations, recompute
-from shardproof.harness.parity import Pair, Rank, exact_difference
-from shardproof.harness.parity.plain import backward_of_copies, check_gradients, check_parameters
-from shardproof.harness.parity.refusals import Refusal, sharded
-from shardproof.harness.plugin.axes import RESHARD, RESHARD_CHOICES, with_first
-from shardproof.harness.tensors import private
-from shardproof.testing import Capability, Hardware, contract, each_value, needs, world
 
 pytestmark = needs(Capability.TENSOR_PARALLEL)
 

@@ -10,17 +10,35 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.harness import models
-from shardproof.harness.adapters.base import Accumulation, Clip, StateForm
-from shardproof.harness.findings.finding import Finding, Location, step_label
-from shardproof.harness.findings.stages import Stage
-from shardproof.harness.models import mixed, optim, shapes
-from shardproof.harness.models.parallel import MLPStack, parallelize_mlps
-from shardproof.harness.parity import Rank, check_exact, exact_difference, states
-from shardproof.harness.parity.run import Run, StepPicture
-from shardproof.harness.parity.stateful_runs import check_loads, make, train
-from shardproof.harness.plugin.axes import FLAT, KEEPS
-from shardproof.testing import Capability, contract, each_value, needs, world
+from shardproof.testing import (
+    FLAT,
+    KEEPS,
+    Accumulation,
+    Capability,
+    Clip,
+    Finding,
+    Location,
+    MLPStack,
+    Rank,
+    Run,
+    Stage,
+    StateForm,
+    StepPicture,
+    check_exact,
+    contract,
+    each_value,
+    exact_difference,
+    mixed,
+    models,
+    needs,
+    optim,
+    parallelize_mlps,
+    shapes,
+    stateful_runs,
+    states,
+    step_label,
+    world,
+)
 
 WHY = "the same implementation, seeds and data, and deterministic algorithms"
 WHY_LOADED = "the same values and states, the same data"
@@ -191,13 +209,15 @@ def test_values_of_the_first_rank_with_own_hash_seeds(rank: Rank) -> None:
 def test_states_with_own_hash_seeds(rank: Rank, flat: bool, form: StateForm) -> None:
     """State dicts of model and optimizer have the names in one order, load, and training goes on with the same bits."""
     options: Any = {"for_flat": flat, "flat_parameters": flat, "optimizer": optim.averages()}
-    saved, loaded = make(rank, 0, **options), make(rank, 1, **options)
-    train(rank, saved, 0)
+    saved, loaded = stateful_runs.make(rank, 0, **options), stateful_runs.make(rank, 1, **options)
+    stateful_runs.train(rank, saved, 0)
     if form == "sharded":
         check_order(rank, saved)
-    check_loads(rank, saved, loaded, form)
+    stateful_runs.check_loads(rank, saved, loaded, form)
     if form == "sharded":  # otherwise the two share what an implementation that shards nothing has given and taken
-        check_exact(rank, train(rank, loaded, 4), train(rank, saved, 4), step=4, why=WHY_LOADED)
+        check_exact(
+            rank, stateful_runs.train(rank, loaded, 4), stateful_runs.train(rank, saved, 4), step=4, why=WHY_LOADED
+        )
 
 
 def check_order(rank: Rank, run: Run) -> None:

@@ -6,12 +6,23 @@ from typing import Any
 
 import pytest
 
-from shardproof.harness.adapters.base import Accumulation
-from shardproof.harness.models.drawn import Block, Part, Plan
-from shardproof.harness.parity import Rank
-from shardproof.harness.parity.drawn import Step, Training, train
-from shardproof.harness.parity.drawn import needs as needs_of
-from shardproof.testing import Capability, contract, deadline, drawn, needs, world
+from shardproof.testing import (
+    Accumulation,
+    Block,
+    Capability,
+    Part,
+    Plan,
+    Rank,
+    Step,
+    Training,
+    contract,
+    deadline,
+    drawn,
+    needs,
+    needs_of,
+    train_drawn,
+    world,
+)
 
 WORLD = 2
 
@@ -23,7 +34,7 @@ WORLD = 2
 @drawn(training=Training)
 def test_any_training(rank: Rank, training: Training) -> None:
     """Any model, mesh, policies and schedule that the implementation claims train as plain copies do."""
-    train(rank, training)
+    train_drawn(rank, training)
 
 
 def found(name: str, training: Training) -> Any:
@@ -55,4 +66,4 @@ FOUND = [
 @pytest.mark.parametrize("training", FOUND)
 def test_what_a_search_found(rank: Rank, training: Training) -> None:
     """Trainings, shrunk, that a reference or the harness failed once."""
-    train(rank, training)
+    train_drawn(rank, training)

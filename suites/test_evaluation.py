@@ -12,15 +12,29 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.harness import models
-from shardproof.harness.adapters.base import Accumulation, Adapter, WholeParameters
-from shardproof.harness.findings.finding import step_label
-from shardproof.harness.models import optim, shapes, ties
-from shardproof.harness.parity import Rank, check_exact
-from shardproof.harness.parity.refusals import Refusal
-from shardproof.harness.parity.wholes import check_values, check_whole, halve, write
-from shardproof.harness.plugin.axes import FLAT, RESHARD, SHARDS, WHOLE
-from shardproof.testing import Capability, contract, each_value, needs, world
+from shardproof.testing import (
+    FLAT,
+    RESHARD,
+    SHARDS,
+    WHOLE,
+    Accumulation,
+    Adapter,
+    Capability,
+    Rank,
+    Refusal,
+    WholeParameters,
+    check_exact,
+    contract,
+    each_value,
+    models,
+    needs,
+    optim,
+    shapes,
+    step_label,
+    ties,
+    wholes,
+    world,
+)
 
 WHY = "the same values, gathered or not"
 MODES = ["no_grad", "inference_mode"]
@@ -173,7 +187,7 @@ def test_forward_after_that_of_a_unit(rank: Rank, submodule: str, reshard_after_
             with torch.no_grad():
                 expected = plain.get_submodule(name)(*batch)
             assert torch.equal(found, expected), f"the forward of {name or 'the root'} uses values of before a change"
-            halve(run, plain)
+            wholes.halve(run, plain)
 
 
 @contract("EVALUATION-2")
@@ -242,10 +256,10 @@ def test_a_call_shows_whole_parameters(rank: Rank, reshard_after_forward: bool |
         sharded = [name for name, gathered in run.adapter.gathered().items() if not gathered]
         assert not sharded, f"after call {number} these are not gathered: {', '.join(sharded)}"
         shown = run.adapter.named_parameters()
-        check_whole(rank, WholeParameters(), shown, plain)
+        wholes.check_whole(rank, WholeParameters(), shown, plain)
         run.adapter.reshard()
         run.evaluate(batch)
-        halve(run, plain)
+        wholes.halve(run, plain)
 
 
 @contract("EVALUATION-3")
@@ -339,18 +353,18 @@ def test_whole_parameters(
     for number in range(2):
         run.evaluate((rank.batch(0, (2, 9)),))
         if number:
-            halve(run, plain)  # what the evaluation may have left gathered is old
+            wholes.halve(run, plain)  # what the evaluation may have left gathered is old
         with run.adapter.whole_parameters(how) as found:
-            has_them = check_whole(rank, how, found, plain)
+            has_them = wholes.check_whole(rank, how, found, plain)
             named = {name for name, _ in run.adapter.module.named_parameters()}
             assert not has_them or named == found.keys(), f"the model names its parameters {sorted(named)}"
             buffers = [name for name, _ in run.adapter.module.named_buffers()]
             assert not has_them or buffers == ["layers.0.spare"], f"the model names its buffers {buffers}"
             if has_them:
-                write(found)
+                wholes.write(found)
         if how.keeps_changes:
-            write(dict(plain.named_parameters()))
-        check_values(run, plain)
+            wholes.write(dict(plain.named_parameters()))
+        wholes.check_values(run, plain)
     twin = rank.run(plain, **options)
     batch = (rank.batch(0, (2, 9)),)
     outputs, expected = run.evaluate(batch), twin.evaluate(batch)
@@ -376,8 +390,8 @@ def test_function_for_every_module(rank: Rank, shards: bool, flat: bool) -> None
             run.evaluate((rank.batch(0, (2, 9)),))
         name = "" if number else "layers.1"  # a unit first, when no forward has run yet
         for one in (run.adapter.module, plain):
-            one.get_submodule(name).apply(lambda module: write(dict(module.named_parameters(recurse=False))))
-        check_values(run, plain)
+            one.get_submodule(name).apply(lambda module: wholes.write(dict(module.named_parameters(recurse=False))))
+        wholes.check_values(run, plain)
     batch = (rank.batch(0, (2, 9)),)
     outputs, expected = run.evaluate(batch), rank.run(plain, **options).evaluate(batch)
     assert torch.equal(outputs[0], expected[0]), "the forward after the function has other values"
@@ -396,10 +410,10 @@ def test_whole_parameters_of_replicas(rank: Rank, flat: bool) -> None:
     for _ in range(2):
         run.evaluate((rank.batch(0, (2, 9)),))
         with run.adapter.whole_parameters(WholeParameters()) as found:
-            check_whole(rank, WholeParameters(), found, plain)
-            write(found)
-        write(dict(plain.named_parameters()))
-        check_values(run, plain)
+            wholes.check_whole(rank, WholeParameters(), found, plain)
+            wholes.write(found)
+        wholes.write(dict(plain.named_parameters()))
+        wholes.check_values(run, plain)
     twin = rank.run(plain, **options)
     for step in range(2):
         pictures = (one.step([(rank.batch(step, (4, 9)),)], loss=models.mean_square) for one in (run, twin))
@@ -417,7 +431,7 @@ def test_whole_tied_parameters(rank: Rank) -> None:
     for parameter in [*run.adapter.named_parameters().values(), *plain.parameters()]:
         parameter.data = parameter.data * 0.5
     with run.adapter.whole_parameters(WholeParameters(keeps_changes=False)) as found:
-        check_whole(rank, WholeParameters(), found, plain)
+        wholes.check_whole(rank, WholeParameters(), found, plain)
         for layer in ("layers.0", "layers.1"):
             first, second = (run.original_module(f"{layer}.{name}").weight for name in ("first", "second"))
             assert first is second, f"the weights of {layer} are not tied inside the context"
@@ -559,9 +573,9 @@ def test_saving_where_parameters_are_whole(rank: Rank, where: str, flat: bool) -
 
     if where == "in-the-context":
         with run.adapter.whole_parameters(WholeParameters()) as found:
-            write(found)
+            wholes.write(found)
             save()
-        write(dict(plain.named_parameters()))
+        wholes.write(dict(plain.named_parameters()))
     elif where == "in-a-forward":
         run.original_module("layers.1").register_forward_hook(save)
     else:

@@ -10,15 +10,28 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.harness import models
-from shardproof.harness.adapters.base import Accumulation, Precision
-from shardproof.harness.findings.finding import step_label
-from shardproof.harness.models import shapes
-from shardproof.harness.models.parallel import MLPStack, parallelize_mlps
-from shardproof.harness.parity import Census, Pair, Rank, exact_difference
-from shardproof.harness.parity.refusals import Refusal
-from shardproof.harness.plugin.axes import RESHARD, RESHARD_EXPLICIT, with_first
-from shardproof.testing import Capability, contract, each_value, needs, world
+from shardproof.testing import (
+    RESHARD,
+    RESHARD_EXPLICIT,
+    Accumulation,
+    Capability,
+    Census,
+    MLPStack,
+    Pair,
+    Precision,
+    Rank,
+    Refusal,
+    contract,
+    each_value,
+    exact_difference,
+    models,
+    needs,
+    parallelize_mlps,
+    shapes,
+    step_label,
+    with_first,
+    world,
+)
 
 DEPTH = 3
 

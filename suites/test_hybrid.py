@@ -7,13 +7,21 @@ from typing import Any
 import pytest
 from torch import nn
 
-from shardproof.harness import models
-from shardproof.harness.adapters.base import Accumulation, Clip
-from shardproof.harness.collectives.trace import Trace
-from shardproof.harness.models.recomputation import Computations, recompute
-from shardproof.harness.parity import Rank
-from shardproof.harness.plugin.axes import RESHARD_CHOICES, with_first
-from shardproof.testing import Capability, contract, needs, world
+from shardproof.testing import (
+    RESHARD_CHOICES,
+    Accumulation,
+    Capability,
+    Clip,
+    Computations,
+    Rank,
+    Trace,
+    contract,
+    models,
+    needs,
+    recompute,
+    with_first,
+    world,
+)
 
 NAMES = ("replicate", "shard")
 DEFERRED = needs(Capability.DEFERRED_REDUCTION)

@@ -7,16 +7,25 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardproof.harness import models
-from shardproof.harness.adapters.base import Precision
-from shardproof.harness.findings.finding import step_label
-from shardproof.harness.models import mixed, optim
-from shardproof.harness.models.made import Drawn, DrawnStack
-from shardproof.harness.parity import Rank, check_equal, run_and_replica
-from shardproof.harness.parity.refusals import Refusal
-from shardproof.harness.plugin.axes import RESHARD
-from shardproof.harness.tensors import private
-from shardproof.testing import Capability, contract, needs, world
+from shardproof.testing import (
+    RESHARD,
+    Capability,
+    Drawn,
+    DrawnStack,
+    Precision,
+    Rank,
+    Refusal,
+    check_equal,
+    contract,
+    mixed,
+    models,
+    needs,
+    optim,
+    private,
+    run_and_replica,
+    step_label,
+    world,
+)
 
 SHAPE = (6, 4)
 IGNORED = {

@@ -14,17 +14,38 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from shardproof.harness import models
-from shardproof.harness.adapters.base import Adapter, Clip
-from shardproof.harness.adapters.dtensor import piece_of
-from shardproof.harness.models import mixed, optim, shapes, ties
-from shardproof.harness.models.made import Drawn, DrawnStack, Offset
-from shardproof.harness.parity import Pair, Rank, exact_difference, states
-from shardproof.harness.parity.refusals import Refusal, Untouched, sharded
-from shardproof.harness.plugin.axes import FLAT, RESHARD, RESHARD_ROOT
-from shardproof.harness.plugin.marks import meaningful_from
-from shardproof.harness.tensors import memory
-from shardproof.testing import Capability, Hardware, alone, contract, each_value, needs, world
+from shardproof.testing import (
+    FLAT,
+    RESHARD,
+    RESHARD_ROOT,
+    Adapter,
+    Capability,
+    Clip,
+    Drawn,
+    DrawnStack,
+    Hardware,
+    Offset,
+    Pair,
+    Rank,
+    Refusal,
+    Untouched,
+    alone,
+    contract,
+    each_value,
+    exact_difference,
+    meaningful_from,
+    memory,
+    mixed,
+    models,
+    needs,
+    optim,
+    piece_of,
+    shapes,
+    sharded,
+    states,
+    ties,
+    world,
+)
 
 
 @dataclasses.dataclass(frozen=True)

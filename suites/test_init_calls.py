@@ -12,10 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.harness.parity import Rank
-from shardproof.harness.parity.refusals import Refusal
 from shardproof.suites.fsdp1 import fsdp1
-from shardproof.testing import Capability, contract, each_value, needs, world
+from shardproof.testing import Capability, Rank, Refusal, contract, each_value, needs, world
 
 pytestmark = needs(Capability.FSDP1_API)
 

@@ -2,24 +2,200 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
-from shardproof.harness import models
-from shardproof.harness.models import passing
-from shardproof.harness.parity import Rank
-from shardproof.harness.parity.plain import backward_of_copies, check_gradients
-from shardproof.harness.parity.refusals import error_of_all
-from shardproof.testing import Capability, contract, each_value, needs, world
+from shardproof.testing import (
+    Capability,
+    Rank,
+    Stacked,
+    backward_of_copies,
+    check_gradients,
+    contract,
+    each_value,
+    error_of_all,
+    models,
+    needs,
+    world,
+)
+
+
+class Notes:
+    """An object of a script's own, with a list in it, as a cache of keys and values has."""
+
+    def __init__(self) -> None:
+        self.entries: list[Any] = []
+
+
+#: By name: what makes a thing for units to fill, and where the entries lie in it.
+FILLED: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "list": (list, lambda notes: notes),
+    "dict": (dict, lambda notes: notes),
+    "list-in-a-dict": (lambda: {"entries": []}, lambda notes: notes["entries"]),
+    "object": (Notes, lambda notes: notes.entries),
+}
+
+
+class _Layer(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(dim, dim)
+
+
+class _Entered(Stacked):
+    """A linear of the root's own, so that what its layers are given needs gradients, and the layers."""
+
+    def __init__(self, dim: int, layers: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.entry = nn.Linear(dim, dim)
+        self.layers = nn.ModuleList(layers)
+
+
+class Filling(_Entered):
+    """Two layers that each add an entry to what they are given: the first by position, the second by keyword.
+
+    Input and output: (batch, dim). A forward asserts that all entries have arrived.
+
+    Args:
+        what: a key of ``FILLED``.
+    """
+
+    def __init__(self, dim: int, *, what: str) -> None:
+        super().__init__(dim, (_Filler(dim, what) for _ in range(2)))
+        self.what = what
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        make, entries = FILLED[self.what]
+        notes = make()
+        hidden: torch.Tensor = self.layers[0](self.entry(x), notes)
+        hidden = self.layers[1](hidden, notes=notes)
+        added = len(entries(notes))
+        assert added == 2, f"units have added {added} of 2 entries to the {self.what} of their caller"
+        return hidden
+
+
+class _Filler(_Layer):
+    def __init__(self, dim: int, what: str) -> None:
+        super().__init__(dim)
+        self.what = what
+
+    def forward(self, x: torch.Tensor, notes: Any) -> torch.Tensor:
+        entries = FILLED[self.what][1](notes)
+        if isinstance(entries, dict):
+            entries[len(entries)] = x.shape[0]
+        else:
+            entries.append(x.shape[0])
+        return torch.tanh(self.linear(x))
+
+
+class Handing(_Entered):
+    """A layer that must be given the very objects that are not tensors, and returns them beside its output.
+
+    Its arguments have the names that wrappers and hooks use for their own. Input and output: (batch, dim).
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim, [_Hander(dim)])
+        self.things = (Notes(), "text", 10**9, None, range(3), torch.float16, torch.Generator(), print)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        note, text, number, nothing, numbers, dtype, generator, function = self.things
+        output, *returned = self.layers[0](
+            self.entry(x), note, text, output=number, args=nothing, kwargs=numbers, hook=dtype,
+            state=generator, fn=function,
+        )  # fmt: skip
+        wrong = [type(one).__name__ for one, other in zip(returned, self.things, strict=True) if one is not other]
+        assert not wrong, f"between a unit and its caller other objects took the place of {wrong}"
+        hidden: torch.Tensor = output
+        return hidden
+
+
+class _Hander(_Layer):
+    def forward(
+        self, input: torch.Tensor, module: Any, *more: Any, output: Any, args: Any, kwargs: Any, hook: Any,
+        unit: Any = 3, **others: Any,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        assert unit == 3, f"an argument that was not given is {unit!r} and not its default"
+        assert [*others] == ["state", "fn"], f"keywords arrive as {[*others]}"
+        return self.linear(input), module, *more, output, args, kwargs, hook, *others.values()
+
+
+class Watching(_Entered):
+    """A layer whose inputs that need no gradient must not be copied, cast or laid out anew.
+
+    Input and output: (batch, dim).
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim, [_Watcher(dim)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ramp = torch.arange(6, device=x.device)
+        given = {
+            "mask": ramp > 2, "index": ramp, "complex": ramp * 1j, "transposed": ramp.view(2, 3).t().double(),
+            "small": ramp.to(torch.uint8), "scalar": ramp[1].float(), "empty": ramp[:0].half(),
+        }  # fmt: skip
+        marks = {name: _mark(tensor) for name, tensor in given.items()}
+        seen: dict[str, Any] = {}
+        hidden: torch.Tensor = self.layers[0](self.entry(x), given, [*given.values()], note=seen.update)
+        wrong = {name: (marks[name], seen[name]) for name in marks if seen[name] != marks[name]}
+        assert not wrong, f"inputs that need no gradient, as given and as a unit got them: {wrong}"
+        return hidden
+
+
+class _Watcher(_Layer):
+    def forward(self, x: torch.Tensor, named: Any, listed: Any, *, note: Callable[..., None]) -> torch.Tensor:
+        marks = {name: _mark(tensor) for name, tensor in named.items()}
+        same = [_mark(tensor)[1:] for tensor in listed] == [mark[1:] for mark in marks.values()]
+        assert same, "the tensors of a list, and of a dict with the same ones, are not alike"
+        note(marks)
+        return torch.tanh(self.linear(x))
+
+
+def _mark(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Where a tensor lies, and how."""
+    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.requires_grad
+
+
+class Overwriting(_Entered):
+    """Two layers that begin by changing their input in place, as ``nn.ReLU(inplace=True)`` does.
+
+    Input and output: (batch, dim).
+
+    Args:
+        uses_again: whether the input of a layer, as the layer has left it, is added to its output.
+    """
+
+    def __init__(self, dim: int, *, uses_again: bool) -> None:
+        super().__init__(dim, (_Overwriter(dim) for _ in range(2)))
+        self.uses_again = uses_again
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.entry(x)
+        for layer in self.layers:
+            output = layer(hidden)
+            hidden = output + hidden if self.uses_again else output
+        return hidden
+
+
+class _Overwriter(_Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.linear(F.leaky_relu(x.mul_(2), 0.25, inplace=True))
+        return hidden
 
 
 @contract("INPUTS-1")
 @world(2)
 @each_value("what")
-@pytest.mark.parametrize("what", passing.FILLED)
+@pytest.mark.parametrize("what", FILLED)
 def test_things_that_units_fill(rank: Rank, what: str) -> None:
     """What a script gives to units to be filled is filled, in training and in evaluation."""
-    evaluate_and_train(rank, passing.Filling(9, what=what))
+    evaluate_and_train(rank, Filling(9, what=what))
 
 
 @contract("INPUTS-2")
@@ -27,14 +203,14 @@ def test_things_that_units_fill(rank: Rank, what: str) -> None:
 @needs(Capability.CONTAINER_OUTPUT)
 def test_things_that_are_no_tensors(rank: Rank) -> None:
     """What is no tensor reaches a unit and comes back as the same object, under whatever name it is passed."""
-    evaluate_and_train(rank, passing.Handing(9))
+    evaluate_and_train(rank, Handing(9))
 
 
 @contract("INPUTS-3")
 @world(2)
 def test_tensors_that_need_no_gradient(rank: Rank) -> None:
     """A unit gets tensors that need no gradient without a copy, in their dtype and layout."""
-    evaluate_and_train(rank, passing.Watching(9))
+    evaluate_and_train(rank, Watching(9))
 
 
 def evaluate_and_train(rank: Rank, model: models.Stacked) -> None:
@@ -51,7 +227,7 @@ def evaluate_and_train(rank: Rank, model: models.Stacked) -> None:
 @pytest.mark.parametrize("uses_again", [False, True])
 def test_input_changed_in_place(rank: Rank, uses_again: bool) -> None:
     """Units that change their input in place have the plain gradients, or every rank raises."""
-    model = passing.Overwriting(9, uses_again=uses_again)
+    model = Overwriting(9, uses_again=uses_again)
     plain = models.copy_of(model).to(rank.device)
     run = rank.run(model, units=model.units())
     x = rank.batch(0, (4, 9))

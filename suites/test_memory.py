@@ -12,15 +12,26 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.harness import models
-from shardproof.harness.adapters.base import Adapter
-from shardproof.harness.collectives.units import ROOT
-from shardproof.harness.findings.finding import step_label
-from shardproof.harness.models import busy, optim
-from shardproof.harness.parity import Census, Rank, Run
-from shardproof.harness.plugin.axes import RESHARD, RESHARD_FREES
-from shardproof.harness.tensors import memory
-from shardproof.testing import Capability, Hardware, alone, contract, needs, world
+from shardproof.testing import (
+    RESHARD,
+    RESHARD_FREES,
+    ROOT,
+    Adapter,
+    Capability,
+    Census,
+    Hardware,
+    Rank,
+    Run,
+    alone,
+    busy,
+    contract,
+    memory,
+    models,
+    needs,
+    optim,
+    step_label,
+    world,
+)
 
 DEPTH = 5
 #: On a device the bytes of a unit may go back once the work that reads them has run: those of so many units at most.

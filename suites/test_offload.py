@@ -9,13 +9,21 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardproof.harness import models
-from shardproof.harness.findings.finding import step_label
-from shardproof.harness.models import busy, optim
-from shardproof.harness.parity import Rank
-from shardproof.harness.plugin.axes import DELAYED, DELAYS
-from shardproof.harness.tensors import memory
-from shardproof.testing import Capability, Hardware, contract, needs, world
+from shardproof.testing import (
+    DELAYED,
+    DELAYS,
+    Capability,
+    Hardware,
+    Rank,
+    busy,
+    contract,
+    memory,
+    models,
+    needs,
+    optim,
+    step_label,
+    world,
+)
 
 WIDTH = 512
 

@@ -19,25 +19,31 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
-from shardproof.harness import models
-from shardproof.harness.adapters.base import Trainee
-from shardproof.harness.findings.finding import step_label
-from shardproof.harness.models import mixed, optim
-from shardproof.harness.models.ties import TiedMLP
-from shardproof.harness.parity import (
+from shardproof.testing import (
+    KEEPS,
+    RESHARD,
+    Capability,
     CastReplica,
     Rank,
+    Refusal,
+    TiedMLP,
+    Trainee,
+    backward_of_copies,
     check_evaluation,
     check_exact,
+    contract,
+    each_value,
     exact_difference,
+    mixed,
+    models,
+    needs,
+    optim,
+    private,
     run_and_replica,
     step_and_check,
+    step_label,
+    world,
 )
-from shardproof.harness.parity.plain import backward_of_copies
-from shardproof.harness.parity.refusals import Refusal
-from shardproof.harness.plugin.axes import KEEPS, RESHARD
-from shardproof.harness.tensors import private
-from shardproof.testing import Capability, contract, each_value, needs, world
 
 SHAPE = (7, 5)
 UNITS = (("low",), ("high",))

@@ -5,16 +5,41 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+import torch
 from torch import nn
 
-from shardproof.harness import models
-from shardproof.harness.models.paths import Layer, OptionalUnits
-from shardproof.harness.parity import Pair, Rank, Run
-from shardproof.harness.plugin.axes import RESHARD
-from shardproof.testing import Capability, contract, each_value, needs, world
+from shardproof.testing import RESHARD, Capability, Pair, Rank, Run, contract, each_value, models, needs, world
+
+Layer = Literal["", "optional", "exit"]
+
+
+class OptionalUnits(nn.Module):
+    """Linear(dim, 8), then two layers without bias of which one may be skipped: ``optional`` and ``exit``.
+
+    Input: (batch, dim). Output: (batch, 4), or (batch, 8) without ``exit``.
+
+    Attributes:
+        skipped: the name of the layer that forward leaves out, or "".
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.entry = nn.Linear(dim, 8)
+        self.optional = nn.Linear(8, 8, bias=False)
+        self.exit = nn.Linear(8, 4, bias=False)
+        self.skipped: Layer = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.entry(x))
+        if self.skipped != "optional":
+            hidden = torch.tanh(self.optional(hidden))
+        if self.skipped != "exit":
+            hidden = torch.tanh(self.exit(hidden))
+        return hidden
+
 
 pytestmark = needs(Capability.ORDER_VALIDATION)
 

@@ -8,15 +8,32 @@ from typing import Any
 import pytest
 import torch
 
-from shardproof.harness import models
-from shardproof.harness.adapters.base import Accumulation, Adapter, Clip
-from shardproof.harness.collectives.delays import Delay
-from shardproof.harness.models import busy, optim
-from shardproof.harness.parity import Pair, Poison, Rank, Timeline, check_exact
-from shardproof.harness.parity.timeline import Interval
-from shardproof.harness.plugin.axes import DELAY_MS, DELAYED, DELAYS, RESHARD
-from shardproof.harness.tensors.streams import occupy
-from shardproof.testing import Capability, Hardware, alone, contract, needs, world
+from shardproof.testing import (
+    DELAY_MS,
+    DELAYED,
+    DELAYS,
+    RESHARD,
+    Accumulation,
+    Adapter,
+    Capability,
+    Clip,
+    Delay,
+    Hardware,
+    Interval,
+    Pair,
+    Poison,
+    Rank,
+    Timeline,
+    alone,
+    busy,
+    check_exact,
+    contract,
+    models,
+    needs,
+    occupy,
+    optim,
+    world,
+)
 
 #: How long a layer computes: far longer than a small collective, and than the host takes to issue a layer.
 BUSY_MS = 20.0

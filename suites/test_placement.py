@@ -12,19 +12,30 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from shardproof.harness import models
-from shardproof.harness.adapters.base import Clip
-from shardproof.harness.adapters.dtensor import piece_of
-from shardproof.harness.models import optim, shapes
-from shardproof.harness.models.experts import ExpertModel
-from shardproof.harness.models.parallel import MLPStack, parallelize_mlps
-from shardproof.harness.parity import Rank, exact_difference
-from shardproof.harness.parity.refusals import Refusal, sharded
-from shardproof.harness.plugin.axes import RESHARD
-from shardproof.harness.simulation import Shape, formulas
-from shardproof.harness.simulation.world import coordinate_of
-from shardproof.harness.tensors import private
-from shardproof.testing import Capability, contract, needs, simulated, world
+from shardproof.testing import (
+    RESHARD,
+    Capability,
+    Clip,
+    ExpertModel,
+    MLPStack,
+    Rank,
+    Refusal,
+    Shape,
+    contract,
+    coordinate_of,
+    exact_difference,
+    formulas,
+    models,
+    needs,
+    optim,
+    parallelize_mlps,
+    piece_of,
+    private,
+    shapes,
+    sharded,
+    simulated,
+    world,
+)
 
 StridedShard = private.take("torch.distributed.tensor.placement_types._StridedShard")
 

@@ -10,25 +10,84 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardproof.harness import models
-from shardproof.harness.adapters.base import Accumulation, Precision, StateForm, WholeParameters
-from shardproof.harness.findings.finding import step_label
-from shardproof.harness.models import mixed, shapes
-from shardproof.harness.models.parallel import Factors, split_factors
-from shardproof.harness.parity import (
+from shardproof.testing import (
+    KEEPS,
+    RESHARD,
+    Accumulation,
+    Capability,
+    CastReplica,
+    Factors,
+    Precision,
     Rank,
     Run,
+    StateForm,
+    WholeParameters,
+    check_equal,
     check_evaluation,
     check_statistics,
+    contract,
+    each_value,
     exact_difference,
+    meaningful_from,
+    mixed,
+    models,
+    needs,
+    optim,
+    run_and_replica,
+    shapes,
+    split_factors,
     states,
     step_and_check,
+    step_label,
+    world,
 )
-from shardproof.harness.parity.cast_runs import SHAPE, assert_collectives, both, evaluate_and_train, train
-from shardproof.harness.plugin.axes import KEEPS, RESHARD
-from shardproof.testing import Capability, contract, each_value, meaningful_from, needs, world
+
+#: Of the batches.
+SHAPE = (6, 4)
+
+
+def both(rank: Rank, model: nn.Module, *, lr: float = 0.05, **options: Any) -> tuple[Run, CastReplica]:
+    """The sharded run and the baseline with the same casts."""
+    return run_and_replica(rank, model, optimizer=optim.sgd(lr=lr), **{"units": [["low"], ["high"]]} | options)
+
+
+def train(rank: Rank, run: Run, replica: CastReplica, *, first: int = 0, steps: int = 3, chooses: bool = False) -> None:
+    """Train both and compare every step."""
+    for step in range(first, first + steps):
+        batch: list[tuple[torch.Tensor, ...]] = []
+        for number in range(run.adapter.config.microbatches):
+            x = rank.batch(step, SHAPE, microbatch=number, mesh=run.adapter.config.mesh)
+            batch.append((x, (x * 7).long()) if chooses else (x,))
+        expected = replica.step(batch, loss=torch.sum)
+        check_equal(rank, run, run.step(batch, loss=torch.sum), expected, number=step)
+
+
+def evaluate_and_train(rank: Rank, run: Run, replica: CastReplica, *, first: int = 0) -> None:
+    """Three times, evaluate and train a step, and compare."""
+    for step in range(first, first + 3):
+        for module in (run.adapter.module, replica.model):
+            module.eval()
+        check_evaluation(rank, run, replica, rank.batch(step, SHAPE, microbatch=1), number=step)
+        for module in (run.adapter.module, replica.model):
+            module.train()
+        train(rank, run, replica, first=step, steps=1)
+
+
+def assert_collectives(run: Run, *, gathers: set[torch.dtype], reduces: set[torch.dtype]) -> None:
+    """Check the dtypes of all collectives of a run among its data-parallel ranks."""
+    # What is not sharded is not gathered.
+    gathers = gathers if "parameters" in run.adapter.traits.shards else set()
+    kinds = {"all_gather": gathers, "reduce_scatter": reduces, "all_reduce": reduces}
+    trace = [item for item in run.trace if set(item.group) <= set(run.adapter.config.data_ranks)]
+    for item in trace:
+        expected = {str(dtype).removeprefix("torch.") for dtype in kinds[item.kind]}
+        assert item.dtype in expected, f"{item} should be of {' or '.join(sorted(expected))}"
+    found = {item.dtype for item in trace if item.kind == "all_gather"}
+    assert len(found) == len(gathers), f"units are gathered in {', '.join(sorted(found))} alone"
+
 
 MIXED = needs(Capability.MIXED_PRECISION)
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32

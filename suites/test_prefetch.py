@@ -8,12 +8,21 @@ from typing import Any
 import pytest
 import torch
 
-from shardproof.harness import models
-from shardproof.harness.findings.finding import step_label
-from shardproof.harness.models.ties import RepeatedTower
-from shardproof.harness.parity import Census, Pair, Rank, Run
-from shardproof.harness.plugin.axes import RESHARD
-from shardproof.testing import Capability, contract, each_value, needs, world
+from shardproof.testing import (
+    RESHARD,
+    Capability,
+    Census,
+    Pair,
+    Rank,
+    RepeatedTower,
+    Run,
+    contract,
+    each_value,
+    models,
+    needs,
+    step_label,
+    world,
+)
 
 AHEAD = 2
 

@@ -8,12 +8,21 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from shardproof.harness.findings.finding import step_label
-from shardproof.harness.models import mixed, optim
-from shardproof.harness.models.recomputation import Means, recompute
-from shardproof.harness.parity import Rank, check_equal, run_and_replica
-from shardproof.harness.plugin.axes import KEEPS
-from shardproof.testing import Capability, contract, needs, world
+from shardproof.testing import (
+    KEEPS,
+    Capability,
+    Means,
+    Rank,
+    check_equal,
+    contract,
+    mixed,
+    needs,
+    optim,
+    recompute,
+    run_and_replica,
+    step_label,
+    world,
+)
 
 SHAPE = (7, 5)
 MEANS: tuple[Means, ...] = ("hooks", "wrapper", "call", "reentrant-call")

@@ -6,22 +6,28 @@ from typing import Any
 
 import pytest
 
-from shardproof.harness import models
-from shardproof.harness.adapters.base import Accumulation
-from shardproof.harness.findings.finding import step_label
-from shardproof.harness.models.recomputation import (
+from shardproof.testing import (
+    RESHARD,
+    RESHARD_ROOT,
+    Accumulation,
+    Capability,
+    Census,
     Computations,
     Means,
+    Pair,
+    Rank,
+    RepeatedTower,
     Span,
     SpanBesideAHead,
     SpanTower,
+    contract,
+    models,
+    needs,
     recompute,
     recompute_span,
+    step_label,
+    world,
 )
-from shardproof.harness.models.ties import RepeatedTower
-from shardproof.harness.parity import Census, Pair, Rank
-from shardproof.harness.plugin.axes import RESHARD, RESHARD_ROOT
-from shardproof.testing import Capability, contract, needs, world
 
 pytestmark = needs(Capability.RECOMPUTATION)
 

@@ -10,19 +10,38 @@ from typing import Any
 import pytest
 import torch
 
-from shardproof.harness import models
-from shardproof.harness.adapters.base import Accumulation, Precision, WholeParameters
-from shardproof.harness.collectives.trace import Collective
-from shardproof.harness.models import mixed, optim
-from shardproof.harness.models.recomputation import Means, recompute
-from shardproof.harness.parity import Census, Pair, Rank, Run, check_equal, check_exact, resume, run_and_replica
-from shardproof.harness.parity.other_worlds import other_worlds
-from shardproof.harness.parity.run import Loss
-from shardproof.harness.parity.undivided import Undivided
-from shardproof.harness.parity.wholes import check_values, check_whole, write
-from shardproof.harness.plugin.axes import FLAT, RESHARD, SHARDS
-from shardproof.harness.plugin.marks import meaningful_from
-from shardproof.testing import Capability, contract, each_value, needs, world
+from shardproof.testing import (
+    FLAT,
+    RESHARD,
+    SHARDS,
+    Accumulation,
+    Capability,
+    Census,
+    Collective,
+    Loss,
+    Means,
+    Pair,
+    Precision,
+    Rank,
+    Run,
+    Undivided,
+    WholeParameters,
+    check_equal,
+    check_exact,
+    contract,
+    each_value,
+    meaningful_from,
+    mixed,
+    models,
+    needs,
+    optim,
+    other_worlds,
+    recompute,
+    resume,
+    run_and_replica,
+    wholes,
+    world,
+)
 
 DIM = 9
 DEPTH = 5
@@ -288,7 +307,7 @@ def test_saving_after_an_exception(rank: Rank, phase: str) -> None:
     assert not wrong, f"saved after an exception with other values: {', '.join(wrong)}"
     if Capability.WHOLE_PARAMETERS in run.adapter.capabilities():
         with run.adapter.whole_parameters(WholeParameters()) as found:
-            check_whole(rank, WholeParameters(), found, plain)
+            wholes.check_whole(rank, WholeParameters(), found, plain)
 
 
 @contract("RECOVERY-3")
@@ -304,8 +323,8 @@ def test_function_for_every_module_after_an_exception(rank: Rank, phase: str) ->
     trap.lay(run, PLACE)
     attempt(run, trap, phase, [rank.batch(0, (4, DIM))])
     for one in (run.adapter.module, plain):
-        one.apply(lambda module: write(dict(module.named_parameters(recurse=False))))
-    check_values(run, plain)
+        one.apply(lambda module: wholes.write(dict(module.named_parameters(recurse=False))))
+    wholes.check_values(run, plain)
 
 
 @contract("RECOVERY-3")
@@ -322,10 +341,10 @@ def test_exception_where_parameters_are_whole(rank: Rank, shards: bool, flat: bo
     run = rank.run(model, **options)
     for _ in range(2):
         with pytest.raises(Injected), run.adapter.whole_parameters(WholeParameters()) as found:
-            write(found)
+            wholes.write(found)
             raise Injected("whole")
-        write(dict(plain.named_parameters()))
-        check_values(run, plain)
+        wholes.write(dict(plain.named_parameters()))
+        wholes.check_values(run, plain)
     twin = rank.run(plain, **options)
     for step in range(2):
         batch = [(rank.batch(step, (4, DIM)),)]

@@ -13,18 +13,35 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardproof.harness import models
-from shardproof.harness.adapters.base import Accumulation, Clip, Precision, Settings
-from shardproof.harness.adapters.config import NamedDimensions
-from shardproof.harness.collectives.own import Own
-from shardproof.harness.collectives.units import ROOT
-from shardproof.harness.findings.finding import step_label
-from shardproof.harness.models import mixed, optim, shapes
-from shardproof.harness.models.parallel import MLPStack, spread_mlps
-from shardproof.harness.parity import Rank, Run, check_equal, exact_difference, run_and_replica
-from shardproof.harness.parity.refusals import Refusal
-from shardproof.harness.plugin.axes import RESHARD, SHARDS
-from shardproof.testing import Capability, contract, each_value, needs, world
+from shardproof.testing import (
+    RESHARD,
+    ROOT,
+    SHARDS,
+    Accumulation,
+    Capability,
+    Clip,
+    MLPStack,
+    NamedDimensions,
+    Own,
+    Precision,
+    Rank,
+    Refusal,
+    Run,
+    Settings,
+    check_equal,
+    contract,
+    each_value,
+    exact_difference,
+    mixed,
+    models,
+    needs,
+    optim,
+    run_and_replica,
+    shapes,
+    spread_mlps,
+    step_label,
+    world,
+)
 
 SHAPE = (6, 4)
 LOW = needs(Capability.MIXED_PRECISION)

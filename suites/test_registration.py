@@ -9,12 +9,24 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.harness import models
-from shardproof.harness.adapters.base import Settings
-from shardproof.harness.findings.finding import step_label
-from shardproof.harness.parity import Rank, Run, exact_difference
-from shardproof.harness.plugin.axes import RESHARD, RESHARD_ROOT, RESHARD_UNEVEN, with_first
-from shardproof.testing import Capability, contract, each_value, meaningful_from, needs, world
+from shardproof.testing import (
+    RESHARD,
+    RESHARD_ROOT,
+    RESHARD_UNEVEN,
+    Capability,
+    Rank,
+    Run,
+    Settings,
+    contract,
+    each_value,
+    exact_difference,
+    meaningful_from,
+    models,
+    needs,
+    step_label,
+    with_first,
+    world,
+)
 
 pytestmark = [needs(Capability.REGISTERED_STATE), world(2, 4)]
 

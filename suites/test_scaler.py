@@ -9,12 +9,25 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.harness.adapters.base import Clip, Precision, Trainee
-from shardproof.harness.findings.finding import step_label
-from shardproof.harness.models import mixed, optim
-from shardproof.harness.parity import CastReplica, Rank, Run, check_equal, run_and_replica
-from shardproof.harness.plugin.axes import DELAYS
-from shardproof.testing import Capability, Hardware, contract, needs, world
+from shardproof.testing import (
+    DELAYS,
+    Capability,
+    CastReplica,
+    Clip,
+    Hardware,
+    Precision,
+    Rank,
+    Run,
+    Trainee,
+    check_equal,
+    contract,
+    mixed,
+    needs,
+    optim,
+    run_and_replica,
+    step_label,
+    world,
+)
 
 pytestmark = needs(Capability.LOSS_SCALING, Capability.OWN_OPTIMIZER)
 LOW = needs(Capability.MIXED_PRECISION)

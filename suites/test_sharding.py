@@ -8,16 +8,29 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.harness import models
-from shardproof.harness.adapters.base import Accumulation, Clip, Precision, WholeParameters
-from shardproof.harness.models import mixed, optim
-from shardproof.harness.parity import Rank, check_exact, run_and_replica, step_and_check
-from shardproof.harness.parity.claims import state_numel
-from shardproof.harness.parity.run import StepPicture
-from shardproof.harness.plugin.axes import FLAT, SHARDS
-from shardproof.harness.plugin.marks import meaningful_from
-from shardproof.harness.tensors import memory
-from shardproof.testing import Capability, contract, needs, world
+from shardproof.testing import (
+    FLAT,
+    SHARDS,
+    Accumulation,
+    Capability,
+    Clip,
+    Precision,
+    Rank,
+    StepPicture,
+    WholeParameters,
+    check_exact,
+    contract,
+    meaningful_from,
+    memory,
+    mixed,
+    models,
+    needs,
+    optim,
+    run_and_replica,
+    state_numel,
+    step_and_check,
+    world,
+)
 
 _CHOOSES, _REPLICAS = needs(Capability.RESHARD_AFTER_FORWARD), [needs(Capability.HYBRID), meaningful_from(4)]
 #: How parameters lie on the ranks, and whether forward frees what it has gathered.

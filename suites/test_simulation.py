@@ -13,14 +13,27 @@ from collections.abc import Callable, Mapping, Sequence
 import pytest
 import torch
 
-from shardproof.harness import models
-from shardproof.harness.adapters.base import Precision
-from shardproof.harness.collectives.trace import Collective, Trace
-from shardproof.harness.models import busy, optim, parallel
-from shardproof.harness.models.rows import WIDTH, Rows
-from shardproof.harness.parity import Rank
-from shardproof.harness.simulation import Kind, Shape, Simulation, formulas
-from shardproof.testing import Capability, contract, deadline, needs, simulated
+from shardproof.testing import (
+    WIDTH,
+    Capability,
+    Collective,
+    Kind,
+    Precision,
+    Rank,
+    Rows,
+    Shape,
+    Simulation,
+    Trace,
+    busy,
+    contract,
+    deadline,
+    formulas,
+    models,
+    needs,
+    optim,
+    parallel,
+    simulated,
+)
 
 pytestmark = deadline(900.0)
 

@@ -2,27 +2,98 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Any, Literal
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from shardproof.harness import models
-from shardproof.harness.adapters.base import Adapter, StateForm, original_name
-from shardproof.harness.adapters.registry import built_in_with
-from shardproof.harness.findings.finding import step_label
-from shardproof.harness.models import optim
-from shardproof.harness.models.compilation import compiler
-from shardproof.harness.models.recomputation import recompute
-from shardproof.harness.models.stateful import by_columns
-from shardproof.harness.parity import Census, Rank, check_exact, states
-from shardproof.harness.parity.flaws import FLAWED, choice, report_of, spoil, spoilt_load
-from shardproof.harness.parity.refusals import Refusal
-from shardproof.harness.parity.stateful_runs import DIM, LR, SAVED, TRAINED, check_loads, make, plain, train
-from shardproof.harness.plugin.axes import FLAT, RESHARD, SHARDS
-from shardproof.testing import Capability, contract, each_value, needs, world
+from shardproof.testing import (
+    FLAT,
+    RESHARD,
+    SHARDS,
+    Adapter,
+    Capability,
+    Census,
+    Piece,
+    Rank,
+    Refusal,
+    StateForm,
+    built_in_with,
+    by_columns,
+    check_exact,
+    compiler,
+    contract,
+    each_value,
+    models,
+    needs,
+    optim,
+    original_name,
+    recompute,
+    stateful_runs,
+    states,
+    step_label,
+    world,
+)
+
+#: The flaws of the state dict of a ``Stateful``, with the entry that is missing, unknown or of another size.
+FLAWED = {
+    "missing": "out.weight",
+    "missing-buffer": "layers.0.offset",
+    "missing-in-a-unit": "layers.1.first.bias",
+    "unknown": "stray",
+    "unknown-in-a-unit": "layers.0.stray",
+    "misfit": "out.bias",
+    "misfit-in-a-unit": "layers.0.base",
+}
+
+
+def spoil(state: dict[str, Any], flaw: str) -> None:
+    """Give the state dict of a model one flaw."""
+    if flaw.startswith("missing"):
+        del state[FLAWED[flaw]]
+    elif flaw.startswith("unknown"):
+        state[FLAWED[flaw]] = torch.ones(2)
+    else:
+        value = state[FLAWED[flaw]]
+        larger = torch.zeros((value.shape[0] + 1, *value.shape[1:]), device=value.device)
+        if isinstance(value, DTensor):
+            larger = distribute_tensor(larger, value.device_mesh, value.placements)
+        state[FLAWED[flaw]] = larger
+
+
+def spoilt_load(model: nn.Module, flaw: str, *, strict: bool) -> Any:
+    """Load a state dict with a flaw into an unsharded model."""
+    state = dict(model.state_dict())
+    spoil(state, flaw)
+    return model.load_state_dict(state, strict=strict)
+
+
+def report_of(load: Callable[[], Any]) -> dict[str, list[str]]:
+    """The names that loading reports, by returning them or by an error."""
+    try:
+        missing, unexpected = load()
+        return {"missing": sorted(missing), "unexpected": sorted(unexpected)}
+    except RuntimeError as error:
+        lines = str(error).splitlines()
+    found = {"error": ["RuntimeError"]}
+    for kind in ("Missing", "Unexpected"):
+        found[kind] = sorted(name for line in lines if kind in line for name in re.findall(r'"([^"]+)"', line))
+    found["misfit"] = sorted(re.findall(r"size mismatch for (\S+):", "\n".join(lines)))
+    return found
+
+
+def choice(name: str, piece: Piece, before: dict[str, Any], after: dict[str, Any]) -> str | None:
+    """Whether a rank has the old or the new values of a parameter; None if it has none."""
+    if not piece.tensor.numel():
+        return None
+    mine = piece.tensor.cpu()
+    found = [which for which, state in (("old", before), ("new", after)) if torch.equal(mine, piece.cut(state[name]))]
+    return found[0] if found else "neither"
+
 
 pytestmark = needs(Capability.DISTRIBUTED_CHECKPOINT, Capability.TIED_PARAMETERS, Capability.ADAM)
 
@@ -55,9 +126,9 @@ def test_names_and_values(rank: Rank, means: Means, form: StateForm) -> None:
                 return model
             return backend.compile_layers(model) if means == "compiled" else recompute(model, means)
 
-        run = make(rank, 0, has_extra=True, prepare=prepare, is_traced=means != "compiled")
-        train(rank, run, 0)
-        states.read_and_check(rank, run, form, plain(rank, has_extra=True))
+        run = stateful_runs.make(rank, 0, has_extra=True, prepare=prepare, is_traced=means != "compiled")
+        stateful_runs.train(rank, run, 0)
+        states.read_and_check(rank, run, form, stateful_runs.plain(rank, has_extra=True))
 
 
 @contract("STATE-1", "STATE-4", "STATE-8")
@@ -67,12 +138,12 @@ def test_names_and_values(rank: Rank, means: Means, form: StateForm) -> None:
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_between_passes(rank: Rank, reshard_after_forward: bool | int | None, flat: bool, form: StateForm) -> None:
     """State dicts have what the ranks hold, whatever is gathered: after an evaluation, a backward and a step."""
-    run = make(rank, 0, for_flat=flat, flat_parameters=flat, reshard_after_forward=reshard_after_forward)
-    unsharded = plain(rank, for_flat=flat)
-    train(rank, run, 0)
-    run.evaluate((rank.batch(1, (3, DIM)),))
+    run = stateful_runs.make(rank, 0, for_flat=flat, flat_parameters=flat, reshard_after_forward=reshard_after_forward)
+    unsharded = stateful_runs.plain(rank, for_flat=flat)
+    stateful_runs.train(rank, run, 0)
+    run.evaluate((rank.batch(1, (3, stateful_runs.DIM)),))
     states.read_and_check(rank, run, form, unsharded)
-    run.forward_backward((rank.batch(1, (3, DIM)),), loss=models.mean_square)
+    run.forward_backward((rank.batch(1, (3, stateful_runs.DIM)),), loss=models.mean_square)
     states.read_and_check(rank, run, form, unsharded)
     run.adapter.step()
     states.read_and_check(rank, run, form, unsharded)
@@ -84,11 +155,14 @@ def test_between_passes(rank: Rank, reshard_after_forward: bool | int | None, fl
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_before_training(rank: Rank, reshard_after_forward: bool | int | None, form: StateForm) -> None:
     """Before its first step, evaluated or not, a model has the values with which it was sharded."""
-    run, unsharded = make(rank, 0, optimizer=None, reshard_after_forward=reshard_after_forward), plain(rank)
-    expected = {"model": {name: value for name, value in unsharded.state_dict().items() if name in SAVED}}
+    run, unsharded = (
+        stateful_runs.make(rank, 0, optimizer=None, reshard_after_forward=reshard_after_forward),
+        stateful_runs.plain(rank),
+    )
+    expected = {"model": {name: value for name, value in unsharded.state_dict().items() if name in stateful_runs.SAVED}}
     for evaluates in (False, True):
         if evaluates:
-            run.evaluate((rank.batch(0, (3, DIM)),))
+            run.evaluate((rank.batch(0, (3, stateful_runs.DIM)),))
         state = states.read_and_check(rank, run, form, unsharded)
         states.check_same(rank, {"model": {name: state["model"][name] for name in expected["model"]}}, expected)
 
@@ -100,8 +174,8 @@ def test_before_training(rank: Rank, reshard_after_forward: bool | int | None, f
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_of_a_module_inside_a_unit(rank: Rank, reshard_after_forward: bool | int | None, how: str) -> None:
     """The state dict of a part of a unit, whatever is gathered, has sharded values, and is what a load replaces."""
-    run = make(rank, 0, optimizer=None, reshard_after_forward=reshard_after_forward)
-    unsharded, batch = plain(rank).to(rank.device), (rank.batch(0, (3, DIM)),)
+    run = stateful_runs.make(rank, 0, optimizer=None, reshard_after_forward=reshard_after_forward)
+    unsharded, batch = stateful_runs.plain(rank).to(rank.device), (rank.batch(0, (3, stateful_runs.DIM)),)
     name = "layers.1.first"
     for _ in range(2):
         run.evaluate(batch)
@@ -128,15 +202,17 @@ def test_of_a_module_inside_a_unit(rank: Rank, reshard_after_forward: bool | int
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_new_data(rank: Rank, reshard_after_forward: bool | int | None, form: StateForm) -> None:
     """What a script writes to the parameters as new data is saved, and loading replaces it."""
-    run = make(rank, 0, reshard_after_forward=reshard_after_forward)
-    train(rank, run, 0)
-    first = states.read_and_check(rank, run, form, plain(rank))
+    run = stateful_runs.make(rank, 0, reshard_after_forward=reshard_after_forward)
+    stateful_runs.train(rank, run, 0)
+    first = states.read_and_check(rank, run, form, stateful_runs.plain(rank))
     saved = run.adapter.checkpoint(form=form)
     for halves in (1, 2):
         for parameter in run.adapter.named_parameters().values():
             parameter.data = parameter.data * 0.5
         found = states.read(rank, run, form=form)["model"]
-        wrong = [name for name in TRAINED if not torch.equal(found[name], first["model"][name] * 0.5**halves)]
+        wrong = [
+            name for name in stateful_runs.TRAINED if not torch.equal(found[name], first["model"][name] * 0.5**halves)
+        ]
         assert not wrong, f"saved with other values than the script gave them: {', '.join(wrong)}"
     for parameter in run.adapter.named_parameters().values():
         parameter.data = parameter.data * 0.5
@@ -152,9 +228,12 @@ def test_new_data(rank: Rank, reshard_after_forward: bool | int | None, form: St
 @SHARDS
 def test_other_strides(rank: Rank, shards: bool, form: StateForm) -> None:
     """Parameters that lie column by column are saved and loaded by index, from and into ones that lie row by row."""
-    runs = [make(rank, number, prepare=prepare, shards=shards) for number, prepare in enumerate((None, by_columns))]
+    runs = [
+        stateful_runs.make(rank, number, prepare=prepare, shards=shards)
+        for number, prepare in enumerate((None, by_columns))
+    ]
     for saved, loaded in (runs, runs[::-1]):
-        check_loads(rank, saved, loaded, form)
+        stateful_runs.check_loads(rank, saved, loaded, form)
 
 
 @contract("STATE-2", "STATE-3")
@@ -165,7 +244,9 @@ def test_whole_states_of_replicas(rank: Rank, replicated: str) -> None:
     """Replicas save whole values that one mesh loads, and load what it has saved."""
     meshes = rank.mesh((2, 2), ("replicate", "shard")), rank.mesh()
     first, second = meshes if replicated == "before" else meshes[::-1]
-    check_loads(rank, make(rank, 0, mesh=first), make(rank, 1, mesh=second), "full")
+    stateful_runs.check_loads(
+        rank, stateful_runs.make(rank, 0, mesh=first), stateful_runs.make(rank, 1, mesh=second), "full"
+    )
 
 
 @contract("STATE-1", "STATE-2")
@@ -174,9 +255,9 @@ def test_whole_states_of_replicas(rank: Rank, replicated: str) -> None:
 def test_sharded_states_of_groups_of_replicas(rank: Rank) -> None:
     """Each replica has its own shards of the values, also where process groups stand for the mesh."""
     mesh = rank.mesh((2, 2), ("replicate", "shard"))
-    run = make(rank, 0, mesh=mesh, as_groups=True)
-    train(rank, run, 0)
-    states.read_and_check(rank, run, "sharded", plain(rank))
+    run = stateful_runs.make(rank, 0, mesh=mesh, as_groups=True)
+    stateful_runs.train(rank, run, 0)
+    states.read_and_check(rank, run, "sharded", stateful_runs.plain(rank))
 
 
 @contract("STATE-2", "STATE-3")
@@ -185,8 +266,11 @@ def test_sharded_states_of_groups_of_replicas(rank: Rank) -> None:
 @pytest.mark.parametrize("saver", built_in_with(Capability.DISTRIBUTED_CHECKPOINT))
 def test_from_another_implementation(rank: Rank, saver: str, form: StateForm) -> None:
     """What one implementation has saved, another loads, or the same again: values, states and options of groups."""
-    saved, loaded = make(rank, 0, implementation=saver, has_extra=True), make(rank, 1, has_extra=True)
-    check_loads(rank, saved, loaded, form)
+    saved, loaded = (
+        stateful_runs.make(rank, 0, implementation=saver, has_extra=True),
+        stateful_runs.make(rank, 1, has_extra=True),
+    )
+    stateful_runs.check_loads(rank, saved, loaded, form)
 
 
 @contract("STATE-2", "STATE-3")
@@ -197,9 +281,9 @@ def test_from_another_implementation(rank: Rank, saver: str, form: StateForm) ->
 def test_onto_other_units(rank: Rank, units: str, flat: bool, form: StateForm) -> None:
     """A state dict depends neither on the units nor on what the optimizer has."""
     onto = [["layers.1"]] if units == "other-units" else []
-    saved = make(rank, 0, for_flat=flat)
-    loaded = make(rank, 1, for_flat=flat, units=onto, flat_parameters=flat)
-    check_loads(rank, saved, loaded, form)
+    saved = stateful_runs.make(rank, 0, for_flat=flat)
+    loaded = stateful_runs.make(rank, 1, for_flat=flat, units=onto, flat_parameters=flat)
+    stateful_runs.check_loads(rank, saved, loaded, form)
 
 
 @contract("STATE-2", "STATE-3")
@@ -209,7 +293,9 @@ def test_onto_another_number_of_ranks(rank: Rank, fewer: str) -> None:
     """A checkpoint of four ranks loads on two, and one of two on four."""
     meshes = rank.mesh((2, 2), ("copy", "dp"))["dp"], rank.mesh()
     first, second = meshes if fewer == "before" else meshes[::-1]
-    check_loads(rank, make(rank, 0, mesh=first), make(rank, 1, mesh=second), "sharded")
+    stateful_runs.check_loads(
+        rank, stateful_runs.make(rank, 0, mesh=first), stateful_runs.make(rank, 1, mesh=second), "sharded"
+    )
 
 
 @contract("STATE-2", "STATE-8")
@@ -223,14 +309,14 @@ def test_module_with_two_names(rank: Rank, form: StateForm) -> None:
         first.again = first.first
         return model
 
-    saved, loaded = make(rank, 0, prepare=register), make(rank, 1, prepare=register)
-    train(rank, saved, 0)
-    state = states.read_and_check(rank, saved, form, register(plain(rank)))
+    saved, loaded = stateful_runs.make(rank, 0, prepare=register), stateful_runs.make(rank, 1, prepare=register)
+    stateful_runs.train(rank, saved, 0)
+    state = states.read_and_check(rank, saved, form, register(stateful_runs.plain(rank)))
     for kind in ("weight", "bias"):
         names = [f"layers.0.{name}.{kind}" for name in ("first", "again")]
         assert torch.equal(*(state["model"][name] for name in names)), f"{names} have different values"
     if form == "sharded":  # torch's functions for full ones shard what they load under one name only
-        check_loads(rank, saved, loaded, form)
+        stateful_runs.check_loads(rank, saved, loaded, form)
 
 
 @contract("STATE-3")
@@ -240,8 +326,10 @@ def test_module_with_two_names(rank: Rank, form: StateForm) -> None:
 @pytest.mark.parametrize("form", ["full", "first-rank"])
 def test_into_a_new_optimizer(rank: Rank, form: StateForm, flat: bool) -> None:
     """An optimizer that has not stepped yet takes all of it."""
-    saved = make(rank, 0, for_flat=flat)
-    check_loads(rank, saved, make(rank, 1, for_flat=flat, flat_parameters=flat), form, steps_first=False)
+    saved = stateful_runs.make(rank, 0, for_flat=flat)
+    stateful_runs.check_loads(
+        rank, saved, stateful_runs.make(rank, 1, for_flat=flat, flat_parameters=flat), form, steps_first=False
+    )
 
 
 @contract("STATE-3")
@@ -249,14 +337,14 @@ def test_into_a_new_optimizer(rank: Rank, form: StateForm, flat: bool) -> None:
 @FORMS
 def test_into_an_optimizer_of_fewer_parameters(rank: Rank, form: StateForm) -> None:
     """An optimizer of the trainable parameters takes the options and states that one of all parameters has saved."""
-    saved = make(rank, 0, optimizer=optim.adamw(lr=LR))
-    loaded = make(rank, 1, optimizer=optim.of_trainable(optim.adamw(lr=3 * LR)))
+    saved = stateful_runs.make(rank, 0, optimizer=optim.adamw(lr=stateful_runs.LR))
+    loaded = stateful_runs.make(rank, 1, optimizer=optim.of_trainable(optim.adamw(lr=3 * stateful_runs.LR)))
     for run in (saved, loaded):
-        train(rank, run, 0)
+        stateful_runs.train(rank, run, 0)
     loaded.adapter.restore(saved.adapter.checkpoint(form=form), form=form)
     assert loaded.adapter.optimizer is not None
     rates = [group["lr"] for group in loaded.adapter.optimizer.param_groups]
-    assert rates == [LR], f"learning rates {rates} instead of {LR}"
+    assert rates == [stateful_runs.LR], f"learning rates {rates} instead of {stateful_runs.LR}"
     states.check_held(rank, loaded, states.read(rank, saved))
 
 
@@ -267,8 +355,8 @@ def test_into_an_optimizer_of_fewer_parameters(rank: Rank, form: StateForm) -> N
 def test_states_of_ignored_parameters(rank: Rank, form: StateForm) -> None:
     """The optimizer's state of an ignored parameter, alike on all ranks, is saved and loaded beside the others."""
     options: Any = {"ignored": (IGNORED,), "prepare": same_gradient}
-    saved, loaded = (make(rank, number, **options) for number in range(2))
-    check_loads(rank, saved, loaded, form)
+    saved, loaded = (stateful_runs.make(rank, number, **options) for number in range(2))
+    stateful_runs.check_loads(rank, saved, loaded, form)
     state = states.read(rank, loaded, form=form)["optimizer"]["state"][IGNORED]
     assert "exp_avg" in state, f"the state of the ignored parameter has {sorted(state)} alone"
 
@@ -285,12 +373,14 @@ def test_loading_between_passes(
     rank: Rank, reshard_after_forward: bool | int | None, after: str, form: StateForm
 ) -> None:
     """What is loaded is what the next forward uses, whatever is gathered, and training goes on from there."""
-    source, twin, run = (make(rank, number, reshard_after_forward=reshard_after_forward) for number in (0, 0, 1))
+    source, twin, run = (
+        stateful_runs.make(rank, number, reshard_after_forward=reshard_after_forward) for number in (0, 0, 1)
+    )
     for one in (source, twin):
-        train(rank, one, 0)
+        stateful_runs.train(rank, one, 0)
     if after != "sharding":
-        train(rank, run, 3)
-    batch = (rank.batch(4, (3, DIM)),)
+        stateful_runs.train(rank, run, 3)
+    batch = (rank.batch(4, (3, stateful_runs.DIM)),)
     if after == "evaluation":
         run.evaluate(batch)
     elif after == "backward":
@@ -305,7 +395,13 @@ def test_loading_between_passes(
         return
     run.adapter.zero_grad(set_to_none=True)
     for step in (1, 2):
-        check_exact(rank, train(rank, run, step), train(rank, twin, step), step=step, why="the same values and states")
+        check_exact(
+            rank,
+            stateful_runs.train(rank, run, step),
+            stateful_runs.train(rank, twin, step),
+            step=step,
+            why="the same values and states",
+        )
 
 
 @contract("STATE-5")
@@ -314,12 +410,15 @@ def test_loading_between_passes(
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_loading_a_part(rank: Rank, reshard_after_forward: bool | int | None, name: str) -> None:
     """An entry of which some ranks hold nothing makes all ranks gather again, or none."""
-    source, run = (make(rank, number, optimizer=None, reshard_after_forward=reshard_after_forward) for number in (0, 1))
-    value, batch = source.adapter.checkpoint()["model"][name], rank.batch(0, (3, DIM))
+    source, run = (
+        stateful_runs.make(rank, number, optimizer=None, reshard_after_forward=reshard_after_forward)
+        for number in (0, 1)
+    )
+    value, batch = source.adapter.checkpoint()["model"][name], rank.batch(0, (3, stateful_runs.DIM))
     run.evaluate((batch,))
     run.adapter.restore({"model": {name: value}}, strict=False)
-    unsharded = plain(rank, number=1).to(rank.device)
-    unsharded.load_state_dict({name: plain(rank).state_dict()[name]}, strict=False)
+    unsharded = stateful_runs.plain(rank, number=1).to(rank.device)
+    unsharded.load_state_dict({name: stateful_runs.plain(rank).state_dict()[name]}, strict=False)
     twin = rank.run(unsharded, units=unsharded.units(), reshard_after_forward=reshard_after_forward)
     outputs, expected = run.evaluate((batch,)), twin.evaluate((batch,))
     assert torch.equal(outputs[0], expected[0]), f"the forward after loading {name} has other values"
@@ -347,11 +446,13 @@ def test_saving_changes_nothing(
             if loads:
                 adapter.restore(state, form=form)
 
-    twin, run = make(rank, 0, **options), make(rank, 0, after_backward=save, **options)
+    twin, run = stateful_runs.make(rank, 0, **options), stateful_runs.make(rank, 0, after_backward=save, **options)
     census = Census(run)
     for step in range(3):
-        check_exact(rank, train(rank, run, step), train(rank, twin, step), step=step, why=WHY)
-        batch = (rank.batch(step, (3, DIM), microbatch=1),)
+        check_exact(
+            rank, stateful_runs.train(rank, run, step), stateful_runs.train(rank, twin, step), step=step, why=WHY
+        )
+        batch = (rank.batch(step, (3, stateful_runs.DIM), microbatch=1),)
         outputs, expected = run.evaluate(batch), twin.evaluate(batch)
         assert torch.equal(outputs[0], expected[0]), f"the evaluation after {step_label(step)} differs"
         held = census.held()
@@ -368,11 +469,11 @@ def test_saving_changes_nothing(
 @pytest.mark.parametrize("flaw", FLAWED)
 def test_entries_that_do_not_fit(rank: Rank, flaw: str, strict: bool) -> None:
     """Missing, unknown and misfit entries are reported by name on every rank as unsharded, and keep their values."""
-    run, source = make(rank, 0, optimizer=None), make(rank, 1, optimizer=None)
+    run, source = stateful_runs.make(rank, 0, optimizer=None), stateful_runs.make(rank, 1, optimizer=None)
     before, after = (states.read(rank, one)["model"] for one in (run, source))
     state = source.adapter.checkpoint()["model"]
     spoil(state, flaw)
-    expected = report_of(lambda: spoilt_load(plain(rank), flaw, strict=strict))
+    expected = report_of(lambda: spoilt_load(stateful_runs.plain(rank), flaw, strict=strict))
     found = report_of(lambda: run.adapter.restore({"model": state}, strict=strict))
     assert found == expected, f"loading reports {found}; the unsharded model {expected}"
     is_new = {name: choice(name, piece, before, after) for name, piece in run.adapter.parameters().items()}
@@ -405,24 +506,32 @@ def test_whole_state_dicts_are_copies(rank: Rank, form: StateForm, shards: bool,
     # torch's own functions share with the optimizer what need not be gathered: F-170 of docs/findings.md.
     copies_all = rank.implementation.checkpoint is not Adapter.checkpoint
     options: Any = {"ignored": (IGNORED,), "prepare": same_gradient} if copies_all and not flat else {}
-    twin, run = (make(rank, 0, for_flat=flat, flat_parameters=flat, shards=shards, **options) for _ in range(2))
+    twin, run = (
+        stateful_runs.make(rank, 0, for_flat=flat, flat_parameters=flat, shards=shards, **options) for _ in range(2)
+    )
     for one in (twin, run):
-        train(rank, one, 0)
+        stateful_runs.train(rank, one, 0)
     state = run.adapter.checkpoint(form=form)
     # What is ignored is saved as unsharded: what the module holds.
-    shown = TRAINED if not options else [name for name in TRAINED if name != IGNORED]
+    shown = stateful_runs.TRAINED if not options else [name for name in stateful_runs.TRAINED if name != IGNORED]
     named = {name: value for name, value in state["model"].items() if name in shown}
     for name, values in state.get("optimizer", {}).get("state", {}).items():
         named |= {f"{key} of {name}": value for key, value in values.items() if value.ndim or copies_all}
     copies = {name: value.clone() for name, value in named.items()}
-    check_exact(rank, train(rank, run, 1), train(rank, twin, 1), step=1, why=WHY)
+    check_exact(rank, stateful_runs.train(rank, run, 1), stateful_runs.train(rank, twin, 1), step=1, why=WHY)
     changed = [name for name, value in named.items() if not torch.equal(value, copies[name])]
     assert not changed, f"the step changed what was saved before of {', '.join(changed)}"
     for value in named.values():
         value.fill_(7.0)
-    check_exact(rank, train(rank, run, 2), train(rank, twin, 2), step=2, why="the state dict is a copy")
+    check_exact(
+        rank,
+        stateful_runs.train(rank, run, 2),
+        stateful_runs.train(rank, twin, 2),
+        step=2,
+        why="the state dict is a copy",
+    )
     run.adapter.restore(state, form=form)
-    train(rank, run, 3)
+    stateful_runs.train(rank, run, 3)
     changed = [name for name, value in named.items() if not torch.all(value == 7.0)]
     assert not changed, f"the step changed what was loaded before it of {', '.join(changed)}"
 
@@ -432,8 +541,12 @@ def test_whole_state_dicts_are_copies(rank: Rank, form: StateForm, shards: bool,
 @FORMS
 def test_parameters_of_one_element(rank: Rank, form: StateForm) -> None:
     """What an optimizer has once for a parameter is saved once, also where a parameter has one element itself."""
-    run = rank.run(nn.Sequential(nn.Linear(DIM, 1), nn.Linear(1, DIM)), units=[["0"]], optimizer=optim.adamw(lr=LR))
-    train(rank, run, 0)
+    run = rank.run(
+        nn.Sequential(nn.Linear(stateful_runs.DIM, 1), nn.Linear(1, stateful_runs.DIM)),
+        units=[["0"]],
+        optimizer=optim.adamw(lr=stateful_runs.LR),
+    )
+    stateful_runs.train(rank, run, 0)
     found = run.adapter.checkpoint(form=form)["optimizer"].get("state", {})
     wrong = {name: state["step"].shape for name, state in found.items() if torch.as_tensor(state["step"]).ndim}
     assert not wrong, f"numbers of steps have shapes: {wrong}"
@@ -445,9 +558,9 @@ def test_parameters_of_one_element(rank: Rank, form: StateForm) -> None:
 @FORMS
 def test_versions_of_modules(rank: Rank, form: StateForm) -> None:
     """Where a state dict has the versions of modules, by which they know older ones, they are under unsharded names."""
-    run = make(rank, 0, optimizer=None)
+    run = stateful_runs.make(rank, 0, optimizer=None)
     found = getattr(run.adapter.checkpoint(form=form)["model"], "_metadata", None)
-    expected: Any = plain(rank).state_dict()
+    expected: Any = stateful_runs.plain(rank).state_dict()
     assert found is None or dict(found) == dict(expected._metadata), f"the versions are those of {sorted(found)}"
 
 
@@ -456,8 +569,8 @@ def test_versions_of_modules(rank: Rank, form: StateForm) -> None:
 @needs(Capability.FLAT_PARAMETERS, Capability.FULL_STATE_DICT)
 def test_numbers_of_steps_that_differ(rank: Rank) -> None:
     """Numbers of steps that differ between parameters are refused where the optimizer has one parameter for them."""
-    run = make(rank, 0, for_flat=True, flat_parameters=True)
-    train(rank, run, 0)
+    run = stateful_runs.make(rank, 0, for_flat=True, flat_parameters=True)
+    stateful_runs.train(rank, run, 0)
     state = run.adapter.checkpoint(form="full")
     one = state["optimizer"]["state"]["layers.0.first.bias"]
     one["step"] = one["step"] + 1
@@ -474,10 +587,10 @@ def test_an_optimizer_without_a_parameter_on_one_rank(rank: Rank) -> None:
 
     def of_some(parameters: Any) -> torch.optim.Optimizer:
         given = list(parameters)
-        return torch.optim.AdamW(given[: len(given) - rank.index], lr=LR)
+        return torch.optim.AdamW(given[: len(given) - rank.index], lr=stateful_runs.LR)
 
-    run = make(rank, 0, for_flat=True, optimizer=of_some)
-    train(rank, run, 0)
+    run = stateful_runs.make(rank, 0, for_flat=True, optimizer=of_some)
+    stateful_runs.train(rank, run, 0)
     refusal = Refusal(rank, lambda: run.adapter.checkpoint(form="full"), may_send=True)
     assert refusal.text is not None, "no rank refuses it"
     refusal.check_names("out.bias")
@@ -491,9 +604,9 @@ def test_an_optimizer_without_a_parameter_on_one_rank(rank: Rank) -> None:
 @FORMS
 def test_older_calls(rank: Rank, form: StateForm, flat: bool) -> None:
     """The older calls save and load the optimizer's states and options that the newer ones do."""
-    saved, loaded = (make(rank, number, for_flat=flat, flat_parameters=flat) for number in range(2))
-    train(rank, saved, 0)
-    train(rank, loaded, 3)
+    saved, loaded = (stateful_runs.make(rank, number, for_flat=flat, flat_parameters=flat) for number in range(2))
+    stateful_runs.train(rank, saved, 0)
+    stateful_runs.train(rank, loaded, 3)
     expected, state = states.read(rank, saved, form=form), saved.adapter.older_checkpoint(form=form)
     assert form != "first-rank" or bool(state) == (rank.index == 0), f"rank {rank.index} has {sorted(state)}"
     loaded.adapter.restore({"model": saved.adapter.checkpoint(form="full")["model"]}, form="full")
@@ -508,10 +621,14 @@ def test_older_calls(rank: Rank, form: StateForm, flat: bool) -> None:
 @FLAT
 def test_by_numbers(rank: Rank, flat: bool) -> None:
     """An unsharded model's optimizer takes the states by numbers, of two groups too; what it saves is taken back."""
-    run = make(rank, 0, for_flat=flat, flat_parameters=flat)
-    model = recompute(plain(rank, for_flat=flat).to(rank.device), "wrapper")  # other names, but not in a state dict
-    optimizer = (optim.adamw(lr=LR) if flat else optim.in_two_groups("adamw", lr=LR))(model.parameters())
-    train(rank, run, 0)
+    run = stateful_runs.make(rank, 0, for_flat=flat, flat_parameters=flat)
+    model = recompute(
+        stateful_runs.plain(rank, for_flat=flat).to(rank.device), "wrapper"
+    )  # other names, but not in a state dict
+    optimizer = (optim.adamw(lr=stateful_runs.LR) if flat else optim.in_two_groups("adamw", lr=stateful_runs.LR))(
+        model.parameters()
+    )
+    stateful_runs.train(rank, run, 0)
     state = run.adapter.checkpoint(form="full")
     numbered = run.adapter.rekeyed(state["optimizer"], by="number", model=model, optimizer=optimizer)
     keys = [key for group in numbered["param_groups"] for key in group["params"]]
@@ -525,7 +642,7 @@ def test_by_numbers(rank: Rank, flat: bool) -> None:
         assert not wrong, f"the unsharded model's optimizer has other values of {', '.join(wrong)} of {name}"
     named, before = optimizer.state_dict(), states.read(rank, run, form="full")
     named = run.adapter.rekeyed(named, by="name", model=model, optimizer=optimizer)
-    train(rank, run, 3)
+    stateful_runs.train(rank, run, 3)
     run.adapter.restore({"model": before["model"]}, form="full")  # not `state`, whose buffers are the model's own
     run.adapter.older_restore(named, form="full")
     states.check_held(rank, run, before)
@@ -538,8 +655,8 @@ def test_by_numbers(rank: Rank, flat: bool) -> None:
 @FLAT
 def test_an_optimizer_that_names_parameters(rank: Rank, flat: bool) -> None:
     """The states of an optimizer whose own state dict has names in the place of numbers are saved as others are."""
-    run = make(rank, 0, for_flat=flat, flat_parameters=flat)
-    train(rank, run, 0)
+    run = stateful_runs.make(rank, 0, for_flat=flat, flat_parameters=flat)
+    stateful_runs.train(rank, run, 0)
     expected, optimizer = states.read(rank, run, form="full"), run.adapter.optimizer
     assert optimizer is not None
     names = {id(parameter): name for name, parameter in run.adapter.module.named_parameters()}
@@ -558,7 +675,7 @@ def test_an_optimizer_that_names_parameters(rank: Rank, flat: bool) -> None:
 def test_local_states(rank: Rank, flat: bool) -> None:
     """A local state dict of a model holds this rank's own shards, which another of the same units takes."""
     options: Any = {"for_flat": True, "flat_parameters": flat, "as_groups": True, "optimizer": None}
-    saved, loaded = (make(rank, number, **options) for number in range(2))
+    saved, loaded = (stateful_runs.make(rank, number, **options) for number in range(2))
     loaded.adapter.restore(saved.adapter.checkpoint(form="local"), form="local")
     right = {name: piece.tensor for name, piece in saved.adapter.parameters().items()}
     other = [name for name, piece in loaded.adapter.parameters().items() if not torch.equal(piece.tensor, right[name])]
@@ -572,12 +689,12 @@ def test_local_states(rank: Rank, flat: bool) -> None:
 @pytest.mark.parametrize("flaw", ["another-shape", "shapes", "another-dtype", "another-step", "no-average"])
 def test_states_that_cannot_be_joined(rank: Rank, flaw: str) -> None:
     """States of parameters that together are not the state of a flat parameter are refused on every rank."""
-    run = make(rank, 0, for_flat=True, flat_parameters=True)
-    train(rank, run, 0)
+    run = stateful_runs.make(rank, 0, for_flat=True, flat_parameters=True)
+    stateful_runs.train(rank, run, 0)
     state = run.adapter.checkpoint(form="full")
     one = state["optimizer"]["state"]["layers.1.first.bias"]
     if flaw == "another-shape":
-        one["exp_avg"] = torch.ones(DIM + 1)
+        one["exp_avg"] = torch.ones(stateful_runs.DIM + 1)
     elif flaw == "shapes":
         state["optimizer"]["state"] = {name: {"sums": torch.ones(2, 3)} for name in state["optimizer"]["state"]}
     elif flaw == "another-dtype":

@@ -10,13 +10,24 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardproof.harness import models
-from shardproof.harness.adapters.base import Clip
-from shardproof.harness.models.recomputation import Computations, recompute
-from shardproof.harness.models.ties import TiedMLP, TiedStack, TwoNames
-from shardproof.harness.parity import Pair, Rank
-from shardproof.harness.plugin.axes import RESHARD, RESHARD_ROOT, with_first
-from shardproof.testing import Capability, contract, needs, world
+from shardproof.testing import (
+    RESHARD,
+    RESHARD_ROOT,
+    Capability,
+    Clip,
+    Computations,
+    Pair,
+    Rank,
+    TiedMLP,
+    TiedStack,
+    TwoNames,
+    contract,
+    models,
+    needs,
+    recompute,
+    with_first,
+    world,
+)
 
 pytestmark = needs(Capability.TIED_PARAMETERS)
 

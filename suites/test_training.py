@@ -13,17 +13,35 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from shardproof.harness import models
-from shardproof.harness.adapters.base import Accumulation, Adapter, OptimizerFactory
-from shardproof.harness.collectives.delays import Delay
-from shardproof.harness.collectives.trace import Collective
-from shardproof.harness.models import optim, shapes
-from shardproof.harness.parity import Pair, Rank, check_exact
-from shardproof.harness.parity.plain import backward_of_copies, check_gradients
-from shardproof.harness.parity.refusals import Refusal
-from shardproof.harness.parity.run import StepPicture
-from shardproof.harness.plugin.axes import DELAY_MS, DELAYED, DELAYS, FLAT, RESHARD, RESHARD_TO_PARTS
-from shardproof.testing import Capability, Hardware, contract, each_value, needs, world
+from shardproof.testing import (
+    DELAY_MS,
+    DELAYED,
+    DELAYS,
+    FLAT,
+    RESHARD,
+    RESHARD_TO_PARTS,
+    Accumulation,
+    Adapter,
+    Capability,
+    Collective,
+    Delay,
+    Hardware,
+    OptimizerFactory,
+    Pair,
+    Rank,
+    Refusal,
+    StepPicture,
+    backward_of_copies,
+    check_exact,
+    check_gradients,
+    contract,
+    each_value,
+    models,
+    needs,
+    optim,
+    shapes,
+    world,
+)
 
 
 @contract("TRAINING-1")

@@ -1,15 +1,13 @@
 """What is trained? Small models, with their losses, tensor-parallel plans, recomputation and compilation.
 
-Imports ``adapters`` (for the type of an optimizer factory) and ``tensors``. Cases import the names below from this
-room.
+Imports ``adapters`` (for the type of an optimizer factory) and ``tensors``. Cases import by
+``shardproof.testing``; a model of one chapter lies beside its cases.
 
 - ``plain``: models and losses.
 - ``branches``: a model of which each microbatch uses another part.
 - ``shapes``: models with unusual parameters, inputs, outputs or nesting; cases import the module.
 - ``made``: a model whose modules make their own values, on the meta device too.
-- ``parts``: models for rules that choose units.
 - ``experts``: a model with experts that may be divided among ranks.
-- ``extension``: tensors that choose what is gathered in their place.
 - ``drawn``: models described by plain data.
 - ``rows``: a model of which each layer divides among the ranks of a large world in another way.
 - ``parallel``: models for tensor parallelism, with their plans.

@@ -1,7 +1,7 @@
 """What is compared with what? The implementation with its baseline, with a float64 oracle, and with twins of itself.
 
-Imports ``simulation``, ``adapters``, ``collectives``, ``models``, ``findings`` and ``tensors``. Cases import the names
-below from this room; the other rooms import from its modules.
+Imports ``simulation``, ``adapters``, ``collectives``, ``models``, ``findings`` and ``tensors``. Cases import names of
+this room by ``shardproof.testing``; the other rooms import from its modules.
 
 - ``rank``: ``Rank``, the context object that a case receives. It builds on ``member`` and ``rank_state``.
 - ``run``: ``Run`` drives an adapter through training steps; ``sharded_run`` also checks that its model is sharded.
@@ -20,7 +20,7 @@ below from this room; the other rooms import from its modules.
 - ``refusals``: what an implementation refuses to shard, and what it has done by then.
 - ``drawn``: a training described by plain data: a model, a mesh, policies and a schedule.
 - ``exchange``, ``host_exchange``: how ranks exchange values outside of process groups.
-- ``resume``: saves and loads checkpoints; ``background``: saves while training goes on.
+- ``resume``: saves and loads checkpoints.
 - ``states``: reads state dicts whole and compares them.
 - ``other_worlds``: worlds of fewer ranks in the same processes; ``undivided``: one process with the batch of all ranks.
 """

@@ -99,8 +99,8 @@ class Training(Described):
             requirements: the requirements that the case checks.
             deadline: its deadline in seconds; None is that of the run.
         """
-        capabilities = sorted(needs(self, world_size=world_size))
-        body = source_of(self, indent=4, used=len("    train(rank, )"))
+        capabilities = sorted(needs_of(self, world_size=world_size))
+        body = source_of(self, indent=4, used=len("    train_drawn(rank, )"))
         marks = [
             *(f"contract({json.dumps(one)})" for one in requirements),
             f"world({world_size})",
@@ -114,23 +114,17 @@ class Training(Described):
                 "",
                 *(f"@{mark}" for mark in marks),
                 "def test_found(rank: Rank) -> None:",
-                f"    train(rank, {body})",
+                f"    train_drawn(rank, {body})",
             ]
         )
 
 
 def _imports(body: str, marks: Sequence[str]) -> list[str]:
     """Return the lines that import what the source of a training and of its marks uses."""
-    testing = [*(["Capability"] if "needs" in marks else []), *sorted(set(marks))]
-    made = {name: f"{name}(" in body for name in ("Accumulation", "Block", "Part", "Plan", "Step")}
-    classes = [name for name in ("Block", "Part", "Plan") if made[name]]
-    return [
-        *(["from shardproof.harness.adapters.base import Accumulation"] if made["Accumulation"] else []),
-        *([f"from shardproof.harness.models.drawn import {', '.join(classes)}"] if classes else []),
-        "from shardproof.harness.parity import Rank",
-        f"from shardproof.harness.parity.drawn import {'Step, ' if made['Step'] else ''}Training, train",
-        f"from shardproof.testing import {', '.join(testing)}",
-    ]
+    made = [name for name in ("Accumulation", "Block", "Part", "Plan", "Step") if f"{name}(" in body]
+    names = {"Rank", "Training", "train_drawn", *marks, *made, *(["Capability"] if "needs" in marks else [])}
+    classes = sorted(name for name in names if name[0].isupper())
+    return [f"from shardproof.testing import {', '.join([*classes, *sorted(names - {*classes})])}"]
 
 
 def source_of(value: Any, *, indent: int = 0, used: int = 0) -> str:
@@ -156,7 +150,7 @@ def source_of(value: Any, *, indent: int = 0, used: int = 0) -> str:
     return f"{name}(\n{''.join(lines)}{' ' * indent})"
 
 
-def needs(training: Training, *, world_size: int) -> frozenset[Capability]:
+def needs_of(training: Training, *, world_size: int) -> frozenset[Capability]:
     """Return the capabilities without which an implementation cannot run a training on so many ranks."""
     return frozenset((*_needs_of_plan(training), *_needs_of_policies(training, world_size)))
 
@@ -222,7 +216,7 @@ def _needs_of_policies(training: Training, world_size: int) -> Any:
         yield Capability.ASYNC_UNSHARD
 
 
-def train(rank: Rank, training: Training) -> Pair:
+def train_drawn(rank: Rank, training: Training) -> Pair:
     """Train what a training describes, beside the baseline and the oracle, and compare all of it (collective).
 
     The model is in float64 and compared in float32: a drawn sum may cancel to any degree, and what remains of it must

@@ -1,8 +1,8 @@
 """How does pytest drive the harness? Options, collection, marks, records, verdicts and known failures.
 
 Imports ``worlds``, ``adapters``, ``collectives`` and ``findings``, and ``parity`` and ``models`` for what it draws. A
-project's conftest names the plugin as ``shardproof.plugin``; case modules import from ``marks`` (through
-``shardproof.testing``) and ``axes``. Nothing else is imported from outside.
+project's conftest names the plugin as ``shardproof.plugin``; case modules import from ``marks`` and ``axes`` by
+``shardproof.testing``. Nothing else is imported from outside.
 
 - ``hooks``: the hook functions.
 - ``state``: the objects that the hooks of one pytest process share.

@@ -17,7 +17,7 @@ from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.models.drawn import Block, Kind, Part, Plan, has_trained
 from shardproof.harness.models.plain import Container
 from shardproof.harness.models.recomputation import Means
-from shardproof.harness.parity.drawn import Step, Training, needs
+from shardproof.harness.parity.drawn import Step, Training, needs_of
 
 #: Levels of blocks below the trunk, and blocks in one list.
 _DEPTH, _BREADTH = 3, 3
@@ -88,7 +88,7 @@ class _Trainings:
             optimizer=optimizer,
             seed=draw(st.integers(0, 9)),
         )
-        assert needs(training, world_size=self._size) <= self._capabilities, f"{training} needs more than is claimed"
+        assert needs_of(training, world_size=self._size) <= self._capabilities, f"{training} needs more than is claimed"
         return training
 
     # the model ---------------------------------------------------------------------------

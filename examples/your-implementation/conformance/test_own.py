@@ -8,11 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardproof.harness import models
-from shardproof.harness.adapters.base import Clip
-from shardproof.harness.models import optim
-from shardproof.harness.parity import Rank
-from shardproof.testing import Capability, contract, needs, world
+from shardproof.testing import Capability, Clip, Rank, contract, models, needs, optim, world
 
 
 @contract("OWN-1")
