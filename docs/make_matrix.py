@@ -49,6 +49,7 @@ class Place:
 #: Those of one column of README.md follow each other, the newest torch first.
 PLACES = (
     Place("CPU, gloo, torch 2.15", "CPU", "2.15", ("cpu-torch-2.15-standard.json.gz",)),
+    Place("CPU, gloo, torch 2.14", "CPU", "2.14", ("cpu-torch-2.14-standard.json.gz",)),
     Place(
         "CPU, gloo, torch 2.13",
         "CPU",

@@ -123,8 +123,12 @@ def _imports(body: str, marks: Sequence[str]) -> list[str]:
     """Return the lines that import what the source of a training and of its marks uses."""
     made = [name for name in ("Accumulation", "Block", "Part", "Plan", "Step") if f"{name}(" in body]
     names = {"Rank", "Training", "train_drawn", *marks, *made, *(["Capability"] if "needs" in marks else [])}
-    classes = sorted(name for name in names if name[0].isupper())
-    return [f"from shardproof.testing import {', '.join([*classes, *sorted(names - {*classes})])}"]
+    # Classes before functions, as isort has them.
+    ordered = sorted(names, key=lambda name: (not name[0].isupper(), name))
+    line = f"from shardproof.testing import {', '.join(ordered)}"
+    if len(line) <= _MOST_COLUMNS:
+        return [line]
+    return ["from shardproof.testing import (", *(f"    {name}," for name in ordered), ")"]
 
 
 def source_of(value: Any, *, indent: int = 0, used: int = 0) -> str:
