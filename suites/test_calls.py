@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardproof.suites.fsdp1 import NAMES, Fsdp1, fsdp1
+from shardproof.suites.apis import NAMES, Fsdp1, fsdp1
 from shardproof.testing import Capability, Rank, contract, each_value, needs, private, world
 
 pytestmark = needs(Capability.FSDP1_API)
@@ -28,11 +28,7 @@ checkpoint_wrapper = private.take("torch.distributed.algorithms._checkpoint.chec
 @world(2)
 def test_strategy_is_reported(rank: Rank) -> None:
     """A wrapper reports the sharding strategy that it follows: the chosen one, or FULL_SHARD by default."""
-    fsdp = fsdp1(rank)
-    kinds = fsdp.api.ShardingStrategy
-    chosen = (None, kinds.FULL_SHARD, kinds.SHARD_GRAD_OP)
-    names = [fsdp.wrap(fsdp.layers(), sharding_strategy=one).sharding_strategy.name for one in chosen]
-    names.append(fsdp.without_shards().sharding_strategy.name)
+    names = fsdp1(rank).strategies()
     expected = ["FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
     assert names == expected, f"the strategies are reported as {names}, not {expected}"
 
@@ -451,29 +447,15 @@ def test_ignored_buffer_on_the_meta_device(rank: Rank) -> None:
 
 
 @contextlib.contextmanager
-def _warns(kind: type[Warning], words: str) -> Iterator[None]:
-    """Check that a warning of this class has these words."""
-    texts: list[str] = []
-    with _recorded(kind, texts):
-        yield
-    assert any(words in text for text in texts), f"no {kind.__name__} names {words!r} among {texts}"
-
-
-@contextlib.contextmanager
-def _does_not_warn(kind: type[Warning], words: str) -> Iterator[None]:
-    """Check that no warning of this class has these words."""
-    texts: list[str] = []
-    with _recorded(kind, texts):
-        yield
-    assert not any(words in text for text in texts), f"a {kind.__name__} names {words!r} among {texts}"
-
-
-@contextlib.contextmanager
-def _recorded(kind: type[Warning], texts: list[str]) -> Iterator[None]:
+def _warns(kind: type[Warning], words: str, *, expected: bool = True) -> Iterator[None]:
+    """Check whether a warning of this class has these words."""
     with warnings.catch_warnings(record=True) as recorded:
         warnings.simplefilter("always")
         yield
-    texts += [str(one.message) for one in recorded if issubclass(one.category, kind)]
+    texts = [str(one.message) for one in recorded if issubclass(one.category, kind)]
+    assert any(words in text for text in texts) == expected, (
+        f"{'no' if expected else 'a'} {kind.__name__} names {words!r} among {texts}"
+    )
 
 
 @contract("CALLS-2")
@@ -506,10 +488,7 @@ def test_warning_of_one_rank(rank: Rank) -> None:
     fsdp = fsdp1(rank)
     with _warns(UserWarning, "world size is 1"):
         fsdp.wrap(fsdp.layers())
-    kinds = fsdp.api.ShardingStrategy
-    chosen = (None, kinds.FULL_SHARD, kinds.SHARD_GRAD_OP)
-    names = [fsdp.wrap(fsdp.layers(), sharding_strategy=one).sharding_strategy.name for one in chosen]
-    names.append(fsdp.without_shards().sharding_strategy.name)
+    names = fsdp.strategies()
     assert names == ["NO_SHARD"] * 4, f"wrappers of one rank report the strategies {names}"
 
 
@@ -542,7 +521,7 @@ def test_warning_of_frozen_parameters(rank: Rank, separate: bool) -> None:
     layers = fsdp.layers()
     layers[0].requires_grad_(False)
     classes = {nn.Sequential, nn.Linear} if separate else {nn.Sequential}
-    with (_does_not_warn if separate else _warns)(UserWarning, "requires_grad"):
+    with _warns(UserWarning, "requires_grad", expected=not separate):
         fsdp.wrap(nn.Sequential(layers), auto_wrap_policy=fsdp.api.wrap.ModuleWrapPolicy(classes))
 
 
@@ -555,7 +534,7 @@ def test_warning_of_full_parameters_on_the_cpu(rank: Rank, first_rank: bool) -> 
     fsdp = fsdp1(rank)
     model = fsdp.nested()
     with (
-        (_does_not_warn if first_rank else _warns)(UserWarning, "rank0_only"),
+        _warns(UserWarning, "rank0_only", expected=not first_rank),
         fsdp.kind.summon_full_params(model, writeback=False, rank0_only=first_rank, offload_to_cpu=True),
     ):
         pass
@@ -566,7 +545,6 @@ def test_warning_of_full_parameters_on_the_cpu(rank: Rank, first_rank: bool) -> 
 def test_warning_of_older_arguments(rank: Rank) -> None:
     """Parameters in place of the optimizer (``optim_input``) warn that the argument is deprecated."""
     fsdp = fsdp1(rank)
-    model = fsdp.nested()
-    optimizer = fsdp.train(model)
+    model, optimizer = fsdp.trained()
     with _warns(FutureWarning, "optim_input"):
         fsdp.kind.full_optim_state_dict(model, optimizer, optim_input=[*model.parameters()])

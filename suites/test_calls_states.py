@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardproof.suites.fsdp1 import NAMES, Fsdp1, fsdp1, hybrid
+from shardproof.suites.apis import NAMES, Fsdp1, fsdp1, hybrid
 from shardproof.testing import Capability, Rank, contract, each_value, needs, world
 
 pytestmark = needs(Capability.FSDP1_API)
@@ -25,8 +25,7 @@ pytestmark = needs(Capability.FSDP1_API)
 def test_setting_a_form_returns_the_previous_one(rank: Rank) -> None:
     """Each call that sets the form of state dicts returns the settings before it; a context restores them."""
     fsdp = fsdp1(rank)
-    groups: Any = {"device_mesh": None, "process_group": fsdp.mesh.get_group()}  # which local state dicts need
-    model, forms = fsdp.nested(groups, **groups), fsdp.api.StateDictType
+    model, forms = fsdp.nested_on_groups(), fsdp.api.StateDictType
     before = [
         fsdp.kind.set_state_dict_type(model, forms.SHARDED_STATE_DICT),
         fsdp.kind.set_state_dict_type(model, forms.FULL_STATE_DICT, fsdp.api.FullStateDictConfig(rank0_only=True)),
@@ -78,8 +77,7 @@ def test_ignored_parameters_as_variables(rank: Rank) -> None:
 def test_names_in_a_local_state_dict(rank: Rank) -> None:
     """A local state dict has the flat parameters alone, also of a model that has its original parameters."""
     fsdp = fsdp1(rank)
-    groups: Any = {"device_mesh": None, "process_group": fsdp.mesh.get_group()}  # which local state dicts need
-    model = fsdp.nested(groups, **groups)
+    model = fsdp.nested_on_groups()
     with fsdp.kind.state_dict_type(model, fsdp.api.StateDictType.LOCAL_STATE_DICT):
         names = sorted(model.state_dict())
     assert names == ["0._flat_param", "_flat_param"], f"the names in the local state dict are {names}"
@@ -134,8 +132,7 @@ def test_load_after_new_data(rank: Rank) -> None:
 def test_given_optimizer_state_is_saved(rank: Rank, has_groups: bool) -> None:
     """A state dict of the optimizer that user code has changed and gives is saved as it is, with groups or without."""
     fsdp = fsdp1(rank)
-    model = fsdp.nested()
-    optimizer = fsdp.train(model)
+    model, optimizer = fsdp.trained()
     given = optimizer.state_dict()
     given["state"] = {
         number: {**one, "exp_avg": torch.full_like(one["exp_avg"], 3.0)} for number, one in given["state"].items()
@@ -155,8 +152,7 @@ def test_given_optimizer_state_is_saved(rank: Rank, has_groups: bool) -> None:
 def test_given_options_are_saved(rank: Rank) -> None:
     """Of an optimizer's state dict in which user code has changed the learning rate, this one is saved."""
     fsdp = fsdp1(rank)
-    model = fsdp.nested()
-    optimizer = fsdp.train(model)
+    model, optimizer = fsdp.trained()
     given = optimizer.state_dict()
     given["param_groups"] = [{**group, "lr": 7.0} for group in given["param_groups"]]
     with fsdp.sharded_states(model):
@@ -190,8 +186,7 @@ def test_optimizer_state_keeps_its_dtype(rank: Rank, use_orig_params: bool) -> N
 def test_loaded_optimizer_state_is_returned(rank: Rank) -> None:
     """A state dict that is loaded directly into the optimizer is returned too."""
     fsdp = fsdp1(rank)
-    model = fsdp.nested()
-    optimizer = fsdp.train(model)
+    model, optimizer = fsdp.trained()
     with fsdp.full_states(model):
         saved = fsdp.kind.optim_state_dict(model, optimizer)
         for state in saved["state"].values():
@@ -207,8 +202,7 @@ def test_loaded_optimizer_state_is_returned(rank: Rank) -> None:
 def test_parameters_instead_of_the_optimizer(rank: Rank) -> None:
     """The older call for shards of a full state takes parameters (``optim_input``), in their order, and warns."""
     fsdp = fsdp1(rank)
-    model = fsdp.nested()
-    optimizer = fsdp.train(model)
+    model, optimizer = fsdp.trained()
     full = fsdp.kind.full_optim_state_dict(model, optimizer, rank0_only=False)
     expected = fsdp.kind.shard_full_optim_state_dict(full, model, optim=optimizer)["state"]
     order = [*reversed([*model.parameters()])]
@@ -230,8 +224,7 @@ def _is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 def test_full_states_are_on_every_rank_by_default(rank: Rank) -> None:
     """Where user code chooses full state dicts and nothing else, every rank has all states of the optimizer."""
     fsdp = fsdp1(rank)
-    model = fsdp.nested()
-    optimizer = fsdp.train(model)
+    model, optimizer = fsdp.trained()
     with fsdp.kind.state_dict_type(model, fsdp.api.StateDictType.FULL_STATE_DICT):
         names = sorted(fsdp.kind.optim_state_dict(model, optimizer)["state"])
     assert names == NAMES, f"this rank has the states of {names}"
@@ -256,8 +249,7 @@ def test_states_of_a_small_unit(rank: Rank) -> None:
 def test_states_for_an_optimizer_with_names(rank: Rank) -> None:
     """The state to load into an optimizer that has names in its own (``is_named_optimizer``) has those of the model."""
     fsdp = fsdp1(rank)
-    model = fsdp.nested()
-    optimizer = fsdp.train(model)
+    model, optimizer = fsdp.trained()
     with fsdp.sharded_states(model):
         saved = fsdp.kind.optim_state_dict(model, optimizer)
         states = fsdp.kind.optim_state_dict_to_load(model, optimizer, saved, is_named_optimizer=True)["state"]

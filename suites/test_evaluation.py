@@ -603,5 +603,4 @@ def test_whole_parameters_of_another_shape(rank: Rank) -> None:
             layer.weight = nn.Parameter(found["layers.1.in_proj.weight"].detach().t().contiguous())
 
     refusal = Refusal(rank, replace, may_send=True)
-    assert refusal.text is not None, "no rank refuses it"
     refusal.check_names("shape")

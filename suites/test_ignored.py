@@ -179,7 +179,6 @@ def test_replicating_what_is_sharded(rank: Rank, name: str) -> None:
     pair = rank.pair(model, units=model.units())
     replicate = private.need("torch.distributed._composable.replicate.replicate")
     refusal = Refusal(rank, lambda: replicate(pair.adapter.submodule(name)))
-    assert refusal.text is not None, "no rank refuses it"
     refusal.check_names("fully_shard")
     pair.step(rank.batch(0, (4, 9)))
     pair.check()

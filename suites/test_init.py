@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
+from shardproof.suites.apis import fsdp2
 from shardproof.testing import (
     FLAT,
     RESHARD,
@@ -330,56 +331,6 @@ def test_model_that_is_repaired_after_a_refusal(rank: Rank, what: str) -> None:
         pair.check()
 
 
-@dataclasses.dataclass(frozen=True)
-class Fsdp2:
-    """``fully_shard`` of the implementation under test, and two linear layers to call it with.
-
-    Attributes:
-        adapter: of a model that the case does not use: with its adapter the harness begins to watch the implementation.
-    """
-
-    adapter: Adapter
-
-    @property
-    def mesh(self) -> DeviceMesh:
-        """All ranks."""
-        return self.adapter.config.mesh
-
-    def shard(self, modules: Any, **options: Any) -> None:
-        """Call ``fully_shard``, by default over all ranks."""
-        type(self.adapter).fully_shard(modules, **({"mesh": self.mesh} | options))
-
-    def layers(self) -> Any:
-        """Two linear layers, on the device."""
-        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(self.mesh.device_type)
-
-    def sharded(self, **options: Any) -> Any:
-        """Make each layer a unit, and both the root."""
-        layers = self.layers()
-        for module in (*layers, layers):
-            self.shard(module, **options)
-        return layers
-
-    def forward(self, model: nn.Module) -> torch.Tensor:
-        """Run a forward of a model, on a batch of ones."""
-        output: torch.Tensor = model(torch.ones(2, 4, device=self.mesh.device_type))
-        return output
-
-    def without_names(self, *shape: int) -> DeviceMesh:
-        """All ranks on a mesh of a shape whose dimensions have no names."""
-        return DeviceMesh(self.mesh.device_type, self.mesh.mesh.view(*shape))
-
-    def check_refused(self, rank: Rank, words: str, attempt: Callable[[], Any]) -> None:
-        """Check that every rank refuses, with an error that has these words."""
-        refusal = Refusal(rank, attempt, may_send=True)
-        assert refusal.text is not None, "no rank refuses it"
-        refusal.check_names(words)
-
-
-def _fsdp2(rank: Rank) -> Fsdp2:
-    return Fsdp2(sharded(rank, models.MLP(5).to(rank.device)))
-
-
 @contract("INIT-5")
 @world(2)
 @needs(Capability.FSDP2_API)
@@ -387,10 +338,10 @@ def _fsdp2(rank: Rank) -> Fsdp2:
 @pytest.mark.parametrize("grouped", [False, True])
 def test_refuses_a_unit_twice(rank: Rank, grouped: bool) -> None:
     """A module that is a unit is refused as one again, by itself or in a list."""
-    fsdp = _fsdp2(rank)
+    fsdp = fsdp2(rank)
     model = fsdp.layers()
     fsdp.shard(model[1])
-    fsdp.check_refused(rank, "once", lambda: fsdp.shard([model[0], model[1]] if grouped else model[1]))
+    fsdp.check_refused("once", lambda: fsdp.shard([model[0], model[1]] if grouped else model[1]))
 
 
 @contract("INIT-5")
@@ -398,12 +349,12 @@ def test_refuses_a_unit_twice(rank: Rank, grouped: bool) -> None:
 @needs(Capability.FSDP2_API)
 def test_refuses_a_unit_of_another_root(rank: Rank) -> None:
     """The forward of a model is refused if one of its units has run before in another model."""
-    fsdp = _fsdp2(rank)
+    fsdp = fsdp2(rank)
     first = fsdp.sharded()
     fsdp.forward(first)
     other = nn.Sequential(first[0], *fsdp.layers())
     fsdp.shard(other)
-    fsdp.check_refused(rank, "lazily", lambda: fsdp.forward(other))
+    fsdp.check_refused("lazily", lambda: fsdp.forward(other))
 
 
 @contract("INIT-5")
@@ -411,10 +362,10 @@ def test_refuses_a_unit_of_another_root(rank: Rank) -> None:
 @needs(Capability.FSDP2_API, Capability.NAMED_DIMENSIONS)
 def test_refuses_named_dimensions_of_a_mesh_without_names(rank: Rank) -> None:
     """Named data-parallel dimensions are refused for a mesh whose dimensions have no names."""
-    fsdp = _fsdp2(rank)
+    fsdp = fsdp2(rank)
     dimensions = type(fsdp.adapter).mesh_dims(shard="dp")
     mesh = fsdp.without_names(-1, 1)
-    fsdp.check_refused(rank, "mesh_dim_names", lambda: fsdp.shard(fsdp.layers(), mesh=mesh, dp_mesh_dims=dimensions))
+    fsdp.check_refused("mesh_dim_names", lambda: fsdp.shard(fsdp.layers(), mesh=mesh, dp_mesh_dims=dimensions))
 
 
 @contract("INIT-5")
@@ -422,8 +373,8 @@ def test_refuses_named_dimensions_of_a_mesh_without_names(rank: Rank) -> None:
 @needs(Capability.FSDP2_API)
 def test_refuses_replicas_on_a_mesh_without_names(rank: Rank) -> None:
     """A mesh of two dimensions, replicas and shards, is refused if these have no names."""
-    fsdp = _fsdp2(rank)
-    fsdp.check_refused(rank, "mesh_dim_names", lambda: fsdp.sharded(mesh=fsdp.without_names(1, -1)))
+    fsdp = fsdp2(rank)
+    fsdp.check_refused("mesh_dim_names", lambda: fsdp.sharded(mesh=fsdp.without_names(1, -1)))
 
 
 @contract("INIT-5")
@@ -431,11 +382,11 @@ def test_refuses_replicas_on_a_mesh_without_names(rank: Rank) -> None:
 @needs(Capability.FSDP2_API)
 def test_refuses_tensor_parallel_layers_on_a_mesh_without_names(rank: Rank) -> None:
     """A data-parallel mesh without names is refused for layers that tensor parallelism has cut."""
-    fsdp = _fsdp2(rank)
+    fsdp = fsdp2(rank)
     ranks = fsdp.mesh.size()
     both = DeviceMesh(fsdp.mesh.device_type, fsdp.mesh.mesh.view(ranks, 1), mesh_dim_names=("dp", "tp"))
     layers = parallelize_module(fsdp.layers(), both["tp"], {"0": ColwiseParallel()})
-    fsdp.check_refused(rank, "mesh_dim_names", lambda: fsdp.shard(layers, mesh=fsdp.without_names(ranks)))
+    fsdp.check_refused("mesh_dim_names", lambda: fsdp.shard(layers, mesh=fsdp.without_names(ranks)))
 
 
 @contract("INIT-5")
@@ -443,10 +394,8 @@ def test_refuses_tensor_parallel_layers_on_a_mesh_without_names(rank: Rank) -> N
 @needs(Capability.FSDP2_API)
 def test_refuses_another_placement(rank: Rank) -> None:
     """A function that chooses a placement other than a shard is refused."""
-    fsdp = _fsdp2(rank)
-    fsdp.check_refused(
-        rank, "shard_placement_fn", lambda: fsdp.sharded(shard_placement_fn=lambda parameter: Replicate())
-    )
+    fsdp = fsdp2(rank)
+    fsdp.check_refused("shard_placement_fn", lambda: fsdp.sharded(shard_placement_fn=lambda parameter: Replicate()))
 
 
 @contract("INIT-5")
@@ -454,10 +403,10 @@ def test_refuses_another_placement(rank: Rank) -> None:
 @needs(Capability.FSDP2_API)
 def test_refuses_a_stream_for_replicas(rank: Rank) -> None:
     """A stream for the hook after all-reduces is refused where there are replicas, and the hook then never runs."""
-    fsdp = _fsdp2(rank)
+    fsdp = fsdp2(rank)
     mesh = DeviceMesh(fsdp.mesh.device_type, fsdp.mesh.mesh.view(-1, 1), mesh_dim_names=("replicate", "shard"))
     layers, calls = fsdp.sharded(mesh=mesh), list[torch.Tensor]()
-    fsdp.check_refused(rank, "HSDP", lambda: layers[0].set_all_reduce_hook(calls.append, stream=object()))
+    fsdp.check_refused("HSDP", lambda: layers[0].set_all_reduce_hook(calls.append, stream=object()))
     fsdp.forward(layers).sum().backward()
     assert not calls, "the function that was refused runs all the same"
 
@@ -467,10 +416,10 @@ def test_refuses_a_stream_for_replicas(rank: Rank) -> None:
 @needs(Capability.FSDP2_API)
 def test_refuses_a_plain_parameter(rank: Rank) -> None:
     """The first forward is refused, by name, if user code has replaced a shard with a plain parameter."""
-    fsdp = _fsdp2(rank)
+    fsdp = fsdp2(rank)
     model = fsdp.sharded()
-    model[0].weight = nn.Parameter(torch.ones(4, 4, device=fsdp.mesh.device_type))
-    fsdp.check_refused(rank, "weight", lambda: fsdp.forward(model))
+    model[0].weight = nn.Parameter(torch.ones(4, 4, device=fsdp.device))
+    fsdp.check_refused("weight", lambda: fsdp.forward(model))
 
 
 @contract("INIT-5")
@@ -502,7 +451,6 @@ def test_function_that_cannot_be_called(rank: Rank) -> None:
     """What should make the values of a model on the meta device, and cannot be called, is refused by its value."""
     model = models.Tower(dim=9).to("meta")
     refusal = Refusal(rank, lambda: sharded(rank, model, units=model.units(), init=3))
-    assert refusal.text is not None, "no rank refuses it"
     refusal.check_names("Expected 3", "param_init_fn")
 
 

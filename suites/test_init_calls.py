@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from shardproof.suites.fsdp1 import fsdp1
-from shardproof.testing import Capability, Rank, Refusal, contract, each_value, needs, world
+from shardproof.suites.apis import fsdp1
+from shardproof.testing import Capability, Rank, contract, each_value, needs, world
 
 pytestmark = needs(Capability.FSDP1_API)
 
@@ -21,19 +20,12 @@ pytestmark = needs(Capability.FSDP1_API)
 # Options and calls that are refused
 
 
-def _check_refused(rank: Rank, words: str, attempt: Callable[[], Any]) -> None:
-    """Check that every rank refuses, with an error that has these words."""
-    refusal = Refusal(rank, attempt, may_send=True)
-    assert refusal.text is not None, "no rank refuses it"
-    refusal.check_names(words)
-
-
 @contract("INIT-5")
 @world(2)
 def test_refuses_a_group_with_a_mesh(rank: Rank) -> None:
     """A process group together with a mesh is refused."""
     fsdp = fsdp1(rank)
-    _check_refused(rank, "process_group", lambda: fsdp.wrap(fsdp.layers(), process_group=fsdp.mesh.get_group()))
+    fsdp.check_refused("process_group", lambda: fsdp.wrap(fsdp.layers(), process_group=fsdp.mesh.get_group()))
 
 
 @contract("INIT-5")
@@ -44,7 +36,7 @@ def test_refuses_units_that_differ(rank: Rank, option: str) -> None:
     """A unit that differs from the root in an option that all units share is refused by the first forward."""
     fsdp = fsdp1(rank)
     model = fsdp.nested({option: False})
-    _check_refused(rank, option, lambda: fsdp.forward(model))
+    fsdp.check_refused(option, lambda: fsdp.forward(model))
 
 
 @contract("INIT-5")
@@ -54,7 +46,7 @@ def test_second_forward_refuses_too(rank: Rank) -> None:
     fsdp = fsdp1(rank)
     model = fsdp.nested({"use_orig_params": False})
     for _ in range(2):
-        _check_refused(rank, "use_orig_params", lambda: fsdp.forward(model))
+        fsdp.check_refused("use_orig_params", lambda: fsdp.forward(model))
 
 
 @contract("INIT-5")
@@ -63,7 +55,7 @@ def test_refuses_a_rule_for_wrapped_modules(rank: Rank) -> None:
     """A rule that wraps, for a module in which one is wrapped already, is refused."""
     fsdp = fsdp1(rank)
     rule = functools.partial(fsdp.api.wrap.size_based_auto_wrap_policy, min_num_params=1)
-    _check_refused(rank, "auto wrapping", lambda: fsdp.nested(auto_wrap_policy=rule))
+    fsdp.check_refused("auto wrapping", lambda: fsdp.nested(auto_wrap_policy=rule))
 
 
 @contract("INIT-5")
@@ -73,7 +65,7 @@ def test_refuses_to_ignore_a_wrapper(rank: Rank) -> None:
     fsdp = fsdp1(rank)
     layers = fsdp.layers()
     layers[0] = fsdp.wrap(layers[0])
-    _check_refused(rank, "ignored_modules", lambda: fsdp.wrap(layers, ignored_modules=[layers[0]]))
+    fsdp.check_refused("ignored_modules", lambda: fsdp.wrap(layers, ignored_modules=[layers[0]]))
 
 
 @contract("INIT-5")
@@ -90,7 +82,7 @@ def test_refuses_to_ignore(rank: Rank, how: str) -> None:
         "parameters-as-modules": {"ignored_modules": [layers[0].weight]},
     }
     word = "ignored_states" if how == "of-two-kinds" else "ignored_modules"
-    _check_refused(rank, word, lambda: fsdp.wrap(layers, **options[how]))
+    fsdp.check_refused(word, lambda: fsdp.wrap(layers, **options[how]))
 
 
 @contract("INIT-5")
@@ -99,7 +91,7 @@ def test_refuses_hybrid_shards_by_hand_without_groups(rank: Rank) -> None:
     """Hybrid shards without a mesh and without process groups are refused for a module that is wrapped by hand."""
     fsdp = fsdp1(rank)
     strategy = fsdp.api.ShardingStrategy.HYBRID_SHARD
-    _check_refused(rank, "HYBRID_SHARD", lambda: fsdp.wrap(fsdp.layers(), device_mesh=None, sharding_strategy=strategy))
+    fsdp.check_refused("HYBRID_SHARD", lambda: fsdp.wrap(fsdp.layers(), device_mesh=None, sharding_strategy=strategy))
 
 
 @contract("INIT-5")
@@ -111,8 +103,7 @@ def test_refuses_hybrid_shards_with_one_group(rank: Rank, half: str) -> None:
     fsdp = fsdp1(rank)
     strategy, group = fsdp.api.ShardingStrategy.HYBRID_SHARD, fsdp.mesh.get_group()
     groups = group if half == "one-group" else (group, None)
-    _check_refused(
-        rank,
+    fsdp.check_refused(
         "process_group",
         lambda: fsdp.wrap(fsdp.layers(), device_mesh=None, process_group=groups, sharding_strategy=strategy),
     )
@@ -129,7 +120,7 @@ def test_refuses_forms_that_differ(rank: Rank) -> None:
         fsdp.kind.set_state_dict_type(model.module[0], fsdp.api.StateDictType.SHARDED_STATE_DICT)
         fsdp.kind.get_state_dict_type(model)
 
-    _check_refused(rank, "same state", ask)
+    fsdp.check_refused("same state", ask)
 
 
 @contract("INIT-5")
@@ -143,7 +134,7 @@ def test_refuses_a_configuration_of_another_form(rank: Rank, wrong: str) -> None
     configs = {one: getattr(api, one)() for one in ("FullStateDictConfig", "FullOptimStateDictConfig")}
     configs[wrong.replace("Sharded", "Full")] = getattr(api, wrong)()
     form = api.StateDictType.FULL_STATE_DICT
-    _check_refused(rank, wrong, lambda: fsdp.kind.set_state_dict_type(model, form, *configs.values()))
+    fsdp.check_refused(wrong, lambda: fsdp.kind.set_state_dict_type(model, form, *configs.values()))
 
 
 @contract("INIT-5")
@@ -153,7 +144,7 @@ def test_refuses_a_communication_hook_of_a_unit(rank: Rank) -> None:
     fsdp = fsdp1(rank)
     model = fsdp.nested()
     fsdp.forward(model)
-    _check_refused(rank, "root", lambda: model.module[0].register_comm_hook(None, lambda *_: None))
+    fsdp.check_refused("root", lambda: model.module[0].register_comm_hook(None, lambda *_: None))
 
 
 @contract("INIT-5")
@@ -161,7 +152,7 @@ def test_refuses_a_communication_hook_of_a_unit(rank: Rank) -> None:
 def test_refuses_a_communication_hook_that_is_no_function(rank: Rank) -> None:
     """A communication hook that cannot be called is refused."""
     fsdp = fsdp1(rank)
-    _check_refused(rank, "must be callable", lambda: fsdp.nested().register_comm_hook(None, 3))
+    fsdp.check_refused("must be callable", lambda: fsdp.nested().register_comm_hook(None, 3))
 
 
 @contract("INIT-5")
@@ -170,7 +161,7 @@ def test_refuses_full_gradients_of_flat_parameters(rank: Rank) -> None:
     """Full gradients are refused where parameters are flat: they are the gradient of one tensor."""
     fsdp = fsdp1(rank)
     model = fsdp.wrap(fsdp.layers(), use_orig_params=False)
-    _check_refused(rank, "with_grads", lambda: _enter(fsdp.kind.summon_full_params(model, with_grads=True)))
+    fsdp.check_refused("with_grads", lambda: _enter(fsdp.kind.summon_full_params(model, with_grads=True)))
 
 
 @contract("INIT-5")
@@ -180,7 +171,7 @@ def test_refuses_full_parameters_of_replicas_on_the_cpu(rank: Rank) -> None:
     fsdp = fsdp1(rank)
     model = fsdp.without_shards()
     options = {"writeback": False, "rank0_only": True, "offload_to_cpu": True}
-    _check_refused(rank, "NO_SHARD", lambda: _enter(fsdp.kind.summon_full_params(model, **options)))
+    fsdp.check_refused("NO_SHARD", lambda: _enter(fsdp.kind.summon_full_params(model, **options)))
 
 
 def _enter(context: contextlib.AbstractContextManager[Any]) -> None:
@@ -193,7 +184,7 @@ def _enter(context: contextlib.AbstractContextManager[Any]) -> None:
 def test_refuses_an_initialisation_that_is_no_function(rank: Rank) -> None:
     """A ``param_init_fn`` that cannot be called is refused."""
     fsdp = fsdp1(rank)
-    _check_refused(rank, "to be callable", lambda: fsdp.wrap(fsdp.layers().to("meta"), param_init_fn=3))
+    fsdp.check_refused("to be callable", lambda: fsdp.wrap(fsdp.layers().to("meta"), param_init_fn=3))
 
 
 @contract("INIT-5")
@@ -209,7 +200,7 @@ def test_refuses_a_meta_module_that_cannot_be_made(rank: Rank) -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that come before the error
-        _check_refused(rank, "reset_parameters", lambda: fsdp.wrap(Scale()))
+        fsdp.check_refused("reset_parameters", lambda: fsdp.wrap(Scale()))
 
 
 @contract("INIT-5")
@@ -219,4 +210,4 @@ def test_refuses_a_root_of_another_root(rank: Rank) -> None:
     fsdp = fsdp1(rank)
     model = fsdp.nested()
     fsdp.forward(model.module[0])
-    _check_refused(rank, "Non-root", lambda: fsdp.forward(model))
+    fsdp.check_refused("Non-root", lambda: fsdp.forward(model))

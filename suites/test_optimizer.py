@@ -285,7 +285,6 @@ def check_refused(rank: Rank, what: str, **options: Any) -> None:
         run.original_module(name).weight = other
     proceed = functools.partial(adapter.forward, *batch) if loss is None else functools.partial(adapter.backward, loss)
     refusal = Refusal(rank, proceed, may_send=True)
-    assert refusal.text is not None, "no rank refuses it"
     refusal.check_names(REASONS[what])
 
 
@@ -556,5 +555,4 @@ def test_steps_in_backward_of_flat_parameters(rank: Rank) -> None:
     flat = [parameter for parameter in run.adapter.module.parameters() if parameter.requires_grad]
     _attach(flat, {"lr": 0.05})
     refusal = Refusal(rank, lambda: run.adapter.forward(rank.batch(0, SHAPE)))
-    assert refusal.text is not None, "no rank refuses them"
     refusal.check_names("optimizer in backward")

@@ -208,7 +208,6 @@ def test_function_that_cannot_be_called(rank: Rank) -> None:
     pair = rank.pair(model, units=model.units())
     nothing: Any = 3
     refusal = Refusal(rank, lambda: pair.adapter.replace_reduction(nothing))
-    assert refusal.text is not None, "no rank refuses it"
     refusal.check_names("got 3")
     pair.step(rank.batch(0, (4, 9)))
     pair.check()
@@ -245,7 +244,6 @@ def test_a_second_function(rank: Rank) -> None:
     adapter = rank.run(model, units=model.units()).adapter
     adapter.replace_reduction(lambda *_: None)
     refusal = Refusal(rank, lambda: adapter.replace_reduction(lambda *_: None))
-    assert refusal.text is not None, "no rank refuses it"
     refusal.check_names("hook")
 
 
@@ -257,7 +255,6 @@ def test_function_for_shards_with_replicas(rank: Rank) -> None:
     model, mesh = models.Tower(dim=9), rank.mesh((2, 2), NAMES)
     adapter = rank.run(model, units=model.units(), mesh=mesh).adapter
     refusal = Refusal(rank, lambda: adapter.replace_reduction(lambda *_: None))
-    assert refusal.text is not None, "no rank refuses it"
     refusal.check_names("hybrid")
 
 

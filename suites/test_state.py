@@ -575,7 +575,6 @@ def test_numbers_of_steps_that_differ(rank: Rank) -> None:
     one = state["optimizer"]["state"]["layers.0.first.bias"]
     one["step"] = one["step"] + 1
     refusal = Refusal(rank, lambda: run.adapter.restore(state, form="full"), may_send=True)
-    assert refusal.text is not None, "no rank refuses it"
     refusal.check_names("step")
 
 
@@ -592,7 +591,6 @@ def test_an_optimizer_without_a_parameter_on_one_rank(rank: Rank) -> None:
     run = stateful_runs.make(rank, 0, for_flat=True, optimizer=of_some)
     stateful_runs.train(rank, run, 0)
     refusal = Refusal(rank, lambda: run.adapter.checkpoint(form="full"), may_send=True)
-    assert refusal.text is not None, "no rank refuses it"
     refusal.check_names("out.bias")
 
 
@@ -704,7 +702,6 @@ def test_states_that_cannot_be_joined(rank: Rank, flaw: str) -> None:
     else:
         del one["exp_avg"]
     refusal = Refusal(rank, lambda: run.adapter.restore(state, form="full"), may_send=True)
-    assert refusal.text is not None, "no rank refuses them"
     refusal.check_names("unflattened parameter", "its parameter", "first.bias")
 
 

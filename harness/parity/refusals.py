@@ -61,10 +61,9 @@ class Refusal:
         assert self.text is None or may_send or not sent, f"refused after these collectives: {sent}"
 
     def check_names(self, *words: str) -> None:
-        """Check that the error has one of some words."""
-        assert self.text is not None and any(word in self.text for word in words), (
-            f"the error names none of {words}: {self.text}"
-        )
+        """Check that it was refused, with an error that has one of some words."""
+        assert self.text is not None, "no rank refuses it"
+        assert any(word in self.text for word in words), f"the error names none of {words}: {self.text}"
 
 
 class Untouched:

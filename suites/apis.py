@@ -1,32 +1,60 @@
-"""``FullyShardedDataParallel`` as cases call it themselves: in ``test_calls*.py`` and ``test_init_calls.py``."""
+"""The APIs of FSDP1 and FSDP2, as cases call them themselves."""
 
 from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardproof.testing import Adapter, Rank, models, sharded
+from shardproof.testing import Adapter, Rank, Refusal, models, sharded
 
 #: The names of the parameters of the two layers.
 NAMES = ["0.bias", "0.weight", "1.bias", "1.weight"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Fsdp1:
-    """The API under test, and two linear layers to call it with.
+class Api:
+    """An API under test, and two linear layers to call it with.
 
     Attributes:
+        rank: this rank.
         adapter: of a model that the case does not use: with its adapter the harness begins to watch the implementation.
-        device: of this rank.
     """
 
+    rank: Rank
     adapter: Adapter
-    device: torch.device
+
+    @property
+    def device(self) -> torch.device:
+        """That of this rank."""
+        return self.rank.device
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """All ranks."""
+        return self.adapter.config.mesh
+
+    def layers(self) -> Any:
+        """Two linear layers, on the device."""
+        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(self.device)
+
+    def forward(self, model: nn.Module) -> torch.Tensor:
+        """Run a forward of a model, on a batch of ones."""
+        output: torch.Tensor = model(torch.ones(2, 4, device=self.device))
+        return output
+
+    def check_refused(self, words: str, attempt: Callable[[], Any]) -> None:
+        """Check that every rank refuses an attempt, with an error that has these words (collective)."""
+        Refusal(self.rank, attempt, may_send=True).check_names(words)
+
+
+class Fsdp1(Api):
+    """``FullyShardedDataParallel``."""
 
     @property
     def api(self) -> Any:
@@ -37,15 +65,6 @@ class Fsdp1:
     def kind(self) -> Any:
         """``FullyShardedDataParallel``."""
         return self.api.FullyShardedDataParallel
-
-    @property
-    def mesh(self) -> DeviceMesh:
-        """All ranks."""
-        return self.adapter.config.mesh
-
-    def layers(self) -> Any:
-        """Two linear layers, on the device."""
-        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(self.device)
 
     def wrap(self, module: nn.Module, **options: Any) -> Any:
         """Wrap a module, by default over all ranks and with its original parameters."""
@@ -58,6 +77,11 @@ class Fsdp1:
         layers[0] = self.wrap(layers[0], **(inner or {}))
         return self.wrap(layers, **options)
 
+    def nested_on_groups(self) -> Any:
+        """As :meth:`nested`, over a process group, which local state dicts need."""
+        groups: Any = {"device_mesh": None, "process_group": self.mesh.get_group()}
+        return self.nested(groups, **groups)
+
     def low_precision(self, **options: Any) -> Any:
         """A policy that computes in bfloat16."""
         return self.api.MixedPrecision(param_dtype=torch.bfloat16, **options)
@@ -67,11 +91,6 @@ class Fsdp1:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # NO_SHARD is deprecated
             return self.wrap(self.layers(), sharding_strategy=self.api.ShardingStrategy.NO_SHARD)
-
-    def forward(self, model: nn.Module) -> torch.Tensor:
-        """Run a forward of a model, on a batch of ones."""
-        output: torch.Tensor = model(torch.ones(2, 4, device=self.device))
-        return output
 
     def train(
         self, model: nn.Module, *parts: nn.Module, optimizer: torch.optim.Optimizer | None = None
@@ -91,6 +110,18 @@ class Fsdp1:
             self.forward(part).square().sum().backward()
         optimizer.step()
         return optimizer
+
+    def trained(self) -> tuple[Any, torch.optim.Optimizer]:
+        """A nested wrapper and its Adam, after one step."""
+        model = self.nested()
+        return model, self.train(model)
+
+    def strategies(self) -> list[str]:
+        """The strategies that wrappers report: by default, and chosen with full shards, fewer gathers and no shards."""
+        kinds = self.api.ShardingStrategy
+        chosen = (None, kinds.FULL_SHARD, kinds.SHARD_GRAD_OP)
+        wrappers = [self.wrap(self.layers(), sharding_strategy=one) for one in chosen]
+        return [one.sharding_strategy.name for one in (*wrappers, self.without_shards())]
 
     def sharded_states(self, model: nn.Module) -> Any:
         """The context in which state dicts of a model are sharded."""
@@ -116,6 +147,25 @@ class Fsdp1:
         return self.wrap(layers, **options)
 
 
+class Fsdp2(Api):
+    """``fully_shard``."""
+
+    def shard(self, modules: Any, **options: Any) -> None:
+        """Call ``fully_shard``, by default over all ranks."""
+        type(self.adapter).fully_shard(modules, **({"mesh": self.mesh} | options))
+
+    def sharded(self, **options: Any) -> Any:
+        """Make each layer a unit, and both the root."""
+        layers = self.layers()
+        for module in (*layers, layers):
+            self.shard(module, **options)
+        return layers
+
+    def without_names(self, *shape: int) -> DeviceMesh:
+        """All ranks on a mesh of a shape whose dimensions have no names."""
+        return DeviceMesh(self.mesh.device_type, self.mesh.mesh.view(*shape))
+
+
 def fsdp1(rank: Rank, **options: Any) -> Fsdp1:
     """Make the API available (collective).
 
@@ -123,9 +173,18 @@ def fsdp1(rank: Rank, **options: Any) -> Fsdp1:
         rank: this rank.
         **options: as for :meth:`Rank.config`.
     """
-    return Fsdp1(sharded(rank, models.MLP(5).to(rank.device), **options), rank.device)
+    return Fsdp1(rank, _adapter(rank, **options))
 
 
 def hybrid(rank: Rank) -> Fsdp1:
     """Make the API available on a (replicate, shard) mesh of four ranks (collective)."""
     return fsdp1(rank, mesh=rank.mesh((2, 2), ("replicate", "shard")))
+
+
+def fsdp2(rank: Rank) -> Fsdp2:
+    """Make the API available (collective)."""
+    return Fsdp2(rank, _adapter(rank))
+
+
+def _adapter(rank: Rank, **options: Any) -> Adapter:
+    return sharded(rank, models.MLP(5).to(rank.device), **options)
