@@ -29,12 +29,17 @@ from shardproof.harness.adapters.capability import Capability, Hardware
 from shardproof.harness.adapters.config import NamedDimensions
 from shardproof.harness.adapters.dtensor import piece_of
 from shardproof.harness.adapters.registry import built_in_with
+from shardproof.harness.casework import states
+from shardproof.harness.casework.baselines import Undivided
+from shardproof.harness.casework.device_memory import bytes_of
+from shardproof.harness.casework.drawn import Step, Training, needs_of, train_drawn
+from shardproof.harness.casework.other_worlds import other_worlds
+from shardproof.harness.casework.refusals import Refusal, Untouched, error_of_all, sharded
+from shardproof.harness.casework.timeline import Interval
 from shardproof.harness.collectives.delays import Delay
 from shardproof.harness.collectives.own import Own
 from shardproof.harness.collectives.trace import Collective, Trace, first_difference
 from shardproof.harness.collectives.units import ROOT
-from shardproof.harness.findings.finding import Finding, Location, step_label
-from shardproof.harness.findings.stages import Stage
 from shardproof.harness.models import busy, mixed, optim, parallel, shapes, ties
 from shardproof.harness.models.compilation import compiler
 from shardproof.harness.models.drawn import Block, Part, Plan
@@ -83,22 +88,15 @@ from shardproof.harness.parity import (
     resume,
     run_and_replica,
     stateful_runs,
-    states,
     step_and_check,
     wholes,
 )
-from shardproof.harness.parity.census import bytes_of
 from shardproof.harness.parity.claims import state_numel
 from shardproof.harness.parity.comparison import numbers_of
-from shardproof.harness.parity.drawn import Step, Training, needs_of, train_drawn
 from shardproof.harness.parity.numerics import distance
 from shardproof.harness.parity.oracle import Oracle
-from shardproof.harness.parity.other_worlds import other_worlds
 from shardproof.harness.parity.plain import backward_of_copies, check_gradients, check_parameters
-from shardproof.harness.parity.refusals import Refusal, Untouched, error_of_all, sharded
 from shardproof.harness.parity.run import Loss, StepPicture
-from shardproof.harness.parity.timeline import Interval
-from shardproof.harness.parity.undivided import Undivided
 from shardproof.harness.plugin.axes import (
     DELAY_MS,
     DELAYED,
@@ -132,6 +130,8 @@ from shardproof.harness.simulation.world import coordinate_of
 from shardproof.harness.tensors import memory, private
 from shardproof.harness.tensors.streams import occupy
 from shardproof.harness.tensors.trees import map_leaves, map_tensors, tensors_of
+from shardproof.harness.verdicts.finding import Finding, Location, step_label
+from shardproof.harness.verdicts.stages import Stage
 
 __all__ = [
     "DELAYED",

@@ -13,7 +13,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from shardproof.harness.adapters.registry import BUILT_IN
-from shardproof.harness.findings.verdict import Verdict as HarnessVerdict
+from shardproof.harness.verdicts.verdict import Verdict as HarnessVerdict
 from shardproof.reports.record import Verdict as ReportVerdict
 
 ROOT = Path(__file__).parents[1]
@@ -155,7 +155,7 @@ def test_each_allowed_arrow_is_let_through(tmp_path):
         (f"{rooms}/parity", "shardproof.harness.models"),
         (f"{rooms}/models", "shardproof.harness.adapters"),
         (f"{rooms}/adapters", "shardproof.harness.tensors"),
-        (f"{rooms}/collectives", "shardproof.harness.findings"),
+        (f"{rooms}/collectives", "shardproof.harness.verdicts"),
         (f"{rooms}/tensors", "torch"),
         ("shardproof/suites", "torch"),
         ("fsdp_impl", "torch"),

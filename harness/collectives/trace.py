@@ -8,8 +8,8 @@ import itertools
 import re
 from collections.abc import Mapping, Sequence
 
-from shardproof.harness.findings.finding import Finding, Location
-from shardproof.harness.findings.stages import Stage
+from shardproof.harness.verdicts.finding import Finding, Location
+from shardproof.harness.verdicts.stages import Stage
 
 
 @dataclasses.dataclass(frozen=True)

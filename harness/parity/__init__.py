@@ -1,6 +1,6 @@
 """What is compared with what? The implementation with its baseline, with a float64 oracle, and with twins of itself.
 
-Imports ``simulation``, ``adapters``, ``collectives``, ``models``, ``findings`` and ``tensors``. Cases import names of
+Imports ``simulation``, ``adapters``, ``collectives``, ``models``, ``verdicts`` and ``tensors``. Cases import names of
 this room by ``shardproof.testing``; the other rooms import from its modules.
 
 - ``rank``: ``Rank``, the context object that a case receives. It builds on ``member`` and ``rank_state``.
@@ -25,7 +25,7 @@ this room by ``shardproof.testing``; the other rooms import from its modules.
 - ``other_worlds``: worlds of fewer ranks in the same processes; ``undivided``: one process with the batch of all ranks.
 """
 
-from shardproof.harness.parity.casts import (
+from shardproof.harness.casework.casts import (
     CastReplica,
     check_equal,
     check_evaluation,
@@ -33,15 +33,15 @@ from shardproof.harness.parity.casts import (
     run_and_replica,
     step_and_check,
 )
-from shardproof.harness.parity.census import Census
+from shardproof.harness.casework.device_memory import Census
+from shardproof.harness.casework.timeline import Timeline
+from shardproof.harness.casework.twins import check_exact
 from shardproof.harness.parity.comparison import exact_difference
 from shardproof.harness.parity.inputs import Inputs
 from shardproof.harness.parity.pair import Pair
 from shardproof.harness.parity.poison import Poison
 from shardproof.harness.parity.rank import Rank
 from shardproof.harness.parity.run import Run
-from shardproof.harness.parity.timeline import Timeline
-from shardproof.harness.parity.twins import check_exact
 
 __all__ = [
     "CastReplica",

@@ -20,8 +20,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shardproof.harness.adapters.base import original_name
-from shardproof.harness.findings.stages import Stage
 from shardproof.harness.tensors.trees import tensors_of
+from shardproof.harness.verdicts.stages import Stage
 
 Pass = Literal["forward", "backward"]
 """A part of a step in which modules compute."""

@@ -9,9 +9,6 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from shardproof.harness.adapters.base import Piece, whole
-from shardproof.harness.findings.finding import Finding, Guess, Location, Numbers
-from shardproof.harness.findings.observations import Measured
-from shardproof.harness.findings.stages import Stage
 from shardproof.harness.parity.explanations import (
     guess_clipped,
     guess_from_values,
@@ -24,6 +21,9 @@ from shardproof.harness.parity.oracle import OracleStep, total_norm
 from shardproof.harness.parity.protocol import cut
 from shardproof.harness.parity.run import Pieces, StepPicture
 from shardproof.harness.tensors.trees import tensors_of
+from shardproof.harness.verdicts.finding import Finding, Guess, Location, Numbers
+from shardproof.harness.verdicts.observations import Measured
+from shardproof.harness.verdicts.stages import Stage
 
 #: Largest error of the baseline, in ulps, at which it still counts as a reference. Above it the case is
 #: ill-conditioned, and the comparison raises an error instead of accepting a correspondingly large error.

@@ -13,8 +13,6 @@ import torch
 from shardproof.harness.collectives.differences import lacking_collectives
 from shardproof.harness.collectives.trace import Trace
 from shardproof.harness.collectives.units import ROOT, UnitSize
-from shardproof.harness.findings.finding import Finding, Location, Numbers
-from shardproof.harness.findings.stages import Stage
 from shardproof.harness.parity.capture import Event, Key
 from shardproof.harness.parity.comparison import (
     BASELINE_LIMIT_ULPS,
@@ -25,6 +23,8 @@ from shardproof.harness.parity.comparison import (
 )
 from shardproof.harness.parity.explainer import Place
 from shardproof.harness.parity.numerics import Distance, distance
+from shardproof.harness.verdicts.finding import Finding, Location, Numbers
+from shardproof.harness.verdicts.stages import Stage
 
 _FORWARD = frozenset({Stage.GATHERED, Stage.BUFFER, Stage.MODULE_OUTPUT})
 

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from shardproof.harness.adapters.base import Adapter
-from shardproof.harness.findings.explanation import Explanation, divergent
-from shardproof.harness.findings.finding import Finding
 from shardproof.harness.parity.capture import Capture
+from shardproof.harness.verdicts.explanation import Explanation, divergent
+from shardproof.harness.verdicts.finding import Finding
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from shardproof.harness.findings.finding import Guess
 from shardproof.harness.parity.numerics import ulp
+from shardproof.harness.verdicts.finding import Guess
 
 #: Relative difference up to which a wrong tensor counts as equal to what a suspected bug produces. It affects the
 #: text of a failure only, never the verdict.

@@ -9,13 +9,13 @@ import torch
 
 from shardproof.harness.adapters.base import Adapter
 from shardproof.harness.collectives.announce import Announcer
-from shardproof.harness.findings.finding import Finding, raise_first
-from shardproof.harness.findings.observations import Observations
 from shardproof.harness.parity.explainer import Explainer
 from shardproof.harness.parity.rank_state import RankState
 from shardproof.harness.parity.replay_cache import ReplayCache
 from shardproof.harness.parity.stopwatch import Stopwatch
 from shardproof.harness.tensors.trees import map_tensors
+from shardproof.harness.verdicts.finding import Finding, raise_first
+from shardproof.harness.verdicts.observations import Observations
 
 
 class Member:

@@ -14,8 +14,6 @@ from shardproof.harness.adapters.base import Adapter, Config, Precision
 from shardproof.harness.collectives.differences import marked_counts
 from shardproof.harness.collectives.trace import Trace, count_difference, first_difference
 from shardproof.harness.collectives.units import ROOT, UnitSize
-from shardproof.harness.findings.finding import Divergence, Finding, Location, raise_first
-from shardproof.harness.findings.stages import Stage
 from shardproof.harness.models.plain import mean_square
 from shardproof.harness.parity import capture
 from shardproof.harness.parity.capture import Event
@@ -36,6 +34,8 @@ from shardproof.harness.parity.run import (
 )
 from shardproof.harness.tensors.host import on_host
 from shardproof.harness.tensors.trees import map_tensors
+from shardproof.harness.verdicts.finding import Divergence, Finding, Location, raise_first
+from shardproof.harness.verdicts.stages import Stage
 
 _WRONG_COLLECTIVES = "the collectives do not match the contract"
 

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from shardproof.harness.adapters.base import Piece
-from shardproof.harness.findings.finding import step_label
 from shardproof.harness.parity.comparison import exact_difference
 from shardproof.harness.parity.member import Member
 from shardproof.harness.parity.run import Run
+from shardproof.harness.verdicts.finding import step_label
 
 
 def backward_of_copies(member: Member, *models: nn.Module, loss: torch.Tensor, retain_graph: bool = False) -> None:

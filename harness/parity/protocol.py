@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from shardproof.harness.adapters.base import Adapter, Config, OptimizerFactory, Piece
 from shardproof.harness.adapters.lines import line_of_error, one_line
-from shardproof.harness.findings.finding import ProtocolError
 from shardproof.harness.parity.ties import Tie
+from shardproof.harness.verdicts.finding import ProtocolError
 
 _CUTS = "a cut takes a full tensor and returns its elements at the places of the piece"
 

@@ -18,8 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardproof.harness.adapters import registry
 from shardproof.harness.adapters.base import Adapter, Config
 from shardproof.harness.collectives.trace import Collective
-from shardproof.harness.findings.explanation import Explanation
-from shardproof.harness.findings.observations import ExpectedText
 from shardproof.harness.models import optim
 from shardproof.harness.parity.explainer import Explainer
 from shardproof.harness.parity.member import Member
@@ -28,6 +26,8 @@ from shardproof.harness.parity.rank_state import RankState
 from shardproof.harness.parity.replay import Baseline
 from shardproof.harness.parity.run import Run, RunOptions, sharded_run
 from shardproof.harness.simulation import SimulatedWorld, Simulation, simulated_world, survival
+from shardproof.harness.verdicts.explanation import Explanation
+from shardproof.harness.verdicts.observations import ExpectedText
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,8 +16,6 @@ from shardproof.harness.collectives.delays import Delay, Perturbation
 from shardproof.harness.collectives.recorder import Recorder
 from shardproof.harness.collectives.trace import Collective, Trace
 from shardproof.harness.collectives.units import UnitLookup, UnitSize, units_of
-from shardproof.harness.findings.finding import Divergence, Finding, Location
-from shardproof.harness.findings.stages import Stage
 from shardproof.harness.parity import capture, claims, protocol
 from shardproof.harness.parity.capture import Capture, Event
 from shardproof.harness.parity.coverage import Evidence, Shown
@@ -28,6 +26,8 @@ from shardproof.harness.parity.ties import Tie, ties_of
 from shardproof.harness.tensors import memory
 from shardproof.harness.tensors.host import on_host
 from shardproof.harness.tensors.trees import map_tensors, tensors_of
+from shardproof.harness.verdicts.finding import Divergence, Finding, Location
+from shardproof.harness.verdicts.stages import Stage
 
 EvaluationMode = Literal["no_grad", "inference_mode"]
 """The context in which a forward is evaluated."""

@@ -8,9 +8,10 @@ import torch
 
 from shardproof.harness import models
 from shardproof.harness.adapters.base import StateForm
+from shardproof.harness.casework import states
 from shardproof.harness.models import optim
 from shardproof.harness.models.stateful import Stateful
-from shardproof.harness.parity import resume, states
+from shardproof.harness.parity import resume
 from shardproof.harness.parity.rank import Rank
 from shardproof.harness.parity.run import Run, StepPicture
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from shardproof.harness.adapters.lines import line_of_error
-from shardproof.harness.planning import shapes
+from shardproof.harness.planning import presets
 from shardproof.harness.tensors import private
 
 _READS = tuple(
@@ -83,10 +83,10 @@ def subject_of(name: str) -> Subject:
     """
     module_name, colon, function_name = name.partition(":")
     if not colon or not module_name or not function_name:
-        raise ModelError(f"--model {name!r}: give module:function, or one of {', '.join(shapes.KNOWN)}")
-    if module_name in shapes.FAMILIES:
-        shape = shapes.shape_of(name)
-        return Subject(name, shape.like, shape.length, lambda length: _of_tokens(shapes.build(shape, length)))
+        raise ModelError(f"--model {name!r}: give module:function, or one of {', '.join(presets.KNOWN)}")
+    if module_name in presets.FAMILIES:
+        shape = presets.shape_of(name)
+        return Subject(name, shape.like, shape.length, lambda length: _of_tokens(presets.build(shape, length)))
     function = _function(name, module_name, function_name)
     return Subject(name, "", _LENGTH, lambda length: _built(name, function))
 
@@ -139,7 +139,7 @@ def _function(name: str, module_name: str, function_name: str) -> Callable[[], A
     try:
         module = importlib.import_module(module_name)
     except BaseException as error:
-        known = "" if "." in module_name else f"; known families of shapes are {', '.join(sorted(shapes.FAMILIES))}"
+        known = "" if "." in module_name else f"; known families of shapes are {', '.join(sorted(presets.FAMILIES))}"
         raise ModelError(f"--model {name!r}: {module_name!r} does not import: {line_of_error(error)}{known}") from error
     function: Any = getattr(module, function_name, None)
     if function is None:

@@ -1,6 +1,6 @@
 """How does pytest drive the harness? Options, collection, marks, records, verdicts and known failures.
 
-Imports ``worlds``, ``adapters``, ``collectives`` and ``findings``, and ``parity`` and ``models`` for what it draws. A
+Imports ``worlds``, ``adapters``, ``collectives`` and ``verdicts``, and ``parity`` and ``models`` for what it draws. A
 project's conftest names the plugin as ``shardproof.plugin``; case modules import from ``marks`` and ``axes`` by
 ``shardproof.testing``. Nothing else is imported from outside.
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
 
 import pytest
+from shardproof.harness.worlds.torchrun.roles.fleet import Fleet
+from shardproof.harness.worlds.torchrun.roles.fleet_pool import FleetPool
 
 from shardproof.harness.plugin import cases, drawing
 from shardproof.harness.plugin.records import CaseRecord
-from shardproof.harness.worlds.fleet import Fleet
-from shardproof.harness.worlds.fleet_pool import FleetPool
 
 #: Seconds after which ranks that have started meanwhile are ended too.
 _ABORT_SECONDS = 0.2

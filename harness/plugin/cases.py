@@ -12,15 +12,15 @@ from collections.abc import Iterator
 from typing import Any, TypeGuard
 
 import pytest
+from shardproof.harness.worlds.torchrun.roles.fleet import TooFewRanks
 
 from shardproof.harness.adapters.capability import Capability, Hardware
-from shardproof.harness.findings.verdict import Verdict
 from shardproof.harness.plugin import drawing, expected_texts
 from shardproof.harness.plugin.records import CaseRecord
 from shardproof.harness.plugin.selection import MOST_DEADLINE_SECONDS, Selection
 from shardproof.harness.plugin.suite_modules import SuiteModule
+from shardproof.harness.verdicts.verdict import Verdict
 from shardproof.harness.worlds import scratch
-from shardproof.harness.worlds.fleet import TooFewRanks
 from shardproof.harness.worlds.jobs import Job, WorldKey, dump_parameters
 from shardproof.harness.worlds.pool import Pool
 from shardproof.harness.worlds.waiting import WaitedTooLong

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from shardproof.harness.adapters.capability import Capability
-from shardproof.harness.findings.texts import MOST_OF_A_RANK, bounded, gist
-from shardproof.harness.findings.verdict import Verdict
 from shardproof.harness.plugin.records import CaseRecord
+from shardproof.harness.verdicts.texts import MOST_OF_A_RANK, bounded, gist
+from shardproof.harness.verdicts.verdict import Verdict
 
 EXAMPLES = 10
 """The examples of a case in a run without ``--fuzz``."""

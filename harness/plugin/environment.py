@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from packaging.version import InvalidVersion, Version
+from shardproof.harness.worlds.torchrun.roles.fleet import Fleet
 
 import shardproof
 from shardproof.harness.plugin import origin
 from shardproof.harness.plugin.selection import Selection
-from shardproof.harness.worlds.fleet import Fleet
 
 NEWEST_TORCH = (2, 15)
 """The newest release of torch with which shardproof has been tested."""

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from shardproof.harness.collectives.differences import between_ranks, between_texts
-from shardproof.harness.findings.explanation import Explanation, earliest
-from shardproof.harness.findings.texts import MOST_CHARACTERS, bounded, gist, ranks_of
-from shardproof.harness.findings.verdict import Verdict
 from shardproof.harness.plugin import cases
 from shardproof.harness.plugin.records import CaseRecord
 from shardproof.harness.plugin.selection import Selection
+from shardproof.harness.verdicts.explanation import Explanation, earliest
+from shardproof.harness.verdicts.texts import MOST_CHARACTERS, bounded, gist, ranks_of
+from shardproof.harness.verdicts.verdict import Verdict
 from shardproof.harness.worlds.jobs import Result
 from shardproof.harness.worlds.pool import Pool
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from shardproof.harness.findings.verdict import Verdict
 from shardproof.harness.plugin import (
     cases,
     collection,
@@ -29,6 +28,7 @@ from shardproof.harness.plugin.records import CaseRecord
 from shardproof.harness.plugin.signals import EndingSignals
 from shardproof.harness.plugin.state import STATE, State
 from shardproof.harness.plugin.suite_modules import SuiteModule, is_suites
+from shardproof.harness.verdicts.verdict import Verdict
 from shardproof.harness.worlds import forkserver, scratch
 
 _RECORD = pytest.StashKey[CaseRecord]()

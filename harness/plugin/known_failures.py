@@ -44,7 +44,7 @@ from typing import Any
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import Version
 
-from shardproof.harness.findings.verdict import Verdict
+from shardproof.harness.verdicts.verdict import Verdict
 
 FOLDER = "expectations"
 """The name of the directory with the files, beside the files of the cases."""

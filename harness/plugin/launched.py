@@ -6,11 +6,11 @@ import pathlib
 from collections.abc import Generator
 
 import pytest
+from shardproof.harness.worlds.torchrun.roles.fleet import Fleet
 
 from shardproof.harness.plugin import options
 from shardproof.harness.plugin.suite_modules import is_suites
-from shardproof.harness.worlds import supervisor, torchrun
-from shardproof.harness.worlds.fleet import Fleet
+from shardproof.harness.worlds.torchrun.roles import roles, supervisor
 
 FLEET = pytest.StashKey[Fleet]()
 """The key of the job's processes in the configuration of its controller."""
@@ -18,7 +18,7 @@ FLEET = pytest.StashKey[Fleet]()
 
 def register(manager: pytest.PytestPluginManager) -> None:
     """Take part in a job of torchrun, if there is one and this run is of shardproof."""
-    place = torchrun.place()
+    place = roles.place()
     if place is not None:
         manager.register(_Controller(place) if place.is_controller else _Supervisor(place))
 
@@ -26,7 +26,7 @@ def register(manager: pytest.PytestPluginManager) -> None:
 class _Controller:
     """Finds the other processes of the job before the run, and ends them with the exit code of the run."""
 
-    def __init__(self, place: torchrun.Place) -> None:
+    def __init__(self, place: roles.Place) -> None:
         self._place = place
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -59,7 +59,7 @@ class _Controller:
 class _Supervisor:
     """Serves the controller in place of a run of its own."""
 
-    def __init__(self, place: torchrun.Place) -> None:
+    def __init__(self, place: roles.Place) -> None:
         self._place = place
 
     @pytest.hookimpl(tryfirst=True)

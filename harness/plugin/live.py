@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from shardproof.harness.findings.texts import gist
+from shardproof.harness.verdicts.texts import gist
 
 NAME = "shardproof-live"
 """The name under which pytest's plugin manager knows the line."""

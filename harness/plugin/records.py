@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardproof.harness.collectives.trace import rendered_difference
-from shardproof.harness.findings.finding import Location
-from shardproof.harness.findings.observations import Measured, keep_worst
-from shardproof.harness.findings.stages import Stage
-from shardproof.harness.findings.texts import bounded, frames_of, gist, ranks_of, without_rank
-from shardproof.harness.findings.verdict import Verdict, combine
 from shardproof.harness.plugin import bounds
+from shardproof.harness.verdicts.finding import Location
+from shardproof.harness.verdicts.observations import Measured, keep_worst
+from shardproof.harness.verdicts.stages import Stage
+from shardproof.harness.verdicts.texts import bounded, frames_of, gist, ranks_of, without_rank
+from shardproof.harness.verdicts.verdict import Verdict, combine
 from shardproof.harness.worlds.jobs import Result
 from shardproof.harness.worlds.watchdog import ADVICE, ends_of_stacks
 from shardproof.harness.worlds.world import Outcome

@@ -15,8 +15,9 @@ import threading
 import zlib
 from typing import Any
 
+from shardproof.harness.worlds.torchrun.roles.roles import Place
+
 from shardproof.harness.plugin.journal import PARTIAL
-from shardproof.harness.worlds.torchrun import Place
 
 Key = tuple[str, str]
 """The implementation and the id of a case."""

@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterable, Sequence
 
 import pytest
 
-from shardproof.harness.findings.verdict import Verdict
 from shardproof.harness.plugin import cases
 from shardproof.harness.plugin.known_failures import (
     FOLDER,
@@ -22,6 +21,7 @@ from shardproof.harness.plugin.known_failures import (
 from shardproof.harness.plugin.records import CaseRecord
 from shardproof.harness.plugin.selection import Selection
 from shardproof.harness.plugin.suite_modules import is_packaged
+from shardproof.harness.verdicts.verdict import Verdict
 
 
 class RunKnownFailures:

@@ -9,9 +9,10 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from shardproof.harness.worlds.torchrun.roles.roles import Place
+
 from shardproof.harness.adapters import registry
 from shardproof.harness.adapters.capability import Hardware
-from shardproof.harness.worlds.torchrun import Place
 
 if TYPE_CHECKING:
     from shardproof.harness.adapters.base import Adapter

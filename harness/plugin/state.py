@@ -16,6 +16,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+from shardproof.harness.worlds.torchrun.roles.fleet_pool import FleetPool
+from shardproof.harness.worlds.torchrun.roles.roles import Place
 
 from shardproof.harness.plugin import cases, environment, origin, selection, unasked
 from shardproof.harness.plugin.ahead import Ahead
@@ -28,9 +30,7 @@ from shardproof.harness.plugin.resuming import Resuming
 from shardproof.harness.plugin.run_known_failures import RunKnownFailures
 from shardproof.harness.plugin.suite_modules import is_suites, packaged_files
 from shardproof.harness.worlds import scratch
-from shardproof.harness.worlds.fleet_pool import FleetPool
 from shardproof.harness.worlds.pool import Pool
-from shardproof.harness.worlds.torchrun import Place
 
 _ERRORS = "shardproof_usage_errors"
 _PROBLEMS = "shardproof_problems"

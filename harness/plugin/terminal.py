@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from shardproof.harness.findings.texts import gist, ranks_of, without_rank
 from shardproof.harness.plugin.records import ALIKE, CaseRecord
+from shardproof.harness.verdicts.texts import gist, ranks_of, without_rank
 from shardproof.harness.worlds.watchdog import without_harness
 
 _FRAME = '  File "'

@@ -14,7 +14,8 @@ from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 
 import shardproof
-from shardproof.harness.worlds import entry, scratch, torchrun, waiting
+from shardproof.harness.worlds import entry, scratch, waiting
+from shardproof.harness.worlds.torchrun.roles import roles
 from shardproof.harness.worlds.waiting import Blockers, Process, Wait, WaitedTooLong
 
 #: Seconds that the forkserver may take to fork a rank. The first fork waits until the forkserver has imported torch.
@@ -153,7 +154,7 @@ def _environment() -> Iterator[None]:
     """Set the variables that the forkserver and its ranks inherit, and restore the controller's own afterwards."""
     root = str(pathlib.Path(shardproof.__file__).parents[1])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    interfaces = _LOOPBACK if torchrun.place() is None else {}
+    interfaces = _LOOPBACK if roles.place() is None else {}
     changes = {**_ENVIRONMENT, **interfaces, "PYTHONPATH": path}
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from shardproof.harness.collectives.board import Announcement
 from shardproof.harness.collectives.trace import without_own_bytes
-from shardproof.harness.findings.texts import frames_of
-from shardproof.harness.findings.verdict import Verdict
+from shardproof.harness.verdicts.texts import frames_of
+from shardproof.harness.verdicts.verdict import Verdict
 from shardproof.harness.worlds.jobs import Result
 
 

@@ -7,9 +7,9 @@ import pickle
 from collections.abc import Mapping
 from typing import Any
 
-from shardproof.harness.findings.explanation import Explanation
-from shardproof.harness.findings.finding import Location
-from shardproof.harness.findings.observations import Observations
+from shardproof.harness.verdicts.explanation import Explanation
+from shardproof.harness.verdicts.finding import Location
+from shardproof.harness.verdicts.observations import Observations
 
 #: The file name of the world's board, the memory shared with its ranks, in the world's directory.
 BOARD = "board"

@@ -27,16 +27,17 @@ from shardproof.harness.adapters.base import Adapter
 from shardproof.harness.collectives.announce import Announcer
 from shardproof.harness.collectives.board import Board
 from shardproof.harness.collectives.recorder import UnknownCollective
-from shardproof.harness.findings.explanation import Explanation
-from shardproof.harness.findings.finding import Divergence, ProtocolError
-from shardproof.harness.findings.texts import MOST_OF_A_RANK, bounded
-from shardproof.harness.findings.verdict import Verdict
 from shardproof.harness.parity.exchange import Exchange
 from shardproof.harness.parity.rank import NotShared, Rank, Seeds
 from shardproof.harness.parity.rank_state import RankState
 from shardproof.harness.tensors import memory, private
-from shardproof.harness.worlds import casefile, gloo, leftovers, meeting, torchrun
+from shardproof.harness.verdicts.explanation import Explanation
+from shardproof.harness.verdicts.finding import Divergence, ProtocolError
+from shardproof.harness.verdicts.texts import MOST_OF_A_RANK, bounded
+from shardproof.harness.verdicts.verdict import Verdict
+from shardproof.harness.worlds import casefile, gloo, leftovers, meeting
 from shardproof.harness.worlds.jobs import BOARD, DUMPED, Job, RankSpec, Result, RollCall
+from shardproof.harness.worlds.torchrun.roles import roles
 
 #: The directories in which compilers keep their results between processes, by the variables that choose them.
 _COMPILE_CACHES = {
@@ -126,7 +127,7 @@ def _redirect_output(path: pathlib.Path) -> Any:
 def _start(spec: RankSpec) -> RankState:
     """Join the process group of the world, and wait until all of its ranks have."""
     key = spec.key
-    for name in torchrun.foreign(os.environ) if spec.environment else ():
+    for name in roles.foreign(os.environ) if spec.environment else ():
         del os.environ[name]
     os.environ.update(spec.environment)
     if spec.search_path is not None:

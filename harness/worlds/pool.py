@@ -8,7 +8,7 @@ import dataclasses
 import threading
 from collections.abc import Sequence
 
-from shardproof.harness.findings.verdict import Verdict
+from shardproof.harness.verdicts.verdict import Verdict
 from shardproof.harness.worlds import forkserver, in_step, scratch
 from shardproof.harness.worlds.jobs import Job, Result, WorldKey
 from shardproof.harness.worlds.lease import Leases, device_of

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from shardproof.harness.findings.verdict import Verdict
+from shardproof.harness.verdicts.verdict import Verdict
 from shardproof.harness.worlds import entry, forkserver, waiting
 from shardproof.harness.worlds.jobs import DUMPED, RankSpec
 

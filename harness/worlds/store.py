@@ -7,8 +7,9 @@ import time
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
+from shardproof.harness.worlds.torchrun.roles.roles import Place
+
 from shardproof.harness.worlds import sockets
-from shardproof.harness.worlds.torchrun import Place
 
 if TYPE_CHECKING:
     from torch.distributed import Store

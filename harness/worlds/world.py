@@ -12,14 +12,15 @@ from collections.abc import Collection, Sequence
 from multiprocessing.connection import wait
 from typing import Any
 
+from shardproof.harness.worlds.torchrun.roles.fleet import Fleet, Seat, nodes_of
+from shardproof.harness.worlds.torchrun.roles.remote import ANSWER_SECONDS, Lost, RemoteRank, gathered
+
 from shardproof.harness.collectives.board import Announcement, Board
-from shardproof.harness.findings.texts import bounded
-from shardproof.harness.findings.verdict import Verdict
+from shardproof.harness.verdicts.texts import bounded
+from shardproof.harness.verdicts.verdict import Verdict
 from shardproof.harness.worlds import forkserver, in_step, rank_process, scratch, waiting
-from shardproof.harness.worlds.fleet import Fleet, Seat, nodes_of
 from shardproof.harness.worlds.jobs import BOARD, Job, RankSpec, Result, RollCall, WorldKey
 from shardproof.harness.worlds.rank_process import RankProcess
-from shardproof.harness.worlds.remote import ANSWER_SECONDS, Lost, RemoteRank, gathered
 from shardproof.harness.worlds.waiting import Blockers, Wait, WaitedTooLong
 from shardproof.harness.worlds.watchdog import Diagnosis, collectives, diagnose, dump_stacks, stacks
 

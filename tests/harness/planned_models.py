@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.harness.planning import shapes
+from shardproof.harness.planning import presets
 from shardproof.harness.planning.transformers import Shape
 from shardproof.harness.tensors import memory
 
@@ -31,20 +31,20 @@ def _shape(family, **changes):
 
 
 def gpt():
-    return shapes.build(_shape("gpt"), 16)
+    return presets.build(_shape("gpt"), 16)
 
 
 def tied():
-    return shapes.build(_shape("gpt", tied=True), 16)
+    return presets.build(_shape("gpt", tied=True), 16)
 
 
 def llama():
-    return shapes.build(_shape("llama", key_heads=2), 16)
+    return presets.build(_shape("llama", key_heads=2), 16)
 
 
 def odd():
     """Sizes that no number of ranks divides."""
-    return shapes.build(_shape("gpt", vocab=61, hidden=37), 16)
+    return presets.build(_shape("gpt", vocab=61, hidden=37), 16)
 
 
 def one_layer():

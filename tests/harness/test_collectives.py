@@ -19,9 +19,9 @@ from shardproof.harness.collectives.trace import (
     first_difference,
     rendered_difference,
 )
-from shardproof.harness.findings.finding import Finding, Location
-from shardproof.harness.findings.stages import Stage
 from shardproof.harness.parity import Rank
+from shardproof.harness.verdicts.finding import Finding, Location
+from shardproof.harness.verdicts.stages import Stage
 from shardproof.testing import world
 
 

@@ -132,7 +132,7 @@ def test_named(cases, row):
 
 #: A plugin with which passing cases run once more as well.
 EVERY_CASE = """
-from shardproof.harness.findings.verdict import Verdict
+from shardproof.harness.verdicts.verdict import Verdict
 from shardproof.harness.plugin import explaining
 explaining._EXPLAINED = (*explaining._EXPLAINED, Verdict.PASS)
 """

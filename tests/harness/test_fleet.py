@@ -12,15 +12,16 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from shardproof.harness.worlds.torchrun.roles.fleet import Fleet, Seat, TooFewRanks, nodes_of
+from shardproof.harness.worlds.torchrun.roles.remote import Link, Lost
 
-from shardproof.harness.findings.verdict import Verdict
 from shardproof.harness.parity import Rank
 from shardproof.harness.plugin import ahead, resuming
 from shardproof.harness.plugin.journal import Journal
-from shardproof.harness.worlds import loop, remote, sockets, torchrun
-from shardproof.harness.worlds.fleet import Fleet, Seat, TooFewRanks, nodes_of
+from shardproof.harness.verdicts.verdict import Verdict
+from shardproof.harness.worlds import loop, sockets
 from shardproof.harness.worlds.jobs import Result
-from shardproof.harness.worlds.remote import Link, Lost
+from shardproof.harness.worlds.torchrun.roles import remote, roles
 
 VARIABLES = {
     "TORCHELASTIC_RUN_ID": "job",
@@ -38,7 +39,7 @@ VARIABLES = {
 
 
 def place(**changes):
-    return dataclasses.replace(torchrun.place(VARIABLES), **changes)
+    return dataclasses.replace(roles.place(VARIABLES), **changes)
 
 
 def test_the_place_of_a_process_is_that_of_torchrun():
@@ -50,7 +51,7 @@ def test_the_place_of_a_process_is_that_of_torchrun():
 
 @pytest.mark.parametrize("name", ["TORCHELASTIC_RUN_ID", "RANK"])
 def test_without_the_marks_of_torch_elastic_there_is_no_job(name):
-    assert torchrun.place({key: value for key, value in VARIABLES.items() if key != name}) is None
+    assert roles.place({key: value for key, value in VARIABLES.items() if key != name}) is None
 
 
 def fleet(nodes, lost=()):

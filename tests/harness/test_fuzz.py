@@ -12,11 +12,11 @@ import pytest
 
 from shardproof.harness.adapters import registry
 from shardproof.harness.adapters.base import Accumulation
-from shardproof.harness.findings.verdict import Verdict
+from shardproof.harness.casework.drawn import Step, Training, source_of
 from shardproof.harness.models.drawn import Block, Part, Plan
-from shardproof.harness.parity.drawn import Step, Training, source_of
 from shardproof.harness.plugin import drawing
 from shardproof.harness.plugin.records import CaseRecord
+from shardproof.harness.verdicts.verdict import Verdict
 from tests.harness.inner import PYTHONPATH, QUIET
 
 pytest.importorskip("hypothesis", reason="cases that draw need hypothesis: pip install '.[fuzz]'")
@@ -176,7 +176,7 @@ def test_a_description_prints_what_is_not_the_default():
 
 CASE = """
 from shardproof.testing import drawn, world
-from shardproof.harness.parity.drawn import Training
+from shardproof.harness.casework.drawn import Training
 
 @world(2)
 @drawn(training=Training)

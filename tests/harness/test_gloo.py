@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from shardproof.harness.casework.other_worlds import other_worlds
 from shardproof.harness.parity import Rank
-from shardproof.harness.parity.other_worlds import other_worlds
 from shardproof.harness.worlds import gloo
 from shardproof.testing import world
 

@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from shardproof.harness.findings.texts import MOST_CHARACTERS, MOST_OF_A_RANK
+from shardproof.harness.verdicts.texts import MOST_CHARACTERS, MOST_OF_A_RANK
 from tests.harness.inner import CASE
 
 DEADLINE = 2
@@ -188,8 +188,8 @@ def test_a_failure_of_a_hundred_megabytes_is_bounded_in_the_rank(run, pytester):
 ALIKE = """
 import pytest
 from shardproof.testing import world
-from shardproof.harness.findings.finding import Finding, Location
-from shardproof.harness.findings.stages import Stage
+from shardproof.harness.verdicts.finding import Finding, Location
+from shardproof.harness.verdicts.stages import Stage
 @world(2)
 @pytest.mark.parametrize("n", range(12))
 def test_case(rank, n):

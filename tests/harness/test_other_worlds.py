@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardproof.harness.casework.other_worlds import other_worlds
 from shardproof.harness.collectives.announce import Announcer
 from shardproof.harness.parity import Rank
-from shardproof.harness.parity.other_worlds import other_worlds
 from shardproof.harness.parity.rank_state import process_groups
 from shardproof.testing import world
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardproof.harness.adapters import registry
-from shardproof.harness.planning import anatomy, meshes, planned, shapes, simulated, traffic, units
+from shardproof.harness.planning import anatomy, meshes, planned, presets, simulated, traffic, units
 from shardproof.harness.planning.request import Request
 from shardproof.harness.planning.subject import subject_of
 from shardproof.harness.simulation import Ledger, simulated_world
@@ -217,11 +217,11 @@ def test_worlds_of_the_same_kind():
     assert meshes.hosts_of((64, 8), 8) == 64 and meshes.hosts_of((3,), 8) == 1
 
 
-@pytest.mark.parametrize("name", shapes.KNOWN)
+@pytest.mark.parametrize("name", presets.KNOWN)
 def test_a_known_shape_has_the_parameters_of_its_name(name):
-    shape = shapes.shape_of(name)
+    shape = presets.shape_of(name)
     with torch.device("meta"):
-        model = shapes.build(shape, shape.length)
+        model = presets.build(shape, shape.length)
     numel = sum(parameter.numel() for parameter in model.parameters())
     assert float(name.partition(":")[2].removesuffix("b")) == pytest.approx(numel / 1e9, rel=0.04, abs=0.05)
     assert len(units.choose(model)) == shape.layers

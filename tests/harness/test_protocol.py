@@ -10,8 +10,8 @@ from torch import nn
 
 from shardproof.harness.adapters.base import Config, Piece, whole
 from shardproof.harness.adapters.replicas import DdpAdapter
-from shardproof.harness.findings.finding import ProtocolError
 from shardproof.harness.parity import protocol
+from shardproof.harness.verdicts.finding import ProtocolError
 
 CONFIG = Config(mesh=types.SimpleNamespace(device_type="cpu"))
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardproof.harness.findings.verdict import Verdict, combine
 from shardproof.harness.plugin.selection import resolve
+from shardproof.harness.verdicts.verdict import Verdict, combine
 from shardproof.testing import Capability, Hardware, deadline, needs, world
 
 

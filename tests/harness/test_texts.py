@@ -6,9 +6,9 @@ import types
 
 import pytest
 
-from shardproof.harness.findings.texts import bounded, gist, ranks_of, without_rank
 from shardproof.harness.plugin.records import ALIKE
 from shardproof.harness.plugin.terminal import end_with_command, first_of_each_kind, kind_of_text
+from shardproof.harness.verdicts.texts import bounded, gist, ranks_of, without_rank
 
 
 def test_a_long_text_loses_its_middle_and_says_how_much():

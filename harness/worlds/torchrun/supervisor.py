@@ -17,11 +17,12 @@ from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any
 
+from shardproof.harness.worlds.torchrun.roles.roles import Place
+
 from shardproof.harness.collectives.board import Announcement, Board
 from shardproof.harness.worlds import forkserver, rank_process, scratch, sockets, store
 from shardproof.harness.worlds.jobs import BOARD, RankSpec
 from shardproof.harness.worlds.rank_process import RankProcess
-from shardproof.harness.worlds.torchrun import Place
 from shardproof.harness.worlds.waiting import WaitedTooLong
 from shardproof.harness.worlds.watchdog import dump_stacks, stacks
 

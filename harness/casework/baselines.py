@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from shardproof.harness.adapters.base import OptimizerFactory, whole
-from shardproof.harness.findings.finding import raise_first
 from shardproof.harness.models.plain import mean_square
 from shardproof.harness.parity.comparison import Context, StepComparison
 from shardproof.harness.parity.member import Member
@@ -17,6 +16,7 @@ from shardproof.harness.parity.oracle import Oracle, OracleStep
 from shardproof.harness.parity.run import Loss, Run, StepPicture
 from shardproof.harness.tensors.host import on_host
 from shardproof.harness.tensors.trees import tensors_of
+from shardproof.harness.verdicts.finding import raise_first
 
 
 class Undivided:

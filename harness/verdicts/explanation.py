@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from shardproof.harness.findings.finding import Finding, Guess, Location, Numbers, step_label
-from shardproof.harness.findings.stages import Stage
-from shardproof.harness.findings.texts import ranks_of
+from shardproof.harness.verdicts.finding import Finding, Guess, Location, Numbers, step_label
+from shardproof.harness.verdicts.stages import Stage
+from shardproof.harness.verdicts.texts import ranks_of
 
 #: The most names of other tensors that diverge at the same stage that a text lists.
 _MOST_NAMES = 6

@@ -12,11 +12,12 @@ from collections.abc import Collection, Iterable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+from shardproof.harness.worlds.torchrun.roles.remote import Link, Lost, RemoteRank, gathered
+from shardproof.harness.worlds.torchrun.roles.roles import Place
+
 from shardproof.harness.worlds import forkserver, sockets, store
 from shardproof.harness.worlds.forkserver import FORK_SECONDS
 from shardproof.harness.worlds.jobs import Meeting, RankSpec
-from shardproof.harness.worlds.remote import Link, Lost, RemoteRank, gathered
-from shardproof.harness.worlds.torchrun import Place
 from shardproof.harness.worlds.waiting import Blockers, Wait, WaitedTooLong
 
 #: Seconds that the supervisors may take to come, after torch elastic has started all processes at the same time.

@@ -25,8 +25,6 @@ from shardproof.harness.adapters.base import (
     tensors_of_state,
     whole,
 )
-from shardproof.harness.findings.finding import Finding, Location, raise_first, step_label
-from shardproof.harness.findings.stages import Stage
 from shardproof.harness.models.plain import mean_square
 from shardproof.harness.parity import capture
 from shardproof.harness.parity.capture import Capture, Event
@@ -39,6 +37,8 @@ from shardproof.harness.parity.rank import Rank
 from shardproof.harness.parity.run import Loss, Run, StepPicture
 from shardproof.harness.tensors.host import on_host
 from shardproof.harness.tensors.trees import map_tensors, tensors_of
+from shardproof.harness.verdicts.finding import Finding, Location, raise_first, step_label
+from shardproof.harness.verdicts.stages import Stage
 
 _Gradients = dict[str, torch.Tensor | None]
 

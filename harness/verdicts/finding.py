@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from shardproof.harness.findings.stages import Stage
-from shardproof.harness.findings.texts import ranks_of
+from shardproof.harness.verdicts.stages import Stage
+from shardproof.harness.verdicts.texts import ranks_of
 
 _ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
 

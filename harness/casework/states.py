@@ -12,11 +12,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardproof.harness.adapters.base import StateForm
-from shardproof.harness.findings.finding import Finding, Location
-from shardproof.harness.findings.stages import Stage
 from shardproof.harness.parity.member import Member
 from shardproof.harness.parity.run import Run
 from shardproof.harness.tensors.trees import map_leaves
+from shardproof.harness.verdicts.finding import Finding, Location
+from shardproof.harness.verdicts.stages import Stage
 
 State = dict[str, Any]
 """The state dicts of a model, under "model", and of its optimizer, under "optimizer"; as ``Adapter.checkpoint``."""
