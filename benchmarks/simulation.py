@@ -17,7 +17,9 @@ from benchmarks.training.models import LARGE, Transformer
 from shardproof.harness.adapters import registry
 from shardproof.harness.adapters.base import Clip, Config
 from shardproof.harness.models import optim
-from shardproof.harness.simulation import Shape, Simulation, by_group, simulated_world
+from shardproof.harness.simulation.traffic import Shape, by_group
+from shardproof.harness.simulation.training import Simulation
+from shardproof.harness.simulation.world import simulated_world
 
 
 def main() -> None:

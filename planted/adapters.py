@@ -24,8 +24,7 @@ from fsdp_impl.per_parameter.unit import unit_of
 from planted import table
 from shardproof.harness.adapters.base import Adapter, Config, OptimizerFactory, Piece, Traits, original_name, whole
 from shardproof.harness.adapters.capability import Capability
-from shardproof.harness.adapters.reference import ReferenceAdapter
-from shardproof.harness.adapters.reference_flat import ReferenceFlatAdapter
+from shardproof.harness.adapters.reference import ReferenceAdapter, ReferenceFlatAdapter
 from shardproof.harness.adapters.replicas import DdpAdapter, ReplicatedAdapter
 from shardproof.harness.adapters.torch_zero_optimizer import TorchZeroOptimizerAdapter
 from shardproof.harness.parity.rank import Rank

@@ -77,13 +77,14 @@ def plan(arguments: Sequence[str]) -> int:
 
 def _made(options: argparse.Namespace, command: Sequence[str]) -> Plan:
     # Late: it imports torch.
-    from shardproof.harness.planning import meshes, planned
+    from shardproof.harness.planning import planned
+    from shardproof.harness.planning.request import parse, parse_worlds, scaled
 
     request = _request(options)
-    mesh = meshes.parse(options.mesh)
+    mesh = parse(options.mesh)
     wanted = [mesh]
     if options.worlds:
-        wanted += [one for ranks in meshes.parse_worlds(options.worlds) if (one := meshes.scaled(mesh, ranks)) != mesh]
+        wanted += [one for ranks in parse_worlds(options.worlds) if (one := scaled(mesh, ranks)) != mesh]
     found = planned.plan(request, wanted, node_size=options.node_size)
     return Plan(
         model=request.model,

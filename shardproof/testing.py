@@ -30,12 +30,21 @@ from shardproof.harness.adapters.config import NamedDimensions
 from shardproof.harness.adapters.dtensor import piece_of
 from shardproof.harness.adapters.registry import built_in_with
 from shardproof.harness.casework import states
-from shardproof.harness.casework.baselines import Undivided
-from shardproof.harness.casework.device_memory import bytes_of
+from shardproof.harness.casework.baselines import Undivided, backward_of_copies, check_gradients, check_parameters
+from shardproof.harness.casework.casts import (
+    CastReplica,
+    check_equal,
+    check_evaluation,
+    check_statistics,
+    run_and_replica,
+    step_and_check,
+)
+from shardproof.harness.casework.device_memory import Census, Poison, bytes_of
 from shardproof.harness.casework.drawn import Step, Training, needs_of, train_drawn
 from shardproof.harness.casework.other_worlds import other_worlds
 from shardproof.harness.casework.refusals import Refusal, Untouched, error_of_all, sharded
-from shardproof.harness.casework.timeline import Interval
+from shardproof.harness.casework.timeline import Interval, Timeline
+from shardproof.harness.casework.twins import check_exact
 from shardproof.harness.collectives.delays import Delay
 from shardproof.harness.collectives.own import Own
 from shardproof.harness.collectives.trace import Collective, Trace, first_difference
@@ -72,32 +81,14 @@ from shardproof.harness.models.recomputation import (
 from shardproof.harness.models.rows import WIDTH, Rows
 from shardproof.harness.models.stateful import Stateful, by_columns
 from shardproof.harness.models.ties import RepeatedTower, TiedMLP, TiedStack, TwoNames
-from shardproof.harness.parity import (
-    CastReplica,
-    Census,
-    Pair,
-    Poison,
-    Rank,
-    Run,
-    Timeline,
-    check_equal,
-    check_evaluation,
-    check_exact,
-    check_statistics,
-    exact_difference,
-    resume,
-    run_and_replica,
-    stateful_runs,
-    step_and_check,
-    wholes,
-)
 from shardproof.harness.parity.claims import state_numel
-from shardproof.harness.parity.comparison import numbers_of
+from shardproof.harness.parity.comparison import exact_difference, numbers_of
 from shardproof.harness.parity.numerics import distance
 from shardproof.harness.parity.oracle import Oracle
-from shardproof.harness.parity.plain import backward_of_copies, check_gradients, check_parameters
-from shardproof.harness.parity.run import Loss, StepPicture
-from shardproof.harness.plugin.axes import (
+from shardproof.harness.parity.pair import Pair
+from shardproof.harness.parity.rank import Rank
+from shardproof.harness.parity.run import Loss, Run, StepPicture
+from shardproof.harness.plugin.marks import (
     DELAY_MS,
     DELAYED,
     DELAYS,
@@ -112,9 +103,6 @@ from shardproof.harness.plugin.axes import (
     RESHARD_UNEVEN,
     SHARDS,
     WHOLE,
-    with_first,
-)
-from shardproof.harness.plugin.marks import (
     alone,
     contract,
     deadline,
@@ -123,15 +111,18 @@ from shardproof.harness.plugin.marks import (
     meaningful_from,
     needs,
     simulated,
+    with_first,
     world,
 )
-from shardproof.harness.simulation import Kind, Shape, Simulation, formulas
+from shardproof.harness.simulation import formulas
+from shardproof.harness.simulation.memory import Kind
+from shardproof.harness.simulation.traffic import Shape
+from shardproof.harness.simulation.training import Simulation
 from shardproof.harness.simulation.world import coordinate_of
 from shardproof.harness.tensors import memory, private
 from shardproof.harness.tensors.streams import occupy
 from shardproof.harness.tensors.trees import map_leaves, map_tensors, tensors_of
-from shardproof.harness.verdicts.finding import Finding, Location, step_label
-from shardproof.harness.verdicts.stages import Stage
+from shardproof.harness.verdicts.finding import Finding, Location, Stage, step_label
 
 __all__ = [
     "DELAYED",
@@ -262,7 +253,6 @@ __all__ = [
     "recompute",
     "recompute_span",
     "replicate",
-    "resume",
     "run_and_replica",
     "shapes",
     "sharded",
@@ -270,7 +260,6 @@ __all__ = [
     "split_factors",
     "spread_mlps",
     "state_numel",
-    "stateful_runs",
     "states",
     "step_and_check",
     "step_label",
@@ -278,7 +267,6 @@ __all__ = [
     "ties",
     "train_drawn",
     "uncut",
-    "wholes",
     "with_first",
     "world",
 ]

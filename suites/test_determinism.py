@@ -34,7 +34,6 @@ from shardproof.testing import (
     optim,
     parallelize_mlps,
     shapes,
-    stateful_runs,
     states,
     step_label,
     world,
@@ -209,15 +208,13 @@ def test_values_of_the_first_rank_with_own_hash_seeds(rank: Rank) -> None:
 def test_states_with_own_hash_seeds(rank: Rank, flat: bool, form: StateForm) -> None:
     """State dicts of model and optimizer have the names in one order, load, and training goes on with the same bits."""
     options: Any = {"for_flat": flat, "flat_parameters": flat, "optimizer": optim.averages()}
-    saved, loaded = stateful_runs.make(rank, 0, **options), stateful_runs.make(rank, 1, **options)
-    stateful_runs.train(rank, saved, 0)
+    saved, loaded = states.make(rank, 0, **options), states.make(rank, 1, **options)
+    states.train(rank, saved, 0)
     if form == "sharded":
         check_order(rank, saved)
-    stateful_runs.check_loads(rank, saved, loaded, form)
+    states.check_loads(rank, saved, loaded, form)
     if form == "sharded":  # otherwise the two share what an implementation that shards nothing has given and taken
-        check_exact(
-            rank, stateful_runs.train(rank, loaded, 4), stateful_runs.train(rank, saved, 4), step=4, why=WHY_LOADED
-        )
+        check_exact(rank, states.train(rank, loaded, 4), states.train(rank, saved, 4), step=4, why=WHY_LOADED)
 
 
 def check_order(rank: Rank, run: Run) -> None:

@@ -30,9 +30,9 @@ from shardproof.testing import (
     needs,
     optim,
     shapes,
+    states,
     step_label,
     ties,
-    wholes,
     world,
 )
 
@@ -187,7 +187,7 @@ def test_forward_after_that_of_a_unit(rank: Rank, submodule: str, reshard_after_
             with torch.no_grad():
                 expected = plain.get_submodule(name)(*batch)
             assert torch.equal(found, expected), f"the forward of {name or 'the root'} uses values of before a change"
-            wholes.halve(run, plain)
+            states.halve(run, plain)
 
 
 @contract("EVALUATION-2")
@@ -256,10 +256,10 @@ def test_a_call_shows_whole_parameters(rank: Rank, reshard_after_forward: bool |
         sharded = [name for name, gathered in run.adapter.gathered().items() if not gathered]
         assert not sharded, f"after call {number} these are not gathered: {', '.join(sharded)}"
         shown = run.adapter.named_parameters()
-        wholes.check_whole(rank, WholeParameters(), shown, plain)
+        states.check_whole(rank, WholeParameters(), shown, plain)
         run.adapter.reshard()
         run.evaluate(batch)
-        wholes.halve(run, plain)
+        states.halve(run, plain)
 
 
 @contract("EVALUATION-3")
@@ -353,18 +353,18 @@ def test_whole_parameters(
     for number in range(2):
         run.evaluate((rank.batch(0, (2, 9)),))
         if number:
-            wholes.halve(run, plain)  # what the evaluation may have left gathered is old
+            states.halve(run, plain)  # what the evaluation may have left gathered is old
         with run.adapter.whole_parameters(how) as found:
-            has_them = wholes.check_whole(rank, how, found, plain)
+            has_them = states.check_whole(rank, how, found, plain)
             named = {name for name, _ in run.adapter.module.named_parameters()}
             assert not has_them or named == found.keys(), f"the model names its parameters {sorted(named)}"
             buffers = [name for name, _ in run.adapter.module.named_buffers()]
             assert not has_them or buffers == ["layers.0.spare"], f"the model names its buffers {buffers}"
             if has_them:
-                wholes.write(found)
+                states.write(found)
         if how.keeps_changes:
-            wholes.write(dict(plain.named_parameters()))
-        wholes.check_values(run, plain)
+            states.write(dict(plain.named_parameters()))
+        states.check_values(run, plain)
     twin = rank.run(plain, **options)
     batch = (rank.batch(0, (2, 9)),)
     outputs, expected = run.evaluate(batch), twin.evaluate(batch)
@@ -390,8 +390,8 @@ def test_function_for_every_module(rank: Rank, shards: bool, flat: bool) -> None
             run.evaluate((rank.batch(0, (2, 9)),))
         name = "" if number else "layers.1"  # a unit first, when no forward has run yet
         for one in (run.adapter.module, plain):
-            one.get_submodule(name).apply(lambda module: wholes.write(dict(module.named_parameters(recurse=False))))
-        wholes.check_values(run, plain)
+            one.get_submodule(name).apply(lambda module: states.write(dict(module.named_parameters(recurse=False))))
+        states.check_values(run, plain)
     batch = (rank.batch(0, (2, 9)),)
     outputs, expected = run.evaluate(batch), rank.run(plain, **options).evaluate(batch)
     assert torch.equal(outputs[0], expected[0]), "the forward after the function has other values"
@@ -410,10 +410,10 @@ def test_whole_parameters_of_replicas(rank: Rank, flat: bool) -> None:
     for _ in range(2):
         run.evaluate((rank.batch(0, (2, 9)),))
         with run.adapter.whole_parameters(WholeParameters()) as found:
-            wholes.check_whole(rank, WholeParameters(), found, plain)
-            wholes.write(found)
-        wholes.write(dict(plain.named_parameters()))
-        wholes.check_values(run, plain)
+            states.check_whole(rank, WholeParameters(), found, plain)
+            states.write(found)
+        states.write(dict(plain.named_parameters()))
+        states.check_values(run, plain)
     twin = rank.run(plain, **options)
     for step in range(2):
         pictures = (one.step([(rank.batch(step, (4, 9)),)], loss=models.mean_square) for one in (run, twin))
@@ -431,7 +431,7 @@ def test_whole_tied_parameters(rank: Rank) -> None:
     for parameter in [*run.adapter.named_parameters().values(), *plain.parameters()]:
         parameter.data = parameter.data * 0.5
     with run.adapter.whole_parameters(WholeParameters(keeps_changes=False)) as found:
-        wholes.check_whole(rank, WholeParameters(), found, plain)
+        states.check_whole(rank, WholeParameters(), found, plain)
         for layer in ("layers.0", "layers.1"):
             first, second = (run.original_module(f"{layer}.{name}").weight for name in ("first", "second"))
             assert first is second, f"the weights of {layer} are not tied inside the context"
@@ -573,9 +573,9 @@ def test_saving_where_parameters_are_whole(rank: Rank, where: str, flat: bool) -
 
     if where == "in-the-context":
         with run.adapter.whole_parameters(WholeParameters()) as found:
-            wholes.write(found)
+            states.write(found)
             save()
-        wholes.write(dict(plain.named_parameters()))
+        states.write(dict(plain.named_parameters()))
     elif where == "in-a-forward":
         run.original_module("layers.1").register_forward_hook(save)
     else:

@@ -37,9 +37,8 @@ from shardproof.testing import (
     optim,
     other_worlds,
     recompute,
-    resume,
     run_and_replica,
-    wholes,
+    states,
     world,
 )
 
@@ -258,12 +257,12 @@ def test_process_groups_made_anew(
                 if number:
                     # Other values and states, all of which the checkpoint has to replace.
                     run.step([(parts_of(member, 7)[member.index],)], loss=models.mean_square)
-                    resume.load(run, rank.tmp_path / f"{number - 1}-0")
+                    states.load(run, rank.tmp_path / f"{number - 1}-0")
                 for step in (2 * number, 2 * number + 1):
                     parts = parts_of(member, step)
                     picture = run.step([(parts[member.index],)], loss=models.mean_square)
                     undivided.check(rank, member, run, picture, parts)
-                resume.save(run, rank.tmp_path / f"{number}-{rank.index // size}")
+                states.save(run, rank.tmp_path / f"{number}-{rank.index // size}")
 
 
 def parts_of(member: Rank, step: int) -> list[torch.Tensor]:
@@ -307,7 +306,7 @@ def test_saving_after_an_exception(rank: Rank, phase: str) -> None:
     assert not wrong, f"saved after an exception with other values: {', '.join(wrong)}"
     if Capability.WHOLE_PARAMETERS in run.adapter.capabilities():
         with run.adapter.whole_parameters(WholeParameters()) as found:
-            wholes.check_whole(rank, WholeParameters(), found, plain)
+            states.check_whole(rank, WholeParameters(), found, plain)
 
 
 @contract("RECOVERY-3")
@@ -323,8 +322,8 @@ def test_function_for_every_module_after_an_exception(rank: Rank, phase: str) ->
     trap.lay(run, PLACE)
     attempt(run, trap, phase, [rank.batch(0, (4, DIM))])
     for one in (run.adapter.module, plain):
-        one.apply(lambda module: wholes.write(dict(module.named_parameters(recurse=False))))
-    wholes.check_values(run, plain)
+        one.apply(lambda module: states.write(dict(module.named_parameters(recurse=False))))
+    states.check_values(run, plain)
 
 
 @contract("RECOVERY-3")
@@ -341,10 +340,10 @@ def test_exception_where_parameters_are_whole(rank: Rank, shards: bool, flat: bo
     run = rank.run(model, **options)
     for _ in range(2):
         with pytest.raises(Injected), run.adapter.whole_parameters(WholeParameters()) as found:
-            wholes.write(found)
+            states.write(found)
             raise Injected("whole")
-        wholes.write(dict(plain.named_parameters()))
-        wholes.check_values(run, plain)
+        states.write(dict(plain.named_parameters()))
+        states.check_values(run, plain)
     twin = rank.run(plain, **options)
     for step in range(2):
         batch = [(rank.batch(step, (4, DIM)),)]

@@ -36,7 +36,6 @@ from shardproof.testing import (
     optim,
     other_worlds,
     parallelize_transformer,
-    resume,
     states,
     world,
 )
@@ -248,8 +247,8 @@ def test_onto_another_mesh(rank: Rank, before: Layout, after: Layout) -> None:
     saved, loaded = make(0), make_other(1)
     train_step(rank, saved, 0, mesh)
     train_step(rank, loaded, 0, other_mesh)
-    resume.save(saved, rank.tmp_path / "checkpoint")
-    resume.load(loaded, rank.tmp_path / "checkpoint")
+    states.save(saved, rank.tmp_path / "checkpoint")
+    states.load(loaded, rank.tmp_path / "checkpoint")
     expected, found = full_state(saved), full_state(loaded)
     assert found.keys() == expected.keys(), f"differ in {sorted(found.keys() ^ expected.keys())}"
     wrong = [name for name in expected if not torch.equal(found[name], expected[name])]
@@ -298,7 +297,7 @@ def test_asynchronous_save(rank: Rank, reshard_after_forward: bool | int | None,
                 check_exact(member, step(run, number), pictures[-1], step=number, why=WHY_BEHIND)
         loaded = make(1)
         step(loaded, 3)
-        resume.load(loaded, checkpoint)
+        states.load(loaded, checkpoint)
         states.check_same(member, states.read(member, loaded), expected)
         states.check_held(member, loaded, expected)
         for number in (1, 2):
@@ -394,16 +393,16 @@ def check_resumes(rank: Rank, make: Make, plain: nn.Module, *, reuses: bool, mes
     check_exact(rank, first, expected[0], step=0, why="the same seed, the same data")
     check_state(saved, plain, first)
     checkpoint = rank.tmp_path / "checkpoint"
-    resume.save(saved, checkpoint)
+    states.save(saved, checkpoint)
     saved_rates = rates(saved)
     resumed = saved if reuses else make(1)
     if reuses:
-        resume.spoil(resumed)
+        states.spoil(resumed)
         set_rates(resumed, [3 * rate for rate in saved_rates])
     wrong = train_step(rank, resumed, 1, mesh)
     assert not torch.equal(wrong.losses[0], expected[1].losses[0]), "before loading the loss must be another"
     assert rates(resumed) != saved_rates, "before loading the learning rates must be others"
-    resume.load(resumed, checkpoint)
+    states.load(resumed, checkpoint)
     check_rates(resumed, saved_rates)
     for number in (1, 2):
         check_exact(rank, train_step(rank, resumed, number, mesh), expected[number], step=number, why=WHY)

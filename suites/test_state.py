@@ -33,7 +33,6 @@ from shardproof.testing import (
     optim,
     original_name,
     recompute,
-    stateful_runs,
     states,
     step_label,
     world,
@@ -126,9 +125,9 @@ def test_names_and_values(rank: Rank, means: Means, form: StateForm) -> None:
                 return model
             return backend.compile_layers(model) if means == "compiled" else recompute(model, means)
 
-        run = stateful_runs.make(rank, 0, has_extra=True, prepare=prepare, is_traced=means != "compiled")
-        stateful_runs.train(rank, run, 0)
-        states.read_and_check(rank, run, form, stateful_runs.plain(rank, has_extra=True))
+        run = states.make(rank, 0, has_extra=True, prepare=prepare, is_traced=means != "compiled")
+        states.train(rank, run, 0)
+        states.read_and_check(rank, run, form, states.plain(rank, has_extra=True))
 
 
 @contract("STATE-1", "STATE-4", "STATE-8")
@@ -138,12 +137,12 @@ def test_names_and_values(rank: Rank, means: Means, form: StateForm) -> None:
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_between_passes(rank: Rank, reshard_after_forward: bool | int | None, flat: bool, form: StateForm) -> None:
     """State dicts have what the ranks hold, whatever is gathered: after an evaluation, a backward and a step."""
-    run = stateful_runs.make(rank, 0, for_flat=flat, flat_parameters=flat, reshard_after_forward=reshard_after_forward)
-    unsharded = stateful_runs.plain(rank, for_flat=flat)
-    stateful_runs.train(rank, run, 0)
-    run.evaluate((rank.batch(1, (3, stateful_runs.DIM)),))
+    run = states.make(rank, 0, for_flat=flat, flat_parameters=flat, reshard_after_forward=reshard_after_forward)
+    unsharded = states.plain(rank, for_flat=flat)
+    states.train(rank, run, 0)
+    run.evaluate((rank.batch(1, (3, states.DIM)),))
     states.read_and_check(rank, run, form, unsharded)
-    run.forward_backward((rank.batch(1, (3, stateful_runs.DIM)),), loss=models.mean_square)
+    run.forward_backward((rank.batch(1, (3, states.DIM)),), loss=models.mean_square)
     states.read_and_check(rank, run, form, unsharded)
     run.adapter.step()
     states.read_and_check(rank, run, form, unsharded)
@@ -156,13 +155,13 @@ def test_between_passes(rank: Rank, reshard_after_forward: bool | int | None, fl
 def test_before_training(rank: Rank, reshard_after_forward: bool | int | None, form: StateForm) -> None:
     """Before its first step, evaluated or not, a model has the values with which it was sharded."""
     run, unsharded = (
-        stateful_runs.make(rank, 0, optimizer=None, reshard_after_forward=reshard_after_forward),
-        stateful_runs.plain(rank),
+        states.make(rank, 0, optimizer=None, reshard_after_forward=reshard_after_forward),
+        states.plain(rank),
     )
-    expected = {"model": {name: value for name, value in unsharded.state_dict().items() if name in stateful_runs.SAVED}}
+    expected = {"model": {name: value for name, value in unsharded.state_dict().items() if name in states.SAVED}}
     for evaluates in (False, True):
         if evaluates:
-            run.evaluate((rank.batch(0, (3, stateful_runs.DIM)),))
+            run.evaluate((rank.batch(0, (3, states.DIM)),))
         state = states.read_and_check(rank, run, form, unsharded)
         states.check_same(rank, {"model": {name: state["model"][name] for name in expected["model"]}}, expected)
 
@@ -174,8 +173,8 @@ def test_before_training(rank: Rank, reshard_after_forward: bool | int | None, f
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_of_a_module_inside_a_unit(rank: Rank, reshard_after_forward: bool | int | None, how: str) -> None:
     """The state dict of a part of a unit, whatever is gathered, has sharded values, and is what a load replaces."""
-    run = stateful_runs.make(rank, 0, optimizer=None, reshard_after_forward=reshard_after_forward)
-    unsharded, batch = stateful_runs.plain(rank).to(rank.device), (rank.batch(0, (3, stateful_runs.DIM)),)
+    run = states.make(rank, 0, optimizer=None, reshard_after_forward=reshard_after_forward)
+    unsharded, batch = states.plain(rank).to(rank.device), (rank.batch(0, (3, states.DIM)),)
     name = "layers.1.first"
     for _ in range(2):
         run.evaluate(batch)
@@ -202,17 +201,15 @@ def test_of_a_module_inside_a_unit(rank: Rank, reshard_after_forward: bool | int
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_new_data(rank: Rank, reshard_after_forward: bool | int | None, form: StateForm) -> None:
     """What a script writes to the parameters as new data is saved, and loading replaces it."""
-    run = stateful_runs.make(rank, 0, reshard_after_forward=reshard_after_forward)
-    stateful_runs.train(rank, run, 0)
-    first = states.read_and_check(rank, run, form, stateful_runs.plain(rank))
+    run = states.make(rank, 0, reshard_after_forward=reshard_after_forward)
+    states.train(rank, run, 0)
+    first = states.read_and_check(rank, run, form, states.plain(rank))
     saved = run.adapter.checkpoint(form=form)
     for halves in (1, 2):
         for parameter in run.adapter.named_parameters().values():
             parameter.data = parameter.data * 0.5
         found = states.read(rank, run, form=form)["model"]
-        wrong = [
-            name for name in stateful_runs.TRAINED if not torch.equal(found[name], first["model"][name] * 0.5**halves)
-        ]
+        wrong = [name for name in states.TRAINED if not torch.equal(found[name], first["model"][name] * 0.5**halves)]
         assert not wrong, f"saved with other values than the script gave them: {', '.join(wrong)}"
     for parameter in run.adapter.named_parameters().values():
         parameter.data = parameter.data * 0.5
@@ -229,11 +226,10 @@ def test_new_data(rank: Rank, reshard_after_forward: bool | int | None, form: St
 def test_other_strides(rank: Rank, shards: bool, form: StateForm) -> None:
     """Parameters that lie column by column are saved and loaded by index, from and into ones that lie row by row."""
     runs = [
-        stateful_runs.make(rank, number, prepare=prepare, shards=shards)
-        for number, prepare in enumerate((None, by_columns))
+        states.make(rank, number, prepare=prepare, shards=shards) for number, prepare in enumerate((None, by_columns))
     ]
     for saved, loaded in (runs, runs[::-1]):
-        stateful_runs.check_loads(rank, saved, loaded, form)
+        states.check_loads(rank, saved, loaded, form)
 
 
 @contract("STATE-2", "STATE-3")
@@ -244,9 +240,7 @@ def test_whole_states_of_replicas(rank: Rank, replicated: str) -> None:
     """Replicas save whole values that one mesh loads, and load what it has saved."""
     meshes = rank.mesh((2, 2), ("replicate", "shard")), rank.mesh()
     first, second = meshes if replicated == "before" else meshes[::-1]
-    stateful_runs.check_loads(
-        rank, stateful_runs.make(rank, 0, mesh=first), stateful_runs.make(rank, 1, mesh=second), "full"
-    )
+    states.check_loads(rank, states.make(rank, 0, mesh=first), states.make(rank, 1, mesh=second), "full")
 
 
 @contract("STATE-1", "STATE-2")
@@ -255,9 +249,9 @@ def test_whole_states_of_replicas(rank: Rank, replicated: str) -> None:
 def test_sharded_states_of_groups_of_replicas(rank: Rank) -> None:
     """Each replica has its own shards of the values, also where process groups stand for the mesh."""
     mesh = rank.mesh((2, 2), ("replicate", "shard"))
-    run = stateful_runs.make(rank, 0, mesh=mesh, as_groups=True)
-    stateful_runs.train(rank, run, 0)
-    states.read_and_check(rank, run, "sharded", stateful_runs.plain(rank))
+    run = states.make(rank, 0, mesh=mesh, as_groups=True)
+    states.train(rank, run, 0)
+    states.read_and_check(rank, run, "sharded", states.plain(rank))
 
 
 @contract("STATE-2", "STATE-3")
@@ -267,10 +261,10 @@ def test_sharded_states_of_groups_of_replicas(rank: Rank) -> None:
 def test_from_another_implementation(rank: Rank, saver: str, form: StateForm) -> None:
     """What one implementation has saved, another loads, or the same again: values, states and options of groups."""
     saved, loaded = (
-        stateful_runs.make(rank, 0, implementation=saver, has_extra=True),
-        stateful_runs.make(rank, 1, has_extra=True),
+        states.make(rank, 0, implementation=saver, has_extra=True),
+        states.make(rank, 1, has_extra=True),
     )
-    stateful_runs.check_loads(rank, saved, loaded, form)
+    states.check_loads(rank, saved, loaded, form)
 
 
 @contract("STATE-2", "STATE-3")
@@ -281,9 +275,9 @@ def test_from_another_implementation(rank: Rank, saver: str, form: StateForm) ->
 def test_onto_other_units(rank: Rank, units: str, flat: bool, form: StateForm) -> None:
     """A state dict depends neither on the units nor on what the optimizer has."""
     onto = [["layers.1"]] if units == "other-units" else []
-    saved = stateful_runs.make(rank, 0, for_flat=flat)
-    loaded = stateful_runs.make(rank, 1, for_flat=flat, units=onto, flat_parameters=flat)
-    stateful_runs.check_loads(rank, saved, loaded, form)
+    saved = states.make(rank, 0, for_flat=flat)
+    loaded = states.make(rank, 1, for_flat=flat, units=onto, flat_parameters=flat)
+    states.check_loads(rank, saved, loaded, form)
 
 
 @contract("STATE-2", "STATE-3")
@@ -293,9 +287,7 @@ def test_onto_another_number_of_ranks(rank: Rank, fewer: str) -> None:
     """A checkpoint of four ranks loads on two, and one of two on four."""
     meshes = rank.mesh((2, 2), ("copy", "dp"))["dp"], rank.mesh()
     first, second = meshes if fewer == "before" else meshes[::-1]
-    stateful_runs.check_loads(
-        rank, stateful_runs.make(rank, 0, mesh=first), stateful_runs.make(rank, 1, mesh=second), "sharded"
-    )
+    states.check_loads(rank, states.make(rank, 0, mesh=first), states.make(rank, 1, mesh=second), "sharded")
 
 
 @contract("STATE-2", "STATE-8")
@@ -309,14 +301,14 @@ def test_module_with_two_names(rank: Rank, form: StateForm) -> None:
         first.again = first.first
         return model
 
-    saved, loaded = stateful_runs.make(rank, 0, prepare=register), stateful_runs.make(rank, 1, prepare=register)
-    stateful_runs.train(rank, saved, 0)
-    state = states.read_and_check(rank, saved, form, register(stateful_runs.plain(rank)))
+    saved, loaded = states.make(rank, 0, prepare=register), states.make(rank, 1, prepare=register)
+    states.train(rank, saved, 0)
+    state = states.read_and_check(rank, saved, form, register(states.plain(rank)))
     for kind in ("weight", "bias"):
         names = [f"layers.0.{name}.{kind}" for name in ("first", "again")]
         assert torch.equal(*(state["model"][name] for name in names)), f"{names} have different values"
     if form == "sharded":  # torch's functions for full ones shard what they load under one name only
-        stateful_runs.check_loads(rank, saved, loaded, form)
+        states.check_loads(rank, saved, loaded, form)
 
 
 @contract("STATE-3")
@@ -326,10 +318,8 @@ def test_module_with_two_names(rank: Rank, form: StateForm) -> None:
 @pytest.mark.parametrize("form", ["full", "first-rank"])
 def test_into_a_new_optimizer(rank: Rank, form: StateForm, flat: bool) -> None:
     """An optimizer that has not stepped yet takes all of it."""
-    saved = stateful_runs.make(rank, 0, for_flat=flat)
-    stateful_runs.check_loads(
-        rank, saved, stateful_runs.make(rank, 1, for_flat=flat, flat_parameters=flat), form, steps_first=False
-    )
+    saved = states.make(rank, 0, for_flat=flat)
+    states.check_loads(rank, saved, states.make(rank, 1, for_flat=flat, flat_parameters=flat), form, steps_first=False)
 
 
 @contract("STATE-3")
@@ -337,14 +327,14 @@ def test_into_a_new_optimizer(rank: Rank, form: StateForm, flat: bool) -> None:
 @FORMS
 def test_into_an_optimizer_of_fewer_parameters(rank: Rank, form: StateForm) -> None:
     """An optimizer of the trainable parameters takes the options and states that one of all parameters has saved."""
-    saved = stateful_runs.make(rank, 0, optimizer=optim.adamw(lr=stateful_runs.LR))
-    loaded = stateful_runs.make(rank, 1, optimizer=optim.of_trainable(optim.adamw(lr=3 * stateful_runs.LR)))
+    saved = states.make(rank, 0, optimizer=optim.adamw(lr=states.LR))
+    loaded = states.make(rank, 1, optimizer=optim.of_trainable(optim.adamw(lr=3 * states.LR)))
     for run in (saved, loaded):
-        stateful_runs.train(rank, run, 0)
+        states.train(rank, run, 0)
     loaded.adapter.restore(saved.adapter.checkpoint(form=form), form=form)
     assert loaded.adapter.optimizer is not None
     rates = [group["lr"] for group in loaded.adapter.optimizer.param_groups]
-    assert rates == [stateful_runs.LR], f"learning rates {rates} instead of {stateful_runs.LR}"
+    assert rates == [states.LR], f"learning rates {rates} instead of {states.LR}"
     states.check_held(rank, loaded, states.read(rank, saved))
 
 
@@ -355,8 +345,8 @@ def test_into_an_optimizer_of_fewer_parameters(rank: Rank, form: StateForm) -> N
 def test_states_of_ignored_parameters(rank: Rank, form: StateForm) -> None:
     """The optimizer's state of an ignored parameter, alike on all ranks, is saved and loaded beside the others."""
     options: Any = {"ignored": (IGNORED,), "prepare": same_gradient}
-    saved, loaded = (stateful_runs.make(rank, number, **options) for number in range(2))
-    stateful_runs.check_loads(rank, saved, loaded, form)
+    saved, loaded = (states.make(rank, number, **options) for number in range(2))
+    states.check_loads(rank, saved, loaded, form)
     state = states.read(rank, loaded, form=form)["optimizer"]["state"][IGNORED]
     assert "exp_avg" in state, f"the state of the ignored parameter has {sorted(state)} alone"
 
@@ -373,14 +363,12 @@ def test_loading_between_passes(
     rank: Rank, reshard_after_forward: bool | int | None, after: str, form: StateForm
 ) -> None:
     """What is loaded is what the next forward uses, whatever is gathered, and training goes on from there."""
-    source, twin, run = (
-        stateful_runs.make(rank, number, reshard_after_forward=reshard_after_forward) for number in (0, 0, 1)
-    )
+    source, twin, run = (states.make(rank, number, reshard_after_forward=reshard_after_forward) for number in (0, 0, 1))
     for one in (source, twin):
-        stateful_runs.train(rank, one, 0)
+        states.train(rank, one, 0)
     if after != "sharding":
-        stateful_runs.train(rank, run, 3)
-    batch = (rank.batch(4, (3, stateful_runs.DIM)),)
+        states.train(rank, run, 3)
+    batch = (rank.batch(4, (3, states.DIM)),)
     if after == "evaluation":
         run.evaluate(batch)
     elif after == "backward":
@@ -397,8 +385,8 @@ def test_loading_between_passes(
     for step in (1, 2):
         check_exact(
             rank,
-            stateful_runs.train(rank, run, step),
-            stateful_runs.train(rank, twin, step),
+            states.train(rank, run, step),
+            states.train(rank, twin, step),
             step=step,
             why="the same values and states",
         )
@@ -411,14 +399,13 @@ def test_loading_between_passes(
 def test_loading_a_part(rank: Rank, reshard_after_forward: bool | int | None, name: str) -> None:
     """An entry of which some ranks hold nothing makes all ranks gather again, or none."""
     source, run = (
-        stateful_runs.make(rank, number, optimizer=None, reshard_after_forward=reshard_after_forward)
-        for number in (0, 1)
+        states.make(rank, number, optimizer=None, reshard_after_forward=reshard_after_forward) for number in (0, 1)
     )
-    value, batch = source.adapter.checkpoint()["model"][name], rank.batch(0, (3, stateful_runs.DIM))
+    value, batch = source.adapter.checkpoint()["model"][name], rank.batch(0, (3, states.DIM))
     run.evaluate((batch,))
     run.adapter.restore({"model": {name: value}}, strict=False)
-    unsharded = stateful_runs.plain(rank, number=1).to(rank.device)
-    unsharded.load_state_dict({name: stateful_runs.plain(rank).state_dict()[name]}, strict=False)
+    unsharded = states.plain(rank, number=1).to(rank.device)
+    unsharded.load_state_dict({name: states.plain(rank).state_dict()[name]}, strict=False)
     twin = rank.run(unsharded, units=unsharded.units(), reshard_after_forward=reshard_after_forward)
     outputs, expected = run.evaluate((batch,)), twin.evaluate((batch,))
     assert torch.equal(outputs[0], expected[0]), f"the forward after loading {name} has other values"
@@ -446,13 +433,11 @@ def test_saving_changes_nothing(
             if loads:
                 adapter.restore(state, form=form)
 
-    twin, run = stateful_runs.make(rank, 0, **options), stateful_runs.make(rank, 0, after_backward=save, **options)
+    twin, run = states.make(rank, 0, **options), states.make(rank, 0, after_backward=save, **options)
     census = Census(run)
     for step in range(3):
-        check_exact(
-            rank, stateful_runs.train(rank, run, step), stateful_runs.train(rank, twin, step), step=step, why=WHY
-        )
-        batch = (rank.batch(step, (3, stateful_runs.DIM), microbatch=1),)
+        check_exact(rank, states.train(rank, run, step), states.train(rank, twin, step), step=step, why=WHY)
+        batch = (rank.batch(step, (3, states.DIM), microbatch=1),)
         outputs, expected = run.evaluate(batch), twin.evaluate(batch)
         assert torch.equal(outputs[0], expected[0]), f"the evaluation after {step_label(step)} differs"
         held = census.held()
@@ -469,11 +454,11 @@ def test_saving_changes_nothing(
 @pytest.mark.parametrize("flaw", FLAWED)
 def test_entries_that_do_not_fit(rank: Rank, flaw: str, strict: bool) -> None:
     """Missing, unknown and misfit entries are reported by name on every rank as unsharded, and keep their values."""
-    run, source = stateful_runs.make(rank, 0, optimizer=None), stateful_runs.make(rank, 1, optimizer=None)
+    run, source = states.make(rank, 0, optimizer=None), states.make(rank, 1, optimizer=None)
     before, after = (states.read(rank, one)["model"] for one in (run, source))
     state = source.adapter.checkpoint()["model"]
     spoil(state, flaw)
-    expected = report_of(lambda: spoilt_load(stateful_runs.plain(rank), flaw, strict=strict))
+    expected = report_of(lambda: spoilt_load(states.plain(rank), flaw, strict=strict))
     found = report_of(lambda: run.adapter.restore({"model": state}, strict=strict))
     assert found == expected, f"loading reports {found}; the unsharded model {expected}"
     is_new = {name: choice(name, piece, before, after) for name, piece in run.adapter.parameters().items()}
@@ -506,32 +491,30 @@ def test_whole_state_dicts_are_copies(rank: Rank, form: StateForm, shards: bool,
     # torch's own functions share with the optimizer what need not be gathered: F-170 of docs/findings.md.
     copies_all = rank.implementation.checkpoint is not Adapter.checkpoint
     options: Any = {"ignored": (IGNORED,), "prepare": same_gradient} if copies_all and not flat else {}
-    twin, run = (
-        stateful_runs.make(rank, 0, for_flat=flat, flat_parameters=flat, shards=shards, **options) for _ in range(2)
-    )
+    twin, run = (states.make(rank, 0, for_flat=flat, flat_parameters=flat, shards=shards, **options) for _ in range(2))
     for one in (twin, run):
-        stateful_runs.train(rank, one, 0)
+        states.train(rank, one, 0)
     state = run.adapter.checkpoint(form=form)
     # What is ignored is saved as unsharded: what the module holds.
-    shown = stateful_runs.TRAINED if not options else [name for name in stateful_runs.TRAINED if name != IGNORED]
+    shown = states.TRAINED if not options else [name for name in states.TRAINED if name != IGNORED]
     named = {name: value for name, value in state["model"].items() if name in shown}
     for name, values in state.get("optimizer", {}).get("state", {}).items():
         named |= {f"{key} of {name}": value for key, value in values.items() if value.ndim or copies_all}
     copies = {name: value.clone() for name, value in named.items()}
-    check_exact(rank, stateful_runs.train(rank, run, 1), stateful_runs.train(rank, twin, 1), step=1, why=WHY)
+    check_exact(rank, states.train(rank, run, 1), states.train(rank, twin, 1), step=1, why=WHY)
     changed = [name for name, value in named.items() if not torch.equal(value, copies[name])]
     assert not changed, f"the step changed what was saved before of {', '.join(changed)}"
     for value in named.values():
         value.fill_(7.0)
     check_exact(
         rank,
-        stateful_runs.train(rank, run, 2),
-        stateful_runs.train(rank, twin, 2),
+        states.train(rank, run, 2),
+        states.train(rank, twin, 2),
         step=2,
         why="the state dict is a copy",
     )
     run.adapter.restore(state, form=form)
-    stateful_runs.train(rank, run, 3)
+    states.train(rank, run, 3)
     changed = [name for name, value in named.items() if not torch.all(value == 7.0)]
     assert not changed, f"the step changed what was loaded before it of {', '.join(changed)}"
 
@@ -542,11 +525,11 @@ def test_whole_state_dicts_are_copies(rank: Rank, form: StateForm, shards: bool,
 def test_parameters_of_one_element(rank: Rank, form: StateForm) -> None:
     """What an optimizer has once for a parameter is saved once, also where a parameter has one element itself."""
     run = rank.run(
-        nn.Sequential(nn.Linear(stateful_runs.DIM, 1), nn.Linear(1, stateful_runs.DIM)),
+        nn.Sequential(nn.Linear(states.DIM, 1), nn.Linear(1, states.DIM)),
         units=[["0"]],
-        optimizer=optim.adamw(lr=stateful_runs.LR),
+        optimizer=optim.adamw(lr=states.LR),
     )
-    stateful_runs.train(rank, run, 0)
+    states.train(rank, run, 0)
     found = run.adapter.checkpoint(form=form)["optimizer"].get("state", {})
     wrong = {name: state["step"].shape for name, state in found.items() if torch.as_tensor(state["step"]).ndim}
     assert not wrong, f"numbers of steps have shapes: {wrong}"
@@ -558,9 +541,9 @@ def test_parameters_of_one_element(rank: Rank, form: StateForm) -> None:
 @FORMS
 def test_versions_of_modules(rank: Rank, form: StateForm) -> None:
     """Where a state dict has the versions of modules, by which they know older ones, they are under unsharded names."""
-    run = stateful_runs.make(rank, 0, optimizer=None)
+    run = states.make(rank, 0, optimizer=None)
     found = getattr(run.adapter.checkpoint(form=form)["model"], "_metadata", None)
-    expected: Any = stateful_runs.plain(rank).state_dict()
+    expected: Any = states.plain(rank).state_dict()
     assert found is None or dict(found) == dict(expected._metadata), f"the versions are those of {sorted(found)}"
 
 
@@ -569,8 +552,8 @@ def test_versions_of_modules(rank: Rank, form: StateForm) -> None:
 @needs(Capability.FLAT_PARAMETERS, Capability.FULL_STATE_DICT)
 def test_numbers_of_steps_that_differ(rank: Rank) -> None:
     """Numbers of steps that differ between parameters are refused where the optimizer has one parameter for them."""
-    run = stateful_runs.make(rank, 0, for_flat=True, flat_parameters=True)
-    stateful_runs.train(rank, run, 0)
+    run = states.make(rank, 0, for_flat=True, flat_parameters=True)
+    states.train(rank, run, 0)
     state = run.adapter.checkpoint(form="full")
     one = state["optimizer"]["state"]["layers.0.first.bias"]
     one["step"] = one["step"] + 1
@@ -586,10 +569,10 @@ def test_an_optimizer_without_a_parameter_on_one_rank(rank: Rank) -> None:
 
     def of_some(parameters: Any) -> torch.optim.Optimizer:
         given = list(parameters)
-        return torch.optim.AdamW(given[: len(given) - rank.index], lr=stateful_runs.LR)
+        return torch.optim.AdamW(given[: len(given) - rank.index], lr=states.LR)
 
-    run = stateful_runs.make(rank, 0, for_flat=True, optimizer=of_some)
-    stateful_runs.train(rank, run, 0)
+    run = states.make(rank, 0, for_flat=True, optimizer=of_some)
+    states.train(rank, run, 0)
     refusal = Refusal(rank, lambda: run.adapter.checkpoint(form="full"), may_send=True)
     refusal.check_names("out.bias")
 
@@ -602,9 +585,9 @@ def test_an_optimizer_without_a_parameter_on_one_rank(rank: Rank) -> None:
 @FORMS
 def test_older_calls(rank: Rank, form: StateForm, flat: bool) -> None:
     """The older calls save and load the optimizer's states and options that the newer ones do."""
-    saved, loaded = (stateful_runs.make(rank, number, for_flat=flat, flat_parameters=flat) for number in range(2))
-    stateful_runs.train(rank, saved, 0)
-    stateful_runs.train(rank, loaded, 3)
+    saved, loaded = (states.make(rank, number, for_flat=flat, flat_parameters=flat) for number in range(2))
+    states.train(rank, saved, 0)
+    states.train(rank, loaded, 3)
     expected, state = states.read(rank, saved, form=form), saved.adapter.older_checkpoint(form=form)
     assert form != "first-rank" or bool(state) == (rank.index == 0), f"rank {rank.index} has {sorted(state)}"
     loaded.adapter.restore({"model": saved.adapter.checkpoint(form="full")["model"]}, form="full")
@@ -619,14 +602,12 @@ def test_older_calls(rank: Rank, form: StateForm, flat: bool) -> None:
 @FLAT
 def test_by_numbers(rank: Rank, flat: bool) -> None:
     """An unsharded model's optimizer takes the states by numbers, of two groups too; what it saves is taken back."""
-    run = stateful_runs.make(rank, 0, for_flat=flat, flat_parameters=flat)
+    run = states.make(rank, 0, for_flat=flat, flat_parameters=flat)
     model = recompute(
-        stateful_runs.plain(rank, for_flat=flat).to(rank.device), "wrapper"
+        states.plain(rank, for_flat=flat).to(rank.device), "wrapper"
     )  # other names, but not in a state dict
-    optimizer = (optim.adamw(lr=stateful_runs.LR) if flat else optim.in_two_groups("adamw", lr=stateful_runs.LR))(
-        model.parameters()
-    )
-    stateful_runs.train(rank, run, 0)
+    optimizer = (optim.adamw(lr=states.LR) if flat else optim.in_two_groups("adamw", lr=states.LR))(model.parameters())
+    states.train(rank, run, 0)
     state = run.adapter.checkpoint(form="full")
     numbered = run.adapter.rekeyed(state["optimizer"], by="number", model=model, optimizer=optimizer)
     keys = [key for group in numbered["param_groups"] for key in group["params"]]
@@ -640,7 +621,7 @@ def test_by_numbers(rank: Rank, flat: bool) -> None:
         assert not wrong, f"the unsharded model's optimizer has other values of {', '.join(wrong)} of {name}"
     named, before = optimizer.state_dict(), states.read(rank, run, form="full")
     named = run.adapter.rekeyed(named, by="name", model=model, optimizer=optimizer)
-    stateful_runs.train(rank, run, 3)
+    states.train(rank, run, 3)
     run.adapter.restore({"model": before["model"]}, form="full")  # not `state`, whose buffers are the model's own
     run.adapter.older_restore(named, form="full")
     states.check_held(rank, run, before)
@@ -653,8 +634,8 @@ def test_by_numbers(rank: Rank, flat: bool) -> None:
 @FLAT
 def test_an_optimizer_that_names_parameters(rank: Rank, flat: bool) -> None:
     """The states of an optimizer whose own state dict has names in the place of numbers are saved as others are."""
-    run = stateful_runs.make(rank, 0, for_flat=flat, flat_parameters=flat)
-    stateful_runs.train(rank, run, 0)
+    run = states.make(rank, 0, for_flat=flat, flat_parameters=flat)
+    states.train(rank, run, 0)
     expected, optimizer = states.read(rank, run, form="full"), run.adapter.optimizer
     assert optimizer is not None
     names = {id(parameter): name for name, parameter in run.adapter.module.named_parameters()}
@@ -673,7 +654,7 @@ def test_an_optimizer_that_names_parameters(rank: Rank, flat: bool) -> None:
 def test_local_states(rank: Rank, flat: bool) -> None:
     """A local state dict of a model holds this rank's own shards, which another of the same units takes."""
     options: Any = {"for_flat": True, "flat_parameters": flat, "as_groups": True, "optimizer": None}
-    saved, loaded = (stateful_runs.make(rank, number, **options) for number in range(2))
+    saved, loaded = (states.make(rank, number, **options) for number in range(2))
     loaded.adapter.restore(saved.adapter.checkpoint(form="local"), form="local")
     right = {name: piece.tensor for name, piece in saved.adapter.parameters().items()}
     other = [name for name, piece in loaded.adapter.parameters().items() if not torch.equal(piece.tensor, right[name])]
@@ -687,12 +668,12 @@ def test_local_states(rank: Rank, flat: bool) -> None:
 @pytest.mark.parametrize("flaw", ["another-shape", "shapes", "another-dtype", "another-step", "no-average"])
 def test_states_that_cannot_be_joined(rank: Rank, flaw: str) -> None:
     """States of parameters that together are not the state of a flat parameter are refused on every rank."""
-    run = stateful_runs.make(rank, 0, for_flat=True, flat_parameters=True)
-    stateful_runs.train(rank, run, 0)
+    run = states.make(rank, 0, for_flat=True, flat_parameters=True)
+    states.train(rank, run, 0)
     state = run.adapter.checkpoint(form="full")
     one = state["optimizer"]["state"]["layers.1.first.bias"]
     if flaw == "another-shape":
-        one["exp_avg"] = torch.ones(stateful_runs.DIM + 1)
+        one["exp_avg"] = torch.ones(states.DIM + 1)
     elif flaw == "shapes":
         state["optimizer"]["state"] = {name: {"sums": torch.ones(2, 3)} for name in state["optimizer"]["state"]}
     elif flaw == "another-dtype":

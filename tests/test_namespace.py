@@ -37,7 +37,7 @@ def pytest_sessionfinish(session):
 CASE = f"""
 {NAMES}
 from shardproof.testing import world
-import shardproof.harness.plugin.axes, shardproof.harness.models.parallel
+import shardproof.harness.plugin.marks, shardproof.harness.models.parallel
 
 from tests import warm
 # MORE

@@ -9,20 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from shardproof.harness.plugin import always, cases, pairwise
+from shardproof.harness.plugin import cases, effort
 from tests import warm
 
 ROOT = Path(__file__).parents[1]
-TABLE = tomllib.loads((ROOT / "suites" / always.TABLE).read_text())
+TABLE = tomllib.loads((ROOT / "suites" / effort.TABLE).read_text())
 
 
 def pytest_collection_finish(session):
     """Write the items of the suites: the process that `items` starts has this file as a plugin."""
     found = defaultdict(list)
     for item in session.items:
-        values = {name: always.text(value) for name, value in item.callspec.params.items() if name != "rank"}
-        world = always.text(cases.launch_of(item).size)
-        found[f"{item.path.name}::{item.function.__name__}"].append({**values, pairwise.WORLD: world})
+        values = {name: effort.text(value) for name, value in item.callspec.params.items() if name != "rank"}
+        world = effort.text(cases.launch_of(item).size)
+        found[f"{item.path.name}::{item.function.__name__}"].append({**values, effort.WORLD: world})
     Path(os.environ["ITEMS"]).write_text(json.dumps(found))
 
 
@@ -42,10 +42,10 @@ def problems(table, items):
     listed = defaultdict(set)
     for entry in table["always"]:
         case, axes = entry["case"], {name: values for name, values in entry.items() if isinstance(values, list)}
-        parts = set(always.product(axes))
+        parts = set(effort.product(axes))
         found = [item.items() for item in items.get(case, ())]
         yield from (f"{case} has no {_show([pair])}" for pair in set().union(*parts) - set().union(*found))
-        unnamed = {name for item in items.get(case, ()) for name in item} - axes.keys() - {pairwise.WORLD}
+        unnamed = {name for item in items.get(case, ()) for name in item} - axes.keys() - {effort.WORLD}
         yield from (f"{case}: the table lists no {name}" for name in unnamed)
         yield from (f"{case}[{_show(part)}] has no item" for part in parts if not any(part <= item for item in found))
         listed[entry.get("seed")] |= {(case, part) for part in parts}
@@ -70,7 +70,7 @@ def test_the_suites_have_every_combination(items):
 def test_a_value_that_is_deleted_from_a_case_is_noticed(items, entry):
     case = entry["case"]
     assert f"{case}[] has no item" in problems({"always": [{"case": case}], "seeds": {}}, {**items, case: []})
-    for pair in set().union(*always.product({name: one for name, one in entry.items() if isinstance(one, list)})):
+    for pair in set().union(*effort.product({name: one for name, one in entry.items() if isinstance(one, list)})):
         left = [item for item in items[case] if pair not in item.items()]
         found = list(problems({"always": [entry], "seeds": TABLE["seeds"]}, {**items, case: left}))
         assert f"{case} has no {_show([pair])}" in found

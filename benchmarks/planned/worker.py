@@ -20,8 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from shardproof.harness.adapters import registry
 from shardproof.harness.collectives.recorder import Recorder
 from shardproof.harness.planning import anatomy, planned
-from shardproof.harness.planning.meshes import Mesh, names_of
-from shardproof.harness.planning.request import DTYPES, Request
+from shardproof.harness.planning.request import DTYPES, Mesh, Request, names_of
 from shardproof.harness.planning.subject import subject_of
 from shardproof.harness.tensors import private
 

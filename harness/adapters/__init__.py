@@ -1,16 +1,16 @@
 """How is one implementation driven? The adapter protocol, and one file for each implementation.
 
-Imports no other room of the harness, and no other room imports ``fsdp_impl``. ``capability``, ``lines`` and
-``registry`` import no torch.
+Imports no other room of the harness, and no other room imports ``fsdp_impl``. ``capability`` and ``registry``
+import no torch.
 
 - ``base``: ``Adapter``, the class to implement, and ``Piece``; with the names of ``config`` and ``traits``.
-- ``config``: ``Config``, how a case wants its model sharded.
+- ``config``: ``Config``, how a case wants its model sharded; a scaler of offloaded gradients.
 - ``traits``: ``Traits``, facts about an implementation that comparisons depend on.
 - ``capability``: ``Capability`` and ``Hardware``.
-- ``declarations``: checks what an adapter class declares, before any rank starts; ``lines`` keeps its messages short.
-- ``registry``: finds adapters by name, or as ``module:Class``.
+- ``declarations``: checks what an adapter class declares, before any rank starts.
+- ``registry``: finds adapters by name, or as ``module:Class``; keeps messages about them to one line.
 - ``dtensor``: the base class for per-parameter sharding with DTensors.
-- ``flat``, ``flat_layout``: the base class for wrappers with flat parameters, and the layout of a flat parameter.
-- ``reference``, ``reference_flat``, ``torch_fully_shard``, ``torch_fsdp``, ``deepspeed_zero3``, ``replicas``: the
-  built-in adapters. The two in ``replicas`` are also the baselines.
+- ``flat``: the base class for wrappers with flat parameters, and the layout of a flat parameter.
+- ``replicas``: ``ddp`` and ``replicated``, which are also the baselines.
+- one file for each package that shards: ``reference``, ``torch_fully_shard``, ``torch_fsdp``, ``deepspeed`` and others.
 """

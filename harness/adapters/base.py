@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import pathlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -28,10 +29,65 @@ from shardproof.harness.adapters.config import StateForm as StateForm
 from shardproof.harness.adapters.config import Units as Units
 from shardproof.harness.adapters.config import WholeParameters as WholeParameters
 from shardproof.harness.adapters.config import WrapPolicy as WrapPolicy
-from shardproof.harness.adapters.older_states import OlderStates
-from shardproof.harness.adapters.own_checkpoints import OwnCheckpoints
 from shardproof.harness.adapters.traits import Traits as Traits
 from shardproof.harness.adapters.traits import padded_to_rows as padded_to_rows
+
+# Checkpoints of an implementation's own, by its own calls and in its own files.
+
+
+class OwnCheckpoints:
+    """What an adapter with :attr:`Capability.OWN_CHECKPOINT` implements."""
+
+    name: ClassVar[str]
+
+    def save_own(self, directory: pathlib.Path) -> None:
+        """Write model and optimizer into a directory (collective). Needs :attr:`Capability.OWN_CHECKPOINT`."""
+        raise AssertionError(f"{self.name} does not declare {Capability.OWN_CHECKPOINT!r}")
+
+    def load_own(self, directory: pathlib.Path) -> None:
+        """Load what :meth:`save_own` wrote (collective). Needs :attr:`Capability.OWN_CHECKPOINT`."""
+        raise AssertionError(f"{self.name} does not declare {Capability.OWN_CHECKPOINT!r}")
+
+    def consolidated(self, directory: pathlib.Path) -> dict[str, torch.Tensor]:
+        """Return the whole weights in what :meth:`save_own` wrote, as a script outside of the job reads them.
+
+        Called on every rank, which reads the files alone: not collective. Needs :attr:`Capability.OWN_CHECKPOINT`.
+
+        Returns:
+            The weights on the CPU, by names of the original model.
+        """
+        raise AssertionError(f"{self.name} does not declare {Capability.OWN_CHECKPOINT!r}")
+
+
+# State dicts of optimizers by the calls that an implementation had before, and by numbers in place of names.
+
+
+class OlderStates:
+    """What an adapter with :attr:`Capability.OPTIMIZER_KEYS` implements."""
+
+    name: ClassVar[str]
+
+    def older_checkpoint(self, *, form: StateForm) -> dict[str, Any]:
+        """Return the optimizer's state dict by older calls (collective). Needs :attr:`Capability.OPTIMIZER_KEYS`."""
+        raise AssertionError(f"{self.name} does not declare {Capability.OPTIMIZER_KEYS!r}")
+
+    def older_restore(self, state: dict[str, Any], *, form: StateForm) -> None:
+        """Load what :meth:`older_checkpoint` returned (collective). Needs :attr:`Capability.OPTIMIZER_KEYS`."""
+        raise AssertionError(f"{self.name} does not declare {Capability.OPTIMIZER_KEYS!r}")
+
+    def rekeyed(self, state: dict[str, Any], *, by: KeyKind, model: nn.Module, optimizer: Any) -> dict[str, Any]:
+        """Return a full state dict of an optimizer with the other kind of keys.
+
+        Needs :attr:`Capability.OPTIMIZER_KEYS`.
+
+        Args:
+            state: by names, or by numbers.
+            by: the kind of keys to return.
+            model: the unsharded model.
+            optimizer: an optimizer of its parameters.
+        """
+        raise AssertionError(f"{self.name} does not declare {Capability.OPTIMIZER_KEYS!r}")
+
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 """Takes parameters and returns an optimizer that updates them."""

@@ -15,8 +15,7 @@ import torch
 
 from shardproof.harness.adapters.base import Adapter, Traits
 from shardproof.harness.adapters.capability import Capability
-from shardproof.harness.adapters.lines import line_of, line_of_error, one_line
-from shardproof.harness.adapters.registry import is_control
+from shardproof.harness.adapters.registry import is_control, line_of, line_of_error, one_line
 from shardproof.harness.adapters.replicas import ReplicatedAdapter
 
 _T = TypeVar("_T")

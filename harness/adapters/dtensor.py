@@ -32,7 +32,7 @@ from shardproof.harness.adapters.base import (
     whole,
 )
 from shardproof.harness.adapters.capability import Capability
-from shardproof.harness.adapters.scaling import make_scaler
+from shardproof.harness.adapters.config import make_scaler
 from shardproof.harness.tensors import private
 
 _STRIDED = "torch.distributed.tensor.placement_types._StridedShard"

@@ -2,17 +2,62 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Any, ClassVar
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import fsdp_impl
-from shardproof.harness.adapters import reference_streams
+import fsdp_impl.wrap
+from fsdp_impl.common import streams
 from shardproof.harness.adapters.base import Clip, Config, OptimizerFactory
+from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.dtensor import DTensorAdapter
+from shardproof.harness.adapters.flat import FlatAdapter
+
+# Streams and events that are not there, for the reference implementation in a simulated world.
+
+
+class _Stream:
+    """Orders nothing."""
+
+
+class _Event:
+    """Never happens by itself: what waits for it is kept until it is waited for."""
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return False
+
+
+_CURRENT = _Stream()
+
+
+@contextlib.contextmanager
+def as_on_a_device() -> Iterator[None]:
+    """Put stand-ins in the place of streams and events; buffers then live as long as on a device."""
+
+    def create(device: torch.device, *, priority: int = 0) -> Any:
+        return _Stream()
+
+    replaced: dict[str, Any] = {
+        "create": create,
+        "current": lambda device: _CURRENT,
+        "use": lambda stream: contextlib.nullcontext(),
+        "record": lambda stream: None if stream is None else _Event(),
+        "wait": lambda stream, event: None,
+        "join": lambda stream, other: None,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, function in replaced.items():
+            patch.setattr(streams, name, function)
+        yield
 
 
 class ReferenceAdapter(DTensorAdapter):
@@ -34,7 +79,7 @@ class ReferenceAdapter(DTensorAdapter):
     offload_policy = fsdp_impl.CPUOffloadPolicy
     precision_policy = fsdp_impl.MixedPrecisionPolicy
     mesh_dims = fsdp_impl.DataParallelMeshDims
-    as_on_a_device = staticmethod(reference_streams.as_on_a_device)
+    as_on_a_device = staticmethod(as_on_a_device)
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         super().__init__(model, optimizer=optimizer, config=config)
@@ -53,3 +98,38 @@ class ReferenceAdapter(DTensorAdapter):
         self, parameters: torch.Tensor | Iterable[torch.Tensor], clip: Clip, *, foreach: bool | None = None
     ) -> torch.Tensor:
         return fsdp_impl.clip_grad_norm_(parameters, clip.max_norm, clip.norm_type, clip.raises, foreach)
+
+
+# Adapter for the flat half of the reference implementation.
+
+
+class ReferenceFlatAdapter(FlatAdapter):
+    """``fsdp_impl.FullyShardedDataParallel``."""
+
+    name = "reference.flat"
+    traits = dataclasses.replace(FlatAdapter.traits, simulates=True)
+    api: ClassVar[Any] = fsdp_impl
+
+    as_on_a_device = staticmethod(as_on_a_device)
+
+    @classmethod
+    def capabilities(cls) -> frozenset[Capability]:
+        return super().capabilities() | {
+            Capability.NON_ROOT_FORWARD,
+            Capability.SINGLE_RANK,
+            Capability.RECOMPUTES_GATHERED,
+            Capability.COMPILED_MODULES,
+            Capability.TENSOR_PARALLEL_COUNTS,
+            Capability.TENSOR_PARALLEL_CHECKPOINT,
+            Capability.PAGEABLE_OFFLOAD,
+            Capability.HOST_RUNS_AHEAD,
+            Capability.RECOVERY,
+            Capability.ANY_COMBINATION,
+        }
+
+
+# Why the other capabilities are missing; those that are not listed have not been tried:
+# - Those for which the interface of FullyShardedDataParallel has no option: as in torch_fsdp.py.
+# - POST_ACCUMULATE_GRAD_HOOK: a rank that holds no element of a parameter gets no gradient for it, so the parameter's
+#   hook does not run there.
+# - META_LOAD: values of the first rank are sent when the model is sharded.

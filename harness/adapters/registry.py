@@ -19,30 +19,57 @@ from importlib import metadata
 from typing import TYPE_CHECKING
 
 from shardproof.harness.adapters.capability import Capability
-from shardproof.harness.adapters.lines import line_of_error
 
 if TYPE_CHECKING:
     from shardproof.harness.adapters.base import Adapter
 
+
+# Makes one line of limited length of whatever a user's class holds or raises. Imports no torch.
+
+
+_MOST_CHARACTERS = 200
+
+
+def one_line(text: str) -> str:
+    """Return ``text`` in one line, cut off where it is long."""
+    line = " ".join(text.split())
+    return line if len(line) <= _MOST_CHARACTERS else f"{line[:_MOST_CHARACTERS]}..."
+
+
+def line_of(value: object) -> str:
+    """Return a value's representation in one line, or its type where it has none."""
+    try:
+        return one_line(repr(value))
+    except Exception:
+        return f"an object of {type(value).__name__}"
+
+
+def line_of_error(error: BaseException) -> str:
+    """Return an error's type and text in one line."""
+    try:
+        text = one_line(str(error))
+    except Exception:
+        text = ""
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 BUILT_IN = {
     "reference": "shardproof.harness.adapters.reference:ReferenceAdapter",
-    "reference.flat": "shardproof.harness.adapters.reference_flat:ReferenceFlatAdapter",
+    "reference.flat": "shardproof.harness.adapters.reference:ReferenceFlatAdapter",
     "torch.fully_shard": "shardproof.harness.adapters.torch_fully_shard:TorchFullyShardAdapter",
     "torch.fsdp": "shardproof.harness.adapters.torch_fsdp:TorchFsdpAdapter",
     "torch.zero_optimizer": "shardproof.harness.adapters.torch_zero_optimizer:TorchZeroOptimizerAdapter",
     "torch.replicate": "shardproof.harness.adapters.torch_replicate:TorchReplicateAdapter",
     "torch.replicate_with_fsdp": "shardproof.harness.adapters.torch_replicate_with_fsdp:TorchReplicateWithFsdpAdapter",
-    "deepspeed.zero1": "shardproof.harness.adapters.deepspeed_zero12:DeepSpeedZero1Adapter",
-    "deepspeed.zero2": "shardproof.harness.adapters.deepspeed_zero12:DeepSpeedZero2Adapter",
-    "deepspeed.zero3": "shardproof.harness.adapters.deepspeed_zero3:DeepSpeedZero3Adapter",
+    "deepspeed.zero1": "shardproof.harness.adapters.deepspeed:DeepSpeedZero1Adapter",
+    "deepspeed.zero2": "shardproof.harness.adapters.deepspeed:DeepSpeedZero2Adapter",
+    "deepspeed.zero3": "shardproof.harness.adapters.deepspeed:DeepSpeedZero3Adapter",
     "torchtitan.simple_fsdp": "shardproof.harness.adapters.torchtitan_simple_fsdp:TorchtitanSimpleFsdpAdapter",
     "lightning.fabric": "shardproof.harness.adapters.lightning_fabric_fsdp2:LightningFabricAdapter",
-    "fairscale.sdp": "shardproof.harness.adapters.fairscale_sdp:FairscaleSdpAdapter",
-    "fairscale.fsdp": "shardproof.harness.adapters.fairscale_fsdp:FairscaleFsdpAdapter",
+    "fairscale.sdp": "shardproof.harness.adapters.fairscale:FairscaleSdpAdapter",
+    "fairscale.fsdp": "shardproof.harness.adapters.fairscale:FairscaleFsdpAdapter",
     "megatron_fsdp": "shardproof.harness.adapters.megatron_fsdp:MegatronFsdpAdapter",
-    "megatron_fsdp.experimental": (
-        "shardproof.harness.adapters.megatron_fsdp_experimental:MegatronFsdpExperimentalAdapter"
-    ),
+    "megatron_fsdp.experimental": ("shardproof.harness.adapters.megatron_fsdp:MegatronFsdpExperimentalAdapter"),
     "accelerate.fsdp": "shardproof.harness.adapters.accelerate_fsdp:AccelerateFsdpAdapter",
     "ddp": "shardproof.harness.adapters.replicas:DdpAdapter",
 }

@@ -27,18 +27,15 @@ from shardproof.harness.adapters.base import (
 )
 from shardproof.harness.models.plain import mean_square
 from shardproof.harness.parity import capture
-from shardproof.harness.parity.capture import Capture, Event
+from shardproof.harness.parity.capture import Capture, Event, as_inputs
 from shardproof.harness.parity.comparison import exact_difference
 from shardproof.harness.parity.divergences import Exact
-from shardproof.harness.parity.inputs import as_inputs
-from shardproof.harness.parity.member import Member
 from shardproof.harness.parity.protocol import cut
 from shardproof.harness.parity.rank import Rank
+from shardproof.harness.parity.rank_state import Member
 from shardproof.harness.parity.run import Loss, Run, StepPicture
-from shardproof.harness.tensors.host import on_host
-from shardproof.harness.tensors.trees import map_tensors, tensors_of
-from shardproof.harness.verdicts.finding import Finding, Location, raise_first, step_label
-from shardproof.harness.verdicts.stages import Stage
+from shardproof.harness.tensors.trees import map_tensors, on_host, tensors_of
+from shardproof.harness.verdicts.finding import Finding, Location, Stage, raise_first, step_label
 
 _Gradients = dict[str, torch.Tensor | None]
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch.distributed as dist
 
 from shardproof.harness.parity.rank import Rank
-from shardproof.harness.simulation.process import without_groups
+from shardproof.harness.simulation.world import without_groups
 from shardproof.harness.tensors import private
 
 #: Destroyed groups of the last case that had such worlds, which its models may outlive. A reducer of DDP that is the

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import math
+import pathlib
 from collections.abc import Iterator, Mapping, Set
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.tensor import DTensor
 
-from shardproof.harness.adapters.base import StateForm
-from shardproof.harness.parity.member import Member
-from shardproof.harness.parity.run import Run
+from shardproof.harness import models
+from shardproof.harness.adapters.base import StateForm, WholeParameters
+from shardproof.harness.models import optim
+from shardproof.harness.models.stateful import Stateful
+from shardproof.harness.parity.rank import Rank
+from shardproof.harness.parity.rank_state import Member
+from shardproof.harness.parity.run import Run, StepPicture
 from shardproof.harness.tensors.trees import map_leaves
-from shardproof.harness.verdicts.finding import Finding, Location
-from shardproof.harness.verdicts.stages import Stage
+from shardproof.harness.verdicts.finding import Finding, Location, Stage
 
 State = dict[str, Any]
 """The state dicts of a model, under "model", and of its optimizer, under "optimizer"; as ``Adapter.checkpoint``."""
@@ -296,3 +301,141 @@ def read_and_check(member: Member, run: Run, form: StateForm, unsharded: nn.Modu
     check_names(member, state, unsharded)
     check_held(member, run, state)
     return state
+
+
+# Whole parameters in a context of a script, beside those of an unsharded model.
+
+
+def check_whole(rank: Rank, how: WholeParameters, found: dict[str, nn.Parameter], plain: nn.Module) -> bool:
+    """Check what a context gives this rank, and return whether it has whole parameters."""
+    expected = dict(plain.named_parameters())
+    if how.first_rank_only and rank.index:
+        count = sum(parameter.numel() for parameter in found.values())
+        numel = sum(parameter.numel() for parameter in expected.values())
+        assert count < numel, f"this rank has {count} of {numel} elements, although the first rank alone should"
+        return False
+    assert found.keys() == expected.keys(), f"the names differ in {sorted(found.keys() ^ expected.keys())}"
+    for name, parameter in found.items():
+        device = "cpu" if how.on_cpu else rank.device.type
+        assert parameter.device.type == device, f"{name} is on {parameter.device} instead of {device}"
+        right = expected[name].detach().to(parameter.device)
+        assert parameter.shape == right.shape, f"{name} has the shape {tuple(parameter.shape)}"
+        assert torch.equal(parameter.detach(), right), f"{name} has other values than the unsharded model"
+    return True
+
+
+@torch.no_grad()
+def write(parameters: dict[str, nn.Parameter]) -> None:
+    """Change each element of each parameter in another way."""
+    for parameter in parameters.values():
+        parameter.mul_(torch.arange(1.0, parameter.numel() + 1, device=parameter.device).view_as(parameter) / 64)
+
+
+def check_values(run: Run, plain: nn.Module) -> None:
+    """Check that this rank holds its part of the parameters of an unsharded model."""
+    full = dict(plain.named_parameters())
+    for name, piece in run.adapter.parameters().items():
+        assert torch.equal(piece.tensor, piece.cut(full[name].detach())), f"{name} has other values after the context"
+
+
+def halve(run: Run, plain: nn.Module) -> None:
+    """Halve the parameters where the optimizer updates them, and those of plain copies."""
+    with torch.no_grad():
+        for parameter in (*run.adapter.held_parameters().values(), *plain.parameters()):
+            parameter.mul_(0.5)
+
+
+# Saves and loads a run through ``torch.distributed.checkpoint``, as a training script does.
+
+
+def save(run: Run, directory: pathlib.Path) -> None:
+    """Write the model's and the optimizer's state into ``directory`` (collective)."""
+    state_dict_saver.save(run.adapter.checkpoint(), checkpoint_id=directory)
+
+
+def load(run: Run, directory: pathlib.Path) -> None:
+    """Load a checkpoint into a run (collective).
+
+    Args:
+        run: a run with the sizes and the layout of the one that was saved, and with optimizer state.
+        directory: the directory that :func:`save` wrote.
+
+    Raises:
+        AssertionError: the optimizer has no state to load into.
+    """
+    state = run.adapter.checkpoint()
+    assert state["optimizer"]["state"], "the optimizer has no state: a resume that restored none of it would pass"
+    state_dict_loader.load(state, checkpoint_id=directory)
+    run.adapter.restore(state)
+
+
+@torch.no_grad()
+def spoil(run: Run) -> None:
+    """Overwrite all parameters and tensors of optimizer state in place, so that a load must restore every one."""
+    for parameter in run.adapter.module.parameters():
+        parameter.fill_(0.125)
+    assert run.adapter.optimizer is not None
+    for state in run.adapter.optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                value.fill_(7.0)
+
+
+# Runs of a :class:`Stateful` model, which cases save and load.
+
+
+DIM = 5
+LR = 1e-2
+#: The entries of the model whose values a forward does not change.
+SAVED = [name for name, value in Stateful(DIM).state_dict().items() if not name.endswith("calls")]
+TRAINED = [name for name, value in Stateful(DIM).named_parameters() if value.requires_grad]
+
+
+def plain(rank: Rank, *, number: int = 0, for_flat: bool = False, has_extra: bool = False) -> Stateful:
+    """The model of :func:`make`, not sharded."""
+    torch.manual_seed(rank.seeds.init + number)
+    return Stateful(DIM, freezes=not for_flat, has_extra=has_extra)
+
+
+def make(rank: Rank, number: int, *, for_flat: bool = False, has_extra: bool = False, **options: Any) -> Run:
+    """A run whose values and learning rates depend on a number.
+
+    Args:
+        rank: this rank.
+        number: another has other values, rates and decay.
+        for_flat: whether all parameters are trainable and of one group, as those of a flat parameter are.
+        has_extra: whether modules have extra state.
+        **options: of the run.
+    """
+    model, lr = plain(rank, number=number, for_flat=for_flat, has_extra=has_extra), LR * (1 + 2 * number)
+    optimizer = optim.adamw(lr=lr) if for_flat else optim.in_two_groups("adamw", lr=lr)
+    chosen: Any = {"units": model.units(), "optimizer": optimizer} | options
+    return rank.run(model, **chosen)
+
+
+def train(rank: Rank, run: Run, step: int) -> StepPicture:
+    """Train one step."""
+    batch = rank.batch(step, (3, DIM), mesh=run.adapter.config.mesh)
+    return run.step([(batch,)], loss=models.mean_square)
+
+
+def check_loads(rank: Rank, saved: Run, loaded: Run, form: StateForm, *, steps_first: bool = True) -> None:
+    """Save after two steps and a change of the groups' options, load, and compare with the saved state."""
+    for step in range(2):
+        train(rank, saved, step)
+    if steps_first:
+        train(rank, loaded, 3)
+    assert saved.adapter.optimizer is not None
+    for group in saved.adapter.optimizer.param_groups:
+        group["lr"], group["weight_decay"] = group["lr"] / 2, group["weight_decay"] / 4
+        if "eps" in group:
+            group["eps"] = 1e-7
+    expected = read(rank, saved, form=form)
+    check_held(rank, saved, expected)
+    if form == "sharded":
+        save(saved, rank.tmp_path / "checkpoint")
+        load(loaded, rank.tmp_path / "checkpoint")
+    else:
+        loaded.adapter.restore(saved.adapter.checkpoint(form=form), form=form)
+    check_held(rank, loaded, expected)
+    check_same(rank, read(rank, loaded, form=form), expected)

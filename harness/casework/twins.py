@@ -8,12 +8,11 @@ import torch
 
 from shardproof.harness.parity.comparison import exact_difference
 from shardproof.harness.parity.divergences import Exact
-from shardproof.harness.parity.member import Member
 from shardproof.harness.parity.numerics import not_finite
+from shardproof.harness.parity.rank_state import Member
 from shardproof.harness.parity.run import StepPicture
-from shardproof.harness.tensors.host import on_host
-from shardproof.harness.verdicts.finding import Finding, Location, raise_first
-from shardproof.harness.verdicts.stages import Stage
+from shardproof.harness.tensors.trees import on_host
+from shardproof.harness.verdicts.finding import Finding, Location, Stage, raise_first
 
 
 def check_exact(member: Member, first: StepPicture, second: StepPicture, *, step: int, why: str) -> None:

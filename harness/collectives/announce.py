@@ -22,8 +22,7 @@ import torch.distributed as dist
 from shardproof.harness.collectives.board import Announcement, Board
 from shardproof.harness.collectives.trace import Collective, without_own_bytes
 from shardproof.harness.tensors.trees import tensors_of
-from shardproof.harness.verdicts.finding import Divergence, Location
-from shardproof.harness.verdicts.stages import Stage
+from shardproof.harness.verdicts.finding import Divergence, Location, Stage
 from shardproof.harness.verdicts.texts import ranks_of
 
 #: Methods of ``ProcessGroup`` across torch versions, and the kind of collective that each one issues.

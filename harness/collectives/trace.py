@@ -8,8 +8,7 @@ import itertools
 import re
 from collections.abc import Mapping, Sequence
 
-from shardproof.harness.verdicts.finding import Finding, Location
-from shardproof.harness.verdicts.stages import Stage
+from shardproof.harness.verdicts.finding import Finding, Location, Stage
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,6 @@ Imports ``adapters`` (for the type of an optimizer factory) and ``tensors``. Cas
 ``shardproof.testing``; a model of one chapter lies beside its cases.
 
 - ``plain``: models and losses.
-- ``branches``: a model of which each microbatch uses another part.
 - ``shapes``: models with unusual parameters, inputs, outputs or nesting; cases import the module.
 - ``made``: a model whose modules make their own values, on the meta device too.
 - ``experts``: a model with experts that may be divided among ranks.
@@ -18,9 +17,9 @@ Imports ``adapters`` (for the type of an optimizer factory) and ``tensors``. Cas
 - ``busy``: models that occupy the stream for a chosen time, and models of equal layers, for cases that measure.
 """
 
-from shardproof.harness.models.branches import Branches
 from shardproof.harness.models.plain import (
     MLP,
+    Branches,
     Container,
     NoInputs,
     NormedStack,

@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from shardproof.harness.adapters.base import Adapter, Config, Traits
 from shardproof.harness.tensors import memory, trees
-from shardproof.harness.verdicts.finding import Finding, Location, raise_first
-from shardproof.harness.verdicts.stages import Stage
+from shardproof.harness.verdicts.finding import Finding, Location, Stage, raise_first
 
 #: How many shares of the parameters each member of ``traits.held_from_start`` is; what is gathered is counted apart.
 _SHARES = {"master": 1, "gradients": 1, "optimizer": 2, "gathered": 0}

@@ -21,9 +21,8 @@ from shardproof.harness.parity.oracle import OracleStep, total_norm
 from shardproof.harness.parity.protocol import cut
 from shardproof.harness.parity.run import Pieces, StepPicture
 from shardproof.harness.tensors.trees import tensors_of
-from shardproof.harness.verdicts.finding import Finding, Guess, Location, Numbers
+from shardproof.harness.verdicts.finding import Finding, Guess, Location, Numbers, Stage
 from shardproof.harness.verdicts.observations import Measured
-from shardproof.harness.verdicts.stages import Stage
 
 #: Largest error of the baseline, in ulps, at which it still counts as a reference. Above it the case is
 #: ill-conditioned, and the comparison raises an error instead of accepting a correspondingly large error.

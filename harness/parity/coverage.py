@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor
 from shardproof.harness.adapters.base import Config, Piece, Traits, original_name
 from shardproof.harness.adapters.dtensor import piece_of
 from shardproof.harness.parity import claims, protocol
-from shardproof.harness.verdicts.finding import Divergence, Location
-from shardproof.harness.verdicts.stages import Stage
+from shardproof.harness.verdicts.finding import Divergence, Location, Stage
 
 Spans = tuple[tuple[int, int], ...]
 """Sorted ranges of flat positions in a full tensor: the first position of each, and the one behind its last."""

@@ -23,8 +23,7 @@ from shardproof.harness.parity.comparison import (
 )
 from shardproof.harness.parity.explainer import Place
 from shardproof.harness.parity.numerics import Distance, distance
-from shardproof.harness.verdicts.finding import Finding, Location, Numbers
-from shardproof.harness.verdicts.stages import Stage
+from shardproof.harness.verdicts.finding import Finding, Location, Numbers, Stage
 
 _FORWARD = frozenset({Stage.GATHERED, Stage.BUFFER, Stage.MODULE_OUTPUT})
 

@@ -12,8 +12,7 @@ from torch import nn
 
 from shardproof.harness.adapters.base import Clip, OptimizerFactory
 from shardproof.harness.parity import capture
-from shardproof.harness.parity.capture import Capture, Event
-from shardproof.harness.parity.inputs import as_inputs
+from shardproof.harness.parity.capture import Capture, Event, as_inputs
 from shardproof.harness.tensors.trees import map_tensors
 
 

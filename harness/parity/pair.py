@@ -16,13 +16,12 @@ from shardproof.harness.collectives.trace import Trace, count_difference, first_
 from shardproof.harness.collectives.units import ROOT, UnitSize
 from shardproof.harness.models.plain import mean_square
 from shardproof.harness.parity import capture
-from shardproof.harness.parity.capture import Event
+from shardproof.harness.parity.capture import Event, Inputs, as_inputs, as_microbatches
 from shardproof.harness.parity.claims import Counts, state_numel
 from shardproof.harness.parity.comparison import Context, StepComparison
 from shardproof.harness.parity.divergences import OfStep
-from shardproof.harness.parity.inputs import Inputs, as_inputs, as_microbatches
-from shardproof.harness.parity.member import Member
 from shardproof.harness.parity.oracle import Oracle, OracleStep
+from shardproof.harness.parity.rank_state import Member
 from shardproof.harness.parity.replay import Baseline, Replay
 from shardproof.harness.parity.run import (
     EvaluationMode,
@@ -32,10 +31,8 @@ from shardproof.harness.parity.run import (
     StepPicture,
     sharded_run,
 )
-from shardproof.harness.tensors.host import on_host
-from shardproof.harness.tensors.trees import map_tensors
-from shardproof.harness.verdicts.finding import Divergence, Finding, Location, raise_first
-from shardproof.harness.verdicts.stages import Stage
+from shardproof.harness.tensors.trees import map_tensors, on_host
+from shardproof.harness.verdicts.finding import Divergence, Finding, Location, Stage, raise_first
 
 _WRONG_COLLECTIVES = "the collectives do not match the contract"
 

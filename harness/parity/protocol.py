@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import traceback
 from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
@@ -11,10 +12,52 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardproof.harness.adapters.base import Adapter, Config, OptimizerFactory, Piece
-from shardproof.harness.adapters.lines import line_of_error, one_line
-from shardproof.harness.parity.ties import Tie
+from shardproof.harness.adapters.base import Adapter, Config, OptimizerFactory, Piece, original_name
+from shardproof.harness.adapters.registry import line_of_error, one_line
 from shardproof.harness.verdicts.finding import ProtocolError
+
+# Which parameters of a model are shared by several of its modules, and which of them sharding has untied.
+
+
+@dataclasses.dataclass(frozen=True)
+class Tie:
+    """One parameter with several names.
+
+    Attributes:
+        names: its names in the original model; the first is the one under which ``named_parameters`` lists it.
+    """
+
+    names: tuple[str, ...]
+
+    def is_kept(self, modules: Mapping[str, nn.Module]) -> bool:
+        """Return whether all modules that hold it as a registered parameter hold the same object.
+
+        A module may hold no parameter of the name, as where parameters are views of a flat one.
+
+        Args:
+            modules: the modules of the original model, after sharding, by their names in it.
+        """
+        found = {id(held) for name in self.names if (held := _registered(modules, name)) is not None}
+        return len(found) <= 1
+
+    def __str__(self) -> str:
+        first, *others = map(repr, self.names)
+        return f"{first} and {', '.join(others)} are one parameter of the model and several of the sharded one"
+
+
+def ties_of(model: nn.Module) -> list[Tie]:
+    """Return the parameters of a model that several modules share."""
+    names: dict[int, list[str]] = {}
+    for name, value in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(value), []).append(original_name(name))
+    return [Tie(tuple(found)) for found in names.values() if len(found) > 1]
+
+
+def _registered(modules: Mapping[str, nn.Module], name: str) -> nn.Parameter | None:
+    owner, _, leaf = name.rpartition(".")
+    module = modules.get(owner)
+    return None if module is None else module._parameters.get(leaf)
+
 
 _CUTS = "a cut takes a full tensor and returns its elements at the places of the piece"
 

@@ -20,12 +20,13 @@ from shardproof.harness.adapters.base import Adapter, Config
 from shardproof.harness.collectives.trace import Collective
 from shardproof.harness.models import optim
 from shardproof.harness.parity.explainer import Explainer
-from shardproof.harness.parity.member import Member
 from shardproof.harness.parity.pair import Pair
-from shardproof.harness.parity.rank_state import RankState
+from shardproof.harness.parity.rank_state import Member, RankState
 from shardproof.harness.parity.replay import Baseline
 from shardproof.harness.parity.run import Run, RunOptions, sharded_run
-from shardproof.harness.simulation import SimulatedWorld, Simulation, simulated_world, survival
+from shardproof.harness.simulation import training
+from shardproof.harness.simulation.training import Simulation
+from shardproof.harness.simulation.world import SimulatedWorld, simulated_world
 from shardproof.harness.verdicts.explanation import Explanation
 from shardproof.harness.verdicts.observations import ExpectedText
 
@@ -224,7 +225,7 @@ class Rank(Member):
         if self.implementation.traits.simulates:
             return None
         with self.announcer.left_to_a_recorder():
-            return survival.why_not(self.implementation)
+            return training.why_not(self.implementation)
 
     def config(self, *, units: Sequence[Sequence[str]] = (), mesh: DeviceMesh | None = None, **options: Any) -> Config:
         """The configuration for an adapter.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -17,17 +17,54 @@ from shardproof.harness.collectives.recorder import Recorder
 from shardproof.harness.collectives.trace import Collective, Trace
 from shardproof.harness.collectives.units import UnitLookup, UnitSize, units_of
 from shardproof.harness.parity import capture, claims, protocol
-from shardproof.harness.parity.capture import Capture, Event
+from shardproof.harness.parity.capture import Capture, Event, Inputs, as_inputs
 from shardproof.harness.parity.coverage import Evidence, Shown
-from shardproof.harness.parity.inputs import Inputs, as_inputs
-from shardproof.harness.parity.member import Member
-from shardproof.harness.parity.snapshots import Snapshots
-from shardproof.harness.parity.ties import Tie, ties_of
+from shardproof.harness.parity.protocol import Tie, ties_of
+from shardproof.harness.parity.rank_state import Member
 from shardproof.harness.tensors import memory
-from shardproof.harness.tensors.host import on_host
-from shardproof.harness.tensors.trees import map_tensors, tensors_of
-from shardproof.harness.verdicts.finding import Divergence, Finding, Location
-from shardproof.harness.verdicts.stages import Stage
+from shardproof.harness.tensors.trees import map_tensors, on_host, tensors_of
+from shardproof.harness.verdicts.finding import Divergence, Finding, Location, Stage
+
+# Copies of tensors that are taken while a step runs, into memory that was reserved before the step.
+#
+# A copy is work on the current stream, where a training script would read the tensor. It makes neither the host nor
+# another stream wait, and after the first step it allocates nothing, so that the allocator hands the implementation the
+# same memory with and without copies.
+
+
+_Kind = tuple[torch.Size, torch.dtype, torch.device]
+
+
+class Snapshots:
+    """Copies the tensors of one step after another; each copy belongs to the caller and is never written again."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[Hashable, _Kind] = {}
+        self._reserved: dict[Hashable, torch.Tensor] = {}
+
+    def reserve(self) -> None:
+        """Allocate memory for the tensors that the last step copied; call it before a step."""
+        for key, (shape, dtype, device) in self._kinds.items():
+            if key not in self._reserved:
+                self._reserved[key] = torch.empty(shape, dtype=dtype, device=device)
+
+    @torch.no_grad()
+    def copy(self, key: Hashable, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a detached copy of a tensor, in reserved memory where the tensor is like that of the last step.
+
+        Args:
+            key: tells the tensors of one step apart.
+            tensor: a tensor on any device; a subclass such as DTensor is cloned as it is.
+        """
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            return tensor.detach().clone()
+        kind = tensor.shape, tensor.dtype, tensor.device
+        reserved = self._reserved.pop(key, None)
+        self._kinds[key] = kind
+        if reserved is None or (reserved.shape, reserved.dtype, reserved.device) != kind:
+            return tensor.detach().clone()
+        return reserved.copy_(tensor)
+
 
 EvaluationMode = Literal["no_grad", "inference_mode"]
 """The context in which a forward is evaluated."""

@@ -2,14 +2,12 @@
 
 Imports ``simulation``, ``collectives`` and ``adapters``. The command is ``shardproof plan``.
 
-- ``request``: what is asked for (``Request``), and what an implementation must be capable of.
-- ``meshes``: meshes as a command line names them.
-- ``transformers``, ``shapes``: models of known shapes.
+- ``request``: what is asked for (``Request``), meshes as a command line names them, and what an implementation must be
+  capable of.
+- ``presets``: models of known shapes.
 - ``subject``: what ``--model`` names, a known shape or a function of the user's.
-- ``units``: which modules become units.
-- ``anatomy``: the units and sizes of a model, and how it is built.
+- ``anatomy``: which modules become units, the units and sizes of a model, and how it is built.
 - ``simulated``: one rank's step on one mesh.
-- ``traffic``: what a ring sends, and which part of it leaves a host.
 - ``formulas``: closed formulas.
-- ``planned``: a plan, put together of these.
+- ``planned``: a plan, put together of these; what a ring sends, and which part of it leaves a host.
 """

@@ -4,17 +4,56 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardproof.harness.adapters.config import Config
-from shardproof.harness.planning import units
 from shardproof.harness.planning.request import Request
 from shardproof.harness.planning.subject import Built, Subject
 from shardproof.harness.tensors import private
+
+# Which modules of a model become units: those that are named, by class or by name, or its repeated blocks.
+
+
+_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+def choose_units(model: nn.Module, wanted: Sequence[str] = ()) -> list[str]:
+    """Return the names of the modules that become units, the root aside, in the order of the model.
+
+    Args:
+        model: the model, not sharded yet.
+        wanted: names of modules, and names of classes, of which every module becomes a unit. Without any, the units are
+            the blocks that repeat: the modules in the outermost lists of several modules of one class with parameters.
+
+    Raises:
+        ValueError: no module has such a name or class; one line, which names the classes that the model has.
+    """
+    if not wanted:
+        return [name for name in _repeated(model) if name]
+    found = {name: type(module).__name__ for name, module in model.named_modules() if name and _has_parameters(module)}
+    for one in wanted:
+        if one not in found and one not in found.values():
+            known = ", ".join(sorted(set(found.values())))
+            raise ValueError(f"--unit {one}: no module with parameters has this class or name; classes are {known}")
+    return [name for name, kind in found.items() if kind in wanted or name in wanted]
+
+
+def _repeated(module: nn.Module, prefix: str = "") -> Iterator[str]:
+    children = [(f"{prefix}{name}", child) for name, child in module.named_children() if _has_parameters(child)]
+    if isinstance(module, _LISTS) and len(children) > 1 and len({type(child) for _, child in children}) == 1:
+        yield from (name for name, _ in children)
+        return
+    for name, child in children:
+        yield from _repeated(child, f"{name}.")
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
+
 
 checkpoint_wrapper = private.take("torch.distributed.algorithms._checkpoint.checkpoint_wrapper.checkpoint_wrapper")
 
@@ -56,7 +95,7 @@ def examine(model: nn.Module, wanted: Sequence[str]) -> Anatomy:
     Raises:
         ValueError: no module has such a name or class, or the model has no parameters; one line.
     """
-    names = units.choose(model, wanted)
+    names = choose_units(model, wanted)
     found: dict[str, list[torch.Size]] = {name: [] for name in [*names, ""]}
     for name, parameter in model.named_parameters():
         owner = name

@@ -12,11 +12,55 @@ import torch
 from shardproof.harness.adapters import registry
 from shardproof.harness.adapters.base import Adapter
 from shardproof.harness.collectives.trace import Trace
-from shardproof.harness.planning import formulas, meshes, simulated, traffic
+from shardproof.harness.planning import formulas, simulated
 from shardproof.harness.planning.anatomy import Anatomy
-from shardproof.harness.planning.meshes import Mesh
-from shardproof.harness.planning.request import Request, check
+from shardproof.harness.planning.request import Mesh, Request, check, hosts_of, names_of
 from shardproof.harness.planning.subject import Subject, subject_of
+
+# What a rank sends in a collective, and which part of it leaves a host: by the ring algorithm.
+#
+# A ring of n ranks passes each n-th part of the data from rank to rank, in the order of the ranks, n - 1 times in a
+# gather or a reduce-scatter, and twice as often in an all-reduce (P. Patarasuk, X. Yuan: "Bandwidth optimal all-reduce
+# algorithms for clusters of workstations", 2009; the factors of the "bus bandwidth" of NCCL's tests are the same). NCCL
+# may choose trees, several rings or a switch that reduces instead.
+
+
+#: How often the data of a ring's collective pass each link, in units of (n - 1) / n.
+_PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2}
+
+ASSUMPTION = (
+    "ring algorithm: of N bytes gathered or reduced among n ranks a rank sends (n - 1) / n x N, in an all-reduce twice "
+    "that; the ring follows the ranks, and what leaves a host is sent over the links between ranks of different hosts"
+)
+
+
+def sent(kind: str, nbytes: int, size: int) -> float:
+    """The bytes that a rank sends in one collective.
+
+    Args:
+        kind: of the collective, as in a trace.
+        nbytes: the bytes of the unsharded side: the output of a gather, the input of a reduction.
+        size: the number of ranks in the group.
+
+    Returns:
+        The bytes. Of kinds without a ring, such as a broadcast, all of ``nbytes`` are passed on once.
+    """
+    if size == 1:
+        return 0.0
+    passes = _PASSES.get(kind)
+    return float(nbytes) if passes is None else passes * nbytes * (size - 1) / size
+
+
+def crossing(group: Sequence[int], node_size: int) -> float:
+    """The part of a ring's links that lie between ranks of different hosts, from 0 to 1.
+
+    Args:
+        group: the global ranks, in the order of the ring.
+        node_size: ranks of a host, which has successive ranks.
+    """
+    hosts = [rank // node_size for rank in group]
+    links = zip(hosts, [*hosts[1:], hosts[0]], strict=True)
+    return sum(one != other for one, other in links) / len(hosts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +159,7 @@ def plan(request: Request, wanted: Sequence[Mesh], *, node_size: int) -> Planned
     """
     subject = subject_of(request.model)
     adapter = _adapter(request, dimensions=len(wanted[0]))
-    hosts = [meshes.hosts_of(mesh, node_size) for mesh in wanted]
+    hosts = [hosts_of(mesh, node_size) for mesh in wanted]
     for mesh in wanted:
         if request.rank >= math.prod(mesh):
             raise ValueError(
@@ -144,7 +188,7 @@ def plan(request: Request, wanted: Sequence[Mesh], *, node_size: int) -> Planned
         settings=_settings(request, subject, adapter),
         worlds=worlds,
         kinds={str(kind): text for kind, text in simulated.KINDS.items()},
-        assumptions=(*simulated.ASSUMPTIONS, traffic.ASSUMPTION, formulas.ASSUMPTION),
+        assumptions=(*simulated.ASSUMPTIONS, ASSUMPTION, formulas.ASSUMPTION),
         torch=torch.__version__,
     )
 
@@ -188,7 +232,7 @@ def _world(
     hosts: int,
     node_size: int,
 ) -> World:
-    names = meshes.names_of(mesh)
+    names = names_of(mesh)
     rows = traffic_of(found.trace, dict(zip(names, found.groups, strict=True)), node_size)
     shards, replicas = mesh[-1], mesh[0] if len(mesh) > 1 else 1
     return World(
@@ -208,7 +252,7 @@ def traffic_of(trace: Trace, dimensions: Mapping[str, tuple[int, ...]], node_siz
         found.setdefault((one.group, one.kind, one.dtype), []).append(one.nbytes)
     rows = []
     for (group, kind, dtype), sizes in found.items():
-        sent = sum(traffic.sent(kind, nbytes, len(group)) for nbytes in sizes)
+        moved = sum(sent(kind, nbytes, len(group)) for nbytes in sizes)
         rows.append(
             Traffic(
                 group=names.get(group) or _ranks(group),
@@ -217,8 +261,8 @@ def traffic_of(trace: Trace, dimensions: Mapping[str, tuple[int, ...]], node_siz
                 dtype=dtype,
                 count=len(sizes),
                 nbytes=sum(sizes),
-                sent=sent,
-                across=sent * traffic.crossing(group, node_size),
+                sent=moved,
+                across=moved * crossing(group, node_size),
             )
         )
     return rows

@@ -2,11 +2,182 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 
+import torch
 from torch import nn
+from torch.nn import functional
 
-from shardproof.harness.planning.transformers import Gpt, Llama, Shape
+# Transformers as scripts write them, of any size: GPT with learned positions, Llama with rotary ones.
+#
+# Of operators that every device has in one form: a fused kernel of one device would save other tensors for backward
+# than the same function on another, and a plan is made on the CPU for a training on GPUs.
+
+
+_ROTARY_BASE = 10_000.0
+_EPSILON = 1e-5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The sizes of a transformer.
+
+    Attributes:
+        family: "gpt" or "llama".
+        layers: blocks.
+        dim: width.
+        heads: heads of attention.
+        key_heads: heads of keys and values, which divide ``heads``.
+        hidden: width of the layers behind attention.
+        vocab: size of the vocabulary.
+        tied: whether the last layer is the embedding.
+        length: tokens of a sequence, by default; GPT has positions for so many.
+        like: the published model that has these sizes, or what they are chosen for.
+    """
+
+    family: str
+    layers: int
+    dim: int
+    heads: int
+    key_heads: int
+    hidden: int
+    vocab: int
+    tied: bool
+    length: int
+    like: str
+
+
+class GptBlock(nn.Module):
+    """A layer of GPT: (batch, length, dim) to the same."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.heads = shape.heads
+        self.attention_norm = nn.LayerNorm(shape.dim)
+        self.qkv = nn.Linear(shape.dim, 3 * shape.dim)
+        self.out = nn.Linear(shape.dim, shape.dim)
+        self.mlp_norm = nn.LayerNorm(shape.dim)
+        self.up = nn.Linear(shape.dim, shape.hidden)
+        self.down = nn.Linear(shape.hidden, shape.dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = (
+            _split(one, self.heads) for one in self.qkv(self.attention_norm(x)).chunk(3, dim=-1)
+        )  # fmt: skip
+        x = x + self.out(_attend(query, key, value))
+        added: torch.Tensor = self.down(functional.gelu(self.up(self.mlp_norm(x))))
+        return x + added
+
+
+class Gpt(nn.Module):
+    """Tokens (batch, length) to logits (batch, length, vocab)."""
+
+    def __init__(self, shape: Shape, length: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(shape.vocab, shape.dim)
+        self.positions = nn.Embedding(length, shape.dim)
+        self.layers = nn.ModuleList(GptBlock(shape) for _ in range(shape.layers))
+        self.norm = nn.LayerNorm(shape.dim)
+        self.head = nn.Linear(shape.dim, shape.vocab, bias=False)
+        if shape.tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        for layer in self.layers:
+            x = layer(x)
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits
+
+
+class RmsNorm(nn.Module):
+    """Divides by the root of the mean square over the last dimension, in float32: any shape to the same."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + _EPSILON)
+        return normed.type_as(x) * self.weight
+
+
+class LlamaBlock(nn.Module):
+    """A layer of Llama: (batch, length, dim), cosines and sines (length, dim / heads) to (batch, length, dim)."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.heads, self.key_heads = shape.heads, shape.key_heads
+        keys = shape.dim // shape.heads * shape.key_heads
+        self.attention_norm = RmsNorm(shape.dim)
+        self.query = nn.Linear(shape.dim, shape.dim, bias=False)
+        self.key = nn.Linear(shape.dim, keys, bias=False)
+        self.value = nn.Linear(shape.dim, keys, bias=False)
+        self.out = nn.Linear(shape.dim, shape.dim, bias=False)
+        self.mlp_norm = RmsNorm(shape.dim)
+        self.gate = nn.Linear(shape.dim, shape.hidden, bias=False)
+        self.up = nn.Linear(shape.dim, shape.hidden, bias=False)
+        self.down = nn.Linear(shape.hidden, shape.dim, bias=False)
+
+    def forward(self, x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+        normed = self.attention_norm(x)
+        query = _rotated(_split(self.query(normed), self.heads), cosines, sines)
+        key = _rotated(_split(self.key(normed), self.key_heads), cosines, sines)
+        value = _split(self.value(normed), self.key_heads)
+        if self.key_heads < self.heads:
+            key, value = (one.repeat_interleave(self.heads // self.key_heads, dim=1) for one in (key, value))
+        x = x + self.out(_attend(query, key, value))
+        normed = self.mlp_norm(x)
+        added: torch.Tensor = self.down(functional.silu(self.gate(normed)) * self.up(normed))
+        return x + added
+
+
+class Llama(nn.Module):
+    """Tokens (batch, length) to logits (batch, length, vocab)."""
+
+    cosines: torch.Tensor
+    sines: torch.Tensor
+
+    def __init__(self, shape: Shape, length: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(shape.vocab, shape.dim)
+        self.layers = nn.ModuleList(LlamaBlock(shape) for _ in range(shape.layers))
+        self.norm = RmsNorm(shape.dim)
+        self.head = nn.Linear(shape.dim, shape.vocab, bias=False)
+        if shape.tied:
+            self.head.weight = self.tokens.weight
+        size = shape.dim // shape.heads
+        frequencies = _ROTARY_BASE ** -(torch.arange(0, size, 2) / size)
+        angles = torch.outer(torch.arange(length).float(), frequencies).repeat(1, 2)
+        self.register_buffer("cosines", angles.cos(), persistent=False)
+        self.register_buffer("sines", angles.sin(), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens)
+        length = tokens.shape[1]
+        for layer in self.layers:
+            x = layer(x, self.cosines[:length], self.sines[:length])
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits
+
+
+def _split(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """(batch, length, dim) to (batch, heads, length, dim / heads)."""
+    parts: torch.Tensor = x.unflatten(-1, (heads, -1))
+    return parts.transpose(1, 2)
+
+
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Causal attention of (batch, heads, length, size) to (batch, length, heads * size)."""
+    return functional.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2)
+
+
+def _rotated(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+    """Rotate pairs of elements by their position's angle: (batch, heads, length, size) to the same."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cosines.to(x.dtype) + torch.cat((-second, first), dim=-1) * sines.to(x.dtype)
 
 
 def _gpt(layers: int, dim: int, heads: int, *, length: int, like: str) -> Shape:

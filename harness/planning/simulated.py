@@ -14,15 +14,14 @@ from torch import nn
 
 from shardproof.harness.adapters.base import Adapter
 from shardproof.harness.collectives.trace import Trace
-from shardproof.harness.planning import anatomy, meshes
+from shardproof.harness.planning import anatomy
 from shardproof.harness.planning.anatomy import Anatomy
-from shardproof.harness.planning.meshes import Mesh
-from shardproof.harness.planning.request import Request
+from shardproof.harness.planning.request import Mesh, Request, names_of
 from shardproof.harness.planning.subject import ModelError, Subject, why
-from shardproof.harness.simulation import Kind, Simulation, simulated_world
-from shardproof.harness.simulation.extremes import extremes
-from shardproof.harness.simulation.survival import why_not
+from shardproof.harness.simulation.memory import Kind, extremes
 from shardproof.harness.simulation.tensors import Tensors
+from shardproof.harness.simulation.training import Simulation, why_not
+from shardproof.harness.simulation.world import simulated_world
 
 KINDS = {
     Kind.SHARDS: "what the rank holds of the parameters",
@@ -121,7 +120,7 @@ def simulate(
         _in_one_line(request),
         simulated_world(math.prod(mesh), rank=request.rank) as world,
     ):
-        device_mesh = world.mesh(mesh, meshes.names_of(mesh))
+        device_mesh = world.mesh(mesh, names_of(mesh))
         config = anatomy.config_of(request, known, device_mesh)
         one = Simulation(
             world,

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from shardproof.harness.adapters.lines import line_of_error
+from shardproof.harness.adapters.registry import line_of_error
 from shardproof.harness.planning import presets
 from shardproof.harness.tensors import private
 

@@ -17,18 +17,301 @@ Whatever the effort, the items that ``quick`` keeps run first, and then those of
 from __future__ import annotations
 
 import collections
+import dataclasses
 import itertools
 import pathlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import tomllib
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
 
-from shardproof.harness.plugin import always, cases, ordering, pairwise, quick
-from shardproof.harness.plugin.pairwise import Combination
+from shardproof.harness.plugin import cases
 from shardproof.harness.plugin.progress import Progress
 from shardproof.harness.plugin.selection import Effort, Selection
 from shardproof.harness.plugin.state import State
+
+# Chooses few of the combinations of a case's parameters, which together have every pair of values.
+#
+# Nothing here depends on pytest, on the host or on the implementation under test. Combinations differ in what they need
+# (capabilities, hardware, ranks), and hosts and implementations differ in what they have. A pair of values is therefore
+# covered once for each least set of needs among the combinations that have it: whoever can run any combination with the
+# pair can run a chosen one.
+
+
+Part = frozenset[tuple[str, str]]
+"""Some parameters with their values, as (name, text of the value)."""
+
+WORLD = "world"
+"""The name of the number of ranks in a part."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Combination:
+    """The parameters of one item of a case, and what it needs.
+
+    Attributes:
+        values: the text of each parameter's value, by name. Values are equal if their texts are.
+        size: the number of ranks, which is a value too and must be there.
+        needs: names of what else must be there for the item to run.
+    """
+
+    values: Mapping[str, str]
+    size: int
+    needs: frozenset[str] = frozenset()
+
+    def parts(self, *, sizes: bool = True) -> Iterator[Part]:
+        """What should be covered: each pair of values, a value that is alone, and the number of ranks if ``sizes``."""
+        if sizes:
+            yield frozenset({(WORLD, repr(self.size))})
+        yield from map(frozenset, itertools.combinations(self.values.items(), min(2, len(self.values))))
+
+    def has(self, part: Part) -> bool:
+        """Return whether the combination has these values."""
+        return part <= self.values.items() | {(WORLD, repr(self.size))}
+
+    def is_easier_than(self, other: Combination) -> bool:
+        """Return whether whoever can run ``other`` can run this one as well, but not the reverse."""
+        here, there = (self.size, self.needs), (other.size, other.needs)
+        return self.size <= other.size and self.needs <= other.needs and here != there
+
+
+def cover(combinations: Sequence[Combination], *, always: Iterable[Part] = (), sizes: bool = True) -> list[int]:
+    """Choose combinations that have every pair of values, and every number of ranks, that any combination has.
+
+    The choice is greedy: the next combination is the one with most of what is not covered yet; of several, one with the
+    fewest ranks; of several, the first. It depends on the arguments alone.
+
+    Args:
+        combinations: the combinations that exist, in an order that is always the same.
+        always: further sets of values to cover, such as the combinations of a seed test. A set that no combination has
+            is ignored.
+        sizes: whether every number of ranks is covered, and not only the smallest that has what is covered.
+
+    Returns:
+        The chosen positions in ``combinations``, in ascending order.
+    """
+    parts = {part for combination in combinations for part in combination.parts(sizes=sizes)} | set(always)
+    groups = [group for part in parts for group in _easiest(combinations, part)]
+    uncovered = collections.Counter(index for group in groups for index in group)
+    chosen = []
+    while groups:
+        best = min(uncovered, key=lambda index: (-uncovered[index], combinations[index].size, index))
+        chosen.append(best)
+        for group in groups:
+            if best in group:
+                uncovered.subtract(group)
+        groups = [group for group in groups if best not in group]
+    return sorted(chosen)
+
+
+def _easiest(combinations: Sequence[Combination], part: Part) -> Iterator[list[int]]:
+    """For each least set of needs with which a combination has these values, the positions of all such combinations."""
+    found = [index for index, combination in enumerate(combinations) if combination.has(part)]
+    groups: dict[tuple[int, frozenset[str]], list[int]] = collections.defaultdict(list)
+    for index in found:
+        one = combinations[index]
+        if not any(combinations[other].is_easier_than(one) for other in found):
+            groups[one.size, one.needs].append(index)
+    yield from groups.values()
+
+
+# Combinations of parameters that ``--effort standard`` always keeps, from ``standard.toml`` beside the cases.
+#
+# An entry is a product of values of some parameters of one case; other parameters may have any value::
+#
+#     [[always]]
+#     case = "test_tied.py::test_tied_embedding"
+#     world = [4]
+#     recomputes = [false, true]
+#
+# ``world`` is the number of ranks, a tuple is written as a list, a class as its name, and None as "None". ``seed``,
+# a text, names the test of torch that an entry stands for, and the table ``seeds`` says how many combinations each of
+# these ran: nothing here reads them.
+#
+# A combination without an item is no error here: ``--world`` and ``-k`` may have left the item out. For ``suites/``,
+# ``tests/test_seeds.py`` refuses it.
+
+
+TABLE = "standard.toml"
+"""The name of the file."""
+
+
+def text(value: Any) -> str:
+    """Return the text of a parameter's value by which values are compared; lists and tuples are the same."""
+    return repr(_as_in_toml(value))
+
+
+def _as_in_toml(value: Any) -> Any:
+    if isinstance(value, type):
+        return value.__name__
+    return [_as_in_toml(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+
+def read(folder: pathlib.Path) -> Mapping[str, list[Part]]:
+    """Return the combinations of each case of a folder, ``<file>::<function>``; a folder without a table has none.
+
+    Raises:
+        ValueError: the table is not valid. The message is one line that names the file.
+    """
+    path = folder / TABLE
+    if not path.is_file():
+        return {}
+    try:
+        document = tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: {error}") from None
+    entries, _ = document.pop("always", []), document.pop("seeds", {})
+    if document or not isinstance(entries, list):
+        raise ValueError(f"{path}: entries are [[always]], and there is nothing else but seeds")
+    found: dict[str, list[Part]] = {}
+    for number, entry in enumerate(entries, start=1):
+        case = entry.pop("case", None) if isinstance(entry, dict) else None
+        if case and isinstance(entry.get("seed"), str):
+            del entry["seed"]
+        if not isinstance(case, str) or not all(isinstance(values, list) for values in entry.values()):
+            raise ValueError(f"{path} entry {number}: expected a case and lists of values of its parameters")
+        found.setdefault(case, []).extend(product(entry))
+    return found
+
+
+def product(axes: Mapping[str, list[Any]]) -> Iterator[Part]:
+    """Return the combinations of lists of values, as the table has them, by the names of their parameters."""
+    for values in itertools.product(*axes.values()):
+        yield frozenset((name, _text_of_toml(value)) for name, value in zip(axes, values, strict=True))
+
+
+def _text_of_toml(value: Any) -> str:
+    return text(_with_none(value))
+
+
+def _with_none(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_with_none(one) for one in value]
+    return None if value == "None" else value
+
+
+# Chooses what ``--effort quick`` runs: one item of each function, or of each thing that its values name.
+#
+# Depends on neither pytest nor torch.
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One item of an implementation.
+
+    Attributes:
+        file: the file of its case.
+        function: the name of its test function, in the file.
+        requirements: the requirements that it checks.
+        runs: whether the host and the implementation have what it needs.
+        is_meant: whether its parameters mean something of their own on so few ranks.
+        values: the values of its parameters, by name, as texts.
+        places: the places of these values in the lists of the case.
+        size: the number of ranks.
+        apart: the values that name what it checks, where the function checks different things.
+    """
+
+    file: str
+    function: str
+    requirements: tuple[str, ...]
+    runs: bool = True
+    is_meant: bool = True
+    values: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    places: tuple[int, ...] = ()
+    size: int = 1
+    apart: tuple[str, ...] = ()
+
+
+class _Used:
+    """How often the chosen items of a file have each value of a parameter, and each number of ranks."""
+
+    def __init__(self) -> None:
+        self._counts: collections.Counter[tuple[str, str, str]] = collections.Counter()
+
+    def add(self, one: Candidate) -> None:
+        self._counts.update(self._keys(one))
+
+    def of(self, one: Candidate) -> int:
+        return sum(self._counts[key] for key in self._keys(one))
+
+    def _keys(self, one: Candidate) -> list[tuple[str, str, str]]:
+        return [(one.file, name, value) for name, value in (*one.values.items(), (WORLD, repr(one.size)))]
+
+
+def choose_quick(candidates: Sequence[Candidate]) -> list[int]:
+    """Choose one item of each function that can run, so that every requirement has one.
+
+    A function whose values name different things (``apart``) counts as one function for each of them.
+
+    - Functions choose in the order of the candidates. A function of which no item can run has none, unless it is the
+      first of a requirement of which nothing can run: the verdict then says what is missing.
+    - Of a function's items it takes the one whose values were taken least often in this file, so that the cases of a
+      chapter have them in turn; of several, the one whose values stand last in their lists, because lists begin with
+      what is plain and end with what is special; of several, the one with the fewest ranks.
+
+    Args:
+        candidates: the items of one implementation, in an order that is always the same.
+
+    Returns:
+        The chosen positions in ``candidates``, in ascending order.
+    """
+    can_run = {name for candidate in candidates if candidate.runs for name in candidate.requirements}
+    functions: dict[tuple[str, ...], list[int]] = {}
+    for index, candidate in enumerate(candidates):
+        functions.setdefault((candidate.file, candidate.function, *candidate.apart), []).append(index)
+    chosen = []
+    used = _Used()
+    for items in functions.values():
+        asked = {name for index in items for name in candidates[index].requirements}
+        choices = [index for index in items if candidates[index].runs] or ([] if asked <= can_run else items)
+        if choices:
+            best = min(choices, key=lambda index: _rank(candidates[index], used))
+            chosen.append(best)
+            used.add(candidates[best])
+            can_run |= asked
+    return sorted(chosen)
+
+
+def _rank(one: Candidate, used: _Used) -> tuple[bool, int, tuple[int, ...], int]:
+    return not one.is_meant, used.of(one), tuple(-place for place in one.places), one.size
+
+
+# Orders cases so that a failure shows early, worlds are started seldom and workers wait for each other seldom.
+
+
+def order(items: list[pytest.Item], selection: Selection, *, tiers: Sequence[Container[pytest.Item]]) -> None:
+    """Put the cases of an implementation that has worlds of its own together, and those that want to be alone last.
+
+    Of an implementation the cases come in tiers: one of each function before a second one of any. In the order of the
+    files a bug that the last chapter alone finds showed after the whole run, and a run that is stopped had not
+    looked at some chapters at all.
+
+    A process keeps a few worlds. With more implementations than that, of which each needs its own, cases in the order
+    of the suites start a world each: of 13 implementations on two GPUs a quarter was done in 450 s, most of it starts.
+    A case that shares its devices with no other waits for all workers, which wait for it in turn; at the end none does.
+
+    Within a tier the order is that of the suites. Implementations whose worlds are shared stay side by side, because
+    they share baselines as well.
+
+    Args:
+        items: all collected items; changed in place. Those that are not cases stay where they are in a file.
+        selection: the implementations and options of the run.
+        tiers: the cases that come first, then those that come next; an item is of the first tier that has it, and one
+            that none has comes after all of them.
+    """
+    apart = [name for name, kind in selection.implementations.items() if kind.traits.isolation != "shared"]
+
+    def place(item: pytest.Item) -> tuple[bool, int, int]:
+        if not cases.is_case(item):
+            return False, 0, 0
+        implementation = cases.launch_of(item).implementation
+        block = 1 + apart.index(implementation) if implementation in apart else 0
+        tier = next((number for number, tier in enumerate(tiers) if item in tier), len(tiers))
+        return item.get_closest_marker("alone") is not None, block, tier
+
+    items.sort(key=place)
+
 
 _NOT_MEANT = "more ranks, to mean something of its own"
 _SKIPPED = "no mark that skips it"
@@ -62,7 +345,7 @@ class Shortening:
             self._state.spared = [item for item in functions if item in spared]
             config.hook.pytest_deselected(items=self._state.spared)
             items[:] = [item for item in items if item not in spared]
-        ordering.order(items, self._state.selection, tiers=tiers)
+        order(items, self._state.selection, tiers=tiers)
 
     def _kept(self, functions: list[pytest.Function], config: pytest.Config) -> set[pytest.Function]:
         selection = self._state.selection
@@ -128,14 +411,14 @@ def _function(item: pytest.Function) -> tuple[pathlib.Path, str]:
 
 
 def _one_a_function(items: Sequence[pytest.Function], selection: Selection) -> list[int]:
-    return quick.choose([_candidate(item, selection) for item in items])
+    return choose_quick([_candidate(item, selection) for item in items])
 
 
-def _candidate(item: pytest.Function, selection: Selection) -> quick.Candidate:
+def _candidate(item: pytest.Function, selection: Selection) -> Candidate:
     path, function = _function(item)
     needs = _needs(item)
     values = _values(item)
-    return quick.Candidate(
+    return Candidate(
         file=str(path),
         function=function,
         # A case without a requirement has one of its own.
@@ -159,12 +442,12 @@ def _apart(item: pytest.Function, values: Mapping[str, str]) -> Iterator[str]:
 
 
 def _every_pair(items: Sequence[pytest.Function], *, sizes: bool) -> Iterator[int]:
-    tables = {folder: always.read(folder) for folder in {item.path.parent for item in items}}
+    tables = {folder: read(folder) for folder in {item.path.parent for item in items}}
     begin = 0
     for (path, name), same in itertools.groupby(items, key=_function):
         combinations = [_combination(item) for item in same]
         listed = tables[path.parent].get(f"{path.name}::{name}", ())
-        yield from (begin + index for index in pairwise.cover(combinations, always=listed, sizes=sizes))
+        yield from (begin + index for index in cover(combinations, always=listed, sizes=sizes))
         begin += len(combinations)
 
 
@@ -173,7 +456,7 @@ def _combination(item: pytest.Function) -> Combination:
 
 
 def _values(item: pytest.Function) -> dict[str, str]:
-    return {name: always.text(value) for name, value in item.callspec.params.items() if name != "rank"}
+    return {name: text(value) for name, value in item.callspec.params.items() if name != "rank"}
 
 
 def _places(item: pytest.Function) -> tuple[int, ...]:

@@ -3,33 +3,158 @@
 from __future__ import annotations
 
 import pathlib
+import signal
+import threading
 from collections.abc import Generator
+from types import FrameType
 from typing import Any
 
 import pytest
 
 from shardproof.harness.plugin import (
     cases,
-    collection,
+    drawing,
     effort,
     environment,
-    exit_codes,
     explaining,
-    launched,
-    live,
     marks,
-    notices,
     options,
     selection,
     terminal,
-    unasked,
+    torchrun,
 )
 from shardproof.harness.plugin.records import CaseRecord
-from shardproof.harness.plugin.signals import EndingSignals
+from shardproof.harness.plugin.selection import SuiteModule, is_suites
 from shardproof.harness.plugin.state import STATE, State
-from shardproof.harness.plugin.suite_modules import SuiteModule, is_suites
 from shardproof.harness.verdicts.verdict import Verdict
 from shardproof.harness.worlds import forkserver, scratch
+
+# The exit codes of a run beyond pytest's own, which are 0 to 5; docs/run-files.md has the whole table.
+
+
+#: No case ran on some implementations of the run, because their cases were skipped or deselected; others had cases.
+ASKED_NOTHING = 6
+
+#: No case failed, but the run is incomplete, or its run file could not be written.
+INCOMPLETE = 7
+
+
+# SIGTERM and SIGHUP end a run as Ctrl-C does: worlds are stopped and the run file names the reason.
+
+
+_CAUGHT = (signal.SIGTERM, signal.SIGHUP)
+
+
+class Ended(KeyboardInterrupt):
+    """A signal asked the process to end; the message is the signal's name.
+
+    pytest ends a run on KeyboardInterrupt, and no ``except Exception`` on the way swallows it.
+    """
+
+
+class EndingSignals:
+    """Handlers of the signals that ask a process to end, until they are restored."""
+
+    def __init__(self) -> None:
+        self._before: dict[signal.Signals, Any] = {}
+
+    def install(self) -> None:
+        """Handle the signals that have their default effect.
+
+        A handler that another plugin has set, and a signal that is ignored as under ``nohup``, are left alone.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in _CAUGHT:
+            if signal.getsignal(number) is signal.SIG_DFL:
+                self._before[number] = signal.signal(number, _end)
+
+    def restore(self) -> None:
+        """Restore the handlers that :meth:`install` replaced."""
+        while self._before:
+            number, before = self._before.popitem()
+            signal.signal(number, before)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    # A second signal ends the process at once, whatever it is waiting for.
+    for each in _CAUGHT:
+        if signal.getsignal(each) is _end:
+            signal.signal(each, signal.SIG_DFL)
+    raise Ended(signal.Signals(number).name)
+
+
+# Makes one pytest item of a case for each implementation and world, and refuses items that cannot run on ranks.
+
+
+#: The size in the ids of simulated cases in a run without ``--simulate``.
+_DEFAULT_SIZE = 1024
+
+
+def parametrize(metafunc: pytest.Metafunc) -> None:
+    """Parametrize a function marked with ``@world`` by implementation and world size, before its other parameters.
+
+    One marked with ``@simulated`` is parametrized by the sizes of simulated worlds.
+    """
+    worlds = metafunc.definition.get_closest_marker("world")
+    simulated = metafunc.definition.get_closest_marker("simulated")
+    if "rank" not in metafunc.fixturenames or (worlds is None and simulated is None):
+        return
+    chosen = metafunc.config.stash[STATE].selection
+    if simulated is not None:
+        # Without --simulate there is an item too, so that known failures find their cases; it is deselected.
+        sizes = chosen.simulates or (_DEFAULT_SIZE,)
+        launches = [cases.Launch(name, 1, size) for name in chosen.implementations for size in sizes]
+    else:
+        assert worlds is not None
+        launches = [
+            cases.Launch(name, size) for name in chosen.implementations for size in worlds.args if chosen.allows(size)
+        ]
+    metafunc.parametrize("rank", launches, ids=map(str, launches), indirect=True)
+    parameter = drawing.drawn_parameter(metafunc.definition)
+    if parameter is not None:
+        name, kind = parameter
+        metafunc.parametrize(name, [drawing.Drawn(kind)], ids=[pytest.HIDDEN_PARAM])
+
+
+def check_and_filter(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Refuse cases that cannot run on ranks, read the known failures, and deselect cases without a world.
+
+    Args:
+        config: pytest's configuration.
+        items: all collected items; changed in place.
+
+    Raises:
+        pytest.UsageError: a case cannot run on ranks, or a file of known failures cannot be read. An xdist worker does
+            not raise; it sends the errors to the controller.
+    """
+    functions = [item for item in items if cases.is_case(item)]
+    errors = [error for item in functions if (error := cases.usage_error(item))]
+    state = config.stash[STATE]
+    if functions:
+        # Before anything is deselected, so that entries are matched against all collected cases.
+        errors += state.known_failures.read(items)
+    if errors:
+        state.refuse(config, items, errors)
+    simulates = bool(functions) and bool(state.selection.simulates)
+    filtered = [item for item in items if _is_filtered_out(item) or _is_of_other_worlds(item, simulates=simulates)]
+    state.without_world = [item for item in filtered if _is_filtered_out(item)]
+    if filtered:
+        config.hook.pytest_deselected(items=filtered)
+        items[:] = [item for item in items if item not in filtered]
+
+
+def _is_filtered_out(item: pytest.Item) -> bool:
+    """Return whether ``--world`` left a case with no world; pytest then makes one item whose ``rank`` is no Launch."""
+    callspec = getattr(item, "callspec", None)
+    marked = item.get_closest_marker("world") is not None
+    return marked and callspec is not None and "rank" in callspec.params and not cases.is_case(item)
+
+
+def _is_of_other_worlds(item: pytest.Item, *, simulates: bool) -> bool:
+    """Return whether an item is a case of simulated worlds in a run of real ones, or the other way round."""
+    return cases.is_case(item) and bool(cases.launch_of(item).simulates) != simulates
+
 
 _RECORD = pytest.StashKey[CaseRecord]()
 _SIGNALS = pytest.StashKey[EndingSignals]()
@@ -42,7 +167,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     """Add the options of a conformance run; none of them affects other tests."""
     options.add_prefixed(parser)
     options.add_short_forms_last(parser, pluginmanager)
-    launched.register(pluginmanager)
+    torchrun.register(pluginmanager)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -55,7 +180,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(effort.Shortening(state))
     config.pluginmanager.register(terminal.AlikeFailures())
     config.pluginmanager.register(terminal.AllFailures())
-    notices.show(config)
+    terminal.show(config)
     if options.asks_for_a_run(config):
         if not _only_distributes(config) and _names_are_known(config):
             _start_forkserver()
@@ -71,7 +196,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Show a live line, if this run may have one; pytest's own terminal is configured by now."""
-    live.register(session.config)
+    terminal.register(session.config)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -108,13 +233,13 @@ def pytest_pycollect_makemodule(module_path: pathlib.Path, parent: pytest.Collec
 @pytest.hookimpl(tryfirst=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Make one item of a case for each implementation and world."""
-    collection.parametrize(metafunc)
+    parametrize(metafunc)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Refuse cases that cannot run on ranks, and deselect those that ``--world`` leaves out."""
-    collection.check_and_filter(config, items)
+    check_and_filter(config, items)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -156,7 +281,7 @@ def _run(item: pytest.Function, state: State) -> CaseRecord:
         state.known_failures.judge(item, made)
     if state.selection.explains:
         explaining.explain(item, state.pool, state.selection, made, numbers=state.numbers)
-    launched.end_for_a_restart(item, has_journal=state.journal is not None)
+    torchrun.end_for_a_restart(item, has_journal=state.journal is not None)
     return made
 
 
@@ -242,12 +367,12 @@ def _judge_the_run(session: pytest.Session, state: State) -> None:
     quiet = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
     if session.exitstatus in quiet and state.is_conformance_run:
         if state.progress.selected and reason:
-            session.exitstatus = exit_codes.INCOMPLETE
+            session.exitstatus = INCOMPLETE
         elif names := state.asked_nothing():
             state.problems.add(f"no case ran on {', '.join(names)}: every case was skipped or deselected")
             # pytest has a code for a run in which nothing ran at all.
             everyone = len(names) == len(state.selection.implementations)
-            session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED if everyone else exit_codes.ASKED_NOTHING
+            session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED if everyone else ASKED_NOTHING
     # pytest, or a worker, has already told the error of a run that could not begin.
     if state.is_conformance_run and reason and session.exitstatus != pytest.ExitCode.USAGE_ERROR:
         state.problems.add(f"the run is incomplete: {reason}")
@@ -256,7 +381,7 @@ def _judge_the_run(session: pytest.Session, state: State) -> None:
         assert state.journal is not None
         state.problems.add(f"the run file could not be completed: {state.journal.error}")
         if session.exitstatus in quiet:
-            session.exitstatus = exit_codes.INCOMPLETE
+            session.exitstatus = INCOMPLETE
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -272,7 +397,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         if state.progress.examples:
             terminalreporter.write_line(f"drawn: {state.progress.examples} examples")
         terminalreporter.write_line(effort.summary(state.selection.effort, state.progress))
-        for line in unasked.lines(state.progress.unasked):
+        for line in cases.lines(state.progress.unasked):
             terminalreporter.write_line(line)
     if state.journal is not None:
         if state.journal.partial.exists():

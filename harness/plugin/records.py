@@ -3,20 +3,50 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Sequence
 from typing import Any
 
 from shardproof.harness.collectives.trace import rendered_difference
-from shardproof.harness.plugin import bounds
-from shardproof.harness.verdicts.finding import Location
+from shardproof.harness.verdicts.finding import Location, Stage
 from shardproof.harness.verdicts.observations import Measured, keep_worst
-from shardproof.harness.verdicts.stages import Stage
 from shardproof.harness.verdicts.texts import bounded, frames_of, gist, ranks_of, without_rank
 from shardproof.harness.verdicts.verdict import Verdict, combine
 from shardproof.harness.worlds.jobs import Result
 from shardproof.harness.worlds.watchdog import ADVICE, ends_of_stacks
 from shardproof.harness.worlds.world import Outcome
+
+# Bounds on the size of a case's record, whatever a case or an implementation puts into it.
+
+
+#: Bytes of JSON that a record may have. The largest of the published runs have 61 kB, nearly all of it traces.
+MOST_BYTES = 1 << 18
+
+#: Characters of one string in the parameters of a case, such as the representation of an object.
+MOST_OF_A_PARAMETER = 1000
+
+#: Fields that are emptied in this order until a record is small enough; a verdict does not depend on them.
+_DISPENSABLE = ("collectives", "distances", "losses", "parameters", "missing")
+
+
+def bounded_record(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record of at most ``MOST_BYTES``.
+
+    Args:
+        record: a record as JSON values.
+
+    Returns:
+        The record; if it was too large, with empty fields, which "shortened" names.
+    """
+    shortened: list[str] = []
+    for name in _DISPENSABLE:
+        if len(json.dumps(record)) <= MOST_BYTES:
+            break
+        record = record | {name: type(record[name])(), "shortened": [*shortened, name]}
+        shortened.append(name)
+    return record
+
 
 #: Follows the names of ranks whose texts are not the same in every character.
 ALIKE = ", alike but for ranks, addresses and times"
@@ -164,7 +194,7 @@ class CaseRecord:
         fields["distances"] = [item.as_record() for item in self.distances]
         fields["failure"] = self._failure() if self.text else None
         fields["parameters"] = {name: _shortened(value) for name, value in self.parameters.items()}
-        return bounds.bounded(_plain(fields))
+        return bounded_record(_plain(fields))
 
     def _failure(self) -> dict[str, Any]:
         unknown = {"stage": None, "step": None, "rank": self.failed_rank, "name": None, "element": None}
@@ -258,7 +288,7 @@ def _shared_traces(results: Sequence[Result]) -> list[dict[str, Any]]:
 
 def _shortened(value: Any) -> Any:
     plain = _plain(value)
-    return bounded(plain, bounds.MOST_OF_A_PARAMETER) if isinstance(plain, str) else plain
+    return bounded(plain, MOST_OF_A_PARAMETER) if isinstance(plain, str) else plain
 
 
 def _plain(value: Any) -> Any:

@@ -16,8 +16,7 @@ import pytest
 import shardproof
 from shardproof.harness.plugin import cases, options
 from shardproof.harness.plugin.records import CaseRecord
-from shardproof.harness.plugin.selection import Selection
-from shardproof.harness.plugin.suite_modules import SuiteModule
+from shardproof.harness.plugin.selection import Selection, SuiteModule
 
 #: The configuration file by which ``shardproof run`` is recognised.
 _PACKAGED = pathlib.Path(shardproof.__file__).parent / "suites.ini"

@@ -2,13 +2,11 @@
 
 Imports ``adapters``, ``models``, ``collectives`` and ``tensors``.
 
-- ``world``: ``simulated_world``, a context in which this process is rank r of N; meshes of it.
-- ``process``: hides the process's own groups and meshes meanwhile.
+- ``world``: ``simulated_world``, a context in which this process is rank r of N; meshes of it. Hides the process's own.
 - ``tensors``: tensors without memory.
-- ``training``: ``Simulation``, a model that an adapter shards and trains there.
-- ``memory``: ``Ledger``, the bytes that the rank holds, by kind, step and phase.
+- ``training``: ``Simulation``, a model that an adapter shards and trains there; which implementations can be simulated.
+- ``memory``: ``Ledger``, the bytes that the rank holds, by kind, step and phase, and their extremes.
 - ``formulas``: what a rank should hold and a group should move, by sizes alone.
-- ``survival``: which implementations can be simulated.
 - ``traffic``: sums of a trace by group.
 
 One simulation, from its world to its figures::
@@ -27,23 +25,5 @@ One simulation, from its world to its figures::
 
 The first step makes what lives as long as the model (optimizer state, streams, caches); the second is like all later
 ones. An implementation that cannot be simulated raises what it raises, in the constructor or in the first
-step: :func:`shardproof.harness.simulation.survival.why_not` says why in one line.
+step: :func:`shardproof.harness.simulation.training.why_not` says why in one line.
 """
-
-from shardproof.harness.simulation.memory import Kind, Ledger, Usage
-from shardproof.harness.simulation.traffic import Shape, Volume, by_group
-from shardproof.harness.simulation.training import Layout, Simulation
-from shardproof.harness.simulation.world import SimulatedWorld, simulated_world
-
-__all__ = [
-    "Kind",
-    "Layout",
-    "Ledger",
-    "Shape",
-    "SimulatedWorld",
-    "Simulation",
-    "Usage",
-    "Volume",
-    "by_group",
-    "simulated_world",
-]

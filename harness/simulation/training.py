@@ -16,10 +16,11 @@ from shardproof.harness.adapters.base import Adapter, Config, OptimizerFactory
 from shardproof.harness.collectives.recorder import Recorder
 from shardproof.harness.collectives.trace import Trace
 from shardproof.harness.collectives.units import UnitLookup, UnitSize, units_of
+from shardproof.harness.models import optim
 from shardproof.harness.simulation.memory import Kind, Ledger, Usage
 from shardproof.harness.simulation.tensors import Tensors
-from shardproof.harness.simulation.world import SimulatedWorld
-from shardproof.harness.tensors import memory
+from shardproof.harness.simulation.world import SimulatedWorld, simulated_world
+from shardproof.harness.tensors import memory, private
 from shardproof.harness.tensors.trees import tensors_of
 
 #: The phases, in their order.
@@ -209,3 +210,45 @@ class Simulation:
 def _layout(tensor: torch.Tensor) -> Layout:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return Layout(tuple(local.shape), str(local.dtype).removeprefix("torch."))
+
+
+# Which implementations can be simulated: each is tried on a small model in a world of two ranks.
+
+
+#: The most characters of an error that are shown.
+_MOST = 200
+
+_reasons: dict[type[Adapter], str | None] = {}
+
+
+def why_not(implementation: type[Adapter]) -> str | None:
+    """Return why an implementation cannot be simulated, in one line, or None if it can.
+
+    It shards and trains two layers for two steps, without anything that a case may vary. What fails there fails
+    because values do not exist, or because other ranks do not. The answer is kept for this process.
+
+    Raises:
+        Exception: torch lacks a private name that simulation needs, which is not the implementation's fault.
+    """
+    if implementation not in _reasons:
+        _reasons[implementation] = _try(implementation)
+    return _reasons[implementation]
+
+
+def _try(implementation: type[Adapter]) -> str | None:
+    try:
+        with simulated_world(2, rank=1) as world:
+            one = Simulation(world, implementation, _layers, config=Config(mesh=world.mesh()), optimizer=optim.sgd())
+            for _ in range(2):
+                one.step(lambda: (torch.zeros(2, 4),), loss=torch.mean)
+            one.close()
+    except Exception as error:
+        if private.complaint_of(error):
+            raise
+        first = (str(error).strip().splitlines() or [""])[0]
+        return f"{type(error).__name__}: {first}"[:_MOST]
+    return None
+
+
+def _layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

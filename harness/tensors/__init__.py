@@ -2,9 +2,8 @@
 
 Every other room may import from here; this room imports nothing of the harness.
 
-- ``trees``: ``tensors_of`` and ``map_tensors``, for any value that a module takes or returns.
-- ``memory``: the bytes of all live tensors, and the classes of all live modules.
-- ``host``: copies of results on the host.
+- ``trees``: ``tensors_of`` and ``map_tensors``, for any value that a module takes or returns; copies on the host.
+- ``memory``: the bytes of all live tensors, and the classes of all live modules; frees it.
 - ``streams``: work that occupies a stream.
 - ``private``: the private names of torch, with what happens where torch lacks one.
 """

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import fx, nn
+from torch.distributed.tensor import DTensor
 
 #: The limit on garbage collections in a row. A graph needs one per layer and a last one that finds nothing; the deepest
 #: model of the cases needs far fewer than this.
@@ -204,3 +205,29 @@ def _has_storage(tensor: torch.Tensor) -> bool:
         return False
     # The compiler's fake tensors have no memory either, whatever device they claim.
     return tensor.untyped_storage().device == tensor.device
+
+
+# Frees what models hold that an implementation keeps alive: they would fill the device, one a case.
+
+
+@torch.no_grad()
+def free(held: object) -> None:
+    """Free the memory of all tensors in nested lists, tuples and mappings, whoever keeps the tensors.
+
+    Pinned memory cannot be freed so; it is the host's, and does not fill the device.
+
+    Args:
+        held: tensors of a model that is never used again; anything else is left alone.
+    """
+    if isinstance(held, DTensor):
+        free(held.to_local())
+    elif isinstance(held, torch.Tensor):
+        storage = held.untyped_storage()
+        if storage.resizable():
+            storage.resize_(0)
+    elif isinstance(held, Mapping):
+        for value in held.values():
+            free(value)
+    elif isinstance(held, list | tuple):
+        for value in held:
+            free(value)

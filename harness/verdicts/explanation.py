@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from shardproof.harness.verdicts.finding import Finding, Guess, Location, Numbers, step_label
-from shardproof.harness.verdicts.stages import Stage
+from shardproof.harness.verdicts.finding import Finding, Guess, Location, Numbers, Stage, step_label
 from shardproof.harness.verdicts.texts import ranks_of
 
 #: The most names of other tensors that diverge at the same stage that a text lists.

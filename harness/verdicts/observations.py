@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from shardproof.harness.verdicts.stages import Stage
+from shardproof.harness.verdicts.finding import Stage
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 
 import shardproof
 from shardproof.harness.worlds import entry, scratch, waiting
-from shardproof.harness.worlds.torchrun.roles import roles
+from shardproof.harness.worlds.torchrun import roles
 from shardproof.harness.worlds.waiting import Blockers, Process, Wait, WaitedTooLong
 
 #: Seconds that the forkserver may take to fork a rank. The first fork waits until the forkserver has imported torch.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import datetime
 import faulthandler
 import functools
+import importlib.util
 import os
 import pathlib
 import pickle
@@ -14,6 +16,7 @@ import signal
 import sys
 import threading
 import traceback
+import types
 from collections.abc import Collection, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
@@ -21,6 +24,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from _pytest.assertion.rewrite import rewrite_asserts
 
 from shardproof.harness.adapters import registry
 from shardproof.harness.adapters.base import Adapter
@@ -35,9 +39,47 @@ from shardproof.harness.verdicts.explanation import Explanation
 from shardproof.harness.verdicts.finding import Divergence, ProtocolError
 from shardproof.harness.verdicts.texts import MOST_OF_A_RANK, bounded
 from shardproof.harness.verdicts.verdict import Verdict
-from shardproof.harness.worlds import casefile, gloo, leftovers, meeting
+from shardproof.harness.worlds import gloo, leftovers
 from shardproof.harness.worlds.jobs import BOARD, DUMPED, Job, RankSpec, Result, RollCall
-from shardproof.harness.worlds.torchrun.roles import roles
+from shardproof.harness.worlds.torchrun import meeting, roles
+
+# Import of a case's module in a rank, under the controller's name and with pytest's assertion rewriting.
+
+
+def load(name: str, path: pathlib.Path) -> types.ModuleType:
+    """Import a case's module, once per process.
+
+    A failing bare ``assert`` shows its operands, as it does in the controller. The module is registered in
+    ``sys.modules`` under the controller's name, so that objects that the controller pickled by reference to that name
+    can be unpickled here.
+
+    Args:
+        name: the name under which the controller imported the module.
+        path: the module's source file.
+
+    Returns:
+        The module; the one already imported, if ``name`` was loaded from ``path`` before.
+
+    Raises:
+        Exception: any exception that the module's own code raises.
+    """
+    known = sys.modules.get(name)
+    if known is not None and getattr(known, "__file__", None) == str(path):
+        return known
+    source = path.read_bytes()
+    tree = ast.parse(source, filename=str(path))
+    rewrite_asserts(tree, source, str(path))
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        exec(compile(tree, str(path), "exec", dont_inherit=True), module.__dict__)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
 
 #: The directories in which compilers keep their results between processes, by the variables that choose them.
 _COMPILE_CACHES = {
@@ -308,7 +350,7 @@ def _finish_queued(device: torch.device) -> None:
 
 
 def _prepare(state: RankState, job: Job) -> tuple[Any, dict[str, Any], type[Adapter]]:
-    module = casefile.load(job.module, pathlib.Path(job.path))
+    module = load(job.module, pathlib.Path(job.path))
     function = functools.reduce(getattr, job.function.split("."), module)
     implementation = registry.load(job.implementation)
     if implementation.traits.isolation != "shared":

@@ -9,10 +9,10 @@ import threading
 from collections.abc import Sequence
 
 from shardproof.harness.verdicts.verdict import Verdict
-from shardproof.harness.worlds import forkserver, in_step, scratch
+from shardproof.harness.worlds import forkserver, scratch
 from shardproof.harness.worlds.jobs import Job, Result, WorldKey
 from shardproof.harness.worlds.lease import Leases, device_of
-from shardproof.harness.worlds.world import Outcome, World
+from shardproof.harness.worlds.world import Outcome, World, by_agreement
 
 Place = tuple[int, ...]
 """Which processes of a torchrun job have the ranks of a world; empty where all are children of this process."""
@@ -140,7 +140,7 @@ class Pool:
 
 def _has_to_show_more(results: Sequence[Result]) -> bool:
     """Whether the case passed, but left state that is excused only where its implementation is first used."""
-    passed = in_step.by_agreement(results) and all(result.verdict == Verdict.PASS for result in results)
+    passed = by_agreement(results) and all(result.verdict == Verdict.PASS for result in results)
     return passed and any(result.excused for result in results)
 
 

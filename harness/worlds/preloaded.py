@@ -21,7 +21,7 @@ from shardproof.harness.tensors import private
 
 # The first optimizer step would otherwise import it, which takes half a second in every rank.
 private.find("torch._dynamo")
-for _module in ("shardproof.harness.adapters.reference", "shardproof.harness.adapters.reference_flat"):
+for _module in ("shardproof.harness.adapters.reference", "shardproof.harness.adapters.reference"):
     with contextlib.suppress(Exception):  # one that does not import has no rank, and its cases say why
         importlib.import_module(_module)
 

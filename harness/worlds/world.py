@@ -8,21 +8,57 @@ import pathlib
 import shutil
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from multiprocessing.connection import wait
 from typing import Any
 
-from shardproof.harness.worlds.torchrun.roles.fleet import Fleet, Seat, nodes_of
-from shardproof.harness.worlds.torchrun.roles.remote import ANSWER_SECONDS, Lost, RemoteRank, gathered
-
 from shardproof.harness.collectives.board import Announcement, Board
-from shardproof.harness.verdicts.texts import bounded
+from shardproof.harness.collectives.trace import without_own_bytes
+from shardproof.harness.verdicts.texts import bounded, frames_of
 from shardproof.harness.verdicts.verdict import Verdict
-from shardproof.harness.worlds import forkserver, in_step, rank_process, scratch, waiting
+from shardproof.harness.worlds import forkserver, rank_process, scratch, waiting
 from shardproof.harness.worlds.jobs import BOARD, Job, RankSpec, Result, RollCall, WorldKey
 from shardproof.harness.worlds.rank_process import RankProcess
+from shardproof.harness.worlds.torchrun.fleet import Fleet, Seat, nodes_of
+from shardproof.harness.worlds.torchrun.remote import ANSWER_SECONDS, Lost, RemoteRank, gathered
 from shardproof.harness.worlds.waiting import Blockers, Wait, WaitedTooLong
 from shardproof.harness.worlds.watchdog import Diagnosis, collectives, diagnose, dump_stacks, stacks
+
+# Whether the ranks of a world have done the same in a case, so that they can run another one.
+
+
+def by_agreement(results: Sequence[Result]) -> bool:
+    """Whether all ranks passed, or all failed by agreement, and none left state behind."""
+    passed = all(result.verdict in (Verdict.PASS, Verdict.UNSUPPORTED) for result in results)
+    return (passed or all(result.agreed for result in results)) and not any(result.left_behind for result in results)
+
+
+def failed_alike(results: Sequence[Result]) -> bool:
+    """Whether an exception came from the same lines of code on all ranks, and none left state behind."""
+    frames = [frames_of(result.text) for result in results]
+    raised = all(result.verdict == Verdict.FAIL and not result.agreed for result in results) and all(frames)
+    return raised and all(one == frames[0] for one in frames) and not any(result.left_behind for result in results)
+
+
+def announced_alike(entries: Mapping[int, Sequence[Announcement]]) -> bool:
+    """Whether the last collective on each group was the same one for all of its members.
+
+    Args:
+        entries: for every rank of the world, its last announcements during the case, oldest first. A group on which a
+            rank issued nothing among them counts as one on which its members differ.
+    """
+    last = {rank: {entry.group: entry for entry in own} for rank, own in entries.items()}
+    return all(
+        (theirs := last[peer].get(group)) is not None and _identity(theirs) == _identity(entry)
+        for own in last.values()
+        for group, entry in own.items()
+        for peer in entry.ranks
+    )
+
+
+def _identity(entry: Announcement) -> tuple[int, str]:
+    return entry.number, without_own_bytes(entry.text)
+
 
 #: Seconds that the ranks may take from the fork to the first barrier, including device contexts and process groups.
 START_SECONDS = 120.0
@@ -217,9 +253,9 @@ class World:
         Args:
             results: those of the job that ran last.
         """
-        if in_step.by_agreement(results):
+        if by_agreement(results):
             return True
-        alike = not self.key.isolation and in_step.failed_alike(results) and in_step.announced_alike(self._announced)
+        alike = not self.key.isolation and failed_alike(results) and announced_alike(self._announced)
         return alike and not forkserver.is_stopped() and self._answers(RollCall(results[0].number))
 
     def _answers(self, call: RollCall) -> bool:

@@ -13,8 +13,8 @@ from torch.distributed.tensor.debug import _comm_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_impl import FSDPModule
-from shardproof.harness.parity import Rank
 from shardproof.harness.parity.numerics import distance
+from shardproof.harness.parity.rank import Rank
 
 _COUNTED = {*_comm_mode.c10d_collective_ops, *_comm_mode.NATIVE_TO_PY_MAPPING}
 GATHER, REDUCE, ALL_REDUCE = "_allgather_base_", "_reduce_scatter_base_", "allreduce_"

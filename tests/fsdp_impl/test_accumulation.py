@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fsdp_impl import MixedPrecisionPolicy, fully_shard
-from shardproof.harness.parity import Rank
+from shardproof.harness.parity.rank import Rank
 from shardproof.testing import world
 from tests.fsdp_impl.replicas import (
     ALL_REDUCE,

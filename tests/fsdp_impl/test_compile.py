@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fsdp_impl import MixedPrecisionPolicy, fully_shard
-from shardproof.harness.parity import Rank
+from shardproof.harness.parity.rank import Rank
 from shardproof.testing import world
 from tests.fsdp_impl.replicas import assert_close, assert_same, average_gradients, batch, plain_copy, tower
 

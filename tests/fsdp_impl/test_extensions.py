@@ -9,7 +9,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from fsdp_impl import MixedPrecisionPolicy, fully_shard
-from shardproof.harness.parity import Rank
+from shardproof.harness.parity.rank import Rank
 from shardproof.testing import world
 from tests.fsdp_impl.replicas import GATHER, assert_close, average_gradients, batch, counts, full, plain_copy
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import wrap as policies
 from torch.distributed.fsdp._flat_param import FlatParameter
 
 import fsdp_impl as ours
-from shardproof.harness.parity import Rank
+from shardproof.harness.parity.rank import Rank
 from shardproof.testing import world
 from tests.fsdp_impl.replicas import MLP, batch, tower
 

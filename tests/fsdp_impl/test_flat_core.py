@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_impl import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy
-from shardproof.harness.parity import Rank
+from shardproof.harness.parity.rank import Rank
 from shardproof.testing import world
 from tests.fsdp_impl.flat_replicas import FULL, NONE, ZERO2, assert_same_whole, texts, wrap, wrap_children
 from tests.fsdp_impl.replicas import (

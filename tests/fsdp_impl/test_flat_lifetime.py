@@ -18,7 +18,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdp_impl import BackwardPrefetch, CPUOffload, FullyShardedDataParallel, MixedPrecision
-from shardproof.harness.parity import Rank
+from shardproof.harness.parity.rank import Rank
 from shardproof.harness.tensors import memory
 from shardproof.testing import world
 from tests.fsdp_impl.flat_replicas import FULL, NONE, ZERO2, wrap_children

@@ -18,7 +18,7 @@ from fsdp_impl import (
     StateDictType,
 )
 from fsdp_impl.common import dtensor
-from shardproof.harness.parity import Rank
+from shardproof.harness.parity.rank import Rank
 from shardproof.testing import world
 from tests.fsdp_impl.flat_replicas import FULL, NONE, wrap, wrap_children
 from tests.fsdp_impl.replicas import average_gradients, batch, plain_copy, tower

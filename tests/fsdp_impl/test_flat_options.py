@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import wrap as policies
 
 from fsdp_impl import CPUOffload, FullyShardedDataParallel, ShardingStrategy
-from shardproof.harness.parity import Rank
+from shardproof.harness.parity.rank import Rank
 from shardproof.testing import world
 from tests.fsdp_impl.flat_replicas import FULL, NONE, ZERO2, assert_same_whole, texts, wrap, wrap_children
 from tests.fsdp_impl.replicas import MLP, average_gradients, batch, plain_copy, tower

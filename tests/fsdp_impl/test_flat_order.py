@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardproof.harness.parity import Rank
+from shardproof.harness.parity.rank import Rank
 from shardproof.testing import world
 from tests.fsdp_impl.flat_replicas import FULL, NONE, ZERO2, wrap
 from tests.fsdp_impl.replicas import ALL_REDUCE, GATHER, REDUCE, batch, counts

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fsdp_impl import BackwardPrefetch, FullyShardedDataParallel
-from shardproof.harness.parity import Rank
+from shardproof.harness.parity.rank import Rank
 from shardproof.testing import world
 from tests.fsdp_impl.flat_replicas import FULL, ZERO2, assert_same_whole, wrap, wrap_children
 from tests.fsdp_impl.replicas import (

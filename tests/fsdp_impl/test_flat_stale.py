@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fsdp_impl import FullyShardedDataParallel
-from shardproof.harness.parity import Rank
+from shardproof.harness.parity.rank import Rank
 from shardproof.testing import world
 from tests.fsdp_impl.flat_replicas import ZERO2, wrap
 from tests.fsdp_impl.replicas import batch

@@ -20,7 +20,7 @@ from fsdp_impl import (
     ShardingStrategy,
     StateDictType,
 )
-from shardproof.harness.parity import Rank
+from shardproof.harness.parity.rank import Rank
 from shardproof.testing import world
 from tests.fsdp_impl.flat_replicas import FULL, NONE, ZERO2, wrap, wrap_children
 from tests.fsdp_impl.replicas import plain_copy, tower

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fsdp_impl import CPUOffload, FullyShardedDataParallel, MixedPrecision
-from shardproof.harness.parity import Rank
+from shardproof.harness.parity.rank import Rank
 from shardproof.testing import world
 from tests.fsdp_impl.flat_replicas import FULL, NONE, assert_same_whole, wrap, wrap_children
 from tests.fsdp_impl.replicas import assert_close, average_gradients, batch, plain_copy, tower

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp_impl import CPUOffload, FullyShardedDataParallel
-from shardproof.harness.parity import Rank
+from shardproof.harness.parity.rank import Rank
 from shardproof.testing import world
 from tests.fsdp_impl.flat_replicas import FULL, NONE, ZERO2, wrap
 from tests.fsdp_impl.replicas import assert_close, average_gradients, batch, counts, full

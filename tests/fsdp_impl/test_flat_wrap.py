@@ -13,7 +13,7 @@ import fsdp_impl.wrap as ours
 from fsdp_impl import FullyShardedDataParallel
 from fsdp_impl.flat import wrapping
 from fsdp_impl.flat.options import Ignored
-from shardproof.harness.parity import Rank
+from shardproof.harness.parity.rank import Rank
 from shardproof.testing import world
 from tests.fsdp_impl.flat_replicas import wrap
 

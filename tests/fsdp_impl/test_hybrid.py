@@ -10,7 +10,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from fsdp_impl import fully_shard
 from fsdp_impl.common.mesh import check_replicas
-from shardproof.harness.parity import Rank
+from shardproof.harness.parity.rank import Rank
 from shardproof.testing import world
 from tests.fsdp_impl.replicas import (
     ALL_REDUCE,

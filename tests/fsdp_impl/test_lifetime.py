@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fsdp_impl import CPUOffloadPolicy, ShardingStrategy, fully_shard
-from shardproof.harness.parity import Rank
+from shardproof.harness.parity.rank import Rank
 from shardproof.harness.tensors import memory
 from shardproof.testing import world
 from tests.fsdp_impl.flat_replicas import wrap_children

@@ -22,7 +22,7 @@ from fsdp_impl import (
     register_fsdp_forward_method,
     validate_order,
 )
-from shardproof.harness.parity import Rank
+from shardproof.harness.parity.rank import Rank
 from shardproof.testing import world
 from tests.fsdp_impl.replicas import batch, tower
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_impl import MixedPrecisionPolicy, fully_shard
 from fsdp_impl.common import collectives
-from shardproof.harness.parity import Rank
+from shardproof.harness.parity.rank import Rank
 from shardproof.testing import world
 from tests.fsdp_impl.replicas import MLP, assert_same, batch, tower
 

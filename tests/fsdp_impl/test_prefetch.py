@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_impl import fully_shard
 from fsdp_impl.common import collectives, unsharded
-from shardproof.harness.parity import Rank
+from shardproof.harness.parity.rank import Rank
 from shardproof.testing import world
 from tests.fsdp_impl.replicas import MLP, assert_close, assert_same, average_gradients, batch, plain_copy, tower
 

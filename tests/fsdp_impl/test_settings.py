@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import GradScaler, OptState
 
 from fsdp_impl import FSDPModule, clip_grad_norm_, fully_shard, register_fsdp_forward_method, share_comm_ctx
 from fsdp_impl.common import collectives, streams
-from shardproof.harness.parity import Rank
+from shardproof.harness.parity.rank import Rank
 from shardproof.testing import world
 from tests.fsdp_impl.replicas import (
     GATHER,

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdp_impl import DataParallelMeshDims, MixedPrecisionPolicy, clip_grad_norm_, fully_shard
-from shardproof.harness.parity import Rank
+from shardproof.harness.parity.rank import Rank
 from shardproof.testing import world
 from tests.fsdp_impl.replicas import MLP, assert_close, assert_same, average_gradients, batch, full, plain_copy
 

@@ -12,8 +12,7 @@ from torch import nn
 from fsdp_impl.common import collectives, hooks
 from fsdp_impl.per_parameter.group import ParamGroup
 from shardproof.harness.adapters.base import Adapter, Config
-from shardproof.harness.adapters.reference import ReferenceAdapter
-from shardproof.harness.adapters.reference_flat import ReferenceFlatAdapter
+from shardproof.harness.adapters.reference import ReferenceAdapter, ReferenceFlatAdapter
 from shardproof.harness.adapters.torch_fsdp import TorchFsdpAdapter
 from shardproof.harness.adapters.torch_fully_shard import TorchFullyShardAdapter
 

@@ -7,10 +7,11 @@ from torch import nn
 
 from shardproof.harness import models
 from shardproof.harness.adapters.base import Clip, Precision
+from shardproof.harness.casework.casts import run_and_replica, step_and_check
 from shardproof.harness.models import mixed, optim
 from shardproof.harness.models.plain import Stacked
 from shardproof.harness.models.ties import TiedMLP, TiedStack
-from shardproof.harness.parity import Rank, run_and_replica, step_and_check
+from shardproof.harness.parity.rank import Rank
 from shardproof.testing import world
 
 DIM = 7

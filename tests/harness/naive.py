@@ -15,9 +15,12 @@ from torch import nn
 
 from shardproof.harness.adapters.base import Adapter, Config, OptimizerFactory, Piece, Traits, original_name, whole
 from shardproof.harness.adapters.capability import Capability
-from shardproof.harness.adapters.deepspeed_engine import DeepSpeedEngineAdapter
-from shardproof.harness.adapters.deepspeed_zero3 import DeepSpeedZero3Adapter
-from shardproof.harness.adapters.deepspeed_zero12 import DeepSpeedZero1Adapter, DeepSpeedZero2Adapter
+from shardproof.harness.adapters.deepspeed import (
+    DeepSpeedEngineAdapter,
+    DeepSpeedZero1Adapter,
+    DeepSpeedZero2Adapter,
+    DeepSpeedZero3Adapter,
+)
 from shardproof.harness.adapters.megatron_fsdp import MegatronFsdpAdapter
 from shardproof.harness.adapters.torchtitan_simple_fsdp import TorchtitanSimpleFsdpAdapter
 

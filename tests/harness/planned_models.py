@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from shardproof.harness.planning import presets
-from shardproof.harness.planning.transformers import Shape
+from shardproof.harness.planning.presets import Shape
 from shardproof.harness.tensors import memory
 
 VOCAB, DIM = 64, 32

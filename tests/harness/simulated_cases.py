@@ -16,7 +16,7 @@ from shardproof.harness import models
 from shardproof.harness.adapters.base import Accumulation, Clip, Precision
 from shardproof.harness.models import optim, parallel
 from shardproof.harness.models.rows import WIDTH, Rows
-from shardproof.harness.parity import Rank
+from shardproof.harness.parity.rank import Rank
 from shardproof.testing import Capability, needs, world
 
 UNITS = [[f"layers.{index}"] for index in range(4)]

@@ -19,9 +19,8 @@ from shardproof.harness.collectives.trace import (
     first_difference,
     rendered_difference,
 )
-from shardproof.harness.parity import Rank
-from shardproof.harness.verdicts.finding import Finding, Location
-from shardproof.harness.verdicts.stages import Stage
+from shardproof.harness.parity.rank import Rank
+from shardproof.harness.verdicts.finding import Finding, Location, Stage
 from shardproof.testing import world
 
 

@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from shardproof.harness.parity import Rank
+from shardproof.harness.parity.rank import Rank
 from shardproof.reports.run import load_run
 from shardproof.testing import world
 from tests import warm

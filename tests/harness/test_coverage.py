@@ -11,10 +11,9 @@ from torch import nn
 
 from shardproof.harness import models
 from shardproof.harness.adapters.base import Config, Piece, Traits, whole
-from shardproof.harness.parity import Rank
 from shardproof.harness.parity.coverage import Evidence, _joined, _spans_of
-from shardproof.harness.verdicts.finding import Divergence
-from shardproof.harness.verdicts.stages import Stage
+from shardproof.harness.parity.rank import Rank
+from shardproof.harness.verdicts.finding import Divergence, Stage
 from shardproof.testing import world
 
 FULL = torch.arange(24.0).view(6, 4)

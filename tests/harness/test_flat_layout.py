@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from shardproof.harness import models
-from shardproof.harness.adapters.flat_layout import flat_units
+from shardproof.harness.adapters.flat import flat_units
 
 
 def shards_of(parameters, size):

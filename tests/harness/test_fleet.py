@@ -12,15 +12,16 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from shardproof.harness.worlds.torchrun.roles.fleet import Fleet, Seat, TooFewRanks, nodes_of
-from shardproof.harness.worlds.torchrun.roles.remote import Link, Lost
 
-from shardproof.harness.parity import Rank
-from shardproof.harness.plugin import ahead, resuming
+from shardproof.harness.parity.rank import Rank
+from shardproof.harness.plugin import torchrun
 from shardproof.harness.plugin.journal import Journal
 from shardproof.harness.verdicts.verdict import Verdict
-from shardproof.harness.worlds import loop, sockets
+from shardproof.harness.worlds import loop
 from shardproof.harness.worlds.jobs import Result
+from shardproof.harness.worlds.torchrun import meeting
+from shardproof.harness.worlds.torchrun.fleet import Fleet, Seat, TooFewRanks, nodes_of
+from shardproof.harness.worlds.torchrun.remote import Link, Lost
 from shardproof.harness.worlds.torchrun.roles import remote, roles
 
 VARIABLES = {
@@ -168,22 +169,22 @@ def test_a_directory_that_this_host_does_not_see_is_no_fault_of_the_implementati
 
 @pytest.fixture
 def listening():
-    with sockets.listener(everywhere=False) as one:
+    with meeting.listener(everywhere=False) as one:
         yield one
 
 
 def accepting(listening, key):
     found = []
-    thread = threading.Thread(target=lambda: found.append(sockets.accept(listening, key)))
+    thread = threading.Thread(target=lambda: found.append(meeting.accept(listening, key)))
     thread.start()
     return thread, found
 
 
 @pytest.mark.parametrize("everywhere", [False, True])
 def test_who_knows_the_key_is_connected(everywhere):
-    with sockets.listener(everywhere=everywhere) as one:
+    with meeting.listener(everywhere=everywhere) as one:
         thread, found = accepting(one, b"key")
-        connection = sockets.connect(("127.0.0.1", one.getsockname()[1]), b"key")
+        connection = meeting.connect(("127.0.0.1", one.getsockname()[1]), b"key")
         thread.join()
         connection.send("hello")
         assert found[0].recv() == "hello"
@@ -195,13 +196,13 @@ def test_who_knows_the_key_is_connected(everywhere):
 def test_who_does_not_know_the_key_is_refused(listening):
     thread, found = accepting(listening, b"key")
     with pytest.raises(ConnectionError, match="is no process of this job"):
-        sockets.connect(listening.getsockname(), b"other")
+        meeting.connect(listening.getsockname(), b"other")
     thread.join()
     assert found == [None]
 
 
 def test_a_stranger_who_says_nothing_keeps_nobody_waiting(listening, monkeypatch):
-    monkeypatch.setattr(sockets, "_PROOF_SECONDS", 1)
+    monkeypatch.setattr(meeting, "_PROOF_SECONDS", 1)
     thread, found = accepting(listening, b"key")
     with socket.create_connection(listening.getsockname()):
         thread.join()
@@ -210,13 +211,13 @@ def test_a_stranger_who_says_nothing_keeps_nobody_waiting(listening, monkeypatch
 
 def test_the_kernel_watches_connections(listening):
     thread, found = accepting(listening, b"key")
-    connection = sockets.connect(listening.getsockname(), b"key")
+    connection = meeting.connect(listening.getsockname(), b"key")
     thread.join()
     for one in (connection, found[0]):
         raw = socket.socket(fileno=os.dup(one.fileno()))
         probes = [raw.getsockopt(socket.IPPROTO_TCP, name) for name in (socket.TCP_KEEPIDLE, socket.TCP_KEEPCNT)]
         assert raw.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1 and probes == [3, 5]
-        assert raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == sockets.SILENT_SECONDS * 1000
+        assert raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == meeting.SILENT_SECONDS * 1000
         raw.close()
         one.close()
 
@@ -237,7 +238,7 @@ def test_a_journal_is_read_after_any_byte(tmp_path, name):
     counts = []
     for length in range(len(whole) + 1):
         journal.partial.write_bytes(whole[:length])
-        run = resuming.read(journal.partial)
+        run = torchrun.read(journal.partial)
         counts.append(len((run or {}).get("cases", [])))
     assert counts == sorted(counts) and counts[-1] == 1 and counts[0] == 0
 
@@ -259,7 +260,7 @@ def test_only_the_journal_of_this_job_is_taken(tmp_path, changes, is_ours):
     content = {"environment": {"torchrun": job}, "cases": [RECORD]}
     (tmp_path / "run.json.partial").write_text(json.dumps(content) + "\n")
     (tmp_path / "run.json.running").write_text(json.dumps([["reference", "test_a.py::test_two[w2]"]]))
-    found = resuming.Resuming(tmp_path / "run.json", dataclasses.replace(here, **changes))
+    found = torchrun.Resuming(tmp_path / "run.json", dataclasses.replace(here, **changes))
     assert found.records == ({("reference", RECORD["id"]): RECORD} if is_ours else {})
     assert found.interrupted == ({("reference", "test_a.py::test_two[w2]")} if is_ours else set())
     assert (tmp_path / "run.json.earlier").exists() is is_ours, "kept until the new journal has the records"
@@ -269,8 +270,8 @@ def test_a_run_that_an_earlier_attempt_completed_is_not_repeated(tmp_path):
     job = {"run_id": "job", "attempt": 0, "agent": "another"}
     run = {"environment": {"torchrun": job}, "cases": [RECORD], "end": {"complete": True, "exit_code": 1}}
     (tmp_path / "run.json").write_text(json.dumps(run) + "\n")
-    assert resuming.Resuming(tmp_path / "run.json", place()).exit_code == 1
-    assert resuming.Resuming(tmp_path / "run.json", place(attempt=0)).exit_code is None
+    assert torchrun.Resuming(tmp_path / "run.json", place()).exit_code == 1
+    assert torchrun.Resuming(tmp_path / "run.json", place(attempt=0)).exit_code is None
 
 
 def test_a_case_that_was_about_to_start_its_ranks_is_ended_too(monkeypatch):
@@ -282,9 +283,11 @@ def test_a_case_that_was_about_to_start_its_ranks_is_ended_too(monkeypatch):
             if len(aborted) == 2:  # the ranks have started since the first time
                 ended.set()
 
-    monkeypatch.setattr(ahead.cases, "launch_of", lambda item: SimpleNamespace(size=1))
+    monkeypatch.setattr(torchrun.cases, "launch_of", lambda item: SimpleNamespace(size=1))
     item = SimpleNamespace(nodeid="one")
-    running = ahead.Ahead([item], SimpleNamespace(size=2), Pool(), run=lambda _: ended.wait(), may_run=lambda _: True)
+    running = torchrun.Ahead(
+        [item], SimpleNamespace(size=2), Pool(), run=lambda _: ended.wait(), may_run=lambda _: True
+    )
     running._start(item)
     closing = threading.Thread(target=running.close, daemon=True)
     closing.start()

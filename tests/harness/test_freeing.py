@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from shardproof.harness.adapters.freeing import free
+from shardproof.harness.tensors.memory import free
 
 
 def test_all_tensors_are_freed_however_they_are_nested():

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from shardproof.harness.casework.other_worlds import other_worlds
-from shardproof.harness.parity import Rank
+from shardproof.harness.parity.rank import Rank
 from shardproof.harness.worlds import gloo
 from shardproof.testing import world
 

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from shardproof.harness.parity import Rank
+from shardproof.harness.parity.rank import Rank
 from shardproof.harness.worlds.jobs import WorldKey
 from shardproof.harness.worlds.world import World, WorldDied
 from shardproof.testing import world

@@ -7,8 +7,7 @@ import time
 
 import pytest
 
-from shardproof.harness.parity.exchange import Exchange
-from shardproof.harness.parity.host_exchange import _LENGTH, HostExchange
+from shardproof.harness.parity.exchange import _LENGTH, Exchange, HostExchange
 
 
 def _world(folder, nodes):

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from shardproof.harness.collectives.board import Announcement
-from shardproof.harness.worlds import in_step
+from shardproof.harness.worlds import world
 from shardproof.harness.worlds.jobs import Result
 
 CASES = """
@@ -149,12 +149,12 @@ def announced(number, text="all_gather float32 8 B", *, group="dp", ranks=(0, 1)
     ],
 )
 def test_the_last_collective_of_each_group_is_compared(first, second, alike):
-    assert in_step.announced_alike({0: first, 1: second}) is alike
+    assert world.announced_alike({0: first, 1: second}) is alike
 
 
 def test_what_is_no_exception_is_not_alike():
     texts = ['Traceback\n  File "a", line 1\nValueError', "1 leaf is missing"]
     for text in texts:
         results = [Result(1, rank, "fail", text) for rank in range(2)]
-        assert in_step.failed_alike(results) is text.startswith("Traceback")
-    assert not in_step.failed_alike([Result(1, 0, "fail", texts[0]), Result(1, 1, "crash", texts[0])])
+        assert world.failed_alike(results) is text.startswith("Traceback")
+    assert not world.failed_alike([Result(1, 0, "fail", texts[0]), Result(1, 1, "crash", texts[0])])

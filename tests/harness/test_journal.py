@@ -16,7 +16,7 @@ import time
 
 import pytest
 
-from shardproof.harness.plugin import exit_codes
+from shardproof.harness.plugin import hooks
 from shardproof.harness.plugin.journal import Journal
 from shardproof.reports.run import RunFileError, load_run
 from tests import warm
@@ -308,7 +308,7 @@ def test_a_run_file_that_cannot_be_completed_fails_the_run(run, pytester):
     )
     pytester.syspathinsert()
     result = run(PASSES, "--report", "run.json", "-p", "in_the_way")
-    assert result.ret == exit_codes.INCOMPLETE
+    assert result.ret == hooks.INCOMPLETE
     result.stdout.fnmatch_lines(["ERROR: the run file could not be completed: --report *: this is a directory;*"])
     left = left_by(pytester)
     assert len(left.cases) == 1 and left.incomplete
@@ -384,7 +384,7 @@ def test_case(rank):
 
 def test_an_implementation_that_was_asked_nothing_has_an_exit_code_of_its_own(run):
     result = run(NOTHING_TO_ASK, "--impl", "ddp,reference")
-    assert result.ret == exit_codes.ASKED_NOTHING
+    assert result.ret == hooks.ASKED_NOTHING
     result.stdout.fnmatch_lines(["ERROR: no case ran on ddp: every case was skipped or deselected"])
     assert run(NOTHING_TO_ASK, "--impl", "ddp").ret == pytest.ExitCode.NO_TESTS_COLLECTED, "nothing ran at all"
     assert run(NOTHING_TO_ASK, "--impl", "reference").ret == 0

@@ -11,7 +11,7 @@ import types
 
 import pytest
 
-from shardproof.harness.plugin import live
+from shardproof.harness.plugin import terminal
 from tests import warm
 from tests.harness.inner import PYTHONPATH, QUIET
 
@@ -90,7 +90,7 @@ def registered(*, is_terminal=True, verbose=0, capture="fd", **attributes):
         register=lambda *given: found.append(given),
     )
     option = types.SimpleNamespace(verbose=verbose, capture=capture)
-    live.register(types.SimpleNamespace(pluginmanager=manager, option=option, **attributes))
+    terminal.register(types.SimpleNamespace(pluginmanager=manager, option=option, **attributes))
     return bool(found)
 
 
@@ -132,4 +132,4 @@ def test_without_rich_there_is_no_line(without_ci, monkeypatch):
     ],
 )
 def test_a_case_is_named_in_a_few_words(nodeid, label):
-    assert live.label_of(nodeid) == label
+    assert terminal.label_of(nodeid) == label

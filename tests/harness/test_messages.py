@@ -189,7 +189,7 @@ ALIKE = """
 import pytest
 from shardproof.testing import world
 from shardproof.harness.verdicts.finding import Finding, Location
-from shardproof.harness.verdicts.stages import Stage
+from shardproof.harness.verdicts.finding import Stage
 @world(2)
 @pytest.mark.parametrize("n", range(12))
 def test_case(rank, n):

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from shardproof.harness.casework.other_worlds import other_worlds
 from shardproof.harness.collectives.announce import Announcer
-from shardproof.harness.parity import Rank
+from shardproof.harness.parity.rank import Rank
 from shardproof.harness.parity.rank_state import process_groups
 from shardproof.testing import world
 

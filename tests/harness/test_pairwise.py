@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from shardproof.harness.plugin.pairwise import WORLD, Combination, cover
+from shardproof.harness.plugin.effort import WORLD, Combination, cover
 
 ROOT = pathlib.Path(__file__).parents[2]
 

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from shardproof.harness.adapters import registry
-from shardproof.harness.planning import anatomy, meshes, planned, presets, simulated, traffic, units
+from shardproof.harness.planning import anatomy, planned, presets, request, simulated
 from shardproof.harness.planning.request import Request
 from shardproof.harness.planning.subject import subject_of
-from shardproof.harness.simulation import Ledger, simulated_world
+from shardproof.harness.simulation.memory import Ledger
+from shardproof.harness.simulation.world import simulated_world
 from shardproof.harness.tensors import memory
 from tests.harness import planned_models
 from tests.harness.planned_models import objects_of_others_rest  # noqa: F401
@@ -164,16 +165,21 @@ def test_recomputed_activations_do_not_wait_for_backward():
 
 
 def test_units_are_the_blocks_that_repeat():
-    assert units.choose(planned_models.two_lists()) == ["encoder.layers.0", "encoder.layers.1", "heads.0", "heads.2"]
-    assert units.choose(planned_models.gpt()) == ["layers.0", "layers.1"]
-    assert units.choose(planned_models.one_layer()[0]) == []
+    assert anatomy.choose_units(planned_models.two_lists()) == [
+        "encoder.layers.0",
+        "encoder.layers.1",
+        "heads.0",
+        "heads.2",
+    ]
+    assert anatomy.choose_units(planned_models.gpt()) == ["layers.0", "layers.1"]
+    assert anatomy.choose_units(planned_models.one_layer()[0]) == []
 
 
 def test_units_by_class_and_by_name():
-    assert units.choose(planned_models.two_lists(), ["LayerNorm", "ModuleDict"]) == ["encoder", "norm"]
-    assert units.choose(planned_models.gpt(), ["GptBlock", "head"]) == ["layers.0", "layers.1", "head"]
+    assert anatomy.choose_units(planned_models.two_lists(), ["LayerNorm", "ModuleDict"]) == ["encoder", "norm"]
+    assert anatomy.choose_units(planned_models.gpt(), ["GptBlock", "head"]) == ["layers.0", "layers.1", "head"]
     with pytest.raises(ValueError, match=r"^--unit Conv2d: no .*; classes are LayerNorm, Linear, ModuleDict, "):
-        units.choose(planned_models.two_lists(), ["Linear", "Conv2d"])
+        anatomy.choose_units(planned_models.two_lists(), ["Linear", "Conv2d"])
 
 
 def test_a_unit_has_the_parameters_that_no_inner_unit_has():
@@ -192,8 +198,8 @@ def test_a_unit_has_the_parameters_that_no_inner_unit_has():
     [("all_gather", 4, 0.75), ("reduce_scatter", 8, 0.875), ("all_reduce", 2, 1.0), ("broadcast", 4, 1.0)],
 )
 def test_what_a_ring_sends(kind, size, factor):
-    assert traffic.sent(kind, 800, size) == factor * 800
-    assert traffic.sent(kind, 800, 1) == 0
+    assert planned.sent(kind, 800, size) == factor * 800
+    assert planned.sent(kind, 800, 1) == 0
 
 
 @pytest.mark.parametrize(
@@ -207,14 +213,14 @@ def test_what_a_ring_sends(kind, size, factor):
     ],
 )
 def test_which_part_of_a_ring_leaves_a_host(group, node_size, part):
-    assert traffic.crossing(list(group), node_size) == part
+    assert planned.crossing(list(group), node_size) == part
 
 
 def test_worlds_of_the_same_kind():
-    assert meshes.parse("64x8") == (64, 8) and meshes.parse("512") == (512,)
-    assert meshes.scaled((64, 8), 16) == (2, 8) and meshes.scaled((64,), 16) == (16,)
-    assert meshes.parse_worlds("64, 8,64") == [8, 64]
-    assert meshes.hosts_of((64, 8), 8) == 64 and meshes.hosts_of((3,), 8) == 1
+    assert request.parse("64x8") == (64, 8) and request.parse("512") == (512,)
+    assert request.scaled((64, 8), 16) == (2, 8) and request.scaled((64,), 16) == (16,)
+    assert request.parse_worlds("64, 8,64") == [8, 64]
+    assert request.hosts_of((64, 8), 8) == 64 and request.hosts_of((3,), 8) == 1
 
 
 @pytest.mark.parametrize("name", presets.KNOWN)
@@ -224,4 +230,4 @@ def test_a_known_shape_has_the_parameters_of_its_name(name):
         model = presets.build(shape, shape.length)
     numel = sum(parameter.numel() for parameter in model.parameters())
     assert float(name.partition(":")[2].removesuffix("b")) == pytest.approx(numel / 1e9, rel=0.04, abs=0.05)
-    assert len(units.choose(model)) == shape.layers
+    assert len(anatomy.choose_units(model)) == shape.layers

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
-from shardproof.harness.plugin.quick import Candidate, choose
+from shardproof.harness.plugin.effort import Candidate, choose_quick
 
 
 def candidate(function="f", *requirements, file="a.py", **more):
@@ -28,7 +28,7 @@ def grid(function, requirement, **axes):
 
 def test_each_function_has_one_item():
     candidates = [candidate("f", "A-1")] * 5 + [candidate("g", "A-2")] * 5 + [candidate("h", "A-2")]
-    assert [candidates[index].function for index in choose(candidates)] == ["f", "g", "h"]
+    assert [candidates[index].function for index in choose_quick(candidates)] == ["f", "g", "h"]
 
 
 def test_each_of_different_things_has_one_item():
@@ -36,39 +36,39 @@ def test_each_of_different_things_has_one_item():
     candidates = [
         dataclasses.replace(one, apart=(one.values["what"],)) for one in grid("f", "A-1", what=things, own=["x", "y"])
     ]
-    chosen = [candidates[index].values for index in choose(candidates)]
+    chosen = [candidates[index].values for index in choose_quick(candidates)]
     assert [values["what"] for values in chosen] == things
     assert {values["own"] for values in chosen} == {"x", "y"}
     cannot = [dataclasses.replace(one, runs=one.values["what"] != "b") for one in candidates]
-    assert [cannot[index].values["what"] for index in choose(cannot)] == ["a", "c"]
+    assert [cannot[index].values["what"] for index in choose_quick(cannot)] == ["a", "c"]
 
 
 def test_what_can_run_comes_before_what_cannot():
     candidates = [candidate("f", runs=False), candidate("g", runs=False), candidate("g")]
-    assert choose(candidates) == [2]
+    assert choose_quick(candidates) == [2]
 
 
 def test_a_requirement_of_which_nothing_can_run_has_one_item_all_the_same():
     candidates = [candidate("f", runs=False), candidate("f", runs=False), candidate("g", runs=False)]
-    assert choose(candidates) == [0]
-    assert choose([candidate("f", "A-1", "A-2", runs=False), candidate("g", "A-2")]) == [0, 1]
+    assert choose_quick(candidates) == [0]
+    assert choose_quick([candidate("f", "A-1", "A-2", runs=False), candidate("g", "A-2")]) == [0, 1]
 
 
 def test_the_last_values_come_first_and_the_others_in_turn():
     norms = ["2", "1", "inf"]
     candidates = [one for n in range(4) for one in grid(f"f{n}", f"A-{n}", norm=norms, own=["plain", "odd"])]
-    chosen = [(candidates[index].values["norm"], candidates[index].values["own"]) for index in choose(candidates)]
+    chosen = [(candidates[index].values["norm"], candidates[index].values["own"]) for index in choose_quick(candidates)]
     assert chosen == [("inf", "odd"), ("1", "plain"), ("2", "odd"), ("inf", "plain")]
 
 
 def test_of_equal_ones_the_fewest_ranks_that_mean_something():
-    assert choose([candidate(size=2), candidate(size=4)]) == [0]
-    assert choose([candidate(size=2, is_meant=False), candidate(size=4)]) == [1]
-    assert choose([candidate(size=2, is_meant=False), candidate(size=4, runs=False)]) == [0]
+    assert choose_quick([candidate(size=2), candidate(size=4)]) == [0]
+    assert choose_quick([candidate(size=2, is_meant=False), candidate(size=4)]) == [1]
+    assert choose_quick([candidate(size=2, is_meant=False), candidate(size=4, runs=False)]) == [0]
 
 
 def test_the_choice_in_a_file_does_not_depend_on_other_files():
     own = grid("f", "A-1", a=["0", "1", "2"]) + grid("f", "A-2", a=["0", "1", "2"])
     other = [candidate("g", "B-1", file="b.py", values={"a": "2"})] * 3
-    alone = choose(own)
-    assert [index - 3 for index in choose([*other, *own]) if index >= 3] == alone
+    alone = choose_quick(own)
+    assert [index - 3 for index in choose_quick([*other, *own]) if index >= 3] == alone

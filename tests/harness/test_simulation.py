@@ -15,17 +15,18 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardproof.harness.adapters.base import Config
-from shardproof.harness.adapters.reference import ReferenceAdapter
-from shardproof.harness.adapters.reference_flat import ReferenceFlatAdapter
+from shardproof.harness.adapters.reference import ReferenceAdapter, ReferenceFlatAdapter
 from shardproof.harness.adapters.replicas import DdpAdapter
 from shardproof.harness.collectives.trace import Collective
 from shardproof.harness.models import busy, mean_square, optim
 from shardproof.harness.plugin.selection import resolve
-from shardproof.harness.simulation import Kind, Ledger, Shape, Simulation, by_group, simulated_world, survival
+from shardproof.harness.simulation import training
 from shardproof.harness.simulation.formulas import chunk
-from shardproof.harness.simulation.process import is_clean
+from shardproof.harness.simulation.memory import Kind, Ledger
 from shardproof.harness.simulation.tensors import Tensors
-from shardproof.harness.simulation.world import check_shape, ranks_along
+from shardproof.harness.simulation.traffic import Shape, by_group
+from shardproof.harness.simulation.training import Simulation
+from shardproof.harness.simulation.world import check_shape, is_clean, ranks_along, simulated_world
 from shardproof.harness.tensors import memory
 from shardproof.testing import simulated
 
@@ -213,8 +214,8 @@ def test_peaks_are_those_that_the_allocator_counts(kind):
 
 
 def test_ddp_cannot_be_simulated_and_why():
-    assert "data is not allocated yet" in str(survival.why_not(DdpAdapter))
-    assert survival.why_not(ReferenceAdapter) is None
+    assert "data is not allocated yet" in str(training.why_not(DdpAdapter))
+    assert training.why_not(ReferenceAdapter) is None
     assert is_clean()
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardproof.harness.parity import Rank
+from shardproof.harness.parity.rank import Rank
 from shardproof.harness.worlds import pool
 from shardproof.harness.worlds.jobs import Job, Result, WorldKey
 from shardproof.testing import world

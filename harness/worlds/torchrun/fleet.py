@@ -12,12 +12,12 @@ from collections.abc import Collection, Iterable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from shardproof.harness.worlds.torchrun.roles.remote import Link, Lost, RemoteRank, gathered
-from shardproof.harness.worlds.torchrun.roles.roles import Place
-
-from shardproof.harness.worlds import forkserver, sockets, store
+from shardproof.harness.worlds import forkserver
 from shardproof.harness.worlds.forkserver import FORK_SECONDS
 from shardproof.harness.worlds.jobs import Meeting, RankSpec
+from shardproof.harness.worlds.torchrun import meeting
+from shardproof.harness.worlds.torchrun.remote import Link, Lost, RemoteRank, gathered
+from shardproof.harness.worlds.torchrun.roles import Place
 from shardproof.harness.worlds.waiting import Blockers, Wait, WaitedTooLong
 
 #: Seconds that the supervisors may take to come, after torch elastic has started all processes at the same time.
@@ -63,7 +63,7 @@ class Fleet:
         self._key = secrets.token_bytes(32)
         # Where the job's store outlives a restart, the keys of the last attempt's worlds are still there.
         self._name = secrets.token_hex(8)
-        self._listening = sockets.listener(everywhere=place.nodes > 1)
+        self._listening = meeting.listener(everywhere=place.nodes > 1)
         self._links: dict[int, Link] = {}
         self._connections: dict[tuple[int, int], Connection] = {}
         self._changed = threading.Condition()
@@ -71,7 +71,7 @@ class Fleet:
         self._is_alone = False
         self._numbers = 0
         threading.Thread(target=self._accept, name="shardproof accepts", daemon=True).start()
-        store.announce(place, self._listening.getsockname()[1], self._key)
+        meeting.announce(place, self._listening.getsockname()[1], self._key)
 
     @property
     def size(self) -> int:
@@ -237,7 +237,7 @@ class Fleet:
         """Accept connections for as long as the job runs."""
         while True:
             try:
-                connection = sockets.accept(self._listening, self._key)
+                connection = meeting.accept(self._listening, self._key)
             except OSError:
                 return
             if connection is None:

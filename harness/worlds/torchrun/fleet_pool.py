@@ -6,10 +6,9 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-from shardproof.harness.worlds.torchrun.roles.fleet import Fleet
-
 from shardproof.harness.worlds.jobs import Job, WorldKey
 from shardproof.harness.worlds.pool import Place, Pool
+from shardproof.harness.worlds.torchrun.fleet import Fleet
 from shardproof.harness.worlds.world import Outcome, World
 
 

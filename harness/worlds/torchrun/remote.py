@@ -11,11 +11,10 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
-from shardproof.harness.worlds.torchrun.roles.roles import Place
-
 from shardproof.harness.collectives.board import Announcement
 from shardproof.harness.verdicts.verdict import Verdict
 from shardproof.harness.worlds.jobs import RankSpec
+from shardproof.harness.worlds.torchrun.roles import Place
 
 #: Seconds in which a supervisor answers. It has nothing to compute; a stack dump takes three seconds at most.
 ANSWER_SECONDS = 10.0

@@ -17,12 +17,12 @@ from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any
 
-from shardproof.harness.worlds.torchrun.roles.roles import Place
-
 from shardproof.harness.collectives.board import Announcement, Board
-from shardproof.harness.worlds import forkserver, rank_process, scratch, sockets, store
+from shardproof.harness.worlds import forkserver, rank_process, scratch
 from shardproof.harness.worlds.jobs import BOARD, RankSpec
 from shardproof.harness.worlds.rank_process import RankProcess
+from shardproof.harness.worlds.torchrun import meeting
+from shardproof.harness.worlds.torchrun.roles import Place
 from shardproof.harness.worlds.waiting import WaitedTooLong
 from shardproof.harness.worlds.watchdog import dump_stacks, stacks
 
@@ -48,7 +48,7 @@ def main(place: Place) -> int:
     forkserver.start()
     supervisor = None
     try:
-        address, key, connection = store.join(place)
+        address, key, connection = meeting.join(place)
         supervisor = Supervisor(address, key)
         connection.send(place)
         return supervisor.serve(connection)
@@ -158,7 +158,7 @@ class Supervisor:
         folder = pathlib.Path(spec.directory)
         try:
             board = Board(folder / BOARD, spec.key.size)
-            theirs = sockets.connect(self._address, self._key)
+            theirs = meeting.connect(self._address, self._key)
             theirs.send((number, spec.index))
             process = rank_process.spawn(spec, theirs)
         except (OSError, WaitedTooLong, forkserver.ForkserverEnded) as error:

@@ -1,0 +1,236 @@
+"""How the ranks of a world of several hosts find each other: through the store of their torchrun job."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import socket
+import struct
+import time
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import TYPE_CHECKING
+
+from shardproof.harness.parity.exchange import Exchange, HostExchange
+from shardproof.harness.worlds.jobs import Meeting, RankSpec
+from shardproof.harness.worlds.torchrun.roles import Place
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+
+# Connections between the processes of a job of torchrun: messages over TCP, from who knows the job's key alone.
+#
+# The kernel looks after each connection: it ends one whose other host has been silent for ``SILENT_SECONDS``, however
+# busy the processes are. Imports no torch.
+
+
+#: Seconds of silence after which a connection ends. A host that is there answers the kernel's probes at once, even if
+#: all of its processes are stopped.
+SILENT_SECONDS = 15
+
+#: Seconds between two probes.
+_PROBE_SECONDS = 3
+
+#: Seconds that the other side may take to prove that it knows the key.
+_PROOF_SECONDS = 10
+
+
+def listener(*, everywhere: bool) -> socket.socket:
+    """Listen on a free port.
+
+    Args:
+        everywhere: on all interfaces, for a job of several hosts; otherwise on the loopback interface.
+    """
+    if not everywhere:
+        return socket.create_server(("127.0.0.1", 0), backlog=1024)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+    return socket.create_server(("", 0), backlog=1024)
+
+
+def accept(listening: socket.socket, key: bytes) -> Connection | None:
+    """Accept one connection; None if the other side did not prove that it knows the key.
+
+    Raises:
+        OSError: ``listening`` is closed.
+    """
+    raw, _ = listening.accept()
+    with contextlib.suppress(OSError, EOFError, AuthenticationError, AssertionError):
+        return _trusted(raw, key, accepts=True)
+    return None
+
+
+def connect(address: tuple[str, int], key: bytes) -> Connection:
+    """Connect to a process of the job.
+
+    Args:
+        address: its host and port.
+        key: the job's key.
+
+    Raises:
+        OSError: there is no connection, or the other side does not know the key.
+    """
+    raw = socket.create_connection(address, timeout=_PROOF_SECONDS)
+    try:
+        return _trusted(raw, key, accepts=False)
+    except (EOFError, AuthenticationError, AssertionError):
+        raise ConnectionError(f"{address[0]}:{address[1]} is no process of this job") from None
+
+
+def _trusted(raw: socket.socket, key: bytes, *, accepts: bool) -> Connection:
+    """Let both sides prove that they know the key, and return the connection."""
+    watch(raw)
+    raw.settimeout(None)
+    # Also for what the other side never sends: a thread must not wait for a stranger.
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _PROOF_SECONDS, 0))
+    option = socket.fromfd(raw.fileno(), raw.family, raw.type)
+    connection: Connection = Connection(raw.detach())
+    try:
+        steps = [deliver_challenge, answer_challenge]
+        for step in steps if accepts else reversed(steps):
+            step(connection, key)
+        option.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
+    except BaseException:
+        connection.close()
+        raise
+    finally:
+        option.close()
+    return connection
+
+
+def watch(raw: socket.socket) -> None:
+    """Let the kernel end a connection whose other host is silent, and send what is written at once."""
+    raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_SECONDS)
+    raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_SECONDS)
+    raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, SILENT_SECONDS // _PROBE_SECONDS)
+    raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_SECONDS * 1000)
+
+
+# The store of a torchrun job, through which its processes find each other; imports torch when it is used.
+
+
+#: Time in which the controller announces itself: it reads its options first, which imports an implementation's package.
+_TIMEOUT = datetime.timedelta(seconds=300)
+
+_CONTROLLER = "controller"
+_POLL_SECONDS = 0.2
+
+_KEEP: list[object] = []
+
+
+def announce(place: Place, port: int, key: bytes) -> None:
+    """Write where the controller listens, and the job's key.
+
+    The key keeps out what does not belong to the job by accident or from outside. Whoever can read the job's store can
+    read it, as torch's own process groups can be joined by whoever can.
+    """
+    _job(place).set(_CONTROLLER, f"{port} {key.hex()}")
+
+
+def join(place: Place) -> tuple[tuple[str, int], bytes, Connection]:
+    """Wait for what the controller announces, and connect with it.
+
+    Where the job's store outlives a restart, as with a static rendezvous, what the last controller announced is there
+    until this one does.
+
+    Returns:
+        The controller's address, the job's key, and the connection.
+
+    Raises:
+        OSError: there is no controller.
+    """
+    store = _job(place)
+    store.wait([_CONTROLLER], _TIMEOUT)
+    master = place.master if place.nodes > 1 else "127.0.0.1"
+    until = time.monotonic() + _TIMEOUT.total_seconds()
+    while True:
+        port, key = store.get(_CONTROLLER).decode().split()
+        address = (master, int(port))
+        try:
+            return address, bytes.fromhex(key), connect(address, bytes.fromhex(key))
+        except OSError:
+            if time.monotonic() > until:
+                raise
+        time.sleep(_POLL_SECONDS)
+
+
+def of_world(master: str, port: int, prefix: str) -> Store:
+    """Return the part of the job's store that belongs to one world.
+
+    Args:
+        master: the address of the store.
+        port: its port.
+        prefix: the prefix of the world's keys.
+    """
+    from torch.distributed import PrefixStore, TCPStore
+
+    return PrefixStore(prefix, TCPStore(master, port, is_master=False, timeout=_TIMEOUT))
+
+
+def _job(place: Place) -> Store:
+    """Join the job's store as torch itself does, which also starts it where no torchrun has."""
+    from torch.distributed import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
+    store, _, _ = next(iter(rendezvous("env://", timeout=_TIMEOUT)))
+    # Where this process holds the store, it lives as long as the process.
+    _KEEP.append(store)
+    return PrefixStore(f"shardproof/{place.run_id}", store)
+
+
+def store_of(meeting: Meeting) -> Store:
+    """Return the world's part of the job's store."""
+    return of_world(meeting.master, meeting.port, meeting.prefix)
+
+
+def across(spec: RankSpec, within: Exchange, shared: Store) -> HostExchange:
+    """Connect this rank with those of other hosts (collective).
+
+    Of two hosts the one with the smaller number connects: the host of rank 0 may know itself by an address that only
+    it can use, and the others know the addresses by which they reach it.
+
+    Args:
+        spec: which rank of which world this process is.
+        within: this rank's part in the exchanges of its host.
+        shared: the world's part of the job's store.
+
+    Raises:
+        OSError: another host cannot be reached.
+    """
+    assert spec.meeting is not None, "only ranks of several hosts meet"
+    node, key = spec.nodes[spec.index], spec.meeting.key
+    others = [rank for rank, other in enumerate(spec.nodes) if other != node]
+    awaited = [rank for rank in others if spec.nodes[rank] < node]
+    peers: dict[int, Connection] = {}
+    with listener(everywhere=True) as listening:
+        address = _own_address(spec.meeting)
+        shared.set(f"exchange{spec.index}", f"{address} {listening.getsockname()[1]}")
+        for rank in others:
+            if rank not in awaited:
+                host, port = shared.get(f"exchange{rank}").decode().split()
+                peers[rank] = connect((host, int(port)), key)
+                peers[rank].send(spec.index)
+        while not set(awaited) <= set(peers):
+            connection = accept(listening, key)
+            if connection is not None:
+                peers[connection.recv()] = connection
+    here = [rank for rank, other in enumerate(spec.nodes) if other == node]
+    return HostExchange(within, here=here, peers={rank: _raw(peer) for rank, peer in sorted(peers.items())})
+
+
+def _own_address(meeting: Meeting) -> str:
+    """Return the address from which this host reaches the job's store; other hosts reach this one there."""
+    with socket.create_connection((meeting.master, meeting.port), timeout=60) as probe:
+        return str(probe.getsockname()[0])
+
+
+def _raw(connection: Connection) -> socket.socket:
+    """Return the socket of a connection, which is closed."""
+    raw = socket.socket(fileno=socket.dup(connection.fileno()))
+    connection.close()
+    return raw
