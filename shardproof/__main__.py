@@ -72,39 +72,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return BAD_USAGE
     # Each command is imported when it is chosen: a run file can be read without torch and pytest.
     if command == "run":
-        from shardproof.run import run
+        from shardproof.commands.run import run
 
         return run(given[1:])
     if command == "report":
-        from shardproof.reports.command import report
+        from shardproof.commands.report import report
 
         return report(given[1:])
     if command == "page":
-        from shardproof.reports.page_command import page
+        from shardproof.commands.page import page
 
         return page(given[1:])
     if command == "gate":
-        from shardproof.reports.gate_command import gate
+        from shardproof.commands.gate import gate
 
         return gate(given[1:])
     if command == "expectations":
-        from shardproof.reports.draft_command import expectations
+        from shardproof.commands.expectations import expectations
 
         return expectations(given[1:])
     if command == "merge":
-        from shardproof.reports.merge_command import merge_command
+        from shardproof.commands.merge import merge_command
 
         return merge_command(given[1:])
     if command == "plan":
-        from shardproof.plan import plan
+        from shardproof.commands.plan import plan
 
         return plan(given[1:])
     if command == "implementations":
-        from shardproof.implementations import implementations
+        from shardproof.commands.implementations import implementations
 
         return implementations(given[1:])
     if command == "torch-names":
-        from shardproof.torch_names import torch_names
+        from shardproof.commands.torch_names import torch_names
 
         return torch_names(given[1:])
     print(f"shardproof: {command!r} is not a command; use {COMMANDS}" if command else USAGE, file=sys.stderr)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import shardproof.run
+import shardproof.commands.run
 from shardproof.__main__ import COMMANDS, USAGE, main
 
 ROOT = Path(__file__).parents[1]
@@ -64,7 +64,7 @@ def test_the_help_of_run_precedes_that_of_pytest(monkeypatch, capsys):
     # The command changes both, for pytest.
     monkeypatch.setenv("PYTEST_PLUGINS", "")
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(shardproof.run.pytest, "main", lambda arguments: print("pytest's") or 0)
+    monkeypatch.setattr(shardproof.commands.run.pytest, "main", lambda arguments: print("pytest's") or 0)
     assert main(["run", "--help"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("usage: shardproof run ") and printed.endswith("\npytest's\n")

@@ -181,7 +181,7 @@ def test_an_option_of_another_kind_is_refused(given, capsys):
 
 
 def test_a_torch_that_simulation_does_not_know(monkeypatch, capsys):
-    from shardproof import plan
+    from shardproof.commands import plan
     from shardproof.harness.tensors import private
 
     complaint = private.complaint_about("torch._subclasses.fake_tensor.FakeTensor")

@@ -5,8 +5,8 @@ import json
 import pytest
 from expecttest import assert_expected_inline
 
+from shardproof.commands.expectations import expectations
 from shardproof.harness.plugin.known_failures import load_file
-from shardproof.reports.draft_command import expectations
 from tests.reports import samples
 
 TRACEBACK = 'rank 0 of 2:\nTraceback (most recent call last):\n  File x\ntorch.OutOfMemoryError: a "b" \\ c'

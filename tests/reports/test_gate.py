@@ -5,7 +5,7 @@ import json
 import pytest
 from expecttest import assert_expected_inline
 
-from shardproof.reports.gate_command import gate
+from shardproof.commands.gate import gate
 from tests.reports import samples
 
 FAILURE = {"text": "Traceback\n  File x\nValueError: no | way", "stage": None, "step": None, "rank": None}

@@ -5,7 +5,7 @@ import json
 import pytest
 from expecttest import assert_expected_inline
 
-from shardproof.reports.draft_command import expectations
+from shardproof.commands.expectations import expectations
 from tests.reports import samples
 
 COMPLETE = {"complete": True, "reason": "", "exit_code": 1, "seconds": 1.0}

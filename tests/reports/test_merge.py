@@ -6,9 +6,9 @@ import json
 import pytest
 from expecttest import assert_expected_inline
 
+from shardproof.commands.merge import merge_command
 from shardproof.reports.matrix import render_summary
 from shardproof.reports.merge import MergeError, merge
-from shardproof.reports.merge_command import merge_command
 from shardproof.reports.run import load_run, parse_run
 from tests.reports import samples
 

@@ -4,8 +4,8 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 
+from shardproof.commands.report import BAD_INPUT
 from shardproof.reports import helptext
-from shardproof.reports.command import BAD_INPUT
 from shardproof.reports.draft import draft
 from shardproof.reports.mended import check
 from shardproof.reports.run import Run, RunFileError, load_run

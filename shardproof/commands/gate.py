@@ -6,9 +6,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
+from shardproof.commands.report import BAD_INPUT
 from shardproof.reports import helptext
 from shardproof.reports.accepted import AcceptanceError, accept, load
-from shardproof.reports.command import BAD_INPUT
 from shardproof.reports.origins import described
 from shardproof.reports.regressions import ALLOWED, Incomparable, check_comparable, compare
 from shardproof.reports.regressions_text import FORMATS

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardproof.reports.command import BAD_INPUT
+from shardproof.commands.report import BAD_INPUT
 from shardproof.reports.plan import Plan, is_plan, load_plan
 from shardproof.reports.run import Run, load_run
 from shardproof.reports.table import printable

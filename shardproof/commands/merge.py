@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from shardproof.commands.report import BAD_INPUT
 from shardproof.reports import helptext
-from shardproof.reports.command import BAD_INPUT
 from shardproof.reports.merge import MergeError, merge
 from shardproof.reports.run import RunFileError
 from shardproof.reports.table import printable
