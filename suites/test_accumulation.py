@@ -301,16 +301,39 @@ def test_gradients_that_a_script_drops(rank: Rank, dropped: str, when: str, opti
 
 @contract("ACCUMULATION-11")
 @world(2)
+@needs(Capability.FLAT_PARAMETERS, Capability.DEFERRED_REDUCTION)
+def test_gradients_that_are_not_reduced(rank: Rank) -> None:
+    """Until they are reduced, modules show full gradients: the sums of this rank's own over its microbatches."""
+    model = models.Tower(dim=DIM, depth=DEPTH)
+    whole = models.copy_of(model).to(rank.device)
+    run = rank.run(model, units=model.units(), accumulation=Accumulation())
+    for number in range(2):
+        batch = rank.batch(number, (2, DIM))
+        with run.adapter.microbatch(is_last=False):
+            run.forward_backward((batch,), loss=models.mean_square)
+        models.mean_square(whole(batch)).backward()
+    for name, parameter in run.adapter.named_parameters().items():
+        expected = whole.get_parameter(name).grad
+        assert parameter.grad is not None and expected is not None, f"{name} shows no gradient"
+        # The same kernels on the same numbers.
+        difference = exact_difference(parameter.grad, expected)
+        assert difference is None, f"gradient of {name!r}: element, found and expected: {difference}"
+
+
+@contract("ACCUMULATION-11")
+@world(2)
 @needs(Capability.FLAT_PARAMETERS, Capability.DEFERRED_REDUCTION, Capability.CAST_AFTER_INIT)
 @pytest.mark.parametrize("flat", [False, True])
-def test_gradients_that_a_script_zeroes_after_a_cast(rank: Rank, flat: bool) -> None:
-    """Those that are not reduced and that a script zeroes when it has cast the model there and back are gone too."""
+@pytest.mark.parametrize("casts", [True, False])
+def test_gradients_that_a_script_zeroes(rank: Rank, casts: bool, flat: bool) -> None:
+    """Those that are not reduced and that a script zeroes are gone too, as they are or after a cast there and back."""
     model = models.Tower(dim=DIM, depth=DEPTH)
     options: dict[str, Any] = {"units": model.units(), "accumulation": Accumulation(), "flat_parameters": flat}
     run, twin = (rank.run(models.copy_of(model), **options) for _ in range(2))
     with run.adapter.microbatch(is_last=False):
         run.forward_backward((rank.batch(0, (2, DIM)),), loss=models.mean_square)
-    run.adapter.module.double().float()
+    if casts:
+        run.adapter.module.double().float()
     for parameter in run.adapter.named_parameters().values():
         if parameter.grad is not None:
             parameter.grad.zero_()

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardproof.suites.apis import NAMES, Fsdp1, fsdp1
-from shardproof.testing import Capability, Rank, contract, each_value, needs, private, world
+from shardproof.testing import Capability, Rank, Refusal, contract, each_value, needs, private, world
 
 pytestmark = needs(Capability.FSDP1_API)
 
@@ -310,14 +310,17 @@ def test_gradients_of_a_communication_hook(rank: Rank) -> None:
 @contract("CALLS-11")
 @world(2)
 @each_value("view")
-@pytest.mark.parametrize("view", ["transposed", "every-other-column"])
+@pytest.mark.parametrize("view", ["transposed", "every-other-column", "no-row"])
 def test_parameter_that_is_a_view(rank: Rank, view: str) -> None:
-    """A parameter that is a view of a larger tensor, transposed or with gaps, keeps its values."""
+    """A parameter that is a view of a larger tensor, transposed, with gaps or without a row, keeps its values."""
     fsdp = fsdp1(rank)
     layers, numbers = fsdp.layers(), torch.arange(32.0, device=fsdp.device)
-    layers[0].weight = nn.Parameter(
-        numbers[8:24].view(4, 4).t() if view == "transposed" else numbers.view(4, 8)[:, ::2]
-    )
+    views = {
+        "transposed": numbers[8:24].view(4, 4).t(),
+        "every-other-column": numbers.view(4, 8)[:, ::2],
+        "no-row": numbers.view(8, 4)[:0],
+    }
+    layers[0].weight = nn.Parameter(views[view])
     expected = layers[0].weight.detach().clone()
     saved = fsdp.wrap(layers).state_dict()["0.weight"]
     assert torch.equal(saved, expected), f"the weight was {expected.tolist()} and is {saved.tolist()}"
@@ -500,6 +503,23 @@ def test_warning_of_an_ignored_root(rank: Rank) -> None:
     layers = fsdp.layers()
     with _warns(UserWarning, "top-level module"):
         fsdp.wrap(layers, ignored_modules=[layers])
+
+
+@contract("CALLS-2")
+@world(2)
+def test_no_warning_without_a_device(rank: Rank) -> None:
+    """Without a device and a mesh a model computes where it lies, of which nobody is warned; or it is refused."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if (accelerator.type if accelerator else "cpu") != rank.device.type:
+        return  # ranks on the CPU of a host with an accelerator
+    fsdp = fsdp1(rank)
+    with _warns(UserWarning, "", expected=False):
+        attempt = Refusal(rank, lambda: fsdp.wrap(fsdp.layers(), device_mesh=None, device_id=None))
+    if attempt.text is not None:
+        attempt.check_names("accelerator")
+        return
+    found = attempt.result.compute_device
+    assert found == rank.device, f"a model on {rank.device} computes on {found}"
 
 
 @contract("CALLS-2")

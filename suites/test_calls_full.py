@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from shardproof.suites.apis import fsdp1
 from shardproof.testing import (
     FLAT,
     RESHARD,
@@ -59,6 +60,18 @@ def test_attributes_after_whole_parameters(rank: Rank, shards: bool, flat: bool)
         assert layer.weight.shape == shape, f"the whole weight has the shape {tuple(layer.weight.shape)}"
     after = (type(layer.weight), layer.weight.shape, layer.weight.dtype)
     assert after == before, f"the weight was {before} and is {after}"
+
+
+@contract("CALLS-3")
+@world(2)
+@needs(Capability.FSDP1_API)
+def test_whole_parameters_of_the_root_alone(rank: Rank) -> None:
+    """With ``recurse=False`` the wrapper's own parameters are whole, and those of a wrapper inside it stay sharded."""
+    fsdp = fsdp1(rank)
+    model = fsdp.nested()
+    with fsdp.kind.summon_full_params(model, recurse=False):
+        counts = [sum(one.numel() for one in layer.parameters()) for layer in model.module]
+    assert counts[1] == 20 and counts[0] < 20, f"of 20 parameters each, the unit inside and the root show {counts}"
 
 
 @contract("CALLS-3")

@@ -130,7 +130,7 @@ def test_load_after_new_data(rank: Rank) -> None:
 @each_value("has_groups")
 @pytest.mark.parametrize("has_groups", [True, False])
 def test_given_optimizer_state_is_saved(rank: Rank, has_groups: bool) -> None:
-    """A state dict of the optimizer that user code has changed and gives is saved as it is, with groups or without."""
+    """A state dict of the optimizer that user code gives is saved as it is and made ready to load, groups or not."""
     fsdp = fsdp1(rank)
     model, optimizer = fsdp.trained()
     given = optimizer.state_dict()
@@ -141,10 +141,12 @@ def test_given_optimizer_state_is_saved(rank: Rank, has_groups: bool) -> None:
         del given["param_groups"]
     with fsdp.full_states(model):
         found = fsdp.kind.optim_state_dict(model, optimizer, given)
-    expected = ["param_groups", "state"] if has_groups else ["state"]
-    assert sorted(found) == expected, f"saved are {sorted(found)}, not {expected}"
-    averages = {value for one in found["state"].values() for value in one["exp_avg"].flatten().tolist()}
-    assert averages == {3.0}, f"the given averages are 3.0, and {sorted(averages)} are saved"
+        expected = ["param_groups", "state"] if has_groups else ["state"]
+        assert sorted(found) == expected, f"saved are {sorted(found)}, not {expected}"
+        averages = {value for one in found["state"].values() for value in one["exp_avg"].flatten().tolist()}
+        assert averages == {3.0}, f"the given averages are 3.0, and {sorted(averages)} are saved"
+        loaded = fsdp.kind.optim_state_dict_to_load(model, optimizer, found)
+    assert sorted(loaded) == expected, f"to load are {sorted(loaded)}, not {expected}"
 
 
 @contract("CALLS-5")
@@ -195,6 +197,39 @@ def test_loaded_optimizer_state_is_returned(rank: Rank) -> None:
     assert sorted(found) == ["param_groups", "state"], f"the loaded state dict is returned with {sorted(found)}"
     averages = {value for state in optimizer.state.values() for value in state["exp_avg"].flatten().tolist()}
     assert averages == {5.0}, f"the loaded averages are 5.0, and the optimizer has {sorted(averages)}"
+
+
+@contract("CALLS-5")
+@world(2)
+def test_states_of_fewer_parameters(rank: Rank) -> None:
+    """A parameter that the saved optimizer did not have is in none of the groups to load; user code adds it."""
+    fsdp = fsdp1(rank)
+    model = nn.Sequential(fsdp.nested())
+    optimizer = fsdp.train(model)
+    saved = fsdp.kind.full_optim_state_dict(model, optimizer, rank0_only=False)
+    model.append(nn.Linear(4, 4).to(fsdp.device))
+    larger = torch.optim.Adam(model.parameters())
+    found = fsdp.kind.shard_full_optim_state_dict(saved, model, optim=larger)
+    numbers = [group["params"] for group in found["param_groups"]]
+    assert numbers == [[0, 1, 2, 3]], f"the groups to load have the parameters {numbers}, and 0 to 3 were saved"
+
+
+@contract("CALLS-5")
+@world(2)
+def test_flat_momentum_of_some_parameters(rank: Rank) -> None:
+    """Where the state of one flat parameter has the momentum of some of its parameters, that of the others is zero."""
+    fsdp = fsdp1(rank)
+    model = fsdp.wrap(fsdp.layers(), use_orig_params=False)
+    optimizer = fsdp.train(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    with fsdp.full_states(model):
+        saved = fsdp.kind.optim_state_dict(model, optimizer)
+        expected = {name: state["momentum_buffer"].clone() for name, state in saved["state"].items()}
+        del saved["state"]["0.bias"]
+        fsdp.kind.optim_state_dict_to_load(model, optimizer, saved, load_directly=True)
+        found = fsdp.kind.optim_state_dict(model, optimizer)["state"]
+    expected["0.bias"].zero_()
+    wrong = [name for name, value in expected.items() if not torch.equal(found[name]["momentum_buffer"], value)]
+    assert not wrong, f"there is another momentum of {', '.join(wrong)} than was loaded"
 
 
 @contract("CALLS-5")
@@ -405,6 +440,27 @@ def test_plain_modules_are_saved_by_every_rank(rank: Rank) -> None:
     model = nn.Sequential(nn.Linear(4, 4).to(fsdp.device), fsdp.wrap(fsdp.layers()))
     names = [name for name in fsdp.saved_by_the_first_rank(model) if name.startswith("0.")]
     assert names == NAMES[:2], f"of the plain module this rank saves {names}"
+
+
+@contract("CALLS-7")
+@world(2)
+def test_states_of_modules_of_one_rank(rank: Rank) -> None:
+    """Of modules next to a wrapper that differ between ranks, each rank saves and loads the optimizer's own states."""
+    fsdp = fsdp1(rank)
+    own = f"of-rank-{rank.index}"
+    model = nn.Sequential()
+    model.add_module("all", fsdp.nested())
+    model.add_module(own, nn.Linear(4, 4).to(fsdp.device))
+    optimizer = fsdp.train(model)
+    with fsdp.full_states(model):
+        saved = fsdp.kind.optim_state_dict(model, optimizer)
+        loaded = fsdp.kind.optim_state_dict_to_load(model, optimizer, saved)["state"]
+    names = sorted(saved["state"])
+    expected = sorted([*(f"all.{name}" for name in NAMES), f"{own}.bias", f"{own}.weight"])
+    assert names == expected, f"this rank saves the states of {names}"
+    before = optimizer.state_dict()["state"]
+    others = [number for number, state in before.items() if not _is_same(state, loaded[number])]
+    assert not others, f"the states of the parameters {others} are loaded with other values than were saved"
 
 
 @contract("CALLS-7")

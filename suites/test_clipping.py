@@ -123,7 +123,7 @@ def test_ignored_parameter(rank: Rank, norm_type: float) -> None:
     """An ignored parameter, whose gradients are equal on all ranks here, counts once and is scaled with the others."""
     norm = {1.0: 100.0, 2.0: 10.0, math.inf: 1.0}[norm_type]  # of 36 and 64 gradients of 1
     clip = Clip(max_norm=norm / 4, norm_type=norm_type)
-    run = rank.run(shapes.TwoScales(4, 9, 16), clip=clip, ignored=("low.weight",))
+    run = rank.run(shapes.TwoScales(4, 9, 16), clip=clip, ignored=("weight",))
     run.forward_backward((torch.ones((4, 16), device=rank.device),), loss=torch.sum)
     found = float(run.adapter.norm_value(run.adapter.clip()))
     assert math.isclose(found, norm, rel_tol=1e-6), f"total norm: {found} instead of {norm}"
@@ -239,6 +239,31 @@ def test_unit_that_is_cut_in_part(rank: Rank, flat: bool, norm_type: float) -> N
         pair.step(rank.batch(step, (2, 6, 17), mesh=mesh["dp"]), loss=models.ramp_square)
         pair.check()
         pair.check_counts("clip", all_reduce=reductions_of_norm(rank, tensor_parallel=1))
+
+
+@contract("CLIPPING-4")
+@world(4)
+@needs(Capability.CLIP_BY_CALL, Capability.CLIP_ANY_NORM, Capability.TENSOR_PARALLEL, Capability.IGNORED_PARAMETERS)
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_ignored_parameters_that_are_cut(rank: Rank, norm_type: float) -> None:
+    """Ignored parameters that tensor parallelism has cut, equal on all data-parallel ranks, count once, whole."""
+    mesh, model = rank.mesh((2, 2), ("dp", "tp")), MLPStack(16).double()
+    batch = torch.linspace(-1, 1, 64, dtype=torch.float64, device=rank.device).view(1, 4, 16)
+    plain, clip = models.copy_of(model).to(rank.device), Clip(max_norm=0.001, norm_type=norm_type)
+    run = rank.run(
+        model,
+        units=[["layers.1"]],
+        mesh=mesh["dp"],
+        clip=clip,
+        ignored=tuple(name for name, _ in model.named_parameters() if name.startswith("layers.0.")),
+        prepare=functools.partial(parallelize_mlps, mesh=mesh["tp"]),
+    )
+    run.forward_backward((batch,), loss=models.ramp_square)
+    models.ramp_square(plain(batch)).backward()
+    expected = float(nn.utils.get_total_norm([one.grad for one in plain.parameters()], norm_type))
+    found = float(run.adapter.norm_value(run.adapter.clip()))
+    # Another order of sums in float64 changes far less.
+    assert math.isclose(found, expected, rel_tol=1e-6), f"total norm: {found} instead of {expected}"
 
 
 @contract("CLIPPING-5")

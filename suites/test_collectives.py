@@ -47,6 +47,10 @@ def _prefetch_of_a_layer(adapter: Adapter) -> None:
     adapter.prefetch(forward={"layers.0": ["layers.1.in_proj"]}, backward={})
 
 
+def _prefetch_of_a_layer_in_backward(adapter: Adapter) -> None:
+    adapter.prefetch(forward={}, backward={"layers.1": ["layers.0.in_proj"]})
+
+
 def _memory_of_another(adapter: Adapter) -> None:
     adapter.change(Settings(reduce_scatter=Own()), unit="layers.1")
     adapter.change(Settings(group_memory=True), unit="layers.1")
@@ -68,6 +72,7 @@ WRONG_SETTINGS: dict[str, tuple[Callable[[Adapter], object], tuple[str, ...]]] =
     "half-an-input": (_set(reduce_inputs=1.5), ("max_input_buffers",)),
     "a-choice-of-inputs": (_set(reduce_inputs=True), ("max_input_buffers",)),
     "a-layer-that-is-no-unit": (_prefetch_of_a_layer, ("FSDPModule", "Linear")),
+    "a-layer-that-is-no-unit-in-backward": (_prefetch_of_a_layer_in_backward, ("FSDPModule", "Linear")),
     "a-method-that-is-not-there": (lambda adapter: adapter.register_forward_method("layers.0", "absent"), ("absent",)),
     "memory-of-another": (_memory_of_another, ("custom",)),
     "memory-of-another-gather": (_memory_of_another_gather, ("custom",)),

@@ -167,7 +167,8 @@ def test_tensor_parallel_groups_of_ranks(rank: Rank) -> None:
     mesh = rank.mesh((4, 1), ("dp", "tp"))
     model = MLPStack(5)
     cut = parallelize_mlps(models.copy_of(model).to(rank.device), mesh["tp"])
-    options: Any = {"units": model.units(), "mesh": mesh["dp"], "reshard_after_forward": 2}
+    # One unit, the root's own: no other is there to be refused.
+    options: Any = {"mesh": mesh["dp"], "reshard_after_forward": 2}
     adapter = sharded(rank, cut, **options)
     refusal = Refusal(rank, lambda: adapter.forward(rank.batch(0, (4, 5))))
     if refusal.text is not None:
@@ -201,7 +202,7 @@ class OneMesh:
     def data_parallel(self, mesh: DeviceMesh) -> DeviceMesh:
         """The data-parallel part of ``mesh``."""
         names = (*self.replicate, *self.shard)
-        if len(self.shard) > 1:
+        if max(len(self.shard), len(self.replicate)) > 1:
             return mesh[names]._flatten("_".join(names))
         return mesh[names if len(names) > 1 else names[0]]
 
@@ -213,6 +214,7 @@ ONE_MESH = {
     "replicate-shard": OneMesh(
         (2, 2), ("copy", "dp"), ("dp",), ("copy",), ("copy", "dp"), lambda: (Replicate(), Shard(0))
     ),
+    "two-replicas": OneMesh((2, 2), ("one", "two"), (), ("one", "two"), ("one_two",), lambda: (Replicate(),)),
     "two-shards": OneMesh((2, 2), ("one", "two"), ("one", "two"), (), ("one_two",), lambda: (Shard(0),)),
     "two-shards-tp": OneMesh(
         (1, 2, 2), ("one", "two", "tp"), ("one", "two"), (), ("one_two", "tp"), lambda: (strided(), Shard(0))
@@ -241,9 +243,11 @@ def test_named_dimensions(rank: Rank, dimensions: str, divides: bool) -> None:
     )  # fmt: skip
     for name, parameter in pair.adapter.named_parameters().items():
         assert isinstance(parameter, DTensor), f"{name} is a {type(parameter)}"
-        axes, size = parameter.device_mesh.mesh_dim_names, parameter.device_mesh.size()
+        axes, found = parameter.device_mesh.mesh_dim_names, tuple(parameter.placements)
+        if axes == case.names and set(found) == {Replicate()}:
+            axes, found = case.axes, (Replicate(),) * len(case.axes)  # what nothing cuts may stay on the given mesh
+        size = parameter.device_mesh.size()
         assert (axes, size) == (case.axes, rank.world_size), f"{name} is on {parameter.device_mesh}"
-        found = tuple(parameter.placements)
         assert not name.endswith("in_proj.weight") or found == case.weight(), f"{name} is placed {found}"
         whole: torch.Tensor = parameter.full_tensor()
         assert torch.equal(whole, full[name]), f"the shards of {name} are put together in another order"

@@ -390,7 +390,9 @@ def test_function_for_every_module(rank: Rank, shards: bool, flat: bool) -> None
             run.evaluate((rank.batch(0, (2, 9)),))
         name = "" if number else "layers.1"  # a unit first, when no forward has run yet
         for one in (run.adapter.module, plain):
-            one.get_submodule(name).apply(lambda module: states.write(dict(module.named_parameters(recurse=False))))
+            part = one.get_submodule(name)
+            returned = part.apply(lambda module: states.write(dict(module.named_parameters(recurse=False))))
+            assert returned is part, f"apply returns a {type(returned).__name__}, not the module"
         states.check_values(run, plain)
     batch = (rank.batch(0, (2, 9)),)
     outputs, expected = run.evaluate(batch), rank.run(plain, **options).evaluate(batch)
@@ -520,7 +522,7 @@ def test_whole_frozen_parameters(rank: Rank, flat: bool) -> None:
 @pytest.mark.parametrize(
     "what",
     [
-        *("changes-of-the-first-rank", "within-another", "in-a-forward"),
+        *("changes-of-the-first-rank", "within-another", "in-a-forward", "in-a-backward"),
         pytest.param("gradients-of-flat", marks=needs(Capability.FLAT_PARAMETERS)),
         pytest.param("gradients-on-the-cpu", marks=needs(Capability.WHOLE_ON_CPU)),
     ],
@@ -549,8 +551,14 @@ def test_whole_parameters_that_cannot_be(rank: Rank, what: str) -> None:
 
     if what == "in-a-forward":
         run.original_module("layers.1").register_forward_hook(enter)
-    forward = functools.partial(run.adapter.forward, rank.batch(0, (2, 9)))
-    attempts: dict[str, Callable[[], Any]] = {"within-another": twice, "in-a-forward": forward}
+    if what == "in-a-backward":
+        run.original_module("layers.1").register_full_backward_hook(enter)
+    batch = rank.batch(0, (2, 9))
+    attempts: dict[str, Callable[[], Any]] = {
+        "within-another": twice,
+        "in-a-forward": functools.partial(run.adapter.forward, batch),
+        "in-a-backward": functools.partial(run.forward_backward, (batch,), loss=models.mean_square),
+    }
     refusal = Refusal(rank, attempts.get(what, enter), may_send=True)
     assert refusal.text is not None, "whole parameters are not refused"
 

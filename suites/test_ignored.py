@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardproof.suites.apis import fsdp1
 from shardproof.testing import (
     RESHARD,
     Capability,
@@ -77,6 +80,20 @@ def test_ignored_beside_another(rank: Rank) -> None:
     everyone = rank.exchange(held)
     wrong = [name for name in numels if sum(one[name] for one in everyone if name in one) != numels[name]]
     assert not wrong, f"the ranks together hold more or less than all of {', '.join(wrong)}"
+
+
+@contract("IGNORED-1")
+@world(2)
+@needs(Capability.FSDP1_API)
+def test_ignored_modules_as_states(rank: Rank) -> None:
+    """Modules that user code ignores as states keep their parameters, whole on every rank."""
+    fsdp = fsdp1(rank)
+    layers = fsdp.layers()
+    before = [*layers[0].parameters()]
+    fsdp.forward(fsdp.wrap(layers, ignored_states=[layers[0]])).sum().backward()
+    assert all(map(operator.is_, layers[0].parameters(), before)), "an ignored module has other parameters"
+    shapes = [tuple(parameter.shape) for parameter in before]
+    assert shapes == [(4, 4), (4,)], f"the ignored parameters have the shapes {shapes}"
 
 
 @contract("IGNORED-1")

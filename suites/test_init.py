@@ -29,6 +29,7 @@ from shardproof.testing import (
     Pair,
     Rank,
     Refusal,
+    Run,
     Untouched,
     alone,
     contract,
@@ -442,6 +443,43 @@ def test_forward_on_the_meta_device(rank: Rank, which: str) -> None:
         # Units before it are gathered.
         refusal = Refusal(rank, lambda: adapter.unshard(waits=True), may_send=True)
         refusal.check_names(*names)
+
+
+@contract("INIT-5")
+@world(2)
+@needs(Capability.META_LOAD, Capability.OFFLOAD, Capability.PAGEABLE_OFFLOAD, Capability.FULL_STATE_DICT)
+@each_value("moved")
+@pytest.mark.parametrize("moved", ["before-sharding", "before-forward", "after-forward"])
+def test_offloaded_parameters_elsewhere(rank: Rank, moved: str) -> None:
+    """Offloaded parameters that are not on the CPU are refused by name, or used; loaded on the CPU they are used."""
+    model = models.Tower(dim=9)
+    plain, batch = models.copy_of(model).to(rank.device), rank.batch(0, (4, 9))
+    with torch.no_grad():
+        expected = plain(batch)
+
+    def away() -> Run:
+        run = rank.run(
+            models.copy_of(model), units=model.units(), offload="pageable", materializes=False,
+            prepare=lambda one: one.to("meta") if moved == "before-sharding" else one,
+        )  # fmt: skip
+        if moved == "after-forward":
+            run.evaluate((batch,))
+        if moved != "before-sharding":
+            # To another device; a CPU has none but this.
+            run.adapter.module.to("meta" if rank.device.type == "cpu" else rank.device)
+        return run
+
+    run = away()
+    refusal = Refusal(rank, lambda: run.evaluate((batch,)))
+    if moved == "after-forward" and refusal.text is None:
+        assert torch.equal(refusal.result[0], expected), "the forward has neither the values of before nor an error"
+    else:
+        refusal.check_names(*(name for name, _ in model.named_parameters()))
+    run = away()  # not every implementation goes on after a refusal
+    run.adapter.module.to_empty(device="cpu")
+    run.adapter.restore({"model": copy.deepcopy(plain).cpu().state_dict()}, form="full")
+    (found,) = run.evaluate((batch,))
+    assert torch.equal(found, expected), "the forward does not use what was loaded"
 
 
 @contract("INIT-5")

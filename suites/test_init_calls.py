@@ -1,14 +1,17 @@
-"""Chapter INIT: options and calls that the API of ``FullyShardedDataParallel`` refuses."""
+"""Chapter INIT: options and calls that the API of ``FullyShardedDataParallel`` refuses, and ranks that it finds."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from shardproof.suites.apis import fsdp1
@@ -71,18 +74,19 @@ def test_refuses_to_ignore_a_wrapper(rank: Rank) -> None:
 @contract("INIT-5")
 @world(2)
 @each_value("how")
-@pytest.mark.parametrize("how", ["by-two-options", "of-two-kinds", "parameters-as-modules"])
+@pytest.mark.parametrize("how", ["by-two-options", "of-two-kinds", "parameters-as-modules", "a-number"])
 def test_refuses_to_ignore(rank: Rank, how: str) -> None:
-    """Ignored modules beside ignored states, states of two kinds, and parameters as modules are refused."""
+    """Ignored modules beside ignored states, states of two kinds, and what is no list of modules are refused."""
     fsdp = fsdp1(rank)
     layers = fsdp.layers()
     options: dict[str, dict[str, Any]] = {
         "by-two-options": {"ignored_modules": [layers[0]], "ignored_states": [layers[0].weight]},
         "of-two-kinds": {"ignored_states": [layers[0], layers[1].weight]},
         "parameters-as-modules": {"ignored_modules": [layers[0].weight]},
+        "a-number": {"ignored_modules": 3},
     }
-    word = "ignored_states" if how == "of-two-kinds" else "ignored_modules"
-    fsdp.check_refused(word, lambda: fsdp.wrap(layers, **options[how]))
+    words = {"of-two-kinds": "ignored_states", "a-number": "iterable"}
+    fsdp.check_refused(words.get(how, "ignored_modules"), lambda: fsdp.wrap(layers, **options[how]))
 
 
 @contract("INIT-5")
@@ -97,16 +101,19 @@ def test_refuses_hybrid_shards_by_hand_without_groups(rank: Rank) -> None:
 @contract("INIT-5")
 @world(2)
 @each_value("half")
-@pytest.mark.parametrize("half", ["one-group", "half-a-pair"])
+@pytest.mark.parametrize("half", ["one-group", "half-a-pair", "one-dimension"])
 def test_refuses_hybrid_shards_with_one_group(rank: Rank, half: str) -> None:
-    """Hybrid shards with one process group, alone or with None for the other, are refused."""
+    """Hybrid shards with one process group, alone or with None for the other, or one dimension are refused."""
     fsdp = fsdp1(rank)
-    strategy, group = fsdp.api.ShardingStrategy.HYBRID_SHARD, fsdp.mesh.get_group()
-    groups = group if half == "one-group" else (group, None)
-    fsdp.check_refused(
-        "process_group",
-        lambda: fsdp.wrap(fsdp.layers(), device_mesh=None, process_group=groups, sharding_strategy=strategy),
-    )
+    group = fsdp.mesh.get_group()
+    options: dict[str, dict[str, Any]] = {
+        "one-group": {"device_mesh": None, "process_group": group},
+        "half-a-pair": {"device_mesh": None, "process_group": (group, None)},
+        "one-dimension": {"device_mesh": fsdp.mesh},
+    }
+    strategy = fsdp.api.ShardingStrategy.HYBRID_SHARD
+    word = "device_mesh" if half == "one-dimension" else "process_group"
+    fsdp.check_refused(word, lambda: fsdp.wrap(fsdp.layers(), sharding_strategy=strategy, **options[half]))
 
 
 @contract("INIT-5")
@@ -139,12 +146,20 @@ def test_refuses_a_configuration_of_another_form(rank: Rank, wrong: str) -> None
 
 @contract("INIT-5")
 @world(2)
-def test_refuses_a_communication_hook_of_a_unit(rank: Rank) -> None:
-    """A communication hook for a unit inside the root is refused."""
+@each_value("call")
+@pytest.mark.parametrize("call", ["hook", "no-sync", "clip"])
+def test_refuses_calls_of_the_root_on_a_unit(rank: Rank, call: str) -> None:
+    """A communication hook, deferred reductions and clipping are refused for a unit inside the root."""
     fsdp = fsdp1(rank)
     model = fsdp.nested()
-    fsdp.forward(model)
-    fsdp.check_refused("root", lambda: model.module[0].register_comm_hook(None, lambda *_: None))
+    fsdp.forward(model).sum().backward()
+    unit = model.module[0]
+    calls: dict[str, Callable[[], Any]] = {
+        "hook": lambda: unit.register_comm_hook(None, lambda *_: None),
+        "no-sync": lambda: _enter(unit.no_sync()),
+        "clip": lambda: unit.clip_grad_norm_(1.0),
+    }
+    fsdp.check_refused("root", calls[call])
 
 
 @contract("INIT-5")
@@ -211,3 +226,78 @@ def test_refuses_a_root_of_another_root(rank: Rank) -> None:
     model = fsdp.nested()
     fsdp.forward(model.module[0])
     fsdp.check_refused("Non-root", lambda: fsdp.forward(model))
+
+
+@contract("INIT-5")
+@world(2)
+@needs(Capability.OFFLOAD, Capability.PAGEABLE_OFFLOAD)
+def test_refuses_offloaded_parameters_that_were_moved(rank: Rank) -> None:
+    """Offloaded parameters on another device than the CPU are refused by a forward, the first or a later one."""
+    fsdp = fsdp1(rank)
+    # Only flat parameters can be on the meta device, which stands for an accelerator.
+    options = {"cpu_offload": fsdp.api.CPUOffload(offload_params=True), "use_orig_params": False}
+    model = fsdp.nested(options, **options)
+    for _ in range(2):
+        model.to("meta")
+        fsdp.check_refused("CPU offloading", lambda: fsdp.forward(model))
+        model.to_empty(device="cpu")
+        fsdp.forward(model)
+
+
+# Ranks that user code does not name
+
+
+@contract("INIT-10")
+@world(2)
+def test_hybrid_shards_by_a_rule_without_groups(rank: Rank) -> None:
+    """Hybrid shards of units that a rule finds, on one host, lie over all ranks, in one group of all units."""
+    fsdp, made = fsdp1(rank), list[Any]()
+
+    def noting(name: str) -> None:
+        make = getattr(dist, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            found = make(*args, **kwargs)
+            made.append(found[0] if isinstance(found, tuple) else found)
+            return found
+
+        rank.monkeypatch.setattr(dist, name, call)
+
+    noting("new_group")
+    noting("new_subgroups")
+    # A host has as many devices as ranks.
+    rank.monkeypatch.setattr(torch.get_device_module(rank.device), "device_count", lambda: rank.world_size)
+    model = fsdp.wrap(
+        fsdp.layers(),
+        device_mesh=None,
+        sharding_strategy=fsdp.api.ShardingStrategy.HYBRID_SHARD,
+        auto_wrap_policy=fsdp.api.wrap.ModuleWrapPolicy({nn.Linear}),
+    )
+    fsdp.forward(model).sum().backward()
+    groups = [unit.process_group for unit in fsdp.kind.fsdp_modules(model)]
+    for group in made:
+        dist.destroy_process_group(group)
+    assert len(groups) == 3 and len(set(groups)) == 1, f"three units are sharded over {len(set(groups))} groups"
+    ranks = [group.size() for group in groups]
+    assert ranks == [rank.world_size] * 3, f"units are sharded over {ranks} ranks"
+
+
+@contract("INIT-10")
+@world(2)
+@needs(Capability.SINGLE_RANK)
+def test_unit_of_one_rank(rank: Rank) -> None:
+    """A unit whose group is one rank, in a model of all ranks, has the rank's own gradients."""
+    fsdp = fsdp1(rank)
+    layers, batch = fsdp.layers(), torch.full((2, 4), rank.index + 1.0, device=rank.device)
+    plain = copy.deepcopy(layers)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that nothing is sharded
+        layers[0] = fsdp.wrap(layers[0], device_mesh=rank.mesh((2, 1), ("models", "dp"))["dp"])
+    model = fsdp.wrap(layers)
+    for one in (model, plain):
+        one(batch).sum().backward()
+    own = [parameter.grad for parameter in model.module[0].parameters()]
+    # The same kernels on the same numbers.
+    assert all(map(torch.equal, own, [parameter.grad for parameter in plain[0].parameters()])), (
+        f"the gradients of the unit are {own}"
+    )

@@ -129,6 +129,42 @@ def test_memory_that_cannot_be_pinned(rank: Rank) -> None:
         rank.run(model, units=model.units(), offload="pinned")
 
 
+@contract("OFFLOAD-2")
+@needs(Capability.POST_ACCUMULATE_GRAD_HOOK)
+@KINDS
+def test_hooks_find_gradients_on_the_cpu(rank: Rank, offload: str) -> None:
+    """A hook on a parameter runs once in a backward and finds there, on the CPU, the gradient that the step uses."""
+    model = models.Tower(dim=9)
+    pair = rank.pair(model, units=model.units(), offload=offload)
+    seen: dict[str, list[torch.Tensor]] = {}
+
+    def note(name: str, parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None, f"the hook of {name!r} ran before there was a gradient"
+        _assert_on_cpu("gradient of", {name: parameter.grad}, is_pinned=None)
+        seen[name].append(_local(parameter.grad).clone())
+
+    for name, parameter in pair.adapter.named_parameters().items():
+        parameter.register_post_accumulate_grad_hook(lambda parameter, name=name: note(name, parameter))
+
+    def compare(*_: object) -> None:
+        for name, parameter in pair.adapter.named_parameters().items():
+            assert parameter.grad is not None and len(seen[name]) == 1, (
+                f"the hook of {name!r} ran {len(seen[name])} times"
+            )
+            assert torch.equal(seen[name][0], _local(parameter.grad)), f"the hook of {name!r} saw another gradient"
+
+    assert pair.adapter.optimizer is not None
+    pair.adapter.optimizer.register_step_pre_hook(compare)
+    for step in range(2):
+        seen.update({name: [] for name in pair.adapter.named_parameters()})
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
 def _assert_on_cpu(what: str, tensors: Mapping[str, torch.Tensor | None], *, is_pinned: bool | None) -> None:
     for name, tensor in tensors.items():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor

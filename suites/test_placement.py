@@ -104,6 +104,22 @@ def test_other_dimensions(rank: Rank, choice: str, reshard_after_forward: bool |
 
 @contract("PLACEMENT-2")
 @world(4)
+@needs(Capability.SHARD_DIMENSION, Capability.HYBRID)
+@pytest.mark.parametrize("choice", CHOICES)
+def test_other_dimensions_on_replicas(rank: Rank, choice: str) -> None:
+    """On a (replicate, shard) mesh too, parameters may be cut along another dimension, and train as DDP does."""
+    model, mesh = models.Tower(dim=8), rank.mesh((2, 2), ("replicate", "shard"))
+    full = {name: value.detach().clone() for name, value in model.named_parameters()}
+    dims = {name: CHOICES[choice](value) or 0 for name, value in model.named_parameters()}
+    pair = rank.pair(model, units=model.units(), mesh=mesh, shard_dim=CHOICES[choice])
+    check_layout(pair.adapter.named_parameters(), full, mesh, dims=dims)
+    for step in range(2):
+        pair.step(rank.batch(step, (4, 8)))
+        pair.check()
+
+
+@contract("PLACEMENT-2")
+@world(4)
 @needs(Capability.SHARD_DIMENSION, Capability.RESHARD_TO_SIZE, Capability.REGISTERED_STATE)
 @pytest.mark.parametrize("choice", CHOICES)
 def test_other_dimensions_after_forward(rank: Rank, choice: str) -> None:

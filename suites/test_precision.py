@@ -160,6 +160,30 @@ def test_dtypes_of_one_size(rank: Rank, stored: torch.dtype, compute: torch.dtyp
     assert_collectives(run, gathers={compute}, reduces=set())
 
 
+@contract("PRECISION-1")
+@world(2)
+@needs(Capability.MIXED_PRECISION, Capability.REGISTERED_STATE)  # flat parameters have one dtype
+def test_frozen_of_another_dtype(rank: Rank) -> None:
+    """Forward uses a frozen parameter of another floating-point dtype in that of compute; its shards keep it."""
+    precision, model = POLICIES["bf16-fp32"], mixed.Mixed()
+    model.low.weight = nn.Parameter(model.low.weight.detach().half(), requires_grad=False)
+    run, replica = both(rank, model, precision=precision)
+    train(rank, run, replica)
+    assert_seen(model.low.seen, precision)
+
+
+@contract("PRECISION-2")
+@world(2)
+@needs(Capability.MIXED_PRECISION, Capability.CAST_AFTER_INIT)
+def test_cast_after_sharding(rank: Rank) -> None:
+    """A model that is cast to a wider dtype once it is sharded computes and reduces in the dtype of its policy."""
+    precision = Precision(compute=BRAIN, reduce=BRAIN)
+    run, replica = both(rank, mixed.Mixed().half(), precision=precision, cast=FULL)
+    replica.model.float()
+    train(rank, run, replica)
+    assert_dtypes(run, precision)
+
+
 @contract("PRECISION-11")
 @world(2)
 @needs(Capability.MIXED_PRECISION, Capability.FULL_PRECISION_EVALUATION, Capability.BUFFER_DTYPE)
@@ -215,7 +239,12 @@ def test_gradients_in_full_precision(rank: Rank, policy: str, reshard_after_forw
 @world(2)
 @needs(Capability.MIXED_PRECISION, Capability.FULL_PRECISION_EVALUATION, Capability.DEFERRED_REDUCTION)
 @pytest.mark.parametrize(
-    "options", [{}, {"reshard_after_forward": False}, {"flat_parameters": True}], ids=["None", "False", "flat"]
+    "options",
+    [
+        *({}, {"reshard_after_forward": False}, {"flat_parameters": True}),
+        pytest.param({"shards": False}, marks=needs(Capability.REPLICAS_ALONE)),
+    ],
+    ids=["None", "False", "flat", "replicas-alone"],
 )
 def test_full_precision_between_microbatches(rank: Rank, options: dict[str, Any]) -> None:
     """If that is chosen, evaluations between microbatches whose reduction is deferred leave their gradients alone."""

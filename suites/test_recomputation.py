@@ -78,6 +78,22 @@ def test_one_gather_serves_both(
 @contract("RECOMPUTATION-2")
 @world(2)
 @COUNTS
+@needs(Capability.EXPLICIT_PREFETCH)
+@pytest.mark.parametrize("means", ["hooks", "call", "wrapper"])
+def test_recomputed_units_gather_nothing_ahead(rank: Rank, means: Means) -> None:
+    """What a unit is set to gather ahead in forward, it does not gather again where backward recomputes it."""
+    pair, computations = make(rank, means)
+    pair.adapter.prefetch(forward={"layers.0": ["layers.1"], "layers.1": ["layers.2"]}, backward={})
+    units = len(pair.units)
+    for step in range(2):
+        train(rank, pair, computations, step)
+        pair.check_counts("forward", all_gather=units)
+        pair.check_counts("backward", all_gather=units - 1, reduce_scatter=units)
+
+
+@contract("RECOMPUTATION-2")
+@world(2)
+@COUNTS
 @needs(Capability.GATHER_ORDER)
 @MEANS
 def test_the_same_order(rank: Rank, means: Means) -> None:

@@ -565,7 +565,7 @@ def test_numbers_of_steps_that_differ(rank: Rank) -> None:
 @world(2)
 @needs(Capability.OPTIMIZER_KEYS, Capability.FULL_STATE_DICT)
 def test_an_optimizer_without_a_parameter_on_one_rank(rank: Rank) -> None:
-    """Ranks whose optimizers have different parameters learn of it, all of them, with the name of one."""
+    """Ranks whose optimizers have different parameters all learn of it, with the name of one and of the right rank."""
 
     def of_some(parameters: Any) -> torch.optim.Optimizer:
         given = list(parameters)
@@ -575,6 +575,8 @@ def test_an_optimizer_without_a_parameter_on_one_rank(rank: Rank) -> None:
     states.train(rank, run, 0)
     refusal = Refusal(rank, lambda: run.adapter.checkpoint(form="full"), may_send=True)
     refusal.check_names("out.bias")
+    is_right = "rank 0 is missing" not in str(refusal.text).lower()
+    assert is_right, f"the optimizer of rank 0 has all parameters, and the error blames it: {refusal.text}"
 
 
 @contract("STATE-12")
@@ -665,7 +667,7 @@ def test_local_states(rank: Rank, flat: bool) -> None:
 @world(2)
 @needs(Capability.FLAT_PARAMETERS)
 @each_value("flaw")
-@pytest.mark.parametrize("flaw", ["another-shape", "shapes", "another-dtype", "another-step", "no-average"])
+@pytest.mark.parametrize("flaw", ["another-shape", "shapes", "another-dtype", "another-step", "no-average", "no-state"])
 def test_states_that_cannot_be_joined(rank: Rank, flaw: str) -> None:
     """States of parameters that together are not the state of a flat parameter are refused on every rank."""
     run = states.make(rank, 0, for_flat=True, flat_parameters=True)
@@ -680,8 +682,10 @@ def test_states_that_cannot_be_joined(rank: Rank, flaw: str) -> None:
         one["exp_avg"] = one["exp_avg"].double()
     elif flaw == "another-step":
         one["step"] = one["step"] + 1
-    else:
+    elif flaw == "no-average":
         del one["exp_avg"]
+    else:
+        del state["optimizer"]["state"]["layers.1.first.bias"]
     refusal = Refusal(rank, lambda: run.adapter.restore(state, form="full"), may_send=True)
     refusal.check_names("unflattened parameter", "its parameter", "first.bias")
 

@@ -34,6 +34,7 @@ from shardproof.testing import (
     backward_of_copies,
     check_exact,
     check_gradients,
+    check_parameters,
     contract,
     each_value,
     models,
@@ -440,6 +441,50 @@ def test_member_that_does_not_run(rank: Rank) -> None:
         pair.check()
         pair.check_counts("forward", all_gather=2)
         pair.check_counts("backward", all_gather=1, reduce_scatter=2)
+
+
+@contract("TRAINING-7")
+@world(2)
+@needs(Capability.GROUPED_UNIT, Capability.NON_ROOT_FORWARD, Capability.AUTOGRAD_CALLS)
+def test_chunks_of_a_head(rank: Rank) -> None:
+    """A head that shares a unit, and that the loss calls for chunks of the output, each with a backward, trains."""
+    model = Headless(9)
+    plain = models.copy_of(model).to(rank.device)
+    run = rank.run(model, units=[["layer"], ["norm", "head"]], optimizer=optim.sgd())
+    optimizer = optim.sgd()(plain.parameters())
+    for step in range(2):
+        batch = rank.batch(step, (4, 9))
+
+        def losses(forward: Any, head: Any, batch: torch.Tensor = batch) -> Iterator[torch.Tensor]:
+            hidden = forward(batch)
+            cut = hidden.detach().requires_grad_()
+            for chunk in cut.chunk(2):
+                yield models.mean_square(head(chunk))
+            yield (hidden * cut.grad).sum()
+
+        with run.recorder.during("backward"):
+            for loss in losses(run.adapter.forward, run.adapter.submodule("head")):
+                loss.backward()
+        for loss in losses(plain, plain.head):
+            backward_of_copies(rank, plain, loss=loss)
+        check_gradients(run, plain, step=step)
+        run.adapter.step()
+        optimizer.step()
+        check_parameters(run, plain, step=step)
+        run.adapter.zero_grad(set_to_none=True)
+        optimizer.zero_grad()
+
+
+class Headless(nn.Module):
+    """A layer and a norm; the head is left to the loss."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.layer, self.norm, self.head = models.MLP(dim), nn.LayerNorm(dim), nn.Linear(dim, 3)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.norm(self.layer(batch))
+        return output
 
 
 @contract("TRAINING-8")

@@ -1,0 +1,87 @@
+"""What settings of communication change within units: contexts, streams, and what they wait for."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_impl import FSDPModule, fully_shard, share_comm_ctx
+from fsdp_impl.common import streams
+from shardproof.harness.parity.rank import Rank
+from shardproof.testing import world
+from tests.fsdp_impl.replicas import assert_same, average_gradients, batch, plain_copy, tower
+
+
+def sharded_tower(rank: Rank) -> tuple[Any, nn.Module]:
+    model: Any = tower(4, 2)
+    plain = plain_copy(model)
+    for module in (*model[1:], model):
+        fully_shard(module, mesh=rank.mesh())
+    return model, plain
+
+
+def check_step(rank: Rank, model: Any, plain: nn.Module, *, step: int = 0) -> None:
+    inputs = batch(rank, step, (3, 4))
+    for which in (model, plain):
+        which.zero_grad()
+        which(inputs).square().sum().backward()
+    average_gradients(plain)
+    assert_same(plain, model)
+
+
+@world(2)
+def test_inputs_of_reductions_are_the_most_of_any_unit(rank: Rank) -> None:
+    model, plain = sharded_tower(rank)
+    model.set_reduce_scatter_max_input_buffers(3)
+    check_step(rank, model, plain)
+    assert model._unit().comm.max_reduce_inputs == 3
+    model[1].set_reduce_scatter_max_input_buffers(5)
+    assert model._unit().comm.max_reduce_inputs == 5
+
+
+@world(1)
+def test_symmetric_memory_is_for_nccl(rank: Rank) -> None:
+    if rank.device.type == "cpu":
+        with pytest.raises(NotImplementedError, match="NCCL on cuda, not NCCL on cpu"):
+            sharded_tower(rank)[0].set_symm_mem_for_comm()
+
+
+@world(2)
+def test_roots_may_share_streams_and_buffers(rank: Rank) -> None:
+    pairs = [sharded_tower(rank) for _ in range(2)]
+    share_comm_ctx([model for model, _ in pairs])
+    for step, (model, plain) in enumerate(pairs):
+        check_step(rank, model, plain, step=step)
+    units: list[Any] = [
+        module._unit() for model, _ in pairs for module in model.modules() if isinstance(module, FSDPModule)
+    ]
+    assert len({id(unit.comm) for unit in units}) == len({id(unit.group.comm) for unit in units}) == 1
+    share_comm_ctx([])
+    with pytest.raises(ValueError, match=r"Expects list of FSDPModules but got Linear"):
+        share_comm_ctx([pairs[0][0], nn.Linear(1, 1)])
+
+
+@world(2)
+def test_gathers_on_the_current_stream(rank: Rank) -> None:
+    model, plain = sharded_tower(rank)
+    model._set_unshard_async_op(True)
+    for step in range(2):
+        check_step(rank, model, plain, step=step)
+
+
+@world(1)
+def test_gathers_wait_once_for_the_given_event(rank: Rank) -> None:
+    """Not for what follows it on the current stream. Which wait is asked for shows on the CPU too."""
+    model, _ = sharded_tower(rank)
+    asked: list[Any] = []
+    with rank.monkeypatch.context() as patch, torch.no_grad():
+        patch.setattr(streams, "wait", lambda _, event: asked.append(event))
+        patch.setattr(streams, "join", lambda *_: asked.append("the current stream"))
+        event: Any = object()
+        model.set_post_optim_event(event)
+        for first in (event, "the current stream"):
+            asked.clear()
+            model(batch(rank, 0, (3, 4)))
+            assert asked[0] is first
+            assert asked.count(event) == (first is event)

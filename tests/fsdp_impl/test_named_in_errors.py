@@ -1,0 +1,35 @@
+"""How errors name units and parameters."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from fsdp_impl import CPUOffloadPolicy, fully_shard
+from shardproof.harness.parity.rank import Rank
+from shardproof.testing import world
+from tests.fsdp_impl.replicas import batch, tower
+
+
+@world(1)
+def test_units_by_the_names_of_their_modules(rank: Rank) -> None:
+    model: Any = tower(4, 3)
+    for unit in (model[1], [model[2], model[3]], model):
+        fully_shard(unit, mesh=rank.mesh())
+    model(batch(rank, 0, (2, 4)))
+    assert [module._unit().group.label for module in (model[1], model[2], model)] == ["1", "2, 3", "(root)"]
+
+
+@world(2)
+def test_offloaded_parameters_by_the_device_they_were_moved_to(rank: Rank) -> None:
+    """Without a device, shards become tensors that claim to be on one."""
+    model: Any = fully_shard(tower(4, 1), mesh=rank.mesh(), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    if rank.device.type == "cpu":
+        for param in model.parameters():
+            local = param.to_local().detach().to("meta")
+            param._local_tensor = FakeTensor(FakeTensorMode(), local, torch.device("cuda:0"))
+    else:
+        model.to(rank.device)
+    with pytest.raises(RuntimeError, match=r"on CPU when enabling CPU offloading.*\('0.weight', device\(type='cuda'"):
+        model(batch(rank, 0, (2, 4)))
