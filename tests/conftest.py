@@ -23,8 +23,7 @@ pytest_plugins = ["pytester"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the mark of slow tests, and share one warm Python between xdist's workers."""
-    config.addinivalue_line("markers", "slow(reason): why the test is among the slowest; benchmarks/slowest_tests.py")
+    """Share one warm Python between xdist's workers."""
     config.add_cleanup(warm.make_folder())
     if hasattr(config, "workerinput"):
         config.add_cleanup(_own_temporary_directory())

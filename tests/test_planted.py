@@ -23,7 +23,6 @@ ROWS = [
     pytest.param(bug, id=name, marks=[] if bug.is_by_day or bug.gpus else [pytest.mark.nightly])
     for name, bug in BUGS.items()
 ]
-pytestmark = pytest.mark.slow("the tests share runs of the suites, in which planted bugs fail")
 
 
 @pytest.fixture(scope="module")

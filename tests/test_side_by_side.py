@@ -32,7 +32,6 @@ def run(*arguments: str | pathlib.Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.slow("starts a process for each implementation")
 def test_two_implementations_side_by_side(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "reference.json"
     options = ["--backend", "fake", "--device", "cpu", "--models", "tiny,tiny-small", "--growth", "1"]
@@ -60,7 +59,6 @@ def test_two_implementations_side_by_side(tmp_path: pathlib.Path) -> None:
     assert not FAKE_REDUCES or "torch.fully_shard: reference 0.0e+00" in done.stdout
 
 
-@pytest.mark.slow("starts a process")
 def test_what_cannot_be_measured_is_named(tmp_path: pathlib.Path) -> None:
     options = ["--backend", "fake", "--device", "cpu", "--rounds", "1", "--steps", "1"]
     options += ["--implementations", "reference.flat"]

@@ -23,7 +23,6 @@ def run(*args: str) -> list[str]:
     return [line for line in done.stdout.splitlines() if line.startswith("step")]
 
 
-@pytest.mark.slow("trains three times under torchrun")
 @pytest.mark.parametrize(
     "bf16", [pytest.param((), id="fp32"), pytest.param(("--bf16",), id="bf16", marks=pytest.mark.nightly)]
 )

@@ -187,7 +187,6 @@ def run(pytester, monkeypatch):
     return run
 
 
-@pytest.mark.slow("trains three steps with each number of microbatches, clipped or not, and makes five models")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_accumulates_and_clips(run, implementation):
     result = run(
@@ -305,7 +304,6 @@ def test_zeros_for_gradients_of_unused_parameters_are_declared(run, adapter, say
     result.stdout.fnmatch_lines([says])
 
 
-@pytest.mark.slow("runs three chapters of the suites on the example")
 def test_example_of_the_document_passes_the_suites(run):
     (example,) = re.findall(r"^```python\n(.*?)^```$", DOCUMENT, flags=re.DOTALL | re.MULTILINE)
     suites = [str(ROOT / "suites" / name) for name in ("test_training.py", "test_clipping.py", "test_autograd.py")]

@@ -356,7 +356,6 @@ def started(command, **options):
             process.kill()
 
 
-@pytest.mark.slow("some combinations have interpreters that are not warm, of pytest and its forkserver or of the ranks")
 @pytest.mark.parametrize(
     ("signals", "own_hash_seeds"),
     [

@@ -90,7 +90,6 @@ def test_each_world_has_caches_of_its_own_which_end_with_it(tmp_path):
 
 
 @pytest.mark.nightly
-@pytest.mark.slow("two worlds compile C++")
 def test_half_written_caches_of_a_dead_world_break_no_other(tmp_path):
     cases, output = run(tmp_path, BROKEN)
     verdicts = {name: str(case.verdict) for name, case in cases.items()}

@@ -13,8 +13,6 @@ from tests import warm
 from tests.harness import explained_cases
 from tests.harness.inner import PYTHONPATH, ROOT
 
-pytestmark = pytest.mark.slow("the tests share runs of the cases, with ranks of their own")
-
 PLANTED, OWN = "planted.adapters:", "tests.harness.explained_bugs:"
 
 

@@ -79,7 +79,6 @@ def test_in_the_same_world(rank):
 """
 
 
-@pytest.mark.slow("each of four worlds has two ranks that import torch")
 def test_such_ranks_have_the_verdicts_of_others(pytester):
     pytester.path.joinpath("test_inner.py").write_text(CASES)
     result = pytester.runpytest_inprocess(*QUIET, "--impl", "ddp", "--device", "cpu", "--report", "run.json")
@@ -96,7 +95,6 @@ def test_such_ranks_have_the_verdicts_of_others(pytester):
     assert not any(map(is_alive, ranks))
 
 
-@pytest.mark.slow("pytest, its forkserver and the ranks import torch: no warm interpreter has this option")
 def test_an_interpreter_that_ignores_its_environment_has_such_ranks(tmp_path):
     tmp_path.joinpath("test_inner.py").write_text(
         "from shardproof.testing import world\n"

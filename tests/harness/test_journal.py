@@ -466,7 +466,6 @@ def has_ended(folder, count):
         return False
 
 
-@pytest.mark.slow("one combination has an interpreter that is not warm: it imports torch, and so does its forkserver")
 @pytest.mark.parametrize(
     ("number", "workers", "reason"),
     [

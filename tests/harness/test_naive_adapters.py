@@ -20,7 +20,6 @@ def needing(module):
 
 
 @needing("deepspeed")
-@pytest.mark.slow("four ranks import deepspeed for each stage")
 @pytest.mark.parametrize(
     ("adapter", "stage", "words"),
     [
@@ -37,7 +36,6 @@ def test_engine_that_is_stepped_at_the_boundary_alone(adapter, stage, words, tmp
 
 
 @needing("torchtitan")
-@pytest.mark.slow("four ranks import torchtitan")
 def test_second_model_of_a_process_has_the_mesh_of_the_first(tmp_path):
     """The model with replicas comes after one without, in the same processes."""
     names = [name_of(naive.SimpleFsdpInSharedProcesses), "torchtitan.simple_fsdp"]
@@ -50,7 +48,6 @@ def test_second_model_of_a_process_has_the_mesh_of_the_first(tmp_path):
 
 @needing("megatron_fsdp")
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.slow("waits out the deadline of a case")
 def test_norm_of_gradients_of_which_a_rank_has_no_row(tmp_path):
     """F-139 of docs/findings.md: the ranks issue different collectives."""
     (case,) = run_suites(

@@ -14,7 +14,6 @@ from tests.harness.inner import PYTHONPATH, ROOT, run_suites
 
 pytestmark = [
     pytest.mark.nightly,
-    pytest.mark.slow("the tests share one run of the suites, in which each planted bug shrinks"),
 ]
 pytest.importorskip("hypothesis", reason="cases that draw need hypothesis: pip install '.[fuzz]'")
 

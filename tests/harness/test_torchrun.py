@@ -182,7 +182,6 @@ def test_after_the_last(rank):
 """
 
 
-@pytest.mark.slow("two jobs of four ranks, each with a forkserver of its own")
 def test_cases_run_beside_each_other_on_ranks_that_they_do_not_share(tmp_path):
     (tmp_path / "test_inner.py").write_text(BESIDE)
     (tmp_path / "there").mkdir()

@@ -15,7 +15,6 @@ from tests.harness.inner import ROOT
 
 pytestmark = [
     pytest.mark.skipif("why_no_namespaces()", reason=why_no_namespaces() or "not skipped"),
-    pytest.mark.slow("each process of a job imports torch anew: the warm one lives in another network namespace"),
 ]
 
 CASES = """
