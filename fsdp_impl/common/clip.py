@@ -1,5 +1,7 @@
 """Clip gradients by their norm over all ranks."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterable, Sequence
 from functools import reduce
@@ -10,9 +12,62 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Partial
 
-from fsdp_impl.common import norm
 from fsdp_impl.common.mesh import device_of
-from fsdp_impl.common.private import foreach_mul_
+from fsdp_impl.common.private import foreach_mul_, foreach_norm
+
+# The norm of gradients that are spread over ranks.
+#
+# For finite p, ``|g|_p = (sum over ranks of sum |g_i|^p)^(1/p)``; for ``p = inf`` the largest ``|g_i|``; for ``p = 0``
+# the number of non-zero ``g_i``. That is the norm of all gradients as one vector, without gathering any.
+#
+# A rank's *share* of the norm is float64 of shape ``(2,)``. First comes ``sum |g_i|^p`` or ``max |g_i|``: powers of
+# large and small norms that leave the range of float32 stay in that of float64. Then, for ``p = inf`` only, 1 or 0 for
+# whether a NaN was seen: a maximum over ranks keeps or loses a NaN depending on who is compared with whom.
+
+
+def local_share(tensors: Sequence[torch.Tensor], p: float, device: torch.device, *, foreach: bool) -> torch.Tensor:
+    """This rank's share, on ``device``. Zeros without elements: torch has no infinite norm of an empty tensor."""
+    tensors = [tensor for tensor in tensors if tensor.numel() > 0]
+    if not tensors:
+        return torch.zeros(2, dtype=torch.float64, device=device)
+    norms = torch.stack([norm.to(device, torch.float64) for norm in _norms(tensors, p, foreach)])
+    if math.isinf(p):
+        largest = norms.max()
+        return torch.stack([largest.nan_to_num(nan=0.0, posinf=math.inf), largest.isnan().double()])
+    total = norms.sum() if p == 0 else norms.pow(p).sum()
+    return torch.stack([total, torch.zeros_like(total)])
+
+
+def reduce_norm(shares: torch.Tensor, group: dist.ProcessGroup, p: float) -> torch.Tensor:
+    """Combine shares, stacked to ``(k, 2)``, over the ranks of ``group``: one all-reduce, in place."""
+    dist.all_reduce(shares, op=dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM, group=group)
+    return shares
+
+
+def combine(shares: Sequence[torch.Tensor], p: float) -> torch.Tensor:
+    """Combine the shares of different gradients into one."""
+    stacked = torch.stack(list(shares))
+    return stacked.amax(dim=0) if math.isinf(p) else stacked.sum(dim=0)
+
+
+def finish(share: torch.Tensor, p: float, dtype: torch.dtype) -> torch.Tensor:
+    """The norm, 0-dim and of ``dtype``, from a share that is complete."""
+    value, has_nan = share.unbind()
+    if math.isinf(p):
+        value = torch.where(has_nan > 0, math.nan, value)
+    elif p != 0:
+        value = value.pow(1.0 / p)
+    return value.to(dtype)
+
+
+def _norms(tensors: Sequence[torch.Tensor], p: float, foreach: bool) -> Sequence[torch.Tensor]:
+    # Half precision is summed in float32: float16 ends at norms that training does reach.
+    wide = [torch.promote_types(tensor.dtype, torch.float32) for tensor in tensors]
+    if foreach and len(set(wide)) == 1 and len({tensor.device for tensor in tensors}) == 1:
+        norms: Sequence[torch.Tensor] = foreach_norm(list(tensors), ord=p, dtype=wide[0])
+        return norms
+    return [torch.linalg.vector_norm(tensor, p, dtype=dtype) for tensor, dtype in zip(tensors, wide, strict=True)]
+
 
 # The ranks that a gradient is spread over: one process group for each sharded dimension of its mesh.
 Groups: TypeAlias = tuple[dist.ProcessGroup, ...]
@@ -60,11 +115,11 @@ def clip_grad_norm_(
     for grad in grads:
         by_groups.setdefault(sharding_groups(grad), []).append(grad)
     shares = {
-        groups: norm.local_share([_local(g) for g in members], p, _compute_device(members[0]), foreach=use_foreach)
+        groups: local_share([_local(g) for g in members], p, _compute_device(members[0]), foreach=use_foreach)
         for groups, members in by_groups.items()
     }
     dtype = reduce(torch.promote_types, (grad.dtype for grad in grads), torch.float32)
-    total_norm = norm.finish(combine_over_ranks(shares, p), p, dtype)
+    total_norm = finish(combine_over_ranks(shares, p), p, dtype)
     if error_if_nonfinite and not math.isfinite(total_norm.item()):
         raise RuntimeError(
             f"The total norm of order {p} for gradients from `parameters` is non-finite ({total_norm.item()}), so it "
@@ -75,7 +130,7 @@ def clip_grad_norm_(
 
 
 def combine_over_ranks(shares: dict[Groups, torch.Tensor], p: float) -> torch.Tensor:
-    """Complete shares of the norm (see :mod:`fsdp_impl.common.norm`), given by the ranks that each is spread over.
+    """Complete shares of the norm (see :mod:`fsdp_impl.common.clip`), given by the ranks that each is spread over.
 
     One all-reduce for each process group in ``shares``: every rank must have the same keys.
     """
@@ -96,14 +151,14 @@ def scale_to(tensors: Sequence[torch.Tensor], max_norm: float, total_norm: torch
 def _reduce_over(group: dist.ProcessGroup, shares: dict[Groups, torch.Tensor], p: float) -> dict[Groups, torch.Tensor]:
     """Complete over ``group`` every share that is spread over it, all in one all-reduce."""
     spread = [groups for groups in shares if group in groups]
-    reduced = norm.reduce_norm(torch.stack([shares[groups] for groups in spread]), group, p)
+    reduced = reduce_norm(torch.stack([shares[groups] for groups in spread]), group, p)
     merged: dict[Groups, list[torch.Tensor]] = {}
     for groups, share in shares.items():
         if group not in groups:
             merged.setdefault(groups, []).append(share.to(reduced.device))
     for groups, share in zip(spread, reduced.unbind(), strict=True):
         merged.setdefault(tuple(other for other in groups if other is not group), []).append(share)
-    return {groups: norm.combine(members, p) for groups, members in merged.items()}
+    return {groups: combine(members, p) for groups, members in merged.items()}
 
 
 def sharding_groups(grad: torch.Tensor) -> Groups:

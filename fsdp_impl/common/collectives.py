@@ -7,7 +7,9 @@ a planted fault. Norms, the comparison of orders, and what sets up or summons a 
 ``"(root)"``.
 """
 
-from typing import Any
+from __future__ import annotations
+
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -42,3 +44,40 @@ def reduce(output: torch.Tensor, contributions: torch.Tensor, group: dist.Proces
 def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, op: Any, *, unit: str) -> None:
     """All-reduce ``tensor`` in place on the current stream."""
     dist.all_reduce(tensor, group=group, op=op)
+
+
+# The seam at which unsharded parameters are freed.
+
+
+class Freeable(Protocol):
+    """Memory of unsharded parameters."""
+
+    def free(self) -> None:
+        """Give the bytes back as soon as nothing reads them."""
+        ...
+
+
+def reshard(buffer: Freeable, *, unit: str) -> None:
+    """Free the unsharded parameters of ``unit``; the caller has registered the sharded ones already."""
+    buffer.free()
+
+
+# What an all-gather reads: the shard as it is, or a copy of it in the gather's own output.
+
+
+def ready_to_gather(shard: torch.Tensor, output: torch.Tensor, rank: int) -> torch.Tensor:
+    """``shard`` if an all-gather into ``output`` can read it as it is, else a copy that :func:`own_part` makes."""
+    is_ready = shard.dtype == output.dtype and shard.device == output.device
+    return shard if is_ready else own_part(output, shard, rank)
+
+
+def own_part(output: torch.Tensor, shard: torch.Tensor, rank: int) -> torch.Tensor:
+    """Write ``shard`` (1-D, ``n``, any dtype and device) to its place in a gather's ``output``; returns that place.
+
+    An all-gather may be given its own part of the output as its input. So a shard that has to be moved or cast takes no
+    memory beside the output, for as long as the gather is in flight. The copy is queued on the current stream, as the
+    gather is; it casts where ``output`` lives, because the host is slower and would be waited for.
+    """
+    own = output.narrow(0, rank * shard.numel(), shard.numel())
+    moved = shard if shard.dtype == own.dtype else shard.to(own.device, non_blocking=True)
+    return own.copy_(moved, non_blocking=True)

@@ -6,9 +6,14 @@ whether all ranks mean the same unit, however many they are; names are exchanged
 forwards are compared with the first, on each rank by itself, which costs no communication and therefore only warns.
 """
 
+from __future__ import annotations
+
 import hashlib
 import warnings
 from collections.abc import Iterable, Sequence
+from enum import Enum, auto
+from typing import Generic, TypeVar
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -115,3 +120,53 @@ def _number(names: list[str] | None) -> int:
     """A number that stands for ``names``; 56 bits, so that its negative is one too."""
     text = "" if names is None else "\n".join(["unit", *names])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+
+
+# Where the units under one root stand in an iteration.
+
+
+UnitT = TypeVar("UnitT")
+
+
+class Phase(Enum):
+    """Where a unit or group stands in an iteration."""
+
+    IDLE = auto()
+    FORWARD = auto()  # from pre-forward to post-forward
+    PRE_BACKWARD = auto()  # from the gradient of an output to the gradients of the inputs
+    POST_BACKWARD = auto()  # from there to the end of backward
+
+
+class Iteration(Generic[UnitT]):
+    """What the units under one root share of the running forward and backward.
+
+    Units hold it, so it refers to them weakly (see Note: ownership).
+
+    Attributes:
+        callback_queued: whether this backward's final callback is queued.
+        order: checks the order of gathers; ``None`` unless that was chosen.
+    """
+
+    def __init__(self) -> None:
+        self._units: list[ref[UnitT]] = []
+        self._forward_root: ref[UnitT] | None = None
+        self.callback_queued = False
+        self.order: OrderCheck | None = None
+
+    @property
+    def units(self) -> list[UnitT]:
+        """The units under the root, in the order of ``modules()``."""
+        return [unit for reference in self._units if (unit := reference()) is not None]
+
+    @units.setter
+    def units(self, units: Iterable[UnitT]) -> None:
+        self._units = [ref(unit) for unit in units]
+
+    @property
+    def forward_root(self) -> UnitT | None:
+        """The unit whose forward is outermost just now. Not always the root: a part may run by itself."""
+        return None if self._forward_root is None else self._forward_root()
+
+    @forward_root.setter
+    def forward_root(self, unit: UnitT | None) -> None:
+        self._forward_root = None if unit is None else ref(unit)

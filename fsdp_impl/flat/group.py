@@ -8,11 +8,10 @@ from weakref import WeakMethod, ref
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp_impl.common import collectives, dtensor, hooks, modes, ranges, streams, unsharded
-from fsdp_impl.common.comm_context import CommContext
-from fsdp_impl.common.gather_input import own_part, ready_to_gather
+from fsdp_impl.common import collectives, dtensor, hooks, modes, ranges, streams
+from fsdp_impl.common.collectives import own_part, ready_to_gather
 from fsdp_impl.common.private import DTensorSpec
-from fsdp_impl.common.streams import Event
+from fsdp_impl.common.streams import CommContext, Event
 from fsdp_impl.flat.shards import FlatShards, set_tensor
 
 # Note: window of buffers
@@ -289,7 +288,7 @@ class FlatGroup:
             streams.wait(streams.current(self.device), self._pending.event)
             self._pending = None
         assert self._buffer is not None
-        unsharded.reshard(self._buffer, unit=self.label)
+        collectives.reshard(self._buffer, unit=self.label)
         self.is_unsharded, self._gathered_from = False, None
 
     def is_stale(self) -> bool:

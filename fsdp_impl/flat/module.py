@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_impl.common.phase import Phase
+from fsdp_impl.common.order import Phase
 from fsdp_impl.flat import construct, optim_state, reduction, registry, state_dict, summon
 from fsdp_impl.flat.optim_state import OptimStateKeyType
 from fsdp_impl.flat.options import (

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate
 
-from fsdp_impl.common import collectives, divide, dtensor, hooks, modes, norm, ranges, streams
+from fsdp_impl.common import clip, collectives, divide, dtensor, hooks, modes, ranges, streams
 from fsdp_impl.common.clip import Groups, combine_over_ranks, scale_to, sharding_groups
 from fsdp_impl.common.streams import Event
 from fsdp_impl.common.views import Views, remember
@@ -291,10 +291,10 @@ def clip_grad_norm(
             grad = dtensor.local_part(param.grad)
             by_groups.setdefault(sharding_groups(param.grad), []).append(grad)
             grads.append(grad)
-    shares = {spread: norm.local_share(members, p, device, foreach=True) for spread, members in by_groups.items()}
+    shares = {spread: clip.local_share(members, p, device, foreach=True) for spread, members in by_groups.items()}
     # Half precision is scaled by a factor of float32, float64 by one of its own.
     wide = reduce(torch.promote_types, [grad.dtype for grad in grads], torch.float32)
-    total = norm.finish(combine_over_ranks(shares, p), p, wide)
+    total = clip.finish(combine_over_ranks(shares, p), p, wide)
     scale_to(grads, max_norm, total, foreach=True)
     if not grads:
         # Another rank's gradients may have another dtype; asking would cost a collective at each step.

@@ -11,9 +11,8 @@ from torch import nn
 
 from fsdp_impl.common import hooks, modes, ranges, streams
 from fsdp_impl.common.containers import cast, map_tensors, tensors_requiring_grad
-from fsdp_impl.common.order import OrderCheck
+from fsdp_impl.common.order import OrderCheck, Phase
 from fsdp_impl.common.owner import Owner
-from fsdp_impl.common.phase import Phase
 from fsdp_impl.flat.group import FlatContext, FlatGroup
 from fsdp_impl.flat.options import (
     BackwardPrefetch,

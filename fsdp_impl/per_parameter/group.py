@@ -13,14 +13,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from fsdp_impl.common import collectives, dtensor, modes, ranges, streams, unsharded
-from fsdp_impl.common.comm_context import CommContext, InFlight
-from fsdp_impl.common.gather_input import own_part, ready_to_gather
+from fsdp_impl.common import collectives, dtensor, modes, ranges, streams
+from fsdp_impl.common.collectives import own_part, ready_to_gather
 from fsdp_impl.common.layout import shard_rows
+from fsdp_impl.common.order import Phase
 from fsdp_impl.common.owner import Owner
-from fsdp_impl.common.phase import Phase
 from fsdp_impl.common.private import DTensorSpec, foreach_copy_
-from fsdp_impl.common.streams import Event
+from fsdp_impl.common.streams import CommContext, Event, InFlight
 from fsdp_impl.per_parameter.layout import Layout, UnshardedBuffer, build_layout, copy_out, shard_view
 from fsdp_impl.per_parameter.mesh import AfterForward, ShardMesh
 from fsdp_impl.per_parameter.options import GroupOptions, MixedPrecisionPolicy, OffloadPolicy
@@ -288,7 +287,7 @@ class ParamGroup:
 
     def _free_unsharded(self) -> None:
         if self._unsharded is not None:
-            unsharded.reshard(self._unsharded, unit=self.label)
+            collectives.reshard(self._unsharded, unit=self.label)
             self.shards.free_unsharded()
 
     def __repr__(self) -> str:

@@ -122,7 +122,7 @@ class Shards:
         """What to gather: 1-D, in the order of ``gather_layout``, padding zero.
 
         The buffer itself, wherever it is and of the parameters' dtype, if all parameters lie in it: it is moved and
-        cast on its way into the gather's output (:mod:`fsdp_impl.common.gather_input`). Else a copy, on ``device`` and
+        cast on its way into the gather's output (:mod:`fsdp_impl.common.collectives`). Else a copy, on ``device`` and
         in the memory of the current stream.
 
         Raises:

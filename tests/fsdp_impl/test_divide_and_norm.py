@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed import ReduceOp
 
 from fsdp_impl import clip_grad_norm_
-from fsdp_impl.common import norm
+from fsdp_impl.common import clip
 from fsdp_impl.common.divide import divide
 
 
@@ -32,24 +32,24 @@ def test_shares_of_pieces_make_the_norm_of_the_whole(p: float) -> None:
     torch.manual_seed(0)
     whole = torch.randn(50, dtype=torch.float64)
     whole[3] = 0
-    shares = [norm.local_share([piece], p, whole.device, foreach=False) for piece in [*whole.split(7), whole[:0]]]
-    total = norm.finish(norm.combine(shares, p), p, torch.float64)
+    shares = [clip.local_share([piece], p, whole.device, foreach=False) for piece in [*whole.split(7), whole[:0]]]
+    total = clip.finish(clip.combine(shares, p), p, torch.float64)
     torch.testing.assert_close(total, torch.linalg.vector_norm(whole, p))
 
 
 def test_norms_whose_powers_leave_float32_are_still_combined() -> None:
     device = torch.device("cpu")
-    shares = [norm.local_share([torch.tensor([value])], 2, device, foreach=False) for value in (3e30, 4e30)]
-    torch.testing.assert_close(norm.finish(norm.combine(shares, 2), 2, torch.float32), torch.tensor(5e30))
+    shares = [clip.local_share([torch.tensor([value])], 2, device, foreach=False) for value in (3e30, 4e30)]
+    torch.testing.assert_close(clip.finish(clip.combine(shares, 2), 2, torch.float32), torch.tensor(5e30))
 
 
 @pytest.mark.parametrize("p", [1, 2, math.inf])
 def test_a_nan_anywhere_makes_the_norm_nan(p: float) -> None:
     shares = [
-        norm.local_share([torch.tensor([value])], p, torch.device("cpu"), foreach=False) for value in (math.nan, 5.0)
+        clip.local_share([torch.tensor([value])], p, torch.device("cpu"), foreach=False) for value in (math.nan, 5.0)
     ]
     for order in (shares, shares[::-1]):
-        assert norm.finish(norm.combine(order, p), p, torch.float32).isnan()
+        assert clip.finish(clip.combine(order, p), p, torch.float32).isnan()
 
 
 def plain_parameters() -> list[nn.Parameter]:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from fsdp_impl.common.collectives import reshard
 from fsdp_impl.common.layout import chunk_rows, contiguous_stride, shard_rows
-from fsdp_impl.common.unsharded import reshard
 from fsdp_impl.per_parameter.layout import UnshardedBuffer, build_layout, shard_view, split_sizes
 
 SIZES = [torch.Size(size) for size in ([5, 2], [3], [1, 4], [8, 1, 2], [0, 3])]

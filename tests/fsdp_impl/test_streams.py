@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fsdp_impl.common import streams
-from fsdp_impl.common.comm_context import CommContext
+from fsdp_impl.common.streams import CommContext
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
