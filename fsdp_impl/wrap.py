@@ -60,7 +60,7 @@ def size_based_auto_wrap_policy(
     Args:
         min_num_params: the number of elements.
         force_leaf_modules: classes that are not wrapped, nor anything inside them; by default those in the function's
-            attribute ``FORCE_LEAF_MODULES``, to which a script may add.
+            attribute ``FORCE_LEAF_MODULES``, to which user code may add.
         exclude_wrap_modules: classes that are not wrapped themselves; by default those in ``EXCLUDE_WRAP_MODULES``.
     """
     if nonwrapped_numel < min_num_params:

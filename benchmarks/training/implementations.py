@@ -1,4 +1,4 @@
-"""How each implementation shards a model, and how a script says that a microbatch does not reduce."""
+"""How each implementation shards a model, and how user code says that a microbatch does not reduce."""
 
 from __future__ import annotations
 

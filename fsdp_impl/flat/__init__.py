@@ -5,7 +5,7 @@ In the order in which to read them; imports point upward in this list alone:
 1. ``options``: what a user may choose.
 2. ``layout``: where each parameter lies in a flat parameter, and which part of it each rank holds.
 3. ``ranks``: over which ranks it is sharded and replicated, and on which device it is computed with.
-4. ``shards``: this rank's shard, and what the modules hold in the place of the parameters.
+4. ``shards``: this rank's shard, and what the modules hold instead of the parameters.
 5. ``group``: unshard and reshard, and the memory between the two.
 6. ``reduction``: gradients reduced, accumulated, shown to optimizers, and their norm.
 7. ``unit``: what happens around forward and backward, and which unit is gathered ahead.

@@ -139,7 +139,7 @@ class FlatBuffer:
 
 
 class Alias:
-    """In the place of a :class:`FlatBuffer` where nothing is sharded or cast: the flat parameter itself."""
+    """Instead of a :class:`FlatBuffer` where nothing is sharded or cast: the flat parameter itself."""
 
     def __init__(self, flat: torch.Tensor) -> None:
         with torch.inference_mode(False):

@@ -161,7 +161,7 @@ class _Last(NamedTuple):
 
     def current(self, params: Sequence[nn.Parameter]) -> torch.Tensor | None:
         """All of it, if these very views still are the gradients of ``params``, so that adding to it adds to them."""
-        # A script may have put another parameter in the place of one, or frozen it: that one's gradient stays as it is.
+        # User code may have put another parameter instead of one, or frozen it: that one's gradient stays as it is.
         if len(params) != len(self.params) or any(a is not b for a, b in zip(params, self.params, strict=True)):
             return None
         return self.views.whole(param.grad for param in params)

@@ -13,7 +13,7 @@ from fsdp_impl.flat.layout import Span, alignment_of, build_flat_layout, flatten
 from fsdp_impl.flat.ranks import Ranks
 
 # Note: held by modules
-# What the modules hold in the place of a parameter:
+# What the modules hold instead of a parameter:
 # - outside of forward and backward, and between them: with `use_orig` the original parameter, a view of the shard
 #   (FlatShards.register); else only the wrapped module holds the flat one, and the rest find plain views of the
 #   unsharded parameter, of which only the shapes are there (FlatGroup.register).
@@ -22,7 +22,7 @@ from fsdp_impl.flat.ranks import Ranks
 # - inside summon_full_params: parameters, views of a whole copy (summon.py).
 # - inside `.to()` and the like: only the wrapped module holds the flat one, which owns the memory (summon.py).
 # Optimizers, zero_grad and state dicts so find sharded parameters also where unsharded values are kept after forward.
-# A user may put another parameter, or other data, in the place of a sharded one: FlatShards.adopt takes it over.
+# A user may put another parameter, or other data, instead of a sharded one: FlatShards.adopt takes it over.
 
 #: The name under which a wrapped module holds its unit's flat parameter.
 FLAT_PARAM = "_flat_param"
@@ -243,7 +243,7 @@ class FlatShards:
         )
 
     def _held(self, index: int) -> nn.Parameter | None:
-        """What the modules hold in the place of an original; ``None`` if unsharded parameters stand there."""
+        """What the modules hold instead of an original; ``None`` if unsharded parameters stand there."""
         held = [owner.module._parameters.get(owner.name) for owner in self.owners[index]]
         if not isinstance(held[0], nn.Parameter):
             return None
@@ -263,7 +263,7 @@ def set_param(owner: Owner, param: nn.Parameter) -> None:
 
 
 def set_tensor(owner: Owner, tensor: torch.Tensor, *, as_param: bool) -> None:
-    """Let ``owner`` hold the plain ``tensor``; ``as_param`` where it stands in the place of a registered parameter."""
+    """Let ``owner`` hold the plain ``tensor``; ``as_param`` where it stands instead of a registered parameter."""
     parameters: dict[str, Any] = owner.module._parameters
     if type(owner.module).__setattr__ is not nn.Module.__setattr__:
         # The class has to see what is set (recurrent layers keep lists of their weights), and nn.Module takes

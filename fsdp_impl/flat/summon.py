@@ -230,7 +230,7 @@ class WholeGradients:
 
 @contextmanager
 def flat_params_exposed(wrapper: nn.Module) -> Iterator[None]:
-    """Inside, modules hold flat parameters in the place of original ones, and may move them."""
+    """Inside, modules hold flat parameters instead of original ones, and may move them."""
     units = [unit for unit in units_in(wrapper) if unit.group is not None and not unit.is_exposed]
     for unit in units:
         _expose(unit)

@@ -145,7 +145,7 @@ class FlatUnit:
         is_root: ``None`` before lazy initialisation.
         in_full_precision: whether no mixed precision is used, in evaluation where the environment selects that.
         is_summoned: whether the modules hold whole parameters, inside ``summon_full_params``.
-        is_exposed: whether the modules hold flat parameters in the place of original ones, inside ``.to()``.
+        is_exposed: whether the modules hold flat parameters instead of original ones, inside ``.to()``.
         syncs: whether backward reduces gradients; ``no_sync`` clears it.
         state_dict_settings: what state dicts consist of.
 

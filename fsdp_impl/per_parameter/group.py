@@ -196,7 +196,7 @@ class ParamGroup:
         self.residence = Residence.SHARDED
 
     def drop_pending(self) -> None:
-        """Forget a gather in flight: its values would be those of before whatever comes next."""
+        """Forget a gather in flight: its values would be older than whatever comes next."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None

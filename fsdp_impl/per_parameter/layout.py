@@ -94,7 +94,7 @@ def build_layout(
 def shard_view(buffer: torch.Tensor, slot: Slot) -> torch.Tensor:
     """The part of ``buffer`` (1-D, of the layout's dtype) that holds ``slot``'s shard, without its padding."""
     if buffer.dtype == slot.dtype:
-        # From where the buffer begins: what a script allocates may lie in the midst of a block.
+        # From where the buffer begins: what user code allocates may lie in the midst of a block.
         return torch.as_strided(buffer, slot.size, slot.stride, int(buffer.storage_offset()) + slot.offset)
     piece = buffer[slot.offset : slot.offset + slot.extent].view(slot.dtype)
     return piece[: math.prod(slot.size)].view(slot.size)

@@ -58,7 +58,7 @@ class FSDPModule:
         """
         unit = self._unit()
         if unit.group is not None:
-            unit.group.drop_stale()  # an evaluation may have left values of before a step
+            unit.group.drop_stale()  # an evaluation may have left values older than a step
             if unit.group.residence is Residence.SHARDED:
                 lazy_init.check_groups([unit.group])  # there may not have been a forward yet
         unit.unshard(async_op=async_op)
@@ -308,7 +308,7 @@ def _refuse_deepcopy(*_: Any) -> NoReturn:
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Let ``module``'s method ``method_name`` unshard and reshard as its forward does.
 
-    Nothing if ``module`` is not an ``FSDPModule``, so that a script needs no case distinction.
+    Nothing if ``module`` is not an ``FSDPModule``, so that user code needs no case distinction.
 
     Raises:
         ValueError: if there is no such method.

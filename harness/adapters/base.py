@@ -49,7 +49,7 @@ class OwnCheckpoints:
         raise AssertionError(f"{self.name} does not declare {Capability.OWN_CHECKPOINT!r}")
 
     def consolidated(self, directory: pathlib.Path) -> dict[str, torch.Tensor]:
-        """Return the whole weights in what :meth:`save_own` wrote, as a script outside of the job reads them.
+        """Return the whole weights in what :meth:`save_own` wrote, as user code outside of the job reads them.
 
         Called on every rank, which reads the files alone: not collective. Needs :attr:`Capability.OWN_CHECKPOINT`.
 

@@ -99,7 +99,7 @@ class Capability(enum.StrEnum):
     """Without a mesh or process groups, a model is sharded over all ranks."""
 
     SHARD_DIMENSION = "shard-dimension"
-    """A script can choose along which dimension a parameter is cut."""
+    """User code can choose along which dimension a parameter is cut."""
 
     GATHER_EXTENSION = "gather-extension"
     """A shard with the methods ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` chooses what is gathered for it."""
@@ -108,10 +108,10 @@ class Capability(enum.StrEnum):
     """Units may be sharded over other ranks than the root, as experts are."""
 
     NAMED_DIMENSIONS = "named-dimensions"
-    """A script can name the data-parallel dimensions of the one mesh on which all parameters are DTensors."""
+    """User code can name the data-parallel dimensions of the one mesh on which all parameters are DTensors."""
 
     DIVIDE_FACTOR = "divide-factor"
-    """A script can set by what the sum of a unit's gradients is divided."""
+    """User code can set by what the sum of a unit's gradients is divided."""
 
     DTENSOR_PARAMETERS = "dtensor-parameters"
     """Sharded parameters, their gradients and their state are DTensors, which know the full tensor."""
@@ -165,7 +165,7 @@ class Capability(enum.StrEnum):
     """On a (replicate, shard) mesh, parameters are sharded over the second dimension, gradients averaged over both."""
 
     REPLICAS_ALONE = "replicas-alone"
-    """A script can choose that nothing is sharded: ranks hold whole parameters, whose gradients are averaged."""
+    """User code can choose that nothing is sharded: ranks hold whole parameters, whose gradients are averaged."""
 
     DEFERRED_REDUCTION = "deferred-reduction"
     """The reduction of gradients can be deferred to the backward of the last microbatch."""
@@ -186,7 +186,7 @@ class Capability(enum.StrEnum):
     """A call starts to gather parameters in advance and returns at once, also before the first forward."""
 
     EXPLICIT_PREFETCH = "explicit-prefetch"
-    """A script can set which other units a unit gathers ahead, in forward and in backward."""
+    """User code can set which other units a unit gathers ahead, in forward and in backward."""
 
     RECOMPUTATION = "recomputation"
     """Units work under activation checkpointing, whether by a wrapper, by hooks or around the call."""
@@ -213,7 +213,7 @@ class Capability(enum.StrEnum):
     """Offloaded shards can live in memory that is not pinned, which needs no accelerator."""
 
     OFFLOAD_CHOICE = "offload-choice"
-    """A script chooses whether offloaded shards live in pinned memory; pinning raises where memory cannot be pinned."""
+    """User code chooses whether offloaded shards live in pinned memory; pinning raises where it cannot be done."""
 
     DISTRIBUTED_CHECKPOINT = "distributed-checkpoint"
     """``torch.distributed.checkpoint`` can save and load model and optimizer through their state dicts."""
@@ -225,16 +225,16 @@ class Capability(enum.StrEnum):
     """State dicts can also hold whole tensors, on every rank, or on the first alone, which then also sends them."""
 
     OPTIMIZER_KEYS = "optimizer-keys"
-    """The optimizer's state dict can have numbers in the place of names, and older calls save and load it too."""
+    """The optimizer's state dict can have numbers instead of names, and older calls save and load it too."""
 
     OWN_CHECKPOINT = "own-checkpoint"
-    """Calls of the implementation's own save and load model and optimizer, and a script makes whole weights of that."""
+    """The implementation's own calls save and load model and optimizer; user code makes full weights of the result."""
 
     META_LOAD = "meta-load"
     """Ranks whose model is on the meta device can take parameters and buffers from the first rank's state dict."""
 
     WHOLE_PARAMETERS = "whole-parameters"
-    """A context gathers all parameters, which a script can read and change, with gradients too."""
+    """A context gathers all parameters, which user code can read and change, with gradients too."""
 
     WHOLE_ON_CPU = "whole-on-cpu"
     """It can put them on the CPU, also where the model computes there."""
@@ -267,7 +267,7 @@ class Capability(enum.StrEnum):
     """Sharding can start from the first data-parallel rank's parameters and buffers on every rank."""
 
     UNIT_SETTINGS = "unit-settings"
-    """Between steps a script can change single units: when they reshard, and with what they gather and reduce."""
+    """Between steps user code can change single units: when they reshard, and with what they gather and reduce."""
 
     RANKS_DIFFER = "ranks-differ"
     """Ranks may use different parameters of a unit in one step."""
@@ -276,16 +276,16 @@ class Capability(enum.StrEnum):
     """Reductions can have a process group other than that of the gathers."""
 
     REDUCE_INPUTS = "reduce-inputs"
-    """A script can choose how many inputs of reductions may be in flight."""
+    """User code can choose how many inputs of reductions may be in flight."""
 
     REDUCTION_HOOK = "reduction-hook"
     """A function of the script can take the place of the reduction of all units."""
 
     GATHERS_AHEAD = "gathers-ahead"
-    """A script chooses whether backward and forward gather the next unit ahead, and whether gathers are bounded."""
+    """User code chooses whether backward and forward gather the next unit ahead, and whether gathers are bounded."""
 
     AUTOGRAD_CALLS = "autograd-calls"
-    """A script may call ``backward`` and ``torch.autograd.grad`` itself, several times for one forward."""
+    """User code may call ``backward`` and ``torch.autograd.grad`` itself, several times for one forward."""
 
     RECOVERY = "recovery"
     """After an exception in forward or backward on all ranks, and a call if one is needed, the next step is right."""

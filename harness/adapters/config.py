@@ -28,7 +28,7 @@ StateForm = Literal["sharded", "full", "first-rank", "local"]
 - "first-rank": the first rank of the world has all values whole, on the CPU, and the others have empty dicts. They take
   the values from the first rank when they load.
 - "local": each rank has its flat parameters, under no names of the model, so that nothing can be read of it. Without
-  an optimizer. Needs :attr:`Capability.FLAT_PARAMETERS` and process groups in the place of a mesh.
+  an optimizer. Needs :attr:`Capability.FLAT_PARAMETERS` and process groups instead of a mesh.
 """
 
 
@@ -143,7 +143,7 @@ class Precision:
 
 
 class OwnCollective(Protocol):
-    """A collective of a script's own, which takes the place of an all-gather or of a reduce-scatter."""
+    """A collective of the user's own, which takes the place of an all-gather or of a reduce-scatter."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return a tensor of ``size`` without values, for an input or an output of the collective."""
@@ -158,7 +158,7 @@ class OwnCollective(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a script changes about single units of a sharded model, for the passes that follow; None changes nothing.
+    """What user code changes about single units of a sharded model, for the passes that follow; None changes nothing.
 
     Needs :attr:`Capability.UNIT_SETTINGS`, and what is named at a field as well.
     """
@@ -237,7 +237,7 @@ class WrapPolicy:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WholeParameters:
-    """How a script reads and changes whole parameters between two steps.
+    """How user code reads and changes whole parameters between two steps.
 
     Attributes:
         keeps_changes: whether what the script writes to them stays; not together with ``first_rank_only``.
@@ -350,7 +350,7 @@ class Config:
     """The parameters that are neither sharded nor reduced, by name. Needs :attr:`Capability.IGNORED_PARAMETERS`."""
 
     ignored_modules: tuple[str, ...] = ()
-    """Modules that a script names in place of their parameters, which are all in :attr:`ignored`.
+    """Modules that user code names in place of their parameters, which are all in :attr:`ignored`.
 
     Parameters in :attr:`ignored` that are outside of them are named beside, which is to be refused.
 
@@ -446,7 +446,7 @@ class Config:
     """
 
     named_dimensions: NamedDimensions | None = None
-    """What the adapter passes on in the place of :attr:`mesh`, which is the data-parallel part of it.
+    """What the adapter passes on instead of :attr:`mesh`, which is the data-parallel part of it.
 
     Without dimensions to shard over, :attr:`shards` is False. Needs :attr:`Capability.NAMED_DIMENSIONS`.
     """

@@ -158,8 +158,8 @@ class DTensorAdapter(Adapter):
 
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
-        # These implementations have no flat parameters and no policies that find units. Sharding sends no values, a
-        # script's functions follow reductions, and what is gathered ahead is set by name.
+        # These implementations have no flat parameters and no policies that find units. Sharding sends no values, user
+        # code's functions follow reductions, and what is gathered ahead is set by name.
         missing = {
             Capability.FLAT_PARAMETERS,
             Capability.FSDP1_API,
@@ -190,7 +190,7 @@ class DTensorAdapter(Adapter):
         assert not any(other), "fully_shard has no such option"
         assert config.shards or config.named_dimensions or not self.traits.shards, "fully_shard shards"
         ahead = (config.gathers_ahead, config.gathers_ahead_in_forward, config.bounds_gathers)
-        assert ahead == (None, None, None), "fully_shard gathers ahead what a script names"
+        assert ahead == (None, None, None), "fully_shard gathers ahead what user code names"
         # Looked up before anything is sharded: sharding changes the class of a module, although not its name.
         cuts = {original_name(name): piece_of(value.detach()).cut for name, value in model.named_parameters()}
         self._cuts: dict[str, Cut] = {
@@ -289,7 +289,7 @@ class DTensorAdapter(Adapter):
         return DeviceMesh.from_group(groups, mesh.device_type, mesh=mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
 
     def _materialize(self, model: nn.Module) -> None:
-        """Make what is on the meta device real, module by module, as a script does once the model is sharded."""
+        """Make what is on the meta device real, module by module, as user code does once the model is sharded."""
         device = "cpu" if self.config.offload else self.config.mesh.device_type
         for module in model.modules():
             own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]

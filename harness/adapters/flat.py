@@ -503,8 +503,8 @@ class FlatAdapter(Adapter):
     def restore(self, state: dict[str, Any], *, form: StateForm = "sharded", strict: bool = True) -> KeysLeftOver:
         """Load state dicts (collective).
 
-        ``FullyShardedDataParallel`` takes the optimizer's from the first rank itself. The module's is sent here, as a
-        script has to.
+        ``FullyShardedDataParallel`` takes the optimizer's from the first rank itself. The module's is sent here, as
+        user code has to.
         """
         wrapper, model = self.api.FullyShardedDataParallel, [state["model"]]
         if form == "first-rank":
@@ -546,7 +546,7 @@ class FlatAdapter(Adapter):
         return self.api.OptimStateKeyType
 
     def _models_are(self, form: StateForm) -> contextlib.AbstractContextManager[Any]:
-        # A full state dict of a model is what a script gets that chooses nothing.
+        # A full state dict of a model is what user code gets that chooses nothing.
         return contextlib.nullcontext() if form == "full" else self._state_dicts_are(form)
 
     def _state_dicts_are(self, form: StateForm) -> contextlib.AbstractContextManager[Any]:

@@ -1,4 +1,4 @@
-"""Adapter for Lightning Fabric's ``ModelParallelStrategy``, through which a script calls torch's ``fully_shard``."""
+"""Adapter for Lightning Fabric's ``ModelParallelStrategy``, through which user code calls torch's ``fully_shard``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shardproof.harness.adapters.torch_fully_shard import TorchFullyShardAdapter
 class LightningFabricAdapter(TorchFullyShardAdapter):
     """The model, its optimizer, backward, clipping and accumulation go through ``Fabric``, of which a process has one.
 
-    What Fabric has no call for, such as prefetching, a script calls on the modules that ``fully_shard`` has sharded.
+    What Fabric has no call for, such as prefetching, user code calls on the modules that ``fully_shard`` has sharded.
     """
 
     name = "lightning.fabric"

@@ -41,7 +41,7 @@ _CURRENT = _Stream()
 
 @contextlib.contextmanager
 def as_on_a_device() -> Iterator[None]:
-    """Put stand-ins in the place of streams and events; buffers then live as long as on a device."""
+    """Replace streams and events by stand-ins; buffers then live as long as on a device."""
 
     def create(device: torch.device, *, priority: int = 0) -> Any:
         return _Stream()

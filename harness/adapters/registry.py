@@ -128,7 +128,7 @@ def load(name: str) -> type[Adapter]:
         NotImported: what it imports uses a name that torch lacks.
     """
     module_name, class_name = target_of(name)
-    # A ValueError alone becomes one line: a module may raise anything, such as the SystemExit of a script.
+    # A ValueError alone becomes one line: a module may raise anything, such as the SystemExit of user code.
     try:
         module = importlib.import_module(module_name)
     except BaseException as error:

@@ -72,7 +72,7 @@ class TorchZeroOptimizerAdapter(DdpAdapter):
         return state
 
     def restore(self, state: dict[str, Any], *, form: StateForm = "sharded", strict: bool = True) -> KeysLeftOver:
-        """Load state dicts (collective). The optimizer's is sent from the first rank here, as a script has to."""
+        """Load state dicts (collective). The optimizer's is sent from the first rank here, as user code has to."""
         keys = super().restore({"model": state["model"]}, form=form, strict=strict)
         if "optimizer" in state:
             sent = [state["optimizer"]]

@@ -181,5 +181,5 @@ class TorchtitanSimpleFsdpAdapter(Adapter):
 # - TENSOR_PARALLEL: F-124 of docs/findings.md.
 # - META_LOAD: sharding sends the first rank's values, so that ranks with and without values wait for each other.
 # - SYNC_STATES: buffers are not sent.
-# - AUTOGRAD_CALLS: gradients of a script's own backward are sums.
+# - AUTOGRAD_CALLS: gradients of the user's own backward are sums.
 # - DEFAULT_MESH: data_parallel wants a mesh.

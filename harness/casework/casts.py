@@ -55,7 +55,7 @@ class CastReplica:
         optimizer: updates the float32 parameters.
         traits: those of the implementation, which decide how often a gradient is rounded.
         after_backward: called between the last backward and the step, as for ``RunOptions``.
-        step: called in the place of the optimizer's step, as for ``RunOptions``.
+        step: called instead of the optimizer's step, as for ``RunOptions``.
 
     Attributes:
         model: the full copy.

@@ -72,7 +72,7 @@ class Census:
             self.moments.append(Moment("forward", label, self.held()))
         self._computing = label
         for name in names:
-            # An implementation may register a plain tensor in the place of a parameter, in either of two places. It may
+            # An implementation may register a plain tensor instead of a parameter, in either of two places. It may
             # also make the name a property that gathers, which is not read: that would be a gather of ours.
             found = vars(module).get(name, dict(module.named_parameters(recurse=False)).get(name))
             if isinstance(found, torch.Tensor) and not isinstance(found, DTensor):

@@ -35,7 +35,7 @@ Optimizer = Literal["sgd", "momentum", "adam"]
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Step(Described):
-    """One training step, and what a script does before it.
+    """One training step, and what user code does before it.
 
     Attributes:
         evaluates: forwards without autograd that precede it, by their contexts.

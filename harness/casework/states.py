@@ -303,7 +303,7 @@ def read_and_check(member: Member, run: Run, form: StateForm, unsharded: nn.Modu
     return state
 
 
-# Whole parameters in a context of a script, beside those of an unsharded model.
+# Whole parameters in a context of user code, beside those of an unsharded model.
 
 
 def check_whole(rank: Rank, how: WholeParameters, found: dict[str, nn.Parameter], plain: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""Collectives that a script gives to an implementation in the place of its own."""
+"""Collectives that user code gives to an implementation instead of its own."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class RunOptions:
             contrary, and None allows both.
         after_backward: called with the adapter between the last backward and the optimizer step, as a training script
             may change gradients there; it may communicate.
-        step: called with the adapter in the place of its own step, as where a script scales the loss.
+        step: called with the adapter instead of its own step, as where user code scales the loss.
         compared_as: the dtype to which floating-point tensors are rounded before they are compared, those of the
             baseline too. A model in float64 that is compared as float32 has no rounding errors that count, however ill
             its sums are conditioned. None compares them as they are.

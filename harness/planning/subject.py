@@ -135,7 +135,7 @@ def _logits(output: Any) -> torch.Tensor:
 
 
 def _function(name: str, module_name: str, function_name: str) -> Callable[[], Any]:
-    # A ValueError alone becomes one line: a module may raise anything, such as the SystemExit of a script.
+    # A ValueError alone becomes one line: a module may raise anything, such as the SystemExit of user code.
     try:
         module = importlib.import_module(module_name)
     except BaseException as error:

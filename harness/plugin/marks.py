@@ -231,7 +231,7 @@ FLAT = pytest.mark.parametrize(
     "flat", [False, pytest.param(True, marks=needs(Capability.FLAT_PARAMETERS))], ids=["originals", "flat"]
 )
 _ON_CPU = needs(Capability.WHOLE_ON_CPU)
-#: What a script may ask for together of whole parameters.
+#: What user code may ask for together of whole parameters.
 WHOLE = [
     pytest.param(WholeParameters(keeps_changes=False), id="read"),
     pytest.param(WholeParameters(keeps_changes=False, on_cpu=True), id="read-on-cpu", marks=_ON_CPU),

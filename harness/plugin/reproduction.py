@@ -29,7 +29,7 @@ _FLAGS = (("--noconftest",), ("--runxfail",))
 #: What `shardproof run` passes by itself.
 _FIXED = ("--config-file", "--rootdir", "--confcutdir", "--import-mode")
 
-#: What is in the place of a command for a drawn example that no seed repeats.
+#: What stands instead of a command for a drawn example that no seed repeats.
 PASTE = "paste the case: what --fuzz draws is random"
 
 
