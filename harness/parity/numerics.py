@@ -6,10 +6,10 @@ error of the sharded run may be at most ``BASELINE_FACTOR`` times the error of t
 plus ``SLACK_ULPS``. For a scalar (loss, total norm) it may exceed the baseline's error by ``SLACK_ULPS`` and no factor
 applies, because the baseline's error is then a single sample.
 
-The design fixes the constants; ``python benchmarks/margins.py reports/published/*.gz`` measures how close correct runs
-come to them, from the worst distance of each stage and step of a passing case (all implementations of published runs;
-torch 2.11 on H100s and H200s, NCCL and gloo; torch 2.13, gloo). None of the 376,888 distances recorded there used
-more than 0.66 of the allowed error, and no loss or total norm was off by more than 7.6 ulps.
+The design fixes the constants. How close correct runs come to them was measured in the run files that were published at
+89387d6, from the worst distance of each stage and step of a passing case (torch 2.11 on H100s and H200s, NCCL and gloo;
+torch 2.13, gloo). None of the 376,888 distances recorded there used more than 0.66 of the allowed error, and no loss or
+total norm was off by more than 7.6 ulps.
 """
 
 from __future__ import annotations
