@@ -93,14 +93,11 @@ def test_the_wheel_holds_every_source_and_no_test(wheel):
         "__main__.py",
         "commit.txt",
         "contract.json",
-        "implementations.py",
-        "plan.py",
         "plugin.py",
         "py.typed",
-        "run.py",
         "suites.ini",
         "testing.py",
-        "torch_names.py",
+        *(f"commands/{path.name}" for path in (ROOT / "shardproof/commands").glob("*.py")),
     }
     extra = {"shardproof/suites/expectations/sample.toml", *(f"shardproof/{name}" for name in own)}
     assert names == extra.union(*map(sources, FOLDERS))
@@ -151,7 +148,8 @@ def test_the_suites_of_a_wheel_and_of_a_clone_have_one_hash(wheel, tmp_path):
         archive.extractall(tmp_path / "site")
     (tmp_path / "site/shardproof/suites/expectations/sample.toml").unlink()
     script = (
-        "from shardproof.harness.plugin import origin, suite_modules as s; print(origin.hash_of(s.packaged_files()))"
+        "from shardproof.harness.plugin.environment import hash_of; "
+        "from shardproof.harness.plugin.selection import packaged_files; print(hash_of(packaged_files()))"
     )
     hashes = {run("-c", script, cwd=tmp_path, path=path).stdout for path in (tmp_path / "site", ROOT)}
     assert len(hashes) == 1 and len(hashes.pop().strip()) == 12

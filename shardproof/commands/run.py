@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import pytest
 
 _SUITES = "suites"
-_PACKAGE = pathlib.Path(__file__).parent
+_PACKAGE = pathlib.Path(__file__).parents[1]
 
 
 HELP = """\
