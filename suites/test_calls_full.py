@@ -16,6 +16,7 @@ from shardproof.testing import (
     SHARDS,
     Capability,
     Rank,
+    Run,
     WholeParameters,
     by_columns,
     contract,
@@ -93,12 +94,33 @@ def test_whole_parameters_before_backward(
                 with run.adapter.whole_parameters(WholeParameters(keeps_changes=keeps_changes)):
                     pass
             one.adapter.backward(models.mean_square(output))
-        expected = twin.adapter.gradients()
-        for name, piece in run.adapter.gradients().items():
-            other = expected[name]
-            assert (piece is None) == (other is None), f"{name} has a gradient in one of the runs"
-            if piece is not None and other is not None:
-                assert torch.equal(piece.tensor, other.tensor), f"{name} has another gradient"
+        _check_same_gradients(run, twin)
+
+
+@contract("CALLS-3")
+@world(2)
+@SHARDS
+def test_whole_parameters_between_two_forwards(rank: Rank, shards: bool) -> None:
+    """Whole parameters that are read between two forwards change no gradient of the backward that both share."""
+    model = models.Tower(dim=9)
+    options: dict[str, Any] = {"units": model.units(), "shards": shards, "optimizer": None}
+    run, twin = (rank.run(models.copy_of(model), **options) for _ in range(2))
+    for one in (run, twin):
+        loss = models.mean_square(one.adapter.forward(rank.batch(0, (4, 9))))
+        if one is run:
+            with run.adapter.whole_parameters(WholeParameters()):
+                pass
+        one.adapter.backward(loss + models.mean_square(one.adapter.forward(rank.batch(1, (4, 9)))))
+    _check_same_gradients(run, twin)
+
+
+def _check_same_gradients(run: Run, twin: Run) -> None:
+    expected = twin.adapter.gradients()
+    for name, piece in run.adapter.gradients().items():
+        other = expected[name]
+        assert (piece is None) == (other is None), f"{name} has a gradient in one of the runs"
+        if piece is not None and other is not None:
+            assert torch.equal(piece.tensor, other.tensor), f"{name} has another gradient"
 
 
 @contract("CALLS-3")

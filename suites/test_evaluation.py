@@ -20,12 +20,14 @@ from shardproof.testing import (
     Accumulation,
     Adapter,
     Capability,
+    Precision,
     Rank,
     Refusal,
     WholeParameters,
     check_exact,
     contract,
     each_value,
+    exact_difference,
     models,
     needs,
     optim,
@@ -331,6 +333,34 @@ def test_new_data_after_an_evaluation(
         if reads:
             with pair.adapter.whole_parameters(WholeParameters(keeps_changes=False)):
                 pass
+
+
+@contract("EVALUATION-3")
+@world(2)
+@needs(Capability.FLAT_PARAMETERS, Capability.MIXED_PRECISION, Capability.FULL_PRECISION_EVALUATION)
+@needs(Capability.RESHARD_AFTER_FORWARD)
+@pytest.mark.parametrize("trains", [False, True])
+def test_new_data_after_evaluations_in_full_precision(rank: Rank, trains: bool) -> None:
+    """What an evaluation in full precision gathered serves the next one; new data is used, whatever the mode then."""
+    model, batch = models.Tower(dim=9, depth=DEPTH), (rank.batch(0, (4, 9)),)
+    precision = Precision(compute=torch.bfloat16, full_in_evaluation=True)
+    options: dict[str, Any] = {"units": model.units(), "precision": precision, "reshard_after_forward": False}
+    run = rank.run(models.copy_of(model), **options)
+    run.adapter.module.eval()
+    run.evaluate(batch)
+    before = len(run.trace)
+    run.evaluate(batch)
+    assert len(run.trace) == before, f"a second evaluation gathers {run.trace[before:]}"
+    for parameters in (run.adapter.named_parameters().values(), model.parameters()):
+        for parameter in parameters:
+            parameter.data = parameter.data * 0.5
+    twin = rank.run(model, **options)
+    for one in (run, twin):
+        one.adapter.module.train(trains)
+    (found,), (expected,) = run.evaluate(batch), twin.evaluate(batch)
+    # The same kernels on the same numbers.
+    difference = exact_difference(found, expected)
+    assert difference is None, f"output: element, found and of a model made with the new data: {difference}"
 
 
 @contract("EVALUATION-4")

@@ -549,9 +549,10 @@ def test_steps_in_backward(rank: Rank, reshard_after_forward: bool | int | None)
 @contract("OPTIMIZER-7")
 @world(2)
 @needs(Capability.STEP_IN_BACKWARD, Capability.FLAT_PARAMETERS)
-def test_steps_in_backward_of_flat_parameters(rank: Rank) -> None:
+@pytest.mark.parametrize("units", [[], UNITS], ids=["root-alone", "units"])
+def test_steps_in_backward_of_flat_parameters(rank: Rank, units: list[list[str]]) -> None:
     """Optimizers that are attached to flat parameters are refused in the first forward, before anything is sent."""
-    run = rank.run(mixed.Mixed(*SHAPE), units=UNITS, flat_parameters=True)
+    run = rank.run(mixed.Mixed(*SHAPE), units=units, flat_parameters=True)
     flat = [parameter for parameter in run.adapter.module.parameters() if parameter.requires_grad]
     _attach(flat, {"lr": 0.05})
     refusal = Refusal(rank, lambda: run.adapter.forward(rank.batch(0, SHAPE)))

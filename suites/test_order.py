@@ -149,6 +149,7 @@ def test_a_rank_runs_fewer_units(rank: Rank, unit: Layer, flat_parameters: bool)
     text = raised_by(run, rank.batch(0, (8, DIM)))
     assert re.search(ACROSS_RANKS, text), f"raised: {text!r}"
     assert re.search(rf"\brank 0\b.*\b{unit}\.weight\b.*\brank \d\b", text), text
+    assert "None" not in text, f"names parameters of a rank that gathers none: {text}"
     gathered = [str(item) for item in run.trace if unit in item.unit and item.dtype == "float32"]
     assert not gathered, f"gathered although the ranks differ: {gathered}"
 

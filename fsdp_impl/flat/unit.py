@@ -334,6 +334,8 @@ class FlatUnit:
             return False
         self.in_full_precision = full
         if self.group is not None and self.reducer is not None:
+            # First: resharding shows the shards again, and new data that a user gave the parameters is no part yet.
+            self.group.shards.adopt()
             self.group.reshard()
             self.group.param_dtype = None if full else self.precision.param_dtype
             self.reducer.reduce_dtype = None if full else self.precision.reduce_dtype or self.precision.param_dtype

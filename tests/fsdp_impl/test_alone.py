@@ -222,3 +222,17 @@ def test_a_reshard_drops_a_pending_unshard_so_that_nothing_stale_is_used() -> No
         for param in module.parameters():
             param.zero_()
     assert torch.equal(module(batch()), torch.zeros(2, 4))
+
+
+def test_what_was_gathered_is_filled_again_without_autograd() -> None:
+    """By a hook that does not switch autograd off itself, as hooks for torch must, and those of the suites do."""
+
+    def after(outputs: Any, metadata: None, dtype: torch.dtype, *, out: torch.Tensor | None = None) -> Any:
+        return (outputs[0].clone(), ()) if out is None else out.copy_(outputs[0])
+
+    module: Any = nn.Linear(4, 4)
+    fully_shard(module)
+    shard = module.weight._local_tensor
+    shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = lambda mesh: ((shard,), None), after
+    for _ in range(2):
+        module(batch()).sum().backward()

@@ -33,7 +33,9 @@ def check_step(rank: Rank, model: Any, plain: nn.Module, *, step: int = 0) -> No
 @world(2)
 def test_inputs_of_reductions_are_the_most_of_any_unit(rank: Rank) -> None:
     model, plain = sharded_tower(rank)
-    model.set_reduce_scatter_max_input_buffers(3)
+    for number in (1, 3):  # before the first forward the root has no units yet
+        model.set_reduce_scatter_max_input_buffers(number)
+        assert model._unit().comm.max_reduce_inputs == 1
     check_step(rank, model, plain)
     assert model._unit().comm.max_reduce_inputs == 3
     model[1].set_reduce_scatter_max_input_buffers(5)

@@ -49,3 +49,10 @@ def test_apply_while_parameters_are_gathered(rank: Rank) -> None:
     model[1].module.register_forward_hook(lambda module, args, output: model.apply(print))
     with pytest.raises(ValueError, match=refused + "FORWARD"):
         model(batch(rank, 0, (2, 5)))
+
+
+@world(2)
+def test_a_number_as_ignored_modules(rank: Rank) -> None:
+    """By the name of the option; torch says only that a number is not iterable."""
+    with pytest.raises(TypeError, match=r"`ignored_modules` should be an iterable .* got <class 'int'>"):
+        wrap(tower(3), ignored_modules=3, device_id=rank.device)

@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from fsdp_impl import CPUOffloadPolicy, fully_shard
+from fsdp_impl import CPUOffloadPolicy, fully_shard, register_fsdp_forward_method
 from shardproof.harness.parity.rank import Rank
 from shardproof.testing import world
 from tests.fsdp_impl.replicas import batch, tower
@@ -33,3 +34,11 @@ def test_offloaded_parameters_by_the_device_they_were_moved_to(rank: Rank) -> No
         model.to(rank.device)
     with pytest.raises(RuntimeError, match=r"on CPU when enabling CPU offloading.*\('0.weight', device\(type='cuda'"):
         model(batch(rank, 0, (2, 4)))
+
+
+@world(1)
+def test_a_forward_method_by_the_type_that_lacks_it(rank: Rank) -> None:
+    """The suites accept any error that names the method, which Python's own AttributeError does too."""
+    module: Any = fully_shard(nn.Linear(2, 2), mesh=rank.mesh())
+    with pytest.raises(ValueError, match=r"FSDPLinear.* does not have a method other"):
+        register_fsdp_forward_method(module, "other")
