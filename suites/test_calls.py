@@ -242,11 +242,15 @@ def _wrapped_by_a_rule(fsdp: Fsdp1, model: nn.Module) -> nn.Module:
 @contract("CALLS-10")
 @world(2)
 def test_buffers_are_saved_in_their_dtypes(rank: Rank) -> None:
-    """Buffers that a policy casts, the wrapped module's own and deeper ones, are saved in the dtypes that they had."""
+    """Buffers that a policy casts, the wrapped module's own and deeper ones, are saved in the dtypes that they had.
+
+    One that is not persistent is cast too, and not saved.
+    """
     fsdp = fsdp1(rank)
     layers = fsdp.layers()
     for module in (layers, layers[1]):
         module.register_buffer("scale", torch.ones(4, dtype=torch.float64, device=fsdp.device))
+        module.register_buffer("scratch", torch.ones(4, device=fsdp.device), persistent=False)
     precision = fsdp.api.MixedPrecision(buffer_dtype=torch.bfloat16)
     model = fsdp.wrap(nn.Sequential(layers), mixed_precision=precision)
     fsdp.forward(model)  # which casts them
@@ -255,6 +259,8 @@ def test_buffers_are_saved_in_their_dtypes(rank: Rank) -> None:
     saved = model.state_dict()
     dtypes = [saved[name].dtype for name in ("0.scale", "0.1.scale")]
     assert dtypes == [torch.float64] * 2, f"the buffers of float64 are saved as {dtypes}"
+    extra = [name for name in saved if "scratch" in name]
+    assert not extra, f"the state dict has buffers that are not persistent: {', '.join(extra)}"
 
 
 @contract("CALLS-10")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardproof.suites.apis import fsdp1
@@ -51,12 +52,18 @@ def test_whole_parameters_are_the_models_own(rank: Rank, keeps_changes: bool, sh
 @FLAT
 @SHARDS
 def test_attributes_after_whole_parameters(rank: Rank, shards: bool, flat: bool) -> None:
-    """When whole parameters were read, modules have attributes of the dtypes that they had, and no whole values."""
+    """When whole parameters were read, modules have attributes of the dtypes that they had, and no whole values.
+
+    So they have after a forward.
+    """
     model = models.Tower(dim=9)
     shape = model.get_parameter("layers.1.in_proj.weight").shape
     run = rank.run(model, units=model.units(), shards=shards, flat_parameters=flat)
     layer: Any = run.original_module("layers.1.in_proj")
     before = (type(layer.weight), layer.weight.shape, layer.weight.dtype)
+    run.evaluate((rank.batch(0, (4, 9)),))
+    after = (type(layer.weight), layer.weight.shape, layer.weight.dtype)
+    assert after == before, f"the weight was {before}, and is {after} after a forward"
     with run.adapter.whole_parameters(WholeParameters()):
         assert layer.weight.shape == shape, f"the whole weight has the shape {tuple(layer.weight.shape)}"
     after = (type(layer.weight), layer.weight.shape, layer.weight.dtype)
@@ -67,12 +74,21 @@ def test_attributes_after_whole_parameters(rank: Rank, shards: bool, flat: bool)
 @world(2)
 @needs(Capability.FSDP1_API)
 def test_whole_parameters_of_the_root_alone(rank: Rank) -> None:
-    """With ``recurse=False`` the wrapper's own parameters are whole, and those of a wrapper inside it stay sharded."""
+    """With ``recurse=False`` the wrapper's own parameters are whole, and those of a wrapper inside it stay sharded.
+
+    A plain module around both has none of its own.
+    """
     fsdp = fsdp1(rank)
     model = fsdp.nested()
-    with fsdp.kind.summon_full_params(model, recurse=False):
-        counts = [sum(one.numel() for one in layer.parameters()) for layer in model.module]
-    assert counts[1] == 20 and counts[0] < 20, f"of 20 parameters each, the unit inside and the root show {counts}"
+
+    def counts(module: nn.Module) -> list[int]:
+        with fsdp.kind.summon_full_params(module, recurse=False):
+            return [sum(one.numel() for one in layer.parameters()) for layer in model.module]
+
+    inside, own = counts(model)
+    assert own == 20 and inside < 20, f"of 20 parameters each, the unit inside and the root show {[inside, own]}"
+    inside, own = counts(nn.Sequential(model))
+    assert own < 20 and inside < 20, f"asked of a plain module around, they show {[inside, own]}"
 
 
 @contract("CALLS-3")

@@ -667,7 +667,10 @@ def test_local_states(rank: Rank, flat: bool) -> None:
 @world(2)
 @needs(Capability.FLAT_PARAMETERS)
 @each_value("flaw")
-@pytest.mark.parametrize("flaw", ["another-shape", "shapes", "another-dtype", "another-step", "no-average", "no-state"])
+@pytest.mark.parametrize(
+    "flaw",
+    ["another-shape", "shapes", "another-dtype", "another-step", "another-dtype-of-steps", "no-average", "no-state"],
+)
 def test_states_that_cannot_be_joined(rank: Rank, flaw: str) -> None:
     """States of parameters that together are not the state of a flat parameter are refused on every rank."""
     run = states.make(rank, 0, for_flat=True, flat_parameters=True)
@@ -682,6 +685,8 @@ def test_states_that_cannot_be_joined(rank: Rank, flaw: str) -> None:
         one["exp_avg"] = one["exp_avg"].double()
     elif flaw == "another-step":
         one["step"] = one["step"] + 1
+    elif flaw == "another-dtype-of-steps":
+        one["step"] = one["step"].double()
     elif flaw == "no-average":
         del one["exp_avg"]
     else:

@@ -1,10 +1,14 @@
 """What FullyShardedDataParallel refuses in words of its own, or where torch does something else."""
 
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from fsdp_impl import FullyShardedDataParallel, StateDictType
+from fsdp_impl import FullyShardedDataParallel, ShardingStrategy, StateDictType
+from fsdp_impl.wrap import ModuleWrapPolicy
 from shardproof.harness.parity.rank import Rank
 from shardproof.testing import world
 from tests.fsdp_impl.flat_replicas import NONE, wrap, wrap_children
@@ -35,6 +39,19 @@ def test_states_of_other_models(rank: Rank) -> None:
         FullyShardedDataParallel.full_optim_state_dict(nn.Linear(2, 2), stranger)
     with pytest.raises(ValueError, match="Expects a module with FSDP modules"):
         FullyShardedDataParallel.get_state_dict_type(nn.Linear(2, 2))
+
+
+@world(2)
+def test_hybrid_shards_on_the_cpu(rank: Rank) -> None:
+    """All ranks on the CPU count as one host; torch counts by devices, of which a CPU has one."""
+    if rank.device.type != "cpu":
+        return
+    hybrid, rule = ShardingStrategy.HYBRID_SHARD, ModuleWrapPolicy({nn.Linear})
+    model = wrap(tower(3), sharding_strategy=hybrid, auto_wrap_policy=rule, device_id=rank.device)
+    groups: list[Any] = [model.process_group, model._unit.ranks.across]
+    assert [group.size() for group in groups] == [2, 1]
+    for group in groups:
+        dist.destroy_process_group(group)
 
 
 @world(2)

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from fsdp_impl import CPUOffloadPolicy, fully_shard, register_fsdp_forward_method
 from shardproof.harness.parity.rank import Rank
 from shardproof.testing import world
+from tests.fsdp_impl.flat_replicas import wrap_children
 from tests.fsdp_impl.replicas import batch, tower
 
 
@@ -20,6 +21,15 @@ def test_units_by_the_names_of_their_modules(rank: Rank) -> None:
         fully_shard(unit, mesh=rank.mesh())
     model(batch(rank, 0, (2, 4)))
     assert [module._unit().group.label for module in (model[1], model[2], model)] == ["1", "2, 3", "(root)"]
+
+
+@world(2)
+def test_flat_units_by_the_names_of_their_wrappers(rank: Rank) -> None:
+    model = wrap_children(tower(4, 1), device_id=rank.device)
+    model(batch(rank, 0, (2, 4)))
+    names = {group.label: list(group.names) for group in model._unit.groups()}
+    inner = [f"1.{layer}.{name}" for layer in ("in_proj", "out_proj") for name in ("weight", "bias")]
+    assert names == {"(root)": ["0.weight", "0.bias"], "1": inner}
 
 
 @world(2)
