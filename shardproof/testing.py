@@ -88,7 +88,7 @@ from shardproof.harness.parity.oracle import Oracle
 from shardproof.harness.parity.pair import Pair
 from shardproof.harness.parity.rank import Rank
 from shardproof.harness.parity.run import Loss, Run, StepPicture
-from shardproof.harness.plugin.marks import (
+from shardproof.harness.plugin.axes import (
     DELAY_MS,
     DELAYED,
     DELAYS,
@@ -103,6 +103,9 @@ from shardproof.harness.plugin.marks import (
     RESHARD_UNEVEN,
     SHARDS,
     WHOLE,
+    with_first,
+)
+from shardproof.harness.plugin.marks import (
     alone,
     contract,
     deadline,
@@ -111,7 +114,6 @@ from shardproof.harness.plugin.marks import (
     meaningful_from,
     needs,
     simulated,
-    with_first,
     world,
 )
 from shardproof.harness.simulation import formulas

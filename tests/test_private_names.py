@@ -196,7 +196,8 @@ def test_use(rank):
 def test_simulation(rank):
     from shardproof.harness.adapters.config import Config
     from shardproof.harness.models import optim
-    from shardproof.harness.simulation import Simulation, simulated_world
+    from shardproof.harness.simulation.training import Simulation
+    from shardproof.harness.simulation.world import simulated_world
     import torch
     with simulated_world(rank.simulates, rank=1) as made:
         one = Simulation(made, rank.implementation, lambda: models.Tower(dim=4), config=Config(mesh=made.mesh()),

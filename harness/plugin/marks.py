@@ -6,14 +6,9 @@ from a module's ``pytestmark`` mean what they always mean.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import pytest
 
-from shardproof.harness.adapters.base import WholeParameters
 from shardproof.harness.adapters.capability import Capability, Hardware
-from shardproof.harness.collectives.delays import Delay
 from shardproof.harness.plugin.selection import check_deadline
 
 #: Registered with pytest by the plugin, so that ``--strict-markers`` knows them.
@@ -151,104 +146,3 @@ def deadline(seconds: float) -> pytest.MarkDecorator:
 def _check_size(size: object, given: str) -> None:
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise ValueError(f"{given}: a world's size is a positive integer")
-
-
-# Parameter sets for ``pytest.mark.parametrize`` that several chapters share.
-
-
-_CHOOSES = needs(Capability.RESHARD_AFTER_FORWARD)
-
-
-def _to_size(size: int, *also: Capability) -> Any:
-    """Resharding to groups of this size, which on as many ranks is the same as ``True``."""
-    return pytest.param(size, marks=[needs(Capability.RESHARD_TO_SIZE, *also), meaningful_from(2 * size)])
-
-
-#: What happens to gathered parameters after forward, as chosen: freed, or kept.
-RESHARD_CHOICES = [pytest.param(True, marks=_CHOOSES), pytest.param(False, marks=_CHOOSES)]
-
-#: What frees parameters after forward, wholly or to groups of two.
-RESHARD_FREES = [RESHARD_CHOICES[0], _to_size(2)]
-
-#: The choices, and resharding to groups of two.
-RESHARD_EXPLICIT = [*RESHARD_CHOICES, _to_size(2)]
-
-#: The same with the implementation's own default, so that a case runs for implementations without a choice.
-RESHARD = [pytest.param(None), *RESHARD_EXPLICIT]
-
-#: The default and the choice that keeps gathered values for longest, for cases about something else.
-KEEPS = pytest.mark.parametrize("reshard_after_forward", [pytest.param(None), RESHARD_CHOICES[1]])
-
-#: The same for worlds of more than four ranks, in which groups of four are possible as well.
-RESHARD_TO_PARTS = [*RESHARD, _to_size(4)]
-
-#: The same for cases that observe whether the root's own unit is freed.
-RESHARD_ROOT = [
-    pytest.param(None),
-    pytest.param(True, marks=needs(Capability.RESHARD_AFTER_FORWARD, Capability.ROOT_RESHARD)),
-    RESHARD_CHOICES[1],
-    _to_size(2, Capability.ROOT_RESHARD),
-]
-
-#: The choices for cases with sizes that the groups do not divide, where ``parameters()`` is checked after forward.
-RESHARD_UNEVEN = [*RESHARD_CHOICES, _to_size(2, Capability.RESHARD_TO_SIZE_UNEVEN)]
-
-#: Whether anything is sharded; for cases that also hold of whole parameters on every rank.
-SHARDS = pytest.mark.parametrize(
-    "shards", [True, pytest.param(False, marks=needs(Capability.REPLICAS_ALONE))], ids=["shards", "replicas-alone"]
-)
-
-
-DELAY_MS = 50.0
-"""Far longer than any kernel or collective of the cases' models, so that a missing wait always reads too early."""
-
-DELAYS = {
-    "after-forward": Delay(milliseconds=DELAY_MS, at="loss"),
-    "before-all-gather": Delay(milliseconds=DELAY_MS, collective="all_gather"),
-    "before-reduce-scatter": Delay(milliseconds=DELAY_MS, collective="reduce_scatter"),
-    "before-step": Delay(milliseconds=DELAY_MS, at="step"),
-    "after-reduce-scatter": Delay(milliseconds=DELAY_MS, collective="reduce_scatter", when="after"),
-    "gathers-late-on-rank-0": Delay(milliseconds=DELAY_MS, collective="all_gather", ranks=(0,)),
-}
-"""The delays of the cases about device streams, by name."""
-
-
-def _delayed(*names: str) -> pytest.MarkDecorator:
-    """What delays need: streams and, where a gather or a reduction is delayed, an implementation that issues them."""
-    issued = any(DELAYS[name].at == "collective" for name in names)
-    return needs(Hardware.STREAMS, Capability.SHARDED) if issued else needs(Hardware.STREAMS)
-
-
-#: Tuples of names in DELAYS: none, each delay alone, all together.
-DELAYED = [
-    pytest.param((), id="undelayed"),
-    *(pytest.param((name,), id=name, marks=_delayed(name)) for name in DELAYS),
-    pytest.param(tuple(DELAYS), id="all-delayed", marks=_delayed(*DELAYS)),
-]
-
-#: The optimizer has the parameters of the model, or one flat parameter for each unit.
-FLAT = pytest.mark.parametrize(
-    "flat", [False, pytest.param(True, marks=needs(Capability.FLAT_PARAMETERS))], ids=["originals", "flat"]
-)
-_ON_CPU = needs(Capability.WHOLE_ON_CPU)
-#: What user code may ask for together of whole parameters.
-WHOLE = [
-    pytest.param(WholeParameters(keeps_changes=False), id="read"),
-    pytest.param(WholeParameters(keeps_changes=False, on_cpu=True), id="read-on-cpu", marks=_ON_CPU),
-    pytest.param(WholeParameters(keeps_changes=False, first_rank_only=True), id="first-rank"),
-    pytest.param(
-        WholeParameters(keeps_changes=False, first_rank_only=True, on_cpu=True), id="first-rank-on-cpu", marks=_ON_CPU
-    ),
-    pytest.param(WholeParameters(), id="written"),
-    pytest.param(WholeParameters(on_cpu=True), id="written-on-cpu", marks=_ON_CPU),
-]
-
-
-def with_first(value: Any, axis: Sequence[Any]) -> list[Any]:
-    """Return the parameter sets with ``value``, for another parameter, in front of the values of each.
-
-    Args:
-        value: the value of the other parameter.
-        axis: parameter sets made by ``pytest.param``; their marks are kept.
-    """
-    return [pytest.param(value, *item.values, marks=item.marks) for item in axis]

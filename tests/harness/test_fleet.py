@@ -19,10 +19,9 @@ from shardproof.harness.plugin.journal import Journal
 from shardproof.harness.verdicts.verdict import Verdict
 from shardproof.harness.worlds import loop
 from shardproof.harness.worlds.jobs import Result
-from shardproof.harness.worlds.torchrun import meeting
+from shardproof.harness.worlds.torchrun import meeting, remote, roles
 from shardproof.harness.worlds.torchrun.fleet import Fleet, Seat, TooFewRanks, nodes_of
 from shardproof.harness.worlds.torchrun.remote import Link, Lost
-from shardproof.harness.worlds.torchrun.roles import remote, roles
 
 VARIABLES = {
     "TORCHELASTIC_RUN_ID": "job",
