@@ -9,7 +9,7 @@ from setuptools.command.sdist import sdist
 
 PACKAGE = Path(__file__).parent / "shardproof"
 # The code by which a clone knows its commit; an sdist has the file in the package alone.
-ORIGIN = runpy.run_path(str(PACKAGE / "harness/plugin/environment.py"))
+ORIGIN = runpy.run_path(str(PACKAGE / "harness/plugin/origin.py"))
 
 
 def write_commit(root: str) -> None:

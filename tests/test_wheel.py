@@ -148,7 +148,7 @@ def test_the_suites_of_a_wheel_and_of_a_clone_have_one_hash(wheel, tmp_path):
         archive.extractall(tmp_path / "site")
     (tmp_path / "site/shardproof/suites/expectations/sample.toml").unlink()
     script = (
-        "from shardproof.harness.plugin.environment import hash_of; "
+        "from shardproof.harness.plugin.origin import hash_of; "
         "from shardproof.harness.plugin.selection import packaged_files; print(hash_of(packaged_files()))"
     )
     hashes = {run("-c", script, cwd=tmp_path, path=path).stdout for path in (tmp_path / "site", ROOT)}

@@ -12,7 +12,8 @@ project's conftest names the plugin as ``shardproof.plugin``; case modules impor
 - ``drawing``: searches for an example of a drawn parameter that fails, and shrinks it; ``strategies`` draws examples
   with hypothesis.
 - ``effort``: what a shorter run leaves out.
-- ``records``: the record of one case; ``journal``: the run file, with the ``environment`` of the run.
+- ``records``: the record of one case; ``journal``: the run file, with the ``environment`` of the run and the
+  ``origin`` of the code.
 - ``torchrun``: runs that torchrun started: their processes, several cases at once, and what restarted ones keep.
 - ``reproduction``: the command that repeats one case.
 - ``explaining``: runs a failed case again with capture on.

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from shardproof.harness.plugin import cases, environment, selection
+from shardproof.harness.plugin import cases, environment, origin, selection
 from shardproof.harness.plugin.journal import Journal
 from shardproof.harness.plugin.known_failures import RunKnownFailures
 from shardproof.harness.plugin.progress import Progress, Selected
@@ -373,7 +373,7 @@ def _hash_of_suites(files: dict[str, pathlib.Path]) -> str:
     shardproof's own suites count as a whole, so that runs of different chapters have one hash.
     """
     own = {name: path for name, path in files.items() if not is_suites(path.parent)}
-    return environment.hash_of(own if len(own) == len(files) else own | packaged_files())
+    return origin.hash_of(own if len(own) == len(files) else own | packaged_files())
 
 
 def _key(item: pytest.Function) -> tuple[str, str]:

@@ -10,7 +10,7 @@ import subprocess
 import pytest
 
 import shardproof
-from shardproof.harness.plugin import environment
+from shardproof.harness.plugin import origin
 from tests.harness.inner import CASE
 
 PACKAGE = pathlib.Path(shardproof.__file__).parent
@@ -45,17 +45,17 @@ def executable(path, script):
 
 def test_the_commit_of_a_clone(clone):
     head = git(clone, "rev-parse", "HEAD")
-    assert environment.commit(clone) == head
+    assert origin.commit(clone) == head
     (clone / "new.py").touch()
-    assert environment.commit(clone) == head, "a file that git does not track is none of the commit"
+    assert origin.commit(clone) == head, "a file that git does not track is none of the commit"
     (clone / "a.py").write_text("2\n")
-    assert environment.commit(clone) == f"{head}-dirty"
+    assert origin.commit(clone) == f"{head}-dirty"
 
 
 def test_the_repository_of_a_hook_is_not_that_of_the_clone(clone, monkeypatch):
     head = git(clone, "rev-parse", "HEAD")
     monkeypatch.setenv("GIT_DIR", str(clone.parents[1] / ".git"))
-    assert environment.commit(clone) == head
+    assert origin.commit(clone) == head
 
 
 @pytest.mark.parametrize("left", ["nothing", "an empty .git", "a repository without a commit"])
@@ -65,12 +65,12 @@ def test_the_repository_around_the_clone_is_not_its_own(clone, left):
         (clone.parent / ".git").mkdir()
     if left == "a repository without a commit":
         git(clone, "init", "-q")
-    assert environment.commit(clone) == "unknown"
+    assert origin.commit(clone) == "unknown"
 
 
 def test_a_repository_of_another_user(clone, monkeypatch):
     monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
-    assert environment.commit(clone) == "unknown"
+    assert origin.commit(clone) == "unknown"
 
 
 @pytest.mark.parametrize("script", [None, "exit 1", "echo tag-1-gabc", "exec sleep 100"])
@@ -81,22 +81,22 @@ def test_git_that_is_missing_fails_or_hangs(clone, tmp_path, monkeypatch, script
         folder = f"{folder}:{os.environ['PATH']}"
     monkeypatch.setenv("PATH", str(folder))
     if script == "exec sleep 100":
-        monkeypatch.setattr(environment, "_MOST_SECONDS", 0.2)
-    assert environment.commit(clone) == "unknown"
+        monkeypatch.setattr(origin, "_MOST_SECONDS", 0.2)
+    assert origin.commit(clone) == "unknown"
 
 
 @pytest.mark.parametrize(("written", "commit"), [("abc\n", "abc"), ("unknown\n", "unknown"), ("", "unknown")])
 def test_what_the_build_has_written_counts(clone, written, commit):
     (clone / "commit.txt").write_text(written)
-    assert environment.commit(clone) == commit
+    assert origin.commit(clone) == commit
 
 
 def test_the_version_is_that_of_the_code_and_not_of_what_is_installed(clone):
     project = clone.parent / "pyproject.toml"
     project.write_text('[project]\nname = "shardproof"\nversion = "7.8"\n')
-    assert environment.version(clone) == "7.8"
+    assert origin.version(clone) == "7.8"
     project.write_text('[project]\nname = "theirs"\nversion = "7.8"\n')
-    assert environment.version(clone) != "7.8"
+    assert origin.version(clone) != "7.8"
 
 
 def test_a_hash_is_of_names_and_bytes(tmp_path):
@@ -104,14 +104,14 @@ def test_a_hash_is_of_names_and_bytes(tmp_path):
     (tmp_path / "b").write_bytes(b"2")
     one, other = tmp_path / "a", tmp_path / "b"
     hashes = [
-        environment.hash_of({"x": one, "y": other}),
-        environment.hash_of({"x": other, "y": one}),
-        environment.hash_of({"x": one}),
-        environment.hash_of({"z": one}),
-        environment.hash_of({"x": tmp_path / "gone"}),
+        origin.hash_of({"x": one, "y": other}),
+        origin.hash_of({"x": other, "y": one}),
+        origin.hash_of({"x": one}),
+        origin.hash_of({"z": one}),
+        origin.hash_of({"x": tmp_path / "gone"}),
     ]
     assert len(set(hashes)) == 5
-    assert hashes[0] == environment.hash_of({"y": other, "x": one}), "their order does not matter"
+    assert hashes[0] == origin.hash_of({"y": other, "x": one}), "their order does not matter"
 
 
 @pytest.mark.skipif(not (PACKAGE.resolve().parent / ".git").exists(), reason="these sources are no clone")
