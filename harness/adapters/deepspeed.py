@@ -1,4 +1,4 @@
-"""What the adapters of DeepSpeed's ZeRO stages share: an engine that owns backward, clipping and the optimizer step."""
+"""Adapters for DeepSpeed's ZeRO stages, which share an engine that owns backward, clipping and the optimizer step."""
 
 from __future__ import annotations
 

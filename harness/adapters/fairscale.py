@@ -1,4 +1,4 @@
-"""Adapter for fairscale's ``ShardedDataParallel``, which reduces each gradient to the rank that updates it."""
+"""Adapters for fairscale: ``ShardedDataParallel``, which reduces each gradient to one rank, and its own FSDP."""
 
 from __future__ import annotations
 

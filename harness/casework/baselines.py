@@ -1,4 +1,4 @@
-"""The training of one process on the whole batch of all ranks, with which runs of any number of ranks are compared."""
+"""Baselines beside those of a pair: one process with the batch of all ranks, and plain copies that a case averages."""
 
 from __future__ import annotations
 

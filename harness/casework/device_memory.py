@@ -1,4 +1,4 @@
-"""A census of the memory in which units are gathered, taken while a step runs.
+"""A census of the memory in which units are gathered, taken while a step runs, and poison for memory that is freed.
 
 Hooks of the harness note the storages of the parameters with which a module computes, by weak references, so that the
 census keeps nothing alive. What a storage holds later is read from it: an implementation that frees a unit either drops

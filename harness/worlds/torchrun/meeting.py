@@ -1,4 +1,4 @@
-"""How the ranks of a world of several hosts find each other: through the store of their torchrun job."""
+"""How the processes of a torchrun job find each other, and the authenticated messages that they exchange."""
 
 from __future__ import annotations
 
