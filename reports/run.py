@@ -11,7 +11,7 @@ from shardproof.reports.record import CaseRecord
 
 SUPPORTED_VERSIONS = (1, 2)
 
-EFFORTS = ("quick", "pairs", "standard", "full")
+EFFORTS = ("quick", "standard", "full")
 """The efforts, least first. A file without one is of a version that ran everything."""
 
 MIXED = "mixed"

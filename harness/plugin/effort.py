@@ -1,17 +1,16 @@
-"""Which of the selected cases a shorter run leaves out: ``--effort quick``, ``pairs``, ``standard`` or ``full``.
+"""Which of the selected cases a shorter run leaves out: ``--effort quick``, ``standard`` or ``full``.
 
 - ``full`` leaves out nothing.
 - ``standard`` keeps of each case every pair of values of its parameters, every number of ranks, and the combinations
   that a table beside the case lists (``pairwise``, ``always``). What it keeps is the same for every host and
   implementation.
-- ``pairs`` is ``standard`` in the smallest worlds that have a pair of values: two ranks, for a case of two and of four.
 - ``quick`` keeps one item of each function for each implementation, so that every requirement has one, and of each
   value of the parameters that ``each_value`` names (``quick``).
 
 The effort is applied last, to what ``--world``, ``-k``, ``-m`` and other plugins have selected, so that what they
 exclude covers nothing. An item that the command line names by its node id is always kept.
 
-Whatever the effort, the items that ``quick`` keeps run first, and then those of ``pairs`` (:mod:`.ordering`).
+Whatever the effort, the items that ``quick`` keeps run first.
 """
 
 from __future__ import annotations
@@ -60,10 +59,9 @@ class Combination:
     size: int
     needs: frozenset[str] = frozenset()
 
-    def parts(self, *, sizes: bool = True) -> Iterator[Part]:
-        """What should be covered: each pair of values, a value that is alone, and the number of ranks if ``sizes``."""
-        if sizes:
-            yield frozenset({(WORLD, repr(self.size))})
+    def parts(self) -> Iterator[Part]:
+        """What should be covered: each pair of values, a single parameter's value, and the number of ranks."""
+        yield frozenset({(WORLD, repr(self.size))})
         yield from map(frozenset, itertools.combinations(self.values.items(), min(2, len(self.values))))
 
     def has(self, part: Part) -> bool:
@@ -76,7 +74,7 @@ class Combination:
         return self.size <= other.size and self.needs <= other.needs and here != there
 
 
-def cover(combinations: Sequence[Combination], *, always: Iterable[Part] = (), sizes: bool = True) -> list[int]:
+def cover(combinations: Sequence[Combination], *, always: Iterable[Part] = ()) -> list[int]:
     """Choose combinations that have every pair of values, and every number of ranks, that any combination has.
 
     The choice is greedy: the next combination is the one with most of what is not covered yet; of several, one with the
@@ -86,12 +84,11 @@ def cover(combinations: Sequence[Combination], *, always: Iterable[Part] = (), s
         combinations: the combinations that exist, in an order that is always the same.
         always: further sets of values to cover, such as the combinations of a seed test. A set that no combination has
             is ignored.
-        sizes: whether every number of ranks is covered, and not only the smallest that has what is covered.
 
     Returns:
         The chosen positions in ``combinations``, in ascending order.
     """
-    parts = {part for combination in combinations for part in combination.parts(sizes=sizes)} | set(always)
+    parts = {part for combination in combinations for part in combination.parts()} | set(always)
     groups = [group for part in parts for group in _easiest(combinations, part)]
     uncovered = collections.Counter(index for group in groups for index in group)
     chosen = []
@@ -280,10 +277,10 @@ def _rank(one: Candidate, used: _Used) -> tuple[bool, int, tuple[int, ...], int]
 # Orders cases so that a failure shows early, worlds are started seldom and workers wait for each other seldom.
 
 
-def order(items: list[pytest.Item], selection: Selection, *, tiers: Sequence[Container[pytest.Item]]) -> None:
+def order(items: list[pytest.Item], selection: Selection, *, first: Container[pytest.Item]) -> None:
     """Put the cases of an implementation that has worlds of its own together, and those that want to be alone last.
 
-    Of an implementation the cases come in tiers: one of each function before a second one of any. In the order of the
+    Of an implementation one case of each function comes before a second one of any. In the order of the
     files a bug that the last chapter alone finds showed after the whole run, and a run that is stopped had not
     looked at some chapters at all.
 
@@ -291,24 +288,22 @@ def order(items: list[pytest.Item], selection: Selection, *, tiers: Sequence[Con
     of the suites start a world each: of 13 implementations on two GPUs a quarter was done in 450 s, most of it starts.
     A case that shares its devices with no other waits for all workers, which wait for it in turn; at the end none does.
 
-    Within a tier the order is that of the suites. Implementations whose worlds are shared stay side by side, because
+    Otherwise the order is that of the suites. Implementations whose worlds are shared stay side by side, because
     they share baselines as well.
 
     Args:
         items: all collected items; changed in place. Those that are not cases stay where they are in a file.
         selection: the implementations and options of the run.
-        tiers: the cases that come first, then those that come next; an item is of the first tier that has it, and one
-            that none has comes after all of them.
+        first: the cases that come before the others of their implementation.
     """
     apart = [name for name, kind in selection.implementations.items() if kind.traits.isolation != "shared"]
 
-    def place(item: pytest.Item) -> tuple[bool, int, int]:
+    def place(item: pytest.Item) -> tuple[bool, int, bool]:
         if not cases.is_case(item):
-            return False, 0, 0
+            return False, 0, False
         implementation = cases.launch_of(item).implementation
         block = 1 + apart.index(implementation) if implementation in apart else 0
-        tier = next((number for number, tier in enumerate(tiers) if item in tier), len(tiers))
-        return item.get_closest_marker("alone") is not None, block, tier
+        return item.get_closest_marker("alone") is not None, block, item not in first
 
     items.sort(key=place)
 
@@ -337,7 +332,7 @@ class Shortening:
             return
         try:
             kept = self._kept(functions, config)
-            tiers = [set(choose(kept, self._state.selection, effort)) for effort in (Effort.QUICK, Effort.PAIRS)]
+            first = set(choose(kept, self._state.selection, Effort.QUICK))
         except ValueError as error:
             self._state.refuse(config, items, [str(error)])
             return
@@ -345,7 +340,7 @@ class Shortening:
             self._state.spared = [item for item in functions if item in spared]
             config.hook.pytest_deselected(items=self._state.spared)
             items[:] = [item for item in items if item not in spared]
-        order(items, self._state.selection, tiers=tiers)
+        order(items, self._state.selection, first=first)
 
     def _kept(self, functions: list[pytest.Function], config: pytest.Config) -> set[pytest.Function]:
         selection = self._state.selection
@@ -386,10 +381,7 @@ def choose(items: Iterable[pytest.Function], selection: Selection, effort: Effor
     for item in sorted(items, key=_order):
         by_implementation[cases.launch_of(item).implementation].append(item)
     for same in by_implementation.values():
-        if effort == Effort.QUICK:
-            chosen = iter(_one_a_function(same, selection))
-        else:
-            chosen = _every_pair(same, sizes=effort == Effort.STANDARD)
+        chosen = iter(_one_a_function(same, selection)) if effort == Effort.QUICK else _every_pair(same)
         yield from (same[index] for index in chosen)
 
 
@@ -441,13 +433,13 @@ def _apart(item: pytest.Function, values: Mapping[str, str]) -> Iterator[str]:
         yield from mark.args
 
 
-def _every_pair(items: Sequence[pytest.Function], *, sizes: bool) -> Iterator[int]:
+def _every_pair(items: Sequence[pytest.Function]) -> Iterator[int]:
     tables = {folder: read(folder) for folder in {item.path.parent for item in items}}
     begin = 0
     for (path, name), same in itertools.groupby(items, key=_function):
         combinations = [_combination(item) for item in same]
         listed = tables[path.parent].get(f"{path.name}::{name}", ())
-        yield from (begin + index for index in cover(combinations, always=listed, sizes=sizes))
+        yield from (begin + index for index in cover(combinations, always=listed))
         begin += len(combinations)
 
 

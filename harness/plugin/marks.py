@@ -87,8 +87,7 @@ def meaningful_from(size: int) -> pytest.MarkDecorator:
     """Say of one value of a parameter that on fewer ranks it means what another value does; of a case, that it means
     less there.
 
-    ``--effort standard`` keeps pairs with the value on the fewest ranks; with this mark, also on as many as these. So
-    does ``pairs``, of a case as well.
+    ``--effort standard`` keeps pairs with the value on the fewest ranks; with this mark, also on as many as these.
 
     Raises:
         ValueError: the size is not a positive integer.

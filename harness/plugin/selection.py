@@ -72,9 +72,6 @@ class Effort(enum.StrEnum):
     QUICK = "quick"
     """One item of each test function and implementation."""
 
-    PAIRS = "pairs"
-    """Every pair of values of each case's parameters, each in the smallest worlds that have it."""
-
     STANDARD = "standard"
     """Every pair of values of each case's parameters, and every number of ranks."""
 

@@ -113,30 +113,6 @@ def test_the_effort_is_applied_to_what_other_options_select(collected):
     ]
 
 
-def test_pairs_run_in_the_smallest_worlds_that_have_them(collected):
-    source = """
-import pytest
-from shardproof.testing import contract, meaningful_from, world
-@contract("X-1")
-@world(2, 4)
-@pytest.mark.parametrize("a", [0, pytest.param(1, marks=meaningful_from(4))])
-def test_one(rank, a):
-    pass
-@contract("X-2")
-@world(2, 4)
-def test_none(rank):
-    pass
-@contract("X-3")
-@world(4)
-def test_four(rank):
-    pass
-"""
-    found = collected("--effort=pairs", source=source)
-    means_more = ["test_one[ddp-w2-1]", "test_one[ddp-w4-1]"]
-    assert sorted(found) == ["test_four[ddp-w4]", "test_none[ddp-w2]", "test_one[ddp-w2-0]", *means_more]
-    assert set(collected("--effort=standard", source=source)) - set(found) == {"test_none[ddp-w4]"}
-
-
 DIFFERENT_THINGS = """
 import pytest
 from shardproof.testing import contract, each_value, world
@@ -197,7 +173,7 @@ def test_combinations_that_a_table_lists_are_kept(collected, pytester, run):
 def test_an_unknown_effort_is_one_line(run):
     result = run(SOURCE, "--effort=some")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    assert last_error(result) == "ERROR: --effort some: expected quick, pairs, standard, full"
+    assert last_error(result) == "ERROR: --effort some: expected quick, standard, full"
 
 
 #: Nothing runs in it on the CPU, so that no rank starts.

@@ -64,13 +64,12 @@ def test_a_function_has_its_first_case_before_another_has_its_second(run):
     result = run(PARAMETERS, "--device", "cpu", "--collect-only", "-q", "--impl", "ddp")
     found = [line.partition("::")[2] for line in result.stdout.lines if "::" in line]
     functions = [name.partition("[")[0] for name in found]
-    assert functions == ["test_first", "test_second", *["test_first"] * 4, "test_second", *["test_first"] * 11]
+    assert functions == ["test_first", "test_second", *["test_first"] * 15, "test_second"]
     assert len(set(found)) == 18
-    assert all("-w1-" in name for name in found[2:6]), "four combinations on one rank have every pair of values"
 
 
 def test_all_cases_of_an_implementation_with_its_own_worlds_come_before_those_of_the_next(run):
-    """Also where the second case of a function is of a later tier: two implementations in turn start a world each."""
+    """Also where a function has a second case: two implementations in turn start a world each."""
     one, other = map(name_of, (explained_bugs.StaleParameters, explained_bugs.PaddingInShards))
     result = run(PARAMETERS, "--device", "cpu", "--collect-only", "-q", "--impl", f"{one},{other}", "-k", "test_second")
     found = [line.partition("::")[2] for line in result.stdout.lines if "::" in line]
