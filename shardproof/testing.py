@@ -49,18 +49,18 @@ from shardproof.harness.collectives.delays import Delay
 from shardproof.harness.collectives.own import Own
 from shardproof.harness.collectives.trace import Collective, Trace, first_difference
 from shardproof.harness.collectives.units import ROOT
-from shardproof.harness.models import busy, mixed, optim, parallel, shapes, ties
-from shardproof.harness.models.compilation import compiler
+from shardproof.harness.models import mixed, optim, parallel, shapes, ties
 from shardproof.harness.models.drawn import Block, Part, Plan
-from shardproof.harness.models.experts import ExpertModel, Router, divide_experts
-from shardproof.harness.models.made import Drawn, DrawnStack, Offset
 from shardproof.harness.models.parallel import (
     Buffered,
+    ExpertModel,
     Factors,
     MLPStack,
     Projections,
+    Router,
     Skipping,
     SplitTransformer,
+    divide_experts,
     parallelize_mlps,
     parallelize_projections,
     parallelize_transformer,
@@ -75,10 +75,11 @@ from shardproof.harness.models.recomputation import (
     Span,
     SpanBesideAHead,
     SpanTower,
+    compiler,
     recompute,
     recompute_span,
 )
-from shardproof.harness.models.rows import WIDTH, Rows
+from shardproof.harness.models.shapes import WIDTH, Drawn, DrawnStack, Offset, Rows
 from shardproof.harness.models.stateful import Stateful, by_columns
 from shardproof.harness.models.ties import RepeatedTower, TiedMLP, TiedStack, TwoNames
 from shardproof.harness.parity.claims import state_numel
@@ -212,7 +213,6 @@ __all__ = [
     "alone",
     "backward_of_copies",
     "built_in_with",
-    "busy",
     "by_columns",
     "bytes_of",
     "check_equal",

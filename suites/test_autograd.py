@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardproof.testing import (
@@ -38,6 +41,198 @@ from shardproof.testing import (
 )
 
 DATACLASS = pytest.param("dataclass", marks=needs(Capability.DATACLASS_OUTPUT))
+
+
+Nesting = Literal[
+    "tuple", "list", "dict", "ordered-dict", "namedtuple", "dataclass", "late-dataclass", "nested", "deep"
+]
+
+
+class NamedTriple(NamedTuple):
+    """Three trained tensors.
+
+    Attributes:
+        first: a tensor.
+        second: a tensor.
+        third: a tensor.
+    """
+
+    first: torch.Tensor
+    second: torch.Tensor
+    third: torch.Tensor
+
+
+@dataclasses.dataclass
+class RecordOfThree:
+    """Three trained tensors, with values of other kinds between them.
+
+    Attributes:
+        first: a tensor.
+        nothing: None.
+        second: a tensor.
+        count: a number.
+        third: a tensor.
+    """
+
+    first: torch.Tensor
+    nothing: None
+    second: torch.Tensor
+    count: int
+    third: torch.Tensor
+
+
+@dataclasses.dataclass
+class LateRecord:
+    """Three trained tensors, of which the constructor takes none but the first.
+
+    Attributes:
+        first: a tensor.
+        second: a tensor, set later.
+        third: a tensor, set later.
+    """
+
+    first: torch.Tensor
+    second: torch.Tensor = dataclasses.field(init=False)
+    third: torch.Tensor = dataclasses.field(init=False)
+
+
+class ThreeOutputs(nn.Module):
+    """Linear(dim, dim), then a unit ``branches`` that returns three tensors in a container.
+
+    Each of the three depends on every parameter of the model, so that a loss of any one of them trains all.
+
+    Input: (batch, dim). Output: the container, of three (batch, dim) tensors; see :func:`pack_three`. A
+    :class:`LateRecord` becomes a tuple.
+    """
+
+    def __init__(self, dim: int, nesting: Nesting) -> None:
+        super().__init__()
+        self.entry = nn.Linear(dim, dim)
+        self.branches = _Three(dim, nesting)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        packed: Any = self.branches(torch.tanh(self.entry(x)))
+        if isinstance(packed, LateRecord):
+            return packed.first, packed.second, packed.third
+        return packed
+
+
+class _Three(nn.Module):
+    def __init__(self, dim: int, nesting: Nesting) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(dim, dim) for _ in range(3))
+        self.nesting = nesting
+
+    def forward(self, x: torch.Tensor) -> Any:
+        a, b, c = (torch.tanh(layer(x)) for layer in self.layers)
+        return pack_three(a * b + c, a + b * c, torch.tanh(a - b - c), self.nesting)
+
+
+def pack_three(first: torch.Tensor, second: torch.Tensor, third: torch.Tensor, nesting: Nesting) -> Any:
+    """Put three tensors into a container, in this order; "nested" has containers of every kind within each other.
+
+    "deep" is twenty lists deep.
+    """
+    record = LateRecord(first)
+    record.second, record.third = second, third
+    deep: list[Any] = [third]
+    for _ in range(18):
+        deep = [deep]
+    packed: dict[Nesting, Any] = {
+        "tuple": (first, second, third),
+        "list": [first, second, third],
+        "dict": {"first": first, "constant": torch.zeros(2), "second": second, "third": third},
+        "ordered-dict": collections.OrderedDict(first=first, second=second, third=third),
+        "namedtuple": NamedTriple(first, second, third),
+        "dataclass": RecordOfThree(first, None, second, 3, third),
+        "late-dataclass": record,
+        "nested": {"a": [first, None, (second,)], "b": (7, {"c": [[third]]})},
+        "deep": [first, second, deep],
+    }
+    return packed[nesting]
+
+
+class InPlaceStack(nn.Module):
+    """Units ``layers.N`` whose output, a view of what they computed, is changed in place by their caller.
+
+    The view is of rows or, where the width of a unit is even, of every other column. Input and output: (batch, dim).
+    """
+
+    def __init__(self, dim: int, depth: int = 3) -> None:
+        super().__init__()
+        self.entry = nn.Linear(dim, dim)
+        self.layers = nn.ModuleList(_ReturnsView(dim, dim + index) for index in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.entry(x)
+        for layer in self.layers:
+            out = layer(x)
+            out += x
+            x = out
+        return x
+
+    def units(self) -> list[list[str]]:
+        """Lists of module names, one list for each unit: each layer is a unit."""
+        return [[f"layers.{index}"] for index in range(len(self.layers))]
+
+
+class _ReturnsView(nn.Module):
+    def __init__(self, dim: int, width: int) -> None:
+        super().__init__()
+        self.into = nn.Linear(dim, width)
+        self.back = nn.Linear(width, 2 * dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        both: torch.Tensor = self.back(torch.tanh(self.into(x)))
+        if self.into.out_features % 2 == 0:
+            return both[:, ::2]
+        return both.view(2 * x.shape[0], x.shape[1])[: x.shape[0]]
+
+
+class Forces(nn.Module):
+    """Adds to the output of a unit ``energy`` a gradient of it that forward computes itself, as models of forces do.
+
+    Input and output: (batch, dim). The gradient of the input within forward is a constant for backward.
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.energy = models.MLP(dim)
+        self.out = nn.Linear(dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        place = x.detach().requires_grad_()
+        (force,) = torch.autograd.grad(self.energy(place).square().sum(), place)
+        out: torch.Tensor = self.out(self.energy(x) + force)
+        return out
+
+
+class ForcesOfUnit(nn.Module):
+    """As :class:`Forces`, but the unit ``energy`` computes the gradient of its input itself, without autograd too.
+
+    Input and output: (batch, dim).
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.energy = _Energy(dim)
+        self.out = nn.Linear(dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        energy, force = self.energy(x, x.detach().requires_grad_())
+        out: torch.Tensor = self.out(energy + force)
+        return out
+
+
+class _Energy(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.inner = models.MLP(dim)
+
+    def forward(self, x: torch.Tensor, place: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.enable_grad():
+            (force,) = torch.autograd.grad(self.inner(place).square().sum(), place)
+        return self.inner(x), force
 
 
 @contract("AUTOGRAD-1")
@@ -226,9 +421,9 @@ def _schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSc
         pytest.param("late-dataclass", marks=needs(Capability.DATACLASS_OUTPUT)),
     ],
 )
-def test_loss_of_any_one_output(rank: Rank, nesting: shapes.Nesting) -> None:
+def test_loss_of_any_one_output(rank: Rank, nesting: Nesting) -> None:
     """The loss may use any one of a unit's outputs, wherever it is in a container: the last, the first, the second."""
-    pair = rank.pair(shapes.ThreeOutputs(dim=9, nesting=nesting), units=[["branches"]])
+    pair = rank.pair(ThreeOutputs(dim=9, nesting=nesting), units=[["branches"]])
     for step, used in enumerate([2, 0, 1]):
         pair.step(rank.batch(step, (2, 9)), loss=functools.partial(_loss_of, index=used))
         pair.check()
@@ -344,7 +539,7 @@ def test_two_forwards_before_one_backward(rank: Rank, reshard_after_forward: boo
 @world(2, 4)
 def test_output_changed_in_place(rank: Rank) -> None:
     """A unit's output may be a view that its caller changes in place, before backward has reached the unit."""
-    model = shapes.InPlaceStack(dim=9)
+    model = InPlaceStack(dim=9)
     pair = rank.pair(model, units=model.units())
     for step in range(3):
         pair.step(rank.batch(step, (4, 9)))
@@ -530,12 +725,12 @@ def test_gradient_penalty(rank: Rank, reshard_after_forward: bool | None) -> Non
 @needs(Capability.AUTOGRAD_CALLS, Capability.MULTIPLE_FORWARD)
 @each_value("model")
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
-@pytest.mark.parametrize("model", [shapes.Forces, shapes.ForcesOfUnit], ids=["of-a-unit", "in-a-unit"])
+@pytest.mark.parametrize("model", [Forces, ForcesOfUnit], ids=["of-a-unit", "in-a-unit"])
 def test_gradients_within_forward(rank: Rank, model: Any, reshard_after_forward: bool | None) -> None:
     """A forward may compute gradients on its way, of a unit's output or in it, and goes on with the root's weights."""
     pair = rank.pair(model(9), units=[["energy"]], baseline="replicated", reshard_after_forward=reshard_after_forward)
     for step in range(2):
-        if model is shapes.ForcesOfUnit:
+        if model is ForcesOfUnit:
             pair.evaluate(rank.batch(step, (2, 9), microbatch=1))
         pair.step(rank.batch(step, (4, 9)))
         pair.check()

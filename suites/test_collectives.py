@@ -43,6 +43,26 @@ from shardproof.testing import (
 )
 
 
+class Fan(nn.Module):
+    """The sum of ``arms``, MLPs of different sizes on one input, among which backward has no order, and ``out``.
+
+    Input and output: (batch, dim).
+
+    Args:
+        dim: the width.
+        names: of the arms, in the order of their sizes and calls.
+    """
+
+    def __init__(self, dim: int, names: Sequence[str]) -> None:
+        super().__init__()
+        self.out = nn.Linear(dim, dim)
+        self.arms = nn.ModuleDict({name: models.MLP(dim, multiplier=1 + index) for index, name in enumerate(names)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.out(torch.stack([arm(x) for arm in self.arms.values()]).sum(0))
+        return out
+
+
 def _prefetch_of_a_layer(adapter: Adapter) -> None:
     adapter.prefetch(forward={"layers.0": ["layers.1.in_proj"]}, backward={})
 
@@ -437,7 +457,7 @@ def test_ranks_issue_one_sequence(rank: Rank, number: int) -> None:
     random = Random(1000 * number + rank.index)
     kept = [bytes(random.randrange(64, 4096)) for _ in range(200)]
     names = ["".join(random.choices(string.ascii_lowercase, k=8)) for _ in range(6)]
-    model = shapes.Fan(dim=9, names=names)
+    model = Fan(dim=9, names=names)
     mesh = rank.mesh((2, 2), ("replicate", "shard")) if rank.world_size == 4 and _has(rank, "HYBRID") else None
     run = rank.run(
         model, units=[[f"arms.{name}"] for name in names], optimizer=optim.sgd(), mesh=mesh, pictures=False,

@@ -23,6 +23,7 @@ from shardproof.testing import (
     Precision,
     Rank,
     Refusal,
+    Stacked,
     WholeParameters,
     check_exact,
     contract,
@@ -31,7 +32,6 @@ from shardproof.testing import (
     models,
     needs,
     optim,
-    shapes,
     states,
     step_label,
     ties,
@@ -41,6 +41,38 @@ from shardproof.testing import (
 WHY = "the same values, gathered or not"
 MODES = ["no_grad", "inference_mode"]
 DEPTH = 3
+
+
+class ScaledBase(nn.Module):
+    """``scale * tanh(base x)``, where ``base``, a Linear(dim, dim), is frozen and ``scale`` has one element.
+
+    Input and output: (..., dim).
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(1))
+        self.base = nn.Linear(dim, dim).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * torch.tanh(self.base(x))
+
+
+class ScaledStack(Stacked):
+    """Layers of :class:`ScaledBase`, and a parameter of one element that is all that the root has of its own.
+
+    What trains has fewer elements than there are ranks, so that an optimizer changes nothing of what most ranks hold.
+
+    Input and output: (..., dim).
+    """
+
+    def __init__(self, dim: int, depth: int = 2) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(ScaledBase(dim) for _ in range(depth))
+        self.gain = nn.Parameter(torch.randn(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run_layers(x) * self.gain
 
 
 @contract("EVALUATION-1")
@@ -197,7 +229,7 @@ def test_forward_after_that_of_a_unit(rank: Rank, submodule: str, reshard_after_
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_step_that_changes_nothing_on_some_ranks(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """After a step, all ranks gather a unit again or none does, also where a rank holds frozen or no elements of it."""
-    evaluate_around_steps(rank, shapes.ScaledStack(dim=9), reshard_after_forward)
+    evaluate_around_steps(rank, ScaledStack(dim=9), reshard_after_forward)
 
 
 @contract("EVALUATION-2")

@@ -50,6 +50,67 @@ from shardproof.testing import (
 )
 
 
+class Named(nn.Module):
+    """Two Linear(dim, dim) in a dict of modules. Input and output: (..., dim)."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({name: nn.Linear(dim, dim) for name in ("first", "second")})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers.values():
+            x = torch.tanh(layer(x))
+        return x
+
+
+class Nested(nn.Module):
+    """Units at three depths: ``blocks.N`` with ``blocks.N.attention`` in it, which has ``projection`` in it.
+
+    Each level has parameters of its own beside those of the level inside, and computes with them before and after it
+    calls that level. No two units have the same size, so that the bytes of a collective determine its unit.
+
+    Input and output: (batch, dim).
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.entry = nn.Linear(dim, dim)
+        self.blocks = nn.ModuleList(_Outer(dim, width) for width in (dim + 1, 3 * dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.entry(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+    def units(self) -> list[list[str]]:
+        """Lists of module names, one list for each unit, outer modules first."""
+        inside = ("", ".attention", ".attention.projection")
+        return [[f"blocks.{index}{name}"] for index in range(len(self.blocks)) for name in inside]
+
+
+class _Outer(nn.Module):
+    def __init__(self, dim: int, width: int) -> None:
+        super().__init__()
+        self.attention = _Middle(width)
+        self.before = nn.Linear(dim, width)
+        self.after = nn.Linear(width, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.after(self.attention(torch.tanh(self.before(x)))))
+
+
+class _Middle(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.projection = nn.Linear(width, width)
+        self.gain = nn.Parameter(torch.randn(width))
+        self.shift = nn.Parameter(torch.randn(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.projection(self.gain * x)) * self.gain + self.shift
+
+
 @dataclasses.dataclass(frozen=True)
 class Unfit:
     """What an implementation may refuse.
@@ -119,7 +180,7 @@ UNFIT = {
         for name, options in OTHER_SIZES.items()
     },
     "a-list": Unfit(lambda: models.Tower(dim=9), ("ModuleList",), lambda rank: {"units": [["layers"]]}),
-    "a-dict": Unfit(lambda: shapes.Named(9), ("ModuleDict",), lambda rank: {"units": [["layers"]]}),
+    "a-dict": Unfit(lambda: Named(9), ("ModuleDict",), lambda rank: {"units": [["layers"]]}),
     "an-uneven-dimension": Unfit(
         lambda: shapes.Spoiled(torch.randn(3)),
         ("weight", "[9, 9]"),
@@ -535,7 +596,7 @@ def test_clipping_on_other_numbers_of_ranks(rank: Rank) -> None:
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_nested_units(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """Units within units, three deep, train as DDP does."""
-    model = shapes.Nested(dim=9)
+    model = Nested(dim=9)
     pair = rank.pair(model, units=model.units(), reshard_after_forward=reshard_after_forward)
     for step in range(3):
         pair.step(rank.batch(step, (4, 9)), set_to_none=step % 2 == 0)
@@ -548,7 +609,7 @@ def test_nested_units(rank: Rank, reshard_after_forward: bool | int | None) -> N
 @pytest.mark.parametrize("reshard_after_forward", RESHARD_ROOT)
 def test_nested_units_are_gathered_apart(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """A parameter belongs to the innermost unit around it; each unit is gathered when it runs, and reduced once."""
-    model = shapes.Nested(dim=9)
+    model = Nested(dim=9)
     pair = rank.pair(model, units=model.units(), reshard_after_forward=reshard_after_forward)
     expected = ["(root)", *(name for (name,) in model.units())]
     in_backward = len(expected) - 1 if reshard_after_forward is None else len(expected) * bool(reshard_after_forward)

@@ -23,12 +23,12 @@ from shardproof.testing import (
     Rank,
     Run,
     alone,
-    busy,
     contract,
     memory,
     models,
     needs,
     optim,
+    shapes,
     step_label,
     world,
 )
@@ -164,7 +164,7 @@ def _layers(rank: Rank, depth: int, mesh: str) -> tuple[Run, int, int]:
     """Shard so many layers; also the bytes held without them, and a rank's share of their parameters in bytes."""
     shape = {"shards": (1, rank.world_size), "replicas": (rank.world_size, 1)}[mesh]
     options: dict[str, Any] = {"mesh": rank.mesh(shape, ("replicate", "shard"))} if mesh == "replicas" else {}
-    model = busy.EqualLayers(WIDTH, depth).to(rank.device)
+    model = shapes.EqualLayers(WIDTH, depth).to(rank.device)
     _allocate_workspaces(rank)
     without = memory.held_bytes(rank.device) - memory.bytes_of(model.parameters())
     options |= {"reshard_after_forward": True, "optimizer": optim.sgd(), "pictures": False}

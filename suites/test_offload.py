@@ -15,12 +15,12 @@ from shardproof.testing import (
     Capability,
     Hardware,
     Rank,
-    busy,
     contract,
     memory,
     models,
     needs,
     optim,
+    shapes,
     step_label,
     world,
 )
@@ -103,7 +103,7 @@ def test_memory_of_shards(rank: Rank, microbatches: int, offload: str) -> None:
 @KINDS
 def test_device_holds_nothing_between_steps(rank: Rank, offload: str) -> None:
     """Between steps the device holds no parameter, gradient or optimizer state."""
-    model = busy.EqualLayers(WIDTH, depth=3)
+    model = shapes.EqualLayers(WIDTH, depth=3)
     # The first backward on a device allocates workspaces that stay, however it is offloaded.
     copied = models.copy_of(model).to(rank.device)
     models.mean_square(copied(rank.batch(0, (1, WIDTH)))).backward()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from shardproof.testing import (
     DELAY_MS,
@@ -23,9 +24,9 @@ from shardproof.testing import (
     Pair,
     Poison,
     Rank,
+    Stacked,
     Timeline,
     alone,
-    busy,
     check_exact,
     contract,
     models,
@@ -51,13 +52,57 @@ DIM = 17
 pytestmark = needs(Capability.SHARDED, Hardware.STREAMS)
 
 
+class BusyTower(Stacked):
+    """``depth`` MLPs, each of which occupies the stream at the end of its forward and at the start of its backward.
+
+    No two units have the same size, as in ``Tower``. Input and output: (batch, dim).
+
+    Args:
+        dim: the width.
+        depth: the number of layers.
+        milliseconds: how long a layer occupies the stream, each time.
+    """
+
+    def __init__(self, dim: int, depth: int, milliseconds: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_BusyMLP(dim, 2 + index, milliseconds) for index in range(depth))
+        self.out = nn.Linear(dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.out(self.run_layers(x))
+        return out
+
+
+class _BusyMLP(models.MLP):
+    def __init__(self, dim: int, multiplier: int, milliseconds: float) -> None:
+        super().__init__(dim, multiplier)
+        self.milliseconds = milliseconds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = _Occupying.apply(super().forward(x), self.milliseconds)  # type: ignore[no-untyped-call]
+        return out
+
+
+class _Occupying(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, milliseconds: float) -> torch.Tensor:
+        ctx.milliseconds = milliseconds
+        occupy(milliseconds, device_type=x.device.type)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        occupy(ctx.milliseconds, device_type=gradient.device.type)
+        return gradient.clone(), None
+
+
 @contract("OVERLAP-1")
 @world(2, 4)
 @alone()
 @needs(Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD)
 def test_collectives_run_beside_computation(rank: Rank) -> None:
     """Gathers end while the unit before computes, in forward and backward, and reductions while the next one does."""
-    model = busy.BusyTower(dim=DIM, depth=DEPTH, milliseconds=BUSY_MS)
+    model = BusyTower(dim=DIM, depth=DEPTH, milliseconds=BUSY_MS)
     slow = Delay(milliseconds=SLOW_MS, collective="reduce_scatter")
     run = rank.run(model, units=model.units(), reshard_after_forward=True, optimizer=optim.sgd(), delays=[slow])
     batches = [(rank.batch(step, (4, DIM)),) for step in range(3)]
@@ -149,7 +194,7 @@ def test_memory_is_not_reused_early(
     rank: Rank, reshard_after_forward: bool | int | None, delays: tuple[str, ...]
 ) -> None:
     """Memory in which collectives and computation still read or write is not handed out again."""
-    model = busy.BusyTower(dim=DIM, depth=3, milliseconds=SHORT_MS)
+    model = BusyTower(dim=DIM, depth=3, milliseconds=SHORT_MS)
     pair = rank.pair(
         model,
         units=model.units(),
@@ -166,7 +211,7 @@ def test_memory_is_not_reused_early(
 @pytest.mark.parametrize("delays", DELAYED)
 def test_memory_of_replicas_is_not_reused_early(rank: Rank, delays: tuple[str, ...]) -> None:
     """Memory of reductions over replicas, on a stream of their own, is not handed out while they read or write it."""
-    model = busy.BusyTower(dim=DIM, depth=3, milliseconds=SHORT_MS)
+    model = BusyTower(dim=DIM, depth=3, milliseconds=SHORT_MS)
     mesh = rank.mesh((rank.world_size // 2, 2), ("replicate", "shard"))
     pair = rank.pair(model, units=model.units(), mesh=mesh, delays=[DELAYS[name] for name in delays])
     Poison(pair.sharded, shards=2)

@@ -6,12 +6,13 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from shardproof.testing import (
     KEEPS,
@@ -47,6 +48,97 @@ from shardproof.testing import (
 
 #: Of the batches.
 SHAPE = (6, 4)
+
+
+@dataclasses.dataclass
+class Arguments:
+    """What :class:`Chooser` takes in a dataclass."""
+
+    x: torch.Tensor
+    choice: torch.Tensor
+
+
+Passing = Literal["position", "keyword", "tuple", "list", "dict", "dataclass"]
+"""How :class:`Choosing` calls its unit."""
+
+
+class Chooser(nn.Module):
+    """``x * weight`` where ``choice``, or its real part, is positive, and ``x`` elsewhere.
+
+    Input: both as :data:`Passing` says, (rows, columns) each. Output: a dict of the result and of ``choice``.
+    """
+
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(rows, columns))
+        self.seen: list[tuple[torch.dtype, torch.dtype]] = []
+
+    def forward(self, *args: Any, x: Any = None, choice: Any = None) -> dict[str, torch.Tensor]:
+        given = args[0] if len(args) == 1 else args
+        if isinstance(given, Arguments):
+            x, choice = given.x, given.choice
+        elif isinstance(given, dict):
+            x, choice = given["x"], given["choice"]
+        elif given:
+            x, choice = given
+        self.seen.append((x.dtype, choice.dtype))
+        return {"x": torch.where(choice.real > 0, x * self.weight, x), "choice": choice}
+
+
+class Choosing(nn.Module):
+    """A unit ``inner``, a :class:`Chooser`, between two multiplications by a parameter of the root.
+
+    Input: ``x`` and ``choice``, (rows, columns) each. Output: (rows, columns).
+
+    Args:
+        passing: how ``inner`` gets its arguments.
+        recomputes: whether backward computes ``inner`` again.
+
+    Attributes:
+        taken: the dtypes of the arguments of ``inner`` in each of its forwards.
+        returned: the dtypes of what each call of ``inner`` returned.
+    """
+
+    def __init__(self, passing: Passing = "position", *, recomputes: bool = False) -> None:
+        super().__init__()
+        self.inner = Chooser(6, 4)
+        self.gain = nn.Parameter(torch.randn(6, 4))
+        self.passing, self.recomputes = passing, recomputes
+        self.taken = self.inner.seen
+        self.returned: list[tuple[torch.dtype, torch.dtype]] = []
+
+    def forward(self, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
+        x = x * self.gain
+        if not self.recomputes:
+            return self._call(x, choice) * self.gain
+        # Otherwise the second computation may end before the call returns.
+        with set_checkpoint_early_stop(False):
+            part: torch.Tensor = checkpoint(self._call, x, choice, use_reentrant=False)
+        return part * self.gain
+
+    def _call(self, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
+        match self.passing:
+            case "position":
+                found = self.inner(x, choice)
+            case "keyword":
+                found = self.inner(x=x, choice=choice)
+            case "tuple":
+                found = self.inner((x, choice))
+            case "list":
+                given = [x, choice]
+                found = self.inner(given)
+                assert given[0] is x, "the caller's list has another tensor after the call"
+            case "dict":
+                named = {"x": x, "choice": choice}
+                found = self.inner(named)
+                assert named["x"] is x, "the caller's dict has another tensor after the call"
+            case "dataclass":
+                record = Arguments(x, choice)
+                found = self.inner(record)
+                assert record.x is x, "the caller's dataclass has another tensor after the call"
+        self.returned.append((found["x"].dtype, found["choice"].dtype))
+        result: torch.Tensor = found["x"]
+        return result
 
 
 def both(rank: Rank, model: nn.Module, *, lr: float = 0.05, **options: Any) -> tuple[Run, CastReplica]:
@@ -458,9 +550,9 @@ def test_deferred_all_reduces_of_different_parameters(rank: Rank) -> None:
         pytest.param("dataclass", marks=needs(Capability.DATACLASS_OUTPUT)),
     ],
 )
-def test_inputs(rank: Rank, passing: mixed.Passing, casts_inputs: bool) -> None:
+def test_inputs(rank: Rank, passing: Passing, casts_inputs: bool) -> None:
     """A unit casts its floating-point inputs if asked, in any container, and no integers."""
-    model = mixed.Choosing(passing)
+    model = Choosing(passing)
     inner = Precision(compute=BRAIN, reduce=FULL, casts_inputs=casts_inputs)
     run, replica = both(rank, model, units=[["inner"]], unit_precision={"inner": inner})
     train(rank, run, replica, chooses=True)
@@ -475,7 +567,7 @@ def test_inputs(rank: Rank, passing: mixed.Passing, casts_inputs: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.bool, torch.complex64, torch.float64], ids=lambda one: str(one)[6:])
 def test_masks_and_rotations(rank: Rank, dtype: torch.dtype) -> None:
     """Masks and complex numbers, as of rotary embeddings, are not cast on their way in and out; wide floats are."""
-    model = mixed.Choosing()
+    model = Choosing()
     inner = Precision(compute=BRAIN, reduce=FULL, output=FULL)
     run = rank.run(model, units=[["inner"]], unit_precision={"inner": inner})
     x = rank.batch(0, SHAPE)
@@ -505,7 +597,7 @@ def test_policies_of_units(rank: Rank, root: str, low: str, high: str) -> None:
 @pytest.mark.parametrize("recomputes", [False, pytest.param(True, marks=needs(Capability.RECOMPUTATION))])
 def test_outputs(rank: Rank, recomputes: bool) -> None:
     """What a unit returns is cast to the output dtype in a container too, in each computation, and integers are not."""
-    model = mixed.Choosing(recomputes=recomputes)
+    model = Choosing(recomputes=recomputes)
     inner = Precision(compute=BRAIN, reduce=FULL, output=HALF)
     root = Precision(compute=BRAIN, reduce=FULL, output=FULL)
     run, replica = both(rank, model, units=[["inner"]], precision=root, unit_precision={"inner": inner})

@@ -7,15 +7,16 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import nn
 
 from shardproof.testing import (
     KEEPS,
     Capability,
     Means,
     Rank,
+    Stacked,
     check_equal,
     contract,
-    mixed,
     needs,
     optim,
     recompute,
@@ -28,13 +29,46 @@ SHAPE = (7, 5)
 MEANS: tuple[Means, ...] = ("hooks", "wrapper", "call", "reentrant-call")
 
 
+class Dropping(nn.Module):
+    """``dropout(x * weight) + shift``, element by element; half of the products are dropped.
+
+    Input and output: (rows, columns).
+    """
+
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(rows, columns))
+        self.shift = nn.Parameter(torch.randn(rows, columns))
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.dropout(x * self.weight) + self.shift
+        return output
+
+
+class DroppingStack(Stacked):
+    """A parameter and a dropout of the root, and two units of :class:`Dropping`.
+
+    Input and output: (rows, columns).
+    """
+
+    def __init__(self, rows: int = 7, columns: int = 5) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Dropping(rows, columns) for _ in range(2))
+        self.gain = nn.Parameter(torch.randn(rows, columns))
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run_layers(self.dropout(x * self.gain))
+
+
 @contract("RANDOM-1")
 @world(2)
 @KEEPS
 @pytest.mark.parametrize("means", [None, *(pytest.param(one, marks=needs(Capability.RECOMPUTATION)) for one in MEANS)])
 def test_masks_of_dropout(rank: Rank, means: Means | None, reshard_after_forward: bool | None) -> None:
     """Every rank's masks are those of an unsharded run that began with the same state of the generator."""
-    model = mixed.DroppingStack(*SHAPE)
+    model = DroppingStack(*SHAPE)
     # Every rank has masks of its own.
     torch.manual_seed(rank.seeds.init + rank.index)
     generators = [Generator(rank.device), Generator(rank.device)]
@@ -62,7 +96,7 @@ def test_masks_of_dropout(rank: Rank, means: Means | None, reshard_after_forward
 @needs(Capability.DISTRIBUTED_CHECKPOINT)
 def test_state_dicts_draw_nothing(rank: Rank) -> None:
     """State dicts are taken and loaded without a random number, before the first step and between steps."""
-    model = mixed.DroppingStack(*SHAPE)
+    model = DroppingStack(*SHAPE)
     run = rank.run(model, units=model.units(), optimizer=optim.adamw())
     for step in range(2):
         before, after = Generator(rank.device), Generator(rank.device)

@@ -24,7 +24,6 @@ from shardproof.testing import (
     Shape,
     Simulation,
     Trace,
-    busy,
     contract,
     deadline,
     formulas,
@@ -32,6 +31,7 @@ from shardproof.testing import (
     needs,
     optim,
     parallel,
+    shapes,
     simulated,
 )
 
@@ -392,8 +392,8 @@ def check_units_held(rank: Rank, shape: tuple[int, ...], names: tuple[str, ...],
             units = [[f"layers.{number}"] for number in range(depth)]
             with rank.simulated(index) as world:
                 one = rank.simulation(
-                    world, functools.partial(busy.EqualLayers, size, depth), mesh=world.mesh(shape, names), units=units,
-                    precision=precision, optimizer=optim.sgd(),
+                    world, functools.partial(shapes.EqualLayers, size, depth), mesh=world.mesh(shape, names),
+                    units=units, precision=precision, optimizer=optim.sgd(),
                 )  # fmt: skip
                 for _ in range(2):
                     one.step(lambda: (torch.zeros(1, size),), loss=models.mean_square)

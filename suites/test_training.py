@@ -41,8 +41,60 @@ from shardproof.testing import (
     needs,
     optim,
     shapes,
+    tensors_of,
     world,
 )
+
+
+def chain(function: Callable[[torch.Tensor], torch.Tensor]) -> type[nn.ModuleList]:
+    """Define a list with a forward of its own, which runs its modules one after the other, each before ``function``.
+
+    The class has one name whatever the function, as one that is defined again in a notebook has. Input and output: as
+    of its modules.
+    """
+
+    class Chain(nn.ModuleList):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for module in self:
+                x = function(module(x))
+            return x
+
+    return Chain
+
+
+class TwoCalls(nn.Module):
+    """Calls ``inner``, a Linear(dim, dim), twice on one input, adds both results, and calls ``outer``.
+
+    Neither call of ``inner`` gets an input that requires a gradient unless the model's own input does.
+
+    Input: (batch, dim). Output: (batch, dim + 1).
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(dim, dim)
+        self.outer = nn.Linear(dim, dim + 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.outer(torch.tanh(self.inner(x)) + self.inner(x).square())
+        return out
+
+
+class ThreeInputs(nn.Module):
+    """The first of three tensors, in any containers, plus the second times the third; it has no parameters.
+
+    Attributes:
+        devices: where the tensors of all calls were.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.devices: list[torch.device] = []
+
+    def forward(self, *args: Any, **keywords: Any) -> torch.Tensor:
+        first, second, third = tensors_of((args, keywords))
+        self.devices.extend(tensor.device for tensor in (first, second, third))
+        return first + second * third
 
 
 @contract("TRAINING-1")
@@ -99,7 +151,7 @@ def test_parameter_without_rows(rank: Rank) -> None:
 @world(2)
 def test_list_that_computes(rank: Rank) -> None:
     """Lists of modules that have a forward of their own are units as any others, also of two classes of one name."""
-    lists = [shapes.chain(function)([nn.Linear(9, 9), nn.Linear(9, 9)]) for function in (torch.tanh, torch.sin)]
+    lists = [chain(function)([nn.Linear(9, 9), nn.Linear(9, 9)]) for function in (torch.tanh, torch.sin)]
     pair = rank.pair(nn.Sequential(nn.Linear(5, 9), *lists, nn.Linear(9, 5)), units=[["1"], ["2"]])
     for step in range(2):
         pair.step(rank.batch(step, (4, 5)))
@@ -216,7 +268,7 @@ def test_slice_of_a_sequence(rank: Rank) -> None:
 @contract("TRAINING-4")
 @world(2, 4)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
-@pytest.mark.parametrize("model", [models.ReusedInner, shapes.TwoCalls], ids=["chained", "on-one-input"])
+@pytest.mark.parametrize("model", [models.ReusedInner, TwoCalls], ids=["chained", "on-one-input"])
 def test_unit_called_twice(
     rank: Rank, model: Callable[[int], nn.Module], reshard_after_forward: bool | int | None
 ) -> None:
@@ -590,7 +642,7 @@ def test_inputs_move_to_device(rank: Rank, form: str) -> None:
         "keyword-nested": ((), {"pair": {"x": [x], "y": (None, y)}, "z": z}),
     }
     args, keywords = forms[form]
-    model = shapes.ThreeInputs()
+    model = ThreeInputs()
     output = rank.run(model).adapter.submodule("")(*args, **keywords)
     assert model.devices == [rank.device] * 3, f"the inputs are on {model.devices}"
     assert torch.equal(output.cpu(), x + y * z)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
-
-from shardproof.harness.models.plain import Stacked
+from torch.utils.checkpoint import checkpoint
 
 
 class Seen(NamedTuple):
@@ -49,97 +46,6 @@ class Scale(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen.append(Seen(x.dtype, self.weight.dtype, self.offset.dtype))
         return x * self.weight + self.offset + self.shift
-
-
-@dataclasses.dataclass
-class Arguments:
-    """What :class:`Chooser` takes in a dataclass."""
-
-    x: torch.Tensor
-    choice: torch.Tensor
-
-
-Passing = Literal["position", "keyword", "tuple", "list", "dict", "dataclass"]
-"""How :class:`Choosing` calls its unit."""
-
-
-class Chooser(nn.Module):
-    """``x * weight`` where ``choice``, or its real part, is positive, and ``x`` elsewhere.
-
-    Input: both as :data:`Passing` says, (rows, columns) each. Output: a dict of the result and of ``choice``.
-    """
-
-    def __init__(self, rows: int, columns: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(rows, columns))
-        self.seen: list[tuple[torch.dtype, torch.dtype]] = []
-
-    def forward(self, *args: Any, x: Any = None, choice: Any = None) -> dict[str, torch.Tensor]:
-        given = args[0] if len(args) == 1 else args
-        if isinstance(given, Arguments):
-            x, choice = given.x, given.choice
-        elif isinstance(given, dict):
-            x, choice = given["x"], given["choice"]
-        elif given:
-            x, choice = given
-        self.seen.append((x.dtype, choice.dtype))
-        return {"x": torch.where(choice.real > 0, x * self.weight, x), "choice": choice}
-
-
-class Choosing(nn.Module):
-    """A unit ``inner``, a :class:`Chooser`, between two multiplications by a parameter of the root.
-
-    Input: ``x`` and ``choice``, (rows, columns) each. Output: (rows, columns).
-
-    Args:
-        passing: how ``inner`` gets its arguments.
-        recomputes: whether backward computes ``inner`` again.
-
-    Attributes:
-        taken: the dtypes of the arguments of ``inner`` in each of its forwards.
-        returned: the dtypes of what each call of ``inner`` returned.
-    """
-
-    def __init__(self, passing: Passing = "position", *, recomputes: bool = False) -> None:
-        super().__init__()
-        self.inner = Chooser(6, 4)
-        self.gain = nn.Parameter(torch.randn(6, 4))
-        self.passing, self.recomputes = passing, recomputes
-        self.taken = self.inner.seen
-        self.returned: list[tuple[torch.dtype, torch.dtype]] = []
-
-    def forward(self, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
-        x = x * self.gain
-        if not self.recomputes:
-            return self._call(x, choice) * self.gain
-        # Otherwise the second computation may end before the call returns.
-        with set_checkpoint_early_stop(False):
-            part: torch.Tensor = checkpoint(self._call, x, choice, use_reentrant=False)
-        return part * self.gain
-
-    def _call(self, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
-        match self.passing:
-            case "position":
-                found = self.inner(x, choice)
-            case "keyword":
-                found = self.inner(x=x, choice=choice)
-            case "tuple":
-                found = self.inner((x, choice))
-            case "list":
-                given = [x, choice]
-                found = self.inner(given)
-                assert given[0] is x, "the caller's list has another tensor after the call"
-            case "dict":
-                named = {"x": x, "choice": choice}
-                found = self.inner(named)
-                assert named["x"] is x, "the caller's dict has another tensor after the call"
-            case "dataclass":
-                record = Arguments(x, choice)
-                found = self.inner(record)
-                assert record.x is x, "the caller's dataclass has another tensor after the call"
-        self.returned.append((found["x"].dtype, found["choice"].dtype))
-        result: torch.Tensor = found["x"]
-        return result
 
 
 class Mixed(nn.Module):
@@ -194,39 +100,6 @@ def _columns_of(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
 
 def _whole_of(module: nn.Module, output: DTensor, mesh: DeviceMesh) -> torch.Tensor:
     return output.redistribute(placements=[Replicate()]).to_local()
-
-
-class Dropping(nn.Module):
-    """``dropout(x * weight) + shift``, element by element; half of the products are dropped.
-
-    Input and output: (rows, columns).
-    """
-
-    def __init__(self, rows: int, columns: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(rows, columns))
-        self.shift = nn.Parameter(torch.randn(rows, columns))
-        self.dropout = nn.Dropout(0.5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.dropout(x * self.weight) + self.shift
-        return output
-
-
-class DroppingStack(Stacked):
-    """A parameter and a dropout of the root, and two units of :class:`Dropping`.
-
-    Input and output: (rows, columns).
-    """
-
-    def __init__(self, rows: int = 7, columns: int = 5) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Dropping(rows, columns) for _ in range(2))
-        self.gain = nn.Parameter(torch.randn(rows, columns))
-        self.dropout = nn.Dropout(0.5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.run_layers(self.dropout(x * self.gain))
 
 
 class Normed(nn.Module):

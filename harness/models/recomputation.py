@@ -1,19 +1,19 @@
-"""Applies activation checkpointing to a model's layers, by each of torch's means, before the model is sharded.
+"""Applies activation checkpointing or ``torch.compile`` to a model's layers, before the model is sharded.
 
-Also to spans that are no layers: several of them together, or a part of each.
+Checkpointing is by each of torch's means, also of spans that are no layers: several layers together, or a part of
+each.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
 from torch import nn
-
-# Private names of torch: these two functions have no public ones yet.
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, set_checkpoint_early_stop
@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from shardproof.harness.models.plain import MLP, Stacked, Tower
 from shardproof.harness.tensors import private
 
+# Private names of torch: these two functions have no public ones yet.
 checkpoint_by_hooks = private.take("torch.distributed._composable.checkpoint_activation.checkpoint")
 checkpoint_wrapper = private.take("torch.distributed.algorithms._checkpoint.checkpoint_wrapper.checkpoint_wrapper")
 
@@ -200,3 +201,48 @@ class SpanBesideAHead(nn.Module):
 
     def _span(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.tanh(self.inner(x)), self.side(x)
+
+
+class CountingBackend:
+    """A backend of ``torch.compile`` that counts the graphs it compiles.
+
+    Args:
+        name: the registered name of the backend that compiles them.
+
+    Attributes:
+        graphs: the number of graphs so far.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.graphs = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        self.graphs += 1
+        return private.need("torch._dynamo.backends.registry.lookup_backend")(self.name)(graph, inputs)
+
+    def compile_layers(self, model: nn.Module, *, dynamic: bool | None = None) -> nn.Module:
+        """Compile each layer of a :class:`Stacked` model in place; call it before the model is sharded.
+
+        Args:
+            model: the model.
+            dynamic: whether graphs are for inputs of any size: from the start, never, or once sizes differ (None).
+        """
+        assert isinstance(model, Stacked), f"{type(model).__name__} has no layers to compile"
+        for layer in model.layers:
+            layer.compile(backend=self, dynamic=dynamic)
+        return model
+
+
+@contextlib.contextmanager
+def compiler(name: str) -> Iterator[CountingBackend]:
+    """Provide a counting backend, and reset the compiler before and after, so that no compiled code is shared.
+
+    Args:
+        name: the registered name of a backend.
+    """
+    torch.compiler.reset()
+    try:
+        yield CountingBackend(name)
+    finally:
+        torch.compiler.reset()

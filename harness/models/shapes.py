@@ -1,17 +1,15 @@
-"""Models with unusual parameters, inputs, outputs or nesting: each has one thing that implementations get wrong."""
+"""Models with unusual parameters, inputs, outputs, sizes or initialization: each is hard for sharding in one way."""
 
 from __future__ import annotations
 
-import collections
-import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from shardproof.harness.models.plain import MLP, Container, Packed, Stacked, pack, unpack
+from shardproof.harness.models.plain import Container, Packed, Stacked, pack, unpack
 from shardproof.harness.tensors.trees import tensors_of
 
 
@@ -93,213 +91,6 @@ class Remembering(nn.Linear):
         return F.linear(x, self.__dict__["latest_weight"], self.__dict__["latest_bias"])
 
 
-class Nested(nn.Module):
-    """Units at three depths: ``blocks.N`` with ``blocks.N.attention`` in it, which has ``projection`` in it.
-
-    Each level has parameters of its own beside those of the level inside, and computes with them before and after it
-    calls that level. No two units have the same size, so that the bytes of a collective determine its unit.
-
-    Input and output: (batch, dim).
-    """
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.entry = nn.Linear(dim, dim)
-        self.blocks = nn.ModuleList(_Outer(dim, width) for width in (dim + 1, 3 * dim))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.entry(x)
-        for block in self.blocks:
-            x = x + block(x)
-        return x
-
-    def units(self) -> list[list[str]]:
-        """Lists of module names, one list for each unit, outer modules first."""
-        inside = ("", ".attention", ".attention.projection")
-        return [[f"blocks.{index}{name}"] for index in range(len(self.blocks)) for name in inside]
-
-
-class _Outer(nn.Module):
-    def __init__(self, dim: int, width: int) -> None:
-        super().__init__()
-        self.attention = _Middle(width)
-        self.before = nn.Linear(dim, width)
-        self.after = nn.Linear(width, dim)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.after(self.attention(torch.tanh(self.before(x)))))
-
-
-class _Middle(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.projection = nn.Linear(width, width)
-        self.gain = nn.Parameter(torch.randn(width))
-        self.shift = nn.Parameter(torch.randn(width))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.projection(self.gain * x)) * self.gain + self.shift
-
-
-Nesting = Literal[
-    "tuple", "list", "dict", "ordered-dict", "namedtuple", "dataclass", "late-dataclass", "nested", "deep"
-]
-
-
-class NamedTriple(NamedTuple):
-    """Three trained tensors.
-
-    Attributes:
-        first: a tensor.
-        second: a tensor.
-        third: a tensor.
-    """
-
-    first: torch.Tensor
-    second: torch.Tensor
-    third: torch.Tensor
-
-
-@dataclasses.dataclass
-class RecordOfThree:
-    """Three trained tensors, with values of other kinds between them.
-
-    Attributes:
-        first: a tensor.
-        nothing: None.
-        second: a tensor.
-        count: a number.
-        third: a tensor.
-    """
-
-    first: torch.Tensor
-    nothing: None
-    second: torch.Tensor
-    count: int
-    third: torch.Tensor
-
-
-@dataclasses.dataclass
-class LateRecord:
-    """Three trained tensors, of which the constructor takes none but the first.
-
-    Attributes:
-        first: a tensor.
-        second: a tensor, set later.
-        third: a tensor, set later.
-    """
-
-    first: torch.Tensor
-    second: torch.Tensor = dataclasses.field(init=False)
-    third: torch.Tensor = dataclasses.field(init=False)
-
-
-class ThreeOutputs(nn.Module):
-    """Linear(dim, dim), then a unit ``branches`` that returns three tensors in a container.
-
-    Each of the three depends on every parameter of the model, so that a loss of any one of them trains all.
-
-    Input: (batch, dim). Output: the container, of three (batch, dim) tensors; see :func:`pack_three`. A
-    :class:`LateRecord` becomes a tuple.
-    """
-
-    def __init__(self, dim: int, nesting: Nesting) -> None:
-        super().__init__()
-        self.entry = nn.Linear(dim, dim)
-        self.branches = _Three(dim, nesting)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        packed: Any = self.branches(torch.tanh(self.entry(x)))
-        if isinstance(packed, LateRecord):
-            return packed.first, packed.second, packed.third
-        return packed
-
-
-class _Three(nn.Module):
-    def __init__(self, dim: int, nesting: Nesting) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(dim, dim) for _ in range(3))
-        self.nesting = nesting
-
-    def forward(self, x: torch.Tensor) -> Any:
-        a, b, c = (torch.tanh(layer(x)) for layer in self.layers)
-        return pack_three(a * b + c, a + b * c, torch.tanh(a - b - c), self.nesting)
-
-
-def pack_three(first: torch.Tensor, second: torch.Tensor, third: torch.Tensor, nesting: Nesting) -> Any:
-    """Put three tensors into a container, in this order; "nested" has containers of every kind within each other.
-
-    "deep" is twenty lists deep.
-    """
-    record = LateRecord(first)
-    record.second, record.third = second, third
-    deep: list[Any] = [third]
-    for _ in range(18):
-        deep = [deep]
-    packed: dict[Nesting, Any] = {
-        "tuple": (first, second, third),
-        "list": [first, second, third],
-        "dict": {"first": first, "constant": torch.zeros(2), "second": second, "third": third},
-        "ordered-dict": collections.OrderedDict(first=first, second=second, third=third),
-        "namedtuple": NamedTriple(first, second, third),
-        "dataclass": RecordOfThree(first, None, second, 3, third),
-        "late-dataclass": record,
-        "nested": {"a": [first, None, (second,)], "b": (7, {"c": [[third]]})},
-        "deep": [first, second, deep],
-    }
-    return packed[nesting]
-
-
-def chain(function: Callable[[torch.Tensor], torch.Tensor]) -> type[nn.ModuleList]:
-    """Define a list with a forward of its own, which runs its modules one after the other, each before ``function``.
-
-    The class has one name whatever the function, as one that is defined again in a notebook has. Input and output: as
-    of its modules.
-    """
-
-    class Chain(nn.ModuleList):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for module in self:
-                x = function(module(x))
-            return x
-
-    return Chain
-
-
-class Named(nn.Module):
-    """Two Linear(dim, dim) in a dict of modules. Input and output: (..., dim)."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleDict({name: nn.Linear(dim, dim) for name in ("first", "second")})
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers.values():
-            x = torch.tanh(layer(x))
-        return x
-
-
-class Lending(nn.Module):
-    """Two :class:`plain.Packed` blocks ``layers.N`` that take the same container, whose tensors must stay in it.
-
-    Input and output: (batch, dim).
-    """
-
-    def __init__(self, dim: int, container: Container) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Packed(dim, container) for _ in range(2))
-        self.entry = nn.Linear(dim, dim)
-        self.container = container
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        lent = pack(torch.tanh(self.entry(x)), self.container)
-        before = list(tensors_of(lent))
-        outputs = [unpack(layer(lent), self.container) for layer in self.layers]
-        changed = [index for index, tensor in enumerate(tensors_of(lent)) if tensor is not before[index]]
-        assert not changed, f"a unit has replaced tensors {changed} in the {self.container} that it was given"
-        return outputs[0] * outputs[1]
-
-
 class Keywords(nn.Module):
     """Three units ``layers.N`` that take their inputs by keyword, nested in containers, beside None and a number.
 
@@ -342,24 +133,6 @@ class _Keyworded(nn.Module):
         return out
 
 
-class TwoCalls(nn.Module):
-    """Calls ``inner``, a Linear(dim, dim), twice on one input, adds both results, and calls ``outer``.
-
-    Neither call of ``inner`` gets an input that requires a gradient unless the model's own input does.
-
-    Input: (batch, dim). Output: (batch, dim + 1).
-    """
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.inner = nn.Linear(dim, dim)
-        self.outer = nn.Linear(dim, dim + 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.outer(torch.tanh(self.inner(x)) + self.inner(x).square())
-        return out
-
-
 class SkippedMember(nn.Module):
     """Linear(dim, dim) as ``used``, then ``out``; a Linear(dim, dim) ``skipped`` never runs.
 
@@ -377,63 +150,6 @@ class SkippedMember(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.out(torch.tanh(self.used(x)))
         return out
-
-
-class Fan(nn.Module):
-    """The sum of ``arms``, MLPs of different sizes on one input, among which backward has no order, and ``out``.
-
-    Input and output: (batch, dim).
-
-    Args:
-        dim: the width.
-        names: of the arms, in the order of their sizes and calls.
-    """
-
-    def __init__(self, dim: int, names: Sequence[str]) -> None:
-        super().__init__()
-        self.out = nn.Linear(dim, dim)
-        self.arms = nn.ModuleDict({name: MLP(dim, multiplier=1 + index) for index, name in enumerate(names)})
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.out(torch.stack([arm(x) for arm in self.arms.values()]).sum(0))
-        return out
-
-
-class InPlaceStack(nn.Module):
-    """Units ``layers.N`` whose output, a view of what they computed, is changed in place by their caller.
-
-    The view is of rows or, where the width of a unit is even, of every other column. Input and output: (batch, dim).
-    """
-
-    def __init__(self, dim: int, depth: int = 3) -> None:
-        super().__init__()
-        self.entry = nn.Linear(dim, dim)
-        self.layers = nn.ModuleList(_ReturnsView(dim, dim + index) for index in range(depth))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.entry(x)
-        for layer in self.layers:
-            out = layer(x)
-            out += x
-            x = out
-        return x
-
-    def units(self) -> list[list[str]]:
-        """Lists of module names, one list for each unit: each layer is a unit."""
-        return [[f"layers.{index}"] for index in range(len(self.layers))]
-
-
-class _ReturnsView(nn.Module):
-    def __init__(self, dim: int, width: int) -> None:
-        super().__init__()
-        self.into = nn.Linear(dim, width)
-        self.back = nn.Linear(width, 2 * dim)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        both: torch.Tensor = self.back(torch.tanh(self.into(x)))
-        if self.into.out_features % 2 == 0:
-            return both[:, ::2]
-        return both.view(2 * x.shape[0], x.shape[1])[: x.shape[0]]
 
 
 class TwoScales(nn.Module):
@@ -466,23 +182,6 @@ class _Scale(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         part = x[:, : self.weight.shape[1]].to(self.weight.dtype) * self.weight
         return part.float()
-
-
-class ThreeInputs(nn.Module):
-    """The first of three tensors, in any containers, plus the second times the third; it has no parameters.
-
-    Attributes:
-        devices: where the tensors of all calls were.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.devices: list[torch.device] = []
-
-    def forward(self, *args: Any, **keywords: Any) -> torch.Tensor:
-        first, second, third = tensors_of((args, keywords))
-        self.devices.extend(tensor.device for tensor in (first, second, third))
-        return first + second * third
 
 
 class Spoiled(nn.Module):
@@ -518,79 +217,179 @@ class Permuted(nn.Module):
         return torch.tanh(self.inner(x))[:, self.order]
 
 
-class ScaledBase(nn.Module):
-    """``scale * tanh(base x)``, where ``base``, a Linear(dim, dim), is frozen and ``scale`` has one element.
+class EqualLayers(Stacked):
+    """``depth`` layers of one square weight each, with a tanh between them; the root has no parameters of its own.
 
-    Input and output: (..., dim).
+    Input and output: (batch, dim).
+
+    Args:
+        dim: the width; a layer has 4 x dim x dim bytes.
+        depth: the number of layers.
     """
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim: int, depth: int) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.randn(1))
-        self.base = nn.Linear(dim, dim).requires_grad_(False)
+        self.layers = nn.ModuleList(nn.Linear(dim, dim, bias=False) for _ in range(depth))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.scale * torch.tanh(self.base(x))
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
 
 
-class ScaledStack(Stacked):
-    """Layers of :class:`ScaledBase`, and a parameter of one element that is all that the root has of its own.
+WIDTH = 12
 
-    What trains has fewer elements than there are ranks, so that an optimizer changes nothing of what most ranks hold.
 
-    Input and output: (..., dim).
+class Rows(Stacked):
+    """Four MLPs ``layers.N`` of different hidden widths and, in the root's own unit, a Linear.
+
+    Of ``size`` ranks all hold as many rows of the first layer; of the second the last quarter holds none, because
+    chunks are rounded up; of the third the last four ranks hold none, of the last layer the second half; of the root's
+    own unit 12 ranks hold all. No two units have the same size, however many ranks there are.
+
+    The number of elements of every parameter is a multiple of four, so that flat parameters need no alignment.
+
+    Input and output: (batch, 12).
+
+    Args:
+        size: the number of ranks.
     """
 
-    def __init__(self, dim: int, depth: int = 2) -> None:
+    def __init__(self, size: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(ScaledBase(dim) for _ in range(depth))
-        self.gain = nn.Parameter(torch.randn(1))
+        hidden = (2 * size, 3 * size + 4, size - 4, size // 2)
+        self.layers = nn.ModuleList(_MLP(width - width % 4) for width in hidden)
+        self.out = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.run_layers(x) * self.gain
-
-
-class Forces(nn.Module):
-    """Adds to the output of a unit ``energy`` a gradient of it that forward computes itself, as models of forces do.
-
-    Input and output: (batch, dim). The gradient of the input within forward is a constant for backward.
-    """
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.energy = MLP(dim)
-        self.out = nn.Linear(dim, dim)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        place = x.detach().requires_grad_()
-        (force,) = torch.autograd.grad(self.energy(place).square().sum(), place)
-        out: torch.Tensor = self.out(self.energy(x) + force)
+        out: torch.Tensor = self.out(self.run_layers(x))
         return out
 
 
-class ForcesOfUnit(nn.Module):
-    """As :class:`Forces`, but the unit ``energy`` computes the gradient of its input itself, without autograd too.
+class _MLP(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.in_proj = nn.Linear(WIDTH, max(hidden, 4))
+        self.out_proj = nn.Linear(max(hidden, 4), WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.out_proj(torch.tanh(self.in_proj(x)))
+        return out
+
+
+class Drawn(nn.Module):
+    """``tanh(x @ weight + shift) * gain``, where ``gain`` is a buffer; an integer buffer has the seed.
+
+    Input: (batch, rows). Output: (batch, columns).
+
+    Args:
+        rows: the first dimension of the weight.
+        columns: its second.
+        seed: the seed of all values.
+    """
+
+    gain: torch.Tensor
+    number: torch.Tensor
+
+    def __init__(self, rows: int, columns: int, seed: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, columns))
+        self.shift = nn.Parameter(torch.empty(columns))
+        self.register_buffer("gain", torch.empty(columns), persistent=False)
+        self.register_buffer("number", torch.tensor(0))
+        self.seed = seed
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Give parameters and buffers the values of the seed, also where parameters are shards by now."""
+        generator = torch.Generator().manual_seed(self.seed)
+        for tensor in (self.weight, self.shift, self.gain):
+            put(tensor, torch.randn(tensor.shape, generator=generator))
+        self.number.fill_(self.seed)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.weight + self.shift) * self.gain
+
+
+class Offset(nn.Module):
+    """``x + offset``; the offset is a buffer, and there is no parameter.
+
+    Input and output: (batch, columns).
+
+    Args:
+        columns: the size of the offset.
+        seed: the seed of its values.
+    """
+
+    offset: torch.Tensor
+
+    def __init__(self, columns: int, seed: int) -> None:
+        super().__init__()
+        self.register_buffer("offset", torch.empty(columns))
+        self.seed = seed
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Give the buffer the values of the seed."""
+        put(self.offset, torch.randn(self.offset.shape, generator=torch.Generator().manual_seed(self.seed)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.offset
+
+
+class DrawnStack(Stacked):
+    """An :class:`Offset`, three :class:`Drawn` layers, one that belongs to the root's own unit, and a factor.
+
+    The factor is a parameter of the root module itself, around the modules that make values of their own.
 
     Input and output: (batch, dim).
     """
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.energy = _Energy(dim)
-        self.out = nn.Linear(dim, dim)
+        self.start = Offset(dim, 5)
+        self.layers = nn.ModuleList(Drawn(dim, dim, seed) for seed in (1, 2, 3))
+        self.out = Drawn(dim, dim, 4)
+        self.factor = nn.Parameter(torch.empty(dim))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Give the factor its values."""
+        put(self.factor, torch.randn(self.factor.shape, generator=torch.Generator().manual_seed(6)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        energy, force = self.energy(x, x.detach().requires_grad_())
-        out: torch.Tensor = self.out(energy + force)
-        return out
+        out: torch.Tensor = self.out(self.run_layers(self.start(x)))
+        return out * self.factor
 
 
-class _Energy(nn.Module):
-    def __init__(self, dim: int) -> None:
+def put(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Write full values to a plain tensor or, its part of them, to a DTensor; does not communicate."""
+    if isinstance(tensor, DTensor):
+        placed = values.to(tensor.device)
+        tensor.copy_(distribute_tensor(placed, tensor.device_mesh, tensor.placements, src_data_rank=None))
+    else:
+        tensor.copy_(values)
+
+
+class Lending(nn.Module):
+    """Two :class:`plain.Packed` blocks ``layers.N`` that take the same container, whose tensors must stay in it.
+
+    Input and output: (batch, dim).
+    """
+
+    def __init__(self, dim: int, container: Container) -> None:
         super().__init__()
-        self.inner = MLP(dim)
+        self.layers = nn.ModuleList(Packed(dim, container) for _ in range(2))
+        self.entry = nn.Linear(dim, dim)
+        self.container = container
 
-    def forward(self, x: torch.Tensor, place: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        with torch.enable_grad():
-            (force,) = torch.autograd.grad(self.inner(place).square().sum(), place)
-        return self.inner(x), force
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        lent = pack(torch.tanh(self.entry(x)), self.container)
+        before = list(tensors_of(lent))
+        outputs = [unpack(layer(lent), self.container) for layer in self.layers]
+        changed = [index for index, tensor in enumerate(tensors_of(lent)) if tensor is not before[index]]
+        assert not changed, f"a unit has replaced tensors {changed} in the {self.container} that it was given"
+        return outputs[0] * outputs[1]

@@ -15,7 +15,7 @@ import torch
 from shardproof.harness import models
 from shardproof.harness.adapters.base import Accumulation, Clip, Precision
 from shardproof.harness.models import optim, parallel
-from shardproof.harness.models.rows import WIDTH, Rows
+from shardproof.harness.models.shapes import WIDTH, Rows
 from shardproof.harness.parity.rank import Rank
 from shardproof.testing import Capability, needs, world
 

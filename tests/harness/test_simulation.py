@@ -18,7 +18,7 @@ from shardproof.harness.adapters.base import Config
 from shardproof.harness.adapters.reference import ReferenceAdapter, ReferenceFlatAdapter
 from shardproof.harness.adapters.replicas import DdpAdapter
 from shardproof.harness.collectives.trace import Collective
-from shardproof.harness.models import busy, mean_square, optim
+from shardproof.harness.models import mean_square, optim, shapes
 from shardproof.harness.plugin.selection import resolve
 from shardproof.harness.simulation import training
 from shardproof.harness.simulation.formulas import chunk
@@ -47,7 +47,7 @@ def simulate(world, kind=ReferenceAdapter, *, steps=2, **options):
     units = tuple((f"layers.{index}",) for index in range(DEPTH))
     config = Config(mesh=world.mesh(), units=units)
     one = Simulation(
-        world, kind, lambda: busy.EqualLayers(DIM, DEPTH), config=config, optimizer=optim.sgd(momentum=0.0), **options
+        world, kind, lambda: shapes.EqualLayers(DIM, DEPTH), config=config, optimizer=optim.sgd(momentum=0.0), **options
     )
     for _ in range(steps):
         one.step(lambda: (torch.zeros(1, DIM),), loss=mean_square)
@@ -181,7 +181,7 @@ def test_peaks_are_those_that_the_allocator_counts(kind):
     units = tuple((f"layers.{index}",) for index in range(DEPTH))
     with real_world(kind) as mesh:
         adapter = kind(
-            busy.EqualLayers(DIM, DEPTH), optimizer=optim.sgd(momentum=0.0), config=Config(mesh=mesh, units=units)
+            shapes.EqualLayers(DIM, DEPTH), optimizer=optim.sgd(momentum=0.0), config=Config(mesh=mesh, units=units)
         )
         for step in range(2):
             with (
