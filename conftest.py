@@ -2,5 +2,5 @@
 
 pytest_plugins = ["shardproof.plugin"]
 
-# Links to the folders beside it: what is in them is collected from there.
+# Links to the folders next to it, from which the tests in them are collected.
 collect_ignore = ["shardproof"]

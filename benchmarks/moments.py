@@ -1,4 +1,4 @@
-"""When a run of pytest says what; imported by the scripts beside it."""
+"""The times at which a pytest run prints its lines; imported by the scripts of this folder."""
 
 from __future__ import annotations
 

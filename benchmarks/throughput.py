@@ -3,7 +3,7 @@
     python benchmarks/throughput.py [--cases 500] [--world 2] [--device cpu]
 
 Prints the seconds from the command's start to the first verdict, the cases a second from there on,
-and the median resident memory of a rank, with device memory in use beside it, in the second and in
+and the median resident memory of a rank and the device memory in use, in the second and in
 the last quarter of the cases. All is measured on the run that a user would start.
 """
 

@@ -10,7 +10,7 @@ from shardproof.reports.regressions import Accepted, Kind, Outcome, Worse
 
 _FIELDS = ("implementation", "case", "kind", "reason")
 
-#: What concerns a whole implementation and names no case.
+#: Kinds of regression that concern a whole implementation and name no case.
 _WITHOUT_CASE = (Kind.BUDGET, Kind.SILENT, Kind.TIME)
 
 
@@ -67,14 +67,14 @@ def load(path: str) -> list[Acceptance]:
 
 
 def accept(outcome: Outcome, entries: Sequence[Acceptance]) -> Outcome:
-    """Move what is accepted out of what got worse.
+    """Move accepted regressions out of those that count.
 
     Args:
         outcome: the result of comparing two runs.
-        entries: what is accepted.
+        entries: the accepted regressions.
 
     Raises:
-        AcceptanceError: an entry matches nothing that got worse.
+        AcceptanceError: an entry matches no regression.
     """
     accepted = {one: entry for one in outcome.worse for entry in entries if entry.matches(one)}
     for entry in entries:

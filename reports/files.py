@@ -31,7 +31,7 @@ def read(path: Path) -> bytes:
     Raises:
         OSError: the file cannot be opened or read.
         FileError: the file is no regular file, is too large, or is not compressed although its name ends in ``.gz``; or
-            a newer journal stands beside it.
+            a newer journal exists next to it.
     """
     _refuse_if_a_newer_run_is_incomplete(path)
     status = path.stat()
@@ -52,7 +52,7 @@ def read(path: Path) -> bytes:
 
 
 def _refuse_if_a_newer_run_is_incomplete(path: Path) -> None:
-    path = path.resolve()  # a link's journal is beside the file that it leads to
+    path = path.resolve()  # the journal of a link is next to its target
     partial = path.parent / (path.name + PARTIAL)
     try:
         started = partial.stat().st_mtime_ns

@@ -1,4 +1,4 @@
-"""What kept each implementation of a run from the cases that were skipped."""
+"""The missing capabilities and hardware for which each implementation of a run skipped cases."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -16,14 +16,14 @@ _UNNAMED = "(the run file does not name what is missing)"
 
 
 def gates(run: Run, *, full: bool = False) -> list[list[str]]:
-    """Render what kept each implementation from cases: missing capabilities and hardware, by number of cases.
+    """Render the missing capabilities and hardware of each implementation, by number of skipped cases.
 
-    A case that lacks two things counts for both. A capability that is the only thing which many cases lack is named in
+    A case that lacks two things counts for both. A capability that is the only missing one of many cases is named in
     a hint.
 
     Args:
         run: the run.
-        full: whether to list everything that is missing, instead of what most cases lack.
+        full: whether to list everything that is missing, instead of the items that most cases lack.
 
     Returns:
         One block of lines for each implementation that skipped any case.
@@ -62,7 +62,7 @@ def _line(gate: tuple[str, str], count: int, alone: int, width: int) -> str:
 
 
 def _hints(skipped: Iterable[CaseRecord]) -> list[str]:
-    """Name the capabilities that are all that many cases lack, most cases first."""
+    """Name the capabilities that are the only missing ones of many cases, most cases first."""
     alone = Counter(
         case.missing[0] for case in skipped if case.verdict is Verdict.UNSUPPORTED and len(case.missing) == 1
     )

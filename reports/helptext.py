@@ -1,4 +1,4 @@
-"""The help of a command: what it does, in lines of a terminal's width, its arguments, and examples."""
+"""The help of a command: its purpose, in lines of a terminal's width, its arguments, and examples."""
 
 import argparse
 import textwrap
@@ -11,7 +11,7 @@ def parser(prog: str, *, description: str, epilog: str) -> argparse.ArgumentPars
 
     Args:
         prog: how the command is called.
-        description: what it does, without line breaks.
+        description: its purpose, without line breaks.
         epilog: examples and exit codes, as they are printed.
     """
     return argparse.ArgumentParser(

@@ -1,4 +1,4 @@
-"""Reads a file of JSON into what it describes; whatever is wrong becomes one line that begins with the path."""
+"""Reads and parses a JSON file; any error becomes one line that begins with the path."""
 
 import json
 from collections.abc import Callable
@@ -17,11 +17,11 @@ def load(path: str | Path, parse: Callable[[object], _Content], error_type: type
     Args:
         path: the path of the file.
         parse: makes the result of the JSON data; raises a RecordError where they violate the schema.
-        error_type: what to raise.
+        error_type: the class of the error to raise.
 
     Raises:
         ValueError: of ``error_type``; the file is missing, is no regular file, is too large, is not JSON, or violates
-            the schema; or the journal of a newer, incomplete run stands beside it.
+            the schema; or the journal of a newer, incomplete run exists next to it.
     """
     path = Path(path)
     try:

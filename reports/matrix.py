@@ -22,8 +22,8 @@ def render_summary(run: Run, *, by_case: bool = False, full: bool = False) -> st
     """Render a run for a terminal.
 
     The failures come first, each with its place, its text and a command that reproduces it. Expected failures, grouped
-    by reason, and what kept each implementation from other cases follow. The matrix comes last, because a terminal
-    shows the end of the output. Its cells contain the number of each verdict.
+    by reason, and the missing capabilities and hardware of each implementation follow. The matrix comes last, because a
+    terminal shows the end of the output. Its cells contain the number of each verdict.
 
     Args:
         run: the run.
@@ -83,7 +83,7 @@ def _heading(env: Environment) -> list[str]:
 
 
 def _effort(run: Run) -> list[str]:
-    """Which effort was run, and how many cases it left out, by the names of their files."""
+    """The effort of the run, and how many cases it left out, by the names of their files."""
     if run.effort is None:
         return []
     counts: Counter[str] = Counter()
@@ -96,7 +96,7 @@ def _effort(run: Run) -> list[str]:
 
 
 def _gaps(run: Run) -> list[str]:
-    """What a reader of the verdicts must know: why the run is incomplete, what did not run, and what ran twice."""
+    """What a reader must know: why the run is incomplete, which cases did not run, and which ran twice."""
     lines = [f"INCOMPLETE: {run.incomplete}"] if run.incomplete else []
     for name, needs in run.unasked.items():
         text = ", ".join(f"{one} (needs {what})" for one, what in needs.items())
@@ -164,7 +164,7 @@ def _failures(failed: Sequence[CaseRecord], *, full: bool) -> list[list[str]]:
             else []
         )
         title = [f"  {len(others)} more fail alike, but for numbers and names; --full shows each:"] if others else []
-        # Last, as in what pytest prints: the line to copy.
+        # Last, as in pytest's output: the line to copy.
         command = [printable(f"  reproduce: {first.reproduction}")] if first.reproduction else []
         blocks.append([*_failure(first, full=full), *title, *listed, *command])
     return blocks

@@ -21,7 +21,7 @@ class _Entry:
 
 
 def check(runs: Mapping[str, Run]) -> list[str]:
-    """Find the known failures that are to be changed: those whose cases pass, and what the runs say of entries.
+    """Find the known failures that need a change: those whose cases pass, and those that the runs report.
 
     Args:
         runs: complete runs by the path of their file, of one version of torch each.
@@ -70,7 +70,7 @@ def _told(case: CaseRecord) -> str:
 
 
 def _text(entry: _Entry, oldest: Release, newest: Release) -> str:
-    """What is to be done about an entry; empty if all its cases fail."""
+    """The change that an entry needs; empty if all its cases fail."""
     passing = {release: [case for case in cases if _passes(case)] for release, cases in entry.cases.items()}
     if not any(passing.values()):
         return ""
@@ -93,7 +93,7 @@ def _text(entry: _Entry, oldest: Release, newest: Release) -> str:
 def _advice(
     entry: _Entry, whole: Sequence[Release], failing: Sequence[Release], oldest: Release, newest: Release
 ) -> str:
-    """Say how to bound an entry, and what the runs leave open."""
+    """Say how to bound an entry, and which versions the runs leave open."""
     if not whole:
         return "divide the entry: a bound is for all of its cases"
     if failing and failing[-1] > whole[0]:

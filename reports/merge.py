@@ -24,7 +24,7 @@ class MergeError(ValueError):
 
 @dataclass(frozen=True)
 class Column:
-    """What one column of the matrix stands for: an implementation in one environment.
+    """The subject of one column of the matrix: an implementation in one environment.
 
     Attributes:
         name: the name of the implementation, as ``--impl`` takes it.
@@ -103,9 +103,9 @@ def merge(paths: Sequence[Path], *, command: Sequence[str]) -> Merged:
     """Join run files.
 
     An implementation of several files is one column if its name, its version, the version of torch and the device type
-    are the same; otherwise it is several, whose names contain what differs. Of a case that several files have for one
-    column, one record stays: of one that ran rather than of a skip, and of these the one with the gravest verdict. No
-    such verdict is chosen out of two commits of shardproof, whose built-in implementations change with it, or of torch.
+    are the same; otherwise it is several, whose names contain the difference. If several files have a case of one
+    column, one record stays: one that ran rather than a skip, and then the one with the gravest verdict. No
+    record is chosen between two commits of shardproof, whose built-in implementations change with it, or of torch.
 
     Args:
         paths: the files, which may be merged ones themselves.
@@ -194,7 +194,7 @@ def _check_commits(sources: Sequence[_Source]) -> None:
 
 
 def _labels(columns: Sequence[Column]) -> list[str]:
-    """Name columns by their implementation, and by what else tells them apart."""
+    """Name columns by their implementation, and by the properties that distinguish them."""
     torches = len({column.torch for column in columns}) > 1
     devices = len({column.device for column in columns}) > 1
     alike = Counter((column.name, column.torch, column.device) for column in columns)
@@ -244,7 +244,7 @@ def _renamed(record: Mapping[str, Any], label: str, source: _Source, case: CaseR
 
 
 def _weight(verdict: Verdict) -> tuple[bool, int]:
-    """Order verdicts: what ran comes before what was skipped, and the gravest first."""
+    """Order verdicts: cases that ran come before skipped ones, and the gravest first."""
     return verdict.skipped, list(Verdict).index(verdict)
 
 
@@ -274,7 +274,7 @@ def _environment(sources: Sequence[_Source], labels: Mapping[Column, str], comma
 
 
 def _joined(values: Iterable[str]) -> str:
-    """Return what all have, or everything that they have."""
+    """Return the common value, or all values."""
     return ", ".join(dict.fromkeys(part for value in values if value for part in value.split(", ")))
 
 
@@ -305,7 +305,7 @@ def _selected(sources: Sequence[_Source], labels: Mapping[Column, str]) -> dict[
 
 
 def _effort(sources: Sequence[_Source], labels: Mapping[Column, str]) -> dict[str, Any]:
-    """Return the least effort of all files, and what they left out."""
+    """Return the least effort of all files, and the cases that they left out."""
     names = [source.run.effort.name if source.run.effort else EFFORTS[-1] for source in sources]
     deselected: dict[str, dict[str, int]] = {}
     for source in sources:
@@ -324,7 +324,7 @@ def _end(sources: Sequence[_Source]) -> dict[str, Any]:
 
 
 def _parts(source: _Source) -> list[dict[str, Any]]:
-    """Return what a merged file keeps of each run in this file, which is one unless it is merged itself."""
+    """Return the entries of a merged file about the runs in this file: one run, unless the file is merged itself."""
     if "merged" in source.data:
         return list(source.data["merged"])
     kept = {

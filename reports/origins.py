@@ -1,4 +1,4 @@
-"""Which code a run is of, in short: the versions and commits of shardproof and torch, and the hash of the suites."""
+"""The code of a run, in short: the versions and commits of shardproof and torch, and the hash of the suites."""
 
 import re
 
@@ -21,7 +21,7 @@ def torch(env: Environment) -> str:
 
 
 def described(run: Run, name: str, path: str) -> str:
-    """Return one line about a run that is compared: its file, when it started, and what code it is of."""
+    """Return one line about a run that is compared: its file, when it started, and its code."""
     env = run.environment
     ours = env.shardproof if env.shardproof_commit in ("", UNKNOWN) else short(env.shardproof_commit)
     known = [("torch", torch(env)), ("shardproof", ours), ("suites", run.suites)]

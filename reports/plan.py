@@ -1,4 +1,4 @@
-"""Plan files: what one rank of a sharded training holds and sends, simulated at one or more world sizes."""
+"""Plan files: the memory and the traffic of one rank of a sharded training, simulated at one or more world sizes."""
 
 import json
 from collections.abc import Mapping
@@ -34,11 +34,11 @@ class Dimension:
 
 @dataclass(frozen=True)
 class Phase:
-    """What the rank holds in one phase of a step.
+    """The memory of the rank in one phase of a step.
 
     Attributes:
         name: "between steps", "forward", "backward" or "step".
-        at_peak: bytes by kind, at the moment at which it holds most.
+        at_peak: bytes by kind, at the moment of the most bytes.
         most: the most bytes of each kind, each at its own moment.
     """
 
@@ -100,10 +100,10 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Formula:
-    """A closed formula beside what was simulated.
+    """A closed formula, and the simulated number to compare with its value.
 
     Attributes:
-        quantity: what it gives.
+        quantity: the quantity that it computes.
         unit: "B" or "collectives".
         text: the formula.
         value: its value.
@@ -157,7 +157,7 @@ class World:
 
     @property
     def peak(self) -> Phase:
-        """The phase in which the rank holds most."""
+        """The phase in which the rank holds the most bytes."""
         return max(self.phases, key=lambda phase: phase.total)
 
     @classmethod
@@ -183,17 +183,17 @@ class Plan:
 
     Attributes:
         model: its name on the command line.
-        about: what the model is; may be empty.
+        about: a description of the model; may be empty.
         numel: elements of its parameters.
         units: the number of units by the class of their module; the root's own is "root".
         implementation: the name.
         version: the implementation's version.
-        settings: what a step is, in the order in which it is shown: batch, dtypes and others.
+        settings: the settings of a step, in the order in which they are printed: batch, dtypes and others.
         rank: the rank that was simulated.
         node_size: the ranks of a host.
-        worlds: the mesh that was asked for, and other numbers of ranks.
-        kinds: what the kinds of memory are, by kind, in the order of the tables.
-        assumptions: under which the numbers hold, in sentences.
+        worlds: the given mesh, and other numbers of ranks.
+        kinds: descriptions of the kinds of memory, by kind, in the order of the tables.
+        assumptions: the conditions under which the numbers hold, in sentences.
         shardproof: the version of shardproof.
         torch: the version of torch.
         command: the command line.

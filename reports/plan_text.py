@@ -1,4 +1,4 @@
-"""A plan as text for a terminal: what one rank holds and sends, with the formulas, and all world sizes."""
+"""A plan as text for a terminal: memory and traffic of one rank, with the formulas, and all world sizes."""
 
 import textwrap
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from shardproof.reports.plan import Formula, Plan, World
 from shardproof.reports.table import printable, table
 
 _COLUMNS = 120
-#: A difference below such a part is shown in bytes.
+#: Differences below this part of the value are printed in bytes.
 _SMALL = 10_000
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
@@ -39,7 +39,7 @@ def render_plan(plan: Plan) -> str:
 
 
 def heading(plan: Plan) -> list[str]:
-    """What was simulated, in a few lines."""
+    """The model and the simulated rank, in a few lines."""
     about = f" ({plan.about})" if plan.about else ""
     units = ", ".join(f"{count} of {name}" for name, count in plan.units.items() if name != "root")
     if "root" in plan.units:
@@ -60,13 +60,13 @@ def mesh_text(world: World) -> str:
 
 
 def unit_of(plan: Plan) -> tuple[str, int]:
-    """The unit in which bytes are shown: the largest of which the first world's peak has one."""
+    """The unit in which bytes are printed: the largest of which the first world's peak has at least one."""
     peak = plan.worlds[0].peak.total
     return next((unit for unit in _UNITS if peak >= unit[1]), _UNITS[-1])
 
 
 def memory_rows(plan: Plan, world: World, unit: tuple[str, int]) -> list[list[str]]:
-    """Bytes by kind when the rank holds most in each phase, with a heading and the sums."""
+    """Bytes by kind at the peak of each phase, with a heading and the sums."""
     rows = [["", *(phase.name for phase in world.phases)]]
     for kind in shown_kinds(plan):
         rows.append([kind, *(_bytes(phase.at_peak.get(kind, 0), unit) for phase in world.phases)])
@@ -121,7 +121,7 @@ def _difference(formula: Formula) -> str:
 
 
 def world_rows(plan: Plan, unit: tuple[str, int]) -> list[list[str]]:
-    """A column for each world, after a heading: memory by kind when the rank holds most, and traffic."""
+    """A column for each world, after a heading: memory by kind at the peak, and traffic."""
     worlds = by_size(plan)
     rows = [
         ["ranks", *(f"{world.ranks:,}" for world in worlds)],

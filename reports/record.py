@@ -101,19 +101,19 @@ class Failure:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a second run of a failed case, with capture on, showed (``--explain``).
+    """The result of a second run of a failed case, with capture on (``--explain``).
 
     Attributes:
         again: the verdict of the second run.
         alike: whether it failed in the same way, with the same bits.
         text: all of it in words; the failure's text ends with it.
-        first: where the runs first diverge; None if all that was compared agrees.
+        first: where the runs first diverge; None if all compared tensors agree.
         module: the module of the tensor that diverges first; empty if it belongs to none.
         parameter: the parameter or buffer that it is, or whose gradient or state it is; may be empty.
         where: the microbatch and the call of the module, where they are not the first.
-        offset: the flat index of the element in what the rank holds; None if no element differs.
+        offset: the flat index of the element in the rank's part; None if no element differs.
         values: the element by the name of a run.
-        ulps: the distances by the name of a run, and what is allowed.
+        ulps: the distances by the name of a run, and the allowed one.
         also: the names of the tensors that diverge at the same stage of the step on the same rank.
         compared: the number of tensors that were compared.
         unseen: why tensors were not compared, one line each.
@@ -254,7 +254,7 @@ class KnownFailure:
     Attributes:
         source: the file, and the number of the entry in it.
         case: its pattern for ids of cases.
-        link: where the failure is described.
+        link: the place where the failure is described.
         torch: the versions of torch to which it applies; empty for all.
     """
 
@@ -351,7 +351,7 @@ class CaseRecord:
 
     @property
     def reproduction(self) -> str:
-        """The command that repeats the case: that of the run file or, in older ones, what its fields give."""
+        """The command that repeats the case: that of the run file or, for older files, one made from the fields."""
         if self.reproduce or not self.nodeid:
             return self.reproduce
         return f'python -m pytest "{self.nodeid}" --impl {self.implementation} --device {self.device}'

@@ -1,4 +1,4 @@
-"""Compares two runs: what the later one made worse, what it made better, and what cannot be compared."""
+"""Compares two runs: regressions of the later one, improvements, and cases that cannot be compared."""
 
 import re
 from collections import Counter
@@ -56,10 +56,10 @@ class Worse:
 
 @dataclass(frozen=True)
 class Accepted:
-    """Something that got worse and was meant to.
+    """A regression that is intended.
 
     Attributes:
-        worse: what got worse.
+        worse: the regression.
         reason: why that is intended.
     """
 
@@ -72,11 +72,11 @@ class Outcome:
     """The result of comparing two runs.
 
     Attributes:
-        worse: what got worse, by kind, without what is accepted.
+        worse: regressions by kind, without the accepted ones.
         better: one line for each case that failed before and passes now.
-        not_compared: one line for each thing that a file did not measure, or that only the later one has.
+        not_compared: one line for each quantity that a file did not measure, or that only the later one has.
         compared: the number of cases that ran in both.
-        accepted: what got worse as intended, by kind.
+        accepted: intended regressions by kind.
         runs: one line about each of the two runs, and one if their suites differ.
     """
 
@@ -89,7 +89,7 @@ class Outcome:
 
 
 class Incomparable(ValueError):
-    """Two runs must not be compared. The message is one line that says what differs."""
+    """Two runs must not be compared. The message is one line that names the difference."""
 
 
 ALLOWED = ("device", "effort", "torch")
@@ -97,16 +97,16 @@ ALLOWED = ("device", "effort", "torch")
 
 
 def check_comparable(base: Run, head: Run, *, allowed: Iterable[str] = ()) -> None:
-    """Check that two runs asked the same of the same.
+    """Check that two runs ran the same cases on the same implementations under the same conditions.
 
     Args:
         base: the earlier run.
         head: the later run.
-        allowed: what may differ, out of :data:`ALLOWED`.
+        allowed: the conditions that may differ, out of :data:`ALLOWED`.
 
     Raises:
-        Incomparable: a run is incomplete, the two are one run or have one in common, or they differ in something that
-            is not allowed to.
+        Incomparable: a run is incomplete, the two are one run or have one in common, or they differ in a condition that
+            is not allowed to differ.
     """
     for name, run in (("BASE", base), ("HEAD", head)):
         if run.incomplete:
@@ -129,7 +129,7 @@ def _started(run: Run) -> dict[str, str]:
 
 
 def _conditions(base: Run, head: Run) -> dict[str, tuple[str, str]]:
-    """What decides which cases run and how: ``(of base, of head)`` by the names of :data:`ALLOWED`."""
+    """The conditions that decide which cases run and how: ``(of base, of head)`` by the names of :data:`ALLOWED`."""
     return {
         "device": (base.environment.device, head.environment.device),
         "torch": (public_version(base.environment.torch), public_version(head.environment.torch)),
@@ -144,7 +144,7 @@ def compare(base: Run, head: Run, *, more_skips: int = 0, time_ratio: float | No
     Args:
         base: the earlier run.
         head: the later run, of comparable conditions (:func:`check_comparable`).
-        more_skips: by how many an implementation's ``unsupported`` and ``unmet`` cases may grow in number.
+        more_skips: how many more ``unsupported`` and ``unmet`` cases an implementation may have.
         time_ratio: how many times as long the cases that ran in both may take, for each implementation; None compares
             no times.
     """
@@ -250,7 +250,7 @@ def _skips(cases: Iterable[CaseRecord]) -> Counter[str]:
 
 
 def _silent(base: Run, head: Run) -> Iterator[Worse]:
-    """Implementations of which nothing ran: one that declares nothing fails nothing."""
+    """Implementations of which no case ran: an adapter that declares nothing fails nothing."""
     ran = {case.implementation for case in head.cases if not case.verdict.skipped}
     for name in dict.fromkeys([*base.implementations, *head.implementations]):
         if name not in ran:
@@ -283,7 +283,7 @@ def _unmeasured(then: CaseRecord, now: CaseRecord) -> str:
 
 
 def _fails(then: CaseRecord, now: CaseRecord) -> str:
-    """Why what a case does cannot be compared: it may have ended early. Empty if it passed in both."""
+    """Why the measurements of a case cannot be compared: it may have ended early. Empty if it passed in both."""
     failed = [name for name, case in (("BASE", then), ("HEAD", now)) if case.verdict is not Verdict.PASS]
     return f"they do not pass in {failed[0]}" if failed else ""
 
@@ -331,7 +331,7 @@ def _sums(traces: Sequence[Trace]) -> dict[int, _Sum]:
 
 
 def _traffic(then: CaseRecord, now: CaseRecord) -> Iterator[Worse]:
-    """What a case sends more of than before, on the rank that it is most for."""
+    """The collectives of which a case sends more than before, on the rank with the largest increase."""
     before, after = _sums(then.collectives), _sums(now.collectives)
     ranks = sorted(before.keys() & after.keys())
     for kind, what in ((Kind.COLLECTIVES, "number"), (Kind.BYTES, "bytes")):
@@ -348,7 +348,7 @@ def _traffic(then: CaseRecord, now: CaseRecord) -> Iterator[Worse]:
             yield _worse(kind, now, f"rank {-rank}{others}{unit}: {'; '.join(parts)}")
 
 
-#: What is compared of a case that passes in both: its name, why it cannot be compared, and how it got worse.
+#: The measurements of a case that passes in both runs: name, why they cannot be compared, and how they got worse.
 _MEASURED: tuple[
     tuple[str, Callable[[CaseRecord, CaseRecord], str], Callable[[CaseRecord, CaseRecord], Iterator[Worse]]], ...
 ] = (("collectives and bytes", _unmeasured, _traffic), ("peak memory", _without_memory, _memory))

@@ -1,4 +1,4 @@
-"""Renders what a run made worse: for a terminal, as Markdown for a pull request, and as GitHub's annotations."""
+"""Renders the regressions of a run: for a terminal, as Markdown for a pull request, and as GitHub's annotations."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -57,7 +57,7 @@ def as_markdown(outcome: Outcome) -> str:
 
 
 def as_github(outcome: Outcome) -> str:
-    """Render an outcome as workflow commands, which GitHub shows beside the case's file and in the run's summary."""
+    """Render an outcome as workflow commands, which GitHub shows at the case's file and in the run's summary."""
     lines = [_message(line) for line in outcome.runs]
     for one in outcome.worse:
         file = one.nodeid.partition("::")[0]
@@ -118,7 +118,7 @@ def _cell(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    # A run file may come from anyone: its texts are shown, not rendered.
+    # A run file may come from anyone: its texts are quoted, not rendered.
     return printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 

@@ -79,7 +79,7 @@ class Environment:
 
     Attributes:
         shardproof: the version of shardproof.
-        shardproof_commit: its commit, followed by "-dirty" if the code differed from it; "unknown" if that was so.
+        shardproof_commit: its commit, followed by "-dirty" if the code differed from it; "unknown" without a commit.
         python: the version of Python.
         torch: the version of torch.
         torch_git_version: the commit from which torch was built; "unknown" if torch does not say.
@@ -93,7 +93,7 @@ class Environment:
         command: the command line.
         implementations: the implementations by name, in the order of the command.
         numerics: the constants of the comparison.
-        mends: what was left out because torch lacks a private name, and why.
+        mends: features that were left out because torch lacks a private name, and why.
 
     A field that the writer left out is empty, zero or None.
     """
@@ -182,7 +182,7 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Effort:
-    """How much of what was asked for a run ran.
+    """The effort of a run, and the cases that it left out.
 
     Attributes:
         name: "quick", "standard" or "full".
@@ -258,12 +258,12 @@ class Run:
         selected: the ids of the selected cases by implementation; empty in a file of version 1.
         left_out: the selected cases that pytest skipped.
         earlier: the records of cases that were run again later.
-        unasked: by implementation, the requirements of every implementation that no case of the run asks, and what each
-            needs.
+        unasked: by implementation, the requirements of every implementation that no case of the run checks, with the
+            needs of their cases.
         effort: the effort of the run; None in a file of a version without efforts, which had the full one.
         incomplete: why the run is incomplete; empty if it is complete. Files of version 1 do not say.
         exit_code: the exit code of the run; None if it is unknown.
-        problems: what failed the run beside its cases, such as entries of known failures without a case.
+        problems: reasons other than its cases for which the run failed, such as known failures that match no case.
         merged: the runs of which this one was merged; empty for a run of pytest.
     """
 
@@ -376,7 +376,7 @@ def load_run(path: str | Path) -> Run:
 
     Raises:
         RunFileError: the file is missing, is no regular file, is too large, is not JSON, or violates the schema; or the
-            journal of a newer, incomplete run stands beside it. The message is one line that begins with the path.
+            journal of a newer, incomplete run exists next to it. The message is one line that begins with the path.
     """
     return load(path, parse_run, RunFileError)
 

@@ -27,7 +27,7 @@ def printable(text: str) -> str:
         text: one line; a line break is escaped too.
 
     Returns:
-        The text with escape sequences in place of those characters.
+        The text with escape sequences instead of those characters.
     """
     return "".join(ch if ch.isprintable() else ch.encode("unicode_escape").decode() for ch in text)
 

@@ -23,7 +23,7 @@ class Api:
 
     Attributes:
         rank: this rank.
-        adapter: of a model that the case does not use: with its adapter the harness begins to watch the implementation.
+        adapter: of a model that the case does not use; making it lets the harness watch the implementation.
     """
 
     rank: Rank
@@ -58,7 +58,7 @@ class Fsdp1(Api):
 
     @property
     def api(self) -> Any:
-        """The module with ``FullyShardedDataParallel`` and what its arguments are made of."""
+        """The module with ``FullyShardedDataParallel`` and the classes of its arguments."""
         return self.adapter.api
 
     @property
@@ -72,7 +72,7 @@ class Fsdp1(Api):
         return self.kind(module, **(chosen | options))
 
     def nested(self, inner: dict[str, Any] | None = None, **options: Any) -> Any:
-        """Wrap the first layer, with options of its own, and then both."""
+        """Wrap the first layer, with the given options, and then both."""
         layers = self.layers()
         layers[0] = self.wrap(layers[0], **(inner or {}))
         return self.wrap(layers, **options)
@@ -99,7 +99,7 @@ class Fsdp1(Api):
 
         Args:
             model: whose parameters are trained.
-            *parts: modules with a loss each; none means that the model has the loss.
+            *parts: modules that each return a loss; without any, the model's output is the loss.
             optimizer: None means Adam over all parameters.
 
         Returns:
@@ -141,7 +141,7 @@ class Fsdp1(Api):
             return sorted(model.state_dict())
 
     def without_parameters(self, **options: Any) -> Any:
-        """A wrapper whose own module has buffers and no parameter but those of a wrapper inside."""
+        """A wrapper whose own module has buffers, and whose parameters all belong to a wrapper inside it."""
         norm = nn.BatchNorm1d(4, affine=False)
         layers = nn.Sequential(self.wrap(nn.Linear(4, 4).to(self.device), **options), norm).to(self.device)
         return self.wrap(layers, **options)

@@ -57,7 +57,7 @@ WAITING = pytest.mark.parametrize(
 )
 OFFLOADED = needs(Capability.OFFLOAD, Capability.PAGEABLE_OFFLOAD)
 PINNED = needs(Capability.OFFLOAD, Hardware.ACCELERATOR)
-#: As in the seeds, offloading is crossed with one way of resharding.
+#: Offloading is crossed with one way of resharding, as in the seeds.
 RESHARD_AND_OFFLOAD = pytest.mark.parametrize(
     ("reshard_after_forward", "offload"),
     [
@@ -73,7 +73,7 @@ ROOT_TOO = needs(Capability.ROOT_RESHARD)
 
 
 def reductions(waiting: str | tuple[str, ...]) -> int:
-    """The number of reductions in a step, if the reduction of these units is deferred to the last microbatch."""
+    """The number of reductions in a step, with the reductions of these units deferred to the last microbatch."""
     number = {"all": UNITS, "root-only": 1}[waiting] if isinstance(waiting, str) else len(waiting)
     return UNITS + (UNITS - number) * (MICROBATCHES - 1)
 
@@ -85,7 +85,7 @@ def gathers_of(reshard_after_forward: bool | int | None) -> dict[str, int]:
 
 
 def train_and_count(rank: Rank, gathers: dict[str, int], reduces: dict[str, int], **options: Any) -> None:
-    """Train three steps beside DDP, which reduces once, after the last microbatch, and count the collectives.
+    """Train three steps next to DDP, which reduces once, after the last microbatch, and count the collectives.
 
     Gradients are set to zeros and to None in turn, so that reductions also add to gradients that exist.
     """
@@ -131,7 +131,7 @@ def test_reduction_waits(rank: Rank, waiting: Any, reshard_after_forward: bool |
 def test_hybrid_reduction_waits(
     rank: Rank, skips: Any, waiting: Any, reshard_after_forward: bool | int, offload: Any
 ) -> None:
-    """Before the last microbatch replicas reduce nothing, or only within each shard group."""
+    """Before the last microbatch a mesh with replicas reduces nothing, or only within each shard group."""
     reduces = {"reduce_scatter": reductions(waiting), "all_reduce": reductions(waiting)}
     if skips == "all-reduce":
         reduces["reduce_scatter"] = UNITS * MICROBATCHES
@@ -156,7 +156,7 @@ def test_hybrid_reduction_waits(
     ],
 )
 def test_reduction_over_replicas_waits(rank: Rank, how: dict[str, Any], waiting: Any) -> None:
-    """Where replicas have one shard, all that is deferred, and all that is communicated, is the all-reduce."""
+    """Where replicas have one shard, the all-reduce is the only collective, and the only deferred one."""
     train_and_count(
         rank, {"forward": 0, "backward": 0}, {"all_reduce": reductions(waiting)},
         mesh=rank.mesh((2, 1), ("replicate", "shard")), accumulation=Accumulation(units=waiting, **how),
@@ -203,7 +203,7 @@ def test_microbatches_add_up(rank: Rank, has_replicas: bool, reduces: str) -> No
 @world(2)
 @needs(Capability.SHARDED, Capability.DEFERRED_REDUCTION)
 def test_gradients_that_a_script_replaced(rank: Rank) -> None:
-    """A reduction adds to the gradients that are there, also if a script has put other tensors in their place."""
+    """A reduction adds to the existing gradients, also if user code has replaced their tensors."""
     model = models.Tower(dim=DIM, depth=DEPTH)
     pair = rank.pair(model, units=model.units(), microbatches=MICROBATCHES, accumulation=Accumulation())
     context = pair.adapter.microbatch
@@ -226,7 +226,7 @@ def test_gradients_that_a_script_replaced(rank: Rank) -> None:
 @world(2)
 @needs(Capability.OWN_OPTIMIZER, Capability.SHARDED)
 def test_gradients_that_a_script_dropped_of_some(rank: Rank) -> None:
-    """Where a script has dropped the gradients of some parameters of each unit, later backwards add to all of them."""
+    """After user code has dropped the gradients of some parameters of each unit, later backwards add to all of them."""
     model = models.Tower(dim=DIM, depth=DEPTH)
     whole = models.copy_of(model).to(rank.device)
     run = rank.run(model, units=model.units())
@@ -235,7 +235,7 @@ def test_gradients_that_a_script_dropped_of_some(rank: Rank) -> None:
         run.forward_backward((batch,), loss=models.mean_square)
         backward_of_copies(rank, whole, loss=models.mean_square(whole(batch)))
         for name, parameter in run.adapter.held_parameters().items() if number == 0 else ():
-            # Where a unit has one flat parameter and no other, there is no part of it that a script could drop.
+            # Where a unit has one flat parameter and no other, user code cannot drop a part of it.
             if name.endswith("in_proj.weight"):
                 parameter.grad = whole.get_parameter(name).grad = None
     check_gradients(run, whole, step=0)
@@ -243,7 +243,7 @@ def test_gradients_that_a_script_dropped_of_some(rank: Rank) -> None:
 
 @contract("ACCUMULATION-11")
 @world(2)
-@needs(Capability.FLAT_PARAMETERS, Capability.DEFERRED_REDUCTION)  # its modules show gradients that are not reduced yet
+@needs(Capability.FLAT_PARAMETERS, Capability.DEFERRED_REDUCTION)  # unreduced gradients are visible on its modules
 @each_value("dropped", "when", "options")
 @pytest.mark.parametrize(
     ("dropped", "when", "options"),
@@ -263,10 +263,10 @@ def test_gradients_that_a_script_dropped_of_some(rank: Rank) -> None:
     ],
 )
 def test_gradients_that_a_script_drops(rank: Rank, dropped: str, when: str, options: dict[str, Any]) -> None:
-    """Gradients that a script sets to None between two microbatches are gone, reduced ones and others.
+    """Gradients that user code sets to None between two microbatches contribute nothing later, reduced or not.
 
-    So they are between a forward and its backward, after a cast there and back, and after a script has looked at whole
-    ones, also if that has raised, by whatever parameters the module shows then.
+    This holds between a forward and its backward, after a cast and back, and after user code has read full parameters,
+    also if that read has raised, whether the gradients are dropped on sharded or on full parameters.
     """
     model = models.Tower(dim=DIM, depth=DEPTH)
     batches = [rank.batch(number, (2, DIM)) for number in range(3)]
@@ -303,7 +303,7 @@ def test_gradients_that_a_script_drops(rank: Rank, dropped: str, when: str, opti
 @world(2)
 @needs(Capability.FLAT_PARAMETERS, Capability.DEFERRED_REDUCTION)
 def test_gradients_that_are_not_reduced(rank: Rank) -> None:
-    """Until they are reduced, modules show full gradients: the sums of this rank's own over its microbatches."""
+    """Unreduced gradients on modules are full: the sums of this rank's own gradients over its microbatches."""
     model = models.Tower(dim=DIM, depth=DEPTH)
     whole = models.copy_of(model).to(rank.device)
     run = rank.run(model, units=model.units(), accumulation=Accumulation())
@@ -326,7 +326,7 @@ def test_gradients_that_are_not_reduced(rank: Rank) -> None:
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("casts", [True, False])
 def test_gradients_that_a_script_zeroes(rank: Rank, casts: bool, flat: bool) -> None:
-    """Those that are not reduced and that a script zeroes are gone too, as they are or after a cast there and back."""
+    """Unreduced gradients that user code zeroes contribute nothing later, after a cast and back too."""
     model = models.Tower(dim=DIM, depth=DEPTH)
     options: dict[str, Any] = {"units": model.units(), "accumulation": Accumulation(), "flat_parameters": flat}
     run, twin = (rank.run(models.copy_of(model), **options) for _ in range(2))
@@ -350,7 +350,7 @@ def test_gradients_that_a_script_zeroes(rank: Rank, casts: bool, flat: bool) -> 
 
 
 def look(run: Run, *, fails: bool) -> None:
-    """Look at whole parameters and gradients, and perhaps fail at it."""
+    """Read full parameters and gradients, and optionally raise while they are full."""
     with (
         contextlib.suppress(LookupError),
         run.adapter.whole_parameters(WholeParameters(keeps_changes=False, with_gradients=True)),
@@ -360,7 +360,7 @@ def look(run: Run, *, fails: bool) -> None:
 
 
 def drop_gradients(run: Run, name: str) -> None:
-    """Set the gradients of all parameters that the module shows to None, of one of them, or ("") of none."""
+    """Set the gradients of all registered parameters to None, of one of them, or ("") of none."""
     for shown, parameter in run.adapter.named_parameters().items():
         if name in ("all", shown):
             parameter.grad = None
@@ -370,7 +370,7 @@ def drop_gradients(run: Run, name: str) -> None:
 @world(2)
 @COUNTED
 def test_contexts_nest(rank: Rank) -> None:
-    """Where a context defers the reduction, one that was entered and left within it changes nothing."""
+    """Entering and leaving a nested context that defers the reduction changes nothing."""
     model = models.Tower(dim=DIM, depth=DEPTH)
     pair = rank.pair(model, units=model.units(), microbatches=MICROBATCHES, accumulation=Accumulation())
     context = pair.adapter.microbatch
@@ -394,7 +394,7 @@ def test_contexts_nest(rank: Rank) -> None:
 @world(1, 2)
 @ALL_REDUCE
 def test_deferred_all_reduce_without_replicas(rank: Rank) -> None:
-    """Where there are no replicas nothing is all-reduced, and deferring that defers nothing."""
+    """Without replicas nothing is all-reduced, and deferring the all-reduce changes nothing."""
     model = models.Tower(dim=9)
     runs = [
         rank.run(models.copy_of(model), units=model.units(), accumulation=how)
@@ -452,8 +452,8 @@ def test_part_used_by_one_microbatch_of_replicas(rank: Rank, own_units: bool) ->
 
 
 def check_part_used(rank: Rank, how: Accumulation | None, own_units: bool, *, mesh: DeviceMesh | None) -> None:
-    """Train branches of which each microbatch uses another."""
-    model = models.Branches(DIM, MICROBATCHES, alike=not own_units)  # of one size, parts of a unit can be mistaken
+    """Train branches, a different one in each microbatch."""
+    model = models.Branches(DIM, MICROBATCHES, alike=not own_units)  # of one size, parts of a unit can be confused
     pair = rank.pair(
         model, units=model.units() if own_units else [], baseline="replicated", microbatches=MICROBATCHES, mesh=mesh,
         accumulation=how, find_unused=True,
@@ -515,7 +515,7 @@ def test_hybrid_parameters_stay_gathered(rank: Rank, skips: Any, waiting: Any) -
 @pytest.mark.parametrize("unshards", [False, pytest.param(True, marks=needs(Capability.ASYNC_UNSHARD))])
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 def test_forwards_run_ahead(rank: Rank, ahead: int, unshards: bool, keeps_gathered: bool) -> None:
-    """Forwards may run ahead of backwards, as in a pipeline; the backward that is marked as the last reduces.
+    """Forwards may run ahead of backwards, as in a pipeline; the backward marked as the last reduces.
 
     If a call has gathered the parameters before the first forward, that forward gathers nothing.
     """
@@ -530,7 +530,7 @@ def test_forwards_run_ahead(rank: Rank, ahead: int, unshards: bool, keeps_gather
                 pair.adapter.unshard()
         step_with(rank, pair, step, ahead=ahead)
         pair.check()
-        # What a backward freed, the next forward gathers, or at the end of the pipeline the next backward.
+        # The next forward gathers the units that a backward freed, or at the end of the pipeline the next backward.
         forwards, backwards = (1, 0) if keeps_gathered else (MICROBATCHES - ahead, ahead)
         pair.check_counts("forward", all_gather=UNITS * (forwards - unshards))
         pair.check_counts("backward", all_gather=UNITS * backwards, reduce_scatter=UNITS)
@@ -543,7 +543,7 @@ def test_forwards_run_ahead(rank: Rank, ahead: int, unshards: bool, keeps_gather
 @needs(Capability.RESHARD_AFTER_FORWARD, Capability.ROOT_RESHARD)
 @pytest.mark.parametrize("ahead", [1, 2])
 def test_backwards_before_the_last_keep_the_order(rank: Rank, ahead: int) -> None:
-    """A backward that is marked as not the last leaves the order of the forwards, by which later ones gather ahead."""
+    """A backward marked as not the last keeps the recorded order of forwards, by which later ones gather ahead."""
     model = models.Tower(dim=DIM, depth=DEPTH)
     pair = rank.pair(
         model, units=model.units(), baseline="replicated", microbatches=MICROBATCHES, reshard_after_forward=True,
@@ -564,7 +564,7 @@ def test_backwards_before_the_last_keep_the_order(rank: Rank, ahead: int) -> Non
 @world(2)
 @needs(Capability.MARKED_LAST_BACKWARD, Capability.TIED_PARAMETERS)
 def test_tied_forwards_run_ahead(rank: Rank) -> None:
-    """A backward marked as not the last leaves the order of the forwards, also in a model with a tied embedding."""
+    """A backward marked as not the last keeps the recorded order of forwards, also in a model with a tied embedding."""
     config = models.TransformerConfig(is_tied=True)
     model = models.Transformer(config)
     pair = rank.pair(
@@ -586,8 +586,8 @@ def test_tied_forwards_run_ahead(rank: Rank) -> None:
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
 def test_schedules_of_a_pipeline(rank: Rank, reshard_after_forward: bool | None, schedule: str) -> None:
-    """Two stages of a pipeline, sharded each by itself, train under torch's schedules as one model does."""
-    from torch.distributed import pipelining  # takes long, and no other case needs it
+    """Two pipeline stages, each sharded by itself, train under torch's schedules as one model does."""
+    from torch.distributed import pipelining  # its import is slow, and no other case needs it
 
     mesh = rank.mesh((2, 2), ("pp", "dp"))
     number = mesh["pp"].get_local_rank()
@@ -624,13 +624,13 @@ def compare(
     rank: Rank, found: Mapping[str, Piece | None], plain: Mapping[str, torch.Tensor | None],
     expected: Mapping[str, torch.Tensor | None], kind: Stage, number: int, step: int,
 ) -> None:  # fmt: skip
-    """Compare what a stage of a pipeline holds with those of one model, and fail on all ranks alike (collective)."""
+    """Compare the tensors of a pipeline stage with those of one model, and fail on all ranks alike (collective)."""
     finding = None
     for name, piece in found.items():
         full, other = (one[f"{number}.{name}"] for one in (expected, plain))
         assert full is not None and other is not None
         if piece is None:
-            # With flat parameters a rank has no gradient of what it holds no element of.
+            # With flat parameters a rank has no gradient of a parameter of which it holds no element.
             continue
         parts = piece.tensor, piece.cut(other), piece.cut(full)
         result = distance(*parts, magnitude=float(full.abs().max()))

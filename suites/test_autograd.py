@@ -242,8 +242,8 @@ class _Energy(nn.Module):
 def test_unused_output_keeps_other_gradients(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """A forward output that the loss ignores must not stop the other gradients.
 
-    Gradients are zeroed after even steps and forgotten after odd ones: the unused head then has a
-    zero gradient with momentum to move it, or none and stands still, as the baseline does.
+    Gradients are zeroed after even steps and set to None after odd ones: the unused head then has a
+    zero gradient with momentum to move it, or no gradient and does not move, as in the baseline.
     """
     pair = rank.pair(
         models.TwoHeads(dim=25),
@@ -264,7 +264,7 @@ def test_unused_output_keeps_other_gradients(rank: Rank, reshard_after_forward: 
 @needs(Capability.UNUSED_MODULE)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_unused_module_gets_no_gradient(rank: Rank, reshard_after_forward: bool | int | None) -> None:
-    """A unit that never ran has no gradient, does not move, and leaves the others alone, with gradients zeroed too."""
+    """A unit that never ran has no gradient and does not move; the others train, with gradients zeroed too."""
     pair = rank.pair(
         models.SkippedModule(dim=25),
         units=[["head0"], ["head1"]],
@@ -302,7 +302,7 @@ def test_containers_between_units(rank: Rank, container: models.Container) -> No
     "container", ["ordered-dict", "list-class", "tuple-class", "frozen-dataclass", "late-dataclass", "dict-dataclass"]
 )
 def test_classes_of_containers(rank: Rank, container: models.Container) -> None:
-    """Hooks find the tensors in classes of containers, and in what is a dict and a dataclass in one."""
+    """Hooks find the tensors in subclasses of containers, and in a class that is a dict and a dataclass in one."""
     pair = rank.pair(models.packed_stack(dim=9, container=container), units=[["1"], ["2"], ["3"]])
     for step in range(2):
         pair.step(rank.batch(step, (2, 9)))
@@ -315,7 +315,7 @@ def test_classes_of_containers(rank: Rank, container: models.Container) -> None:
 @each_value("container")
 @pytest.mark.parametrize("container", ["list", "dict", DATACLASS])
 def test_containers_that_a_script_passes(rank: Rank, container: models.Container) -> None:
-    """A container that a script gives to a unit has the same tensors afterwards, and may be given to another."""
+    """A container passed to a unit contains the same tensors afterwards, and can be passed to another unit."""
     pair = rank.pair(shapes.Lending(9, container), units=[["layers.0"], ["layers.1"]])
     for step in range(2):
         pair.step(rank.batch(step, (2, 9)))
@@ -326,9 +326,9 @@ def test_containers_that_a_script_passes(rank: Rank, container: models.Container
 @world(2)
 @needs(Capability.POST_ACCUMULATE_GRAD_HOOK)
 def test_post_accumulate_hook_runs_once(rank: Rank) -> None:
-    """A hook on each parameter, and another after it, run once in a backward, and see the ranks' average gradient.
+    """Two hooks on each parameter run once in a backward, and see the ranks' average gradient.
 
-    What the first saw must be, bit for bit, what the optimizer's step finds: the same tensor, which the pair compares.
+    The first hook's gradient must be, bit for bit, that of the optimizer's step: the pair compares the same tensor.
     """
     # The root's parameters have one row, on the first rank; the hooks on them run on all.
     model = torch.nn.Sequential(models.MLP(9), torch.nn.Linear(9, 1))
@@ -364,7 +364,7 @@ def test_post_accumulate_hook_runs_once(rank: Rank) -> None:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part; asking a DTensor for more would communicate."""
+    """This rank's part; any other access to a DTensor would communicate."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
@@ -422,7 +422,7 @@ def _schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSc
     ],
 )
 def test_loss_of_any_one_output(rank: Rank, nesting: Nesting) -> None:
-    """The loss may use any one of a unit's outputs, wherever it is in a container: the last, the first, the second."""
+    """The loss may use any one of a unit's outputs, the last, first or second, wherever it is in a container."""
     pair = rank.pair(ThreeOutputs(dim=9, nesting=nesting), units=[["branches"]])
     for step, used in enumerate([2, 0, 1]):
         pair.step(rank.batch(step, (2, 9)), loss=functools.partial(_loss_of, index=used))
@@ -437,8 +437,8 @@ def test_loss_of_any_one_output(rank: Rank, nesting: Nesting) -> None:
 def test_loss_of_the_last_output(rank: Rank, reshard_after_forward: bool | int | None, units: list[list[str]]) -> None:
     """After a step that used both outputs of the root, the loss may use the last one alone.
 
-    Gradients are zeroed: momentum still moves the unit that backward does not reach, so that values of it which were
-    gathered ahead in vain are old ones. Nothing is left gathered for the optimizer's step.
+    Gradients are zeroed: momentum still moves the unit that backward does not reach, so that its values which were
+    gathered ahead in vain are outdated. Nothing stays gathered for the optimizer's step.
     """
     pair = rank.pair(
         models.TwoHeads(dim=9),
@@ -485,7 +485,7 @@ def test_gradient_of_the_input(rank: Rank, reshard_after_forward: bool | int | N
 @contract("AUTOGRAD-7")
 @world(2, 4)
 def test_inputs_by_keyword(rank: Rank) -> None:
-    """Units may get their inputs by keyword, in nested containers, beside None and a number, and one tensor twice."""
+    """Units may get their inputs by keyword, in nested containers, next to None and a number, and one tensor twice."""
     model = shapes.Keywords(dim=9)
     pair = rank.pair(model, units=model.units())
     for step in range(3):
@@ -638,7 +638,7 @@ def test_batches_of_different_sizes(rank: Rank) -> None:
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
 @pytest.mark.parametrize("recomputes", [False, pytest.param(True, marks=needs(Capability.RECOMPUTATION))])
 def test_saved_tensors_are_packed(rank: Rank, recomputes: bool, reshard_after_forward: bool | None) -> None:
-    """Hooks may put copies in the place of what forward saves, of parameters too, and get no more than unsharded."""
+    """Hooks may replace saved tensors, parameters included, by copies, and get no more elements than unsharded."""
     model = models.Tower(dim=9)
     prepare: Any = functools.partial(recompute, means="call") if recomputes else models.Tower.train
     plain = prepare(models.copy_of(model).to(rank.device))
@@ -727,7 +727,7 @@ def test_gradient_penalty(rank: Rank, reshard_after_forward: bool | None) -> Non
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
 @pytest.mark.parametrize("model", [Forces, ForcesOfUnit], ids=["of-a-unit", "in-a-unit"])
 def test_gradients_within_forward(rank: Rank, model: Any, reshard_after_forward: bool | None) -> None:
-    """A forward may compute gradients on its way, of a unit's output or in it, and goes on with the root's weights."""
+    """A forward may compute gradients, of a unit's output or inside the unit, and then use the root's weights."""
     pair = rank.pair(model(9), units=[["energy"]], baseline="replicated", reshard_after_forward=reshard_after_forward)
     for step in range(2):
         if model is ForcesOfUnit:
@@ -740,7 +740,7 @@ def test_gradients_within_forward(rank: Rank, model: Any, reshard_after_forward:
 @world(2)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
 def test_hooks_of_a_script(rank: Rank, reshard_after_forward: bool | None) -> None:
-    """Hooks on modules, on their backward and on tensors run as often as without sharding, and see whole parameters."""
+    """User hooks on modules, on their backward and on tensors run as often as unsharded, and see full parameters."""
     model = models.Tower(dim=9)
     plain = models.copy_of(model).to(rank.device)
     seen: dict[str, list[str]] = {"sharded": [], "plain": []}
@@ -767,16 +767,16 @@ def test_hooks_of_a_script(rank: Rank, reshard_after_forward: bool | None) -> No
         assert seen["sharded"] == seen["plain"], _first_of_two(seen["sharded"], seen["plain"])
         for owner in seen.values():
             owner.clear()
-        values.clear()  # the parameters have moved
+        values.clear()  # the optimizer has changed the parameters
         pair.check()
 
 
 def _note_hook(
     seen: list[str], values: dict[str, torch.Tensor], name: str, kind: str, module: torch.nn.Module, output: Any = None
 ) -> None:
-    """Note a call, and check what it sees of the parameters of a Linear inside a unit.
+    """Note a call, and check the parameters of a Linear inside a unit that the hook sees.
 
-    In the backward hooks of the unit itself its parameters may not be there yet, or no more.
+    In the backward hooks of the unit itself its parameters may be not yet, or no longer, gathered.
     """
     seen.append(f"{kind} of {name or 'the root'}")
     if isinstance(output, torch.Tensor) and output.requires_grad:

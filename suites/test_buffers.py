@@ -46,7 +46,7 @@ def test_running_statistics_of_replicas(rank: Rank) -> None:
 
 @contract("BUFFERS-1")
 @world(2)
-@needs(Hardware.ACCELERATOR)  # torch has no other
+@needs(Hardware.ACCELERATOR)  # torch has it on accelerators only
 def test_statistics_of_all_ranks(rank: Rank) -> None:
     """A synchronized batch norm within a unit, or of the root, takes the statistics of all ranks."""
     check(rank, nn.SyncBatchNorm.convert_sync_batchnorm(mixed.Normed(*SHAPE)))
@@ -56,7 +56,7 @@ def test_statistics_of_all_ranks(rank: Rank) -> None:
 @world(2)
 @needs(Capability.SYNC_STATES, Capability.COUNTED_UNITS)
 def test_the_root_alone_takes_those_of_the_first_rank(rank: Rank) -> None:
-    """A model that takes the first rank's values, and whose units were not told to, takes the buffers of these too."""
+    """If the root alone is to take the first rank's values, its units' buffers take those of the first rank too."""
     model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3), nn.Linear(3, 7)).to(rank.device)
     with torch.no_grad():
         for number, tensor in enumerate([*model.buffers(), *model[2].parameters()], start=1):
@@ -76,7 +76,7 @@ def test_the_root_alone_takes_those_of_the_first_rank(rank: Rank) -> None:
 @world(2)
 @needs(Capability.CAST_AFTER_INIT, Capability.DISTRIBUTED_CHECKPOINT)
 def test_buffers_of_a_model_that_is_cast(rank: Rank) -> None:
-    """A model that is cast once it is sharded saves its buffers as it has them, bit for bit."""
+    """A model that is cast after sharding saves its buffers in the dtypes that they have then, bit for bit."""
     model = mixed.Normed(*SHAPE)
     names = [name for name, _ in model.named_buffers()]
     run = rank.run(model, units=UNITS, optimizer=None)

@@ -1,4 +1,4 @@
-"""Chapter CALLS: what the API of ``FullyShardedDataParallel`` answers, and what it warns of."""
+"""Chapter CALLS: what the API of ``FullyShardedDataParallel`` returns and warns of."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chapter CALLS: full parameters that wrappers show, next to tensor parallelism too."""
+"""Chapter CALLS: full parameters of wrappers, with tensor parallelism too."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = needs(Capability.FLAT_PARAMETERS, Capability.WHOLE_PARAMETERS)
 @SHARDS
 @pytest.mark.parametrize("keeps_changes", [False, True])
 def test_whole_parameters_are_the_models_own(rank: Rank, keeps_changes: bool, shards: bool) -> None:
-    """Where a model holds its original parameters, the whole ones are these, so that the optimizer's are known."""
+    """With original parameters, the full ones are the model's own objects, which the optimizer knows."""
     model = models.Tower(dim=9)
     run = rank.run(model, units=model.units(), shards=shards)
     for _ in range(2):
@@ -44,7 +44,7 @@ def test_whole_parameters_are_the_models_own(rank: Rank, keeps_changes: bool, sh
         held = dict(run.adapter.held_parameters())
         with run.adapter.whole_parameters(WholeParameters(keeps_changes=keeps_changes)) as found:
             others = [name for name, parameter in found.items() if parameter is not held[name]]
-        assert not others, f"whole parameters that are other objects than the model's: {', '.join(others)}"
+        assert not others, f"full parameters that are not the model's own objects: {', '.join(others)}"
 
 
 @contract("CALLS-3")
@@ -52,9 +52,9 @@ def test_whole_parameters_are_the_models_own(rank: Rank, keeps_changes: bool, sh
 @FLAT
 @SHARDS
 def test_attributes_after_whole_parameters(rank: Rank, shards: bool, flat: bool) -> None:
-    """When whole parameters were read, modules have attributes of the dtypes that they had, and no whole values.
+    """After full parameters were read, modules have attributes of their former dtypes, and none is full.
 
-    So they have after a forward.
+    The same holds after a forward.
     """
     model = models.Tower(dim=9)
     shape = model.get_parameter("layers.1.in_proj.weight").shape
@@ -65,7 +65,7 @@ def test_attributes_after_whole_parameters(rank: Rank, shards: bool, flat: bool)
     after = (type(layer.weight), layer.weight.shape, layer.weight.dtype)
     assert after == before, f"the weight was {before}, and is {after} after a forward"
     with run.adapter.whole_parameters(WholeParameters()):
-        assert layer.weight.shape == shape, f"the whole weight has the shape {tuple(layer.weight.shape)}"
+        assert layer.weight.shape == shape, f"the full weight has the shape {tuple(layer.weight.shape)}"
     after = (type(layer.weight), layer.weight.shape, layer.weight.dtype)
     assert after == before, f"the weight was {before} and is {after}"
 
@@ -74,9 +74,9 @@ def test_attributes_after_whole_parameters(rank: Rank, shards: bool, flat: bool)
 @world(2)
 @needs(Capability.FSDP1_API)
 def test_whole_parameters_of_the_root_alone(rank: Rank) -> None:
-    """With ``recurse=False`` the wrapper's own parameters are whole, and those of a wrapper inside it stay sharded.
+    """With ``recurse=False`` the wrapper's own parameters are full, and those of a wrapper inside it stay sharded.
 
-    A plain module around both has none of its own.
+    A plain module around both has no parameters of its own.
     """
     fsdp = fsdp1(rank)
     model = fsdp.nested()
@@ -99,7 +99,7 @@ def test_whole_parameters_of_the_root_alone(rank: Rank) -> None:
 def test_whole_parameters_before_backward(
     rank: Rank, keeps_changes: bool, reshard_after_forward: bool | None, shards: bool
 ) -> None:
-    """Whole parameters that are read between forward and backward change no gradient, written back or not."""
+    """Full parameters that are read between forward and backward change no gradient, written back or not."""
     model = models.Tower(dim=9)
     options: dict[str, Any] = {"units": model.units(), "reshard_after_forward": reshard_after_forward, "shards": shards}
     run, twin = (rank.run(models.copy_of(model), optimizer=None, **options) for _ in range(2))
@@ -117,7 +117,7 @@ def test_whole_parameters_before_backward(
 @world(2)
 @SHARDS
 def test_whole_parameters_between_two_forwards(rank: Rank, shards: bool) -> None:
-    """Whole parameters that are read between two forwards change no gradient of the backward that both share."""
+    """Full parameters that are read between two forwards change no gradient of their common backward."""
     model = models.Tower(dim=9)
     options: dict[str, Any] = {"units": model.units(), "shards": shards, "optimizer": None}
     run, twin = (rank.run(models.copy_of(model), **options) for _ in range(2))
@@ -143,7 +143,7 @@ def _check_same_gradients(run: Run, twin: Run) -> None:
 @world(2)
 @SHARDS
 def test_whole_gradients_of_columns(rank: Rank, shards: bool) -> None:
-    """What a script writes to whole gradients reaches the same elements of the shards, in any order of memory."""
+    """Writes to full gradients reach the same elements of the shards, in any memory layout."""
     model = models.Tower(dim=9)
     by_columns(model)
     run = rank.run(model, units=model.units(), shards=shards, optimizer=None)
@@ -151,7 +151,7 @@ def test_whole_gradients_of_columns(rank: Rank, shards: bool) -> None:
     how, expected = WholeParameters(with_gradients=True), {}
     with run.adapter.whole_parameters(how) as found:
         for name, parameter in found.items():
-            assert parameter.grad is not None, f"{name} has no whole gradient"
+            assert parameter.grad is not None, f"{name} has no full gradient"
             numbers = torch.arange(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
             expected[name] = numbers.view(parameter.shape)
             parameter.grad.copy_(expected[name])
@@ -164,7 +164,7 @@ def test_whole_gradients_of_columns(rank: Rank, shards: bool) -> None:
 @world(4)
 @needs(Capability.TENSOR_PARALLEL)
 def test_whole_parameters_beside_tensor_parallelism(rank: Rank) -> None:
-    """What is written to whole parameters that tensor parallelism has cut, and to gradients, reaches the shards."""
+    """Writes to the full parameters and gradients of a tensor-parallel model reach the shards."""
     mesh = rank.mesh((2, 2), ("dp", "tp"))
     prepare = functools.partial(mixed.split_columns, mesh=mesh["tp"])
     run = rank.run(mixed.Mixed(), units=[["low"]], mesh=mesh["dp"], prepare=prepare, optimizer=None)
@@ -182,14 +182,14 @@ def test_whole_parameters_beside_tensor_parallelism(rank: Rank) -> None:
             if parameter.grad is not None:
                 parameter.grad.mul_(2)
     for name, value in values().items():
-        assert torch.equal(value, 2 * before[name]), f"{name} was doubled where it was whole, and the shard was not"
+        assert torch.equal(value, 2 * before[name]), f"{name} was doubled while it was full, and the shard was not"
 
 
 @contract("CALLS-3")
 @world(4)
 @needs(Capability.TENSOR_PARALLEL, Capability.FULL_STATE_DICT)
 def test_whole_states_beside_tensor_parallelism(rank: Rank) -> None:
-    """A whole state dict has the whole of what tensor parallelism has cut, and of the optimizer's states of it."""
+    """A full state dict has the full tensors of tensor-parallel parameters, and of their optimizer state."""
     mesh = rank.mesh((2, 2), ("dp", "tp"))
     model = mixed.Mixed()
     prepare = functools.partial(mixed.split_columns, mesh=mesh["tp"])
@@ -201,7 +201,7 @@ def test_whole_states_beside_tensor_parallelism(rank: Rank) -> None:
         pairs += [(f"{key} of {name}", piece, saved["optimizer"]["state"][name][key]) for key, piece in pieces.items()]
     assert len(pairs) > 5, "this rank holds no momentum"
     for name, piece, value in pairs:
-        # Some leave it to the script to put together what tensor parallelism has cut.
+        # Some implementations leave it to user code to join the tensor-parallel parts.
         full = value.full_tensor() if isinstance(value, DTensor) else value
         assert torch.equal(piece.cut(full), piece.tensor), f"{name} is another one in the state dict than on this rank"
 
@@ -210,11 +210,11 @@ def test_whole_states_beside_tensor_parallelism(rank: Rank) -> None:
 @world(4)
 @needs(Capability.TENSOR_PARALLEL)
 def test_whole_frozen_parameters_beside_tensor_parallelism(rank: Rank) -> None:
-    """Of whole parameters that tensor parallelism has cut, those are frozen that the script has frozen."""
+    """Among full tensor-parallel parameters, exactly those are frozen that user code has frozen."""
     mesh = rank.mesh((2, 2), ("dp", "tp"))
     prepare = functools.partial(mixed.split_columns, mesh=mesh["tp"])
     run = rank.run(mixed.Mixed(), units=[["low"]], mesh=mesh["dp"], prepare=prepare)
     run.adapter.held_parameters()["low.weight"].requires_grad_(False)
     with run.adapter.whole_parameters(WholeParameters()) as whole:
         frozen = [name for name, parameter in whole.items() if not parameter.requires_grad]
-    assert frozen == ["low.weight"], f"of the whole parameters are frozen: {frozen}"
+    assert frozen == ["low.weight"], f"frozen full parameters: {frozen}"

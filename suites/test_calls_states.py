@@ -23,7 +23,7 @@ pytestmark = needs(Capability.FSDP1_API)
 @contract("CALLS-4")
 @world(2)
 def test_setting_a_form_returns_the_previous_one(rank: Rank) -> None:
-    """Each call that sets the form of state dicts returns the settings before it; a context restores them."""
+    """Each call that sets the form of state dicts returns the previous settings; a context restores them."""
     fsdp = fsdp1(rank)
     model, forms = fsdp.nested_on_groups(), fsdp.api.StateDictType
     before = [
@@ -54,7 +54,7 @@ def test_state_dict_arguments_by_position(rank: Rank) -> None:
 @contract("CALLS-4")
 @world(2)
 def test_state_dict_has_the_versions_of_modules(rank: Rank) -> None:
-    """The metadata of a wrapper's state dict have the version of the wrapped module under its own name."""
+    """The metadata of a wrapper's state dict has the version of the wrapped module under its own name."""
     fsdp = fsdp1(rank)
     metadata = fsdp.wrap(nn.BatchNorm1d(4).to(fsdp.device)).state_dict()._metadata
     found, expected = metadata[""]["version"], nn.BatchNorm1d._version
@@ -64,7 +64,7 @@ def test_state_dict_has_the_versions_of_modules(rank: Rank) -> None:
 @contract("CALLS-4")
 @world(2)
 def test_ignored_parameters_as_variables(rank: Rank) -> None:
-    """With ``keep_vars`` a state dict has an ignored parameter itself, without it a tensor that is detached."""
+    """With ``keep_vars`` a state dict has an ignored parameter itself, without it a detached tensor."""
     fsdp = fsdp1(rank)
     layers = fsdp.layers()
     model = fsdp.wrap(layers, ignored_states=[layers[0].weight])
@@ -75,7 +75,7 @@ def test_ignored_parameters_as_variables(rank: Rank) -> None:
 @contract("CALLS-4")
 @world(2)
 def test_names_in_a_local_state_dict(rank: Rank) -> None:
-    """A local state dict has the flat parameters alone, also of a model that has its original parameters."""
+    """A local state dict has flat parameters only, also of a model with its original parameters."""
     fsdp = fsdp1(rank)
     model = fsdp.nested_on_groups()
     with fsdp.kind.state_dict_type(model, fsdp.api.StateDictType.LOCAL_STATE_DICT):
@@ -130,7 +130,7 @@ def test_load_after_new_data(rank: Rank) -> None:
 @each_value("has_groups")
 @pytest.mark.parametrize("has_groups", [True, False])
 def test_given_optimizer_state_is_saved(rank: Rank, has_groups: bool) -> None:
-    """A state dict of the optimizer that user code gives is saved as it is and made ready to load, groups or not."""
+    """A state dict of the optimizer that user code passes is saved as it is and made ready to load, groups or not."""
     fsdp = fsdp1(rank)
     model, optimizer = fsdp.trained()
     given = optimizer.state_dict()
@@ -152,7 +152,7 @@ def test_given_optimizer_state_is_saved(rank: Rank, has_groups: bool) -> None:
 @contract("CALLS-5")
 @world(2)
 def test_given_options_are_saved(rank: Rank) -> None:
-    """Of an optimizer's state dict in which user code has changed the learning rate, this one is saved."""
+    """If user code has changed the learning rate in the passed state dict of an optimizer, that rate is saved."""
     fsdp = fsdp1(rank)
     model, optimizer = fsdp.trained()
     given = optimizer.state_dict()
@@ -217,7 +217,7 @@ def test_states_of_fewer_parameters(rank: Rank) -> None:
 @contract("CALLS-5")
 @world(2)
 def test_flat_momentum_of_some_parameters(rank: Rank) -> None:
-    """Where the state of one flat parameter has the momentum of some of its parameters, that of the others is zero."""
+    """If one flat parameter's state has the momentum of some of its parameters only, that of the others is zero."""
     fsdp = fsdp1(rank)
     model = fsdp.wrap(fsdp.layers(), use_orig_params=False)
     optimizer = fsdp.train(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
@@ -257,7 +257,7 @@ def _is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 @contract("CALLS-5")
 @world(2)
 def test_full_states_are_on_every_rank_by_default(rank: Rank) -> None:
-    """Where user code chooses full state dicts and nothing else, every rank has all states of the optimizer."""
+    """With full state dicts chosen and no other option, every rank has all states of the optimizer."""
     fsdp = fsdp1(rank)
     model, optimizer = fsdp.trained()
     with fsdp.kind.state_dict_type(model, fsdp.api.StateDictType.FULL_STATE_DICT):
@@ -268,7 +268,7 @@ def test_full_states_are_on_every_rank_by_default(rank: Rank) -> None:
 @contract("CALLS-5")
 @world(2)
 def test_states_of_a_small_unit(rank: Rank) -> None:
-    """Every rank names all states of a sharded state dict, also that of a parameter of which it has no element."""
+    """A sharded state dict names all states on every rank, also of a parameter of which the rank has no element."""
     fsdp = fsdp1(rank)
     layers = nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 1, bias=False)).to(fsdp.device)
     layers[1] = fsdp.wrap(layers[1])
@@ -282,7 +282,7 @@ def test_states_of_a_small_unit(rank: Rank) -> None:
 @contract("CALLS-5")
 @world(2)
 def test_states_for_an_optimizer_with_names(rank: Rank) -> None:
-    """The state to load into an optimizer that has names in its own (``is_named_optimizer``) has those of the model."""
+    """The state to load into an optimizer with names of its own (``is_named_optimizer``) has the model's names."""
     fsdp = fsdp1(rank)
     model, optimizer = fsdp.trained()
     with fsdp.sharded_states(model):
@@ -297,7 +297,7 @@ def test_states_for_an_optimizer_with_names(rank: Rank) -> None:
 @contract("CALLS-6")
 @world(2)
 def test_groups_in_another_order_by_name(rank: Rank) -> None:
-    """A state dict by names is loaded into an optimizer whose groups have another order: options and states by name."""
+    """A state dict by names loads into an optimizer with its groups in another order: options and states by name."""
     fsdp = fsdp1(rank)
     saved, loaded = fsdp.nested(), fsdp.nested()
     given, taking = _mark(_with_groups(fsdp, saved, 0, 1)), _with_groups(fsdp, loaded, 1, 0)
@@ -312,7 +312,7 @@ def test_groups_in_another_order_by_name(rank: Rank) -> None:
 @contract("CALLS-6")
 @world(2)
 def test_groups_in_another_order_by_number(rank: Rank) -> None:
-    """A state dict by numbers, for an unsharded model's optimizer whose groups have another order, has its numbers."""
+    """A state dict by numbers, for an unsharded optimizer with its groups in another order, has that one's numbers."""
     fsdp = fsdp1(rank)
     model, plain = fsdp.nested(), fsdp.layers()
     by_number = fsdp.api.OptimStateKeyType.PARAM_ID
@@ -324,7 +324,7 @@ def test_groups_in_another_order_by_number(rank: Rank) -> None:
 
 
 def _with_groups(fsdp: Fsdp1, model: nn.Module, *layers: int) -> torch.optim.Optimizer:
-    """Adam after one step, with a group for each of the layers; its learning rate is the layer's number plus 1."""
+    """Adam after one step, with one group per layer, whose learning rate is the layer's number plus 1."""
     named = dict(model.named_parameters())
     groups = [
         {"params": [one for name, one in named.items() if f"{layer}." in name], "lr": layer + 1.0} for layer in layers
@@ -333,12 +333,12 @@ def _with_groups(fsdp: Fsdp1, model: nn.Module, *layers: int) -> torch.optim.Opt
 
 
 def _states_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
-    """The states of a group's parameters; there are none where a rank has no element of a parameter."""
+    """The states of a group's parameters, without those of which this rank has no element."""
     return [optimizer.state[one] for one in group["params"] if optimizer.state.get(one)]
 
 
 def _mark(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Write the learning rate of each group into the averages of its parameters, and then raise it tenfold."""
+    """Write the learning rate of each group into its parameters' averages, and then raise the rate tenfold."""
     for group in optimizer.param_groups:
         for state in _states_of(optimizer, group):
             state["exp_avg"].fill_(group["lr"])
@@ -347,7 +347,7 @@ def _mark(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def _rates_and_averages(optimizer: torch.optim.Optimizer) -> list[list[float]]:
-    """Of each group the learning rate, and the averages of its parameters, which are one if they are marked."""
+    """The learning rate of each group, and its parameters' averages, reduced to one value if they are marked."""
     return [
         [group["lr"], *sorted({float(state["exp_avg"].mean()) for state in _states_of(optimizer, group)})]
         for group in optimizer.param_groups
@@ -383,7 +383,7 @@ def _check_mesh(fsdp: Fsdp1, strategy: str) -> None:
 @world(4)
 @needs(Capability.HYBRID)
 def test_group_whose_first_rank_saves(rank: Rank) -> None:
-    """Of a named group the first rank saves the optimizer's full state: of all ranks, or of each replica."""
+    """The first rank of the given group saves the optimizer's full state: of all ranks, or of each replica."""
     fsdp = hybrid(rank)
     model = fsdp.wrap(fsdp.layers(), sharding_strategy=fsdp.api.ShardingStrategy.HYBRID_SHARD)
     optimizer = fsdp.train(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
@@ -403,7 +403,7 @@ def test_group_whose_first_rank_saves(rank: Rank) -> None:
 @world(4)
 @needs(Capability.HYBRID)
 def test_first_rank_of_each_replica(rank: Rank) -> None:
-    """Where the first rank alone has full parameters or saves them, it is the first rank of each replica."""
+    """If full parameters or states are for the first rank only, that is the first rank of each replica."""
     fsdp = hybrid(rank)
     model = fsdp.wrap(fsdp.layers(), sharding_strategy=fsdp.api.ShardingStrategy.HYBRID_SHARD)
     fsdp.forward(model)
@@ -419,7 +419,7 @@ def test_first_rank_of_each_replica(rank: Rank) -> None:
 @world(4)
 @needs(Capability.HYBRID)
 def test_states_of_a_submesh(rank: Rank) -> None:
-    """Of a model on a sub-mesh the sub-mesh's first rank saves the optimizer's state, and all its ranks load it."""
+    """For a model on a sub-mesh, the sub-mesh's first rank saves the optimizer's state, and all its ranks load it."""
     fsdp = hybrid(rank)
     ranks = fsdp.mesh["shard"]
     model = fsdp.wrap(fsdp.layers(), device_mesh=ranks)
@@ -435,7 +435,7 @@ def test_states_of_a_submesh(rank: Rank) -> None:
 @contract("CALLS-7")
 @world(2)
 def test_plain_modules_are_saved_by_every_rank(rank: Rank) -> None:
-    """Where the first rank alone saves full values, every rank saves those of plain modules next to a wrapper."""
+    """If only the first rank saves full values, every rank still saves the plain modules next to a wrapper."""
     fsdp = fsdp1(rank)
     model = nn.Sequential(nn.Linear(4, 4).to(fsdp.device), fsdp.wrap(fsdp.layers()))
     names = [name for name in fsdp.saved_by_the_first_rank(model) if name.startswith("0.")]
@@ -445,7 +445,7 @@ def test_plain_modules_are_saved_by_every_rank(rank: Rank) -> None:
 @contract("CALLS-7")
 @world(2)
 def test_states_of_modules_of_one_rank(rank: Rank) -> None:
-    """Of modules next to a wrapper that differ between ranks, each rank saves and loads the optimizer's own states."""
+    """For modules next to a wrapper that differ between ranks, each rank saves and loads its own optimizer states."""
     fsdp = fsdp1(rank)
     own = f"of-rank-{rank.index}"
     model = nn.Sequential()
@@ -466,7 +466,7 @@ def test_states_of_modules_of_one_rank(rank: Rank) -> None:
 @contract("CALLS-7")
 @world(2)
 def test_first_rank_saves_a_root_without_parameters(rank: Rank) -> None:
-    """Where the first rank alone saves, a wrapper without parameters of its own saves nothing on the others."""
+    """If only the first rank saves, a wrapper without parameters of its own saves nothing on the other ranks."""
     fsdp = fsdp1(rank)
     saved = fsdp.saved_by_the_first_rank(fsdp.without_parameters())
     expected = 5 if rank.index == 0 else 0

@@ -48,7 +48,7 @@ def reductions_of_norm(rank: Rank, *, tensor_parallel: int = 0) -> int:
 @pytest.mark.parametrize("norm_type", NORMS)
 def test_total_norm_and_clipped_gradients(rank: Rank, norm_type: float) -> None:
     """Every rank computes the norm of the full gradients and clips its share by it."""
-    # Rows for every rank of eight in every parameter: empty shards have a case of their own.
+    # Every parameter has rows for each of eight ranks: empty shards have a case of their own.
     config = models.TransformerConfig(vocabulary=15, dim=16, heads=4)
     model = models.Transformer(config)
     pair = rank.pair(model, units=model.units(), clip=Clip(max_norm=0.01, norm_type=norm_type))
@@ -61,11 +61,11 @@ def test_total_norm_and_clipped_gradients(rank: Rank, norm_type: float) -> None:
 @world(2, 4)
 @pytest.mark.parametrize(
     ("scale", "norm_type"),
-    # The cube root of float32 is not accurate to some ulps at the ends of its range.
+    # The cube root of float32 is accurate only to some ulps at the ends of its range.
     [(1e-6, 2.0), (1e6, 2.0), pytest.param(1.0, 3.0, marks=ANY)],
 )
 def test_small_and_large_gradients(rank: Rank, scale: float, norm_type: float) -> None:
-    """Neither the 1e-6 of the divisor nor the range of float32 shows in the norm; sizes do not divide by the ranks."""
+    """Neither the 1e-6 of the divisor nor float32's range affects the norm; sizes do not divide by the ranks."""
 
     def loss(output: torch.Tensor) -> torch.Tensor:
         return models.mean_square(output) * scale
@@ -138,7 +138,7 @@ def test_ignored_parameter(rank: Rank, norm_type: float) -> None:
 @world(2, 4)
 @pytest.mark.parametrize("norm_type", NORMS)
 def test_norm_below_the_limit(rank: Rank, norm_type: float) -> None:
-    """Gradients whose norm is below the limit stay as they are, and the norm is returned all the same."""
+    """Gradients whose norm is below the limit do not change, and clipping still returns the norm."""
     model = models.Tower(dim=10)
     pair = rank.pair(model, units=model.units(), clip=Clip(max_norm=1e3, norm_type=norm_type), must_clip=False)
     for step in range(2):
@@ -157,7 +157,7 @@ def test_norm_costs_one_reduction(rank: Rank, norm_type: float) -> None:
     pair.step(rank.batch(0, (4, 10)))
     pair.check()
     if rank.implementation.traits.shards == {"optimizer"}:
-        # Whole gradients may be right on the one rank that updates their parameters, whose norms are then added up.
+        # One rank may own a parameter's full gradient and update it; the norms of the owners are then summed.
         clipping = [item.kind for item in pair.sharded.trace if item.phase == "clip"]
         assert clipping in ([], ["all_reduce"]), f"clipping communicated {clipping}"
     else:
@@ -173,9 +173,9 @@ def test_norm_costs_one_reduction(rank: Rank, norm_type: float) -> None:
 @needs(Capability.CLIP_EMPTY_SHARDS)
 @pytest.mark.parametrize("norm_type", NORMS)
 def test_empty_shards(rank: Rank, norm_type: float) -> None:
-    """Ranks whose shards are empty, of some parameters or of all, take part in the norm all the same.
+    """Ranks whose shards are empty, of some parameters or of all, still take part in the norm.
 
-    The second norm is smaller than the first, of which none may be left on a rank that has nothing to add.
+    The second norm is smaller than the first, so that a stale first norm on a rank with an empty shard is noticed.
     """
     pair = rank.pair(models.two_linear((4, 3), (3, 2)), clip=Clip(max_norm=0.01, norm_type=norm_type))
     for step in range(2):
@@ -187,7 +187,7 @@ def test_empty_shards(rank: Rank, norm_type: float) -> None:
 @world(4)
 @needs(Capability.CLIP_EMPTY_SHARDS)
 def test_ranks_without_any_gradient(rank: Rank) -> None:
-    """Ranks that hold no element of any parameter take part in the norm and return it."""
+    """Ranks that hold no element of any parameter still take part in the norm and return it."""
     pair = rank.pair(nn.Linear(2, 1, bias=False), clip=Clip(max_norm=1e-3))
     for step in range(2):
         pair.step(rank.batch(step, (4, 2)))
@@ -201,7 +201,7 @@ def test_ranks_without_any_gradient(rank: Rank) -> None:
 @pytest.mark.parametrize("dim", [16, 17])
 @FLAT
 def test_two_dimensions(rank: Rank, flat: bool, dim: int, norm_type: float) -> None:
-    """The norm of gradients that are cut twice, or by one of two dimensions only, costs one reduction for each."""
+    """The norm of gradients sharded over both dimensions, or over one, costs one reduction per dimension."""
     mesh = rank.mesh((2, 2), ("dp", "tp"))
     model = MLPStack(dim, normed=True)
     pair = rank.pair(
@@ -224,7 +224,7 @@ def test_two_dimensions(rank: Rank, flat: bool, dim: int, norm_type: float) -> N
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 @FLAT
 def test_unit_that_is_cut_in_part(rank: Rank, flat: bool, norm_type: float) -> None:
-    """A unit may have layers that tensor parallelism cuts beside a norm that it leaves plain: both count once."""
+    """A unit may have tensor-parallel layers next to a plain norm: both count once."""
     mesh = rank.mesh((2, 2), ("dp", "tp"))
     model = MLPStack(17, normed=True)
     pair = rank.pair(
@@ -246,7 +246,7 @@ def test_unit_that_is_cut_in_part(rank: Rank, flat: bool, norm_type: float) -> N
 @needs(Capability.CLIP_BY_CALL, Capability.CLIP_ANY_NORM, Capability.TENSOR_PARALLEL, Capability.IGNORED_PARAMETERS)
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 def test_ignored_parameters_that_are_cut(rank: Rank, norm_type: float) -> None:
-    """Ignored parameters that tensor parallelism has cut, equal on all data-parallel ranks, count once, whole."""
+    """Ignored tensor-parallel parameters, equal on all data-parallel ranks, count once, in full."""
     mesh, model = rank.mesh((2, 2), ("dp", "tp")), MLPStack(16).double()
     batch = torch.linspace(-1, 1, 64, dtype=torch.float64, device=rank.device).view(1, 4, 16)
     plain, clip = models.copy_of(model).to(rank.device), Clip(max_norm=0.001, norm_type=norm_type)
@@ -264,7 +264,7 @@ def test_ignored_parameters_that_are_cut(rank: Rank, norm_type: float) -> None:
         nn.utils.get_total_norm([one.grad for one in plain.parameters() if one.grad is not None], norm_type)
     )
     found = float(run.adapter.norm_value(run.adapter.clip()))
-    # Another order of sums in float64 changes far less.
+    # Another order of summation in float64 changes far less.
     assert math.isclose(found, expected, rel_tol=1e-6), f"total norm: {found} instead of {expected}"
 
 
@@ -323,7 +323,7 @@ def test_gradients_of_two_dtypes(rank: Rank, dtypes: tuple[torch.dtype, torch.dt
         run.forward_backward((mine,), loss=torch.sum)
         found = float(run.adapter.norm_value(run.adapter.clip()))
         error = abs(found - norm) / norm / torch.finfo(wide).eps
-        # Gradients of float16 alone may have a norm of float16, which is infinite here; they are scaled all the same.
+        # float16 gradients alone may have a float16 norm, which is infinite here; they are still scaled.
         assert error <= 4 or own == low, f"total norm: {found} instead of {norm}, {error:.0f} ulps of {wide} off"
         for name, piece in run.adapter.gradients().items():
             assert piece is not None, f"{name} has no gradient"
@@ -355,8 +355,8 @@ def test_norm_of_nan(rank: Rank, norm_type: float) -> None:
 @needs(Capability.CLIP_BY_CALL, Capability.CLIP_RAISES, Capability.SHARDED)
 @pytest.mark.parametrize("norm_type", NORMS)
 @pytest.mark.parametrize(
-    # One parameter, so that pairs have every value in every dtype with every norm: an infinity that becomes the
-    # greatest float64 shows in the infinite norm of float64 alone.
+    # There is one parameter, so that pairs cover every value in every dtype with every norm: only the infinite norm in
+    # float64 tells an infinity from the greatest float64.
     "number",
     [
         pytest.param((dtype, value), id=f"{str(dtype).removeprefix('torch.')}-{value}")
@@ -364,7 +364,7 @@ def test_norm_of_nan(rank: Rank, norm_type: float) -> None:
     ],
 )
 def test_norm_that_is_not_finite_raises(rank: Rank, number: tuple[torch.dtype, float], norm_type: float) -> None:
-    """If a script wants that, a norm that is infinite or NaN raises on every rank and scales nothing."""
+    """With ``error_if_nonfinite``, a norm that is infinite or NaN raises on every rank and scales nothing."""
     dtype, value = number
     clip = Clip(max_norm=1, norm_type=norm_type, raises=True)
     run = rank.run(shapes.TwoScales(4, 9, 16).to(dtype), units=[["low"]], clip=clip)
@@ -421,16 +421,16 @@ def _quarter(output: torch.Tensor) -> torch.Tensor:
 )
 @pytest.mark.parametrize("names", [("high.weight",), ("low.weight", "high.shift")], ids=["one", "some"])
 def test_some_parameters(rank: Rank, names: tuple[str, ...], foreach: bool | None, infinity: Any, limit: float) -> None:
-    """The gradients of one parameter, given alone, or of some in a list are clipped by their own norm, and no others.
+    """The gradients of one parameter, or of a list of some, are clipped by the norm of these alone; others stay.
 
-    Compared bit for bit: the largest gradient of all ranks is the same number whoever finds it.
+    Compared bit for bit: the largest gradient of all ranks is the same number on whichever rank it is.
     """
     run = rank.run(mixed.Mixed(), units=[["low"], ["high"]], optimizer=optim.sgd())
     run.forward_backward((rank.batch(0, (6, 4)),), loss=torch.sum)
     adapter = run.adapter
     before = {name: piece.tensor.clone() for name, piece in adapter.gradients().items() if piece is not None}
     parameters = [adapter.held_parameters()[name] for name in names]
-    parameters[0].requires_grad_(False)  # what is frozen after backward has its gradient all the same
+    parameters[0].requires_grad_(False)  # a parameter that is frozen after backward still has its gradient
     given = parameters[0] if len(names) == 1 else parameters
     norm = adapter.norm_value(adapter.clip_parameters(given, Clip(limit, infinity), foreach=foreach))
     largest = max(rank.exchange(max(float(before[name].abs().max()) for name in names)))

@@ -85,7 +85,7 @@ def _set(**settings: Any) -> Callable[[Adapter], None]:
     return lambda adapter: adapter.change(Settings(**settings))
 
 
-#: What a script cannot choose, with words one of which is in the error.
+#: Settings that are invalid, each with words one of which is in the error.
 WRONG_SETTINGS: dict[str, tuple[Callable[[Adapter], object], tuple[str, ...]]] = {
     "a-size-after-forward": (_set(reshard_after_forward=2), ("bool",)),
     "no-inputs": (_set(reduce_inputs=0), ("max_input_buffers",)),
@@ -105,7 +105,7 @@ def _defer(adapter: Adapter) -> None:
         pass
 
 
-#: What a script calls on the root, and cannot call on another unit.
+#: Calls that are valid on the root and refused on another unit.
 OF_THE_ROOT: dict[str, Callable[[Adapter], Any]] = {
     "deferring": _defer,
     "clipping": lambda adapter: adapter.clip(),
@@ -127,7 +127,7 @@ def test_counts_and_bytes(rank: Rank, reshard_after_forward: bool | int | None) 
     pair = rank.pair(model, units=model.units(), reshard_after_forward=reshard_after_forward)
     kept: dict[bool | int | None, int] = {None: DEPTH, False: 0}
     in_backward = kept.get(reshard_after_forward, UNITS)
-    # An int that is no bool: backward gathers from the ranks among which forward has left the parameters.
+    # An int that is not a bool: backward gathers from the ranks of the group to which forward has resharded.
     size = rank.world_size if type(reshard_after_forward) is not int else reshard_after_forward
     first = rank.index - rank.index % size
     groups = {("backward", "all_gather"): tuple(range(first, first + size))}
@@ -148,7 +148,7 @@ def test_counts_and_bytes(rank: Rank, reshard_after_forward: bool | int | None) 
 @world(1)
 @needs(Capability.SINGLE_RANK)
 def test_no_collectives_alone(rank: Rank) -> None:
-    """A world of one rank issues no collective."""
+    """A world of size 1 issues no collective."""
     model = models.Tower(dim=9, depth=DEPTH)
     pair = rank.pair(model, units=model.units())
     for step in range(2):
@@ -191,9 +191,9 @@ backward  reduce_scatter  float32     1480 B  ranks 0-1  layers.0
 @needs(Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD, Capability.MULTIPLE_FORWARD)
 @pytest.mark.parametrize("model", [models.Tower, RepeatedTower], ids=["once", "twice"])
 def test_backward_gathers_one_unit_ahead(rank: Rank, model: Callable[[int], models.Tower]) -> None:
-    """While a layer computes its gradients, the one that follows is gathered, and no other: by the order of forward.
+    """While a layer computes its gradients, only the next one in backward is gathered, by the order of forward.
 
-    Layers that run twice follow each other twice. They may be freed after each of their backwards or after the last.
+    Layers that run twice occur twice in that order. They may be freed after each of their backwards or after the last.
     """
     tower = model(9)
     pair = rank.pair(tower, units=tower.units(), reshard_after_forward=True)
@@ -218,7 +218,7 @@ def test_backward_gathers_one_unit_ahead(rank: Rank, model: Callable[[int], mode
         found.clear()
         pair.step(rank.batch(step, (4, 9)))
         order = ran[::-1]
-        # Freed after the last of its backwards, a layer is gathered once.
+        # A layer that is freed after the last of its backwards is gathered once.
         needed = order if len(gathered()) == len(order) else list(dict.fromkeys(order))
         for number, (name, units) in enumerate(found):
             assert name == order[number], f"layers compute their gradients in the order {[name for name, _ in found]}"
@@ -234,7 +234,7 @@ def test_backward_gathers_one_unit_ahead(rank: Rank, model: Callable[[int], mode
 @world(2)
 @needs(Capability.COUNTED_UNITS, Capability.CAST_AFTER_INIT)
 def test_order_after_a_cast(rank: Rank) -> None:
-    """A model that is cast after an evaluation gathers and reduces in the order of one that was cast before."""
+    """A model that is cast after an evaluation gathers and reduces in the order of one that was cast before it."""
     model, batch = models.Tower(dim=9, depth=DEPTH), rank.batch(0, (4, 9))
 
     def order(*, evaluates: bool) -> list[str]:
@@ -254,7 +254,7 @@ def test_order_after_a_cast(rank: Rank) -> None:
 @world(2)
 @needs(Capability.COUNTED_UNITS)
 def test_steps_in_evaluation_mode(rank: Rank) -> None:
-    """A step of a model in evaluation mode, which trains all the same, has the collectives of one in training mode."""
+    """A training step of a model in evaluation mode has the collectives of one in training mode."""
     model = models.Tower(dim=9, depth=DEPTH)
     pair = rank.pair(model, units=model.units())
     orders = []
@@ -282,7 +282,7 @@ def test_steps_with_an_unused_output(rank: Rank) -> None:
 
 @contract("COLLECTIVES-6")
 @world(4)
-@needs(Capability.TENSOR_PARALLEL)  # beside which a data-parallel mesh is a part of the world
+@needs(Capability.TENSOR_PARALLEL)  # with it, a data-parallel mesh is a sub-mesh of the world
 @pytest.mark.parametrize("name", ["columns", "rows"])
 def test_only_ranks_of_the_mesh_take_part(rank: Rank, name: str) -> None:
     """On a mesh of half the ranks nothing is exchanged with the other half, which trains on other data."""
@@ -291,7 +291,7 @@ def test_only_ranks_of_the_mesh_take_part(rank: Rank, name: str) -> None:
     pair = rank.pair(model, units=model.units(), mesh=mesh)
     mine = tuple(mesh.mesh.tolist())
     for step in range(2):
-        # A batch of this rank's own: the two halves have nothing in common.
+        # Each rank has a batch of its own: the two halves share nothing.
         pair.step(rank.batch(step, (4, 9)))
         pair.check()
         for item in pair.last_trace():
@@ -354,7 +354,7 @@ def test_unit_with_modules_that_do_not_run(rank: Rank, used: int) -> None:
 @needs(Capability.COUNTED_UNITS, Capability.GROUPED_UNIT, Capability.UNUSED_MODULE)
 @needs(Capability.RESHARD_AFTER_FORWARD, Capability.ROOT_RESHARD)
 def test_modules_of_a_unit_in_another_order(rank: Rank) -> None:
-    """A unit of which one module did not run is gathered once by the next forward too, whichever module runs first."""
+    """After a forward in which one module of a unit did not run, the next gathers the unit once, in any order."""
     model = models.Branches(dim=9, branches=2)
     grouped = [["branches.0", "branches.1"]]
     pair = rank.pair(model, units=grouped, baseline="replicated", find_unused=True, reshard_after_forward=True)
@@ -374,7 +374,7 @@ def test_modules_of_a_unit_in_another_order(rank: Rank) -> None:
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
 def test_output_of_one_of_several_modules(rank: Rank, used: int, reshard_after_forward: bool | None) -> None:
     """The loss may use the output of one module of a unit alone, of the first as well as of the last."""
-    # Behind a layer: for the gradients of what requires none no parameters are needed.
+    # There is a layer before it: backward through an input that requires no gradient needs no parameters.
     model = torch.nn.Sequential(torch.nn.Linear(9, 9), models.TwoHeads(dim=9))
     pair = rank.pair(
         model, units=[["1.head0", "1.head1"]], baseline="replicated", reshard_after_forward=reshard_after_forward,
@@ -390,7 +390,7 @@ def test_output_of_one_of_several_modules(rank: Rank, used: int, reshard_after_f
 @needs(Capability.COUNTED_UNITS)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
 def test_evaluations_add_no_gather_to_a_step(rank: Rank, reshard_after_forward: bool | None) -> None:
-    """Backward gathers what it gathers without an evaluation before the step, where the root has nothing of its own."""
+    """An evaluation before the step adds no gather to its backward, where the root has no parameters of its own."""
     model = nn.Sequential(*(models.MLP(9) for _ in range(DEPTH)))
     units = [[name] for name, _ in model.named_children()]
     pair = rank.pair(model, units=units, reshard_after_forward=reshard_after_forward)
@@ -407,7 +407,7 @@ def test_evaluations_add_no_gather_to_a_step(rank: Rank, reshard_after_forward: 
 @needs(Capability.COUNTED_UNITS, Capability.MULTIPLE_FORWARD, Capability.RESHARD_AFTER_FORWARD)
 @pytest.mark.parametrize("kind", [models.Tower, RepeatedTower], ids=["once", "twice"])
 def test_evaluation_between_forward_and_backward(rank: Rank, kind: type[models.Tower]) -> None:
-    """What a backward gathers, and when, is as without the evaluation that ran since its forward."""
+    """An evaluation between forward and backward changes neither what backward gathers nor when."""
     model, batches = kind(dim=9, depth=DEPTH), [rank.batch(number, (4, 9)) for number in range(2)]
     traces: list[str] = []
     for evaluates in (False, True):
@@ -450,9 +450,9 @@ def test_bytes_of_a_step(rank: Rank, reshard_after_forward: bool | int | None) -
 @world(2, 4)
 @pytest.mark.parametrize("number", range(3))
 def test_ranks_issue_one_sequence(rank: Rank, number: int) -> None:
-    """All ranks issue the same collectives in the same order, whatever the names and the addresses of modules are.
+    """All ranks issue the same collectives in the same order, whatever the names and addresses of modules are.
 
-    Sets of either would be walked in another order on each rank, and backward may take branches in any order.
+    Sets of names or addresses would iterate in another order on each rank, and backward may take branches in any order.
     """
     random = Random(1000 * number + rank.index)
     kept = [bytes(random.randrange(64, 4096)) for _ in range(200)]
@@ -466,12 +466,12 @@ def test_ranks_issue_one_sequence(rank: Rank, number: int) -> None:
     for step in range(2):
         kept.append(bytes(random.randrange(64, 4096)))
         run.step([(rank.batch(step, (2, 9), microbatch=index),) for index in range(2)], loss=models.mean_square)
-    rank.expect_different_collectives()  # by the names of units, and by nothing else
+    rank.expect_different_collectives()  # they differ by the names of units, and by nothing else
     mine = Trace(dataclasses.replace(item, unit="") for item in run.trace)
     difference = first_difference(rank.exchange(mine))
     if difference is not None:
         raise AssertionError(f"collectives differ between ranks: {difference.text}")
-    # What reduces several units together, in buckets, issues fewer.
+    # Implementations that reduce several units together, in buckets, issue fewer.
     least = 2 * len(names) if _has(rank, "COUNTED_UNITS") else 1
     assert len(run.trace) >= least, f"there are {len(run.trace)} collectives of {len(names)} units"
 
@@ -484,7 +484,7 @@ def _has(rank: Rank, name: str) -> bool:
 @world(4)
 @needs(Capability.COUNTED_UNITS, Capability.HYBRID, Capability.DEFERRED_ALL_REDUCE)
 def test_deferred_all_reduce_is_taken_back(rank: Rank) -> None:
-    """Where only the all-reduce was deferred, the setting that all gradients are reduced takes that back."""
+    """After only the all-reduce was deferred, setting all gradients to be reduced restores the all-reduce too."""
     model = models.Tower(dim=9, depth=DEPTH)
     mesh = rank.mesh((2, 2), ("replicate", "shard"))
     pair = rank.pair(model, units=model.units(), mesh=mesh, microbatches=2, accumulation=Accumulation())
@@ -531,7 +531,7 @@ def test_resharding_is_changed(rank: Rank, choices: tuple[bool | None, ...], uni
 @each_value("unit")
 @pytest.mark.parametrize("unit", ["0", ""], ids=["a-layer", "the-root"])
 def test_backward_gathers_a_unit_or_not(rank: Rank, unit: str) -> None:
-    """A unit that computes its gradients without its parameters need not be gathered for that, as long as it is set.
+    """A unit whose backward needs no parameters need not be gathered in backward, as long as that is set.
 
     Set on the root, whose own unit stays gathered in any case, it changes nothing for the units inside.
     """
@@ -556,7 +556,7 @@ def test_backward_gathers_a_unit_or_not(rank: Rank, unit: str) -> None:
     ("unit", "recurse"), [("used", False), ("", False), ("", True)], ids=["the-unit", "the-root", "all-units"]
 )
 def test_zeros_are_reduced_or_not(rank: Rank, unit: str, recurse: bool) -> None:
-    """While that is set for its unit, a parameter that was not used is reduced with zeros; otherwise it is left out."""
+    """An unused parameter is reduced with zeros while its unit has that setting; otherwise it is left out."""
     model = shapes.SkippedMember(dim=9)
     model.skipped.bias.requires_grad_(False)  # has no gradient in any case
     run = rank.run(model, units=[["used", "skipped"]])
@@ -581,7 +581,7 @@ def test_zeros_are_reduced_or_not(rank: Rank, unit: str, recurse: bool) -> None:
 @world(4)
 @needs(Capability.UNIT_SETTINGS, Capability.RANKS_DIFFER, Capability.TENSOR_PARALLEL)
 def test_zeros_beside_tensor_parallelism(rank: Rank) -> None:
-    """Zeros for a parameter that tensor parallelism has cut are those of this rank's part."""
+    """Zeros for an unused tensor-parallel parameter have the shape of this rank's part."""
     mesh = rank.mesh((2, 2), ("dp", "tp"))
     pair = rank.pair(
         Skipping(5), mesh=mesh["dp"], baseline="replicated", ranks_differ=True, find_unused=True,
@@ -602,7 +602,7 @@ def test_method_of_one_unit(rank: Rank) -> None:
         encoder.spare = torch.nn.Linear(3, 3)  # of the encoder's own unit, and used by no method
     run = rank.run(model, units=[["first.inner"], ["first"], ["second.inner"], ["second"]], find_unused=True)
     run.adapter.register_forward_method("first", "features")
-    run.adapter.register_forward_method("first.spare", "forward")  # no unit, so that a script need not tell them apart
+    run.adapter.register_forward_method("first.spare", "forward")  # no unit: user code need not tell them apart
     run.forward_backward((rank.batch(0, (4, 9)),), loss=models.mean_square)
     first: Any = run.original_module("first")
     assert first.features.__name__ == "features", f"the registered method has the name {first.features.__name__}"
@@ -620,7 +620,7 @@ def assert_gathered_in_backward(pair: Pair, step: int, expected: Sequence[str]) 
 
 
 def _sizes(pair: Pair) -> Sequence[tuple[int, int]]:
-    """The elements of each unit, without padding and with all padding that is declared."""
+    """The elements of each unit, without padding and with all declared padding."""
     return [(unit.numel, unit.padded_numel) for unit in pair.units]
 
 
@@ -633,7 +633,7 @@ def _sizes(pair: Pair) -> Sequence[tuple[int, int]]:
     [pytest.param(name, marks=[needs(Capability.REDUCE_INPUTS)] if "input" in name else []) for name in WRONG_SETTINGS],
 )
 def test_settings_that_cannot_be(rank: Rank, what: str) -> None:
-    """What a script cannot choose is refused by name on every rank, and changes nothing."""
+    """An invalid setting is refused by name on every rank, and changes nothing."""
     model = models.Tower(dim=9)
     pair = rank.pair(model, units=model.units())
     change, words = WRONG_SETTINGS[what]
@@ -644,7 +644,7 @@ def test_settings_that_cannot_be(rank: Rank, what: str) -> None:
 
 
 OF_THE_ROOT_NEEDS = {
-    # Where units are wrappers, these are methods of each of them.
+    # Where units are wrappers, each of them has these methods.
     "deferring": needs(Capability.FLAT_PARAMETERS, Capability.WHOLE_PARAMETERS),
     "clipping": needs(Capability.FLAT_PARAMETERS, Capability.WHOLE_PARAMETERS, Capability.CLIP_BY_CALL),
     "recovering": needs(Capability.UNIT_SETTINGS, Capability.RECOVERY),
@@ -656,7 +656,7 @@ OF_THE_ROOT_NEEDS = {
 @each_value("what")
 @pytest.mark.parametrize("what", [pytest.param(name, marks=OF_THE_ROOT_NEEDS[name]) for name in OF_THE_ROOT])
 def test_calls_that_only_the_root_has(rank: Rank, what: str) -> None:
-    """What is about all units is refused on another unit than the root, by every rank, and changes nothing."""
+    """A setting of the root is refused on another unit, by every rank, and changes nothing."""
     model = models.Tower(dim=9)
     pair = rank.pair(model, units=model.units(), clip=Clip(1e-3) if what == "clipping" else None)
     pair.step(rank.batch(0, (4, 9)))
@@ -674,7 +674,7 @@ def test_calls_that_only_the_root_has(rank: Rank, what: str) -> None:
 @needs(Capability.REDUCE_INPUTS)
 @pytest.mark.parametrize("number", [1, 3])
 def test_inputs_of_reductions(rank: Rank, number: int) -> None:
-    """However many inputs of reductions may be in flight, for the root or for all units, training is the same."""
+    """Training is the same for any number of reduction inputs in flight, set for the root or for all units."""
     model = models.Tower(dim=9)
     pair = rank.pair(model, units=model.units())
     for step, recurse in enumerate([False, True]):

@@ -1,4 +1,4 @@
-"""Chapter COMPILED: units whose modules are compiled, with what shards them outside the graphs."""
+"""Chapter COMPILED: units whose modules are compiled, with the sharding code outside the graphs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ RECOMPUTES = needs(Capability.RECOMPUTATION)
 def test_compiled_units(
     rank: Rank, backend: str, means: Means | None, reshard_after_forward: bool | int | None
 ) -> None:
-    """Compiled units, recomputed or not, train as DDP does uncompiled, in the graphs that they have unsharded."""
+    """Compiled units, recomputed or not, train as DDP does uncompiled, with as many graphs as unsharded."""
     config = models.TransformerConfig(layers=2)
     model = models.Transformer(config)
     unsharded = _unsharded_graphs(config, rank.device, backend, means, ((3, config.length),))
@@ -66,7 +66,7 @@ def test_compiled_units(
 @KEEPS
 @pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.nightly)], ids=["on-change", "always"])
 def test_batches_of_other_sizes(rank: Rank, dynamic: bool | None, reshard_after_forward: bool | None) -> None:
-    """Units compiled for sizes that change train as DDP does, and are compiled again only when they are unsharded."""
+    """Units compiled for changing sizes train as DDP does, and are recompiled only when the unsharded model is."""
     config = models.TransformerConfig(layers=1)
     model = models.Transformer(config)
     unsharded = _unsharded_graphs(config, rank.device, "aot_eager", None, SIZES, dynamic)
@@ -84,7 +84,7 @@ def test_batches_of_other_sizes(rank: Rank, dynamic: bool | None, reshard_after_
         assert graphs == unsharded, f"{graphs} graphs after each step, and {unsharded} unsharded"
 
 
-#: Of batches, sequences by length. No two sizes of a batch are equal, nor any 1: the compiler takes these for fixed.
+#: Batches and sequence lengths. All sizes of a batch differ and none is 1, which the compiler would treat as fixed.
 SIZES = ((3, 7), (5, 6), (4, 7))
 
 
@@ -97,7 +97,7 @@ def _unsharded_graphs(
     sizes: tuple[tuple[int, int], ...],
     dynamic: bool | None = None,
 ) -> list[int]:
-    """The numbers of graphs after each step of such a model that nothing shards; a rank counts them once."""
+    """The numbers of graphs after each step of the unsharded model; a rank counts them once."""
     drawn_on, counts = [device] if device.type == "cuda" else [], []
     with torch.random.fork_rng(drawn_on), compiler(backend) as compiled:
         made: Any = compiled.compile_layers(models.Transformer(config).to(device), dynamic=dynamic)
@@ -113,7 +113,7 @@ def _unsharded_graphs(
 @needs(Capability.COMPILED_MODULES)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_root_compiled_after_sharding(rank: Rank, reshard_after_forward: bool | int | None) -> None:
-    """A root that is compiled once it is sharded, with its units, trains as DDP does and is not compiled again."""
+    """A root that is compiled after sharding, with its units, trains as DDP does and is not recompiled."""
     config = models.TransformerConfig(layers=2)
     model = models.Transformer(config)
     pair = rank.pair(model, units=model.units(), reshard_after_forward=reshard_after_forward, is_traced=False)

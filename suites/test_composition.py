@@ -1,4 +1,4 @@
-"""Chapter COMPOSITION: sharding beside tensor, sequence and pipeline parallelism."""
+"""Chapter COMPOSITION: sharding together with tensor, sequence and pipeline parallelism."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ OFFLOAD = [
     pytest.param("pageable", marks=needs(Capability.OFFLOAD, Capability.PAGEABLE_OFFLOAD)),
     pytest.param("pinned", marks=needs(Capability.OFFLOAD, Hardware.ACCELERATOR)),
 ]
-#: Two of something, one or two shards, and tensor parallelism over the rest.
+#: Two stages or replicas, one or two shards, and tensor parallelism over the rest.
 SHAPES = pytest.mark.parametrize(
     "shape", [pytest.param((2, 1, 2), marks=needs(Capability.SINGLE_RANK)), (2, 2, 1)], ids=["2x1x2", "2x2x1"]
 )
@@ -84,7 +84,7 @@ SHAPES = pytest.mark.parametrize(
 @WAYS
 @pytest.mark.parametrize("dim", [3, 16, 17])
 def test_two_dimensions(rank: Rank, dim: int, recomputes: bool, reshard_after_forward: bool | None) -> None:
-    """What tensor parallelism has cut is sharded again, and trains as DDP over the data-parallel ranks does."""
+    """Tensor-parallel parameters are sharded again, and train as DDP over the data-parallel ranks does."""
     mesh = rank.mesh((2, 2), ("dp", "tp"))
     train(rank, mesh, dim=dim, recomputes=recomputes, reshard_after_forward=reshard_after_forward)
 
@@ -114,7 +114,7 @@ def test_two_halves_of_a_mesh(rank: Rank, shape: tuple[int, ...], dim: int) -> N
 @pytest.mark.parametrize("dim", [3, 17])
 @SHAPES
 def test_replicas_of_tensor_parallel_shards(rank: Rank, shape: tuple[int, ...], dim: int, joined: bool) -> None:
-    """A (replicate, shard) mesh beside a tensor-parallel one; or both are made one, as for data and context."""
+    """A (replicate, shard) mesh with a tensor-parallel one; or both flattened into one, as for data and context."""
     names = ("replicate", "shard")
     mesh = rank.mesh(shape, (*names, "tp"), joined=names if joined else ())
     train(rank, mesh, dim=dim, recomputes=False, data=("_".join(names),) if joined else names)
@@ -135,7 +135,7 @@ def test_layout_of_two_dimensions(rank: Rank, dim: int) -> None:
     )
     for name, parameter in run.adapter.named_parameters().items():
         if not isinstance(parameter, DTensor):
-            continue  # the layout of other tensors is the implementation's own
+            continue  # the layout of plain tensors is the implementation's own
         assert parameter.device_mesh.mesh_dim_names == ("dp", "tp"), f"{name} is on {parameter.device_mesh}"
         found, expected = tuple(parameter.placements), PLACEMENTS[name.partition(".")[2].partition(".")[2]]()
         assert found == expected, f"{name} is placed {found} instead of {expected}"
@@ -144,7 +144,7 @@ def test_layout_of_two_dimensions(rank: Rank, dim: int) -> None:
         assert torch.equal(whole, full[name]), f"the shards of {name} are put together in another order"
 
 
-#: Of the parameters of a layer, on the mesh (dp, tp). A strided shard cuts what tensor parallelism has cut already.
+#: Placements of a layer's parameters on the mesh (dp, tp). A strided shard cuts a dimension that TP has already cut.
 PLACEMENTS: dict[str, Callable[[], tuple[Placement, ...]]] = {
     "in_proj.weight": lambda: (strided(), Shard(0)),
     "in_proj.bias": lambda: (strided(), Shard(0)),
@@ -154,7 +154,7 @@ PLACEMENTS: dict[str, Callable[[], tuple[Placement, ...]]] = {
 
 
 def strided() -> Placement:
-    """Return the placement of what tensor parallelism has cut in two along the same dimension."""
+    """Return the placement of a parameter that tensor parallelism has cut in two along the same dimension."""
     placement: Placement = private.need("torch.distributed.tensor.placement_types._StridedShard")(0, split_factor=2)
     return placement
 
@@ -163,11 +163,11 @@ def strided() -> Placement:
 @world(4)
 @needs(Capability.RESHARD_TO_SIZE)
 def test_tensor_parallel_groups_of_ranks(rank: Rank) -> None:
-    """Resharded to a part of the ranks, what is cut is refused by name before anything is sent, or trains as DDP."""
+    """Resharded to a subgroup, tensor-parallel parameters are refused by name before a send, or train as DDP does."""
     mesh = rank.mesh((4, 1), ("dp", "tp"))
     model = MLPStack(5)
     cut = parallelize_mlps(models.copy_of(model).to(rank.device), mesh["tp"])
-    # One unit, the root's own: no other is there to be refused.
+    # The root's is the only unit: no other one could be refused.
     options: Any = {"mesh": mesh["dp"], "reshard_after_forward": 2}
     adapter = sharded(rank, cut, **options)
     refusal = Refusal(rank, lambda: adapter.forward(rank.batch(0, (4, 5))))
@@ -188,8 +188,8 @@ class OneMesh:
         names: their names.
         shard: over which of them parameters are sharded.
         replicate: over which of them they are replicated.
-        axes: the dimensions on which parameters lie then; several data-parallel ones of a kind are one.
-        weight: how the first projection's weight lies on those.
+        axes: the dimensions on which parameters then lie; several data-parallel ones of a kind are flattened into one.
+        weight: the placements of the first projection's weight on those.
     """
 
     shape: tuple[int, ...]
@@ -229,7 +229,7 @@ ONE_MESH = {
 @pytest.mark.parametrize("divides", [False, True], ids=["equal", "divided"])
 @pytest.mark.parametrize("dimensions", ONE_MESH)
 def test_named_dimensions(rank: Rank, dimensions: str, divides: bool) -> None:
-    """Parameters on one mesh, sharded over the dimensions that a script names, lie there and train as DDP does."""
+    """Parameters on one mesh, sharded over the dimensions that user code names, lie on it and train as DDP does."""
     case = ONE_MESH[dimensions]
     mesh = rank.mesh(case.shape, case.names)
     model, data = MLPStack(5), case.data_parallel(mesh)
@@ -245,7 +245,7 @@ def test_named_dimensions(rank: Rank, dimensions: str, divides: bool) -> None:
         assert isinstance(parameter, DTensor), f"{name} is a {type(parameter)}"
         axes, found = parameter.device_mesh.mesh_dim_names, tuple(parameter.placements)
         if axes == case.names and set(found) == {Replicate()}:
-            axes, found = case.axes, (Replicate(),) * len(case.axes)  # what nothing cuts may stay on the given mesh
+            axes, found = case.axes, (Replicate(),) * len(case.axes)  # uncut tensors may stay on the given mesh
         size = parameter.device_mesh.size()
         assert (axes, size) == (case.axes, rank.world_size), f"{name} is on {parameter.device_mesh}"
         assert not name.endswith("in_proj.weight") or found == case.weight(), f"{name} is placed {found}"
@@ -257,7 +257,7 @@ def test_named_dimensions(rank: Rank, dimensions: str, divides: bool) -> None:
 
 
 def _factors(rank: Rank, what: str) -> tuple[nn.Module, NamedDimensions]:
-    """Return a model of one parameter, and dimensions to shard it over, of which one thing is wrong (collective)."""
+    """Return a model of one parameter, and dimensions to shard it over, with one mistake (collective)."""
     mesh, model = rank.mesh((rank.world_size, 1), ("dp", "tp")), Factors(9).to(rank.device)
     on = mesh
     placements: list[Placement] = [Replicate(), Replicate()]
@@ -271,7 +271,7 @@ def _factors(rank: Rank, what: str) -> tuple[nn.Module, NamedDimensions]:
     return model, NamedDimensions(mesh, names)
 
 
-#: What is wrong, with words one of which is in the error.
+#: The mistakes, each with words one of which is in the error.
 WRONG_DIMENSIONS = {
     "a-plain-tensor": ("weight",),
     "on-another-mesh": ("weight", "mesh"),
@@ -334,7 +334,7 @@ def test_transformer(rank: Rank, sequence: bool) -> None:
 @needs(Capability.TENSOR_PARALLEL_COUNTS)
 @pytest.mark.parametrize("offload", OFFLOAD)
 def test_offloaded_tensor_parallel(rank: Rank, offload: Any) -> None:
-    """With one data-parallel rank only tensor parallelism communicates, also if the shards live on the CPU."""
+    """With one data-parallel rank only tensor parallelism communicates, also if the shards are on the CPU."""
     mesh = rank.mesh((1, rank.world_size), ("dp", "tp"))
     model = MLPStack(16)
     layers = len(model.layers)
@@ -361,7 +361,7 @@ def test_offloaded_tensor_parallel(rank: Rank, offload: Any) -> None:
 def test_parameters_of_both_kinds(
     rank: Rank, offload: Any, reshard_after_forward: bool | None, flat_parameters: bool
 ) -> None:
-    """One unit has parameters that tensor parallelism cut and others whose gradients the script adds itself."""
+    """One unit has tensor-parallel parameters and others whose gradients user code sums itself."""
     mesh = rank.mesh((2, 2), ("dp", "tp"))
 
     def add_plain(adapter: Adapter) -> None:
@@ -384,13 +384,13 @@ def test_parameters_of_both_kinds(
 @world(4)
 @needs(Capability.COUNTED_UNITS)
 def test_collectives_of_both_dimensions(rank: Rank) -> None:
-    """Beside tensor parallelism a unit is gathered once and reduced once, among the data-parallel ranks alone.
+    """With tensor parallelism a unit is gathered once and reduced once, among the data-parallel ranks alone.
 
     A step has seven collectives in all: there is none on any other group.
     """
     mesh = rank.mesh((2, 2), ("dp", "tp"))
     model = Projections(normed=True)
-    # Everything is cut or a replicated DTensor, so that no script has to add gradients.
+    # Everything is cut or a replicated DTensor, so that user code need not sum gradients.
     model.net3 = nn.Identity()
     pair = rank.pair(model, mesh=mesh["dp"], prepare=functools.partial(parallelize_projections, mesh=mesh["tp"]))
     for step in range(2):
@@ -461,9 +461,9 @@ def test_states_of_the_first_rank_everywhere(rank: Rank, replicas: bool) -> None
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
 @pytest.mark.parametrize("router", ["ragged", "starved", "one"])
 def test_experts(rank: Rank, router: Router, reshard_after_forward: bool | None) -> None:
-    """Experts that are divided among two ranks, and sharded among two others, train beside what all four share.
+    """Experts that are divided among two ranks, and sharded among two others, train next to shared parameters.
 
-    Their gradients are those of the tokens of all four ranks, of which some experts, or ranks, get none.
+    Their gradients are those of the tokens of all four ranks; some experts, or ranks, get no token.
     """
     mesh = rank.mesh((2, 2), ("dp", "ep"))
     pair = rank.pair(
@@ -497,7 +497,7 @@ def check_groups(pair: Pair, *dimensions: DeviceMesh) -> None:
 
 
 def check_replicas(rank: Rank, pair: Pair, mesh: DeviceMesh) -> None:
-    """What the ranks of a tensor-parallel dimension hold in common has the same bits on all of them (collective)."""
+    """Tensors that the ranks of a tensor-parallel dimension share have the same bits on all of them (collective)."""
     named = pair.adapter.named_parameters()
     shared = {
         name: parameter.to_local().detach().cpu()
@@ -585,9 +585,9 @@ def test_generator_and_critic(rank: Rank, frees: bool) -> None:
 @needs(Capability.HYBRID, Capability.CAST_AFTER_INIT)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_teacher_and_student(rank: Rank, reshard_after_forward: bool | int | None) -> None:
-    """A frozen model on another mesh, of another dtype and other units, changes no training, also where it is nested.
+    """A frozen teacher on another mesh, of another dtype and other units, changes no training, also when nested.
 
-    It computes before each step, between two units of the student's forward, and between backward and step.
+    The teacher runs before each step, between two units of the student's forward, and between backward and step.
     """
     teacher, student = models.Tower(dim=9, depth=2), Distilled(dim=9)
     plain = models.copy_of(teacher).double().to(rank.device)
@@ -618,7 +618,7 @@ def test_teacher_and_student(rank: Rank, reshard_after_forward: bool | int | Non
 
 
 class Distilled(models.Tower):
-    """Takes a batch and a teacher's output; returns what it lacks to that."""
+    """Takes a batch and a teacher's output; returns the difference between its own output and the teacher's."""
 
     def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return super().forward(x) - target

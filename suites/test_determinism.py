@@ -72,7 +72,7 @@ def test_two_runs(rank: Rank, reshard_after_forward: bool | None) -> None:
     "shape", [(2, 2), pytest.param((4, 1), marks=needs(Capability.SINGLE_RANK))], ids=["2x2", "4x1"]
 )
 def test_replicas(rank: Rank, shape: tuple[int, int]) -> None:
-    """Replicas have the same bits after every step; what differs by a rounding would drift apart unnoticed."""
+    """Replicas have the same bits after every step; a difference of one rounding would grow unnoticed."""
     mesh = rank.mesh(shape, ("replicate", "shard"))
     model = models.Transformer()
     run = rank.run(model, units=model.units(), mesh=mesh, optimizer=optim.sgd())
@@ -98,7 +98,7 @@ def test_replicas(rank: Rank, shape: tuple[int, int]) -> None:
 @FLAT
 @KEEPS
 def test_steps_with_own_hash_seeds(rank: Rank, reshard_after_forward: bool | None, flat: bool) -> None:
-    """Ranks that hash names with seeds of their own gather, reduce, accumulate and clip alike."""
+    """Ranks with different hash seeds gather, reduce, accumulate and clip alike."""
     model = models.Transformer()
     hybrid = rank.world_size == 4 and Capability.HYBRID in rank.implementation.capabilities()
     pair = rank.pair(
@@ -120,7 +120,7 @@ def test_steps_with_own_hash_seeds(rank: Rank, reshard_after_forward: bool | Non
 @needs(Capability.TENSOR_PARALLEL, Capability.CLIP_BY_CALL)
 @FLAT
 def test_two_dimensions_with_own_hash_seeds(rank: Rank, flat: bool) -> None:
-    """So they do beside tensor parallelism, where a norm is reduced over both dimensions of the mesh."""
+    """Ranks with different hash seeds also do so with tensor parallelism, with a norm over both mesh dimensions."""
     mesh = rank.mesh((2, 2), ("dp", "tp"))
     model = MLPStack(17, normed=True)
     pair = rank.pair(
@@ -141,7 +141,7 @@ def test_two_dimensions_with_own_hash_seeds(rank: Rank, flat: bool) -> None:
 @needs(Capability.UNUSED_MODULE, Capability.DEFERRED_REDUCTION)
 @FLAT
 def test_waiting_units_with_own_hash_seeds(rank: Rank, flat: bool) -> None:
-    """Units whose reductions wait for the end of a backward that does not reach them are reduced in one order."""
+    """Deferred reductions of units that the last backward does not reach are issued in one order on all ranks."""
     model = models.Branches(9, 5)
     pair = rank.pair(
         model, units=model.units(), baseline="replicated", microbatches=5, accumulation=Accumulation(),
@@ -156,7 +156,7 @@ def test_waiting_units_with_own_hash_seeds(rank: Rank, flat: bool) -> None:
 @world(2, own_hash_seeds=True)
 @needs(Capability.REGISTERED_STATE)  # flat parameters have one dtype
 def test_dtypes_with_own_hash_seeds(rank: Rank) -> None:
-    """A unit with frozen parameters of several dtypes has the values of each, and the gradient of what trains."""
+    """A unit with frozen parameters of several dtypes has the values of each, and the gradient of the trainable one."""
     model = shapes.TwoScales(6, 3, 6)
     for dtype in (torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.uint8):
         values = torch.arange(36, dtype=dtype).reshape(6, 6)
@@ -179,7 +179,7 @@ def test_dtypes_with_own_hash_seeds(rank: Rank) -> None:
 @needs(Capability.SYNC_STATES, Capability.DISTRIBUTED_CHECKPOINT, Capability.SHARDED)
 @FLAT
 def test_start_with_own_hash_seeds(rank: Rank, flat: bool) -> None:
-    """Each parameter and each buffer has the first rank's values where a model is to begin with those."""
+    """Each parameter and each buffer has the first rank's values if a model is to begin with those."""
     torch.manual_seed(rank.seeds.init + rank.index)
     model = mixed.Mixed()
     first = rank.exchange({name: value.clone() for name, value in model.state_dict().items()})[0]
@@ -191,7 +191,7 @@ def test_start_with_own_hash_seeds(rank: Rank, flat: bool) -> None:
 @world(2, own_hash_seeds=True)
 @needs(Capability.META_LOAD, Capability.FULL_STATE_DICT)
 def test_values_of_the_first_rank_with_own_hash_seeds(rank: Rank) -> None:
-    """So has a model that takes them from the first rank's state dict."""
+    """A model that loads the first rank's state dict has its values, also if ranks have different hash seeds."""
     torch.manual_seed(rank.seeds.init + 1)
     saved = {name: value.clone() for name, value in mixed.Mixed().state_dict().items()}
     run = rank.run(mixed.Mixed(), units=[["low"], ["high"]], prepare=lambda model: model.to("meta"), materializes=False)
@@ -213,12 +213,12 @@ def test_states_with_own_hash_seeds(rank: Rank, flat: bool, form: StateForm) -> 
     if form == "sharded":
         check_order(rank, saved)
     states.check_loads(rank, saved, loaded, form)
-    if form == "sharded":  # otherwise the two share what an implementation that shards nothing has given and taken
+    if form == "sharded":  # otherwise the two share tensors that an implementation without shards has saved and loaded
         check_exact(rank, states.train(rank, loaded, 4), states.train(rank, saved, 4), step=4, why=WHY_LOADED)
 
 
 def check_order(rank: Rank, run: Run) -> None:
-    """The state dicts of all ranks name the same in the same order: scripts gather one entry after the other."""
+    """The state dicts of all ranks have the same names in the same order: user code gathers them one by one."""
     state = run.adapter.checkpoint()
     kept = state["optimizer"]["state"].items()
     everyone = rank.exchange([*state["model"], *(f"{key} of {name}" for name, values in kept for key in values)])

@@ -38,7 +38,7 @@ def test_any_training(rank: Rank, training: Training) -> None:
 
 
 def found(name: str, training: Training) -> Any:
-    """What a search found in a reference, as one value of a parameter."""
+    """A training that a search found in a reference, as one value of a parameter."""
     return pytest.param(training, id=name, marks=needs(*needs_of(training, world_size=WORLD)))
 
 
@@ -65,5 +65,5 @@ FOUND = [
 @world(WORLD)
 @pytest.mark.parametrize("training", FOUND)
 def test_what_a_search_found(rank: Rank, training: Training) -> None:
-    """Trainings, shrunk, that a reference or the harness failed once."""
+    """Trainings, shrunk, in which a reference or the harness once failed."""
     train_drawn(rank, training)

@@ -80,9 +80,9 @@ class ScaledStack(Stacked):
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 @pytest.mark.parametrize("mode", MODES)
 def test_evaluation_between_steps(rank: Rank, mode: Any, reshard_after_forward: bool | int | None) -> None:
-    """Evaluations give the baseline's output for the parameters of now, and change no training step.
+    """Evaluations give the baseline's output for the current parameters, and change no training step.
 
-    Without gradients they are also the first use of the model.
+    An evaluation is also the model's first forward.
     """
     model = models.Tower(dim=9, depth=DEPTH)
     pair = rank.pair(model, units=model.units(), reshard_after_forward=reshard_after_forward)
@@ -160,7 +160,7 @@ def test_evaluation_frees_what_forward_frees(rank: Rank, mode: Any, reshard_afte
 @needs(Capability.COUNTED_UNITS, Capability.ROOT_RESHARD, Capability.RESHARD_AFTER_FORWARD)
 @pytest.mark.parametrize("mode", MODES)
 def test_values_of_an_evaluation_do_not_outlive_the_step(rank: Rank, mode: Any) -> None:
-    """An evaluation between backward and the optimizer's step leaves no gathered values for the forward after it."""
+    """An evaluation between backward and the optimizer's step leaves no gathered values for the next forward."""
     model = models.Tower(dim=9, depth=DEPTH)
     batch = rank.batch(0, (2, 9), microbatch=1)
 
@@ -198,7 +198,7 @@ def evaluate_around_steps(rank: Rank, model: Any, reshard_after_forward: bool | 
 def test_second_evaluation_sees_the_step(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """Of two evaluations, one between backward and the optimizer's step and one after it, the second sees the step.
 
-    What stays gathered after the first, by default the root's own unit, has the values of before.
+    Values that stay gathered after the first one, by default those of the root's own unit, are outdated.
     """
     evaluate_around_steps(rank, models.Tower(dim=9, depth=DEPTH), reshard_after_forward)
 
@@ -209,18 +209,18 @@ def test_second_evaluation_sees_the_step(rank: Rank, reshard_after_forward: bool
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
 @pytest.mark.parametrize("submodule", ["layers.1", ""], ids=["a-unit", "the-root"])
 def test_forward_after_that_of_a_unit(rank: Rank, submodule: str, reshard_after_forward: bool | None) -> None:
-    """What an evaluation of a unit or of the root has left gathered does not outlive a change, whichever runs next."""
+    """A forward uses no gathered values older than the last parameter change, whichever module was evaluated before."""
     model = models.Tower(dim=9, depth=DEPTH)
     plain = copy.deepcopy(model).to(rank.device)
     run = rank.run(model, units=model.units(), reshard_after_forward=reshard_after_forward)
     batch = (rank.batch(0, (2, 9)),)
-    run.evaluate(batch)  # by which the root is known
+    run.evaluate(batch)  # this makes it known as the root
     for _ in range(2):
         for name in ("layers.1", submodule):
             (found,) = run.evaluate(batch, submodule=name)
             with torch.no_grad():
                 expected = plain.get_submodule(name)(*batch)
-            assert torch.equal(found, expected), f"the forward of {name or 'the root'} uses values of before a change"
+            assert torch.equal(found, expected), f"the forward of {name or 'the root'} uses outdated values"
             states.halve(run, plain)
 
 
@@ -237,7 +237,7 @@ def test_step_that_changes_nothing_on_some_ranks(rank: Rank, reshard_after_forwa
 @needs(Capability.COUNTED_UNITS)
 @pytest.mark.parametrize("mode", MODES)
 def test_evaluation_gathers_each_unit_once(rank: Rank, mode: Any) -> None:
-    """An evaluation gathers each unit once, and the training step after it gathers again what reshards by default."""
+    """An evaluation gathers each unit once, and the next training step gathers the units that reshard by default."""
     model = models.Tower(dim=9, depth=DEPTH)
     pair = rank.pair(model, units=model.units())
     for step in range(2):
@@ -259,7 +259,7 @@ def test_evaluation_gathers_each_unit_once(rank: Rank, mode: Any) -> None:
 @needs(Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD)
 @pytest.mark.parametrize("by_call", [False, pytest.param(True, marks=needs(Capability.ASYNC_UNSHARD))])
 def test_many_forwards_with_one_gather(rank: Rank, by_call: bool) -> None:
-    """Units that stay gathered serve many forwards, by a call or by the first of them, and are right after a step."""
+    """Units that stay gathered, by a call or after a forward, serve many forwards, and are right after a step."""
     model = models.Tower(dim=9, depth=DEPTH)
     pair = rank.pair(model, units=model.units(), reshard_after_forward=False)
     for step in range(3):
@@ -280,7 +280,7 @@ def test_many_forwards_with_one_gather(rank: Rank, by_call: bool) -> None:
 @needs(Capability.ASYNC_UNSHARD, Capability.REGISTERED_STATE)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_a_call_shows_whole_parameters(rank: Rank, reshard_after_forward: bool | int | None) -> None:
-    """A call that waits for its gathers shows whole parameters of now, first of all and after evaluation and step."""
+    """An unshard that waits yields the current full parameters: first of all, after an evaluation and after a step."""
     model = models.Tower(dim=9, depth=DEPTH)
     plain = copy.deepcopy(model).to(rank.device)
     run = rank.run(model, units=model.units(), reshard_after_forward=reshard_after_forward)
@@ -301,7 +301,7 @@ def test_a_call_shows_whole_parameters(rank: Rank, reshard_after_forward: bool |
 @needs(Capability.ASYNC_UNSHARD)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_gathers_in_flight_do_not_outlive_the_step(rank: Rank, reshard_after_forward: bool | int | None) -> None:
-    """What a call began to gather between backward and the optimizer's step is not what the next forward uses."""
+    """The next forward does not use values whose gather began between backward and the optimizer's step."""
     model = models.Tower(dim=9, depth=DEPTH)
     pair = rank.pair(
         model, units=model.units(), reshard_after_forward=reshard_after_forward,
@@ -316,7 +316,7 @@ def test_gathers_in_flight_do_not_outlive_the_step(rank: Rank, reshard_after_for
 @world(2)
 @needs(Capability.ASYNC_UNSHARD, Capability.CAST_AFTER_INIT)
 def test_gathers_in_flight_do_not_outlive_a_cast(rank: Rank) -> None:
-    """What a call began to gather before the model is cast to bfloat16 and back is not what the next forward uses."""
+    """The next forward does not use values whose gather began before the model was cast to bfloat16 and back."""
     model = models.Tower(dim=9, depth=DEPTH)
     rounded = models.copy_of(model).to(rank.device).to(torch.bfloat16).to(torch.float32)
     run, batch = rank.run(model, units=model.units()), (rank.batch(0, (4, 9)),)
@@ -346,7 +346,7 @@ def test_gathers_in_flight_do_not_outlive_a_cast(rank: Rank) -> None:
 def test_new_data_after_an_evaluation(
     rank: Rank, reshard_after_forward: bool | None, changed: str, flat: bool, reads: bool
 ) -> None:
-    """New data that a script gives parameters after an evaluation is used by the next, whichever ranks hold them."""
+    """The next evaluation uses new data that user code assigns after one, whichever ranks hold the parameters."""
     model = models.MLP(9)
     pair = rank.pair(model, units=[["in_proj"]], reshard_after_forward=reshard_after_forward, flat_parameters=flat)
     everyone = [pair.adapter, pair.baseline.adapter]
@@ -373,7 +373,7 @@ def test_new_data_after_an_evaluation(
 @needs(Capability.RESHARD_AFTER_FORWARD)
 @pytest.mark.parametrize("trains", [False, True])
 def test_new_data_after_evaluations_in_full_precision(rank: Rank, trains: bool) -> None:
-    """What an evaluation in full precision gathered serves the next one; new data is used, whatever the mode then."""
+    """An evaluation in full precision gathers for the next one too; new data are used, in whatever mode."""
     model, batch = models.Tower(dim=9, depth=DEPTH), (rank.batch(0, (4, 9)),)
     precision = Precision(compute=torch.bfloat16, full_in_evaluation=True)
     options: dict[str, Any] = {"units": model.units(), "precision": precision, "reshard_after_forward": False}
@@ -405,7 +405,7 @@ def test_new_data_after_evaluations_in_full_precision(rank: Rank, trains: bool) 
 def test_whole_parameters(
     rank: Rank, reshard_after_forward: bool | int | None, how: WholeParameters, flat: bool
 ) -> None:
-    """Whole parameters have the unsharded names and values, and changes stay if asked to, also after an evaluation."""
+    """Full parameters have the unsharded names and values, and writes are retained if asked, after evaluations too."""
     model = models.Tower(dim=9, depth=DEPTH)
     model.layers[0].register_buffer("spare", torch.zeros(2))
     plain = copy.deepcopy(model).to(rank.device)
@@ -415,7 +415,7 @@ def test_whole_parameters(
     for number in range(2):
         run.evaluate((rank.batch(0, (2, 9)),))
         if number:
-            states.halve(run, plain)  # what the evaluation may have left gathered is old
+            states.halve(run, plain)  # values that the evaluation may have left gathered are outdated
         with run.adapter.whole_parameters(how) as found:
             has_them = states.check_whole(rank, how, found, plain)
             named = {name for name, _ in run.adapter.module.named_parameters()}
@@ -442,7 +442,7 @@ def test_whole_parameters(
 @FLAT
 @SHARDS
 def test_function_for_every_module(rank: Rank, shards: bool, flat: bool) -> None:
-    """A function that a script applies to every module sees whole parameters, and what it writes to them stays."""
+    """A function that user code applies to every module sees full parameters, and its writes are retained."""
     model = models.Tower(dim=9, depth=DEPTH)
     plain = copy.deepcopy(model).to(rank.device)
     options: Any = {"units": model.units(), "flat_parameters": flat, "shards": shards}
@@ -450,7 +450,7 @@ def test_function_for_every_module(rank: Rank, shards: bool, flat: bool) -> None
     for number in range(3):
         if number:
             run.evaluate((rank.batch(0, (2, 9)),))
-        name = "" if number else "layers.1"  # a unit first, when no forward has run yet
+        name = "" if number else "layers.1"  # a unit first, before any forward has run
         for one in (run.adapter.module, plain):
             part = one.get_submodule(name)
             returned = part.apply(lambda module: states.write(dict(module.named_parameters(recurse=False))))
@@ -466,7 +466,7 @@ def test_function_for_every_module(rank: Rank, shards: bool, flat: bool) -> None
 @needs(Capability.WHOLE_PARAMETERS, Capability.REPLICAS_ALONE)
 @FLAT
 def test_whole_parameters_of_replicas(rank: Rank, flat: bool) -> None:
-    """Where nothing is sharded the whole parameters are those that ranks hold, and what is written to them stays."""
+    """Where nothing is sharded the full parameters are those that ranks hold, and writes to them are retained."""
     model = models.Tower(dim=9, depth=DEPTH)
     plain = copy.deepcopy(model).to(rank.device)
     options: Any = {"units": model.units(), "optimizer": optim.sgd(), "flat_parameters": flat, "shards": False}
@@ -488,7 +488,7 @@ def test_whole_parameters_of_replicas(rank: Rank, flat: bool) -> None:
 @world(2)
 @needs(Capability.WHOLE_PARAMETERS, Capability.TIED_PARAMETERS)
 def test_whole_tied_parameters(rank: Rank) -> None:
-    """Both modules of a tied parameter have the whole one, with what a script gave it as new data before."""
+    """Both modules of a tied parameter have the full one, with the new data that user code has assigned to it."""
     model = ties.TiedStack(dim=9)
     plain = copy.deepcopy(model).to(rank.device)
     run = rank.run(model, units=model.units())
@@ -507,7 +507,7 @@ def test_whole_tied_parameters(rank: Rank) -> None:
 @pytest.mark.parametrize("keeps_changes", [False, True])
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_whole_gradients(rank: Rank, reshard_after_forward: bool | int | None, keeps_changes: bool) -> None:
-    """Between backward and the step whole gradients are those of the shards; changes reach the step if kept."""
+    """Between backward and the step full gradients are those of the shards; writes reach the step if written back."""
     how = WholeParameters(keeps_changes=keeps_changes, with_gradients=True)
 
     def double(adapter: Adapter) -> None:
@@ -515,7 +515,7 @@ def test_whole_gradients(rank: Rank, reshard_after_forward: bool | int | None, k
         with adapter.whole_parameters(how) as found:
             for name, parameter in found.items():
                 piece, gradient = pieces[name], parameter.grad
-                assert gradient is not None and gradient.shape == parameter.shape, f"{name} has no whole gradient"
+                assert gradient is not None and gradient.shape == parameter.shape, f"{name} has no full gradient"
                 if piece is not None:
                     assert torch.equal(piece.cut(gradient), piece.tensor), f"{name} has another gradient than its shard"
                 gradient.mul_(2)
@@ -538,7 +538,7 @@ def test_whole_gradients(rank: Rank, reshard_after_forward: bool | int | None, k
 @world(2)
 @needs(Capability.WHOLE_PARAMETERS, Capability.DEFERRED_REDUCTION)
 def test_whole_gradients_between_microbatches(rank: Rank) -> None:
-    """Where gradients are not reduced yet, whole ones can be asked for as well, and the step is the same."""
+    """Full gradients can be read also where gradients are not reduced yet, and the step is the same."""
     model = models.Tower(dim=9, depth=DEPTH)
     pair = rank.pair(model, units=model.units(), microbatches=2, accumulation=Accumulation())
     context = pair.adapter.microbatch
@@ -562,7 +562,7 @@ def test_whole_gradients_between_microbatches(rank: Rank) -> None:
 @needs(Capability.WHOLE_PARAMETERS)
 @FLAT
 def test_whole_frozen_parameters(rank: Rank, flat: bool) -> None:
-    """Whole parameters of a frozen unit are frozen, before and after the context too."""
+    """Full parameters of a frozen unit are frozen, before, within and after the context."""
     model = models.Tower(dim=9, depth=DEPTH)
     model.layers[1].requires_grad_(False)
     expected = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
@@ -570,7 +570,7 @@ def test_whole_frozen_parameters(rank: Rank, flat: bool) -> None:
     for _ in range(2):
         with run.adapter.whole_parameters(WholeParameters(keeps_changes=False)) as found:
             shown = {name: parameter.requires_grad for name, parameter in found.items()}
-        assert shown == expected, f"requires_grad of whole parameters: {shown}"
+        assert shown == expected, f"requires_grad of full parameters: {shown}"
         run.forward_backward((rank.batch(0, (4, 9)),), loss=models.mean_square)
         trained = {name: piece is not None for name, piece in run.adapter.gradients().items()}
         wrong = [name for name in trained if trained[name] and not expected[name]]
@@ -590,9 +590,9 @@ def test_whole_frozen_parameters(rank: Rank, flat: bool) -> None:
     ],
 )
 def test_whole_parameters_that_cannot_be(rank: Rank, what: str) -> None:
-    """Whole parameters whose changes or gradients could not be kept, or that are whole already or in use, are refused.
+    """Full parameters are refused if writes or gradients could not be kept, or if they are full or in use already.
 
-    Flat parameters have no gradients of their parts, and on the CPU whole parameters are copies.
+    Flat parameters have no gradients of their parts, and on the CPU full parameters are copies.
     """
     model = models.Tower(dim=9, depth=DEPTH)
     run = rank.run(model, units=model.units(), flat_parameters=what == "gradients-of-flat")
@@ -622,7 +622,7 @@ def test_whole_parameters_that_cannot_be(rank: Rank, what: str) -> None:
         "in-a-backward": functools.partial(run.forward_backward, (batch,), loss=models.mean_square),
     }
     refusal = Refusal(rank, attempts.get(what, enter), may_send=True)
-    assert refusal.text is not None, "whole parameters are not refused"
+    assert refusal.text is not None, "full parameters are not refused"
 
 
 @contract("EVALUATION-5")
@@ -631,7 +631,7 @@ def test_whole_parameters_that_cannot_be(rank: Rank, what: str) -> None:
 @FLAT
 @pytest.mark.parametrize("where", ["in-the-context", "in-a-forward", "in-a-backward"])
 def test_saving_where_parameters_are_whole(rank: Rank, where: str, flat: bool) -> None:
-    """A state dict of what is whole or in use is refused, or has the values that are seen there; it changes nothing."""
+    """A state dict of full parameters, or within a pass, is refused or has the visible values; it changes nothing."""
     model = models.Tower(dim=9, depth=DEPTH)
     plain, batch = copy.deepcopy(model).to(rank.device), rank.batch(0, (2, 9))
     run = rank.run(model, units=model.units(), flat_parameters=flat)
@@ -663,7 +663,7 @@ def test_saving_where_parameters_are_whole(rank: Rank, where: str, flat: bool) -
 @world(2)
 @needs(Capability.WHOLE_PARAMETERS)
 def test_whole_parameters_of_another_shape(rank: Rank) -> None:
-    """A whole parameter that a script replaces by one of another shape is refused, as many elements as it has."""
+    """A full parameter that user code replaces by one of another shape is refused, also of equally many elements."""
     model = models.Tower(dim=9, depth=DEPTH)
     run = rank.run(model, units=model.units())
     layer = run.original_module("layers.1.in_proj")

@@ -1,4 +1,4 @@
-"""Chapter EXTENSION: parameters that choose what travels."""
+"""Chapter EXTENSION: parameters with gather hooks of their own."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ from shardproof.testing import (
 
 @dataclasses.dataclass
 class Calls:
-    """What the hooks of all tensors of a model were given and have returned.
+    """The arguments and results of the hooks of all tensors of a model.
 
     Attributes:
         before: of each call of ``fsdp_pre_all_gather``, the mesh's size, the full size, the number of outputs of
             the module, and the compute dtype of the policy.
-        ranks: of the meshes that ``fsdp_pre_all_gather`` was given.
-        gathered: the memory of what ``fsdp_post_all_gather`` was given, of each call.
-        storages: of the full tensors that it has made, in the order of the first gathers.
+        ranks: of the meshes that ``fsdp_pre_all_gather`` received.
+        gathered: the memory of the tensors that ``fsdp_post_all_gather`` received, of each call.
+        storages: of the full tensors that it made, in the order of the first gathers.
         filled: how often it filled a tensor that it had made before.
-        pads: how many of the two halves the first hook pads, on ranks that hold fewer rows: both, as it must.
+        pads: how many of its two outputs the first hook pads, on ranks that hold fewer rows: both, as it must.
         cuts: whether the second hook leaves out the rows of padding, as it may, when it makes a tensor.
     """
 
@@ -61,13 +61,13 @@ class Calls:
 
 
 class Halves(torch.Tensor):
-    """A tensor that is gathered as its values in bfloat16 and, apart, in its own dtype what those lack.
+    """A tensor that is gathered as two tensors: its values in bfloat16, and the remainder in its own dtype.
 
-    It holds a plain tensor, as quantised tensors do. (A subclass that is itself the tensor would not outlive the
+    It wraps a plain tensor, as quantised tensors do. (A subclass that is itself the tensor would not outlive the
     operations by which a DTensor is made.)
 
     Attributes:
-        held: the plain tensor.
+        held: the plain tensor that it wraps.
         calls: shared by all tensors of a model.
     """
 
@@ -118,7 +118,7 @@ def before(shard: torch.Tensor, calls: Calls, mesh: Any, size: torch.Size, modul
     padded = shard.new_zeros(-(-size[0] // mesh.size()), *size[1:])
     padded[: shard.size(0)].copy_(shard)
     high = padded.to(torch.bfloat16)
-    # Exact: what bfloat16 cuts off has fewer bits than the dtype.
+    # Exact: the bits that bfloat16 cuts off fit in the dtype.
     halves = (high, padded - high.to(padded.dtype))
     return tuple(half if index < calls.pads else half[: shard.size(0)] for index, half in enumerate(halves)), size
 
@@ -134,7 +134,7 @@ def after(calls: Calls, outputs: Any, size: torch.Size, dtype: torch.dtype, out:
     whole = padded[: size[0]]
     if out is not None:
         calls.filled += 1
-        # What autograd has saved is not changed: these are the same values again.
+        # Values that autograd has saved do not change: the same ones are written again.
         with torch.no_grad(), private.need("torch.autograd._unsafe_preserve_version_counter")(out):
             out.copy_(whole)
         return None
@@ -148,7 +148,7 @@ def extend(model: nn.Module, calls: Calls) -> None:
 
     Args:
         model: the model, not sharded yet.
-        calls: takes what the hooks are given.
+        calls: records the arguments of the hooks.
     """
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -160,10 +160,10 @@ def extend_shard(parameter: DTensor, calls: Calls, *, both: bool = True, older: 
     """Give the shard of one sharded parameter the hooks.
 
     Args:
-        parameter: the parameter; its local tensor itself gets them, of which ``to_local`` may make an alias.
-        calls: takes what the hooks are given.
-        both: whether it gets both hooks, or the first alone, which is to be refused.
-        older: whether the first hook is of the older form, which is given the mesh alone.
+        parameter: the parameter; the hooks are set on its local tensor, of which ``to_local`` may make an alias.
+        calls: records the arguments of the hooks.
+        both: whether both hooks are set, or the first alone, which is to be refused.
+        older: whether the first hook has the older signature, with the mesh as its only argument.
     """
     shard: Any = parameter._local_tensor
     shard.fsdp_pre_all_gather = lambda mesh, size, stride, module, policy: before(
@@ -189,7 +189,7 @@ SIZES = {"0": (7, 5), "": (6, 7)}
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
 @pytest.mark.parametrize("kind", ["class", "object"])
 def test_tensors_that_choose_what_travels(rank: Rank, kind: str, reshard_after_forward: bool | None) -> None:
-    """Weights that travel as two halves, beside biases in the same collective, train as DDP does."""
+    """Weights that are sent as two halves, in one collective with biases, train as DDP does."""
     pair, calls = extended(rank, kind, reshard_after_forward)
     expected = {label or "(root)": gathered_bytes(rank.world_size, *size) for label, size in SIZES.items()}
     for step in range(3):
@@ -207,8 +207,8 @@ def test_tensors_that_choose_what_travels(rank: Rank, kind: str, reshard_after_f
 @world(2)
 @pytest.mark.parametrize("kind", ["class", "object"])
 def test_several_tensors_of_one_unit(rank: Rank, kind: str) -> None:
-    """Two weights with hooks travel in one collective with the bias between them; each hook is given its own memory."""
-    # The last one has hooks: there is nothing behind it.
+    """Two weights with hooks share a collective with the bias between them, and each hook gets its own memory."""
+    # The last one has hooks: nothing follows it in the buffer.
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6, bias=False))
     pair, calls = extended(rank, kind, None, model=model, units=[])
     biased, unbiased = (gathered_bytes(rank.world_size, *size) for size in SIZES.values())
@@ -225,7 +225,7 @@ def test_several_tensors_of_one_unit(rank: Rank, kind: str) -> None:
 @world(2)
 @needs(Capability.SHARD_DIMENSION)
 def test_tensors_cut_along_another_dimension(rank: Rank) -> None:
-    """Tensors of such a class are cut along the dimension that a script chooses, whatever their other one is."""
+    """Tensors of such a class are cut along the dimension that user code chooses, whatever the size of the other."""
     model = models.two_linear((6, 4), (4, 10)).to(rank.device)
     full = {name: value.detach().clone() for name, value in model.named_parameters() if value.ndim == 2}
     extend(model, Calls())
@@ -240,7 +240,7 @@ def test_tensors_cut_along_another_dimension(rank: Rank) -> None:
 @contract("EXTENSION-1")
 @world(2)
 def test_shards_in_the_place_of_others(rank: Rank) -> None:
-    """The hooks are those of the shards that a script has put in the place of a model's before its first forward."""
+    """If user code replaces shards before the first forward, the hooks of the new ones are called."""
     run, calls = rank.run(models.two_linear((5, 8), (8, 6)), units=[["0"]]), Calls()
     for name in ("0", "2"):
         module = run.original_module(name)
@@ -255,7 +255,7 @@ def test_shards_in_the_place_of_others(rank: Rank) -> None:
 @world(2)
 @pytest.mark.parametrize("kind", ["class", "object"])
 def test_what_a_hook_makes_is_freed(rank: Rank, kind: str) -> None:
-    """What the second hook is given and makes is freed after forward where the unit is, and made again in backward."""
+    """The second hook's inputs and result are freed after forward if the unit is, and made again in backward."""
     pair, calls = extended(rank, kind, True)
     pair.step(rank.batch(0, (4, 5)))
     pair.check()
@@ -269,7 +269,7 @@ def test_what_a_hook_makes_is_freed(rank: Rank, kind: str) -> None:
 @world(2)
 @needs(Capability.MIXED_PRECISION)
 def test_tensors_in_a_dtype_of_compute(rank: Rank) -> None:
-    """The hooks are given the dtype of compute, and outputs and gradients are those of tensors without hooks."""
+    """Hooks receive the compute dtype, and outputs and gradients are those of tensors without hooks."""
     model, calls = models.two_linear((5, 7), (7, 6)), Calls()
     policy = Precision(compute=torch.bfloat16)
     runs = [rank.run(models.copy_of(model), units=[["0"]], precision=policy) for _ in range(2)]
@@ -292,7 +292,7 @@ def test_tensors_in_a_dtype_of_compute(rank: Rank) -> None:
 @world(4)
 @needs(Capability.RESHARD_TO_SIZE)
 def test_groups_of_two(rank: Rank) -> None:
-    """Resharded to a part of the ranks, such shards are refused by name before anything is sent, or train as DDP."""
+    """Resharded to a subgroup, such shards are refused by name before anything is sent, or train as DDP does."""
     model, calls = models.two_linear((5, 7), (7, 6)), Calls()
 
     def hooked(plain: nn.Module) -> nn.Module:
@@ -313,7 +313,7 @@ def test_groups_of_two(rank: Rank) -> None:
 @contract("EXTENSION-2")
 @world(2)
 def test_one_hook_alone(rank: Rank) -> None:
-    """A shard with one hook and without the other is refused, with the names of both, and nothing is sent."""
+    """A shard with only one of the two hooks is refused, with the names of both, and nothing is sent."""
     adapter = sharded(rank, models.two_linear((5, 7), (7, 6)).to(rank.device))
     extend_shard(sharded_weight(adapter.named_parameters()["0.weight"]), Calls(), both=False)
     refusal = Refusal(rank, lambda: adapter.forward(rank.batch(0, (4, 5))))
@@ -324,7 +324,7 @@ def test_one_hook_alone(rank: Rank) -> None:
 @world(2)
 @pytest.mark.parametrize("kind", ["class", "object"])
 def test_first_forward_is_in_inference_mode(rank: Rank, kind: str) -> None:
-    """What the second hook makes in an evaluation, the first forward of all, trains as DDP does."""
+    """A parameter that the second hook makes in an evaluation, before any training forward, trains as DDP does."""
     pair, _ = extended(rank, kind, None)
     pair.evaluate(rank.batch(0, (2, 5), microbatch=1), mode="inference_mode")
     for step in range(2):
@@ -335,7 +335,7 @@ def test_first_forward_is_in_inference_mode(rank: Rank, kind: str) -> None:
 @contract("EXTENSION-1")
 @world(2)
 def test_older_form_of_a_hook(rank: Rank) -> None:
-    """A first hook of the older form, which is given the mesh alone, trains as DDP does too."""
+    """A first hook with the older signature, with the mesh as its only argument, trains as DDP does too."""
     pair, calls = extended(rank, "older", None)
     for step in range(2):
         pair.step(rank.batch(step, (4, 5)))
@@ -346,7 +346,7 @@ def test_older_form_of_a_hook(rank: Rank) -> None:
 @contract("EXTENSION-1")
 @world(2)
 def test_padding_that_a_hook_leaves(rank: Rank) -> None:
-    """Where the second hook leaves rows of padding in what it makes, the weights that modules see have none."""
+    """If the second hook leaves rows of padding in its result, the weights that modules see have none."""
     pair, calls = extended(rank, "object", True)
     calls.cuts = False
     for step in range(2):
@@ -360,11 +360,11 @@ def test_padding_that_a_hook_leaves(rank: Rank) -> None:
 @world(2)
 @pytest.mark.parametrize("pads", [0, 1], ids=["none", "one-of-two"])
 def test_inputs_without_padding(rank: Rank, pads: int) -> None:
-    """A first hook that does not pad all is refused, where a rank has fewer rows, before that rank enters a gather."""
+    """A first hook that does not pad is refused on a rank with fewer rows, before that rank enters a gather."""
     adapter, calls = sharded(rank, models.two_linear((5, 7), (7, 6)).to(rank.device)), Calls(pads=pads)
     extend_shard(sharded_weight(adapter.named_parameters()["0.weight"]), calls)
     text = None
-    if rank.index == 1:  # the other has four rows of seven, and nothing to pad
+    if rank.index == 1:  # the other has four rows of seven, and needs no padding
         with pytest.raises(AssertionError) as caught:
             adapter.forward(rank.batch(0, (4, 5)))
         text = str(caught.value)
@@ -376,7 +376,7 @@ def test_inputs_without_padding(rank: Rank, pads: int) -> None:
 @world(4)
 @needs(Capability.HYBRID)
 def test_hooks_beside_replicas(rank: Rank) -> None:
-    """Between replicas, hooks are given the mesh of the ranks among which a shard is gathered."""
+    """On replicas, hooks get the mesh of the ranks among which a shard is gathered."""
     mesh = rank.mesh((2, 2), ("replicate", "shard"))
     pair, calls = extended(rank, "class", None, mesh=mesh)
     for step in range(2):

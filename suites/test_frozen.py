@@ -35,7 +35,7 @@ from shardproof.testing import (
 
 DEPTH = 3
 
-#: What is frozen, by parameter name.
+#: Frozen parameters, by name.
 FROZEN: dict[str, Callable[[str], bool]] = {
     "first": lambda name: name.startswith("layers.0."),
     "middle": lambda name: name.startswith("layers.1."),
@@ -75,7 +75,7 @@ def test_frozen_before_sharding(rank: Rank, what: str, reshard_after_forward: bo
 @each_value("what")
 @pytest.mark.parametrize("what", ["middle", "weights", "biases"])
 def test_frozen_between_microbatches(rank: Rank, what: str) -> None:
-    """While reductions are deferred, frozen parameters show no gradient either, and get none from the last one."""
+    """While reductions are deferred, frozen parameters have no gradient, and get none from the last microbatch."""
     model = models.Tower(dim=9, depth=DEPTH)
     _freeze(dict(model.named_parameters()), FROZEN[what])
     run = rank.run(model, units=model.units(), microbatches=2, accumulation=Accumulation())
@@ -107,7 +107,7 @@ def test_frozen_units_are_not_reduced(rank: Rank, what: str) -> None:
 
 
 def _step_and_check_freed(rank: Rank, pair: Pair, census: Census, step: int, frozen: str) -> None:
-    """Train a step, in which backward has freed a frozen unit before it comes to the first layer."""
+    """Train a step, in which backward frees a frozen unit before it reaches the first layer."""
     census.moments.clear()
     pair.step(rank.batch(step, (4, 9)))
     (first,) = [moment for moment in census.moments if (moment.phase, moment.unit) == ("backward", "layers.0")]
@@ -170,7 +170,7 @@ def test_frozen_units_with_keywords_are_freed_in_backward(rank: Rank) -> None:
 @needs(Capability.MULTIPLE_FORWARD)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_frozen_unit_that_runs_twice(rank: Rank, reshard_after_forward: bool | int | None) -> None:
-    """A frozen unit that runs twice in a forward, which backward passes twice, is there for both."""
+    """A frozen unit that runs twice in a forward, and that backward passes twice, is gathered for both."""
     model = models.ReusedInner(9)
     _freeze(dict(model.named_parameters()), lambda name: name.startswith("inner."))
     pair = rank.pair(model, units=[["before"], ["inner"], ["outer"]], reshard_after_forward=reshard_after_forward)
@@ -203,10 +203,10 @@ def test_frozen_of_another_dtype(rank: Rank, reshard_after_forward: bool | int |
     """A unit may have frozen parameters of another dtype: each keeps its dtype and its values, and the others train."""
     model = shapes.TwoScales(5, 3, 5)
     model.weight = nn.Parameter(torch.randn(5, 5).half(), requires_grad=False)
-    # Behind 15 or 25 elements of two bytes, in whatever order the parameters are laid out.
+    # After 15 or 25 elements of two bytes, in whatever order the parameters are laid out.
     model.register_parameter("unused", nn.Parameter(torch.randn(5, 1), requires_grad=False))
     nn.init.normal_(model.low.weight)
-    # One comes ahead of what trains, as where a script adds trained parts to a layer that it keeps.
+    # One comes before the trainable ones, as where user code adds trained parts to a frozen layer.
     trained = model.low._parameters.pop("weight")
     model.low.register_parameter("kept", nn.Parameter(torch.randn(3, 5).half(), requires_grad=False))
     model.low.register_parameter("weight", trained)
@@ -236,8 +236,8 @@ def test_frozen_of_another_dtype(rank: Rank, reshard_after_forward: bool | int |
 @world(2)
 @needs(Capability.REGISTERED_STATE, Capability.MIXED_PRECISION)
 def test_frozen_integers(rank: Rank) -> None:
-    """A frozen parameter of integers stays what it is beside others that are computed with in a dtype of their own."""
-    # Of even numbers of elements in bfloat16, which are no multiples of eight bytes.
+    """A frozen integer parameter keeps its values next to others that are cast to a compute dtype."""
+    # They have even numbers of elements in bfloat16, which are no multiples of eight bytes.
     model = shapes.Permuted(6)
     plain = copy.deepcopy(model).to(rank.device)
     plain.inner.bfloat16()
@@ -258,7 +258,7 @@ def test_frozen_integers(rank: Rank) -> None:
 @needs(Capability.REGISTERED_STATE, Capability.CAST_AFTER_INIT)
 @pytest.mark.parametrize("evaluates", [False, True])
 def test_frozen_integers_beside_a_cast(rank: Rank, evaluates: bool) -> None:
-    """A frozen parameter of integers stays what it is beside others that are cast after sharding."""
+    """A frozen integer parameter keeps its values next to others that are cast after sharding."""
     model = shapes.Permuted(6)
     plain = copy.deepcopy(model).to(rank.device)
     run = rank.run(model)
@@ -282,7 +282,7 @@ def test_frozen_integers_beside_a_cast(rank: Rank, evaluates: bool) -> None:
 @world(2)
 @needs(Capability.REGISTERED_STATE, Capability.MIXED_PRECISION)
 def test_trainable_of_another_dtype(rank: Rank) -> None:
-    """One that is not frozen is refused by its dtype before anything is sent, or has a gradient of its own dtype."""
+    """A trainable parameter of a second dtype is refused before anything is sent, or has a gradient of that dtype."""
     model, batch = shapes.Spoiled(torch.randn(3, dtype=torch.float64)), rank.batch(0, (4, 9))
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
     run = rank.run(model, precision=Precision(compute=torch.bfloat16))
@@ -316,7 +316,7 @@ def test_frozen_between_steps(rank: Rank, reshard_after_forward: bool | int | No
 @needs(Capability.UNUSED_OUTPUT, Capability.FLAT_PARAMETERS)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
 def test_flat_frozen_between_steps(rank: Rank, reshard_after_forward: bool | None) -> None:
-    """Freezing all or nothing of a flat parameter between two steps holds from the next forward on."""
+    """Freezing all or none of a flat parameter between two steps holds from the next forward on."""
     model = models.Tower(dim=9, depth=DEPTH)
     pair = rank.pair(
         model, units=model.units(), baseline="replicated", reshard_after_forward=reshard_after_forward,
@@ -344,7 +344,7 @@ def test_flat_frozen_between_steps(rank: Rank, reshard_after_forward: bool | Non
 def test_frozen_after_an_evaluation(rank: Rank, reshard_after_forward: bool | int | None, form: str) -> None:
     """Freezing the optimizer's or the registered parameters after an evaluation holds from the next forward on.
 
-    Nor is the latter lost where a script saves the model next, which frees what the evaluation has left.
+    It holds also if user code saves the model next, which frees the units that the evaluation left gathered.
     """
     model = models.Tower(dim=9, depth=DEPTH)
     pair = rank.pair(
@@ -365,7 +365,7 @@ def test_frozen_after_an_evaluation(rank: Rank, reshard_after_forward: bool | in
 @needs(Capability.UNUSED_OUTPUT, Capability.OWN_OPTIMIZER)  # an engine has no gradients between microbatches
 @pytest.mark.parametrize("what", ["middle", "weights", "biases"])
 def test_frozen_after_a_microbatch(rank: Rank, what: str) -> None:
-    """Parameters that a script freezes between two microbatches get no gradient of the second, and others do."""
+    """Parameters that user code freezes between two microbatches get no gradient of the second, and others do."""
     model = models.Tower(dim=9, depth=DEPTH)
     run, twin = (rank.run(models.copy_of(model), units=model.units(), microbatches=2) for _ in range(2))
     first: dict[str, torch.Tensor] = {}
@@ -412,7 +412,7 @@ def _freeze(named: dict[str, nn.Parameter], is_frozen: Callable[[str], bool]) ->
 
 
 def _step_frozen(rank: Rank, pair: Pair, step: int, what: str, named: dict[str, nn.Parameter]) -> None:
-    """Freeze what is ``named`` so, the baseline and the oracle, and compare a step."""
+    """Set the ``named`` parameters of the run, the baseline and the oracle to frozen or not, and compare a step."""
     baseline, oracle = pair.baseline.adapter.named_parameters(), dict(pair.oracle.model.named_parameters())
     for found in (named, baseline, oracle):
         _freeze(found, FROZEN[what])

@@ -109,7 +109,7 @@ def test_one_replica_and_one_shard(rank: Rank, shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("dim", [3, 17])
 @pytest.mark.parametrize("shape", [(2, 4), (4, 2)], ids=["2x4", "4x2"])
 def test_replicas_of_eight(rank: Rank, shape: tuple[int, int], dim: int, reshard_after_forward: bool | None) -> None:
-    """Unequal numbers of replicas and shards, which cannot be mistaken for each other, train as DDP over all ranks."""
+    """Unequal numbers of replicas and shards, which cannot be confused, train as DDP over all ranks."""
     model = models.NormedStack(dim)
     pair = rank.pair(
         model,
@@ -188,7 +188,7 @@ def test_resharded_within_a_replica(rank: Rank) -> None:
 def test_what_crosses_hosts(
     rank: Rank, declared: tuple[int, ...], reshard_after_forward: bool | None, clips: bool
 ) -> None:
-    """With each replica on one host, hosts meet in all-reduces alone, with one rank of each."""
+    """With each replica on one host, hosts communicate by all-reduces only, with one rank of each host."""
     nodes = rank.nodes_or(declared)
     hosts = len(set(nodes))
     model = models.Tower(dim=9)
@@ -218,7 +218,7 @@ def test_what_crosses_hosts(
 @needs(Capability.COUNTED_UNITS, Capability.RESHARD_TO_SIZE, Capability.ROOT_RESHARD)
 @pytest.mark.parametrize("declared", [(0, 0, 1, 1), (0, 1, 0, 1)], ids=["blocks", "cyclic"])
 def test_resharded_within_a_host(rank: Rank, declared: tuple[int, ...]) -> None:
-    """Sharded over all hosts and resharded to as many ranks as one has, backward gathers within a host."""
+    """Sharded over all hosts and resharded to the ranks of one host, backward gathers within a host."""
     nodes = rank.nodes_or(declared)
     here = tuple(index for index, node in enumerate(nodes) if node == nodes[rank.index])
     model = models.Tower(dim=9)
@@ -247,7 +247,7 @@ def test_resharded_within_a_host(rank: Rank, declared: tuple[int, ...]) -> None:
     ids=["shards", "replicas-of-context-parts", "replicas"],
 )
 def test_joined_dimensions(rank: Rank, shape: tuple[int, ...], data: Any) -> None:
-    """Two dimensions that a script has made one, as data and context parallelism, shard and average over both."""
+    """Two dimensions that user code has flattened into one, as for data and context, shard and average over both."""
     names = ("replicate", "dp", "cp")[-len(shape) :]
     mesh = rank.mesh(shape, names, joined=("dp", "cp"))
     model = models.Tower(dim=9)

@@ -1,4 +1,4 @@
-"""Chapter IGNORED: parameters left alone."""
+"""Chapter IGNORED: parameters that are not sharded."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ IGNORED = {
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 @pytest.mark.parametrize("ignored", IGNORED)
 def test_ignored_parameters(rank: Rank, ignored: str, reshard_after_forward: bool | int | None) -> None:
-    """An ignored parameter is the same object, whole on every rank, and its gradient is the rank's own."""
+    """An ignored parameter is the same object, full on every rank, and its gradient is the rank's own."""
     names = IGNORED[ignored]
     model = mixed.Mixed().to(rank.device)
     objects: dict[str, nn.Parameter] = {name: model.get_parameter(name) for name in names}
@@ -71,12 +71,12 @@ def test_ignored_parameters(rank: Rank, ignored: str, reshard_after_forward: boo
 @world(2)
 @needs(Capability.IGNORED_PARAMETERS, Capability.SHARDED)
 def test_ignored_beside_another(rank: Rank) -> None:
-    """The other parameter of a module of which one is ignored is sharded, also where the module has no buffers."""
+    """If one parameter of a module is ignored, the other is sharded, also if the module has no buffers."""
     model = models.Tower(dim=9)
     numels = {name: value.numel() for name, value in model.named_parameters()}
     run = rank.run(model, units=model.units(), ignored=("layers.1.in_proj.bias",))
     held = {name: piece.tensor.numel() for name, piece in run.adapter.parameters().items()}
-    assert held.pop("layers.1.in_proj.bias") == numels.pop("layers.1.in_proj.bias"), "the ignored one is not whole"
+    assert held.pop("layers.1.in_proj.bias") == numels.pop("layers.1.in_proj.bias"), "the ignored parameter is not full"
     everyone = rank.exchange(held)
     wrong = [name for name in numels if sum(one[name] for one in everyone if name in one) != numels[name]]
     assert not wrong, f"the ranks together hold more or less than all of {', '.join(wrong)}"
@@ -86,7 +86,7 @@ def test_ignored_beside_another(rank: Rank) -> None:
 @world(2)
 @needs(Capability.FSDP1_API)
 def test_ignored_modules_as_states(rank: Rank) -> None:
-    """Modules that user code ignores as states keep their parameters, whole on every rank."""
+    """Modules that user code ignores as states keep their full parameters on every rank."""
     fsdp = fsdp1(rank)
     layers = fsdp.layers()
     before = [*layers[0].parameters()]
@@ -101,17 +101,17 @@ def test_ignored_modules_as_states(rank: Rank) -> None:
 @needs(Capability.IGNORED_MODULES, Capability.META_DEVICE, Capability.BUFFER_DTYPE)
 @pytest.mark.parametrize("own_function", [False, True], ids=["reset", "function"])
 def test_ignored_module(rank: Rank, own_function: bool) -> None:
-    """An ignored module beside one on the meta device is not made anew, and its buffers are not cast with others."""
+    """An ignored module next to one on the meta device is not materialized again, nor are its buffers cast."""
     model = DrawnStack(dim=9)
     ignored = model.layers[1]
     with torch.no_grad():
         for tensor in ignored.state_dict(keep_vars=True).values():
-            tensor.mul_(3)  # other values than the module makes
+            tensor.mul_(3)  # other values than the module's initialization
     ignored.to(rank.device)
     before = {name: value.clone() for name, value in [*ignored.named_parameters(), *ignored.named_buffers()]}
 
     def to_meta(plain: nn.Module) -> nn.Module:
-        # All of the unit that the ignored module is in too: FSDP takes no unit that is on the meta device and a GPU.
+        # The whole unit around the ignored module: FSDP takes no unit that is on the meta device and on a GPU.
         plain.get_submodule("out").to("meta")
         plain.register_parameter("factor", nn.Parameter(plain.get_parameter("factor").to("meta")))
         return plain
@@ -142,7 +142,7 @@ def test_ignored_module(rank: Rank, own_function: bool) -> None:
 @world(2)
 @needs(Capability.IGNORED_MODULES, Capability.BUFFER_DTYPE, Capability.TIED_PARAMETERS)
 def test_ignored_inside_a_unit(rank: Rank) -> None:
-    """What one unit ignores by its own options, the root ignores too: its buffers, and a parameter that it shares."""
+    """Buffers, and a shared parameter, that one unit ignores by its own options are ignored by the root too."""
     model = nn.Sequential(DrawnStack(dim=9), DrawnStack(dim=9)).to(rank.device)
     ignored, shared = model.get_submodule("0.layers.1"), model.get_parameter("0.layers.1.weight")
     model.get_submodule("1.out").weight = shared
@@ -168,7 +168,7 @@ def test_ignored_inside_a_unit(rank: Rank) -> None:
 @needs(Capability.REPLICATED_MODULES, Capability.IGNORED_PARAMETERS)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_replicated_module(rank: Rank, reshard_after_forward: bool | int | None) -> None:
-    """A module that torch's ``replicate`` manages, amid units, stays whole, and all train as DDP does."""
+    """A module that torch's ``replicate`` manages, amid units, keeps full parameters, and all train as DDP does."""
     model = models.Tower(dim=9)
     names = tuple(f"layers.1.{name}" for name, _ in model.layers[1].named_parameters())
     pair = rank.pair(
@@ -191,7 +191,7 @@ def test_replicated_module(rank: Rank, reshard_after_forward: bool | int | None)
 @needs(Capability.REPLICATED_MODULES)
 @pytest.mark.parametrize("name", ["", "layers.1"], ids=["the-root", "a-unit"])
 def test_replicating_what_is_sharded(rank: Rank, name: str) -> None:
-    """``replicate`` refuses a module that is sharded already, which trains on."""
+    """``replicate`` refuses a module that is sharded already, and the module trains on."""
     model = models.Tower(dim=9)
     pair = rank.pair(model, units=model.units())
     replicate = private.need("torch.distributed._composable.replicate.replicate")

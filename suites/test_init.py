@@ -1,4 +1,4 @@
-"""Chapter INIT: how a sharded model comes to be."""
+"""Chapter INIT: making a sharded model."""
 
 from __future__ import annotations
 
@@ -113,14 +113,14 @@ class _Middle(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Unfit:
-    """What an implementation may refuse.
+    """A model or options that an implementation may refuse.
 
     Attributes:
         model: makes a model whose input and output are (batch, 9).
         names: words one of which is in the error.
         options: how it should be sharded.
         may_train: whether an implementation may take it.
-        in_parts: whether earlier units are sharded by then, so that the model is not as it was.
+        in_parts: whether some units are sharded before the refusal, so that the model is not restored.
         repair: removes the cause from the sharded model; None if nothing can.
     """
 
@@ -237,14 +237,14 @@ UNFIT = {
         lambda: _frozen(3), ("requires_grad",), lambda rank: {"flat_parameters": True, "reshard_after_forward": True}
     ),
 }
-#: What only some implementations have an option for.
+#: Cases of options that only some implementations have.
 UNFIT_MARKS = {
     "a-size-that-does-not-divide": needs(Capability.RESHARD_TO_SIZE),
     "a-size-of-all-replicas": needs(Capability.RESHARD_TO_SIZE),
     "a-negative-size": needs(Capability.RESHARD_TO_SIZE),
     "no-size": needs(Capability.RESHARD_TO_SIZE),
     "a-size-that-is-no-int": needs(Capability.RESHARD_TO_SIZE),
-    "a-list": needs(Capability.GROUPED_UNIT),  # an implementation that wraps one module takes a list as it takes others
+    "a-list": needs(Capability.GROUPED_UNIT),  # an implementation that wraps one module takes a list as any module
     "a-dict": needs(Capability.GROUPED_UNIT),
     "an-uneven-dimension": needs(Capability.SHARD_DIMENSION),
     "no-such-dimension": needs(Capability.SHARD_DIMENSION),
@@ -254,7 +254,7 @@ UNFIT_MARKS = {
     "a-module-once-more": needs(Capability.PROCESS_GROUPS),
     "a-module-twice-in-a-unit": needs(Capability.GROUPED_UNIT),
     "replicas-without-groups": needs(Capability.FLAT_PARAMETERS),
-    "integers": needs(Capability.FLAT_PARAMETERS),  # which have gradients or none; others hold integers beside them
+    "integers": needs(Capability.FLAT_PARAMETERS),  # other implementations allow integers next to trained ones
     "cube-of-replicas": needs(Capability.FLAT_PARAMETERS),
     "frozen-beside-trainable": needs(Capability.FLAT_PARAMETERS),
 }
@@ -267,7 +267,7 @@ UNFIT_MARKS = {
 @pytest.mark.parametrize("which", ["", "layers.1", "start"], ids=["whole-model", "one-unit", "buffers-alone"])
 @pytest.mark.parametrize("own_function", [False, True], ids=["reset", "function"])
 def test_values_made_on_the_meta_device(rank: Rank, own_function: bool, which: str) -> None:
-    """A model that is sharded on the meta device holds the values that its modules make, and trains."""
+    """A model that is sharded on the meta device has the values of its modules' initialization, and trains."""
     model = DrawnStack(dim=9)
     full = copy.deepcopy(model)
 
@@ -300,7 +300,7 @@ def test_values_made_on_the_meta_device(rank: Rank, own_function: bool, which: s
     ids=["shards", "replicas"],
 )
 def test_values_of_the_first_rank_fill_the_meta_device(rank: Rank, replicas: bool) -> None:
-    """The first rank has the values; the other ranks have a model on the meta device, and get them."""
+    """The first rank has the values; the other ranks have a model on the meta device, and receive them."""
     mesh = rank.mesh((2, rank.world_size // 2), ("replicate", "shard")) if replicas else rank.mesh()
     model = DrawnStack(dim=9)
     full = copy.deepcopy(model)
@@ -321,7 +321,7 @@ def test_values_of_the_first_rank_fill_the_meta_device(rank: Rank, replicas: boo
 @world(2)
 @needs(Capability.META_DEVICE, Capability.SHARDED, Hardware.ACCELERATOR)
 def test_shards_draw_different_values(rank: Rank) -> None:
-    """Random values that are drawn on shards differ between the ranks, whose generators have one seed."""
+    """Random values that are drawn on shards differ between ranks whose generators have the same seed."""
     model = nn.Sequential(nn.Linear(16, 8 * rank.world_size), nn.Linear(8 * rank.world_size, 16))
     torch.manual_seed(rank.seeds.init)
     run = rank.run(model, units=[["0"]], prepare=lambda plain: plain.to("meta"))
@@ -338,9 +338,9 @@ def test_shards_draw_different_values(rank: Rank) -> None:
 @alone()
 @needs(Capability.SHARDED, Capability.COUNTED_UNITS, Hardware.ACCELERATOR)
 def test_memory_to_shard_a_model_on_the_cpu(rank: Rank) -> None:
-    """Sharding a model that lies on the CPU takes the device memory of the shards and of two whole units at most.
+    """Sharding a model that lies on the CPU takes the device memory of the shards and of two full units at most.
 
-    One is the unit as it was, the other the copy of it, in the layout of the shards, of which the shards are cut.
+    One is the unit as it was, the other its copy, in the layout of the shards, from which the shards are cut.
     """
     model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(10)))
     whole = memory.bytes_of(model.parameters())
@@ -360,9 +360,9 @@ def test_memory_to_shard_a_model_on_the_cpu(rank: Rank) -> None:
 @each_value("what")
 @pytest.mark.parametrize("what", [pytest.param(name, marks=UNFIT_MARKS.get(name, ())) for name in UNFIT])
 def test_what_cannot_be_sharded(rank: Rank, what: str) -> None:
-    """What an implementation does not shard it refuses by name, on every rank, and leaves as it was.
+    """A module that an implementation cannot shard is refused by name, on every rank, and left unchanged.
 
-    It may refuse it when it shards the model, or in each forward. What it takes trains as DDP does.
+    The refusal may come at sharding, or in each forward. If it is not refused, it trains as DDP does.
     """
     refused_or_trained(rank, UNFIT[what])
 
@@ -374,7 +374,7 @@ def test_what_cannot_be_sharded(rank: Rank, what: str) -> None:
 def test_model_that_is_repaired_after_a_refusal(rank: Rank, what: str) -> None:
     """A model that the first forward refuses trains as DDP does once the cause is removed.
 
-    Those who refuse it when they shard it, or who take it, have nothing to repair.
+    An implementation that refuses the model at sharding, or trains it, has nothing to repair.
     """
     unfit = UNFIT[what]
     assert unfit.repair is not None
@@ -399,7 +399,7 @@ def test_model_that_is_repaired_after_a_refusal(rank: Rank, what: str) -> None:
 @each_value("grouped")
 @pytest.mark.parametrize("grouped", [False, True])
 def test_refuses_a_unit_twice(rank: Rank, grouped: bool) -> None:
-    """A module that is a unit is refused as one again, by itself or in a list."""
+    """A module that is a unit is refused as a unit again, by itself or in a list."""
     fsdp = fsdp2(rank)
     model = fsdp.layers()
     fsdp.shard(model[1])
@@ -489,9 +489,9 @@ def test_refuses_a_plain_parameter(rank: Rank) -> None:
 @needs(Capability.META_LOAD)
 @pytest.mark.parametrize("which", ["", "layers.1"], ids=["whole-model", "one-unit"])
 def test_forward_on_the_meta_device(rank: Rank, which: str) -> None:
-    """The forward of what still is on the meta device, all or one unit, is refused by the names that the root has.
+    """The forward of a model that is still on the meta device, all or one unit, is refused by the root's names for it.
 
-    So is a second one, and a call that gathers it.
+    A second forward, and a call that gathers it, are refused too.
     """
     model = models.Tower(dim=9).to(rank.device)
     names = [name for name, _ in model.named_parameters() if name.startswith(which)]
@@ -533,10 +533,10 @@ def test_offloaded_parameters_elsewhere(rank: Rank, moved: str) -> None:
     run = away()
     refusal = Refusal(rank, lambda: run.evaluate((batch,)))
     if moved == "after-forward" and refusal.text is None:
-        assert torch.equal(refusal.result[0], expected), "the forward has neither the values of before nor an error"
+        assert torch.equal(refusal.result[0], expected), "the forward neither uses the old values nor raises"
     else:
         refusal.check_names(*(name for name, _ in model.named_parameters()))
-    run = away()  # not every implementation goes on after a refusal
+    run = away()  # not every implementation can continue after a refusal
     run.adapter.module.to_empty(device="cpu")
     run.adapter.restore({"model": copy.deepcopy(plain).cpu().state_dict()}, form="full")
     (found,) = run.evaluate((batch,))
@@ -545,9 +545,9 @@ def test_offloaded_parameters_elsewhere(rank: Rank, moved: str) -> None:
 
 @contract("INIT-5")
 @world(2)
-@needs(Capability.META_DEVICE, Capability.FLAT_PARAMETERS)  # where a script's function is an option, and not called
+@needs(Capability.META_DEVICE, Capability.FLAT_PARAMETERS)  # there a user function is an option, and not called
 def test_function_that_cannot_be_called(rank: Rank) -> None:
-    """What should make the values of a model on the meta device, and cannot be called, is refused by its value."""
+    """An initialization function for the meta device that cannot be called is refused by its value."""
     model = models.Tower(dim=9).to("meta")
     refusal = Refusal(rank, lambda: sharded(rank, model, units=model.units(), init=3))
     refusal.check_names("Expected 3", "param_init_fn")
@@ -570,7 +570,7 @@ def test_parameter_of_two_units(rank: Rank, flat: bool, units: list[list[str]]) 
     [*RESHARD[:3], pytest.param(3, marks=[needs(Capability.RESHARD_TO_SIZE), meaningful_from(6)])],
 )
 def test_other_numbers_of_ranks(rank: Rank, reshard_after_forward: bool | int | None) -> None:
-    """Three and six ranks train as DDP does: uneven shapes, microbatches, and resharding to what divides."""
+    """Three and six ranks train as DDP does: uneven shapes, microbatches, and resharding to group sizes that divide."""
     pair = rank.pair(shapes.ManyShapes(), units=[["body"]], reshard_after_forward=reshard_after_forward, microbatches=2)
     for step in range(2):
         pair.step([rank.batch(step, (2, 3, 6, 6), microbatch=index) for index in range(2)])
@@ -624,7 +624,7 @@ def test_nested_units_are_gathered_apart(rank: Rank, reshard_after_forward: bool
 
 @contract("INIT-10")
 @world(4)
-@needs(Capability.PROCESS_GROUPS)  # an engine that has all ranks can be given no others
+@needs(Capability.PROCESS_GROUPS)  # an engine that uses all ranks accepts no others
 @pytest.mark.parametrize("as_groups", [False, True])
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
 def test_part_of_the_world_in_another_order(rank: Rank, reshard_after_forward: bool | None, as_groups: bool) -> None:
@@ -652,7 +652,7 @@ def test_all_ranks_by_default(rank: Rank) -> None:
     """Without a mesh or process groups all ranks train one model, on the accelerator if the host has one."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if (accelerator.type if accelerator else "cpu") != rank.device.type:
-        return  # ranks on the CPU of a host with an accelerator
+        return  # the ranks run on the CPU of a host with an accelerator
     model = models.Tower(dim=9)
     pair = rank.pair(model, units=model.units(), default_mesh=True)
     for step in range(2):
@@ -694,7 +694,7 @@ def refused_or_trained(rank: Rank, unfit: Unfit) -> None:
     model, batch = unfit.model().to(rank.device), rank.batch(0, (4, 9))
     whole, untouched = copy.deepcopy(model), Untouched(model)
     options = unfit.options(rank)
-    # With an optimizer: what divides the optimizer's state alone looks at the parameters there.
+    # With an optimizer: an implementation that shards only the optimizer's state looks at the parameters there.
     construction = Refusal(rank, lambda: sharded(rank, model, optimizer=optim.sgd(), **options))
     if construction.text is not None:
         construction.check_names(*unfit.names)
@@ -706,7 +706,7 @@ def refused_or_trained(rank: Rank, unfit: Unfit) -> None:
     adapter: Adapter = construction.result
     first = Refusal(rank, lambda: adapter.forward(batch))
     if first.text is None:
-        shown = adapter.held_parameters()  # what is registered may be gathered
+        shown = adapter.held_parameters()  # registered parameters may be gathered
         strides = {name: whole.get_parameter(name).stride() for name, one in shown.items() if isinstance(one, DTensor)}
         other = [name for name, stride in strides.items() if shown[name].stride() != stride]
         assert not other, f"sharded with other strides: {other}"

@@ -1,4 +1,4 @@
-"""Chapter INIT: options and calls that the API of ``FullyShardedDataParallel`` refuses, and ranks that it finds."""
+"""Chapter INIT: options and calls that the API of ``FullyShardedDataParallel`` refuses, and its default ranks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_refuses_units_that_differ(rank: Rank, option: str) -> None:
 @contract("INIT-5")
 @world(2)
 def test_second_forward_refuses_too(rank: Rank) -> None:
-    """Units that differ in what all share are refused by the second forward as by the first."""
+    """Units that differ in an option that all share are refused by the second forward as by the first."""
     fsdp = fsdp1(rank)
     model = fsdp.nested({"use_orig_params": False})
     for _ in range(2):
@@ -55,7 +55,7 @@ def test_second_forward_refuses_too(rank: Rank) -> None:
 @contract("INIT-5")
 @world(2)
 def test_refuses_a_rule_for_wrapped_modules(rank: Rank) -> None:
-    """A rule that wraps, for a module in which one is wrapped already, is refused."""
+    """An auto-wrap policy for a module in which a module is wrapped already is refused."""
     fsdp = fsdp1(rank)
     rule = functools.partial(fsdp.api.wrap.size_based_auto_wrap_policy, min_num_params=1)
     fsdp.check_refused("auto wrapping", lambda: fsdp.nested(auto_wrap_policy=rule))
@@ -76,7 +76,7 @@ def test_refuses_to_ignore_a_wrapper(rank: Rank) -> None:
 @each_value("how")
 @pytest.mark.parametrize("how", ["by-two-options", "of-two-kinds", "parameters-as-modules", "a-number"])
 def test_refuses_to_ignore(rank: Rank, how: str) -> None:
-    """Ignored modules beside ignored states, states of two kinds, and what is no list of modules are refused."""
+    """Ignored modules together with ignored states, states of two kinds, and a non-list of modules are refused."""
     fsdp = fsdp1(rank)
     layers = fsdp.layers()
     options: dict[str, dict[str, Any]] = {
@@ -103,7 +103,7 @@ def test_refuses_hybrid_shards_by_hand_without_groups(rank: Rank) -> None:
 @each_value("half")
 @pytest.mark.parametrize("half", ["one-group", "half-a-pair", "one-dimension"])
 def test_refuses_hybrid_shards_with_one_group(rank: Rank, half: str) -> None:
-    """Hybrid shards with one process group, alone or with None for the other, or one dimension are refused."""
+    """Hybrid shards with one process group, alone or with None for the other, or with one dimension, are refused."""
     fsdp = fsdp1(rank)
     group = fsdp.mesh.get_group()
     options: dict[str, dict[str, Any]] = {
@@ -119,7 +119,7 @@ def test_refuses_hybrid_shards_with_one_group(rank: Rank, half: str) -> None:
 @contract("INIT-5")
 @world(2)
 def test_refuses_forms_that_differ(rank: Rank) -> None:
-    """Asking for the form of state dicts of a model whose units have two is refused."""
+    """Asking for the form of state dicts of a model whose units have two forms is refused."""
     fsdp = fsdp1(rank)
     model = fsdp.nested()
 
@@ -165,7 +165,7 @@ def test_refuses_calls_of_the_root_on_a_unit(rank: Rank, call: str) -> None:
 @contract("INIT-5")
 @world(2)
 def test_refuses_a_communication_hook_that_is_no_function(rank: Rank) -> None:
-    """A communication hook that cannot be called is refused."""
+    """A communication hook that is not callable is refused."""
     fsdp = fsdp1(rank)
     fsdp.check_refused("must be callable", lambda: fsdp.nested().register_comm_hook(None, 3))
 
@@ -173,7 +173,7 @@ def test_refuses_a_communication_hook_that_is_no_function(rank: Rank) -> None:
 @contract("INIT-5")
 @world(2)
 def test_refuses_full_gradients_of_flat_parameters(rank: Rank) -> None:
-    """Full gradients are refused where parameters are flat: they are the gradient of one tensor."""
+    """Full gradients are refused with flat parameters, whose gradient is that of one tensor."""
     fsdp = fsdp1(rank)
     model = fsdp.wrap(fsdp.layers(), use_orig_params=False)
     fsdp.check_refused("with_grads", lambda: _enter(fsdp.kind.summon_full_params(model, with_grads=True)))
@@ -205,7 +205,7 @@ def test_refuses_an_initialisation_that_is_no_function(rank: Rank) -> None:
 @contract("INIT-5")
 @world(2)
 def test_refuses_a_meta_module_that_cannot_be_made(rank: Rank) -> None:
-    """A module on the meta device without ``reset_parameters`` is refused if no function makes its values."""
+    """A module on the meta device without ``reset_parameters`` is refused if no function initializes it."""
     fsdp = fsdp1(rank)
 
     class Scale(nn.Module):
@@ -214,7 +214,7 @@ def test_refuses_a_meta_module_that_cannot_be_made(rank: Rank) -> None:
             self.weight = nn.Parameter(torch.ones(4, device="meta"))
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that come before the error
+        warnings.simplefilter("ignore", UserWarning)  # they come before the error
         fsdp.check_refused("reset_parameters", lambda: fsdp.wrap(Scale()))
 
 
@@ -244,13 +244,13 @@ def test_refuses_offloaded_parameters_that_were_moved(rank: Rank) -> None:
         fsdp.forward(model)
 
 
-# Ranks that user code does not name
+# Ranks by default
 
 
 @contract("INIT-10")
 @world(2)
 def test_hybrid_shards_by_a_rule_without_groups(rank: Rank) -> None:
-    """Hybrid shards of units that a rule finds, on one host, lie over all ranks, in one group of all units."""
+    """Hybrid shards of units that a rule finds, on one host, lie over all ranks, in one group that all units share."""
     fsdp, made = fsdp1(rank), list[Any]()
 
     def noting(name: str) -> None:

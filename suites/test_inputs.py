@@ -1,4 +1,4 @@
-"""Chapter INPUTS: what a unit is given, whatever looks at it on the way."""
+"""Chapter INPUTS: arguments of units, which wrappers and hooks must pass on unchanged."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from shardproof.testing import (
 
 
 class Notes:
-    """An object of a script's own, with a list in it, as a cache of keys and values has."""
+    """An object of a user class, with a list in it, as a cache of keys and values has."""
 
     def __init__(self) -> None:
         self.entries: list[Any] = []
 
 
-#: By name: what makes a thing for units to fill, and where the entries lie in it.
+#: By name: a function that makes an argument for units to fill, and one that returns its entries.
 FILLED: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "list": (list, lambda notes: notes),
     "dict": (dict, lambda notes: notes),
@@ -48,7 +48,7 @@ class _Layer(nn.Module):
 
 
 class _Entered(Stacked):
-    """A linear of the root's own, so that what its layers are given needs gradients, and the layers."""
+    """A linear of the root's own, so that the inputs of its layers require gradients, and the layers."""
 
     def __init__(self, dim: int, layers: Iterable[nn.Module]) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class _Entered(Stacked):
 
 
 class Filling(_Entered):
-    """Two layers that each add an entry to what they are given: the first by position, the second by keyword.
+    """Two layers that each add an entry to an argument: the first gets it by position, the second by keyword.
 
     Input and output: (batch, dim). A forward asserts that all entries have arrived.
 
@@ -94,7 +94,7 @@ class _Filler(_Layer):
 
 
 class Handing(_Entered):
-    """A layer that must be given the very objects that are not tensors, and returns them beside its output.
+    """A layer that must receive the very objects that are not tensors, and returns them next to its output.
 
     Its arguments have the names that wrappers and hooks use for their own. Input and output: (batch, dim).
     """
@@ -158,7 +158,7 @@ class _Watcher(_Layer):
 
 
 def _mark(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Where a tensor lies, and how."""
+    """The address of a tensor, and its layout."""
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.requires_grad
 
 
@@ -194,7 +194,7 @@ class _Overwriter(_Layer):
 @each_value("what")
 @pytest.mark.parametrize("what", FILLED)
 def test_things_that_units_fill(rank: Rank, what: str) -> None:
-    """What a script gives to units to be filled is filled, in training and in evaluation."""
+    """A mutable argument that units fill is filled for the caller, in training and in evaluation."""
     evaluate_and_train(rank, Filling(9, what=what))
 
 
@@ -202,7 +202,7 @@ def test_things_that_units_fill(rank: Rank, what: str) -> None:
 @world(2)
 @needs(Capability.CONTAINER_OUTPUT)
 def test_things_that_are_no_tensors(rank: Rank) -> None:
-    """What is no tensor reaches a unit and comes back as the same object, under whatever name it is passed."""
+    """An argument that is not a tensor reaches a unit, and is returned, as the same object, under any keyword."""
     evaluate_and_train(rank, Handing(9))
 
 
@@ -214,7 +214,7 @@ def test_tensors_that_need_no_gradient(rank: Rank) -> None:
 
 
 def evaluate_and_train(rank: Rank, model: models.Stacked) -> None:
-    """Two evaluations and two steps of a model whose forward asserts what its units were given."""
+    """Run two evaluations and two steps of a model whose forward asserts the arguments of its units."""
     pair = rank.pair(model, units=model.units())
     for step in range(2):
         pair.evaluate(rank.batch(step, (2, 9), microbatch=1))
@@ -246,7 +246,7 @@ def test_input_changed_in_place(rank: Rank, uses_again: bool) -> None:
 @contract("INPUTS-5")
 @world(2, 4)
 def test_batch_without_rows(rank: Rank) -> None:
-    """A rank whose batch has no row takes part, and its gradients count as zeros."""
+    """A rank whose batch has no row takes part in each collective, and its gradients count as zeros."""
     model = models.Tower(dim=9)
     pair = rank.pair(model, units=model.units())
     for step in range(3):

@@ -34,7 +34,7 @@ from shardproof.testing import (
 )
 
 DEPTH = 5
-#: On a device the bytes of a unit may go back once the work that reads them has run: those of so many units at most.
+#: On a device the bytes of a unit may be freed once the kernels that read them have run: those of this many units.
 BEHIND = 2
 LAYERS = [f"layers.{index}" for index in range(DEPTH)]
 
@@ -46,7 +46,7 @@ pytestmark = needs(Capability.SHARDED)
 @needs(Capability.RESHARD_AFTER_FORWARD)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD_FREES)
 def test_units_are_freed_behind_the_computation(rank: Rank, reshard_after_forward: bool | int) -> None:
-    """When a unit begins, in forward and in backward, the units that are done with hold no gathered bytes."""
+    """When a unit begins, in forward and in backward, units that have finished hold no gathered bytes."""
     model = models.Tower(dim=9, depth=DEPTH)
     full = {
         f"layers.{index}": 4 * sum(p.numel() for p in layer.parameters()) for index, layer in enumerate(model.layers)
@@ -61,7 +61,7 @@ def test_units_are_freed_behind_the_computation(rank: Rank, reshard_after_forwar
             moments = [moment for moment in census.moments if moment.phase == phase]
             assert [moment.unit for moment in moments] == units, f"units that began their {phase}: {moments}"
             for number, moment in enumerate(moments):
-                # Resharded to a part of the ranks, a unit may hold that part until backward needs it.
+                # Resharded to a subgroup, a unit may hold its shard of that subgroup until backward needs it.
                 allowed = 0 if reshard_after_forward is True or phase == "backward" else 0.75
                 kept = {
                     unit: moment.held[unit]
@@ -105,10 +105,10 @@ def test_everything_is_freed_when_backward_ends(rank: Rank, reshard_after_forwar
     assert len(seen) == 4
 
 
-#: A layer's bytes: large enough that what libraries and the allocator keep for themselves does not count.
+#: A layer's bytes: large enough that memory kept by libraries and the allocator does not count.
 WIDTH = 1024
 LAYER = 4 * WIDTH * WIDTH
-#: Small beside a layer: activations, the scalars of the loss, the optimizer's.
+#: Small compared to a layer: activations, the scalars of the loss, the optimizer's.
 CRUMBS = LAYER // 8
 
 
@@ -142,19 +142,19 @@ def test_what_is_held_between_steps(rank: Rank, mesh: str) -> None:
 @needs(Hardware.ACCELERATOR, Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD)
 @MESHES
 def test_peaks(rank: Rank, mesh: str) -> None:
-    """What forward and backward add to the memory that is held is bounded, however many units there are."""
+    """The memory that forward and backward add is bounded, however many units there are."""
     for depth in (4, 12):
         run, _, share = _layers(rank, depth, mesh)
         peaks = _peaks(rank, run)
         for phase, allowed in IN_WHOLE.items():
-            # Gradients that a step had set to None are allocated anew.
+            # Gradients that a step had set to None are allocated again.
             most = allowed * LAYER + (share if phase == "backward" else 0)
             assert peaks[phase] <= most + CRUMBS, (
                 f"{phase} of {depth} layers adds {peaks[phase] / LAYER:.2f} layers; {most / LAYER:.2f} are allowed"
             )
 
 
-#: How many units a phase may hold in whole. In forward: the one that computes, and the next one in the memory of the
+#: How many full units a phase may hold. In forward: the one that computes, and the next one in the memory of the
 #: gather and in that of its parameters. In backward: the one that computes, its gradients, the gather of the next one,
 #: and the input of the reduction in flight.
 IN_WHOLE = {"forward": 3, "backward": 4}
@@ -172,7 +172,7 @@ def _layers(rank: Rank, depth: int, mesh: str) -> tuple[Run, int, int]:
 
 
 def _peaks(rank: Rank, run: Run) -> dict[str, int]:
-    """What forward and backward of the third step add at most to the bytes that are held before it."""
+    """The most bytes that forward and backward of the third step add to those allocated before it."""
     marks: list[int] = []
 
     def loss(output: torch.Tensor) -> torch.Tensor:
@@ -193,12 +193,12 @@ def _peaks(rank: Rank, run: Run) -> dict[str, int]:
 
 
 def _allocate_workspaces(rank: Rank) -> None:
-    """Let the libraries of matrix products allocate what they keep, in the threads of forward and backward."""
+    """Let the matrix libraries allocate their workspaces, in the threads of forward and backward."""
     layer = nn.Linear(WIDTH, WIDTH, bias=False, device=rank.device)
     layer(rank.batch(0, (1, WIDTH)).requires_grad_()).sum().backward()
 
 
-#: After so many steps everything that lives as long as the model has been made.
+#: After so many steps every object that lives as long as the model has been made.
 SETTLED = 3
 
 
@@ -224,7 +224,7 @@ def test_fifty_steps_hold_no_more_than_the_third(rank: Rank, reshard_after_forwa
             counts.append(held_by(run.adapter, rank.device))
     first, last = counts
     # A thread of the communication library may hold the last collective's tensors for a moment, and a few objects of
-    # the interpreter come and go. What every step leaves behind is fifty times as much.
+    # the interpreter come and go. A leak in every step would be fifty times as much.
     largest = 4 * max(unit.padded_numel for unit in run.units)
     allowed = {"objects": 50, "tensors": 2, "bytes of tensors": 2 * largest}
     grown = {name: (first[name], last[name]) for name in first if last[name] > first[name] + allowed.get(name, 0)}
@@ -232,7 +232,7 @@ def test_fifty_steps_hold_no_more_than_the_third(rank: Rank, reshard_after_forwa
 
 
 def held_by(adapter: Adapter, device: torch.device) -> dict[str, int]:
-    """Count what the process holds, after garbage collection."""
+    """Count the process's objects and bytes, after garbage collection."""
     memory.collect_garbage()
     found = gc.get_objects()
     hooks = (
@@ -271,7 +271,7 @@ def held_by(adapter: Adapter, device: torch.device) -> dict[str, int]:
 def test_deleted_model_is_freed_at_once(rank: Rank, end: str, reshard_after_forward: bool | None) -> None:
     """When the last reference to a model goes, its modules and tensors go too, without the garbage collector.
 
-    A backward that is still to come runs all the same.
+    A backward that is still to come runs nevertheless.
     """
     model = models.Tower(dim=9)
     config = rank.config(units=model.units(), reshard_after_forward=reshard_after_forward)
@@ -304,7 +304,7 @@ def test_deleted_model_is_freed_at_once(rank: Rank, end: str, reshard_after_forw
 
 
 class Injected(Exception):
-    """What goes wrong on all ranks."""
+    """The error that is injected on all ranks."""
 
 
 def finish(adapter: Adapter, end: str, batch: torch.Tensor) -> None:

@@ -133,7 +133,7 @@ def test_memory_that_cannot_be_pinned(rank: Rank) -> None:
 @needs(Capability.POST_ACCUMULATE_GRAD_HOOK)
 @KINDS
 def test_hooks_find_gradients_on_the_cpu(rank: Rank, offload: str) -> None:
-    """A hook on a parameter runs once in a backward and finds there, on the CPU, the gradient that the step uses."""
+    """A hook on a parameter runs once in a backward and sees there, on the CPU, the gradient that the step uses."""
     model = models.Tower(dim=9)
     pair = rank.pair(model, units=model.units(), offload=offload)
     seen: dict[str, list[torch.Tensor]] = {}

@@ -1,4 +1,4 @@
-"""Chapter OPTIMIZER: optimizers and training scripts work on shards as on full parameters.
+"""Chapter OPTIMIZER: optimizers and training loops work on shards as on full parameters.
 
 Every run is compared bit for bit with full copies: the gradients of the models here depend on no order of sums, and
 optimizers compute element by element.
@@ -73,7 +73,7 @@ FLAT = pytest.mark.parametrize(
 )
 def test_ten_steps(rank: Rank, kind: optim.Kind, kernels: optim.Kernels, rows: int, flat_parameters: bool) -> None:
     """Ten steps, for the powers of Adam's decay rates, leave the parameters and the state that full copies have."""
-    # On the CPU a fused kernel rounds otherwise where a tensor, or a shard of it, does not fill the last vector.
+    # On the CPU a fused kernel rounds differently where a tensor, or a shard of it, does not fill the last vector.
     shape = (rows + 1, 64) if kernels == "fused" else (rows, 5)
     optimizer = optim.of_kind(kind, kernels)
     run, replica = run_and_replica(
@@ -94,10 +94,10 @@ def test_ten_steps(rank: Rank, kind: optim.Kind, kernels: optim.Kernels, rows: i
     [pytest.param(False, id="alone"), pytest.param(True, id="beside-others", marks=needs(Capability.OWN_OPTIMIZER))],
 )
 def test_steps_after_an_evaluation(rank: Rank, others: bool, kernels: optim.Kernels, flat_parameters: bool) -> None:
-    """A step that follows an evaluation is what the next forward uses, by whatever kernels it was taken.
+    """The next forward uses the step that follows an evaluation, by whichever kernels it was taken.
 
-    What an evaluation has left gathered is older, and a fused kernel does not count what it writes as a new version.
-    The optimizer may have other parameters than the model's, and have them first.
+    Values that an evaluation has left gathered are older, and a fused kernel does not bump the version of its outputs.
+    The optimizer may also have parameters that are not the model's, and have them first.
     """
     optimizer = optim.of_kind("adamw", kernels)
     shape = (8, 64)
@@ -138,7 +138,7 @@ def test_steps_after_an_evaluation(rank: Rank, others: bool, kernels: optim.Kern
     ids=["assigned", "one-by-one", "converted", "converted-flat", "swapped", "swapped-flat"],
 )
 def test_steps_of_parameters_that_a_script_replaced(rank: Rank, how: str, flat_parameters: bool) -> None:
-    """A step of parameters that a load, user code or a conversion has registered is what the next forward uses."""
+    """A step of parameters that a load, user code or a conversion has replaced is used by the next forward."""
     model, batch = models.MLP(9), (rank.batch(0, (4, 9)),)
 
     def last_output(*, evaluates: bool) -> torch.Tensor:
@@ -163,7 +163,7 @@ def test_steps_of_parameters_that_a_script_replaced(rank: Rank, how: str, flat_p
     before = models.copy_of(model).to(rank.device)(*batch)
     found, expected = last_output(evaluates=True), last_output(evaluates=False)
     # The first step of Adam moves each parameter by the learning rate.
-    assert float((expected - before).detach().abs().max()) > 1e-3, "a forward after a step is that of before it"
+    assert float((expected - before).detach().abs().max()) > 1e-3, "the forward after a step is the same as before it"
     assert torch.equal(found, expected), "a forward after a step uses what one before it has left gathered"
 
 
@@ -175,9 +175,9 @@ def test_steps_of_parameters_that_a_script_replaced(rank: Rank, how: str, flat_p
 @pytest.mark.parametrize("evaluates", [False, pytest.param(True, marks=needs(Capability.RESHARD_AFTER_FORWARD))])
 @pytest.mark.parametrize("memory", ["same", "own"])
 def test_gradients_of_parameters_that_a_script_replaced(rank: Rank, memory: str, evaluates: bool) -> None:
-    """A parameter that a script puts in the place of another, in its memory or not, has the gradients from then on.
+    """A parameter that replaces another, in the same memory or not, has the gradients from then on.
 
-    The other one keeps its own, and values may be gathered already.
+    The replaced one keeps its gradient, and values may be gathered already.
     """
     model = models.MLP(9)
     whole = models.copy_of(model).to(rank.device)
@@ -209,9 +209,9 @@ def test_gradients_of_parameters_that_a_script_replaced(rank: Rank, memory: str,
 @OWN_OPTIMIZER
 @needs(Capability.DTENSOR_PARAMETERS, Capability.REGISTERED_STATE)
 def test_steps_of_parameters_that_inference_saw_first(rank: Rank) -> None:
-    """A step of replaced parameters that an evaluation in inference mode gathered first is what the next forward uses.
+    """A step of replaced parameters that an evaluation in inference mode gathered first is used by the next forward.
 
-    A state dict that is taken before that does not put the old ones back.
+    A state dict that is taken before does not restore the old parameters.
     """
     model, batch = models.MLP(9), (rank.batch(0, (4, 9)),)
 
@@ -223,7 +223,7 @@ def test_steps_of_parameters_that_inference_saw_first(rank: Rank) -> None:
         put = dict(run.adapter.named_parameters())
         run.adapter.module.state_dict()
         lost = [name for name, parameter in run.adapter.named_parameters().items() if parameter is not put[name]]
-        assert not lost, f"a state dict has put other parameters in the place of {', '.join(lost)}"
+        assert not lost, f"a state dict has replaced {', '.join(lost)}"
         if evaluates:
             run.evaluate(batch, mode="inference_mode")
         run.adapter.reshard()
@@ -240,15 +240,15 @@ def test_steps_of_parameters_that_inference_saw_first(rank: Rank) -> None:
 
 def _attach(parameters: Iterable[nn.Parameter], options: dict[str, Any]) -> None:
     """Let SGD step a parameter as soon as its gradient has been added up."""
-    # Here: the package compiles scripts where it is imported, and each compilation warns.
+    # Imported here: the package compiles code at import, and each compilation warns.
     attach = private.need("torch.distributed.optim.apply_optimizer_in_backward._apply_optimizer_in_backward")
     attach(torch.optim.SGD, parameters, options)
 
 
 def _convert(rank: Rank, module: nn.Module, *, swaps: bool) -> None:
-    """Let torch put new parameters in the place of a module's, or new tensors into them, as it does where data differ.
+    """Let torch replace a module's parameters, or swap new tensors into them, in a conversion.
 
-    So it converts to another kind of device, and any model where a script has chosen that.
+    It does so when it converts to another kind of device, and in any conversion if user code has chosen that.
     """
     with rank.monkeypatch.context() as patch:
         patch.setattr(torch.__future__, f"_{'swap' if swaps else 'overwrite'}_module_params_on_conversion", True)
@@ -261,7 +261,7 @@ def _convert(rank: Rank, module: nn.Module, *, swaps: bool) -> None:
 @each_value("what")
 @pytest.mark.parametrize("what", ["another-shape", "in-one-of-two-places", "before-backward"])
 def test_parameters_that_a_script_cannot_replace(rank: Rank, what: str) -> None:
-    """A parameter that a script replaces by one that cannot take its place is refused by all ranks, with the reason."""
+    """A parameter that user code replaces by an incompatible one is refused by all ranks, with the reason."""
     check_refused(rank, what)
 
 
@@ -269,7 +269,7 @@ def test_parameters_that_a_script_cannot_replace(rank: Rank, what: str) -> None:
 @world(4)
 @needs(Capability.FLAT_PARAMETERS, Capability.WHOLE_PARAMETERS, Capability.TIED_PARAMETERS, Capability.HYBRID)
 def test_parameters_of_replicas_that_a_script_cannot_replace(rank: Rank) -> None:
-    """Replicas whose shards stay gathered refuse an unfit parameter that is assigned between forward and backward."""
+    """Replicas whose shards stay gathered refuse an incompatible parameter assigned between forward and backward."""
     check_refused(rank, "before-backward", mesh=rank.mesh((2, 2), ("replicate", "shard")))
 
 
@@ -278,7 +278,7 @@ def check_refused(rank: Rank, what: str, **options: Any) -> None:
     run, batch = rank.run(TiedMLP(9), reshard_after_forward=False, **options), (rank.batch(0, (4, 9)),)
     adapter = run.adapter
     loss = models.mean_square(adapter.forward(*batch)) if what == "before-backward" else None
-    # Each rank has some of its elements, and learns of it by itself.
+    # Each rank has some of the parameter's elements, and notices by itself.
     held = adapter.held_parameters()["first.weight"].detach()
     other = nn.Parameter(held.repeat(2) if what == "another-shape" else held * 2)
     for name in ("first",) if what == "in-one-of-two-places" else ("first", "second"):
@@ -301,7 +301,7 @@ REASONS = {
 @needs(Capability.UNUSED_OUTPUT)  # an implementation that, like DDP, decides at construction what it reduces lacks it
 @FLAT
 def test_groups_and_schedules(rank: Rank, flat_parameters: bool) -> None:
-    """Groups have rates and decays of their own, one is added for a unit that is thawed, and a schedule acts on all."""
+    """Groups have rates and decays of their own; one is added for a thawed unit, and a schedule acts on all."""
     model = mixed.Mixed(*SHAPE)
     model.high.requires_grad_(False)
 
@@ -339,7 +339,7 @@ def test_group_that_is_added(rank: Rank) -> None:
 
     def of_the_others(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         every = list(parameters)
-        # A unit has one parameter where they are flat; the root's own comes first, and those of the last unit last.
+        # With flat parameters each unit has one; the root's own comes first, and those of the last unit last.
         given = every[: -last if len(every) == len(names) else -1]
         groups = [{"params": given[:1], "weight_decay": 0.1}, {"params": given[1:], "lr": 0.01}]
         return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
@@ -353,7 +353,7 @@ def test_group_that_is_added(rank: Rank) -> None:
                 owner.optimizer.add_param_group({"params": _of_the_last_unit(owner), "weight_decay": 0.2})
         step_and_check(rank, run, replica, [(rank.batch(step, SHAPE),)], number=step)
         for owner in owners:
-            for parameter in _of_the_last_unit(owner):  # the optimizer zeroes those of its groups alone
+            for parameter in _of_the_last_unit(owner):  # the optimizer zeroes only those of its groups
                 parameter.grad = None
         for schedule in schedules:
             schedule.step()
@@ -375,7 +375,7 @@ def test_averages_of_weights(
     average: Literal["exponential", "equal"],
     flat_parameters: bool,
 ) -> None:
-    """An average that each rank takes of its shards is evaluated in their place, and training goes on without it."""
+    """An average that each rank takes of its shards is swapped in and evaluated, and training goes on without it."""
     run, replica = run_and_replica(
         rank,
         mixed.Mixed(*SHAPE),
@@ -423,7 +423,7 @@ def _exchange(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -
 @world(2)
 @needs(Capability.OWN_OPTIMIZER, Capability.DTENSOR_PARAMETERS)
 def test_updates_of_whole_matrices(rank: Rank) -> None:
-    """An optimizer that needs whole matrices and norms finds them through the DTensors of parameters and gradients."""
+    """An optimizer that needs full matrices and norms finds them through the DTensors of parameters and gradients."""
     model = mixed.Mixed(*SHAPE)
     run, replica = run_and_replica(rank, model, units=UNITS, optimizer=optim.sgd(), step=_orthogonal_step)
     for step in range(3):
@@ -432,7 +432,7 @@ def test_updates_of_whole_matrices(rank: Rank) -> None:
 
 @torch.no_grad()
 def _orthogonal_step(owner: Trainee) -> None:
-    """As Muon and LAMB do: orthogonalise each gradient, and scale it by norms of the parameter and of the gradient."""
+    """Orthogonalise each gradient, and scale it by norms of the parameter and of the gradient, as Muon and LAMB do."""
     for parameter in owner.held_parameters().values():
         gradient = parameter.grad
         assert gradient is not None
@@ -488,7 +488,7 @@ CHANGES = {"scale": _scale, "set": _set, "drop": _drop, "replace": _replace, "re
     ["scale", "set", "drop", "replace", pytest.param("replace-data", marks=needs(Capability.FLAT_PARAMETERS))],
 )
 def test_gradients_that_a_script_changes(rank: Rank, change: str, set_to_none: bool, flat_parameters: bool) -> None:
-    """The step uses the gradients that a script scaled, set, dropped or replaced, and the next backward its own."""
+    """The step uses the gradients that user code scaled, set, dropped or replaced, and the next backward its own."""
     changed = itertools.cycle(["low", "low", "high", "high"])  # in turn, each in the baseline and in the sharded run
 
     def after_backward(owner: Trainee) -> None:
@@ -515,7 +515,7 @@ def test_gradients_that_a_script_changes(rank: Rank, change: str, set_to_none: b
 @OWN_OPTIMIZER
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zeros"])
 def test_gradients_that_the_optimizer_clears(rank: Rank, set_to_none: bool) -> None:
-    """A script may clear gradients by the optimizer's own ``zero_grad``, after which the next backward starts anew."""
+    """User code may clear gradients by the optimizer's own ``zero_grad``; then the next backward starts anew."""
     run, replica = run_and_replica(rank, mixed.Mixed(*SHAPE), units=UNITS, optimizer=optim.sgd())
     for step in range(3):
         step_and_check(rank, run, replica, [(rank.batch(step, SHAPE),)], number=step, set_to_none=False)
@@ -528,7 +528,7 @@ def test_gradients_that_the_optimizer_clears(rank: Rank, set_to_none: bool) -> N
 @needs(Capability.STEP_IN_BACKWARD)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_steps_in_backward(rank: Rank, reshard_after_forward: bool | int | None) -> None:
-    """Optimizers that are attached to the parameters train the bits of one that steps after backward.
+    """Optimizers that are attached to the parameters train the same bits as one that steps after backward.
 
     Backward leaves no gradient.
     """

@@ -1,4 +1,4 @@
-"""Chapter ORDER: ranks that run their units in different orders learn of it before wrong parameters are exchanged."""
+"""Chapter ORDER: ranks that run units in different orders report it before they exchange wrong parameters."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ SMALL = 512
 def test_ranks_differ_in_the_first_iteration(
     rank: Rank, flat_parameters: bool, reshard_after_forward: bool | None
 ) -> None:
-    """The forward of every rank raises, with the names of what two ranks run, before either is gathered.
+    """The forward of every rank raises, with the names of both units, before either is gathered.
 
-    All of them or none: what compares is a collective of all ranks, and a rank that went on alone would wait for the
-    others in a gather. An implementation that compares nothing gathers one path for the other, of equal size, and
+    All ranks raise or none: the comparison is a collective of all ranks, and a rank that went on alone would wait for
+    the others in a gather. An implementation without the comparison gathers one path for the other, of equal size, and
     fails here without hanging.
     """
     model = models.TwoPaths(dim=DIM)
@@ -95,7 +95,7 @@ def test_ranks_differ_in_the_first_iteration(
 @PARAMETERS
 @needs(Capability.REPLICAS_ALONE)
 def test_ranks_that_shard_nothing_differ(rank: Rank, flat_parameters: bool) -> None:
-    """Ranks with full parameters, which would reduce the gradients of other units, all raise in forward."""
+    """Ranks with full parameters, which would reduce the gradients of different units, all raise in forward."""
     model = models.TwoPaths(dim=DIM)
     run = rank.run(model, units=UNITS, shards=False, flat_parameters=flat_parameters)
     rank.expect_different_collectives()
@@ -109,7 +109,7 @@ def test_ranks_that_shard_nothing_differ(rank: Rank, flat_parameters: bool) -> N
 @world(4, debug_level="DETAIL")
 @PARAMETERS
 def test_ranks_of_a_part_of_the_world_differ(rank: Rank, flat_parameters: bool) -> None:
-    """Where half of the ranks train one model and half another, the error names ranks by their numbers in the world."""
+    """If half of the ranks train one model and half another, the error names ranks by their numbers in the world."""
     model, mesh = models.TwoPaths(dim=DIM), rank.mesh((2, 2), ("models", "dp"))["dp"]
     run = rank.run(model, units=UNITS, mesh=mesh, flat_parameters=flat_parameters)
     rank.expect_different_collectives()
@@ -158,7 +158,7 @@ def test_a_rank_runs_fewer_units(rank: Rank, unit: Layer, flat_parameters: bool)
 @world(4, debug_level="DETAIL")
 @needs(Capability.UNIT_MESHES)
 def test_ranks_of_one_unit_differ(rank: Rank) -> None:
-    """Every forward raises where only the unit that is left out has all ranks, and the others have halves."""
+    """Every forward raises where only the omitted unit is sharded over all ranks, and the others over halves."""
     model, mesh = OptionalUnits(dim=DIM), rank.mesh((2, 2), ("models", "dp"))["dp"]
     run = rank.run(model, units=OPTIONAL, mesh=mesh, unit_meshes={"exit": rank.mesh()})
     model.skipped = "exit" if rank.index >= 2 else ""
@@ -175,10 +175,10 @@ def test_ranks_of_one_unit_differ(rank: Rank) -> None:
 def test_a_later_iteration_differs(
     rank: Rank, before: int, flat_parameters: bool, reshard_after_forward: bool | None
 ) -> None:
-    """Ranks that leave the order of their first iteration are warned once; the others and later iterations are not.
+    """Ranks that leave the order of their first iteration warn once; the others and later iterations do not.
 
-    Nothing is compared across ranks any more, and both paths have collectives of the same sizes, so that no rank is
-    left waiting for another.
+    Ranks no longer compare, and both paths have collectives of the same sizes, so that no rank is left
+    waiting for another.
     """
     pair, model = make(rank, reshard_after_forward=reshard_after_forward, flat_parameters=flat_parameters)
     run = pair.sharded
@@ -191,7 +191,7 @@ def test_a_later_iteration_differs(
 
     def depart(step: int) -> None:
         output = run.adapter.forward(rank.batch(step, (8, DIM)))
-        # A warning counts only if it comes in time: before the backward.
+        # A warning counts only if it comes before the backward.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             run.adapter.backward(models.mean_square(output))
@@ -200,7 +200,7 @@ def test_a_later_iteration_differs(
         check_silent(rank, departures(train, step))
     if rank.index:
         model.flip()
-    # All ranks judge the warnings of all, so that they fail together.
+    # All ranks check the warnings of all, so that they fail together.
     on_rank_0, *on_others = rank.exchange(departures(depart, before))
     assert not on_rank_0, f"rank 0 keeps to its order: {on_rank_0}"
     for number, found in enumerate(on_others, start=1):
@@ -260,7 +260,7 @@ def test_later_iterations_run_other_units(
 @PARAMETERS
 @pytest.mark.parametrize("cause", ["input", "order"])
 def test_first_forward_that_raises(rank: Rank, cause: str, flat_parameters: bool) -> None:
-    """Later iterations are compared with the first whole one, not with a forward that ended in an exception.
+    """Later iterations are compared with the first complete one, not with a forward that ended in an exception.
 
     The exception comes from an input of another size, or from the comparison: one rank ends before the others.
     """
@@ -344,7 +344,7 @@ def test_a_unit_by_itself_is_not_compared(rank: Rank, first: bool) -> None:
         pair.check()
         alone(number)
 
-    pair.sharded.evaluate((rank.batch(0, (4, 9)),))  # by which the root is known
+    pair.sharded.evaluate((rank.batch(0, (4, 9)),))  # this makes it known as the root
     for number in range(3):
         check_silent(rank, departures(epoch, number))
 
@@ -374,7 +374,7 @@ def test_comparing_costs_the_first_iteration_alone(
 
 
 def make(rank: Rank, **options: bool | None) -> tuple[Pair, models.TwoPaths]:
-    """A model whose ranks may take different paths, beside its baseline."""
+    """A model whose ranks may take different paths, next to its baseline."""
     model = models.TwoPaths(dim=DIM)
     # DDP ends with a segmentation fault at this debug level, over gloo: F-15 of docs/findings.md.
     pair = rank.pair(model, units=UNITS, baseline="replicated", **options)
@@ -382,7 +382,7 @@ def make(rank: Rank, **options: bool | None) -> tuple[Pair, models.TwoPaths]:
 
 
 def checked(warning: tuple[str, str], number: int) -> str:
-    """Return the text of a warning that was given on rank ``number``, once its category and its sentence are right."""
+    """Return the text of rank ``number``'s warning, after checking its category and its sentence."""
     category, text = warning
     assert category == "UserWarning", f"{category}: {text}"
     sentence = f"{DEPARTURE} from that of the first iteration on rank {number}{UNCHECKED}"
@@ -402,7 +402,7 @@ def raised_by(run: Run, batch: Any) -> str:
 
 
 def check_frozen(run: Run, path: str) -> None:
-    """The parameters of one path, and no others, are shown as frozen, gathered or sharded."""
+    """The parameters of one path, and no others, are frozen, whether gathered or sharded."""
     shown = {name: parameter.requires_grad for name, parameter in run.adapter.named_parameters().items()}
     wrong = {name: trains for name, trains in shown.items() if trains == name.startswith(path)}
     assert not wrong, f"requires_grad after backward, where only {path} is frozen: {wrong}"

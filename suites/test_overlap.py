@@ -1,4 +1,4 @@
-"""Chapter OVERLAP: what the streams of a device run at the same time, and what waits."""
+"""Chapter OVERLAP: work that the streams of a device run at the same time, and waits."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SLOW_MS = BUSY_MS / 4
 SHORT_MS = 5.0
 #: Far longer than the host takes for three steps of a small model.
 OCCUPIED_MS = 1500.0
-#: A DDP's bucket may outlive it for a moment, so the models are smaller than what counts as left behind.
+#: A DDP bucket may outlive its model for a moment, so the models are smaller than the threshold for leaks.
 DIM = 17
 
 pytestmark = needs(Capability.SHARDED, Hardware.STREAMS)
@@ -101,7 +101,7 @@ class _Occupying(torch.autograd.Function):
 @alone()
 @needs(Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD)
 def test_collectives_run_beside_computation(rank: Rank) -> None:
-    """Gathers end while the unit before computes, in forward and backward, and reductions while the next one does."""
+    """Gathers end while the previous unit computes, in forward and backward, and reductions while the next one does."""
     model = BusyTower(dim=DIM, depth=DEPTH, milliseconds=BUSY_MS)
     slow = Delay(milliseconds=SLOW_MS, collective="reduce_scatter")
     run = rank.run(model, units=model.units(), reshard_after_forward=True, optimizer=optim.sgd(), delays=[slow])
@@ -138,7 +138,7 @@ def assert_overlaps(timeline: Timeline, moved: tuple[str, str, str], computes: s
     "how", ["plain", "kept", "clipped", "accumulated", pytest.param("replicas", marks=needs(Capability.SINGLE_RANK))]
 )
 def test_host_runs_ahead(rank: Rank, how: str) -> None:
-    """The host enqueues three steps while the stream is still occupied by work from before."""
+    """The host enqueues three steps while the stream is still occupied by earlier work."""
     options: dict[str, dict[str, Any]] = {
         "plain": {},
         "kept": {"reshard_after_forward": False},
@@ -210,7 +210,7 @@ def test_memory_is_not_reused_early(
 @needs(Capability.HYBRID)
 @pytest.mark.parametrize("delays", DELAYED)
 def test_memory_of_replicas_is_not_reused_early(rank: Rank, delays: tuple[str, ...]) -> None:
-    """Memory of reductions over replicas, on a stream of their own, is not handed out while they read or write it."""
+    """Memory of reductions over replicas, on a stream of their own, is not reused while they read or write it."""
     model = BusyTower(dim=DIM, depth=3, milliseconds=SHORT_MS)
     mesh = rank.mesh((rank.world_size // 2, 2), ("replicate", "shard"))
     pair = rank.pair(model, units=model.units(), mesh=mesh, delays=[DELAYS[name] for name in delays])
@@ -222,7 +222,7 @@ def test_memory_of_replicas_is_not_reused_early(rank: Rank, delays: tuple[str, .
 @world(2)
 @needs(Capability.POST_ACCUMULATE_GRAD_HOOK)
 def test_step_waits_for_hooks(rank: Rank) -> None:
-    """What a hook enqueues when a gradient has been reduced is done before the optimizer reads the gradient."""
+    """Work that a hook enqueues on a reduced gradient is done before the optimizer reads the gradient."""
     model, pictures = models.Tower(dim=DIM), []
     for by_hook in (True, False):
         run = rank.run(
@@ -258,13 +258,13 @@ def double_gradients(adapter: Adapter) -> None:
 @world(2)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_training_on_another_stream(rank: Rank, reshard_after_forward: bool | int | None) -> None:
-    """A model that trains on a stream other than the default one trains the same, also beside work on that one."""
+    """A model that trains on a stream other than the default one trains the same, also next to work on that one."""
     model = models.Tower(dim=DIM)
     pair = rank.pair(model, units=model.units(), reshard_after_forward=reshard_after_forward)
     batches = [rank.batch(step, (4, DIM)) for step in range(3)]
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    # Behind this the default stream would deliver whatever waited for it, or was computed on it, too late.
+    # After this work, the default stream would deliver too late whatever waits for it or is computed on it.
     occupy(DELAY_MS, device_type="cuda")
     with torch.cuda.stream(stream):
         for batch in batches:

@@ -1,4 +1,4 @@
-"""Chapter PLACEMENT: which elements a rank holds, and what a parameter's DTensor says of it."""
+"""Chapter PLACEMENT: which elements a rank holds, and a parameter's DTensor."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_layout(rank: Rank, named: bool, replicas: bool) -> None:
     """A parameter is on the given mesh, cut along its first dimension and replicated along the replicas.
 
     It has its global shape, stride and dtype, and its shards together are the parameter bit for bit, before the first
-    forward and after a step. It is the same where a script names the first dimension.
+    forward and after a step. The same holds if user code chooses the first dimension explicitly.
     """
     size = rank.world_size
     mesh = rank.mesh((2, size // 2), ("replicate", "shard")) if replicas else rank.mesh()
@@ -123,7 +123,7 @@ def test_other_dimensions_on_replicas(rank: Rank, choice: str) -> None:
 @needs(Capability.SHARD_DIMENSION, Capability.RESHARD_TO_SIZE, Capability.REGISTERED_STATE)
 @pytest.mark.parametrize("choice", CHOICES)
 def test_other_dimensions_after_forward(rank: Rank, choice: str) -> None:
-    """Sharded along other dimensions, parameters that are resharded to groups of two show the part that they claim."""
+    """Sharded along other dimensions, parameters that are resharded to groups of two have the part that they claim."""
     model = models.Tower(dim=8)
     full = {name: value.detach().clone().to(rank.device) for name, value in model.named_parameters()}
     run = rank.run(model, units=model.units(), reshard_after_forward=2, shard_dim=CHOICES[choice])
@@ -173,7 +173,7 @@ def test_other_dimensions_after_inference_mode(rank: Rank) -> None:
 @world(2, 4)
 @needs(Capability.SHARD_DIMENSION)
 def test_parameter_without_rows(rank: Rank) -> None:
-    """A parameter without rows may be cut along its columns, beside others that are cut along their rows."""
+    """A parameter without rows may be cut along its columns, next to others that are cut along their rows."""
     model = shapes.ManyShapes(has_empty=True)
     full = {name: value.detach().clone() for name, value in model.named_parameters()}
     pair = rank.pair(model, units=[["body"]], shard_dim=lambda parameter: 0 if parameter.numel() else 1)
@@ -188,7 +188,7 @@ def test_parameter_without_rows(rank: Rank) -> None:
 @needs(Capability.SHARD_DIMENSION)
 @pytest.mark.parametrize("choice", ["same", "other"])
 def test_other_dimensions_beside_tensor_parallelism(rank: Rank, choice: str) -> None:
-    """The dimension may be the one that tensor parallelism has cut, or the one that it has left."""
+    """The dimension may be the one that tensor parallelism has cut, or another."""
     mesh = rank.mesh((2, 2), ("dp", "tp"))
 
     def chosen(parameter: nn.Parameter) -> int | None:
@@ -221,7 +221,7 @@ def test_other_dimensions_beside_tensor_parallelism(rank: Rank, choice: str) -> 
 @world(4)
 @needs(Capability.SHARD_DIMENSION, Capability.TENSOR_PARALLEL)
 def test_uneven_parts_of_tensor_parallelism(rank: Rank) -> None:
-    """A dimension that the ranks divide, and not the part that tensor parallelism leaves, is refused or trains."""
+    """A dimension that the ranks divide, but not within each tensor-parallel part, is refused or trains."""
     mesh = rank.mesh((2, 2), ("dp", "tp"))
 
     def chosen(parameter: nn.Parameter) -> int | None:
@@ -241,7 +241,7 @@ def test_uneven_parts_of_tensor_parallelism(rank: Rank) -> None:
         pair.check()
 
 
-#: Of which the first are stages of a pipeline, whose ranks have parameters of their own.
+#: The first are pipeline stages, whose ranks have parameters of their own.
 FOUR = ("pp", "replicate", "shard", "tp")
 FOUR_DIMENSIONS = needs(Capability.TENSOR_PARALLEL, Capability.HYBRID, Capability.REGISTERED_STATE)
 
@@ -260,7 +260,7 @@ FOUR_DIMENSIONS = needs(Capability.TENSOR_PARALLEL, Capability.HYBRID, Capabilit
     ids=lambda sizes: "x".join(map(str, sizes)),
 )
 def test_four_dimensions(rank: Rank, sizes: tuple[int, ...]) -> None:
-    """Beside stages of a pipeline, replicas, shards and tensor parallelism a parameter lies as documented, and trains.
+    """With pipeline stages, replicas, shards and tensor parallelism a parameter lies as documented, and trains.
 
     Each stage has values and data of its own. With three of the dimensions a world of eight ranks is full.
     """
@@ -287,7 +287,7 @@ def test_four_dimensions(rank: Rank, sizes: tuple[int, ...]) -> None:
 @simulated(multiple_of=16)
 @FOUR_DIMENSIONS
 def test_four_dimensions_of_many_ranks(rank: Rank) -> None:
-    """Beside four dimensions of two ranks and more, a parameter lies as documented, and trains."""
+    """With four dimensions of two ranks and more, a parameter lies as documented, and trains."""
     size = rank.simulates
     sizes = (2, 2, size // 8, 2)
     for index in sorted({0, 1, size // 2, size // 2 + size // 4 + 2, size - 1}):
@@ -312,7 +312,7 @@ def check_four_dimensions(shown: dict[str, nn.Parameter], full: dict[str, torch.
     Args:
         shown: the registered parameters, by name.
         full: tensors of their global shapes, by name.
-        place: the sizes of the dimensions, and this rank's place.
+        place: the sizes of the dimensions, and this rank's coordinates.
     """
     assert shown.keys() == full.keys()
     ranks = place.along(*FOUR[1:])

@@ -46,7 +46,7 @@ from shardproof.testing import (
     world,
 )
 
-#: Of the batches.
+#: The dimension of the batches.
 SHAPE = (6, 4)
 
 
@@ -170,7 +170,7 @@ def evaluate_and_train(rank: Rank, run: Run, replica: CastReplica, *, first: int
 
 def assert_collectives(run: Run, *, gathers: set[torch.dtype], reduces: set[torch.dtype]) -> None:
     """Check the dtypes of all collectives of a run among its data-parallel ranks."""
-    # What is not sharded is not gathered.
+    # Parameters that are not sharded are not gathered.
     gathers = gathers if "parameters" in run.adapter.traits.shards else set()
     kinds = {"all_gather": gathers, "reduce_scatter": reduces, "all_reduce": reduces}
     trace = [item for item in run.trace if set(item.group) <= set(run.adapter.config.data_ranks)]
@@ -221,7 +221,7 @@ def test_training(rank: Rank, policy: str, reshard_after_forward: bool | int | N
 @needs(Capability.MIXED_PRECISION, Capability.RECOMPUTATION)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_recomputation(rank: Rank, policy: str) -> None:
-    """A unit that backward computes again has the same dtypes in both computations."""
+    """A unit that backward recomputes has the same dtypes in both computations."""
     precision, model = POLICIES[policy], mixed.Mixed(recomputes=True)
     run, replica = both(rank, model, unit_precision={"low": precision})
     train(rank, run, replica)
@@ -246,7 +246,7 @@ def test_evaluation(rank: Rank, policy: str) -> None:
 @MIXED
 @pytest.mark.parametrize(("stored", "compute"), [(HALF, BRAIN), (BRAIN, HALF)], ids=["fp16-to-bf16", "bf16-to-fp16"])
 def test_dtypes_of_one_size(rank: Rank, stored: torch.dtype, compute: torch.dtype) -> None:
-    """Parameters are cast to a dtype of compute that has as many bytes as their own."""
+    """Parameters are cast to a compute dtype that has as many bytes as their own."""
     run, replica = both(rank, mixed.Mixed().to(stored), precision=Precision(compute=compute))
     check_evaluation(rank, run, replica, rank.batch(0, SHAPE), number=0)
     assert_collectives(run, gathers={compute}, reduces=set())
@@ -256,7 +256,7 @@ def test_dtypes_of_one_size(rank: Rank, stored: torch.dtype, compute: torch.dtyp
 @world(2)
 @needs(Capability.MIXED_PRECISION, Capability.REGISTERED_STATE)  # flat parameters have one dtype
 def test_frozen_of_another_dtype(rank: Rank) -> None:
-    """Forward uses a frozen parameter of another floating-point dtype in that of compute; its shards keep it."""
+    """Forward uses a frozen parameter of another floating-point dtype in the compute dtype; its shards keep theirs."""
     precision, model = POLICIES["bf16-fp32"], mixed.Mixed()
     model.low.weight = nn.Parameter(model.low.weight.detach().half(), requires_grad=False)
     run, replica = both(rank, model, precision=precision)
@@ -268,7 +268,7 @@ def test_frozen_of_another_dtype(rank: Rank) -> None:
 @world(2)
 @needs(Capability.MIXED_PRECISION, Capability.CAST_AFTER_INIT)
 def test_cast_after_sharding(rank: Rank) -> None:
-    """A model that is cast to a wider dtype once it is sharded computes and reduces in the dtype of its policy."""
+    """A model that is cast to a wider dtype after sharding computes and reduces in the dtype of its policy."""
     precision = Precision(compute=BRAIN, reduce=BRAIN)
     run, replica = both(rank, mixed.Mixed().half(), precision=precision, cast=FULL)
     replica.model.float()
@@ -281,7 +281,7 @@ def test_cast_after_sharding(rank: Rank) -> None:
 @needs(Capability.MIXED_PRECISION, Capability.FULL_PRECISION_EVALUATION, Capability.BUFFER_DTYPE)
 @pytest.mark.parametrize("reshard_after_forward", [None, False])
 def test_evaluation_in_full_precision(rank: Rank, reshard_after_forward: bool | None) -> None:
-    """If that is chosen, evaluations cast nothing, and training steps before and after them do."""
+    """With full precision in evaluation, evaluations cast nothing, and training steps before and after them do."""
     precision = Precision(compute=BRAIN, buffers=HALF, full_in_evaluation=True)
     model, keeps = mixed.Mixed(), reshard_after_forward
     run, replica = both(rank, model, units=[["high"]], precision=precision, reshard_after_forward=keeps)
@@ -296,7 +296,7 @@ def test_evaluation_in_full_precision(rank: Rank, reshard_after_forward: bool | 
 @world(2)
 @needs(Capability.MIXED_PRECISION, Capability.FULL_PRECISION_EVALUATION, Capability.BUFFER_DTYPE)
 def test_a_part_in_full_precision(rank: Rank) -> None:
-    """If that is chosen, a unit whose module alone is in evaluation mode is not cast, and the others are."""
+    """With full precision in evaluation, a unit whose module alone is in evaluation mode is not cast; others are."""
     model, precision = mixed.Mixed(), Precision(compute=BRAIN, buffers=HALF, full_in_evaluation=True)
     run, _ = both(rank, model, precision=precision)
     for trains in (True, False, True):
@@ -313,7 +313,7 @@ def test_a_part_in_full_precision(rank: Rank) -> None:
 @pytest.mark.parametrize("reshard_after_forward", [None, False])
 @pytest.mark.parametrize("policy", ["bf16", "fp32-bf16"])
 def test_gradients_in_full_precision(rank: Rank, policy: str, reshard_after_forward: bool | None) -> None:
-    """If that is chosen, a step whose forward is in evaluation mode reduces as it computes, and those around do not."""
+    """With full precision in evaluation, a step in evaluation mode reduces in full precision; other steps do not."""
     precision = dataclasses.replace(POLICIES[policy], full_in_evaluation=True)
     run, replica = both(rank, mixed.Mixed(), precision=precision, reshard_after_forward=reshard_after_forward)
     for step in range(4):
@@ -339,7 +339,7 @@ def test_gradients_in_full_precision(rank: Rank, policy: str, reshard_after_forw
     ids=["None", "False", "flat", "replicas-alone"],
 )
 def test_full_precision_between_microbatches(rank: Rank, options: dict[str, Any]) -> None:
-    """If that is chosen, evaluations between microbatches whose reduction is deferred leave their gradients alone."""
+    """With full precision in evaluation, evaluations between deferred microbatches leave their gradients alone."""
     precision = Precision(compute=BRAIN, full_in_evaluation=True)
     how: dict[str, Any] = {"microbatches": 3, "accumulation": Accumulation()} | options
     run, replica = both(rank, mixed.Mixed(), precision=precision, **how)
@@ -364,7 +364,7 @@ def test_full_precision_between_microbatches(rank: Rank, options: dict[str, Any]
 @pytest.mark.parametrize("policy", ["bf16", "fp32-bf16", "bf16-fp32"])
 @pytest.mark.parametrize("moves", [False, True], ids=["stays", "moves"])
 def test_gradients_that_stay_low(rank: Rank, moves: bool, policy: str, flat_parameters: bool) -> None:
-    """If that is chosen, gradients keep the dtype of the reduction, moved too; updates are float32."""
+    """With gradients kept in the reduce dtype, they have it after a move too, and updates are float32."""
     options: dict[str, Any] = {"precision": dataclasses.replace(POLICIES[policy], keeps_gradients=True)}
     if moves:
         options["after_backward"] = lambda one: getattr(one, "module", None) and one.module.to(rank.device)
@@ -377,7 +377,7 @@ def test_gradients_that_stay_low(rank: Rank, moves: bool, policy: str, flat_para
 @needs(Capability.MIXED_PRECISION, Capability.TENSOR_PARALLEL)
 @pytest.mark.parametrize("policy", ["bf16", "bf16-fp32", "fp32-bf16"])
 def test_tensor_parallel_shards(rank: Rank, policy: str) -> None:
-    """What tensor parallelism has cut is gathered, computed with and reduced in the dtypes of the policy."""
+    """Tensor-parallel parameters are gathered, used and reduced in the dtypes of the policy."""
     precision, mesh = POLICIES[policy], rank.mesh((2, 2), ("dp", "tp"))
     prepare = functools.partial(mixed.split_columns, mesh=mesh["tp"])
     run, replica = both(rank, mixed.Mixed(), precision=precision, mesh=mesh["dp"], prepare=prepare)
@@ -406,7 +406,7 @@ def test_autocast(rank: Rank, reshard_after_forward: bool | None) -> None:
 @needs(Capability.MIXED_PRECISION, Capability.WHOLE_PARAMETERS)
 @FLAT
 def test_whole_parameters(rank: Rank, flat_parameters: bool) -> None:
-    """Whole parameters have the dtype and the values of the shards, not those of compute."""
+    """Full parameters have the dtype and the values of the shards, not the compute dtype."""
     run, replica = both(rank, mixed.Mixed(), precision=POLICIES["bf16-fp32"], flat_parameters=flat_parameters)
     for step in range(3):
         train(rank, run, replica, first=step, steps=1)
@@ -422,7 +422,7 @@ def test_whole_parameters(rank: Rank, flat_parameters: bool) -> None:
 @FLAT
 @pytest.mark.parametrize("form", ["sharded", pytest.param("full", marks=needs(Capability.FULL_STATE_DICT))])
 def test_state_dicts(rank: Rank, form: StateForm, flat_parameters: bool) -> None:
-    """What is saved of a model and its optimizer has the dtype and the values of the shards, and trains on."""
+    """Saved states of a model and its optimizer have the dtype and the values of the shards, and training goes on."""
     run, replica = both(rank, mixed.Mixed(), precision=POLICIES["bf16-fp32"], flat_parameters=flat_parameters)
     for step in range(3):
         train(rank, run, replica, first=step, steps=1)
@@ -434,8 +434,8 @@ def test_state_dicts(rank: Rank, form: StateForm, flat_parameters: bool) -> None
 @world(4)
 @needs(Capability.MIXED_PRECISION, Capability.OUTPUT_DTYPE, Capability.RESHARD_TO_SIZE, Capability.REGISTERED_STATE)
 def test_smaller_shards(rank: Rank) -> None:
-    """Shards over fewer ranks, from which backward gathers, have the dtype of compute."""
-    # What units return is rounded, so gradients are bfloat16 values: float32 sums four of them exactly in any order.
+    """Shards over fewer ranks, from which backward gathers, have the compute dtype."""
+    # Outputs of units are rounded, so gradients are bfloat16 values: float32 sums four of them exactly in any order.
     precision = dataclasses.replace(POLICIES["bf16-fp32"], output=BRAIN)
     run, replica = both(rank, mixed.Mixed(), precision=precision, reshard_after_forward=2)
     run.adapter.forward(rank.batch(0, SHAPE))
@@ -466,7 +466,7 @@ def test_replicas(rank: Rank, policy: str) -> None:
 @pytest.mark.parametrize("policy", ["bf16", "bf16-fp32", "fp32-bf16"])
 @pytest.mark.parametrize("defers", [False, pytest.param(True, marks=needs(Capability.DEFERRED_REDUCTION))])
 def test_microbatches(rank: Rank, defers: bool, policy: str) -> None:
-    """Reduced gradients add up in float32, and those whose reduction is deferred in the dtype of the reduction."""
+    """Reduced gradients add up in float32, and those whose reduction is deferred in the reduce dtype."""
     later = Accumulation() if defers else None
     run, replica = both(rank, mixed.Mixed(), precision=POLICIES[policy], microbatches=4, accumulation=later)
     train(rank, run, replica)
@@ -477,7 +477,7 @@ def test_microbatches(rank: Rank, defers: bool, policy: str) -> None:
 @MIXED
 @needs(Capability.ACCUMULATION_DTYPES, Capability.DEFERRED_REDUCTION, Capability.UNUSED_MODULE)
 def test_parameters_of_one_microbatch(rank: Rank) -> None:
-    """Gradients that have added up in the dtype of the reduction keep it beside new ones in that of compute."""
+    """Gradients that have accumulated in the reduce dtype keep it next to new ones in the compute dtype."""
     run, replica = both(
         rank, models.Branches(8, 2), units=[], precision=POLICIES["bf16-fp32"], microbatches=3,
         accumulation=Accumulation(), find_unused=True,
@@ -491,7 +491,7 @@ def test_parameters_of_one_microbatch(rank: Rank) -> None:
 @world(2)
 @needs(Capability.MIXED_PRECISION, Capability.RANKS_DIFFER)
 def test_parameters_of_one_rank(rank: Rank) -> None:
-    """What stands for the gradients of parameters that a rank does not use has the dtype of those that it has."""
+    """Zeros that a rank contributes for parameters that it does not use have the dtype of its real gradients."""
     precision = POLICIES["bf16"]
     run, replica = both(rank, models.Branches(8, 2), units=[], precision=precision, ranks_differ=True)
     for step in range(3):
@@ -505,7 +505,7 @@ def test_parameters_of_one_rank(rank: Rank) -> None:
 @needs(Capability.HYBRID)
 @pytest.mark.parametrize("policy", ["bf16-fp32", "fp32-bf16"])
 def test_deferred_all_reduces(rank: Rank, policy: str) -> None:
-    """Shards whose all-reduce is deferred add up in the dtype of the reduction."""
+    """Shards whose all-reduce is deferred add up in the reduce dtype."""
     mesh = rank.mesh((2, 2), ("replicate", "shard"))
     later = Accumulation(skips="all-reduce")
     run, replica = both(rank, mixed.Mixed(), precision=POLICIES[policy], mesh=mesh, microbatches=4, accumulation=later)
@@ -518,9 +518,9 @@ def test_deferred_all_reduces(rank: Rank, policy: str) -> None:
 @needs(Capability.MIXED_PRECISION, Capability.DEFERRED_ALL_REDUCE, Capability.ACCUMULATION_DTYPES)
 @needs(Capability.HYBRID, Capability.SINGLE_RANK, Capability.UNUSED_MODULE)
 def test_deferred_all_reduces_of_different_parameters(rank: Rank) -> None:
-    """Deferred shards add up in the dtype of the reduction, also where microbatches use different parameters.
+    """Deferred shards add up in the reduce dtype, also where microbatches use different parameters.
 
-    In a world of two each replica has one shard, which nothing has reduced before it waits.
+    In a world of two each replica has one shard, which is deferred without any reduction before.
     """
     run, replica = both(
         rank, models.Branches(8, 2), units=[], precision=POLICIES["fp32-bf16"], microbatches=3, find_unused=True,
@@ -551,7 +551,7 @@ def test_deferred_all_reduces_of_different_parameters(rank: Rank) -> None:
     ],
 )
 def test_inputs(rank: Rank, passing: Passing, casts_inputs: bool) -> None:
-    """A unit casts its floating-point inputs if asked, in any container, and no integers."""
+    """A unit casts its floating-point inputs if configured to, in any container, and no integers."""
     model = Choosing(passing)
     inner = Precision(compute=BRAIN, reduce=FULL, casts_inputs=casts_inputs)
     run, replica = both(rank, model, units=[["inner"]], unit_precision={"inner": inner})
@@ -566,7 +566,7 @@ def test_inputs(rank: Rank, passing: Passing, casts_inputs: bool) -> None:
 @each_value("dtype")
 @pytest.mark.parametrize("dtype", [torch.bool, torch.complex64, torch.float64], ids=lambda one: str(one)[6:])
 def test_masks_and_rotations(rank: Rank, dtype: torch.dtype) -> None:
-    """Masks and complex numbers, as of rotary embeddings, are not cast on their way in and out; wide floats are."""
+    """Masks and complex numbers, as of rotary embeddings, are not cast as inputs or outputs; wide floats are."""
     model = Choosing()
     inner = Precision(compute=BRAIN, reduce=FULL, output=FULL)
     run = rank.run(model, units=[["inner"]], unit_precision={"inner": inner})
@@ -596,7 +596,7 @@ def test_policies_of_units(rank: Rank, root: str, low: str, high: str) -> None:
 @needs(Capability.MIXED_PRECISION, Capability.OUTPUT_DTYPE)
 @pytest.mark.parametrize("recomputes", [False, pytest.param(True, marks=needs(Capability.RECOMPUTATION))])
 def test_outputs(rank: Rank, recomputes: bool) -> None:
-    """What a unit returns is cast to the output dtype in a container too, in each computation, and integers are not."""
+    """A unit's output is cast to the output dtype, in a container too, in each computation; integers are not."""
     model = Choosing(recomputes=recomputes)
     inner = Precision(compute=BRAIN, reduce=FULL, output=HALF)
     root = Precision(compute=BRAIN, reduce=FULL, output=FULL)
@@ -610,7 +610,7 @@ def test_outputs(rank: Rank, recomputes: bool) -> None:
 @world(2)
 @needs(Capability.MIXED_PRECISION, Capability.OUTPUT_DTYPE, Capability.FORWARD_METHOD)
 def test_casts_of_a_registered_method(rank: Rank) -> None:
-    """A method that is registered beside forward has its inputs and its output cast as forward has."""
+    """A method that is registered in addition to forward has its inputs and its output cast as forward has."""
     inner = Precision(compute=BRAIN, reduce=FULL, output=FULL)
     run = rank.run(models.TwoStage(dim=9), units=[["encoder"], ["projector"]], unit_precision={"encoder": inner})
     run.adapter.register_forward_method("encoder", "features")
@@ -627,7 +627,7 @@ def test_casts_of_a_registered_method(rank: Rank) -> None:
 @world(2)
 @needs(Capability.MIXED_PRECISION, Capability.OUTPUT_DTYPE, Capability.GROUPED_UNIT)
 def test_casts_of_several_modules(rank: Rank) -> None:
-    """Each of several modules that form one unit has its inputs and its output cast, not the first or last alone."""
+    """Each of several modules that form one unit has its inputs and its output cast, not just the first or last."""
     inner, layers = Precision(compute=BRAIN, reduce=FULL, output=FULL), [f"layers.{index}" for index in range(3)]
     run = rank.run(models.Tower(dim=9, depth=3), units=[layers], unit_precision={"layers.0": inner})
     seen: list[torch.dtype] = []
@@ -680,7 +680,7 @@ def test_running_statistics(rank: Rank, buffers: torch.dtype | None) -> None:
 @needs(Capability.MIXED_PRECISION, Capability.UNUSED_OUTPUT)
 @pytest.mark.parametrize("policy", ["bf16-fp32", "fp32-bf16"])
 def test_thawed_unit(rank: Rank, policy: str) -> None:
-    """A unit that was frozen in the first step is reduced in the same dtype as the others once it is thawed."""
+    """A unit that is frozen in the first step and thawed later is reduced in the same dtype as the others."""
     precision, model = POLICIES[policy], mixed.Mixed()
     model.low.requires_grad_(False)
     run, replica = both(rank, model, precision=precision)
@@ -696,7 +696,7 @@ def test_thawed_unit(rank: Rank, policy: str) -> None:
 @world(2)
 @MIXED
 def test_small_updates(rank: Rank) -> None:
-    """Updates below an ulp of the dtype of compute are not lost."""
+    """Updates below an ulp of the compute dtype are not lost."""
     run, replica = both(rank, mixed.Mixed(), precision=POLICIES["bf16-fp32"], lr=2.0**-20)
     before = {name: value.detach().clone() for name, value in replica.model.named_parameters()}
     train(rank, run, replica)
@@ -710,7 +710,7 @@ def test_small_updates(rank: Rank) -> None:
 @MIXED
 @needs(Capability.TENSOR_PARALLEL, Capability.DTENSOR_PARAMETERS)
 def test_sums_over_tensor_parallel_ranks(rank: Rank) -> None:
-    """What tensor-parallel ranks each have of a gradient is summed in the reduce dtype: 257 is no bfloat16."""
+    """The tensor-parallel ranks' parts of a gradient are summed in the reduce dtype: 257 is not a bfloat16 number."""
     mesh = rank.mesh((2, 2), ("dp", "tp"))
     prepare = functools.partial(split_factors, mesh=mesh["tp"])
     run = rank.run(Factors(4), mesh=mesh["dp"], prepare=prepare, precision=POLICIES["bf16-fp32"])
@@ -727,7 +727,7 @@ def test_sums_over_tensor_parallel_ranks(rank: Rank) -> None:
 @world(2, 4)
 @needs(Capability.CAST_AFTER_INIT)
 def test_sums_beyond_float16(rank: Rank) -> None:
-    """The average of float16 gradients is right, although their sum is no float16."""
+    """The average of float16 gradients is right where their sum exceeds float16."""
     average(rank, None)
 
 
@@ -738,15 +738,15 @@ def test_sums_beyond_float16(rank: Rank) -> None:
     "shape", [(2, 2), pytest.param((4, 1), marks=needs(Capability.SINGLE_RANK))], ids=["2x2", "4x1"]
 )
 def test_sums_of_replicas_beyond_float16(rank: Rank, shape: tuple[int, int]) -> None:
-    """The average of float16 gradients over shards, replicas or both is right, although their sum is no float16."""
+    """The average of float16 gradients over shards, replicas or both is right where their sum exceeds float16."""
     average(rank, shape)
 
 
 def average(rank: Rank, shape: tuple[int, int] | None) -> None:
     """Two backwards, the second of which adds to gradients of zeros.
 
-    The sum of the large gradients is no float16 unless a part of the division precedes it. The small ones are lost if
-    all of the division does, at four ranks. Every partial sum is exact, in any order.
+    The sum of the large gradients exceeds float16 unless part of the division precedes it. The small ones are lost if
+    the whole division does, at four ranks. Every partial sum is exact, in any order.
     """
     size = rank.world_size
     mesh = rank.mesh(shape, ("replicate", "shard")) if shape else None
@@ -763,7 +763,7 @@ def average(rank: Rank, shape: tuple[int, int] | None) -> None:
             difference = exact_difference(piece.tensor, piece.cut(averaged))
             assert difference is None, f"{where}: element, gradient and average of the ranks: {difference}"
         run.adapter.zero_grad(set_to_none=False)
-    # Integers count and agree; they are no gradients.
+    # Integers are compared by count and value; they have no gradients.
     other = [str(item) for item in run.trace if item.dtype != "float16" and not item.dtype.startswith("int")]
     assert not other, f"the parameters are of float16, these collectives are not: {other}"
 
@@ -775,7 +775,7 @@ def assert_dtypes(run: Run, *policies: Precision) -> None:
 
 
 def assert_seen(seen: list[mixed.Seen], precision: Precision) -> None:
-    """Check the dtypes in every forward of a unit of a policy, to which float32 came; buffers keep theirs."""
+    """Check the dtypes in every forward of a policy's unit, whose inputs were float32; buffers keep their dtypes."""
     compute = precision.compute or FULL
     expected = mixed.Seen(compute if precision.casts_inputs else FULL, compute, FULL)
     assert set(seen) == {expected}, f"in forward the dtypes are {set(seen)} instead of {expected}"

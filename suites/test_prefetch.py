@@ -1,4 +1,4 @@
-"""Chapter PREFETCH: units that gather others ahead, as a script has set."""
+"""Chapter PREFETCH: units that gather others ahead, as user code has set them."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_more_is_gathered_before_a_layer_computes(rank: Rank) -> None:
 @world(2)
 @needs(Capability.EXPLICIT_PREFETCH, Capability.COUNTED_UNITS)
 def test_prefetching_is_taken_back(rank: Rank) -> None:
-    """Units for which a script names no others any more gather as if it had never named any."""
+    """Units whose prefetch setting user code removes gather as if it had never been set."""
     depth = 5
     model = models.Tower(dim=9, depth=depth)
     traces: list[str] = []
@@ -97,7 +97,7 @@ def test_prefetching_is_taken_back(rank: Rank) -> None:
 
 
 def _collectives_before(run: Run, depth: int) -> dict[str, list[int]]:
-    """Filled while the run trains a step: by phase and layer, the collectives issued before the layer computes."""
+    """Return a dict, filled while the run trains: by phase and layer, the collectives before the layer computes."""
     found = {"forward": [0] * depth, "backward": [0] * depth}
 
     def note(phase: str, layer: int) -> None:
@@ -183,7 +183,7 @@ backward  reduce_scatter  float32     1480 B  ranks 0-1  layers.0
 @world(2)
 @needs(Capability.EXPLICIT_PREFETCH, Capability.UNUSED_OUTPUT, Capability.REGISTERED_STATE)
 def test_what_is_gathered_in_vain_is_freed(rank: Rank) -> None:
-    """A unit that backward gathers ahead and does not reach is freed when backward ends, and gathered for a forward."""
+    """A unit that backward gathers ahead and does not reach is freed at its end, and gathered by the next forward."""
     seen: list[dict[str, int]] = []
     census: Census
     pair = rank.pair(
@@ -205,7 +205,7 @@ def test_what_is_gathered_in_vain_is_freed(rank: Rank) -> None:
 @world(2)
 @needs(Capability.EXPLICIT_PREFETCH, Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD)
 def test_a_unit_without_parameters(rank: Rank) -> None:
-    """A unit without parameters gathers others ahead as any other, and nothing where others are set to gather it."""
+    """A unit without parameters gathers others ahead like any other; prefetching such a unit gathers nothing."""
     model = torch.nn.Sequential(torch.nn.Linear(9, 12), torch.nn.Tanh(), torch.nn.Linear(12, 7))
     pair = rank.pair(model, units=[["0"], ["1"], ["2"]], reshard_after_forward=True)
     pair.adapter.prefetch(forward={"0": ["1"], "1": ["2"]}, backward={"2": ["1"], "1": ["0"]})
@@ -232,7 +232,7 @@ def test_a_unit_without_parameters(rank: Rank) -> None:
 @needs(Capability.EXPLICIT_PREFETCH, Capability.COUNTED_UNITS, Capability.GROUPED_UNIT)
 @needs(Capability.RESHARD_AFTER_FORWARD, Capability.ROOT_RESHARD)
 def test_a_unit_of_several_modules(rank: Rank) -> None:
-    """A unit of several modules gathers others ahead before the first of them, and not again those that ran since."""
+    """A unit of several modules gathers others ahead before the first of its modules, and not units that have run."""
     model = models.Tower(dim=9, depth=3)
     pair = rank.pair(model, units=[["layers.0", "layers.2"], ["layers.1"]], reshard_after_forward=True)
     pair.adapter.prefetch(forward={"layers.0": ["layers.1"]}, backward={})
@@ -277,7 +277,7 @@ def test_when_backward_gathers_ahead(rank: Rank, when: Any) -> None:
 @needs(Capability.GATHERS_AHEAD, Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD)
 @pytest.mark.parametrize("ahead", [False, True])
 def test_forward_gathers_ahead(rank: Rank, ahead: bool) -> None:
-    """From the second forward on each unit gathers the one that followed it in the first before it computes, if set."""
+    """If set, each unit gathers its successor of the first forward before it computes, from the second forward on."""
     depth = 4
     model = models.Tower(dim=9, depth=depth)
     pair = rank.pair(
@@ -302,7 +302,7 @@ def test_forward_gathers_ahead(rank: Rank, ahead: bool) -> None:
 @world(2)
 @needs(Capability.GATHERS_AHEAD, Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD)
 def test_evaluations_gather_ahead(rank: Rank) -> None:
-    """Where forward gathers ahead evaluations do so too, also if one of them is the first forward of all."""
+    """Evaluations gather ahead as forwards do, also if one of them is the first forward of all."""
     depth = 4
     model = models.Tower(dim=9, depth=depth)
     run = rank.run(model, units=model.units(), reshard_after_forward=True, gathers_ahead_in_forward=True)
@@ -329,7 +329,7 @@ def test_evaluations_gather_ahead(rank: Rank) -> None:
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("when", CHOICES)
 def test_units_that_run_twice(rank: Rank, when: Any, ahead: bool, reshard_after_forward: bool) -> None:
-    """Whatever is gathered ahead, units that run twice train as DDP does, on replicas and as gathers are bounded."""
+    """Units that run twice train as DDP does with any prefetch setting, on replicas and with bounded gathers."""
     model = RepeatedTower(9)
     mesh = rank.mesh((2, 2), ("replicate", "shard")) if ahead else None
     pair = rank.pair(

@@ -1,4 +1,4 @@
-"""Chapter RANDOM: random numbers, which sharding leaves to the model."""
+"""Chapter RANDOM: random numbers, of which sharding draws none."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class DroppingStack(Stacked):
 def test_masks_of_dropout(rank: Rank, means: Means | None, reshard_after_forward: bool | None) -> None:
     """Every rank's masks are those of an unsharded run that began with the same state of the generator."""
     model = DroppingStack(*SHAPE)
-    # Every rank has masks of its own.
+    # Every rank has different masks.
     torch.manual_seed(rank.seeds.init + rank.index)
     generators = [Generator(rank.device), Generator(rank.device)]
     with generators[0].in_use():
@@ -95,7 +95,7 @@ def test_masks_of_dropout(rank: Rank, means: Means | None, reshard_after_forward
 @world(2)
 @needs(Capability.DISTRIBUTED_CHECKPOINT)
 def test_state_dicts_draw_nothing(rank: Rank) -> None:
-    """State dicts are taken and loaded without a random number, before the first step and between steps."""
+    """Taking and loading state dicts draws no random number, before the first step and between steps."""
     model = DroppingStack(*SHAPE)
     run = rank.run(model, units=model.units(), optimizer=optim.adamw())
     for step in range(2):

@@ -63,7 +63,7 @@ def test_one_gather_serves_both(
 ) -> None:
     """Backward gathers a recomputed unit as often as any other: one gather serves both computations.
 
-    So it is where forward gathers ahead, of which backward has no use.
+    This holds also where forward gathers ahead, which would be useless in a recomputation.
     """
     pair, computations = make(rank, means, reshard_after_forward=reshard_after_forward, gathers_ahead_in_forward=ahead)
     units = len(pair.units)
@@ -81,7 +81,7 @@ def test_one_gather_serves_both(
 @needs(Capability.EXPLICIT_PREFETCH)
 @pytest.mark.parametrize("means", ["hooks", "call", "wrapper"])
 def test_recomputed_units_gather_nothing_ahead(rank: Rank, means: Means) -> None:
-    """What a unit is set to gather ahead in forward, it does not gather again where backward recomputes it."""
+    """A unit's forward prefetches are not gathered again when backward recomputes the unit."""
     pair, computations = make(rank, means)
     pair.adapter.prefetch(forward={"layers.0": ["layers.1"], "layers.1": ["layers.2"]}, backward={})
     units = len(pair.units)
@@ -181,7 +181,7 @@ def test_one_gather_serves_a_span(
     ],
 )
 def test_the_unit_before_a_span_is_gathered_ahead(rank: Rank, ahead: Any, span: Span) -> None:
-    """The unit that backward reaches after a span is gathered before the span's first is reduced, in every step."""
+    """The unit that backward reaches after a span is gathered before the span's first unit is reduced, each step."""
     pair = make_spans(rank, span, gathers_ahead=ahead)
     for step in range(3):
         pair.step(rank.batch(step, (4, 9)))
@@ -196,7 +196,7 @@ def test_the_unit_before_a_span_is_gathered_ahead(rank: Rank, ahead: Any, span: 
 @needs(Capability.UNUSED_OUTPUT)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
 def test_span_that_ends_within_a_unit(rank: Rank, reshard_after_forward: bool | None) -> None:
-    """A recomputation may end in the midst of a unit that gets no gradient: it is freed, and seen anew in later steps.
+    """A recomputation may end early within a unit without gradient: it is freed, and runs normally in later steps.
 
     Gradients are zeroed, so that momentum moves the unit in a step that does not use it.
     """
@@ -222,7 +222,7 @@ def test_span_that_ends_within_a_unit(rank: Rank, reshard_after_forward: bool | 
 def test_recomputed_unit_runs_twice(rank: Rank, reshard_after_forward: bool | None, means: Means) -> None:
     """A unit that runs twice in a forward is gathered for both recomputations, and sums both contributions.
 
-    What the caller recomputes is more than the unit, so that the second recomputation meets a unit that is freed.
+    The caller recomputes more than the unit, so that the second recomputation finds the unit freed.
     """
     computations = Computations(inside="in_proj")
     model = RepeatedTower(dim=9)

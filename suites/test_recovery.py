@@ -51,20 +51,20 @@ RECOVERS = needs(Capability.RECOVERY)
 
 
 class Injected(Exception):
-    """What goes wrong on all ranks."""
+    """The error that is injected on all ranks."""
 
 
 class Interrupted(BaseException):
-    """What stops a script from outside on all ranks, as Ctrl-C in a notebook does: no ``Exception``."""
+    """An interrupt of user code on all ranks, as by Ctrl-C in a notebook: not an ``Exception``."""
 
 
 @dataclasses.dataclass
 class Trap:
-    """Raises where one module of a run computes, once it is set.
+    """Raises where one module of a run computes, once it is armed.
 
     Attributes:
         phase: "forward" or "backward", in which the next computation raises; "" for none.
-        error: what it raises.
+        error: the exception that it raises.
     """
 
     phase: str = ""
@@ -101,7 +101,7 @@ def test_exception(rank: Rank, phase: str, reshard_after_forward: bool | int | N
 @world(2)
 @RECOVERS
 def test_recovery_before_the_first_forward(rank: Rank) -> None:
-    """A script that recovers from what was raised before its model has run at all, as by its data, trains on."""
+    """User code that recovers from an error before the model has run at all, as in its data loading, trains on."""
     model = models.Tower(dim=DIM)
     pair = rank.pair(model, units=model.units())
     for step in range(2):
@@ -115,7 +115,7 @@ def test_recovery_before_the_first_forward(rank: Rank) -> None:
 @RECOVERS
 @pytest.mark.parametrize("phase", ["forward", "backward", "evaluation"])
 def test_interrupt(rank: Rank, phase: str) -> None:
-    """User code that recovers from an interrupt, which no handler of errors catches, trains on."""
+    """User code that recovers from an interrupt, which ``except Exception`` does not catch, trains on."""
     model = models.Tower(dim=DIM, depth=DEPTH)
     check_recovery(rank, model, phase, error=Interrupted, units=model.units())
 
@@ -144,7 +144,7 @@ def test_exception_in_a_unit_of_several_modules(rank: Rank, phase: str) -> None:
     ids=["another-unit", "another-order"],
 )
 def test_exception_before_another_path(rank: Rank, units: list[list[str]], path: tuple[int, ...]) -> None:
-    """A model recovers where the next forward runs other units than the one that raised, or in another order."""
+    """A model recovers if the next forward runs other units than the one that raised, or in another order."""
     options: dict[str, Any] = {"units": units, "find_unused": True, "reshard_after_forward": None}
     run, sound = (rank.run(models.Branches(dim=DIM), **options) for _ in range(2))
     trap = Trap()
@@ -190,7 +190,7 @@ def test_exception_in_a_recomputation(rank: Rank, means: Means) -> None:
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize("defers", [False, True], ids=["last", "deferred"])
 def test_exception_in_a_later_microbatch(rank: Rank, defers: bool, phase: str, replicas: int, skips: Any) -> None:
-    """What earlier microbatches have left, reduced or not, is gone, and so is that the one that raises was deferred."""
+    """Recovery drops the gradients of earlier microbatches, reduced or not, and ends the deferral of the failed one."""
     model = models.Tower(dim=DIM, depth=DEPTH)
     mesh = rank.mesh((replicas, 4 // replicas), ("replicate", "shard")) if replicas > 1 else None
     how = Accumulation(skips=skips)
@@ -204,7 +204,7 @@ def test_exception_in_a_later_microbatch(rank: Rank, defers: bool, phase: str, r
 @needs(Capability.DEFERRED_REDUCTION, Capability.MIXED_PRECISION, Capability.ACCUMULATION_DTYPES)
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_exception_while_gradients_add_up_in_another_dtype(rank: Rank, phase: str) -> None:
-    """Recovery drops gradients of earlier microbatches that add up in the dtype of the reduction."""
+    """Recovery drops gradients of earlier microbatches that have accumulated in the reduce dtype."""
     precision = Precision(compute=torch.bfloat16, reduce=torch.float32)
     run, replica = run_and_replica(
         rank, mixed.Mixed(), units=[["low"], ["high"]], optimizer=optim.sgd(), precision=precision, microbatches=2,
@@ -235,7 +235,7 @@ def test_exception_while_gradients_add_up_in_another_dtype(rank: Rank, phase: st
 def test_process_groups_made_anew(
     rank: Rank, reshard_after_forward: bool | int | None, default_mesh: bool, fewer: int
 ) -> None:
-    """Ranks that destroy their process groups and make others train on from a checkpoint along the same losses.
+    """Ranks that destroy their process groups and make others train on from a checkpoint with the same losses.
 
     First there are fewer ranks in a world, then as many as before; the batch of all of them stays the same.
     """
@@ -243,7 +243,7 @@ def test_process_groups_made_anew(
     undivided = Undivided(model, optimizer=optim.sgd())
     with other_worlds(rank) as worlds:
         for number, size in enumerate((rank.world_size, fewer, rank.world_size)):
-            # There are no two ranks of one, and two of two are all.
+            # A single rank has no two ranks, and of two ranks, two are all.
             leaves = True if reshard_after_forward == 2 and size <= 2 else reshard_after_forward
             with worlds.of(size) as member:
                 torch.manual_seed(rank.seeds.init + number)
@@ -295,7 +295,7 @@ def test_exception_that_the_model_catches(rank: Rank, reshard_after_forward: boo
 @each_value("phase")
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_saving_after_an_exception(rank: Rank, phase: str) -> None:
-    """What a script saves, or looks at whole, when a pass has raised is what the last step has left."""
+    """State dicts and full parameters that user code reads after a failed pass have the values of the last step."""
     model = models.Tower(dim=DIM, depth=DEPTH)
     plain = models.copy_of(model).to(rank.device)
     run, trap = rank.run(model, units=model.units(), optimizer=None), Trap()
@@ -315,7 +315,7 @@ def test_saving_after_an_exception(rank: Rank, phase: str) -> None:
 @needs(Capability.WHOLE_PARAMETERS)
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_function_for_every_module_after_an_exception(rank: Rank, phase: str) -> None:
-    """A function that a script applies to every module when a pass has raised sees what the last step has left."""
+    """A function that user code applies to every module after a failed pass sees the values that the last step left."""
     model = models.Tower(dim=DIM, depth=DEPTH)
     plain = models.copy_of(model).to(rank.device)
     run, trap = rank.run(model, units=model.units(), optimizer=None), Trap()
@@ -332,7 +332,7 @@ def test_function_for_every_module_after_an_exception(rank: Rank, phase: str) ->
 @FLAT
 @SHARDS
 def test_exception_where_parameters_are_whole(rank: Rank, shards: bool, flat: bool) -> None:
-    """Where a script fails while parameters are whole, they are shards again, with what it has written by then."""
+    """If user code fails while parameters are full, they are sharded again, with the values that it has written."""
     model = models.Tower(dim=DIM, depth=DEPTH)
     plain = models.copy_of(model).to(rank.device)
     options: dict[str, Any] = {"units": model.units(), "flat_parameters": flat, "shards": shards}
@@ -357,7 +357,7 @@ def test_exception_where_parameters_are_whole(rank: Rank, shards: bool, flat: bo
 @FLAT
 @SHARDS
 def test_whole_parameters_that_were_refused(rank: Rank, shards: bool, flat: bool) -> None:
-    """Where a script puts one of another shape among whole parameters, those of before are shards again and train."""
+    """If user code replaces a full parameter by one of another shape, the old shards are restored, and train."""
     model = models.Tower(dim=DIM, depth=DEPTH)
     options: dict[str, Any] = {"units": model.units(), "flat_parameters": flat, "shards": shards}
     options["optimizer"] = optim.sgd()
@@ -397,7 +397,7 @@ def test_cast_that_raises(rank: Rank, flat: bool) -> None:
 
 
 class Careful(torch.nn.Module):
-    """Tries one branch, which may raise, and computes with another where it does; between layers of its own."""
+    """Tries one branch, which may raise, and runs another branch instead if it does; between layers of its own."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -415,7 +415,7 @@ class Careful(torch.nn.Module):
 
 
 class Failing(torch.nn.Module):
-    """Raises when it has computed, if asked to."""
+    """Raises after it has computed, if configured to."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -439,8 +439,8 @@ def check_recovery(
 ) -> None:
     """Train steps that each follow an attempt that raises, the first of all and then two; then evaluate.
 
-    Each issues the collectives of a run that nothing has happened to. With ``defers`` what raises is not the last
-    microbatch of its step.
+    Each step issues the collectives of a run without failures. With ``defers`` the failing microbatch is not the last
+    one of its step.
     """
     sound = rank.run(models.copy_of(model), **options)
     pair = rank.pair(model, **options)
@@ -463,13 +463,13 @@ def check_recovery(
 
 
 def assert_same(what: str, found: Sequence[Collective], expected: Sequence[Collective]) -> None:
-    """Check that a step has issued the same collectives as that of a run to which nothing has happened."""
+    """Check that a step has issued the same collectives as the step of a run without failures."""
     for number, (one, other) in enumerate(itertools.zip_longest(map(str, found), map(str, expected))):
         assert one == other, f"{what}: collective {number} is {one} instead of {other}"
 
 
 def batches(rank: Rank, pair: Pair, step: int, *, shift: int = 0) -> list[torch.Tensor]:
-    """The microbatches of a step; those of an attempt that raises are others."""
+    """The microbatches of a step; those of an attempt that raises are different."""
     numbers = range(shift, shift + pair.adapter.config.microbatches)
     return [rank.batch(step, (4, DIM), microbatch=number) for number in numbers]
 
@@ -483,7 +483,7 @@ def attempt(
     loss: Loss = models.mean_square,
     defers: bool = False,
 ) -> None:
-    """Run the microbatches, of which the last one here raises on every rank, and what a script calls then."""
+    """Run the microbatches, of which the last raises on every rank, and the recovery call."""
     *before, last = microbatches
     with pytest.raises(trap.error), run.recorder.during("failed"):
         for batch in before:
@@ -499,7 +499,7 @@ def attempt(
 
 
 def assert_nothing_gathered(pair: Pair, census: Census, when: str) -> None:
-    """Check that no parameter is gathered, where that can be seen."""
+    """Check that no parameter is gathered, where that is visible."""
     adapter = pair.adapter
     if Capability.REGISTERED_STATE in adapter.capabilities():
         gathered = [name for name, is_gathered in adapter.gathered().items() if is_gathered]

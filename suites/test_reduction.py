@@ -106,7 +106,7 @@ def test_divide_factors(rank: Rank, replicas: bool, factors: dict[str, float], d
 @each_value("call")
 @pytest.mark.parametrize("call", ["divide_factor", "older_divide_factor"])
 def test_divide_factor_of_another_step(rank: Rank, call: str) -> None:
-    """Another factor that a script sets between two steps is the one that the second step divides by.
+    """The second of two steps divides by the factor that user code has set since the first.
 
     The factors are half, a quarter of and twice the number of ranks: bit for bit, gradients are twice, four times and
     half of those without.
@@ -122,7 +122,7 @@ def test_divide_factor_of_another_step(rank: Rank, call: str) -> None:
 @world(2)
 @needs(Capability.UNIT_SETTINGS, Capability.RESHARD_AFTER_FORWARD)
 def test_another_collective_in_the_place_of_a_script(rank: Rank) -> None:
-    """A function, a gather or a reduction that a script sets later takes the place of the one it had set before."""
+    """Setting a custom function, all-gather or reduce-scatter again replaces the previous one."""
     model = models.Tower(dim=9)
     pair = rank.pair(model, units=model.units(), reshard_after_forward=True)
     owns = [(Own(), Own()) for _ in range(2)]
@@ -134,7 +134,7 @@ def test_another_collective_in_the_place_of_a_script(rank: Rank) -> None:
         pair.check()
         used = [(len(one.groups), len(other.groups)) for one, other in owns]
         expected = [(2, 1), (2, 1) if step else (0, 0)]
-        assert used == expected, f"by {step_label(step)} the script's two gathers and reductions were used {used} times"
+        assert used == expected, f"by {step_label(step)} the two custom gathers and reductions were used {used} times"
         assert calls == list(range(step + 1)), f"by {step_label(step)} functions {calls} were called"
 
 
@@ -170,7 +170,7 @@ def test_function_after_the_reduction(rank: Rank, replicas: bool, unit: str) -> 
 @needs(Capability.REDUCTION_HOOK, Capability.DEFERRED_REDUCTION)
 @SHARDS
 def test_function_in_place_of_the_reduction(rank: Rank, shards: bool) -> None:
-    """A function in the place of all reductions is called once for each unit and reduction; what it writes is used."""
+    """A function that replaces all reductions is called once for each unit and reduction, and its output is used."""
     runs = two_runs(rank, accumulation=Accumulation(), microbatches=2, mesh=rank.mesh(), shards=shards)
     calls: list[tuple[int, int]] = []
     size = rank.world_size if shards else 1
@@ -188,7 +188,7 @@ def test_function_in_place_of_the_reduction(rank: Rank, shards: bool) -> None:
     for step in range(2):
         calls.clear()
         before = len(runs[1].trace)
-        # In sums of four numbers the order is a function's own.
+        # A function sums four numbers in an order of its own.
         compare_gradients(rank, runs, step, doubled=names, exact=rank.world_size == 2)
         assert all(whole == size * share for whole, share in calls), f"gradients and shares: {calls}"
         found = sorted(share for _, share in calls)
@@ -203,7 +203,7 @@ def test_function_in_place_of_the_reduction(rank: Rank, shards: bool) -> None:
 @world(2)
 @needs(Capability.REDUCTION_HOOK)
 def test_function_that_cannot_be_called(rank: Rank) -> None:
-    """What should reduce and cannot be called is refused with its value, and the model trains on."""
+    """A reduction function that is not callable is refused with its value, and the model trains on."""
     model = models.Tower(dim=9)
     pair = rank.pair(model, units=model.units())
     nothing: Any = 3
@@ -218,7 +218,7 @@ def test_function_that_cannot_be_called(rank: Rank) -> None:
 @needs(Capability.REDUCTION_HOOK, Capability.MIXED_PRECISION)
 @SHARDS
 def test_what_a_function_writes_in_half_precision(rank: Rank, shards: bool) -> None:
-    """In float16, where an average would be divided in two parts, what the function writes is divided no further."""
+    """In float16, where an average would be divided in two parts, the function's output is divided no further."""
     run = rank.run(mixed.Mixed(), units=[["low"], ["high"]], shards=shards, precision=Precision(reduce=torch.float16))
     dtypes: set[torch.dtype] = set()
 
@@ -239,7 +239,7 @@ def test_what_a_function_writes_in_half_precision(rank: Rank, shards: bool) -> N
 @world(2)
 @needs(Capability.REDUCTION_HOOK)
 def test_a_second_function(rank: Rank) -> None:
-    """A second function in the place of all reductions is refused."""
+    """A second function that replaces all reductions is refused."""
     model = models.Tower(dim=9)
     adapter = rank.run(model, units=model.units()).adapter
     adapter.replace_reduction(lambda *_: None)
@@ -251,7 +251,7 @@ def test_a_second_function(rank: Rank) -> None:
 @world(4)
 @needs(Capability.REDUCTION_HOOK, Capability.HYBRID)
 def test_function_for_shards_with_replicas(rank: Rank) -> None:
-    """Where shards have replicas, which a function could not reduce over both, it is refused."""
+    """On a mesh of shards with replicas a function is refused, because it could not reduce over both."""
     model, mesh = models.Tower(dim=9), rank.mesh((2, 2), NAMES)
     adapter = rank.run(model, units=model.units(), mesh=mesh).adapter
     refusal = Refusal(rank, lambda: adapter.replace_reduction(lambda *_: None))
@@ -263,9 +263,9 @@ def test_function_for_shards_with_replicas(rank: Rank) -> None:
 @FREED
 @OF_A_UNIT
 def test_collectives_of_a_script(rank: Rank, unit: str) -> None:
-    """An all-gather and a reduce-scatter of a script's own are used once each time for the unit for which they are set.
+    """Custom all-gathers and reduce-scatters are called once for each gather and reduction of the unit they are set on.
 
-    They get tensors that they allocated themselves, and no further collective moves the unit.
+    They receive tensors that they allocated themselves, and no further collective communicates the unit.
     """
     check_collectives_of_a_script(rank, unit)
 
@@ -276,7 +276,7 @@ def test_collectives_of_a_script(rank: Rank, unit: str) -> None:
 @FREED
 @OF_A_UNIT
 def test_collectives_of_a_script_on_replicas(rank: Rank, unit: str) -> None:
-    """On replicas, shards that user code's collectives reduce are averaged over the replicas then."""
+    """On replicas, shards that user code's collectives have reduced are then averaged over the replicas."""
     check_collectives_of_a_script(rank, unit, mesh=rank.mesh((2, 2), NAMES))
 
 
@@ -286,7 +286,7 @@ def test_collectives_of_a_script_on_replicas(rank: Rank, unit: str) -> None:
 @FREED
 @OF_A_UNIT
 def test_gather_of_a_script_among_fewer_ranks(rank: Rank, unit: str) -> None:
-    """Resharded to groups of two, a unit is gathered by the script's all-gather in backward too, within the two."""
+    """Resharded to groups of two, the unit's custom all-gather also gathers it in backward, within the two."""
     model, gather = models.Tower(dim=9), Own()
     pair = rank.pair(model, units=model.units(), reshard_after_forward=2)
     pair.adapter.change(Settings(gather=gather), unit=unit)
@@ -296,14 +296,14 @@ def test_gather_of_a_script_among_fewer_ranks(rank: Rank, unit: str) -> None:
         pair.check()
         found = [dist.get_process_group_ranks(group) for group in gather.groups]
         two = [rank.index - rank.index % 2, rank.index - rank.index % 2 + 1]
-        assert found == [[0, 1, 2, 3], two], f"in {step_label(step)} the script gathers the unit among ranks {found}"
+        assert found == [[0, 1, 2, 3], two], f"in {step_label(step)} the custom gather ran among ranks {found}"
 
 
 def check_collectives_of_a_script(rank: Rank, unit: str, *, mesh: DeviceMesh | None = None) -> None:
-    """Train a tower of which one unit has collectives of its own."""
+    """Train a tower of which one unit has custom collectives."""
     model, (gather, reduce) = models.Tower(dim=9), (Own(), Own())
     pair = rank.pair(model, units=model.units(), mesh=mesh, reshard_after_forward=True)
-    # Where the process group has no memory of its own this changes nothing.
+    # This changes nothing where the process group has no allocator of its own.
     pair.adapter.change(Settings(group_memory=True), unit="layers.0")
     pair.adapter.change(Settings(gather=gather, reduce_scatter=reduce), unit=unit)
     for step in range(2):
@@ -312,7 +312,7 @@ def check_collectives_of_a_script(rank: Rank, unit: str, *, mesh: DeviceMesh | N
         pair.step(rank.batch(step, (4, 9)))
         pair.check()
         assert (len(gather.groups), len(reduce.groups)) == (2, 1), (
-            f"in {step_label(step)} the unit is gathered {len(gather.groups)} times by the script and reduced "
+            f"in {step_label(step)} the unit is gathered {len(gather.groups)} times by the custom gather and reduced "
             f"{len(reduce.groups)} times"
         )
         pair.check_counts("forward", all_gather=4)
@@ -326,12 +326,12 @@ def check_collectives_of_a_script(rank: Rank, unit: str, *, mesh: DeviceMesh | N
 @world(2)
 @needs(Capability.UNIT_SETTINGS)
 def test_memory_of_a_script(rank: Rank) -> None:
-    """What a script allocates for its collectives may lie in the midst of a block, as of a pool of memory."""
+    """Memory that user code allocates for its collectives may lie inside a larger block, as in a memory pool."""
     model = models.Tower(dim=9)
     pair = rank.pair(model, units=model.units())
     pair.adapter.change(Settings(gather=Own(margin=8), reduce_scatter=Own(margin=8)), unit="layers.1")
     for step in range(3):
-        # Zeroed gradients stay where they lie, and the next are added to them.
+        # Zeroed gradients keep their memory, and the next are added to them.
         pair.step(rank.batch(step, (4, 9)), set_to_none=False)
         pair.check()
 
@@ -340,7 +340,7 @@ def test_memory_of_a_script(rank: Rank) -> None:
 @world(2)
 @needs(Capability.UNIT_SETTINGS, Capability.DIVIDE_FACTOR)
 def test_sums_alone(rank: Rank) -> None:
-    """A unit for which a script chooses sums reduces by sums and trains the same; the choice can be taken back."""
+    """A unit set to reduce by sums trains the same, and the setting can be taken back."""
     check_sums_alone(rank)
 
 
@@ -355,7 +355,7 @@ def test_sums_alone_on_replicas(rank: Rank) -> None:
 def check_sums_alone(rank: Rank, *, mesh: DeviceMesh | None = None) -> None:
     """Train a tower of which one unit, and in another step the root's own, are reduced by sums.
 
-    In the last step a script has named the number of ranks, by which they are divided in any case.
+    In the last step user code sets the number of ranks as the divide factor, which is the default divisor.
     """
     model, reduces = models.Tower(dim=9), {"layers.0": Own(), "layers.1": Own()}
     pair = rank.pair(model, units=model.units(), mesh=mesh)
@@ -392,7 +392,7 @@ def test_reductions_have_a_group_of_their_own_on_replicas(rank: Rank, recurse: b
 
 
 def check_own_groups(rank: Rank, recurse: bool, mesh: DeviceMesh) -> None:
-    """Let reductions have groups of their own in some steps, of all units in the root or of the root's own alone."""
+    """Give reductions their own process groups in some steps, for all units in the root or for the root's own alone."""
     model = models.Tower(dim=9)
     pair = rank.pair(model, units=model.units(), mesh=mesh)
     gathers, reduces = ({name: Own() for name in ("", "layers.1")} for _ in range(2))
@@ -418,7 +418,7 @@ def check_own_groups(rank: Rank, recurse: bool, mesh: DeviceMesh) -> None:
 @world(4)
 @needs(Capability.UNIT_SETTINGS, Capability.OWN_REDUCE_GROUP, Capability.NAMED_DIMENSIONS)
 def test_settings_where_nothing_is_sharded(rank: Rank) -> None:
-    """Where a script names replicas alone, what it sets about reduce-scatters is refused, or changes nothing."""
+    """On a mesh of replicas alone, settings about reduce-scatters are refused, or change nothing."""
     mesh, model = rank.mesh((2, 2), ("dp", "tp")), MLPStack(5)
     pair = rank.pair(
         model, units=model.units(), mesh=mesh["dp"], shards=False, prepare=functools.partial(spread_mlps, mesh=mesh),
@@ -513,10 +513,10 @@ def test_nan_stays_in_its_element(rank: Rank, value: float) -> None:
         hit = nothing.clone()
         hit[place] = True
         for name, piece in run.adapter.gradients().items():
-            # With flat parameters a rank has no gradient of what it holds no element of.
+            # With flat parameters a rank has no gradient of a parameter of which it holds no element.
             if piece is None:
                 continue
-            # The gradient of what is added does not depend on the input.
+            # The gradient of an addend does not depend on the input.
             expected = piece.cut(nothing if name.endswith("shift") else hit)
             found = ~piece.tensor.isfinite()
             where = f"gradient of {name!r} in {step_label(step)}: not finite are {int(found.sum())} elements"
@@ -528,7 +528,7 @@ def test_nan_stays_in_its_element(rank: Rank, value: float) -> None:
 @world(2, 4)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_fresh_memory_is_not_read(rank: Rank, reshard_after_forward: bool | int | None) -> None:
-    """What memory holds when it is allocated reaches no gradient, no norm and no parameter."""
+    """Uninitialized memory reaches no gradient, no norm and no parameter."""
     model = models.Tower(dim=9)
     pair = rank.pair(
         model,
@@ -567,12 +567,12 @@ def memory_of_nan() -> Iterator[None]:
 )
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
 def test_gradients_of_gradients(rank: Rank, reshard_after_forward: bool | None, defers: bool | str) -> None:
-    """A backward that is to make a graph of the gradients makes one of each, or raises on every rank.
+    """A backward that is to make a graph of the gradients makes one for each, or raises on every rank.
 
-    A script adds a penalty on the gradients to a loss: without their graph it changes nothing, and nothing fails.
+    User code adds a penalty on the gradients to a loss: without their graph it has no effect, and no error is raised.
     """
     how = Accumulation() if defers else None
-    # Copies in the dtype of the reduction wait for the last microbatch then, and not what autograd has left.
+    # Then copies in the reduce dtype are deferred to the last microbatch, and not autograd's own gradients.
     low = Precision(compute=torch.bfloat16, reduce=torch.float32) if defers == "in-float32" else Precision()
     runs = two_runs(rank, microbatches=2, accumulation=how, reshard_after_forward=reshard_after_forward, precision=low)
     run = runs[1]

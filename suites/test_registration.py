@@ -1,4 +1,4 @@
-"""Chapter REGISTRATION: which parameters a module shows between the phases of a step."""
+"""Chapter REGISTRATION: which parameters a module has registered between the phases of a step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from shardproof.testing import (
 
 pytestmark = [needs(Capability.REGISTERED_STATE), world(2, 4)]
 
-#: Groups of one rank have whole parameters, as without resharding.
+#: Groups of one rank have full parameters, as without resharding.
 TO_ONE_RANK = pytest.param(8, 1, marks=needs(Capability.RESHARD_TO_SIZE, Capability.ROOT_RESHARD))
 UNITS = pytest.mark.parametrize("units", [[], [["layers.0"], ["layers.1"]]], ids=["root-only", "three-units"])
 
@@ -43,7 +43,7 @@ UNITS = pytest.mark.parametrize("units", [[], [["layers.0"], ["layers.1"]]], ids
     [*with_first(8, RESHARD_ROOT), *with_first(5, RESHARD_UNEVEN), TO_ONE_RANK],
 )
 def test_after_forward(rank: Rank, dim: int, units: list[list[str]], reshard_after_forward: bool | int | None) -> None:
-    """After forward a unit shows shards if it reshards, gathered parameters otherwise; values never change.
+    """After forward a unit has shards registered if it reshards, else gathered parameters; values never change.
 
     By default every unit but the root's reshards; an explicit choice applies to the root's too. The sizes divide by
     the number of ranks of every group, or of none.
@@ -68,7 +68,7 @@ def test_after_forward(rank: Rank, dim: int, units: list[list[str]], reshard_aft
 @needs(Capability.MANUAL_RESHARD, Capability.RESHARD_TO_SIZE, Capability.ROOT_RESHARD)
 @pytest.mark.parametrize("replicas", [False, pytest.param(True, marks=[needs(Capability.HYBRID), meaningful_from(4)])])
 def test_size_of_the_mesh(rank: Rank, replicas: bool) -> None:
-    """To reshard to groups of all shards is to reshard: after forward the optimizer's parameters are registered."""
+    """Resharding to groups of all ranks is full resharding: after forward the optimizer's parameters are registered."""
     model, size = models.Tower(dim=8, depth=2), 2 if replicas else rank.world_size
     mesh = rank.mesh((rank.world_size // 2, 2), ("replicate", "shard")) if replicas else rank.mesh()
     run = rank.run(model, units=model.units(), mesh=mesh, reshard_after_forward=size)
@@ -82,7 +82,7 @@ def test_size_of_the_mesh(rank: Rank, replicas: bool) -> None:
 @UNITS
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_after_backward(rank: Rank, units: list[list[str]], reshard_after_forward: bool | int | None) -> None:
-    """After backward every unit shows shards, whatever it did after forward."""
+    """After backward every unit has its shards registered, whatever it did after forward."""
     model = models.Tower(dim=5, depth=2)
     original = copy.deepcopy(model).to(rank.device)
     run = rank.run(model, units=units, reshard_after_forward=reshard_after_forward)
@@ -95,7 +95,7 @@ def test_after_backward(rank: Rank, units: list[list[str]], reshard_after_forwar
 @contract("REGISTRATION-3")
 @pytest.mark.parametrize("reshard_after_forward", RESHARD_ROOT)
 def test_after_forward_without_gradients(rank: Rank, reshard_after_forward: bool | int | None) -> None:
-    """A forward without gradients leaves what one with gradients leaves, also before and between training steps."""
+    """A forward without gradients leaves the same parameters registered as one with gradients, between steps too."""
     model = models.Tower(dim=8, depth=2)
     original = copy.deepcopy(model).to(rank.device)
     run = rank.run(model, units=[["layers.0"], ["layers.1"]], reshard_after_forward=reshard_after_forward)
@@ -112,7 +112,7 @@ def test_after_forward_without_gradients(rank: Rank, reshard_after_forward: bool
 @contract("REGISTRATION-3")
 @needs(Capability.UNIT_SETTINGS, Capability.RESHARD_AFTER_FORWARD, Capability.ROOT_RESHARD)
 def test_after_forwards_of_two_settings(rank: Rank) -> None:
-    """Whether forward frees a unit can be set while the unit is gathered; the next forward leaves what is set then."""
+    """Whether forward frees a unit can be set while the unit is gathered; the next forward follows the setting."""
     model = models.Tower(dim=8, depth=2)
     run = rank.run(model, units=model.units(), reshard_after_forward=False)
     for choice in (False, True, False):
@@ -148,7 +148,7 @@ def test_after_partial_forward(rank: Rank, reshard_after_forward: bool | int | N
 @pytest.mark.parametrize("name", ["layers.0", "layers.1"])
 @pytest.mark.parametrize("reshard_after_forward", RESHARD_ROOT[:3])
 def test_after_the_forward_of_one_module(rank: Rank, reshard_after_forward: bool | None, name: str) -> None:
-    """After an evaluation of one of several modules of a unit the root's forwards are right, and it trains as ever."""
+    """After an evaluation of one module of a unit of several, the root's forwards are right, and it still trains."""
     model = models.Tower(dim=9, depth=3)
     units = [["layers.0", "layers.1"], ["layers.2"]]
     pair = rank.pair(model, units=units, baseline="replicated", reshard_after_forward=reshard_after_forward)
@@ -166,7 +166,7 @@ def test_after_the_forward_of_one_module(rank: Rank, reshard_after_forward: bool
 @pytest.mark.parametrize("requires_grad", [False, True], ids=["data", "input-with-gradient"])
 @pytest.mark.parametrize("name", ["layers.0", "layers.1"])
 def test_training_of_one_module(rank: Rank, name: str, requires_grad: bool) -> None:
-    """One of several modules of a unit, trained by itself, has the baseline's gradients, and is freed after them."""
+    """One module of a unit of several, trained by itself, has the baseline's gradients, and is freed after them."""
     model = models.Tower(dim=9, depth=3)
     pair = rank.pair(model, units=[["layers.0", "layers.1"], ["layers.2"]], baseline="replicated")
     for step, submodule in enumerate(("", name, name, "")):
@@ -204,7 +204,7 @@ def test_attributes_of_parameters(rank: Rank, reshard_after_forward: bool | int 
 @needs(Capability.DTENSOR_PARAMETERS, Capability.OWN_OPTIMIZER)
 @pytest.mark.parametrize("replaced", ["", "in_proj.bias"], ids=["nothing", "one-parameter"])
 def test_state_dict_follows_parameters(rank: Rank, replaced: str) -> None:
-    """A state dict goes on to show the parameters, as that of any module, those too beside one that a load replaces."""
+    """A state dict shares the parameters' memory, as that of any module, also after a load has replaced some."""
     run = rank.run(models.MLP(9))
     module = run.adapter.module
     state = module.state_dict()
@@ -217,7 +217,7 @@ def test_state_dict_follows_parameters(rank: Rank, replaced: str) -> None:
         optimizer.zero_grad()
         now = {name: piece.tensor for name, piece in run.adapter.parameters().items() if name != replaced}
         stale = [name for name, value in now.items() if not torch.equal(state[name].to_local(), value)]
-        assert not stale, f"after {step_label(step)} a state dict has values of before of {', '.join(stale)}"
+        assert not stale, f"after {step_label(step)} a state dict has outdated values of {', '.join(stale)}"
 
 
 def _assert_attributes(run: Run, original: nn.Module, when: str) -> None:

@@ -45,7 +45,7 @@ class BackgroundSave:
     """A save that has been asked for and is not done yet.
 
     Args:
-        run: what is saved.
+        run: the run to save.
         directory: where it is written.
         group: for the collectives of the save alone, which another thread issues; with a backend for the CPU.
         copies_at_once: whether the values are copied before the constructor returns, as is torch's default; otherwise
@@ -55,7 +55,7 @@ class BackgroundSave:
     def __init__(self, run: Run, directory: pathlib.Path, group: dist.ProcessGroup, *, copies_at_once: bool) -> None:
         self._may_write = threading.Event()
         self._late = None if copies_at_once else _LateStager()
-        # What torch takes where a script names no writer of its own, which would copy too.
+        # torch's default writer, which would copy too, without that copy.
         self._stager = self._late or _default_stager()
         found: Any = state_dict_saver.async_save(
             run.adapter.checkpoint(),
@@ -67,15 +67,15 @@ class BackgroundSave:
         self._done: Future[Any] = getattr(found, "upload_completion", found)
 
     def copy(self) -> None:
-        """Copy the values, unless they are copied."""
+        """Copy the values, unless they are copied already."""
         if self._late is not None:
             self._late.copy()
 
     def finish(self) -> None:
-        """Write what was copied, and wait until it is written.
+        """Write the copied values, and wait until they are written.
 
         Raises:
-            Exception: what the other thread has raised.
+            Exception: the error that the other thread has raised.
         """
         self._may_write.set()
         self._done.result()
@@ -90,15 +90,15 @@ class BackgroundSave:
 
 @contextlib.contextmanager
 def saving(rank: Rank, run: Run, directory: pathlib.Path, *, copies_at_once: bool) -> Iterator[BackgroundSave]:
-    """Save a run in the background of the context, and wait for that when it ends (collective).
+    """Save a run in the background while the context runs, and wait for the save at its end (collective).
 
     The world's own groups must have a backend for the CPU.
 
     Args:
         rank: this rank.
-        run: what is saved.
+        run: the run to save.
         directory: where it is written.
-        copies_at_once: as of :class:`BackgroundSave`.
+        copies_at_once: see :class:`BackgroundSave`.
     """
     group = dist.new_group(backend="gloo")
     assert isinstance(group, dist.ProcessGroup)
@@ -114,7 +114,7 @@ def saving(rank: Rank, run: Run, directory: pathlib.Path, *, copies_at_once: boo
 
 
 class _HeldWriter(FileSystemWriter):
-    """Writes when it may."""
+    """Writes once it is allowed to."""
 
     def __init__(self, directory: pathlib.Path, may_write: threading.Event) -> None:
         super().__init__(directory)
@@ -127,7 +127,7 @@ class _HeldWriter(FileSystemWriter):
 
 
 class _LateStager(AsyncStager):
-    """Copies when it is called."""
+    """Copies when the case calls it."""
 
     def __init__(self) -> None:
         self._copied: Future[Any] = Future()
@@ -139,7 +139,7 @@ class _LateStager(AsyncStager):
         return self._copied
 
     def copy(self) -> None:
-        """Copy the values of now, as torch's own stager does."""
+        """Copy the current values, as torch's own stager does."""
         if self._state is not None:
             stager = _default_stager()
             self._copied.set_result(stager.stage(self._state))
@@ -151,24 +151,24 @@ class _LateStager(AsyncStager):
         return None
 
     def close(self) -> None:
-        """Give nothing back: nothing is kept."""
+        """Release nothing: it retains nothing."""
         return None
 
     def abandon(self) -> None:
-        """Let who waits for the copies fail."""
+        """Let the thread that waits for the copies fail."""
         if not self._copied.done():
             self._copied.set_exception(RuntimeError("the case failed before the values were copied"))
 
 
 def _default_stager() -> DefaultStager:
-    """What copies where nothing is asked for: at once, into memory that is neither pinned nor shared."""
+    """The default stager: it copies at once, into memory that is neither pinned nor shared."""
     return DefaultStager(StagingOptions(False, False, False, False))
 
 
 pytestmark = needs(Capability.ADAM)
 
 DISTRIBUTED = needs(Capability.DISTRIBUTED_CHECKPOINT)
-#: Whether the run that goes on is the one that was saved, with other values meanwhile, or one made anew.
+#: Whether the resumed run is the saved one, with other values in between, or a new one.
 REUSES = pytest.mark.parametrize("reuses", [False, True], ids=["new-run", "same-run"])
 WHY = "the same kernels on the same bits, which a checkpoint stores unchanged"
 WHY_BEHIND = "the same kernels on the same bits, which a save reads and does not change"
@@ -242,7 +242,7 @@ def test_one_dimension_and_replicas(rank: Rank, layout: Layout, reuses: bool) ->
     ],
 )
 def test_onto_another_mesh(rank: Rank, before: Layout, after: Layout) -> None:
-    """A checkpoint of one mesh loads on another: all values, states and learning rates are those that were saved."""
+    """A checkpoint of one mesh loads on another: all values, states and learning rates are the saved ones."""
     (make, mesh), (make_other, other_mesh) = maker(rank, before), maker(rank, after)
     saved, loaded = make(0), make_other(1)
     train_step(rank, saved, 0, mesh)
@@ -263,9 +263,9 @@ def test_onto_another_mesh(rank: Rank, before: Layout, after: Layout) -> None:
 @pytest.mark.parametrize("copied", ["at-once", "in-forward", "after-backward"])
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_asynchronous_save(rank: Rank, reshard_after_forward: bool | int | None, copied: str, flat: bool) -> None:
-    """A save that goes on behind two steps has the values of when it was asked for, and changes neither.
+    """A background save that runs during two steps has the values of the time of its call, and changes neither step.
 
-    They are copied at once, or at the latest before the optimizer steps; they are written after the second step.
+    Values are copied at once, or at the latest before the optimizer steps; they are written after the second step.
     """
     with other_worlds(rank) as worlds, worlds.of(rank.world_size) as member:
         saves: list[BackgroundSave] = []
@@ -310,9 +310,9 @@ def test_asynchronous_save(rank: Rank, reshard_after_forward: bool | int | None,
 @REUSES
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
 def test_own_checkpoint(rank: Rank, optimizer: Literal["momentum", "adamw"], reuses: bool) -> None:
-    """An implementation's own checkpoint restores model, optimizer and rates, and whole weights of it are the model's.
+    """An implementation's own checkpoint restores model, optimizer and rates, and converts to the model's full weights.
 
-    These have the names of the unsharded model, those of shared and frozen parameters and of buffers too.
+    Full weights have the unsharded model's names, those of shared and frozen parameters and of buffers included.
     """
 
     def plain(number: int) -> Stateful:
@@ -345,18 +345,18 @@ def test_own_checkpoint(rank: Rank, optimizer: Literal["momentum", "adamw"], reu
 
 
 def check_weights(found: Mapping[str, torch.Tensor], unsharded: nn.Module, picture: StepPicture) -> None:
-    """Whole weights have the names and shapes of the unsharded model, and the values that the last step left."""
+    """Full weights have the names and shapes of the unsharded model, and the values that the last step left."""
     shapes = {name: value.shape for name, value in unsharded.state_dict().items()}
     named = {name: value.shape for name, value in found.items()}
-    assert named == shapes, f"the whole weights have the names and shapes {named} instead of {shapes}"
+    assert named == shapes, f"the full weights have the names and shapes {named} instead of {shapes}"
     for name, piece in picture.parameters.items():
         assert piece is not None
         cut = piece.cut(found[name]).to(piece.tensor.device)
-        assert torch.equal(cut, piece.tensor), f"{name} of the whole weights is not the parameter after the step"
+        assert torch.equal(cut, piece.tensor), f"{name} of the full weights is not the parameter after the step"
 
 
 def maker(rank: Rank, layout: Layout) -> tuple[Make, DeviceMesh]:
-    """How to make a run on one of the meshes, and its data-parallel mesh."""
+    """A function that makes a run on one of the meshes, and that run's data-parallel mesh."""
     dims: dict[Layout, tuple[str, ...]] = {
         "shards": ("dp",),
         "replicas": ("replicate", "shard"),
@@ -385,7 +385,7 @@ def train_step(rank: Rank, run: Run, number: int, mesh: DeviceMesh) -> StepPictu
 
 
 def check_resumes(rank: Rank, make: Make, plain: nn.Module, *, reuses: bool, mesh: DeviceMesh) -> None:
-    """Three steps without interruption, and the same with a save and a load after the first."""
+    """Train three steps without interruption, and three with a save and a load after the first."""
     through = make(0)
     expected = [train_step(rank, through, number, mesh) for number in range(3)]
     saved = make(0)
@@ -438,7 +438,7 @@ def full_state(run: Run) -> dict[str, torch.Tensor]:
 
 
 def whole(value: torch.Tensor) -> torch.Tensor:
-    """All of a DTensor (collective); another tensor is whole already."""
+    """The full tensor of a DTensor (collective); any other tensor as it is."""
     full: torch.Tensor = value.full_tensor() if isinstance(value, DTensor) else value
     return full.detach()
 
@@ -457,5 +457,5 @@ def set_rates(run: Run, wanted: list[float]) -> None:
 
 
 def check_rates(run: Run, expected: list[float]) -> None:
-    """The learning rates must be those that were saved."""
+    """The learning rates must be the saved ones."""
     assert rates(run) == expected, f"learning rates {rates(run)} after loading instead of {expected}"

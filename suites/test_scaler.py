@@ -37,7 +37,7 @@ UNITS = (("low",), ("high",))
 SCALE = 2.0**10
 #: The steps in which one gradient of one rank is infinite. The scale is doubled after two others.
 INFINITE = (1, 4)
-#: What is left of the scale after each step.
+#: The scale after each step, relative to the first.
 SCALES = [SCALE, SCALE / 2, SCALE / 2, SCALE, SCALE / 2]
 
 
@@ -45,7 +45,7 @@ class Scaling:
     """Scales the losses of a sharded run and of its baseline, each by a scaler of its own.
 
     Args:
-        clip: how gradients are clipped. The sharded run does so by itself.
+        clip: how gradients are clipped. The sharded run clips them itself.
     """
 
     def __init__(self, clip: Clip | None) -> None:
@@ -64,7 +64,7 @@ class Scaling:
         return scaled
 
     def unscale(self, owner: Trainee) -> None:
-        """Between backward and step: from here on gradients are those of the loss itself."""
+        """Unscale between backward and step; from here on gradients are those of the unscaled loss."""
         self._scalers[owner].unscale_(owner.optimizer)
 
     def step(self, owner: Trainee) -> None:
@@ -86,7 +86,7 @@ class Scaling:
 @pytest.mark.parametrize("precision", [Precision(), pytest.param(HALF, marks=LOW)], ids=["float32", "float16"])
 def test_infinite_gradients(rank: Rank, precision: Precision, clips: bool, flat_parameters: bool) -> None:
     """An infinite gradient in one rank's shard makes all ranks skip the step and lower the scale."""
-    # The maximum is the one norm that does not depend on the order in which ranks are added up.
+    # The maximum is the one norm that does not depend on the order in which ranks are summed.
     clip = Clip(2.0**-4, float("inf")) if clips else None
     check(rank, precision=precision, clip=clip, flat_parameters=flat_parameters)
 
@@ -134,7 +134,7 @@ def check(rank: Rank, **options: Any) -> None:
         rank,
         mixed.Mixed(*SHAPE),
         units=UNITS,
-        # By powers of two, so that a kernel on the CPU and one on a device round alike.
+        # Powers of two, so that a kernel on the CPU and one on a device round alike.
         optimizer=optim.sgd(lr=2.0**-5, momentum=0.5),
         after_backward=scaling.unscale,
         step=scaling.step,

@@ -1,4 +1,4 @@
-"""Chapter SHARDING: a rank holds its share of what an implementation says it shards, and no more."""
+"""Chapter SHARDING: a rank holds its share of the tensors that an implementation declares sharded, and no more."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from shardproof.testing import (
 )
 
 _CHOOSES, _REPLICAS = needs(Capability.RESHARD_AFTER_FORWARD), [needs(Capability.HYBRID), meaningful_from(4)]
-#: How parameters lie on the ranks, and whether forward frees what it has gathered.
+#: How parameters are placed on the ranks, and whether forward frees the units that it has gathered.
 LAYOUTS = [
     pytest.param(("shards", True), id="freed", marks=[_CHOOSES, meaningful_from(4)]),
     pytest.param(("shards", False), id="kept", marks=[_CHOOSES, meaningful_from(4)]),
@@ -56,7 +56,7 @@ def test_rank_holds_its_share(rank: Rank) -> None:
     local_numel = rank.implementation.traits.local_numel
     share = 4 * sum(local_numel(shape, rank.world_size) for shape in shapes)
     batch = rank.batch(0, (2, 65))
-    # The first backward on a device allocates workspaces that stay; they are nobody's shards.
+    # The first backward on a device allocates workspaces that stay, and that are no shards.
     models.mean_square(copy.deepcopy(model)(batch)).backward()
 
     before = memory.held_bytes(rank.device) - full
@@ -81,7 +81,7 @@ def test_rank_holds_its_share(rank: Rank) -> None:
 @contract("SHARDING-1")
 @world(2, 4)
 def test_state_is_divided(rank: Rank) -> None:
-    """The optimizer's state is divided if the implementation claims so, and whole on each rank if not."""
+    """The optimizer's state is divided if the implementation declares it, and full on each rank if not."""
     model = models.Tower(dim=17)
     full = sum(parameter.numel() for parameter in model.parameters())
     pair = rank.pair(model, units=model.units())
@@ -89,7 +89,7 @@ def test_state_is_divided(rank: Rank) -> None:
     pair.check()
     held = rank.exchange(state_numel(pair.adapter))
     if None in held:
-        # An engine that keeps its optimizer to itself: the bytes of test_rank_holds_its_share tell.
+        # An engine that keeps its optimizer private: test_rank_holds_its_share measures its bytes.
         assert Capability.SHARDED in rank.implementation.capabilities(), "there is no optimizer to look into"
     elif "optimizer" in rank.implementation.traits.shards:
         assert full <= sum(held) <= full + full // 4, f"the ranks hold {held} elements of momentum, in all {full}"
@@ -101,9 +101,9 @@ def test_state_is_divided(rank: Rank) -> None:
 @contract("SHARDING-1")
 @world(2, 4)
 def test_bytes_that_a_step_adds(rank: Rank) -> None:
-    """What backward and a first step with momentum add is a share of gradients and of state, where these are divided.
+    """The bytes that backward and a first step with momentum add are a share of gradients and state, if divided.
 
-    Also where parameters are whole on every rank, as with ZeRO's stages 1 and 2.
+    This holds also where parameters are full on every rank, as with ZeRO's stages 1 and 2.
     """
     model = models.Tower(dim=65).to(rank.device)
     shapes = [parameter.shape for parameter in model.parameters()]
@@ -114,7 +114,7 @@ def test_bytes_that_a_step_adds(rank: Rank) -> None:
     run = rank.run(model, units=model.units(), optimizer=optim.sgd())
 
     def check(what: str, part: str, before: int) -> int:
-        # Again a quarter for bookkeeping; those who divide by whole parameters have shares that differ.
+        # Again a quarter for bookkeeping; implementations that divide by full parameters have unequal shares.
         is_divided = part in traits.shards
         limit = (share if is_divided else full) + full // 4
         held = memory.settled_bytes(rank.device, limit=before + limit)
@@ -123,7 +123,7 @@ def test_bytes_that_a_step_adds(rank: Rank) -> None:
         assert not is_divided or max(added) < full, f"{what} adds all of {full} bytes to what a rank holds: {added}"
         return held
 
-    # The first backward may make buffers that stay, such as those of DDP.
+    # The first backward may allocate buffers that stay, such as those of DDP.
     run.forward_backward((batch,), loss=models.mean_square)
     before = memory.held_bytes(rank.device)
     run.adapter.step()
@@ -167,9 +167,9 @@ def test_whole_on_every_rank(rank: Rank, flat: bool) -> None:
 @pytest.mark.parametrize("flat", [False, True], ids=["originals", "flat"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_of_both_kinds(rank: Rank, layout: tuple[str, bool | None], flat: bool) -> None:
-    """Every layout trains with the model's own parameters and with flat ones: shards, replicas of shards, and whole."""
+    """Every layout trains with the model's own parameters and with flat ones: shards, replicas of shards, full ones."""
     kind, reshard_after_forward = layout
-    # Two ranks are one replica: of two replicas each would be one rank.
+    # Two ranks form one replica: with two replicas, each would be one rank.
     mesh = rank.mesh((rank.world_size // 2, 2), ("replicate", "shard")) if kind == "replicas" else None
     model = models.Tower(dim=9)
     pair = rank.pair(
@@ -220,7 +220,7 @@ def test_changes_of_what_is_whole_in_another_dtype(rank: Rank, change: str) -> N
         if change == "step":
             run.adapter.step()
         else:
-            # Whole parameters are those that the rank holds: what is written to them stays.
+            # Full parameters are those that the rank holds, so writes to them are retained.
             with run.adapter.whole_parameters(WholeParameters(keeps_changes=False)) as found, torch.no_grad():
                 for parameter in found.values():
                     parameter.mul_(0.5)
@@ -235,7 +235,7 @@ def test_changes_of_what_is_whole_in_another_dtype(rank: Rank, change: str) -> N
 @needs(Capability.REPLICAS_ALONE, Capability.FLAT_PARAMETERS)
 @FLAT
 def test_new_data_of_what_is_whole(rank: Rank, flat: bool) -> None:
-    """Where nothing is sharded, what a script gives parameters as new data after a step is what a forward uses."""
+    """Where nothing is sharded, a forward uses the new data that user code assigned to parameters after a step."""
     model, batch = mixed.Mixed(), rank.batch(0, (6, 4))
 
     def output(*, in_place: bool) -> torch.Tensor:
@@ -259,7 +259,7 @@ def test_new_data_of_what_is_whole(rank: Rank, flat: bool) -> None:
 @FLAT
 @SHARDS
 def test_steps_with_new_data(rank: Rank, shards: bool, flat: bool) -> None:
-    """What a script gives parameters as new data between two steps is what the next one changes, sharded or whole."""
+    """The next step changes the new data that user code assigns to parameters between two steps, sharded or not."""
     model = models.Tower(dim=9)
 
     def last_step(*, in_place: bool) -> StepPicture:
@@ -284,7 +284,7 @@ def test_steps_with_new_data(rank: Rank, shards: bool, flat: bool) -> None:
 @world(2)
 @needs(Capability.SHARDED)
 def test_deep_modules(rank: Rank) -> None:
-    """Parameters of modules that lie deep in a unit are sharded and trained as those of others."""
+    """Parameters of modules that lie deep in a unit are sharded and trained like others."""
     model: nn.Module = nn.Linear(9, 9)
     for _ in range(6):
         model = nn.Sequential(model, nn.Tanh())

@@ -1,4 +1,4 @@
-"""Chapter SIMULATION: what one rank of a large world does, which no case can start.
+"""Chapter SIMULATION: one rank of a large world, of a size that no case can start.
 
 Each case makes its process, in turn, a few single ranks of a world of as many as ``--simulate`` says. Nothing is
 computed, so that sizes are exact and nothing is compared with a tolerance.
@@ -69,7 +69,7 @@ def of(trace: Trace, phase: str, *kinds: str) -> list[Collective]:
 
 
 def whole(name: str, shape: formulas.Shape) -> formulas.Shape:
-    """The shape of a parameter beside which nothing is tensor-parallel."""
+    """The shape of a parameter without tensor parallelism."""
     return shape
 
 
@@ -82,7 +82,7 @@ def shares(
         one: the simulation.
         rank: the rank that simulates.
         parts: the number of ranks that share a unit.
-        left: the shape of a parameter that tensor parallelism has left, by its name and its own shape.
+        left: returns the shape of a parameter's tensor-parallel part, from its name and its full shape.
     """
     traits = rank.implementation.traits
     return {
@@ -103,7 +103,7 @@ def check_bytes(items: Sequence[Collective], expected: Sequence[int], what: str)
 @RESHARDS
 @pytest.mark.parametrize("precision", [Precision(), pytest.param(MIXED, marks=needs(Capability.MIXED_PRECISION))])
 def test_gathers_and_reductions(rank: Rank, precision: Precision, reshard_after_forward: bool | None) -> None:
-    """A step gathers each unit in its turn, again in backward if it was freed, and reduces it once: so many bytes."""
+    """A step gathers each unit in order, again in backward if it was freed, and reduces it once, with exact bytes."""
     size = rank.simulates
     for index in chosen(rank):
         with rank.simulated(index) as world:
@@ -131,7 +131,7 @@ def test_gathers_and_reductions(rank: Rank, precision: Precision, reshard_after_
 
 
 def check_reduced(items: Sequence[Collective], layers: Sequence[int], root: int) -> None:
-    """Layers are reduced in the order of backward; the root's own unit is reduced once, wherever."""
+    """Layers are reduced in the order of backward; the root's own unit is reduced once, at any position."""
     found = [item.nbytes for item in items]
     assert root in found, f"no reduction of the root's own unit, {root} bytes: {found}"
     found.remove(root)
@@ -182,7 +182,7 @@ def test_replicas(rank: Rank, reshard_after_forward: bool | None) -> None:
 
 
 def check_hybrid(trace: Trace, place: Shape, share: dict[str, int], *, again: int) -> None:
-    """Check the number, the bytes and the ranks of what a mesh of replicas and shards moves for gradients."""
+    """Check the number, the bytes and the ranks of the gradient collectives of a mesh of replicas and shards."""
     shards = place.along("shard")
     replicas = place.along("replicate") if "replicate" in place.names else (place.rank,)
     whole = sorted(4 * len(shards) * numel for numel in share.values())
@@ -192,7 +192,7 @@ def check_hybrid(trace: Trace, place: Shape, share: dict[str, int], *, again: in
         ("backward", "reduce_scatter"): (len(share), shards),
         ("backward", "all_reduce"): (len(share) if len(replicas) > 1 else 0, replicas),
     }
-    # Where there is one replica, an all-reduce among one rank may stay away.
+    # With one replica, the all-reduce among one rank may be omitted.
     trace = Trace(item for item in trace if len(item.group) > 1)
     for (phase, kind), (count, ranks) in expected.items():
         items = of(trace, phase, kind)
@@ -245,7 +245,7 @@ def test_resharded_to_eight(rank: Rank) -> None:
 @needs(Capability.COUNTED_UNITS, Capability.TENSOR_PARALLEL)
 @pytest.mark.parametrize("replicas", [False, pytest.param(True, marks=needs(Capability.HYBRID))], ids=["2d", "3d"])
 def test_tensor_parallel(rank: Rank, replicas: bool) -> None:
-    """Beside tensor parallelism over eight ranks, data are exchanged along the data-parallel dimensions alone."""
+    """With tensor parallelism over eight ranks, data are exchanged along the data-parallel dimensions alone."""
     size = rank.simulates
     shape = (size // 64, 8, 8) if replicas else (size // 8, 8)
     names = ("replicate", "shard", "tensor") if replicas else ("shard", "tensor")
@@ -265,18 +265,18 @@ def test_tensor_parallel(rank: Rank, replicas: bool) -> None:
             one.close()
         tensor = place.along("tensor")
         data = Trace(item for item in trace if item.group != tensor)
-        # Each layer adds up its output in forward and the gradient of its input in backward.
+        # Each layer all-reduces its output in forward and the gradient of its input in backward.
         across = [item.phase for item in trace if item.group == tensor]
         assert across == ["forward"] * 3 + ["backward"] * (len(across) - 3), f"along tensor: {across}"
         check_hybrid(data, place, share, again=3)
 
 
-#: Eight ranks divide it and its multiples, and what is left of a bias is a multiple of four elements.
+#: Eight ranks divide it and its multiples, and the tensor-parallel part of a bias is a multiple of four elements.
 TENSOR_WIDTH = 32
 
 
 def left_by_tensor_parallelism(index: int, name: str, shape: formulas.Shape) -> formulas.Shape:
-    """The part of a parameter that one of eight ranks has: rows of the first projection, columns of the second."""
+    """One of eight ranks' part of a parameter: rows of the first projection, columns of the second."""
     if ".in_proj." in name:
         return formulas.share_of(shape, 8, index)
     if name.endswith(".out_proj.weight"):
@@ -288,7 +288,7 @@ def left_by_tensor_parallelism(index: int, name: str, shape: formulas.Shape) -> 
 @simulated()
 @needs(Capability.SHARDED, Capability.ADAM)
 def test_layouts(rank: Rank) -> None:
-    """Each rank holds its part of every parameter and of the optimizer's state, if any rank's part is empty too."""
+    """Each rank holds its part of every parameter and of the optimizer's state, also if some rank's part is empty."""
     size, by_rows = rank.simulates, formulas.is_by_rows(rank.implementation.traits)
     for index in chosen(rank):
         with rank.simulated(index) as world:
@@ -314,7 +314,7 @@ def test_layouts(rank: Rank) -> None:
 
 
 def documented_parts(one: Simulation) -> dict[str, torch.Tensor]:
-    """By parameter, the part that the adapter says this rank holds, cut from a tensor of the whole shape."""
+    """By parameter, the part that the adapter declares for this rank, cut from a tensor of the full shape."""
     pieces = one.adapter.parameters()
     return {name: pieces[name].cut(torch.empty(shape, device="meta")) for name, shape in one.parameters.items()}
 
@@ -335,7 +335,7 @@ def test_held_between_steps(rank: Rank) -> None:
             scalars = sum(4 for state in one.optimizer_layout().values() for part in state.values() if not part.shape)
             local = 4 * sum(math.prod(layout.shape) for layout in one.layout().values())
             one.close()
-        # An implementation may keep gradients that the script has dropped until the next forward.
+        # An implementation may retain gradients that user code has dropped until the next forward.
         kept = {Kind.GRADIENTS: share} if held.of(Kind.GRADIENTS) else {}
         expected = {Kind.SHARDS: share, Kind.OPTIMIZER: 2 * local + scalars} | kept
         expected = {kind: nbytes for kind, nbytes in expected.items() if nbytes}
@@ -343,15 +343,15 @@ def test_held_between_steps(rank: Rank) -> None:
 
 
 def shown(by_kind: Mapping[Kind, int]) -> str:
-    """Bytes by kind, as a message shows them."""
+    """Bytes by kind, formatted for a message."""
     return ", ".join(f"{nbytes} bytes of {kind}" for kind, nbytes in by_kind.items())
 
 
-#: What is there because units are whole, for a while.
+#: The kinds of memory that full units take for a while.
 WHOLE = (Kind.GATHERED, Kind.WHOLE_GRADIENTS, Kind.REDUCTION)
-#: How many units a phase may hold in whole, as in the chapter MEMORY. In forward: the one that computes, and the next
+#: How many full units a phase may hold, as in the chapter MEMORY. In forward: the one that computes, and the next
 #: one in the memory of the gather and in that of its parameters. In backward: the one that computes, the gather of the
-#: next one, the input of the reduction in flight, and gradients, twice where those of a unit are put together.
+#: next one, the input of the reduction in flight, and gradients, twice where those of a unit are assembled.
 AT_A_TIME = {"forward": 3, "backward": 5}
 
 
@@ -359,7 +359,7 @@ AT_A_TIME = {"forward": 3, "backward": 5}
 @simulated()
 @needs(Capability.SHARDED)
 def test_units_held_at_a_time(rank: Rank) -> None:
-    """However many ranks and units there are, a step holds few units in whole: with more of them, not one byte more."""
+    """A step holds few full units, however many ranks and units there are: with more of them, not one byte more."""
     check_units_held(rank, (rank.simulates,), ("dp",), Precision())
 
 
@@ -375,16 +375,16 @@ def test_units_held_at_a_time(rank: Rank) -> None:
     ids=["float32", "bfloat16"],
 )
 def test_units_held_beside_replicas(rank: Rank, precision: Precision) -> None:
-    """What replicas all-reduce is not kept until backward ends, also in another dtype than that of the gradients."""
+    """Shares that replicas all-reduce are freed before backward ends, also if reduced in a dtype of their own."""
     check_units_held(rank, (rank.simulates // 8, 8), ("replicate", "shard"), precision)
 
 
 def check_units_held(rank: Rank, shape: tuple[int, ...], names: tuple[str, ...], precision: Precision) -> None:
-    """Compare what a step of eight units holds in whole at most with that of four, and with what it may."""
+    """Compare the full units that a step of eight units holds at most with those of four, and with the bound."""
     size = rank.simulates
     layer = (precision.compute or torch.float32).itemsize * size * size
-    # What is reduced in another dtype than the gradients' becomes none of them: a share is being all-reduced while the
-    # next one is scattered.
+    # Reductions in another dtype than the gradients' need copies: a share is being all-reduced while the next one
+    # is scattered.
     in_flight = {"forward": 0, "backward": 2 * layer // shape[-1] if len(shape) > 1 else 0}
     for index in chosen(rank):
         peaks = {}
@@ -406,6 +406,6 @@ def check_units_held(rank: Rank, shape: tuple[int, ...], names: tuple[str, ...],
             )
             allowed = most * layer + in_flight[phase]
             assert more.total <= allowed, (
-                f"rank {index}: {phase} holds {more.total / layer:.2f} units in whole, {shown(more.by_kind)}; "
+                f"rank {index}: {phase} holds {more.total / layer:.2f} full units, {shown(more.by_kind)}; "
                 f"{allowed / layer:.2f} are allowed"
             )

@@ -38,7 +38,7 @@ from shardproof.testing import (
     world,
 )
 
-#: The flaws of the state dict of a ``Stateful``, with the entry that is missing, unknown or of another size.
+#: Flaws of the state dict of a ``Stateful``, each with the entry that is missing, unknown or of another size.
 FLAWED = {
     "missing": "out.weight",
     "missing-buffer": "layers.0.offset",
@@ -117,7 +117,7 @@ Means = Literal["plain", "hooks", "wrapper", "compiled"]
     ],
 )
 def test_names_and_values(rank: Rank, means: Means, form: StateForm) -> None:
-    """The state dicts of model and optimizer have the unsharded names, shapes and dtypes, and what the ranks hold."""
+    """State dicts of model and optimizer have the unsharded names, shapes and dtypes, and the ranks' values."""
     with compiler("eager") as backend:
 
         def prepare(model: nn.Module) -> nn.Module:
@@ -136,7 +136,7 @@ def test_names_and_values(rank: Rank, means: Means, form: StateForm) -> None:
 @FLAT
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_between_passes(rank: Rank, reshard_after_forward: bool | int | None, flat: bool, form: StateForm) -> None:
-    """State dicts have what the ranks hold, whatever is gathered: after an evaluation, a backward and a step."""
+    """State dicts have the ranks' values, whatever is gathered: after an evaluation, a backward and a step."""
     run = states.make(rank, 0, for_flat=flat, flat_parameters=flat, reshard_after_forward=reshard_after_forward)
     unsharded = states.plain(rank, for_flat=flat)
     states.train(rank, run, 0)
@@ -172,7 +172,7 @@ def test_before_training(rank: Rank, reshard_after_forward: bool | int | None, f
 @pytest.mark.parametrize("how", ["copied", "assigned", pytest.param("pending", marks=needs(Capability.ASYNC_UNSHARD))])
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_of_a_module_inside_a_unit(rank: Rank, reshard_after_forward: bool | int | None, how: str) -> None:
-    """The state dict of a part of a unit, whatever is gathered, has sharded values, and is what a load replaces."""
+    """The state dict of a part of a unit, whatever is gathered, has sharded values, and a load replaces these."""
     run = states.make(rank, 0, optimizer=None, reshard_after_forward=reshard_after_forward)
     unsharded, batch = states.plain(rank).to(rank.device), (rank.batch(0, (3, states.DIM)),)
     name = "layers.1.first"
@@ -185,7 +185,7 @@ def test_of_a_module_inside_a_unit(rank: Rank, reshard_after_forward: bool | int
         assert not wrong, f"the state dict of {name} has other values of {', '.join(wrong)}"
         run.evaluate(batch)
         if how == "pending":
-            run.adapter.unshard()  # with the values of before
+            run.adapter.unshard()  # with the old values
         doubled = {key: value * 2 for key, value in state.items()}
         run.original_module(name).load_state_dict(doubled, assign=how != "copied")
         unsharded.get_submodule(name).load_state_dict({key: value * 2 for key, value in expected.items()})
@@ -200,7 +200,7 @@ def test_of_a_module_inside_a_unit(rank: Rank, reshard_after_forward: bool | int
 @pytest.mark.parametrize("form", ["sharded", "full"])
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_new_data(rank: Rank, reshard_after_forward: bool | int | None, form: StateForm) -> None:
-    """What a script writes to the parameters as new data is saved, and loading replaces it."""
+    """New data that user code has assigned to the parameters are saved, and loading replaces them."""
     run = states.make(rank, 0, reshard_after_forward=reshard_after_forward)
     states.train(rank, run, 0)
     first = states.read_and_check(rank, run, form, states.plain(rank))
@@ -210,7 +210,7 @@ def test_new_data(rank: Rank, reshard_after_forward: bool | int | None, form: St
             parameter.data = parameter.data * 0.5
         found = states.read(rank, run, form=form)["model"]
         wrong = [name for name in states.TRAINED if not torch.equal(found[name], first["model"][name] * 0.5**halves)]
-        assert not wrong, f"saved with other values than the script gave them: {', '.join(wrong)}"
+        assert not wrong, f"saved with other values than user code gave them: {', '.join(wrong)}"
     for parameter in run.adapter.named_parameters().values():
         parameter.data = parameter.data * 0.5
     run.adapter.restore(saved, form=form)
@@ -220,11 +220,11 @@ def test_new_data(rank: Rank, reshard_after_forward: bool | int | None, form: St
 
 @contract("STATE-2")
 @world(2)
-@needs(Capability.FLAT_PARAMETERS)  # others refuse such parameters
+@needs(Capability.FLAT_PARAMETERS)  # other implementations refuse such parameters
 @FORMS
 @SHARDS
 def test_other_strides(rank: Rank, shards: bool, form: StateForm) -> None:
-    """Parameters that lie column by column are saved and loaded by index, from and into ones that lie row by row."""
+    """Column-major parameters are saved and loaded by index, from and into row-major ones."""
     runs = [
         states.make(rank, number, prepare=prepare, shards=shards) for number, prepare in enumerate((None, by_columns))
     ]
@@ -237,7 +237,7 @@ def test_other_strides(rank: Rank, shards: bool, form: StateForm) -> None:
 @needs(Capability.HYBRID, Capability.FULL_STATE_DICT)
 @pytest.mark.parametrize("replicated", ["before", "after"])
 def test_whole_states_of_replicas(rank: Rank, replicated: str) -> None:
-    """Replicas save whole values that one mesh loads, and load what it has saved."""
+    """Replicas save full values that one mesh loads, and load the values that it has saved."""
     meshes = rank.mesh((2, 2), ("replicate", "shard")), rank.mesh()
     first, second = meshes if replicated == "before" else meshes[::-1]
     states.check_loads(rank, states.make(rank, 0, mesh=first), states.make(rank, 1, mesh=second), "full")
@@ -247,7 +247,7 @@ def test_whole_states_of_replicas(rank: Rank, replicated: str) -> None:
 @world(4)
 @needs(Capability.HYBRID, Capability.PROCESS_GROUPS)
 def test_sharded_states_of_groups_of_replicas(rank: Rank) -> None:
-    """Each replica has its own shards of the values, also where process groups stand for the mesh."""
+    """Each replica saves its own shards of the values, also with process groups instead of the mesh."""
     mesh = rank.mesh((2, 2), ("replicate", "shard"))
     run = states.make(rank, 0, mesh=mesh, as_groups=True)
     states.train(rank, run, 0)
@@ -259,7 +259,7 @@ def test_sharded_states_of_groups_of_replicas(rank: Rank) -> None:
 @pytest.mark.parametrize("form", ["sharded", pytest.param("full", marks=FULL)])
 @pytest.mark.parametrize("saver", built_in_with(Capability.DISTRIBUTED_CHECKPOINT))
 def test_from_another_implementation(rank: Rank, saver: str, form: StateForm) -> None:
-    """What one implementation has saved, another loads, or the same again: values, states and options of groups."""
+    """A state dict of one implementation loads into another, or the same: values, states and options of groups."""
     saved, loaded = (
         states.make(rank, 0, implementation=saver, has_extra=True),
         states.make(rank, 1, has_extra=True),
@@ -273,7 +273,7 @@ def test_from_another_implementation(rank: Rank, saver: str, form: StateForm) ->
 @FLAT
 @pytest.mark.parametrize("units", ["other-units", "one-unit"])
 def test_onto_other_units(rank: Rank, units: str, flat: bool, form: StateForm) -> None:
-    """A state dict depends neither on the units nor on what the optimizer has."""
+    """A state dict depends neither on the units nor on which parameters the optimizer has."""
     onto = [["layers.1"]] if units == "other-units" else []
     saved = states.make(rank, 0, for_flat=flat)
     loaded = states.make(rank, 1, for_flat=flat, units=onto, flat_parameters=flat)
@@ -317,7 +317,7 @@ def test_module_with_two_names(rank: Rank, form: StateForm) -> None:
 @FLAT
 @pytest.mark.parametrize("form", ["full", "first-rank"])
 def test_into_a_new_optimizer(rank: Rank, form: StateForm, flat: bool) -> None:
-    """An optimizer that has not stepped yet takes all of it."""
+    """An optimizer that has not stepped yet can load a full state."""
     saved = states.make(rank, 0, for_flat=flat)
     states.check_loads(rank, saved, states.make(rank, 1, for_flat=flat, flat_parameters=flat), form, steps_first=False)
 
@@ -326,7 +326,7 @@ def test_into_a_new_optimizer(rank: Rank, form: StateForm, flat: bool) -> None:
 @world(2)
 @FORMS
 def test_into_an_optimizer_of_fewer_parameters(rank: Rank, form: StateForm) -> None:
-    """An optimizer of the trainable parameters takes the options and states that one of all parameters has saved."""
+    """An optimizer of the trainable parameters loads the options and states that one of all parameters has saved."""
     saved = states.make(rank, 0, optimizer=optim.adamw(lr=states.LR))
     loaded = states.make(rank, 1, optimizer=optim.of_trainable(optim.adamw(lr=3 * states.LR)))
     for run in (saved, loaded):
@@ -343,7 +343,7 @@ def test_into_an_optimizer_of_fewer_parameters(rank: Rank, form: StateForm) -> N
 @needs(Capability.IGNORED_PARAMETERS)
 @FORMS
 def test_states_of_ignored_parameters(rank: Rank, form: StateForm) -> None:
-    """The optimizer's state of an ignored parameter, alike on all ranks, is saved and loaded beside the others."""
+    """The optimizer's state of an ignored parameter, equal on all ranks, is saved and loaded with the others."""
     options: Any = {"ignored": (IGNORED,), "prepare": same_gradient}
     saved, loaded = (states.make(rank, number, **options) for number in range(2))
     states.check_loads(rank, saved, loaded, form)
@@ -362,7 +362,7 @@ def test_states_of_ignored_parameters(rank: Rank, form: StateForm) -> None:
 def test_loading_between_passes(
     rank: Rank, reshard_after_forward: bool | int | None, after: str, form: StateForm
 ) -> None:
-    """What is loaded is what the next forward uses, whatever is gathered, and training goes on from there."""
+    """The next forward uses loaded values, whatever is gathered, and training goes on from them."""
     source, twin, run = (states.make(rank, number, reshard_after_forward=reshard_after_forward) for number in (0, 0, 1))
     for one in (source, twin):
         states.train(rank, one, 0)
@@ -397,7 +397,7 @@ def test_loading_between_passes(
 @pytest.mark.parametrize("name", ["layers.0.gain", "out.bias"])
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_loading_a_part(rank: Rank, reshard_after_forward: bool | int | None, name: str) -> None:
-    """An entry of which some ranks hold nothing makes all ranks gather again, or none."""
+    """After a load of an entry of which some ranks hold no element, all ranks gather again, or none does."""
     source, run = (
         states.make(rank, number, optimizer=None, reshard_after_forward=reshard_after_forward) for number in (0, 1)
     )
@@ -420,9 +420,9 @@ def test_loading_a_part(rank: Rank, reshard_after_forward: bool | int | None, na
 def test_saving_changes_nothing(
     rank: Rank, reshard_after_forward: bool | int | None, loads: bool, flat: bool, form: StateForm
 ) -> None:
-    """A run that saves after each backward and each evaluation trains the bits of one that does not.
+    """A run that saves after each backward and each evaluation trains the same bits as one that does not.
 
-    Loading what was just saved changes nothing either.
+    Loading a state dict just after it was saved changes nothing either.
     """
     options: Any = {"for_flat": flat, "flat_parameters": flat, "reshard_after_forward": reshard_after_forward}
 
@@ -464,14 +464,14 @@ def test_entries_that_do_not_fit(rank: Rank, flaw: str, strict: bool) -> None:
     is_new = {name: choice(name, piece, before, after) for name, piece in run.adapter.parameters().items()}
     everyone = rank.exchange({name: new for name, new in is_new.items() if new is not None})
     if Capability.FULL_STATE_DICT in rank.implementation.capabilities():
-        # Read in another form than that which was loaded: an error leaves no choice of the adapter's behind.
+        # Read in another form than the loaded one: an error does not leave the adapter's choice of form behind.
         states.check_held(rank, run, states.read(rank, run, form="full"))
     assert "neither" not in is_new.values(), f"neither the old values nor those of the state dict: {is_new}"
     for name in is_new:
         choices = {one[name] for one in everyone if name in one}
         assert len(choices) == 1, f"{name} is loaded on some ranks only"
         if found.get("error") and name != FLAWED[flaw]:
-            continue  # as unsharded, what came before the error may be loaded
+            continue  # as unsharded, entries before the error may be loaded
         wanted = "old" if name == FLAWED[flaw] else "new"
         assert choices == {wanted}, f"{name} has the {choices.pop()} values instead of the {wanted}"
 
@@ -487,15 +487,15 @@ def test_entries_that_do_not_fit(rank: Rank, flaw: str, strict: bool) -> None:
     ids=["full", "first-rank", "full-replicas-alone"],
 )
 def test_whole_state_dicts_are_copies(rank: Rank, form: StateForm, shards: bool, flat: bool) -> None:
-    """Whole values do not follow the training, and what a script writes to them changes nothing."""
-    # torch's own functions share with the optimizer what need not be gathered: F-170 of docs/findings.md.
+    """Full values do not follow the training, and user code's writes to them change nothing."""
+    # torch's own functions share tensors that need no gather with the optimizer: F-170 of docs/findings.md.
     copies_all = rank.implementation.checkpoint is not Adapter.checkpoint
     options: Any = {"ignored": (IGNORED,), "prepare": same_gradient} if copies_all and not flat else {}
     twin, run = (states.make(rank, 0, for_flat=flat, flat_parameters=flat, shards=shards, **options) for _ in range(2))
     for one in (twin, run):
         states.train(rank, one, 0)
     state = run.adapter.checkpoint(form=form)
-    # What is ignored is saved as unsharded: what the module holds.
+    # Ignored parameters are saved as in the unsharded model: the module's own tensors.
     shown = states.TRAINED if not options else [name for name in states.TRAINED if name != IGNORED]
     named = {name: value for name, value in state["model"].items() if name in shown}
     for name, values in state.get("optimizer", {}).get("state", {}).items():
@@ -523,7 +523,7 @@ def test_whole_state_dicts_are_copies(rank: Rank, form: StateForm, shards: bool,
 @world(2)
 @FORMS
 def test_parameters_of_one_element(rank: Rank, form: StateForm) -> None:
-    """What an optimizer has once for a parameter is saved once, also where a parameter has one element itself."""
+    """A scalar of an optimizer's state is saved once per parameter, also where a parameter has one element itself."""
     run = rank.run(
         nn.Sequential(nn.Linear(states.DIM, 1), nn.Linear(1, states.DIM)),
         units=[["0"]],
@@ -540,7 +540,7 @@ def test_parameters_of_one_element(rank: Rank, form: StateForm) -> None:
 @needs(Capability.SHARDED)
 @FORMS
 def test_versions_of_modules(rank: Rank, form: StateForm) -> None:
-    """Where a state dict has the versions of modules, by which they know older ones, they are under unsharded names."""
+    """Module versions in a state dict's metadata, which tell old state dicts from new, are under unsharded names."""
     run = states.make(rank, 0, optimizer=None)
     found = getattr(run.adapter.checkpoint(form=form)["model"], "_metadata", None)
     expected: Any = states.plain(rank).state_dict()
@@ -565,7 +565,7 @@ def test_numbers_of_steps_that_differ(rank: Rank) -> None:
 @world(2)
 @needs(Capability.OPTIMIZER_KEYS, Capability.FULL_STATE_DICT)
 def test_an_optimizer_without_a_parameter_on_one_rank(rank: Rank) -> None:
-    """Ranks whose optimizers have different parameters all learn of it, with the name of one and of the right rank."""
+    """Ranks whose optimizers have different parameters all raise, with the name of a parameter and the right rank."""
 
     def of_some(parameters: Any) -> torch.optim.Optimizer:
         given = list(parameters)
@@ -586,7 +586,7 @@ def test_an_optimizer_without_a_parameter_on_one_rank(rank: Rank) -> None:
 @FLAT
 @FORMS
 def test_older_calls(rank: Rank, form: StateForm, flat: bool) -> None:
-    """The older calls save and load the optimizer's states and options that the newer ones do."""
+    """The older calls save and load the same optimizer states and options as the newer ones."""
     saved, loaded = (states.make(rank, number, for_flat=flat, flat_parameters=flat) for number in range(2))
     states.train(rank, saved, 0)
     states.train(rank, loaded, 3)
@@ -603,7 +603,7 @@ def test_older_calls(rank: Rank, form: StateForm, flat: bool) -> None:
 @needs(Capability.OPTIMIZER_KEYS)
 @FLAT
 def test_by_numbers(rank: Rank, flat: bool) -> None:
-    """An unsharded model's optimizer takes the states by numbers, of two groups too; what it saves is taken back."""
+    """An unsharded model's optimizer loads states by numbers, of two groups too, and its state dict loads back."""
     run = states.make(rank, 0, for_flat=flat, flat_parameters=flat)
     model = recompute(
         states.plain(rank, for_flat=flat).to(rank.device), "wrapper"
@@ -635,7 +635,7 @@ def test_by_numbers(rank: Rank, flat: bool) -> None:
 @needs(Capability.OPTIMIZER_KEYS)
 @FLAT
 def test_an_optimizer_that_names_parameters(rank: Rank, flat: bool) -> None:
-    """The states of an optimizer whose own state dict has names in the place of numbers are saved as others are."""
+    """The states of an optimizer whose own state dict has names instead of numbers are saved as others are."""
     run = states.make(rank, 0, for_flat=flat, flat_parameters=flat)
     states.train(rank, run, 0)
     expected, optimizer = states.read(rank, run, form="full"), run.adapter.optimizer
@@ -654,7 +654,7 @@ def test_an_optimizer_that_names_parameters(rank: Rank, flat: bool) -> None:
 @needs(Capability.FLAT_PARAMETERS, Capability.PROCESS_GROUPS)
 @FLAT
 def test_local_states(rank: Rank, flat: bool) -> None:
-    """A local state dict of a model holds this rank's own shards, which another of the same units takes."""
+    """A local state dict of a model has this rank's own shards, which another model of the same units loads."""
     options: Any = {"for_flat": True, "flat_parameters": flat, "as_groups": True, "optimizer": None}
     saved, loaded = (states.make(rank, number, **options) for number in range(2))
     loaded.adapter.restore(saved.adapter.checkpoint(form="local"), form="local")
@@ -695,11 +695,11 @@ def test_states_that_cannot_be_joined(rank: Rank, flaw: str) -> None:
     refusal.check_names("unflattened parameter", "its parameter", "first.bias")
 
 
-#: A parameter before others, in the first of the units.
+#: A parameter that comes before others, in the first of the units.
 IGNORED = "layers.0.second.bias"
 
 
 def same_gradient(model: nn.Module) -> nn.Module:
-    """Let the ignored parameter have one gradient on all ranks, none of which sees the others'."""
+    """Give the ignored parameter the same gradient on all ranks, although no rank averages it."""
     model.get_parameter(IGNORED).register_hook(torch.ones_like)
     return model

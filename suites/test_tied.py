@@ -70,7 +70,7 @@ def test_tied_embedding(rank: Rank, recomputes: bool, reshard_after_forward: boo
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
 @pytest.mark.parametrize("modules", [2, 1], ids=["of-two-modules", "of-one-module"])
 def test_tied_inside_of_units(rank: Rank, modules: int, reshard_after_forward: bool | None) -> None:
-    """A unit that is freed and gathered again shows its shared parameter in both places, with one optimizer state."""
+    """A unit that is freed and gathered again has its shared parameter registered in both places, with one state."""
     model = TiedStack(DIM, layer=TiedMLP if modules == 2 else TwoNames)
     second = "second.weight" if modules == 2 else "second"
     pair = rank.pair(model, units=model.units(), reshard_after_forward=reshard_after_forward)
@@ -115,9 +115,9 @@ def test_copies_of_states(rank: Rank) -> None:
 
 @contract("TIED-1")
 @world(2)
-@needs(Capability.SHARD_DIMENSION)  # the choice of it is when a unit takes a parameter
+@needs(Capability.SHARD_DIMENSION)  # a unit calls the shard-dimension function when it takes a parameter
 def test_parameters_in_the_place_of_others(rank: Rank) -> None:
-    """Parameters that a script makes when those before are gone, in whose memory they may lie, are not shared ones."""
+    """New parameters at the addresses of freed ones are not taken for shared ones."""
     layers: list[nn.Module] = []
 
     def keep(plain: nn.Sequential) -> nn.Sequential:
@@ -142,7 +142,7 @@ def test_parameters_in_the_place_of_others(rank: Rank) -> None:
 @world(2)
 @needs(Capability.CLIP_BY_CALL)
 def test_tied_gradients_count_once(rank: Rank) -> None:
-    """The total norm has the gradient of a shared parameter once, which is the sum of both."""
+    """The total norm counts the gradient of a shared parameter, the sum of both, once."""
     model = TiedStack(DIM)
     pair = rank.pair(model, units=model.units(), clip=Clip(1e-3))
     for step in range(3):
@@ -169,10 +169,10 @@ def test_tied_parameters_move_once(rank: Rank, reshard_after_forward: bool | Non
 
 
 def check_names(pair: Pair, others: list[str]) -> None:
-    """A shared parameter is shown by the first of its names alone, so that all its places show one object."""
+    """A shared parameter is registered under the first of its names, and all its places have one object."""
     shown = pair.adapter.named_parameters()
     found = [name for name in others if name in shown]
-    assert not found, f"shown beside the first name of the same parameter: {found}"
+    assert not found, f"registered again besides the first name of the same parameter: {found}"
 
 
 def check_states(pair: Pair) -> None:

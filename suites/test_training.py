@@ -116,7 +116,7 @@ def test_single_unit(rank: Rank, shapes: tuple[tuple[int, int], tuple[int, int]]
 @world(2, 4)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_many_shapes(rank: Rank, reshard_after_forward: bool | int | None) -> None:
-    """Parameters of one to four dimensions, of one element and few rows, in lists and beside buffers, train."""
+    """Parameters of one to four dimensions, of one element and few rows, in lists and next to buffers, train."""
     pair = rank.pair(shapes.ManyShapes(), units=[["body"]], reshard_after_forward=reshard_after_forward)
     for step in range(3):
         pair.step(rank.batch(step, (2, 3, 6, 6)))
@@ -128,7 +128,7 @@ def test_many_shapes(rank: Rank, reshard_after_forward: bool | int | None) -> No
 @FLAT
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
 def test_recurrent_module(rank: Rank, reshard_after_forward: bool | None, flat: bool) -> None:
-    """A module that keeps its parameters in a list of its own too, as recurrent ones do, trains."""
+    """A module that also keeps its parameters in a list of its own, as recurrent ones do, trains."""
     options: dict[str, Any] = {"reshard_after_forward": reshard_after_forward, "flat_parameters": flat}
     pair = rank.pair(shapes.Recurrent(dim=5), units=[["body"]], **options)
     for step in range(3):
@@ -140,7 +140,7 @@ def test_recurrent_module(rank: Rank, reshard_after_forward: bool | None, flat: 
 @world(2)
 @needs(Capability.POST_ACCUMULATE_GRAD_HOOK)  # without it, a rank that holds no element of a parameter has no gradient
 def test_parameter_without_rows(rank: Rank) -> None:
-    """A parameter whose first dimension is zero trains beside others, and has an empty gradient."""
+    """A parameter whose first dimension is zero trains next to others, and has an empty gradient."""
     pair = rank.pair(shapes.ManyShapes(has_empty=True), units=[["body"]])
     for step in range(3):
         pair.step(rank.batch(step, (2, 3, 6, 6)))
@@ -194,7 +194,7 @@ def test_many_units_on_eight_ranks(rank: Rank, reshard_after_forward: bool | int
     "delays", [pytest.param((), id="undelayed"), pytest.param(("before-step",), marks=needs(Hardware.STREAMS))]
 )
 def test_unit_called_directly(rank: Rank, delays: tuple[str, ...]) -> None:
-    """Training one unit by calling it alone reduces its gradients and leaves the others without.
+    """Training one unit by calling it alone reduces its gradients; the other units get none.
 
     Steps follow each other without the host waiting, so that a unit which does not wait for the step reads too early.
     """
@@ -211,7 +211,7 @@ def test_unit_called_directly(rank: Rank, delays: tuple[str, ...]) -> None:
 @world(2)
 @needs(Capability.NON_ROOT_FORWARD)
 def test_unit_called_before_the_root(rank: Rank) -> None:
-    """A root whose unit was called before it trains as DDP does, or refuses its forward on every rank."""
+    """A root whose unit was called first trains as DDP does, or refuses its forward on every rank."""
     model = models.Tower(dim=9)
     whole, run = models.copy_of(model), rank.run(model, units=model.units())
     batch = rank.batch(0, (4, 9))
@@ -230,7 +230,7 @@ def test_unit_called_before_the_root(rank: Rank) -> None:
 @world(2)
 @needs(Capability.NON_ROOT_FORWARD, Capability.GROUPED_UNIT, Capability.REGISTERED_STATE)
 def test_module_of_several_called_before_the_root(rank: Rank) -> None:
-    """A module of a unit of several that is called before the root is refused, or is trained and freed again."""
+    """One module of a unit of several, called before the root, is refused, or is trained and freed again."""
     model = models.Tower(dim=9)
     whole = models.copy_of(model).to(rank.device)
     run = rank.run(model, units=[["layers.0", "layers.1"], ["layers.2"]])
@@ -284,7 +284,7 @@ def test_unit_called_twice(
 @needs(Capability.CAST_AFTER_INIT)
 @pytest.mark.parametrize("swaps", [False, True], ids=["sets-data", "swaps-tensors"])
 def test_cast_after_sharding(rank: Rank, swaps: bool) -> None:
-    """A model cast to float64 once it is sharded trains in float64: parameters, gradients and losses.
+    """A model cast to float64 after sharding trains in float64: parameters, gradients and losses.
 
     torch casts by setting the parameters' data or, as it announces for the future, by swapping tensors.
     """
@@ -306,7 +306,7 @@ def test_cast_after_sharding(rank: Rank, swaps: bool) -> None:
     ],
 )
 def test_cast_after_an_evaluation(rank: Rank, reshard_after_forward: bool | None, shards: bool) -> None:
-    """A model that an evaluation has left gathered is cast to bfloat16, evaluated, and has rounded values once back."""
+    """A model that is gathered by an evaluation, cast to bfloat16, evaluated and cast back has rounded values."""
     model = models.Tower(dim=9)
     rounded = models.copy_of(model).to(rank.device).to(torch.bfloat16)
     options: Any = {"reshard_after_forward": reshard_after_forward, "optimizer": optim.sgd(), "shards": shards}
@@ -329,7 +329,7 @@ def test_cast_after_an_evaluation(rank: Rank, reshard_after_forward: bool | None
     "when", ["before-the-step", pytest.param("after-new-data", marks=needs(Capability.FLAT_PARAMETERS))]
 )
 def test_cast_there_and_back(rank: Rank, when: str) -> None:
-    """A cast to float64 and back loses neither gradients nor values that a script has set before."""
+    """A cast to float64 and back loses neither gradients nor values that user code has set before."""
     model = models.Tower(dim=9)
 
     def turn(adapter: Adapter, *, now: bool) -> None:
@@ -356,7 +356,7 @@ def test_cast_there_and_back(rank: Rank, when: str) -> None:
 @needs(Capability.CAST_AFTER_INIT, Capability.DEFERRED_REDUCTION)
 @FLAT
 def test_cast_between_microbatches(rank: Rank, flat: bool) -> None:
-    """A cast to float64 and back between two microbatches does not lose the gradients that are still to be reduced."""
+    """A cast to float64 and back between two microbatches does not lose gradients that are not reduced yet."""
     model = models.Tower(dim=9)
     pair = rank.pair(model, units=model.units(), microbatches=2, accumulation=Accumulation(), flat_parameters=flat)
     context = pair.adapter.microbatch
@@ -379,7 +379,7 @@ def test_cast_between_microbatches(rank: Rank, flat: bool) -> None:
 @needs(Capability.OWN_OPTIMIZER)
 @pytest.mark.parametrize("how", ["in-place", pytest.param("data", marks=needs(Capability.FLAT_PARAMETERS))])
 def test_parameters_that_a_script_changes(rank: Rank, how: str) -> None:
-    """What a script writes to parameters between two steps, in place or as new data, is what the next step uses."""
+    """The next step uses the values that user code writes to parameters between two steps, in place or as new data."""
     model = models.Tower(dim=9)
     pair = rank.pair(model, units=model.units())
     everyone = [pair.adapter, pair.baseline.adapter]
@@ -405,13 +405,13 @@ def test_parameters_that_a_script_changes(rank: Rank, how: str) -> None:
     "other",
     [
         pytest.param("placement", marks=needs(Capability.DTENSOR_PARAMETERS)),
-        # Where forward gathers whatever is registered, the module itself refuses the size.
+        # Where forward gathers the registered parameters as they are, the module itself refuses the size.
         pytest.param("size", marks=needs(Capability.DTENSOR_PARAMETERS, Capability.REGISTERED_STATE)),
         pytest.param("flat-size", marks=needs(Capability.FLAT_PARAMETERS)),
     ],
 )
 def test_parameter_of_another_layout(rank: Rank, other: str) -> None:
-    """What is placed otherwise, or has another size, in the place of a parameter is refused by name; or it is used."""
+    """A replacement of another size or placement for a parameter is refused by name, or used."""
     model = models.Tower(dim=9)
     plain = models.copy_of(model).to(rank.device)
     zeros = plain.get_parameter("layers.1.in_proj.weight").data.zero_()
@@ -499,7 +499,7 @@ def test_member_that_does_not_run(rank: Rank) -> None:
 @world(2)
 @needs(Capability.GROUPED_UNIT, Capability.NON_ROOT_FORWARD, Capability.AUTOGRAD_CALLS)
 def test_chunks_of_a_head(rank: Rank) -> None:
-    """A head that shares a unit, and that the loss calls for chunks of the output, each with a backward, trains."""
+    """A head in a shared unit, which the loss calls for chunks of the output, each with a backward, trains."""
     model = Headless(9)
     plain = models.copy_of(model).to(rank.device)
     run = rank.run(model, units=[["layer"], ["norm", "head"]], optimizer=optim.sgd())
@@ -569,7 +569,7 @@ def test_forward_methods_of_one_class(rank: Rank) -> None:
 @world(2)
 @needs(Capability.FORWARD_METHOD)
 def test_forward_method_of_one_module(rank: Rank) -> None:
-    """A registered method may be one that a script has set on the module itself, over that of its class."""
+    """A registered method may be one that user code has set on the module itself, over that of its class."""
     model = models.TwoStage(dim=9)
     doubled = types.MethodType(lambda encoder, x: torch.tanh(encoder.inner(x)) * 2, model.encoder)
     model.encoder.features = doubled  # type: ignore[method-assign]

@@ -71,7 +71,7 @@ class Parts(nn.Module):
 
 
 class PartsBase(nn.Module):
-    """What blocks have in common, as the base classes of model libraries do."""
+    """Common base class of blocks, as in model libraries."""
 
 
 class PartsBlock(PartsBase):
@@ -92,7 +92,7 @@ class PartsBlock(PartsBase):
 
 
 class Normed(nn.Module):
-    """Linear(4, 6), BatchNorm1d and Linear(6, 4), which note the dtypes of their inputs and of their weights.
+    """Linear(4, 6), BatchNorm1d and Linear(6, 4), which record the dtypes of their inputs and weights.
 
     Input and output: (batch, 4).
 
@@ -127,7 +127,7 @@ pytestmark = needs(Capability.WRAPPING_POLICY, Capability.COUNTED_UNITS)
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """A rule, the modules of a :class:`Parts` that it should make units, and those left alone.
+    """A rule, the modules of a :class:`Parts` that it should make units, and the ignored ones.
 
     Attributes:
         policy: the rule.
@@ -146,10 +146,10 @@ BLOCKS = ("blocks.0", "blocks.1")
 LINEARS = ("entry", "blocks.0.inner", "blocks.0.back", "blocks.1.inner", "blocks.1.back")
 
 BY_SIZE = {
-    # What inner units have taken does not count: each block is left with 12 elements. A list becomes no unit, nor does
-    # attention, or anything inside it.
+    # Elements in inner units do not count: each block is left with 12. A list becomes no unit, nor does attention,
+    # nor anything inside it.
     "42": Rule(WrapPolicy("size", min_numel=42), LINEARS),
-    # A module of just the size is a unit, and one that is left with enough is one around it.
+    # A module of exactly the size is a unit, and so is a module around it that is left with enough elements.
     "84": Rule(WrapPolicy("size", min_numel=84), ("blocks.0", "blocks.1.inner", "blocks.1")),
     "91": Rule(WrapPolicy("size", min_numel=91), BLOCKS),
     "169": Rule(WrapPolicy("size", min_numel=169), ("blocks.1",)),
@@ -195,7 +195,7 @@ BY_CHOICE = {
     ),
 }
 BESIDE_IGNORED = {
-    # Of a block whose first layer is ignored 60 elements are left, and 90 of the other.
+    # A block whose first layer is ignored is left with 60 elements, and the other block with 90.
     "too-small": Rule(
         WrapPolicy("size", min_numel=61), ("blocks.1.inner", "blocks.1.back"), ignored=("blocks.0.inner",)
     ),
@@ -215,7 +215,7 @@ BESIDE_IGNORED = {
 @each_value("rule")
 @pytest.mark.parametrize("rule", BY_SIZE)
 def test_by_size(rank: Rank, rule: str) -> None:
-    """Children first, each module of which enough elements are left is a unit."""
+    """Children first, each module that is left with enough elements is a unit."""
     train(rank, BY_SIZE[rule])
 
 
@@ -260,7 +260,7 @@ def test_module_in_two_places(rank: Rank, rule: Literal["classes", "objects"]) -
 @contract("WRAPPING-5")
 @world(2)
 def test_by_hand_within_by_hand(rank: Rank) -> None:
-    """A context in which a script chooses by hand is refused within another."""
+    """A context in which user code wraps by hand is refused within another."""
     inner = WrapPolicy("by-hand", chooses=lambda module: False)
 
     def nests(module: nn.Module) -> bool:
@@ -276,7 +276,7 @@ def test_by_hand_within_by_hand(rank: Rank) -> None:
 @world(2)
 @pytest.mark.parametrize("answer", [None, 3], ids=["nothing", "a-number"])
 def test_answers_that_a_rule_cannot_give(rank: Rank, answer: Any) -> None:
-    """A rule that answers neither whether a module is a unit nor with what options is refused with its answer."""
+    """A rule whose result is neither a bool nor the options of a unit is refused with that result."""
     policy = WrapPolicy("custom", chooses=lambda module: answer)
     refusal = Refusal(rank, lambda: sharded(rank, Parts().to(rank.device), wraps=policy))
     refusal.check_names(f"returned {answer}")
@@ -294,7 +294,7 @@ def test_answers_that_a_rule_cannot_give(rank: Rank, answer: Any) -> None:
     ],
 )
 def test_units_have_the_options_of_the_model(rank: Rank, option: str) -> None:
-    """What holds of the model holds of the units that are found: what forward frees, and where values come from."""
+    """Units that a rule finds have the model's options: what forward frees, and who initializes the values."""
     model = DrawnStack(dim=9)
     units = [["layers.0"], ["layers.1"], ["layers.2"], ["out"]]
     options: dict[str, Any] = {"keeps": {"reshard_after_forward": False}, "first-rank": {"sync_states": True}}.get(
@@ -317,7 +317,7 @@ def test_units_have_the_options_of_the_model(rank: Rank, option: str) -> None:
 
 
 def make_twice(module: nn.Module, *, device: torch.device) -> None:
-    """Make a module's values on a device, and double its parameters."""
+    """Initialize a module on a device, and double its parameters."""
     module.to_empty(device=device, recurse=False)
     if isinstance(module, (Drawn, DrawnStack, Offset)):
         module.reset_parameters()
@@ -331,7 +331,7 @@ def make_twice(module: nn.Module, *, device: torch.device) -> None:
 @needs(Capability.HYBRID)
 @pytest.mark.parametrize("as_groups", [False, pytest.param(True, marks=needs(Capability.PROCESS_GROUPS))])
 def test_units_of_replicas(rank: Rank, as_groups: bool) -> None:
-    """Where a model is sharded within replicas, so are the units that are found, among the same ranks."""
+    """If a model is sharded within replicas, so are the units that a rule finds, among the same ranks."""
     mesh = rank.mesh((2, 2), ("replicate", "shard"))
     pair = train(rank, BY_CHOICE["classes"], mesh=mesh, as_groups=as_groups)
     groups = {item.group for item in pair.last_trace()}
@@ -350,14 +350,14 @@ def test_beside_ignored_modules(rank: Rank, rule: str) -> None:
     for name in BESIDE_IGNORED[rule].ignored:
         parent, _, child = name.rpartition(".")
         found = pair.sharded.original_module(parent).get_submodule(child)
-        assert found is pair.sharded.original_module(name), f"in the place of {name} is a {type(found).__name__}"
+        assert found is pair.sharded.original_module(name), f"{name} was replaced by a {type(found).__name__}"
 
 
 @contract("WRAPPING-4")
 @world(2)
 @needs(Capability.MIXED_PRECISION)
 def test_batch_norm_in_full_precision(rank: Rank) -> None:
-    """With a compute dtype, batch normalisation becomes a unit without it; what it returns has its input's dtype."""
+    """With a compute dtype, batch normalisation becomes a unit without one; its output has its input's dtype."""
     model = Normed()
     seen, bfloat16 = model.seen, torch.bfloat16
     policy = WrapPolicy("size", min_numel=10**9)
@@ -379,14 +379,14 @@ def test_batch_norm_in_full_precision(rank: Rank) -> None:
 @world(2)
 @needs(Capability.MIXED_PRECISION, Capability.IGNORED_MODULES)
 def test_ignored_batch_norm(rank: Rank) -> None:
-    """A batch normalisation that is ignored becomes no unit for the compute dtype either."""
+    """An ignored batch normalisation becomes no unit, with a compute dtype either."""
     model = Normed()
     model.norm.requires_grad_(False)
     names = ("norm.weight", "norm.bias")
     policy, precision = WrapPolicy("size", min_numel=10**9), Precision(compute=torch.bfloat16)
     run = rank.run(model, ignored=names, ignored_modules=("norm",), wraps=policy, precision=precision)
     found = run.adapter.submodule("")
-    assert run.original_module("norm") is model.norm, f"in the place of norm is a {type(model.norm).__name__}: {found}"
+    assert run.original_module("norm") is model.norm, f"norm was replaced by a {type(model.norm).__name__}: {found}"
     run.forward_backward((rank.batch(0, (4, 4)),), loss=torch.sum)
     gathered = [item.dtype for item in run.trace if (item.phase, item.kind) == ("forward", "all_gather")]
     assert gathered == ["bfloat16"], f"forward gathers in {gathered}"
@@ -396,7 +396,7 @@ def test_ignored_batch_norm(rank: Rank) -> None:
 @world(2)
 @needs(Capability.MIXED_PRECISION, Capability.FULL_PRECISION_EVALUATION)
 def test_batch_norm_after_a_step(rank: Rank) -> None:
-    """What it returns has the dtype of its input of now: after a step in bfloat16, float32 in an evaluation."""
+    """A batch normalisation's output has its current input's dtype: after a bfloat16 step, float32 in an evaluation."""
     model = Normed()
     seen, precision = model.seen, Precision(compute=torch.bfloat16, full_in_evaluation=True)
     policy = WrapPolicy("size", min_numel=10**9)
@@ -411,7 +411,7 @@ def test_batch_norm_after_a_step(rank: Rank) -> None:
 def train(rank: Rank, rule: Rule, **options: Any) -> Pair:
     """Train with a rule: the units are those that it should find, each gathered and reduced by one collective.
 
-    What is ignored is frozen as well, so that it has no gradient, which would be the rank's own.
+    Ignored modules are frozen as well, so that they have no gradient, which would be the rank's own.
     """
     model = Parts()
     for module in rule.ignored:

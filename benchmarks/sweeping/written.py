@@ -1,4 +1,4 @@
-"""Changes as rows of ``planted/<chapter>.toml``: those that somebody has written down, and those that a sweep found."""
+"""Changes as rows of ``planted/<chapter>.toml``: hand-written ones, and the findings of a sweep."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def between_ranks(traces: Mapping[int, Sequence[str]]) -> list[str]:
 
 
 def between_texts(found: Sequence[str], expected: Sequence[str]) -> list[str]:
-    """Mark the lines of a trace against those that a case expects."""
+    """Mark the differences between the lines of a trace and the expected ones."""
     marked = [*_marked([*map(squeeze, expected)], [*map(squeeze, found)])]
     return _bounded(["collectives, against the trace that the case expects:", *marked]) if marked else []
 

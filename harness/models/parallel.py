@@ -390,7 +390,7 @@ class Experts(nn.Module):
 
 
 class ExpertModel(nn.Module):
-    """Linear(dim, dim), then four :class:`Experts` beside it, then Linear(dim, dim).
+    """Linear(dim, dim), then four :class:`Experts` in parallel to it, then Linear(dim, dim).
 
     Input and output: (batch, dim). The first elements of the input choose the expert of each row.
 

@@ -1,4 +1,4 @@
-"""Puts a plan together: one simulation for each mesh, its traffic by group, and the closed formulas beside it."""
+"""Puts a plan together: one simulation for each mesh, its traffic by group, and the closed formulas."""
 
 from __future__ import annotations
 

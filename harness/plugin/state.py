@@ -148,7 +148,7 @@ class State:
         return self._pool
 
     def run(self, item: pytest.Function) -> CaseRecord:
-        """Run or skip a case and return its record; in a torchrun job others run beside it."""
+        """Run or skip a case and return its record; in a torchrun job others run at the same time."""
         fleet = self._config.stash.get(FLEET, None)
         if fleet is None:
             return self._run(item)

@@ -152,7 +152,7 @@ class Ahead:
         self._started: dict[str, tuple[int, Future[CaseRecord]]] = {}
 
     def run(self, item: pytest.Function) -> CaseRecord:
-        """Return the record of the case for which pytest asks, and start those that can run beside it.
+        """Return the record of the case that pytest runs next, and start further cases that can run at the same time.
 
         Raises:
             Exception: what running the case raised.

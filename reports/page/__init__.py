@@ -4,7 +4,7 @@ The modules, each importing from those above it:
 
 contract: the requirements and their chapters
 labels: names that tell runs apart
-packing: text and JSON, compressed for a script element
+packing: text and JSON, compressed for a ``<script>`` element
 table: what the matrix needs, of all cases
 details: what a case needs when it is opened, in chunks
 assets: styles, scripts and the plotting library

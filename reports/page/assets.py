@@ -40,7 +40,7 @@ def plotting_library() -> str:
 
 
 def content_hash(source: str) -> str:
-    """The hash by which a content security policy allows a script and no other."""
+    """The hash by which a content security policy allows one script and no other."""
     return f"sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}"
 
 

@@ -1,4 +1,4 @@
-"""Text and JSON for a script element: compressed, in characters that mean nothing to HTML."""
+"""Text and JSON for a ``<script>`` element: compressed, in characters that mean nothing to HTML."""
 
 import base64
 import gzip

@@ -54,13 +54,13 @@ class Browser:
         self.until("return document.body.dataset.drawn !== undefined")
 
     def until(self, script, *arguments):
-        """Wait until a script returns something true, and return it."""
+        """Wait until JavaScript returns something true, and return it."""
         return WebDriverWait(self.driver, LONG, poll_frequency=0.02).until(
             lambda driver: driver.execute_script(script, *arguments), message=script
         )
 
     def run(self, script, *arguments):
-        """Run a script in the page, and return what it returns."""
+        """Run JavaScript in the page, and return its result."""
         return self.driver.execute_script(script, *arguments)
 
     def all(self, selector):

@@ -181,7 +181,7 @@ def test_what_units_hold(name: str, dtype: torch.dtype | None) -> None:
     for depth in (4, 12):
         found = peaks(SHARDINGS[name], Layers(depth), dtype)
         forward, backward = HELD["float32" if dtype is None else "bfloat16"][name]
-        # The last unit but one holds as much as those before, and has the shards of their gradients beside it.
+        # The last unit but one allocates as much as earlier units, in addition to the shards of their gradients.
         allowed = Peaks(LAYER * forward, LAYER * (backward + (depth - 2) / WORLD))
         for phase, most, expected in zip(Peaks._fields, found, allowed, strict=True):
             assert abs(most - expected) <= CRUMBS, (

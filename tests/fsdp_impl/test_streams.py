@@ -39,7 +39,7 @@ def test_the_host_waits_for_all_reductions_if_any_is_copied_to_it(
         context.finish_reductions()
         assert waited == (step + 1) * (list(events.values()) if copying else [])
     context.finish_reductions()
-    assert len(waited) == 2 * 2 * bool(copying), "a backward without reductions waits for those of before"
+    assert len(waited) == 2 * 2 * bool(copying), "a backward without reductions waits for earlier ones"
 
 
 @needs_gpu

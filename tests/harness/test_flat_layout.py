@@ -27,7 +27,7 @@ def test_pieces_are_cut_where_the_shards_are(size):
         for name, piece in pieces.items():
             held[name] += piece.tensor.numel()
             assert torch.equal(piece.tensor, piece.cut(named[name]))
-            # A view: what a script changes in it, the optimizer is to see.
+            # A view: the optimizer must see the changes that user code makes in it.
             assert piece.tensor.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr()
     assert held == {name: parameter.numel() for name, parameter in named.items()}
 

@@ -469,7 +469,7 @@ def test_a_unit_that_never_resharded_is_named(rank: Rank):
 
 @world(2)
 def test_a_unit_with_the_values_of_an_earlier_step_is_named(rank: Rank):
-    """What diverges is the output; the unit that was not gathered again stands beside it."""
+    """The output diverges; the failure also names the unit that was not gathered again."""
     rank.implementation = ReferenceAdapter
     model = models.Tower(dim=9, depth=3)
     pair = rank.pair(model, units=model.units(), reshard_after_forward=True)
