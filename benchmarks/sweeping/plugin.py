@@ -31,8 +31,6 @@ class Task:
     """What a pytest process of a sweep does.
 
     Attributes:
-        sources: the folder of the sources.
-        folder: the folder of the sweep.
         changes: changes as dictionaries, each with the ids of its items, in the order in which they run. None: run the
             selected items once and note their lines.
         until: the time, as ``time.time`` gives it, at which no further item begins.

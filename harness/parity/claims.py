@@ -147,7 +147,6 @@ def all_of(what: str, counts: Sequence[Counts]) -> Finding | None:
 
     Args:
         what: a member of ``traits.shards``.
-        counts: those of every rank.
     """
     if not all(one.is_all for one in counts):
         return None

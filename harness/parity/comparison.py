@@ -41,16 +41,11 @@ class Context:
 
     Attributes:
         step: the training step, counted from 0.
-        rank: this rank's global rank, for the location of a finding.
         member: this rank's position among the data-parallel ranks, from 0 to ``size`` - 1.
-        size: the number of data-parallel ranks.
-        norm_type: the p of the total norm.
         unused_is_zero: whether the implementation gives a parameter that no rank used a gradient of zeros, not None.
         adaptive: whether the optimizer is adaptive (not SGD), so that elements whose gradient is rounding noise are
             left out of the comparison of parameters.
         evaluates: whether this is a forward without autograd before the step, and not the step.
-        frozen: the names of the parameters that need no gradient.
-        draws_random_numbers: whether the baseline or the oracle has drawn random numbers in a step.
         untied: why the values of a parameter may differ whose places the model shares and the sharded one does not, by
             its name.
     """
@@ -75,7 +70,6 @@ class StepComparison:
         sharded: the sharded run's step, as local shards; all tensors of the three are on the host.
         baseline: the baseline's step, as full tensors.
         oracle: the oracle's step, as full float64 tensors.
-        context: the parameters that all comparisons of the step share.
 
     Attributes:
         measured: the distances measured so far, one entry per compared tensor, in order of comparison.
@@ -90,9 +84,6 @@ class StepComparison:
 
     def first_finding(self) -> Finding | None:
         """Compare in order of stages and stop at the first tensor that diverges.
-
-        Returns:
-            The first finding, or None if nothing diverges.
 
         Raises:
             RuntimeError: the baseline's own error exceeds ``BASELINE_LIMIT_ULPS``.
@@ -306,7 +297,6 @@ def numbers_of(result: Distance, runs: Mapping[str, torch.Tensor]) -> tuple[str,
     """Describe the element of a tensor in which the sharded run is farthest from the oracle.
 
     Args:
-        result: the distances of the tensor.
         runs: the tensor by the name of a run, in one shape.
 
     Returns:
@@ -327,11 +317,6 @@ def _global_index(piece: Piece, full: torch.Tensor, index: int) -> tuple[int, ..
 
     The layout of a shard is known only as the function ``piece.cut``, so a full tensor of positions is cut the same
     way, and the position is read at ``index``.
-
-    Args:
-        piece: the local shard.
-        full: any tensor of the full shape, for its shape and device.
-        index: a flat index into the local shard.
     """
     positions = torch.arange(full.numel(), device=full.device).view(full.shape)
     position = int(piece.cut(positions).flatten()[index])
@@ -343,17 +328,10 @@ def _number(value: float) -> str:
 
 
 def exact_difference(first: torch.Tensor, second: torch.Tensor) -> tuple[tuple[int, ...], float, float] | None:
-    """Find the first element in which two tensors that should be bitwise equal differ.
-
-    Args:
-        first: a floating-point tensor of any shape.
-        second: a tensor of the same shape.
+    """Find the first element in which two tensors of one shape that should be bitwise equal differ.
 
     Returns:
         The element's index and its value in each tensor, or None if the tensors are equal.
-
-    Raises:
-        AssertionError: the shapes differ.
     """
     assert first.shape == second.shape, f"shapes {tuple(first.shape)} and {tuple(second.shape)} differ"
     if torch.equal(first, second):

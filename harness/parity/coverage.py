@@ -35,7 +35,6 @@ class Shown:
     Attributes:
         group: the global ranks among which this rank's parameters are divided, this rank included.
         replica: the number of that group on the mesh.
-        spans: the positions that the rank holds.
         parts: by parameter name, the positions of the tensor-parallel part that the group divides, where it is one.
         wrong: the first piece that makes no sense by itself, with the reason.
         counts: by member of ``traits.shards``, the elements that the rank holds.
@@ -60,12 +59,8 @@ class Evidence:
 
     Args:
         model: the model before it is prepared and sharded.
-        config: how the model is sharded.
-        traits: the traits of the implementation.
-        rank: this rank's global rank.
 
     Attributes:
-        sizes: what a rank may hold of the model.
         shapes: the full shape of each parameter, by name.
     """
 
@@ -86,11 +81,7 @@ class Evidence:
                 self._cuts[original_name(name)] = piece_of(value.detach()).cut
 
     def can_tell(self, frozen: Collection[str]) -> bool:
-        """Return whether a rank's share of what trains is less than all of it, which padding may prevent if it is tiny.
-
-        Args:
-            frozen: the names of the parameters that need no gradient.
-        """
+        """Whether a rank's share of what trains is less than all of it, which padding prevents where it is tiny."""
         trained = [shape for name, shape in self.shapes.items() if name not in frozen and name not in self._ignored]
         return self._share(trained) < sum(shape.numel() for shape in trained)
 
@@ -103,7 +94,6 @@ class Evidence:
         """Note a piece that lies in memory of the baseline or the oracle; only before anything was shown.
 
         Args:
-            stage: the stage of the pieces.
             pieces: the pieces as the adapter returned them, not copies.
             foreign: returns the addresses of the storages of the baseline and the oracle.
         """
@@ -116,12 +106,7 @@ class Evidence:
                 self._borrowed = (where, "its memory belongs to the run with which it would be compared")
 
     def show(self, stages: Iterable[tuple[Stage, Mapping[str, Piece | None] | None]], *, step: int) -> Shown:
-        """Return what this rank holds of the tensors that it has not shown before.
-
-        Args:
-            stages: stages of one step, with the pieces of each.
-            step: the number of the step, for messages.
-        """
+        """Return what this rank holds of the tensors that it has not shown before."""
         shown = Shown(self._group, self._replica, wrong=self._borrowed)
         for stage, pieces in stages:
             for name, piece in (pieces or {}).items():
@@ -151,9 +136,6 @@ class Evidence:
 
     def judge(self, everyone: Sequence[Shown]) -> None:
         """Check what all ranks show. Every rank must call it with the same values.
-
-        Args:
-            everyone: what each rank shows, in rank order.
 
         Raises:
             Divergence: a piece makes no sense by itself; the pieces of a tensor do not cover it, or overlap; a rank

@@ -24,11 +24,6 @@ _NOTICE = struct.Struct("<II")
 class Exchange:
     """One rank's part in the exchanges of its world.
 
-    Args:
-        directory: the world's directory.
-        index: the rank.
-        size: the number of ranks.
-
     Raises:
         OSError: there is no space for a named pipe.
     """
@@ -55,13 +50,7 @@ class Exchange:
                 files[other] = self._open(f"value{turn}.", other)
 
     def gather(self, value: bytes) -> list[bytes]:
-        """Gather one value from every rank (collective).
-
-        Args:
-            value: this rank's value, shorter than 4 GiB.
-
-        Returns:
-            One value per rank, in rank order.
+        """Gather one value, shorter than 4 GiB, from every rank (collective), in rank order.
 
         Raises:
             OSError: there is no space for the value.
@@ -120,8 +109,6 @@ class HostExchange:
     """One rank's part in the exchanges of a world of several hosts.
 
     Args:
-        within: the exchanges with the ranks of this host.
-        here: the ranks of this host, in order.
         peers: the connections with all other ranks, by rank; non-blocking from here on.
     """
 
@@ -133,13 +120,7 @@ class HostExchange:
             peer.setblocking(False)
 
     def gather(self, value: bytes) -> list[bytes]:
-        """Gather one value from every rank (collective).
-
-        Args:
-            value: this rank's value.
-
-        Returns:
-            One value per rank, in rank order.
+        """Gather one value from every rank (collective), in rank order.
 
         Raises:
             OSError: there is no space for the value, or another host cannot be reached.

@@ -1,4 +1,8 @@
-"""Guesses why a tensor is wrong, by comparing it with what common bugs produce. A guess never decides a verdict."""
+"""Guesses why a tensor is wrong, by comparing it with what common bugs produce. A guess never decides a verdict.
+
+Tensors of the sharded run are this rank's local shards, of any shape, and those of the oracle have the same elements.
+A function returns None if no cause that it knows fits.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +34,9 @@ def guess_gradient(
     """Guess the cause of a wrong gradient.
 
     Args:
-        sharded: the local shard that this rank holds, any shape.
         oracle: the same shard of the oracle's gradient, the average over ``len(own)`` ranks.
         own: the same shard of each rank's gradient before the average; None for a rank without a gradient.
         rank: this rank's position in ``own``.
-
-    Returns:
-        A guess for the text of the failure, or None if no known cause fits.
     """
     if sharded.numel() and not bool(sharded.any()):
         return Guess("it is zero")
@@ -62,14 +62,7 @@ def _guesses(
 
 
 def guess_unexpected(sharded: torch.Tensor) -> Guess | None:
-    """Guess why a parameter that is frozen, or that no rank used, has a gradient.
-
-    Args:
-        sharded: the local shard of the gradient that this rank holds, any shape.
-
-    Returns:
-        A guess for the text of the failure, or None if the gradient is not zero.
-    """
+    """Guess why a parameter that is frozen, or that no rank used, has a gradient."""
     if bool(sharded.any()):
         return None
     cause = "zeros stand for a missing gradient, which an adapter declares with the trait unused_gradient='zero'"
@@ -77,15 +70,7 @@ def guess_unexpected(sharded: torch.Tensor) -> Guess | None:
 
 
 def guess_clipped(clipped: torch.Tensor, before: torch.Tensor) -> Guess | None:
-    """Guess the cause of a wrong clipped gradient.
-
-    Args:
-        clipped: the local shard that this rank holds, any shape.
-        before: the same shard before clipping.
-
-    Returns:
-        A guess for the text of the failure, or None if no known cause fits.
-    """
+    """Guess the cause of a wrong clipped gradient."""
     if clipped.shape == before.shape and torch.equal(clipped, before):
         return Guess("it equals the gradient before clipping: clipping did nothing to it")
     return None
@@ -95,12 +80,7 @@ def guess_from_values(sharded: torch.Tensor, oracle: torch.Tensor, *, magnitude:
     """Guess from its values alone why a tensor is wrong: it was rounded to a narrower dtype, or scaled.
 
     Args:
-        sharded: the tensor of the sharded run, or its local shard, of any shape.
-        oracle: the same elements of the oracle.
         magnitude: the largest absolute value of the oracle's full tensor.
-
-    Returns:
-        A guess for the text of the failure, or None if nothing fits.
     """
     return next(_guesses_from_values(sharded, oracle, magnitude), None)
 
@@ -138,14 +118,7 @@ def guess_norm(sharded: float, oracle: float, local: float, size: int, norm_type
     """Guess the cause of a wrong total norm.
 
     Args:
-        sharded: the total norm that the implementation returned.
-        oracle: the oracle's total norm.
         local: the norm over this rank's local shards alone.
-        size: the number of data-parallel ranks.
-        norm_type: the p of the norm.
-
-    Returns:
-        A guess for the text of the failure, or None if no known cause fits.
     """
     if _near(sharded, local):
         return Guess("it equals the norm of what this rank alone holds", "its reduction over the ranks is missing")

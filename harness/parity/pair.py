@@ -42,11 +42,7 @@ class _Step:
     """A step of the sharded run that has not been compared yet, with what it takes to replay the step.
 
     Attributes:
-        number: the training step, counted from 0.
-        sharded: the sharded run's step.
-        batch: this rank's microbatches.
         ahead: as for :meth:`Pair.step`.
-        options: further arguments for the step of the baseline and of the oracle.
         is_checked: whether a check has begun to compare it, also one that raised.
     """
 
@@ -64,11 +60,7 @@ class _Evaluation:
 
     Attributes:
         number: the training step that follows, counted from 0.
-        outputs: the tensors of the sharded run's output.
-        inputs: this rank's arguments.
         options: the mode and the submodule.
-        captured: what the modules computed; empty unless the case runs with capture on.
-        is_checked: as for a step.
     """
 
     number: int
@@ -236,11 +228,7 @@ class Pair:
         return comparisons
 
     def assert_compared(self) -> None:
-        """Check that no step and no evaluation is left that :meth:`check` has not compared.
-
-        Raises:
-            AssertionError: names them.
-        """
+        """Check that no step and no evaluation is left that :meth:`check` has not compared."""
         left = [one for one in self._unchecked if not one.is_checked]
         steps = [one.number for one in left if isinstance(one, _Step)]
         if steps:

@@ -78,17 +78,11 @@ class RankState:
     """One rank process of a world, from its start to its end.
 
     Args:
-        index: the global rank.
-        size: the number of ranks of the world.
-        device: the device of this rank's tensors.
         directory: a directory of the world alone.
-        exchange: this rank's part in the harness's exchanges.
-        announcer: announces this rank's collectives on the world's board.
         nodes: the host of each rank, numbered from 0; by default all are on one.
 
     Attributes:
         used: the names of the implementations that have run in this process.
-        stopwatch: measures where the time of a case goes.
         replays: the results of baselines and oracles that later cases may need again.
     """
 
@@ -123,14 +117,7 @@ class RankState:
         order: tuple[int, ...] | None = None,
         joined: tuple[str, ...] = (),
     ) -> DeviceMesh:
-        """The mesh of this shape over all ranks (collective at the first call with these arguments).
-
-        Args:
-            shape: the size of each dimension.
-            names: the name of each dimension.
-            order: the ranks, as they fill the mesh; by default in rank order.
-            joined: dimensions that are one besides, whose name has theirs with underscores between.
-        """
+        """The mesh of :meth:`Rank.mesh` (collective at the first call with these arguments)."""
         key = (shape, names, order, joined)
         if key not in self._meshes:
             before = process_groups()
@@ -161,10 +148,6 @@ class Member:
     """One rank of a world during one case.
 
     Every rank of the world must call the methods that are marked as collective.
-
-    Args:
-        state: the state of the rank process.
-        implementation: the adapter class under test.
 
     Attributes:
         record: what this rank observes during the case, for the run file.
@@ -213,13 +196,10 @@ class Member:
         return self._state.stopwatch
 
     def exchange(self, value: Any) -> list[Any]:
-        """Gather one value from every rank (collective), outside the trace and outside every group under test.
+        """Gather one value from every rank, in rank order (collective), outside the trace and every group under test.
 
         Args:
             value: this rank's value; it must be picklable.
-
-        Returns:
-            One value per rank, in rank order.
         """
         mine = pickle.dumps(value)
         with self.stopwatch.during("waiting"):
@@ -243,7 +223,6 @@ class Member:
         """Raise on every rank if any rank has a finding (collective).
 
         Args:
-            finding: this rank's finding, or None.
             title: the first line of the failure, a statement of what went wrong.
 
         Raises:

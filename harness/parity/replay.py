@@ -101,8 +101,6 @@ class Replayed:
     """The results of one step, on the host.
 
     Attributes:
-        baseline: the baseline's step, as full tensors.
-        oracle: the oracle's step.
         state_kinds: how many tensors the baseline's optimizer keeps for one parameter.
     """
 
@@ -116,8 +114,6 @@ class Evaluated:
     """The results of one forward without autograd, on the host.
 
     Attributes:
-        baseline: the tensors of the baseline's output.
-        oracle: the oracle's output.
         captured: what the modules of the two computed, the baseline's first; empty unless the case runs with capture
             on.
     """
@@ -132,10 +128,7 @@ class _Request:
     """A step or an evaluation to replay.
 
     Attributes:
-        is_step: whether this is a training step.
         mine: this rank's microbatches or arguments, part of the caller's graph if they need gradients.
-        everyone: the microbatches or arguments of every rank.
-        options: further arguments for the baseline and the oracle.
         ahead: as for :meth:`Pair.step`.
     """
 
@@ -152,11 +145,6 @@ class Replay:
     Every rank must call the methods that are marked as collective.
 
     Args:
-        member: this rank.
-        model: the model before sharding; it is copied.
-        config: how the run is sharded.
-        optimizer: the optimizer of all three.
-        baseline: which baseline.
         compared_as: the dtype to which the baseline's results are rounded, as in :class:`RunOptions`.
     """
 
@@ -213,23 +201,12 @@ class Replay:
         return self._make()
 
     def step(self, microbatches: list[Inputs], *, options: dict[str, Any], ahead: int) -> Replayed:
-        """Replay a training step (collective).
-
-        Args:
-            microbatches: this rank's.
-            options: further arguments for the step of the baseline and of the oracle.
-            ahead: as for :meth:`Pair.step`.
-        """
+        """Replay a training step (collective)."""
         replayed: Replayed = self._result(True, microbatches, options, ahead)
         return replayed
 
     def evaluate(self, inputs: Inputs, *, options: dict[str, Any]) -> Evaluated:
-        """Replay a forward without autograd (collective).
-
-        Args:
-            inputs: this rank's arguments.
-            options: the mode and the submodule.
-        """
+        """Replay a forward without autograd (collective)."""
         evaluated: Evaluated = self._result(False, inputs, options, 0)
         return evaluated
 

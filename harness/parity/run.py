@@ -120,7 +120,6 @@ class StepPicture:
 
     Attributes:
         outputs: the tensors of each microbatch's forward output.
-        losses: each microbatch's scalar loss.
         gradients: local shards of the gradients after the last backward, before clipping.
         norm: the total norm as the adapter returned it, which may be a DTensor until :meth:`Run.settle`; None without
             clipping, or if the adapter cannot return it.
@@ -146,11 +145,7 @@ class StepPicture:
     captured: Sequence[Event] = ()
 
     def show(self, *, step: int) -> Shown:
-        """Return what this rank holds of the tensors that the run has not shown before.
-
-        Args:
-            step: the number of the step, for messages.
-        """
+        """Return what this rank holds of the tensors that the run has not shown before."""
         assert self.evidence is not None, "only pictures of a run show anything"
         stages = (
             (Stage.GRADIENT, self.gradients), (Stage.CLIPPED_GRADIENT, self.clipped), (Stage.PARAMETER, self.parameters)
@@ -464,11 +459,8 @@ def sharded_run(
     If the adapter declares that it shards parameters, the bytes that every rank holds are checked.
 
     Args:
-        member: this rank.
         model: float32, on this rank's device, equal on all ranks; from here on it belongs to the run.
         implementation: the adapter class to drive; by default that under test.
-        config: how to shard the model.
-        options: how to drive the adapter.
 
     Raises:
         Divergence: on every rank, if any rank holds more parameter bytes than its share. Where parameters were untied,

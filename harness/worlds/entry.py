@@ -29,12 +29,7 @@ _DEAF = ("-E", "-I")
 
 
 def main(connection: Connection, spec: RankSpec) -> None:
-    """Run this process as a rank until its connection closes.
-
-    Args:
-        connection: the rank's end of the pipe to the controller.
-        spec: which rank of which world this process is.
-    """
+    """Run this process as a rank until its connection closes."""
     _leave_with_the_controller()
     if spec.hash_seed is not None:
         _start_anew(connection, spec)

@@ -68,10 +68,6 @@ class ForkserverEnded(Exception):
 def spawn(process: ForkServerProcess, what: str) -> None:
     """Start a process, and replace a forkserver that does not.
 
-    Args:
-        process: the process.
-        what: names it in messages.
-
     Raises:
         WaitedTooLong: the forkserver did not answer in time. It has been killed, and the next process gets a new one.
         ForkserverEnded: the forkserver ended.
@@ -97,11 +93,7 @@ def spawn(process: ForkServerProcess, what: str) -> None:
 
 
 def has_ended(within: float = 0.0) -> bool:
-    """Whether the forkserver has ended; the ranks that it forked end with it.
-
-    Args:
-        within: seconds to wait for its end.
-    """
+    """Whether the forkserver has ended; the ranks that it forked end with it."""
     until = time.monotonic() + within
     while True:
         process = _look()

@@ -82,8 +82,6 @@ def picture(device: torch.device, *, groups: int, directory: str) -> dict[str, A
     """Take a snapshot of the process-wide state that all cases on this rank share.
 
     Args:
-        device: the device whose autocast state and, on CUDA, tensor memory are included.
-        groups: the number of process groups that do not belong to the world.
         directory: the world's directory. Open files in it are left out, because NCCL's threads open the rendezvous file
             whenever they poll it.
 
@@ -120,10 +118,6 @@ def picture(device: torch.device, *, groups: int, directory: str) -> dict[str, A
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> dict[str, str]:
     """Describe the differences between two pictures.
-
-    Args:
-        before: the picture before a case.
-        after: the picture after it.
 
     Returns:
         One line for each entry that changed, by the entry's name. Items that disappeared from a list, such as threads

@@ -52,16 +52,6 @@ def load(name: str, path: pathlib.Path) -> types.ModuleType:
     A failing bare ``assert`` shows its operands, as it does in the controller. The module is registered in
     ``sys.modules`` under the controller's name, so that objects that the controller pickled by reference to that name
     can be unpickled here.
-
-    Args:
-        name: the name under which the controller imported the module.
-        path: the module's source file.
-
-    Returns:
-        The module; the one already imported, if ``name`` was loaded from ``path`` before.
-
-    Raises:
-        Exception: any exception that the module's own code raises.
     """
     known = sys.modules.get(name)
     if known is not None and getattr(known, "__file__", None) == str(path):
@@ -109,7 +99,6 @@ def main(connection: Connection, spec: RankSpec) -> None:
     Args:
         connection: the rank's end of the pipe. The rank sends ``("ready", pid)`` or ``("failed", traceback)``, and then
             one ``Result`` for each ``Job`` or ``RollCall`` that it receives; ``None`` ends the loop.
-        spec: which rank of which world this process is.
     """
     log = _redirect_output(pathlib.Path(spec.directory) / f"rank{spec.index}.out")
     faulthandler.enable(log)
@@ -222,11 +211,6 @@ def _start(spec: RankSpec) -> RankState:
 
 def run_job(state: RankState, job: Job, patches: leftovers.Patches) -> Result:
     """Run one case on this rank.
-
-    Args:
-        state: the state of this process.
-        job: the case.
-        patches: finds what the case has replaced in torch.
 
     Returns:
         The result, which contains any exception that the case, its import or one of its threads raised.

@@ -31,7 +31,6 @@ class Pool:
     The least recently used ones are stopped first.
 
     Args:
-        device_count: the number of CUDA devices of the host.
         worker: the index of this process among xdist's workers; the worlds of different workers start on different
             devices.
     """
@@ -54,8 +53,6 @@ class Pool:
         case, which must not become those of the next.
 
         Args:
-            key: the world's key.
-            job: the case.
             alone: whether to share the devices or cores with no other case.
 
         Raises:

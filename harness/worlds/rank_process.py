@@ -38,11 +38,9 @@ class RankProcess:
     """The handle of one rank in the process that started it.
 
     Attributes:
-        process: the multiprocessing process.
         connection: the controller's end of the connection; in a supervisor None, because the rank is connected with
             the controller itself.
         output: the file with the rank's stdout and stderr.
-        read: the bytes of ``output`` that have been read.
     """
 
     process: Any
@@ -86,9 +84,6 @@ class RankProcess:
 
 def spawn(spec: RankSpec, theirs: Connection) -> Any:
     """Start a rank process; closes ``theirs``, the rank's end of its connection, in this process.
-
-    Returns:
-        The multiprocessing process.
 
     Raises:
         WaitedTooLong: the forkserver did not start it in time.

@@ -57,8 +57,6 @@ class Process:
     """A process of this host at one moment.
 
     Attributes:
-        pid: the process id.
-        name: the command's name.
         state: the state, as a letter of ``/proc/PID/stat``.
         started: the moment of its start, which tells it from an earlier process with the same id.
     """
@@ -116,7 +114,6 @@ class Wait:
     Args:
         what: what is waited for, such as "a lease on 2 cores".
         bound: the seconds after which the wait is given up.
-        blockers: looks at what is in the way.
         stopped_bound: the seconds after which it is given up while only a stopped process could end it.
         given_up: the stopped processes for which earlier waits were given up, and this one is at once, so that each
             further case does not wait as long as the first; receives those of this wait.
@@ -191,11 +188,7 @@ def in_thread(function: Callable[[], _T], wait: Wait, *, discard: Callable[[_T],
 
     Args:
         function: the function; it keeps running when the wait is given up or interrupted.
-        wait: the wait for it.
         discard: undoes what the function returned, if it returns after the wait has ended.
-
-    Returns:
-        What the function returned.
 
     Raises:
         WaitedTooLong: the wait was given up.

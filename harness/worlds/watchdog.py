@@ -73,9 +73,7 @@ def stacks(pid: int, text: str, *, is_complete: bool) -> str:
     """Render a rank's stacks.
 
     Args:
-        pid: the rank's process id.
         text: what the rank wrote to its output since the case began, with the Python stacks.
-        is_complete: whether the rank finished the dump.
 
     Returns:
         The text, a line that the dump is cut off unless it is complete, and with py-spy installed the native stacks.
@@ -170,7 +168,6 @@ def collectives(entries: Mapping[int, list[Announcement]], unknown: Collection[i
     """Render the last collectives of all ranks, each one once, with the ranks that entered it.
 
     Args:
-        entries: for every rank of the world, its announcements during the case, oldest first.
         unknown: the ranks whose announcements cannot be read any more.
 
     Returns:

@@ -81,7 +81,6 @@ class Outcome:
         results: one result for each rank, in rank order.
         outputs: the end of what each rank wrote to stdout and stderr.
         seconds: wall-clock time of the job, without the wait for a lease and the start of the world.
-        diagnosis: the explanation of the hang, if a rank did not answer.
         collectives: the last collectives of the ranks, rendered, if they did not all pass or fail by agreement.
         hosts: the name of the host of each rank; empty if all are on one.
     """
@@ -102,10 +101,7 @@ class World:
     """The ranks of one world; the constructor starts them and waits until they are ready.
 
     Args:
-        key: identifies the world.
-        devices: the device index of each rank.
         fleet: the torchrun job in whose processes the ranks live; None if all are children of this process.
-        seats: the process of each rank, with a fleet.
 
     Raises:
         WorldDied: a rank did not start.
@@ -115,7 +111,6 @@ class World:
     Attributes:
         reserved_for: the implementation that left state in the ranks and whose cases alone may use them; empty if none
             did.
-        hosts: the name of the host of each rank; empty if all are on one.
     """
 
     def __init__(

@@ -35,7 +35,6 @@ class Seat:
     """One process of the job that holds ranks of worlds, at most one of each.
 
     Attributes:
-        place: its place in the job.
         link: the connection with it; None for the controller's own process.
     """
 
@@ -50,9 +49,6 @@ class Seat:
 
 class Fleet:
     """All processes of a job; made by its controller, once.
-
-    Args:
-        place: the controller's own place.
 
     Raises:
         OSError: no port is free, or the job's store cannot be reached.
@@ -108,15 +104,11 @@ class Fleet:
         return [rank for rank in range(1, self.size) if rank not in self._links]
 
     def reserve(self, size: int, *, known: Sequence[tuple[int, ...]] = (), alone: bool = False) -> tuple[int, ...]:
-        """Take ranks of the job for a world; waits until the worlds that run leave enough.
+        """Take ranks of the job for a world, and return them; waits until the worlds that run leave enough.
 
         Args:
-            size: the number of ranks.
             known: where there are worlds that the case can use; the first that is free is taken.
             alone: whether no other world of the job may run meanwhile.
-
-        Returns:
-            The ranks in the job; :meth:`release` gives them back.
 
         Raises:
             TooFewRanks: so many are not left.
@@ -179,11 +171,6 @@ class Fleet:
 
     def spawn(self, seat: Seat, number: int, spec: RankSpec) -> RemoteRank:
         """Start a rank of a world in the process of another seat.
-
-        Args:
-            seat: where; not the controller's own.
-            number: the number of the world.
-            spec: which rank of the world.
 
         Raises:
             Lost: the supervisor cannot be reached.

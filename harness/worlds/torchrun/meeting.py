@@ -66,10 +66,6 @@ def accept(listening: socket.socket, key: bytes) -> Connection | None:
 def connect(address: tuple[str, int], key: bytes) -> Connection:
     """Connect to a process of the job.
 
-    Args:
-        address: its host and port.
-        key: the job's key.
-
     Raises:
         OSError: there is no connection, or the other side does not know the key.
     """
@@ -160,13 +156,7 @@ def join(place: Place) -> tuple[tuple[str, int], bytes, Connection]:
 
 
 def of_world(master: str, port: int, prefix: str) -> Store:
-    """Return the part of the job's store that belongs to one world.
-
-    Args:
-        master: the address of the store.
-        port: its port.
-        prefix: the prefix of the world's keys.
-    """
+    """Return the part of the job's store that belongs to one world."""
     from torch.distributed import PrefixStore, TCPStore
 
     return PrefixStore(prefix, TCPStore(master, port, is_master=False, timeout=_TIMEOUT))
@@ -193,11 +183,6 @@ def across(spec: RankSpec, within: Exchange, shared: Store) -> HostExchange:
 
     Of two hosts the one with the smaller number connects: the host of rank 0 may know itself by an address that only
     it can use, and the others know the addresses by which they reach it.
-
-    Args:
-        spec: which rank of which world this process is.
-        within: this rank's part in the exchanges of its host.
-        shared: the world's part of the job's store.
 
     Raises:
         OSError: another host cannot be reached.

@@ -26,7 +26,6 @@ class Lost(Exception):
     """A supervisor cannot be reached; the message names its host.
 
     Args:
-        text: why, in one line.
         is_silent: whether it stopped to answer, as after its host was cut off; otherwise its connection was closed, as
             after its process ended.
     """
@@ -39,12 +38,7 @@ class Lost(Exception):
 class Link:
     """The connection with one supervisor, over which the controller asks and the supervisor answers.
 
-    Args:
-        connection: the connection.
-        place: the supervisor's place in the job.
-
     Attributes:
-        place: the supervisor's place in the job.
         lost: why the supervisor cannot be reached; None while it can.
     """
 
@@ -124,14 +118,7 @@ def gathered(asked: Mapping[int, Callable[[float], _T]], within: float = ANSWER_
 
 
 class RemoteRank:
-    """One rank of a world, whose process a supervisor has started.
-
-    Args:
-        link: the connection with the supervisor.
-        world: the number of the world.
-        spec: which rank of which world it is.
-        connection: the controller's own connection with the rank.
-    """
+    """One rank of a world, whose process a supervisor has started."""
 
     def __init__(self, link: Link, world: int, spec: RankSpec, connection: Connection) -> None:
         self.link = link

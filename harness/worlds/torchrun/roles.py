@@ -23,16 +23,13 @@ class Place:
 
     Attributes:
         rank: the number of the process in the job; 0 is the controller.
-        size: the number of processes of the job.
         local_rank: the number of the process on its host, and of its device.
         node: the number of the process's host, from 0: of its torchrun.
-        nodes: the number of hosts.
         master: the address of the host of rank 0.
         port: the port of the job's store there.
         run_id: the id of the job, as ``--rdzv-id``.
         attempt: how often torchrun has restarted the processes.
         most_attempts: how often it may, as ``--max-restarts``.
-        host: the name of the host.
         local_size: the number of processes of the job on this host.
         agent: identifies the process of torchrun on this host, which outlives those that it restarts.
     """
@@ -63,11 +60,7 @@ class Place:
 
 
 def place(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """Return the place of this process, or None if torchrun did not start it.
-
-    Args:
-        environment: the variables.
-    """
+    """Return the place of this process, or None if torchrun did not start it."""
     if not all(name in environment for name in _MARKS):
         return None
     return Place(

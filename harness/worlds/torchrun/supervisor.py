@@ -38,9 +38,6 @@ _LEAVE_SECONDS = 30.0
 def main(place: Place) -> int:
     """Serve the controller until it ends this process.
 
-    Args:
-        place: the place of this process in the job.
-
     Returns:
         The exit code that the controller sent, that of the job.
     """
@@ -94,12 +91,7 @@ class _Held:
 
 
 class Supervisor:
-    """Starts ranks, and answers the controller's questions about them.
-
-    Args:
-        address: where the controller listens.
-        key: the job's key.
-    """
+    """Starts ranks, and answers the controller's questions about them."""
 
     def __init__(self, address: tuple[str, int], key: bytes) -> None:
         self._address = address
@@ -109,9 +101,6 @@ class Supervisor:
 
     def serve(self, connection: Connection) -> int:
         """Answer until the controller sends the end.
-
-        Args:
-            connection: the connection with the controller.
 
         Returns:
             The exit code of the job.
