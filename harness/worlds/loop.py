@@ -41,7 +41,7 @@ from shardproof.harness.verdicts.texts import MOST_OF_A_RANK, bounded
 from shardproof.harness.verdicts.verdict import Verdict
 from shardproof.harness.worlds import gloo, leftovers
 from shardproof.harness.worlds.jobs import BOARD, DUMPED, Job, RankSpec, Result, RollCall
-from shardproof.harness.worlds.torchrun import meeting, roles
+from shardproof.harness.worlds.torchrun import meeting
 
 # Import of a case's module in a rank, under the controller's name and with pytest's assertion rewriting.
 
@@ -158,7 +158,7 @@ def _redirect_output(path: pathlib.Path) -> Any:
 def _start(spec: RankSpec) -> RankState:
     """Join the process group of the world, and wait until all of its ranks have."""
     key = spec.key
-    for name in roles.foreign(os.environ) if spec.environment else ():
+    for name in meeting.foreign(os.environ) if spec.environment else ():
         del os.environ[name]
     os.environ.update(spec.environment)
     if spec.search_path is not None:

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from shardproof.harness.verdicts.verdict import Verdict
-from shardproof.harness.worlds import entry, forkserver, waiting
+from shardproof.harness.worlds import forkserver, waiting
 from shardproof.harness.worlds.jobs import DUMPED, RankSpec
 
 #: Held by who starts a process or looks whether one has ended: of two threads that do so at once, one would take the
@@ -90,7 +90,7 @@ def spawn(spec: RankSpec, theirs: Connection) -> Any:
         ForkserverEnded: the forkserver ended.
     """
     name = f"rank {spec.index}"
-    process = forkserver.context().Process(target=entry.main, args=(theirs, spec), daemon=True, name=name)
+    process = forkserver.context().Process(target=forkserver.run_rank, args=(theirs, spec), daemon=True, name=name)
     try:
         with _PROCESSES:
             forkserver.spawn(process, f"{name} of {spec.key}")

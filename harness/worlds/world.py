@@ -19,8 +19,7 @@ from shardproof.harness.verdicts.verdict import Verdict
 from shardproof.harness.worlds import forkserver, rank_process, scratch, waiting
 from shardproof.harness.worlds.jobs import BOARD, Job, RankSpec, Result, RollCall, WorldKey
 from shardproof.harness.worlds.rank_process import RankProcess
-from shardproof.harness.worlds.torchrun.fleet import Fleet, Seat, nodes_of
-from shardproof.harness.worlds.torchrun.remote import ANSWER_SECONDS, Lost, RemoteRank, gathered
+from shardproof.harness.worlds.torchrun.fleet import ANSWER_SECONDS, Fleet, Lost, RemoteRank, Seat, gathered, nodes_of
 from shardproof.harness.worlds.waiting import Blockers, Wait, WaitedTooLong
 from shardproof.harness.worlds.watchdog import Diagnosis, collectives, diagnose, dump_stacks, stacks
 

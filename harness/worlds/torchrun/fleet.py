@@ -1,24 +1,178 @@
-"""The processes of a torchrun job, as its controller sees them: who is there, and where the ranks of a world live."""
+"""The processes of a torchrun job, as its controller sees them.
+
+A link leads to each supervisor, ranks of a world live in its process, and the fleet is all of them.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
+import functools
 import pathlib
 import secrets
 import threading
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeVar
 
+from shardproof.harness.collectives.board import Announcement
+from shardproof.harness.verdicts.verdict import Verdict
 from shardproof.harness.worlds import forkserver
 from shardproof.harness.worlds.forkserver import FORK_SECONDS
 from shardproof.harness.worlds.jobs import Meeting, RankSpec
 from shardproof.harness.worlds.torchrun import meeting
-from shardproof.harness.worlds.torchrun.remote import Link, Lost, RemoteRank, gathered
-from shardproof.harness.worlds.torchrun.roles import Place
+from shardproof.harness.worlds.torchrun.meeting import Place
 from shardproof.harness.worlds.waiting import Blockers, Wait, WaitedTooLong
+
+#: Seconds in which a supervisor answers. It has nothing to compute; a stack dump takes three seconds at most.
+ANSWER_SECONDS = 10.0
+
+_T = TypeVar("_T")
+
+
+class Lost(Exception):
+    """A supervisor cannot be reached; the message names its host.
+
+    Args:
+        is_silent: whether it stopped to answer, as after its host was cut off; otherwise its connection was closed, as
+            after its process ended.
+    """
+
+    def __init__(self, text: str, *, is_silent: bool) -> None:
+        super().__init__(text)
+        self.is_silent = is_silent
+
+
+class Link:
+    """The connection with one supervisor, over which the controller asks and the supervisor answers.
+
+    Attributes:
+        lost: why the supervisor cannot be reached; None while it can.
+    """
+
+    def __init__(self, connection: Connection, place: Place) -> None:
+        self.place = place
+        self.lost: Lost | None = None
+        self._connection = connection
+        self._lock = threading.Lock()
+        self._number = 0
+        self._answers: dict[int, Any] = {}
+
+    def ask(self, command: str, *arguments: Any) -> Callable[[float], Any]:
+        """Send a command, and return a function that waits for the answer until a moment of ``time.monotonic``.
+
+        That function raises ``Lost`` if there is none.
+        """
+        with self._lock:
+            self._number += 1
+            number = self._number
+            if self.lost is None:
+                try:
+                    self._connection.send((number, command, arguments))
+                except OSError as error:
+                    self._lose(error)
+        return functools.partial(self._take, number)
+
+    def call(self, command: str, *arguments: Any, within: float = ANSWER_SECONDS) -> Any:
+        """Send a command and wait for the answer.
+
+        Raises:
+            Lost: there is none.
+        """
+        return self.ask(command, *arguments)(time.monotonic() + within)
+
+    def _take(self, number: int, until: float) -> Any:
+        with self._lock:
+            while number not in self._answers:
+                if self.lost is not None:
+                    raise self.lost
+                try:
+                    if self._connection.poll(max(0.0, until - time.monotonic())):
+                        answered, value = self._connection.recv()
+                        self._answers[answered] = value
+                    else:
+                        self._lose(None)
+                except (EOFError, OSError) as error:
+                    self._lose(error)
+            return self._answers.pop(number)
+
+    def _lose(self, error: BaseException | None) -> None:
+        unreachable = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
+        is_silent = error is None or isinstance(error, TimeoutError) or getattr(error, "errno", None) in unreachable
+        if is_silent:
+            text = f"host {self.place.host} does not answer: it is cut off, or its processes are stopped"
+        else:
+            text = f"host {self.place.host} closed its connection: the host or its processes ended"
+        self.lost = Lost(text, is_silent=is_silent)
+        # If it is there after all, it then learns that it is given up, and ends with its ranks.
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
+
+
+def gathered(asked: Mapping[int, Callable[[float], _T]], within: float = ANSWER_SECONDS) -> dict[int, _T]:
+    """Wait for several answers at once; those of supervisors that cannot be reached are left out."""
+    until = time.monotonic() + within
+    answers: dict[int, _T] = {}
+    for index, answer in asked.items():
+        with contextlib.suppress(Lost):
+            answers[index] = answer(until)
+    return answers
+
+
+class RemoteRank:
+    """One rank of a world, whose process a supervisor has started."""
+
+    def __init__(self, link: Link, world: int, spec: RankSpec, connection: Connection) -> None:
+        self.link = link
+        self.connection = connection
+        self._world = world
+        self._spec = spec
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the rank's connection is open, and its supervisor can be reached; asks nobody."""
+        # Between cases a rank sends nothing: what could be read is the end of its connection.
+        try:
+            return self.link.lost is None and not self.connection.poll()
+        except OSError:
+            return False
+
+    def new_output(self) -> str:
+        """Return the output that the rank has written since the last call; "" if its host cannot be reached."""
+        try:
+            return str(self.link.call("output", self._world))
+        except Lost:
+            return ""
+
+    def ending(self) -> tuple[Verdict, str]:
+        """Return the verdict on a rank that has closed its connection, and how its process ended."""
+        try:
+            verdict, text = self.link.call("ending", self._world)
+            return Verdict(verdict), text
+        except Lost as lost:
+            return (Verdict.HANG if lost.is_silent else Verdict.CRASH), str(lost)
+
+    def ask_announced(self, job: int) -> Callable[[float], list[Announcement]]:
+        """Ask for the rank's announcements in a job."""
+        return self.link.ask("announced", self._world, job)
+
+    def ask_stacks(self) -> Callable[[float], str]:
+        """Ask for the rank's stacks, rendered."""
+        return self.link.ask("stacks", self._world)
+
+    def ask_abort(self) -> Callable[[float], None]:
+        """Ask to kill the rank, about which there may still be questions."""
+        return self.link.ask("abort", self._world)
+
+    def ask_kill(self) -> Callable[[float], list[str]]:
+        """Ask to kill the rank; the answer has a line for each process that did not end."""
+        return self.link.ask("kill", self._world)
+
 
 #: Seconds that the supervisors may take to come, after torch elastic has started all processes at the same time.
 COME_SECONDS = 120.0
@@ -130,7 +284,7 @@ class Fleet:
             self._changed.notify_all()
 
     def _free(self, size: int, known: Sequence[tuple[int, ...]], *, alone: bool) -> tuple[int, ...] | None:
-        left = self._left
+        left = [seat for seat in self.seats(range(self.size)) if not seat.is_lost]
         if size > len(left):
             why = "; ".join(dict.fromkeys(map(str, self.lost)))
             raise TooFewRanks(f"{size} ranks are needed, and {len(left)} of {self.size} are left: {why}")
@@ -149,10 +303,6 @@ class Fleet:
         if any(sum(seat.place.node == node for seat in left) >= size for node in {seat.place.node for seat in left}):
             return None
         return tuple(seat.place.rank for seat in free[:size]) if len(free) >= size else None
-
-    @property
-    def _left(self) -> list[Seat]:
-        return [seat for seat in self.seats(range(self.size)) if not seat.is_lost]
 
     @property
     def left(self) -> int:
@@ -230,15 +380,13 @@ class Fleet:
             if connection is None:
                 continue
             with contextlib.suppress(EOFError, OSError):
-                self._arrived(connection, connection.recv())
-
-    def _arrived(self, connection: Connection, hello: Any) -> None:
-        with self._changed:
-            if isinstance(hello, Place):
-                self._links[hello.rank] = Link(connection, hello)
-            else:
-                self._connections[hello] = connection
-            self._changed.notify_all()
+                hello = connection.recv()
+                with self._changed:
+                    if isinstance(hello, Place):
+                        self._links[hello.rank] = Link(connection, hello)
+                    else:
+                        self._connections[hello] = connection
+                    self._changed.notify_all()
 
 
 def nodes_of(seats: Sequence[Seat]) -> tuple[int, ...]:

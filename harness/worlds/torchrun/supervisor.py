@@ -22,7 +22,7 @@ from shardproof.harness.worlds import forkserver, rank_process, scratch
 from shardproof.harness.worlds.jobs import BOARD, RankSpec
 from shardproof.harness.worlds.rank_process import RankProcess
 from shardproof.harness.worlds.torchrun import meeting
-from shardproof.harness.worlds.torchrun.roles import Place
+from shardproof.harness.worlds.torchrun.meeting import Place
 from shardproof.harness.worlds.waiting import WaitedTooLong
 from shardproof.harness.worlds.watchdog import dump_stacks, stacks
 
