@@ -133,22 +133,13 @@ class HostExchange:
                 selector.register(transfer.peer, selectors.EVENT_READ | selectors.EVENT_WRITE, transfer)
             while selector.get_map():
                 for key, events in selector.select():
-                    _go_on(selector, key.data, events)
+                    # Send and receive what is possible now, and wait for no more than is left.
+                    if left := key.data.go_on(events):
+                        selector.modify(key.fileobj, left, key.data)
+                    else:
+                        selector.unregister(key.fileobj)
             values |= {transfer.rank: bytes(transfer.received[_LENGTH.size :]) for transfer in transfers}
         return [values[rank] for rank in sorted(values)]
-
-
-def _go_on(selector: selectors.BaseSelector, transfer: _Transfer, events: int) -> None:
-    """Send and receive what is possible now, and wait for no more than is left."""
-    if events & selectors.EVENT_WRITE:
-        transfer.send()
-    if events & selectors.EVENT_READ:
-        transfer.receive()
-    left = selectors.EVENT_WRITE * bool(transfer.unsent) | selectors.EVENT_READ * bool(transfer.lacking)
-    if left:
-        selector.modify(transfer.peer, left, transfer)
-    else:
-        selector.unregister(transfer.peer)
 
 
 class _Transfer:
@@ -168,19 +159,17 @@ class _Transfer:
         (length,) = _LENGTH.unpack_from(self.received)
         return int(length) + _LENGTH.size - len(self.received)
 
-    def send(self) -> None:
-        """Send as much as the connection takes now."""
-        self.unsent = self.unsent[self.peer.send(self.unsent[:_PART]) :]
-
-    def receive(self) -> None:
-        """Receive what is there; it may be less than a message.
+    def go_on(self, events: int) -> int:
+        """Send as much as the connection takes now, receive what is there, and return what is still to be done.
 
         Raises:
             ConnectionError: the other rank ended.
         """
-        if not self.lacking:  # only what this rank has to send is left
-            return
-        part = self.peer.recv(min(self.lacking, _PART))
-        if not part:
-            raise ConnectionError(f"Connection closed by peer: rank {self.rank} ended during an exchange")
-        self.received += part
+        if events & selectors.EVENT_WRITE:
+            self.unsent = self.unsent[self.peer.send(self.unsent[:_PART]) :]
+        if events & selectors.EVENT_READ and self.lacking:
+            part = self.peer.recv(min(self.lacking, _PART))
+            if not part:
+                raise ConnectionError(f"Connection closed by peer: rank {self.rank} ended during an exchange")
+            self.received += part
+        return selectors.EVENT_WRITE * bool(self.unsent) | selectors.EVENT_READ * bool(self.lacking)

@@ -22,10 +22,9 @@ from shardproof.harness.adapters.base import Adapter, Config, OptimizerFactory, 
 from shardproof.harness.adapters.replicas import DdpAdapter, ReplicatedAdapter
 from shardproof.harness.parity import capture
 from shardproof.harness.parity.capture import Event, Inputs
-from shardproof.harness.parity.claims import states_per_parameter
+from shardproof.harness.parity.coverage import states_per_parameter
 from shardproof.harness.parity.oracle import Oracle, OracleStep
-from shardproof.harness.parity.rank_state import Member
-from shardproof.harness.parity.replay_cache import is_equal
+from shardproof.harness.parity.rank_state import Member, is_equal
 from shardproof.harness.parity.run import Run, RunOptions, StepPicture
 from shardproof.harness.tensors.memory import raw_bytes
 from shardproof.harness.tensors.trees import map_tensors, on_host, tensors_of
@@ -177,19 +176,21 @@ class Replay:
         """The baseline's run, if it was made."""
         return () if self._made is None else (self._made[0],)
 
-    def models(self) -> tuple[nn.Module, ...]:
-        """The models whose memory no other run may use."""
+    def _models(self) -> tuple[nn.Module, ...]:
         return (self._initial,) if self._made is None else (self._made[0].adapter.module, self._made[1].model)
+
+    def storages(self) -> set[int]:
+        """The addresses of the storages of the baseline's and the oracle's parameters, which no other run may use."""
+        return {value.untyped_storage().data_ptr() for model in self._models() for value in model.parameters()}
 
     def trained_numel(self) -> int:
         """The number of elements of the parameters that are trained."""
-        return sum(value.numel() for value in self.models()[-1].parameters() if value.requires_grad)
+        return sum(value.numel() for value in self._models()[-1].parameters() if value.requires_grad)
 
     def frozen(self) -> frozenset[str]:
         """The names of the parameters that need no gradient now."""
-        return frozenset(
-            original_name(name) for name, value in self.models()[-1].named_parameters() if not value.requires_grad
-        )
+        named = self._models()[-1].named_parameters()
+        return frozenset(original_name(name) for name, value in named if not value.requires_grad)
 
     def expose(self) -> tuple[Run, Oracle]:
         """Return the baseline and the oracle as they are now, for a case that looks at or changes them (collective).

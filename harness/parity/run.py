@@ -16,7 +16,7 @@ from shardproof.harness.collectives.delays import Delay, Perturbation
 from shardproof.harness.collectives.recorder import Recorder
 from shardproof.harness.collectives.trace import Collective, Trace
 from shardproof.harness.collectives.units import UnitLookup, UnitSize, units_of
-from shardproof.harness.parity import capture, claims, protocol
+from shardproof.harness.parity import capture, coverage, protocol
 from shardproof.harness.parity.capture import Capture, Event, Inputs, as_inputs
 from shardproof.harness.parity.coverage import Evidence, Shown
 from shardproof.harness.parity.protocol import Tie, ties_of
@@ -262,7 +262,7 @@ class Run:
         if self._options.after_backward is not None:
             self._options.after_backward(adapter)
         gradients = self._picture(Stage.GRADIENT)
-        numel = claims.gradient_numel(adapter)
+        numel = coverage.gradient_numel(adapter)
         norm, clipped = None, None
         if clip is not None and adapter.traits.clips == "call":
             with self._during("clip"):
@@ -476,15 +476,15 @@ def sharded_run(
     if "parameters" in traits.shards and sizes.share and config.shard_size > 1:
         with member.stopwatch.during("leftovers"):
             held = memory.settled_bytes(member.device, limit=before + sizes.byte_limit) - before
-        counts = claims.Counts(claims.registered_numel(run.adapter) if sizes.can_tell else None, sizes.numel)
+        counts = coverage.Counts(coverage.registered_numel(run.adapter) if sizes.can_tell else None, sizes.numel)
         text = f"holds {held} bytes of parameters after sharding; its share is {sizes.byte_share}"
         finding = None
         if held > sizes.byte_limit:
-            text = "\n  ".join([text, *claims.kept_outside(run.adapter.module)])
+            text = "\n  ".join([text, *coverage.kept_outside(run.adapter.module)])
             finding = Finding(Location(stage=Stage.SHARDING, rank=member.index), text)
         everyone = member.exchange((counts, finding, run.untied))
         try:
-            claims.check_sharded([(counts, finding) for counts, finding, _ in everyone])
+            coverage.check_sharded([(counts, finding) for counts, finding, _ in everyone])
         except Divergence as error:
             untied: list[Tie] = next((ties for _, _, ties in everyone if ties), [])
             if not untied:

@@ -183,7 +183,11 @@ def collectives(entries: Mapping[int, list[Announcement]], unknown: Collection[i
                 position = max(position, order.index(entry) + 1)
             else:
                 # Behind those that another rank entered in its place.
-                while position < len(order) and _is_before(order[position], entry):
+                while (
+                    position < len(order)
+                    and order[position].group == entry.group
+                    and order[position].number <= entry.number
+                ):
                     position += 1
                 order.insert(position, entry)
                 position += 1
@@ -204,10 +208,6 @@ def _differ(order: list[Announcement]) -> bool:
     for entry in order:
         places.setdefault((entry.group, entry.number, entry.ranks), set()).add(without_own_bytes(entry.text))
     return any(len(texts) > 1 for texts in places.values())
-
-
-def _is_before(one: Announcement, other: Announcement) -> bool:
-    return one.group == other.group and one.number <= other.number
 
 
 def _passed(own: list[Announcement], entry: Announcement) -> bool:

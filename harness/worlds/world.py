@@ -231,7 +231,9 @@ class World:
         results = self._collect(job, started + job.deadline)
         if any(result.verdict != Verdict.PASS and not result.agreed for result in results):
             self._announced = self._announced or self._read_board(job)
-        diagnosis = self._diagnose(job, results)
+        diagnosis = None
+        if stuck := {result.rank: result.text for result in results if result.verdict == Verdict.HANG}:
+            diagnosis = diagnose(self._announced, stuck=stuck, case_path=job.path, lost=self._lost)
         seconds = time.monotonic() - started
         outputs = [rank.new_output() for rank in self.ranks]
         return Outcome(results, outputs, seconds, diagnosis, collectives(self._announced, self._lost), self.hosts)
@@ -265,16 +267,10 @@ class World:
         return not asked
 
     def _read_board(self, job: Job) -> dict[int, list[Announcement]]:
-        asked = {index: rank.ask_announced(job.number) for index, rank in self._remote.items()}
+        asked = {index: rank.ask("announced", job.number) for index, rank in self._remote.items()}
         entries = {index: self._board.entries(index, job=job.number) for index in self._own}
         entries |= gathered(asked)
         return {index: entries.get(index, []) for index in range(self.key.size)}
-
-    def _diagnose(self, job: Job, results: list[Result]) -> Diagnosis | None:
-        stuck = {result.rank: result.text for result in results if result.verdict == Verdict.HANG}
-        if not stuck:
-            return None
-        return diagnose(self._announced, stuck=stuck, case_path=job.path, lost=self._lost)
 
     def _collect(self, job: Job, until: float) -> list[Result]:
         results: dict[int, Result] = {}
@@ -296,13 +292,17 @@ class World:
             self._announced = self._read_board(job)
             stuck = set(waiting.values())
             shown = self._stacks(stuck)
+            text = "the rank did not answer before the deadline"
+            if failed:
+                text = f"the rank was still waiting {GRACE_SECONDS:g} s after another rank had failed"
             for index in stuck:
-                results[index] = self._stuck(index, job, after_failure=failed, shown=shown.get(index))
+                why = f"; its stacks:\n{shown[index]}" if index in shown else f": {self._lost[index]}"
+                results[index] = Result(job.number, index, Verdict.HANG, text + why)
         return [results[index] for index in sorted(results)]
 
     def _stacks(self, stuck: Collection[int]) -> dict[int, str]:
         """Return the stacks of ranks, rendered; ranks whose supervisor cannot be reached are left out."""
-        asked = {index: rank.ask_stacks() for index, rank in self._remote.items() if index in stuck}
+        asked = {index: rank.ask("stacks") for index, rank in self._remote.items() if index in stuck}
         own = {index: rank for index, rank in self._own.items() if index in stuck}
         complete = dump_stacks({index: (rank.process.pid, rank.dumped) for index, rank in own.items()})
         shown = {
@@ -323,15 +323,6 @@ class World:
             verdict, text = rank.ending()
             return Result(job.number, index, verdict, text)
 
-    def _stuck(self, index: int, job: Job, *, after_failure: bool, shown: str | None) -> Result:
-        if after_failure:
-            text = f"the rank was still waiting {GRACE_SECONDS:g} s after another rank had failed"
-        else:
-            text = "the rank did not answer before the deadline"
-        if shown is None:
-            return Result(job.number, index, Verdict.HANG, f"{text}: {self._lost[index]}")
-        return Result(job.number, index, Verdict.HANG, f"{text}; its stacks:\n{shown}")
-
     @property
     def is_alive(self) -> bool:
         """Whether the processes of all ranks are running."""
@@ -347,13 +338,13 @@ class World:
 
     def abort(self) -> None:
         """Kill every rank while another thread waits for their results, which are crashes then."""
-        asked = {index: rank.ask_abort() for index, rank in self._remote.items()}
+        asked = {index: rank.ask("abort") for index, rank in self._remote.items()}
         rank_process.kill([*self._own.values()])
         gathered(asked, rank_process.END_SECONDS + ANSWER_SECONDS)
 
     def kill(self) -> None:
         """Kill every rank and the processes it started, and remove the world's directory."""
-        asked = {index: rank.ask_kill() for index, rank in self._remote.items()}
+        asked = {index: rank.ask("kill") for index, rank in self._remote.items()}
         lines = rank_process.kill([*self._own.values()])
         for answer in gathered(asked, rank_process.END_SECONDS + ANSWER_SECONDS).values():
             lines += answer

@@ -17,7 +17,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
-from shardproof.harness.collectives.board import Announcement
 from shardproof.harness.verdicts.verdict import Verdict
 from shardproof.harness.worlds import forkserver
 from shardproof.harness.worlds.forkserver import FORK_SECONDS
@@ -157,21 +156,9 @@ class RemoteRank:
         except Lost as lost:
             return (Verdict.HANG if lost.is_silent else Verdict.CRASH), str(lost)
 
-    def ask_announced(self, job: int) -> Callable[[float], list[Announcement]]:
-        """Ask for the rank's announcements in a job."""
-        return self.link.ask("announced", self._world, job)
-
-    def ask_stacks(self) -> Callable[[float], str]:
-        """Ask for the rank's stacks, rendered."""
-        return self.link.ask("stacks", self._world)
-
-    def ask_abort(self) -> Callable[[float], None]:
-        """Ask to kill the rank, about which there may still be questions."""
-        return self.link.ask("abort", self._world)
-
-    def ask_kill(self) -> Callable[[float], list[str]]:
-        """Ask to kill the rank; the answer has a line for each process that did not end."""
-        return self.link.ask("kill", self._world)
+    def ask(self, command: str, *arguments: Any) -> Callable[[float], Any]:
+        """Ask the supervisor about this rank, as :meth:`Link.ask` does."""
+        return self.link.ask(command, self._world, *arguments)
 
 
 #: Seconds that the supervisors may take to come, after torch elastic has started all processes at the same time.
