@@ -14,10 +14,11 @@ import argparse
 import collections
 import os
 import pathlib
+import re
+import subprocess
 import sys
 import tempfile
-
-from moments import line_moments
+import time
 
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -39,15 +40,28 @@ def main() -> None:
         report = pathlib.Path(folder, "run.json")
         command = [sys.executable, "-m", "pytest", *(further or ["suites"]), "-v", "-p", "no:cacheprovider"]
         command += ["--impl", options.impl, "--device", options.device, "--world", options.world, "--report", report]
-        moments = line_moments(
-            list(map(str, command)), pattern=VERDICT, folder=ROOT, environment={"OMP_NUM_THREADS": "1"}, fine=(0, 1)
-        )
+        moments = verdict_moments(list(map(str, command)))
         run = load_run(report)
     print(f"{options.impl} on {options.device}, worlds {options.world}, {os.cpu_count()} cores")
     rate = (len(moments) - 1) / max(moments[-1] - moments[0], 1e-9)
     print(f"first verdict after {moments[0]:.1f} s; {len(moments)} items in {moments[-1]:.0f} s, {rate:.1f} a second")
     print_chapters(run)
     print_activities(run)
+
+
+def verdict_moments(command: list[str]) -> list[float]:
+    """Seconds from the start of a pytest command at which each verdict on a case that ran was printed."""
+    started = time.monotonic()
+    moments = []
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if re.search(VERDICT, line):
+                moments.append(time.monotonic() - started)
+    if process.returncode not in (0, 1) or not moments:
+        raise SystemExit(f"pytest ended with {process.returncode}: {' '.join(command)}")
+    return moments
 
 
 def print_chapters(run: Run) -> None:

@@ -19,7 +19,6 @@ import argparse
 import concurrent.futures
 import json
 import math
-import os
 import pathlib
 import subprocess
 import sys
@@ -27,13 +26,10 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-FOLDER = pathlib.Path(__file__).parent
-ROOT = FOLDER.parent
-sys.path.insert(0, str(FOLDER))
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
-from training.arguments import names_in  # noqa: E402
+from training.processes import answer_in, names_in, start
 
-ANSWER = "@@"  # as in planned.worker, which imports torch
 NAMES = ("reference", "torch.fully_shard", "reference.flat", "torch.fsdp")
 DTYPES = ("float32", "bfloat16")
 _MIB = 1 << 20
@@ -46,6 +42,8 @@ def main() -> None:
     options = parse()
     mesh = [int(size) for size in options.mesh.split("x")]
     backend = options.backend or ("nccl" if _gpus() >= math.prod(mesh) else "fake")
+    training = {"model": options.model, "mesh": mesh, "batch": options.batch}
+    training |= {"sequence": options.sequence, "checkpointing": options.checkpointing}
     rows = [(name, dtype) for name in options.implementations for dtype in options.dtypes]
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -55,10 +53,7 @@ def main() -> None:
     ):
         plans, measured = [], []
         for name, dtype in rows:
-            job = {
-                "model": options.model, "implementation": name, "mesh": mesh, "batch": options.batch,
-                "sequence": options.sequence, "checkpointing": options.checkpointing, "rank": 0,
-            }  # fmt: skip
+            job = {**training, "implementation": name, "rank": 0}
             if dtype != "float32":
                 job |= {"compute": dtype, "reduce": "float32"}
             plans.append(several.submit(run, [job | {"do": "simulate"}], blocking=False))
@@ -70,8 +65,7 @@ def main() -> None:
             {"implementation": name, "dtype": dtype, "plan": plan.result()[0], "measured": one.result()[0]}
             for (name, dtype), plan, one in zip(rows, plans, measured, strict=True)
         ]
-    about = {"model": options.model, "mesh": mesh, "backend": backend, "blocking": options.blocking}
-    about |= {"batch": options.batch, "sequence": options.sequence, "checkpointing": options.checkpointing}
+    about = {**training, "backend": backend, "blocking": options.blocking}
     print(heading(about, found), end="")
     for one in found:
         print(table(one), end="", flush=True)
@@ -98,16 +92,10 @@ def parse() -> argparse.Namespace:
 
 def run(jobs: Sequence[dict[str, Any]], *, blocking: bool) -> list[dict[str, Any]]:
     """Start a process for each job, all at once, and return their answers; what failed says so."""
-    environment = {"OMP_NUM_THREADS": "1"} | dict(os.environ)
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(FOLDER), environment.get("PYTHONPATH", "")])
-    environment |= {"CUDA_LAUNCH_BLOCKING": "1"} if blocking else {}
+    environment = {"CUDA_LAUNCH_BLOCKING": "1"} if blocking else {}
     processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "planned.worker", json.dumps(job)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
-        )
-        for job in jobs
-    ]  # fmt: skip
+        start("training.planned", json.dumps(job), environment=environment, stderr=subprocess.PIPE) for job in jobs
+    ]
     return [_answer(process) for process in processes]
 
 
@@ -118,12 +106,11 @@ def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:
         process.kill()
         output, errors = process.communicate()
         errors += f"\nno answer after {_LIMIT} s"
-    line = next((line for line in output.splitlines() if line.startswith(ANSWER)), None)
-    if line is None:
+    found: dict[str, Any] | None = answer_in(output.splitlines())
+    if found is None:
         lines = [line for line in errors.splitlines() if line.strip()] or ["it ended without a message"]
         return {"failed": lines[-1], "stderr": lines[-25:]}
-    answer: dict[str, Any] = json.loads(line.removeprefix(ANSWER))
-    return answer
+    return found
 
 
 def heading(about: dict[str, Any], found: Sequence[dict[str, Any]]) -> str:

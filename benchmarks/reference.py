@@ -17,9 +17,9 @@ processes do not lengthen, and with the models `thin` and `thin-small` it is tha
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
-import os
 import pathlib
 import statistics
 import subprocess
@@ -30,20 +30,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 FOLDER = pathlib.Path(__file__).parent
-ROOT = FOLDER.parent
-sys.path.insert(0, str(FOLDER))
+sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
 
-from training.arguments import names_in  # noqa: E402
 from training.implementations import NAMES  # noqa: E402
 from training.models import SPECS, Spec, growing  # noqa: E402
-from training.worker import ANSWER  # noqa: E402
+from training.processes import answer_in, names_in, start  # noqa: E402
 
 #: What an implementation is compared with.
-PARTNERS = {
-    "reference": "torch.fully_shard",
-    "reference.flat": "torch.fsdp",
-    "reference.flat.shown": "torch.fsdp.shown",
-}
+PARTNERS = {"reference": "torch.fully_shard", "reference.flat": "torch.fsdp"}
 #: Steps before the measured ones: everything that lives as long as the model has been made.
 WARM_UP = 4
 #: So many steps are trained in all, whose losses are compared.
@@ -73,40 +67,28 @@ class Ranks:
         self.is_fake = backend == "fake"
         #: On a GPU nobody fills what is gathered.
         self.has_losses = not self.is_fake or device == "cpu"
-        environment = {"OMP_NUM_THREADS": "1"} | dict(os.environ)
-        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(FOLDER), environment.get("PYTHONPATH", "")])
-        count = 1 if backend == "fake" else world
+        of_all = ("training.worker", name, backend, device, world, folder / name)
         with self.errors.open("w") as errors:
             self.processes = [
-                subprocess.Popen(
-                    [sys.executable, "-m", "training.worker", name, backend, device, str(rank), str(world),
-                     folder / name],
-                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment,
-                )
-                for rank in range(count)
-            ]  # fmt: skip
+                start(*of_all, rank, stdin=subprocess.PIPE, stderr=errors)
+                for rank in range(1 if self.is_fake else world)
+            ]
 
     def send(self, **command: Any) -> None:
         """Give all ranks one command."""
         for process in self.processes if self.failed is None else ():
-            assert process.stdin is not None
-            try:
+            with contextlib.suppress(BrokenPipeError):  # its answer will be missing
                 process.stdin.write(json.dumps(command) + "\n")
                 process.stdin.flush()
-            except BrokenPipeError:
-                pass  # its answer will be missing
 
     def answers(self) -> list[dict[str, Any]]:
         """What each rank answers to the last command; empty once one of them has died."""
         found: list[dict[str, Any]] = []
         for process in self.processes if self.failed is None else ():
-            assert process.stdout is not None
-            # Libraries print too.
-            line = next((line for line in process.stdout if line.startswith(ANSWER)), None)
-            if line is None:
+            if (answer := answer_in(process.stdout)) is None:
                 self._give_up()
                 return []
-            found.append(json.loads(line.removeprefix(ANSWER)))
+            found.append(answer)
         return found
 
     def ask(self, **command: Any) -> list[dict[str, Any]]:
@@ -117,7 +99,6 @@ class Ranks:
     def close(self) -> None:
         """End the processes."""
         for process in self.processes:
-            assert process.stdin is not None
             process.stdin.close()
         for process in self.processes:
             try:
@@ -140,7 +121,8 @@ def main() -> None:
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         backend = options.backend or ("nccl" if options.device == "cuda" else "gloo")
-        names = [*options.implementations, *(["limits"] if options.limits else [])]
+        has_limits = options.backend != "fake" or options.device != "cpu"
+        names = [*options.implementations, *(["limits"] if has_limits else [])]
         ranks = [Ranks(name, backend, options.device, options.world, pathlib.Path(folder)) for name in names]
         about = [one.answers() for one in ranks]
         host = next((answer[0] for answer in about if answer), {})
@@ -180,16 +162,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--world", type=int, default=2)
     parser.add_argument("--models", type=names_in(tuple(SPECS)), default=["large", "deep", "small"])
     parser.add_argument("--growth", type=numbers, default=[], help="layers of further models, such as 8,32,128,512")
-    parser.add_argument("--implementations", type=names_in(NAMES), default=list(NAMES[:5]))
+    parser.add_argument("--implementations", type=names_in(NAMES), default=list(NAMES))
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=10, help="measured steps of each implementation in a round")
-    parser.add_argument("--no-limits", dest="limits", action="store_false")
     parser.add_argument("--seconds", type=float, default=450, help="begin no further model after so many")
     parser.add_argument("--json", type=pathlib.Path)
-    options = parser.parse_args()
-    if options.backend == "fake" and options.device == "cpu":
-        options.limits = False
-    return options
+    return parser.parse_args()
 
 
 def measure(spec: Spec, ranks: Sequence[Ranks], effort: Effort) -> dict[str, Any]:
@@ -270,11 +248,11 @@ def line(name: str, found: dict[str, Any], row: dict[str, Any]) -> str:
         return "  " + next((found[why] for why in ("unsupported", "failed") if why in found), "nothing was measured")
     host = median(found, row["host"])
     peak = found.get("peak", {})
-    cells = [f"{spread(found, 'ms'):>20}{host:>8.1f}{1000 * host / row['units']:>9.0f}"]
+    cells = [f"{spread(found):>20}{host:>8.1f}{1000 * host / row['units']:>9.0f}"]
     cells.append(f"{peak['allocated'] / 2**20:>9.1f}{peak['reserved'] / 2**20:>10.1f}" if peak else " " * 19)
     partner = row["implementations"].get(PARTNERS.get(name, ""), {})
     if partner.get("rounds"):
-        cells.append(f"{ratio(found, partner, 'ms'):>18}{host / median(partner, row['host']):>6.2f}")
+        cells.append(f"{ratio(found, partner):>18}{host / median(partner, row['host']):>6.2f}")
         cells.append(f"{peak['allocated'] / partner['peak']['allocated']:>7.3f}" if peak else " " * 7)
     else:
         cells.append(" " * 31)
@@ -288,16 +266,16 @@ def median(found: dict[str, Any], key: str) -> float:
     return statistics.median(value for one in found["rounds"] for value in one[key])
 
 
-def spread(found: dict[str, Any], key: str) -> str:
-    """The median, with the smallest and largest of the rounds."""
-    medians = [statistics.median(one[key]) for one in found["rounds"]]
-    return f"{median(found, key):.1f} ({min(medians):.1f}-{max(medians):.1f})"
+def spread(found: dict[str, Any]) -> str:
+    """The median of the steps' times, with the smallest and largest of the rounds."""
+    medians = [statistics.median(one["ms"]) for one in found["rounds"]]
+    return f"{median(found, 'ms'):.1f} ({min(medians):.1f}-{max(medians):.1f})"
 
 
-def ratio(found: dict[str, Any], partner: dict[str, Any], key: str) -> str:
-    """The median of the rounds' ratios, with the smallest and the largest."""
+def ratio(found: dict[str, Any], partner: dict[str, Any]) -> str:
+    """The median of the rounds' ratios of time, with the smallest and the largest."""
     pairs = zip(found["rounds"], partner["rounds"], strict=False)
-    ratios = [statistics.median(one[key]) / statistics.median(other[key]) for one, other in pairs]
+    ratios = [statistics.median(one["ms"]) / statistics.median(other["ms"]) for one, other in pairs]
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
 
 

@@ -173,7 +173,6 @@ class Result:
         status: "found", "lives", or "unfound" if no live function has the code that it changes.
         ran: the ids of the items that ran.
         killer: the id of the item that failed.
-        says: the beginning of what it said.
     """
 
     status: str

@@ -15,9 +15,6 @@ ROOT = pathlib.Path(__file__).parents[1]
 def collect(collector: object) -> None:
     """Collect the suites for one implementation, nightly cases and those of simulated worlds included.
 
-    Args:
-        collector: a plugin of pytest that notes the collected items.
-
     Raises:
         ValueError: the suites cannot be collected.
     """
@@ -49,10 +46,8 @@ def between(text: str, begin: str, end: str, made: str) -> str:
     """Return README.md with another text between two lines.
 
     Args:
-        text: of README.md.
         begin: the line before the place, with its newline.
         end: the line behind it.
-        made: what is put there.
 
     Raises:
         ValueError: a line is missing.
@@ -68,9 +63,7 @@ def write(texts: Mapping[pathlib.Path, str], *, compares: bool, script: str) -> 
     """Write files, or compare them with what would be written.
 
     Args:
-        texts: the contents of each file.
         compares: whether to write nothing.
-        script: the command that writes them, for messages.
 
     Returns:
         The exit code: 0, or 1 if a file is out of date.

@@ -50,9 +50,7 @@ class Requirement:
     """A row of the contract.
 
     Attributes:
-        id: the chapter and the number.
         of_any: whether it is required of every implementation that trains.
-        text: what is required, in Markdown.
     """
 
     id: str
@@ -66,8 +64,6 @@ class Chapter:
 
     Attributes:
         name: in capitals, as in the ids of its requirements.
-        subject: what it is about.
-        requirements: in the order of the contract.
     """
 
     name: str
@@ -81,7 +77,6 @@ class Item:
 
     Attributes:
         case: the test function, as ``test_file.py::test_function``.
-        ids: the requirements that it checks.
         needs: the names of the capabilities and the hardware that it needs.
     """
 
@@ -117,11 +112,7 @@ def collected() -> list[Item]:
 
 
 def chapters(text: str) -> list[Chapter]:
-    """Read the chapters of the contract.
-
-    Args:
-        text: of docs/contract.md.
-    """
+    """Read the chapters of the contract."""
     found = []
     for part in text.split("\n## ")[1:]:
         title, _, body = part.partition("\n")
@@ -202,9 +193,6 @@ def as_json(contract: Sequence[Chapter]) -> str:
 
 def main(arguments: Iterable[str] | None = None) -> int:
     """Write the page, the JSON and README's table, or compare them.
-
-    Args:
-        arguments: of the command line; those of the process unless given.
 
     Returns:
         The exit code: 0, or 1 if the contract and the suites disagree or a file is out of date.

@@ -34,9 +34,7 @@ class Place:
     """Where the runs of one table were made.
 
     Attributes:
-        title: of the table.
         column: of README.md; places that share one have different versions of torch there.
-        torch: the version of torch there, as in README.md.
         files: the run files in reports/published whose implementations are its columns.
     """
 
@@ -91,8 +89,6 @@ class Finding:
     """A section of docs/findings.md.
 
     Attributes:
-        title: without its number.
-        anchor: of the section in the page.
         upstream: Markdown that links to threads about it; empty if none is known.
     """
 
@@ -102,11 +98,7 @@ class Finding:
 
 
 def findings(text: str) -> dict[str, Finding]:
-    """Read the findings, by their numbers such as ``F-2``.
-
-    Args:
-        text: of docs/findings.md.
-    """
+    """Read the findings, by their numbers such as ``F-2``."""
     found = {}
     for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
         heading, _, body = section.partition("\n")
@@ -119,12 +111,7 @@ def findings(text: str) -> dict[str, Finding]:
 
 
 def run_of(place: Place) -> Run:
-    """Join the run files of a place.
-
-    Raises:
-        RunFileError: a file cannot be read.
-        MergeError: the files cannot be joined.
-    """
+    """Join the run files of a place."""
     if len(place.files) == 1:
         return load_run(PUBLISHED / place.files[0])
     return parse_run(merge([PUBLISHED / name for name in place.files], command=["docs/make_matrix.py"]).data)
@@ -255,9 +242,6 @@ def _cell(text: str) -> str:
 
 def main(arguments: Iterable[str] | None = None) -> int:
     """Write the page and README's table, or compare them.
-
-    Args:
-        arguments: of the command line; those of the process unless given.
 
     Returns:
         The exit code: 0, or 1 if a run file cannot be used or a file is out of date.

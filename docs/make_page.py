@@ -19,21 +19,13 @@ OUT = ROOT / "out/published/index.html"
 
 
 def published() -> str:
-    """Render a page with a run for each table of docs/matrix.md.
-
-    Raises:
-        RunFileError: a published file cannot be read.
-    """
+    """Render a page with a run for each table of docs/matrix.md."""
     sources = [Source(" + ".join(place.files), run_of(place)) for place in PLACES]
     return render(sources, title="shardproof: published runs")
 
 
 def main() -> int:
-    """Write the page.
-
-    Returns:
-        The exit code, 0.
-    """
+    """Write the page."""
     text = published()
     OUT.parent.mkdir(parents=True, exist_ok=True)
     OUT.write_text(text)

@@ -54,11 +54,7 @@ def run(
 
     Args:
         bugs: the rows; those of the same number of GPUs and simulated size share a run of pytest.
-        folder: where the run files are written.
-        python: the interpreter.
-        workers: as of ``-n``.
         elsewhere: raise :data:`table.ELSEWHERE` at the place of each bug instead of planting it.
-        timeout: seconds for each run of pytest.
 
     Returns:
         The records of the run files, by the ids of the items.
@@ -90,12 +86,7 @@ def records_of(
     """The records of a run of items of the suites, by their ids.
 
     Args:
-        ids: of the items.
         names: the implementations, as of ``--impl``.
-        folder: where the run file is written.
-        options: further ones of pytest.
-        python: the interpreter.
-        timeout: seconds.
 
     Raises:
         RuntimeError: the run wrote no run file.
@@ -186,9 +177,7 @@ def living(bugs: Sequence[Bug], kept: Sequence[str], jobs: int) -> list[Bug]:
     """Print where the bugs are found, and return those that live.
 
     Args:
-        bugs: those of the score.
         kept: the ids of the items of both references that the effort keeps.
-        jobs: how many runs go on at a time.
     """
     left = [bug for bug in bugs if bug.item not in frozenset(kept)]
     counts = [len(bugs) - len(left)]

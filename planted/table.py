@@ -55,7 +55,6 @@ class Bug:
         place: the key ``in``. The function that is edited, as "fsdp_impl.module:name" or "fsdp_impl.module:Class.name";
             of a bug that is no edit, its adapter, as "planted.adapters:Class".
         old: a text that the function's source has once; None for a bug that is no edit.
-        new: the text that replaces it.
         item: the key ``found_by``. The node id of the item that finds the bug, of the implementation without it.
         says: texts that the failure of the item contains: the stage, the parameter, the collective or the message.
         own_ranks: the key ``ranks = "own"``: what the bug does depends on what its ranks ran before.

@@ -82,8 +82,8 @@ from shardproof.harness.models.recomputation import (
 from shardproof.harness.models.shapes import WIDTH, Drawn, DrawnStack, Offset, Rows
 from shardproof.harness.models.stateful import Stateful, by_columns
 from shardproof.harness.models.ties import RepeatedTower, TiedMLP, TiedStack, TwoNames
-from shardproof.harness.parity.claims import state_numel
 from shardproof.harness.parity.comparison import exact_difference, numbers_of
+from shardproof.harness.parity.coverage import state_numel
 from shardproof.harness.parity.numerics import distance
 from shardproof.harness.parity.oracle import Oracle
 from shardproof.harness.parity.pair import Pair

@@ -35,12 +35,8 @@ class Change:
         name: "FILE:LINE:NUMBER"; the number counts the changes that begin on a line.
         file: the file, relative to the folder of the sources.
         start: the first byte that is replaced.
-        end: the byte after the last one.
-        new: what takes its place.
-        kind: the mistake, in a word or two.
         first: the first line of the statement, or of its head if it has a body.
         last: the last line of it.
-        function: the qualified name of the function.
     """
 
     name: str

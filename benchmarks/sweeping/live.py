@@ -16,10 +16,6 @@ from sweeping.changes import Change
 def apply(change: Change, folder: pathlib.Path) -> list[tuple[types.FunctionType, types.CodeType]]:
     """Change the functions of imported modules that a change concerns, those that it encloses included.
 
-    Args:
-        change: the change.
-        folder: the folder of the sources.
-
     Returns:
         The functions that have new code, each with its old one, for :func:`take_back`; empty if there is none.
     """

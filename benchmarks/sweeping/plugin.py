@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from shardproof.harness.worlds import entry
+from shardproof.harness.worlds import forkserver
 
 #: The environment variable that names the file with the task.
 TASK = "SHARDPROOF_SWEEP_TASK"
@@ -31,8 +31,6 @@ class Task:
     """What a pytest process of a sweep does.
 
     Attributes:
-        sources: the folder of the sources.
-        folder: the folder of the sweep.
         changes: changes as dictionaries, each with the ids of its items, in the order in which they run. None: run the
             selected items once and note their lines.
         until: the time, as ``time.time`` gives it, at which no further item begins.
@@ -53,7 +51,7 @@ _failures: list[str] = []
 
 # Read when the forkserver starts: each process has orders, and thereby ranks, of its own.
 os.environ["SHARDPROOF_SWEEP"] = str(_orders)
-entry.PRELOADED = "sweeping.ranks"
+forkserver.PRELOADED = "sweeping.ranks"
 
 
 def _order(change: dict[str, Any] | None = None) -> None:

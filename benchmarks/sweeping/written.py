@@ -73,9 +73,7 @@ def rows_of(changes: Mapping[str, Change], found: Mapping[str, tuple[str, str]],
     """Rows for changes that items found, to choose from.
 
     Args:
-        changes: by name.
         found: by the name of a change, the id of the item that failed, and what it said.
-        folder: the folder of the sources.
 
     Returns:
         The text of a table; the id of a row is made of the name of the change, and wants a better one.

@@ -1,1 +1,1 @@
-"""What ``python -m benchmarks reference`` trains and measures; each implementation in processes of its own."""
+"""What ``python -m benchmarks reference`` and ``plan`` train and measure; each training in processes of its own."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -60,7 +61,7 @@ def fully_shard_of(package: Any) -> Callable[[nn.Module, Spec, torch.device], Tr
     return shard
 
 
-def flat_of(package: Any, *, use_orig: bool) -> Callable[[nn.Module, Spec, torch.device], Trained]:
+def flat_of(package: Any) -> Callable[[nn.Module, Spec, torch.device], Trained]:
     """``FullyShardedDataParallel`` of ``package``."""
 
     def shard(model: nn.Module, spec: Spec, device: torch.device) -> Trained:
@@ -71,7 +72,7 @@ def flat_of(package: Any, *, use_orig: bool) -> Callable[[nn.Module, Spec, torch
             model,
             auto_wrap_policy=lambda module, recurse, **_: recurse or module in units,
             mixed_precision=package.MixedPrecision(param_dtype=COMPUTE, reduce_dtype=REDUCE),
-            use_orig_params=use_orig,
+            use_orig_params=True,
             device_id=device,  # torch wants one on the CPU too
         )
         return Trained(wrapped, wrapped, wrapped.no_sync)
@@ -102,26 +103,19 @@ def named(name: str) -> Callable[[nn.Module, Spec, torch.device], Trained]:
     """The implementation called ``name``. What it needs is imported here, so that a process has that alone."""
     if name == "ddp":
         return ddp
-    package: Any
-    if name == "torch.fully_shard":
-        from torch.distributed import fsdp as package
-
-        return fully_shard_of(package)
-    if name == "reference":
-        import fsdp_impl as package
-
-        return fully_shard_of(package)
-    if name.startswith("reference.flat"):
-        from fsdp_impl import flat as package
-    else:
-        from torch.distributed import fsdp as package
-    return flat_of(package, use_orig=not name.endswith(".shown"))
+    package, make = _PACKAGES[name]
+    return make(importlib.import_module(package))
 
 
-#: What ``--implementations`` takes; the ones with ``.shown`` show flat parameters to the optimizer.
-NAMES = (
-    "reference", "torch.fully_shard", "reference.flat", "torch.fsdp", "ddp", "reference.flat.shown", "torch.fsdp.shown",
-)  # fmt: skip
+_PACKAGES = {
+    "reference": ("fsdp_impl", fully_shard_of),
+    "torch.fully_shard": ("torch.distributed.fsdp", fully_shard_of),
+    "reference.flat": ("fsdp_impl.flat", flat_of),
+    "torch.fsdp": ("torch.distributed.fsdp", flat_of),
+}
+
+#: What ``--implementations`` takes.
+NAMES = (*_PACKAGES, "ddp")
 
 
 def units_of(model: nn.Module) -> list[nn.Module]:

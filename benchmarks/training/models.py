@@ -15,12 +15,9 @@ class Spec:
     """One row of the table: a model and what a step of it is.
 
     Attributes:
-        name: as the table shows it.
         layers: how many units there are beside the root's.
-        dim: the width.
         vocab: size of the vocabulary; 0 for the model of small parameters.
         batch: sequences of a microbatch, on each rank.
-        length: tokens of a sequence.
         small: parameters of a unit, for the model of small parameters.
         microbatches: of a step; only the last one reduces.
         shape: replicas and shards of the mesh, if not one dimension of all ranks.
@@ -47,25 +44,20 @@ class Spec:
 LARGE = Spec("0.94 B, 16 x 2048", 16, 2048, vocab=32000, length=2048)
 DEEP = Spec("48 x 256", 48, 256, vocab=1024)
 SMALL = Spec("16 units of 128 small parameters", 16, 64, small=128)
-#: With next to no compute: what is left is what an implementation does around it.
-THIN = Spec("48 x 32, 4 tokens", 48, 32, vocab=64, batch=1, length=4)
-TINY = Spec("2 x 32", 2, 32, vocab=64, length=8)
 
 #: By the names that ``--models`` takes.
 SPECS = {
     "large": LARGE,
     "deep": DEEP,
     "small": SMALL,
-    "thin": THIN,
+    # With next to no compute: what is left is what an implementation does around it.
+    "thin": Spec("48 x 32, 4 tokens", 48, 32, vocab=64, batch=1, length=4),
     "thin-small": dataclasses.replace(SMALL, name="16 units of 128 parameters of 8", dim=8, batch=1),
     "accumulated": dataclasses.replace(DEEP, name="48 x 256, 4 microbatches", microbatches=4),
     "large-accumulated": dataclasses.replace(LARGE, name="0.94 B, 4 microbatches", microbatches=4),
     "replicas": dataclasses.replace(DEEP, name="48 x 256, replicas of one shard", shape=(2, 1)),
     "tensor-parallel": dataclasses.replace(LARGE, name="0.94 B, tensor parallel over 2", tensor_parallel=2),
-    "tiny": TINY,
-    "tiny-accumulated": dataclasses.replace(TINY, name="2 x 32, 2 microbatches", microbatches=2),
-    "tiny-parallel": dataclasses.replace(TINY, name="2 x 32, tensor parallel over 2", tensor_parallel=2),
-    "tiny-replicas": dataclasses.replace(TINY, name="2 x 32, replicas of one shard", shape=(2, 1)),
+    "tiny": Spec("2 x 32", 2, 32, vocab=64, length=8),
     "tiny-small": Spec("2 units of 4 small parameters", 2, 8, small=4),
 }
 

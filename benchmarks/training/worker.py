@@ -1,7 +1,7 @@
 """One rank of one implementation: trains what the controller asks for, and measures.
 
-Commands come as lines of JSON on standard input; each is answered by one line on standard output that begins with
-``ANSWER``. Between commands the process waits, so that other implementations are measured undisturbed.
+Commands come as lines of JSON on standard input, and each has one answer. Between commands the process waits, so that
+other implementations are measured undisturbed.
 """
 
 from __future__ import annotations
@@ -12,17 +12,19 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from shardproof.harness.tensors import private
-from training import limits, models
-from training.implementations import Trained, Unsupported, named
+from training import models
+from training.implementations import COMPUTE, REDUCE, Trained, Unsupported, named, units_of
 from training.models import Spec
+from training.processes import answer
 
-ANSWER = "@@"
 #: Bytes that the allocator counts: of blocks with tensors, of what these asked for, of what it took from the device.
 COUNTED = {"allocated": "allocated_bytes", "requested": "requested_bytes", "reserved": "reserved_bytes"}
 
@@ -59,7 +61,7 @@ class Worker:
         """Train so many steps: milliseconds of each, those of the host until the optimizer, and of its processor."""
         if self.name == "limits":
             assert self.spec is not None
-            return limits.measure(self.spec, self.device, count)
+            return limits(self.spec, self.device, count)
         rows = [self._step() for _ in range(count)]
         return {"ms": [row[0] for row in rows], "host_ms": [row[1] for row in rows], "cpu_ms": [row[2] for row in rows]}
 
@@ -94,7 +96,7 @@ class Worker:
         assert spec is not None and trained is not None
         rank = dist.get_rank() // spec.tensor_parallel
         batches = [models.batch(spec, self.done, number, rank, self.device) for number in range(spec.microbatches)]
-        self._synchronize()
+        _synchronize(self.device)
         start, start_cpu = time.perf_counter(), time.process_time()
         total = torch.zeros((), device=self.device)
         for number, batch in enumerate(batches):
@@ -106,15 +108,11 @@ class Worker:
         host, host_cpu = time.perf_counter(), time.process_time()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self._synchronize()
+        _synchronize(self.device)
         end = time.perf_counter()
         self.done += 1
         self.losses.append(total)
         return 1000 * (end - start), 1000 * (host - start), 1000 * (host_cpu - start_cpu)
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
 
     def _reset_peaks(self) -> None:
         if self.device.type == "cuda":
@@ -126,6 +124,73 @@ class Worker:
             return {}
         found = torch.cuda.memory_stats()
         return {name: found.get(f"{key}.all.{which}", 0) for name, key in COUNTED.items()}
+
+
+# What bounds a step whatever the implementation: its compute alone, and its communication alone.
+
+
+def limits(spec: Spec, device: torch.device, count: int) -> dict[str, Any]:
+    """Milliseconds of ``count`` runs of each part.
+
+    ``compute``: forward and backward of the model in bfloat16, on one rank's batch, without sharding. ``host``: the
+    same, until the host has issued it. ``optimizer``: fused AdamW on a rank's share, one parameter for each unit.
+    ``gather``: all gathers of one forward, in bfloat16. ``reduce``: all reduce-scatters of a step, in float32; neither
+    where the other ranks are not there.
+    """
+    world = dist.get_world_size()
+    model = models.build(spec, device).to(COMPUTE)
+    sizes = [sum(parameter.numel() for parameter in unit.parameters()) for unit in units_of(model)]
+    sizes.append(sum(parameter.numel() for parameter in model.parameters()) - sum(sizes))
+    shares = [-(-size // world) for size in sizes if size]
+    batch = models.batch(spec, 0, 0, dist.get_rank(), device)
+    if batch.is_floating_point():
+        batch = batch.to(COMPUTE)
+    host: list[float] = []
+
+    def compute() -> None:
+        start = time.perf_counter()
+        for _ in range(spec.microbatches):
+            models.loss(spec, model, batch).backward()
+        host.append(1000 * (time.perf_counter() - start))
+        model.zero_grad()
+
+    def gather() -> None:
+        for share in shares:
+            shard = torch.zeros(share, dtype=COMPUTE, device=device)
+            dist.all_gather_into_tensor(shard.new_empty(share * world), shard)
+
+    def reduce() -> None:
+        for share in shares:
+            full = torch.zeros(share * world, dtype=REDUCE, device=device)
+            dist.reduce_scatter_tensor(full.new_empty(share), full)
+
+    found: dict[str, Any] = {"compute": _timed(compute, device, count), "host": host[-count:]}
+    params = [nn.Parameter(torch.zeros(share, device=device)) for share in shares]
+    options: dict[str, Any] = {"fused": True} if device.type == "cuda" else {}
+    optimizer = torch.optim.AdamW(params, lr=1e-4, **options)
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    found["optimizer"] = _timed(optimizer.step, device, count)
+    del optimizer, params
+    if dist.get_backend() != "fake":
+        found |= {"gather": _timed(gather, device, count), "reduce": _timed(reduce, device, count)}
+    return found
+
+
+def _timed(action: Callable[[], object], device: torch.device, count: int) -> list[float]:
+    found = []
+    for _ in range(count + 2):
+        _synchronize(device)
+        start = time.perf_counter()
+        action()
+        _synchronize(device)
+        found.append(1000 * (time.perf_counter() - start))
+    return found[2:]
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def join(backend: str, device_type: str, rank: int, world: int, store: str) -> torch.device:
@@ -149,7 +214,7 @@ def join(backend: str, device_type: str, rank: int, world: int, store: str) -> t
 
 def main() -> None:
     """Answer commands until standard input ends."""
-    name, backend, device_type, rank, world, store = sys.argv[1:]
+    name, backend, device_type, world, store, rank = sys.argv[1:]
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     worker = Worker(name, join(backend, device_type, int(rank), int(world), store))
     about = {"torch": torch.__version__, "device": "cpu"}
@@ -171,11 +236,6 @@ def main() -> None:
             answer({"unsupported": str(reason)})
     # Without a barrier: the other ranks got the same end of input.
     dist.destroy_process_group()
-
-
-def answer(value: dict[str, Any]) -> None:
-    """Send one line to the controller."""
-    print(ANSWER + json.dumps(value), flush=True)
 
 
 if __name__ == "__main__":

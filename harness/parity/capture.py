@@ -28,12 +28,7 @@ from shardproof.harness.verdicts.finding import Stage
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """The arguments of one forward.
-
-    Attributes:
-        args: the positional arguments.
-        kwargs: the keyword arguments.
-    """
+    """The arguments of one forward."""
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -47,11 +42,7 @@ def as_inputs(arguments: Any) -> Inputs:
 
 
 def as_microbatches(batch: Any) -> list[Inputs]:
-    """Normalize a batch to a list of microbatches.
-
-    Args:
-        batch: one microbatch, or a list of them, each as :func:`as_inputs` takes it.
-    """
+    """Normalize a batch, one microbatch or a list of them, each as :func:`as_inputs` takes it."""
     return [as_inputs(arguments) for arguments in (batch if isinstance(batch, list) else [batch])]
 
 
@@ -70,10 +61,8 @@ class Event:
     """One tensor as a module's forward or backward had it.
 
     Attributes:
-        stage: which tensor it is.
         module: the name of the module in the original model; "" is the root.
         parameter: the full name of the parameter or buffer; empty for outputs.
-        microbatch: the number of the microbatch within the step.
         call: the number of the module's call within the microbatch; 0 for gradients of parameters.
         index: the number of the tensor in what the forward returned.
         tensor: a copy, of any shape and floating-point dtype.
@@ -141,12 +130,7 @@ class Capture:
 
     @contextlib.contextmanager
     def during(self, part: Pass, microbatch: int) -> Iterator[None]:
-        """Copy what happens in this context.
-
-        Args:
-            part: the part of the step.
-            microbatch: the number of the microbatch.
-        """
+        """Copy what happens in this context."""
         self._pass, self._microbatch = part, microbatch
         if part == "forward":
             self._calls.clear()
@@ -260,12 +244,7 @@ class Capture:
 
 
 def capture_of(model: nn.Module, *, divides: int = 1) -> Capture:
-    """Make the capture of a model that is not sharded.
-
-    Args:
-        model: the model.
-        divides: as for :class:`Capture`.
-    """
+    """Make the capture of a model that is not sharded."""
     return Capture(dict(model.named_modules(remove_duplicate=False)), names_of(model), divides=divides)
 
 

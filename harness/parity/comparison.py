@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from shardproof.harness.adapters.base import Piece, whole
-from shardproof.harness.parity.explanations import (
-    guess_clipped,
-    guess_from_values,
-    guess_gradient,
-    guess_norm,
-    guess_unexpected,
-)
 from shardproof.harness.parity.numerics import ADAM_NOISE_ULPS, Distance, distance, not_finite, ulp
 from shardproof.harness.parity.oracle import OracleStep, total_norm
 from shardproof.harness.parity.protocol import cut
@@ -41,16 +34,11 @@ class Context:
 
     Attributes:
         step: the training step, counted from 0.
-        rank: this rank's global rank, for the location of a finding.
         member: this rank's position among the data-parallel ranks, from 0 to ``size`` - 1.
-        size: the number of data-parallel ranks.
-        norm_type: the p of the total norm.
         unused_is_zero: whether the implementation gives a parameter that no rank used a gradient of zeros, not None.
         adaptive: whether the optimizer is adaptive (not SGD), so that elements whose gradient is rounding noise are
             left out of the comparison of parameters.
         evaluates: whether this is a forward without autograd before the step, and not the step.
-        frozen: the names of the parameters that need no gradient.
-        draws_random_numbers: whether the baseline or the oracle has drawn random numbers in a step.
         untied: why the values of a parameter may differ whose places the model shares and the sharded one does not, by
             its name.
     """
@@ -75,7 +63,6 @@ class StepComparison:
         sharded: the sharded run's step, as local shards; all tensors of the three are on the host.
         baseline: the baseline's step, as full tensors.
         oracle: the oracle's step, as full float64 tensors.
-        context: the parameters that all comparisons of the step share.
 
     Attributes:
         measured: the distances measured so far, one entry per compared tensor, in order of comparison.
@@ -90,9 +77,6 @@ class StepComparison:
 
     def first_finding(self) -> Finding | None:
         """Compare in order of stages and stop at the first tensor that diverges.
-
-        Returns:
-            The first finding, or None if nothing diverges.
 
         Raises:
             RuntimeError: the baseline's own error exceeds ``BASELINE_LIMIT_ULPS``.
@@ -201,7 +185,9 @@ class StepComparison:
         if full is None:
             if mine is None or (self.context.unused_is_zero and not bool(mine.tensor.any())):
                 return
-            guess = guess_unexpected(mine.tensor)
+            if not bool(mine.tensor.any()):
+                declared = "which an adapter declares with the trait unused_gradient='zero'"
+                guess = Guess("it is zero", f"zeros stand for a missing gradient, {declared}")
             is_frozen = name in self.context.frozen
             why = "the parameter is frozen (requires_grad=False)" if is_frozen else "no rank used the parameter"
             text = f"the sharded run has a gradient, but {why}"
@@ -285,7 +271,8 @@ class StepComparison:
     def _guess(self, stage: Stage, name: str, mine: Piece, value: torch.Tensor, expected: torch.Tensor) -> Guess | None:
         before = self.sharded.gradients.get(name)
         if stage == Stage.CLIPPED_GRADIENT and before is not None:
-            return guess_clipped(value, before.tensor)
+            is_equal = value.shape == before.tensor.shape and torch.equal(value, before.tensor)
+            return Guess("it equals the gradient before clipping: clipping did nothing to it") if is_equal else None
         if stage != Stage.GRADIENT:
             return None
         full = [one[name] for one in self.oracle.own_gradients]
@@ -306,7 +293,6 @@ def numbers_of(result: Distance, runs: Mapping[str, torch.Tensor]) -> tuple[str,
     """Describe the element of a tensor in which the sharded run is farthest from the oracle.
 
     Args:
-        result: the distances of the tensor.
         runs: the tensor by the name of a run, in one shape.
 
     Returns:
@@ -327,11 +313,6 @@ def _global_index(piece: Piece, full: torch.Tensor, index: int) -> tuple[int, ..
 
     The layout of a shard is known only as the function ``piece.cut``, so a full tensor of positions is cut the same
     way, and the position is read at ``index``.
-
-    Args:
-        piece: the local shard.
-        full: any tensor of the full shape, for its shape and device.
-        index: a flat index into the local shard.
     """
     positions = torch.arange(full.numel(), device=full.device).view(full.shape)
     position = int(piece.cut(positions).flatten()[index])
@@ -343,17 +324,10 @@ def _number(value: float) -> str:
 
 
 def exact_difference(first: torch.Tensor, second: torch.Tensor) -> tuple[tuple[int, ...], float, float] | None:
-    """Find the first element in which two tensors that should be bitwise equal differ.
-
-    Args:
-        first: a floating-point tensor of any shape.
-        second: a tensor of the same shape.
+    """Find the first element in which two tensors of one shape that should be bitwise equal differ.
 
     Returns:
         The element's index and its value in each tensor, or None if the tensors are equal.
-
-    Raises:
-        AssertionError: the shapes differ.
     """
     assert first.shape == second.shape, f"shapes {tuple(first.shape)} and {tuple(second.shape)} differ"
     if torch.equal(first, second):
@@ -361,3 +335,137 @@ def exact_difference(first: torch.Tensor, second: torch.Tensor) -> tuple[tuple[i
     unequal = (first != second) | (first.isnan() != second.isnan())
     index = tuple(int(part) for part in unequal.nonzero()[0])
     return index, float(first[index]), float(second[index])
+
+
+# Guesses why a tensor is wrong, by comparing it with what common bugs produce. A guess never decides a verdict.
+#
+# Tensors of the sharded run are this rank's local shards, of any shape, and those of the oracle have the same elements.
+# A function returns None if no cause that it knows fits.
+
+#: Relative difference up to which a wrong tensor counts as equal to what a suspected bug produces. It affects the
+#: text of a failure only, never the verdict.
+_LIKENESS = 1e-3
+
+#: The dtypes to which a wider tensor may have been rounded on its way, coarsest first, with their names in messages.
+_NARROW = ((torch.bfloat16, "bfloat16"), (torch.float16, "float16"))
+
+#: Elements other than zero from which it is no accident that all of them have one factor, or fit a narrower dtype.
+_ENOUGH = 4
+
+#: An error of rounding to a dtype is at most half an ulp. The largest of many is seldom below a quarter, and a sum of a
+#: few rounded values has a few times the error of one.
+_ROUNDING_ULPS = (0.25, 4.0)
+
+
+def guess_gradient(
+    sharded: torch.Tensor, oracle: torch.Tensor, own: Sequence[torch.Tensor | None], rank: int
+) -> Guess | None:
+    """Guess the cause of a wrong gradient.
+
+    Args:
+        oracle: the same shard of the oracle's gradient, the average over ``len(own)`` ranks.
+        own: the same shard of each rank's gradient before the average; None for a rank without a gradient.
+        rank: this rank's position in ``own``.
+    """
+    if sharded.numel() and not bool(sharded.any()):
+        return Guess("it is zero")
+    return next(_guesses(sharded, oracle, own, rank), None)
+
+
+def _guesses(
+    sharded: torch.Tensor, oracle: torch.Tensor, own: Sequence[torch.Tensor | None], rank: int
+) -> Iterator[Guess]:
+    size = len(own)
+    for factor, cause in _factors(size):
+        if _alike(sharded, oracle * factor):
+            yield Guess(f"it is {factor:.4g} times the oracle's everywhere", cause)
+    for index, gradient in enumerate(own):
+        for factor, change in ((1.0, ""), (1.0 / size, f" divided by {size}")):
+            if gradient is not None and _alike(sharded, gradient * factor):
+                whose = "this rank's own gradient" if index == rank else f"the gradient of rank {index} alone"
+                yield Guess(f"it equals {whose}{change}", "the reduction over the ranks is missing")
+    for index, gradient in enumerate(own):
+        for sign, times in ((1, "twice"), (-1, "not at all")):
+            if gradient is not None and size > 1 and _alike(sharded, oracle + sign * gradient / size):
+                yield Guess(f"it is the average in which the gradient of rank {index} counts {times}")
+
+
+def guess_from_values(sharded: torch.Tensor, oracle: torch.Tensor, *, magnitude: float) -> Guess | None:
+    """Guess from its values alone why a tensor is wrong: it was rounded to a narrower dtype, or scaled.
+
+    Args:
+        magnitude: the largest absolute value of the oracle's full tensor.
+    """
+    return next(_guesses_from_values(sharded, oracle, magnitude), None)
+
+
+def _guesses_from_values(sharded: torch.Tensor, oracle: torch.Tensor, magnitude: float) -> Iterator[Guess]:
+    is_wide = sharded.dtype in (torch.float32, torch.float64)
+    has_enough = int(oracle.count_nonzero()) >= _ENOUGH
+    for dtype, name in _NARROW if is_wide else ():
+        if _is_rounded(sharded, oracle, dtype):
+            yield Guess(f"it equals the expected value rounded to {name}")
+        if has_enough and _is_rounded(sharded, sharded, dtype) and not _is_rounded(oracle, oracle, dtype):
+            yield Guess(f"all of its elements are {name} numbers, as when it was rounded to {name} on its way")
+    factor = _common_factor(sharded, oracle) if has_enough else None
+    if factor is not None:
+        yield Guess(f"it is {factor:.4g} times the oracle's everywhere")
+    errors = sharded.double() - oracle.double()
+    if is_wide and has_enough and _is_noise(errors):
+        for dtype, name in ((torch.bfloat16, "bfloat16"), (torch.float16, "float16 or TF32")):
+            low, high = _ROUNDING_ULPS
+            if low <= float(errors.abs().max()) / ulp(magnitude, dtype) <= high:
+                yield Guess(f"its errors are as large as rounding to {name} makes")
+
+
+def _is_rounded(value: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> bool:
+    return torch.equal(value.double(), exact.to(dtype).double())
+
+
+def _is_noise(errors: torch.Tensor) -> bool:
+    """Whether errors are spread over the elements and have both signs, as those of rounding are."""
+    is_spread = float(errors.abs().median()) > float(errors.abs().max()) / 64
+    return is_spread and bool((errors > 0).any()) and bool((errors < 0).any())
+
+
+def guess_norm(sharded: float, oracle: float, local: float, size: int, norm_type: float) -> Guess | None:
+    """Guess the cause of a wrong total norm.
+
+    Args:
+        local: the norm over this rank's local shards alone.
+    """
+    if _near(sharded, local):
+        return Guess("it equals the norm of what this rank alone holds", "its reduction over the ranks is missing")
+    if norm_type != float("inf") and _near(sharded, oracle * size ** (1 / norm_type)):
+        seen = f"it is the oracle's times {size}^(1/{norm_type:g})"
+        return Guess(seen, "replicated parts are counted on every rank")
+    return None
+
+
+def _factors(size: int) -> list[tuple[float, str]]:
+    """The factors by which mistakes in averaging over ``size`` ranks scale a gradient, with the mistake."""
+    if size == 1:
+        return []
+    return [
+        (float(size), f"the division by the {size} ranks is missing or an average is a sum"),
+        (1.0 / size, f"the average over the {size} ranks is divided twice"),
+        (float(size) ** 2, "a sum is multiplied instead of divided"),
+    ]
+
+
+def _common_factor(first: torch.Tensor, second: torch.Tensor) -> float | None:
+    """The factor by which all elements of one tensor differ from those of another, or None if there is none."""
+    first, second = first.double().flatten(), second.double().flatten()
+    largest = int(second.abs().argmax())
+    factor = float(first[largest] / second[largest])
+    return factor if abs(factor - 1) > 2 * _LIKENESS and _alike(first, second * factor) else None
+
+
+def _alike(first: torch.Tensor, second: torch.Tensor) -> bool:
+    first, second = first.double(), second.double()
+    scale = float(second.abs().max()) if second.numel() else 0.0
+    return scale > 0 and float((first - second).abs().max()) <= _LIKENESS * scale
+
+
+def _near(first: float, second: float) -> bool:
+    return abs(first - second) <= _LIKENESS * abs(second)

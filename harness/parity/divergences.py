@@ -53,8 +53,6 @@ class OfStep:
 
     Args:
         comparison: the comparison of its pictures, which has the captured events of all runs too.
-        trace: the collectives of the step on this rank.
-        units: the units of the sharded run.
     """
 
     title = "the baseline and the float64 oracle"
@@ -129,11 +127,7 @@ class Exact:
 
     Args:
         title: with what the sharded run was compared.
-        sharded: what its modules computed.
-        other: what those of the other run did.
         findings: makes the comparison of the pictures.
-        rank: this rank.
-        step: the number of the step.
     """
 
     def __init__(
@@ -187,9 +181,6 @@ def aligned(
     """Match the events of two or three runs by their keys, in the order of the baseline.
 
     Args:
-        sharded: those of the sharded run.
-        baseline: those of the run with which it is compared.
-        oracle: those of the oracle, if there is one.
         unseen: counts what the sharded run did not show, or showed in another shape or number.
     """
     mine, others, exact = (_by_key(events) for events in (sharded, baseline, oracle))

@@ -24,11 +24,6 @@ _NOTICE = struct.Struct("<II")
 class Exchange:
     """One rank's part in the exchanges of its world.
 
-    Args:
-        directory: the world's directory.
-        index: the rank.
-        size: the number of ranks.
-
     Raises:
         OSError: there is no space for a named pipe.
     """
@@ -55,13 +50,7 @@ class Exchange:
                 files[other] = self._open(f"value{turn}.", other)
 
     def gather(self, value: bytes) -> list[bytes]:
-        """Gather one value from every rank (collective).
-
-        Args:
-            value: this rank's value, shorter than 4 GiB.
-
-        Returns:
-            One value per rank, in rank order.
+        """Gather one value, shorter than 4 GiB, from every rank (collective), in rank order.
 
         Raises:
             OSError: there is no space for the value.
@@ -120,8 +109,6 @@ class HostExchange:
     """One rank's part in the exchanges of a world of several hosts.
 
     Args:
-        within: the exchanges with the ranks of this host.
-        here: the ranks of this host, in order.
         peers: the connections with all other ranks, by rank; non-blocking from here on.
     """
 
@@ -133,13 +120,7 @@ class HostExchange:
             peer.setblocking(False)
 
     def gather(self, value: bytes) -> list[bytes]:
-        """Gather one value from every rank (collective).
-
-        Args:
-            value: this rank's value.
-
-        Returns:
-            One value per rank, in rank order.
+        """Gather one value from every rank (collective), in rank order.
 
         Raises:
             OSError: there is no space for the value, or another host cannot be reached.
@@ -152,22 +133,13 @@ class HostExchange:
                 selector.register(transfer.peer, selectors.EVENT_READ | selectors.EVENT_WRITE, transfer)
             while selector.get_map():
                 for key, events in selector.select():
-                    _go_on(selector, key.data, events)
+                    # Send and receive what is possible now, and wait for no more than is left.
+                    if left := key.data.go_on(events):
+                        selector.modify(key.fileobj, left, key.data)
+                    else:
+                        selector.unregister(key.fileobj)
             values |= {transfer.rank: bytes(transfer.received[_LENGTH.size :]) for transfer in transfers}
         return [values[rank] for rank in sorted(values)]
-
-
-def _go_on(selector: selectors.BaseSelector, transfer: _Transfer, events: int) -> None:
-    """Send and receive what is possible now, and wait for no more than is left."""
-    if events & selectors.EVENT_WRITE:
-        transfer.send()
-    if events & selectors.EVENT_READ:
-        transfer.receive()
-    left = selectors.EVENT_WRITE * bool(transfer.unsent) | selectors.EVENT_READ * bool(transfer.lacking)
-    if left:
-        selector.modify(transfer.peer, left, transfer)
-    else:
-        selector.unregister(transfer.peer)
 
 
 class _Transfer:
@@ -187,19 +159,17 @@ class _Transfer:
         (length,) = _LENGTH.unpack_from(self.received)
         return int(length) + _LENGTH.size - len(self.received)
 
-    def send(self) -> None:
-        """Send as much as the connection takes now."""
-        self.unsent = self.unsent[self.peer.send(self.unsent[:_PART]) :]
-
-    def receive(self) -> None:
-        """Receive what is there; it may be less than a message.
+    def go_on(self, events: int) -> int:
+        """Send as much as the connection takes now, receive what is there, and return what is still to be done.
 
         Raises:
             ConnectionError: the other rank ended.
         """
-        if not self.lacking:  # only what this rank has to send is left
-            return
-        part = self.peer.recv(min(self.lacking, _PART))
-        if not part:
-            raise ConnectionError(f"Connection closed by peer: rank {self.rank} ended during an exchange")
-        self.received += part
+        if events & selectors.EVENT_WRITE:
+            self.unsent = self.unsent[self.peer.send(self.unsent[:_PART]) :]
+        if events & selectors.EVENT_READ and self.lacking:
+            part = self.peer.recv(min(self.lacking, _PART))
+            if not part:
+                raise ConnectionError(f"Connection closed by peer: rank {self.rank} ended during an exchange")
+            self.received += part
+        return selectors.EVENT_WRITE * bool(self.unsent) | selectors.EVENT_READ * bool(self.lacking)

@@ -23,7 +23,6 @@ class Place:
     """A tensor that diverges, and the part of the model to which it belongs.
 
     Attributes:
-        finding: the comparison that failed.
         module: the name of the module; "(root)" is the root, and empty what belongs to none.
         parameter: the full name of the parameter or buffer, where the tensor is one's.
         where: the microbatch and the call of the module, where they are not the first.
@@ -41,7 +40,6 @@ class Compared(Protocol):
     """One comparison of two or three runs, such as that of one step.
 
     Attributes:
-        title: what was compared with what.
         compared: the number of tensors that :meth:`in_order` has compared so far.
         unseen: how many tensors could not be compared, by the reason.
     """

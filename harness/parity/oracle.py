@@ -30,7 +30,6 @@ class OracleStep:
             ``set_to_none=False``, an unused parameter that has been used before has zeros here.
         norm: the total norm of ``gradients``, or None without clipping.
         clipped: the gradients after clipping; equal to ``gradients`` without clipping.
-        parameters: the parameters after the optimizer step.
         state: the tensors of the optimizer's state after the step, by parameter and key.
         captured: what the modules computed, in order, by data-parallel rank; empty unless the case runs with capture
             on.
@@ -56,11 +55,7 @@ class Oracle:
     clips, and steps the optimizer.
 
     Args:
-        model: the unsharded model; the oracle trains a copy.
         optimizer: a factory of ``harness.models.optim``; None leaves the parameters unchanged.
-        clip: how to clip the total norm, or None.
-        captures: whether to copy what the modules compute.
-        dtype: that of its parameters and inputs.
     """
 
     def __init__(
@@ -92,9 +87,6 @@ class Oracle:
         Args:
             batches: the arguments of each forward, as :func:`as_inputs` takes them, indexed ``[rank][microbatch]`` by
                 data-parallel rank. Floating-point tensors are converted to float64.
-            loss: maps a forward's output to a scalar.
-            submodule: the name of the module to call; "" is the root.
-            set_to_none: whether gradients are set to None after the step, or to zeros.
         """
         module = self.model.get_submodule(submodule)
         outputs: list[list[Any]] = []
@@ -126,12 +118,7 @@ class Oracle:
 
     @torch.no_grad()
     def evaluate(self, inputs: Any, *, submodule: str = "") -> Any:
-        """Run one forward of this rank's inputs without autograd, and return its output.
-
-        Args:
-            inputs: the arguments of the forward; floating-point tensors are converted to float64.
-            submodule: the name of the module to call; "" is the root.
-        """
+        """Run one forward of this rank's inputs without autograd, and return its output."""
         converted = map_tensors(self._converted, as_inputs(inputs))
         with capture.during(self.capture, "forward", 0):
             return self.model.get_submodule(submodule)(*converted.args, **converted.kwargs)
@@ -179,10 +166,6 @@ class Oracle:
 
 def total_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
     """The p-norm over all elements of all gradients: (sum |g|^p)^(1/p), or max |g| for p = inf.
-
-    Args:
-        gradients: tensors of any shape and floating-point dtype.
-        norm_type: p.
 
     Returns:
         A float64 scalar; 0 if there are no elements.

@@ -17,20 +17,13 @@ from shardproof.harness.collectives.units import ROOT, UnitSize
 from shardproof.harness.models.plain import mean_square
 from shardproof.harness.parity import capture
 from shardproof.harness.parity.capture import Event, Inputs, as_inputs, as_microbatches
-from shardproof.harness.parity.claims import Counts, state_numel
 from shardproof.harness.parity.comparison import Context, StepComparison
+from shardproof.harness.parity.coverage import Counts, state_numel
 from shardproof.harness.parity.divergences import OfStep
 from shardproof.harness.parity.oracle import Oracle, OracleStep
 from shardproof.harness.parity.rank_state import Member
 from shardproof.harness.parity.replay import Baseline, Replay
-from shardproof.harness.parity.run import (
-    EvaluationMode,
-    Loss,
-    Run,
-    RunOptions,
-    StepPicture,
-    sharded_run,
-)
+from shardproof.harness.parity.run import EvaluationMode, Loss, Run, RunOptions, StepPicture, sharded_run
 from shardproof.harness.tensors.trees import map_tensors, on_host
 from shardproof.harness.verdicts.finding import Divergence, Finding, Location, Stage, raise_first
 
@@ -42,11 +35,7 @@ class _Step:
     """A step of the sharded run that has not been compared yet, with what it takes to replay the step.
 
     Attributes:
-        number: the training step, counted from 0.
-        sharded: the sharded run's step.
-        batch: this rank's microbatches.
         ahead: as for :meth:`Pair.step`.
-        options: further arguments for the step of the baseline and of the oracle.
         is_checked: whether a check has begun to compare it, also one that raised.
     """
 
@@ -64,11 +53,7 @@ class _Evaluation:
 
     Attributes:
         number: the training step that follows, counted from 0.
-        outputs: the tensors of the sharded run's output.
-        inputs: this rank's arguments.
         options: the mode and the submodule.
-        captured: what the modules computed; empty unless the case runs with capture on.
-        is_checked: as for a step.
     """
 
     number: int
@@ -111,7 +96,7 @@ class Pair:
             compared_as=options.compared_as,
         )  # fmt: skip
         self.sharded = sharded_run(member, model, config=config, options=options)
-        self.sharded.foreign = functools.partial(_storages, self._replay)
+        self.sharded.foreign = self._replay.storages
         self._must_clip = options.must_clip
         self._unchecked: list[_Step | _Evaluation] = []
         self._steps = 0
@@ -236,19 +221,12 @@ class Pair:
         return comparisons
 
     def assert_compared(self) -> None:
-        """Check that no step and no evaluation is left that :meth:`check` has not compared.
-
-        Raises:
-            AssertionError: names them.
-        """
+        """Check that no step and no evaluation is left that :meth:`check` has not compared."""
         left = [one for one in self._unchecked if not one.is_checked]
         steps = [one.number for one in left if isinstance(one, _Step)]
         if steps:
-            which = (
-                f"step {steps[0]} of a pair was"
-                if len(steps) == 1
-                else f"steps {steps[0]} to {steps[-1]} of a pair were"
-            )
+            several = f"steps {steps[0]} to {steps[-1]} of a pair were"
+            which = several if len(steps) > 1 else f"step {steps[0]} of a pair was"
             raise AssertionError(f"{which} trained and never compared: call check() of the pair after its steps")
         assert not left, "an evaluation of a pair was never compared: call check() of the pair after it"
 
@@ -336,16 +314,13 @@ class Pair:
         Raises:
             Divergence: on every rank, with the first collective that fits no unit.
         """
+        sized = (item for item in self.last_trace() if item.kind in ("all_gather", "reduce_scatter"))
         finding = None
-        for item in self.last_trace():
-            if item.kind in ("all_gather", "reduce_scatter") and not item.unit:
-                sizes = ", ".join(f"{unit.label} {unit.numel}-{unit.padded_numel}" for unit in self.units)
-                location = Location(
-                    stage=Stage.COLLECTIVES, phase=item.phase, step=self._steps - 1, rank=self._member.index
-                )
-                text = f"{item.kind} of {item.nbytes} bytes fits no unit (unit sizes in elements: {sizes})"
-                finding = Finding(location, text)
-                break
+        if item := next((item for item in sized if not item.unit), None):
+            sizes = ", ".join(f"{unit.label} {unit.numel}-{unit.padded_numel}" for unit in self.units)
+            step, rank = self._steps - 1, self._member.index
+            text = f"{item.kind} of {item.nbytes} bytes fits no unit (unit sizes in elements: {sizes})"
+            finding = Finding(Location(stage=Stage.COLLECTIVES, phase=item.phase, step=step, rank=rank), text)
         self._member.agree(finding, title=_WRONG_COLLECTIVES)
 
     def last_trace(self) -> Trace:
@@ -376,18 +351,14 @@ class Pair:
         )
 
     def _assert_clipped(self, oracle: OracleStep) -> None:
-        clip = self.adapter.config.clip
+        clip, norm = self.adapter.config.clip, oracle.norm
         if clip is None or self._must_clip is None:
             return
-        assert oracle.norm is not None
-        if self._must_clip:
-            assert float(oracle.norm) > clip.max_norm, (
-                f"clipping at {clip.max_norm:g} did nothing to a total norm of {oracle.norm}: a wrong norm would pass"
-            )
-        else:
-            assert float(oracle.norm) < clip.max_norm, (
-                f"must_clip=False expects a total norm below {clip.max_norm:g}, not {oracle.norm}"
-            )
+        assert norm is not None
+        nothing = f"clipping at {clip.max_norm:g} did nothing to a total norm of {norm}: a wrong norm would pass"
+        assert not self._must_clip or float(norm) > clip.max_norm, nothing
+        below = f"must_clip=False expects a total norm below {clip.max_norm:g}, not {norm}"
+        assert self._must_clip or float(norm) < clip.max_norm, below
 
     def _agree(self, finding: Finding | None, steps: list[tuple[int, StepPicture]]) -> None:
         """Raise on every rank what any rank has found, in one exchange (collective).
@@ -396,14 +367,8 @@ class Pair:
         members of a group must issue the same sequence on it; otherwise a collective cannot complete.
         """
         shown = [picture.show(step=step) for step, picture in steps] if finding is None else []
-        if (
-            shown
-            and steps[0][0] == 0
-            and steps[0][1].parameters
-            and self.sharded.evidence.can_tell(self._replay.frozen())
-            and self.adapter.config.shard_size > 1
-        ):
-            shown[0].counts.update(self._counts(steps[0][1]))
+        if shown and steps[0][0] == 0:
+            shown[0].counts |= self._counts(steps[0][1])
         everyone = self._member.exchange((finding, shown, self.sharded.trace))
         raise_first([found for found, _, _ in everyone], title="the sharded run diverges from the baseline")
         for index in range(len(steps)):
@@ -413,7 +378,10 @@ class Pair:
             raise Divergence(f"collectives differ between ranks: {difference.text}", difference.location)
 
     def _counts(self, picture: StepPicture) -> dict[str, Counts]:
-        """Count what this rank holds of gradients and optimizer state, after the first step."""
+        """Count what this rank holds of gradients and optimizer state after the first step, where that can tell."""
+        can_tell = picture.parameters and self.sharded.evidence.can_tell(self._replay.frozen())
+        if not can_tell or self.adapter.config.shard_size == 1:
+            return {}
         trained = self._replay.trained_numel()
         return {
             "gradients": Counts(picture.gradient_numel, trained),
@@ -424,11 +392,6 @@ class Pair:
 def _loss_after(look: Callable[[Any], None], loss: Loss, output: Any) -> torch.Tensor:
     look(output)
     return loss(output)
-
-
-def _storages(replay: Replay) -> set[int]:
-    """Return the addresses of the storages of the parameters of the baseline and the oracle."""
-    return {value.untyped_storage().data_ptr() for model in replay.models() for value in model.parameters()}
 
 
 def _output_alone(outputs: list[torch.Tensor], captured: Sequence[Event]) -> StepPicture:

@@ -106,9 +106,6 @@ def pieces_of(
     """Call ``gradients()`` or ``parameters()`` of an adapter.
 
     Args:
-        adapter: the adapter to ask.
-        method: which of them.
-        names: the names of the parameters of the original model.
         untied: the parameters that sharding has untied, whose further names are then unknown.
 
     Raises:
@@ -136,10 +133,6 @@ def pieces_of(
 
 def state_of(adapter: Adapter, names: Collection[str]) -> dict[str, dict[str, Piece]] | None:
     """Call ``optimizer_state()`` of an adapter.
-
-    Args:
-        adapter: the adapter to ask.
-        names: the names of the parameters of the original model.
 
     Raises:
         ProtocolError: the method returns anything but what the protocol says.
@@ -186,11 +179,6 @@ def _wrong(piece: Any, device_types: tuple[str, ...]) -> str | None:
 
 def cut(piece: Piece, full: torch.Tensor, name: str) -> torch.Tensor:
     """Cut a full tensor to a piece.
-
-    Args:
-        piece: the piece whose cut is called.
-        full: a tensor of the full shape.
-        name: the name of the tensor, for the message.
 
     Raises:
         ProtocolError: the cut raises an error, or returns no tensor.

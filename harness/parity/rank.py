@@ -64,7 +64,6 @@ class Rank(Member):
         simulates: the number of ranks of the world that the case simulates; 0 of cases that do not.
 
     Attributes:
-        simulates: the number of ranks of the world that the case simulates; 0 of cases that do not.
         driven: the implementations that the case has driven, that under test among them.
     """
 
@@ -181,10 +180,6 @@ class Rank(Member):
             implementation: the name of another implementation, which shares rank processes with others; by default that
                 of the case.
             **options: as for :meth:`pair`, but by default there is no optimizer.
-
-        Raises:
-            ValueError: as :meth:`pair`.
-            Divergence: as :meth:`pair`.
         """
         config, run_options = self._split(options)
         kind = registry.load(implementation) if implementation else self.implementation
@@ -213,9 +208,6 @@ class Rank(Member):
             build: makes the unsharded model.
             **options: fields of ``Config``, ``mesh`` among them, and ``optimizer``, ``prepare`` and ``as_on_a_device``
                 of :class:`Simulation`.
-
-        Raises:
-            ValueError: as :meth:`pair`.
         """
         driving = {name: options.pop(name) for name in ("optimizer", "prepare", "as_on_a_device") if name in options}
         return Simulation(world, self.implementation, build, config=self.config(**options), **driving)
@@ -276,14 +268,10 @@ class Rank(Member):
         microbatch: int = 0,
         mesh: DeviceMesh | None = None,
     ) -> torch.Tensor:
-        """Draw token indices; see :meth:`batch`.
+        """Draw token indices, a function of the same as the values of :meth:`batch`.
 
         Args:
-            step: as for :meth:`batch`.
-            shape: as for :meth:`batch`.
             vocabulary: the number of different tokens.
-            microbatch: as for :meth:`batch`.
-            mesh: as for :meth:`batch`.
 
         Returns:
             An int64 tensor of values from 0 to ``vocabulary`` - 1, on this rank's device.

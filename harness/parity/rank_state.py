@@ -1,9 +1,10 @@
-"""The state of a rank process that outlives a case: process groups and meshes, created once and reused."""
+"""What outlives a case in a rank process: groups, meshes and results of replays; and its rank of a world meanwhile."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import pickle
 import time
 from collections.abc import Iterator
@@ -17,9 +18,9 @@ from shardproof.harness.adapters.base import Adapter
 from shardproof.harness.collectives.announce import Announcer
 from shardproof.harness.parity.exchange import Gathers
 from shardproof.harness.parity.explainer import Explainer
-from shardproof.harness.parity.replay_cache import ReplayCache
 from shardproof.harness.tensors import private
-from shardproof.harness.tensors.trees import map_tensors
+from shardproof.harness.tensors.memory import raw_bytes
+from shardproof.harness.tensors.trees import map_leaves, map_tensors, tensors_of
 from shardproof.harness.verdicts.finding import Finding, raise_first
 from shardproof.harness.verdicts.observations import Observations
 
@@ -68,51 +69,137 @@ class Stopwatch:
         return before
 
 
+# Results of the baseline and the oracle that a rank process keeps for later cases.
+#
+# Cases that differ only in how a model is sharded, and the implementations of one run, have the same baseline and the
+# same oracle. A result is kept as bytes, so that no case can change it and no census of tensors counts it.
+
+#: The bytes of the results that a rank keeps; the least recently used are dropped first.
+_MOST_BYTES = 64 << 20
+
+#: One in so many results that are found is computed again and compared.
+_RECOMPUTED = 20
+
+_ALIGNMENT = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where a tensor lies in the bytes of a packed result."""
+
+    start: int
+    stop: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class Packed:
+    """An immutable copy of a container of tensors, as :func:`map_tensors` handles it.
+
+    Args:
+        value: the container; its tensors are plain and need no gradients.
+    """
+
+    def __init__(self, value: Any) -> None:
+        parts: list[bytes] = []
+        self.size = 0
+
+        def pack(tensor: torch.Tensor) -> Any:
+            data = raw_bytes(tensor)
+            padding = bytes(-len(data) % _ALIGNMENT)
+            place = _Place(self.size, self.size + len(data), tensor.shape, tensor.dtype)
+            parts.extend((data, padding))
+            self.size += len(data) + len(padding)
+            return place
+
+        self._skeleton = map_tensors(pack, value)
+        self._data = b"".join(parts)
+
+    def unpack(self) -> Any:
+        """Return a new copy of the container, with all tensors on the host."""
+        data = torch.frombuffer(bytearray(self._data or b"\0"), dtype=torch.uint8)
+
+        def unpack(place: _Place) -> torch.Tensor:
+            return data[place.start : place.stop].view(place.dtype).view(place.shape)
+
+        return map_leaves(unpack, self._skeleton, kind=_Place)
+
+
+class ReplayCache:
+    """Packed results by key, the same on every rank of a world as long as their versions are equal.
+
+    Attributes:
+        version: the number of results that were ever put in.
+    """
+
+    def __init__(self) -> None:
+        self.version = 0
+        self._results: collections.OrderedDict[bytes, Packed] = collections.OrderedDict()
+        self._bytes = 0
+        self._found = 0
+
+    def get(self, key: bytes) -> Packed | None:
+        """Return the result of a key, or None."""
+        if (found := self._results.get(key)) is not None:
+            self._results.move_to_end(key)
+            self._found += 1
+        return found
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the result that was found last is to be computed again and compared."""
+        return self._found % _RECOMPUTED == 0
+
+    def put(self, key: bytes, result: Any) -> None:
+        """Keep a result; drop the least recently used ones if there are too many bytes."""
+        packed = Packed(result)
+        self.version += 1
+        self._results[key] = packed
+        self._bytes += packed.size
+        while self._bytes > _MOST_BYTES:
+            self._bytes -= self._results.popitem(last=False)[1].size
+
+    def clear(self, *, version: int) -> None:
+        """Drop all results, and continue with a version."""
+        self._results.clear()
+        self._bytes, self.version = 0, version
+
+
+def is_equal(one: Any, other: Any) -> bool:
+    """Whether two containers have the same tensors, bit for bit."""
+    pairs = zip(tensors_of(one), tensors_of(other), strict=True)
+    return all(first.dtype == second.dtype and raw_bytes(first) == raw_bytes(second) for first, second in pairs)
+
+
 def process_groups() -> set[dist.ProcessGroup]:
     """All process groups of this process; none where torch does not tell."""
     world = private.find("torch.distributed.distributed_c10d._world")
     return set() if world is None else set(world.pg_map)
 
 
+@dataclasses.dataclass(kw_only=True, eq=False)
 class RankState:
     """One rank process of a world, from its start to its end.
 
-    Args:
-        index: the global rank.
-        size: the number of ranks of the world.
-        device: the device of this rank's tensors.
-        directory: a directory of the world alone.
-        exchange: this rank's part in the harness's exchanges.
-        announcer: announces this rank's collectives on the world's board.
-        nodes: the host of each rank, numbered from 0; by default all are on one.
-
     Attributes:
+        directory: a directory of the world alone.
+        nodes: the host of each rank, numbered from 0.
         used: the names of the implementations that have run in this process.
-        stopwatch: measures where the time of a case goes.
         replays: the results of baselines and oracles that later cases may need again.
     """
 
-    def __init__(
-        self,
-        *,
-        index: int,
-        size: int,
-        device: torch.device,
-        directory: str,
-        exchange: Gathers,
-        announcer: Announcer,
-        nodes: tuple[int, ...] = (),
-    ) -> None:
-        self.index = index
-        self.size = size
-        self.device = device
-        self.directory = directory
-        self.exchange = exchange
-        self.announcer = announcer
-        self.nodes = nodes or (0,) * size
-        self.used: set[str] = set()
-        self.replays = ReplayCache()
-        self.stopwatch = Stopwatch()
+    index: int
+    size: int
+    device: torch.device
+    directory: str
+    exchange: Gathers
+    announcer: Announcer
+    nodes: tuple[int, ...]
+    used: set[str] = dataclasses.field(default_factory=set)
+    replays: ReplayCache = dataclasses.field(default_factory=ReplayCache)
+    stopwatch: Stopwatch = dataclasses.field(default_factory=Stopwatch)
+
+    def __post_init__(self) -> None:
         self._groups = {group: str(group.group_name) for group in process_groups()}
         self._meshes: dict[tuple[object, ...], DeviceMesh] = {}
 
@@ -123,14 +210,7 @@ class RankState:
         order: tuple[int, ...] | None = None,
         joined: tuple[str, ...] = (),
     ) -> DeviceMesh:
-        """The mesh of this shape over all ranks (collective at the first call with these arguments).
-
-        Args:
-            shape: the size of each dimension.
-            names: the name of each dimension.
-            order: the ranks, as they fill the mesh; by default in rank order.
-            joined: dimensions that are one besides, whose name has theirs with underscores between.
-        """
+        """The mesh of :meth:`Rank.mesh` (collective at the first call with these arguments)."""
         key = (shape, names, order, joined)
         if key not in self._meshes:
             before = process_groups()
@@ -162,64 +242,31 @@ class Member:
 
     Every rank of the world must call the methods that are marked as collective.
 
-    Args:
-        state: the state of the rank process.
-        implementation: the adapter class under test.
-
     Attributes:
+        index: this rank's number, from 0.
+        world_size: the number of ranks of the world.
+        nodes: the host of each rank, numbered from 0; all are 0 unless torchrun started ranks on several hosts.
+        device: the device of this rank's tensors; no two ranks of a world share a CUDA device.
+        announcer: announces this rank's collectives on the world's board.
+        replays: the results of baselines and oracles that this rank process keeps.
+        stopwatch: measures where this rank's time goes.
         record: what this rank observes during the case, for the run file.
         explainer: looks for the first divergence with capture on; None in an ordinary run.
     """
 
     def __init__(self, state: RankState, *, implementation: type[Adapter], explainer: Explainer | None = None) -> None:
         self._state = state
+        self.index, self.world_size, self.nodes, self.device = state.index, state.size, state.nodes, state.device
+        self.announcer, self.replays, self.stopwatch = state.announcer, state.replays, state.stopwatch
         self.explainer = explainer
         self.implementation = implementation
         self.record = Observations()
 
-    @property
-    def index(self) -> int:
-        """This rank's number, from 0."""
-        return self._state.index
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks of the world."""
-        return self._state.size
-
-    @property
-    def nodes(self) -> tuple[int, ...]:
-        """The host of each rank, numbered from 0; all are 0 unless torchrun started ranks on several hosts."""
-        return self._state.nodes
-
-    @property
-    def device(self) -> torch.device:
-        """The device of this rank's tensors; no two ranks of a world share a CUDA device."""
-        return self._state.device
-
-    @property
-    def announcer(self) -> Announcer:
-        """Announces this rank's collectives on the world's board."""
-        return self._state.announcer
-
-    @property
-    def replays(self) -> ReplayCache:
-        """The results of baselines and oracles that this rank process keeps."""
-        return self._state.replays
-
-    @property
-    def stopwatch(self) -> Stopwatch:
-        """Measures where this rank's time goes."""
-        return self._state.stopwatch
-
     def exchange(self, value: Any) -> list[Any]:
-        """Gather one value from every rank (collective), outside the trace and outside every group under test.
+        """Gather one value from every rank, in rank order (collective), outside the trace and every group under test.
 
         Args:
             value: this rank's value; it must be picklable.
-
-        Returns:
-            One value per rank, in rank order.
         """
         mine = pickle.dumps(value)
         with self.stopwatch.during("waiting"):
@@ -243,7 +290,6 @@ class Member:
         """Raise on every rank if any rank has a finding (collective).
 
         Args:
-            finding: this rank's finding, or None.
             title: the first line of the failure, a statement of what went wrong.
 
         Raises:

@@ -22,10 +22,9 @@ from shardproof.harness.adapters.base import Adapter, Config, OptimizerFactory, 
 from shardproof.harness.adapters.replicas import DdpAdapter, ReplicatedAdapter
 from shardproof.harness.parity import capture
 from shardproof.harness.parity.capture import Event, Inputs
-from shardproof.harness.parity.claims import states_per_parameter
+from shardproof.harness.parity.coverage import states_per_parameter
 from shardproof.harness.parity.oracle import Oracle, OracleStep
-from shardproof.harness.parity.rank_state import Member
-from shardproof.harness.parity.replay_cache import is_equal
+from shardproof.harness.parity.rank_state import Member, is_equal
 from shardproof.harness.parity.run import Run, RunOptions, StepPicture
 from shardproof.harness.tensors.memory import raw_bytes
 from shardproof.harness.tensors.trees import map_tensors, on_host, tensors_of
@@ -101,8 +100,6 @@ class Replayed:
     """The results of one step, on the host.
 
     Attributes:
-        baseline: the baseline's step, as full tensors.
-        oracle: the oracle's step.
         state_kinds: how many tensors the baseline's optimizer keeps for one parameter.
     """
 
@@ -116,8 +113,6 @@ class Evaluated:
     """The results of one forward without autograd, on the host.
 
     Attributes:
-        baseline: the tensors of the baseline's output.
-        oracle: the oracle's output.
         captured: what the modules of the two computed, the baseline's first; empty unless the case runs with capture
             on.
     """
@@ -132,10 +127,7 @@ class _Request:
     """A step or an evaluation to replay.
 
     Attributes:
-        is_step: whether this is a training step.
         mine: this rank's microbatches or arguments, part of the caller's graph if they need gradients.
-        everyone: the microbatches or arguments of every rank.
-        options: further arguments for the baseline and the oracle.
         ahead: as for :meth:`Pair.step`.
     """
 
@@ -152,11 +144,6 @@ class Replay:
     Every rank must call the methods that are marked as collective.
 
     Args:
-        member: this rank.
-        model: the model before sharding; it is copied.
-        config: how the run is sharded.
-        optimizer: the optimizer of all three.
-        baseline: which baseline.
         compared_as: the dtype to which the baseline's results are rounded, as in :class:`RunOptions`.
     """
 
@@ -189,19 +176,21 @@ class Replay:
         """The baseline's run, if it was made."""
         return () if self._made is None else (self._made[0],)
 
-    def models(self) -> tuple[nn.Module, ...]:
-        """The models whose memory no other run may use."""
+    def _models(self) -> tuple[nn.Module, ...]:
         return (self._initial,) if self._made is None else (self._made[0].adapter.module, self._made[1].model)
+
+    def storages(self) -> set[int]:
+        """The addresses of the storages of the baseline's and the oracle's parameters, which no other run may use."""
+        return {value.untyped_storage().data_ptr() for model in self._models() for value in model.parameters()}
 
     def trained_numel(self) -> int:
         """The number of elements of the parameters that are trained."""
-        return sum(value.numel() for value in self.models()[-1].parameters() if value.requires_grad)
+        return sum(value.numel() for value in self._models()[-1].parameters() if value.requires_grad)
 
     def frozen(self) -> frozenset[str]:
         """The names of the parameters that need no gradient now."""
-        return frozenset(
-            original_name(name) for name, value in self.models()[-1].named_parameters() if not value.requires_grad
-        )
+        named = self._models()[-1].named_parameters()
+        return frozenset(original_name(name) for name, value in named if not value.requires_grad)
 
     def expose(self) -> tuple[Run, Oracle]:
         """Return the baseline and the oracle as they are now, for a case that looks at or changes them (collective).
@@ -213,23 +202,12 @@ class Replay:
         return self._make()
 
     def step(self, microbatches: list[Inputs], *, options: dict[str, Any], ahead: int) -> Replayed:
-        """Replay a training step (collective).
-
-        Args:
-            microbatches: this rank's.
-            options: further arguments for the step of the baseline and of the oracle.
-            ahead: as for :meth:`Pair.step`.
-        """
+        """Replay a training step (collective)."""
         replayed: Replayed = self._result(True, microbatches, options, ahead)
         return replayed
 
     def evaluate(self, inputs: Inputs, *, options: dict[str, Any]) -> Evaluated:
-        """Replay a forward without autograd (collective).
-
-        Args:
-            inputs: this rank's arguments.
-            options: the mode and the submodule.
-        """
+        """Replay a forward without autograd (collective)."""
         evaluated: Evaluated = self._result(False, inputs, options, 0)
         return evaluated
 

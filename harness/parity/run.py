@@ -16,7 +16,7 @@ from shardproof.harness.collectives.delays import Delay, Perturbation
 from shardproof.harness.collectives.recorder import Recorder
 from shardproof.harness.collectives.trace import Collective, Trace
 from shardproof.harness.collectives.units import UnitLookup, UnitSize, units_of
-from shardproof.harness.parity import capture, claims, protocol
+from shardproof.harness.parity import capture, coverage, protocol
 from shardproof.harness.parity.capture import Capture, Event, Inputs, as_inputs
 from shardproof.harness.parity.coverage import Evidence, Shown
 from shardproof.harness.parity.protocol import Tie, ties_of
@@ -120,7 +120,6 @@ class StepPicture:
 
     Attributes:
         outputs: the tensors of each microbatch's forward output.
-        losses: each microbatch's scalar loss.
         gradients: local shards of the gradients after the last backward, before clipping.
         norm: the total norm as the adapter returned it, which may be a DTensor until :meth:`Run.settle`; None without
             clipping, or if the adapter cannot return it.
@@ -146,11 +145,7 @@ class StepPicture:
     captured: Sequence[Event] = ()
 
     def show(self, *, step: int) -> Shown:
-        """Return what this rank holds of the tensors that the run has not shown before.
-
-        Args:
-            step: the number of the step, for messages.
-        """
+        """Return what this rank holds of the tensors that the run has not shown before."""
         assert self.evidence is not None, "only pictures of a run show anything"
         stages = (
             (Stage.GRADIENT, self.gradients), (Stage.CLIPPED_GRADIENT, self.clipped), (Stage.PARAMETER, self.parameters)
@@ -267,7 +262,7 @@ class Run:
         if self._options.after_backward is not None:
             self._options.after_backward(adapter)
         gradients = self._picture(Stage.GRADIENT)
-        numel = claims.gradient_numel(adapter)
+        numel = coverage.gradient_numel(adapter)
         norm, clipped = None, None
         if clip is not None and adapter.traits.clips == "call":
             with self._during("clip"):
@@ -464,11 +459,8 @@ def sharded_run(
     If the adapter declares that it shards parameters, the bytes that every rank holds are checked.
 
     Args:
-        member: this rank.
         model: float32, on this rank's device, equal on all ranks; from here on it belongs to the run.
         implementation: the adapter class to drive; by default that under test.
-        config: how to shard the model.
-        options: how to drive the adapter.
 
     Raises:
         Divergence: on every rank, if any rank holds more parameter bytes than its share. Where parameters were untied,
@@ -484,15 +476,15 @@ def sharded_run(
     if "parameters" in traits.shards and sizes.share and config.shard_size > 1:
         with member.stopwatch.during("leftovers"):
             held = memory.settled_bytes(member.device, limit=before + sizes.byte_limit) - before
-        counts = claims.Counts(claims.registered_numel(run.adapter) if sizes.can_tell else None, sizes.numel)
+        counts = coverage.Counts(coverage.registered_numel(run.adapter) if sizes.can_tell else None, sizes.numel)
         text = f"holds {held} bytes of parameters after sharding; its share is {sizes.byte_share}"
         finding = None
         if held > sizes.byte_limit:
-            text = "\n  ".join([text, *claims.kept_outside(run.adapter.module)])
+            text = "\n  ".join([text, *coverage.kept_outside(run.adapter.module)])
             finding = Finding(Location(stage=Stage.SHARDING, rank=member.index), text)
         everyone = member.exchange((counts, finding, run.untied))
         try:
-            claims.check_sharded([(counts, finding) for counts, finding, _ in everyone])
+            coverage.check_sharded([(counts, finding) for counts, finding, _ in everyone])
         except Divergence as error:
             untied: list[Tie] = next((ties for _, _, ties in everyone if ties), [])
             if not untied:

@@ -15,7 +15,7 @@ from _pytest.python import importtestmodule
 import shardproof
 from shardproof.harness.adapters import registry
 from shardproof.harness.adapters.capability import Hardware
-from shardproof.harness.worlds.torchrun.roles import Place
+from shardproof.harness.worlds.torchrun.meeting import Place
 
 if TYPE_CHECKING:
     from shardproof.harness.adapters.base import Adapter

@@ -28,7 +28,7 @@ from shardproof.harness.plugin.torchrun import FLEET, Ahead, Resuming
 from shardproof.harness.worlds import scratch
 from shardproof.harness.worlds.pool import Pool
 from shardproof.harness.worlds.torchrun.fleet_pool import FleetPool
-from shardproof.harness.worlds.torchrun.roles import Place
+from shardproof.harness.worlds.torchrun.meeting import Place
 
 _ERRORS = "shardproof_usage_errors"
 _PROBLEMS = "shardproof_problems"

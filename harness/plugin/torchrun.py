@@ -19,10 +19,10 @@ from shardproof.harness.plugin import cases, drawing, options
 from shardproof.harness.plugin.journal import PARTIAL
 from shardproof.harness.plugin.records import CaseRecord
 from shardproof.harness.plugin.selection import is_suites
-from shardproof.harness.worlds.torchrun import roles, supervisor
+from shardproof.harness.worlds.torchrun import meeting, supervisor
 from shardproof.harness.worlds.torchrun.fleet import Fleet
 from shardproof.harness.worlds.torchrun.fleet_pool import FleetPool
-from shardproof.harness.worlds.torchrun.roles import Place
+from shardproof.harness.worlds.torchrun.meeting import Place
 
 FLEET = pytest.StashKey[Fleet]()
 """The key of the job's processes in the configuration of its controller."""
@@ -30,7 +30,7 @@ FLEET = pytest.StashKey[Fleet]()
 
 def register(manager: pytest.PytestPluginManager) -> None:
     """Take part in a job of torchrun, if there is one and this run is of shardproof."""
-    place = roles.place()
+    place = meeting.place()
     if place is not None:
         manager.register(_Controller(place) if place.is_controller else _Supervisor(place))
 
@@ -38,7 +38,7 @@ def register(manager: pytest.PytestPluginManager) -> None:
 class _Controller:
     """Finds the other processes of the job before the run, and ends them with the exit code of the run."""
 
-    def __init__(self, place: roles.Place) -> None:
+    def __init__(self, place: Place) -> None:
         self._place = place
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -71,7 +71,7 @@ class _Controller:
 class _Supervisor:
     """Serves the controller in place of a run of its own."""
 
-    def __init__(self, place: roles.Place) -> None:
+    def __init__(self, place: Place) -> None:
         self._place = place
 
     @pytest.hookimpl(tryfirst=True)

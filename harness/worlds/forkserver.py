@@ -1,22 +1,37 @@
-"""The forkserver from which ranks are forked: it has imported torch once and has initialised no device."""
+"""The forkserver from which ranks are forked, and the first function that a rank runs.
+
+The forkserver has imported torch once and has initialised no device. Does not import torch at module level, so that the
+controller can start ranks without importing torch.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import dataclasses
+import importlib
 import multiprocessing
 import os
 import pathlib
+import pickle
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from multiprocessing import forkserver
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 
 import shardproof
-from shardproof.harness.worlds import entry, scratch, waiting
-from shardproof.harness.worlds.torchrun import roles
+from shardproof.harness.worlds import scratch, waiting
+from shardproof.harness.worlds.jobs import RankSpec
+from shardproof.harness.worlds.torchrun import meeting
 from shardproof.harness.worlds.waiting import Blockers, Process, Wait, WaitedTooLong
+
+#: The module that the forkserver imports once, so that starting a rank costs about a fork.
+PRELOADED = "shardproof.harness.worlds.preloaded"
 
 #: Seconds that the forkserver may take to fork a rank. The first fork waits until the forkserver has imported torch.
 FORK_SECONDS = 120.0
@@ -42,7 +57,6 @@ _ENVIRONMENT = {
 #: that other hosts can reach. A torchrun job has interfaces of its own.
 _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
-
 #: Worlds of a torchrun job start in threads beside each other, and the process has one environment.
 _starting = threading.Lock()
 
@@ -51,7 +65,7 @@ def start() -> None:
     """Start the forkserver if it is not running; returns before it has finished importing torch."""
     with _starting:
         scratch.use_for_multiprocessing()
-        context().set_forkserver_preload([entry.PRELOADED])
+        context().set_forkserver_preload([PRELOADED])
         with _environment():
             forkserver.ensure_running()
 
@@ -67,10 +81,6 @@ class ForkserverEnded(Exception):
 
 def spawn(process: ForkServerProcess, what: str) -> None:
     """Start a process, and replace a forkserver that does not.
-
-    Args:
-        process: the process.
-        what: names it in messages.
 
     Raises:
         WaitedTooLong: the forkserver did not answer in time. It has been killed, and the next process gets a new one.
@@ -97,11 +107,7 @@ def spawn(process: ForkServerProcess, what: str) -> None:
 
 
 def has_ended(within: float = 0.0) -> bool:
-    """Whether the forkserver has ended; the ranks that it forked end with it.
-
-    Args:
-        within: seconds to wait for its end.
-    """
+    """Whether the forkserver has ended; the ranks that it forked end with it."""
     until = time.monotonic() + within
     while True:
         process = _look()
@@ -120,10 +126,9 @@ def is_stopped() -> bool:
 
 def kill_if_stopped() -> bool:
     """Kill the forkserver if it is stopped; return whether it was."""
-    if not is_stopped():
-        return False
-    kill()
-    return True
+    if was_stopped := is_stopped():
+        kill()
+    return was_stopped
 
 
 def kill() -> None:
@@ -154,7 +159,7 @@ def _environment() -> Iterator[None]:
     """Set the variables that the forkserver and its ranks inherit, and restore the controller's own afterwards."""
     root = str(pathlib.Path(shardproof.__file__).parents[1])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    interfaces = _LOOPBACK if roles.place() is None else {}
+    interfaces = _LOOPBACK if meeting.place() is None else {}
     changes = {**_ENVIRONMENT, **interfaces, "PYTHONPATH": path}
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
@@ -166,3 +171,68 @@ def _environment() -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+# In a rank process.
+
+_PR_SET_PDEATHSIG = 1
+
+#: Options of the interpreter with which it would not read its hash seed from the environment.
+_DEAF = ("-E", "-I")
+
+
+def run_rank(connection: Connection, spec: RankSpec) -> None:
+    """Run this process as a rank until its connection closes."""
+    _leave_with_the_controller()
+    if spec.hash_seed is not None:
+        _start_anew(connection, spec)
+    _run(connection, spec)
+
+
+def _run(connection: Connection, spec: RankSpec) -> None:
+    from shardproof.harness.worlds import loop
+
+    loop.main(connection, spec)
+
+
+def _leave_with_the_controller() -> None:
+    # The controller decides how to react to an interrupt.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The forkserver must exit when the controller does, and its children when the forkserver does. But it runs as long
+    # as any process holds the other end of its "alive" pipe, and multiprocessing passes a copy of that end to every
+    # child.
+    os.close(vars(forkserver._forkserver)["_forkserver_alive_fd"])
+    # Lead a new session, so that the processes that the rank starts can be killed with it.
+    os.setsid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _start_anew(connection: Connection, spec: RankSpec) -> None:
+    """Replace this process's program by a new interpreter, which hashes with the seed of the spec.
+
+    An interpreter reads its seed when it starts. The process stays the same: its id, its parent, its session, the
+    signal that it ignores and that which it gets when the forkserver ends.
+    """
+    folder = pathlib.Path(spec.directory)
+    left = folder / f"rank{spec.index}.start"
+    left.write_bytes(pickle.dumps((connection.fileno(), dataclasses.replace(spec, search_path=tuple(sys.path)))))
+    os.set_inheritable(connection.fileno(), True)
+    # What the interpreter and the imports print belongs to the rank.
+    with (folder / f"rank{spec.index}.out").open("ab") as output:
+        for number in (1, 2):
+            os.dup2(output.fileno(), number)
+    options = [option for option in subprocess._args_from_interpreter_flags() if option not in _DEAF]  # type: ignore[attr-defined]
+    command = f"from {__name__} import go_on; go_on({str(left)!r})"
+    environment = {**os.environ, "PYTHONHASHSEED": str(spec.hash_seed)}
+    os.execve(sys.executable, [sys.executable, *options, "-c", command], environment)
+
+
+def go_on(left: str) -> None:
+    """Go on, in a new interpreter, as the rank that has left its connection and its spec in a file."""
+    path = pathlib.Path(left)
+    number, spec = pickle.loads(path.read_bytes())
+    path.unlink()
+    # What other ranks have from the forkserver.
+    importlib.import_module(PRELOADED)
+    _run(Connection(number), spec)

@@ -23,7 +23,6 @@ class WorldKey:
     """Identifies a world: cases with equal keys run on the same rank processes.
 
     Attributes:
-        size: the number of ranks.
         device: the device type, "cpu" or "cuda".
         debug_level: the ranks' ``TORCH_DISTRIBUTED_DEBUG``.
         isolation: the name of the adapter or the id of the case for which the world is reserved; empty if any case may
@@ -52,8 +51,6 @@ class Meeting:
     """Where the ranks of a world of several hosts meet: in the store of their torchrun job.
 
     Attributes:
-        master: the address of the store.
-        port: its port.
         prefix: the prefix of the world's keys.
         key: what ranks prove to each other to know.
     """
@@ -69,13 +66,10 @@ class RankSpec:
     """The parameters with which one rank process starts.
 
     Attributes:
-        key: the world's key.
-        index: the global rank.
         directory: a directory private to the world, with the rendezvous file, the board and the ranks' outputs.
         device_index: the CUDA device; ignored on the CPU.
         nodes: the host of each rank, numbered from 0; empty if all are on one.
         meeting: where the ranks of several hosts meet; None if all are on one.
-        environment: variables of the process.
         search_path: the controller's ``sys.path``; None if the process was started by the controller.
         hash_seed: ``PYTHONHASHSEED`` of the process; None if it keeps that of the forkserver.
     """
@@ -98,15 +92,12 @@ class Job:
     Attributes:
         number: identifies the job in results and on the board.
         module: the name under which the controller imported the case's module.
-        path: the module's source file.
         function: the qualified name of the case's function in the module.
         implementation: the name of the adapter, as in ``registry``.
         parameters: the case's parameters, pickled by :func:`dump_parameters`. A rank unpickles them after it has
             imported the case's module under the controller's name, so that pickle finds classes of that module.
         init_seed: the seed of ``random`` and torch at the start of the case.
-        data_seed: the seed of the case's batches.
         tmp_path: a private directory of the case, shared by its ranks.
-        deadline: seconds that the case may take.
         check_collectives: ranks compare their announcements before they enter each collective.
         captures: ranks copy what modules compute, and explain where the runs of the case first diverge.
         simulates: the number of ranks of the world that the one rank simulates; 0 simulates nothing.
@@ -133,9 +124,6 @@ class RollCall:
 
     A rank answers with a ``Result`` once its device has finished and it has met the others in an exchange and in a
     barrier. One that cannot answer is stuck.
-
-    Attributes:
-        number: the number of the job that failed.
     """
 
     number: int
@@ -148,8 +136,6 @@ class Result:
     Contains only built-in types and types of ``findings``, so that the controller can always unpickle it.
 
     Attributes:
-        number: the number of the job or the roll call.
-        rank: the global rank.
         verdict: the value of a ``Verdict``.
         text: the traceback or message of a failure; empty if the rank passed.
         location: where the runs diverge, if the failure is a ``Divergence``.
@@ -161,7 +147,6 @@ class Result:
         excused: the same for state that an implementation may change when it is first used in a process. Whether it may
             keep what is named here, or leaks it in each case, only a second run of the case in the process tells.
         kept: the same for state that the implementation's traits allow. The process is then no place for others.
-        observations: what the rank collected during the case for the run file.
         explanation: where the runs of the case first diverge; None without capture, or if the rank has not ended it.
     """
 

@@ -45,8 +45,6 @@ def device_of(worker: int, *, size: int, count: int) -> list[int]:
     """Assign CUDA devices to the ranks of a world, so that the worlds of different workers start on different devices.
 
     Args:
-        worker: the index of this process among xdist's workers.
-        size: the number of ranks of the world.
         count: the number of CUDA devices of the host; at least 1.
 
     Returns:
@@ -58,9 +56,6 @@ def device_of(worker: int, *, size: int, count: int) -> list[int]:
 
 class Leases:
     """The device and core locks of one user on this host.
-
-    Args:
-        directory: where the lock files are; by default a directory private to the user.
 
     Raises:
         ValueError: another user owns the directory, other users may write to it, or it is not a directory.
@@ -79,7 +74,6 @@ class Leases:
         """Hold a lease on CUDA devices.
 
         Args:
-            indices: the devices; duplicates count once.
             alone: take all slots of each device, so that no other case uses it, instead of one slot of each.
 
         Raises:
@@ -97,10 +91,6 @@ class Leases:
 
         Args:
             ranks: the number of ranks; a world with more ranks than cores takes all cores.
-            alone: take all cores, so that no other case runs.
-
-        Raises:
-            WaitedTooLong: as :meth:`devices`.
         """
         cores = [f"core-{index}.0" for index in sorted(os.sched_getaffinity(0))]
         wanted = len(cores) if alone else min(ranks, len(cores))
@@ -153,15 +143,7 @@ class Leases:
         os.close(waiting.in_thread(lock, wait, discard=os.close))
 
     def _try_all(self, takes: _Takes, held: contextlib.ExitStack) -> bool:
-        """Lock the requested number of files of each list, or none of them.
-
-        Args:
-            takes: what to lock.
-            held: receives the locks if all of them were taken.
-
-        Returns:
-            Whether the locks were taken.
-        """
+        """Lock the requested number of files of each list, which go into ``held``, or none of them."""
         with contextlib.ExitStack() as attempt:
             locked = []
             for names, wanted in takes:

@@ -6,6 +6,7 @@ finds functions and classes of torch that were replaced.
 
 from __future__ import annotations
 
+import collections
 import os
 import pathlib
 import threading
@@ -82,8 +83,6 @@ def picture(device: torch.device, *, groups: int, directory: str) -> dict[str, A
     """Take a snapshot of the process-wide state that all cases on this rank share.
 
     Args:
-        device: the device whose autocast state and, on CUDA, tensor memory are included.
-        groups: the number of process groups that do not belong to the world.
         directory: the world's directory. Open files in it are left out, because NCCL's threads open the rendezvous file
             whenever they poll it.
 
@@ -120,10 +119,6 @@ def picture(device: torch.device, *, groups: int, directory: str) -> dict[str, A
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> dict[str, str]:
     """Describe the differences between two pictures.
-
-    Args:
-        before: the picture before a case.
-        after: the picture after it.
 
     Returns:
         One line for each entry that changed, by the entry's name. Items that disappeared from a list, such as threads
@@ -189,32 +184,15 @@ def _path(space: Any) -> str:
 
 def _line(name: str, before: Any, after: Any) -> str | None:
     if name == "environment":
-        return f"environment variables changed: {', '.join(_keys_that_differ(before, after))}"
+        changed = (name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+        return f"environment variables changed: {', '.join(sorted(changed))}"
     if name == "device memory":
         return f"device memory: grew by {after - before} bytes" if after - before > _MEMORY_GRAIN else None
     if isinstance(before, list):
-        more = _more(before, after)
-        return f"{name}: {', '.join(more)}" if more else None
+        # Items that are only in `before` have ended since and were not left behind.
+        more = collections.Counter(after) - collections.Counter(before)
+        return f"{name}: {', '.join(more.elements())}" if more else None
     return f"{name}: {before} became {after}"
-
-
-def _keys_that_differ(before: dict[str, str], after: dict[str, str]) -> list[str]:
-    return sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
-
-
-def _more(before: list[str], after: list[str]) -> list[str]:
-    """Return the items that ``after`` contains more often than ``before``.
-
-    Items that are only in ``before`` have ended since and were not left behind.
-    """
-    remaining = list(before)
-    more = []
-    for item in after:
-        if item in remaining:
-            remaining.remove(item)
-        else:
-            more.append(item)
-    return more
 
 
 def _threads() -> list[str]:

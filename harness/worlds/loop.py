@@ -41,7 +41,7 @@ from shardproof.harness.verdicts.texts import MOST_OF_A_RANK, bounded
 from shardproof.harness.verdicts.verdict import Verdict
 from shardproof.harness.worlds import gloo, leftovers
 from shardproof.harness.worlds.jobs import BOARD, DUMPED, Job, RankSpec, Result, RollCall
-from shardproof.harness.worlds.torchrun import meeting, roles
+from shardproof.harness.worlds.torchrun import meeting
 
 # Import of a case's module in a rank, under the controller's name and with pytest's assertion rewriting.
 
@@ -52,16 +52,6 @@ def load(name: str, path: pathlib.Path) -> types.ModuleType:
     A failing bare ``assert`` shows its operands, as it does in the controller. The module is registered in
     ``sys.modules`` under the controller's name, so that objects that the controller pickled by reference to that name
     can be unpickled here.
-
-    Args:
-        name: the name under which the controller imported the module.
-        path: the module's source file.
-
-    Returns:
-        The module; the one already imported, if ``name`` was loaded from ``path`` before.
-
-    Raises:
-        Exception: any exception that the module's own code raises.
     """
     known = sys.modules.get(name)
     if known is not None and getattr(known, "__file__", None) == str(path):
@@ -109,7 +99,6 @@ def main(connection: Connection, spec: RankSpec) -> None:
     Args:
         connection: the rank's end of the pipe. The rank sends ``("ready", pid)`` or ``("failed", traceback)``, and then
             one ``Result`` for each ``Job`` or ``RollCall`` that it receives; ``None`` ends the loop.
-        spec: which rank of which world this process is.
     """
     log = _redirect_output(pathlib.Path(spec.directory) / f"rank{spec.index}.out")
     faulthandler.enable(log)
@@ -128,7 +117,8 @@ def main(connection: Connection, spec: RankSpec) -> None:
                 connection.send(_answer(state, message))
                 continue
             connection.send(run_job(state, message, patches))
-            _flush()
+            sys.stdout.flush()
+            sys.stderr.flush()
             # The left-over check has seen what is alive now, and looks at later objects alone from here on. A model
             # that an implementation keeps until the next one takes its place must stay within reach of the collector.
             if not memory.module_names():
@@ -144,12 +134,8 @@ def _dump_stacks_on_signal(log: Any, dumped: pathlib.Path) -> None:
     """
     descriptor = os.open(dumped, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
-    signal.signal(signal.SIGUSR1, _ignore)
+    signal.signal(signal.SIGUSR1, lambda number, frame: None)  # SIG_IGN would not write to the wakeup descriptor
     faulthandler.register(signal.SIGUSR1, file=log, all_threads=True, chain=True)
-
-
-def _ignore(number: int, frame: Any) -> None:
-    """Handle a signal by doing nothing; SIG_IGN would not write to the wakeup descriptor."""
 
 
 def _redirect_output(path: pathlib.Path) -> Any:
@@ -169,7 +155,7 @@ def _redirect_output(path: pathlib.Path) -> Any:
 def _start(spec: RankSpec) -> RankState:
     """Join the process group of the world, and wait until all of its ranks have."""
     key = spec.key
-    for name in roles.foreign(os.environ) if spec.environment else ():
+    for name in meeting.foreign(os.environ) if spec.environment else ():
         del os.environ[name]
     os.environ.update(spec.environment)
     if spec.search_path is not None:
@@ -223,11 +209,6 @@ def _start(spec: RankSpec) -> RankState:
 def run_job(state: RankState, job: Job, patches: leftovers.Patches) -> Result:
     """Run one case on this rank.
 
-    Args:
-        state: the state of this process.
-        job: the case.
-        patches: finds what the case has replaced in torch.
-
     Returns:
         The result, which contains any exception that the case, its import or one of its threads raised.
     """
@@ -239,23 +220,24 @@ def run_job(state: RankState, job: Job, patches: leftovers.Patches) -> Result:
         return result
     state.stopwatch.restart()
     state.announcer.start_job(job.number, checking=job.check_collectives, patience=job.deadline)
-    _shorten_output()
+    # Nothing is lost: the controller has already read the end of the output of each earlier case.
+    if os.fstat(1).st_size > _MOST_OUTPUT_BYTES:
+        os.ftruncate(1, 0)
     groups = state.foreign_groups()
     with state.stopwatch.during("leftovers"):
         before = leftovers.picture(state.device, groups=len(groups), directory=state.directory)
-    seeds = Seeds(job.init_seed, job.data_seed)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        tmp_path = pathlib.Path(job.tmp_path)
         rank = Rank(
             state,
             implementation=implementation,
-            seeds=seeds,
-            tmp_path=tmp_path,
+            seeds=Seeds(job.init_seed, job.data_seed),
+            tmp_path=pathlib.Path(job.tmp_path),
             monkeypatch=monkeypatch,
             captures=job.captures,
             simulates=job.simulates,
         )
-        _seed(job.init_seed)
+        random.seed(job.init_seed)
+        torch.manual_seed(job.init_seed)
         with _outcome(result), _threads_watched():
             if job.simulates and (reason := rank.why_not_simulated()) is not None:
                 result.verdict, result.text = Verdict.UNSUPPORTED, f"it cannot be simulated: {reason}"
@@ -410,22 +392,3 @@ def _describe(error: BaseException) -> str:
         return "".join(traceback.format_exception(type(error), error, frames))
     except Exception as broken:
         return f"{type(error).__name__} (formatting the exception raised {type(broken).__name__})"
-
-
-def _seed(seed: int) -> None:
-    random.seed(seed)
-    torch.manual_seed(seed)
-
-
-def _shorten_output() -> None:
-    """Truncate the output file if it has grown large.
-
-    Nothing is lost: the controller has already read the end of the output of each earlier case.
-    """
-    if os.fstat(1).st_size > _MOST_OUTPUT_BYTES:
-        os.ftruncate(1, 0)
-
-
-def _flush() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()

@@ -6,11 +6,10 @@ import collections
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Sequence
 
 from shardproof.harness.verdicts.verdict import Verdict
 from shardproof.harness.worlds import forkserver, scratch
-from shardproof.harness.worlds.jobs import Job, Result, WorldKey
+from shardproof.harness.worlds.jobs import Job, WorldKey
 from shardproof.harness.worlds.lease import Leases, device_of
 from shardproof.harness.worlds.world import Outcome, World, by_agreement
 
@@ -31,7 +30,6 @@ class Pool:
     The least recently used ones are stopped first.
 
     Args:
-        device_count: the number of CUDA devices of the host.
         worker: the index of this process among xdist's workers; the worlds of different workers start on different
             devices.
     """
@@ -54,8 +52,6 @@ class Pool:
         case, which must not become those of the next.
 
         Args:
-            key: the world's key.
-            job: the case.
             alone: whether to share the devices or cores with no other case.
 
         Raises:
@@ -83,7 +79,10 @@ class Pool:
 
     def _run(self, world: World, job: Job) -> Outcome:
         outcome = world.run(job)
-        return _run_again(world, job, outcome) if _has_to_show_more(outcome.results) else outcome
+        passed = by_agreement(outcome.results) and all(one.verdict == Verdict.PASS for one in outcome.results)
+        # State that is excused only where its implementation is first used.
+        again = passed and any(result.excused for result in outcome.results)
+        return _run_again(world, job, outcome) if again else outcome
 
     def _placed(self, key: WorldKey, implementation: str, *, alone: bool) -> contextlib.AbstractContextManager[Place]:
         """Where the world's ranks live, until the case has ended: as children of this process."""
@@ -136,12 +135,6 @@ class Pool:
             if len(self._worlds) > KEPT_WORLDS or sum(kept.size for kept, _, _ in self._worlds) > KEPT_RANKS:
                 return self._worlds.popitem(last=False)[1]
         return None
-
-
-def _has_to_show_more(results: Sequence[Result]) -> bool:
-    """Whether the case passed, but left state that is excused only where its implementation is first used."""
-    passed = by_agreement(results) and all(result.verdict == Verdict.PASS for result in results)
-    return passed and any(result.excused for result in results)
 
 
 def _run_again(world: World, job: Job, first: Outcome) -> Outcome:

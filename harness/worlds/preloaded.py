@@ -21,9 +21,8 @@ from shardproof.harness.tensors import private
 
 # The first optimizer step would otherwise import it, which takes half a second in every rank.
 private.find("torch._dynamo")
-for _module in ("shardproof.harness.adapters.reference", "shardproof.harness.adapters.reference"):
-    with contextlib.suppress(Exception):  # one that does not import has no rank, and its cases say why
-        importlib.import_module(_module)
+with contextlib.suppress(Exception):  # one that does not import has no rank, and its cases say why
+    importlib.import_module("shardproof.harness.adapters.reference")
 
 # A collection writes to each of the 300,000 objects that the imports made. In a rank, which shares their memory with
 # the forkserver until then, that copies 70 MB and takes a quarter of a second.

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from shardproof.harness.verdicts.verdict import Verdict
-from shardproof.harness.worlds import entry, forkserver, waiting
+from shardproof.harness.worlds import forkserver, waiting
 from shardproof.harness.worlds.jobs import DUMPED, RankSpec
 
 #: Held by who starts a process or looks whether one has ended: of two threads that do so at once, one would take the
@@ -38,11 +38,9 @@ class RankProcess:
     """The handle of one rank in the process that started it.
 
     Attributes:
-        process: the multiprocessing process.
         connection: the controller's end of the connection; in a supervisor None, because the rank is connected with
             the controller itself.
         output: the file with the rank's stdout and stderr.
-        read: the bytes of ``output`` that have been read.
     """
 
     process: Any
@@ -87,15 +85,12 @@ class RankProcess:
 def spawn(spec: RankSpec, theirs: Connection) -> Any:
     """Start a rank process; closes ``theirs``, the rank's end of its connection, in this process.
 
-    Returns:
-        The multiprocessing process.
-
     Raises:
         WaitedTooLong: the forkserver did not start it in time.
         ForkserverEnded: the forkserver ended.
     """
     name = f"rank {spec.index}"
-    process = forkserver.context().Process(target=entry.main, args=(theirs, spec), daemon=True, name=name)
+    process = forkserver.context().Process(target=forkserver.run_rank, args=(theirs, spec), daemon=True, name=name)
     try:
         with _PROCESSES:
             forkserver.spawn(process, f"{name} of {spec.key}")

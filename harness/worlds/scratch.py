@@ -31,9 +31,6 @@ _LEAST_FREE_BYTES = 1 << 16
 def directory(prefix: str) -> pathlib.Path:
     """Make a new directory in the temporary directory of this process.
 
-    Args:
-        prefix: the beginning of its name.
-
     Raises:
         OSError: there is no space, or no permission.
     """

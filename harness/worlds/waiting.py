@@ -6,13 +6,16 @@ and when the wait ends. Imports no torch.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pathlib
 import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from concurrent import futures
+from concurrent.futures import Future, InvalidStateError
+from typing import TypeVar
 
 #: Seconds of waiting before the first line; each further line comes after twice the time of the one before.
 NOTICE_SECONDS = 5.0
@@ -57,8 +60,6 @@ class Process:
     """A process of this host at one moment.
 
     Attributes:
-        pid: the process id.
-        name: the command's name.
         state: the state, as a letter of ``/proc/PID/stat``.
         started: the moment of its start, which tells it from an earlier process with the same id.
     """
@@ -116,7 +117,6 @@ class Wait:
     Args:
         what: what is waited for, such as "a lease on 2 cores".
         bound: the seconds after which the wait is given up.
-        blockers: looks at what is in the way.
         stopped_bound: the seconds after which it is given up while only a stopped process could end it.
         given_up: the stopped processes for which earlier waits were given up, and this one is at once, so that each
             further case does not wait as long as the first; receives those of this wait.
@@ -170,7 +170,13 @@ class Wait:
             remaining = 0.0
         if remaining <= 0:
             self._given_up.update(process for process in blockers.processes if process.is_stopped)
-            raise WaitedTooLong(self._last_words(blockers))
+            advice = self._advice
+            if blockers.need_sigcont:
+                pid = next(process.pid for process in blockers.processes if process.is_stopped)
+                advice = self._stopped_advice or f"continue it (kill -CONT {pid}) or end it"
+            raise WaitedTooLong(
+                f"gave up after {self._waited:.0f} s of waiting for {self._what}, blocked by {blockers}: {advice}"
+            )
         if self._waited >= self._next_line or (has_changed and self._waited >= NOTICE_SECONDS):
             self._next_line = max(2 * self._waited, NOTICE_SECONDS)
             tell(
@@ -178,69 +184,39 @@ class Wait:
                 f"gives up in {remaining:.0f} s"
             )
 
-    def _last_words(self, blockers: Blockers) -> str:
-        advice = self._advice
-        if blockers.need_sigcont:
-            pid = next(process.pid for process in blockers.processes if process.is_stopped)
-            advice = self._stopped_advice or f"continue it (kill -CONT {pid}) or end it"
-        return f"gave up after {self._waited:.0f} s of waiting for {self._what}, blocked by {blockers}: {advice}"
-
 
 def in_thread(function: Callable[[], _T], wait: Wait, *, discard: Callable[[_T], None]) -> _T:
     """Call a function that may block for ever, in a thread, and wait for it.
 
     Args:
         function: the function; it keeps running when the wait is given up or interrupted.
-        wait: the wait for it.
         discard: undoes what the function returned, if it returns after the wait has ended.
-
-    Returns:
-        What the function returned.
 
     Raises:
         WaitedTooLong: the wait was given up.
         Exception: what the function raised.
     """
-    call = _Call(function, discard)
-    threading.Thread(target=call.run, name="shardproof waits", daemon=True).start()
+    #: Its value belongs to the waiting thread or, once that has cancelled it, to ``discard``.
+    call: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            value = function()
+        except BaseException as error:
+            with contextlib.suppress(InvalidStateError):
+                call.set_exception(error)
+        else:
+            try:
+                call.set_result(value)
+            except InvalidStateError:
+                discard(value)
+
+    threading.Thread(target=run, name="shardproof waits", daemon=True).start()
     try:
-        while not call.done.wait(_POLL_SECONDS):
+        while not futures.wait([call], _POLL_SECONDS).done:
             wait.check()
     except BaseException:
-        call.abandon()
+        if not call.cancel() and call.exception() is None:
+            discard(call.result())
         raise
-    if call.error is not None:
-        raise call.error
-    (value,) = call.values
-    return value
-
-
-class _Call(Generic[_T]):
-    """A call in a thread, whose value belongs either to the waiting thread or, once that has left, to ``discard``."""
-
-    def __init__(self, function: Callable[[], _T], discard: Callable[[_T], None]) -> None:
-        self._function, self._discard = function, discard
-        self._lock, self._abandoned = threading.Lock(), False
-        self.done = threading.Event()
-        self.values: list[_T] = []
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        """Make the call."""
-        try:
-            value = self._function()
-        except BaseException as error:
-            self.error = error
-        else:
-            with self._lock:
-                if self._abandoned:
-                    self._discard(value)
-                self.values.append(value)
-        self.done.set()
-
-    def abandon(self) -> None:
-        """Discard the value, now or when the call returns."""
-        with self._lock:
-            self._abandoned = True
-            for value in self.values:
-                self._discard(value)
+    return call.result()

@@ -73,9 +73,7 @@ def stacks(pid: int, text: str, *, is_complete: bool) -> str:
     """Render a rank's stacks.
 
     Args:
-        pid: the rank's process id.
         text: what the rank wrote to its output since the case began, with the Python stacks.
-        is_complete: whether the rank finished the dump.
 
     Returns:
         The text, a line that the dump is cut off unless it is complete, and with py-spy installed the native stacks.
@@ -170,7 +168,6 @@ def collectives(entries: Mapping[int, list[Announcement]], unknown: Collection[i
     """Render the last collectives of all ranks, each one once, with the ranks that entered it.
 
     Args:
-        entries: for every rank of the world, its announcements during the case, oldest first.
         unknown: the ranks whose announcements cannot be read any more.
 
     Returns:
@@ -186,7 +183,11 @@ def collectives(entries: Mapping[int, list[Announcement]], unknown: Collection[i
                 position = max(position, order.index(entry) + 1)
             else:
                 # Behind those that another rank entered in its place.
-                while position < len(order) and _is_before(order[position], entry):
+                while (
+                    position < len(order)
+                    and order[position].group == entry.group
+                    and order[position].number <= entry.number
+                ):
                     position += 1
                 order.insert(position, entry)
                 position += 1
@@ -207,10 +208,6 @@ def _differ(order: list[Announcement]) -> bool:
     for entry in order:
         places.setdefault((entry.group, entry.number, entry.ranks), set()).add(without_own_bytes(entry.text))
     return any(len(texts) > 1 for texts in places.values())
-
-
-def _is_before(one: Announcement, other: Announcement) -> bool:
-    return one.group == other.group and one.number <= other.number
 
 
 def _passed(own: list[Announcement], entry: Announcement) -> bool:

@@ -19,8 +19,7 @@ from shardproof.harness.verdicts.verdict import Verdict
 from shardproof.harness.worlds import forkserver, rank_process, scratch, waiting
 from shardproof.harness.worlds.jobs import BOARD, Job, RankSpec, Result, RollCall, WorldKey
 from shardproof.harness.worlds.rank_process import RankProcess
-from shardproof.harness.worlds.torchrun.fleet import Fleet, Seat, nodes_of
-from shardproof.harness.worlds.torchrun.remote import ANSWER_SECONDS, Lost, RemoteRank, gathered
+from shardproof.harness.worlds.torchrun.fleet import ANSWER_SECONDS, Fleet, Lost, RemoteRank, Seat, gathered, nodes_of
 from shardproof.harness.worlds.waiting import Blockers, Wait, WaitedTooLong
 from shardproof.harness.worlds.watchdog import Diagnosis, collectives, diagnose, dump_stacks, stacks
 
@@ -81,7 +80,6 @@ class Outcome:
         results: one result for each rank, in rank order.
         outputs: the end of what each rank wrote to stdout and stderr.
         seconds: wall-clock time of the job, without the wait for a lease and the start of the world.
-        diagnosis: the explanation of the hang, if a rank did not answer.
         collectives: the last collectives of the ranks, rendered, if they did not all pass or fail by agreement.
         hosts: the name of the host of each rank; empty if all are on one.
     """
@@ -102,10 +100,7 @@ class World:
     """The ranks of one world; the constructor starts them and waits until they are ready.
 
     Args:
-        key: identifies the world.
-        devices: the device index of each rank.
         fleet: the torchrun job in whose processes the ranks live; None if all are children of this process.
-        seats: the process of each rank, with a fleet.
 
     Raises:
         WorldDied: a rank did not start.
@@ -115,7 +110,6 @@ class World:
     Attributes:
         reserved_for: the implementation that left state in the ranks and whose cases alone may use them; empty if none
             did.
-        hosts: the name of the host of each rank; empty if all are on one.
     """
 
     def __init__(
@@ -237,7 +231,9 @@ class World:
         results = self._collect(job, started + job.deadline)
         if any(result.verdict != Verdict.PASS and not result.agreed for result in results):
             self._announced = self._announced or self._read_board(job)
-        diagnosis = self._diagnose(job, results)
+        diagnosis = None
+        if stuck := {result.rank: result.text for result in results if result.verdict == Verdict.HANG}:
+            diagnosis = diagnose(self._announced, stuck=stuck, case_path=job.path, lost=self._lost)
         seconds = time.monotonic() - started
         outputs = [rank.new_output() for rank in self.ranks]
         return Outcome(results, outputs, seconds, diagnosis, collectives(self._announced, self._lost), self.hosts)
@@ -271,16 +267,10 @@ class World:
         return not asked
 
     def _read_board(self, job: Job) -> dict[int, list[Announcement]]:
-        asked = {index: rank.ask_announced(job.number) for index, rank in self._remote.items()}
+        asked = {index: rank.ask("announced", job.number) for index, rank in self._remote.items()}
         entries = {index: self._board.entries(index, job=job.number) for index in self._own}
         entries |= gathered(asked)
         return {index: entries.get(index, []) for index in range(self.key.size)}
-
-    def _diagnose(self, job: Job, results: list[Result]) -> Diagnosis | None:
-        stuck = {result.rank: result.text for result in results if result.verdict == Verdict.HANG}
-        if not stuck:
-            return None
-        return diagnose(self._announced, stuck=stuck, case_path=job.path, lost=self._lost)
 
     def _collect(self, job: Job, until: float) -> list[Result]:
         results: dict[int, Result] = {}
@@ -302,13 +292,17 @@ class World:
             self._announced = self._read_board(job)
             stuck = set(waiting.values())
             shown = self._stacks(stuck)
+            text = "the rank did not answer before the deadline"
+            if failed:
+                text = f"the rank was still waiting {GRACE_SECONDS:g} s after another rank had failed"
             for index in stuck:
-                results[index] = self._stuck(index, job, after_failure=failed, shown=shown.get(index))
+                why = f"; its stacks:\n{shown[index]}" if index in shown else f": {self._lost[index]}"
+                results[index] = Result(job.number, index, Verdict.HANG, text + why)
         return [results[index] for index in sorted(results)]
 
     def _stacks(self, stuck: Collection[int]) -> dict[int, str]:
         """Return the stacks of ranks, rendered; ranks whose supervisor cannot be reached are left out."""
-        asked = {index: rank.ask_stacks() for index, rank in self._remote.items() if index in stuck}
+        asked = {index: rank.ask("stacks") for index, rank in self._remote.items() if index in stuck}
         own = {index: rank for index, rank in self._own.items() if index in stuck}
         complete = dump_stacks({index: (rank.process.pid, rank.dumped) for index, rank in own.items()})
         shown = {
@@ -329,15 +323,6 @@ class World:
             verdict, text = rank.ending()
             return Result(job.number, index, verdict, text)
 
-    def _stuck(self, index: int, job: Job, *, after_failure: bool, shown: str | None) -> Result:
-        if after_failure:
-            text = f"the rank was still waiting {GRACE_SECONDS:g} s after another rank had failed"
-        else:
-            text = "the rank did not answer before the deadline"
-        if shown is None:
-            return Result(job.number, index, Verdict.HANG, f"{text}: {self._lost[index]}")
-        return Result(job.number, index, Verdict.HANG, f"{text}; its stacks:\n{shown}")
-
     @property
     def is_alive(self) -> bool:
         """Whether the processes of all ranks are running."""
@@ -353,13 +338,13 @@ class World:
 
     def abort(self) -> None:
         """Kill every rank while another thread waits for their results, which are crashes then."""
-        asked = {index: rank.ask_abort() for index, rank in self._remote.items()}
+        asked = {index: rank.ask("abort") for index, rank in self._remote.items()}
         rank_process.kill([*self._own.values()])
         gathered(asked, rank_process.END_SECONDS + ANSWER_SECONDS)
 
     def kill(self) -> None:
         """Kill every rank and the processes it started, and remove the world's directory."""
-        asked = {index: rank.ask_kill() for index, rank in self._remote.items()}
+        asked = {index: rank.ask("kill") for index, rank in self._remote.items()}
         lines = rank_process.kill([*self._own.values()])
         for answer in gathered(asked, rank_process.END_SECONDS + ANSWER_SECONDS).values():
             lines += answer

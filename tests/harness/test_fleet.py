@@ -19,9 +19,8 @@ from shardproof.harness.plugin.journal import Journal
 from shardproof.harness.verdicts.verdict import Verdict
 from shardproof.harness.worlds import loop
 from shardproof.harness.worlds.jobs import Result
-from shardproof.harness.worlds.torchrun import meeting, remote, roles
-from shardproof.harness.worlds.torchrun.fleet import Fleet, Seat, TooFewRanks, nodes_of
-from shardproof.harness.worlds.torchrun.remote import Link, Lost
+from shardproof.harness.worlds.torchrun import meeting
+from shardproof.harness.worlds.torchrun.fleet import Fleet, Link, Lost, Seat, TooFewRanks, gathered, nodes_of
 
 VARIABLES = {
     "TORCHELASTIC_RUN_ID": "job",
@@ -39,7 +38,7 @@ VARIABLES = {
 
 
 def place(**changes):
-    return dataclasses.replace(roles.place(VARIABLES), **changes)
+    return dataclasses.replace(meeting.place(VARIABLES), **changes)
 
 
 def test_the_place_of_a_process_is_that_of_torchrun():
@@ -51,7 +50,7 @@ def test_the_place_of_a_process_is_that_of_torchrun():
 
 @pytest.mark.parametrize("name", ["TORCHELASTIC_RUN_ID", "RANK"])
 def test_without_the_marks_of_torch_elastic_there_is_no_job(name):
-    assert roles.place({key: value for key, value in VARIABLES.items() if key != name}) is None
+    assert meeting.place({key: value for key, value in VARIABLES.items() if key != name}) is None
 
 
 def fleet(nodes, lost=()):
@@ -148,7 +147,7 @@ def test_the_answers_of_those_that_are_there_are_gathered():
     (ours, theirs), (others, _kept) = multiprocessing.connection.Pipe(), multiprocessing.connection.Pipe()
     here, gone = Link(ours, place()), Link(others, place())
     theirs.send((1, "answer"))
-    assert remote.gathered({0: gone.ask("one"), 1: here.ask("one")}, within=0.1) == {1: "answer"}
+    assert gathered({0: gone.ask("one"), 1: here.ask("one")}, within=0.1) == {1: "answer"}
 
 
 def test_a_directory_that_this_host_does_not_see_is_no_fault_of_the_implementation(tmp_path):

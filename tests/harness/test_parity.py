@@ -16,8 +16,15 @@ from shardproof.harness.adapters.reference import ReferenceAdapter
 from shardproof.harness.adapters.replicas import DdpAdapter
 from shardproof.harness.collectives.units import ROOT, UnitLookup, units_of
 from shardproof.harness.models import optim
-from shardproof.harness.parity.comparison import BASELINE_LIMIT_ULPS, Context, StepComparison, exact_difference
-from shardproof.harness.parity.explanations import guess_from_values, guess_gradient, guess_norm
+from shardproof.harness.parity.comparison import (
+    BASELINE_LIMIT_ULPS,
+    Context,
+    StepComparison,
+    exact_difference,
+    guess_from_values,
+    guess_gradient,
+    guess_norm,
+)
 from shardproof.harness.parity.oracle import Oracle
 from shardproof.harness.parity.rank import Rank
 from shardproof.harness.parity.run import StepPicture

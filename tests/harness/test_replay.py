@@ -15,8 +15,8 @@ from shardproof.harness.models import optim
 from shardproof.harness.parity.capture import as_inputs
 from shardproof.harness.parity.pair import Pair
 from shardproof.harness.parity.rank import Rank
+from shardproof.harness.parity.rank_state import _MOST_BYTES, _RECOMPUTED, Packed, ReplayCache, is_equal
 from shardproof.harness.parity.replay import digest
-from shardproof.harness.parity.replay_cache import _MOST_BYTES, _RECOMPUTED, Packed, ReplayCache, is_equal
 from shardproof.testing import world
 
 

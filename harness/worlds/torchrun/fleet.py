@@ -1,24 +1,165 @@
-"""The processes of a torchrun job, as its controller sees them: who is there, and where the ranks of a world live."""
+"""The processes of a torchrun job, as its controller sees them.
+
+A link leads to each supervisor, ranks of a world live in its process, and the fleet is all of them.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
+import functools
 import pathlib
 import secrets
 import threading
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeVar
 
+from shardproof.harness.verdicts.verdict import Verdict
 from shardproof.harness.worlds import forkserver
 from shardproof.harness.worlds.forkserver import FORK_SECONDS
 from shardproof.harness.worlds.jobs import Meeting, RankSpec
 from shardproof.harness.worlds.torchrun import meeting
-from shardproof.harness.worlds.torchrun.remote import Link, Lost, RemoteRank, gathered
-from shardproof.harness.worlds.torchrun.roles import Place
+from shardproof.harness.worlds.torchrun.meeting import Place
 from shardproof.harness.worlds.waiting import Blockers, Wait, WaitedTooLong
+
+#: Seconds in which a supervisor answers. It has nothing to compute; a stack dump takes three seconds at most.
+ANSWER_SECONDS = 10.0
+
+_T = TypeVar("_T")
+
+
+class Lost(Exception):
+    """A supervisor cannot be reached; the message names its host.
+
+    Args:
+        is_silent: whether it stopped to answer, as after its host was cut off; otherwise its connection was closed, as
+            after its process ended.
+    """
+
+    def __init__(self, text: str, *, is_silent: bool) -> None:
+        super().__init__(text)
+        self.is_silent = is_silent
+
+
+class Link:
+    """The connection with one supervisor, over which the controller asks and the supervisor answers.
+
+    Attributes:
+        lost: why the supervisor cannot be reached; None while it can.
+    """
+
+    def __init__(self, connection: Connection, place: Place) -> None:
+        self.place = place
+        self.lost: Lost | None = None
+        self._connection = connection
+        self._lock = threading.Lock()
+        self._number = 0
+        self._answers: dict[int, Any] = {}
+
+    def ask(self, command: str, *arguments: Any) -> Callable[[float], Any]:
+        """Send a command, and return a function that waits for the answer until a moment of ``time.monotonic``.
+
+        That function raises ``Lost`` if there is none.
+        """
+        with self._lock:
+            self._number += 1
+            number = self._number
+            if self.lost is None:
+                try:
+                    self._connection.send((number, command, arguments))
+                except OSError as error:
+                    self._lose(error)
+        return functools.partial(self._take, number)
+
+    def call(self, command: str, *arguments: Any, within: float = ANSWER_SECONDS) -> Any:
+        """Send a command and wait for the answer.
+
+        Raises:
+            Lost: there is none.
+        """
+        return self.ask(command, *arguments)(time.monotonic() + within)
+
+    def _take(self, number: int, until: float) -> Any:
+        with self._lock:
+            while number not in self._answers:
+                if self.lost is not None:
+                    raise self.lost
+                try:
+                    if self._connection.poll(max(0.0, until - time.monotonic())):
+                        answered, value = self._connection.recv()
+                        self._answers[answered] = value
+                    else:
+                        self._lose(None)
+                except (EOFError, OSError) as error:
+                    self._lose(error)
+            return self._answers.pop(number)
+
+    def _lose(self, error: BaseException | None) -> None:
+        unreachable = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
+        is_silent = error is None or isinstance(error, TimeoutError) or getattr(error, "errno", None) in unreachable
+        if is_silent:
+            text = f"host {self.place.host} does not answer: it is cut off, or its processes are stopped"
+        else:
+            text = f"host {self.place.host} closed its connection: the host or its processes ended"
+        self.lost = Lost(text, is_silent=is_silent)
+        # If it is there after all, it then learns that it is given up, and ends with its ranks.
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
+
+
+def gathered(asked: Mapping[int, Callable[[float], _T]], within: float = ANSWER_SECONDS) -> dict[int, _T]:
+    """Wait for several answers at once; those of supervisors that cannot be reached are left out."""
+    until = time.monotonic() + within
+    answers: dict[int, _T] = {}
+    for index, answer in asked.items():
+        with contextlib.suppress(Lost):
+            answers[index] = answer(until)
+    return answers
+
+
+class RemoteRank:
+    """One rank of a world, whose process a supervisor has started."""
+
+    def __init__(self, link: Link, world: int, spec: RankSpec, connection: Connection) -> None:
+        self.link = link
+        self.connection = connection
+        self._world = world
+        self._spec = spec
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the rank's connection is open, and its supervisor can be reached; asks nobody."""
+        # Between cases a rank sends nothing: what could be read is the end of its connection.
+        try:
+            return self.link.lost is None and not self.connection.poll()
+        except OSError:
+            return False
+
+    def new_output(self) -> str:
+        """Return the output that the rank has written since the last call; "" if its host cannot be reached."""
+        try:
+            return str(self.link.call("output", self._world))
+        except Lost:
+            return ""
+
+    def ending(self) -> tuple[Verdict, str]:
+        """Return the verdict on a rank that has closed its connection, and how its process ended."""
+        try:
+            verdict, text = self.link.call("ending", self._world)
+            return Verdict(verdict), text
+        except Lost as lost:
+            return (Verdict.HANG if lost.is_silent else Verdict.CRASH), str(lost)
+
+    def ask(self, command: str, *arguments: Any) -> Callable[[float], Any]:
+        """Ask the supervisor about this rank, as :meth:`Link.ask` does."""
+        return self.link.ask(command, self._world, *arguments)
+
 
 #: Seconds that the supervisors may take to come, after torch elastic has started all processes at the same time.
 COME_SECONDS = 120.0
@@ -35,7 +176,6 @@ class Seat:
     """One process of the job that holds ranks of worlds, at most one of each.
 
     Attributes:
-        place: its place in the job.
         link: the connection with it; None for the controller's own process.
     """
 
@@ -50,9 +190,6 @@ class Seat:
 
 class Fleet:
     """All processes of a job; made by its controller, once.
-
-    Args:
-        place: the controller's own place.
 
     Raises:
         OSError: no port is free, or the job's store cannot be reached.
@@ -108,15 +245,11 @@ class Fleet:
         return [rank for rank in range(1, self.size) if rank not in self._links]
 
     def reserve(self, size: int, *, known: Sequence[tuple[int, ...]] = (), alone: bool = False) -> tuple[int, ...]:
-        """Take ranks of the job for a world; waits until the worlds that run leave enough.
+        """Take ranks of the job for a world, and return them; waits until the worlds that run leave enough.
 
         Args:
-            size: the number of ranks.
             known: where there are worlds that the case can use; the first that is free is taken.
             alone: whether no other world of the job may run meanwhile.
-
-        Returns:
-            The ranks in the job; :meth:`release` gives them back.
 
         Raises:
             TooFewRanks: so many are not left.
@@ -138,7 +271,7 @@ class Fleet:
             self._changed.notify_all()
 
     def _free(self, size: int, known: Sequence[tuple[int, ...]], *, alone: bool) -> tuple[int, ...] | None:
-        left = self._left
+        left = [seat for seat in self.seats(range(self.size)) if not seat.is_lost]
         if size > len(left):
             why = "; ".join(dict.fromkeys(map(str, self.lost)))
             raise TooFewRanks(f"{size} ranks are needed, and {len(left)} of {self.size} are left: {why}")
@@ -159,10 +292,6 @@ class Fleet:
         return tuple(seat.place.rank for seat in free[:size]) if len(free) >= size else None
 
     @property
-    def _left(self) -> list[Seat]:
-        return [seat for seat in self.seats(range(self.size)) if not seat.is_lost]
-
-    @property
     def left(self) -> int:
         """The number of ranks that have not been lost."""
         return self.size - len(self.lost)
@@ -179,11 +308,6 @@ class Fleet:
 
     def spawn(self, seat: Seat, number: int, spec: RankSpec) -> RemoteRank:
         """Start a rank of a world in the process of another seat.
-
-        Args:
-            seat: where; not the controller's own.
-            number: the number of the world.
-            spec: which rank of the world.
 
         Raises:
             Lost: the supervisor cannot be reached.
@@ -243,15 +367,13 @@ class Fleet:
             if connection is None:
                 continue
             with contextlib.suppress(EOFError, OSError):
-                self._arrived(connection, connection.recv())
-
-    def _arrived(self, connection: Connection, hello: Any) -> None:
-        with self._changed:
-            if isinstance(hello, Place):
-                self._links[hello.rank] = Link(connection, hello)
-            else:
-                self._connections[hello] = connection
-            self._changed.notify_all()
+                hello = connection.recv()
+                with self._changed:
+                    if isinstance(hello, Place):
+                        self._links[hello.rank] = Link(connection, hello)
+                    else:
+                        self._connections[hello] = connection
+                    self._changed.notify_all()
 
 
 def nodes_of(seats: Sequence[Seat]) -> tuple[int, ...]:

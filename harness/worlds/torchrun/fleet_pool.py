@@ -13,11 +13,7 @@ from shardproof.harness.worlds.world import Outcome, World
 
 
 class FleetPool(Pool):
-    """The worlds of a job; threads may run cases at the same time.
-
-    Args:
-        fleet: the processes of the job.
-    """
+    """The worlds of a job; threads may run cases at the same time."""
 
     def __init__(self, fleet: Fleet) -> None:
         super().__init__()

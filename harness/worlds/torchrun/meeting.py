@@ -1,31 +1,116 @@
-"""How the processes of a torchrun job find each other, and the authenticated messages that they exchange."""
+"""The processes of a torchrun job: the place of each, how they find each other, and their authenticated messages.
+
+Imports no torch at module level.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
+import os
 import socket
 import struct
 import time
+from collections.abc import Mapping
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import TYPE_CHECKING
 
 from shardproof.harness.parity.exchange import Exchange, HostExchange
+from shardproof.harness.worlds import waiting
 from shardproof.harness.worlds.jobs import Meeting, RankSpec
-from shardproof.harness.worlds.torchrun.roles import Place
 
 if TYPE_CHECKING:
     from torch.distributed import Store
-if TYPE_CHECKING:
-    from torch.distributed import Store
+
+# The place of a process in its job, from the variables that torch elastic sets.
+
+#: Set by torch elastic in the processes that it starts, and by nothing else.
+_MARKS = ("TORCHELASTIC_RUN_ID", "RANK")
+
+#: Variables of the job that would make libraries in a rank process believe that torchrun started it: its place in the
+#: world of its case is another one.
+_FOREIGN = "TORCHELASTIC_"
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """One process of a job.
+
+    Attributes:
+        rank: the number of the process in the job; 0 is the controller.
+        local_rank: the number of the process on its host, and of its device.
+        node: the number of the process's host, from 0: of its torchrun.
+        master: the address of the host of rank 0.
+        port: the port of the job's store there.
+        run_id: the id of the job, as ``--rdzv-id``.
+        attempt: how often torchrun has restarted the processes.
+        most_attempts: how often it may, as ``--max-restarts``.
+        local_size: the number of processes of the job on this host.
+        agent: identifies the process of torchrun on this host, which outlives those that it restarts.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    node: int
+    nodes: int
+    master: str
+    port: int
+    run_id: str
+    attempt: int
+    most_attempts: int
+    host: str
+    local_size: int
+    agent: str
+
+    @property
+    def is_controller(self) -> bool:
+        """Whether this process collects, decides and reports."""
+        return self.rank == 0
+
+    @property
+    def may_restart(self) -> bool:
+        """Whether torchrun starts the processes again if one of them fails."""
+        return self.attempt < self.most_attempts
+
+
+def place(environment: Mapping[str, str] = os.environ) -> Place | None:
+    """Return the place of this process, or None if torchrun did not start it."""
+    if not all(name in environment for name in _MARKS):
+        return None
+    return Place(
+        rank=int(environment["RANK"]),
+        size=int(environment["WORLD_SIZE"]),
+        local_rank=int(environment["LOCAL_RANK"]),
+        node=int(environment["GROUP_RANK"]),
+        nodes=int(environment["GROUP_WORLD_SIZE"]),
+        master=environment["MASTER_ADDR"],
+        port=int(environment["MASTER_PORT"]),
+        run_id=environment["TORCHELASTIC_RUN_ID"],
+        attempt=int(environment["TORCHELASTIC_RESTART_COUNT"]),
+        most_attempts=int(environment["TORCHELASTIC_MAX_RESTARTS"]),
+        host=socket.gethostname(),
+        local_size=int(environment["LOCAL_WORLD_SIZE"]),
+        agent=_identity(os.getppid()),
+    )
+
+
+def _identity(pid: int) -> str:
+    process = waiting.look_at(pid)
+    return "" if process is None else f"{pid} {process.started}"
+
+
+def foreign(environment: Mapping[str, str]) -> list[str]:
+    """Return the variables of a job that a rank process must not have."""
+    return [name for name in environment if name.startswith(_FOREIGN)]
 
 
 # Connections between the processes of a job of torchrun: messages over TCP, from who knows the job's key alone.
 #
 # The kernel looks after each connection: it ends one whose other host has been silent for ``SILENT_SECONDS``, however
-# busy the processes are. Imports no torch.
-
+# busy the processes are.
 
 #: Seconds of silence after which a connection ends. A host that is there answers the kernel's probes at once, even if
 #: all of its processes are stopped.
@@ -65,10 +150,6 @@ def accept(listening: socket.socket, key: bytes) -> Connection | None:
 
 def connect(address: tuple[str, int], key: bytes) -> Connection:
     """Connect to a process of the job.
-
-    Args:
-        address: its host and port.
-        key: the job's key.
 
     Raises:
         OSError: there is no connection, or the other side does not know the key.
@@ -112,7 +193,6 @@ def watch(raw: socket.socket) -> None:
 
 
 # The store of a torchrun job, through which its processes find each other; imports torch when it is used.
-
 
 #: Time in which the controller announces itself: it reads its options first, which imports an implementation's package.
 _TIMEOUT = datetime.timedelta(seconds=300)
@@ -159,19 +239,6 @@ def join(place: Place) -> tuple[tuple[str, int], bytes, Connection]:
         time.sleep(_POLL_SECONDS)
 
 
-def of_world(master: str, port: int, prefix: str) -> Store:
-    """Return the part of the job's store that belongs to one world.
-
-    Args:
-        master: the address of the store.
-        port: its port.
-        prefix: the prefix of the world's keys.
-    """
-    from torch.distributed import PrefixStore, TCPStore
-
-    return PrefixStore(prefix, TCPStore(master, port, is_master=False, timeout=_TIMEOUT))
-
-
 def _job(place: Place) -> Store:
     """Join the job's store as torch itself does, which also starts it where no torchrun has."""
     from torch.distributed import PrefixStore
@@ -185,7 +252,9 @@ def _job(place: Place) -> Store:
 
 def store_of(meeting: Meeting) -> Store:
     """Return the world's part of the job's store."""
-    return of_world(meeting.master, meeting.port, meeting.prefix)
+    from torch.distributed import PrefixStore, TCPStore
+
+    return PrefixStore(meeting.prefix, TCPStore(meeting.master, meeting.port, is_master=False, timeout=_TIMEOUT))
 
 
 def across(spec: RankSpec, within: Exchange, shared: Store) -> HostExchange:
@@ -193,11 +262,6 @@ def across(spec: RankSpec, within: Exchange, shared: Store) -> HostExchange:
 
     Of two hosts the one with the smaller number connects: the host of rank 0 may know itself by an address that only
     it can use, and the others know the addresses by which they reach it.
-
-    Args:
-        spec: which rank of which world this process is.
-        within: this rank's part in the exchanges of its host.
-        shared: the world's part of the job's store.
 
     Raises:
         OSError: another host cannot be reached.
@@ -208,7 +272,9 @@ def across(spec: RankSpec, within: Exchange, shared: Store) -> HostExchange:
     awaited = [rank for rank in others if spec.nodes[rank] < node]
     peers: dict[int, Connection] = {}
     with listener(everywhere=True) as listening:
-        address = _own_address(spec.meeting)
+        # The address from which this host reaches the job's store is the one by which others reach this host.
+        with socket.create_connection((spec.meeting.master, spec.meeting.port), timeout=60) as probe:
+            address = probe.getsockname()[0]
         shared.set(f"exchange{spec.index}", f"{address} {listening.getsockname()[1]}")
         for rank in others:
             if rank not in awaited:
@@ -221,12 +287,6 @@ def across(spec: RankSpec, within: Exchange, shared: Store) -> HostExchange:
                 peers[connection.recv()] = connection
     here = [rank for rank, other in enumerate(spec.nodes) if other == node]
     return HostExchange(within, here=here, peers={rank: _raw(peer) for rank, peer in sorted(peers.items())})
-
-
-def _own_address(meeting: Meeting) -> str:
-    """Return the address from which this host reaches the job's store; other hosts reach this one there."""
-    with socket.create_connection((meeting.master, meeting.port), timeout=60) as probe:
-        return str(probe.getsockname()[0])
 
 
 def _raw(connection: Connection) -> socket.socket:

@@ -22,7 +22,7 @@ from shardproof.harness.worlds import forkserver, rank_process, scratch
 from shardproof.harness.worlds.jobs import BOARD, RankSpec
 from shardproof.harness.worlds.rank_process import RankProcess
 from shardproof.harness.worlds.torchrun import meeting
-from shardproof.harness.worlds.torchrun.roles import Place
+from shardproof.harness.worlds.torchrun.meeting import Place
 from shardproof.harness.worlds.waiting import WaitedTooLong
 from shardproof.harness.worlds.watchdog import dump_stacks, stacks
 
@@ -38,13 +38,13 @@ _LEAVE_SECONDS = 30.0
 def main(place: Place) -> int:
     """Serve the controller until it ends this process.
 
-    Args:
-        place: the place of this process in the job.
-
     Returns:
         The exit code that the controller sent, that of the job.
     """
-    _end_on_signals()
+    # SIGTERM, with which torchrun ends processes, ends this one with what it has to clean up.
+    for number in _SIGNALS:
+        signal.signal(number, _end)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun passes it on as SIGTERM's equal; the controller decides
     forkserver.start()
     supervisor = None
     try:
@@ -64,24 +64,10 @@ def main(place: Place) -> int:
             signal.signal(number, signal.SIG_DFL)
 
 
-def _end_on_signals() -> None:
-    """Let SIGTERM, with which torchrun ends processes, end this one with what it has to clean up."""
-    for number in _SIGNALS:
-        signal.signal(number, _end)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun passes it on as SIGTERM's equal; the controller decides
-
-
 def _end(number: int, frame: FrameType | None) -> None:
     for each in _SIGNALS:
         signal.signal(each, signal.SIG_DFL)
     sys.exit(128 + number)
-
-
-def _await_end(connection: Connection) -> None:
-    """Wait until the controller has ended: torchrun ends all others with the first process that fails."""
-    with contextlib.suppress(EOFError, OSError):
-        if connection.poll(_LEAVE_SECONDS):
-            connection.recv()
 
 
 @dataclasses.dataclass
@@ -94,12 +80,7 @@ class _Held:
 
 
 class Supervisor:
-    """Starts ranks, and answers the controller's questions about them.
-
-    Args:
-        address: where the controller listens.
-        key: the job's key.
-    """
+    """Starts ranks, and answers the controller's questions about them."""
 
     def __init__(self, address: tuple[str, int], key: bytes) -> None:
         self._address = address
@@ -109,9 +90,6 @@ class Supervisor:
 
     def serve(self, connection: Connection) -> int:
         """Answer until the controller sends the end.
-
-        Args:
-            connection: the connection with the controller.
 
         Returns:
             The exit code of the job.
@@ -125,7 +103,10 @@ class Supervisor:
             answer = self.answer(command, *arguments)
             connection.send((number, answer))
             if command == "end":
-                _await_end(connection)
+                # Until the controller has ended: torchrun ends all others with the first process that fails.
+                with contextlib.suppress(EOFError, OSError):
+                    if connection.poll(_LEAVE_SECONDS):
+                        connection.recv()
                 return int(arguments[0])
 
     def answer(self, command: str, *arguments: Any) -> Any:
@@ -133,7 +114,7 @@ class Supervisor:
         answers: dict[str, Callable[..., Any]] = {
             "directory": self._directory,
             "spawn": self._spawn,
-            "output": self._output,
+            "output": lambda number: self._held[number].rank.new_output(),
             "announced": self._announced,
             "stacks": self._stacks,
             "ending": self._ending,
@@ -165,9 +146,6 @@ class Supervisor:
             return f"{error}"
         self._held[number] = _Held(RankProcess(process, None, folder / f"rank{spec.index}.out"), board, spec.index)
         return ""
-
-    def _output(self, number: int) -> str:
-        return self._held[number].rank.new_output()
 
     def _announced(self, number: int, job: int) -> list[Announcement]:
         held = self._held[number]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -23,9 +24,9 @@ from shardproof.harness.planning import anatomy, planned
 from shardproof.harness.planning.request import DTYPES, Mesh, Request, names_of
 from shardproof.harness.planning.subject import subject_of
 from shardproof.harness.tensors import private
+from training.processes import answer
+from training.worker import join
 
-ANSWER = "@@"
-BETWEEN = "between steps"
 #: Steps before the measured one: what lives as long as the model has been made.
 WARM_UP = 2
 
@@ -54,13 +55,7 @@ def rows_of(traffic: Sequence[planned.Traffic]) -> list[list[Any]]:
 
 
 class Rank:
-    """One rank that trains and measures.
-
-    Args:
-        request: what to train.
-        device: where.
-        mesh: the sizes of the mesh's dimensions.
-    """
+    """One rank that trains and measures."""
 
     def __init__(self, request: Request, device: torch.device, mesh: Mesh) -> None:
         self.request, self.device = request, device
@@ -103,29 +98,22 @@ class Rank:
     def peaks(self) -> dict[str, dict[str, int]]:
         """The most bytes of a CUDA allocator in each phase of one step: requested, and in blocks."""
         found: dict[str, dict[str, int]] = {}
-        last = BETWEEN
-        self._begin(empty=True)
+        last = "between steps"
+        # Waiting for the device lets the allocator take back what streams were registered to use.
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
         def phase(name: str) -> None:
             nonlocal last
-            found[last] = self._peak()
+            stats = torch.cuda.memory_stats()
+            found[last] = {name: stats[f"{name}_bytes.all.peak"] for name in ("requested", "allocated")}
             last = name
-            self._begin()
+            torch.cuda.reset_peak_memory_stats()
 
         self.step(phase)
         return found
-
-    def _begin(self, *, empty: bool = False) -> None:
-        # Waiting for the device lets the allocator take back what streams were registered to use.
-        if empty:
-            gc.collect()
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-
-    def _peak(self) -> dict[str, int]:
-        stats = torch.cuda.memory_stats()
-        return {name: stats[f"{name}_bytes.all.peak"] for name in ("requested", "allocated")}
 
 
 def workspaces() -> dict[str, int]:
@@ -141,7 +129,9 @@ def workspaces() -> dict[str, int]:
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
     """Train a job as one rank: traffic of a step and, on a GPU, its peaks."""
-    device = join(job["backend"], job["rank"], job["mesh"], job["store"])
+    backend = job["backend"]
+    uses_gpu = torch.cuda.is_available() if backend == "fake" else backend == "nccl"
+    device = join(backend, "cuda" if uses_gpu else "cpu", job["rank"], math.prod(job["mesh"]), job["store"])
     if device.type == "cuda":
         assert torch.cuda.memory_stats().get("requested_bytes.all.current", 0) == 0, "the allocator is not empty"
     rank = Rank(request_of(job), device, tuple(job["mesh"]))
@@ -159,35 +149,15 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def join(backend: str, rank: int, mesh: Sequence[int], store: str) -> torch.device:
-    """Join a world; ``fake`` is one of which there is this process alone, on a GPU if there is one."""
-    world = 1
-    for size in mesh:
-        world *= size
-    if backend == "fake":
-        private.need("torch.testing._internal.distributed.fake_pg")  # registers the backend
-        device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-        dist.init_process_group("fake", rank=rank, world_size=world, store=dist.HashStore())
-    else:
-        device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        bound = {"device_id": device} if device.type == "cuda" else {}
-        dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world, **bound)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    return device
-
-
 def main() -> None:
     """Do the job that the first argument describes."""
     job = json.loads(sys.argv[1])
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     try:
-        answer = simulate(job) if job["do"] == "simulate" else measure(job)
+        found = simulate(job) if job["do"] == "simulate" else measure(job)
     except ValueError as error:
-        answer = {"failed": str(error)}
-    print(ANSWER + json.dumps(answer), flush=True)
+        found = {"failed": str(error)}
+    answer(found)
 
 
 if __name__ == "__main__":
