@@ -20,9 +20,11 @@ from shardproof.harness.adapters.base import (
     Settings,
     StateForm,
     Trainee,
+    Traits,
     WholeParameters,
     WrapPolicy,
     original_name,
+    padded_to_rows,
     uncut,
 )
 from shardproof.harness.adapters.capability import Capability, Hardware
@@ -46,7 +48,6 @@ from shardproof.harness.casework.refusals import Refusal, Untouched, error_of_al
 from shardproof.harness.casework.timeline import Interval, Timeline
 from shardproof.harness.casework.twins import check_exact
 from shardproof.harness.collectives.delays import Delay
-from shardproof.harness.collectives.own import Own
 from shardproof.harness.collectives.trace import Collective, Trace, first_difference
 from shardproof.harness.collectives.units import ROOT
 from shardproof.harness.models import mixed, optim, parallel, shapes, ties
@@ -117,11 +118,8 @@ from shardproof.harness.plugin.marks import (
     simulated,
     world,
 )
-from shardproof.harness.simulation import formulas
 from shardproof.harness.simulation.memory import Kind
-from shardproof.harness.simulation.traffic import Shape
 from shardproof.harness.simulation.training import Simulation
-from shardproof.harness.simulation.world import coordinate_of
 from shardproof.harness.tensors import memory, private
 from shardproof.harness.tensors.streams import occupy
 from shardproof.harness.tensors.trees import map_leaves, map_tensors, tensors_of
@@ -171,7 +169,6 @@ __all__ = [
     "Offset",
     "OptimizerFactory",
     "Oracle",
-    "Own",
     "Pair",
     "Part",
     "Piece",
@@ -186,7 +183,6 @@ __all__ = [
     "Rows",
     "Run",
     "Settings",
-    "Shape",
     "Simulation",
     "Skipping",
     "Span",
@@ -205,6 +201,7 @@ __all__ = [
     "Trace",
     "Trainee",
     "Training",
+    "Traits",
     "TwoNames",
     "Undivided",
     "Untouched",
@@ -223,7 +220,6 @@ __all__ = [
     "check_statistics",
     "compiler",
     "contract",
-    "coordinate_of",
     "deadline",
     "distance",
     "divide_experts",
@@ -232,7 +228,6 @@ __all__ = [
     "error_of_all",
     "exact_difference",
     "first_difference",
-    "formulas",
     "map_leaves",
     "map_tensors",
     "meaningful_from",
@@ -246,6 +241,7 @@ __all__ = [
     "optim",
     "original_name",
     "other_worlds",
+    "padded_to_rows",
     "parallel",
     "parallelize_mlps",
     "parallelize_projections",

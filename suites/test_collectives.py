@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardproof.suites.own import Own
 from shardproof.testing import (
     RESHARD,
     RESHARD_ROOT,
@@ -22,7 +23,6 @@ from shardproof.testing import (
     Adapter,
     Capability,
     Clip,
-    Own,
     Pair,
     Rank,
     Refusal,

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from shardproof.suites.places import Place, chunk, coordinate_of
 from shardproof.testing import (
     RESHARD,
     Capability,
@@ -20,11 +21,8 @@ from shardproof.testing import (
     MLPStack,
     Rank,
     Refusal,
-    Shape,
     contract,
-    coordinate_of,
     exact_difference,
-    formulas,
     models,
     needs,
     optim,
@@ -273,7 +271,7 @@ def test_four_dimensions(rank: Rank, sizes: tuple[int, ...]) -> None:
         model, units=model.units(), mesh=data, baseline="replicated",
         prepare=functools.partial(parallelize_mlps, mesh=mesh["tp"]),
     )  # fmt: skip
-    check_four_dimensions(pair.adapter.named_parameters(), full, Shape(sizes, FOUR, rank.index))
+    check_four_dimensions(pair.adapter.named_parameters(), full, Place(sizes, FOUR, rank.index))
     for name, parameter in pair.adapter.named_parameters().items():
         assert isinstance(parameter, DTensor)
         found = exact_difference(parameter.full_tensor().detach(), full[name].to(rank.device))
@@ -299,14 +297,14 @@ def test_four_dimensions_of_many_ranks(rank: Rank) -> None:
                 prepare=functools.partial(parallelize_mlps, mesh=mesh["tp"]),
             )  # fmt: skip
             full = {name: torch.empty(shape, device="meta") for name, shape in one.parameters.items()}
-            place = Shape(sizes, FOUR, index)
+            place = Place(sizes, FOUR, index)
             check_four_dimensions(one.adapter.named_parameters(), full, place)
             one.step(lambda: (torch.zeros(2, 6),), loss=models.mean_square)
             check_four_dimensions(one.adapter.named_parameters(), full, place)
             one.close()
 
 
-def check_four_dimensions(shown: dict[str, nn.Parameter], full: dict[str, torch.Tensor], place: Shape) -> None:
+def check_four_dimensions(shown: dict[str, nn.Parameter], full: dict[str, torch.Tensor], place: Place) -> None:
     """Check mesh, placements, global and local shapes of the parameters of an MLPStack on :data:`FOUR`.
 
     Args:
@@ -331,8 +329,8 @@ def check_four_dimensions(shown: dict[str, nn.Parameter], full: dict[str, torch.
         assert parameter.shape == full[name].shape, f"{name} has the global shape {tuple(parameter.shape)}"
         left = [*full[name].shape]
         if isinstance(cut, Shard):
-            left[cut.dim] = formulas.chunk(left[cut.dim], parts, part)
-        left[0] = formulas.chunk(left[0], shards, shard)
+            left[cut.dim] = chunk(left[cut.dim], parts, part)
+        left[0] = chunk(left[0], shards, shard)
         held = tuple(parameter.to_local().shape)
         assert held == tuple(left), f"rank {place.rank} holds {held} of {name}, not {tuple(left)}"
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardproof.suites.own import Own
 from shardproof.testing import (
     RESHARD,
     ROOT,
@@ -22,7 +23,6 @@ from shardproof.testing import (
     Clip,
     MLPStack,
     NamedDimensions,
-    Own,
     Precision,
     Rank,
     Refusal,

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import pytest
 import torch
 
+from shardproof.suites.places import Place, chunk, is_by_rows, share_numel, share_of
 from shardproof.testing import (
     WIDTH,
     Capability,
@@ -21,12 +22,10 @@ from shardproof.testing import (
     Precision,
     Rank,
     Rows,
-    Shape,
     Simulation,
     Trace,
     contract,
     deadline,
-    formulas,
     models,
     needs,
     optim,
@@ -68,13 +67,13 @@ def of(trace: Trace, phase: str, *kinds: str) -> list[Collective]:
     return [item for item in trace if item.phase == phase and item.kind in kinds]
 
 
-def whole(name: str, shape: formulas.Shape) -> formulas.Shape:
+def whole(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of a parameter without tensor parallelism."""
     return shape
 
 
 def shares(
-    one: Simulation, rank: Rank, parts: int, left: Callable[[str, formulas.Shape], formulas.Shape] = whole
+    one: Simulation, rank: Rank, parts: int, left: Callable[[str, tuple[int, ...]], tuple[int, ...]] = whole
 ) -> dict[str, int]:
     """By unit, the elements that a rank holds of it, with padding.
 
@@ -86,7 +85,7 @@ def shares(
     """
     traits = rank.implementation.traits
     return {
-        unit.label: formulas.share_numel([left(name, one.parameters[name]) for name in unit.names], parts, traits)
+        unit.label: share_numel([left(name, one.parameters[name]) for name in unit.names], parts, traits)
         for unit in one.units
     }
 
@@ -169,7 +168,7 @@ def test_replicas(rank: Rank, reshard_after_forward: bool | None) -> None:
     """Replicas of eight shards gather and scatter among themselves, and all-reduce the shares across."""
     shape = (rank.simulates // 8, 8)
     for index in chosen(rank):
-        place = Shape(shape, ("replicate", "shard"), index)
+        place = Place(shape, ("replicate", "shard"), index)
         with rank.simulated(index) as world:
             one = rank.simulation(
                 world, functools.partial(Rows, rank.simulates), mesh=world.mesh(shape, place.names), units=UNITS,
@@ -181,7 +180,7 @@ def test_replicas(rank: Rank, reshard_after_forward: bool | None) -> None:
         check_hybrid(trace, place, share, again={None: 4, False: 0}.get(reshard_after_forward, 5))
 
 
-def check_hybrid(trace: Trace, place: Shape, share: dict[str, int], *, again: int) -> None:
+def check_hybrid(trace: Trace, place: Place, share: dict[str, int], *, again: int) -> None:
     """Check the number, the bytes and the ranks of the gradient collectives of a mesh of replicas and shards."""
     shards = place.along("shard")
     replicas = place.along("replicate") if "replicate" in place.names else (place.rank,)
@@ -205,7 +204,7 @@ def check_hybrid(trace: Trace, place: Shape, share: dict[str, int], *, again: in
     assert len(trace) == sum(count for count, _ in expected.values()), f"there are others:\n{trace.render()}"
 
 
-def check_ranks(items: Sequence[Collective], ranks: tuple[int, ...], place: Shape) -> None:
+def check_ranks(items: Sequence[Collective], ranks: tuple[int, ...], place: Place) -> None:
     """Compare the ranks of collectives with those of a group, and name the dimensions that they run along."""
     for item in items:
         along = place.dimensions_of(item.group) or f"ranks {item.group[:4]}..."
@@ -228,7 +227,7 @@ def test_resharded_to_eight(rank: Rank) -> None:
             trace = steps(one)
             share = shares(one, rank, size)
             one.close()
-        place = Shape((size // 8, 8), ("groups", "neighbours"), index)
+        place = Place((size // 8, 8), ("groups", "neighbours"), index)
         *layers, root = share
         forward, backward = of(trace, "forward", "all_gather"), of(trace, "backward", "all_gather")
         check_bytes(forward, [4 * size * share[name] for name in (root, *layers)], "forward gathers")
@@ -250,7 +249,7 @@ def test_tensor_parallel(rank: Rank, replicas: bool) -> None:
     shape = (size // 64, 8, 8) if replicas else (size // 8, 8)
     names = ("replicate", "shard", "tensor") if replicas else ("shard", "tensor")
     for index in chosen(rank):
-        place = Shape(shape, names, index)
+        place = Place(shape, names, index)
         with rank.simulated(index) as world:
             mesh = world.mesh(shape, names)
             data_mesh = mesh[names[:-1]] if replicas else mesh["shard"]
@@ -275,12 +274,12 @@ def test_tensor_parallel(rank: Rank, replicas: bool) -> None:
 TENSOR_WIDTH = 32
 
 
-def left_by_tensor_parallelism(index: int, name: str, shape: formulas.Shape) -> formulas.Shape:
+def left_by_tensor_parallelism(index: int, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """One of eight ranks' part of a parameter: rows of the first projection, columns of the second."""
     if ".in_proj." in name:
-        return formulas.share_of(shape, 8, index)
+        return share_of(shape, 8, index)
     if name.endswith(".out_proj.weight"):
-        return (shape[0], formulas.chunk(shape[1], 8, index))
+        return (shape[0], chunk(shape[1], 8, index))
     return shape
 
 
@@ -289,7 +288,7 @@ def left_by_tensor_parallelism(index: int, name: str, shape: formulas.Shape) -> 
 @needs(Capability.SHARDED, Capability.ADAM)
 def test_layouts(rank: Rank) -> None:
     """Each rank holds its part of every parameter and of the optimizer's state, also if some rank's part is empty."""
-    size, by_rows = rank.simulates, formulas.is_by_rows(rank.implementation.traits)
+    size, by_rows = rank.simulates, is_by_rows(rank.implementation.traits)
     for index in chosen(rank):
         with rank.simulated(index) as world:
             one = rank.simulation(
@@ -304,7 +303,7 @@ def test_layouts(rank: Rank) -> None:
             part = documented[name]
             assert layout.shape == part, f"rank {index} holds {layout.shape} of {name!r}, not {part}"
             assert layout.dtype == "float32"
-            rows = formulas.share_of(one.parameters[name], size, index)
+            rows = share_of(one.parameters[name], size, index)
             assert not by_rows or layout.shape == rows, f"rank {index} holds {layout.shape} of {name!r}, not {rows}"
             held = {key: part.shape for key, part in state[name].items() if part.shape}
             if math.prod(layout.shape):

@@ -45,13 +45,6 @@ _CAPABILITIES = frozenset(
         Capability.RECOVERY,
     }
 )
-# Why the other capabilities are missing; those that are not listed have not been tried:
-# - COUNTED_UNITS, GROUPED_UNIT, GATHER_ORDER, NON_ROOT_FORWARD: units are all modules of the named classes, and
-#   accelerate adds some of its own: embeddings, the last norm.
-# - RESHARD_TO_SIZE, RESHARD_TO_SIZE_UNEVEN, ROOT_RESHARD: the plugin takes True or False, and the root has torch's
-#   default.
-# - CLIP_RAISES: clip_grad_norm_ has no such argument.
-# - UNIT_MESHES, SHARD_DIMENSION, PROCESS_GROUPS, UNIT_SETTINGS: there is no such option.
 
 
 class AccelerateFsdpAdapter(TorchFullyShardAdapter):

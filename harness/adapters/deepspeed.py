@@ -210,17 +210,6 @@ class DeepSpeedZero2Adapter(_WholeParameters):
     traits = dataclasses.replace(DeepSpeedZero1Adapter.traits, shards=frozenset({"gradients", "optimizer"}))
 
 
-# Why the other capabilities are missing; those that are not listed have not been tried:
-# - SHARDED, RESHARD_AFTER_FORWARD and what is about gathered parameters: every rank holds whole parameters.
-# - POST_ACCUMULATE_GRAD_HOOK: the hooks run before the reduction, on this rank's own gradient.
-# - CAST_AFTER_INIT: the constructor of the engine fixes the dtype of the shards that are updated.
-# - CLIP_BY_CALL, CLIP_ANY_NORM, CLIP_RAISES, CLIP_EMPTY_SHARDS: the step clips, by the 2-norm only.
-# - OWN_OPTIMIZER, LOSS_SCALING: the engine steps, overwrites parameters with what it has updated, and scales losses.
-# - SINGLE_RANK: gradients are reduced even over a group of one rank.
-# - DEFERRED_REDUCTION: stage 2 reduces in every backward, stage 1 after the last microbatch, and no option changes it.
-# - RECOVERY: after an exception in backward, what was reduced before it stays.
-
-
 # Adapter for DeepSpeed's ZeRO stage 3, which divides parameters, gradients and the optimizer's state.
 
 
@@ -239,22 +228,6 @@ _CAPABILITIES_OF_ZERO3 = frozenset(
         Capability.OWN_CHECKPOINT,
     }
 )
-# Why the other capabilities are missing; those that are not listed have not been tried:
-# - RESHARD_TO_SIZE, RESHARD_TO_SIZE_UNEVEN: the closest option, zero_hpz_partition_size, adds a second set of shards,
-#   held from the start. Its groups outlive the engine: every later engine of the process reshards to them, whatever its
-#   own configuration is.
-# - ROOT_RESHARD: the end of forward fetches ahead the parameters that backward needs first, so they stay gathered.
-# - GROUPED_UNIT, COUNTED_UNITS, GATHER_ORDER: parameters are gathered module by module and reduced bucket by bucket, in
-#   the order that the first step recorded.
-# - UNUSED_OUTPUT, NON_ROOT_FORWARD: wrong in 0.19.8 (F-4 of docs/findings.md). A step that does not use a parameter
-#   still updates it, with the gradient left by an earlier step.
-# - POST_ACCUMULATE_GRAD_HOOK: the hooks run before the reduction, on this rank's own gradient.
-# - CAST_AFTER_INIT: the constructor of the engine fixes the dtype; a later cast reaches only placeholders.
-# - REGISTERED_STATE, MANUAL_RESHARD: between uses a parameter is an empty placeholder, and no call frees the parameters
-#   of a module.
-# - CLIP_BY_CALL, CLIP_ANY_NORM, CLIP_EMPTY_SHARDS: the step clips, by the 2-norm only.
-# - SINGLE_RANK: gradients and the norm are reduced even over a group of one rank.
-# - DEFERRED_REDUCTION: every backward reduces.
 
 
 class DeepSpeedZero3Adapter(DeepSpeedEngineAdapter):

@@ -55,19 +55,6 @@ _CAPABILITIES_OF_SDP = frozenset(
         Capability.LOSS_SCALING,
     }
 )
-# Why the other capabilities are missing; those that are not listed have not been tried:
-# - SHARDED and what builds on it (RESHARD_AFTER_FORWARD, COUNTED_UNITS, GATHER_ORDER, MANUAL_RESHARD, ...): every rank
-#   holds all parameters.
-# - HYBRID, UNIT_MESHES, TENSOR_PARALLEL: it takes one process group.
-# - NON_ROOT_FORWARD: only the wrapper's forward prepares the reductions of the next backward.
-# - POST_ACCUMULATE_GRAD_HOOK: the hooks run before the reduction, on this rank's own gradient.
-# - CAST_AFTER_INIT: the optimizer is made before the model is wrapped, and its buffers keep the dtype.
-# - MIXED_PRECISION, BUFFER_DTYPE, OFFLOAD: there are no such options but reduce_fp16 and broadcast_fp16.
-# - CLIP_RAISES: clip_grad_norm has no such option.
-# - SINGLE_RANK: gradients are reduced and parameters sent even among one rank.
-# - DISTRIBUTED_CHECKPOINT, FULL_STATE_DICT: the optimizer collects its state on one rank by calls of its own, and
-#   torch.distributed.checkpoint is not documented for it.
-# - IGNORED_PARAMETERS, META_DEVICE, DIVIDE_FACTOR, UNIT_SETTINGS, REDUCTION_HOOK: there are no such options.
 
 
 def fairscale_scaler(config: Config, *, init_scale: float, growth_interval: int) -> torch.amp.GradScaler:
@@ -240,22 +227,6 @@ _CAPABILITIES_OF_FSDP = frozenset(
         Capability.OFFLOAD,
     }
 )
-# Why the other capabilities are missing; those that are not listed have not been tried:
-# - RESHARD_TO_SIZE: parameters are kept after forward or freed.
-# - GROUPED_UNIT: a wrapper takes one module.
-# - HYBRID, UNIT_MESHES, TENSOR_PARALLEL: a wrapper takes one process group.
-# - UNUSED_OUTPUT, UNUSED_MODULE: backward raises: F-148 of docs/findings.md.
-# - GATHER_ORDER: backward gathers a unit when it runs.
-# - DATACLASS_OUTPUT: hooks are put on tensors in containers that it knows, as documented.
-# - POST_ACCUMULATE_GRAD_HOOK, REGISTERED_STATE, DTENSOR_PARAMETERS, SHARD_DIMENSION: there are flat parameters only.
-# - NON_ROOT_FORWARD: the wrapper that is called first becomes the root.
-# - MIXED_PRECISION: reductions are in the dtype of compute or in float32, and in no lower one.
-# - OFFLOAD_CHOICE, PAGEABLE_OFFLOAD: offloading always pins memory.
-# - CLIP_RAISES, SYNC_STATES, IGNORED_PARAMETERS, META_DEVICE, REPLICAS_ALONE, GATHERS_AHEAD, WRAPPING_POLICY: there are
-#   no such options.
-# - WHOLE_PARAMETERS: the context has no options for gradients, for one rank alone and for the CPU.
-# - DISTRIBUTED_CHECKPOINT, FULL_STATE_DICT: state dicts of the optimizer come from calls of its own, by numbers.
-# - MANUAL_RESHARD, EXPLICIT_PREFETCH, UNIT_SETTINGS, RECOVERY: there are no such calls.
 
 
 class FairscaleFsdpAdapter(Adapter):

@@ -88,21 +88,6 @@ _CAPABILITIES = frozenset(
         Capability.OWN_OPTIMIZER,
     }
 )
-# Why the other capabilities are missing; those that are not listed have not been tried:
-# - RESHARD_AFTER_FORWARD, ROOT_RESHARD, RESHARD_TO_SIZE: units are freed after forward, and what belongs to no unit is
-#   not; there is no option.
-# - COUNTED_UNITS, GATHER_ORDER: a module inside a unit is none, and reductions of several units may be one.
-# - CLIPPING and what builds on it: there is no call. torch's hangs where a rank holds no row of a parameter: F-139 of
-#   docs/findings.md.
-# - DEFERRED_REDUCTION: gradients that are sharded are reduced in every backward, as no_sync documents.
-# - DTENSOR_PARAMETERS: a DTensor here has any number of rows on each rank, of which DTensor's own operations know
-#   nothing; megatron_fsdp.uneven_dtensor has others.
-# - MIXED_PRECISION: the policy has no dtype of compute, which is that of the model before it is sharded.
-# - DISTRIBUTED_CHECKPOINT: the state dict of the optimizer has numbers and no names.
-# - POST_ACCUMULATE_GRAD_HOOK: the hooks run before the reduction, on this rank's own gradient.
-# - NON_ROOT_FORWARD, MANUAL_RESHARD, EXPLICIT_PREFETCH, UNIT_SETTINGS, DIVIDE_FACTOR: there are no such calls.
-# - OFFLOAD, IGNORED_PARAMETERS, SYNC_STATES, FLAT_PARAMETERS, REPLICAS_ALONE: there are no such options.
-# - TENSOR_PARALLEL, META_DEVICE, LOSS_SCALING: not tried.
 
 
 def share_of_rows(shape: torch.Size, size: int) -> int:
@@ -261,19 +246,6 @@ _CAPABILITIES_OF_EXPERIMENTAL = frozenset(
         Capability.OWN_OPTIMIZER,
     }
 )
-# Why the other capabilities are missing; those that are not listed have not been tried:
-# - RESHARD_AFTER_FORWARD, ROOT_RESHARD, RESHARD_TO_SIZE: units are always freed after forward; there is no option.
-# - COUNTED_UNITS, GATHER_ORDER: a forward gathers the next unit ahead, in the order of the modules.
-# - GROUPED_UNIT: a call takes one module.
-# - DEFERRED_REDUCTION: gradients are reduced in every backward; only the sum over replicas waits for the last.
-# - DEFAULT_MESH, PROCESS_GROUPS: a mesh is required.
-# - DTENSOR_PARAMETERS: as for megatron_fsdp.
-# - MIXED_PRECISION, DISTRIBUTED_CHECKPOINT: as for megatron_fsdp.
-# - NON_ROOT_FORWARD: it raises "Run forward through the root FSDP module first".
-# - POST_ACCUMULATE_GRAD_HOOK: the hooks of the sharded parameters do not run.
-# - MANUAL_RESHARD, EXPLICIT_PREFETCH, UNIT_SETTINGS, DIVIDE_FACTOR: there are no such calls.
-# - OFFLOAD, IGNORED_PARAMETERS, SYNC_STATES, FLAT_PARAMETERS, REPLICAS_ALONE: there are no such options.
-# - TENSOR_PARALLEL, UNIT_MESHES, META_DEVICE, LOSS_SCALING: not tried.
 
 
 class MegatronFsdpExperimentalAdapter(MegatronAdapter):

@@ -126,10 +126,3 @@ class ReferenceFlatAdapter(FlatAdapter):
             Capability.RECOVERY,
             Capability.ANY_COMBINATION,
         }
-
-
-# Why the other capabilities are missing; those that are not listed have not been tried:
-# - Those for which the interface of FullyShardedDataParallel has no option: as in torch_fsdp.py.
-# - POST_ACCUMULATE_GRAD_HOOK: a rank that holds no element of a parameter gets no gradient for it, so the parameter's
-#   hook does not run there.
-# - META_LOAD: values of the first rank are sent when the model is sharded.

@@ -46,15 +46,3 @@ class TorchReplicateAdapter(ReplicaAdapter):
     def submodule(self, name: str) -> nn.Module:
         assert not name, "replicate() reduces gradients only after a forward of the root"
         return self.module
-
-
-# Why the other capabilities are missing; those that are not listed have not been tried:
-# - SHARDED and all that is about shards, gathers and units: nothing is sharded, and gradients are reduced in buckets.
-# - HYBRID: there is one process group.
-# - SYNC_STATES: the first forward sends parameters, and no buffers.
-# - UNUSED_OUTPUT, RANKS_DIFFER: what the outputs do not lead to is found in forward, whatever the loss uses.
-# - NON_ROOT_FORWARD: hooks of the root begin and end the reduction.
-# - POST_ACCUMULATE_GRAD_HOOK: hooks run before the reduction, on this rank's own gradient.
-# - AUTOGRAD_CALLS: DDP does not work with torch.autograd.grad, as its documentation says.
-# - TENSOR_PARALLEL: the parameters become plain tensors for DDP, and DTensors for forward alone.
-# - IGNORED_PARAMETERS, IGNORED_MODULES: modules can be ignored, single parameters cannot.

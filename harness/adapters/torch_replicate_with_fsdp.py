@@ -82,14 +82,3 @@ class TorchReplicateWithFsdpAdapter(DTensorAdapter):
 
     def norm_value(self, norm: torch.Tensor) -> torch.Tensor:
         return full_norm(norm)
-
-
-# Why the other capabilities are missing, beside those that DTensorAdapter lacks:
-# - SHARDED, RESHARD_AFTER_FORWARD, RESHARD_TO_SIZE, RESHARD_TO_SIZE_UNEVEN, RESHARD_A_PART, ROOT_RESHARD,
-#   SHARD_DIMENSION, UNIT_MESHES, GATHER_EXTENSION, GATHER_ORDER, EXPLICIT_PREFETCH, COUNTED_UNITS, REGISTERED_STATE:
-#   nothing is sharded, so nothing is gathered, freed or shown as a shard.
-# - HYBRID, DEFERRED_ALL_REDUCE: the mesh has one dimension.
-# - UNIT_SETTINGS, OWN_REDUCE_GROUP: they are the settings of gathers and reduce-scatters.
-# - SINGLE_RANK, TENSOR_PARALLEL_COUNTS: gradients are all-reduced among one rank too.
-# - ORDER_VALIDATION: the order of the units is not compared.
-# - ANY_COMBINATION: a search would stop at known failures: F-24, F-25 and F-29.

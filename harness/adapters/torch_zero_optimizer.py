@@ -105,7 +105,3 @@ def _renamed(state: dict[str, Any], keys: Mapping[Any, Any]) -> dict[str, Any]:
             for group in state["param_groups"]
         ],
     }
-
-
-# Why the other capabilities are missing: those of the replicas (torch_replicate.py) for the same reasons, and
-# - CAST_AFTER_INIT: DDP keeps the dtype of its buckets.

@@ -165,21 +165,3 @@ class TorchtitanSimpleFsdpAdapter(Adapter):
 
     def register_forward_method(self, submodule: str, method: str) -> None:
         """Do nothing: every method reads the properties."""
-
-
-# Why the other capabilities are missing; those that are not listed have not been tried:
-# - RESHARD_AFTER_FORWARD, ROOT_RESHARD, RESHARD_TO_SIZE, RESHARD_TO_SIZE_UNEVEN: what is gathered is a value of
-#   autograd, which backward has without another gather. Passes of torchtitan's compiler change that for its own models.
-# - GROUPED_UNIT, COUNTED_UNITS, GATHER_ORDER: each parameter is gathered and reduced by itself.
-# - REGISTERED_STATE, MANUAL_RESHARD, ASYNC_UNSHARD, EXPLICIT_PREFETCH, WHOLE_PARAMETERS: only shards are registered,
-#   and no call gathers.
-# - MIXED_PRECISION: a policy casts parameters and leaves inputs as they are, and is one for all modules of a class
-#   (F-120 of docs/findings.md).
-# - SHARD_DIMENSION, DIVIDE_FACTOR, IGNORED_PARAMETERS, IGNORED_MODULES, OFFLOAD, UNIT_SETTINGS: there is no such
-#   option, or it is one for the whole model.
-# - DEFERRED_REDUCTION, MARKED_LAST_BACKWARD: every backward reduces.
-# - TENSOR_PARALLEL: F-124 of docs/findings.md.
-# - META_LOAD: sharding sends the first rank's values, so that ranks with and without values wait for each other.
-# - SYNC_STATES: buffers are not sent.
-# - AUTOGRAD_CALLS: gradients of the user's own backward are sums.
-# - DEFAULT_MESH: data_parallel wants a mesh.

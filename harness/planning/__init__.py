@@ -7,7 +7,6 @@ Imports ``simulation``, ``collectives`` and ``adapters``. The command is ``shard
 - ``presets``: models of known shapes.
 - ``subject``: what ``--model`` names, a known shape or a function of the user's.
 - ``anatomy``: which modules become units, the units and sizes of a model, and how it is built.
-- ``simulated``: one rank's step on one mesh.
-- ``formulas``: closed formulas.
-- ``planned``: a plan, put together of these; what a ring sends, and which part of it leaves a host.
+- ``planned``: a plan: one rank's step on each mesh, what a ring sends and which part of it leaves a host, and closed
+  formulas.
 """

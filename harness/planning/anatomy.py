@@ -86,14 +86,10 @@ class Anatomy:
 
 
 def examine(model: nn.Module, wanted: Sequence[str]) -> Anatomy:
-    """Find the units of a model that is not sharded.
-
-    Args:
-        model: the model.
-        wanted: names of modules that are units, and of classes whose modules are; without any, the repeated blocks are.
+    """Find the units of a model that is not sharded, as :func:`choose_units` does.
 
     Raises:
-        ValueError: no module has such a name or class, or the model has no parameters; one line.
+        ValueError: no module has a wanted name or class, or the model has no parameters; one line.
     """
     names = choose_units(model, wanted)
     found: dict[str, list[torch.Size]] = {name: [] for name in [*names, ""]}
@@ -110,10 +106,7 @@ def examine(model: nn.Module, wanted: Sequence[str]) -> Anatomy:
 def build(request: Request, subject: Subject, anatomy: Anatomy | None = None) -> Built:
     """Build the model of a request on the default device, in its dtype.
 
-    Args:
-        request: what is asked for.
-        subject: its model.
-        anatomy: the units, which are recomputed in backward if the request asks for it; None leaves them.
+    With an anatomy its units are recomputed in backward, if the request asks for it.
 
     Raises:
         ValueError: the model cannot be built; one line.

@@ -1,66 +1,45 @@
-"""Puts a plan together: one simulation for each mesh, its traffic by group, and the closed formulas."""
+"""Simulates a training step of one rank on each mesh, and puts its memory, traffic and closed formulas together."""
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from shardproof.harness.adapters import registry
 from shardproof.harness.adapters.base import Adapter
+from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.collectives.trace import Trace
-from shardproof.harness.planning import formulas, simulated
+from shardproof.harness.planning import anatomy
 from shardproof.harness.planning.anatomy import Anatomy
-from shardproof.harness.planning.request import Mesh, Request, check, hosts_of, names_of
-from shardproof.harness.planning.subject import Subject, subject_of
-
-# What a rank sends in a collective, and which part of it leaves a host: by the ring algorithm.
-#
-# A ring of n ranks passes each n-th part of the data from rank to rank, in the order of the ranks, n - 1 times in a
-# gather or a reduce-scatter, and twice as often in an all-reduce (P. Patarasuk, X. Yuan: "Bandwidth optimal all-reduce
-# algorithms for clusters of workstations", 2009; the factors of the "bus bandwidth" of NCCL's tests are the same). NCCL
-# may choose trees, several rings or a switch that reduces instead.
+from shardproof.harness.planning.request import STATES, Mesh, Request, check, hosts_of, names_of
+from shardproof.harness.planning.subject import ModelError, Subject, subject_of, why
+from shardproof.harness.simulation.memory import Kind, extremes
+from shardproof.harness.simulation.tensors import Tensors
+from shardproof.harness.simulation.training import Simulation, why_not
+from shardproof.harness.simulation.world import simulated_world
 
 
-#: How often the data of a ring's collective pass each link, in units of (n - 1) / n.
-_PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2}
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """What the rank holds in one phase.
 
-ASSUMPTION = (
-    "ring algorithm: of N bytes gathered or reduced among n ranks a rank sends (n - 1) / n x N, in an all-reduce twice "
-    "that; the ring follows the ranks, and what leaves a host is sent over the links between ranks of different hosts"
-)
-
-
-def sent(kind: str, nbytes: int, size: int) -> float:
-    """The bytes that a rank sends in one collective.
-
-    Args:
-        kind: of the collective, as in a trace.
-        nbytes: the bytes of the unsharded side: the output of a gather, the input of a reduction.
-        size: the number of ranks in the group.
-
-    Returns:
-        The bytes. Of kinds without a ring, such as a broadcast, all of ``nbytes`` are passed on once.
+    Attributes:
+        name: "between steps", "forward", "backward" or "step".
+        at_peak: the bytes of each kind when the rank holds most.
+        most: the most bytes of each kind, each at its own moment.
     """
-    if size == 1:
-        return 0.0
-    passes = _PASSES.get(kind)
-    return float(nbytes) if passes is None else passes * nbytes * (size - 1) / size
 
-
-def crossing(group: Sequence[int], node_size: int) -> float:
-    """The part of a ring's links that lie between ranks of different hosts, from 0 to 1.
-
-    Args:
-        group: the global ranks, in the order of the ring.
-        node_size: ranks of a host, which has successive ranks.
-    """
-    hosts = [rank // node_size for rank in group]
-    links = zip(hosts, [*hosts[1:], hosts[0]], strict=True)
-    return sum(one != other for one, other in links) / len(hosts)
+    name: str
+    at_peak: dict[str, int]
+    most: dict[str, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,14 +68,22 @@ class Traffic:
 
 
 @dataclasses.dataclass(frozen=True)
-class Compared:
-    """A closed formula and what was simulated; as :class:`formulas.Formula` otherwise."""
+class Formula:
+    """What a closed formula gives, and what was simulated.
+
+    Attributes:
+        quantity: what it is.
+        unit: "B" or "collectives".
+        text: the formula with the sizes of the dtypes.
+        value: its value.
+        simulated: the number of the simulation, once there is one.
+    """
 
     quantity: str
     unit: str
     text: str
     value: float
-    simulated: int
+    simulated: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,9 +100,9 @@ class World:
 
     mesh: tuple[tuple[str, int], ...]
     hosts: int
-    phases: tuple[simulated.Phase, ...]
+    phases: tuple[Phase, ...]
     traffic: tuple[Traffic, ...]
-    formulas: tuple[Compared, ...]
+    formulas: tuple[Formula, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,30 +152,26 @@ def plan(request: Request, wanted: Sequence[Mesh], *, node_size: int) -> Planned
             raise ValueError(
                 f"--rank {request.rank}: a world of {math.prod(mesh)} ranks has 0 to {math.prod(mesh) - 1}"
             )
-    anatomy = simulated.examined(request, subject)
-    worlds = tuple(
-        _world(
-            request,
-            anatomy,
-            adapter,
-            mesh,
-            simulated.simulate(request, subject, anatomy, adapter, mesh),
-            hosts=count,
-            node_size=node_size,
+    known = examined(request, subject)
+    worlds = []
+    for mesh, count in zip(wanted, hosts, strict=True):
+        found = simulate(request, subject, known, adapter, mesh)
+        rows = traffic_of(found.trace, dict(zip(names_of(mesh), found.groups, strict=True)), node_size)
+        formulas = _compared(request, known, adapter, mesh, found, rows)
+        worlds.append(
+            World(tuple(zip(names_of(mesh), mesh, strict=True)), count, found.phases, tuple(rows), tuple(formulas))
         )
-        for mesh, count in zip(wanted, hosts, strict=True)
-    )
-    classes = collections.Counter(anatomy.classes.values())
-    own = {"root": 1} if anatomy.shapes[""] else {}
+    classes = collections.Counter(known.classes.values())
+    own = {"root": 1} if known.shapes[""] else {}
     return Planned(
         about=subject.about,
-        numel=anatomy.numel,
+        numel=known.numel,
         units={**classes, **own},
         version=adapter.version(),
         settings=_settings(request, subject, adapter),
-        worlds=worlds,
-        kinds={str(kind): text for kind, text in simulated.KINDS.items()},
-        assumptions=(*simulated.ASSUMPTIONS, ASSUMPTION, formulas.ASSUMPTION),
+        worlds=tuple(worlds),
+        kinds={str(kind): text for kind, text in _KINDS.items()},
+        assumptions=_ASSUMPTIONS,
         torch=torch.__version__,
     )
 
@@ -199,7 +182,10 @@ def _adapter(request: Request, *, dimensions: int) -> type[Adapter]:
     if reason is not None:
         raise ValueError(f"implementation {request.implementation!r} cannot be simulated on this host: {reason}")
     check(request, adapter, dimensions=dimensions)
-    simulated.refuse(request, adapter)
+    # It is refused only if it fails with a small model too.
+    reason = why_not(adapter)
+    if reason is not None:
+        raise ValueError(f"implementation {request.implementation!r} cannot be simulated: {reason}")
     return adapter
 
 
@@ -222,26 +208,166 @@ def _settings(request: Request, subject: Subject, adapter: type[Adapter]) -> dic
     }
 
 
-def _world(
+_ASSUMPTIONS = (
+    "memory is counted from the call that allocates a tensor to the call that frees it, in bytes that are asked for; "
+    "what allocators round up and keep, workspaces of libraries (NCCL, cuBLAS), temporary memory within one operator "
+    "and the CUDA context come on top",
+    "the second step, which is like all later ones; operators are the CPU's: a device may save other tensors for "
+    "backward, in attention above all",
+    "ring algorithm: of N bytes gathered or reduced among n ranks a rank sends (n - 1) / n x N, in an all-reduce twice "
+    "that; the ring follows the ranks, and what leaves a host is sent over the links between ranks of different hosts",
+    "closed formulas: P parameters, P0 of them in the root's own unit, U units, S shards, R replicas; every parameter "
+    "is cut into S equal parts without padding, every unit takes part once in a forward and a backward, and the root's "
+    "own stays gathered from forward to backward",
+)
+
+# One rank's step: what it holds in each phase, and the collectives that it issues.
+
+#: The kinds of memory, in the order of the tables.
+_KINDS = {
+    Kind.SHARDS: "what the rank holds of the parameters",
+    Kind.GRADIENTS: "what it holds of the gradients that the optimizer reads",
+    Kind.OPTIMIZER: "the optimizer's state",
+    Kind.GATHERED: "whole parameters of units, and the buffers of their gathers",
+    Kind.WHOLE_GRADIENTS: "gradients of whole parameters before they are reduced",
+    Kind.REDUCTION: "what reductions read and write",
+    Kind.ACTIVATIONS: "what forward saves for backward, temporary tensors, inputs and buffers of modules",
+}
+
+#: The phases that are shown, by those of a simulation that they consist of. The optimizer's is the last.
+_PHASES = {"forward": ("inputs", "forward"), "backward": ("backward", "around"), "step": ("clip", "step", "zero")}
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulated:
+    """What one rank does on one mesh.
+
+    Attributes:
+        phases: the phases, in order.
+        trace: the collectives of a step.
+        groups: the global ranks of its group along each dimension of the mesh.
+    """
+
+    phases: tuple[Phase, ...]
+    trace: Trace
+    groups: list[tuple[int, ...]]
+
+
+def examined(request: Request, subject: Subject) -> Anatomy:
+    """Build the model once, without memory, and find its units.
+
+    Raises:
+        ValueError: the model cannot be built without data, or has no such units; one line.
+    """
+    with Tensors().without_memory():
+        return anatomy.examine(anatomy.build(request, subject).model, request.units)
+
+
+def simulate(
     request: Request,
-    anatomy: Anatomy,
+    subject: Subject,
+    known: Anatomy,
     adapter: type[Adapter],
     mesh: Mesh,
-    found: simulated.Simulated,
     *,
-    hosts: int,
-    node_size: int,
-) -> World:
-    names = names_of(mesh)
-    rows = traffic_of(found.trace, dict(zip(names, found.groups, strict=True)), node_size)
-    shards, replicas = mesh[-1], mesh[0] if len(mesh) > 1 else 1
-    return World(
-        mesh=tuple(zip(names, mesh, strict=True)),
-        hosts=hosts,
-        phases=found.phases,
-        traffic=tuple(rows),
-        formulas=tuple(_compared(request, anatomy, adapter, found, rows, shards=shards, replicas=replicas)),
-    )
+    as_on_a_device: bool = True,
+) -> Simulated:
+    """Train two steps on one rank of a simulated world, whose ranks all are on the mesh.
+
+    Args:
+        as_on_a_device: whether buffers live as long as on a device with streams; False is what a CPU does.
+
+    Raises:
+        ValueError: the model or the implementation cannot be simulated; one line.
+    """
+    script = _Script(request, subject, known)
+    with _in_one_line(request), simulated_world(math.prod(mesh), rank=request.rank) as world:
+        device_mesh = world.mesh(mesh, names_of(mesh))
+        one = Simulation(
+            world,
+            adapter,
+            script.build,
+            config=anatomy.config_of(request, known, device_mesh),
+            optimizer=request.make_optimizer,
+            as_on_a_device=as_on_a_device,
+        )
+        one.step(script.inputs, loss=script.loss)
+        between = one.held()
+        trace = one.step(script.inputs, loss=script.loss)
+        found = extremes(one.ledger, step=1, parts=list(_PHASES.values()))
+        groups = [tuple(dist.get_process_group_ranks(group)) for group in device_mesh.get_all_groups()]
+        one.close()
+    phases = [Phase("between steps", _named(between.by_kind), _named(between.by_kind))]
+    phases += [Phase(name, _named(most.at_peak), _named(most.most)) for name, most in zip(_PHASES, found, strict=True)]
+    return Simulated(tuple(phases), trace, groups)
+
+
+def _named(by_kind: Mapping[Kind, int]) -> dict[str, int]:
+    return {str(kind): nbytes for kind, nbytes in by_kind.items() if nbytes}
+
+
+class _Script:
+    """What a training script does itself: it builds the model, makes inputs and computes the loss."""
+
+    def __init__(self, request: Request, subject: Subject, known: Anatomy) -> None:
+        self._request, self._subject, self._known = request, subject, known
+        self._given: tuple[Any, ...] = ()
+
+    def build(self) -> nn.Module:
+        built = anatomy.build(self._request, self._subject, self._known)
+        self._inputs, self._loss = built.inputs, built.loss
+        return built.model
+
+    def inputs(self) -> tuple[Any, ...]:
+        self._given = self._inputs(self._request.batch, self._request.sequence or self._subject.length)
+        return self._given
+
+    def loss(self, output: Any) -> torch.Tensor:
+        given, self._given = self._given, ()
+        return self._loss(output, *given)
+
+
+@contextlib.contextmanager
+def _in_one_line(request: Request) -> Iterator[None]:
+    """Turn what a model raises where it meets tensors without memory into a ValueError."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as error:
+        under = f"--model {request.model!r} cannot be simulated under {request.implementation}"
+        raise ValueError(f"{under}: {why(error)}") from error
+
+
+# What a rank sends in a collective, and which part of it leaves a host: by the ring algorithm.
+#
+# A ring of n ranks passes each n-th part of the data from rank to rank, in the order of the ranks, n - 1 times in a
+# gather or a reduce-scatter, and twice as often in an all-reduce (P. Patarasuk, X. Yuan: "Bandwidth optimal all-reduce
+# algorithms for clusters of workstations", 2009; the factors of the "bus bandwidth" of NCCL's tests are the same). NCCL
+# may choose trees, several rings or a switch that reduces instead.
+
+#: How often the data of a ring's collective pass each link, in units of (n - 1) / n.
+_PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2}
+
+
+def sent(kind: str, nbytes: int, size: int) -> float:
+    """The bytes that a rank sends in one collective among ``size`` ranks.
+
+    Args:
+        nbytes: the bytes of the unsharded side: the output of a gather, the input of a reduction. Of kinds without a
+            ring, such as a broadcast, all of them are passed on once.
+    """
+    if size == 1:
+        return 0.0
+    passes = _PASSES.get(kind)
+    return float(nbytes) if passes is None else passes * nbytes * (size - 1) / size
+
+
+def crossing(group: Sequence[int], node_size: int) -> float:
+    """The part of a ring's links, in the order of the group, that lie between ranks of different hosts, from 0 to 1."""
+    hosts = [rank // node_size for rank in group]
+    links = zip(hosts, [*hosts[1:], hosts[0]], strict=True)
+    return sum(one != other for one, other in links) / len(hosts)
 
 
 def traffic_of(trace: Trace, dimensions: Mapping[str, tuple[int, ...]], node_size: int) -> list[Traffic]:
@@ -253,9 +379,10 @@ def traffic_of(trace: Trace, dimensions: Mapping[str, tuple[int, ...]], node_siz
     rows = []
     for (group, kind, dtype), sizes in found.items():
         moved = sum(sent(kind, nbytes, len(group)) for nbytes in sizes)
+        ranks = f"ranks {group[0]} to {group[-1]}" if len(group) > 1 else f"rank {group[0]}"
         rows.append(
             Traffic(
-                group=names.get(group) or _ranks(group),
+                group=names.get(group) or ranks,
                 ranks=len(group),
                 kind=kind,
                 dtype=dtype,
@@ -268,28 +395,78 @@ def traffic_of(trace: Trace, dimensions: Mapping[str, tuple[int, ...]], node_siz
     return rows
 
 
-def _ranks(group: tuple[int, ...]) -> str:
-    return f"ranks {group[0]} to {group[-1]}" if len(group) > 1 else f"rank {group[0]}"
+# Closed formulas of sharded data parallelism, to stand beside what a simulation counts.
+#
+# For parameters that are cut into equal parts: S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training
+# Trillion Parameter Models" (2020), sections 5 and 7, with the units and the resharding of the contract.
 
 
 def _compared(
     request: Request,
-    anatomy: Anatomy,
+    known: Anatomy,
     adapter: type[Adapter],
-    found: simulated.Simulated,
+    mesh: Mesh,
+    found: Simulated,
     rows: Sequence[Traffic],
-    *,
-    shards: int,
-    replicas: int,
-) -> list[Compared]:
+) -> Iterator[Formula]:
     """Set each formula beside the simulated number."""
-    compared = []
-    for kind, formula in formulas.memory(request, anatomy, adapter, shards).items():
+    for kind, formula in _memory_formulas(request, known, adapter, shards=mesh[-1]):
         # When the optimizer steps, everything that it needs is there.
-        compared.append(Compared(**dataclasses.asdict(formula), simulated=found.step.most.get(kind, 0)))
-    closed = formulas.traffic(request, anatomy, adapter, shards=shards, replicas=replicas)
-    for (group, kind), (number, nbytes) in closed.items():
+        yield dataclasses.replace(formula, simulated=found.phases[-1].most.get(kind, 0))
+    for group, kind, number, nbytes in _traffic_formulas(request, known, adapter, mesh):
         of_kind = [one for one in rows if (one.group, one.kind) == (group, kind)]
-        compared.append(Compared(**dataclasses.asdict(number), simulated=sum(one.count for one in of_kind)))
-        compared.append(Compared(**dataclasses.asdict(nbytes), simulated=sum(one.nbytes for one in of_kind)))
-    return compared
+        yield dataclasses.replace(number, simulated=sum(one.count for one in of_kind))
+        yield dataclasses.replace(nbytes, simulated=sum(one.nbytes for one in of_kind))
+
+
+def _memory_formulas(
+    request: Request, known: Anatomy, adapter: type[Adapter], *, shards: int
+) -> Iterator[tuple[str, Formula]]:
+    """What a rank holds for as long as the model lives or the optimizer needs it, with its kind."""
+    item, states = request.dtype.itemsize, STATES[request.optimizer]
+
+    def formula(quantity: str, kind: str, factor: str, size: int) -> Formula:
+        divided = kind in adapter.traits.shards
+        text = f"{factor}P x {item} B{' / S' if divided else ''}"
+        return Formula(quantity, "B", text, known.numel * size * item / (shards if divided else 1))
+
+    yield "shards", formula("shards", "parameters", "", 1)
+    yield "gradients", formula("gradients", "gradients", "", 1)
+    if states:
+        yield "optimizer", formula("optimizer state", "optimizer", f"{states} x " if states > 1 else "", states)
+
+
+def _traffic_formulas(
+    request: Request, known: Anatomy, adapter: type[Adapter], mesh: Mesh
+) -> Iterator[tuple[str, str, Formula, Formula]]:
+    """A step's collectives by dimension of the mesh and kind: their number, and their bytes.
+
+    There are none where a group of one rank may issue collectives or not, and for an implementation that does not shard
+    parameters or has other units.
+    """
+    capabilities, shards = adapter.capabilities(), mesh[-1]
+    if Capability.COUNTED_UNITS not in capabilities or Capability.SHARDED not in capabilities:
+        return
+    if shards == 1 or type(request.reshard_after_forward) is int:
+        return
+    units, root = known.numels(), known.root_numel
+    compute = (request.compute or request.dtype).itemsize
+    reduce = request.precision.reduce_dtype(request.dtype, adapter.traits).itemsize
+    again = units if request.reshard_after_forward is not False else []
+    # An explicit choice holds for the root's own unit too, where the implementation lets the root choose.
+    keeps_root = request.reshard_after_forward is None or Capability.ROOT_RESHARD not in capabilities
+    kept = 1 if again and root and keeps_root else 0
+    gathers = len(units) + len(again) - kept
+    gathered = sum(units) + sum(again) - (root if kept else 0)
+    texts: dict[bool, tuple[str, str]] = {True: ("2 U - 1", "(2 P - P0)"), False: ("2 U", "2 P")}
+    count, numel = texts[bool(kept)] if again else ("U", "P")
+
+    def pair(what: str, number: tuple[str, int], nbytes: tuple[str, float]) -> tuple[Formula, Formula]:
+        return Formula(what, "collectives", *number), Formula(f"bytes of {what}", "B", *nbytes)
+
+    each, reduced = ("U", len(units)), known.numel * reduce
+    yield "shard", "all_gather", *pair("gathers", (count, gathers), (f"{numel} x {compute} B", gathered * compute))
+    yield "shard", "reduce_scatter", *pair("reductions", each, (f"P x {reduce} B", reduced))
+    if len(mesh) > 1 and mesh[0] > 1:
+        over = pair("all-reduces over replicas", each, (f"P x {reduce} B / S", reduced / shards))
+        yield "replicate", "all_reduce", *over

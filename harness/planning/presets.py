@@ -247,10 +247,5 @@ def shape_of(name: str) -> Shape:
 
 
 def build(shape: Shape, length: int) -> nn.Module:
-    """Make the model of a shape, on the default device.
-
-    Args:
-        shape: its sizes.
-        length: tokens of a sequence, for which it has positions.
-    """
+    """Make the model of a shape on the default device, with positions for ``length`` tokens."""
     return Gpt(shape, length) if shape.family == "gpt" else Llama(shape, length)

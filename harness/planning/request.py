@@ -72,12 +72,7 @@ class Request:
 
 
 def check(request: Request, adapter: type[Adapter], *, dimensions: int) -> None:
-    """Refuse what an implementation cannot do.
-
-    Args:
-        request: what is asked for.
-        adapter: the implementation.
-        dimensions: those of the mesh.
+    """Refuse what an implementation cannot do on a mesh of as many dimensions.
 
     Raises:
         ValueError: it needs a capability that the implementation does not declare; one line.

@@ -35,13 +35,7 @@ Loss = Callable[..., torch.Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Built:
-    """A model, not sharded, with what a step needs.
-
-    Attributes:
-        model: on the device that was the default one.
-        inputs: makes the arguments of its forward.
-        loss: maps its output to a scalar.
-    """
+    """A model, not sharded, with what makes the arguments of its forward and maps its output to a scalar."""
 
     model: nn.Module
     inputs: Inputs
@@ -53,13 +47,11 @@ class Subject:
     """A model that can be built.
 
     Attributes:
-        name: as it was given.
         about: what the model is; empty for the user's own.
         length: tokens of a sequence where none are asked for.
         build: builds it for a number of tokens, on the default device.
     """
 
-    name: str
     about: str
     length: int
     build: Callable[[int], Built]
@@ -86,9 +78,9 @@ def subject_of(name: str) -> Subject:
         raise ModelError(f"--model {name!r}: give module:function, or one of {', '.join(presets.KNOWN)}")
     if module_name in presets.FAMILIES:
         shape = presets.shape_of(name)
-        return Subject(name, shape.like, shape.length, lambda length: _of_tokens(presets.build(shape, length)))
+        return Subject(shape.like, shape.length, lambda length: _of_tokens(presets.build(shape, length)))
     function = _function(name, module_name, function_name)
-    return Subject(name, "", _LENGTH, lambda length: _built(name, function))
+    return Subject("", _LENGTH, lambda length: _built(name, function))
 
 
 def why(error: BaseException) -> str:
@@ -153,8 +145,7 @@ def _function(name: str, module_name: str, function_name: str) -> Callable[[], A
             f"--model {name!r}: {function_name}({', '.join(needed)}) needs arguments; give a function that builds the "
             "model without any, and without data"
         )
-    found: Callable[[], Any] = function
-    return found
+    return function  # type: ignore[no-any-return]
 
 
 def _needed(function: Callable[..., Any]) -> list[str]:
@@ -167,11 +158,7 @@ def _needed(function: Callable[..., Any]) -> list[str]:
 
 
 def _built(name: str, function: Callable[[], Any]) -> Built:
-    """Call the user's function.
-
-    Raises:
-        ModelError: it raised, or returned something else than a model, or than a model and two functions.
-    """
+    """Call the user's function, which may raise or return no model, or one without two functions beside it."""
     try:
         made = function()
     except BaseException as error:

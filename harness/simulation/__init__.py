@@ -6,8 +6,6 @@ Imports ``adapters``, ``models``, ``collectives`` and ``tensors``.
 - ``tensors``: tensors without memory.
 - ``training``: ``Simulation``, a model that an adapter shards and trains there; which implementations can be simulated.
 - ``memory``: ``Ledger``, the bytes that the rank holds, by kind, step and phase, and their extremes.
-- ``formulas``: what a rank should hold and a group should move, by sizes alone.
-- ``traffic``: sums of a trace by group.
 
 One simulation, from its world to its figures::
 
@@ -19,7 +17,6 @@ One simulation, from its world to its figures::
             trace = one.step(lambda: (torch.zeros(1, 2048, dtype=torch.int64),), loss=loss)
         one.held()                              # between steps: Usage, bytes by kind
         one.ledger.peaks(step=1)                # the peak of each phase of the second step, by kind
-        by_group(trace, Shape((64, 8), ("replicate", "shard"), rank=1))
         one.layout()                            # the local shape of each parameter
         one.close()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 import sys
 from collections.abc import Iterator
@@ -66,11 +65,6 @@ def without_groups() -> Iterator[None]:
         # Joining a world puts the rank before every traceback of the process.
         sys.excepthook = hook
         private.empty_dtensor_caches()
-
-
-def is_clean() -> bool:
-    """Whether this process belongs to no world."""
-    return not dist.is_initialized() and not private.need(f"{_C10D}._world").pg_map
 
 
 #: The most ranks of a world that have been simulated. Lists of all ranks make larger ones slow.
@@ -154,26 +148,3 @@ def simulated_world(size: int, *, rank: int = 0, device_type: str = "cpu") -> It
     with without_groups():
         dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=size)
         yield SimulatedWorld(size, rank, torch.device(device_type))
-
-
-@functools.lru_cache(maxsize=64)
-def coordinate_of(rank: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the place of a global rank on a mesh of all ranks, whose last dimension changes fastest."""
-    place = []
-    for size in reversed(shape):
-        rank, index = divmod(rank, size)
-        place.append(index)
-    return tuple(reversed(place))
-
-
-def ranks_along(rank: int, shape: tuple[int, ...], dims: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the global ranks that share with ``rank`` every coordinate but those of ``dims``, in ascending order.
-
-    It is computed from the shape alone, so that it can say what a mesh should have.
-    """
-    found = [0]
-    own = coordinate_of(rank, shape)
-    for dim, size in enumerate(shape):
-        indices = range(size) if dim in dims else (own[dim],)
-        found = [first * size + index for first in found for index in indices]
-    return tuple(found)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardproof.harness.adapters import registry
-from shardproof.harness.planning import anatomy, planned, presets, request, simulated
+from shardproof.harness.planning import anatomy, planned, presets, request
 from shardproof.harness.planning.request import Request
 from shardproof.harness.planning.subject import subject_of
 from shardproof.harness.simulation.memory import Ledger
@@ -94,10 +94,10 @@ def test_a_simulation_holds_what_real_tensors_hold(case, implementation):
     request = request_of(model, implementation, **options)
     real = Real(request, 2)
     subject = subject_of(request.model)
-    found = simulated.simulate(
+    found = planned.simulate(
         request,
         subject,
-        simulated.examined(request, subject),
+        planned.examined(request, subject),
         registry.load(implementation),
         (2,),
         as_on_a_device=False,

@@ -17,18 +17,16 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from shardproof.harness.adapters.base import Config
 from shardproof.harness.adapters.reference import ReferenceAdapter, ReferenceFlatAdapter
 from shardproof.harness.adapters.replicas import DdpAdapter
-from shardproof.harness.collectives.trace import Collective
 from shardproof.harness.models import mean_square, optim, shapes
 from shardproof.harness.plugin.selection import resolve
 from shardproof.harness.simulation import training
-from shardproof.harness.simulation.formulas import chunk
 from shardproof.harness.simulation.memory import Kind, Ledger
 from shardproof.harness.simulation.tensors import Tensors
-from shardproof.harness.simulation.traffic import Shape, by_group
 from shardproof.harness.simulation.training import Simulation
-from shardproof.harness.simulation.world import check_shape, is_clean, ranks_along, simulated_world
+from shardproof.harness.simulation.world import check_shape, simulated_world
 from shardproof.harness.tensors import memory
-from shardproof.testing import simulated
+from shardproof.suites.places import Place, chunk
+from shardproof.testing import private, simulated
 
 DIM, DEPTH = 512, 4
 LAYER = 4 * DIM * DIM
@@ -54,6 +52,10 @@ def simulate(world, kind=ReferenceAdapter, *, steps=2, **options):
     return one
 
 
+def belongs_to_no_world():
+    return not dist.is_initialized() and not private.need("torch.distributed.distributed_c10d._world").pg_map
+
+
 def attributes():
     """What a simulation replaces while it runs."""
     return sys.excepthook, torch.UntypedStorage.resize_, torch.UntypedStorage.data_ptr, torch.Tensor.data_ptr
@@ -65,7 +67,7 @@ def test_process_is_left_as_it_was():
         with simulated_world(8, rank=rank) as world:
             assert (dist.get_world_size(), dist.get_rank()) == (8, rank)
             simulate(world, steps=1).close()
-        assert is_clean()
+        assert belongs_to_no_world()
         assert attributes() == before
 
 
@@ -74,7 +76,7 @@ def test_process_is_left_as_it_was_after_an_error():
     with pytest.raises(ZeroDivisionError), simulated_world(8, rank=1) as world:
         one = simulate(world, steps=0)
         one.step(lambda: (torch.zeros(1, DIM),), loss=lambda output: 1 / 0)
-    assert is_clean()
+    assert belongs_to_no_world()
     assert attributes() == before
 
 
@@ -92,7 +94,7 @@ def test_own_world_is_hidden_and_comes_back():
         assert dist.new_group([1, 2]).size() == 2
     finally:
         dist.destroy_process_group()
-    assert is_clean()
+    assert belongs_to_no_world()
 
 
 @pytest.mark.parametrize("rank", [1, 5])
@@ -216,7 +218,7 @@ def test_peaks_are_those_that_the_allocator_counts(kind):
 def test_ddp_cannot_be_simulated_and_why():
     assert "data is not allocated yet" in str(training.why_not(DdpAdapter))
     assert training.why_not(ReferenceAdapter) is None
-    assert is_clean()
+    assert belongs_to_no_world()
 
 
 def ask(simulate, device="auto", worlds=None):
@@ -267,20 +269,10 @@ def test_worlds_that_make_no_sense():
 
 
 def test_groups_are_named_by_their_dimensions():
-    shape = Shape((4, 2, 8), ("replicate", "shard", "tensor"), rank=21)
-    assert ranks_along(21, (4, 2, 8), (2,)) == tuple(range(16, 24))
-    assert shape.along("shard") == (21, 29)
-    assert shape.along("replicate", "tensor") == tuple(r for first in (0, 16, 32, 48) for r in range(first, first + 8))
+    place = Place((4, 2, 8), ("replicate", "shard", "tensor"), rank=21)
+    assert place.along("tensor") == tuple(range(16, 24))
+    assert place.along("shard") == (21, 29)
+    assert place.along("replicate", "tensor") == tuple(r for first in (0, 16, 32, 48) for r in range(first, first + 8))
     for names in (("replicate",), ("shard",), ("tensor",), ("replicate", "shard"), ("replicate", "tensor")):
-        assert shape.dimensions_of(shape.along(*names)) == "+".join(names)
-    assert shape.dimensions_of((21, 22)) == ""
-    trace = [
-        Collective("forward", "all_gather", "float32", 80, (21, 29)),
-        Collective("backward", "all_reduce", "float32", 40, shape.along("replicate")),
-        Collective("backward", "all_reduce", "float32", 40, shape.along("replicate")),
-    ]
-    sums = by_group(trace, shape)
-    assert [(*key, one.count, one.nbytes, one.sent) for key, one in sums.items()] == [
-        ("forward", "all_gather", "shard", 1, 80, 40.0),
-        ("backward", "all_reduce", "replicate", 2, 80, 120.0),
-    ]
+        assert place.dimensions_of(place.along(*names)) == "+".join(names)
+    assert place.dimensions_of((21, 22)) == ""
