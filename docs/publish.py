@@ -1,8 +1,8 @@
 """Writes a run file into reports/published without what nobody reads there: what passing cases measured.
 
-Run as ``python docs/publish.py RUN NAME`` in the repository's root; ``NAME`` ends in ``.json.gz``. Of cases that pass
-or skip, the collectives, distances and losses are left out, and ``shortened`` names them, as in a record that was too
-large. A file of that form has about 90 kB for each implementation.
+Run as ``python docs/publish.py RUN NAME`` in the repository's root; ``NAME`` ends in ``.json.gz``. Of cases without an
+unexpected failure, the collectives, distances, losses and seconds of each activity are left out, and ``shortened`` names
+them, as in a record that was too large. A file of that form has at most 120 kB for each implementation.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ sys.path.insert(0, str(ROOT))  # a clone need not be installed
 from shardproof.reports import files
 from shardproof.reports.run import parse_run
 
-_MEASURED = ("collectives", "distances", "losses")
+_MEASURED = ("collectives", "distances", "losses", "spent")
+_EXPECTED = ("pass", "unsupported", "unmet", "expected-fail")
 
 
 def slim(data: dict[str, Any]) -> dict[str, Any]:
-    """Return the data of a run file without what its cases without a failure measured."""
-    return {**data, "cases": [one if one["failure"] else _without(one) for one in data["cases"]]}
+    """Return the data of a run file without the measurements of cases whose verdict is no surprise."""
+    return {**data, "cases": [_without(one) if one["verdict"] in _EXPECTED else one for one in data["cases"]]}
 
 
 def _without(record: dict[str, Any]) -> dict[str, Any]:
-    emptied = {name: type(record[name])() for name in _MEASURED}
-    return {**record, **emptied, "shortened": sorted({*record.get("shortened", ()), *_MEASURED})}
+    emptied = {name: type(record[name])() for name in _MEASURED if name in record}
+    return {**record, **emptied, "shortened": sorted({*record.get("shortened", ()), *emptied})}
 
 
 def main() -> None:

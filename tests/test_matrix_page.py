@@ -1,5 +1,6 @@
 """docs/matrix.md and README's table of implementations are those that the published run files give."""
 
+import gzip
 import importlib
 import json
 import re
@@ -62,6 +63,16 @@ def test_the_page_and_the_table_are_up_to_date():
     command = [warm.python(), "docs/make_matrix.py", "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_published_runs_are_as_publish_writes_them(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    publish = importlib.import_module("publish")
+    for path in (ROOT / "reports/published").glob("*.json.gz"):
+        data = json.loads(gzip.decompress(path.read_bytes()))
+        assert publish.slim(data) == data, f"{path.name} has measurements that docs/publish.py leaves out"
+        most = 120_000 * len({case["implementation"] for case in data["cases"]})
+        assert path.stat().st_size <= most, f"{path.name} has more than {most} bytes"
 
 
 def test_what_no_finding_explains_is_described():
