@@ -31,7 +31,7 @@ class Api:
 
     @property
     def device(self) -> torch.device:
-        """That of this rank."""
+        """The device of this rank."""
         return self.rank.device
 
     @property

@@ -21,7 +21,7 @@ pytestmark = needs(Capability.FSDP1_API)
 checkpoint_wrapper = private.take("torch.distributed.algorithms._checkpoint.checkpoint_wrapper.checkpoint_wrapper")
 
 
-# What a wrapper reports
+# Settings and attributes of a wrapper
 
 
 @contract("CALLS-1")

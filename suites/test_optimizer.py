@@ -405,7 +405,7 @@ def _parameters(owner: Trainee) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def _locals(owner: Trainee) -> list[torch.Tensor]:
-    """What this rank holds of the parameters, as plain tensors in the same memory."""
+    """This rank's parts of the parameters, as plain tensors in the same memory."""
     held = owner.held_parameters().values()
     return [one.to_local() if isinstance(one, DTensor) else one.detach() for one in held]
 

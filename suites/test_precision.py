@@ -234,7 +234,7 @@ def test_recomputation(rank: Rank, policy: str) -> None:
 @MIXED
 @pytest.mark.parametrize("policy", ["bf16", "inputs-as-they-are"])
 def test_evaluation(rank: Rank, policy: str) -> None:
-    """An evaluation has the dtypes and the values of a training forward, and the step after it those of any other."""
+    """An evaluation has a training forward's dtypes and values, and the next step the dtypes and values of any step."""
     precision, model = POLICIES[policy], mixed.Mixed()
     run, replica = both(rank, model, precision=precision)
     evaluate_and_train(rank, run, replica)
