@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from shardproof.harness.adapters.traits import Traits
 from shardproof.harness.tensors import private
+from shardproof.harness.tensors.trees import local_of
 
 Units = tuple[tuple[str, ...], ...]
 """The units of a model: each entry names the modules whose parameters are gathered by one collective."""
@@ -507,8 +507,8 @@ class OffloadedGradScaler(torch.amp.GradScaler):
         gradients = defaultdict(list)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if (gradient := parameter.grad) is not None:
-                    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+                if parameter.grad is not None:
+                    local = local_of(parameter.grad)
                     gradients[local.dtype].append(local)
         unscale = private.need("torch._amp_foreach_non_finite_check_and_unscale_")
         for same_dtype in gradients.values():

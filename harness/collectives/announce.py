@@ -25,35 +25,32 @@ from shardproof.harness.tensors.trees import tensors_of
 from shardproof.harness.verdicts.finding import Divergence, Location, Stage
 from shardproof.harness.verdicts.texts import ranks_of
 
-#: Methods of ``ProcessGroup`` across torch versions, and the kind of collective that each one issues.
+#: Methods of ``ProcessGroup`` across torch versions, by the kind of collective that they issue.
 _METHODS = {
-    "allgather": "all_gather",
-    "_allgather_base": "all_gather",
-    "all_gather_single": "all_gather",
-    "allgather_coalesced": "all_gather",
-    "allgather_into_tensor_coalesced": "all_gather",
-    "all_gather_single_coalesced": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "_reduce_scatter_base": "reduce_scatter",
-    "reduce_scatter_single": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "reduce_scatter_single_coalesced": "reduce_scatter",
-    "allreduce": "all_reduce",
-    "allreduce_coalesced": "all_reduce",
-    "broadcast": "broadcast",
-    "reduce": "reduce",
-    "gather": "gather",
-    "gather_single": "gather",
-    "gather_into_tensor": "gather",
-    "scatter": "scatter",
-    "alltoall": "all_to_all",
-    "alltoall_base": "all_to_all",
-    "all_to_all_single": "all_to_all",
-    "send": "send",
-    "recv": "recv",
-    "recv_anysource": "recv",
-    "barrier": "barrier",
-    "monitored_barrier": "barrier",
+    "all_gather": (
+        "allgather",
+        "_allgather_base",
+        "all_gather_single",
+        "allgather_coalesced",
+        "allgather_into_tensor_coalesced",
+        "all_gather_single_coalesced",
+    ),
+    "reduce_scatter": (
+        "reduce_scatter",
+        "_reduce_scatter_base",
+        "reduce_scatter_single",
+        "reduce_scatter_tensor_coalesced",
+        "reduce_scatter_single_coalesced",
+    ),
+    "all_reduce": ("allreduce", "allreduce_coalesced"),
+    "broadcast": ("broadcast",),
+    "reduce": ("reduce",),
+    "gather": ("gather", "gather_single", "gather_into_tensor"),
+    "scatter": ("scatter",),
+    "all_to_all": ("alltoall", "alltoall_base", "all_to_all_single"),
+    "send": ("send",),
+    "recv": ("recv", "recv_anysource"),
+    "barrier": ("barrier", "monitored_barrier"),
 }
 _POINT_TO_POINT = ("send", "recv")
 
@@ -212,10 +209,10 @@ class Announcer:
 
     def watch_process_groups(self) -> None:
         """Patch the methods of ``ProcessGroup`` to announce collectives, for the rest of the process."""
-        for name, kind in _METHODS.items():
-            method = getattr(dist.ProcessGroup, name, None)
-            if method is not None:
-                setattr(dist.ProcessGroup, name, self._announcing(method, kind))
+        for kind, names in _METHODS.items():
+            for name in names:
+                if (method := getattr(dist.ProcessGroup, name, None)) is not None:
+                    setattr(dist.ProcessGroup, name, self._announcing(method, kind))
 
     def _announcing(self, method: Callable[..., Any], kind: str) -> Any:
         @functools.wraps(method)

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from shardproof.harness.collectives.recorder import kind_of
 from shardproof.harness.tensors import private
 from shardproof.harness.tensors.private import TorchDispatchMode
-from shardproof.harness.tensors.trees import tensors_of
+from shardproof.harness.tensors.trees import local_of, tensors_of
 
 
 class Kind(enum.StrEnum):
@@ -210,7 +210,7 @@ class Ledger(TorchDispatchMode):
     def mark(self, tensors: Iterable[torch.Tensor], kind: Kind) -> None:
         """Note what tensors are for; what they are for already stays if it comes before."""
         for tensor in tensors:
-            _mark(self.block_of(tensor.to_local() if isinstance(tensor, DTensor) else tensor), kind)
+            _mark(self.block_of(local_of(tensor)), kind)
 
     def _freed(self, key: int) -> None:
         self._change(self._live.pop(key), 0)

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from shardproof.harness.adapters.base import Adapter, Config, OptimizerFactory
 from shardproof.harness.collectives.recorder import Recorder
@@ -21,7 +20,7 @@ from shardproof.harness.simulation.memory import Kind, Ledger, Usage
 from shardproof.harness.simulation.tensors import Tensors
 from shardproof.harness.simulation.world import SimulatedWorld, simulated_world
 from shardproof.harness.tensors import memory, private
-from shardproof.harness.tensors.trees import tensors_of
+from shardproof.harness.tensors.trees import local_of, tensors_of
 
 #: The phases, in their order.
 PHASES = ("build", "shard", "inputs", "around", "forward", "backward", "clip", "step", "zero")
@@ -208,7 +207,7 @@ class Simulation:
 
 
 def _layout(tensor: torch.Tensor) -> Layout:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = local_of(tensor)
     return Layout(tuple(local.shape), str(local.dtype).removeprefix("torch."))
 
 
