@@ -499,9 +499,7 @@ class Adapter(ABC):
     def after_step(self, event: torch.Event) -> None:
         """Make the next step's gathers wait for ``event`` instead of the whole stream of the optimizer.
 
-        Called after each optimizer step.
-
-        Needs :attr:`Capability.POST_OPTIM_EVENT`.
+        Called after each optimizer step. Needs :attr:`Capability.POST_OPTIM_EVENT`.
 
         Args:
             event: recorded on the current stream after the step.
@@ -511,9 +509,7 @@ class Adapter(ABC):
     def change(self, settings: Settings, *, unit: str = "", recurse: bool = False) -> None:
         """Change the settings of one unit, or of all units in a module, for the passes that follow.
 
-        Called between steps. It may communicate.
-
-        Needs :attr:`Capability.UNIT_SETTINGS`.
+        Called between steps. It may communicate. Needs :attr:`Capability.UNIT_SETTINGS`.
 
         Args:
             settings: what to change.
@@ -537,9 +533,7 @@ class Adapter(ABC):
         """Make what the implementation documents as the call after an exception in forward or backward.
 
         Called on every rank after an exception at the same place on all of them. Gradients are then zeroed, and the
-        next step begins anew. The default fits an implementation that needs no call.
-
-        Needs :attr:`Capability.RECOVERY`.
+        next step begins anew. The default fits an implementation that needs no call. Needs :attr:`Capability.RECOVERY`.
         """
         return None
 

@@ -182,10 +182,7 @@ class Settings:
     """
 
     older_divide_factor: float | None = None
-    """The same, by the older name of the call.
-
-    Needs :attr:`Capability.DIVIDE_FACTOR`.
-    """
+    """The same, by the older name of the call. Needs :attr:`Capability.DIVIDE_FACTOR`."""
 
     force_sum: bool | None = None
     """Whether every reduction is a sum, and divisions are separate."""
@@ -488,12 +485,8 @@ class OffloadedGradScaler(torch.amp.GradScaler):
     """Unscales gradients on the CPU, and lets all ranks know of an infinite one through the device's collectives.
 
     torch's scalers read the inverse of the scale before it has arrived on the CPU, and ``GradScaler`` asks the other
-    ranks by a collective on the CPU, for which a world of NCCL alone has no backend.
-
-    Args:
-        mesh: all ranks that share the parameters, on the device of the losses.
-        init_scale: by what the first losses are multiplied.
-        growth_interval: the number of steps without infinite gradients after which the scale is doubled.
+    ranks by a collective on the CPU, for which a world of NCCL alone has no backend. The mesh has all ranks that share
+    the parameters, on the device of the losses.
     """
 
     def __init__(self, mesh: DeviceMesh, *, init_scale: float, growth_interval: int) -> None:

@@ -64,15 +64,8 @@ def cut_like(full: torch.Tensor, *, mesh: DeviceMesh, placements: tuple[Placemen
     Plain ``Shard`` placements are applied first, in the order of the mesh dimensions, then the strided ones in reverse
     order. A strided placement on the data-parallel dimension means that tensor parallelism, a later mesh dimension, has
     sharded the tensor first, and that data parallelism shards the local part. The rule is computed here instead of by
-    DTensor, so that a wrong layout shows up as a difference and does not define what is right.
-
-    Args:
-        full: a tensor of the full shape.
-        mesh: the mesh of the placements.
-        placements: one placement for each mesh dimension.
-
-    Returns:
-        This rank's shard. An empty shard has size 0 in the sharded dimension and keeps the other dimensions.
+    DTensor, so that a wrong layout shows up as a difference and does not define what is right. An empty shard has size
+    0 in the sharded dimension and keeps the other dimensions.
 
     Raises:
         AssertionError: a placement is neither ``Shard`` nor ``Replicate`` nor a strided shard whose ``split_factor``
@@ -108,11 +101,7 @@ def _chunk(full: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, dim: int) -> tor
 
 
 def piece_of(tensor: torch.Tensor) -> Piece:
-    """Return what this rank holds of a parameter or a gradient, cut by the placements that the tensor itself has.
-
-    Args:
-        tensor: a DTensor, or a plain tensor that this rank holds in full.
-    """
+    """Return what this rank holds of a parameter or a gradient, cut by the placements that the tensor itself has."""
     if not isinstance(tensor, DTensor):
         return whole(tensor)
     cut = functools.partial(cut_like, mesh=tensor.device_mesh, placements=tuple(tensor.placements))
@@ -122,15 +111,10 @@ def piece_of(tensor: torch.Tensor) -> Piece:
 def cut_of_share(full: torch.Tensor, *, cut: Cut, mesh: DeviceMesh, dim: int = 0) -> torch.Tensor:
     """Cut a full tensor to this rank's share under per-parameter sharding.
 
-    The share is the rank's chunk, by ``torch.chunk`` along one dimension, of what tensor parallelism has left. It
-    follows from the documentation of ``fully_shard`` and not from the placements of any tensor, so that a parameter
-    that is replicated by mistake does not count as sharded.
-
-    Args:
-        full: a tensor of the full shape.
-        cut: cuts a full tensor to the part that tensor parallelism left, before sharding.
-        mesh: the data-parallel mesh; the parameters are divided over its last dimension.
-        dim: the dimension of the tensor that is divided.
+    The share is the rank's chunk, by ``torch.chunk`` along one dimension, of what tensor parallelism has left, to which
+    ``cut`` cuts. Chunks are divided over the last dimension of the data-parallel mesh. This follows from the
+    documentation of ``fully_shard`` and not from the placements of any tensor, so that a parameter that is replicated
+    by mistake does not count as sharded.
     """
     return _chunk(cut(full), mesh, mesh.ndim - 1, dim)
 

@@ -87,12 +87,7 @@ class FlatLayout:
     alignment: int = 1
 
     def places(self, *, index: int, size: int) -> Iterator[Place]:
-        """Yield the part of each parameter in one rank's shard.
-
-        Args:
-            index: the position of the rank among those that share the flat parameter.
-            size: the number of ranks that share it.
-        """
+        """Yield the part of each parameter in the shard of one rank, by its index among those that share it."""
         starts, end = self._extents()
         length = math.ceil(end / size)
         parameters = zip(self.names, starts, self.numels, self.cuts, self.orders, strict=True)
@@ -103,15 +98,10 @@ class FlatLayout:
             yield Place(name, first, last, part)
 
     def pieces(self, shard: torch.Tensor | None, *, index: int, size: int) -> Iterator[tuple[str, Piece | None]]:
-        """Yield the name and the piece of each parameter in one rank's shard of the flat parameter.
+        """Yield the name and the piece of each parameter in one rank's 1-D shard, as for :meth:`places`.
 
-        Args:
-            shard: the 1-D shard; None where the rank holds none, as for the gradient of an unused unit.
-            index: the position of the rank among those that share the flat parameter.
-            size: the number of ranks that share it.
-
-        Yields:
-            For each parameter its name and a piece whose tensor is a view of ``shard``, or None without a shard.
+        The tensors of pieces are views of ``shard``. Without one, as for the gradient of an unused unit, there are no
+        pieces.
         """
         length = math.ceil(self._extents()[1] / size)
         assert shard is None or shard.shape == (length,), (
@@ -137,7 +127,7 @@ def _part(full: torch.Tensor, *, cut: Cut, order: tuple[int, ...], first: int, l
 def flat_units(
     model: nn.Module, modules: Sequence[str], *, alignment: int = 1, ignored: Sequence[str] = ()
 ) -> list[FlatLayout]:
-    """Return the layouts of the flat parameters that wrapping makes.
+    """Return the layouts of the flat parameters that wrapping makes; of modules that are left without parameters none.
 
     Args:
         model: the model before anything is wrapped.
@@ -145,9 +135,6 @@ def flat_units(
             them that contains it.
         alignment: each parameter starts at a multiple of this number of elements.
         ignored: the names of the parameters that belong to none.
-
-    Returns:
-        One layout for each module, without the modules that are left with no parameters.
     """
     claimed = {id(model.get_parameter(name)) for name in ignored}
     found = []

@@ -37,12 +37,7 @@ from shardproof.harness.tensors.trees import local_of
 
 
 def cuts_of_rows(parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> dict[str, Cut]:
-    """Return the cut of each parameter to the rows that this rank holds (collective).
-
-    Args:
-        parameters: DTensors with any number of rows on each rank.
-        group: the ranks that divide the parameters.
-    """
+    """Return the cut of each DTensor to the rows that this rank holds, of which a rank has any number (collective)."""
     # Names may differ between the ranks, and the order does not.
     mine = [local_of(parameter).shape[0] for parameter in parameters.values()]
     everyone: list[Any] = [None] * group.size()

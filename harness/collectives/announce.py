@@ -60,12 +60,7 @@ _ROOTED = {"broadcast": "from", "scatter": "from", "reduce": "to", "gather": "to
 
 
 class Announcer:
-    """Writes one rank's announcements to the board.
-
-    Args:
-        board: the world's board.
-        rank: the global rank of this process.
-    """
+    """Writes the announcements of this process to the world's board, as those of a global rank."""
 
     def __init__(self, board: Board, *, rank: int) -> None:
         self._board = board
@@ -96,21 +91,18 @@ class Announcer:
         return self._operator
 
     def start_job(self, job: int, *, checking: bool, patience: float) -> None:
-        """Start a job: reset the numbers of collectives.
+        """Start a job, in which collectives are numbered anew.
 
-        Args:
-            job: the job's number.
-            checking: whether to compare each announcement with those of the peers before entering the collective.
-            patience: seconds to wait for the peers' announcements of one collective.
+        While checking, each announcement is compared with those of the peers before the collective is entered; for
+        those of one collective a rank waits ``patience`` seconds.
         """
         self._numbers.clear()
         self._job, self._checking, self._patience = job, checking, patience
 
     def announce(self, group: dist.ProcessGroup, kind: str, text: str) -> None:
-        """Announce that this rank is about to enter a collective.
+        """Announce that this rank is about to enter a collective of a group.
 
         Args:
-            group: the process group of the collective.
             kind: the kind of collective, in the trace's vocabulary; "send" and "recv" are never checked.
             text: a description of the collective; while checking, it is compared between the members of the group.
 
@@ -192,13 +184,10 @@ class Announcer:
 
     @contextlib.contextmanager
     def heard_by(self, listener: Callable[[Collective], None], *, phase: str) -> Iterator[None]:
-        """Pass on the collectives that the methods of ``ProcessGroup`` issue in this context.
+        """Pass on each collective that the methods of ``ProcessGroup`` issue in this context, before it is issued.
 
-        It serves where no Recorder may be active, and misses what is issued below Python, as by DDP's reducer.
-
-        Args:
-            listener: called with each collective, before it is issued.
-            phase: the phase to which the collectives belong.
+        It serves where no Recorder may be active, and misses what is issued below Python, as by DDP's reducer. The
+        collectives belong to ``phase``.
         """
         before = self._listener
         self._listener = lambda collective: listener(dataclasses.replace(collective, phase=phase))
@@ -240,10 +229,7 @@ class Announcer:
 def full_kind(kind: str, *, operator: str, root: int | None) -> str:
     """Name a collective with what all ranks must agree on: "all_reduce sum", "broadcast from rank 0".
 
-    Args:
-        kind: the kind of collective, in the trace's vocabulary.
-        operator: the operator of a reduction; empty if it is not known.
-        root: the global rank of the root, for the kinds that have one.
+    The operator is empty where it is not known; the root is a global rank, of the kinds that have one.
     """
     parts = [kind, operator if kind in _REDUCTIONS else ""]
     parts += [f"{_ROOTED[kind]} rank {root}"] if kind in _ROOTED and root is not None else []

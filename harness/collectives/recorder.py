@@ -93,17 +93,15 @@ class Recorder(TorchDispatchMode):
     """Records collectives into ``trace`` while active.
 
     Delays are injected by the hooks ``before`` and ``after``, at the operator, because the Python names of collectives
-    changed in torch 2.13 and DDP's reducer uses none.
+    changed in torch 2.13 and DDP's reducer uses none. An announcer announces every collective before the rank enters
+    it.
 
     Args:
         unit_of: maps a collective's kind, dtype and bytes to the label of its unit.
-        announcer: announces every collective before the rank enters it; optional.
 
     Attributes:
         trace: the collectives recorded so far.
         phase: the current phase of the step.
-        before: called with each collective before it is issued.
-        after: called with each collective after it was issued.
     """
 
     def __init__(

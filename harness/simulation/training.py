@@ -28,12 +28,7 @@ PHASES = ("build", "shard", "inputs", "around", "forward", "backward", "clip", "
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """What one rank holds of a tensor.
-
-    Attributes:
-        shape: the shape of its part.
-        dtype: the dtype without its "torch." prefix.
-    """
+    """The shape of what one rank holds of a tensor, and its dtype without the "torch." prefix."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -100,15 +95,12 @@ class Simulation:
     def step(
         self, inputs: Callable[[], tuple[Any, ...]], *, loss: Callable[..., torch.Tensor], set_to_none: bool = True
     ) -> Trace:
-        """Train one optimizer step.
+        """Train one optimizer step, and return its collectives.
 
         Args:
             inputs: makes the arguments of one microbatch's forward; as many are trained as the configuration has.
-            loss: maps a forward's output, and after it the arguments, if it takes them, to a scalar.
+            loss: maps a forward's output to a scalar.
             set_to_none: whether gradients are set to None after the step, or to zeros.
-
-        Returns:
-            The collectives of this step.
         """
         adapter, config, before = self.adapter, self.config, len(self.trace)
         memory.collect_garbage()
