@@ -5,40 +5,31 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib.util
 import os
 from collections.abc import Iterator
-from importlib import metadata
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardproof.harness.adapters.base import Accumulation, Config, OptimizerFactory, Precision
-from shardproof.harness.adapters.capability import Capability
+from shardproof.harness.adapters.base import Accumulation, Config, OptimizerFactory, Packaged, Precision
+from shardproof.harness.adapters.capability import CLIPS_BY_CALL, COMMON, Capability
 from shardproof.harness.adapters.torch_fully_shard import TorchFullyShardAdapter
 
-_CAPABILITIES = frozenset(
-    {
+_CAPABILITIES = (
+    COMMON
+    | CLIPS_BY_CALL
+    | {
         Capability.SHARDED,
         Capability.RESHARD_AFTER_FORWARD,
         Capability.UNUSED_OUTPUT,
-        Capability.UNUSED_MODULE,
-        Capability.CONTAINER_OUTPUT,
-        Capability.DATACLASS_OUTPUT,
         Capability.POST_ACCUMULATE_GRAD_HOOK,
-        Capability.MULTIPLE_FORWARD,
-        Capability.CLIPPING,
-        Capability.CLIP_BY_CALL,
-        Capability.CLIP_ANY_NORM,
         Capability.CLIP_EMPTY_SHARDS,
         Capability.DEFAULT_MESH,
         Capability.DTENSOR_PARAMETERS,
-        Capability.ADAM,
         Capability.OWN_OPTIMIZER,
         Capability.DEFERRED_REDUCTION,
         Capability.RECOMPUTATION,
-        Capability.TIED_PARAMETERS,
         Capability.DISTRIBUTED_CHECKPOINT,
         Capability.FULL_STATE_DICT,
         Capability.AUTOGRAD_CALLS,
@@ -47,31 +38,27 @@ _CAPABILITIES = frozenset(
 )
 
 
-class AccelerateFsdpAdapter(TorchFullyShardAdapter):
+class AccelerateFsdpAdapter(Packaged, TorchFullyShardAdapter):
     """The model, its optimizer, backward, clipping and ``no_sync`` go through an ``Accelerator``, one for each process.
 
     ``config.units`` chooses classes: every module of a class that some unit has becomes a unit.
     """
 
     name = "accelerate.fsdp"
+    package, brings = "accelerate", "'shardproof[accelerate]'"
     # An Accelerator's state belongs to the process. It needs devices, of which a simulated world has none.
     traits = dataclasses.replace(TorchFullyShardAdapter.traits, isolation="case", frees_models=False, simulates=False)
 
     @classmethod
     def availability(cls, device_type: str) -> str | None:
-        if importlib.util.find_spec("accelerate") is None:
-            return "accelerate is not installed; pip install 'shardproof[accelerate]' brings it"
-        if device_type == "cpu":
+        reason = super().availability(device_type)
+        if reason is None and device_type == "cpu":
             return "on a CPU accelerate does not shard, it makes plain DistributedDataParallel of FSDP; run it on GPUs"
-        return None
+        return reason
 
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
         return _CAPABILITIES & super().capabilities()
-
-    @classmethod
-    def version(cls) -> str:
-        return metadata.version("accelerate")
 
     @classmethod
     def prepare(cls, device_type: str) -> None:

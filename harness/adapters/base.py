@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import pathlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib import metadata
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.config import Accumulation as Accumulation
@@ -31,63 +32,7 @@ from shardproof.harness.adapters.config import WholeParameters as WholeParameter
 from shardproof.harness.adapters.config import WrapPolicy as WrapPolicy
 from shardproof.harness.adapters.traits import Traits as Traits
 from shardproof.harness.adapters.traits import padded_to_rows as padded_to_rows
-
-# Checkpoints of an implementation's own, by its own calls and in its own files.
-
-
-class OwnCheckpoints:
-    """What an adapter with :attr:`Capability.OWN_CHECKPOINT` implements."""
-
-    name: ClassVar[str]
-
-    def save_own(self, directory: pathlib.Path) -> None:
-        """Write model and optimizer into a directory (collective). Needs :attr:`Capability.OWN_CHECKPOINT`."""
-        raise AssertionError(f"{self.name} does not declare {Capability.OWN_CHECKPOINT!r}")
-
-    def load_own(self, directory: pathlib.Path) -> None:
-        """Load what :meth:`save_own` wrote (collective). Needs :attr:`Capability.OWN_CHECKPOINT`."""
-        raise AssertionError(f"{self.name} does not declare {Capability.OWN_CHECKPOINT!r}")
-
-    def consolidated(self, directory: pathlib.Path) -> dict[str, torch.Tensor]:
-        """Return the whole weights in what :meth:`save_own` wrote, as user code outside of the job reads them.
-
-        Called on every rank, which reads the files alone: not collective. Needs :attr:`Capability.OWN_CHECKPOINT`.
-
-        Returns:
-            The weights on the CPU, by names of the original model.
-        """
-        raise AssertionError(f"{self.name} does not declare {Capability.OWN_CHECKPOINT!r}")
-
-
-# State dicts of optimizers by the calls that an implementation had before, and by numbers in place of names.
-
-
-class OlderStates:
-    """What an adapter with :attr:`Capability.OPTIMIZER_KEYS` implements."""
-
-    name: ClassVar[str]
-
-    def older_checkpoint(self, *, form: StateForm) -> dict[str, Any]:
-        """Return the optimizer's state dict by older calls (collective). Needs :attr:`Capability.OPTIMIZER_KEYS`."""
-        raise AssertionError(f"{self.name} does not declare {Capability.OPTIMIZER_KEYS!r}")
-
-    def older_restore(self, state: dict[str, Any], *, form: StateForm) -> None:
-        """Load what :meth:`older_checkpoint` returned (collective). Needs :attr:`Capability.OPTIMIZER_KEYS`."""
-        raise AssertionError(f"{self.name} does not declare {Capability.OPTIMIZER_KEYS!r}")
-
-    def rekeyed(self, state: dict[str, Any], *, by: KeyKind, model: nn.Module, optimizer: Any) -> dict[str, Any]:
-        """Return a full state dict of an optimizer with the other kind of keys.
-
-        Needs :attr:`Capability.OPTIMIZER_KEYS`.
-
-        Args:
-            state: by names, or by numbers.
-            by: the kind of keys to return.
-            model: the unsharded model.
-            optimizer: an optimizer of its parameters.
-        """
-        raise AssertionError(f"{self.name} does not declare {Capability.OPTIMIZER_KEYS!r}")
-
+from shardproof.harness.tensors.trees import local_of
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 """Takes parameters and returns an optimizer that updates them."""
@@ -164,8 +109,7 @@ def state_pieces(state: Mapping[str, Any], cut: Cut) -> dict[str, Piece]:
 
 def tensors_of_state(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the tensors of one parameter's optimizer state by key; a DTensor stands for its local shard."""
-    tensors = {key: value for key, value in sorted(state.items()) if isinstance(value, torch.Tensor)}
-    return {key: value.to_local() if isinstance(value, DTensor) else value for key, value in tensors.items()}
+    return {key: local_of(value) for key, value in sorted(state.items()) if isinstance(value, torch.Tensor)}
 
 
 class KeysLeftOver(NamedTuple):
@@ -191,7 +135,7 @@ def options_of(form: StateForm, *, saves: bool = True, strict: bool = True) -> A
     )
 
 
-class Adapter(OlderStates, OwnCheckpoints, ABC):
+class Adapter(ABC):
     """One model, sharded by one implementation, on one rank.
 
     The harness makes one instance per model on every rank of the world, and every rank makes the same calls in the same
@@ -555,9 +499,7 @@ class Adapter(OlderStates, OwnCheckpoints, ABC):
     def after_step(self, event: torch.Event) -> None:
         """Make the next step's gathers wait for ``event`` instead of the whole stream of the optimizer.
 
-        Called after each optimizer step.
-
-        Needs :attr:`Capability.POST_OPTIM_EVENT`.
+        Called after each optimizer step. Needs :attr:`Capability.POST_OPTIM_EVENT`.
 
         Args:
             event: recorded on the current stream after the step.
@@ -567,9 +509,7 @@ class Adapter(OlderStates, OwnCheckpoints, ABC):
     def change(self, settings: Settings, *, unit: str = "", recurse: bool = False) -> None:
         """Change the settings of one unit, or of all units in a module, for the passes that follow.
 
-        Called between steps. It may communicate.
-
-        Needs :attr:`Capability.UNIT_SETTINGS`.
+        Called between steps. It may communicate. Needs :attr:`Capability.UNIT_SETTINGS`.
 
         Args:
             settings: what to change.
@@ -593,9 +533,7 @@ class Adapter(OlderStates, OwnCheckpoints, ABC):
         """Make what the implementation documents as the call after an exception in forward or backward.
 
         Called on every rank after an exception at the same place on all of them. Gradients are then zeroed, and the
-        next step begins anew. The default fits an implementation that needs no call.
-
-        Needs :attr:`Capability.RECOVERY`.
+        next step begins anew. The default fits an implementation that needs no call. Needs :attr:`Capability.RECOVERY`.
         """
         return None
 
@@ -644,6 +582,49 @@ class Adapter(OlderStates, OwnCheckpoints, ABC):
         assert self.optimizer is not None, f"{self.name} exposes no optimizer"
         return self.optimizer
 
+    # Checkpoints of an implementation's own, by its own calls and in its own files.
+
+    def save_own(self, directory: pathlib.Path) -> None:
+        """Write model and optimizer into a directory (collective). Needs :attr:`Capability.OWN_CHECKPOINT`."""
+        raise AssertionError(f"{self.name} does not declare {Capability.OWN_CHECKPOINT!r}")
+
+    def load_own(self, directory: pathlib.Path) -> None:
+        """Load what :meth:`save_own` wrote (collective). Needs :attr:`Capability.OWN_CHECKPOINT`."""
+        raise AssertionError(f"{self.name} does not declare {Capability.OWN_CHECKPOINT!r}")
+
+    def consolidated(self, directory: pathlib.Path) -> dict[str, torch.Tensor]:
+        """Return the whole weights in what :meth:`save_own` wrote, as user code outside of the job reads them.
+
+        Called on every rank, which reads the files alone: not collective. Needs :attr:`Capability.OWN_CHECKPOINT`.
+
+        Returns:
+            The weights on the CPU, by names of the original model.
+        """
+        raise AssertionError(f"{self.name} does not declare {Capability.OWN_CHECKPOINT!r}")
+
+    # State dicts of optimizers by the calls that an implementation had before, and by numbers in place of names.
+
+    def older_checkpoint(self, *, form: StateForm) -> dict[str, Any]:
+        """Return the optimizer's state dict by older calls (collective). Needs :attr:`Capability.OPTIMIZER_KEYS`."""
+        raise AssertionError(f"{self.name} does not declare {Capability.OPTIMIZER_KEYS!r}")
+
+    def older_restore(self, state: dict[str, Any], *, form: StateForm) -> None:
+        """Load what :meth:`older_checkpoint` returned (collective). Needs :attr:`Capability.OPTIMIZER_KEYS`."""
+        raise AssertionError(f"{self.name} does not declare {Capability.OPTIMIZER_KEYS!r}")
+
+    def rekeyed(self, state: dict[str, Any], *, by: KeyKind, model: nn.Module, optimizer: Any) -> dict[str, Any]:
+        """Return a full state dict of an optimizer with the other kind of keys.
+
+        Needs :attr:`Capability.OPTIMIZER_KEYS`.
+
+        Args:
+            state: by names, or by numbers.
+            by: the kind of keys to return.
+            model: the unsharded model.
+            optimizer: an optimizer of its parameters.
+        """
+        raise AssertionError(f"{self.name} does not declare {Capability.OPTIMIZER_KEYS!r}")
+
     def teardown(self) -> None:
         """Undo what the implementation keeps outside the model: hooks, groups, references in module globals.
 
@@ -651,6 +632,47 @@ class Adapter(OlderStates, OwnCheckpoints, ABC):
         this method should not wait for other ranks.
         """
         return None
+
+
+class ByParameter(Adapter):
+    """An adapter that finds what a rank holds of a parameter in one tensor, and of its gradient in that one's."""
+
+    @abstractmethod
+    def piece(self, name: str, tensor: torch.Tensor) -> Piece:
+        """Return what a tensor is of a parameter, or of its gradient."""
+
+    def gradients(self) -> dict[str, Piece | None]:
+        """Return the local parts of the gradients, where the optimizer finds them."""
+        return {
+            name: None if parameter.grad is None else self.piece(name, parameter.grad)
+            for name, parameter in self.held_parameters().items()
+        }
+
+    def parameters(self) -> dict[str, Piece]:
+        """Return the local parts of the parameters, where the optimizer updates them."""
+        return {name: self.piece(name, parameter.detach()) for name, parameter in self.held_parameters().items()}
+
+
+class Packaged(Adapter):
+    """An adapter of a package that may not be installed.
+
+    Attributes:
+        package: the name of the package for pip; its module has underscores in place of hyphens.
+        brings: the arguments of ``pip install`` that bring it.
+    """
+
+    package: ClassVar[str]
+    brings: ClassVar[str]
+
+    @classmethod
+    def availability(cls, device_type: str) -> str | None:
+        if importlib.util.find_spec(cls.package.replace("-", "_")) is None:
+            return f"{cls.package} is not installed; pip install {cls.brings} brings it"
+        return None
+
+    @classmethod
+    def version(cls) -> str:
+        return metadata.version(cls.package)
 
 
 class NoAdapter(Adapter):

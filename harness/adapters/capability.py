@@ -11,293 +11,240 @@ class Capability(enum.StrEnum):
     A case that needs a capability which the adapter does not declare is skipped with the verdict ``unsupported``.
     """
 
+    # What is sharded, over which ranks, and when it is gathered.
+
     SHARDED = "sharded"
     """At least the parameters are sharded."""
-
     RESHARD_AFTER_FORWARD = "reshard-after-forward"
     """``reshard_after_forward`` accepts ``True`` (free gathered parameters after forward) and ``False`` (keep them)."""
-
     RESHARD_TO_SIZE = "reshard-to-size"
     """``reshard_after_forward`` accepts an int smaller than the shard group and reshards to groups of that size."""
-
     RESHARD_TO_SIZE_UNEVEN = "reshard-to-size-uneven"
     """After resharding to a smaller size that does not divide a dimension, ``parameters()`` shows the right shards."""
-
     RESHARD_A_PART = "reshard-a-part"
     """Resharding to a smaller size works too where several parts of the world train models of their own."""
-
     ROOT_RESHARD = "root-reshard"
     """``reshard_after_forward=True`` also frees the root's own unit after forward."""
-
     GROUPED_UNIT = "grouped-unit"
     """One unit can consist of several modules."""
+    HYBRID = "hybrid"
+    """On a (replicate, shard) mesh, parameters are sharded over the second dimension, gradients averaged over both."""
+    REPLICAS_ALONE = "replicas-alone"
+    """User code can choose that nothing is sharded: ranks hold whole parameters, whose gradients are averaged."""
+    SINGLE_RANK = "single-rank"
+    """A shard group may consist of one rank, which then issues no collective except the reduction over replicas."""
+    SHARD_DIMENSION = "shard-dimension"
+    """User code can choose along which dimension a parameter is cut."""
+    UNIT_MESHES = "unit-meshes"
+    """Units may be sharded over other ranks than the root, as experts are."""
+    NAMED_DIMENSIONS = "named-dimensions"
+    """User code can name the data-parallel dimensions of the one mesh on which all parameters are DTensors."""
+    PROCESS_GROUPS = "process-groups"
+    """The ranks may be given as process groups instead of a mesh."""
+    DEFAULT_MESH = "default-mesh"
+    """Without a mesh or process groups, a model is sharded over all ranks."""
+    WRAPPING_POLICY = "wrapping-policy"
+    """The implementation can find its units itself, by a rule: by size, by class or by a function of the module."""
+    IGNORED_PARAMETERS = "ignored-parameters"
+    """Some parameters can be left alone: neither sharded nor reduced."""
+    IGNORED_MODULES = "ignored-modules"
+    """Modules can be left alone, with all parameters in them."""
+    REPLICATED_MODULES = "replicated-modules"
+    """Modules inside that torch's ``replicate`` manages are left to it, and it refuses sharded ones."""
+    FLAT_PARAMETERS = "flat-parameters"
+    """The optimizer can get one flat parameter per unit instead of the model's own parameters."""
+    TIED_PARAMETERS = "tied-parameters"
+    """Modules of one unit may share a parameter."""
+    GATHER_EXTENSION = "gather-extension"
+    """A shard with the methods ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` chooses what is gathered for it."""
+    COUNTED_UNITS = "counted-units"
+    """Each unit is gathered by one collective and reduced by one, so the number of collectives follows a formula."""
+    GATHER_ORDER = "gather-order"
+    """Collectives follow the contract's order: forward gathers a unit when it runs, backward gathers one unit ahead."""
+    GATHERS_AHEAD = "gathers-ahead"
+    """User code chooses whether backward and forward gather the next unit ahead, and whether gathers are bounded."""
+    EXPLICIT_PREFETCH = "explicit-prefetch"
+    """User code can set which other units a unit gathers ahead, in forward and in backward."""
+
+    # Forward and backward.
 
     UNUSED_OUTPUT = "unused-output"
     """Gradients are right when the loss ignores one of the outputs of forward."""
-
     UNUSED_MODULE = "unused-module"
     """A module that did not run in forward gets no gradient, and the other gradients are right."""
-
     CONTAINER_OUTPUT = "container-output"
     """Units may return a tuple, list, dict or namedtuple of tensors."""
-
     DATACLASS_OUTPUT = "dataclass-output"
     """Units may return a dataclass of tensors."""
-
     POST_ACCUMULATE_GRAD_HOOK = "post-accumulate-grad-hook"
     """Hooks of ``register_post_accumulate_grad_hook`` run after the gradient has been reduced."""
-
     NON_ROOT_FORWARD = "non-root-forward"
     """A unit below the root can be trained by calling it directly."""
-
     MULTIPLE_FORWARD = "multiple-forward"
     """A unit may run several times in one forward."""
+    FORWARD_METHOD = "forward-method"
+    """A method other than ``forward`` can be registered to gather and free parameters as ``forward`` does."""
+    INPUTS_TO_DEVICE = "inputs-to-device"
+    """The root's forward moves its input tensors to the device."""
+    RECOMPUTATION = "recomputation"
+    """Units work under activation checkpointing, whether by a wrapper, by hooks or around the call."""
+    RECOMPUTES_GATHERED = "recomputes-gathered"
+    """A unit that is recomputed in backward is gathered once, for the recomputation and the backward together."""
+    COMPILED_MODULES = "compiled-modules"
+    """The modules of a unit may be compiled with ``torch.compile`` before they are sharded."""
+    RANKS_DIFFER = "ranks-differ"
+    """Ranks may use different parameters of a unit in one step."""
+    AUTOGRAD_CALLS = "autograd-calls"
+    """User code may call ``backward`` and ``torch.autograd.grad`` itself, several times for one forward."""
+    RECOVERY = "recovery"
+    """After an exception in forward or backward on all ranks, and a call if one is needed, the next step is right."""
+    HOST_RUNS_AHEAD = "host-runs-ahead"
+    """The host enqueues whole steps without waiting for the device, also where gathers and reductions are in flight."""
 
-    CLIP_EMPTY_SHARDS = "clip-empty-shards"
-    """Clipping works for any norm when a rank's shard of some parameter is empty."""
+    # Reductions and microbatches.
+
+    DEFERRED_REDUCTION = "deferred-reduction"
+    """The reduction of gradients can be deferred to the backward of the last microbatch."""
+    DEFERRED_PER_UNIT = "deferred-per-unit"
+    """The reduction can be deferred for some units only, while the others reduce in every backward."""
+    DEFERRED_ALL_REDUCE = "deferred-all-reduce"
+    """On a (replicate, shard) mesh, only the all-reduce over the replicas can be deferred to the last backward."""
+    KEEP_AFTER_BACKWARD = "keep-after-backward"
+    """Parameters can stay gathered after backward, for the next microbatch."""
+    MARKED_LAST_BACKWARD = "marked-last-backward"
+    """Several forwards may run before their backwards, and a call marks the last backward."""
+    DIVIDE_FACTOR = "divide-factor"
+    """User code can set by what the sum of a unit's gradients is divided."""
+    OWN_REDUCE_GROUP = "own-reduce-group"
+    """Reductions can have a process group other than that of the gathers."""
+    REDUCE_INPUTS = "reduce-inputs"
+    """User code can choose how many inputs of reductions may be in flight."""
+    REDUCTION_HOOK = "reduction-hook"
+    """A function of the script can take the place of the reduction of all units."""
+    UNIT_SETTINGS = "unit-settings"
+    """Between steps user code can change single units: when they reshard, and with what they gather and reduce."""
+
+    # Dtypes.
 
     CAST_AFTER_INIT = "cast-after-init"
     """The sharded module can be cast to another dtype before the first forward."""
-
     MIXED_PRECISION = "mixed-precision"
     """Compute and reductions may have dtypes other than the parameters', in each unit its own."""
-
     ACCUMULATION_DTYPES = "accumulation-dtypes"
     """Reduced gradients of several microbatches add up in the parameters' dtype, deferred ones in the reduction's."""
-
     OUTPUT_DTYPE = "output-dtype"
     """A unit can cast its outputs to a dtype."""
-
     BUFFER_DTYPE = "buffer-dtype"
     """Buffers can have a dtype other than their own while the model is sharded, and are saved in their own."""
-
     FULL_PRECISION_EVALUATION = "full-precision-evaluation"
     """With mixed precision, forwards in evaluation mode can do without any cast."""
-
     LOW_PRECISION_GRADIENTS = "low-precision-gradients"
     """With mixed precision, gradients can stay in the dtype in which they are reduced."""
 
-    IGNORED_PARAMETERS = "ignored-parameters"
-    """Some parameters can be left alone: neither sharded nor reduced."""
-
-    IGNORED_MODULES = "ignored-modules"
-    """Modules can be left alone, with all parameters in them."""
-
-    REPLICATED_MODULES = "replicated-modules"
-    """Modules inside that torch's ``replicate`` manages are left to it, and it refuses sharded ones."""
-
-    WRAPPING_POLICY = "wrapping-policy"
-    """The implementation can find its units itself, by a rule: by size, by class or by a function of the module."""
-
-    META_DEVICE = "meta-device"
-    """A model may come on the meta device; its values are made when it is sharded, or once it is."""
-
-    PROCESS_GROUPS = "process-groups"
-    """The ranks may be given as process groups instead of a mesh."""
-
-    DEFAULT_MESH = "default-mesh"
-    """Without a mesh or process groups, a model is sharded over all ranks."""
-
-    SHARD_DIMENSION = "shard-dimension"
-    """User code can choose along which dimension a parameter is cut."""
-
-    GATHER_EXTENSION = "gather-extension"
-    """A shard with the methods ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` chooses what is gathered for it."""
-
-    UNIT_MESHES = "unit-meshes"
-    """Units may be sharded over other ranks than the root, as experts are."""
-
-    NAMED_DIMENSIONS = "named-dimensions"
-    """User code can name the data-parallel dimensions of the one mesh on which all parameters are DTensors."""
-
-    DIVIDE_FACTOR = "divide-factor"
-    """User code can set by what the sum of a unit's gradients is divided."""
-
-    DTENSOR_PARAMETERS = "dtensor-parameters"
-    """Sharded parameters, their gradients and their state are DTensors, which know the full tensor."""
-
-    REGISTERED_STATE = "registered-state"
-    """``module.parameters()`` shows which parameters are sharded and which are gathered."""
-
-    MANUAL_RESHARD = "manual-reshard"
-    """Scripts can call ``unshard()`` and ``reshard()`` on a unit."""
+    # Clipping and the optimizer.
 
     CLIPPING = "clipping"
     """Gradients can be clipped by the 2-norm of all gradients together, by a call or inside the step."""
-
     CLIP_BY_CALL = "clip-by-call"
     """Gradients can be clipped by a call between backward and step, by their 2-norm."""
-
     CLIP_ANY_NORM = "clip-any-norm"
     """Clipping works for any norm: 1, 2, inf."""
-
     CLIP_SOME = "clip-some"
     """Some parameters, or one, can be clipped by a call, by their own norm."""
-
     CLIP_RAISES = "clip-raises"
     """Clipping can raise where the norm is infinite or NaN."""
-
-    COUNTED_UNITS = "counted-units"
-    """Each unit is gathered by one collective and reduced by one, so the number of collectives follows a formula."""
-
-    GATHER_ORDER = "gather-order"
-    """Collectives follow the contract's order: forward gathers a unit when it runs, backward gathers one unit ahead."""
-
-    SINGLE_RANK = "single-rank"
-    """A shard group may consist of one rank, which then issues no collective except the reduction over replicas."""
-
+    CLIP_EMPTY_SHARDS = "clip-empty-shards"
+    """Clipping works for any norm when a rank's shard of some parameter is empty."""
     ADAM = "adam"
     """Optimizers may keep more state than momentum, as Adam does."""
-
     OWN_OPTIMIZER = "own-optimizer"
     """The script makes the optimizer and steps it, and may change its groups, the parameters and their gradients."""
-
     STEP_IN_BACKWARD = "step-in-backward"
     """Optimizers that ``torch.distributed.optim`` attaches to parameters step in backward, once a gradient is reduced.
 
     A unit of one flat parameter refuses them.
     """
-
     LOSS_SCALING = "loss-scaling"
     """The loss can be scaled: an infinite gradient on one rank makes every rank skip the step and lower the scale."""
-
-    HYBRID = "hybrid"
-    """On a (replicate, shard) mesh, parameters are sharded over the second dimension, gradients averaged over both."""
-
-    REPLICAS_ALONE = "replicas-alone"
-    """User code can choose that nothing is sharded: ranks hold whole parameters, whose gradients are averaged."""
-
-    DEFERRED_REDUCTION = "deferred-reduction"
-    """The reduction of gradients can be deferred to the backward of the last microbatch."""
-
-    DEFERRED_PER_UNIT = "deferred-per-unit"
-    """The reduction can be deferred for some units only, while the others reduce in every backward."""
-
-    DEFERRED_ALL_REDUCE = "deferred-all-reduce"
-    """On a (replicate, shard) mesh, only the all-reduce over the replicas can be deferred to the last backward."""
-
-    KEEP_AFTER_BACKWARD = "keep-after-backward"
-    """Parameters can stay gathered after backward, for the next microbatch."""
-
-    MARKED_LAST_BACKWARD = "marked-last-backward"
-    """Several forwards may run before their backwards, and a call marks the last backward."""
-
-    ASYNC_UNSHARD = "async-unshard"
-    """A call starts to gather parameters in advance and returns at once, also before the first forward."""
-
-    EXPLICIT_PREFETCH = "explicit-prefetch"
-    """User code can set which other units a unit gathers ahead, in forward and in backward."""
-
-    RECOMPUTATION = "recomputation"
-    """Units work under activation checkpointing, whether by a wrapper, by hooks or around the call."""
-
-    RECOMPUTES_GATHERED = "recomputes-gathered"
-    """A unit that is recomputed in backward is gathered once, for the recomputation and the backward together."""
-
-    COMPILED_MODULES = "compiled-modules"
-    """The modules of a unit may be compiled with ``torch.compile`` before they are sharded."""
-
-    TIED_PARAMETERS = "tied-parameters"
-    """Modules of one unit may share a parameter."""
-
-    TENSOR_PARALLEL = "tensor-parallel"
-    """Parameters may be DTensors of a tensor-parallel mesh; they are sharded over the data-parallel mesh as well."""
-
-    TENSOR_PARALLEL_COUNTS = "tensor-parallel-counts"
-    """The collectives of tensor parallelism are unchanged, and a data-parallel mesh of one rank adds none."""
-
-    OFFLOAD = "offload"
-    """Shards, their gradients and the optimizer can live on the CPU."""
-
-    PAGEABLE_OFFLOAD = "pageable-offload"
-    """Offloaded shards can live in memory that is not pinned, which needs no accelerator."""
-
-    OFFLOAD_CHOICE = "offload-choice"
-    """User code chooses whether offloaded shards live in pinned memory; pinning raises where it cannot be done."""
-
-    DISTRIBUTED_CHECKPOINT = "distributed-checkpoint"
-    """``torch.distributed.checkpoint`` can save and load model and optimizer through their state dicts."""
-
-    TENSOR_PARALLEL_CHECKPOINT = "tensor-parallel-checkpoint"
-    """Checkpoints also work for DTensors of a tensor-parallel mesh, including sizes that the mesh does not divide."""
-
-    FULL_STATE_DICT = "full-state-dict"
-    """State dicts can also hold whole tensors, on every rank, or on the first alone, which then also sends them."""
-
-    OPTIMIZER_KEYS = "optimizer-keys"
-    """The optimizer's state dict can have numbers instead of names, and older calls save and load it too."""
-
-    OWN_CHECKPOINT = "own-checkpoint"
-    """The implementation's own calls save and load model and optimizer; user code makes full weights of the result."""
-
-    META_LOAD = "meta-load"
-    """Ranks whose model is on the meta device can take parameters and buffers from the first rank's state dict."""
-
-    WHOLE_PARAMETERS = "whole-parameters"
-    """A context gathers all parameters, which user code can read and change, with gradients too."""
-
-    WHOLE_ON_CPU = "whole-on-cpu"
-    """It can put them on the CPU, also where the model computes there."""
-
-    FORWARD_METHOD = "forward-method"
-    """A method other than ``forward`` can be registered to gather and free parameters as ``forward`` does."""
-
-    INPUTS_TO_DEVICE = "inputs-to-device"
-    """The root's forward moves its input tensors to the device."""
-
     POST_OPTIM_EVENT = "post-optim-event"
     """The next step's gathers can wait for a given event instead of the optimizer's stream."""
 
-    HOST_RUNS_AHEAD = "host-runs-ahead"
-    """The host enqueues whole steps without waiting for the device, also where gathers and reductions are in flight."""
+    # Parameters, as user code finds them.
 
-    FLAT_PARAMETERS = "flat-parameters"
-    """The optimizer can get one flat parameter per unit instead of the model's own parameters."""
-
-    FSDP1_API = "fsdp1-api"
-    """The adapter's ``api`` is a module with ``FullyShardedDataParallel`` and what its arguments are made of.
-
-    Names and arguments are those of ``torch.distributed.fsdp``. Cases call them themselves.
-    """
-
-    FSDP2_API = "fsdp2-api"
-    """The adapter's ``fully_shard`` has the arguments of torch's; cases call it themselves."""
-
+    DTENSOR_PARAMETERS = "dtensor-parameters"
+    """Sharded parameters, their gradients and their state are DTensors, which know the full tensor."""
+    REGISTERED_STATE = "registered-state"
+    """``module.parameters()`` shows which parameters are sharded and which are gathered."""
+    MANUAL_RESHARD = "manual-reshard"
+    """Scripts can call ``unshard()`` and ``reshard()`` on a unit."""
+    ASYNC_UNSHARD = "async-unshard"
+    """A call starts to gather parameters in advance and returns at once, also before the first forward."""
+    WHOLE_PARAMETERS = "whole-parameters"
+    """A context gathers all parameters, which user code can read and change, with gradients too."""
+    WHOLE_ON_CPU = "whole-on-cpu"
+    """It can put them on the CPU, also where the model computes there."""
+    META_DEVICE = "meta-device"
+    """A model may come on the meta device; its values are made when it is sharded, or once it is."""
     SYNC_STATES = "sync-states"
     """Sharding can start from the first data-parallel rank's parameters and buffers on every rank."""
+    OFFLOAD = "offload"
+    """Shards, their gradients and the optimizer can live on the CPU."""
+    PAGEABLE_OFFLOAD = "pageable-offload"
+    """Offloaded shards can live in memory that is not pinned, which needs no accelerator."""
+    OFFLOAD_CHOICE = "offload-choice"
+    """User code chooses whether offloaded shards live in pinned memory; pinning raises where it cannot be done."""
 
-    UNIT_SETTINGS = "unit-settings"
-    """Between steps user code can change single units: when they reshard, and with what they gather and reduce."""
+    # Checkpoints.
 
-    RANKS_DIFFER = "ranks-differ"
-    """Ranks may use different parameters of a unit in one step."""
+    DISTRIBUTED_CHECKPOINT = "distributed-checkpoint"
+    """``torch.distributed.checkpoint`` can save and load model and optimizer through their state dicts."""
+    TENSOR_PARALLEL_CHECKPOINT = "tensor-parallel-checkpoint"
+    """Checkpoints also work for DTensors of a tensor-parallel mesh, including sizes that the mesh does not divide."""
+    FULL_STATE_DICT = "full-state-dict"
+    """State dicts can also hold whole tensors, on every rank, or on the first alone, which then also sends them."""
+    OPTIMIZER_KEYS = "optimizer-keys"
+    """The optimizer's state dict can have numbers instead of names, and older calls save and load it too."""
+    OWN_CHECKPOINT = "own-checkpoint"
+    """The implementation's own calls save and load model and optimizer; user code makes full weights of the result."""
+    META_LOAD = "meta-load"
+    """Ranks whose model is on the meta device can take parameters and buffers from the first rank's state dict."""
 
-    OWN_REDUCE_GROUP = "own-reduce-group"
-    """Reductions can have a process group other than that of the gathers."""
+    # Tensor parallelism, and the implementation as a whole.
 
-    REDUCE_INPUTS = "reduce-inputs"
-    """User code can choose how many inputs of reductions may be in flight."""
-
-    REDUCTION_HOOK = "reduction-hook"
-    """A function of the script can take the place of the reduction of all units."""
-
-    GATHERS_AHEAD = "gathers-ahead"
-    """User code chooses whether backward and forward gather the next unit ahead, and whether gathers are bounded."""
-
-    AUTOGRAD_CALLS = "autograd-calls"
-    """User code may call ``backward`` and ``torch.autograd.grad`` itself, several times for one forward."""
-
-    RECOVERY = "recovery"
-    """After an exception in forward or backward on all ranks, and a call if one is needed, the next step is right."""
-
+    TENSOR_PARALLEL = "tensor-parallel"
+    """Parameters may be DTensors of a tensor-parallel mesh; they are sharded over the data-parallel mesh as well."""
+    TENSOR_PARALLEL_COUNTS = "tensor-parallel-counts"
+    """The collectives of tensor parallelism are unchanged, and a data-parallel mesh of one rank adds none."""
     ANY_COMBINATION = "any-combination"
     """What is declared works in any combination, so that cases may draw models, policies and schedules from it."""
-
     ORDER_VALIDATION = "order-validation"
     """With ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` the implementation compares the order in which units run in forward.
 
     It compares the ranks with each other in the first iteration, and each rank with its own first iteration later.
     """
+    FSDP1_API = "fsdp1-api"
+    """The adapter's ``api`` is a module with ``FullyShardedDataParallel`` and what its arguments are made of.
+
+    Names and arguments are those of ``torch.distributed.fsdp``. Cases call them themselves.
+    """
+    FSDP2_API = "fsdp2-api"
+    """The adapter's ``fully_shard`` has the arguments of torch's; cases call it themselves."""
+
+
+COMMON = frozenset(
+    {
+        Capability.UNUSED_MODULE,
+        Capability.CONTAINER_OUTPUT,
+        Capability.DATACLASS_OUTPUT,
+        Capability.MULTIPLE_FORWARD,
+        Capability.TIED_PARAMETERS,
+        Capability.ADAM,
+    }
+)
+"""What almost every implementation has."""
+
+CLIPS_BY_CALL = frozenset({Capability.CLIPPING, Capability.CLIP_BY_CALL, Capability.CLIP_ANY_NORM})
+"""What an implementation has whose call clips gradients by any norm."""
 
 
 class Hardware(enum.StrEnum):

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from shardproof.harness.adapters.traits import Traits
 from shardproof.harness.tensors import private
+from shardproof.harness.tensors.trees import local_of
 
 Units = tuple[tuple[str, ...], ...]
 """The units of a model: each entry names the modules whose parameters are gathered by one collective."""
@@ -182,10 +182,7 @@ class Settings:
     """
 
     older_divide_factor: float | None = None
-    """The same, by the older name of the call.
-
-    Needs :attr:`Capability.DIVIDE_FACTOR`.
-    """
+    """The same, by the older name of the call. Needs :attr:`Capability.DIVIDE_FACTOR`."""
 
     force_sum: bool | None = None
     """Whether every reduction is a sum, and divisions are separate."""
@@ -488,12 +485,8 @@ class OffloadedGradScaler(torch.amp.GradScaler):
     """Unscales gradients on the CPU, and lets all ranks know of an infinite one through the device's collectives.
 
     torch's scalers read the inverse of the scale before it has arrived on the CPU, and ``GradScaler`` asks the other
-    ranks by a collective on the CPU, for which a world of NCCL alone has no backend.
-
-    Args:
-        mesh: all ranks that share the parameters, on the device of the losses.
-        init_scale: by what the first losses are multiplied.
-        growth_interval: the number of steps without infinite gradients after which the scale is doubled.
+    ranks by a collective on the CPU, for which a world of NCCL alone has no backend. The mesh has all ranks that share
+    the parameters, on the device of the losses.
     """
 
     def __init__(self, mesh: DeviceMesh, *, init_scale: float, growth_interval: int) -> None:
@@ -507,8 +500,8 @@ class OffloadedGradScaler(torch.amp.GradScaler):
         gradients = defaultdict(list)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if (gradient := parameter.grad) is not None:
-                    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+                if parameter.grad is not None:
+                    local = local_of(parameter.grad)
                     gradients[local.dtype].append(local)
         unscale = private.need("torch._amp_foreach_non_finite_check_and_unscale_")
         for same_dtype in gradients.values():

@@ -31,11 +31,6 @@ _LARGE, _SIZES = torch.Size([1024, 1024]), (2, 4, 8)
 def check(implementation: str, adapter: type[Adapter], device: str) -> None:
     """Check everything that an adapter class declares, and that it is available.
 
-    Args:
-        implementation: the name in messages, as in ``--impl``.
-        adapter: a subclass of ``Adapter``.
-        device: "cpu" or "cuda".
-
     Raises:
         ValueError: a member is missing or wrong, or the implementation cannot run on this host. The message is one
             line.
@@ -106,11 +101,7 @@ def _is_public(name: str) -> bool:
 
 
 def _check_signature(asked: _Asked, adapter: type[Adapter], member: str) -> None:
-    """Check that a method takes the arguments that the harness passes.
-
-    Raises:
-        ValueError: it does not, or it is no method.
-    """
+    """Check that a member is a method and takes the arguments that the harness passes."""
     found, base = getattr(adapter, member), inspect.signature(getattr(Adapter, member))
     # A class method is bound to its class, which is no argument then.
     places, names = _arguments(base)

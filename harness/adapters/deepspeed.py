@@ -5,19 +5,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib.util
 import os
 import pathlib
 from collections.abc import Iterator
-from importlib import metadata
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardproof.harness.adapters.base import Adapter, Config, OptimizerFactory, Piece, Traits, original_name, whole
-from shardproof.harness.adapters.capability import Capability
+from shardproof.harness.adapters.base import Config, OptimizerFactory, Packaged, Piece, Traits, original_name, whole
+from shardproof.harness.adapters.capability import COMMON, Capability
 from shardproof.harness.adapters.traits import padded_to_elements
 from shardproof.harness.tensors.memory import free
 
@@ -25,7 +23,7 @@ from shardproof.harness.tensors.memory import free
 _TAG = "saved"
 
 
-class DeepSpeedEngineAdapter(Adapter):
+class DeepSpeedEngineAdapter(Packaged):
     """Drives ``deepspeed.initialize`` with one ZeRO stage, in float32, with the case's optimizer.
 
     deepspeed is imported in the ranks only, because it patches other modules when it is imported and the pytest process
@@ -35,17 +33,8 @@ class DeepSpeedEngineAdapter(Adapter):
         stage: the ZeRO stage.
     """
 
+    package, brings = "deepspeed", "'shardproof[deepspeed]'"
     stage: ClassVar[int]
-
-    @classmethod
-    def availability(cls, device_type: str) -> str | None:
-        if importlib.util.find_spec("deepspeed") is None:
-            return "deepspeed is not installed; pip install 'shardproof[deepspeed]' brings it"
-        return None
-
-    @classmethod
-    def version(cls) -> str:
-        return metadata.version("deepspeed")
 
     @classmethod
     def prepare(cls, device_type: str) -> None:
@@ -150,23 +139,15 @@ class DeepSpeedEngineAdapter(Adapter):
 # Adapters for DeepSpeed's ZeRO stages 1 and 2, in which every rank holds whole parameters.
 
 
-_CAPABILITIES_OF_ZERO12 = frozenset(
-    {
-        Capability.UNUSED_OUTPUT,
-        Capability.UNUSED_MODULE,
-        Capability.CONTAINER_OUTPUT,
-        Capability.DATACLASS_OUTPUT,
-        Capability.NON_ROOT_FORWARD,
-        Capability.MULTIPLE_FORWARD,
-        Capability.RECOMPUTATION,
-        Capability.COMPILED_MODULES,
-        Capability.TIED_PARAMETERS,
-        Capability.CLIPPING,
-        Capability.ADAM,
-        Capability.OWN_CHECKPOINT,
-        Capability.DEFAULT_MESH,
-    }
-)
+_CAPABILITIES_OF_ZERO12 = COMMON | {
+    Capability.UNUSED_OUTPUT,
+    Capability.NON_ROOT_FORWARD,
+    Capability.RECOMPUTATION,
+    Capability.COMPILED_MODULES,
+    Capability.CLIPPING,
+    Capability.OWN_CHECKPOINT,
+    Capability.DEFAULT_MESH,
+}
 
 
 class _WholeParameters(DeepSpeedEngineAdapter):
@@ -213,21 +194,13 @@ class DeepSpeedZero2Adapter(_WholeParameters):
 # Adapter for DeepSpeed's ZeRO stage 3, which divides parameters, gradients and the optimizer's state.
 
 
-_CAPABILITIES_OF_ZERO3 = frozenset(
-    {
-        Capability.SHARDED,
-        Capability.RESHARD_AFTER_FORWARD,
-        Capability.UNUSED_MODULE,
-        Capability.CONTAINER_OUTPUT,
-        Capability.DATACLASS_OUTPUT,
-        Capability.MULTIPLE_FORWARD,
-        Capability.RECOMPUTATION,
-        Capability.TIED_PARAMETERS,
-        Capability.CLIPPING,
-        Capability.ADAM,
-        Capability.OWN_CHECKPOINT,
-    }
-)
+_CAPABILITIES_OF_ZERO3 = COMMON | {
+    Capability.SHARDED,
+    Capability.RESHARD_AFTER_FORWARD,
+    Capability.RECOMPUTATION,
+    Capability.CLIPPING,
+    Capability.OWN_CHECKPOINT,
+}
 
 
 class DeepSpeedZero3Adapter(DeepSpeedEngineAdapter):

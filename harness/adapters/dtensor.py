@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardproof.harness.adapters.base import (
     Accumulation,
-    Adapter,
+    ByParameter,
     Config,
     Cut,
     KeysLeftOver,
@@ -34,6 +34,7 @@ from shardproof.harness.adapters.base import (
 from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.config import make_scaler
 from shardproof.harness.tensors import private
+from shardproof.harness.tensors.trees import local_of
 
 _STRIDED = "torch.distributed.tensor.placement_types._StridedShard"
 StridedShard = private.take(_STRIDED)
@@ -63,15 +64,8 @@ def cut_like(full: torch.Tensor, *, mesh: DeviceMesh, placements: tuple[Placemen
     Plain ``Shard`` placements are applied first, in the order of the mesh dimensions, then the strided ones in reverse
     order. A strided placement on the data-parallel dimension means that tensor parallelism, a later mesh dimension, has
     sharded the tensor first, and that data parallelism shards the local part. The rule is computed here instead of by
-    DTensor, so that a wrong layout shows up as a difference and does not define what is right.
-
-    Args:
-        full: a tensor of the full shape.
-        mesh: the mesh of the placements.
-        placements: one placement for each mesh dimension.
-
-    Returns:
-        This rank's shard. An empty shard has size 0 in the sharded dimension and keeps the other dimensions.
+    DTensor, so that a wrong layout shows up as a difference and does not define what is right. An empty shard has size
+    0 in the sharded dimension and keeps the other dimensions.
 
     Raises:
         AssertionError: a placement is neither ``Shard`` nor ``Replicate`` nor a strided shard whose ``split_factor``
@@ -107,11 +101,7 @@ def _chunk(full: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, dim: int) -> tor
 
 
 def piece_of(tensor: torch.Tensor) -> Piece:
-    """Return what this rank holds of a parameter or a gradient, cut by the placements that the tensor itself has.
-
-    Args:
-        tensor: a DTensor, or a plain tensor that this rank holds in full.
-    """
+    """Return what this rank holds of a parameter or a gradient, cut by the placements that the tensor itself has."""
     if not isinstance(tensor, DTensor):
         return whole(tensor)
     cut = functools.partial(cut_like, mesh=tensor.device_mesh, placements=tuple(tensor.placements))
@@ -121,15 +111,10 @@ def piece_of(tensor: torch.Tensor) -> Piece:
 def cut_of_share(full: torch.Tensor, *, cut: Cut, mesh: DeviceMesh, dim: int = 0) -> torch.Tensor:
     """Cut a full tensor to this rank's share under per-parameter sharding.
 
-    The share is the rank's chunk, by ``torch.chunk`` along one dimension, of what tensor parallelism has left. It
-    follows from the documentation of ``fully_shard`` and not from the placements of any tensor, so that a parameter
-    that is replicated by mistake does not count as sharded.
-
-    Args:
-        full: a tensor of the full shape.
-        cut: cuts a full tensor to the part that tensor parallelism left, before sharding.
-        mesh: the data-parallel mesh; the parameters are divided over its last dimension.
-        dim: the dimension of the tensor that is divided.
+    The share is the rank's chunk, by ``torch.chunk`` along one dimension, of what tensor parallelism has left, to which
+    ``cut`` cuts. Chunks are divided over the last dimension of the data-parallel mesh. This follows from the
+    documentation of ``fully_shard`` and not from the placements of any tensor, so that a parameter that is replicated
+    by mistake does not count as sharded.
     """
     return _chunk(cut(full), mesh, mesh.ndim - 1, dim)
 
@@ -139,7 +124,31 @@ def full_norm(norm: torch.Tensor) -> torch.Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-class DTensorAdapter(Adapter):
+def mesh_of(config: Config, unit: str = "") -> DeviceMesh:
+    """Return the mesh to shard a unit over, made of its process groups if the case wants that."""
+    mesh = config.mesh_of(unit)
+    if not config.as_groups:
+        return mesh
+    if mesh.ndim == 1:
+        return DeviceMesh.from_group(mesh.get_group(), mesh.device_type)
+    groups = mesh.get_all_groups()
+    return DeviceMesh.from_group(groups, mesh.device_type, mesh=mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
+
+
+def materialize(model: nn.Module, config: Config, *, device: str) -> None:
+    """Make what is on the meta device real, module by module, as user code does once the model is sharded."""
+    for module in model.modules():
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if not any(tensor.is_meta for tensor in own):
+            continue
+        if config.init is not None:
+            config.init(module)
+        else:
+            module.to_empty(device=device, recurse=False)
+            module.reset_parameters()  # type: ignore[operator]
+
+
+class DTensorAdapter(ByParameter):
     """Drives a ``fully_shard`` function with the signature of that of ``torch.distributed.fsdp``.
 
     Attributes:
@@ -276,30 +285,10 @@ class DTensorAdapter(Adapter):
             kinds = {"shard": named.shard, "replicate": named.replicate}
             chosen = {kind: names[0] if len(names) == 1 else names for kind, names in kinds.items() if names}
             return {"mesh": named.mesh, "dp_mesh_dims": type(self).mesh_dims(**chosen)}
-        return {} if self.config.default_mesh else {"mesh": self._mesh(unit)}
-
-    def _mesh(self, unit: str) -> DeviceMesh:
-        """Return the mesh to shard a unit over, made of its process groups if the case wants that."""
-        mesh = self.config.mesh_of(unit)
-        if not self.config.as_groups:
-            return mesh
-        if mesh.ndim == 1:
-            return DeviceMesh.from_group(mesh.get_group(), mesh.device_type)
-        groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
-        return DeviceMesh.from_group(groups, mesh.device_type, mesh=mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
+        return {} if self.config.default_mesh else {"mesh": mesh_of(self.config, unit)}
 
     def _materialize(self, model: nn.Module) -> None:
-        """Make what is on the meta device real, module by module, as user code does once the model is sharded."""
-        device = "cpu" if self.config.offload else self.config.mesh.device_type
-        for module in model.modules():
-            own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-            if not any(tensor.is_meta for tensor in own):
-                continue
-            if self.config.init is not None:
-                self.config.init(module)
-            else:
-                module.to_empty(device=device, recurse=False)
-                module.reset_parameters()  # type: ignore[operator]
+        materialize(model, self.config, device="cpu" if self.config.offload else self.config.mesh.device_type)
 
     def _mixed_precision(self, unit: str) -> dict[str, Any]:
         precision = self.config.precision_of(unit)
@@ -338,17 +327,6 @@ class DTensorAdapter(Adapter):
         if how.marks_last:
             root.set_is_last_backward(is_last)
 
-    def gradients(self) -> dict[str, Piece | None]:
-        """Return the local shards of the gradients, where the optimizer finds them."""
-        return {
-            name: None if parameter.grad is None else self._share(name, parameter.grad)
-            for name, parameter in self._held.items()
-        }
-
-    def parameters(self) -> dict[str, Piece]:
-        """Return the local shards of the parameters, where the optimizer updates them."""
-        return {name: self._share(name, parameter.detach()) for name, parameter in self._held.items()}
-
     def held_parameters(self) -> dict[str, nn.Parameter]:
         """Return the sharded parameters as they were registered when the optimizer was made.
 
@@ -356,13 +334,12 @@ class DTensorAdapter(Adapter):
         """
         return self._held
 
-    def _share(self, name: str, tensor: torch.Tensor) -> Piece:
+    def piece(self, name: str, tensor: torch.Tensor) -> Piece:
         # Sharding may have untied a parameter, which then has a second name: the harness says so.
-        return Piece(tensor.to_local() if isinstance(tensor, DTensor) else tensor, self._cuts.get(name, uncut))
+        return Piece(local_of(tensor), self._cuts.get(name, uncut))
 
     def own_gradients(self, names: Sequence[str]) -> list[torch.Tensor]:
-        gradients = [gradient for name in names if (gradient := self._held[name].grad) is not None]
-        return [one.to_local() if isinstance(one, DTensor) else one for one in gradients]
+        return [local_of(gradient) for name in names if (gradient := self._held[name].grad) is not None]
 
     def registered(self) -> dict[str, Piece]:
         return {name: piece_of(parameter.detach()) for name, parameter in self.named_parameters().items()}

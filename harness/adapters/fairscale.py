@@ -4,71 +4,63 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
-from collections.abc import Callable, Iterator, Sequence
-from importlib import metadata
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from shardproof.harness.adapters.base import (
-    Accumulation,
-    Adapter,
     Config,
     OptimizerFactory,
+    Packaged,
     Piece,
     Traits,
-    inner_first,
     original_name,
     state_pieces,
-    tensors_of_state,
     uncut,
     whole,
 )
-from shardproof.harness.adapters.capability import Capability
-from shardproof.harness.adapters.flat import FlatLayout, flat_units
+from shardproof.harness.adapters.capability import CLIPS_BY_CALL, COMMON, Capability
+from shardproof.harness.adapters.flat import WrappingAdapter, flat_units, names_of
 from shardproof.harness.adapters.replicas import class_and_options
 from shardproof.harness.adapters.traits import padded_to_elements
 from shardproof.harness.tensors.memory import free
 
-_CAPABILITIES_OF_SDP = frozenset(
-    {
+_CAPABILITIES_OF_SDP = (
+    COMMON
+    | CLIPS_BY_CALL
+    | {
         Capability.UNUSED_OUTPUT,
-        Capability.UNUSED_MODULE,
-        Capability.CONTAINER_OUTPUT,
-        Capability.DATACLASS_OUTPUT,
-        Capability.MULTIPLE_FORWARD,
         Capability.RECOMPUTATION,
         Capability.COMPILED_MODULES,
-        Capability.TIED_PARAMETERS,
         Capability.DEFERRED_REDUCTION,
         Capability.SYNC_STATES,
         Capability.PROCESS_GROUPS,
         Capability.DEFAULT_MESH,
-        Capability.CLIPPING,
-        Capability.CLIP_BY_CALL,
-        Capability.CLIP_ANY_NORM,
         Capability.CLIP_EMPTY_SHARDS,
-        Capability.ADAM,
         Capability.OWN_OPTIMIZER,
         Capability.LOSS_SCALING,
     }
 )
 
 
-def fairscale_scaler(config: Config, *, init_scale: float, growth_interval: int) -> torch.amp.GradScaler:
-    """Make fairscale's ``ShardedGradScaler``."""
-    from fairscale.optim.grad_scaler import ShardedGradScaler
+class FairscaleAdapter(Packaged):
+    """What both wrappers share: the package, and its scaler, which asks all ranks."""
 
-    group = config.mesh.get_group()
-    scaler: torch.amp.GradScaler = ShardedGradScaler(
-        init_scale=init_scale, growth_interval=growth_interval, process_group=group
-    )
-    return scaler
+    package, brings = "fairscale", "'shardproof[fairscale]'"
+
+    def grad_scaler(self, *, init_scale: float, growth_interval: int) -> torch.amp.GradScaler:
+        from fairscale.optim.grad_scaler import ShardedGradScaler
+
+        group = self.config.mesh.get_group()
+        scaler: torch.amp.GradScaler = ShardedGradScaler(
+            init_scale=init_scale, growth_interval=growth_interval, process_group=group
+        )
+        return scaler
 
 
-class FairscaleSdpAdapter(Adapter):
+class FairscaleSdpAdapter(FairscaleAdapter):
     """``fairscale.nn.ShardedDataParallel`` with ``fairscale.optim.OSS``, with the default buffers.
 
     The buffers hold 8 million elements, so that the gradients of small models are kept in them, whole, on every rank:
@@ -80,18 +72,8 @@ class FairscaleSdpAdapter(Adapter):
     traits = Traits(shards=frozenset({"optimizer"}), unused_gradient="zero")
 
     @classmethod
-    def availability(cls, device_type: str) -> str | None:
-        if importlib.util.find_spec("fairscale") is None:
-            return "fairscale is not installed; pip install 'shardproof[fairscale]' brings it"
-        return None
-
-    @classmethod
     def capabilities(cls) -> frozenset[Capability]:
         return _CAPABILITIES_OF_SDP
-
-    @classmethod
-    def version(cls) -> str:
-        return metadata.version("fairscale")
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         from fairscale.nn import ShardedDataParallel
@@ -139,10 +121,6 @@ class FairscaleSdpAdapter(Adapter):
         assert self.config.clip is not None
         norm: torch.Tensor = self._sharded.clip_grad_norm(self.config.clip.max_norm, self.config.clip.norm_type)
         return norm
-
-    def grad_scaler(self, *, init_scale: float, growth_interval: int) -> torch.amp.GradScaler:
-        """Make fairscale's scaler, which asks all ranks."""
-        return fairscale_scaler(self.config, init_scale=init_scale, growth_interval=growth_interval)
 
     def zero_grad(self, *, set_to_none: bool) -> None:
         """Call the model's ``zero_grad``, as fairscale's examples do: that of the optimizer is F-135 of findings.md."""
@@ -199,37 +177,32 @@ def _nothing(full: torch.Tensor) -> torch.Tensor:
 # Adapter for fairscale's ``FullyShardedDataParallel``, a module wrapper with one flat parameter per unit.
 
 
-_CAPABILITIES_OF_FSDP = frozenset(
-    {
-        Capability.SHARDED,
-        Capability.RESHARD_AFTER_FORWARD,
-        Capability.ROOT_RESHARD,
-        Capability.CONTAINER_OUTPUT,
-        Capability.MULTIPLE_FORWARD,
-        Capability.RECOMPUTATION,
-        Capability.TIED_PARAMETERS,
-        Capability.CAST_AFTER_INIT,
-        Capability.FLAT_PARAMETERS,
-        Capability.PROCESS_GROUPS,
-        Capability.DEFAULT_MESH,
-        Capability.DIVIDE_FACTOR,
-        Capability.DEFERRED_REDUCTION,
-        Capability.KEEP_AFTER_BACKWARD,
-        Capability.CLIPPING,
-        Capability.CLIP_BY_CALL,
-        Capability.CLIP_ANY_NORM,
-        Capability.CLIP_EMPTY_SHARDS,
-        Capability.COUNTED_UNITS,
-        Capability.SINGLE_RANK,
-        Capability.ADAM,
-        Capability.OWN_OPTIMIZER,
-        Capability.LOSS_SCALING,
-        Capability.OFFLOAD,
-    }
-)
+_CAPABILITIES_OF_FSDP = CLIPS_BY_CALL | {
+    Capability.SHARDED,
+    Capability.RESHARD_AFTER_FORWARD,
+    Capability.ROOT_RESHARD,
+    Capability.CONTAINER_OUTPUT,
+    Capability.MULTIPLE_FORWARD,
+    Capability.RECOMPUTATION,
+    Capability.TIED_PARAMETERS,
+    Capability.CAST_AFTER_INIT,
+    Capability.FLAT_PARAMETERS,
+    Capability.PROCESS_GROUPS,
+    Capability.DEFAULT_MESH,
+    Capability.DIVIDE_FACTOR,
+    Capability.DEFERRED_REDUCTION,
+    Capability.KEEP_AFTER_BACKWARD,
+    Capability.CLIP_EMPTY_SHARDS,
+    Capability.COUNTED_UNITS,
+    Capability.SINGLE_RANK,
+    Capability.ADAM,
+    Capability.OWN_OPTIMIZER,
+    Capability.LOSS_SCALING,
+    Capability.OFFLOAD,
+}
 
 
-class FairscaleFsdpAdapter(Adapter):
+class FairscaleFsdpAdapter(FairscaleAdapter, WrappingAdapter):
     """``fairscale.nn.FullyShardedDataParallel``, which flattens the parameters of a unit into one.
 
     Units reduce one by one: by default those of small models would share a buffer of 25 MB.
@@ -237,36 +210,24 @@ class FairscaleFsdpAdapter(Adapter):
 
     name = "fairscale.fsdp"
     traits = Traits(local_numel=padded_to_elements, process_groups="kept", frees_models=False, isolation="adapter")
-    module: Any
 
     @classmethod
     def availability(cls, device_type: str) -> str | None:
         if device_type != "cuda":
             return "fairscale.fsdp runs on CUDA devices only: pass --device cuda"
-        return FairscaleSdpAdapter.availability(device_type)
+        return super().availability(device_type)
 
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
         return _CAPABILITIES_OF_FSDP
 
-    @classmethod
-    def version(cls) -> str:
-        return FairscaleSdpAdapter.version()
-
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         super().__init__(model, optimizer=optimizer, config=config)
-        keeps = Accumulation(keeps_gathered=True)
-        assert config.accumulation in (None, Accumulation(), keeps), "no_sync defers all of the reduction, of all units"
-        assert config.accumulation != keeps or config.reshard_after_forward is False, (
-            "parameters that are freed after forward are freed after backward too"
-        )
+        self._check(config)
         assert config.reshard_after_forward in (None, True, False), "parameters are kept or freed"
         assert config.mesh.ndim == 1, f"a mesh of {config.mesh.ndim} dimensions has no process group of its own"
-        names: list[str] = []
-        for unit in inner_first(config.units):
-            assert len(unit) == 1, f"a wrapper takes one module, and the unit {unit} has {len(unit)}"
-            names += unit
-        self._units = flat_units(model, [*names, ""])
+        names = names_of(config.units)
+        units = flat_units(model, [*names, ""])
         self._device = next(model.parameters()).device
         if config.offload:
             model.cpu()  # as documented: what is offloaded is wrapped on the CPU
@@ -278,7 +239,7 @@ class FairscaleFsdpAdapter(Adapter):
         self.module = self._wrap(model, "")
         if config.cast is not None:
             self.module.to(config.cast)
-        self._held = [(unit, self._wrappers[unit.module].params[0]) for unit in self._units]
+        self._held_flat = [(unit, self._wrappers[unit.module].params[0]) for unit in units]
         self.optimizer = optimizer(self.module.parameters()) if optimizer else None
 
     def _wrap(self, module: nn.Module, name: str) -> nn.Module:
@@ -305,55 +266,10 @@ class FairscaleFsdpAdapter(Adapter):
         module: nn.Module = self._wrappers[name] if name in self._wrappers else self._modules[name]
         return module
 
-    @contextlib.contextmanager
-    def microbatch(self, *, is_last: bool) -> Iterator[None]:
-        """Enter ``no_sync`` for every microbatch but the last."""
-        with contextlib.nullcontext() if is_last else self.module.no_sync():
-            yield
-
-    def clip(self) -> torch.Tensor:
-        assert self.config.clip is not None
-        norm: torch.Tensor = self.module.clip_grad_norm_(self.config.clip.max_norm, self.config.clip.norm_type)
-        return norm
-
-    def grad_scaler(self, *, init_scale: float, growth_interval: int) -> torch.amp.GradScaler:
-        """Make fairscale's scaler, which asks all ranks."""
-        return fairscale_scaler(self.config, init_scale=init_scale, growth_interval=growth_interval)
-
-    def gradients(self) -> dict[str, Piece | None]:
-        return self._pieces(lambda parameter: parameter.grad)
-
-    def parameters(self) -> dict[str, Piece]:
-        pieces = self._pieces(torch.Tensor.detach)
-        return {name: piece for name, piece in pieces.items() if piece is not None}
-
-    def _pieces(self, read: Callable[[nn.Parameter], torch.Tensor | None]) -> dict[str, Piece | None]:
-        return {name: piece for unit, parameter in self._held for name, piece in self._pieces_of(unit, read(parameter))}
-
-    def _pieces_of(self, unit: FlatLayout, shard: torch.Tensor | None) -> Iterator[tuple[str, Piece | None]]:
-        config = self.config
-        flat = None if shard is None else shard.view(-1)
-        return unit.pieces(flat, index=config.shard_index, size=config.shard_size)
-
-    def optimizer_state(self) -> dict[str, dict[str, Piece]] | None:
-        if self.optimizer is None:
-            return None
-        found: dict[str, dict[str, Piece]] = {}
-        for unit, parameter in self._held:
-            state = tensors_of_state(self.optimizer.state.get(parameter, {}))
-            for place in unit.places(index=self.config.shard_index, size=self.config.shard_size):
-                parts = {key: one[place.first : place.last] if one.ndim else one for key, one in state.items()}
-                found[place.name] = state_pieces(parts, place.cut)
-        return found
-
-    def own_gradients(self, names: Sequence[str]) -> list[torch.Tensor]:
-        pieces = self.gradients()
-        return [piece.tensor for name in names if (piece := pieces[name]) is not None]
-
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Return the flat parameters, by the name of the unit's module."""
-        return {f"{unit.module}.flat" if unit.module else "flat": parameter for unit, parameter in self._held}
+        return {f"{unit.module}.flat" if unit.module else "flat": parameter for unit, parameter in self._held_flat}
 
     def teardown(self) -> None:
         """Free what the flat parameters hold: they stay, beside later cases (``Traits.frees_models``)."""
-        free([(parameter, parameter.grad, vars(parameter)) for _, parameter in self._held])
+        free([(parameter, parameter.grad, vars(parameter)) for _, parameter in self._held_flat])

@@ -37,7 +37,7 @@ from shardproof.harness.adapters.base import (
     tensors_of_state,
     uncut,
 )
-from shardproof.harness.adapters.capability import Capability
+from shardproof.harness.adapters.capability import CLIPS_BY_CALL, COMMON, Capability
 from shardproof.harness.adapters.config import make_scaler
 from shardproof.harness.adapters.dtensor import piece_of
 
@@ -87,12 +87,7 @@ class FlatLayout:
     alignment: int = 1
 
     def places(self, *, index: int, size: int) -> Iterator[Place]:
-        """Yield the part of each parameter in one rank's shard.
-
-        Args:
-            index: the position of the rank among those that share the flat parameter.
-            size: the number of ranks that share it.
-        """
+        """Yield the part of each parameter in the shard of one rank, by its index among those that share it."""
         starts, end = self._extents()
         length = math.ceil(end / size)
         parameters = zip(self.names, starts, self.numels, self.cuts, self.orders, strict=True)
@@ -103,15 +98,10 @@ class FlatLayout:
             yield Place(name, first, last, part)
 
     def pieces(self, shard: torch.Tensor | None, *, index: int, size: int) -> Iterator[tuple[str, Piece | None]]:
-        """Yield the name and the piece of each parameter in one rank's shard of the flat parameter.
+        """Yield the name and the piece of each parameter in one rank's 1-D shard, as for :meth:`places`.
 
-        Args:
-            shard: the 1-D shard; None where the rank holds none, as for the gradient of an unused unit.
-            index: the position of the rank among those that share the flat parameter.
-            size: the number of ranks that share it.
-
-        Yields:
-            For each parameter its name and a piece whose tensor is a view of ``shard``, or None without a shard.
+        The tensors of pieces are views of ``shard``. Without one, as for the gradient of an unused unit, there are no
+        pieces.
         """
         length = math.ceil(self._extents()[1] / size)
         assert shard is None or shard.shape == (length,), (
@@ -137,7 +127,7 @@ def _part(full: torch.Tensor, *, cut: Cut, order: tuple[int, ...], first: int, l
 def flat_units(
     model: nn.Module, modules: Sequence[str], *, alignment: int = 1, ignored: Sequence[str] = ()
 ) -> list[FlatLayout]:
-    """Return the layouts of the flat parameters that wrapping makes.
+    """Return the layouts of the flat parameters that wrapping makes; of modules that are left without parameters none.
 
     Args:
         model: the model before anything is wrapped.
@@ -145,9 +135,6 @@ def flat_units(
             them that contains it.
         alignment: each parameter starts at a multiple of this number of elements.
         ignored: the names of the parameters that belong to none.
-
-    Returns:
-        One layout for each module, without the modules that are left with no parameters.
     """
     claimed = {id(model.get_parameter(name)) for name in ignored}
     found = []
@@ -190,19 +177,16 @@ _ALIGNMENT_BYTES = 16
 #: Counted in elements, the padding is largest for a dtype of 2 bytes.
 _MOST_ALIGNMENT = 8
 
-CAPABILITIES = frozenset(
-    {
+CAPABILITIES = (
+    COMMON
+    | CLIPS_BY_CALL
+    | {
         Capability.SHARDED,
         Capability.RESHARD_AFTER_FORWARD,
         Capability.HYBRID,
         Capability.REPLICAS_ALONE,
         Capability.UNUSED_OUTPUT,
-        Capability.UNUSED_MODULE,
-        Capability.CONTAINER_OUTPUT,
-        Capability.DATACLASS_OUTPUT,
-        Capability.MULTIPLE_FORWARD,
         Capability.RECOMPUTATION,
-        Capability.TIED_PARAMETERS,
         Capability.CAST_AFTER_INIT,
         Capability.MIXED_PRECISION,
         Capability.IGNORED_PARAMETERS,
@@ -216,12 +200,8 @@ CAPABILITIES = frozenset(
         Capability.LOW_PRECISION_GRADIENTS,
         Capability.DEFERRED_REDUCTION,
         Capability.KEEP_AFTER_BACKWARD,
-        Capability.CLIPPING,
-        Capability.CLIP_BY_CALL,
-        Capability.CLIP_ANY_NORM,
         Capability.CLIP_EMPTY_SHARDS,
         Capability.COUNTED_UNITS,
-        Capability.ADAM,
         Capability.OWN_OPTIMIZER,
         Capability.LOSS_SCALING,
         Capability.OFFLOAD,
@@ -251,7 +231,63 @@ def share_of_flat(shape: torch.Size, size: int) -> int:
     return math.ceil((math.prod(shape) + _MOST_ALIGNMENT - 1) / size)
 
 
-class FlatAdapter(Adapter):
+class WrappingAdapter(Adapter):
+    """Drives a wrapper of one module, which may hold the parameters of the module in one flat parameter."""
+
+    module: Any
+    _held_flat: list[tuple[FlatLayout, nn.Parameter]]
+
+    def _check(self, config: Config) -> None:
+        keeps = Accumulation(keeps_gathered=True)
+        assert config.accumulation in (None, Accumulation(), keeps), "no_sync defers all of the reduction, of all units"
+        assert config.accumulation != keeps or config.reshard_after_forward is False, (
+            "parameters that are freed after forward are freed after backward too"
+        )
+
+    @contextlib.contextmanager
+    def microbatch(self, *, is_last: bool) -> Iterator[None]:
+        """Enter ``no_sync`` for every microbatch but the last."""
+        with contextlib.nullcontext() if is_last else self.module.no_sync():
+            yield
+
+    def clip(self) -> torch.Tensor:
+        assert self.config.clip is not None
+        norm: torch.Tensor = self.module.clip_grad_norm_(self.config.clip.max_norm, self.config.clip.norm_type)
+        return norm
+
+    def gradients(self) -> dict[str, Piece | None]:
+        return self._flat_pieces(lambda parameter: parameter.grad)
+
+    def parameters(self) -> dict[str, Piece]:
+        pieces = self._flat_pieces(torch.Tensor.detach)
+        return {name: piece for name, piece in pieces.items() if piece is not None}
+
+    def optimizer_state(self) -> dict[str, dict[str, Piece]] | None:
+        if self.optimizer is None:
+            return None
+        found: dict[str, dict[str, Piece]] = {}
+        for unit, parameter in self._held_flat:
+            state = tensors_of_state(self.optimizer.state.get(parameter, {}))
+            for place in unit.places(index=self.config.shard_index, size=self.config.shard_size):
+                parts = {key: one[place.first : place.last] if one.ndim else one for key, one in state.items()}
+                found[place.name] = state_pieces(parts, place.cut)
+        return found
+
+    def own_gradients(self, names: Sequence[str]) -> list[torch.Tensor]:
+        pieces = self.gradients()
+        return [piece.tensor for name in names if (piece := pieces[name]) is not None]
+
+    def _flat_pieces(self, read: Callable[[nn.Parameter], torch.Tensor | None]) -> dict[str, Piece | None]:
+        """Return the pieces of all parameters in what ``read`` returns of each flat parameter."""
+        index, size = self.config.shard_index, self.config.shard_size
+        found: dict[str, Piece | None] = {}
+        for unit, parameter in self._held_flat:
+            shard = read(parameter)
+            found |= unit.pieces(None if shard is None else shard.view(-1), index=index, size=size)
+        return found
+
+
+class FlatAdapter(WrappingAdapter):
     """Drives a ``FullyShardedDataParallel``, with ``use_orig_params=True`` unless the case wants flat parameters."""
 
     traits = Traits(
@@ -259,8 +295,6 @@ class FlatAdapter(Adapter):
         # The end of the flat parameter is padded to a multiple of the number of ranks: at most one element per rank.
         collective_padding=1,
     )
-
-    module: Any
 
     @classmethod
     def availability(cls, device_type: str) -> str | None:
@@ -273,14 +307,9 @@ class FlatAdapter(Adapter):
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         super().__init__(model, optimizer=optimizer, config=config)
         assert not config.divide_factors, "FullyShardedDataParallel divides by the number of ranks"
-        keeps = Accumulation(keeps_gathered=True)
-        assert config.accumulation in (None, Accumulation(), keeps), "no_sync defers all of the reduction, of all units"
-        assert config.accumulation != keeps or config.reshard_after_forward is False, (
-            "parameters that are freed after forward are freed after backward too"
-        )
-        other = (config.shard_dim, config.unit_meshes)
-        assert not any(other), "FullyShardedDataParallel has no such option"
-        names = _names(config.units)
+        self._check(config)
+        assert not (config.shard_dim or config.unit_meshes), "FullyShardedDataParallel has no such option"
+        names = names_of(config.units)
         itemsize = max((parameter.element_size() for parameter in model.parameters()), default=1)
         alignment = 1 if config.flat_parameters else _ALIGNMENT_BYTES // itemsize
         self._units = flat_units(model, [*names, ""], alignment=alignment, ignored=config.ignored)
@@ -436,17 +465,6 @@ class FlatAdapter(Adapter):
         # None too: freeing after forward is the default of the implementations.
         return strategies.HYBRID_SHARD if hybrid else strategies.FULL_SHARD
 
-    @contextlib.contextmanager
-    def microbatch(self, *, is_last: bool) -> Iterator[None]:
-        """Enter ``no_sync`` for every microbatch but the last."""
-        with contextlib.nullcontext() if is_last else self.module.no_sync():
-            yield
-
-    def clip(self) -> torch.Tensor:
-        assert self.config.clip is not None
-        norm: torch.Tensor = self.module.clip_grad_norm_(self.config.clip.max_norm, self.config.clip.norm_type)
-        return norm
-
     def grad_scaler(self, *, init_scale: float, growth_interval: int) -> torch.amp.GradScaler:
         """Make a scaler that asks all ranks: gradients are plain tensors, of which each rank sees its own part."""
         return make_scaler(self.config, ShardedGradScaler, init_scale=init_scale, growth_interval=growth_interval)
@@ -457,7 +475,7 @@ class FlatAdapter(Adapter):
         With ``use_orig_params=True`` a rank that holds no element of a parameter has no gradient of it either.
         """
         if self.config.flat_parameters:
-            return self._flat_pieces(lambda parameter: parameter.grad)
+            return super().gradients()
         return {
             place.name: None if (grad := self._held[place.name].grad) is None else Piece(grad, place.cut)
             for place in self._places()
@@ -466,27 +484,14 @@ class FlatAdapter(Adapter):
     def parameters(self) -> dict[str, Piece]:
         """Return the local parts of the parameters, where the optimizer updates them."""
         if self.config.flat_parameters:
-            pieces = self._flat_pieces(torch.Tensor.detach)
-            return {name: piece for name, piece in pieces.items() if piece is not None}
+            return super().parameters()
         return {place.name: Piece(self._held[place.name].detach(), place.cut) for place in self._places()}
 
     def held_parameters(self) -> dict[str, nn.Parameter]:
         return self._held
 
     def optimizer_state(self) -> dict[str, dict[str, Piece]] | None:
-        if self.optimizer is None or not self.config.flat_parameters:
-            return super().optimizer_state()
-        found: dict[str, dict[str, Piece]] = {}
-        for unit, parameter in self._held_flat:
-            state = tensors_of_state(self.optimizer.state.get(parameter, {}))
-            for place in self._places_in(unit):
-                parts = {key: one[place.first : place.last] if one.ndim else one for key, one in state.items()}
-                found[place.name] = state_pieces(parts, place.cut)
-        return found
-
-    def own_gradients(self, names: Sequence[str]) -> list[torch.Tensor]:
-        pieces = self.gradients()
-        return [piece.tensor for name in names if (piece := pieces[name]) is not None]
+        return super().optimizer_state() if self.config.flat_parameters else Adapter.optimizer_state(self)
 
     def replace_reduction(self, hook: Callable[..., None]) -> None:
         self.module.register_comm_hook(hook, _call if callable(hook) else hook)
@@ -578,27 +583,16 @@ class FlatAdapter(Adapter):
         return {name.replace(_WRAPPED, ""): value for name, value in super().named_parameters().items()}
 
     def _places(self) -> Iterator[Place]:
+        index, size = self.config.shard_index, self.config.shard_size
         for unit in self._units:
-            yield from self._places_in(unit)
+            if size > 1:
+                yield from unit.places(index=index, size=size)
+                continue
+            # A group of one rank shards nothing, and the original parameters keep their shapes.
+            for name, numel, cut in zip(unit.names, unit.numels, unit.cuts, strict=True):
+                yield Place(name, 0, numel, cut)
         for name in self.config.ignored:
             yield Place(name, 0, self._held[name].numel(), uncut)
-
-    def _places_in(self, unit: FlatLayout) -> Iterator[Place]:
-        if self.config.shard_size > 1 or self.config.flat_parameters:
-            yield from unit.places(index=self.config.shard_index, size=self.config.shard_size)
-            return
-        # A group of one rank shards nothing, and the original parameters keep their shapes.
-        for name, numel, cut in zip(unit.names, unit.numels, unit.cuts, strict=True):
-            yield Place(name, 0, numel, cut)
-
-    def _flat_pieces(self, read: Callable[[nn.Parameter], torch.Tensor | None]) -> dict[str, Piece | None]:
-        """Return the pieces of all parameters in what ``read`` returns of each flat parameter."""
-        index, size = self.config.shard_index, self.config.shard_size
-        return {
-            name: piece
-            for unit, parameter in self._held_flat
-            for name, piece in unit.pieces(read(parameter), index=index, size=size)
-        }
 
 
 def _call(state: Callable[..., None], *tensors: torch.Tensor) -> None:
@@ -624,7 +618,7 @@ def _groups(mesh: DeviceMesh) -> Any:
     return mesh.get_group() if mesh.ndim == 1 else (mesh.get_group(1), mesh.get_group(0))
 
 
-def _names(units: Units) -> list[str]:
+def names_of(units: Units) -> list[str]:
     """Return the module of each unit, nested modules before the modules that contain them: the order of wrapping."""
     for unit in units:
         assert len(unit) == 1, f"a wrapper takes one module, and the unit {unit} has {len(unit)}"

@@ -5,35 +5,28 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib.util
 import os
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardproof.harness.adapters.base import Accumulation, Config, OptimizerFactory
+from shardproof.harness.adapters.base import Accumulation, Config, OptimizerFactory, Packaged
 from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.torch_fully_shard import TorchFullyShardAdapter
 
 
-class LightningFabricAdapter(TorchFullyShardAdapter):
+class LightningFabricAdapter(Packaged, TorchFullyShardAdapter):
     """The model, its optimizer, backward, clipping and accumulation go through ``Fabric``, of which a process has one.
 
     What Fabric has no call for, such as prefetching, user code calls on the modules that ``fully_shard`` has sharded.
     """
 
     name = "lightning.fabric"
+    package, brings = "lightning-fabric", "'shardproof[lightning]'"
     traits = dataclasses.replace(TorchFullyShardAdapter.traits, isolation="adapter")
-
-    @classmethod
-    def availability(cls, device_type: str) -> str | None:
-        if importlib.util.find_spec("lightning_fabric") is None:
-            return "Lightning Fabric is not installed; pip install 'shardproof[lightning]' brings it"
-        return None
 
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
@@ -41,10 +34,6 @@ class LightningFabricAdapter(TorchFullyShardAdapter):
         # NAMED_DIMENSIONS and REPLICATED_MODULES have not been tried.
         missing = {Capability.META_LOAD, Capability.NAMED_DIMENSIONS, Capability.REPLICATED_MODULES}
         return super().capabilities() - missing
-
-    @classmethod
-    def version(cls) -> str:
-        return metadata.version("lightning-fabric")
 
     @classmethod
     def prepare(cls, device_type: str) -> None:

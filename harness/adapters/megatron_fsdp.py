@@ -4,32 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import math
 import warnings
 from collections.abc import Iterator, Mapping
-from importlib import metadata
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from shardproof.harness.adapters.base import (
-    Adapter,
+    ByParameter,
     Config,
     Cut,
     OptimizerFactory,
+    Packaged,
     Piece,
     Traits,
     inner_first,
     original_name,
 )
-from shardproof.harness.adapters.capability import Capability
+from shardproof.harness.adapters.capability import CLIPS_BY_CALL, COMMON, Capability
 from shardproof.harness.adapters.dtensor import full_norm
 from shardproof.harness.tensors.memory import free
+from shardproof.harness.tensors.trees import local_of
 
 # Where the rows of parameters lie that an implementation packs into buffers and cuts along dimension 0.
 #
@@ -38,14 +37,9 @@ from shardproof.harness.tensors.memory import free
 
 
 def cuts_of_rows(parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> dict[str, Cut]:
-    """Return the cut of each parameter to the rows that this rank holds (collective).
-
-    Args:
-        parameters: DTensors with any number of rows on each rank.
-        group: the ranks that divide the parameters.
-    """
+    """Return the cut of each DTensor to the rows that this rank holds, of which a rank has any number (collective)."""
     # Names may differ between the ranks, and the order does not.
-    mine = [_local(parameter).shape[0] for parameter in parameters.values()]
+    mine = [local_of(parameter).shape[0] for parameter in parameters.values()]
     everyone: list[Any] = [None] * group.size()
     dist.all_gather_object(everyone, mine, group=group)
     first = [sum(rows) for rows in zip(*everyone[: group.rank()], strict=True)] or [0] * len(mine)
@@ -55,39 +49,20 @@ def cuts_of_rows(parameters: Mapping[str, nn.Parameter], group: dist.ProcessGrou
     }
 
 
-def pieces_of_rows(tensors: Mapping[str, torch.Tensor | None], cuts: Mapping[str, Cut]) -> dict[str, Piece | None]:
-    """Return what this rank holds of each tensor, cut as its parameter is; None where there is no tensor."""
-    return {
-        name: None if tensor is None else Piece(_local(tensor).detach(), cuts[name]) for name, tensor in tensors.items()
-    }
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _rows(full: torch.Tensor, *, first: int, count: int) -> torch.Tensor:
     rows = full if full.ndim else full.view(1)
     return rows.narrow(0, min(first, rows.shape[0]), count)
 
 
-_CAPABILITIES = frozenset(
-    {
-        Capability.SHARDED,
-        Capability.HYBRID,
-        Capability.GROUPED_UNIT,
-        Capability.UNUSED_OUTPUT,
-        Capability.UNUSED_MODULE,
-        Capability.CONTAINER_OUTPUT,
-        Capability.DATACLASS_OUTPUT,
-        Capability.MULTIPLE_FORWARD,
-        Capability.RECOMPUTATION,
-        Capability.TIED_PARAMETERS,
-        Capability.DEFAULT_MESH,
-        Capability.ADAM,
-        Capability.OWN_OPTIMIZER,
-    }
-)
+_CAPABILITIES = COMMON | {
+    Capability.SHARDED,
+    Capability.HYBRID,
+    Capability.GROUPED_UNIT,
+    Capability.UNUSED_OUTPUT,
+    Capability.RECOMPUTATION,
+    Capability.DEFAULT_MESH,
+    Capability.OWN_OPTIMIZER,
+}
 
 
 def share_of_rows(shape: torch.Size, size: int) -> int:
@@ -95,23 +70,19 @@ def share_of_rows(shape: torch.Size, size: int) -> int:
     return math.ceil(math.prod(shape) / size) + math.prod(shape[1:])
 
 
-class MegatronAdapter(Adapter):
+class MegatronAdapter(Packaged, ByParameter):
     """What both halves of megatron-fsdp share: a rank holds any number of rows of a parameter, and keeps the model.
 
     megatron_fsdp is imported in the ranks only: it warns of libraries that it can do without.
     """
 
+    package, brings = "megatron-fsdp", "'shardproof[megatron]'"
+
     @classmethod
     def availability(cls, device_type: str) -> str | None:
         if device_type != "cuda":
             return "megatron_fsdp runs on CUDA devices only: pass --device cuda"
-        if importlib.util.find_spec("megatron_fsdp") is None:
-            return "megatron_fsdp is not installed; pip install 'shardproof[megatron]' brings it"
-        return None
-
-    @classmethod
-    def version(cls) -> str:
-        return metadata.version("megatron-fsdp")
+        return super().availability(device_type)
 
     @classmethod
     def prepare(cls, device_type: str) -> None:
@@ -125,12 +96,8 @@ class MegatronAdapter(Adapter):
         self._held = self.named_parameters()
         self._cuts = cuts_of_rows(self._held, mesh.get_group(mesh.ndim - 1))
 
-    def gradients(self) -> dict[str, Piece | None]:
-        return pieces_of_rows({name: parameter.grad for name, parameter in self._held.items()}, self._cuts)
-
-    def parameters(self) -> dict[str, Piece]:
-        pieces = pieces_of_rows(self._held, self._cuts)
-        return {name: piece for name, piece in pieces.items() if piece is not None}
+    def piece(self, name: str, tensor: torch.Tensor) -> Piece:
+        return Piece(local_of(tensor).detach(), self._cuts[name])
 
     def held_parameters(self) -> dict[str, nn.Parameter]:
         return self._held
@@ -226,23 +193,16 @@ def _unit_classes(model: nn.Module, config: Config) -> Iterator[list[type[nn.Mod
 # Adapter for the ``fully_shard`` of ``megatron_fsdp.experimental``.
 
 
-_CAPABILITIES_OF_EXPERIMENTAL = frozenset(
-    {
+_CAPABILITIES_OF_EXPERIMENTAL = (
+    COMMON
+    | CLIPS_BY_CALL
+    | {
         Capability.SHARDED,
         Capability.HYBRID,
         Capability.UNUSED_OUTPUT,
-        Capability.UNUSED_MODULE,
-        Capability.CONTAINER_OUTPUT,
-        Capability.DATACLASS_OUTPUT,
-        Capability.MULTIPLE_FORWARD,
         Capability.RECOMPUTATION,
-        Capability.TIED_PARAMETERS,
-        Capability.CLIPPING,
-        Capability.CLIP_BY_CALL,
-        Capability.CLIP_ANY_NORM,
         Capability.CLIP_RAISES,
         Capability.CLIP_EMPTY_SHARDS,
-        Capability.ADAM,
         Capability.OWN_OPTIMIZER,
     }
 )

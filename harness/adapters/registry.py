@@ -85,12 +85,7 @@ GROUP = "shardproof.implementations"
 
 @dataclasses.dataclass(frozen=True)
 class Registered:
-    """An entry point of :data:`GROUP`.
-
-    Attributes:
-        target: ``module:Class``.
-        package: the name and the version of the package that has it.
-    """
+    """An entry point of :data:`GROUP`: its ``module:Class``, and the name and the version of its package."""
 
     target: str
     package: str
@@ -117,10 +112,7 @@ class NotImported(ValueError):
 
 
 def load(name: str) -> type[Adapter]:
-    """Import and return an adapter class.
-
-    Args:
-        name: a built-in name, one that an installed package registers, or ``module:Class``.
+    """Import and return an adapter class, by a name as for :func:`target_of`.
 
     Raises:
         ValueError: no adapter has this name or several packages register it, its module cannot be imported, or the
@@ -154,8 +146,7 @@ def target_of(name: str) -> tuple[str, str]:
         name: a built-in name, one that an installed package registers, or ``module:Class``.
 
     Raises:
-        ValueError: the name is none of these, or several packages register it. The message is one line, with similar
-            names where there are some.
+        ValueError: the name is none of these, or several packages register it; one line.
     """
     several = [] if name in BUILT_IN else registered().get(name, [])
     if len(several) > 1:

@@ -13,24 +13,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shardproof.harness.adapters.base import Adapter, Config, OptimizerFactory, Piece, Traits, original_name, whole
-from shardproof.harness.adapters.capability import Capability
+from shardproof.harness.adapters.base import ByParameter, Config, OptimizerFactory, Piece, Traits, original_name, whole
+from shardproof.harness.adapters.capability import CLIPS_BY_CALL, COMMON, Capability
 
-UNSHARDED = frozenset(
-    {
-        Capability.UNUSED_MODULE,
-        Capability.CONTAINER_OUTPUT,
-        Capability.DATACLASS_OUTPUT,
-        Capability.MULTIPLE_FORWARD,
-        Capability.CLIPPING,
-        Capability.CLIP_BY_CALL,
-        Capability.CLIP_ANY_NORM,
+UNSHARDED = (
+    COMMON
+    | CLIPS_BY_CALL
+    | {
         Capability.CLIP_RAISES,
         Capability.CLIP_SOME,
-        Capability.ADAM,
         Capability.OWN_OPTIMIZER,
         Capability.LOSS_SCALING,
-        Capability.TIED_PARAMETERS,
         Capability.DEFERRED_REDUCTION,
     }
 )
@@ -50,7 +43,7 @@ def class_and_options(optimizer: torch.optim.Optimizer) -> tuple[type[torch.opti
     return type(optimizer), {name: value for name, value in optimizer.defaults.items() if name in known}
 
 
-class ReplicaAdapter(Adapter):
+class ReplicaAdapter(ByParameter):
     """A full copy of the model on every rank; its pieces are the parameters and gradients themselves."""
 
     traits = REPLICA
@@ -59,14 +52,8 @@ class ReplicaAdapter(Adapter):
     def availability(cls, device_type: str) -> str | None:
         return None
 
-    def gradients(self) -> dict[str, Piece | None]:
-        return {
-            name: None if parameter.grad is None else whole(parameter.grad)
-            for name, parameter in self.named_parameters().items()
-        }
-
-    def parameters(self) -> dict[str, Piece]:
-        return {name: whole(parameter.detach()) for name, parameter in self.named_parameters().items()}
+    def piece(self, name: str, tensor: torch.Tensor) -> Piece:
+        return whole(tensor)
 
 
 class ReplicatedAdapter(ReplicaAdapter):

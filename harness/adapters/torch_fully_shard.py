@@ -36,8 +36,7 @@ def missing_of(module: type) -> set[Capability]:
 def gradient_traits(version: str) -> dict[str, Any]:
     """The traits about the dtypes of gradients, of units of ``fully_shard`` in this version of torch.
 
-    Args:
-        version: compared by its release: a nightly build of 2.15.0 has what 2.15.0 has.
+    It is compared by its release: a nightly build of 2.15.0 has what 2.15.0 has.
     """
     if Version(version).release < (2, 15):
         return {}

@@ -3,47 +3,39 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
-from importlib import metadata
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from shardproof.harness.adapters.base import (
-    Adapter,
+    ByParameter,
     Config,
     Cut,
     OptimizerFactory,
+    Packaged,
     Piece,
     Precision,
     Traits,
     original_name,
 )
-from shardproof.harness.adapters.capability import Capability
-from shardproof.harness.adapters.dtensor import cut_of_share, full_norm, piece_of
+from shardproof.harness.adapters.capability import CLIPS_BY_CALL, COMMON, Capability
+from shardproof.harness.adapters.dtensor import cut_of_share, full_norm, materialize, mesh_of, piece_of
+from shardproof.harness.tensors.trees import local_of
 
-_CAPABILITIES = frozenset(
-    {
+_CAPABILITIES = (
+    COMMON
+    | CLIPS_BY_CALL
+    | {
         Capability.SHARDED,
         Capability.UNUSED_OUTPUT,
-        Capability.UNUSED_MODULE,
-        Capability.CONTAINER_OUTPUT,
-        Capability.DATACLASS_OUTPUT,
         Capability.POST_ACCUMULATE_GRAD_HOOK,
         Capability.NON_ROOT_FORWARD,
-        Capability.MULTIPLE_FORWARD,
-        Capability.CLIPPING,
-        Capability.CLIP_BY_CALL,
-        Capability.CLIP_ANY_NORM,
         Capability.CLIP_RAISES,
         Capability.CLIP_EMPTY_SHARDS,
         Capability.CAST_AFTER_INIT,
         Capability.META_DEVICE,
         Capability.DTENSOR_PARAMETERS,
         Capability.SINGLE_RANK,
-        Capability.ADAM,
         Capability.OWN_OPTIMIZER,
         Capability.LOSS_SCALING,
         Capability.HYBRID,
@@ -51,7 +43,6 @@ _CAPABILITIES = frozenset(
         Capability.RECOMPUTATION,
         Capability.RECOMPUTES_GATHERED,
         Capability.COMPILED_MODULES,
-        Capability.TIED_PARAMETERS,
         Capability.DISTRIBUTED_CHECKPOINT,
         Capability.FULL_STATE_DICT,
         Capability.FORWARD_METHOD,
@@ -61,7 +52,7 @@ _CAPABILITIES = frozenset(
 )
 
 
-class TorchtitanSimpleFsdpAdapter(Adapter):
+class TorchtitanSimpleFsdpAdapter(Packaged, ByParameter):
     """Drives ``data_parallel`` of torchtitan's graph trainer, eagerly.
 
     torchtitan is imported in the ranks only. ``config.units`` is ignored: each parameter is gathered by itself,
@@ -69,6 +60,7 @@ class TorchtitanSimpleFsdpAdapter(Adapter):
     """
 
     name = "torchtitan.simple_fsdp"
+    package, brings = "torchtitan", "--no-deps 'torchtitan==0.3.0'"
     traits = Traits(
         # Parameters are scattered from the first rank, whose communication threads may keep the last ones.
         held_from_start=frozenset({"gathered"}),
@@ -81,25 +73,15 @@ class TorchtitanSimpleFsdpAdapter(Adapter):
     )
 
     @classmethod
-    def availability(cls, device_type: str) -> str | None:
-        if importlib.util.find_spec("torchtitan") is None:
-            return "torchtitan is not installed; pip install --no-deps 'torchtitan==0.3.0' brings it"
-        return None
-
-    @classmethod
     def capabilities(cls) -> frozenset[Capability]:
         return _CAPABILITIES
-
-    @classmethod
-    def version(cls) -> str:
-        return metadata.version("torchtitan")
 
     @classmethod
     def prepare(cls, device_type: str) -> None:
         import torchtitan.experiments.graph_trainer.simple_fsdp  # noqa: F401  (takes seconds)
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
-        from torchtitan.experiments.graph_trainer.simple_fsdp import data_parallel
+        from torchtitan.experiments.graph_trainer.simple_fsdp import data_parallel, disable_active_parametrization
 
         super().__init__(model, optimizer=optimizer, config=config)
         assert config.reshard_after_forward is None and config.accumulation is None, "there is no such option"
@@ -112,35 +94,13 @@ class TorchtitanSimpleFsdpAdapter(Adapter):
             for name, value in model.named_parameters(remove_duplicate=False)
         }  # fmt: skip
         mode = "hybrid_shard" if config.mesh.ndim == 2 else "fully_shard" if config.shards else "replicate"
-        self.module = data_parallel(model, self._mesh(), mode)
-        self._materialize()
+        self.module = data_parallel(model, mesh_of(config), mode)
+        # Modules read their shards in place of gathered parameters.
+        with disable_active_parametrization():
+            materialize(self.module, config, device=config.mesh.device_type)
         if config.cast is not None:
             self.module = self.module.to(config.cast)
         self.optimizer = optimizer(self.module.parameters()) if optimizer else None
-
-    def _mesh(self) -> DeviceMesh:
-        mesh = self.config.mesh
-        if not self.config.as_groups:
-            return mesh
-        if mesh.ndim == 1:
-            return DeviceMesh.from_group(mesh.get_group(), mesh.device_type)
-        groups = mesh.get_all_groups()
-        return DeviceMesh.from_group(groups, mesh.device_type, mesh=mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
-
-    def _materialize(self) -> None:
-        """Make what is on the meta device real, while modules read their shards in place of gathered parameters."""
-        from torchtitan.experiments.graph_trainer.simple_fsdp import disable_active_parametrization
-
-        with disable_active_parametrization():
-            for module in self.module.modules():
-                own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-                if not any(tensor.is_meta for tensor in own):
-                    continue
-                if self.config.init is not None:
-                    self.config.init(module)
-                else:
-                    module.to_empty(device=self.config.mesh.device_type, recurse=False)
-                    module.reset_parameters()  # type: ignore[operator]
 
     def backward(self, loss: torch.Tensor) -> None:
         """Run backward from this rank's part of the loss of all ranks, as torchtitan's trainer does."""
@@ -149,19 +109,8 @@ class TorchtitanSimpleFsdpAdapter(Adapter):
     def norm_value(self, norm: torch.Tensor) -> torch.Tensor:
         return full_norm(norm)
 
-    def gradients(self) -> dict[str, Piece | None]:
-        """Return the local shards of the gradients, where the optimizer finds them."""
-        return {
-            name: None if parameter.grad is None else self._share(name, parameter.grad)
-            for name, parameter in self.named_parameters().items()
-        }
-
-    def parameters(self) -> dict[str, Piece]:
-        """Return the local shards of the parameters, where the optimizer updates them."""
-        return {name: self._share(name, parameter.detach()) for name, parameter in self.named_parameters().items()}
-
-    def _share(self, name: str, tensor: torch.Tensor) -> Piece:
-        return Piece(tensor.to_local() if isinstance(tensor, DTensor) else tensor, self._cuts[name])
+    def piece(self, name: str, tensor: torch.Tensor) -> Piece:
+        return Piece(local_of(tensor), self._cuts[name])
 
     def register_forward_method(self, submodule: str, method: str) -> None:
         """Do nothing: every method reads the properties."""

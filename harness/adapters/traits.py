@@ -13,11 +13,8 @@ import torch
 def padded_to_rows(shape: torch.Size, size: int) -> int:
     """Return the elements that a rank holds of a tensor whose dimension 0 is padded to a multiple of ``size``.
 
-    This is the layout of per-parameter sharding, and the default of :attr:`Traits.local_numel`.
-
-    Args:
-        shape: the full shape. A scalar is held as one element.
-        size: the number of ranks among which dimension 0 is divided.
+    This is the layout of per-parameter sharding, and the default of :attr:`Traits.local_numel`. A scalar is held as one
+    element.
     """
     if not shape:
         return 1
@@ -25,12 +22,7 @@ def padded_to_rows(shape: torch.Size, size: int) -> int:
 
 
 def padded_to_elements(shape: torch.Size, size: int) -> int:
-    """Return a rank's share, in elements, of a tensor that is flattened, padded and divided into equal parts.
-
-    Args:
-        shape: the full shape.
-        size: the number of ranks among which the elements are divided.
-    """
+    """Return a rank's share, in elements, of a tensor that is flattened, padded and cut into equal parts."""
     return math.ceil(math.prod(shape) / size)
 
 
@@ -151,11 +143,7 @@ class Traits:
     """
 
     def __post_init__(self) -> None:
-        """Check that every trait has a value of its kind.
-
-        Raises:
-            ValueError: a trait has another value. The message is one line.
-        """
+        """Check that every trait has a value of its kind; otherwise a ValueError says in one line what was expected."""
         hints = get_type_hints(type(self))
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)

@@ -25,35 +25,32 @@ from shardproof.harness.tensors.trees import tensors_of
 from shardproof.harness.verdicts.finding import Divergence, Location, Stage
 from shardproof.harness.verdicts.texts import ranks_of
 
-#: Methods of ``ProcessGroup`` across torch versions, and the kind of collective that each one issues.
+#: Methods of ``ProcessGroup`` across torch versions, by the kind of collective that they issue.
 _METHODS = {
-    "allgather": "all_gather",
-    "_allgather_base": "all_gather",
-    "all_gather_single": "all_gather",
-    "allgather_coalesced": "all_gather",
-    "allgather_into_tensor_coalesced": "all_gather",
-    "all_gather_single_coalesced": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "_reduce_scatter_base": "reduce_scatter",
-    "reduce_scatter_single": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "reduce_scatter_single_coalesced": "reduce_scatter",
-    "allreduce": "all_reduce",
-    "allreduce_coalesced": "all_reduce",
-    "broadcast": "broadcast",
-    "reduce": "reduce",
-    "gather": "gather",
-    "gather_single": "gather",
-    "gather_into_tensor": "gather",
-    "scatter": "scatter",
-    "alltoall": "all_to_all",
-    "alltoall_base": "all_to_all",
-    "all_to_all_single": "all_to_all",
-    "send": "send",
-    "recv": "recv",
-    "recv_anysource": "recv",
-    "barrier": "barrier",
-    "monitored_barrier": "barrier",
+    "all_gather": (
+        "allgather",
+        "_allgather_base",
+        "all_gather_single",
+        "allgather_coalesced",
+        "allgather_into_tensor_coalesced",
+        "all_gather_single_coalesced",
+    ),
+    "reduce_scatter": (
+        "reduce_scatter",
+        "_reduce_scatter_base",
+        "reduce_scatter_single",
+        "reduce_scatter_tensor_coalesced",
+        "reduce_scatter_single_coalesced",
+    ),
+    "all_reduce": ("allreduce", "allreduce_coalesced"),
+    "broadcast": ("broadcast",),
+    "reduce": ("reduce",),
+    "gather": ("gather", "gather_single", "gather_into_tensor"),
+    "scatter": ("scatter",),
+    "all_to_all": ("alltoall", "alltoall_base", "all_to_all_single"),
+    "send": ("send",),
+    "recv": ("recv", "recv_anysource"),
+    "barrier": ("barrier", "monitored_barrier"),
 }
 _POINT_TO_POINT = ("send", "recv")
 
@@ -63,12 +60,7 @@ _ROOTED = {"broadcast": "from", "scatter": "from", "reduce": "to", "gather": "to
 
 
 class Announcer:
-    """Writes one rank's announcements to the board.
-
-    Args:
-        board: the world's board.
-        rank: the global rank of this process.
-    """
+    """Writes the announcements of this process to the world's board, as those of a global rank."""
 
     def __init__(self, board: Board, *, rank: int) -> None:
         self._board = board
@@ -99,21 +91,18 @@ class Announcer:
         return self._operator
 
     def start_job(self, job: int, *, checking: bool, patience: float) -> None:
-        """Start a job: reset the numbers of collectives.
+        """Start a job, in which collectives are numbered anew.
 
-        Args:
-            job: the job's number.
-            checking: whether to compare each announcement with those of the peers before entering the collective.
-            patience: seconds to wait for the peers' announcements of one collective.
+        While checking, each announcement is compared with those of the peers before the collective is entered; for
+        those of one collective a rank waits ``patience`` seconds.
         """
         self._numbers.clear()
         self._job, self._checking, self._patience = job, checking, patience
 
     def announce(self, group: dist.ProcessGroup, kind: str, text: str) -> None:
-        """Announce that this rank is about to enter a collective.
+        """Announce that this rank is about to enter a collective of a group.
 
         Args:
-            group: the process group of the collective.
             kind: the kind of collective, in the trace's vocabulary; "send" and "recv" are never checked.
             text: a description of the collective; while checking, it is compared between the members of the group.
 
@@ -195,13 +184,10 @@ class Announcer:
 
     @contextlib.contextmanager
     def heard_by(self, listener: Callable[[Collective], None], *, phase: str) -> Iterator[None]:
-        """Pass on the collectives that the methods of ``ProcessGroup`` issue in this context.
+        """Pass on each collective that the methods of ``ProcessGroup`` issue in this context, before it is issued.
 
-        It serves where no Recorder may be active, and misses what is issued below Python, as by DDP's reducer.
-
-        Args:
-            listener: called with each collective, before it is issued.
-            phase: the phase to which the collectives belong.
+        It serves where no Recorder may be active, and misses what is issued below Python, as by DDP's reducer. The
+        collectives belong to ``phase``.
         """
         before = self._listener
         self._listener = lambda collective: listener(dataclasses.replace(collective, phase=phase))
@@ -212,10 +198,10 @@ class Announcer:
 
     def watch_process_groups(self) -> None:
         """Patch the methods of ``ProcessGroup`` to announce collectives, for the rest of the process."""
-        for name, kind in _METHODS.items():
-            method = getattr(dist.ProcessGroup, name, None)
-            if method is not None:
-                setattr(dist.ProcessGroup, name, self._announcing(method, kind))
+        for kind, names in _METHODS.items():
+            for name in names:
+                if (method := getattr(dist.ProcessGroup, name, None)) is not None:
+                    setattr(dist.ProcessGroup, name, self._announcing(method, kind))
 
     def _announcing(self, method: Callable[..., Any], kind: str) -> Any:
         @functools.wraps(method)
@@ -243,10 +229,7 @@ class Announcer:
 def full_kind(kind: str, *, operator: str, root: int | None) -> str:
     """Name a collective with what all ranks must agree on: "all_reduce sum", "broadcast from rank 0".
 
-    Args:
-        kind: the kind of collective, in the trace's vocabulary.
-        operator: the operator of a reduction; empty if it is not known.
-        root: the global rank of the root, for the kinds that have one.
+    The operator is empty where it is not known; the root is a global rank, of the kinds that have one.
     """
     parts = [kind, operator if kind in _REDUCTIONS else ""]
     parts += [f"{_ROOTED[kind]} rank {root}"] if kind in _ROOTED and root is not None else []

@@ -71,11 +71,6 @@ class Delay:
 class Perturbation:
     """Injects the delays of one run on one rank.
 
-    Args:
-        delays: the delays of the run.
-        rank: the global rank of this process.
-        device_type: "cuda" to occupy the current stream; on any other device the rank sleeps.
-
     Attributes:
         met: for each delay, how many points of the run matched it, whether or not this rank waits there. A delay with a
             count of 0 had no effect.
@@ -98,11 +93,7 @@ class Perturbation:
                 self._meet(delay)
 
     def assert_met(self) -> None:
-        """Check that every delay matched at least one point of the run.
-
-        Raises:
-            AssertionError: a delay matched nothing and so had no effect.
-        """
+        """Check that every delay matched at least one point of the run: one that matched nothing had no effect."""
         for delay, count in self.met.items():
             assert count, f"{delay} matched nothing in this run, so it had no effect"
 

@@ -19,16 +19,10 @@ MISSING, EXTRA, SAME = "-", "+", " "
 
 
 def marked_counts(trace: Trace, phase: str, expected: Mapping[str, int], units: Sequence[str]) -> list[str]:
-    """Mark the collectives of a phase against the number of each kind that a case expects.
+    """Mark the collectives of a phase of a step against the number of each kind that a case expects, which may be 0.
 
     The unit of a collective shows which one is missing or extra, where one of the kind is expected of each unit;
     otherwise the last ones are extra, and a missing one has no unit.
-
-    Args:
-        trace: the collectives of one step.
-        phase: the phase.
-        expected: the number of each kind; 0 for kinds that are absent.
-        units: the labels of the units.
     """
     lines = [f"collectives in {phase}, against the numbers that the case expects:"]
     left = collections.Counter(expected)
@@ -50,12 +44,8 @@ def marked_counts(trace: Trace, phase: str, expected: Mapping[str, int], units: 
 def lacking_collectives(trace: Trace, unit: str, *, root: str) -> list[str]:
     """Return a line for each kind of collective that a unit lacks in a phase of a step, and most other units have.
 
-    Units of one size cannot be told apart. Of them a line says how many collectives all of them have.
-
-    Args:
-        trace: the collectives of one step, in which each names its unit, or all units of its size.
-        unit: the label of the unit.
-        root: the label of the root's own unit, which may stay gathered from forward to backward.
+    Units of one size cannot be told apart: a collective of the trace names all of them. Of them a line says how many
+    collectives all of them have. The root's own unit may stay gathered from forward to backward.
     """
     found: dict[tuple[str, str], collections.Counter[str]] = {}
     for item in trace:
@@ -76,11 +66,8 @@ def lacking_collectives(trace: Trace, unit: str, *, root: str) -> list[str]:
 def between_ranks(traces: Mapping[int, Sequence[str]]) -> list[str]:
     """Mark what the members of each group issued on it against what its first member did.
 
-    Args:
-        traces: by global rank, the collectives of that rank, each as ``str(Collective)``.
-
-    Returns:
-        Lines for each rank that differs from the first of a group; empty if none does.
+    Takes the collectives by global rank, each as ``str(Collective)``. Returns lines for each rank that differs from the
+    first of a group.
     """
     lines: list[str] = []
     for group, sequences in by_group(traces).items():

@@ -21,54 +21,50 @@ from shardproof.harness.tensors import private
 from shardproof.harness.tensors.private import TorchDispatchMode
 from shardproof.harness.tensors.trees import tensors_of
 
-#: The kind of collective of each operator, by the operator's name without its namespace: c10d's operators first, then
-#: the functional collectives.
-_KINDS = {
-    "_allgather_base_": "all_gather",
-    "allgather_": "all_gather",
-    "allgather_coalesced_": "all_gather",
-    "allgather_into_tensor_coalesced_": "all_gather",
-    "all_gather_into_tensor": "all_gather",
-    "all_gather_into_tensor_out": "all_gather",
-    "all_gather_into_tensor_coalesced": "all_gather",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "reduce_scatter_": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "reduce_scatter_tensor_out": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "allreduce_": "all_reduce",
-    "allreduce_coalesced_": "all_reduce",
-    "all_reduce": "all_reduce",
-    "all_reduce_": "all_reduce",
-    "all_reduce_coalesced": "all_reduce",
-    "all_reduce_coalesced_": "all_reduce",
-    "broadcast_": "broadcast",
-    "broadcast": "broadcast",
-    "reduce_": "reduce",
-    "gather_": "gather",
-    "gather_into_tensor_": "gather",
-    "scatter_": "scatter",
-    "alltoall_": "all_to_all",
-    "alltoall_base_": "all_to_all",
-    "all_to_all_single": "all_to_all",
-    "shard_dim_alltoall": "all_to_all",
-    "send": "send",
-    "isend": "send",
-    "recv_": "recv",
-    "recv_any_source_": "recv",
-    "irecv": "recv",
-    "batch_p2p_ops": "send",  # sends and receives, issued together
-    "barrier": "barrier",
-    "monitored_barrier_": "barrier",
+#: The operators of each kind of collective, without their namespaces: c10d's, then the functional collectives.
+_OPERATORS = {
+    "all_gather": (
+        "_allgather_base_",
+        "allgather_",
+        "allgather_coalesced_",
+        "allgather_into_tensor_coalesced_",
+        "all_gather_into_tensor",
+        "all_gather_into_tensor_out",
+        "all_gather_into_tensor_coalesced",
+    ),
+    "reduce_scatter": (
+        "_reduce_scatter_base_",
+        "reduce_scatter_",
+        "reduce_scatter_tensor_coalesced_",
+        "reduce_scatter_tensor",
+        "reduce_scatter_tensor_out",
+        "reduce_scatter_tensor_coalesced",
+    ),
+    "all_reduce": (
+        "allreduce_",
+        "allreduce_coalesced_",
+        "all_reduce",
+        "all_reduce_",
+        "all_reduce_coalesced",
+        "all_reduce_coalesced_",
+    ),
+    "broadcast": ("broadcast_", "broadcast"),
+    "reduce": ("reduce_",),
+    "gather": ("gather_", "gather_into_tensor_"),
+    "scatter": ("scatter_",),
+    "all_to_all": ("alltoall_", "alltoall_base_", "all_to_all_single", "shard_dim_alltoall"),
+    "send": ("send", "isend", "batch_p2p_ops"),  # the last are sends and receives, issued together
+    "recv": ("recv_", "recv_any_source_", "irecv"),
+    "barrier": ("barrier", "monitored_barrier_"),
 }
+_KINDS = {name: kind for kind, names in _OPERATORS.items() for name in names}
 #: Operators in the same namespaces that are no collectives.
 _NO_COLLECTIVES = frozenset(
     {"wait_tensor", "wait_tensors", "_wrap_tensor_autograd", "check_for_nan", "mesh_get_process_group"}
 )
 
 #: The kinds of collectives that a Recorder sees. A barrier has no tensors, so it reaches no dispatch mode.
-KINDS = tuple(dict.fromkeys(kind for kind in _KINDS.values() if kind != "barrier"))
+KINDS = tuple(kind for kind in _OPERATORS if kind != "barrier")
 
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 
@@ -97,17 +93,15 @@ class Recorder(TorchDispatchMode):
     """Records collectives into ``trace`` while active.
 
     Delays are injected by the hooks ``before`` and ``after``, at the operator, because the Python names of collectives
-    changed in torch 2.13 and DDP's reducer uses none.
+    changed in torch 2.13 and DDP's reducer uses none. An announcer announces every collective before the rank enters
+    it.
 
     Args:
         unit_of: maps a collective's kind, dtype and bytes to the label of its unit.
-        announcer: announces every collective before the rank enters it; optional.
 
     Attributes:
         trace: the collectives recorded so far.
         phase: the current phase of the step.
-        before: called with each collective before it is issued.
-        after: called with each collective after it was issued.
     """
 
     def __init__(

@@ -52,14 +52,9 @@ class Trace(list[Collective]):
 
 
 def first_difference(traces: Sequence[Trace]) -> Finding | None:
-    """Find the first collective that differs between the members of a group.
+    """Find the first collective that differs between the members of a group, in the traces of all ranks in their order.
 
-    Args:
-        traces: one trace for each rank, in the order of global ranks.
-
-    Returns:
-        A finding that names the first rank that differs from its group's first member, or None if all members of each
-        group issued the same sequence on it. The bytes of an all_to_all may differ.
+    The finding names the first rank that differs from its group's first member. The bytes of an all_to_all may differ.
     """
     groups = sorted({item.group for trace in traces for item in trace})
     for group in groups:
@@ -73,12 +68,8 @@ def first_difference(traces: Sequence[Trace]) -> Finding | None:
 def rendered_difference(lines: Mapping[int, Sequence[str]]) -> str | None:
     """Find the first collective that differs between the members of a group, in traces that were sent as text.
 
-    Args:
-        lines: by global rank, the collectives of that rank, each as ``str(Collective)``. Sends and receives are left
-            out, because their sides differ.
-
-    Returns:
-        A description that names the group and both collectives, or None.
+    Takes the collectives by global rank, each as ``str(Collective)``. Sends and receives are left out, because their
+    sides differ. The description names the group and both collectives.
     """
     for group, members in by_group(lines).items():
         if found := _difference_on(group, members):
@@ -87,14 +78,10 @@ def rendered_difference(lines: Mapping[int, Sequence[str]]) -> str | None:
 
 
 def by_group(lines: Mapping[int, Sequence[str]]) -> dict[str, dict[int, list[str]]]:
-    """Sort what ranks issued by the groups on which they did.
+    """Sort what ranks issued, as for :func:`rendered_difference`, by the groups on which they did.
 
-    Args:
-        lines: as for :func:`rendered_difference`.
-
-    Returns:
-        By group, as a line names its ranks, and by member: the squeezed lines without sends and receives; of members
-        without a trace nothing.
+    By group, as a line names its ranks, and by member these are the squeezed lines without sends and receives; of
+    members without a trace nothing.
     """
     found: dict[str, dict[int, list[str]]] = {}
     for rank, collectives in lines.items():
@@ -111,9 +98,7 @@ def by_group(lines: Mapping[int, Sequence[str]]) -> dict[str, dict[int, list[str
 def _difference_on(group: str, sequences: Mapping[int, Sequence[str]]) -> tuple[int, str] | None:
     """Return the first rank whose sequence on a group differs from that of its first member, with a description.
 
-    Args:
-        group: how the description names the group's ranks.
-        sequences: by rank, the collectives on the group as squeezed lines, the first member's first.
+    The sequences are squeezed lines, the first member's first.
     """
     member, first = next(iter(sequences.items()))
     for rank, own in sequences.items():
@@ -146,12 +131,9 @@ _BYTES = re.compile(r" \d+ B\b")
 def count_difference(
     trace: Trace, phase: str, expected: dict[str, int], *, units: Sequence[str] = (), root: str = ""
 ) -> Finding | None:
-    """Compare the number of collectives in a phase with the expected number.
+    """Compare the number of collectives in a phase with the expected number of each kind, which may be 0.
 
     Args:
-        trace: the trace of one rank.
-        phase: "forward", "backward", "clip" or "step".
-        expected: the expected number of each kind; 0 for kinds that are absent.
         units: the labels of the units, of which a missing collective is one's.
         root: the label among them of the root's own unit, which is kept after forward by default.
 

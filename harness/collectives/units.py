@@ -21,7 +21,6 @@ class UnitSize:
     Attributes:
         label: the unit's module names, joined by commas, or :data:`ROOT`.
         names: the names of its parameters in the unsharded model.
-        numel: the number of elements of its parameters.
         padded_numel: the most elements that a gather or a reduction of the unit may have, over all ranks and with all
             padding that the implementation declares.
     """
@@ -39,17 +38,10 @@ class UnitSize:
 def units_of(
     model: nn.Module, units: Units, *, traits: Traits, size: int, ignored: Sequence[str] = ()
 ) -> list[UnitSize]:
-    """The sizes of a model's units.
+    """Return the sizes of the units of an unsharded model, inner units before outer ones, the root's own last.
 
-    Args:
-        model: the unsharded model.
-        units: tuples of module names, one tuple per unit. The parameters of nested modules belong to the inner unit.
-        traits: the implementation's traits, for its padding.
-        size: the number of ranks that share a unit.
-        ignored: the names of the parameters that belong to no unit.
-
-    Returns:
-        The units that have parameters, inner units before outer ones, the root's own unit last.
+    The parameters of nested modules belong to the inner unit, and those that are ignored to none; units without
+    parameters are left out. ``size`` ranks share a unit.
     """
     claimed = {id(model.get_parameter(name)) for name in ignored}
     found = []
@@ -78,9 +70,6 @@ class UnitLookup:
 
     Called with a collective's kind, dtype and bytes, it returns the label of the unit: "a|b" if several units fit, ""
     if none fits or the collective is neither a gather nor a reduction.
-
-    Args:
-        units: the units of the model.
     """
 
     def __init__(self, units: Sequence[UnitSize]) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from shardproof.harness.collectives.recorder import kind_of
 from shardproof.harness.tensors import private
 from shardproof.harness.tensors.private import TorchDispatchMode
-from shardproof.harness.tensors.trees import tensors_of
+from shardproof.harness.tensors.trees import local_of, tensors_of
 
 
 class Kind(enum.StrEnum):
@@ -67,9 +67,6 @@ class Block:
 
     Attributes:
         nbytes: its size in bytes, as last seen; 0 once it is freed.
-        kind: what it is for, as far as is known.
-        made_by: the operator that made it.
-        phase: the phase in which it was made.
         sources: of what it is a copy, where it was made or written by an operator that copies.
     """
 
@@ -83,12 +80,10 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class Usage:
-    """Bytes that were held at one moment.
+    """Bytes that were held at one moment, by kind; kinds without any are absent.
 
     Attributes:
         step: the number of the step; -1 before the first.
-        phase: the phase.
-        by_kind: the bytes of each kind; kinds without any are absent.
         during: the operator that ran.
     """
 
@@ -210,7 +205,7 @@ class Ledger(TorchDispatchMode):
     def mark(self, tensors: Iterable[torch.Tensor], kind: Kind) -> None:
         """Note what tensors are for; what they are for already stays if it comes before."""
         for tensor in tensors:
-            _mark(self.block_of(tensor.to_local() if isinstance(tensor, DTensor) else tensor), kind)
+            _mark(self.block_of(local_of(tensor)), kind)
 
     def _freed(self, key: int) -> None:
         self._change(self._live.pop(key), 0)
@@ -278,12 +273,11 @@ class Ledger(TorchDispatchMode):
     def peak(
         self, *, step: int | None = None, phase: str | None = None, kinds: Collection[Kind] = tuple(Kind)
     ) -> Usage:
-        """Return what was held when most bytes were: the first such moment.
+        """Return what was held when most bytes of some kinds were: the first such moment.
 
         Args:
             step: of this step alone; -1 is what comes before the first.
             phase: in this phase alone.
-            kinds: of these kinds alone.
 
         Raises:
             ValueError: nothing was allocated or freed then.

@@ -128,8 +128,7 @@ class Tensors:
     def without_memory(self, *watching: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
         """Make every tensor that is made in the context one without memory.
 
-        Args:
-            watching: contexts that see each operator, such as a Recorder's; the last one sees it first.
+        Other contexts may watch each operator, such as a Recorder's; the last one sees it first.
         """
         with contextlib.ExitStack() as stack:
             stack.enter_context(_addresses())

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from shardproof.harness.adapters.base import Adapter, Config, OptimizerFactory
 from shardproof.harness.collectives.recorder import Recorder
@@ -21,7 +20,7 @@ from shardproof.harness.simulation.memory import Kind, Ledger, Usage
 from shardproof.harness.simulation.tensors import Tensors
 from shardproof.harness.simulation.world import SimulatedWorld, simulated_world
 from shardproof.harness.tensors import memory, private
-from shardproof.harness.tensors.trees import tensors_of
+from shardproof.harness.tensors.trees import local_of, tensors_of
 
 #: The phases, in their order.
 PHASES = ("build", "shard", "inputs", "around", "forward", "backward", "clip", "step", "zero")
@@ -29,12 +28,7 @@ PHASES = ("build", "shard", "inputs", "around", "forward", "backward", "clip", "
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """What one rank holds of a tensor.
-
-    Attributes:
-        shape: the shape of its part.
-        dtype: the dtype without its "torch." prefix.
-    """
+    """The shape of what one rank holds of a tensor, and its dtype without the "torch." prefix."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -101,15 +95,12 @@ class Simulation:
     def step(
         self, inputs: Callable[[], tuple[Any, ...]], *, loss: Callable[..., torch.Tensor], set_to_none: bool = True
     ) -> Trace:
-        """Train one optimizer step.
+        """Train one optimizer step, and return its collectives.
 
         Args:
             inputs: makes the arguments of one microbatch's forward; as many are trained as the configuration has.
-            loss: maps a forward's output, and after it the arguments, if it takes them, to a scalar.
+            loss: maps a forward's output to a scalar.
             set_to_none: whether gradients are set to None after the step, or to zeros.
-
-        Returns:
-            The collectives of this step.
         """
         adapter, config, before = self.adapter, self.config, len(self.trace)
         memory.collect_garbage()
@@ -208,7 +199,7 @@ class Simulation:
 
 
 def _layout(tensor: torch.Tensor) -> Layout:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = local_of(tensor)
     return Layout(tuple(local.shape), str(local.dtype).removeprefix("torch."))
 
 

@@ -73,24 +73,14 @@ MOST_RANKS = 65_536
 
 @dataclasses.dataclass(frozen=True)
 class SimulatedWorld:
-    """One rank of a world that is simulated.
-
-    Attributes:
-        size: the number of ranks.
-        rank: the global rank that this process is.
-        device: the device of its tensors, which have no memory.
-    """
+    """One rank of a world that is simulated, and the device of its tensors, which have no memory."""
 
     size: int
     rank: int
     device: torch.device
 
     def mesh(self, shape: tuple[int, ...] | None = None, names: tuple[str, ...] = ("dp",)) -> DeviceMesh:
-        """Return a mesh of all ranks.
-
-        Args:
-            shape: the size of each dimension, one to four of them; by default one dimension of all ranks.
-            names: the name of each dimension.
+        """Return a mesh of all ranks, of one to four dimensions; by default of one.
 
         Raises:
             ValueError: the shape has not as many ranks as the world, or not as many dimensions as names.
@@ -101,11 +91,7 @@ class SimulatedWorld:
 
 
 def check_world(size: int, rank: int = 0, device_type: str = "cpu") -> None:
-    """Refuse what cannot be simulated.
-
-    Raises:
-        ValueError: with one line that names the value.
-    """
+    """Refuse a world that cannot be simulated by a ValueError of one line."""
     if not 1 <= size <= MOST_RANKS:
         raise ValueError(f"a simulated world of {size} ranks: expected 1 to {MOST_RANKS}")
     if not 0 <= rank < size:
@@ -117,11 +103,7 @@ def check_world(size: int, rank: int = 0, device_type: str = "cpu") -> None:
 
 
 def check_shape(size: int, shape: tuple[int, ...], names: tuple[str, ...]) -> None:
-    """Refuse a mesh that a world of ``size`` ranks does not divide into.
-
-    Raises:
-        ValueError: with one line that names the shape.
-    """
+    """Refuse a mesh that a world of ``size`` ranks does not divide into, by a ValueError of one line."""
     text = "x".join(map(str, shape))
     if len(names) != len(shape):
         raise ValueError(f"a mesh of {text} with the names {', '.join(names)}: expected one name for each dimension")

@@ -24,9 +24,6 @@ def collect_garbage() -> None:
     One collection is not enough: autograd nodes hold references in C++, which the collector cannot follow, so it finds
     the objects that a node held only after the node has been freed. A census between two collections would count
     tensors that the next census no longer finds.
-
-    Raises:
-        AssertionError: every collection finds new garbage.
     """
     rounds = 0
     while gc.collect():
@@ -113,10 +110,9 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def begin_step_peak(device: torch.device) -> int:
-    """Begin to measure the peak of a step, apart from what a case measures, and without waiting for the device.
+    """Begin to measure the peak of a step, apart from what a case measures and without waiting for the device.
 
-    Returns:
-        The bytes that tensors on the device have requested now.
+    Returns the bytes that tensors on the device have requested now.
     """
     _begin_peak("step", device)
     return int(torch.cuda.memory_stats(device)["requested_bytes.all.current"])
@@ -140,12 +136,7 @@ def _peak(what: str, device: torch.device) -> int:
 
 
 def peak_of(device: torch.device, action: Callable[[], object]) -> int:
-    """Run something, and return the most bytes on ``device`` that it requested at a time, beyond those held before.
-
-    Args:
-        device: a CUDA device.
-        action: what to run; its result is dropped.
-    """
+    """Run something, and return the most bytes that it requested at a time, beyond those held before, on CUDA."""
     before = held_bytes(device)
     forget_peak(device)
     action()
@@ -214,10 +205,8 @@ def _has_storage(tensor: torch.Tensor) -> bool:
 def free(held: object) -> None:
     """Free the memory of all tensors in nested lists, tuples and mappings, whoever keeps the tensors.
 
-    Pinned memory cannot be freed so; it is the host's, and does not fill the device.
-
-    Args:
-        held: tensors of a model that is never used again; anything else is left alone.
+    They are those of a model that is never used again. Pinned memory cannot be freed so; it is the host's, and does not
+    fill the device.
     """
     if isinstance(held, DTensor):
         free(held.to_local())

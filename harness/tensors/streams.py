@@ -16,12 +16,7 @@ _CYCLES = 1_000_000
 
 
 def occupy(milliseconds: float, *, device_type: str) -> None:
-    """Occupy the current stream for ``milliseconds``; on the CPU, sleep.
-
-    Args:
-        milliseconds: the duration; positive.
-        device_type: "cuda" to enqueue the work and return at once.
-    """
+    """Occupy the current stream of a CUDA device, and return at once; on the CPU, sleep."""
     if device_type == "cuda":
         # ``_sleep`` takes cycles of the SM clock and returns at once: it occupies the stream and not the host.
         private.need("torch.cuda._sleep")(int(milliseconds * _cycles_per_millisecond()))

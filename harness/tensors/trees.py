@@ -10,6 +10,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor: the shard of a DTensor, and a plain tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
@@ -22,14 +28,9 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """Rebuild ``value`` with ``function`` applied to every tensor.
+    """Rebuild ``value``, with containers of the same types, with ``function`` applied to every tensor.
 
-    Args:
-        function: maps a tensor to its replacement.
-        value: a tensor, a container, or any other value.
-
-    Returns:
-        Containers of the same types, with the replaced tensors. Other leaves are the same objects.
+    Other leaves are the same objects.
     """
     return map_leaves(function, value, kind=torch.Tensor)
 
@@ -71,8 +72,7 @@ def _is_dataclass(value: Any) -> bool:
 def on_host(value: Any) -> Any:
     """Return a container with all its tensors on the CPU; tensors that are there already are the same objects.
 
-    Args:
-        value: a container of plain tensors, as :func:`map_tensors` handles it. Copies of equal dtype share a storage.
+    Takes plain tensors, in what :func:`map_tensors` handles. Copies of equal dtype share a storage.
     """
     found: dict[int, torch.Tensor] = {id(tensor): tensor for tensor in tensors_of(value) if tensor.device.type != "cpu"}
     if not found:

@@ -56,12 +56,7 @@ class Divergent:
         }
 
     def render(self, others: Sequence[Divergent], size: int) -> list[str]:
-        """Return the lines that describe the place.
-
-        Args:
-            others: the first places of the other ranks.
-            size: the number of ranks.
-        """
+        """Return the lines that describe the place, with those of the other ranks, of ``size`` in all."""
         at = self.location
         lines = [f"first divergence: {at.stage.value}{f' of {at.name!r}' if at.name else ''}"]
         lines += [f"  module {self.module or 'none'}, parameter {self.parameter or 'none'}"]

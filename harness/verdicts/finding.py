@@ -133,11 +133,7 @@ class Guess:
     cause: str = ""
 
     def render(self, *, is_shared: bool) -> str:
-        """Return the clause for the text of the failure.
-
-        Args:
-            is_shared: whether all ranks have the same guess.
-        """
+        """Return the clause for the text of the failure, with the cause if all ranks have the same guess."""
         return f"{self.seen}, as when {self.cause}" if self.cause and is_shared else self.seen
 
 
@@ -180,10 +176,6 @@ class Finding:
             title: what went wrong, for example "the sharded run diverges from the baseline".
             others: the findings of other ranks at the same step and stage.
             size: the number of ranks that compared.
-
-        Returns:
-            Lines with the title and the location, the finding's own text, the guess, and what the other ranks found at
-            the same step and stage; no newline at the end.
         """
         lines = [f"{title}: {self.location}", f"  {self.text}"]
         if self.guess is not None:
@@ -201,10 +193,6 @@ class Divergence(AssertionError):
     """The sharded run differs from what it is compared with; all ranks of the world raise it together.
 
     Because all ranks raise it at the same place, no rank is left in a collective, and the world can run the next case.
-
-    Args:
-        text: the message of the failure.
-        location: where the runs differ.
     """
 
     def __init__(self, text: str, location: Location) -> None:
@@ -213,14 +201,9 @@ class Divergence(AssertionError):
 
 
 def raise_first(findings: Sequence[Finding | None], *, title: str) -> None:
-    """Raise the first of all ranks' findings. Every rank must call it with the same findings.
+    """Raise the first of all ranks' findings, by step, stage and rank, as a :class:`Divergence`.
 
-    Args:
-        findings: one for each rank; None where a rank has none. A finding about all ranks stands alone.
-        title: the first line of the failure, a statement of what went wrong.
-
-    Raises:
-        Divergence: with the text and location of the first finding by step, stage and rank.
+    Every rank must call it with the same findings, one for each rank. A finding about all ranks stands alone.
     """
     found = [finding for finding in findings if finding is not None]
     if found:

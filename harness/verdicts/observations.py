@@ -15,14 +15,7 @@ from shardproof.harness.verdicts.finding import Stage
 
 @dataclasses.dataclass(frozen=True)
 class ExpectedText:
-    """A text that a rank rendered, with its inline literal; the pytest process compares the two.
-
-    Attributes:
-        text: what the case rendered.
-        expected: the literal at the call.
-        filename: the file of the call.
-        lineno: the line of the call.
-    """
+    """A text that a rank rendered, its inline literal, and the call; the pytest process compares the two."""
 
     text: str
     expected: str
@@ -32,16 +25,7 @@ class ExpectedText:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """The distance of one tensor to the oracle, for the run file.
-
-    Attributes:
-        stage: the point of the training step.
-        step: the training step, counted from 0.
-        name: the name of the tensor.
-        sharded_ulps: the distance of the sharded run, in ulps.
-        baseline_ulps: the distance of the baseline, in ulps.
-        allowed_ulps: the distance that the sharded run may have, in ulps.
-    """
+    """The distance of one tensor to the oracle, for the run file: of both runs, and what the sharded one may have."""
 
     stage: Stage
     step: int
@@ -84,19 +68,11 @@ class Observations:
     peak_bytes: int | None = None
 
     def add_peak(self, nbytes: int) -> None:
-        """Keep the highest peak of all steps.
-
-        Args:
-            nbytes: the most bytes that a step held at a time, beyond those before it.
-        """
+        """Keep the highest peak of all steps: bytes beyond those held before the step."""
         self.peak_bytes = max(nbytes, self.peak_bytes or 0)
 
     def add_losses(self, **by_run: float) -> None:
-        """Append the losses of one step.
-
-        Args:
-            by_run: from the name of a run to this rank's loss, summed over microbatches.
-        """
+        """Append the losses of one step, of this rank and summed over microbatches, by the name of a run."""
         for name, value in by_run.items():
             self.losses.setdefault(name, []).append(value)
 
@@ -114,12 +90,7 @@ class Observations:
 
 
 def keep_worst(distances: dict[tuple[int, Stage], Measured], measured: Iterable[Measured]) -> None:
-    """Merge distances into a table that keeps, for each step and stage, the one that used most of what is allowed.
-
-    Args:
-        distances: the table, by (step, stage); changed in place.
-        measured: the distances to merge.
-    """
+    """Merge distances into a table, by (step, stage), of those that used most of what is allowed."""
     for item in measured:
         known = distances.get((item.step, item.stage))
         if known is None or item.used > known.used:

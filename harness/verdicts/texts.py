@@ -26,14 +26,9 @@ _OF_ONE_RANK = [
 
 
 def bounded(text: str, most: int = MOST_CHARACTERS) -> str:
-    """Cut the middle out of a text that is too long, and make the text encodable.
+    """Cut the middle out of a text that is too long, with a line that says how much, and make the text encodable.
 
-    Args:
-        text: any text; a lone surrogate in it is escaped, because no stream to the controller or a file can hold it.
-        most: the most characters to keep, without the line that reports the omission.
-
-    Returns:
-        The text, or its two ends with a line between them that gives the number of characters left out.
+    A lone surrogate in it is escaped, because no stream to the controller or a file can hold it.
     """
     if len(text) > most:
         head, tail = text[: most // 2], text[len(text) - most // 2 :]
@@ -71,9 +66,7 @@ def ranks_of(ranks: Iterable[int]) -> str:
 def gist(text: str) -> str:
     """Return the one line of a failure's text that is worth most: a traceback's error, else the beginning.
 
-    Args:
-        text: a text as in the record of a case: after a line such as "rank 0 of 2:" the traceback of that rank, and
-            then perhaps those of others.
+    In the record of a case, tracebacks of ranks each follow a line such as "rank 0 of 2:".
     """
     lines = text.splitlines() or [""]
     starts = [number for number, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
