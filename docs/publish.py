@@ -25,12 +25,12 @@ _MEASURED = ("collectives", "distances", "losses")
 
 def slim(data: dict[str, Any]) -> dict[str, Any]:
     """Return the data of a run file without what its cases without a failure measured."""
-    return {**data, "cases": [one if one["failure"] else _without(one) for one in data["cases"]]}
 
+    def without(record: dict[str, Any]) -> dict[str, Any]:
+        emptied = {name: type(record[name])() for name in _MEASURED}
+        return {**record, **emptied, "shortened": sorted({*record.get("shortened", ()), *_MEASURED})}
 
-def _without(record: dict[str, Any]) -> dict[str, Any]:
-    emptied = {name: type(record[name])() for name in _MEASURED}
-    return {**record, **emptied, "shortened": sorted({*record.get("shortened", ()), *_MEASURED})}
+    return {**data, "cases": [one if one["failure"] else without(one) for one in data["cases"]]}
 
 
 def main() -> None:
