@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import pathlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[1]
 
 
 def collect(collector: object) -> None:
-    """Collect the suites for one implementation, nightly cases and those of simulated worlds included.
-
-    Raises:
-        ValueError: the suites cannot be collected.
-    """
+    """Collect the suites for one implementation, nightly and simulated cases included; ValueError where that fails."""
     import pytest  # not at the top: docs/make_matrix.py runs without it
 
     arguments = ["--collect-only", "-q", "-p", "no:cacheprovider", "-m", "nightly or not nightly", str(ROOT / "suites")]
@@ -43,15 +40,7 @@ class _Simulated:
 
 
 def between(text: str, begin: str, end: str, made: str) -> str:
-    """Return README.md with another text between two lines.
-
-    Args:
-        begin: the line before the place, with its newline.
-        end: the line behind it.
-
-    Raises:
-        ValueError: a line is missing.
-    """
+    """Return README.md with another text between two lines, given with their newlines; ValueError without them."""
     before, found_begin, rest = text.partition(begin)
     _, found_end, after = rest.partition(end)
     if not found_begin or not found_end:
@@ -59,16 +48,26 @@ def between(text: str, begin: str, end: str, made: str) -> str:
     return f"{before}{begin}{made}{end}{after}"
 
 
-def write(texts: Mapping[pathlib.Path, str], *, compares: bool, script: str) -> int:
-    """Write files, or compare them with what would be written.
+def run(
+    arguments: Iterable[str] | None, make: Callable[[], Mapping[pathlib.Path, str]], *, about: str, script: str
+) -> int:
+    """Write files, or compare them with what would be written, as the command line says.
 
     Args:
-        compares: whether to write nothing.
+        make: makes the contents of each file; a ValueError says why it cannot.
 
     Returns:
-        The exit code: 0, or 1 if a file is out of date.
+        The exit code: 0, or 1 if nothing can be made or a file is out of date.
     """
-    if not compares:
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a file is out of date")
+    options = parser.parse_args(None if arguments is None else list(arguments))
+    try:
+        texts = make()
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    if not options.check:
         for path, text in texts.items():
             path.write_text(text)
         return 0

@@ -10,15 +10,15 @@ Run as ``python docs/make_features.py`` in the repository's root.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
+import pathlib
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 
 import pytest
-from generating import ROOT, between, collect, write
+from generating import ROOT, between, collect, run
 
 sys.path.insert(0, str(ROOT))  # a clone need not be installed
 
@@ -60,11 +60,7 @@ class Requirement:
 
 @dataclasses.dataclass(frozen=True)
 class Chapter:
-    """A chapter of the contract.
-
-    Attributes:
-        name: in capitals, as in the ids of its requirements.
-    """
+    """A chapter of the contract; its name is in capitals, as in the ids of its requirements."""
 
     name: str
     subject: str
@@ -98,17 +94,6 @@ class Collector:
             ids = [name for mark in item.iter_markers("contract") for name in mark.args]
             needs = [str(name) for mark in item.iter_markers("needs") for name in mark.args]
             self.items.append(Item(f"{item.path.name}::{item.originalname}", tuple(ids), frozenset(needs)))
-
-
-def collected() -> list[Item]:
-    """Collect the suites for one implementation.
-
-    Raises:
-        ValueError: the suites cannot be collected.
-    """
-    collector = Collector()
-    collect(collector)
-    return collector.items
 
 
 def chapters(text: str) -> list[Chapter]:
@@ -191,30 +176,21 @@ def as_json(contract: Sequence[Chapter]) -> str:
     return json.dumps(written, indent=1, ensure_ascii=False) + "\n"
 
 
-def main(arguments: Iterable[str] | None = None) -> int:
-    """Write the page, the JSON and README's table, or compare them.
+def made() -> dict[pathlib.Path, str]:
+    """The contents of each file; ValueError if the contract and the suites disagree."""
+    collector = Collector()
+    collect(collector)
+    contract, items = chapters(CONTRACT.read_text()), collector.items
+    if found := problems(contract, items):
+        raise ValueError("\n".join(found))
+    readme = between(README.read_text(), BEGIN, END, table(contract, items))
+    return {PAGE: page(contract, items), JSON: as_json(contract), README: readme}
 
-    Returns:
-        The exit code: 0, or 1 if the contract and the suites disagree or a file is out of date.
-    """
-    parser = argparse.ArgumentParser(
-        description="docs/features.md, contract.json and README's table, from the contract and the suites"
-    )
-    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a file is out of date")
-    options = parser.parse_args(None if arguments is None else list(arguments))
-    try:
-        contract, items = chapters(CONTRACT.read_text()), collected()
-        if found := problems(contract, items):
-            raise ValueError("\n".join(found))
-        written = {
-            PAGE: page(contract, items),
-            JSON: as_json(contract),
-            README: between(README.read_text(), BEGIN, END, table(contract, items)),
-        }
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 1
-    return write(written, compares=options.check, script="docs/make_features.py")
+
+def main(arguments: Iterable[str] | None = None) -> int:
+    """Write the page, the JSON and README's table, or compare them; the exit code is 1 if something disagrees."""
+    about = "docs/features.md, contract.json and README's table, from the contract and the suites"
+    return run(arguments, made, about=about, script="docs/make_features.py")
 
 
 if __name__ == "__main__":

@@ -8,20 +8,21 @@ Run as ``python docs/make_matrix.py`` in the repository's root. It needs neither
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+import pathlib
 import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from generating import ROOT, between, write
+import generating
+from generating import ROOT, between
 
 sys.path.insert(0, str(ROOT))  # a clone need not be installed
 
-from shardproof.reports.merge import MergeError, merge
+from shardproof.reports.merge import merge
 from shardproof.reports.record import CaseRecord, Verdict
-from shardproof.reports.run import Run, RunFileError, load_run, parse_run, public_version
+from shardproof.reports.run import Run, load_run, parse_run, public_version
 
 PAGE, README, FINDINGS = ROOT / "docs/matrix.md", ROOT / "README.md", ROOT / "docs/findings.md"
 PUBLISHED = ROOT / "reports/published"
@@ -86,11 +87,7 @@ Written by `python docs/make_matrix.py` from [published run files](../reports/pu
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """A section of docs/findings.md.
-
-    Attributes:
-        upstream: Markdown that links to threads about it; empty if none is known.
-    """
+    """A section of docs/findings.md; ``upstream`` is Markdown that links to threads about it, or empty."""
 
     title: str
     anchor: str
@@ -121,7 +118,8 @@ def page(runs: Mapping[Place, Run], known: Mapping[str, Finding]) -> str:
     """Write docs/matrix.md."""
     parts = [_HEAD]
     for place, run in runs.items():
-        parts += [f"\n## {place.title}\n", _environments(place), "", *_chapters(run), *_failures(run, known)]
+        names = ", ".join(f"[{name}](../reports/published/{name})" for name in place.files)
+        parts += [f"\n## {place.title}\n", f"From {names}.", "", *_chapters(run), *_failures(run, known)]
     return "\n".join(parts) + "\n"
 
 
@@ -138,11 +136,6 @@ def table(runs: Mapping[Place, Run]) -> str:
                 cells[place.column] = f"{asked}, torch {place.torch}"
         rows.append(f"| `{name}` | {' | '.join(cells.values())} |")
     return "\n".join(rows) + "\n"
-
-
-def _environments(place: Place) -> str:
-    names = ", ".join(f"[{name}](../reports/published/{name})" for name in place.files)
-    return f"From {names}."
 
 
 def _columns(run: Run) -> list[str]:
@@ -240,23 +233,17 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def main(arguments: Iterable[str] | None = None) -> int:
-    """Write the page and README's table, or compare them.
+def made() -> dict[pathlib.Path, str]:
+    """The contents of each file; ValueError if a run file cannot be used."""
+    runs = {place: run_of(place) for place in PLACES}
+    readme = between(README.read_text(), BEGIN, END, table(runs))
+    return {PAGE: page(runs, findings(FINDINGS.read_text())), README: readme}
 
-    Returns:
-        The exit code: 0, or 1 if a run file cannot be used or a file is out of date.
-    """
-    parser = argparse.ArgumentParser(description="docs/matrix.md and README's table, from published run files")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a file is out of date")
-    options = parser.parse_args(None if arguments is None else list(arguments))
-    try:
-        runs = {place: run_of(place) for place in PLACES}
-        readme = between(README.read_text(), BEGIN, END, table(runs))
-    except (RunFileError, MergeError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    written = {PAGE: page(runs, findings(FINDINGS.read_text())), README: readme}
-    return write(written, compares=options.check, script="docs/make_matrix.py")
+
+def main(arguments: Iterable[str] | None = None) -> int:
+    """Write the page and README's table, or compare them; the exit code is 1 if a file is out of date or unusable."""
+    about = "docs/matrix.md and README's table, from published run files"
+    return generating.run(arguments, made, about=about, script="docs/make_matrix.py")
 
 
 if __name__ == "__main__":

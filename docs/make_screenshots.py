@@ -34,11 +34,7 @@ SHOTS = {
 
 
 def main() -> int:
-    """Write the files.
-
-    Returns:
-        The exit code: 0, or 1 if a file would be too large for the repository.
-    """
+    """Write the files; the exit code is 1 if a file would be too large for the repository."""
     browser = Browser(width=SIZE[0], height=SIZE[1])
     code = 0
     try:

@@ -26,12 +26,12 @@ _EXPECTED = ("pass", "unsupported", "unmet", "expected-fail")
 
 def slim(data: dict[str, Any]) -> dict[str, Any]:
     """Return the data of a run file without the measurements of cases whose verdict is no surprise."""
-    return {**data, "cases": [_without(one) if one["verdict"] in _EXPECTED else one for one in data["cases"]]}
 
+    def without(record: dict[str, Any]) -> dict[str, Any]:
+        emptied = {name: type(record[name])() for name in _MEASURED if name in record}
+        return {**record, **emptied, "shortened": sorted({*record.get("shortened", ()), *emptied})}
 
-def _without(record: dict[str, Any]) -> dict[str, Any]:
-    emptied = {name: type(record[name])() for name in _MEASURED if name in record}
-    return {**record, **emptied, "shortened": sorted({*record.get("shortened", ()), *emptied})}
+    return {**data, "cases": [without(one) if one["verdict"] in _EXPECTED else one for one in data["cases"]]}
 
 
 def main() -> None:

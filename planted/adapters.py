@@ -10,6 +10,7 @@ import dataclasses
 import inspect
 import math
 import pathlib
+import re
 import sys
 import types
 from typing import Any, ClassVar
@@ -131,16 +132,12 @@ def _raise(self: Adapter, *args: Any, **kwargs: Any) -> None:
 class DeafToPrefetch(ReferenceAdapter):
     """Both setters of prefetching have no effect."""
 
-    name = "deaf-to-prefetch"
-
     def prefetch(self, **_: Any) -> None:
         pass
 
 
 class ForgottenFlags(ReferenceAdapter):
     """No unit ever waits for the last microbatch."""
-
-    name = "forgotten-flags"
 
     def _accumulate(self, *_: Any, **__: Any) -> None:
         pass
@@ -149,8 +146,6 @@ class ForgottenFlags(ReferenceAdapter):
 class SplitUnits(ReferenceAdapter):
     """The modules of one unit become units of their own."""
 
-    name = "split-units"
-
     def __init__(self, model: nn.Module, *, optimizer: Any, config: Config) -> None:
         apart = tuple((name,) for unit in config.units for name in unit)
         super().__init__(model, optimizer=optimizer, config=dataclasses.replace(config, units=apart))
@@ -158,8 +153,6 @@ class SplitUnits(ReferenceAdapter):
 
 class MethodNeverFrees(ReferenceAdapter):
     """A registered method gathers, and leaves its unit gathered."""
-
-    name = "method-never-frees"
 
     @staticmethod
     def register(target: nn.Module, name: str) -> None:
@@ -180,8 +173,6 @@ class MethodNeverFrees(ReferenceAdapter):
 class MethodNotHooked(ReferenceAdapter):
     """A registered method receives its inputs without the hook for backward."""
 
-    name = "method-not-hooked"
-
     @staticmethod
     def register(target: nn.Module, name: str) -> None:
         method = getattr(target, name)
@@ -197,8 +188,6 @@ class MethodNotHooked(ReferenceAdapter):
 class FrozenThawed(ReferenceAdapter):
     """Sharding sets requires_grad of every parameter."""
 
-    name = "frozen-thawed"
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.module.requires_grad_(True)
@@ -206,8 +195,6 @@ class FrozenThawed(ReferenceAdapter):
 
 class GraphBreaks(ReferenceAdapter):
     """Sharding breaks the graph of every compiled block in two places."""
-
-    name = "graph-breaks"
 
     def __init__(self, model: nn.Module, *, optimizer: Any, config: Config) -> None:
         for (unit,) in config.units:
@@ -220,8 +207,6 @@ class GraphBreaks(ReferenceAdapter):
 class NothingRecomputed(ReferenceAdapter):
     """Layers that their caller recomputes are called once, and keep their activations."""
 
-    name = "nothing-recomputed"
-
     def __init__(self, model: Any, **options: Any) -> None:
         model.calls = "plain"
         super().__init__(model, **options)
@@ -230,16 +215,12 @@ class NothingRecomputed(ReferenceAdapter):
 class IgnoredOffload(ReferenceAdapter):
     """The policy that keeps shards on the CPU is not passed on."""
 
-    name = "ignored-offload"
-
     def __init__(self, model: Any, *, optimizer: Any, config: Config) -> None:
         super().__init__(model, optimizer=optimizer, config=dataclasses.replace(config, offload=None))
 
 
 class DoubledMomentum(ReferenceAdapter):
     """The state of the optimizer is wrong after a step whose parameters are right."""
-
-    name = "doubled-momentum"
 
     def step(self) -> None:
         super().step()
@@ -252,7 +233,6 @@ class DoubledMomentum(ReferenceAdapter):
 class OwnCheckpoint(ReferenceAdapter):
     """Saves the shards of each rank in a file of its own, as engines do; the sound one."""
 
-    name = "own-checkpoint"
     traits = dataclasses.replace(ReferenceAdapter.traits, isolation="shared")
 
     @classmethod
@@ -313,16 +293,12 @@ class OwnCheckpoint(ReferenceAdapter):
 class WithoutState(OwnCheckpoint):
     """Loads the weights and the options of the optimizer's groups, and leaves its states as they are."""
 
-    name = "own-without-state"
-
     def load_optimizer(self, saved: dict[str, Any]) -> None:
         super().load_optimizer(saved | {"state": {}})
 
 
 class WithoutRates(OwnCheckpoint):
     """Loads the states of the optimizer and leaves the options of its groups."""
-
-    name = "own-without-rates"
 
     def load_optimizer(self, saved: dict[str, Any]) -> None:
         assert self.optimizer is not None
@@ -332,8 +308,6 @@ class WithoutRates(OwnCheckpoint):
 
 class FirstShard(OwnCheckpoint):
     """Puts whole weights together from as many rows of each rank as the first has, as if sizes divided."""
-
-    name = "own-first-shard"
 
     def joined(self, name: str, files: list[dict[str, Any]]) -> torch.Tensor:
         is_divided, shape = files[0]["layout"][name]
@@ -347,8 +321,6 @@ class FirstShard(OwnCheckpoint):
 class WithoutFrozen(OwnCheckpoint):
     """Makes whole weights of what is trained alone."""
 
-    name = "own-without-frozen"
-
     def consolidated(self, directory: pathlib.Path) -> dict[str, torch.Tensor]:
         trained = {name for name, value in self.named_parameters().items() if value.requires_grad}
         return {name: value for name, value in super().consolidated(directory).items() if name in trained}
@@ -357,14 +329,11 @@ class WithoutFrozen(OwnCheckpoint):
 class ZeroClaimsGradients(TorchZeroOptimizerAdapter):
     """Says that gradients are divided too, although DDP leaves them whole on every rank."""
 
-    name = "claims-gradients"
     traits = dataclasses.replace(TorchZeroOptimizerAdapter.traits, shards=frozenset({"gradients", "optimizer"}))
 
 
 class ZeroWholeState(TorchZeroOptimizerAdapter):
     """Says that the optimizer's state is divided, and makes an ordinary optimizer."""
-
-    name = "whole-state"
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         super().__init__(model, optimizer=optimizer, config=config)
@@ -397,30 +366,22 @@ def nothing_of(piece: Piece) -> Piece:
 
 
 class Nothing(_Shown):
-    name = "nothing"
-
     def shown(self, name: str, piece: Piece) -> Piece:
         return nothing_of(piece)
 
 
 class NothingAndNoStep(Nothing):
-    name = "nothing-and-no-step"
-
     def step(self) -> None:
         pass
 
 
 class NothingOnRankOne(_Shown):
-    name = "nothing-on-rank-one"
-
     def shown(self, name: str, piece: Piece) -> Piece:
         return nothing_of(piece) if self.index == 1 else piece
 
 
 class AllOnRankZero(_Shown):
     """Gathers everything on every rank and shows it on the first alone."""
-
-    name = "all-on-rank-zero"
 
     def gathered_pieces(self, found: dict[str, Any]) -> dict[str, Any]:
         full = {name: None if value is None else whole(value.full_tensor()) for name, value in found.items()}
@@ -434,24 +395,18 @@ class AllOnRankZero(_Shown):
 
 
 class ZerosCutFromZeros(_Shown):
-    name = "zeros-cut-from-zeros"
-
     def shown(self, name: str, piece: Piece) -> Piece:
         shape = piece.tensor.shape
         return Piece(torch.zeros_like(piece.tensor), lambda full: full.new_zeros(shape))
 
 
 class CutIsTheTensor(_Shown):
-    name = "cut-is-the-tensor"
-
     def shown(self, name: str, piece: Piece) -> Piece:
         return Piece(piece.tensor, lambda full: piece.tensor.to(full.dtype))
 
 
 class CutOfFloatsIsTheTensor(_Shown):
     """Positions are cut as they should be, floating-point tensors are not."""
-
-    name = "cut-of-floats-is-the-tensor"
 
     def shown(self, name: str, piece: Piece) -> Piece:
         def cut(full: torch.Tensor) -> torch.Tensor:
@@ -462,8 +417,6 @@ class CutOfFloatsIsTheTensor(_Shown):
 
 class RankZerosPieces(_Shown):
     """Every rank shows what the first holds."""
-
-    name = "rank-zeros-pieces"
 
     def shown(self, name: str, piece: Piece) -> Piece:
         (full,) = [v for n, v in self._held.items() if n == name]
@@ -484,8 +437,6 @@ class RankZerosPieces(_Shown):
 class FirstRowEverywhere(RankZerosPieces):
     """A rank's own rows, and the first row on the other ranks too."""
 
-    name = "first-row-everywhere"
-
     def shown(self, name: str, piece: Piece) -> Piece:
         full = self._held[name]
         value = full.grad if self._reading == "gradients" else full.detach()
@@ -502,8 +453,6 @@ class FirstRowEverywhere(RankZerosPieces):
 class NoGradients(_Shown):
     """The parameters are shown as they should be, the gradients' pieces are empty."""
 
-    name = "no-gradients"
-
     def parameters(self) -> dict[str, Piece]:
         return ReferenceAdapter.parameters(self)
 
@@ -514,7 +463,6 @@ class NoGradients(_Shown):
 class LessFromTheSecondStep(_Shown):
     """From the second step on the pieces are empty."""
 
-    name = "less-from-the-second-step"
     _shown = 0
 
     def gradients(self) -> dict[str, Piece | None]:
@@ -531,7 +479,6 @@ _SHARDED = frozenset({Capability.SHARDED})
 class PlainDdp(DdpAdapter):
     """Declares nothing, which claims everything that a sharded implementation claims."""
 
-    name = "plain-ddp"
     traits = Traits()
 
     @classmethod
@@ -540,21 +487,18 @@ class PlainDdp(DdpAdapter):
 
 
 class HoldsEverythingFromTheStart(PlainDdp):
-    name = "holds-everything-from-the-start"
     traits = Traits(held_from_start=frozenset({"master", "gradients", "gathered"}))
 
 
 class PaddedByAPage(PlainDdp):
     """So much padding that a small model is not larger than a share of it."""
 
-    name = "padded-by-a-page"
     traits = Traits(collective_padding=4096)
 
 
 class HiddenCopy(ReplicatedAdapter):
     """Registers no parameter: what it holds is found in memory only."""
 
-    name = "hidden-copy"
     traits = Traits()
 
     @classmethod
@@ -573,10 +517,13 @@ class HiddenCopy(ReplicatedAdapter):
 
 
 class ClaimsOptimizerState(DdpAdapter):
-    name = "claims-optimizer-state"
     traits = Traits(shards=frozenset({"optimizer"}))
 
 
 class ClaimsGradients(DdpAdapter):
-    name = "claims-gradients"
     traits = Traits(shards=frozenset({"gradients"}))
+
+
+for _name, _kind in list(globals().items()):
+    if isinstance(_kind, type) and issubclass(_kind, Adapter) and _kind.__module__ == __name__:
+        _kind.name = re.sub(r"(?<=[A-Za-z])(?=[A-Z])", "-", _name).lower()

@@ -174,11 +174,7 @@ def tries(bug: Bug, kept: Iterable[str], start: str) -> list[str]:
 
 
 def living(bugs: Sequence[Bug], kept: Sequence[str], jobs: int) -> list[Bug]:
-    """Print where the bugs are found, and return those that live.
-
-    Args:
-        kept: the ids of the items of both references that the effort keeps.
-    """
+    """Print where the bugs are found, and return those that live; ``kept`` are the items that the effort keeps."""
     left = [bug for bug in bugs if bug.item not in frozenset(kept)]
     counts = [len(bugs) - len(left)]
     with concurrent.futures.ThreadPoolExecutor(jobs) as workers:

@@ -103,11 +103,7 @@ class Bug:
         return item.replace(f"[{self.implementation}-", f"[{self.name}-")
 
     def edited(self) -> Any:
-        """The function after the edit.
-
-        Raises:
-            ValueError: its source has the old text more than once, or not at all.
-        """
+        """The function after the edit; ValueError if its source does not have the old text exactly once."""
         assert self.old is not None and self.new is not None
         source = self._source()
         if (count := source.count(self.old)) != 1:
@@ -176,11 +172,7 @@ def chapters() -> list[str]:
 
 
 def every() -> dict[str, Bug]:
-    """All bugs by their ids.
-
-    Raises:
-        ValueError: a row is wrong, or an id stands in two tables.
-    """
+    """All bugs by their ids; ValueError if a row is wrong, or an id stands in two tables."""
     found: dict[str, Bug] = {}
     for chapter in chapters():
         if twice := sorted(found.keys() & read(chapter).keys()):

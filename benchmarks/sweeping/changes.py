@@ -87,7 +87,8 @@ def _of_file(path: pathlib.Path, folder: pathlib.Path) -> Iterator[Change]:
     file = path.relative_to(folder).as_posix()
     for function, name in _functions(text.tree.body, ""):
         for statement in _statements(function.body):
-            for piece in _pieces(text, statement, _answers(function)):
+            answers = isinstance(function.returns, ast.Name) and function.returns.id == "bool"
+            for piece in _pieces(text, statement, answers):
                 if not text.differs(piece):
                     continue
                 line = text.data.count(b"\n", 0, piece.start) + 1
@@ -105,12 +106,12 @@ class _Text:
         for line in data.splitlines(keepends=True):
             self._lines.append(self._lines[-1] + len(line))
 
-    def span(self, node: ast.expr | ast.stmt) -> tuple[int, int]:
+    def span(self, node: ast.expr | ast.stmt | ast.keyword) -> tuple[int, int]:
         """The first byte of the node, and the one after its last."""
         assert node.end_lineno is not None and node.end_col_offset is not None
         return self._lines[node.lineno - 1] + node.col_offset, self._lines[node.end_lineno - 1] + node.end_col_offset
 
-    def of(self, node: ast.expr | ast.stmt) -> str:
+    def of(self, node: ast.expr | ast.stmt | ast.keyword) -> str:
         """The text of the node."""
         start, end = self.span(node)
         return self.data[start:end].decode()
@@ -148,10 +149,6 @@ def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
             yield from _statements(handler.body)
 
 
-def _answers(function: ast.FunctionDef) -> bool:
-    return isinstance(function.returns, ast.Name) and function.returns.id == "bool"
-
-
 def _head(statement: ast.stmt) -> tuple[int, int]:
     body = getattr(statement, "body", None)
     assert statement.end_lineno is not None
@@ -178,8 +175,12 @@ def _pieces(text: _Text, statement: ast.stmt, answers: bool) -> Iterator[_Piece]
             yield from _within(text, value)
         case ast.Raise() | ast.Delete() | ast.Continue() | ast.Break() | ast.Return(value=None):
             yield _Piece(*text.span(statement), "pass", f"missing {type(statement).__name__.lower()}")
-        case ast.Return(value=ast.expr() as value):
-            yield from _returned(text, statement, value, answers)
+        case ast.Return(value=ast.expr() as value) if answers:
+            yield _Piece(*text.span(value), f"not ({text.of(value)})", "opposite")
+            yield from _tested(text, value)
+        case ast.Return(value=value):
+            yield _Piece(*text.span(statement), "return None", "returns nothing")
+            yield from _within(text, value)
         case ast.If(test=test):
             yield _Piece(*text.span(test), "False", "never")
             yield _Piece(*text.span(test), "True", "always")
@@ -193,15 +194,6 @@ def _pieces(text: _Text, statement: ast.stmt, answers: bool) -> Iterator[_Piece]
             yield from _within(text, iterated)
         case ast.With(items=items):
             yield from _managed(text, statement, items)
-
-
-def _returned(text: _Text, statement: ast.stmt, value: ast.expr, answers: bool) -> Iterator[_Piece]:
-    if answers:
-        yield _Piece(*text.span(value), f"not ({text.of(value)})", "opposite")
-        yield from _tested(text, value)
-    else:
-        yield _Piece(*text.span(statement), "return None", "returns nothing")
-        yield from _within(text, value)
 
 
 def _managed(text: _Text, statement: ast.stmt, items: list[ast.withitem]) -> Iterator[_Piece]:
@@ -299,9 +291,5 @@ def _called(text: _Text, span: tuple[int, int], call: ast.Call) -> Iterator[_Pie
     _, start = text.span(call.func)
     for keyword in call.keywords:
         if keyword.arg is not None:
-            others = [_passed(text, other) for other in call.keywords if other is not keyword]
+            others = [text.of(other) for other in call.keywords if other is not keyword]
             yield _Piece(start, span[1], f"({', '.join(arguments + others)})", f"without {keyword.arg}")
-
-
-def _passed(text: _Text, keyword: ast.keyword) -> str:
-    return f"{keyword.arg}={text.of(keyword.value)}" if keyword.arg is not None else f"**{text.of(keyword.value)}"

@@ -14,11 +14,7 @@ from sweeping.changes import Change
 
 
 def apply(change: Change, folder: pathlib.Path) -> list[tuple[types.FunctionType, types.CodeType]]:
-    """Change the functions of imported modules that a change concerns, those that it encloses included.
-
-    Returns:
-        The functions that have new code, each with its old one, for :func:`take_back`; empty if there is none.
-    """
+    """Change live functions, enclosed ones too, and return each with its old code, for :func:`take_back`."""
     path = folder / change.file
     # A fresh rank may not have imported it yet, and would then run it unchanged.
     importlib.import_module(_module_name(path))

@@ -28,12 +28,7 @@ def answer_in(lines: Iterable[str]) -> Any:
 
 
 def start(module: str, *arguments: object, environment: dict[str, str] | None = None, **streams: Any) -> Any:
-    """Start a module of the benchmarks, with one thread unless ``OMP_NUM_THREADS`` is set.
-
-    Args:
-        environment: variables that are set besides this process's own.
-        streams: those of ``subprocess.Popen``; standard output is a pipe.
-    """
+    """Start a module of the benchmarks with further variables, one thread unless set, and a pipe as standard output."""
     path = os.pathsep.join([str(FOLDER.parent), str(FOLDER), os.environ.get("PYTHONPATH", "")])
     variables = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path, **(environment or {})}
     command = [sys.executable, "-W", "ignore", "-m", module, *map(str, arguments)]

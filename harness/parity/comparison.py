@@ -76,11 +76,7 @@ class StepComparison:
         self.measured: list[Measured] = []
 
     def first_finding(self) -> Finding | None:
-        """Compare in order of stages and stop at the first tensor that diverges.
-
-        Raises:
-            RuntimeError: the baseline's own error exceeds ``BASELINE_LIMIT_ULPS``.
-        """
+        """Return the first finding, in order of stages; a RuntimeError says that the baseline itself is too far off."""
         return next(self._findings(), None)
 
     def _findings(self) -> Iterator[Finding]:
@@ -324,11 +320,7 @@ def _number(value: float) -> str:
 
 
 def exact_difference(first: torch.Tensor, second: torch.Tensor) -> tuple[tuple[int, ...], float, float] | None:
-    """Find the first element in which two tensors of one shape that should be bitwise equal differ.
-
-    Returns:
-        The element's index and its value in each tensor, or None if the tensors are equal.
-    """
+    """The index and the values of the first element in which two tensors of one shape differ bitwise, or None."""
     assert first.shape == second.shape, f"shapes {tuple(first.shape)} and {tuple(second.shape)} differ"
     if torch.equal(first, second):
         return None
@@ -391,10 +383,9 @@ def _guesses(
 
 
 def guess_from_values(sharded: torch.Tensor, oracle: torch.Tensor, *, magnitude: float) -> Guess | None:
-    """Guess from its values alone why a tensor is wrong: it was rounded to a narrower dtype, or scaled.
+    """Guess from a tensor's values alone: it was rounded to a narrower dtype, or scaled.
 
-    Args:
-        magnitude: the largest absolute value of the oracle's full tensor.
+    ``magnitude`` is the largest absolute value of the oracle's full tensor.
     """
     return next(_guesses_from_values(sharded, oracle, magnitude), None)
 
@@ -429,11 +420,7 @@ def _is_noise(errors: torch.Tensor) -> bool:
 
 
 def guess_norm(sharded: float, oracle: float, local: float, size: int, norm_type: float) -> Guess | None:
-    """Guess the cause of a wrong total norm.
-
-    Args:
-        local: the norm over this rank's local shards alone.
-    """
+    """Guess the cause of a wrong total norm; ``local`` is the norm over this rank's local shards alone."""
     if _near(sharded, local):
         return Guess("it equals the norm of what this rank alone holds", "its reduction over the ranks is missing")
     if norm_type != float("inf") and _near(sharded, oracle * size ** (1 / norm_type)):

@@ -149,11 +149,7 @@ def kept_outside(model: nn.Module) -> list[str]:
 
 
 def all_of(what: str, counts: Sequence[Counts]) -> Finding | None:
-    """Return a finding if every rank holds all of something that the implementation claims to shard.
-
-    Args:
-        what: a member of ``traits.shards``.
-    """
+    """Return a finding if every rank holds all of a member of ``traits.shards``, which the implementation divides."""
     if not all(one.is_all for one in counts):
         return None
     named = "optimizer state" if what == "optimizer" else what
@@ -320,11 +316,7 @@ class Evidence:
                 raise Divergence(finding.render(title=NOT_SHARDED), finding.location)
 
     def _divides(self, key: Key, members: Mapping[int, Shown]) -> bool:
-        """Return whether a group divides a tensor, or else each of its ranks holds the whole.
-
-        Raises:
-            Divergence: it does neither.
-        """
+        """Whether a group divides a tensor, or else each of its ranks holds the whole; Divergence if neither."""
         first = next(iter(members.values()))
         whole: Spans = ((0, self.shapes[key[1]].numel()),) if self.shapes[key[1]].numel() else ()
         part = first.parts.get(key[1], whole)

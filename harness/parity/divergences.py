@@ -49,11 +49,7 @@ class _Seen:
 
 
 class OfStep:
-    """The comparison of one step of a pair.
-
-    Args:
-        comparison: the comparison of its pictures, which has the captured events of all runs too.
-    """
+    """The comparison of one step of a pair; ``comparison`` has the captured events of all runs too."""
 
     title = "the baseline and the float64 oracle"
 
@@ -180,8 +176,7 @@ def aligned(
 ) -> list[_Seen]:
     """Match the events of two or three runs by their keys, in the order of the baseline.
 
-    Args:
-        unseen: counts what the sharded run did not show, or showed in another shape or number.
+    ``unseen`` counts what the sharded run did not show, or showed in another shape or number.
     """
     mine, others, exact = (_by_key(events) for events in (sharded, baseline, oracle))
     found = []

@@ -22,11 +22,7 @@ _NOTICE = struct.Struct("<II")
 
 
 class Exchange:
-    """One rank's part in the exchanges of its world.
-
-    Raises:
-        OSError: there is no space for a named pipe.
-    """
+    """One rank's part in the exchanges of its world; making it raises OSError without space for a named pipe."""
 
     def __init__(self, directory: pathlib.Path, *, index: int, size: int) -> None:
         self._directory = directory
@@ -50,11 +46,7 @@ class Exchange:
                 files[other] = self._open(f"value{turn}.", other)
 
     def gather(self, value: bytes) -> list[bytes]:
-        """Gather one value, shorter than 4 GiB, from every rank (collective), in rank order.
-
-        Raises:
-            OSError: there is no space for the value.
-        """
+        """Gather one value, shorter than 4 GiB, from every rank, in rank order (collective); OSError without space."""
         # Two files suffice: a rank writes to the first one again after it has every other's second value, and those
         # were written after their ranks had read all first values.
         turn, self._turn = self._turn, 1 - self._turn
@@ -108,8 +100,7 @@ class Gathers(Protocol):
 class HostExchange:
     """One rank's part in the exchanges of a world of several hosts.
 
-    Args:
-        peers: the connections with all other ranks, by rank; non-blocking from here on.
+    ``peers`` are the connections with all other ranks, by rank; non-blocking from here on.
     """
 
     def __init__(self, within: Gathers, *, here: Sequence[int], peers: Mapping[int, socket.socket]) -> None:
@@ -120,11 +111,7 @@ class HostExchange:
             peer.setblocking(False)
 
     def gather(self, value: bytes) -> list[bytes]:
-        """Gather one value from every rank (collective), in rank order.
-
-        Raises:
-            OSError: there is no space for the value, or another host cannot be reached.
-        """
+        """Gather one value from every rank, in rank order (collective); OSError if another host cannot be reached."""
         values = dict(zip(self._here, self._within.gather(value), strict=True))
         message = _LENGTH.pack(len(value)) + value
         with selectors.DefaultSelector() as selector:
@@ -160,11 +147,7 @@ class _Transfer:
         return int(length) + _LENGTH.size - len(self.received)
 
     def go_on(self, events: int) -> int:
-        """Send as much as the connection takes now, receive what is there, and return what is still to be done.
-
-        Raises:
-            ConnectionError: the other rank ended.
-        """
+        """Send and receive what is possible now, and return what is left; ConnectionError if the other rank ended."""
         if events & selectors.EVENT_WRITE:
             self.unsent = self.unsent[self.peer.send(self.unsent[:_PART]) :]
         if events & selectors.EVENT_READ and self.lacking:

@@ -58,8 +58,7 @@ class Compared(Protocol):
 class Explainer:
     """Collects the comparisons of one case on one rank.
 
-    Attributes:
-        expected: the collectives of the phase whose numbers a case found wrong, with marks.
+    ``expected`` has the collectives of the phase whose numbers a case found wrong, with marks.
     """
 
     def __init__(self) -> None:
@@ -76,11 +75,7 @@ class Explainer:
         self._captures.append((capture, implementation))
 
     def explain(self, implementation: type[Adapter]) -> Explanation:
-        """Return what this rank saw.
-
-        Args:
-            implementation: that under test; of others it is not said where a step stopped.
-        """
+        """Return what this rank saw; only of the implementation under test it is said where a step stopped."""
         found = Explanation(expected=self.expected)
         unseen: collections.Counter[str] = collections.Counter()
         for number, compared in enumerate(self._compared):

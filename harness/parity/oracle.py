@@ -165,11 +165,7 @@ class Oracle:
 
 
 def total_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """The p-norm over all elements of all gradients: (sum |g|^p)^(1/p), or max |g| for p = inf.
-
-    Returns:
-        A float64 scalar; 0 if there are no elements.
-    """
+    """The p-norm over all elements of all gradients, (sum |g|^p)^(1/p), or max |g| for p = inf: a float64 scalar."""
     flat = torch.cat([gradient.flatten().double() for gradient in gradients] or [torch.zeros(0)])
     return torch.linalg.vector_norm(flat, norm_type) if flat.numel() else flat.new_zeros(())
 

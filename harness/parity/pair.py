@@ -34,9 +34,7 @@ _WRONG_COLLECTIVES = "the collectives do not match the contract"
 class _Step:
     """A step of the sharded run that has not been compared yet, with what it takes to replay the step.
 
-    Attributes:
-        ahead: as for :meth:`Pair.step`.
-        is_checked: whether a check has begun to compare it, also one that raised.
+    ``is_checked``: a check has begun to compare it, also one that raised.
     """
 
     number: int
@@ -49,12 +47,7 @@ class _Step:
 
 @dataclasses.dataclass
 class _Evaluation:
-    """A forward without autograd of the sharded run that has not been compared yet.
-
-    Attributes:
-        number: the training step that follows, counted from 0.
-        options: the mode and the submodule.
-    """
+    """A forward without autograd of the sharded run, before the step ``number``, that has not been compared yet."""
 
     number: int
     outputs: list[torch.Tensor]

@@ -21,21 +21,14 @@ from shardproof.harness.verdicts.finding import ProtocolError
 
 @dataclasses.dataclass(frozen=True)
 class Tie:
-    """One parameter with several names.
-
-    Attributes:
-        names: its names in the original model; the first is the one under which ``named_parameters`` lists it.
-    """
+    """One parameter with several names; ``named_parameters`` of the original model lists it under the first."""
 
     names: tuple[str, ...]
 
     def is_kept(self, modules: Mapping[str, nn.Module]) -> bool:
-        """Return whether all modules that hold it as a registered parameter hold the same object.
+        """Whether all of the original model's modules that still register it, after sharding, hold the same object.
 
         A module may hold no parameter of the name, as where parameters are views of a flat one.
-
-        Args:
-            modules: the modules of the original model, after sharding, by their names in it.
         """
         found = {id(held) for name in self.names if (held := _registered(modules, name)) is not None}
         return len(found) <= 1
@@ -68,11 +61,7 @@ _MOST_FRAMES = 5
 def make(
     implementation: type[Adapter], model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config
 ) -> Adapter:
-    """Make an adapter.
-
-    Raises:
-        ProtocolError: the constructor cannot be called as the protocol says, or leaves out an attribute.
-    """
+    """Make an adapter; ProtocolError if its constructor breaks the protocol, or leaves out an attribute."""
     try:
         adapter = implementation(model, optimizer=optimizer, config=config)
     except TypeError as error:
@@ -132,11 +121,7 @@ def pieces_of(
 
 
 def state_of(adapter: Adapter, names: Collection[str]) -> dict[str, dict[str, Piece]] | None:
-    """Call ``optimizer_state()`` of an adapter.
-
-    Raises:
-        ProtocolError: the method returns anything but what the protocol says.
-    """
+    """Call ``optimizer_state()`` of an adapter; a ProtocolError says what it returns against the protocol."""
     found = adapter.optimizer_state()
     if found is None:
         return None
@@ -178,11 +163,7 @@ def _wrong(piece: Any, device_types: tuple[str, ...]) -> str | None:
 
 
 def cut(piece: Piece, full: torch.Tensor, name: str) -> torch.Tensor:
-    """Cut a full tensor to a piece.
-
-    Raises:
-        ProtocolError: the cut raises an error, or returns no tensor.
-    """
+    """Cut a full tensor to a piece; a ProtocolError says that the cut raised an error or returned no tensor."""
     try:
         found = piece.cut(full)
     except Exception as error:

@@ -35,8 +35,7 @@ other ranks in an exchange, look for left-overs; everything else is the case's o
 class Stopwatch:
     """Measures the activities of one rank, one inside of the other.
 
-    Attributes:
-        seconds: the wall time of each activity without the activities inside of it.
+    ``seconds`` has the wall time of each activity without the activities inside of it.
     """
 
     def __init__(self) -> None:
@@ -94,11 +93,7 @@ class _Place:
 
 
 class Packed:
-    """An immutable copy of a container of tensors, as :func:`map_tensors` handles it.
-
-    Args:
-        value: the container; its tensors are plain and need no gradients.
-    """
+    """An immutable copy of a container of plain tensors without gradients, as :func:`map_tensors` handles it."""
 
     def __init__(self, value: Any) -> None:
         parts: list[bytes] = []
@@ -128,8 +123,7 @@ class Packed:
 class ReplayCache:
     """Packed results by key, the same on every rank of a world as long as their versions are equal.
 
-    Attributes:
-        version: the number of results that were ever put in.
+    ``version`` is the number of results that were ever put in.
     """
 
     def __init__(self) -> None:
@@ -263,11 +257,7 @@ class Member:
         self.record = Observations()
 
     def exchange(self, value: Any) -> list[Any]:
-        """Gather one value from every rank, in rank order (collective), outside the trace and every group under test.
-
-        Args:
-            value: this rank's value; it must be picklable.
-        """
+        """Gather one picklable value from every rank, in rank order (collective), outside the trace and all groups."""
         mine = pickle.dumps(value)
         with self.stopwatch.during("waiting"):
             everyone = self._state.exchange.gather(mine)

@@ -97,11 +97,7 @@ _SHARDING = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Replayed:
-    """The results of one step, on the host.
-
-    Attributes:
-        state_kinds: how many tensors the baseline's optimizer keeps for one parameter.
-    """
+    """The results of one step, on the host; ``state_kinds``: the tensors that the optimizer keeps for one parameter."""
 
     baseline: StepPicture
     oracle: OracleStep
@@ -110,12 +106,7 @@ class Replayed:
 
 @dataclasses.dataclass(frozen=True)
 class Evaluated:
-    """The results of one forward without autograd, on the host.
-
-    Attributes:
-        captured: what the modules of the two computed, the baseline's first; empty unless the case runs with capture
-            on.
-    """
+    """The results of one forward without autograd, on the host; ``captured`` is empty without capture."""
 
     baseline: list[torch.Tensor]
     oracle: Any
@@ -124,12 +115,7 @@ class Evaluated:
 
 @dataclasses.dataclass(frozen=True)
 class _Request:
-    """A step or an evaluation to replay.
-
-    Attributes:
-        mine: this rank's microbatches or arguments, part of the caller's graph if they need gradients.
-        ahead: as for :meth:`Pair.step`.
-    """
+    """A step or an evaluation to replay; ``mine`` is part of the caller's graph if inputs need gradients."""
 
     is_step: bool
     mine: Any

@@ -404,11 +404,7 @@ class Run:
             return output, loss(output)
 
     def _called(self, inputs: Inputs, submodule: str) -> Any:
-        """Return the output of the adapter's forward.
-
-        Raises:
-            Divergence: the suspicion, on every rank.
-        """
+        """Return the output of the adapter's forward, or raise the suspicion, on every rank."""
         output = self.adapter.forward(*inputs.args, submodule=submodule, **inputs.kwargs)
         if self.suspicion is not None:
             raise self.suspicion

@@ -81,12 +81,7 @@ class _Mended(_Gloo, metaclass=_AnyGloo):  # type: ignore[misc]
 
 
 def _options(timeout: datetime.timedelta = dist.default_pg_timeout, **more: Any) -> Any:
-    """Return the options of a mended group.
-
-    Raises:
-        AttributeError: torch's options lack one of them.
-        TypeError: torch makes gloo groups from other arguments.
-    """
+    """The options of a mended group; AttributeError or TypeError where torch lacks one or makes groups from others."""
     options = _Gloo._Options()
     for name in ("_timeout", "_threads", "_devices", *more):
         getattr(options, name)  # of a class in Python, any could be set

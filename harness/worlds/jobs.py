@@ -50,9 +50,7 @@ class WorldKey:
 class Meeting:
     """Where the ranks of a world of several hosts meet: in the store of their torchrun job.
 
-    Attributes:
-        prefix: the prefix of the world's keys.
-        key: what ranks prove to each other to know.
+    Keys of the world have the prefix, and with the key ranks prove to each other that they belong to the job.
     """
 
     master: str
@@ -165,11 +163,7 @@ class Result:
 
 
 def dump_parameters(parameters: dict[str, Any]) -> bytes:
-    """Pickle a case's parameters.
-
-    Raises:
-        ValueError: a parameter cannot be pickled; the message names it.
-    """
+    """Pickle a case's parameters; a ValueError names one that cannot be pickled."""
     for name, value in parameters.items():
         try:
             pickle.dumps(value)

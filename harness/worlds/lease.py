@@ -55,11 +55,7 @@ def device_of(worker: int, *, size: int, count: int) -> list[int]:
 
 
 class Leases:
-    """The device and core locks of one user on this host.
-
-    Raises:
-        ValueError: another user owns the directory, other users may write to it, or it is not a directory.
-    """
+    """The device and core locks of one user on this host; ValueError if others may write to the directory."""
 
     def __init__(self, directory: pathlib.Path | None = None) -> None:
         self._directory = directory or pathlib.Path(tempfile.gettempdir(), f"shardproof-leases-{os.getuid()}")
@@ -87,11 +83,7 @@ class Leases:
 
     @contextlib.contextmanager
     def cores(self, ranks: int, *, alone: bool) -> Iterator[None]:
-        """Hold a lease on one CPU core for each rank.
-
-        Args:
-            ranks: the number of ranks; a world with more ranks than cores takes all cores.
-        """
+        """Hold a lease on one CPU core for each rank; a world with more ranks than cores takes all cores."""
         cores = [f"core-{index}.0" for index in sorted(os.sched_getaffinity(0))]
         wanted = len(cores) if alone else min(ranks, len(cores))
         with self._hold([(cores, wanted)], f"a lease on {wanted} core{'s' * (wanted > 1)}"):

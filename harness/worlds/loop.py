@@ -139,11 +139,7 @@ def _dump_stacks_on_signal(log: Any, dumped: pathlib.Path) -> None:
 
 
 def _redirect_output(path: pathlib.Path) -> Any:
-    """Redirect stdout and stderr, including those of C code, to a file that the controller reads.
-
-    Returns:
-        The file, unbuffered and open for appending.
-    """
+    """Redirect stdout and stderr, also of C code, to a file that the controller reads; return it, unbuffered."""
     log = path.open("ab", buffering=0)
     for number in (1, 2):
         os.dup2(log.fileno(), number)
@@ -207,11 +203,7 @@ def _start(spec: RankSpec) -> RankState:
 
 
 def run_job(state: RankState, job: Job, patches: leftovers.Patches) -> Result:
-    """Run one case on this rank.
-
-    Returns:
-        The result, which contains any exception that the case, its import or one of its threads raised.
-    """
+    """Run one case on this rank; the result has any exception of the case, its import or one of its threads."""
     result = Result(job.number, state.index, Verdict.PASS)
     try:
         function, parameters, implementation = _prepare(state, job)
@@ -364,11 +356,7 @@ def _outcome(result: Result) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _threads_watched() -> Iterator[None]:
-    """Raise an error at the end of the block if an exception has ended another thread.
-
-    Raises:
-        RuntimeError: names the first such thread; its cause is that thread's exception.
-    """
+    """Raise a RuntimeError at the end of the block if an exception, its cause, has ended another thread."""
     failures: list[threading.ExceptHookArgs] = []
     before, threading.excepthook = threading.excepthook, failures.append
     try:

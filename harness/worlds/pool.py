@@ -140,10 +140,8 @@ class Pool:
 def _run_again(world: World, job: Job, first: Outcome) -> Outcome:
     """Run a case once more on the same ranks, where nothing is excused now.
 
-    Without this, a case that leaks would pass where its implementation is first used, and fail after another case.
-
-    Returns:
-        The outcome of the second run, with the time of both and with what was excused in the first.
+    Without this, a case that leaks would pass where its implementation is first used, and fail after another case. The
+    outcome has the time of both runs and what was excused in the first.
     """
     with scratch.temporary("case-") as tmp_path:
         # No other job has a negative number.

@@ -29,11 +29,7 @@ _LEAST_FREE_BYTES = 1 << 16
 
 
 def directory(prefix: str) -> pathlib.Path:
-    """Make a new directory in the temporary directory of this process.
-
-    Raises:
-        OSError: there is no space, or no permission.
-    """
+    """Make a new directory in that of this process; OSError if there is no space, or no permission."""
     return pathlib.Path(tempfile.mkdtemp(prefix=prefix, dir=_own(os.getpid())))
 
 

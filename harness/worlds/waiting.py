@@ -59,9 +59,7 @@ tell: Callable[[str], None] = tell_on_stderr
 class Process:
     """A process of this host at one moment.
 
-    Attributes:
-        state: the state, as a letter of ``/proc/PID/stat``.
-        started: the moment of its start, which tells it from an earlier process with the same id.
+    ``state`` is a letter of ``/proc/PID/stat``, and ``started`` tells it from an earlier process with the same id.
     """
 
     pid: int
@@ -97,12 +95,7 @@ def look_at(pid: int) -> Process | None:
 
 @dataclasses.dataclass(frozen=True)
 class Blockers:
-    """What is in the way of a wait at one moment.
-
-    Attributes:
-        processes: the processes that can be named.
-        need_sigcont: whether the wait cannot end before a stopped process continues.
-    """
+    """The processes in the way of a wait that can be named; with ``need_sigcont`` a stopped one must continue first."""
 
     processes: tuple[Process, ...] = ()
     need_sigcont: bool = False
@@ -147,11 +140,7 @@ class Wait:
         self._stopped_from: float | None = None
 
     def check(self) -> None:
-        """Count the time since the last call, and show a line if one is due.
-
-        Raises:
-            WaitedTooLong: the wait has reached its bound.
-        """
+        """Count the time since the last call, and show a line if one is due; WaitedTooLong at the bound."""
         now = time.monotonic()
         self._waited += min(now - self._last, _LOOK_SECONDS)
         self._last = now

@@ -37,12 +37,7 @@ ADVICE = "the ranks announced different collectives on one group: --check-collec
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
-    """The explanation of a hang.
-
-    Attributes:
-        rank: the global rank that the others wait for, or None if it cannot be determined.
-        text: the explanation for the report, one fact per line.
-    """
+    """The explanation of a hang, one fact per line, and the rank that the others wait for, if it can be told."""
 
     rank: int | None
     text: str

@@ -42,9 +42,7 @@ def failed_alike(results: Sequence[Result]) -> bool:
 def announced_alike(entries: Mapping[int, Sequence[Announcement]]) -> bool:
     """Whether the last collective on each group was the same one for all of its members.
 
-    Args:
-        entries: for every rank of the world, its last announcements during the case, oldest first. A group on which a
-            rank issued nothing among them counts as one on which its members differ.
+    A group on which a rank issued nothing among its last announcements counts as one on which its members differ.
     """
     last = {rank: {entry.group: entry for entry in own} for rank, own in entries.items()}
     return all(

@@ -34,9 +34,8 @@ _T = TypeVar("_T")
 class Lost(Exception):
     """A supervisor cannot be reached; the message names its host.
 
-    Args:
-        is_silent: whether it stopped to answer, as after its host was cut off; otherwise its connection was closed, as
-            after its process ended.
+    ``is_silent``: it stopped to answer, as after its host was cut off; otherwise its connection was closed, as after
+    its process ended.
     """
 
     def __init__(self, text: str, *, is_silent: bool) -> None:
@@ -47,8 +46,7 @@ class Lost(Exception):
 class Link:
     """The connection with one supervisor, over which the controller asks and the supervisor answers.
 
-    Attributes:
-        lost: why the supervisor cannot be reached; None while it can.
+    ``lost`` says why the supervisor cannot be reached; None while it can.
     """
 
     def __init__(self, connection: Connection, place: Place) -> None:
@@ -75,11 +73,7 @@ class Link:
         return functools.partial(self._take, number)
 
     def call(self, command: str, *arguments: Any, within: float = ANSWER_SECONDS) -> Any:
-        """Send a command and wait for the answer.
-
-        Raises:
-            Lost: there is none.
-        """
+        """Send a command and return the answer; raises ``Lost`` if there is none."""
         return self.ask(command, *arguments)(time.monotonic() + within)
 
     def _take(self, number: int, until: float) -> Any:
@@ -173,11 +167,7 @@ class TooFewRanks(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Seat:
-    """One process of the job that holds ranks of worlds, at most one of each.
-
-    Attributes:
-        link: the connection with it; None for the controller's own process.
-    """
+    """One process of the job with at most one rank of each world; without a link it is the controller's own."""
 
     place: Place
     link: Link | None = None
@@ -189,11 +179,7 @@ class Seat:
 
 
 class Fleet:
-    """All processes of a job; made by its controller, once.
-
-    Raises:
-        OSError: no port is free, or the job's store cannot be reached.
-    """
+    """All processes of a job; made by its controller, once. OSError without a free port or the job's store."""
 
     def __init__(self, place: Place) -> None:
         self.place = place
@@ -221,11 +207,7 @@ class Fleet:
         return [link.lost for link in self._links.values() if link.lost is not None]
 
     def await_all(self) -> None:
-        """Wait until all supervisors have come.
-
-        Raises:
-            WaitedTooLong: one of them has not; the message names its rank.
-        """
+        """Wait until all supervisors have come; a WaitedTooLong names the ranks of those that have not."""
         wait = Wait(
             "the other ranks of the job",
             bound=COME_SECONDS,
@@ -307,12 +289,7 @@ class Fleet:
             return self._numbers
 
     def spawn(self, seat: Seat, number: int, spec: RankSpec) -> RemoteRank:
-        """Start a rank of a world in the process of another seat.
-
-        Raises:
-            Lost: the supervisor cannot be reached.
-            ForkserverEnded: its forkserver did not start the rank.
-        """
+        """Start a rank in the process of another seat; raises ``Lost``, or ``ForkserverEnded`` if it did not start."""
         assert seat.link is not None, "the controller starts its own rank"
         refusal = seat.link.call("spawn", number, spec, within=FORK_SECONDS)
         if refusal:
@@ -342,11 +319,7 @@ class Fleet:
         }
 
     def directory(self, seat: Seat) -> pathlib.Path:
-        """Make a directory for a world on the host of a seat.
-
-        Raises:
-            Lost: the supervisor cannot be reached.
-        """
+        """Make a directory for a world on the host of a seat; raises ``Lost`` if its supervisor cannot be reached."""
         assert seat.link is not None, "the controller makes its own directories"
         return pathlib.Path(seat.link.call("directory"))
 

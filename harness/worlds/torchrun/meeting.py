@@ -124,11 +124,7 @@ _PROOF_SECONDS = 10
 
 
 def listener(*, everywhere: bool) -> socket.socket:
-    """Listen on a free port.
-
-    Args:
-        everywhere: on all interfaces, for a job of several hosts; otherwise on the loopback interface.
-    """
+    """Listen on a free port: of all interfaces for a job of several hosts, otherwise of the loopback interface."""
     if not everywhere:
         return socket.create_server(("127.0.0.1", 0), backlog=1024)
     if socket.has_dualstack_ipv6():
@@ -137,11 +133,7 @@ def listener(*, everywhere: bool) -> socket.socket:
 
 
 def accept(listening: socket.socket, key: bytes) -> Connection | None:
-    """Accept one connection; None if the other side did not prove that it knows the key.
-
-    Raises:
-        OSError: ``listening`` is closed.
-    """
+    """Accept one connection, or None if the other side did not prove its key; OSError once ``listening`` is closed."""
     raw, _ = listening.accept()
     with contextlib.suppress(OSError, EOFError, AuthenticationError, AssertionError):
         return _trusted(raw, key, accepts=True)
@@ -149,11 +141,7 @@ def accept(listening: socket.socket, key: bytes) -> Connection | None:
 
 
 def connect(address: tuple[str, int], key: bytes) -> Connection:
-    """Connect to a process of the job.
-
-    Raises:
-        OSError: there is no connection, or the other side does not know the key.
-    """
+    """Connect to a process of the job; OSError if there is no connection, or the other side does not know the key."""
     raw = socket.create_connection(address, timeout=_PROOF_SECONDS)
     try:
         return _trusted(raw, key, accepts=False)

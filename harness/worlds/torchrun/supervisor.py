@@ -36,11 +36,7 @@ _LEAVE_SECONDS = 30.0
 
 
 def main(place: Place) -> int:
-    """Serve the controller until it ends this process.
-
-    Returns:
-        The exit code that the controller sent, that of the job.
-    """
+    """Serve the controller until it ends this process, and return the exit code of the job, which it sent."""
     # SIGTERM, with which torchrun ends processes, ends this one with what it has to clean up.
     for number in _SIGNALS:
         signal.signal(number, _end)
