@@ -246,7 +246,7 @@ _CAPABILITIES_OF_ZERO3 = frozenset(
 # - ROOT_RESHARD: the end of forward fetches ahead the parameters that backward needs first, so they stay gathered.
 # - GROUPED_UNIT, COUNTED_UNITS, GATHER_ORDER: parameters are gathered module by module and reduced bucket by bucket, in
 #   the order that the first step recorded.
-# - UNUSED_OUTPUT, NON_ROOT_FORWARD: wrong in 0.19.8 (F-4 of docs/findings.md). A step that does not use a parameter
+# - UNUSED_OUTPUT, NON_ROOT_FORWARD: wrong in 0.19.8 (findings/F004.py). A step that does not use a parameter
 #   still updates it, with the gradient left by an earlier step.
 # - POST_ACCUMULATE_GRAD_HOOK: the hooks run before the reduction, on this rank's own gradient.
 # - CAST_AFTER_INIT: the constructor of the engine fixes the dtype; a later cast reaches only placeholders.

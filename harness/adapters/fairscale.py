@@ -158,7 +158,7 @@ class FairscaleSdpAdapter(Adapter):
         return fairscale_scaler(self.config, init_scale=init_scale, growth_interval=growth_interval)
 
     def zero_grad(self, *, set_to_none: bool) -> None:
-        """Call the model's ``zero_grad``, as fairscale's examples do: that of the optimizer is F-135 of findings.md."""
+        """Call the model's ``zero_grad``, as fairscale's examples do: that of the optimizer is findings/F135.py."""
         self.module.zero_grad(set_to_none=set_to_none)
 
     def gradients(self) -> dict[str, Piece | None]:
@@ -244,7 +244,7 @@ _CAPABILITIES_OF_FSDP = frozenset(
 # - RESHARD_TO_SIZE: parameters are kept after forward or freed.
 # - GROUPED_UNIT: a wrapper takes one module.
 # - HYBRID, UNIT_MESHES, TENSOR_PARALLEL: a wrapper takes one process group.
-# - UNUSED_OUTPUT, UNUSED_MODULE: backward raises: F-148 of docs/findings.md.
+# - UNUSED_OUTPUT, UNUSED_MODULE: backward raises: findings/F148.py.
 # - GATHER_ORDER: backward gathers a unit when it runs.
 # - DATACLASS_OUTPUT: hooks are put on tensors in containers that it knows, as documented.
 # - POST_ACCUMULATE_GRAD_HOOK, REGISTERED_STATE, DTENSOR_PARAMETERS, SHARD_DIMENSION: there are flat parameters only.

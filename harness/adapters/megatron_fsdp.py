@@ -92,8 +92,8 @@ _CAPABILITIES = frozenset(
 # - RESHARD_AFTER_FORWARD, ROOT_RESHARD, RESHARD_TO_SIZE: units are freed after forward, and what belongs to no unit is
 #   not; there is no option.
 # - COUNTED_UNITS, GATHER_ORDER: a module inside a unit is none, and reductions of several units may be one.
-# - CLIPPING and what builds on it: there is no call. torch's hangs where a rank holds no row of a parameter: F-139 of
-#   docs/findings.md.
+# - CLIPPING and what builds on it: there is no call. torch's hangs where a rank holds no row of a parameter:
+#   findings/F139.py.
 # - DEFERRED_REDUCTION: gradients that are sharded are reduced in every backward, as no_sync documents.
 # - DTENSOR_PARAMETERS: a DTensor here has any number of rows on each rank, of which DTensor's own operations know
 #   nothing; megatron_fsdp.uneven_dtensor has others.
@@ -151,7 +151,7 @@ class MegatronAdapter(Adapter):
         return self._held
 
     def teardown(self) -> None:
-        """Free what the model holds: the model itself stays (F-146 of docs/findings.md), beside later cases."""
+        """Free what the model holds: the model itself stays (findings/F146.py), beside later cases."""
         free([(parameter, parameter.grad) for parameter in self._held.values()])
 
 

@@ -16,12 +16,12 @@ class TorchFsdpAdapter(FlatAdapter):
 
     name = "torch.fsdp"
     api: ClassVar[Any] = torch.distributed.fsdp
-    # Models outlive their last reference: F-19 of docs/findings.md.
+    # Models outlive their last reference: findings/F019.py.
     traits = dataclasses.replace(FlatAdapter.traits, frees_models=False, simulates=True)
 
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
-        # What it puts on the CPU where it is already, it frees: F-41 of docs/findings.md.
+        # What it puts on the CPU where it is already, it frees: findings/F041.py.
         return super().capabilities() - {Capability.WHOLE_ON_CPU, Capability.FULL_PRECISION_EVALUATION}
 
     def _key_kinds(self) -> Any:
@@ -43,14 +43,14 @@ class TorchFsdpAdapter(FlatAdapter):
 # - MANUAL_RESHARD: there is a context manager that gathers, but no call that frees.
 # - GATHER_ORDER: the root's gradients are reduced last, no matter when in backward they are ready.
 # - SINGLE_RANK: the strategy becomes NO_SHARD, which all-reduces each unit's gradients over the group of one rank. See
-#   also F-14 and F-16 of docs/findings.md.
+#   also F-14 and F-16 of findings/.
 # - DEFERRED_PER_UNIT: no_sync is called on the root and applies to all units.
 # - ANY_COMBINATION: a search would stop at known failures: F-22, F-25, F-29, F-34 and F-36.
-# - PAGEABLE_OFFLOAD: F-10 of docs/findings.md.
+# - PAGEABLE_OFFLOAD: findings/F010.py.
 # - FULL_PRECISION_EVALUATION: the second evaluation of PRECISION-11 has other values; not yet reduced to a reproducer.
-# - TENSOR_PARALLEL_CHECKPOINT: F-17 of docs/findings.md.
+# - TENSOR_PARALLEL_CHECKPOINT: findings/F017.py.
 # - UNIT_SETTINGS, OWN_REDUCE_GROUP: what a wrapper does is fixed by its constructor.
-# - RECOVERY: F-71 of docs/findings.md.
+# - RECOVERY: findings/F071.py.
 # - SHARD_DIMENSION, GATHER_EXTENSION, UNIT_MESHES: a unit is one flat parameter on one mesh, which is cut as it lies.
-# - WHOLE_ON_CPU: F-41 of docs/findings.md.
+# - WHOLE_ON_CPU: findings/F041.py.
 # - META_LOAD: values of the first rank are sent when the model is sharded.

@@ -74,7 +74,7 @@ class TorchtitanSimpleFsdpAdapter(Adapter):
         held_from_start=frozenset({"gathered"}),
         sums_over_ranks=True,
         # The classes that it makes of the modules' classes are kept for as long as the process lives, and with them the
-        # mesh and the policy of the first model: F-120 of docs/findings.md.
+        # mesh and the policy of the first model: findings/F120.py.
         frees_models=False,
         isolation="case",
         simulates=True,
@@ -174,11 +174,11 @@ class TorchtitanSimpleFsdpAdapter(Adapter):
 # - REGISTERED_STATE, MANUAL_RESHARD, ASYNC_UNSHARD, EXPLICIT_PREFETCH, WHOLE_PARAMETERS: only shards are registered,
 #   and no call gathers.
 # - MIXED_PRECISION: a policy casts parameters and leaves inputs as they are, and is one for all modules of a class
-#   (F-120 of docs/findings.md).
+#   (findings/F120.py).
 # - SHARD_DIMENSION, DIVIDE_FACTOR, IGNORED_PARAMETERS, IGNORED_MODULES, OFFLOAD, UNIT_SETTINGS: there is no such
 #   option, or it is one for the whole model.
 # - DEFERRED_REDUCTION, MARKED_LAST_BACKWARD: every backward reduces.
-# - TENSOR_PARALLEL: F-124 of docs/findings.md.
+# - TENSOR_PARALLEL: findings/F124.py.
 # - META_LOAD: sharding sends the first rank's values, so that ranks with and without values wait for each other.
 # - SYNC_STATES: buffers are not sent.
 # - AUTOGRAD_CALLS: gradients of the user's own backward are sums.
