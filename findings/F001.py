@@ -11,6 +11,7 @@ packages of 2.11.0 and 2.12.1 put into it.
 # implementations = ["torch.fully_shard"]
 # requirements = ["REGISTRATION-1"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^tensor\(.*True'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -11,6 +11,7 @@ closed, because rank 3 exits; one that lives on leaves them waiting.
 # implementations = ["torch.fully_shard", "torchtitan.simple_fsdp", "megatron_fsdp.experimental"]
 # requirements = ["CLIPPING-3"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = 'cannot compute the infinity norm on an empty tensor'
 # related = [
 #     "https://github.com/pytorch/pytorch/pull/173238 closed: the check that raises, added for empty tensors in general",
 #     "https://github.com/meta-pytorch/torchrec/pull/3891 closed: TorchRec filters empty gradients before it calls torch's `clip_grad_norm_`, for this error",

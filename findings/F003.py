@@ -13,6 +13,7 @@ put into it, and none with that of 2.12.1 or its own; torch 2.12 itself was not 
 # requirements = ["AUTOGRAD-3"]
 # fixed_in = "2.12"
 # does_not_reproduce = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d setStorage: .* out of bounds for storage of size 0'
 # upstream = [
 #     "https://github.com/pytorch/pytorch/pull/173415 closed: support dataclass args/kwargs output, the first fix",
 #     "https://github.com/pytorch/pytorch/pull/174692 closed: the same without memory leakage, which replaced it",

@@ -14,6 +14,7 @@ deepspeedai/DeepSpeed#1355 reports an error of older versions in the same situat
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
 # packages = ["deepspeed>=0.19.8"]
 # arguments = ["3"]
+# shows = 'UNUSED .* moved by 0\.0*[1-9]'
 # related = [
 #     "https://github.com/deepspeedai/DeepSpeed/issues/1355 open: errors of older versions where iterations use different parameters",
 # ]

@@ -14,6 +14,7 @@ the reproducer. The same statement raises on the CPU if it is reached there, wit
 # requirements = ["TRAINING-9"]
 # fixed_in = "2.13"
 # gpus = 1
+# shows = '^IndexError: tuple index out of range'
 # upstream = [
 #     "https://github.com/pytorch/pytorch/pull/183943 closed: Fix FSDP2 no-input forward handling",
 # ]

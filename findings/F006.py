@@ -12,6 +12,7 @@ NCCL it was not tried. Of five runs of the reproducer and its variants none ende
 # implementations = ["torch.fully_shard"]
 # requirements = ["COLLECTIVES-5"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '[1-8] of 8 rows are wrong|Connection closed by peer|^time limit$'
 # ///
 
 import datetime, tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -10,6 +10,7 @@ declares it and sees the case fail.
 # implementations = ["torch.fsdp"]
 # requirements = ["COMPOSITION-6", "OFFLOAD-1"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = 'Cannot access accelerator device|Found no NVIDIA driver'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -12,6 +12,7 @@ KeyError, `python findings/F011.py flat` the RuntimeError that is meant.
 # requirements = ["ORDER-1", "ORDER-2"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
 # arguments = ["original"]
+# shows = '^rank \d: KeyError: Parameter containing'
 # ///
 
 import os, sys, tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -8,6 +8,7 @@ and parameters that all should hold alike go apart. Seen by CLIPPING-4.
 # implementations = ["torch.fsdp"]
 # requirements = ["CLIPPING-4"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^rank \d: (\S+) instead of (?!\1$)'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -7,6 +7,7 @@ Also with `device_id=torch.device("cpu")` over gloo, which can broadcast what is
 # implementations = ["torch.fsdp"]
 # requirements = ["COMPOSITION-8"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = 'has CPU parameters or buffers when `sync_module_states=True`'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

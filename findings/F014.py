@@ -8,6 +8,7 @@ two data-parallel ranks the same model trains. Seen by COMPOSITION-2 and COMPOSI
 # implementations = ["torch.fsdp"]
 # requirements = ["COMPOSITION-2", "COMPOSITION-3"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d Cannot flatten unevenly sharded tensor'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -8,6 +8,7 @@ ORDER-4.
 # implementations = ["ddp"]
 # requirements = ["ORDER-4"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^torch\.multiprocessing\.spawn\.ProcessExitedException: process \d terminated with signal SIGSEGV'
 # ///
 
 import os, tempfile, torch.distributed as dist, torch.multiprocessing as mp

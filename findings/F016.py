@@ -10,6 +10,7 @@ by 4, as when the reduction over the ranks is missing").
 # implementations = ["torch.fsdp"]
 # requirements = ["HYBRID-2"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^rank \d: (?!1\.5 )\S+ instead of 1\.5'
 # upstream = [
 #     "https://github.com/pytorch/pytorch/issues/154888 open: Potential Bug with HYBRID_SHARD and (n, 1) Device Mesh Falling Back to NO_SHARD",
 # ]

@@ -11,6 +11,7 @@ both pass.
 # requirements = ["RESUME-1"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
 # arguments = ["9"]
+# shows = 'terminate called after throwing an instance of .gloo::EnforceNotMet'
 # related = [
 #     "https://github.com/pytorch/pytorch/pull/123812 closed: Fix FSDP1 2D extension checkpoint uneven sharded DTensor, for the shape alone",
 # ]

@@ -11,6 +11,7 @@ the same. The adapter of torch.fsdp joins the ranks' parts by itself there, so n
 # requirements = ["OFFLOAD-1"]
 # reproduces = ["torch 2.11.0 cuda 2026-11-21"]
 # gpus = 2
+# shows = '^\d Tensors must be CUDA and dense'
 # unlisted = "the adapter of torch.fsdp joins the parts of the ranks by itself there, so that no case fails"
 # ///
 

@@ -12,6 +12,7 @@ prints what stays.
 # implementations = ["torch.fsdp"]
 # requirements = ["MEMORY-4"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '(flat parameters|no backward): \[\S'
 # upstream = [
 #     "https://github.com/pytorch/pytorch/pull/183211 closed: Break cross-language ref cycle keeping FlatParameter alive, with the cause",
 #     "https://github.com/pytorch/pytorch/pull/182774 closed: Fix CUDA memory leak check failure in test_fsdp_apply, where models were not freed",

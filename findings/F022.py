@@ -9,6 +9,7 @@ post-backward should use _saved_grad_shard`. Seen by ACCUMULATION-7.
 # implementations = ["torch.fsdp"]
 # requirements = ["ACCUMULATION-7"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^AssertionError: All sharded parameters that received a gradient in the post-backward'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -8,6 +8,7 @@ A parameter whose first dimension is 0 has an empty gradient, and the copy into 
 # implementations = ["torch.fully_shard", "torch.replicate_with_fsdp"]
 # requirements = ["TRAINING-1"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^RuntimeError: _chunk_cat expects non-empty tensor'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

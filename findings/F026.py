@@ -8,6 +8,7 @@ a plain one, and the next forward raises AttributeError. Seen by TRAINING-5.
 # implementations = ["torch.fsdp"]
 # requirements = ["TRAINING-5"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^AttributeError: .Parameter. object has no attribute ._unpadded_unsharded_size'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -11,6 +11,7 @@ ORDER-6. The reproducer prints the number of warnings, 0, of a second iteration 
 # implementations = ["torch.fsdp"]
 # requirements = ["ORDER-5", "ORDER-6"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d 0$'
 # ///
 
 import os, tempfile, warnings, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -15,6 +15,7 @@ right.
 # implementations = ["torch.fully_shard", "torch.fsdp", "torch.replicate_with_fsdp", "accelerate.fsdp"]
 # requirements = ["EVALUATION-2", "EVALUATION-3", "OPTIMIZER-1", "OPTIMIZER-3"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d \w+ 0\.1'
 # related = [
 #     "https://github.com/pytorch/pytorch/issues/117421 closed: a state dict loaded after a forward without backward is not used by the next forward",
 #     "https://github.com/pytorch/pytorch/issues/117742 closed: an average of weights that is written into the shards by hand does not change what forward returns",

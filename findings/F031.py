@@ -8,6 +8,7 @@
 # implementations = ["torch.fsdp"]
 # requirements = ["CLIPPING-7"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d linalg\.vector_norm: the dtype of the input \(Double\)'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -9,6 +9,7 @@ by FROZEN-5. The reproducer counts the gathers of a backward that needs one: 2.
 # implementations = ["torch.fully_shard"]
 # requirements = ["FROZEN-5"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d 2$'
 # related = [
 #     "https://github.com/pytorch/pytorch/pull/118118 closed: Added backward prefetching, which names mistargeted prefetches as a limit of the order that it goes by",
 # ]

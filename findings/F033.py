@@ -9,6 +9,7 @@ reproducer prints 1.0.
 # implementations = ["torch.fully_shard", "torch.fsdp", "torchtitan.simple_fsdp", "fairscale.fsdp", "megatron_fsdp.experimental"]
 # requirements = ["CLIPPING-8"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d \w+ 1\.0$'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

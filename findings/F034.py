@@ -9,6 +9,7 @@ gradients of 101, the sum of the first and the last backward, instead of 1.
 # implementations = ["torch.fsdp"]
 # requirements = ["ACCUMULATION-11"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d \[tensor\(\[101\., 101\.\]\)\]'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

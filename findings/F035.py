@@ -9,6 +9,7 @@ with a ValueError (AUTOGRAD-3). Seen by AUTOGRAD-6. The reproducer prints the er
 # implementations = ["torch.fsdp"]
 # requirements = ["AUTOGRAD-6"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d .Output. object has no attribute .second.'
 # related = [
 #     "https://github.com/pytorch/pytorch/pull/135067 closed: the change that copies dataclasses by `dataclasses.replace`",
 # ]

@@ -10,6 +10,7 @@ second norm is 1.0.
 # implementations = ["torch.fsdp"]
 # requirements = ["CLIPPING-3"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^(\d) 8\.0\n\1 8\.0$'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -11,6 +11,7 @@ and a `reduce_dtype` alone is ignored silently. torch 2.13.0. Seen by PRECISION-
 # fixed_in = "2.14"
 # reproduces = ["torch 2.13.0 cpu 2026-11-25"]
 # does_not_reproduce = ["torch 2.14.1 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d attempting to assign a gradient with dtype'
 # upstream = [
 #     "https://github.com/pytorch/pytorch/issues/186998 closed: Mixed precision breaks after unfreezing when the first forward ran with requires_grad=False",
 #     "https://github.com/pytorch/pytorch/pull/187376 closed: its fix, Fix FSDP2 mixed precision reduce dtype after unfreezing params",

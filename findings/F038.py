@@ -8,6 +8,7 @@ The forward that backward runs again skips the casts of the first one, so that t
 # implementations = ["torch.fsdp"]
 # requirements = ["PRECISION-5"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d CheckpointError$'
 # related = [
 #     "https://github.com/pytorch/pytorch/issues/159359 closed: the same of `fully_shard`, F-40",
 #     "https://github.com/pytorch/pytorch/pull/150044 closed: a draft for `fully_shard`, which compares the two and takes `FullyShardedDataParallel` for right",

@@ -13,6 +13,7 @@ EVALUATION-4 fail.
 # fixed_in = "2.14"
 # reproduces = ["torch 2.13.0 cpu 2026-11-25"]
 # does_not_reproduce = ["torch 2.14.1 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d setStorage: .* out of bounds for storage of size 0|^torch\.\S+: process \d terminated with signal SIGSEGV'
 # upstream = [
 #     "https://github.com/pytorch/pytorch/issues/188989 closed: summon_full_params(offload_to_cpu=True) fails with CPU-offloaded FSDP model",
 #     "https://github.com/pytorch/pytorch/pull/188990 closed: its fix, Fix to_cpu when flat_param is already on CPU",

@@ -8,6 +8,7 @@ reshard before they load whole values, which scripts have to do as well.
 # /// finding
 # implementations = ["torch.fully_shard"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = 'got mixed torch\.Tensor and DTensor'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

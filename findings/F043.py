@@ -7,6 +7,7 @@ Missing and unknown names are cleaned, misfit ones are not. torch 2.13.0. Seen b
 # implementations = ["torch.fsdp"]
 # requirements = ["STATE-7"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = 'size mismatch for _fsdp_wrapped_module\.bias'
 # related = [
 #     "https://github.com/pytorch/pytorch/issues/117446 closed: the same of missing and unknown names, which are clean since",
 # ]

@@ -7,6 +7,7 @@ The other ranks drop parameters and buffers from their state dicts, and no extra
 # implementations = ["torch.fsdp"]
 # requirements = ["STATE-4"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^1 \[.0\._extra_state.\]$'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

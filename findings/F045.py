@@ -8,6 +8,7 @@ written. With `rank0_only=True` the first rank alone does so. torch 2.13.0. Seen
 # implementations = ["torch.fsdp"]
 # requirements = ["EVALUATION-4"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d False$'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -9,6 +9,7 @@ of before.
 # implementations = ["torch.fully_shard"]
 # requirements = ["STATE-5"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d tensor\(\[\[.*[1-9]'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -10,6 +10,7 @@ i is i on every rank, so that a shard is [0, 1] or [2, 3]; all ranks print [1.0,
 # implementations = ["torch.fully_shard", "torch.fsdp"]
 # requirements = ["INIT-10"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d \[1\.0, 2\.0\]$'
 # related = [
 #     "https://github.com/pytorch/pytorch/pull/193224 closed: Preserving Custom Rank Layouts in DeviceMesh, a proposal to keep the order of ranks",
 #     "https://github.com/pytorch/pytorch/pull/176578 closed: `new_group` can keep the order of ranks",

@@ -8,6 +8,7 @@ others are not averaged. Here that is one rank, so that nothing is sharded. torc
 # implementations = ["torch.fsdp"]
 # requirements = ["INIT-5"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = 'ShardingStrategy\.NO_SHARD \[torch\.Size\(\[20\]\)\]'
 # upstream = [
 #     "https://github.com/pytorch/pytorch/issues/161776 open: FSDP&device_mesh Mesh_dim_names in init_device_mesh not work, the same of a mesh of two dimensions",
 # ]

@@ -9,6 +9,7 @@ neither module. (torch documents that shared parameters must be in one unit.) to
 # implementations = ["torch.fsdp"]
 # requirements = ["INIT-6"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d .*mat2 must be a matrix'
 # related = [
 #     "https://github.com/pytorch/pytorch/issues/83052 closed: FSDP init can crash with shared parameters, and an error that says why is asked for",
 #     "https://github.com/Lightning-AI/pytorch-lightning/pull/21613 merged: Lightning warns when a wrap policy splits tied weights, for this error",

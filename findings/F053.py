@@ -10,6 +10,7 @@ attribute '_orig_dtype'`. torch 2.13.0. Seen by INIT-5. With torch 2.15 nothing 
 # requirements = ["INIT-5"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.14.1 cpu 2026-11-25"]
 # does_not_reproduce = ["torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d .FSDPParamGroup. object has no attribute ._orig_dtype'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -8,6 +8,7 @@ as if it were one-dimensional: "list index out of range". torch 2.13.0. Seen by 
 # implementations = ["torch.fully_shard"]
 # requirements = ["PLACEMENT-2"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d list index out of range'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

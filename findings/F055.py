@@ -9,6 +9,7 @@ INIT-5. The reproducer prints that the weight is a DTensor.
 # implementations = ["torch.fully_shard", "torch.replicate_with_fsdp"]
 # requirements = ["INIT-5"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = ' Linear DTensor$'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

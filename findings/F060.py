@@ -8,6 +8,7 @@ leave fused SGD out.
 # implementations = ["torch"]
 # requirements = ["OPTIMIZER-1"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^Operator aten\._fused_sgd_\.default does not have a sharding strategy registered'
 # related = [
 #     "https://github.com/pytorch/pytorch/issues/126670 closed: the same of fused AdamW, in an older version",
 # ]

@@ -11,6 +11,7 @@ is that of no value that the parameter ever had with this loss, and raises nothi
 # implementations = ["torch"]
 # requirements = ["OPTIMIZER-1"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^0$'
 # upstream = [
 #     "https://github.com/pytorch/pytorch/pull/197502 open: Track version counters for in-place foreach updates, of DTensors",
 # ]

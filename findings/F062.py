@@ -10,6 +10,7 @@ torch.float32.
 # implementations = ["torch.fsdp"]
 # requirements = ["PRECISION-12"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d torch\.bfloat16$'
 # related = [
 #     "https://github.com/pytorch/pytorch/pull/90660 closed: Clean up `FlatParamHandle` dtypes, where `keep_low_precision_grads` was to be named `keep_grads_in_reduce_dtype`",
 # ]

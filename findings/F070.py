@@ -11,6 +11,7 @@ in a later microbatch, has wrong gradients. torch 2.13.0. Seen by RECOVERY-1.
 # fixed_in = "2.15"
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.14.1 cpu 2026-11-25"]
 # does_not_reproduce = ["torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d tensor\(\[\[2\., 2\.\]\]\)'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -8,6 +8,7 @@ or `no_sync` raises. The adapter does not declare `recovery`, so no case fails f
 # /// finding
 # implementations = ["torch.fsdp"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d (tensor\(.*?\)) (?!\1$)tensor'
 # related = [
 #     "https://github.com/mosaicml/composer/pull/3030 merged: Composer reshards and cleans up by itself after running out of memory",
 #     "https://github.com/pytorch/torchtitan/issues/1329 open: OOM recovery under multi-node FSDP/HSDP",

@@ -9,6 +9,7 @@ and ACCUMULATION-13.
 # implementations = ["torch.fsdp"]
 # requirements = ["AUTOGRAD-8", "ACCUMULATION-13"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d setStorage: .* out of bounds for storage of size 0'
 # upstream = [
 #     "https://github.com/pytorch/pytorch/issues/136861 closed: Error when calling multiple backward passes on FSDP model",
 #     "https://github.com/pytorch/pytorch/issues/106637 closed: Using retain_graph in backward() with FSDP",

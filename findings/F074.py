@@ -11,6 +11,7 @@ has work left. torch 2.11.0. Seen by SCALER-2, whose adapters have used a scaler
 # requirements = ["SCALER-2"]
 # reproduces = ["torch 2.11.0 cuda 2026-11-22"]
 # gpus = 1
+# shows = '^(?!1\.0$)(-?[\d.]+(e[-+]\d+)?|inf|nan)$'
 # upstream = [
 #     "https://github.com/pytorch/pytorch/pull/176429 closed: Use blocking CUDA->CPU copy in _GeneralMultiDeviceReplicator, for what was found and for the inverse of the scale",
 # ]

@@ -9,6 +9,7 @@ flat gradient stays until the next forward. Between steps a rank holds a share o
 # implementations = ["torch.fsdp"]
 # requirements = ["MEMORY-2"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d 2$'
 # ///
 
 import gc, tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

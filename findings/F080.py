@@ -8,6 +8,7 @@ rank is looked into. So do its warnings. torch 2.13.0. Seen by ORDER-1.
 # implementations = ["torch.fsdp"]
 # requirements = ["ORDER-1"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^[23] .*rank 0 is all-gathering'
 # ///
 
 import os, tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -8,6 +8,7 @@ still uses what was gathered before. torch 2.13.0. Seen by TRAINING-5.
 # implementations = ["torch.fsdp"]
 # requirements = ["TRAINING-5"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^(\d) (tensor.*)\n\1 (?!\2$)tensor'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -11,6 +11,7 @@ dtype in which it was computed, so that the sum is rounded to it. torch 2.13.0. 
 # fixed_in = "2.15"
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.14.1 cpu 2026-11-25"]
 # does_not_reproduce = ["torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d tensor\(\[256\., 256\.\]\)'
 # upstream = [
 #     "https://github.com/pytorch/pytorch/issues/190626 open: MixedPrecisionPolicy reduce_dtype is not applied to the TP-mesh Partial -> Replicate gradient all-reduce",
 #     "https://github.com/pytorch/pytorch/pull/190627 open: Apply reduce_dtype to the non-DP-mesh gradient all-reduce",

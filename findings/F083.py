@@ -11,6 +11,7 @@ by PRECISION-3.
 # fixed_in = "2.15"
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.14.1 cpu 2026-11-25"]
 # does_not_reproduce = ["torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d FSDP reduce-scatter expects uniform gradient dtype'
 # upstream = [
 #     "https://github.com/pytorch/pytorch/issues/196996 open: Gradient accumulation with fresh or unused parameters raises a mixed-dtype assertion",
 #     "https://github.com/pytorch/pytorch/pull/160279 closed: cast `unsharded_param_grad` to correct reduce dtype",

@@ -8,6 +8,7 @@ that failed saves state dicts of another type than before. torch 2.13.0. Seen by
 # implementations = ["torch.fsdp"]
 # requirements = ["STATE-7"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d StateDictType\.SHARDED_STATE_DICT$'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

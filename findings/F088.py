@@ -9,6 +9,7 @@ STATE-10.
 # implementations = ["torch.fsdp"]
 # requirements = ["STATE-10"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d tensor\(\[0\.1900'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

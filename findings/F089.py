@@ -8,6 +8,7 @@ operator. torch 2.13.0. Seen by CLIPPING-1.
 # implementations = ["torch.fully_shard", "torch.replicate_with_fsdp"]
 # requirements = ["CLIPPING-1"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d aten\._foreach_norm\.Scalar got mixed torch\.Tensor and DTensor'
 # related = [
 #     "https://github.com/huggingface/accelerate/pull/4219 merged: Accelerate clips plain gradients and those of DTensors apart, for this error",
 # ]

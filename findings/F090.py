@@ -8,6 +8,7 @@ such as a frozen one, raises. Optimizers of `fully_shard` take such a state dict
 # implementations = ["torch.fsdp"]
 # requirements = ["STATE-3"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d KeyError\(.bias.\)$'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

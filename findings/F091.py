@@ -9,6 +9,7 @@ state that it has just saved, and that state: different numbers.
 # implementations = ["torch.fsdp"]
 # requirements = ["STATE-2"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d (tensor\(.*?\)) (?!\1$)tensor'
 # related = [
 #     "https://github.com/NVIDIA/physicsnemo/pull/1597 merged: PhysicsNeMo permutes what it loads of channels-last parameters, and tells the cause in torch",
 #     "https://github.com/pytorch/pytorch/pull/137382 closed: Enable channels_last format for FSDP, which flattens parameters in their order in memory",

@@ -8,6 +8,7 @@ raises; nothing tells a script that it needs a mesh. torch 2.13.0. Seen by STATE
 # implementations = ["torch.fsdp"]
 # requirements = ["STATE-1"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d ShardedTensor torch function .numel.'
 # upstream = [
 #     "https://github.com/pytorch/pytorch/issues/119802 open: FSDP checkpoint saving raises internal deprecation warnings",
 # ]

@@ -8,6 +8,7 @@ has no parameters of its own. torch 2.13.0. Seen by STATE-3 and CALLS-7.
 # implementations = ["torch.fsdp"]
 # requirements = ["STATE-3", "CALLS-7"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^1 \[.bias.\]$'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

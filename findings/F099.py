@@ -8,6 +8,7 @@ is lost too. Optimizers of unsharded models, and of `fully_shard`, are not affec
 # implementations = ["torch.fsdp"]
 # requirements = ["TRAINING-5"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^(\d) (\[.*\])\n\1 (?!\2$)\[.*\n\1 \2$'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -10,6 +10,7 @@ require gradients".
 # requirements = ["FROZEN-6"]
 # fixed_in = "2.13"
 # does_not_reproduce = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = 'only Tensors of floating point dtype can require gradients'
 # upstream = [
 #     "https://github.com/pytorch/pytorch/issues/185239 closed: fully_shard crashes on non-floating-point parameters (e.g. uint8), _init_sharded_param omits requires_grad= kwarg",
 #     "https://github.com/pytorch/pytorch/issues/177844 closed: nn.Parameter creation in FSDPParam crashes for non floating point tensors",

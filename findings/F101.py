@@ -9,6 +9,7 @@ the like takes them for sharded ones and raises. torch 2.13.0. Seen by TRAINING-
 # implementations = ["torch.fsdp"]
 # requirements = ["TRAINING-5"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^AssertionError: Expects tensor to be sharded with size'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

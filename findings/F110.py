@@ -10,6 +10,7 @@ sums are forced (`set_force_sum_reduction_for_comms`), the divisions before and 
 # implementations = ["torch.fully_shard", "torch.replicate_with_fsdp"]
 # requirements = ["REDUCTION-1"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d \w+ 0\.03125$'
 # related = [
 #     "https://github.com/pytorch/pytorch/pull/167178: which brought the first division",
 # ]

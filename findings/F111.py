@@ -11,6 +11,7 @@ by INIT-5, EVALUATION-1 and COLLECTIVES-8. The reproducer prints both errors.
 # implementations = ["torch.replicate"]
 # requirements = ["INIT-5", "EVALUATION-1", "COLLECTIVES-8"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d (a mesh Only 1D device mesh|inference mode Inplace update)'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

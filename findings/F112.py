@@ -10,6 +10,7 @@ the gradients. The reproducer prints 0.5 in the first step, and then 0 on one ra
 # implementations = ["torch.replicate"]
 # requirements = ["TRAINING-5"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^0 2 0\.0$'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -10,6 +10,7 @@ at the gradients. The reproducer prints 0.0 instead of 5.96e-08.
 # implementations = ["torch.replicate", "ddp"]
 # requirements = ["PRECISION-4"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d 0\.0$'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -9,6 +9,7 @@ is missing and unknown at once. torch 2.13.0. Seen by STATE-2. The reproducer pr
 # implementations = ["torch.zero_optimizer", "ddp"]
 # requirements = ["STATE-2"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d Error\(s\) in loading state_dict for DistributedDataParallel'
 # ///
 
 import tempfile, torch.distributed as dist, torch.multiprocessing as mp

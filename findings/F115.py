@@ -8,6 +8,7 @@ reduction to the rank that updates the parameter, and the broadcast, would move 
 # implementations = ["torch.zero_optimizer"]
 # requirements = ["COLLECTIVES-8"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = 'c10d\.allreduce_.*: 1, .*c10d\.broadcast_.*: 2'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -12,6 +12,7 @@ in one case. No report of it was found.
 # requirements = ["RESUME-3"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
 # packages = ["torchtitan==0.3.0"]
+# shows = '^torch\.float32 torch\.float32$'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

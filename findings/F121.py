@@ -10,6 +10,7 @@ frozen").
 # requirements = ["FROZEN-1", "CLIPPING-1", "FROZEN-5"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
 # packages = ["torchtitan==0.3.0"]
+# shows = '^\d True$'
 # upstream = [
 #     "https://github.com/pytorch/torchtitan/issues/3885",
 #     "https://github.com/pytorch/torchtitan/pull/4282 open: mends it",

@@ -10,6 +10,7 @@ they diverge with the first step. Seen by TIED-1 and by the cases of the state d
 # requirements = ["TIED-1"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
 # packages = ["torchtitan==0.3.0"]
+# shows = '^\d \[.0\.weight., .2\.weight.\]$'
 # upstream = [
 #     "https://github.com/pytorch/torchtitan/issues/1524 open: there is no plan to support it",
 # ]

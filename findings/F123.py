@@ -12,6 +12,7 @@ failures names it.
 # requirements = ["TRAINING-1"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
 # packages = ["torchtitan==0.3.0"]
+# shows = '^\d \[\(4, 2\), \(4, 4\), \(4,\), \(4,\)\]$'
 # unlisted = "no case fails of it any more: what the adapter lets threads of gloo keep is as large"
 # ///
 

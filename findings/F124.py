@@ -10,6 +10,7 @@ declared. No report of it was found.
 # requirements = ["COMPOSITION-1"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
 # packages = ["torchtitan==0.3.0"]
+# shows = 'op\.preamble\.length'
 # ///
 
 import tempfile, torch.distributed as dist, torch.multiprocessing as mp

@@ -10,6 +10,7 @@ shards. Averaging the shards moves as many times fewer bytes as there are shards
 # requirements = ["BUFFERS-1"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
 # packages = ["torchtitan==0.3.0"]
+# shows = '^_c10d_functional::all_reduce\S* \[4, 4\]$'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -10,6 +10,7 @@ tensor 1 to 5. No report of it was found.
 # implementations = ["torchtitan.simple_fsdp"]
 # requirements = ["INIT-10"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '\[1\.0, 2\.0, 0\.0, 4\.0, 5\.0\]'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -9,6 +9,7 @@ modules have their new classes and parameters: the model is left half changed. S
 # requirements = ["INIT-5"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
 # packages = ["torchtitan==0.3.0"]
+# shows = '^\d Expected tensor\.dim\(\) > 0, got 0'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

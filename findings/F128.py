@@ -11,6 +11,7 @@ Seen by COLLECTIVES-8. `python findings/F128.py 1` and `python findings/F128.py 
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
 # packages = ["deepspeed>=0.19.8"]
 # arguments = ["1"]
+# shows = 'c10d::allreduce_'
 # ///
 
 import os, sys, tempfile

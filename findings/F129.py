@@ -11,6 +11,7 @@ rank's own gradient, as when the reduction over the ranks is missing").
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
 # packages = ["deepspeed>=0.19.8"]
 # arguments = ["1"]
+# shows = '^\d True$'
 # ///
 
 import os, sys, tempfile

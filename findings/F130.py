@@ -11,6 +11,7 @@ next step is not reduced ("4 reduce_scatter instead of 8"). No report of it was 
 # requirements = ["ACCUMULATION-12", "COLLECTIVES-10"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
 # packages = ["lightning-fabric>=2.6.6"]
+# shows = '^inside of the outer context \[\[|^after a context that is not enabled not reduced$'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -11,6 +11,7 @@ average do not: seen by PRECISION-4.
 # requirements = ["PRECISION-4"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
 # packages = ["torchtitan==0.3.0"]
+# shows = '^\d \[\[2\.0, 2\.0\]\]$'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

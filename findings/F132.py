@@ -12,6 +12,7 @@ and ACCUMULATION-1 sees it. The reproducer prints the largest difference: 0.010 
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
 # packages = ["deepspeed>=0.19.8"]
 # arguments = ["1"]
+# shows = '^0\.0*[1-9]'
 # unlisted = "the adapters call step() after each microbatch; tests/harness/test_naive_adapters.py does not, and sees it"
 # ///
 

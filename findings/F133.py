@@ -9,6 +9,7 @@ shard, and fails at the stage sharding ("the model is not sharded").
 # implementations = ["accelerate.fsdp"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
 # packages = ["accelerate>=1.15"]
+# shows = '^\d \S*MULTI_CPU DistributedDataParallel$'
 # ///
 
 import os, tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -9,6 +9,7 @@ process does. Seen by MEMORY-4.
 # requirements = ["MEMORY-4"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
 # packages = ["deepspeed>=0.19.8"]
+# shows = '^\d alive$'
 # related = [
 #     "https://github.com/deepspeedai/DeepSpeed/issues/7204 open: how to delete an engine and make another, and memory that adds up where that is done",
 #     "https://github.com/deepspeedai/DeepSpeed/issues/5674 closed: memory of a device stays allocated after the engine was deleted",

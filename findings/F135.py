@@ -11,6 +11,7 @@ adapter calls that. fairscale 0.4.13. Seen by OPTIMIZER-5 at the gradient of the
 # requirements = ["OPTIMIZER-5"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
 # packages = ["fairscale==0.4.13"]
+# shows = '^\[\[0\.0, 0\.0\], \[0\.0, 0\.0\]\]$'
 # upstream = [
 #     "https://github.com/facebookresearch/fairscale/issues/354 closed",
 # ]

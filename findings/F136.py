@@ -11,6 +11,7 @@ and after a step that freezes them.
 # requirements = ["FROZEN-4"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
 # packages = ["fairscale==0.4.13"]
+# shows = '^(\[\[.*\]\]) (?!\1$)\[\['
 # related = [
 #     "https://github.com/facebookresearch/fairscale/issues/785 closed: a question whether parameters may be frozen and thawed between iterations, answered with yes",
 # ]

@@ -9,6 +9,7 @@ more. DDP allows such backwards. fairscale 0.4.13. Seen by ACCUMULATION-1 and -6
 # requirements = ["ACCUMULATION-1", "ACCUMULATION-6"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
 # packages = ["fairscale==0.4.13"]
+# shows = '^\[1\.5, 1\.5\]\n(?!\[3\.0, 3\.0\])'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

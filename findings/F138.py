@@ -13,6 +13,7 @@ raises for float64, a first forward in inference mode leaves buffers that no ste
 # requirements = ["RANDOM-1", "COMPILED-3", "DRAWN-1", "EVALUATION-1", "SCALER-1"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
 # packages = ["fairscale==0.4.13"]
+# shows = '^(\[.*\])\nalone (?!\1$)'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

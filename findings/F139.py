@@ -12,6 +12,7 @@ the reproducer fails on the second rank instead.
 # reproduces = ["torch 2.11.0 cuda 2026-11-23"]
 # gpus = 2
 # packages = ["megatron-fsdp==0.6.1"]
+# shows = '^time limit$'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

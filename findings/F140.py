@@ -13,6 +13,7 @@ OPTIMIZER-1: models in float64 raise a KeyError, and an optimizer is refused who
 # reproduces = ["torch 2.11.0 cuda 2026-11-23"]
 # gpus = 2
 # packages = ["megatron-fsdp==0.6.1"]
+# shows = '^\d \[2\.0'
 # upstream = [
 #     "https://github.com/NVIDIA/Megatron-LM/issues/5974 closed: by a change after 0.6.1",
 # ]

@@ -12,6 +12,7 @@ megatron-fsdp 0.6.1. Seen by AUTOGRAD-3, -6, -13 and -16, and INIT-5.
 # reproduces = ["torch 2.11.0 cuda 2026-11-23"]
 # gpus = 2
 # packages = ["megatron-fsdp==0.6.1"]
+# shows = '^RuntimeError: setStorage: .*storage of size 0'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -11,6 +11,7 @@ The reproducer prints two different outputs of the same weights.
 # reproduces = ["torch 2.11.0 cuda 2026-11-23"]
 # gpus = 2
 # packages = ["megatron-fsdp==0.6.1"]
+# shows = '^\d \[(.*), (?!\1\])'
 # upstream = [
 #     "https://github.com/NVIDIA/Megatron-LM/pull/6153: a change after 0.6.1",
 # ]

@@ -10,6 +10,7 @@ megatron-fsdp 0.6.1. Seen by EVALUATION-2. The reproducer prints True.
 # reproduces = ["torch 2.11.0 cuda 2026-11-23"]
 # gpus = 2
 # packages = ["megatron-fsdp==0.6.1"]
+# shows = '^\d True$'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -10,6 +10,7 @@ CLIPPING-1.
 # reproduces = ["torch 2.11.0 cuda 2026-11-23"]
 # gpus = 2
 # packages = ["megatron-fsdp==0.6.1"]
+# shows = '^\d \[.0\.weight., .0\.bias., .1\.weight., .1\.bias.\]$'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

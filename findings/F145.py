@@ -13,6 +13,7 @@ and RANDOM-1. The reproducer raises.
 # reproduces = ["torch 2.11.0 cuda 2026-11-23"]
 # gpus = 2
 # packages = ["megatron-fsdp==0.6.1"]
+# shows = '^\w+: .*Missing gradient'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -11,6 +11,7 @@ which the adapters therefore empty at the end of a case.
 # reproduces = ["torch 2.11.0 cuda 2026-11-23"]
 # gpus = 2
 # packages = ["megatron-fsdp==0.6.1"]
+# shows = '^\d (main|experimental) \w+ True$'
 # ///
 
 import gc, tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp, weakref

@@ -14,6 +14,7 @@ both halves; new values after an evaluation, its second line, are not lost, thos
 # reproduces = ["torch 2.11.0 cuda 2026-11-23"]
 # gpus = 2
 # packages = ["megatron-fsdp==0.6.1"]
+# shows = '^\d True$'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

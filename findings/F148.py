@@ -12,6 +12,7 @@ and outputs.
 # reproduces = ["torch 2.11.0 cuda 2026-11-23"]
 # gpus = 2
 # packages = ["fairscale==0.4.13"]
+# shows = '^ValueError: expected to be in states'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -14,6 +14,7 @@ between two backwards are counted once more. The reproducer prints True.
 # reproduces = ["torch 2.11.0 cuda 2026-11-23"]
 # gpus = 2
 # packages = ["fairscale==0.4.13"]
+# shows = '^\d True$'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -11,6 +11,7 @@ each change of the order, every module frees its parameters after forward, and b
 # requirements = ["COLLECTIVES-8"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
 # packages = ["deepspeed>=0.19.8"]
+# shows = '^0 6$'
 # ///
 
 import collections, os, tempfile

@@ -10,6 +10,7 @@ for layers that were frozen. fairscale 0.4.13. Silent. Seen by OPTIMIZER-2. The 
 # requirements = ["OPTIMIZER-2"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
 # packages = ["fairscale==0.4.13"]
+# shows = '^1 0 \[1\.0, 1\.0\]$'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

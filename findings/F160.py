@@ -10,6 +10,7 @@ with other strides (`python findings/F160.py 1`). Two dtypes are refused in the 
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
 # packages = ["deepspeed>=0.19.8"]
 # arguments = ["1"]
+# shows = '^\d self\.(dim\(\) cannot be 0|stride\(-1\) must be 1)'
 # ///
 
 import os, sys, tempfile

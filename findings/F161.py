@@ -10,6 +10,7 @@ in float64. `python findings/F161.py 1` prints nothing.
 # does_not_reproduce = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
 # packages = ["deepspeed>=0.19.8"]
 # arguments = ["3"]
+# shows = '^\d Invalid data type torch\.float64'
 # ///
 
 import os, sys, tempfile

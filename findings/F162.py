@@ -9,6 +9,7 @@ After its update each rank broadcasts its parameters as they are, and NCCL takes
 # requirements = ["INIT-5"]
 # reproduces = ["torch 2.11.0 cuda 2026-11-23"]
 # gpus = 2
+# shows = '^ValueError: .*ensors must be contiguous'
 # related = [
 #     "https://github.com/pytorch/pytorch/issues/79043 closed: broadcasts of tensors in the format `channels_last` had stopped working in DDP",
 # ]

@@ -11,6 +11,7 @@ EVALUATION-1 on two H200s with torch 2.11, and no longer with 2.13.
 # fixed_in = "2.13"
 # reproduces = ["torch 2.11.0 cpu 2026-11-23"]
 # does_not_reproduce = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^NotImplementedError: Operator aten\.detach_\.default does not have a sharding strategy'
 # upstream = [
 #     "https://github.com/pytorch/pytorch/pull/181876 closed: registers the strategy, for inference mode",
 #     "https://github.com/pytorch/pytorch/issues/167917 open: the same error without inference mode",

@@ -11,6 +11,7 @@ of CUDA: on a CPU the same script computes in bfloat16. deepspeed 0.19.8. Seen b
 # reproduces = ["torch 2.11.0 cuda 2026-11-23"]
 # gpus = 2
 # packages = ["deepspeed>=0.19.8"]
+# shows = '^\d torch\.float32$'
 # ///
 
 import os, tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

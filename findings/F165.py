@@ -10,6 +10,7 @@ the module's hook, and one that compares finds other objects. deepspeed 0.19.8. 
 # requirements = ["AUTOGRAD-16"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
 # packages = ["deepspeed>=0.19.8"]
+# shows = '^\d False$'
 # related = [
 #     "https://github.com/deepspeedai/DeepSpeed/issues/5524 open: how these hooks put functions on the tensors that a module takes and returns",
 # ]

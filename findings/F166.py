@@ -13,6 +13,7 @@ throughout with 2.13.
 # fixed_in = "2.13"
 # reproduces = ["torch 2.11.0 cpu 2026-11-23"]
 # does_not_reproduce = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '\(Replicate\(\),?\)$'
 # upstream = [
 #     "https://github.com/pytorch/pytorch/pull/177174 closed: strides of uneven shards, so that such gradients stay sharded",
 #     "https://github.com/pytorch/pytorch/issues/107661 open: `new_empty_strided` in backward, which became replicated as a first remedy",

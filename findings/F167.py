@@ -10,6 +10,7 @@ implement forward". torch 2.13 looks whether there is a forward. Seen by TRAININ
 # fixed_in = "2.13"
 # reproduces = ["torch 2.11.0 cpu 2026-11-23"]
 # does_not_reproduce = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^ValueError: .*does not support containers'
 # upstream = [
 #     "https://github.com/pytorch/pytorch/issues/167856 open: the same of `nn.ModuleDict`",
 #     "https://github.com/pytorch/pytorch/pull/175033 closed: allows what has a forward of its own",

@@ -10,6 +10,7 @@ The reproducer was not run.
 # requirements = ["REDUCTION-1"]
 # gpus = 2
 # packages = ["fairscale==0.4.13"]
+# shows = '^\d 0\.5 .*2\.0'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

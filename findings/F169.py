@@ -10,6 +10,7 @@ rightly; what a script clips or logs after `unscale_` is as large as the scale. 
 # reproduces = ["torch 2.11.0 cuda 2026-11-23"]
 # gpus = 1
 # packages = ["fairscale==0.4.13"]
+# shows = '^\[1\.0, inf, 1024\.0\]$'
 # ///
 
 import tempfile, torch, torch.distributed as dist

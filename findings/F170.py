@@ -10,6 +10,7 @@ dicts of its own.
 # implementations = ["torch"]
 # requirements = ["STATE-10"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d tensor\(2\.\) True$'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -9,6 +9,7 @@ already. The state dict then has the last for each: as first moment of Adam the 
 # implementations = ["torch.fsdp"]
 # requirements = ["STATE-12"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d (tensor\(.*?\)) \1$'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -10,6 +10,7 @@ is the same of `get_state_dict`.
 # implementations = ["torch.fsdp"]
 # requirements = ["STATE-10"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = 'tensor\(2\.\)'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

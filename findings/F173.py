@@ -8,6 +8,7 @@ Views of the unsharded gradient of the flat parameter are given to all parameter
 # implementations = ["torch.fsdp"]
 # requirements = ["FROZEN-1"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d False tensor\('
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -9,6 +9,7 @@ torch 2.13.0. Seen by ORDER-3.
 # implementations = ["torch.fsdp"]
 # requirements = ["ORDER-3"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d \[.Forward order differs'
 # ///
 
 import os, tempfile, warnings, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -10,6 +10,7 @@ module" is raised, but the unit counts as initialized, and a forward of the root
 # fixed_in = "2.15"
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.14.1 cpu 2026-11-25"]
 # does_not_reproduce = ["torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d .*FSDP state has already been lazily initialized'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

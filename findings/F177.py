@@ -11,6 +11,7 @@ The reference did the same until this case existed.
 # fixed_in = "2.15"
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.14.1 cpu 2026-11-25"]
 # does_not_reproduce = ["torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d tensor\(\[\[0\., 0\.\],'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -9,6 +9,7 @@ TRAINING-12.
 # implementations = ["torch.fully_shard"]
 # requirements = ["TRAINING-12"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^(\d) (tensor.*)\n\1 \2$'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -9,6 +9,7 @@ goes on. torch 2.13.0. Seen by AUTOGRAD-17. The reference did the same until thi
 # implementations = ["torch.fully_shard", "torch.replicate_with_fsdp"]
 # requirements = ["AUTOGRAD-17"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d aten\S* got mixed torch\.Tensor and DTensor'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

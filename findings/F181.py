@@ -8,6 +8,7 @@ The next forward computes with the flat parameter of before, also where the new 
 # implementations = ["torch.fsdp"]
 # requirements = ["TRAINING-12"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^(\d) (tensor.*)\n\1 \2\n\1 \2$'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -8,6 +8,7 @@ Seen by WRAPPING-2.
 # implementations = ["torch.fsdp"]
 # requirements = ["WRAPPING-2"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d \[.FullyShardedDataParallel., .Tanh., .Linear.\]$'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -8,6 +8,7 @@ by STATE-50 and CALLS-4.
 # implementations = ["torch.fsdp"]
 # requirements = ["STATE-50", "CALLS-4"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = 'Unexpected key\(s\) in state_dict: ._flat_param'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -10,6 +10,7 @@ forward. Seen by TRAINING-1.
 # requirements = ["TRAINING-1"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
 # packages = ["torchtitan==0.3.0"]
+# shows = '^\d \w+ \[True, False\]$'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

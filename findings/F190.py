@@ -9,6 +9,7 @@ had all of a parameter, until this case existed.
 # implementations = ["torch.fsdp"]
 # requirements = ["EVALUATION-4"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d Expects tensor to be sharded with size'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

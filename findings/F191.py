@@ -9,6 +9,7 @@ model, every module takes the state dict for one without a version: batch normal
 # implementations = ["torch.fsdp"]
 # requirements = ["STATE-1"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '._fsdp_wrapped_module\.0.: '
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -8,6 +8,7 @@ the same shape, and dropped otherwise. torch 2.13.0. Seen by EVALUATION-5.
 # implementations = ["torch.fsdp"]
 # requirements = ["EVALUATION-5"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d Parameter containing:\ntensor\(\[\[(?!0\., 1\.\])'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

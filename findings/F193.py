@@ -7,6 +7,7 @@ A DTensor parameter that needs no gradient needs one once it is wrapped. torch 2
 # implementations = ["torch.fsdp"]
 # requirements = ["FROZEN-1"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '\b0\.weight.: True'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -9,6 +9,7 @@ the same until this case existed.
 # implementations = ["torch.fully_shard"]
 # requirements = ["TIED-2"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d \[.*.1\.weight.'
 # ///
 
 import tempfile, torch.distributed as dist, torch.multiprocessing as mp

@@ -10,6 +10,7 @@ INIT-5 and INIT-6.
 # implementations = ["torch.fully_shard", "torch.replicate_with_fsdp"]
 # requirements = ["INIT-5", "INIT-6"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^(\d) (<class .*)\n\1 (?!\2$)'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -11,6 +11,7 @@ did the same, or did not train what was thawed, until this case existed.
 # implementations = ["torch.fully_shard", "torch.replicate_with_fsdp"]
 # requirements = ["FROZEN-4"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d False False$'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -9,6 +9,7 @@ until this case existed.
 # implementations = ["torch.fully_shard"]
 # requirements = ["COLLECTIVES-7"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d setStorage: .* out of bounds for storage of size 0'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -8,6 +8,7 @@ elements of the gradient. torch 2.13.0. Seen by CALLS-3.
 # implementations = ["torch.fsdp"]
 # requirements = ["CALLS-3"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d tensor\(\[\[0\., 2\.\],'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -8,6 +8,7 @@ A parameter that is every other column of a larger tensor is wrapped without an 
 # implementations = ["torch.fsdp"]
 # requirements = ["CALLS-11"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^RuntimeError: setStorage: .* out of bounds for storage'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -9,6 +9,7 @@ is cast to float32 and whose output is cast back. What comes by keyword is not c
 # implementations = ["torch.fsdp"]
 # requirements = ["CALLS-10"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d torch\.bfloat16$'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -10,6 +10,7 @@ RESUME-5. The names are those of the reproducer's model; the engine's own `load_
 # requirements = ["RESUME-5"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
 # packages = ["deepspeed>=0.19.8"]
+# shows = '^\d 1 \[(?!.*.0\.weight.)'
 # ///
 
 import os, tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -10,6 +10,7 @@ dicts now have DTensors at the offset 0.
 # implementations = ["torch"]
 # requirements = ["RESUME-4"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d+ Attempted to call copy_\(\) on an invalid python storage'
 # ///
 
 import copy, tempfile, torch, torch.distributed as dist

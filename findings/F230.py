@@ -11,6 +11,7 @@ Seen by COLLECTIVES-4. The reference did the same until this case existed. The r
 # implementations = ["torch.fully_shard"]
 # requirements = ["COLLECTIVES-4"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d 3$'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -17,6 +17,7 @@ showed both stacks.
 # implementations = ["ddp"]
 # requirements = ["RECOVERY-2"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^Timeout \(0:00:20\)!'
 # related = [
 #     "https://github.com/pytorch/pytorch/issues/56297 open: destructors of classes bound by pybind11 that can block",
 #     "https://github.com/pytorch/pytorch/pull/154976 closed: the change by which the Python object of a process group releases the GIL",

@@ -12,6 +12,7 @@ RECOVERY-2 with four ranks that load what two have saved. The reproducer prints 
 # implementations = ["torch.fsdp"]
 # requirements = ["RECOVERY-2"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d .*Missing key in checkpoint state_dict: optimizer\.param_groups'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

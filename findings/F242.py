@@ -16,6 +16,7 @@ gradient as well, where the module finds its shards in the place of its paramete
 # implementations = ["torch.fully_shard"]
 # requirements = ["REGISTRATION-4"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d 0 Parameter Tensor$'
 # related = [
 #     "https://github.com/pytorch/pytorch/pull/180428 closed: Support partial forward of [norm, head] for chunked loss, which calls the head with inputs that require gradients",
 # ]

@@ -10,6 +10,7 @@ state in which it is not allowed but a module that is not the root. It is a defe
 # implementations = ["torch.fully_shard", "torch.replicate_with_fsdp"]
 # requirements = ["RECOVERY-1"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d .FSDPCommContext. object has no attribute'
 # related = [
 #     "https://github.com/pytorch/pytorch/pull/196460 open: Clear deferred all-gather state after backward, which also initialises `all_gather_state` with the class",
 # ]

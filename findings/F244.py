@@ -12,6 +12,7 @@ reproducer prints other losses in the third step.
 # implementations = ["torch.fsdp"]
 # requirements = ["SHARDING-5"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^(\w+) True \[(.*), (.*)\]\n\1 False \[\2, (?!\3\])'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

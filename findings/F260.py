@@ -8,6 +8,7 @@ every rank: "Expects tensor to be sharded". torch 2.13.0. Seen by ACCUMULATION-1
 # implementations = ["torch.fsdp"]
 # requirements = ["ACCUMULATION-11"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^(\d |AssertionError: )Expects tensor to be sharded with size'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

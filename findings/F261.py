@@ -7,6 +7,7 @@ Under `NO_SHARD` `rank0_only` changes nothing. torch 2.13.0. Seen by STATE-2.
 # implementations = ["torch.fsdp"]
 # requirements = ["STATE-2"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^1 \[.weight., .bias.\]$'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -8,6 +8,7 @@ without that has none. torch 2.13.0. Seen by CALLS-7.
 # implementations = ["torch.fsdp"]
 # requirements = ["CALLS-7"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^2 \[\]$'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -9,6 +9,7 @@ torch 2.13.0. Seen by CALLS-10.
 # implementations = ["torch.fsdp"]
 # requirements = ["CALLS-10"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d \[.bias., .weight.\]$'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -10,6 +10,7 @@ The reproducer was not run with torch 2.11.
 # requirements = ["INPUTS-1"]
 # fixed_in = "2.13"
 # does_not_reproduce = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d \[\]$'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -16,6 +16,7 @@ too, but rarely: when many processes share few cores. In two of our runs, each o
 # /// finding
 # implementations = ["torch"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^exit code -'
 # ///
 
 import tempfile, torch, torch.distributed as dist

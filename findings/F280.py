@@ -8,6 +8,7 @@ call it. torch 2.13.0. Seen by INIT-5.
 # implementations = ["torch.fully_shard"]
 # requirements = ["INIT-5"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d 1$'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

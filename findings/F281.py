@@ -10,6 +10,7 @@ torch 2.13.0. Seen by CALLS-6.
 # implementations = ["torch.fsdp"]
 # requirements = ["CALLS-6"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d \[6\.0, 4\.0\]$'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -9,6 +9,7 @@ reproducer shows the options. torch 2.13.0. Seen by CALLS-6.
 # implementations = ["torch.fsdp"]
 # requirements = ["CALLS-6"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d \[4\.0, 6\.0\]$'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

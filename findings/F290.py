@@ -8,6 +8,7 @@ The shard of a (0, 4) parameter on two ranks is (0, 0) instead of (0, 2). The DT
 # implementations = ["torch.fully_shard"]
 # requirements = ["PLACEMENT-2"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d torch\.Size\(\[0(, 0)?\]\)$'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

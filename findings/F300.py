@@ -12,6 +12,7 @@ no gradient is reduced, all stay None, and the optimizer changes nothing. Seen b
 # since = "2.15"
 # reproduces = ["torch 2.15.0 cpu 2026-11-25"]
 # does_not_reproduce = ["torch 2.13.0 cpu 2026-11-25", "torch 2.14.1 cpu 2026-11-25"]
+# shows = '^\d \[None, None, None, None\]$'
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -16,6 +16,7 @@ wider dtype than that of compute are no longer rounded to it before they are red
 # since = "2.15"
 # reproduces = ["torch 2.15.0 cpu 2026-11-25"]
 # does_not_reproduce = ["torch 2.13.0 cpu 2026-11-25", "torch 2.14.1 cpu 2026-11-25"]
+# shows = '^\S+ 1\.0$'
 # unlisted = "the cases of PRECISION-3 pass with torch 2.15 within their tolerance"
 # related = [
 #     "https://github.com/pytorch/pytorch/pull/197203 closed: Separate sharded and unsharded gradient dtypes, the change",

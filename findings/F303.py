@@ -10,6 +10,7 @@ no case asks for it.
 # fixed_in = "2.15"
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.14.1 cpu 2026-11-25"]
 # does_not_reproduce = ["torch 2.15.0 cpu 2026-11-25"]
+# shows = ' sharded torch\.bfloat16 '
 # unlisted = "found by reading what torch 2.15 changes; no case asks for it"
 # upstream = [
 #     "https://github.com/pytorch/pytorch/issues/170648 open: fsdp2 support grad_dtype, the report",

@@ -154,8 +154,8 @@ def _output(finding: Finding, seconds: int) -> list[str]:
         process = subprocess.Popen(
             [sys.executable, str(finding.path.resolve()), *finding.arguments],
             cwd=folder,
-            # Its ranks are processes of this host: they meet by files in a folder of their own.
-            env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": folder},
+            # Its ranks meet by files in this folder. Unbuffered, what they print at the same time would be mixed.
+            env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": folder, "PYTHONUNBUFFERED": ""},
             stdin=subprocess.DEVNULL,
             stdout=printed,
             stderr=subprocess.STDOUT,
