@@ -20,11 +20,12 @@ from generating import ROOT, between
 
 sys.path.insert(0, str(ROOT))  # a clone need not be installed
 
+from shardproof.findings import Finding, load, markdown
 from shardproof.reports.merge import merge
 from shardproof.reports.record import CaseRecord, Verdict
 from shardproof.reports.run import Run, load_run, parse_run, public_version
 
-PAGE, README, FINDINGS = ROOT / "docs/matrix.md", ROOT / "README.md", ROOT / "docs/findings.md"
+PAGE, README = ROOT / "docs/matrix.md", ROOT / "README.md"
 PUBLISHED = ROOT / "reports/published"
 #: The text of README.md between these lines is written here.
 BEGIN, END = "<!-- matrix: written by docs/make_matrix.py -->\n", "<!-- end of matrix -->\n"
@@ -83,28 +84,6 @@ correct implementation passes every case that it is asked, but it may declare fe
 
 Written by `python docs/make_matrix.py` from [published run files](../reports/published/README.md);
 `tests/test_matrix_page.py` compares."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Finding:
-    """A section of docs/findings.md; ``upstream`` is Markdown that links to threads about it, or empty."""
-
-    title: str
-    anchor: str
-    upstream: str
-
-
-def findings(text: str) -> dict[str, Finding]:
-    """Read the findings, by their numbers such as ``F-2``."""
-    found = {}
-    for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
-        heading, _, body = section.partition("\n")
-        number, _, title = heading.partition(" ")
-        upstream = re.search(r"^Upstream: (.+)$", body, flags=re.MULTILINE)
-        # As GitHub makes anchors: lower case, spaces to hyphens, without other punctuation.
-        anchor = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
-        found[number] = Finding(title, anchor, upstream[1].rstrip(".") if upstream else "")
-    return found
 
 
 def run_of(place: Place) -> Run:
@@ -207,8 +186,10 @@ def _by_reason(cases: Sequence[CaseRecord]) -> dict[str, list[CaseRecord]]:
     found: dict[str, list[CaseRecord]] = {}
     for case in cases:
         expected = case.verdict is Verdict.EXPECTED_FAIL
-        number = re.search(r"\bF-\d+\b", case.expected) if expected else None
-        found.setdefault(number[0] if number else case.expected if expected else case.id, []).append(case)
+        # Older runs have the number in prose, F-2, and newer ones the name of the file, F002.py.
+        number = re.search(r"\bF-?(\d+)\b", case.expected) if expected else None
+        why = f"F-{int(number[1])}" if number else case.expected if expected else case.id
+        found.setdefault(why, []).append(case)
     return dict(sorted(found.items(), key=lambda item: _order(item[0])))
 
 
@@ -220,8 +201,8 @@ def _rows(why: str, cases: Sequence[CaseRecord], known: Mapping[str, Finding]) -
     chapters = ", ".join(sorted({chapter for case in cases for chapter in _chapters_of(case)}))
     if why in known:
         finding = known[why]
-        what = f"[{why}](findings.md#{finding.anchor}) {_cell(finding.title)}"
-        return [f"| {what} | {len(cases)} | {chapters} | {_cell(finding.upstream)} |"]
+        what = f"[{why}](../findings/{finding.path.name}) {_cell(finding.title)}"
+        return [f"| {what} | {len(cases)} | {chapters} | {_cell('; '.join(map(markdown, finding.upstream)))} |"]
     if all(case.verdict is Verdict.EXPECTED_FAIL for case in cases):
         return [f"| {_cell(why)} | {len(cases)} | {chapters} | |"]
     verdicts = ", ".join(f"{count} {verdict}" for verdict, count in Counter(case.verdict for case in cases).items())
@@ -237,7 +218,7 @@ def made() -> dict[pathlib.Path, str]:
     """The contents of each file; ValueError if a run file cannot be used."""
     runs = {place: run_of(place) for place in PLACES}
     readme = between(README.read_text(), BEGIN, END, table(runs))
-    return {PAGE: page(runs, findings(FINDINGS.read_text())), README: readme}
+    return {PAGE: page(runs, {one.id: one for one in load()}), README: readme}
 
 
 def main(arguments: Iterable[str] | None = None) -> int:

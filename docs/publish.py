@@ -1,8 +1,8 @@
 """Writes a run file into reports/published without what nobody reads there: what passing cases measured.
 
 Run as ``python docs/publish.py RUN NAME`` in the repository's root; ``NAME`` ends in ``.json.gz``. Of cases without an
-unexpected failure, the collectives, distances, losses and seconds of each activity are left out, and ``shortened`` names
-them, as in a record that was too large. A file of that form has at most 120 kB for each implementation.
+unexpected failure, the collectives, distances, losses and seconds of each activity are left out, and ``shortened``
+names them, as in a record that was too large. A file of that form has at most 120 kB for each implementation.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ def leave() -> None:
     """End the process at once, without finalizing the interpreter.
 
     A thread of gloo may still hold tensors of the last collective, also after ``destroy_process_group``. If it releases
-    them while Python before 3.14 finalizes, the process aborts: F-20 of docs/findings.md.
+    them while Python before 3.14 finalizes, the process aborts: findings/F020.py.
     """
     sys.stdout.flush()
     sys.stderr.flush()

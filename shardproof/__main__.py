@@ -13,7 +13,8 @@ usage: shardproof COMMAND ...
 
 shardproof trains small models under implementations of sharded data parallelism and under
 DistributedDataParallel, compares every stage of each step, and writes a run file. The commands
-other than run, plan, implementations and torch-names read run files; they need neither torch nor a GPU.
+other than run, plan, implementations, torch-names and findings read run files; they need neither torch
+nor a GPU.
 
 commands:
   run      run the packaged suites with pytest; takes pytest's arguments and shardproof's options
@@ -22,6 +23,8 @@ commands:
   gate     compare a change's run file with that of the commit before; exit code 1 if something got worse
   expectations
            draft the known failures of an implementation from a run file
+  findings
+           list the known errors of other implementations, or run the program that shows each
   merge    join the run files of several environments into one
   plan     simulate a step of your own model: what a rank holds and sends, at any number of ranks
   implementations
@@ -43,7 +46,7 @@ world and verdict, are in the glossary of CONTRIBUTING.md; README.md names the o
 #: The commands that do more than read files, with the packages that they import first.
 NEEDS = {"run": ("torch", "pytest"), "plan": ("torch",), "implementations": ("torch",), "torch-names": ("torch",)}
 
-COMMANDS = "run, report, page, gate, expectations, merge, plan, implementations or torch-names"
+COMMANDS = "run, report, page, gate, expectations, findings, merge, plan, implementations or torch-names"
 
 BAD_USAGE = 2
 
@@ -91,6 +94,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from shardproof.commands.expectations import expectations
 
         return expectations(given[1:])
+    if command == "findings":
+        from shardproof.commands.findings import findings
+
+        return findings(given[1:])
     if command == "merge":
         from shardproof.commands.merge import merge_command
 

@@ -129,7 +129,7 @@ class Fsdp1(Api):
 
     def full_states(self, model: nn.Module, *, first_rank: bool = False) -> Any:
         """The context in which state dicts of an optimizer are full: on all ranks, or on the first one alone."""
-        # A state that is on the CPU already need not go there, and torch's would free it: F-41 of docs/findings.md.
+        # A state that is on the CPU already need not go there, and torch's would free it: findings/F041.py.
         config = self.api.FullOptimStateDictConfig(rank0_only=first_rank, offload_to_cpu=False)
         form = self.api.StateDictType.FULL_STATE_DICT
         return self.kind.state_dict_type(model, form, self.api.FullStateDictConfig(), config)

@@ -376,7 +376,7 @@ def test_comparing_costs_the_first_iteration_alone(
 def make(rank: Rank, **options: bool | None) -> tuple[Pair, models.TwoPaths]:
     """A model whose ranks may take different paths, next to its baseline."""
     model = models.TwoPaths(dim=DIM)
-    # DDP ends with a segmentation fault at this debug level, over gloo: F-15 of docs/findings.md.
+    # DDP ends with a segmentation fault at this debug level, over gloo: findings/F015.py.
     pair = rank.pair(model, units=UNITS, baseline="replicated", **options)
     return pair, model
 

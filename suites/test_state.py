@@ -488,7 +488,7 @@ def test_entries_that_do_not_fit(rank: Rank, flaw: str, strict: bool) -> None:
 )
 def test_whole_state_dicts_are_copies(rank: Rank, form: StateForm, shards: bool, flat: bool) -> None:
     """Full values do not follow the training, and user code's writes to them change nothing."""
-    # torch's own functions share tensors that need no gather with the optimizer: F-170 of docs/findings.md.
+    # torch's own functions share tensors that need no gather with the optimizer: findings/F170.py.
     copies_all = rank.implementation.checkpoint is not Adapter.checkpoint
     options: Any = {"ignored": (IGNORED,), "prepare": same_gradient} if copies_all and not flat else {}
     twin, run = (states.make(rank, 0, for_flat=flat, flat_parameters=flat, shards=shards, **options) for _ in range(2))

@@ -1,7 +1,6 @@
-"""The examples of docs/cases.md name what they import, and run; the findings have the form that their page says."""
+"""The examples of docs/cases.md name what they import, and run."""
 
 import ast
-import itertools
 import re
 
 import pytest
@@ -11,16 +10,6 @@ from tests.installations import ROOT, run
 DOCUMENT = (ROOT / "docs/cases.md").read_text()
 EXAMPLES = re.findall(r"^```python\n(.*?)^```$", DOCUMENT, flags=re.DOTALL | re.MULTILINE)
 CASES = [example for example in EXAMPLES if "def test_" in example]
-
-FINDINGS = re.split(r"^## (?=F-)", (ROOT / "docs/findings.md").read_text(), flags=re.MULTILINE)[1:]
-_RAN = r"with torch \d+\.\d+\.\d+(?:, \d+\.\d+\.\d+)* \(CPU, \d{4}-\d\d-\d\d\)"
-#: The clauses of a line "State:", in their order.
-CLAUSES = (
-    r"mended in torch \d+\.\d+",
-    rf"reproduces {_RAN}",
-    rf"does not reproduce {_RAN}",
-    r"not run with torch \d+\.\d+\.\d+: needs [^;]+",
-)
 
 #: What the text around a fragment of a case introduces.
 INTRODUCED = {"rank", "model", "units", "batch", "first", "second", "run"}
@@ -52,14 +41,3 @@ def test_the_cases_are_collected_and_the_first_runs(tmp_path):
     }
     done = run(*common, "test_example_0.py", "--world", "2", "--effort", "quick", cwd=tmp_path, path=ROOT)
     assert done.returncode == 0 and "reference: 1 pass" in done.stdout, done.stdout + done.stderr
-
-
-@pytest.mark.parametrize("finding", FINDINGS, ids=[finding.split()[0] for finding in FINDINGS])
-def test_a_finding_has_one_state(finding):
-    states = re.findall(r"^State: (.*)\.$", finding, flags=re.MULTILINE)
-    assert len(states) == len(re.findall(r"^State", finding, flags=re.MULTILINE)) == 1, states
-    kinds = [
-        next((number for number, form in enumerate(CLAUSES) if re.fullmatch(form, clause)), clause)
-        for clause in states[0].split("; ")
-    ]
-    assert kinds in (order for count in (1, 2, 3, 4) for order in map(list, itertools.combinations(range(4), count)))

@@ -55,7 +55,7 @@ def test_each_command_says_what_it_does_and_what_each_argument_is(name, capsys):
     assert not re.search(r"^  (-\S+( \S+)?|\S+)$\n(?! {10})", printed, flags=re.MULTILINE), printed
 
 
-@pytest.mark.parametrize("name", ["report", "gate", "expectations", "merge", "plan", "implementations"])
+@pytest.mark.parametrize("name", ["report", "gate", "expectations", "findings", "merge", "plan", "implementations"])
 def test_a_command_has_examples(name, capsys):
     assert f"examples:\n  shardproof {'run' if name == 'expectations' else name}" in help_of(name, capsys)
 

@@ -9,26 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from shardproof.findings import Finding
 from tests import warm
 from tests.reports import samples
 
 ROOT = Path(__file__).parents[1]
 FAILURE = {"text": "no", "stage": None, "step": None, "rank": None, "name": None, "element": None}
-FINDINGS = """# Findings
-
-## F-2 torch `clip_grad_norm_`: the inf-norm raises
-
-On a rank with an empty shard.
-
-Upstream: [pytorch/pytorch#1](https://github.com/pytorch/pytorch/issues/1), open: the norm.
-
-```python
-```
-
-## F-3 alone
-
-Nobody has reported it.
-"""
+THREAD = "https://github.com/pytorch/pytorch/issues/1 open: the norm"
+FINDINGS = {
+    "F-2": Finding(Path("F002.py"), "torch `clip_grad_norm_`: the inf-norm raises", "", True, (), upstream=(THREAD,)),
+    "F-3": Finding(Path("F003.py"), "alone", "", True, ()),
+}
 
 
 @pytest.fixture
@@ -56,7 +47,7 @@ def write_run(folder, *cases):
 
 
 def made(make_matrix, place):
-    return make_matrix.page({place: make_matrix.run_of(place)}, make_matrix.findings(FINDINGS)).splitlines()
+    return make_matrix.page({place: make_matrix.run_of(place)}, FINDINGS).splitlines()
 
 
 def test_the_page_and_the_table_are_up_to_date():
@@ -108,16 +99,16 @@ def test_chapters_have_what_passed_of_what_was_asked(make_matrix, place, tmp_pat
 def test_failures_are_explained_by_their_findings(make_matrix, place, tmp_path):
     write_run(
         tmp_path,
-        record("a", verdict="expected-fail", failure=FAILURE, expected="fail: the norm raises (docs/findings.md, F-2)"),
+        record("a", verdict="expected-fail", failure=FAILURE, expected="fail: the norm raises (findings/F002.py)"),
         record("b", verdict="expected-fail", failure=FAILURE, expected="fail: it is so (docs/findings.md, F-3)"),
         record("c", verdict="expected-fail", failure=FAILURE, expected="hang: nobody knows | really"),
         record("d", requirement="STATE-4", verdict="crash", failure=FAILURE),
     )
     lines = made(make_matrix, place)
     assert lines[lines.index("### theirs") + 4 :] == [
-        "| [F-2](findings.md#f-2-torch-clip_grad_norm_-the-inf-norm-raises) torch `clip_grad_norm_`: the inf-norm "
+        "| [F-2](../findings/F002.py) torch `clip_grad_norm_`: the inf-norm "
         "raises | 1 | CLIPPING | [pytorch/pytorch#1](https://github.com/pytorch/pytorch/issues/1), open: the norm |",
-        "| [F-3](findings.md#f-3-alone) alone | 1 | CLIPPING |  |",
+        "| [F-3](../findings/F003.py) alone | 1 | CLIPPING |  |",
         "| **not explained**: 1 crash of `d` ([what is known](../reports/published/README.md)) | 1 | STATE | |",
         "| hang: nobody knows \\| really | 1 | CLIPPING | |",
     ]

@@ -93,6 +93,7 @@ def test_the_wheel_holds_every_source_and_no_test(wheel):
         "__main__.py",
         "commit.txt",
         "contract.json",
+        "findings.py",
         "plugin.py",
         "py.typed",
         "suites.ini",
@@ -226,7 +227,7 @@ def test_a_failure_is_reproduced_from_another_directory(neighbour, path):
 def test_commands_that_do_not_exist(tmp_path, path):
     done = run("-m", "shardproof", "summary", cwd=tmp_path, path=path)
     assert (done.returncode, done.stdout) == (2, "")
-    known = "run, report, page, gate, expectations, merge, plan, implementations or torch-names"
+    known = "run, report, page, gate, expectations, findings, merge, plan, implementations or torch-names"
     assert done.stderr == f"shardproof: 'summary' is not a command; use {known}\n"
     done = run("-m", "shardproof", "report", "none.json", cwd=tmp_path, path=path)
     assert (done.returncode, done.stderr) == (2, "shardproof: none.json: No such file or directory\n")

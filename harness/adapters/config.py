@@ -478,7 +478,7 @@ class Config:
         return tuple(self.mesh.mesh.flatten().tolist())
 
 
-# Scales losses on a device where gradients are on the CPU, which torch's scalers do not (F-74 of docs/findings.md).
+# Scales losses on a device where gradients are on the CPU, which torch's scalers do not (findings/F074.py).
 
 
 class OffloadedGradScaler(torch.amp.GradScaler):

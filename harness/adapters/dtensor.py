@@ -365,8 +365,7 @@ class DTensorAdapter(ByParameter):
 
     def restore(self, state: dict[str, Any], *, form: StateForm = "sharded", strict: bool = True) -> KeysLeftOver:
         if form != "sharded":
-            # Parameters that are gathered are plain tensors, which torch's function does not load: F-42 of
-            # docs/findings.md.
+            # Parameters that are gathered are plain tensors, which torch's function does not load: findings/F042.py.
             self.reshard()
         return super().restore(state, form=form, strict=strict)
 

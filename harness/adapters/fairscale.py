@@ -123,7 +123,7 @@ class FairscaleSdpAdapter(FairscaleAdapter):
         return norm
 
     def zero_grad(self, *, set_to_none: bool) -> None:
-        """Call the model's ``zero_grad``, as fairscale's examples do: that of the optimizer is F-135 of findings.md."""
+        """Call the model's ``zero_grad``, as fairscale's examples do: that of the optimizer is findings/F135.py."""
         self.module.zero_grad(set_to_none=set_to_none)
 
     def gradients(self) -> dict[str, Piece | None]:

@@ -562,7 +562,7 @@ class FlatAdapter(WrappingAdapter):
         if form == "local":
             return context(api.StateDictType.LOCAL_STATE_DICT)  # type: ignore[no-any-return]
         first = form == "first-rank"
-        # What is on the CPU already need not go there, and torch's would free it: F-41 of docs/findings.md.
+        # What is on the CPU already need not go there, and torch's would free it: findings/F041.py.
         options = {"offload_to_cpu": first and self.config.mesh.device_type != "cpu", "rank0_only": first}
         configs = api.FullStateDictConfig(**options), api.FullOptimStateDictConfig(**options)
         return context(api.StateDictType.FULL_STATE_DICT, *configs)  # type: ignore[no-any-return]

@@ -103,7 +103,7 @@ class MegatronAdapter(Packaged, ByParameter):
         return self._held
 
     def teardown(self) -> None:
-        """Free what the model holds: the model itself stays (F-146 of docs/findings.md), beside later cases."""
+        """Free what the model holds: the model itself stays (findings/F146.py), beside later cases."""
         free([(parameter, parameter.grad) for parameter in self._held.values()])
 
 

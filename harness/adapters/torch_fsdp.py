@@ -16,12 +16,12 @@ class TorchFsdpAdapter(FlatAdapter):
 
     name = "torch.fsdp"
     api: ClassVar[Any] = torch.distributed.fsdp
-    # Models outlive their last reference: F-19 of docs/findings.md.
+    # Models outlive their last reference: findings/F019.py.
     traits = dataclasses.replace(FlatAdapter.traits, frees_models=False, simulates=True)
 
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
-        # What it puts on the CPU where it is already, it frees: F-41 of docs/findings.md.
+        # What it puts on the CPU where it is already, it frees: findings/F041.py.
         return super().capabilities() - {Capability.WHOLE_ON_CPU, Capability.FULL_PRECISION_EVALUATION}
 
     def _key_kinds(self) -> Any:

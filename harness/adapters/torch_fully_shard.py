@@ -64,7 +64,7 @@ class TorchFullyShardAdapter(DTensorAdapter):
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
         # fully_shard does not compare the order of units between ranks. A search among its combinations would stop at
-        # known failures: F-2, F-21, F-24, F-25 and F-29 of docs/findings.md. RESHARD_A_PART is F-6, in which ranks wait
+        # known failures: F-2, F-21, F-24, F-25 and F-29 of findings/. RESHARD_A_PART is F-6, in which ranks wait
         # for each other.
         lacks = {Capability.ORDER_VALIDATION, Capability.ANY_COMBINATION, Capability.RESHARD_A_PART}
         lacks |= missing_of(FSDPModule)

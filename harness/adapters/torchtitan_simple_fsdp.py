@@ -66,7 +66,7 @@ class TorchtitanSimpleFsdpAdapter(Packaged, ByParameter):
         held_from_start=frozenset({"gathered"}),
         sums_over_ranks=True,
         # The classes that it makes of the modules' classes are kept for as long as the process lives, and with them the
-        # mesh and the policy of the first model: F-120 of docs/findings.md.
+        # mesh and the policy of the first model: findings/F120.py.
         frees_models=False,
         isolation="case",
         simulates=True,

@@ -6,7 +6,7 @@ An entry names cases and the verdict that is expected of them::
     case = "suites/test_clipping.py::test_empty_shards[w4-*]"
     verdict = "fail"
     reason = "the inf-norm of an empty shard raises"
-    link = "docs/findings.md, F-2"
+    link = "findings/F002.py"
     torch = ">=2.11,<2.14"
     device = "cuda"
     backend = "nccl"

@@ -16,7 +16,7 @@ ENTRY = """
 case = "suites/test_clipping.py::test_empty_shards[w4-*]"
 verdict = "fail"
 reason = "raises"
-link = "docs/findings.md"
+link = "findings/F002.py"
 """
 
 
@@ -50,7 +50,7 @@ def test_another_file_that_is_none_is_refused(tmp_path, other):
 
 def test_what_was_expected(read):
     verdict, why = read(ENTRY).judge(CASE, Verdict.FAIL)
-    assert (verdict, why) == (Verdict.EXPECTED_FAIL, "raises (docs/findings.md)")
+    assert (verdict, why) == (Verdict.EXPECTED_FAIL, "raises (findings/F002.py)")
 
 
 def test_a_pass_is_not_expected(read):

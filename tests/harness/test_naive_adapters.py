@@ -49,7 +49,7 @@ def test_second_model_of_a_process_has_the_mesh_of_the_first(tmp_path):
 @needing("megatron_fsdp")
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_norm_of_gradients_of_which_a_rank_has_no_row(tmp_path):
-    """F-139 of docs/findings.md: the ranks issue different collectives."""
+    """findings/F139.py: the ranks issue different collectives."""
     (case,) = run_suites(
         [name_of(naive.MegatronClippedByTorch)],
         "suites/test_clipping.py::test_total_norm_and_clipped_gradients",

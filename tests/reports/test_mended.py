@@ -11,12 +11,12 @@ from tests.reports import samples
 COMPLETE = {"complete": True, "reason": "", "exit_code": 1, "seconds": 1.0}
 
 
-def judged(id, verdict, *, entry=29, implementation="torch.fully_shard", torch="", link="F-37"):
+def judged(id, verdict, *, entry=29, implementation="torch.fully_shard", torch="", link="findings/F037.py"):
     """A case that an entry expects to fail: "unexpected-pass" or "expected-fail"."""
     known = {
         "source": f"torch.fully_shard.toml entry {entry}",
         "case": f"suites/test_x.py::{id.partition('[')[0]}*",
-        "link": f"docs/findings.md, {link}",
+        "link": link,
         "torch": torch,
     }
     return samples.case(
@@ -60,10 +60,10 @@ def test_entries_that_pass_are_bounded_by_the_oldest_version_with_which_they_pas
     assert_expected_inline(
         text,
         """\
-torch.fully_shard.toml entry 29, docs/findings.md, F-37: suites/test_x.py::test_mended*
+torch.fully_shard.toml entry 29, findings/F037.py: suites/test_x.py::test_mended*
   torch.fully_shard: passes with torch 2.14, 2.15; fails with torch 2.13
   bound with torch = "<2.14"
-torch.fully_shard.toml entry 29, docs/findings.md, F-37: suites/test_x.py::test_lately*
+torch.fully_shard.toml entry 29, findings/F037.py: suites/test_x.py::test_lately*
   torch.fully_shard, lightning.fabric: passes with torch 2.15; fails with torch 2.13; fails with torch 2.14
   bound with torch = ">=2.12,<2.15"
 """,
@@ -76,7 +76,7 @@ def test_one_run_leaves_open_what_older_and_newer_versions_do(check):
     assert_expected_inline(
         text,
         """\
-torch.fully_shard.toml entry 29, docs/findings.md, F-37: suites/test_x.py::test_a*
+torch.fully_shard.toml entry 29, findings/F037.py: suites/test_x.py::test_a*
   torch.fully_shard: passes with torch 2.16
   bound with torch = "<2.16", or by an older version: no run has one
 """,
@@ -95,10 +95,10 @@ def test_entries_that_no_bound_fits(check):
     assert_expected_inline(
         text,
         """\
-torch.fully_shard.toml entry 29, docs/findings.md, F-37: suites/test_x.py::test_b*
+torch.fully_shard.toml entry 29, findings/F037.py: suites/test_x.py::test_b*
   torch.fully_shard: passes with torch 2.14; fails with torch 2.15
   no upper bound fits: torch 2.15 is newer than 2.14
-torch.fully_shard.toml entry 29, docs/findings.md, F-37: suites/test_x.py::test_a*
+torch.fully_shard.toml entry 29, findings/F037.py: suites/test_x.py::test_a*
   torch.fully_shard: with torch 2.15 passes in part: suites/test_x.py::test_a[w2] on torch.fully_shard
   divide the entry: a bound is for all of its cases
 """,

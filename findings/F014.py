@@ -1,0 +1,38 @@
+"""torch `FullyShardedDataParallel`: one data-parallel rank beside an uneven tensor-parallel one raises
+
+A data-parallel mesh of one rank becomes `NO_SHARD`, which flattens the DTensor itself instead of its local part; with
+two data-parallel ranks the same model trains. Seen by COMPOSITION-2 and COMPOSITION-3.
+"""
+
+# /// finding
+# implementations = ["torch.fsdp"]
+# requirements = ["COMPOSITION-2", "COMPOSITION-3"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d Cannot flatten unevenly sharded tensor'
+# ///
+
+import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+
+def main(rank, world, path):
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(4, 9), nn.GELU(), nn.Linear(9, 4))
+    plan = {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()}
+    parallelize_module(model, mesh["tp"], plan)
+    sharded = FullyShardedDataParallel(
+        model, device_mesh=mesh["dp"], device_id=torch.device("cpu"), use_orig_params=True
+    )
+    try:
+        sharded(torch.randn(3, 4)).sum().backward()
+    except RuntimeError as error:
+        print(rank, error)  # Cannot flatten unevenly sharded tensor: dimension 0 (size 9) ...
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    mp.spawn(main, (2, tempfile.mktemp()), nprocs=2)

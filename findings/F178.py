@@ -1,0 +1,31 @@
+"""torch `fully_shard`: what a script puts in the place of a sharded parameter is dropped
+
+The next forward registers the unsharded parameter, and then the old sharded one again: the new one is neither computed
+with nor found afterwards, also where it is a DTensor of the same layout, and nothing is said. torch 2.13.0. Seen by
+TRAINING-12.
+"""
+
+# /// finding
+# implementations = ["torch.fully_shard"]
+# requirements = ["TRAINING-12"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^(\d) (tensor.*)\n\1 \2$'
+# ///
+
+import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+
+def main(rank, world, path):
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world)
+    model = fully_shard(nn.Linear(2, 2, bias=False))
+    print(rank, model(torch.ones(1, 2)))
+    model.reshard()
+    model.weight = nn.Parameter(torch.zeros_like(model.weight))
+    print(rank, model(torch.ones(1, 2)))  # as before, and not zeros
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    mp.spawn(main, (2, tempfile.mktemp()), nprocs=2)

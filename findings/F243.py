@@ -1,0 +1,35 @@
+"""torch `fully_shard`: `reset_iter_state` raises `AttributeError` before the first forward
+
+It reads the state of collectives that the first forward makes. A script that calls it whatever an iteration raised, as a
+loop with one handler does, gets `'FSDPCommContext' object has no attribute 'all_gather_state'` in place of the error of its
+own that came before the model had run. The documentation names the call for exceptions in forward and backward, and no
+state in which it is not allowed but a module that is not the root. It is a defect. torch 2.13.0. Seen by RECOVERY-1.
+"""
+
+# /// finding
+# implementations = ["torch.fully_shard", "torch.replicate_with_fsdp"]
+# requirements = ["RECOVERY-1"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# shows = '^\d .FSDPCommContext. object has no attribute'
+# related = [
+#     "https://github.com/pytorch/pytorch/pull/196460 open: Clear deferred all-gather state after backward, which also initialises `all_gather_state` with the class",
+# ]
+# ///
+
+import tempfile, torch.distributed as dist, torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+
+def main(rank, world, path):
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world)
+    model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    try:
+        model.reset_iter_state()
+    except AttributeError as error:
+        print(rank, error)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    mp.spawn(main, (2, tempfile.mktemp()), nprocs=2)

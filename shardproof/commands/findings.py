@@ -1,0 +1,197 @@
+"""The command ``shardproof findings``: lists the findings, or runs their reproducers with what is installed."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import importlib.metadata
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+
+from shardproof.commands.report import BAD_INPUT
+from shardproof.findings import Finding, FindingError, load
+from shardproof.reports import helptext
+from shardproof.reports.table import printable, table
+
+DIFFERS = 1
+
+_EPILOG = """\
+examples:
+  shardproof findings
+  shardproof findings F-2 F-89
+  shardproof findings --run F-2
+  shardproof findings --run -n 4 > findings.txt
+
+exit codes: 0; 1 with --run, a finding differs from what its header says of the installed torch, or cannot be judged;
+2 a finding cannot be read, or there is none of that name"""
+
+REPRODUCES, NOT, NOT_RUN, NOT_JUDGED = "reproduces", "does not reproduce", "not run", "cannot judge"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Result:
+    """What came of one finding: one of the words above, and why if it is one of the last two."""
+
+    finding: Finding
+    said: str
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.finding.id:5}  {self.said}{': ' if self.why else ''}{printable(self.why)}"
+
+
+def findings(arguments: Sequence[str]) -> int:
+    """Print the index of the findings or, with ``--run``, what their reproducers show here.
+
+    Args:
+        arguments: the arguments after the name of the command.
+
+    Returns:
+        The exit code: 0; 1 if a result differs from what is known or cannot be judged; 2 for bad input, with one line
+        on stderr.
+
+    Raises:
+        SystemExit: from argparse, with code 2 for unknown arguments and 0 for ``--help``.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        chosen = _chosen(load(), options.names)
+    except FindingError as error:
+        print(f"shardproof: {error}", file=sys.stderr)
+        return BAD_INPUT
+    if options.run:
+        return _run_all(chosen, processes=options.processes, seconds=options.seconds)
+    rows = [[one.id, ", ".join(one.implementations), one.state, one.title] for one in chosen]
+    print("\n".join(table([["id", "implementation", "state", "title"], *rows])))
+    return 0
+
+
+def _chosen(known: Sequence[Finding], names: Sequence[str]) -> list[Finding]:
+    by_name = {one.id: one for one in known} | {one.path.stem: one for one in known}
+    if unknown := [name for name in names if name not in by_name]:
+        raise FindingError(f"there is no finding {unknown[0]!r}; `shardproof findings` lists them")
+    return [by_name[name] for name in names] or list(known)
+
+
+def _run_all(chosen: Sequence[Finding], *, processes: int, seconds: int) -> int:
+    """Run what can be run, some at a time; print a line for each at its end, and what differs at the end of all."""
+    torch = _version("torch")
+    results = []
+    with concurrent.futures.ThreadPoolExecutor(processes) as pool:
+        try:
+            for coming in concurrent.futures.as_completed([pool.submit(_result, one, seconds) for one in chosen]):
+                results.append(coming.result())
+                print(results[-1], flush=True)
+        finally:  # after Ctrl-C only what runs is waited for
+            pool.shutdown(wait=False, cancel_futures=True)
+    counts = collections.Counter(one.said for one in results)
+    print(f"torch {torch}: {', '.join(f'{count} {said}' for said, count in counts.items())}")
+    differ = [one for one in results if torch and _differs(one, torch)]
+    for one in sorted(differ, key=lambda one: one.finding.path):
+        print(f"differs: {one}; its header says that it {NOT if one.said == REPRODUCES else REPRODUCES}")
+    return DIFFERS if differ or counts[NOT_JUDGED] else 0
+
+
+def _differs(result: _Result, torch: str) -> bool:
+    claim = result.finding.claim(torch)
+    return claim is not None and result.said == (NOT if claim else REPRODUCES)
+
+
+def _result(finding: Finding, seconds: int) -> _Result:
+    """Run one finding and judge its output."""
+    if finding.by_hand is not None:
+        return _Result(finding, NOT_RUN, finding.by_hand)
+    if lacking := _lacking(finding):
+        return _Result(finding, NOT_RUN, f"needs {' and '.join(lacking)}")
+    lines = _output(finding, seconds)
+    if finding.shows is None:
+        return _Result(finding, NOT_JUDGED, f"its header does not say what shows the defect; it ended with {lines[-1]}")
+    if re.search(finding.shows, "\n".join(lines), flags=re.MULTILINE):
+        return _Result(finding, REPRODUCES)
+    if lines[-1] == "exit code 0":
+        return _Result(finding, NOT)
+    return _Result(finding, NOT_JUDGED, f"{lines[-1]}, after {next(filter(None, lines[-2::-1]), 'no output')!r}")
+
+
+def _lacking(finding: Finding) -> list[str]:
+    # Late: the index needs the standard library alone.
+    from packaging.requirements import Requirement
+
+    lacking = []
+    for wanted in map(Requirement, ("torch", *finding.packages)):
+        installed = _version(wanted.name)
+        if installed is None or not wanted.specifier.contains(installed, prereleases=True):
+            lacking.append(f"{wanted}{f' (here is {installed})' if installed else ''}")
+    if finding.gpus > 0 and not lacking and (here := _gpus()) < finding.gpus:
+        lacking.append(f"{finding.gpus} GPU{'s' if finding.gpus > 1 else ''} (here is {here})")
+    return lacking
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _output(finding: Finding, seconds: int) -> list[str]:
+    """Run the reproducer until its end or the time limit; return what it printed, and how it ended as the last line."""
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile(dir=folder) as printed:
+        process = subprocess.Popen(
+            [sys.executable, str(finding.path.resolve()), *finding.arguments],
+            cwd=folder,
+            # Its ranks meet by files in this folder. Unbuffered, what they print at the same time would be mixed.
+            env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": folder, "PYTHONUNBUFFERED": ""},
+            stdin=subprocess.DEVNULL,
+            stdout=printed,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            ended = f"exit code {process.wait(seconds)}"
+        except subprocess.TimeoutExpired:
+            ended = "time limit"
+        finally:
+            # Its ranks too, which may wait for each other for ever, also where their parent has ended.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        printed.seek(0)
+        return [*printed.read().decode(errors="replace").splitlines(), ended]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = helptext.parser(
+        "shardproof findings",
+        description="List what the suites found in other implementations, from the folder findings/ of a clone. With "
+        "--run, run the reproducers with the installed torch, those that need GPUs or other packages only where they "
+        "are; say of each whether the defect is there, and at the end which differ from what their headers say.",
+        epilog=_EPILOG,
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="only these, such as F-2; all by default")
+    parser.add_argument("--run", action="store_true", help="run their reproducers")
+    parser.add_argument(
+        "-n", dest="processes", type=_number, default=1, metavar="N", help="run N at a time (1); each has several ranks"
+    )
+    parser.add_argument("--seconds", type=_number, default=120, metavar="S", help="the time limit of each (120)")
+    return parser
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} should be a number from 1 on")
+    return int(text)

@@ -1,0 +1,203 @@
+"""The files of findings/: each can be read, is named where it matters, and is run and judged by the command."""
+
+import ast
+import functools
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from expecttest import assert_expected_inline
+
+from shardproof.commands import findings as command
+from shardproof.findings import FindingError, load, markdown, read
+from shardproof.harness.adapters.registry import BUILT_IN
+from tests import warm
+
+ROOT = Path(__file__).parents[1]
+FINDINGS = load()
+HEADER = '# implementations = ["torch.fsdp"]'
+
+
+def test_the_page_is_up_to_date():
+    done = [warm.python(), "docs/make_findings.py", "--check"]
+    done = subprocess.run(done, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_headers_name_what_there_is():
+    contract = set(re.findall(r"^\| ([A-Z]+-\d+) \|", (ROOT / "docs/contract.md").read_text(), flags=re.MULTILINE))
+    for one in FINDINGS:
+        assert set(one.implementations) <= {*BUILT_IN, "torch"}, one.id
+        assert set(one.requirements) <= contract, one.id
+
+
+def test_each_finding_is_named_where_it_matters_or_says_why_not():
+    """By an expectation, by an adapter or another part of the harness, by a case, an example or a document."""
+    written = {"findings.md", "matrix.md"}  # by programs, and name all or those of old runs
+    folders = [ROOT / name for name in ("suites", "harness", "examples", "docs")]
+    places = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".toml", ".md")]
+    texts = [path.read_text() for path in places if path.name not in written]
+    named = {f"F-{int(number)}" for text in texts for number in re.findall(r"\bF-?(\d+)\b", text)}
+    assert {one.id for one in FINDINGS} - named == {one.id for one in FINDINGS if one.unlisted is not None}
+
+
+@pytest.mark.parametrize("finding", FINDINGS, ids=[one.id for one in FINDINGS])
+def test_a_reproducer_needs_torch_and_what_its_header_names(finding):
+    imported = set()
+    for node in ast.walk(ast.parse(finding.path.read_text())):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add(node.module.partition(".")[0])
+    packages = {re.match(r"[a-z-]+", one)[0].replace("-", "_") for one in finding.packages}
+    assert imported - sys.stdlib_module_names - {"torch"} == packages
+
+
+# Reading
+
+
+def write(folder, name="F001.py", header=HEADER, code="print('wrong')", docstring='"""It is wrong\n\nAlways.\n"""'):
+    path = folder / name
+    path.write_text(f"{docstring}\n\n# /// finding\n{header}\n# ///\n\n{code}\n")
+    return path
+
+
+def test_what_a_header_says_of_a_version(tmp_path):
+    header = f"""{HEADER}
+# fixed_in = "2.15"
+# reproduces = ["torch 2.12.1 cpu 2026-11-25", "torch 2.14.1 cuda 2026-11-25"]
+# does_not_reproduce = ["torch 2.13.0 cpu 2026-11-25"]"""
+    finding = read(write(tmp_path, header=header))
+    claims = {
+        version: finding.claim(version) for version in ("2.11.0", "2.12.1+cpu", "2.13.0", "2.14.1", "2.15.0.dev1")
+    }
+    assert claims == {"2.11.0": None, "2.12.1+cpu": True, "2.13.0": False, "2.14.1": True, "2.15.0.dev1": False}
+    assert finding.state == "mended in torch 2.15"
+    late = f'{HEADER}\n# since = "2.15"\n# reproduces = ["torch 2.15.0 cpu 2026-11-25"]'
+    finding = read(write(tmp_path, header=late))
+    assert (finding.claim("2.14.1"), finding.claim("2.16.0")) == (False, True)
+    assert finding.state == "reproduces with torch 2.15.0"
+
+
+def test_threads_have_links():
+    assert markdown("https://github.com/a/b/pull/7") == "[a/b#7](https://github.com/a/b/pull/7)"
+    thread = "https://github.com/a/b/issues/7 open: x: y"
+    assert markdown(thread) == "[a/b#7](https://github.com/a/b/issues/7), open: x: y"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": "F1.py"}, "F1.py: the name of a finding is like F002.py"),
+        ({"header": "# gpus = 1"}, "F001.py: implementations is missing"),
+        ({"header": f"{HEADER}\n# gpu = 1"}, "F001.py: unknown field 'gpu'"),
+        ({"header": f"{HEADER}\n# gpus = true"}, "F001.py: gpus = True should be a number of GPUs"),
+        ({"header": f'{HEADER}\n# shows = "("'}, "F001.py: shows: missing ), unterminated subpattern at position 0"),
+        ({"header": f"{HEADER}\n# since = 2.15"}, r"F001.py: since = 2.15 should match \d+\.\d+"),
+        ({"header": f'{HEADER}\n# packages = "x"'}, "F001.py: packages = 'x' should be a list of strings"),
+        ({"header": f'{HEADER}\n# requirements = ["X"]'}, r"F001.py: requirements: 'X' should match [A-Z]+-\d+"),
+        ({"header": "# x"}, "F001.py: Expected '=' after a key in a key/value pair (at end of document)"),
+        ({"header": f"{HEADER}\n# ///\n# /// finding\n{HEADER}"}, "F001.py: has 2 headers"),
+        ({"header": f"{HEADER}\ngpus = 1"}, "F001.py: has 0 headers"),
+        ({"docstring": '"""No text."""'}, "F001.py: the docstring is a title in one line, an empty line, and a text"),
+        ({"code": ""}, "F001.py: by_hand is missing: a finding without a reproducer says why"),
+        ({"code": "print("}, "F001.py: '(' was never closed"),
+    ],
+)
+def test_a_file_that_cannot_be_read(tmp_path, changes, message):
+    with pytest.raises(FindingError) as caught:
+        read(write(tmp_path, **changes))
+    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+
+
+# The command
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Run the command with the findings of tmp_path, in a process with torch 2.13.0 and no GPU."""
+    monkeypatch.setattr(command, "load", functools.partial(load, tmp_path))
+    monkeypatch.setattr(command, "_version", {"torch": "2.13.0+cpu", "there": "1.5"}.get)
+    monkeypatch.setattr(command, "_gpus", lambda: 0)
+
+    def run(*arguments):
+        code = command.findings(arguments)
+        captured = capsys.readouterr()
+        return code, captured.out + captured.err
+
+    return run
+
+
+KNOWN = f'{HEADER}\n# reproduces = ["torch 2.13.0 cpu 2026-11-25"]\n# shows = "^wrong$"'
+
+
+def test_the_index(tmp_path, run):
+    write(tmp_path, header=KNOWN)
+    write(tmp_path, "F002.py", header=f'{HEADER}\n# by_hand = "has no reproducer"', code="")
+    code, printed = run()
+    assert code == 0
+    assert_expected_inline(
+        printed,
+        """\
+id   implementation  state                         title
+F-1  torch.fsdp      reproduces with torch 2.13.0  It is wrong
+F-2  torch.fsdp      the reproducer was not run    It is wrong
+""",
+    )
+
+
+def test_results_and_what_differs(tmp_path, run):
+    write(tmp_path, "F001.py", KNOWN)
+    write(tmp_path, "F002.py", KNOWN, "print('right')")
+    write(tmp_path, "F003.py", KNOWN, "raise SystemExit('something else')")
+    write(tmp_path, "F004.py", HEADER)
+    write(tmp_path, "F005.py", f'{HEADER}\n# by_hand = "takes luck"')
+    write(tmp_path, "F006.py", f'{KNOWN}\n# packages = ["there==1.4", "absent==1.0"]\n# gpus = 2')
+    write(tmp_path, "F007.py", f'{KNOWN}\n# packages = ["there>=1.4"]\n# gpus = 2')
+    write(tmp_path, "F008.py", f'{KNOWN}\n# arguments = ["wrong"]', "import sys; print(sys.argv[1])")
+    code, printed = run("--run", "-n", "4")
+    *lines, counts, differs = printed.splitlines()
+    assert code == 1
+    assert sorted(lines) == [
+        "F-1    reproduces",
+        "F-2    does not reproduce",
+        "F-3    cannot judge: exit code 1, after 'something else'",
+        "F-4    cannot judge: its header does not say what shows the defect; it ended with exit code 0",
+        "F-5    not run: takes luck",
+        "F-6    not run: needs there==1.4 (here is 1.5) and absent==1.0",
+        "F-7    not run: needs 2 GPUs (here is 0)",
+        "F-8    reproduces",
+    ]
+    assert counts.startswith("torch 2.13.0+cpu: ") and "2 reproduces" in counts
+    assert differs == "differs: F-2    does not reproduce; its header says that it reproduces"
+
+
+def test_a_reproducer_that_does_not_end(tmp_path, run):
+    """Its ranks, which would go on, are ended with it."""
+    forever = "while True: time.sleep(1)"
+    code = (
+        f"import subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', 'import time\\n{forever}'])\n{forever}"
+    )
+    write(tmp_path, "F001.py", KNOWN.replace("^wrong$", "^time limit$"), code)
+    write(tmp_path, "F002.py", KNOWN, code)
+    code, printed = run("--run", "--seconds", "1")
+    assert code == 1
+    assert printed.splitlines()[:2] == ["F-1    reproduces", "F-2    cannot judge: time limit, after 'no output'"]
+
+
+def test_what_is_as_known_ends_with_zero(tmp_path, run):
+    write(tmp_path, "F001.py", KNOWN)
+    assert run("--run", "F-1") == (0, "F-1    reproduces\ntorch 2.13.0+cpu: 1 reproduces\n")
+
+
+@pytest.mark.parametrize("options", [[], ["--run"]])
+def test_bad_input_is_one_line(tmp_path, run, options):
+    code, printed = run(*options)
+    assert (code, printed.count("\n")) == (2, 1)
+    assert "has no findings: they are in a clone of shardproof, not in what pip installs" in printed
+    write(tmp_path)
+    assert run(*options, "F-9") == (2, "shardproof: there is no finding 'F-9'; `shardproof findings` lists them\n")
+    write(tmp_path, header="# gpus = 1")
+    assert run(*options) == (2, "shardproof: F001.py: implementations is missing\n")
