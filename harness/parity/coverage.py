@@ -159,13 +159,9 @@ def all_of(what: str, counts: Sequence[Counts]) -> Finding | None:
 
 
 def check_sharded(shown: Sequence[tuple[Counts, Finding | None]]) -> None:
-    """Raise if the parameters of a new run are not divided.
+    """Raise a Divergence if every rank holds all parameters of a new run, or any rank more bytes than it may.
 
-    Args:
-        shown: by rank, the elements of the registered parameters, and the rank's own finding about its bytes.
-
-    Raises:
-        Divergence: every rank holds all parameters, or any rank more bytes than it may.
+    ``shown`` has by rank the elements of the registered parameters, and the rank's own finding about its bytes.
     """
     everywhere = all_of("parameters", [counts for counts, _ in shown])
     raise_first([everywhere] if everywhere else [finding for _, finding in shown], title=NOT_SHARDED)
@@ -211,11 +207,7 @@ class Shown:
 class Evidence:
     """Remembers which tensors a run has shown on one rank, and judges what all ranks show.
 
-    Args:
-        model: the model before it is prepared and sharded.
-
-    Attributes:
-        shapes: the full shape of each parameter, by name.
+    The model is that before it is prepared and sharded; ``shapes`` has the full shape of each parameter by name.
     """
 
     def __init__(self, model: nn.Module, *, config: Config, traits: Traits, rank: int) -> None:
@@ -247,9 +239,7 @@ class Evidence:
     def note_borrowed(self, stage: Stage, pieces: Mapping[str, Piece | None], foreign: Callable[[], set[int]]) -> None:
         """Note a piece that lies in memory of the baseline or the oracle; only before anything was shown.
 
-        Args:
-            pieces: the pieces as the adapter returned them, not copies.
-            foreign: returns the addresses of the storages of the baseline and the oracle.
+        Pieces are no copies, and ``foreign`` returns the addresses of those runs' storages.
         """
         if self._seen or self._borrowed:
             return

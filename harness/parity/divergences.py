@@ -121,9 +121,7 @@ class OfStep:
 class Exact:
     """The comparison of one step of two runs that must have the same bits.
 
-    Args:
-        title: with what the sharded run was compared.
-        findings: makes the comparison of the pictures.
+    ``title`` says with what the sharded run was compared, and ``findings`` makes the comparison of the pictures.
     """
 
     def __init__(

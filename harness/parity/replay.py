@@ -40,14 +40,10 @@ _BY_CONTENT = (nn.Module, functools.partial, torch.Size, torch.dtype, torch.devi
 
 
 def digest(value: Any) -> bytes | None:
-    """Return a digest of everything that ``value`` consists of, or None if there is none.
+    """Return a digest of all that a value consists of, 16 bytes comparable within one process, or None.
 
-    Args:
-        value: modules, tensors, containers, dataclasses, partial functions, and functions without a closure; their code
-            counts, and not what it refers to by global names.
-
-    Returns:
-        16 bytes, comparable within one process.
+    It consists of modules, tensors, containers, dataclasses, partial functions, and functions without a closure; their
+    code counts, and not what it refers to by global names.
     """
     stream = io.BytesIO()
     try:

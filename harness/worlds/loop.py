@@ -96,9 +96,8 @@ _MOST_OUTPUT_BYTES = 1 << 20
 def main(connection: Connection, spec: RankSpec) -> None:
     """Start this rank and run jobs until the connection closes.
 
-    Args:
-        connection: the rank's end of the pipe. The rank sends ``("ready", pid)`` or ``("failed", traceback)``, and then
-            one ``Result`` for each ``Job`` or ``RollCall`` that it receives; ``None`` ends the loop.
+    The rank sends ``("ready", pid)`` or ``("failed", traceback)``, and then one ``Result`` for each ``Job`` or
+    ``RollCall`` that it receives; ``None`` ends the loop.
     """
     log = _redirect_output(pathlib.Path(spec.directory) / f"rank{spec.index}.out")
     faulthandler.enable(log)

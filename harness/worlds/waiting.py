@@ -177,13 +177,7 @@ class Wait:
 def in_thread(function: Callable[[], _T], wait: Wait, *, discard: Callable[[_T], None]) -> _T:
     """Call a function that may block for ever, in a thread, and wait for it.
 
-    Args:
-        function: the function; it keeps running when the wait is given up or interrupted.
-        discard: undoes what the function returned, if it returns after the wait has ended.
-
-    Raises:
-        WaitedTooLong: the wait was given up.
-        Exception: what the function raised.
+    It keeps running when the wait is given up or interrupted; ``discard`` then undoes what it returns.
     """
     #: Its value belongs to the waiting thread or, once that has cancelled it, to ``discard``.
     call: Future[_T] = Future()

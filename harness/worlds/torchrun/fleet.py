@@ -172,11 +172,6 @@ class Seat:
     place: Place
     link: Link | None = None
 
-    @property
-    def is_lost(self) -> bool:
-        """Whether it cannot be reached any more."""
-        return self.link is not None and self.link.lost is not None
-
 
 class Fleet:
     """All processes of a job; made by its controller, once. OSError without a free port or the job's store."""
@@ -229,9 +224,8 @@ class Fleet:
     def reserve(self, size: int, *, known: Sequence[tuple[int, ...]] = (), alone: bool = False) -> tuple[int, ...]:
         """Take ranks of the job for a world, and return them; waits until the worlds that run leave enough.
 
-        Args:
-            known: where there are worlds that the case can use; the first that is free is taken.
-            alone: whether no other world of the job may run meanwhile.
+        The first place of ``known``, where there are worlds that the case can use, is taken if it is free. With
+        ``alone`` no other world of the job runs meanwhile.
 
         Raises:
             TooFewRanks: so many are not left.
@@ -253,7 +247,7 @@ class Fleet:
             self._changed.notify_all()
 
     def _free(self, size: int, known: Sequence[tuple[int, ...]], *, alone: bool) -> tuple[int, ...] | None:
-        left = [seat for seat in self.seats(range(self.size)) if not seat.is_lost]
+        left = [seat for seat in self.seats(range(self.size)) if seat.link is None or seat.link.lost is None]
         if size > len(left):
             why = "; ".join(dict.fromkeys(map(str, self.lost)))
             raise TooFewRanks(f"{size} ranks are needed, and {len(left)} of {self.size} are left: {why}")
