@@ -63,10 +63,7 @@ def changes_of(folder: pathlib.Path) -> list[Change]:
 
 
 def statement_at(source: bytes, start: int) -> tuple[int, int] | None:
-    """The first and the last line of the innermost statement that has a byte; of its head if it has a body.
-
-    None if no statement of a function does.
-    """
+    """The first and the last line of the innermost statement of a function that has a byte; of its head with a body."""
     text = _Text(source)
     around = [
         statement

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -56,33 +57,27 @@ class Context:
     untied: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
+@dataclasses.dataclass(eq=False)
 class StepComparison:
     """Compares one step of the sharded run with the same step of the baseline and of the oracle, on one rank.
 
-    Args:
+    Attributes:
         sharded: the sharded run's step, as local shards; all tensors of the three are on the host.
         baseline: the baseline's step, as full tensors.
         oracle: the oracle's step, as full float64 tensors.
-
-    Attributes:
         measured: the distances measured so far, one entry per compared tensor, in order of comparison.
     """
 
-    def __init__(self, sharded: StepPicture, baseline: StepPicture, oracle: OracleStep, context: Context) -> None:
-        self.sharded = sharded
-        self.baseline = baseline
-        self.oracle = oracle
-        self.context = context
-        self.measured: list[Measured] = []
+    sharded: StepPicture
+    baseline: StepPicture
+    oracle: OracleStep
+    context: Context
+    measured: list[Measured] = dataclasses.field(default_factory=list)
 
     def first_finding(self) -> Finding | None:
         """Return the first finding, in order of stages; a RuntimeError says that the baseline itself is too far off."""
-        return next(self._findings(), None)
-
-    def _findings(self) -> Iterator[Finding]:
-        for number in range(len(self.sharded.outputs)):
-            yield from self.of_microbatch(number)
-        yield from self.after_backward()
+        forwards = (found for number in range(len(self.sharded.outputs)) for found in self.of_microbatch(number))
+        return next(itertools.chain(forwards, self.after_backward()), None)
 
     def of_microbatch(self, number: int) -> Iterator[Finding]:
         """Compare the output and the loss of one microbatch."""

@@ -36,7 +36,6 @@ class Sizes:
     """What one rank may hold of a model's parameters, by what its adapter declares.
 
     Attributes:
-        numel: the elements of the whole model.
         share: the most elements of the model's parameters that are this rank's share, with padding.
         padding: the elements of the share by which units are padded.
         byte_share: the bytes of that share, with everything else that is declared as held from the start.
@@ -91,15 +90,10 @@ class Counts:
         return self.held is not None and 0 < self.full <= self.held
 
 
-def registered_numel(adapter: Adapter) -> int:
-    """Return the elements that this rank holds of the parameters that the adapter's module registers."""
-    return _numel(adapter.module.parameters())
-
-
 def gradient_numel(adapter: Adapter) -> int:
     """Return the elements that this rank holds of the gradients of the registered parameters."""
     grads = (value.grad for value in adapter.module.parameters() if value.is_leaf)
-    return _numel(grad for grad in grads if grad is not None)
+    return local_numel(grad for grad in grads if grad is not None)
 
 
 def state_numel(adapter: Adapter) -> int | None:
@@ -109,9 +103,9 @@ def state_numel(adapter: Adapter) -> int | None:
     """
     if adapter.optimizer is None:
         return None
-    held = sum(_numel(_tensors(state)) for state in adapter.optimizer.state.values())
+    held = sum(local_numel(_tensors(state)) for state in adapter.optimizer.state.values())
     shown = adapter.optimizer_state() or {}
-    read = _numel(piece.tensor for pieces in shown.values() for piece in pieces.values() if piece.tensor.ndim)
+    read = local_numel(piece.tensor for pieces in shown.values() for piece in pieces.values() if piece.tensor.ndim)
     return held or read
 
 
@@ -125,7 +119,8 @@ def _tensors(state: dict[str, object]) -> list[torch.Tensor]:
 
 
 @torch.no_grad()
-def _numel(tensors: Iterable[torch.Tensor]) -> int:
+def local_numel(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the elements that this rank holds of tensors, each counted once."""
     found = {id(tensor): tensor for tensor in tensors}.values()
     return sum((one.to_local() if isinstance(one, DTensor) else one).numel() for one in found)
 

@@ -79,11 +79,9 @@ class Oracle:
         submodule: str = "",
         set_to_none: bool = True,
     ) -> OracleStep:
-        """Train one step.
+        """Train one step on the arguments of each forward, indexed ``[rank][microbatch]`` by data-parallel rank.
 
-        Args:
-            batches: the arguments of each forward, as :func:`as_inputs` takes them, indexed ``[rank][microbatch]`` by
-                data-parallel rank. Floating-point tensors are converted to float64.
+        They are as :func:`as_inputs` takes them; floating-point tensors are converted to the oracle's dtype.
         """
         module = self.model.get_submodule(submodule)
         outputs: list[list[Any]] = []

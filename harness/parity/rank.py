@@ -86,10 +86,7 @@ class Rank(Member):
         """Return this rank as one of another world, in whose process group the process is now.
 
         Its exchanges are among the ranks of that world alone, and all ranks of this one must make them. What it
-        observes is observed in this case.
-
-        Args:
-            ranks: by rank of the other world, the rank of this one that it is.
+        observes is observed in this case. By rank of the other world, ``ranks`` has the rank of this one that it is.
         """
         state = RankState(
             index=ranks.index(self.index),
@@ -107,11 +104,7 @@ class Rank(Member):
         return other
 
     def nodes_or(self, declared: tuple[int, ...]) -> tuple[int, ...]:
-        """The host of each rank: the real ones if there are several with equally many ranks each.
-
-        Args:
-            declared: what takes their place otherwise, as on one host; numbered from 0.
-        """
+        """The host of each rank, from 0: the real ones if several have equally many ranks each, else the declared."""
         sizes = {self.nodes.count(node) for node in self.nodes}
         return self.nodes if len(set(self.nodes)) > 1 and len(sizes) == 1 else declared
 
@@ -309,7 +302,7 @@ class Rank(Member):
         return self.explainer.explain(self.implementation)
 
     def assert_compared(self) -> None:
-        """Check that the case has compared every step of its pairs. The harness calls it after a case without an error."""
+        """Check that the case has compared every step of its pairs. The harness calls it unless the case raised."""
         for pair in self._watched:
             if isinstance(pair, Pair):
                 pair.assert_compared()

@@ -26,7 +26,6 @@ from shardproof.harness.verdicts.observations import Observations
 
 # Where the time of a rank goes: each moment of a case counts for one activity, the innermost.
 
-
 Activity = Literal["case", "sharding", "training", "replaying", "comparing", "waiting", "leftovers"]
 """What a rank does: shard a model, train the sharded run, replay on the baseline and the oracle, compare, wait for the
 other ranks in an exchange, look for left-overs; everything else is the case's own."""
@@ -176,7 +175,6 @@ class RankState:
     """One rank process of a world, from its start to its end.
 
     Attributes:
-        directory: a directory of the world alone.
         nodes: the host of each rank, numbered from 0.
         used: the names of the implementations that have run in this process.
         replays: the results of baselines and oracles that later cases may need again.

@@ -34,7 +34,6 @@ from shardproof.harness.tensors.trees import map_tensors, on_host, tensors_of
 # What cannot be digested safely has no digest: an object with state of its own, such as a counter in a hook or in a
 # loss, would not be updated by a replay that is taken from a cache.
 
-
 _BY_REFERENCE = (type, types.BuiltinFunctionType)
 _BY_CONTENT = (nn.Module, functools.partial, torch.Size, torch.dtype, torch.device, enum.Enum, collections.OrderedDict)
 

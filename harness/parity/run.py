@@ -31,7 +31,6 @@ from shardproof.harness.verdicts.finding import Divergence, Finding, Location, S
 # another stream wait, and after the first step it allocates nothing, so that the allocator hands the implementation the
 # same memory with and without copies.
 
-
 _Kind = tuple[torch.Size, torch.dtype, torch.device]
 
 
@@ -455,7 +454,9 @@ def sharded_run(
     if "parameters" in traits.shards and sizes.share and config.shard_size > 1:
         with member.stopwatch.during("leftovers"):
             held = memory.settled_bytes(member.device, limit=before + sizes.byte_limit) - before
-        counts = coverage.Counts(coverage.registered_numel(run.adapter) if sizes.can_tell else None, sizes.numel)
+        counts = coverage.Counts(
+            coverage.local_numel(run.adapter.module.parameters()) if sizes.can_tell else None, sizes.numel
+        )
         text = f"holds {held} bytes of parameters after sharding; its share is {sizes.byte_share}"
         finding = None
         if held > sizes.byte_limit:

@@ -197,10 +197,7 @@ def _threads() -> list[str]:
 
 
 def _open_files() -> list[str]:
-    """Return the paths of the open regular files.
-
-    Sockets, pipes and devices are left out, because they belong to process groups and drivers.
-    """
+    """Return the paths of the open regular files: sockets, pipes and devices belong to process groups and drivers."""
     found = []
     for number in os.listdir("/proc/self/fd"):
         try:

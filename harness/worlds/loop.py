@@ -313,11 +313,7 @@ def _examine(
 
 
 def _finish_queued(device: torch.device) -> None:
-    """Wait until the device has finished the case's work.
-
-    An error or a hang on the device must be attributed to this case and not to the next one, and the collectives of
-    this case must not pair with those of the next.
-    """
+    """Wait for the device: its errors and hangs are this case's, and collectives of two cases must not pair."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 

@@ -87,7 +87,7 @@ class RankProcess:
 
 
 def spawn(spec: RankSpec, theirs: Connection) -> Any:
-    """Start a rank process, as :func:`forkserver.spawn` does; closes ``theirs``, the rank's end of its connection, here."""
+    """Start a rank process, as :func:`forkserver.spawn` does; closes ``theirs``, its end of the connection, here."""
     name = f"rank {spec.index}"
     process = forkserver.context().Process(target=forkserver.run_rank, args=(theirs, spec), daemon=True, name=name)
     try:

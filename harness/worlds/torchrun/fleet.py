@@ -117,14 +117,13 @@ def gathered(asked: Mapping[int, Callable[[float], _T]], within: float = ANSWER_
     return answers
 
 
+@dataclasses.dataclass(eq=False)
 class RemoteRank:
-    """One rank of a world, whose process a supervisor has started."""
+    """One rank of a world, whose process a supervisor has started; the connection is the controller's own with it."""
 
-    def __init__(self, link: Link, world: int, spec: RankSpec, connection: Connection) -> None:
-        self.link = link
-        self.connection = connection
-        self._world = world
-        self._spec = spec
+    link: Link
+    world: int
+    connection: Connection
 
     @property
     def is_alive(self) -> bool:
@@ -138,21 +137,21 @@ class RemoteRank:
     def new_output(self) -> str:
         """Return the output that the rank has written since the last call; "" if its host cannot be reached."""
         try:
-            return str(self.link.call("output", self._world))
+            return str(self.link.call("output", self.world))
         except Lost:
             return ""
 
     def ending(self) -> tuple[Verdict, str]:
         """Return the verdict on a rank that has closed its connection, and how its process ended."""
         try:
-            verdict, text = self.link.call("ending", self._world)
+            verdict, text = self.link.call("ending", self.world)
             return Verdict(verdict), text
         except Lost as lost:
             return (Verdict.HANG if lost.is_silent else Verdict.CRASH), str(lost)
 
     def ask(self, command: str, *arguments: Any) -> Callable[[float], Any]:
         """Ask the supervisor about this rank, as :meth:`Link.ask` does."""
-        return self.link.ask(command, self._world, *arguments)
+        return self.link.ask(command, self.world, *arguments)
 
 
 #: Seconds that the supervisors may take to come, after torch elastic has started all processes at the same time.
@@ -293,7 +292,7 @@ class Fleet:
             while (number, spec.index) not in self._connections and time.monotonic() < until:
                 self._changed.wait(_POLL_SECONDS)
             connection = self._connections.pop((number, spec.index))
-        return RemoteRank(seat.link, number, spec, connection)
+        return RemoteRank(seat.link, number, connection)
 
     def meeting(self, number: int) -> Meeting:
         """Return where the ranks of a world of several hosts meet."""
