@@ -253,11 +253,8 @@ def report(
 
 def _shown(change: Change, what: str, sources: pathlib.Path) -> str:
     old = (sources / change.file).read_bytes()[change.start : change.end].decode()
-    return f"\n{change.name}  {change.kind}, in {change.function}: {what}\n  - {_line(old)}\n  + {_line(change.new)}"
-
-
-def _line(text: str) -> str:
-    return " ".join(text.split()) or "(nothing)"
+    before, after = (" ".join(text.split()) or "(nothing)" for text in (old, change.new))
+    return f"\n{change.name}  {change.kind}, in {change.function}: {what}\n  - {before}\n  + {after}"
 
 
 if __name__ == "__main__":

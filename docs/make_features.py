@@ -47,11 +47,7 @@ Written by `python docs/make_features.py`; `tests/test_features.py` compares."""
 
 @dataclasses.dataclass(frozen=True)
 class Requirement:
-    """A row of the contract.
-
-    Attributes:
-        of_any: whether it is required of every implementation that trains.
-    """
+    """A row of the contract; ``of_any``: it is required of every implementation that trains."""
 
     id: str
     of_any: bool
@@ -69,12 +65,7 @@ class Chapter:
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """A collected item.
-
-    Attributes:
-        case: the test function, as ``test_file.py::test_function``.
-        needs: the names of the capabilities and the hardware that it needs.
-    """
+    """A collected item of a case, ``test_file.py::test_function``, with the capabilities and hardware that it needs."""
 
     case: str
     ids: tuple[str, ...]

@@ -24,14 +24,13 @@ def published() -> str:
     return render(sources, title="shardproof: published runs")
 
 
-def main() -> int:
+def main() -> None:
     """Write the page."""
     text = published()
     OUT.parent.mkdir(parents=True, exist_ok=True)
     OUT.write_text(text)
     print(f"{OUT.relative_to(ROOT)}: {len(text) / 1e6:.1f} MB")
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

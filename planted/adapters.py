@@ -79,27 +79,17 @@ class _Edited(Planting):
     """Has the edit of a row, wherever ``fsdp_impl`` holds the function."""
 
     bug: ClassVar[table.Bug]
+    #: Whether there is an error at the place of the row instead of its edit.
+    raises: ClassVar[bool]
 
     def plant(self) -> None:
         owner, name = self.bug.owner()
-        found, edited = getattr(owner, name), self.edited()
+        found, edited = getattr(owner, name), self.bug.raising() if self.raises else self.bug.edited()
         replace(owner, name, edited)
         for module in [module for key, module in sys.modules.items() if key.partition(".")[0] == "fsdp_impl"]:
             for key, value in list(vars(module).items()):
                 if value is found:
                     replace(module, key, edited)
-
-    @classmethod
-    def edited(cls) -> Any:
-        return cls.bug.edited()
-
-
-class _Raising(_Edited):
-    """Has an error at the place of a row instead of its edit."""
-
-    @classmethod
-    def edited(cls) -> Any:
-        return cls.bug.raising()
 
 
 _SOUND = {"reference": ReferenceAdapter, "reference.flat": ReferenceFlatAdapter}
@@ -118,9 +108,8 @@ def __getattr__(name: str) -> type[Adapter]:
             raise AttributeError(f"planted/*.toml has no edit of the id {wanted.replace('_', '-')}")
         base = _SOUND[bug.implementation]
         traits = dataclasses.replace(base.traits, isolation="adapter" if bug.own_ranks else "shared")
-        kind = _Raising if name != wanted else _Edited
-        own = {"name": name.replace("_", "-"), "bug": bug, "traits": traits, "__module__": __name__}
-        made = type(name, (kind, base), own)
+        own = {"name": name.replace("_", "-"), "bug": bug, "raises": name != wanted, "traits": traits}
+        made = type(name, (_Edited, base), own | {"__module__": __name__})
     globals()[name] = made
     return made
 
@@ -473,17 +462,18 @@ class LessFromTheSecondStep(_Shown):
         return piece if self._shown == 1 else nothing_of(piece)
 
 
-_SHARDED = frozenset({Capability.SHARDED})
-
-
-class PlainDdp(DdpAdapter):
+class _ClaimsAll(Adapter):
     """Declares nothing, which claims everything that a sharded implementation claims."""
 
     traits = Traits()
 
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
-        return super().capabilities() | _SHARDED
+        return super().capabilities() | {Capability.SHARDED}
+
+
+class PlainDdp(_ClaimsAll, DdpAdapter):
+    """Claims everything, and shards nothing."""
 
 
 class HoldsEverythingFromTheStart(PlainDdp):
@@ -496,14 +486,8 @@ class PaddedByAPage(PlainDdp):
     traits = Traits(collective_padding=4096)
 
 
-class HiddenCopy(ReplicatedAdapter):
+class HiddenCopy(_ClaimsAll, ReplicatedAdapter):
     """Registers no parameter: what it holds is found in memory only."""
-
-    traits = Traits()
-
-    @classmethod
-    def capabilities(cls) -> frozenset[Capability]:
-        return super().capabilities() | _SHARDED
 
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__(model, **options)

@@ -19,6 +19,7 @@ import collections
 import concurrent.futures
 import itertools
 import json
+import operator
 import os
 import pathlib
 import subprocess
@@ -60,7 +61,8 @@ def run(
         The records of the run files, by the ids of the items.
     """
     records: Records = {}
-    for (gpus, simulate), group in itertools.groupby(sorted(bugs, key=_world), key=_world):
+    world = operator.attrgetter("gpus", "simulate")
+    for (gpus, simulate), group in itertools.groupby(sorted(bugs, key=world), key=world):
         mine = [table.replaced(bug) if elsewhere else bug for bug in group]
         sound = [] if elsewhere else [bug.item for bug in mine]
         ids = dict.fromkeys([*sound, *(bug.with_bug(bug.item) for bug in mine)])
@@ -71,10 +73,6 @@ def run(
     return records
 
 
-def _world(bug: Bug) -> tuple[int, int]:
-    return bug.gpus, bug.simulate
-
-
 def records_of(
     ids: Iterable[str],
     names: Iterable[str],
@@ -83,14 +81,7 @@ def records_of(
     python: str = sys.executable,
     timeout: float | None = None,
 ) -> Records:
-    """The records of a run of items of the suites, by their ids.
-
-    Args:
-        names: the implementations, as of ``--impl``.
-
-    Raises:
-        RuntimeError: the run wrote no run file.
-    """
+    """The records of a run of items of the suites, by their ids; RuntimeError if it wrote no run file."""
     report = folder / "run.json"
     report.unlink(missing_ok=True)
     command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-p", __spec__.name]

@@ -145,14 +145,7 @@ class Bug:
 
 @functools.cache
 def read(chapter: str) -> dict[str, Bug]:
-    """The bugs of a chapter's table by their ids.
-
-    Args:
-        chapter: the name of the table's file without its suffix; that of the cases' file without "test_".
-
-    Raises:
-        ValueError: a row is not of the form that :class:`Bug` describes; names the table and the row.
-    """
+    """The bugs of a chapter's table, ``<chapter>.toml``, by their ids; a ValueError names a row of another form."""
     rows = tomllib.loads((HERE / f"{chapter}.toml").read_text())["bug"]
     bugs = [_bug(row, chapter) for row in rows]
     if twice := sorted({bug.id for bug in bugs if [one.id for one in bugs].count(bug.id) > 1}):

@@ -29,14 +29,10 @@ _REDUCTIONS = {"AVG": "SUM", "SUM": "AVG", "MAX": "SUM"}
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """A text that takes the place of another one.
+    """A text that takes the place of another one, from byte ``start`` to before byte ``end`` of a file of the sources.
 
-    Attributes:
-        name: "FILE:LINE:NUMBER"; the number counts the changes that begin on a line.
-        file: the file, relative to the folder of the sources.
-        start: the first byte that is replaced.
-        first: the first line of the statement, or of its head if it has a body.
-        last: the last line of it.
+    The name is "FILE:LINE:NUMBER"; the number counts the changes that begin on a line. ``first`` and ``last`` are the
+    lines of the statement, or of its head if it has a body.
     """
 
     name: str
@@ -67,10 +63,7 @@ def changes_of(folder: pathlib.Path) -> list[Change]:
 
 
 def statement_at(source: bytes, start: int) -> tuple[int, int] | None:
-    """The first and the last line of the innermost statement that has a byte; of its head if it has a body.
-
-    None if no statement of a function does.
-    """
+    """The first and the last line of the innermost statement of a function that has a byte; of its head with a body."""
     text = _Text(source)
     around = [
         statement

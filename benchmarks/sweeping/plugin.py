@@ -30,11 +30,8 @@ _MOST = 400
 class Task:
     """What a pytest process of a sweep does.
 
-    Attributes:
-        changes: changes as dictionaries, each with the ids of its items, in the order in which they run. None: run the
-            selected items once and note their lines.
-        until: the time, as ``time.time`` gives it, at which no further item begins.
-        claims: the folder in which a process makes a file for each change that it runs.
+    It runs changes, dictionaries each with the ids of its items in order, until a time of ``time.time``, and makes a
+    file in the folder ``claims`` for each. Without changes it runs the selected items once and notes their lines.
     """
 
     sources: str

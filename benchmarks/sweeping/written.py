@@ -17,15 +17,10 @@ from sweeping.changes import Change, statement_at
 
 
 def read_changes(path: pathlib.Path, folder: pathlib.Path) -> list[Change]:
-    """The changes of a file.
+    """The changes of a table of planted bugs (``planted/table.py``); a ValueError names a row that does not fit.
 
-    Args:
-        path: a table of planted bugs (``planted/table.py``), of whose rows ``id``, ``in``, ``old`` and ``new`` are
-            read. Rows without ``old``, which are no edits, are left out.
-        folder: the folder of the sources, with whose name ``in`` begins.
-
-    Raises:
-        ValueError: a row is not of this form, or does not fit the sources.
+    Of its rows ``id``, ``in``, ``old`` and ``new`` are read; those without ``old``, which are no edits, are left out.
+    With the name of ``folder``, that of the sources, ``in`` begins.
     """
     try:
         rows = tomllib.loads(path.read_text())["bug"]
@@ -70,13 +65,9 @@ def _change(row: dict[str, Any], place: str, folder: pathlib.Path) -> Change:
 
 
 def rows_of(changes: Mapping[str, Change], found: Mapping[str, tuple[str, str]], folder: pathlib.Path) -> str:
-    """Rows for changes that items found, to choose from.
+    """A table of changes that items found, to choose from; the id of a row wants a better name.
 
-    Args:
-        found: by the name of a change, the id of the item that failed, and what it said.
-
-    Returns:
-        The text of a table; the id of a row is made of the name of the change, and wants a better one.
+    ``found`` has, by the name of a change, the id of the item that failed, and what it said.
     """
     marks, rows = contract_marks(), []
     for name, (item, says) in found.items():

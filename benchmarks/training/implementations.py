@@ -20,11 +20,9 @@ COMPUTE, REDUCE = torch.bfloat16, torch.float32
 
 
 class Trained(NamedTuple):
-    """A model that is ready to train.
+    """A model that is ready to train; ``run`` is called in place of the module.
 
-    Attributes:
-        run: called in place of the module.
-        accumulating: a context in which backward does not reduce, for all microbatches but the last.
+    ``accumulating`` is a context in which backward does not reduce, for all microbatches but the last.
     """
 
     run: Callable[[torch.Tensor], torch.Tensor]

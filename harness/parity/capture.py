@@ -41,11 +41,6 @@ def as_inputs(arguments: Any) -> Inputs:
     return Inputs(arguments if isinstance(arguments, tuple) else (arguments,))
 
 
-def as_microbatches(batch: Any) -> list[Inputs]:
-    """Normalize a batch, one microbatch or a list of them, each as :func:`as_inputs` takes it."""
-    return [as_inputs(arguments) for arguments in (batch if isinstance(batch, list) else [batch])]
-
-
 Pass = Literal["forward", "backward"]
 """A part of a step in which modules compute."""
 
@@ -168,7 +163,11 @@ class Capture:
             call = self._calls[name]
             self._calls[name] += 1
             self._open.setdefault(name, []).append(call)
-            self._see_held(name, module, call)
+            for full, value in self._parameters_of(name, module):
+                self._add(Stage.GATHERED, name, full, call, 0, value)
+            for last, buffer in module._buffers.items():
+                if buffer is not None and _is_plain(buffer):
+                    self._add(Stage.BUFFER, name, _joined(name, last), call, 0, buffer)
         for full, value in self._parameters_of(name, module):
             # One that is recomputed has its hook already, unless its values are made anew for the recomputation.
             self._watch_parameter(name, full, value)
@@ -189,13 +188,6 @@ class Capture:
             if tensor.requires_grad and torch.is_grad_enabled():
                 add = functools.partial(self._add_gradient, Stage.OUTPUT_GRADIENT, name, "", self._microbatch, call)
                 self._of_tensors.append(tensor.register_hook(functools.partial(add, index)))
-
-    def _see_held(self, name: str, module: nn.Module, call: int) -> None:
-        for full, value in self._parameters_of(name, module):
-            self._add(Stage.GATHERED, name, full, call, 0, value)
-        for last, buffer in module._buffers.items():
-            if buffer is not None and _is_plain(buffer):
-                self._add(Stage.BUFFER, name, _joined(name, last), call, 0, buffer)
 
     def _parameters_of(self, name: str, module: nn.Module) -> list[tuple[str, torch.Tensor]]:
         """The plain tensors that stand for a module's own parameters, by full names."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -56,33 +57,27 @@ class Context:
     untied: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
+@dataclasses.dataclass(eq=False)
 class StepComparison:
     """Compares one step of the sharded run with the same step of the baseline and of the oracle, on one rank.
 
-    Args:
+    Attributes:
         sharded: the sharded run's step, as local shards; all tensors of the three are on the host.
         baseline: the baseline's step, as full tensors.
         oracle: the oracle's step, as full float64 tensors.
-
-    Attributes:
         measured: the distances measured so far, one entry per compared tensor, in order of comparison.
     """
 
-    def __init__(self, sharded: StepPicture, baseline: StepPicture, oracle: OracleStep, context: Context) -> None:
-        self.sharded = sharded
-        self.baseline = baseline
-        self.oracle = oracle
-        self.context = context
-        self.measured: list[Measured] = []
+    sharded: StepPicture
+    baseline: StepPicture
+    oracle: OracleStep
+    context: Context
+    measured: list[Measured] = dataclasses.field(default_factory=list)
 
     def first_finding(self) -> Finding | None:
         """Return the first finding, in order of stages; a RuntimeError says that the baseline itself is too far off."""
-        return next(self._findings(), None)
-
-    def _findings(self) -> Iterator[Finding]:
-        for number in range(len(self.sharded.outputs)):
-            yield from self.of_microbatch(number)
-        yield from self.after_backward()
+        forwards = (found for number in range(len(self.sharded.outputs)) for found in self.of_microbatch(number))
+        return next(itertools.chain(forwards, self.after_backward()), None)
 
     def of_microbatch(self, number: int) -> Iterator[Finding]:
         """Compare the output and the loss of one microbatch."""
@@ -203,17 +198,19 @@ class StepComparison:
     ) -> Iterator[Finding]:
         expected = cut(mine, oracle, name)
         if mine.tensor.shape != expected.shape:
-            shapes = (
-                f"{tuple(mine.tensor.shape)}; this rank's share of {tuple(oracle.shape)} is {tuple(expected.shape)}"
-            )
-            yield self._finding(stage, name, None, f"the local shard has shape {shapes}")
+            share = f"this rank's share of {tuple(oracle.shape)} is {tuple(expected.shape)}"
+            yield self._finding(stage, name, None, f"the local shard has shape {tuple(mine.tensor.shape)}; {share}")
             return
         if mine.tensor.dtype != baseline.dtype:
             yield self._finding(stage, name, None, f"has dtype {mine.tensor.dtype}; the baseline has {baseline.dtype}")
             return
         runs = {"the sharded run": mine.tensor, "the baseline": baseline, "the oracle": oracle}
         if (text := not_finite(runs)) is not None:
-            yield self._not_finite(stage, name, mine, oracle, text)
+            found = (~mine.tensor.isfinite()).flatten().nonzero()
+            element = _global_index(mine, oracle, int(found[0])) if len(found) else None
+            if not bool(oracle.isfinite().all()):
+                text += "\n  the model, its data or the loss makes it, sharded or not: such values prove nothing"
+            yield self._finding(stage, name, element, text)
             return
         # The maximum of the full tensor, not of the local shard: every rank measures with the same ulp.
         magnitude = float(oracle.abs().max()) if oracle.numel() else 0.0
@@ -231,14 +228,11 @@ class StepComparison:
                 + (f": {_DRAWS}" if self.context.draws_random_numbers else "")
             )
         if result.is_too_far:
-            yield self._too_far(stage, name, mine, value, other, expected, result, oracle)
-
-    def _not_finite(self, stage: Stage, name: str, mine: Piece, oracle: torch.Tensor, text: str) -> Finding:
-        found = (~mine.tensor.isfinite()).flatten().nonzero()
-        element = _global_index(mine, oracle, int(found[0])) if len(found) else None
-        if not bool(oracle.isfinite().all()):
-            text += "\n  the model, its data or the loss makes it, sharded or not: such values prove nothing"
-        return self._finding(stage, name, element, text)
+            element = _global_index(mine, oracle, result.index)
+            text, numbers = numbers_of(result, {"sharded": value, "baseline": other, "oracle": expected})
+            guess = self._guess(stage, name, mine, value, expected)
+            guess = guess or guess_from_values(value, expected, magnitude=magnitude)
+            yield dataclasses.replace(self._finding(stage, name, element, text, guess), numbers=numbers)
 
     def _without_noise(self, name: str, mine: Piece, *values: torch.Tensor) -> list[torch.Tensor]:
         """Set the elements of ``values`` whose gradient is rounding noise to zero.
@@ -253,16 +247,6 @@ class StepComparison:
         floor = ADAM_NOISE_ULPS * ulp(float(gradient.abs().max()), mine.tensor.dtype)
         significant = mine.cut(gradient).abs() > floor
         return [torch.where(significant, value, torch.zeros_like(value)) for value in values]
-
-    def _too_far(
-        self, stage: Stage, name: str, mine: Piece, value: torch.Tensor, other: torch.Tensor,
-        expected: torch.Tensor, result: Distance, oracle: torch.Tensor,
-    ) -> Finding:  # fmt: skip
-        element = _global_index(mine, oracle, result.index)
-        text, numbers = numbers_of(result, {"sharded": value, "baseline": other, "oracle": expected})
-        guess = self._guess(stage, name, mine, value, expected)
-        guess = guess or guess_from_values(value, expected, magnitude=float(oracle.abs().max()))
-        return dataclasses.replace(self._finding(stage, name, element, text, guess), numbers=numbers)
 
     def _guess(self, stage: Stage, name: str, mine: Piece, value: torch.Tensor, expected: torch.Tensor) -> Guess | None:
         before = self.sharded.gradients.get(name)
@@ -286,13 +270,9 @@ class StepComparison:
 
 
 def numbers_of(result: Distance, runs: Mapping[str, torch.Tensor]) -> tuple[str, Numbers]:
-    """Describe the element of a tensor in which the sharded run is farthest from the oracle.
+    """Describe in two lines, and in numbers, the element in which the sharded run is farthest from the oracle.
 
-    Args:
-        runs: the tensor by the name of a run, in one shape.
-
-    Returns:
-        Two lines for the text of a failure, and the numbers in them.
+    ``runs`` has the tensor by the name of a run, in one shape.
     """
     values = {who: float(tensor.flatten()[result.index]) for who, tensor in runs.items()}
     text = (

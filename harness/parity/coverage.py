@@ -36,7 +36,6 @@ class Sizes:
     """What one rank may hold of a model's parameters, by what its adapter declares.
 
     Attributes:
-        numel: the elements of the whole model.
         share: the most elements of the model's parameters that are this rank's share, with padding.
         padding: the elements of the share by which units are padded.
         byte_share: the bytes of that share, with everything else that is declared as held from the start.
@@ -91,15 +90,10 @@ class Counts:
         return self.held is not None and 0 < self.full <= self.held
 
 
-def registered_numel(adapter: Adapter) -> int:
-    """Return the elements that this rank holds of the parameters that the adapter's module registers."""
-    return _numel(adapter.module.parameters())
-
-
 def gradient_numel(adapter: Adapter) -> int:
     """Return the elements that this rank holds of the gradients of the registered parameters."""
     grads = (value.grad for value in adapter.module.parameters() if value.is_leaf)
-    return _numel(grad for grad in grads if grad is not None)
+    return local_numel(grad for grad in grads if grad is not None)
 
 
 def state_numel(adapter: Adapter) -> int | None:
@@ -109,9 +103,9 @@ def state_numel(adapter: Adapter) -> int | None:
     """
     if adapter.optimizer is None:
         return None
-    held = sum(_numel(_tensors(state)) for state in adapter.optimizer.state.values())
+    held = sum(local_numel(_tensors(state)) for state in adapter.optimizer.state.values())
     shown = adapter.optimizer_state() or {}
-    read = _numel(piece.tensor for pieces in shown.values() for piece in pieces.values() if piece.tensor.ndim)
+    read = local_numel(piece.tensor for pieces in shown.values() for piece in pieces.values() if piece.tensor.ndim)
     return held or read
 
 
@@ -125,7 +119,8 @@ def _tensors(state: dict[str, object]) -> list[torch.Tensor]:
 
 
 @torch.no_grad()
-def _numel(tensors: Iterable[torch.Tensor]) -> int:
+def local_numel(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the elements that this rank holds of tensors, each counted once."""
     found = {id(tensor): tensor for tensor in tensors}.values()
     return sum((one.to_local() if isinstance(one, DTensor) else one).numel() for one in found)
 
@@ -159,13 +154,9 @@ def all_of(what: str, counts: Sequence[Counts]) -> Finding | None:
 
 
 def check_sharded(shown: Sequence[tuple[Counts, Finding | None]]) -> None:
-    """Raise if the parameters of a new run are not divided.
+    """Raise a Divergence if every rank holds all parameters of a new run, or any rank more bytes than it may.
 
-    Args:
-        shown: by rank, the elements of the registered parameters, and the rank's own finding about its bytes.
-
-    Raises:
-        Divergence: every rank holds all parameters, or any rank more bytes than it may.
+    ``shown`` has by rank the elements of the registered parameters, and the rank's own finding about its bytes.
     """
     everywhere = all_of("parameters", [counts for counts, _ in shown])
     raise_first([everywhere] if everywhere else [finding for _, finding in shown], title=NOT_SHARDED)
@@ -211,11 +202,7 @@ class Shown:
 class Evidence:
     """Remembers which tensors a run has shown on one rank, and judges what all ranks show.
 
-    Args:
-        model: the model before it is prepared and sharded.
-
-    Attributes:
-        shapes: the full shape of each parameter, by name.
+    The model is that before it is prepared and sharded; ``shapes`` has the full shape of each parameter by name.
     """
 
     def __init__(self, model: nn.Module, *, config: Config, traits: Traits, rank: int) -> None:
@@ -247,9 +234,7 @@ class Evidence:
     def note_borrowed(self, stage: Stage, pieces: Mapping[str, Piece | None], foreign: Callable[[], set[int]]) -> None:
         """Note a piece that lies in memory of the baseline or the oracle; only before anything was shown.
 
-        Args:
-            pieces: the pieces as the adapter returned them, not copies.
-            foreign: returns the addresses of the storages of the baseline and the oracle.
+        Pieces are no copies, and ``foreign`` returns the addresses of those runs' storages.
         """
         if self._seen or self._borrowed:
             return

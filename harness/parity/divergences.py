@@ -48,20 +48,20 @@ class _Seen:
         return self.baseline.stage in _FORWARD
 
 
+@dataclasses.dataclass(eq=False)
 class OfStep:
     """The comparison of one step of a pair; ``comparison`` has the captured events of all runs too."""
 
-    title = "the baseline and the float64 oracle"
-
-    def __init__(self, comparison: StepComparison, trace: Trace, units: Sequence[UnitSize]) -> None:
-        self._comparison = comparison
-        self._trace, self._units = trace, units
-        self.compared = 0
-        self.unseen: collections.Counter[str] = collections.Counter()
+    comparison: StepComparison
+    trace: Trace
+    units: Sequence[UnitSize]
+    title: str = "the baseline and the float64 oracle"
+    compared: int = 0
+    unseen: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
     def in_order(self) -> Iterator[Place]:
         """Compare tensor by tensor in the order in which a step makes them, and yield those that diverge."""
-        comparison, context = self._comparison, self._comparison.context
+        comparison, context = self.comparison, self.comparison.context
         captured = comparison.oracle.captured
         oracle = captured[context.member] if captured else ()
         seen = aligned(comparison.sharded.captured, comparison.baseline.captured, oracle, self.unseen)
@@ -76,8 +76,8 @@ class OfStep:
 
     def lacking(self, parameter: str) -> list[str]:
         """Return the collectives that the unit of a parameter lacks in this step, and the other units have."""
-        unit = next((unit.label for unit in self._units if parameter in unit.names), "")
-        return lacking_collectives(self._trace, unit, root=ROOT) if unit else []
+        unit = next((unit.label for unit in self.units if parameter in unit.names), "")
+        return lacking_collectives(self.trace, unit, root=ROOT) if unit else []
 
     def _events(self, seen: Iterable[_Seen], order: tuple[int, ...], context: Context) -> Iterator[Place]:
         for one in seen:
@@ -86,7 +86,7 @@ class OfStep:
                 yield _place(one, found, order)
 
     def _findings(self, findings: Iterator[Finding], order: tuple[int, ...], where: str = "") -> Iterator[Place]:
-        before = len(self._comparison.measured)
+        before = len(self.comparison.measured)
         for finding in findings:
             before = self._count(before)
             text = self._update(finding)
@@ -94,7 +94,7 @@ class OfStep:
         self._count(before)
 
     def _count(self, before: int) -> int:
-        after = len(self._comparison.measured)
+        after = len(self.comparison.measured)
         self.compared += after - before
         return after
 
@@ -104,11 +104,11 @@ class OfStep:
         if at.stage != Stage.PARAMETER or numbers is None or at.element is None:
             return ""
         moved = []
-        captured = self._comparison.oracle.captured
+        captured = self.comparison.oracle.captured
         runs = {
-            "sharded": self._comparison.sharded.captured,
-            "baseline": self._comparison.baseline.captured,
-            "oracle": captured[self._comparison.context.member] if captured else (),
+            "sharded": self.comparison.sharded.captured,
+            "baseline": self.comparison.baseline.captured,
+            "oracle": captured[self.comparison.context.member] if captured else (),
         }
         for who, events in runs.items():
             found = (event for event in events if event.stage == Stage.GATHERED and event.parameter == at.name)
@@ -118,37 +118,30 @@ class OfStep:
         return f"\n  it was updated by: {', '.join(moved)}" if moved else ""
 
 
+@dataclasses.dataclass(eq=False)
 class Exact:
     """The comparison of one step of two runs that must have the same bits.
 
-    Args:
-        title: with what the sharded run was compared.
-        findings: makes the comparison of the pictures.
+    ``title`` says with what the sharded run was compared, and ``findings`` makes the comparison of the pictures.
     """
 
-    def __init__(
-        self,
-        title: str,
-        sharded: Sequence[Event],
-        other: Sequence[Event],
-        findings: Callable[[], Iterator[Finding]],
-        *,
-        rank: int,
-        step: int,
-    ) -> None:
-        self.title = title
-        self.compared = 0
-        self.unseen: collections.Counter[str] = collections.Counter()
-        self._sharded, self._other, self._make = sharded, other, findings
-        self._rank, self._step = rank, step
+    title: str
+    sharded: Sequence[Event]
+    other: Sequence[Event]
+    findings: Callable[[], Iterator[Finding]]
+    _: dataclasses.KW_ONLY
+    rank: int
+    step: int
+    compared: int = 0
+    unseen: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
     def in_order(self) -> Iterator[Place]:
         """Compare tensor by tensor in the order in which a step makes them, and yield those that diverge."""
-        for one in aligned(self._sharded, self._other, (), self.unseen):
+        for one in aligned(self.sharded, self.other, (), self.unseen):
             self.compared += 1
             if (found := self._different(one)) is not None:
                 yield _place(one, found, (0,))
-        yield from _as_backward_ran((_place_of(finding, (1,)) for finding in self._make()), self._other)
+        yield from _as_backward_ran((_place_of(finding, (1,)) for finding in self.findings()), self.other)
 
     def lacking(self, parameter: str) -> list[str]:
         """Nothing is known of the collectives of the step alone."""
@@ -156,7 +149,7 @@ class Exact:
 
     def _different(self, one: _Seen) -> Finding | None:
         mine, other = one.sharded.tensor, one.baseline.tensor
-        location = Location(stage=one.baseline.stage, step=self._step, rank=self._rank, name=one.baseline.name)
+        location = Location(stage=one.baseline.stage, step=self.step, rank=self.rank, name=one.baseline.name)
         if mine.dtype != other.dtype:
             if one.baseline.stage == Stage.BUFFER:
                 return None  # when buffers are cast is an implementation's own choice

@@ -83,7 +83,6 @@ def _read(file: int, length: int) -> bytes:
 
 # Exchanges of values between ranks of several hosts: through files within a host, through sockets between hosts.
 
-
 _LENGTH = struct.Struct("<Q")
 
 #: The most bytes that are written or read at a time.

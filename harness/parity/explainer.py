@@ -39,9 +39,7 @@ class Place:
 class Compared(Protocol):
     """One comparison of two or three runs, such as that of one step.
 
-    Attributes:
-        compared: the number of tensors that :meth:`in_order` has compared so far.
-        unseen: how many tensors could not be compared, by the reason.
+    ``compared`` counts what :meth:`in_order` has compared so far, and ``unseen`` what could not be, by the reason.
     """
 
     title: str

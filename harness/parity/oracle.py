@@ -47,15 +47,12 @@ class OracleStep:
 
 
 class Oracle:
-    """Trains a float64 copy of the model in one process.
+    """Trains a float64 copy of the model in one process; without an optimizer parameters stay as they are.
 
     In float32 it is a baseline, with the rounding errors of one process, for cases that no baseline of several fits.
 
     Each step replays the microbatches of every data-parallel rank one by one, averages the gradients over the ranks,
     clips, and steps the optimizer.
-
-    Args:
-        optimizer: a factory of ``harness.models.optim``; None leaves the parameters unchanged.
     """
 
     def __init__(
@@ -82,11 +79,9 @@ class Oracle:
         submodule: str = "",
         set_to_none: bool = True,
     ) -> OracleStep:
-        """Train one step.
+        """Train one step on the arguments of each forward, indexed ``[rank][microbatch]`` by data-parallel rank.
 
-        Args:
-            batches: the arguments of each forward, as :func:`as_inputs` takes them, indexed ``[rank][microbatch]`` by
-                data-parallel rank. Floating-point tensors are converted to float64.
+        They are as :func:`as_inputs` takes them; floating-point tensors are converted to the oracle's dtype.
         """
         module = self.model.get_submodule(submodule)
         outputs: list[list[Any]] = []
@@ -108,7 +103,10 @@ class Oracle:
                     own[-1] = self._add(own[-1], value)
             captured.append(capture.taken(self.capture))
         average = {name: _average([one[name] for one in own]) for name in self._names}
-        gradients = self._accumulated(average)
+        # Added to what `zero_grad` left in `.grad`, as backward does.
+        for name, value in self._names.items():
+            value.grad = _sum(value.grad, average[name])
+        gradients = self._picture()
         norm, clipped = self._clipped(gradients)
         if self.optimizer is not None:
             self.optimizer.step()
@@ -140,12 +138,6 @@ class Oracle:
         trained = {name: value for name, value in self._names.items() if value.requires_grad}
         new = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
         return gradients | {name: _sum(gradients[name], gradient) for name, gradient in zip(trained, new, strict=True)}
-
-    def _accumulated(self, average: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
-        """Add the averages to what ``zero_grad`` left in ``.grad``, as backward does, and return copies of the sums."""
-        for name, value in self._names.items():
-            value.grad = _sum(value.grad, average[name])
-        return self._picture()
 
     def _picture(self) -> dict[str, torch.Tensor | None]:
         return {name: None if value.grad is None else value.grad.clone() for name, value in self._names.items()}

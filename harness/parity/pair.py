@@ -16,7 +16,7 @@ from shardproof.harness.collectives.trace import Trace, count_difference, first_
 from shardproof.harness.collectives.units import ROOT, UnitSize
 from shardproof.harness.models.plain import mean_square
 from shardproof.harness.parity import capture
-from shardproof.harness.parity.capture import Event, Inputs, as_inputs, as_microbatches
+from shardproof.harness.parity.capture import Event, Inputs, as_inputs
 from shardproof.harness.parity.comparison import Context, StepComparison
 from shardproof.harness.parity.coverage import Counts, state_numel
 from shardproof.harness.parity.divergences import OfStep
@@ -147,7 +147,7 @@ class Pair:
             ahead: the number of forwards that run before the first backward, as in a pipeline. If it is not 0, the
                 baseline must be "replicated", because DDP decides in forward whether the backward reduces gradients.
         """
-        mine = as_microbatches(batch)
+        mine = [as_inputs(arguments) for arguments in (batch if isinstance(batch, list) else [batch])]
         assert len(mine) == self.adapter.config.microbatches, (
             f"step() got {len(mine)} microbatches, but the pair is configured for {self.adapter.config.microbatches}"
         )

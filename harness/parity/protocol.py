@@ -30,7 +30,11 @@ class Tie:
 
         A module may hold no parameter of the name, as where parameters are views of a flat one.
         """
-        found = {id(held) for name in self.names if (held := _registered(modules, name)) is not None}
+        found = set()
+        for name in self.names:
+            owner, _, leaf = name.rpartition(".")
+            if owner in modules and (held := modules[owner]._parameters.get(leaf)) is not None:
+                found.add(id(held))
         return len(found) <= 1
 
     def __str__(self) -> str:
@@ -44,12 +48,6 @@ def ties_of(model: nn.Module) -> list[Tie]:
     for name, value in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(value), []).append(original_name(name))
     return [Tie(tuple(found)) for found in names.values() if len(found) > 1]
-
-
-def _registered(modules: Mapping[str, nn.Module], name: str) -> nn.Parameter | None:
-    owner, _, leaf = name.rpartition(".")
-    module = modules.get(owner)
-    return None if module is None else module._parameters.get(leaf)
 
 
 _CUTS = "a cut takes a full tensor and returns its elements at the places of the piece"
@@ -92,13 +90,9 @@ def pieces_of(
     *,
     untied: Sequence[Tie] = (),
 ) -> dict[str, Piece | None]:
-    """Call ``gradients()`` or ``parameters()`` of an adapter.
+    """Call ``gradients()`` or ``parameters()`` of an adapter; ProtocolError if it returns anything else.
 
-    Args:
-        untied: the parameters that sharding has untied, whose further names are then unknown.
-
-    Raises:
-        ProtocolError: the method returns anything but what the protocol says, with the names of all parameters.
+    Further names of the parameters that sharding has untied are unknown.
     """
     found = getattr(adapter, method)()
     who = f"adapter {_name(type(adapter))}: {method}()"
@@ -111,11 +105,11 @@ def pieces_of(
             f"{one_line(', '.join(unknown)) or 'none'}, missing are {one_line(', '.join(missing)) or 'none'}"
             + "".join(f"; untied: {tie}" for tie in untied if set(unknown) & set(tie.names))
         )
+    device = adapter.config.mesh.device_type
     for name, piece in found.items():
         if piece is None and method == "gradients":
             continue
-        wrong = _wrong(piece, _device_types(adapter.config))
-        if wrong:
+        if wrong := _wrong(piece, (device, "cpu") if adapter.config.offload else (device,)):
             raise ProtocolError(f"{who}[{name!r}] {wrong}")
     return dict(found)
 
@@ -141,11 +135,6 @@ def state_of(adapter: Adapter, names: Collection[str]) -> dict[str, dict[str, Pi
             if wrong := _wrong(piece, ("cpu", adapter.config.mesh.device_type)):
                 raise ProtocolError(f"{who}[{name!r}][{key!r}] {wrong}")
     return {name: dict(state) for name, state in found.items()}
-
-
-def _device_types(config: Config) -> tuple[str, ...]:
-    """Return the types of the devices on which pieces may be."""
-    return (config.mesh.device_type, "cpu") if config.offload else (config.mesh.device_type,)
 
 
 def _wrong(piece: Any, device_types: tuple[str, ...]) -> str | None:

@@ -33,12 +33,7 @@ from shardproof.harness.verdicts.observations import ExpectedText
 
 @dataclasses.dataclass(frozen=True)
 class Seeds:
-    """The seeds of a case, equal for every implementation and recorded with the verdict.
-
-    Attributes:
-        init: seeds the random number generators before the case runs.
-        data: seeds the batches.
-    """
+    """The seeds of a case, of the generators before it runs and of its batches; equal for every implementation."""
 
     init: int
     data: int
@@ -91,10 +86,7 @@ class Rank(Member):
         """Return this rank as one of another world, in whose process group the process is now.
 
         Its exchanges are among the ranks of that world alone, and all ranks of this one must make them. What it
-        observes is observed in this case.
-
-        Args:
-            ranks: by rank of the other world, the rank of this one that it is.
+        observes is observed in this case. By rank of the other world, ``ranks`` has the rank of this one that it is.
         """
         state = RankState(
             index=ranks.index(self.index),
@@ -112,11 +104,7 @@ class Rank(Member):
         return other
 
     def nodes_or(self, declared: tuple[int, ...]) -> tuple[int, ...]:
-        """The host of each rank: the real ones if there are several with equally many ranks each.
-
-        Args:
-            declared: what takes their place otherwise, as on one host; numbered from 0.
-        """
+        """The host of each rank, from 0: the real ones if several have equally many ranks each, else the declared."""
         sizes = {self.nodes.count(node) for node in self.nodes}
         return self.nodes if len(set(self.nodes)) > 1 and len(sizes) == 1 else declared
 
@@ -304,9 +292,7 @@ class Rank(Member):
     def explain(self, *, in_step: bool) -> Explanation:
         """Return where the runs of the case first diverge. The harness calls it after the case, with capture on.
 
-        Args:
-            in_step: whether all ranks have ended the case alike, so that they can replay what has not been checked
-                (collective then).
+        If all ranks have ended the case in step, they replay what has not been checked (collective then).
         """
         assert self.explainer is not None, "only a case with capture on is explained"
         if in_step:
@@ -316,11 +302,7 @@ class Rank(Member):
         return self.explainer.explain(self.implementation)
 
     def assert_compared(self) -> None:
-        """Check that the case has compared every step of its pairs. The harness calls it after a case without an error.
-
-        Raises:
-            AssertionError: names the steps that nothing has been compared with.
-        """
+        """Check that the case has compared every step of its pairs. The harness calls it unless the case raised."""
         for pair in self._watched:
             if isinstance(pair, Pair):
                 pair.assert_compared()
@@ -328,15 +310,17 @@ class Rank(Member):
     def finish(self) -> None:
         """Collect the traces of the case's runs and tear down their adapters. The harness calls it after the case.
 
-        Raises:
-            Exception: the first exception of a teardown, after the other adapters are torn down too.
+        The first exception of a teardown is raised after the other adapters are torn down too.
         """
         errors: list[BaseException] = []
         if self.explainer is not None and self._world_ranks is None:
             self.explainer.close()
         for run in (run for owner in self._watched for run in owner.runs):
             if run.adapter.name == self.implementation.name:
-                self.record.add_trace([str(self._in_the_case(item)) for item in run.trace])
+                trace: list[Collective] = run.trace
+                if (ranks := self._world_ranks) is not None:  # with the ranks of the world of the case
+                    trace = [dataclasses.replace(one, group=tuple(ranks[rank] for rank in one.group)) for one in trace]
+                self.record.add_trace(list(map(str, trace)))
             try:
                 run.adapter.teardown()
             except BaseException as error:  # SystemExit too: the rank must end by no adapter's hand
@@ -344,12 +328,6 @@ class Rank(Member):
         self._watched.clear()
         if errors:
             raise errors[0]
-
-    def _in_the_case(self, item: Collective) -> Collective:
-        """A collective with the ranks of the world of the case."""
-        if self._world_ranks is None:
-            return item
-        return dataclasses.replace(item, group=tuple(self._world_ranks[rank] for rank in item.group))
 
 
 class _Part:

@@ -26,7 +26,6 @@ from shardproof.harness.verdicts.observations import Observations
 
 # Where the time of a rank goes: each moment of a case counts for one activity, the innermost.
 
-
 Activity = Literal["case", "sharding", "training", "replaying", "comparing", "waiting", "leftovers"]
 """What a rank does: shard a model, train the sharded run, replay on the baseline and the oracle, compare, wait for the
 other ranks in an exchange, look for left-overs; everything else is the case's own."""
@@ -176,7 +175,6 @@ class RankState:
     """One rank process of a world, from its start to its end.
 
     Attributes:
-        directory: a directory of the world alone.
         nodes: the host of each rank, numbered from 0.
         used: the names of the implementations that have run in this process.
         replays: the results of baselines and oracles that later cases may need again.
@@ -264,26 +262,14 @@ class Member:
         return [pickle.loads(one) for one in everyone]
 
     def exchange_tensors(self, value: Any) -> list[Any]:
-        """Gather one container of tensors from every rank (collective); see :meth:`exchange`.
-
-        Args:
-            value: this rank's container, as :func:`map_tensors` handles it.
-
-        Returns:
-            One container per rank, in rank order, with all tensors on this rank's device.
-        """
+        """Gather one container of tensors from every rank, on this rank's device (collective); see :meth:`exchange`."""
         gathered = self.exchange(map_tensors(torch.Tensor.cpu, value))
         moved: list[Any] = map_tensors(lambda tensor: tensor.to(self.device), gathered)
         return moved
 
     def agree(self, finding: Finding | None, *, title: str) -> None:
-        """Raise on every rank if any rank has a finding (collective).
+        """Raise on every rank if any rank has a finding (collective); the title states what went wrong.
 
-        Args:
-            title: the first line of the failure, a statement of what went wrong.
-
-        Raises:
-            Divergence: with the same text and location on all ranks, those of the first finding by step, stage and
-                rank.
+        The Divergence has the same text and location on all ranks, those of the first finding by step, stage and rank.
         """
         raise_first(self.exchange(finding), title=title)

@@ -34,20 +34,15 @@ from shardproof.harness.tensors.trees import map_tensors, on_host, tensors_of
 # What cannot be digested safely has no digest: an object with state of its own, such as a counter in a hook or in a
 # loss, would not be updated by a replay that is taken from a cache.
 
-
 _BY_REFERENCE = (type, types.BuiltinFunctionType)
 _BY_CONTENT = (nn.Module, functools.partial, torch.Size, torch.dtype, torch.device, enum.Enum, collections.OrderedDict)
 
 
 def digest(value: Any) -> bytes | None:
-    """Return a digest of everything that ``value`` consists of, or None if there is none.
+    """Return a digest of all that a value consists of, 16 bytes comparable within one process, or None.
 
-    Args:
-        value: modules, tensors, containers, dataclasses, partial functions, and functions without a closure; their code
-            counts, and not what it refers to by global names.
-
-    Returns:
-        16 bytes, comparable within one process.
+    It consists of modules, tensors, containers, dataclasses, partial functions, and functions without a closure; their
+    code counts, and not what it refers to by global names.
     """
     stream = io.BytesIO()
     try:

@@ -31,7 +31,6 @@ from shardproof.harness.verdicts.finding import Divergence, Finding, Location, S
 # another stream wait, and after the first step it allocates nothing, so that the allocator hands the implementation the
 # same memory with and without copies.
 
-
 _Kind = tuple[torch.Size, torch.dtype, torch.device]
 
 
@@ -52,9 +51,7 @@ class Snapshots:
     def copy(self, key: Hashable, tensor: torch.Tensor) -> torch.Tensor:
         """Return a detached copy of a tensor, in reserved memory where the tensor is like that of the last step.
 
-        Args:
-            key: tells the tensors of one step apart.
-            tensor: a tensor on any device; a subclass such as DTensor is cloned as it is.
+        The key tells the tensors of one step apart. A subclass such as DTensor is cloned as it is.
         """
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             return tensor.detach().clone()
@@ -246,14 +243,6 @@ class Run:
         """
         self._snapshots.reserve()
         held = memory.begin_step_peak(self._device) if self._measures_peak else 0
-        picture = self._step(microbatches, loss=loss, submodule=submodule, set_to_none=set_to_none, ahead=ahead)
-        if self._measures_peak:
-            self._record.add_peak(memory.step_peak(self._device) - held)
-        return picture
-
-    def _step(
-        self, microbatches: Sequence[Any], *, loss: Loss, submodule: str, set_to_none: bool, ahead: int
-    ) -> StepPicture:
         adapter, clip = self.adapter, self.adapter.config.clip
         if ahead:
             outputs, losses = self._interleaved(microbatches, loss=loss, submodule=submodule, ahead=ahead)
@@ -269,13 +258,21 @@ class Run:
                 norm = adapter.clip()
             norm = self._snapshots.copy(Stage.TOTAL_NORM, norm)
             clipped = self._picture(Stage.CLIPPED_GRADIENT)
-        self._optimize()
+        with self._during("step"):
+            self.perturbation.at("step", "before")
+            if self._options.step is None:
+                adapter.step()
+            else:
+                self._options.step(adapter)
+            self.perturbation.at("step", "after")
         if clip is not None and adapter.traits.clips == "step":
             norm = adapter.norm_after_step()
         parameters = self._picture(Stage.PARAMETER)
         state = self._state_picture()
         adapter.zero_grad(set_to_none=set_to_none)
         captured = capture.taken(self.capture)
+        if self._measures_peak:
+            self._record.add_peak(memory.step_peak(self._device) - held)
         return StepPicture(outputs, losses, gradients, norm, clipped, parameters, state, numel, self.evidence, captured)
 
     def original_module(self, name: str) -> nn.Module:
@@ -432,15 +429,6 @@ class Run:
         unit = self._lookup(collective.kind, collective.dtype, collective.nbytes)
         self.recorder.trace.append(dataclasses.replace(collective, unit=unit))
 
-    def _optimize(self) -> None:
-        with self._during("step"):
-            self.perturbation.at("step", "before")
-            if self._options.step is None:
-                self.adapter.step()
-            else:
-                self._options.step(self.adapter)
-            self.perturbation.at("step", "after")
-
 
 def sharded_run(
     member: Member,
@@ -450,17 +438,11 @@ def sharded_run(
     config: Config,
     options: RunOptions,
 ) -> Run:
-    """Create a run of an implementation (collective).
+    """Create a run of an implementation, by default of that under test (collective).
 
-    If the adapter declares that it shards parameters, the bytes that every rank holds are checked.
-
-    Args:
-        model: float32, on this rank's device, equal on all ranks; from here on it belongs to the run.
-        implementation: the adapter class to drive; by default that under test.
-
-    Raises:
-        Divergence: on every rank, if any rank holds more parameter bytes than its share. Where parameters were untied,
-            the first forward raises it.
+    If the adapter declares that it shards parameters, the bytes that every rank holds are checked, and a Divergence is
+    raised on every rank, if any rank holds more parameter bytes than its share. Where parameters were untied, the first
+    forward raises it. The model is float32, equal on all ranks, and belongs to the run from here on.
     """
     implementation = implementation or member.implementation
     traits = implementation.traits
@@ -472,7 +454,9 @@ def sharded_run(
     if "parameters" in traits.shards and sizes.share and config.shard_size > 1:
         with member.stopwatch.during("leftovers"):
             held = memory.settled_bytes(member.device, limit=before + sizes.byte_limit) - before
-        counts = coverage.Counts(coverage.registered_numel(run.adapter) if sizes.can_tell else None, sizes.numel)
+        counts = coverage.Counts(
+            coverage.local_numel(run.adapter.module.parameters()) if sizes.can_tell else None, sizes.numel
+        )
         text = f"holds {held} bytes of parameters after sharding; its share is {sizes.byte_share}"
         finding = None
         if held > sizes.byte_limit:

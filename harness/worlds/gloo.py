@@ -30,9 +30,6 @@ _GLOO = "torch.distributed.distributed_c10d.ProcessGroupGloo"
 
 _Gloo: Any = private.take(_GLOO)  # whose options have no type stubs
 
-#: The environment variable with network interfaces, separated by commas. Without it gloo takes that of the host's name.
-_INTERFACES = "GLOO_SOCKET_IFNAME"
-
 
 @contextlib.contextmanager
 def _threads_that_do_not_preempt() -> Iterator[None]:
@@ -89,7 +86,7 @@ def _options(timeout: datetime.timedelta = dist.default_pg_timeout, **more: Any)
     options._threads = 1
     for name, value in more.items():  # since torch 2.14 `enable_reconfigure`, which is an option too
         setattr(options, name, value)
-    interfaces = os.environ.get(_INTERFACES, "")
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")  # without it gloo takes that of the host's name
     options._devices = (
         [_Gloo.create_device(interface=name) for name in interfaces.split(",")]
         if interfaces

@@ -44,11 +44,7 @@ _Takes = Sequence[tuple[Sequence[str], int]]
 def device_of(worker: int, *, size: int, count: int) -> list[int]:
     """Assign CUDA devices to the ranks of a world, so that the worlds of different workers start on different devices.
 
-    Args:
-        count: the number of CUDA devices of the host; at least 1.
-
-    Returns:
-        The device index of each rank; ranks share devices where ``size`` exceeds ``count``.
+    Ranks share devices where ``size`` exceeds ``count``, the number of devices of the host.
     """
     offset = worker * size % count
     return [(offset + index) % count for index in range(size)]
@@ -67,13 +63,9 @@ class Leases:
 
     @contextlib.contextmanager
     def devices(self, indices: Sequence[int], *, alone: bool) -> Iterator[None]:
-        """Hold a lease on CUDA devices.
+        """Hold a lease on CUDA devices; with ``alone`` on all of their slots, so that no other case uses them.
 
-        Args:
-            alone: take all slots of each device, so that no other case uses it, instead of one slot of each.
-
-        Raises:
-            WaitedTooLong: the lease did not come within ``LEASE_SECONDS``, or its holder is stopped.
+        A WaitedTooLong says that the lease did not come within ``LEASE_SECONDS``, or that its holder is stopped.
         """
         chosen = sorted(set(indices))
         needs = [[f"cuda-{index}.{slot}" for slot in range(DEVICE_SLOTS)] for index in chosen]

@@ -96,9 +96,8 @@ _MOST_OUTPUT_BYTES = 1 << 20
 def main(connection: Connection, spec: RankSpec) -> None:
     """Start this rank and run jobs until the connection closes.
 
-    Args:
-        connection: the rank's end of the pipe. The rank sends ``("ready", pid)`` or ``("failed", traceback)``, and then
-            one ``Result`` for each ``Job`` or ``RollCall`` that it receives; ``None`` ends the loop.
+    The rank sends ``("ready", pid)`` or ``("failed", traceback)``, and then one ``Result`` for each ``Job`` or
+    ``RollCall`` that it receives; ``None`` ends the loop.
     """
     log = _redirect_output(pathlib.Path(spec.directory) / f"rank{spec.index}.out")
     faulthandler.enable(log)
@@ -314,11 +313,7 @@ def _examine(
 
 
 def _finish_queued(device: torch.device) -> None:
-    """Wait until the device has finished the case's work.
-
-    An error or a hang on the device must be attributed to this case and not to the next one, and the collectives of
-    this case must not pair with those of the next.
-    """
+    """Wait for the device: its errors and hangs are this case's, and collectives of two cases must not pair."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 

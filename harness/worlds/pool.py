@@ -27,11 +27,7 @@ KEPT_RANKS = 24
 class Pool:
     """The worlds of one pytest process, by key, by the implementation for which they are reserved, and by place.
 
-    The least recently used ones are stopped first.
-
-    Args:
-        worker: the index of this process among xdist's workers; the worlds of different workers start on different
-            devices.
+    The least recently used ones are stopped first. Those of different workers of xdist start on different devices.
     """
 
     def __init__(self, *, device_count: int = 0, worker: int = 0) -> None:

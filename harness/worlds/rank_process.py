@@ -35,12 +35,9 @@ _UNREPORTED = 255
 
 @dataclasses.dataclass
 class RankProcess:
-    """The handle of one rank in the process that started it.
+    """The handle of one rank in the process that started it; ``output`` is the file with its stdout and stderr.
 
-    Attributes:
-        connection: the controller's end of the connection; in a supervisor None, because the rank is connected with
-            the controller itself.
-        output: the file with the rank's stdout and stderr.
+    In a supervisor there is no connection, because the rank is connected with the controller itself.
     """
 
     process: Any
@@ -79,16 +76,18 @@ class RankProcess:
         if code == _UNREPORTED and forkserver.has_ended(within=1.0):
             text = "the forkserver ended, and its ranks with it; the next case gets a new one"
             return Verdict.HARNESS_ERROR, text
-        return Verdict.CRASH, f"the rank's process ended: {_ending(code)}"
+        if code is None:
+            how = "it closed its connection and did not exit"
+        elif code < 0:
+            hint = ", which the kernel also sends when memory runs out" if -code == signal.SIGKILL else ""
+            how = f"killed by {signal.Signals(-code).name}{hint}"
+        else:
+            how = f"exit code {code}"
+        return Verdict.CRASH, f"the rank's process ended: {how}"
 
 
 def spawn(spec: RankSpec, theirs: Connection) -> Any:
-    """Start a rank process; closes ``theirs``, the rank's end of its connection, in this process.
-
-    Raises:
-        WaitedTooLong: the forkserver did not start it in time.
-        ForkserverEnded: the forkserver ended.
-    """
+    """Start a rank process, as :func:`forkserver.spawn` does; closes ``theirs``, its end of the connection, here."""
     name = f"rank {spec.index}"
     process = forkserver.context().Process(target=forkserver.run_rank, args=(theirs, spec), daemon=True, name=name)
     try:
@@ -102,8 +101,7 @@ def spawn(spec: RankSpec, theirs: Connection) -> Any:
 def kill(ranks: Sequence[RankProcess]) -> list[str]:
     """Kill ranks and the processes that they started, and wait until they have ended.
 
-    Returns:
-        One line for each rank that did not end, which is given up, and for a forkserver that had to be killed.
+    A line is returned for each rank that did not end, which is given up, and for a forkserver that had to be killed.
     """
     for rank in ranks:
         if rank.is_alive:
@@ -139,12 +137,3 @@ def _kill_tree(pid: int) -> None:
     for end in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError):
             end(pid, signal.SIGKILL)
-
-
-def _ending(code: int | None) -> str:
-    if code is None:
-        return "it closed its connection and did not exit"
-    if code < 0:
-        hint = ", which the kernel also sends when memory runs out" if -code == signal.SIGKILL else ""
-        return f"killed by {signal.Signals(-code).name}{hint}"
-    return f"exit code {code}"

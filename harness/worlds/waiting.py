@@ -104,10 +104,11 @@ class Blockers:
         return ", ".join(map(str, self.processes)) or "a process that is not visible here"
 
 
+@dataclasses.dataclass(eq=False)
 class Wait:
     """One wait: call :meth:`check` at each poll.
 
-    Args:
+    Attributes:
         what: what is waited for, such as "a lease on 2 cores".
         bound: the seconds after which the wait is given up.
         stopped_bound: the seconds after which it is given up while only a stopped process could end it.
@@ -117,26 +118,20 @@ class Wait:
         stopped_advice: the same if a stopped process was in the way; by default to continue or to end it.
     """
 
-    def __init__(
-        self,
-        what: str,
-        *,
-        bound: float,
-        blockers: Callable[[], Blockers],
-        stopped_bound: float | None = None,
-        given_up: set[Process] | None = None,
-        advice: str = "end it if it hangs",
-        stopped_advice: str = "",
-    ) -> None:
-        self._what = what
-        self._bound = bound
-        self._blockers = blockers
-        self._stopped_bound = STOPPED_SECONDS if stopped_bound is None else stopped_bound
-        self._advice, self._stopped_advice = advice, stopped_advice
+    what: str
+    _: dataclasses.KW_ONLY
+    bound: float
+    blockers: Callable[[], Blockers]
+    stopped_bound: float | None = None
+    given_up: set[Process] = dataclasses.field(default_factory=set)
+    advice: str = "end it if it hangs"
+    stopped_advice: str = ""
+
+    def __post_init__(self) -> None:
+        self._stopped_bound = STOPPED_SECONDS if self.stopped_bound is None else self.stopped_bound
         self._waited, self._last = 0.0, time.monotonic()
-        self._given_up = set() if given_up is None else given_up
-        self._next_line = min(NOTICE_SECONDS, bound)
-        self._next_look = 0.0 if self._given_up else self._next_line
+        self._next_line = min(NOTICE_SECONDS, self.bound)
+        self._next_look = 0.0 if self.given_up else self._next_line
         self._stopped_from: float | None = None
 
     def check(self) -> None:
@@ -146,30 +141,30 @@ class Wait:
         self._last = now
         if self._waited >= self._next_look:
             self._next_look = self._waited + min(_LOOK_SECONDS, NOTICE_SECONDS)
-            self._look(self._blockers())
+            self._look(self.blockers())
 
     def _look(self, blockers: Blockers) -> None:
         has_changed = blockers.need_sigcont != (self._stopped_from is not None)
         if has_changed:
             self._stopped_from = self._waited if blockers.need_sigcont else None
-        remaining = self._bound - self._waited
+        remaining = self.bound - self._waited
         if self._stopped_from is not None:
             remaining = min(remaining, self._stopped_from + self._stopped_bound - self._waited)
-        if blockers.need_sigcont and not self._given_up.isdisjoint(blockers.processes):
+        if blockers.need_sigcont and not self.given_up.isdisjoint(blockers.processes):
             remaining = 0.0
         if remaining <= 0:
-            self._given_up.update(process for process in blockers.processes if process.is_stopped)
-            advice = self._advice
+            self.given_up.update(process for process in blockers.processes if process.is_stopped)
+            advice = self.advice
             if blockers.need_sigcont:
                 pid = next(process.pid for process in blockers.processes if process.is_stopped)
-                advice = self._stopped_advice or f"continue it (kill -CONT {pid}) or end it"
+                advice = self.stopped_advice or f"continue it (kill -CONT {pid}) or end it"
             raise WaitedTooLong(
-                f"gave up after {self._waited:.0f} s of waiting for {self._what}, blocked by {blockers}: {advice}"
+                f"gave up after {self._waited:.0f} s of waiting for {self.what}, blocked by {blockers}: {advice}"
             )
         if self._waited >= self._next_line or (has_changed and self._waited >= NOTICE_SECONDS):
             self._next_line = max(2 * self._waited, NOTICE_SECONDS)
             tell(
-                f"shardproof: waiting for {self._what} since {self._waited:.0f} s, blocked by {blockers}; "
+                f"shardproof: waiting for {self.what} since {self._waited:.0f} s, blocked by {blockers}; "
                 f"gives up in {remaining:.0f} s"
             )
 
@@ -177,13 +172,7 @@ class Wait:
 def in_thread(function: Callable[[], _T], wait: Wait, *, discard: Callable[[_T], None]) -> _T:
     """Call a function that may block for ever, in a thread, and wait for it.
 
-    Args:
-        function: the function; it keeps running when the wait is given up or interrupted.
-        discard: undoes what the function returned, if it returns after the wait has ended.
-
-    Raises:
-        WaitedTooLong: the wait was given up.
-        Exception: what the function raised.
+    It keeps running when the wait is given up or interrupted; ``discard`` then undoes what it returns.
     """
     #: Its value belongs to the waiting thread or, once that has cancelled it, to ``discard``.
     call: Future[_T] = Future()

@@ -44,13 +44,9 @@ class Diagnosis:
 
 
 def dump_stacks(ranks: Mapping[int, tuple[int, pathlib.Path]]) -> set[int]:
-    """Have ranks dump the Python stacks of their threads to their output files, all at once, and wait for the dumps.
+    """Have ranks dump the stacks of their threads to their output files, all at once; return those that did so in time.
 
-    Args:
-        ranks: by global rank, its process id and the file to which it appends a byte after each complete dump.
-
-    Returns:
-        The ranks whose dumps are complete. The others did not finish in time.
+    Each rank comes with its process id and the file to which it appends a byte after each complete dump.
     """
     before = {rank: _size(dumped) for rank, (_, dumped) in ranks.items()}
     for pid, _ in ranks.values():
@@ -65,13 +61,9 @@ def dump_stacks(ranks: Mapping[int, tuple[int, pathlib.Path]]) -> set[int]:
 
 
 def stacks(pid: int, text: str, *, is_complete: bool) -> str:
-    """Render a rank's stacks.
+    """Render a rank's stacks, from what it wrote to its output since the case began.
 
-    Args:
-        text: what the rank wrote to its output since the case began, with the Python stacks.
-
-    Returns:
-        The text, a line that the dump is cut off unless it is complete, and with py-spy installed the native stacks.
+    A line says that the dump is cut off unless it is complete, and with py-spy installed the native stacks follow.
     """
     text = without_harness(text)
     end = "" if is_complete else f"(cut off: the rank did not finish its stack dump within {_STACK_SECONDS:g} s)\n"
@@ -141,17 +133,20 @@ def diagnose(
         return Diagnosis(min(lost), "\n".join(f"{_are(ranks)} out of reach: {why}" for why, ranks in reasons.items()))
     waiting: dict[tuple[str, int, tuple[int, ...], tuple[int, ...], str], list[int]] = {}
     for rank in stuck:
-        last = entries[rank][-1] if entries[rank] else None
-        missing = () if last is None else tuple(p for p in last.ranks if _entered(entries[p], last) < last.number)
-        if last is not None and missing:
+        if missing := _missing(entries[rank], entries):
+            last = entries[rank][-1]
             waiting.setdefault((last.group, last.number, last.ranks, missing, last.text), []).append(rank)
-    lines = [_is_in(ranks, *collective) for collective, ranks in waiting.items()]
+    lines = [
+        f"{_are(ranks)} in {text}, collective {number} on {ranks_of(members)} (group {group!r}), and {_are(missing)} "
+        "missing from it"
+        for (group, number, members, missing, text), ranks in waiting.items()
+    ]
     culprits = list(dict.fromkeys(rank for _, _, _, missing, _ in waiting for rank in missing))
     # A rank that itself waits in a collective is not the cause of the hang if another missing rank is outside every
     # collective.
     inside = {rank for ranks in waiting.values() for rank in ranks}
     outside = [rank for rank in culprits if rank not in inside]
-    suspects = outside or culprits or [rank for rank in stuck if not _waits(entries[rank], entries)] or list(stuck)
+    suspects = outside or culprits or [rank for rank in stuck if not _missing(entries[rank], entries)] or list(stuck)
     whereabouts: dict[str, list[int]] = {}
     for rank in suspects:
         whereabouts.setdefault(_whereabouts(entries[rank], stuck.get(rank), case_path), []).append(rank)
@@ -162,12 +157,9 @@ def diagnose(
 def collectives(entries: Mapping[int, list[Announcement]], unknown: Collection[int] = ()) -> list[str]:
     """Render the last collectives of all ranks, each one once, with the ranks that entered it.
 
-    Args:
-        unknown: the ranks whose announcements cannot be read any more.
-
-    Returns:
-        A title, one line for each collective in an order that agrees with that of every rank, and the advice to check
-        collectives if two members of a group announced different ones; nothing if no rank announced any.
+    After a title comes one line for each collective, in an order that agrees with that of every rank, and the advice to
+    check collectives if two members of a group announced different ones; nothing if no rank announced any. What
+    ``unknown`` ranks announced cannot be read any more.
     """
     entered: dict[Announcement, list[int]] = {}
     order: list[Announcement] = []
@@ -220,21 +212,13 @@ def _by(entered: list[int], members: tuple[int, ...], unknown: Collection[int]) 
     return f"all but {ranks_of(others)}" if len(others) < len(entered) else f"{ranks_of(entered)} only"
 
 
-def _is_in(
-    ranks: list[int], group: str, number: int, members: tuple[int, ...], missing: tuple[int, ...], text: str
-) -> str:
-    where = f"{text}, collective {number} on {ranks_of(members)} (group {group!r})"
-    return f"{_are(ranks)} in {where}, and {_are(missing)} missing from it"
-
-
-def _entered(entries: list[Announcement], last: Announcement) -> int:
-    """Return the number of the last collective that a rank entered on the group of ``last``, 0 if it entered none."""
-    return max((entry.number for entry in entries if entry.group == last.group), default=0)
-
-
-def _waits(own: list[Announcement], entries: Mapping[int, list[Announcement]]) -> bool:
-    """Whether some member of the group has not entered the last collective in ``own``."""
-    return bool(own) and any(_entered(entries[peer], own[-1]) < own[-1].number for peer in own[-1].ranks)
+def _missing(own: list[Announcement], entries: Mapping[int, list[Announcement]]) -> tuple[int, ...]:
+    """The members of the group that have not entered the last collective in ``own``."""
+    if not own:
+        return ()
+    last = own[-1]
+    numbers = {peer: [entry.number for entry in entries[peer] if entry.group == last.group] for peer in last.ranks}
+    return tuple(peer for peer, entered in numbers.items() if max(entered, default=0) < last.number)
 
 
 def _whereabouts(own: list[Announcement], dump: str | None, case_path: str) -> str:

@@ -237,15 +237,12 @@ class World:
         return Outcome(results, outputs, seconds, diagnosis, collectives(self._announced, self._lost), self.hosts)
 
     def is_in_step(self, results: Sequence[Result]) -> bool:
-        """Whether the ranks can run another case.
+        """Whether the ranks can run another case after these results of the job that ran last.
 
         If an exception came from the same place on all ranks after the same collectives, this asks them, and waits for
         the answers at most ``GRACE_SECONDS``. Where the world is reserved for an adapter, an exception may have left
         more in its processes than is compared. A case that stopped the forkserver has broken more than its world, whose
         end replaces both.
-
-        Args:
-            results: those of the job that ran last.
         """
         if by_agreement(results):
             return True

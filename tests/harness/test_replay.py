@@ -27,7 +27,7 @@ def model() -> nn.Module:
 
 def fresh(rank: Rank) -> None:
     """Let the case begin with an empty cache, and leave none of its results to others."""
-    rank.monkeypatch.setattr(rank._state, "replays", ReplayCache())
+    rank.monkeypatch.setattr(rank, "replays", ReplayCache())
 
 
 def half(output: Any) -> torch.Tensor:

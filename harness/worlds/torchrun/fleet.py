@@ -117,14 +117,13 @@ def gathered(asked: Mapping[int, Callable[[float], _T]], within: float = ANSWER_
     return answers
 
 
+@dataclasses.dataclass(eq=False)
 class RemoteRank:
-    """One rank of a world, whose process a supervisor has started."""
+    """One rank of a world, whose process a supervisor has started; the connection is the controller's own with it."""
 
-    def __init__(self, link: Link, world: int, spec: RankSpec, connection: Connection) -> None:
-        self.link = link
-        self.connection = connection
-        self._world = world
-        self._spec = spec
+    link: Link
+    world: int
+    connection: Connection
 
     @property
     def is_alive(self) -> bool:
@@ -138,21 +137,21 @@ class RemoteRank:
     def new_output(self) -> str:
         """Return the output that the rank has written since the last call; "" if its host cannot be reached."""
         try:
-            return str(self.link.call("output", self._world))
+            return str(self.link.call("output", self.world))
         except Lost:
             return ""
 
     def ending(self) -> tuple[Verdict, str]:
         """Return the verdict on a rank that has closed its connection, and how its process ended."""
         try:
-            verdict, text = self.link.call("ending", self._world)
+            verdict, text = self.link.call("ending", self.world)
             return Verdict(verdict), text
         except Lost as lost:
             return (Verdict.HANG if lost.is_silent else Verdict.CRASH), str(lost)
 
     def ask(self, command: str, *arguments: Any) -> Callable[[float], Any]:
         """Ask the supervisor about this rank, as :meth:`Link.ask` does."""
-        return self.link.ask(command, self._world, *arguments)
+        return self.link.ask(command, self.world, *arguments)
 
 
 #: Seconds that the supervisors may take to come, after torch elastic has started all processes at the same time.
@@ -171,11 +170,6 @@ class Seat:
 
     place: Place
     link: Link | None = None
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether it cannot be reached any more."""
-        return self.link is not None and self.link.lost is not None
 
 
 class Fleet:
@@ -229,9 +223,8 @@ class Fleet:
     def reserve(self, size: int, *, known: Sequence[tuple[int, ...]] = (), alone: bool = False) -> tuple[int, ...]:
         """Take ranks of the job for a world, and return them; waits until the worlds that run leave enough.
 
-        Args:
-            known: where there are worlds that the case can use; the first that is free is taken.
-            alone: whether no other world of the job may run meanwhile.
+        The first place of ``known``, where there are worlds that the case can use, is taken if it is free. With
+        ``alone`` no other world of the job runs meanwhile.
 
         Raises:
             TooFewRanks: so many are not left.
@@ -253,7 +246,7 @@ class Fleet:
             self._changed.notify_all()
 
     def _free(self, size: int, known: Sequence[tuple[int, ...]], *, alone: bool) -> tuple[int, ...] | None:
-        left = [seat for seat in self.seats(range(self.size)) if not seat.is_lost]
+        left = [seat for seat in self.seats(range(self.size)) if seat.link is None or seat.link.lost is None]
         if size > len(left):
             why = "; ".join(dict.fromkeys(map(str, self.lost)))
             raise TooFewRanks(f"{size} ranks are needed, and {len(left)} of {self.size} are left: {why}")
@@ -299,7 +292,7 @@ class Fleet:
             while (number, spec.index) not in self._connections and time.monotonic() < until:
                 self._changed.wait(_POLL_SECONDS)
             connection = self._connections.pop((number, spec.index))
-        return RemoteRank(seat.link, number, spec, connection)
+        return RemoteRank(seat.link, number, connection)
 
     def meeting(self, number: int) -> Meeting:
         """Return where the ranks of a world of several hosts meet."""

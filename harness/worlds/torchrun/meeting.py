@@ -201,16 +201,10 @@ def announce(place: Place, port: int, key: bytes) -> None:
 
 
 def join(place: Place) -> tuple[tuple[str, int], bytes, Connection]:
-    """Wait for what the controller announces, and connect with it.
+    """Wait for the controller's address and the job's key, and connect with it; OSError if there is no controller.
 
     Where the job's store outlives a restart, as with a static rendezvous, what the last controller announced is there
     until this one does.
-
-    Returns:
-        The controller's address, the job's key, and the connection.
-
-    Raises:
-        OSError: there is no controller.
     """
     store = _job(place)
     store.wait([_CONTROLLER], _TIMEOUT)
@@ -246,13 +240,10 @@ def store_of(meeting: Meeting) -> Store:
 
 
 def across(spec: RankSpec, within: Exchange, shared: Store) -> HostExchange:
-    """Connect this rank with those of other hosts (collective).
+    """Connect this rank with those of other hosts (collective); OSError if another host cannot be reached.
 
     Of two hosts the one with the smaller number connects: the host of rank 0 may know itself by an address that only
     it can use, and the others know the addresses by which they reach it.
-
-    Raises:
-        OSError: another host cannot be reached.
     """
     assert spec.meeting is not None, "only ranks of several hosts meet"
     node, key = spec.nodes[spec.index], spec.meeting.key

@@ -85,15 +85,7 @@ class Supervisor:
         self._directories: set[pathlib.Path] = set()
 
     def serve(self, connection: Connection) -> int:
-        """Answer until the controller sends the end.
-
-        Returns:
-            The exit code of the job.
-
-        Raises:
-            EOFError: the controller ended.
-            OSError: it cannot be reached.
-        """
+        """Answer until the controller sends the end, with the job's exit code; EOFError or OSError if it is gone."""
         while True:
             number, command, arguments = connection.recv()
             answer = self.answer(command, *arguments)
