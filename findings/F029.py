@@ -1,4 +1,4 @@
-"""torch `fully_shard`, `FullyShardedDataParallel`: an evaluation after a step uses the values of before the step
+"""torch `fully_shard`, `FullyShardedDataParallel`: an evaluation after a step uses the parameters from before the step
 
 The root's unit stays gathered after a forward, by default of `fully_shard` and always of `FullyShardedDataParallel`, and
 so does every unit that does not reshard. Backward frees it; after a forward under `no_grad` no backward comes. If the

@@ -1,4 +1,4 @@
-"""fairscale `ShardedDataParallel`: gradients that the optimizer clears, or that a script replaces, are not reduced
+"""fairscale `ShardedDataParallel`: gradients that the optimizer clears, or that user code replaces, are not reduced
 
 Each gradient is a view of a buffer, and the buffer is what is reduced. `optimizer.zero_grad()` sets gradients to None by
 default since torch 2.0, so that the next backward makes gradients outside of the buffers. The rank that owns a parameter then

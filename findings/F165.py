@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO-3: a dict that a script gives to a module has other tensors in it afterwards
+"""DeepSpeed ZeRO-3: a dict that user code passes to a module contains other tensors afterwards
 
 Before and after each module's forward, hooks apply a function to every tensor of its inputs and outputs, and write the
 results into the dict itself; lists and tuples are made anew. A script that uses the dict again backpropagates through

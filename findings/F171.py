@@ -1,4 +1,4 @@
-"""torch `FullyShardedDataParallel`: on the CPU, a full state dict of an optimizer has one moment in the place of all
+"""torch `FullyShardedDataParallel`: on the CPU, a full state dict of an optimizer has one moment for all parameters
 
 `full_optim_state_dict`, and `optim_state_dict` with `offload_to_cpu=True`, which is its default: with original parameters
 all states of a parameter are gathered in one buffer, one after the other, and each is "moved" to the CPU, where it is

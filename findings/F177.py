@@ -1,4 +1,4 @@
-"""torch `fully_shard`: what a script allocates for a reduce-scatter must begin its block of memory
+"""torch `fully_shard`: a reduce-scatter buffer allocated by user code must begin its block of memory
 
 `ReduceScatter.allocate` of `set_custom_reduce_scatter` returns a view in the midst of a larger block, as a pool of memory
 does. Gradients are cut out of the block, from its beginning, and not out of the view. torch 2.13.0. Seen by REDUCTION-9.

@@ -1,4 +1,4 @@
-"""torch `fully_shard`: what a script puts in the place of a sharded parameter is dropped
+"""torch `fully_shard`: a tensor that replaces a sharded parameter is dropped
 
 The next forward registers the unsharded parameter, and then the old sharded one again: the new one is neither computed
 with nor found afterwards, also where it is a DTensor of the same layout, and nothing is said. torch 2.13.0. Seen by

@@ -1,4 +1,4 @@
-"""torch `FullyShardedDataParallel`: what a script puts in the place of a flat parameter is dropped
+"""torch `FullyShardedDataParallel`: a tensor that replaces a flat parameter is dropped
 
 The next forward computes with the flat parameter of before, also where the new one has another size. F-178 is the same of
 `fully_shard`. torch 2.13.0. Seen by TRAINING-12.

@@ -1,4 +1,4 @@
-"""torch `DistributedDataParallel` over gloo: a script that destroys its process groups before its model may hang
+"""torch `DistributedDataParallel` over gloo: user code that destroys its process groups before its model may hang
 
 `destroy_process_group` leaves the group to the reducer of DDP, which then is the last to hold it, and releases it where
 the model is deleted: in most scripts where the function ends that has destroyed the groups. The destructor of the gloo

@@ -1,4 +1,4 @@
-"""torch `FullyShardedDataParallel`: the optimizer steps from the values of before the new data of a flat parameter
+"""torch `FullyShardedDataParallel`: the optimizer steps from the old values after a flat parameter got new data
 
 With `use_orig_params=False`, `parameter.data = new` between two steps is used by the next forward and backward and lost
 then: the unit registers the memory of before, from which the optimizer steps. With a compute dtype not even the forward

@@ -1,4 +1,4 @@
-"""torch `fully_shard`: a list or dict that a script passes to be filled stays empty, torch 2.11
+"""torch `fully_shard`: a list or dict that user code passes to be filled stays empty, torch 2.11
 
 With autograd a unit whose input requires a gradient is given copies of the lists and dicts among its arguments; what it adds
 to them is lost. torch 2.11.0; torch 2.13.0 passes. Seen by INPUTS-1.

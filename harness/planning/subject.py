@@ -158,7 +158,7 @@ def _needed(function: Callable[..., Any]) -> list[str]:
 
 
 def _built(name: str, function: Callable[[], Any]) -> Built:
-    """Call the user's function, which may raise or return no model, or one without two functions beside it."""
+    """Call the user's function, which may raise or return no model, or one without its two functions."""
     try:
         made = function()
     except BaseException as error:
