@@ -346,12 +346,14 @@ def test_memory_to_shard_a_model_on_the_cpu(rank: Rank) -> None:
     whole = memory.bytes_of(model.parameters())
     unit = whole // len(model)
     units = [[str(index)] for index in range(len(model))]
-    kept: list[Adapter] = []
-    peak = memory.peak_of(rank.device, lambda: kept.append(sharded(rank, model, units=units)))
+    before = memory.held_bytes(rank.device)
+    memory.forget_peak(rank.device)
+    adapter = sharded(rank, model, units=units)
+    peak = memory.peak_bytes(rank.device) - before
     limit = whole // rank.world_size + 2 * unit
     peaks = rank.exchange(peak)
     assert max(peaks) <= limit, f"at most {limit} bytes for {whole} bytes of parameters, but the ranks took {peaks}"
-    places = {piece.tensor.device for piece in kept[0].parameters().values()}
+    places = {piece.tensor.device for piece in adapter.parameters().values()}
     assert places == {rank.device}, f"shards on {places}"
 
 

@@ -11,7 +11,7 @@ import no torch.
 - ``registry``: finds adapters by name, or as ``module:Class``; keeps messages about them to one line.
 - ``dtensor``: the base class for per-parameter sharding with DTensors.
 - ``flat``: the base class for wrappers with flat parameters, and the layout of a flat parameter.
-- ``replicas``: ``ddp`` and ``replicated``, which are also the baselines.
+- ``replicas``: ``ddp`` and ``replicated``, which are also the baselines, and ``torch.replicate``.
 - one file for each package that shards: ``reference``, ``torch_fully_shard``, ``torch_fsdp``, ``deepspeed`` and others.
   ``docs/adapters.md`` says why each lacks the capabilities that it lacks.
 """

@@ -13,29 +13,25 @@ import torch.distributed as dist
 from torch import nn
 
 from shardproof.harness.adapters.base import Accumulation, Config, OptimizerFactory, Packaged, Precision
-from shardproof.harness.adapters.capability import CLIPS_BY_CALL, COMMON, Capability
+from shardproof.harness.adapters.capability import COMMON_AND_CLIPPING, Capability
 from shardproof.harness.adapters.torch_fully_shard import TorchFullyShardAdapter
 
-_CAPABILITIES = (
-    COMMON
-    | CLIPS_BY_CALL
-    | {
-        Capability.SHARDED,
-        Capability.RESHARD_AFTER_FORWARD,
-        Capability.UNUSED_OUTPUT,
-        Capability.POST_ACCUMULATE_GRAD_HOOK,
-        Capability.CLIP_EMPTY_SHARDS,
-        Capability.DEFAULT_MESH,
-        Capability.DTENSOR_PARAMETERS,
-        Capability.OWN_OPTIMIZER,
-        Capability.DEFERRED_REDUCTION,
-        Capability.RECOMPUTATION,
-        Capability.DISTRIBUTED_CHECKPOINT,
-        Capability.FULL_STATE_DICT,
-        Capability.AUTOGRAD_CALLS,
-        Capability.RECOVERY,
-    }
-)
+_CAPABILITIES = COMMON_AND_CLIPPING | {
+    Capability.SHARDED,
+    Capability.RESHARD_AFTER_FORWARD,
+    Capability.UNUSED_OUTPUT,
+    Capability.POST_ACCUMULATE_GRAD_HOOK,
+    Capability.CLIP_EMPTY_SHARDS,
+    Capability.DEFAULT_MESH,
+    Capability.DTENSOR_PARAMETERS,
+    Capability.OWN_OPTIMIZER,
+    Capability.DEFERRED_REDUCTION,
+    Capability.RECOMPUTATION,
+    Capability.DISTRIBUTED_CHECKPOINT,
+    Capability.FULL_STATE_DICT,
+    Capability.AUTOGRAD_CALLS,
+    Capability.RECOVERY,
+}
 
 
 class AccelerateFsdpAdapter(Packaged, TorchFullyShardAdapter):

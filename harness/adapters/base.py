@@ -98,11 +98,9 @@ def whole(tensor: torch.Tensor) -> Piece:
 
 
 def state_pieces(state: Mapping[str, Any], cut: Cut) -> dict[str, Piece]:
-    """Return the pieces of one parameter's optimizer state.
+    """Return the pieces of the tensors in one parameter's optimizer state; a DTensor stands for its local shard.
 
-    Args:
-        state: from keys to values; values that are no tensors are left out. A DTensor stands for its local shard.
-        cut: the cut of the parameter, which is that of every tensor with dimensions.
+    The cut is that of the parameter and of every tensor with dimensions.
     """
     return {key: Piece(value, cut) if value.ndim else whole(value) for key, value in tensors_of_state(state).items()}
 
@@ -113,12 +111,7 @@ def tensors_of_state(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 class KeysLeftOver(NamedTuple):
-    """What loading a state dict left over.
-
-    Attributes:
-        missing: names of the model that the state dict does not have.
-        unexpected: names of the state dict that the model does not have.
-    """
+    """The names of the model that a loaded state dict lacks, and those in it that the model does not have."""
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
@@ -251,32 +244,19 @@ class Adapter(ABC):
 
     @contextlib.contextmanager
     def microbatch(self, *, is_last: bool) -> Iterator[None]:
-        """Surround one microbatch; the place for ``no_sync()`` and for a reduction after the last microbatch.
+        """Surround one microbatch; the place for ``no_sync()`` and for a reduction after the last one of the step.
 
         The context covers the microbatch's forward and backward, or its backward alone where a case runs the forwards
         of several microbatches ahead. It may communicate on entry and on exit.
-
-        Args:
-            is_last: whether this microbatch's backward is the last of the step.
         """
         yield
 
     def submodule(self, name: str) -> nn.Module:
-        """Return what a training loop calls to run only the module ``name``.
-
-        Args:
-            name: the name of the module in the original model; "" is the root.
-        """
+        """Return what a training loop calls to run the module of this name in the original model; "" is the root."""
         return self.module.get_submodule(name)
 
     def forward(self, *args: Any, submodule: str = "", **kwargs: Any) -> Any:
-        """Run the forward of the root or of one submodule, and return its output.
-
-        Args:
-            args: the positional arguments of the forward.
-            submodule: the name of the module in the original model; "" is the root.
-            kwargs: the keyword arguments of the forward.
-        """
+        """Run the forward of the root or of one submodule, as :meth:`submodule` names it, and return its output."""
         return self.submodule(submodule)(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -292,12 +272,9 @@ class Adapter(ABC):
         loss.backward()
 
     def clip(self) -> torch.Tensor:
-        """Clip the gradients by ``config.clip``.
+        """Clip the gradients by ``config.clip``, and return the total norm before, as the implementation returns it.
 
         Called between the last backward and the step, only if ``config.clip`` is set and ``traits.clips`` is "call".
-
-        Returns:
-            The total norm before clipping, in the form in which the implementation returns it.
         """
         assert self.config.clip is not None
         clip = self.config.clip
@@ -312,18 +289,14 @@ class Adapter(ABC):
 
         Args:
             parameters: of :meth:`held_parameters`; one need not be in a list.
-            clip: how.
             foreach: whether kernels for lists of tensors are used.
         """
         return nn.utils.clip_grad_norm_(parameters, clip.max_norm, clip.norm_type, clip.raises, foreach)
 
     def norm_value(self, norm: torch.Tensor) -> torch.Tensor:
-        """Return the total norm as a plain scalar tensor, equal on all ranks. May communicate.
+        """Return the total norm that :meth:`clip` returned as a plain scalar tensor, equal on all ranks.
 
-        Called when the step is compared, which may be some steps later.
-
-        Args:
-            norm: what :meth:`clip` returned, for example a DTensor that is still to be reduced.
+        Called when the step is compared, which may be some steps later. It may communicate.
         """
         return norm
 
@@ -373,13 +346,9 @@ class Adapter(ABC):
 
     @abstractmethod
     def parameters(self) -> dict[str, Piece]:
-        """Return what this rank holds of each parameter, where it lies.
+        """Return what this rank holds of each parameter, where it lies, as :meth:`gradients` does.
 
-        Called after the optimizer step. The harness copies the tensors at once.
-
-        Returns:
-            By parameter name of the original model, a piece on the mesh's device, or on the CPU with
-            ``config.offload``.
+        Called after the optimizer step.
         """
 
     def held_parameters(self) -> dict[str, nn.Parameter]:
@@ -444,14 +413,10 @@ class Adapter(ABC):
         raise AssertionError(f"{self.name} does not declare {Capability.MANUAL_RESHARD!r}")
 
     def unshard(self, *, waits: bool = False) -> None:
-        """Start to gather all parameters and return without waiting for them.
+        """Start to gather all parameters and return without waiting for them, or once all are registered whole.
 
-        Called between steps, also before the first forward, which then gathers nothing.
-
-        Args:
-            waits: whether to wait instead, so that all parameters are registered whole when this returns.
-
-        Needs :attr:`Capability.ASYNC_UNSHARD`.
+        Called between steps, also before the first forward, which then gathers nothing. Needs
+        :attr:`Capability.ASYNC_UNSHARD`.
         """
         raise AssertionError(f"{self.name} does not declare {Capability.ASYNC_UNSHARD!r}")
 
@@ -474,9 +439,8 @@ class Adapter(ABC):
     def prefetch(self, *, forward: Mapping[str, Sequence[str]], backward: Mapping[str, Sequence[str]]) -> None:
         """Set which other units each unit gathers before its own computation. Called before training.
 
-        A later call replaces the lists of the units that it names; an empty list restores the default.
-
-        Needs :attr:`Capability.EXPLICIT_PREFETCH`.
+        A later call replaces the lists of the units that it names; an empty list restores the default. Needs
+        :attr:`Capability.EXPLICIT_PREFETCH`.
 
         Args:
             forward: from the name of a module to the names of the modules whose units it gathers ahead in forward, in
@@ -486,23 +450,17 @@ class Adapter(ABC):
         raise AssertionError(f"{self.name} does not declare {Capability.EXPLICIT_PREFETCH!r}")
 
     def register_forward_method(self, submodule: str, method: str) -> None:
-        """Make a method gather and free parameters as ``forward`` does. Called once, before training.
+        """Make a method of a submodule gather and free parameters as ``forward`` does. Called once, before training.
 
         Needs :attr:`Capability.FORWARD_METHOD`.
-
-        Args:
-            submodule: the name of the module in the original model.
-            method: the name of its method.
         """
         raise AssertionError(f"{self.name} does not declare {Capability.FORWARD_METHOD!r}")
 
     def after_step(self, event: torch.Event) -> None:
         """Make the next step's gathers wait for ``event`` instead of the whole stream of the optimizer.
 
-        Called after each optimizer step. Needs :attr:`Capability.POST_OPTIM_EVENT`.
-
-        Args:
-            event: recorded on the current stream after the step.
+        Called after each optimizer step, after which the event is recorded on the current stream. Needs
+        :attr:`Capability.POST_OPTIM_EVENT`.
         """
         raise AssertionError(f"{self.name} does not declare {Capability.POST_OPTIM_EVENT!r}")
 
@@ -595,10 +553,8 @@ class Adapter(ABC):
     def consolidated(self, directory: pathlib.Path) -> dict[str, torch.Tensor]:
         """Return the whole weights in what :meth:`save_own` wrote, as user code outside of the job reads them.
 
-        Called on every rank, which reads the files alone: not collective. Needs :attr:`Capability.OWN_CHECKPOINT`.
-
-        Returns:
-            The weights on the CPU, by names of the original model.
+        They are on the CPU, by names of the original model. Called on every rank, which reads the files alone: not
+        collective. Needs :attr:`Capability.OWN_CHECKPOINT`.
         """
         raise AssertionError(f"{self.name} does not declare {Capability.OWN_CHECKPOINT!r}")
 
@@ -613,15 +569,9 @@ class Adapter(ABC):
         raise AssertionError(f"{self.name} does not declare {Capability.OPTIMIZER_KEYS!r}")
 
     def rekeyed(self, state: dict[str, Any], *, by: KeyKind, model: nn.Module, optimizer: Any) -> dict[str, Any]:
-        """Return a full state dict of an optimizer with the other kind of keys.
+        """Return a full state dict of an optimizer with the other kind of keys, those of ``by``.
 
-        Needs :attr:`Capability.OPTIMIZER_KEYS`.
-
-        Args:
-            state: by names, or by numbers.
-            by: the kind of keys to return.
-            model: the unsharded model.
-            optimizer: an optimizer of its parameters.
+        The model is unsharded, and the optimizer one of its parameters. Needs :attr:`Capability.OPTIMIZER_KEYS`.
         """
         raise AssertionError(f"{self.name} does not declare {Capability.OPTIMIZER_KEYS!r}")
 

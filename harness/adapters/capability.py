@@ -243,8 +243,8 @@ COMMON = frozenset(
 )
 """What almost every implementation has."""
 
-CLIPS_BY_CALL = frozenset({Capability.CLIPPING, Capability.CLIP_BY_CALL, Capability.CLIP_ANY_NORM})
-"""What an implementation has whose call clips gradients by any norm."""
+COMMON_AND_CLIPPING = COMMON | {Capability.CLIPPING, Capability.CLIP_BY_CALL, Capability.CLIP_ANY_NORM}
+"""The same, with a call that clips gradients by any norm."""
 
 
 class Hardware(enum.StrEnum):

@@ -38,11 +38,10 @@ KeyKind = Literal["name", "number"]
 
 @dataclasses.dataclass(frozen=True)
 class Clip:
-    """Gradient clipping by the total norm of all gradients.
+    """Gradient clipping by the total norm of all gradients, the p-norm of ``norm_type``, positive or ``inf``.
 
     Attributes:
         max_norm: the norm above which gradients are scaled down; positive.
-        norm_type: the p of the p-norm; positive, or ``inf``.
         raises: whether a norm that is infinite or NaN raises a RuntimeError on every rank, and scales nothing. Needs
             :attr:`Capability.CLIP_RAISES`.
     """
@@ -131,11 +130,9 @@ class Precision:
     """
 
     def reduce_dtype(self, parameters: torch.dtype, traits: Traits) -> torch.dtype:
-        """Return the dtype in which an implementation reduces the gradients of a unit.
+        """Return the dtype in which an implementation with these traits reduces the gradients of a unit.
 
-        Args:
-            parameters: the dtype of the unit's parameters.
-            traits: those of the implementation, which have its default.
+        It may be that of the unit's parameters.
         """
         if self.reduce is not None:
             return self.reduce
@@ -254,10 +251,7 @@ class WholeParameters:
 class NamedDimensions:
     """The mesh of all dimensions, on which every parameter is a DTensor, and the names of its data-parallel ones.
 
-    Attributes:
-        mesh: the mesh, which has names.
-        shard: the dimensions over which parameters are sharded; several count as one.
-        replicate: the dimensions over which they are replicated; several count as one.
+    Of those over which parameters are sharded, and of those over which they are replicated, several count as one.
     """
 
     mesh: DeviceMesh

@@ -89,22 +89,16 @@ class _WrongMember(ValueError):
 
 def _methods() -> list[str]:
     """Return the names of the protocol's methods, the constructor among them."""
-    return [name for name, value in vars(Adapter).items() if _is_method(value) and _is_public(name)]
-
-
-def _is_method(value: object) -> bool:
-    return inspect.isfunction(value) or isinstance(value, classmethod)
-
-
-def _is_public(name: str) -> bool:
-    return name == "__init__" or not name.startswith("_")
+    methods = (name for name, value in vars(Adapter).items() if inspect.isfunction(value) or type(value) is classmethod)
+    return [name for name in methods if name == "__init__" or not name.startswith("_")]
 
 
 def _check_signature(asked: _Asked, adapter: type[Adapter], member: str) -> None:
     """Check that a member is a method and takes the arguments that the harness passes."""
     found, base = getattr(adapter, member), inspect.signature(getattr(Adapter, member))
     # A class method is bound to its class, which is no argument then.
-    places, names = _arguments(base)
+    names = [name for name, one in base.parameters.items() if one.kind == one.KEYWORD_ONLY]
+    places = [None] * (len(base.parameters) - len(names))
     if not callable(found):
         raise asked.wrong(member, found, f"a method, {member}{_without_types(base)}")
     try:
@@ -112,18 +106,12 @@ def _check_signature(asked: _Asked, adapter: type[Adapter], member: str) -> None
     except (TypeError, ValueError):
         return  # written in C
     try:
-        signature.bind(*places, **names)
+        signature.bind(*places, **dict.fromkeys(names))
     except TypeError as error:
         raise _WrongMember(
             f"implementation {asked.implementation!r}: {member}{_without_types(signature)} does not take the "
             f"arguments of {member}{_without_types(base)}: {error}"
         ) from None
-
-
-def _arguments(signature: inspect.Signature) -> tuple[list[object], dict[str, object]]:
-    """Return values for all parameters, keyword-only ones by name: as the harness passes them."""
-    by_name = {name for name, one in signature.parameters.items() if one.kind == one.KEYWORD_ONLY}
-    return [None] * (len(signature.parameters) - len(by_name)), dict.fromkeys(by_name)
 
 
 def _without_types(signature: inspect.Signature) -> str:

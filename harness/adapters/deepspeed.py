@@ -28,9 +28,6 @@ class DeepSpeedEngineAdapter(Packaged):
 
     deepspeed is imported in the ranks only, because it patches other modules when it is imported and the pytest process
     needs only this class. ``config.units`` is ignored: DeepSpeed chooses which parameters it communicates together.
-
-    Attributes:
-        stage: the ZeRO stage.
     """
 
     package, brings = "deepspeed", "'shardproof[deepspeed]'"
@@ -136,24 +133,18 @@ class DeepSpeedEngineAdapter(Packaged):
         self._engine.destroy()
 
 
-# Adapters for DeepSpeed's ZeRO stages 1 and 2, in which every rank holds whole parameters.
-
-
-_CAPABILITIES_OF_ZERO12 = COMMON | {
-    Capability.UNUSED_OUTPUT,
-    Capability.NON_ROOT_FORWARD,
-    Capability.RECOMPUTATION,
-    Capability.COMPILED_MODULES,
-    Capability.CLIPPING,
-    Capability.OWN_CHECKPOINT,
-    Capability.DEFAULT_MESH,
-}
-
-
 class _WholeParameters(DeepSpeedEngineAdapter):
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
-        return _CAPABILITIES_OF_ZERO12
+        return COMMON | {
+            Capability.UNUSED_OUTPUT,
+            Capability.NON_ROOT_FORWARD,
+            Capability.RECOMPUTATION,
+            Capability.COMPILED_MODULES,
+            Capability.CLIPPING,
+            Capability.OWN_CHECKPOINT,
+            Capability.DEFAULT_MESH,
+        }
 
     def zero_options(self, model: nn.Module) -> dict[str, Any]:
         assert self.config.reshard_after_forward is None, "whole parameters are not resharded"
@@ -191,18 +182,6 @@ class DeepSpeedZero2Adapter(_WholeParameters):
     traits = dataclasses.replace(DeepSpeedZero1Adapter.traits, shards=frozenset({"gradients", "optimizer"}))
 
 
-# Adapter for DeepSpeed's ZeRO stage 3, which divides parameters, gradients and the optimizer's state.
-
-
-_CAPABILITIES_OF_ZERO3 = COMMON | {
-    Capability.SHARDED,
-    Capability.RESHARD_AFTER_FORWARD,
-    Capability.RECOMPUTATION,
-    Capability.CLIPPING,
-    Capability.OWN_CHECKPOINT,
-}
-
-
 class DeepSpeedZero3Adapter(DeepSpeedEngineAdapter):
     """ZeRO stage 3."""
 
@@ -225,7 +204,13 @@ class DeepSpeedZero3Adapter(DeepSpeedEngineAdapter):
 
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
-        return _CAPABILITIES_OF_ZERO3
+        return COMMON | {
+            Capability.SHARDED,
+            Capability.RESHARD_AFTER_FORWARD,
+            Capability.RECOMPUTATION,
+            Capability.CLIPPING,
+            Capability.OWN_CHECKPOINT,
+        }
 
     def zero_options(self, model: nn.Module) -> dict[str, Any]:
         size = self.config.reshard_after_forward

@@ -21,28 +21,11 @@ from shardproof.harness.adapters.base import (
     uncut,
     whole,
 )
-from shardproof.harness.adapters.capability import CLIPS_BY_CALL, COMMON, Capability
+from shardproof.harness.adapters.capability import COMMON_AND_CLIPPING, Capability
 from shardproof.harness.adapters.flat import WrappingAdapter, flat_units, names_of
 from shardproof.harness.adapters.replicas import class_and_options
 from shardproof.harness.adapters.traits import padded_to_elements
 from shardproof.harness.tensors.memory import free
-
-_CAPABILITIES_OF_SDP = (
-    COMMON
-    | CLIPS_BY_CALL
-    | {
-        Capability.UNUSED_OUTPUT,
-        Capability.RECOMPUTATION,
-        Capability.COMPILED_MODULES,
-        Capability.DEFERRED_REDUCTION,
-        Capability.SYNC_STATES,
-        Capability.PROCESS_GROUPS,
-        Capability.DEFAULT_MESH,
-        Capability.CLIP_EMPTY_SHARDS,
-        Capability.OWN_OPTIMIZER,
-        Capability.LOSS_SCALING,
-    }
-)
 
 
 class FairscaleAdapter(Packaged):
@@ -73,7 +56,18 @@ class FairscaleSdpAdapter(FairscaleAdapter):
 
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
-        return _CAPABILITIES_OF_SDP
+        return COMMON_AND_CLIPPING | {
+            Capability.UNUSED_OUTPUT,
+            Capability.RECOMPUTATION,
+            Capability.COMPILED_MODULES,
+            Capability.DEFERRED_REDUCTION,
+            Capability.SYNC_STATES,
+            Capability.PROCESS_GROUPS,
+            Capability.DEFAULT_MESH,
+            Capability.CLIP_EMPTY_SHARDS,
+            Capability.OWN_OPTIMIZER,
+            Capability.LOSS_SCALING,
+        }
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         from fairscale.nn import ShardedDataParallel
@@ -174,34 +168,6 @@ def _nothing(full: torch.Tensor) -> torch.Tensor:
     return full.flatten()[:0]
 
 
-# Adapter for fairscale's ``FullyShardedDataParallel``, a module wrapper with one flat parameter per unit.
-
-
-_CAPABILITIES_OF_FSDP = CLIPS_BY_CALL | {
-    Capability.SHARDED,
-    Capability.RESHARD_AFTER_FORWARD,
-    Capability.ROOT_RESHARD,
-    Capability.CONTAINER_OUTPUT,
-    Capability.MULTIPLE_FORWARD,
-    Capability.RECOMPUTATION,
-    Capability.TIED_PARAMETERS,
-    Capability.CAST_AFTER_INIT,
-    Capability.FLAT_PARAMETERS,
-    Capability.PROCESS_GROUPS,
-    Capability.DEFAULT_MESH,
-    Capability.DIVIDE_FACTOR,
-    Capability.DEFERRED_REDUCTION,
-    Capability.KEEP_AFTER_BACKWARD,
-    Capability.CLIP_EMPTY_SHARDS,
-    Capability.COUNTED_UNITS,
-    Capability.SINGLE_RANK,
-    Capability.ADAM,
-    Capability.OWN_OPTIMIZER,
-    Capability.LOSS_SCALING,
-    Capability.OFFLOAD,
-}
-
-
 class FairscaleFsdpAdapter(FairscaleAdapter, WrappingAdapter):
     """``fairscale.nn.FullyShardedDataParallel``, which flattens the parameters of a unit into one.
 
@@ -219,7 +185,25 @@ class FairscaleFsdpAdapter(FairscaleAdapter, WrappingAdapter):
 
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
-        return _CAPABILITIES_OF_FSDP
+        return COMMON_AND_CLIPPING - {Capability.UNUSED_MODULE, Capability.DATACLASS_OUTPUT} | {
+            Capability.SHARDED,
+            Capability.RESHARD_AFTER_FORWARD,
+            Capability.ROOT_RESHARD,
+            Capability.RECOMPUTATION,
+            Capability.CAST_AFTER_INIT,
+            Capability.FLAT_PARAMETERS,
+            Capability.PROCESS_GROUPS,
+            Capability.DEFAULT_MESH,
+            Capability.DIVIDE_FACTOR,
+            Capability.DEFERRED_REDUCTION,
+            Capability.KEEP_AFTER_BACKWARD,
+            Capability.CLIP_EMPTY_SHARDS,
+            Capability.COUNTED_UNITS,
+            Capability.SINGLE_RANK,
+            Capability.OWN_OPTIMIZER,
+            Capability.LOSS_SCALING,
+            Capability.OFFLOAD,
+        }
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         super().__init__(model, optimizer=optimizer, config=config)

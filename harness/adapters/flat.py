@@ -37,7 +37,7 @@ from shardproof.harness.adapters.base import (
     tensors_of_state,
     uncut,
 )
-from shardproof.harness.adapters.capability import CLIPS_BY_CALL, COMMON, Capability
+from shardproof.harness.adapters.capability import COMMON_AND_CLIPPING, Capability
 from shardproof.harness.adapters.config import make_scaler
 from shardproof.harness.adapters.dtensor import piece_of
 
@@ -177,54 +177,6 @@ _ALIGNMENT_BYTES = 16
 #: Counted in elements, the padding is largest for a dtype of 2 bytes.
 _MOST_ALIGNMENT = 8
 
-CAPABILITIES = (
-    COMMON
-    | CLIPS_BY_CALL
-    | {
-        Capability.SHARDED,
-        Capability.RESHARD_AFTER_FORWARD,
-        Capability.HYBRID,
-        Capability.REPLICAS_ALONE,
-        Capability.UNUSED_OUTPUT,
-        Capability.RECOMPUTATION,
-        Capability.CAST_AFTER_INIT,
-        Capability.MIXED_PRECISION,
-        Capability.IGNORED_PARAMETERS,
-        Capability.IGNORED_MODULES,
-        Capability.WRAPPING_POLICY,
-        Capability.META_DEVICE,
-        Capability.PROCESS_GROUPS,
-        Capability.DEFAULT_MESH,
-        Capability.BUFFER_DTYPE,
-        Capability.FULL_PRECISION_EVALUATION,
-        Capability.LOW_PRECISION_GRADIENTS,
-        Capability.DEFERRED_REDUCTION,
-        Capability.KEEP_AFTER_BACKWARD,
-        Capability.CLIP_EMPTY_SHARDS,
-        Capability.COUNTED_UNITS,
-        Capability.OWN_OPTIMIZER,
-        Capability.LOSS_SCALING,
-        Capability.OFFLOAD,
-        Capability.DISTRIBUTED_CHECKPOINT,
-        Capability.FULL_STATE_DICT,
-        Capability.WHOLE_PARAMETERS,
-        Capability.WHOLE_ON_CPU,
-        Capability.FLAT_PARAMETERS,
-        Capability.FSDP1_API,
-        Capability.SYNC_STATES,
-        Capability.ORDER_VALIDATION,
-        Capability.TENSOR_PARALLEL,
-        Capability.INPUTS_TO_DEVICE,
-        Capability.AUTOGRAD_CALLS,
-        Capability.RANKS_DIFFER,
-        Capability.REDUCTION_HOOK,
-        Capability.GATHERS_AHEAD,
-        Capability.OPTIMIZER_KEYS,
-        Capability.STEP_IN_BACKWARD,
-    }
-)
-"""What the interface of ``FullyShardedDataParallel`` offers in every implementation."""
-
 
 def share_of_flat(shape: torch.Size, size: int) -> int:
     """Return a rank's share, in elements, of what one parameter adds to the flat parameter, alignment included."""
@@ -302,7 +254,49 @@ class FlatAdapter(WrappingAdapter):
 
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
-        return CAPABILITIES
+        # What the interface of ``FullyShardedDataParallel`` offers in every implementation.
+        return COMMON_AND_CLIPPING | {
+            Capability.SHARDED,
+            Capability.RESHARD_AFTER_FORWARD,
+            Capability.HYBRID,
+            Capability.REPLICAS_ALONE,
+            Capability.UNUSED_OUTPUT,
+            Capability.RECOMPUTATION,
+            Capability.CAST_AFTER_INIT,
+            Capability.MIXED_PRECISION,
+            Capability.IGNORED_PARAMETERS,
+            Capability.IGNORED_MODULES,
+            Capability.WRAPPING_POLICY,
+            Capability.META_DEVICE,
+            Capability.PROCESS_GROUPS,
+            Capability.DEFAULT_MESH,
+            Capability.BUFFER_DTYPE,
+            Capability.FULL_PRECISION_EVALUATION,
+            Capability.LOW_PRECISION_GRADIENTS,
+            Capability.DEFERRED_REDUCTION,
+            Capability.KEEP_AFTER_BACKWARD,
+            Capability.CLIP_EMPTY_SHARDS,
+            Capability.COUNTED_UNITS,
+            Capability.OWN_OPTIMIZER,
+            Capability.LOSS_SCALING,
+            Capability.OFFLOAD,
+            Capability.DISTRIBUTED_CHECKPOINT,
+            Capability.FULL_STATE_DICT,
+            Capability.WHOLE_PARAMETERS,
+            Capability.WHOLE_ON_CPU,
+            Capability.FLAT_PARAMETERS,
+            Capability.FSDP1_API,
+            Capability.SYNC_STATES,
+            Capability.ORDER_VALIDATION,
+            Capability.TENSOR_PARALLEL,
+            Capability.INPUTS_TO_DEVICE,
+            Capability.AUTOGRAD_CALLS,
+            Capability.RANKS_DIFFER,
+            Capability.REDUCTION_HOOK,
+            Capability.GATHERS_AHEAD,
+            Capability.OPTIMIZER_KEYS,
+            Capability.STEP_IN_BACKWARD,
+        }
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         super().__init__(model, optimizer=optimizer, config=config)

@@ -25,7 +25,7 @@ from shardproof.harness.adapters.base import (
     inner_first,
     original_name,
 )
-from shardproof.harness.adapters.capability import CLIPS_BY_CALL, COMMON, Capability
+from shardproof.harness.adapters.capability import COMMON, COMMON_AND_CLIPPING, Capability
 from shardproof.harness.adapters.dtensor import full_norm
 from shardproof.harness.tensors.memory import free
 from shardproof.harness.tensors.trees import local_of
@@ -52,17 +52,6 @@ def cuts_of_rows(parameters: Mapping[str, nn.Parameter], group: dist.ProcessGrou
 def _rows(full: torch.Tensor, *, first: int, count: int) -> torch.Tensor:
     rows = full if full.ndim else full.view(1)
     return rows.narrow(0, min(first, rows.shape[0]), count)
-
-
-_CAPABILITIES = COMMON | {
-    Capability.SHARDED,
-    Capability.HYBRID,
-    Capability.GROUPED_UNIT,
-    Capability.UNUSED_OUTPUT,
-    Capability.RECOMPUTATION,
-    Capability.DEFAULT_MESH,
-    Capability.OWN_OPTIMIZER,
-}
 
 
 def share_of_rows(shape: torch.Size, size: int) -> int:
@@ -125,7 +114,15 @@ class MegatronFsdpAdapter(MegatronAdapter):
 
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
-        return _CAPABILITIES
+        return COMMON | {
+            Capability.SHARDED,
+            Capability.HYBRID,
+            Capability.GROUPED_UNIT,
+            Capability.UNUSED_OUTPUT,
+            Capability.RECOMPUTATION,
+            Capability.DEFAULT_MESH,
+            Capability.OWN_OPTIMIZER,
+        }
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         from megatron_fsdp import fully_shard_model, fully_shard_optimizer
@@ -190,24 +187,6 @@ def _unit_classes(model: nn.Module, config: Config) -> Iterator[list[type[nn.Mod
         raise
 
 
-# Adapter for the ``fully_shard`` of ``megatron_fsdp.experimental``.
-
-
-_CAPABILITIES_OF_EXPERIMENTAL = (
-    COMMON
-    | CLIPS_BY_CALL
-    | {
-        Capability.SHARDED,
-        Capability.HYBRID,
-        Capability.UNUSED_OUTPUT,
-        Capability.RECOMPUTATION,
-        Capability.CLIP_RAISES,
-        Capability.CLIP_EMPTY_SHARDS,
-        Capability.OWN_OPTIMIZER,
-    }
-)
-
-
 class MegatronFsdpExperimentalAdapter(MegatronAdapter):
     """``megatron_fsdp.experimental.fully_shard`` for each unit, inner ones first, and its ``fully_shard_optimizer``."""
 
@@ -223,7 +202,15 @@ class MegatronFsdpExperimentalAdapter(MegatronAdapter):
 
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
-        return _CAPABILITIES_OF_EXPERIMENTAL
+        return COMMON_AND_CLIPPING | {
+            Capability.SHARDED,
+            Capability.HYBRID,
+            Capability.UNUSED_OUTPUT,
+            Capability.RECOMPUTATION,
+            Capability.CLIP_RAISES,
+            Capability.CLIP_EMPTY_SHARDS,
+            Capability.OWN_OPTIMIZER,
+        }
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         from megatron_fsdp.experimental import Flat, Partial, Placements, Replicate, fully_shard, fully_shard_optimizer

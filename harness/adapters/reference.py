@@ -100,9 +100,6 @@ class ReferenceAdapter(DTensorAdapter):
         return fsdp_impl.clip_grad_norm_(parameters, clip.max_norm, clip.norm_type, clip.raises, foreach)
 
 
-# Adapter for the flat half of the reference implementation.
-
-
 class ReferenceFlatAdapter(FlatAdapter):
     """``fsdp_impl.FullyShardedDataParallel``."""
 

@@ -59,7 +59,7 @@ BUILT_IN = {
     "torch.fully_shard": "shardproof.harness.adapters.torch_fully_shard:TorchFullyShardAdapter",
     "torch.fsdp": "shardproof.harness.adapters.torch_fsdp:TorchFsdpAdapter",
     "torch.zero_optimizer": "shardproof.harness.adapters.torch_zero_optimizer:TorchZeroOptimizerAdapter",
-    "torch.replicate": "shardproof.harness.adapters.torch_replicate:TorchReplicateAdapter",
+    "torch.replicate": "shardproof.harness.adapters.replicas:TorchReplicateAdapter",
     "torch.replicate_with_fsdp": "shardproof.harness.adapters.torch_replicate_with_fsdp:TorchReplicateWithFsdpAdapter",
     "deepspeed.zero1": "shardproof.harness.adapters.deepspeed:DeepSpeedZero1Adapter",
     "deepspeed.zero2": "shardproof.harness.adapters.deepspeed:DeepSpeedZero2Adapter",

@@ -1,4 +1,4 @@
-"""Unsharded training with a full copy of the model on every rank: the two baselines. DDP is also a control."""
+"""Unsharded training with a full copy of the model on every rank: the two baselines, and controls."""
 
 from __future__ import annotations
 
@@ -14,19 +14,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardproof.harness.adapters.base import ByParameter, Config, OptimizerFactory, Piece, Traits, original_name, whole
-from shardproof.harness.adapters.capability import CLIPS_BY_CALL, COMMON, Capability
+from shardproof.harness.adapters.capability import COMMON_AND_CLIPPING, Capability
+from shardproof.harness.tensors import private
 
-UNSHARDED = (
-    COMMON
-    | CLIPS_BY_CALL
-    | {
-        Capability.CLIP_RAISES,
-        Capability.CLIP_SOME,
-        Capability.OWN_OPTIMIZER,
-        Capability.LOSS_SCALING,
-        Capability.DEFERRED_REDUCTION,
-    }
-)
+UNSHARDED = COMMON_AND_CLIPPING | {
+    Capability.CLIP_RAISES,
+    Capability.CLIP_SOME,
+    Capability.OWN_OPTIMIZER,
+    Capability.LOSS_SCALING,
+    Capability.DEFERRED_REDUCTION,
+}
 """What training on plain copies offers, whoever averages their gradients."""
 
 
@@ -157,3 +154,37 @@ class DdpAdapter(ReplicaAdapter):
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         return {original_name(name): value for name, value in self._ddp.module.named_parameters()}
+
+
+class TorchReplicateAdapter(ReplicaAdapter):
+    """``torch.distributed._composable.replicate``, DDP in place, on the root alone. A control: it shards nothing."""
+
+    name = "torch.replicate"
+
+    @classmethod
+    def capabilities(cls) -> frozenset[Capability]:
+        return OF_DDP | {Capability.CAST_AFTER_INIT}
+
+    def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
+        replicate = private.need("torch.distributed._composable.replicate.replicate")
+        super().__init__(model, optimizer=optimizer, config=config)
+        self.module = replicate(model, find_unused_parameters=config.find_unused, **self._ranks())
+        if config.cast is not None:
+            self.module.to(config.cast)
+        self.optimizer = optimizer(self.module.parameters()) if optimizer else None
+
+    def _ranks(self) -> dict[str, Any]:
+        if self.config.default_mesh:
+            return {}
+        mesh = self.config.mesh
+        return {"process_group": mesh.get_group()} if self.config.as_groups else {"device_mesh": mesh}
+
+    @contextlib.contextmanager
+    def microbatch(self, *, is_last: bool) -> Iterator[None]:
+        root: Any = self.module
+        root.set_requires_gradient_sync(is_last)
+        yield
+
+    def submodule(self, name: str) -> nn.Module:
+        assert not name, "replicate() reduces gradients only after a forward of the root"
+        return self.module

@@ -18,38 +18,9 @@ from shardproof.harness.adapters.base import (
     Traits,
     original_name,
 )
-from shardproof.harness.adapters.capability import CLIPS_BY_CALL, COMMON, Capability
+from shardproof.harness.adapters.capability import COMMON_AND_CLIPPING, Capability
 from shardproof.harness.adapters.dtensor import cut_of_share, full_norm, materialize, mesh_of, piece_of
 from shardproof.harness.tensors.trees import local_of
-
-_CAPABILITIES = (
-    COMMON
-    | CLIPS_BY_CALL
-    | {
-        Capability.SHARDED,
-        Capability.UNUSED_OUTPUT,
-        Capability.POST_ACCUMULATE_GRAD_HOOK,
-        Capability.NON_ROOT_FORWARD,
-        Capability.CLIP_RAISES,
-        Capability.CLIP_EMPTY_SHARDS,
-        Capability.CAST_AFTER_INIT,
-        Capability.META_DEVICE,
-        Capability.DTENSOR_PARAMETERS,
-        Capability.SINGLE_RANK,
-        Capability.OWN_OPTIMIZER,
-        Capability.LOSS_SCALING,
-        Capability.HYBRID,
-        Capability.REPLICAS_ALONE,
-        Capability.RECOMPUTATION,
-        Capability.RECOMPUTES_GATHERED,
-        Capability.COMPILED_MODULES,
-        Capability.DISTRIBUTED_CHECKPOINT,
-        Capability.FULL_STATE_DICT,
-        Capability.FORWARD_METHOD,
-        Capability.RECOVERY,
-        Capability.PROCESS_GROUPS,
-    }
-)
 
 
 class TorchtitanSimpleFsdpAdapter(Packaged, ByParameter):
@@ -74,7 +45,30 @@ class TorchtitanSimpleFsdpAdapter(Packaged, ByParameter):
 
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
-        return _CAPABILITIES
+        return COMMON_AND_CLIPPING | {
+            Capability.SHARDED,
+            Capability.UNUSED_OUTPUT,
+            Capability.POST_ACCUMULATE_GRAD_HOOK,
+            Capability.NON_ROOT_FORWARD,
+            Capability.CLIP_RAISES,
+            Capability.CLIP_EMPTY_SHARDS,
+            Capability.CAST_AFTER_INIT,
+            Capability.META_DEVICE,
+            Capability.DTENSOR_PARAMETERS,
+            Capability.SINGLE_RANK,
+            Capability.OWN_OPTIMIZER,
+            Capability.LOSS_SCALING,
+            Capability.HYBRID,
+            Capability.REPLICAS_ALONE,
+            Capability.RECOMPUTATION,
+            Capability.RECOMPUTES_GATHERED,
+            Capability.COMPILED_MODULES,
+            Capability.DISTRIBUTED_CHECKPOINT,
+            Capability.FULL_STATE_DICT,
+            Capability.FORWARD_METHOD,
+            Capability.RECOVERY,
+            Capability.PROCESS_GROUPS,
+        }
 
     @classmethod
     def prepare(cls, device_type: str) -> None:

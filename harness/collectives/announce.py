@@ -60,35 +60,28 @@ _ROOTED = {"broadcast": "from", "scatter": "from", "reduce": "to", "gather": "to
 
 
 class Announcer:
-    """Writes the announcements of this process to the world's board, as those of a global rank."""
+    """Writes the announcements of this process to the world's board, as those of a global rank.
+
+    Attributes:
+        job: the number of the current job, which all ranks of the world have in common.
+        operator: the operator of the reduction that a method of ``ProcessGroup`` is about to issue, for a Recorder, as
+            dispatch passes it on as an opaque object. Empty outside of such a method, as for DDP's own reducer.
+    """
 
     def __init__(self, board: Board, *, rank: int) -> None:
         self._board = board
         self._rank = rank
         self._numbers: collections.Counter[str] = collections.Counter()
-        self._job = 0
+        self.job = 0
         self._checking = False
         self._patience = 0.0
         self._depth = 0
         self._recorders = 0
-        self._operator = ""
+        self.operator = ""
         self._listener: Callable[[Collective], None] | None = None
         self._world = ""
         self._world_ranks: tuple[int, ...] | None = None
         self._silent: set[str] = set()
-
-    @property
-    def job(self) -> int:
-        """The number of the current job, which all ranks of the world have in common."""
-        return self._job
-
-    @property
-    def operator(self) -> str:
-        """The operator of the reduction that a method of ``ProcessGroup`` is about to issue, for a Recorder.
-
-        Dispatch passes it on as an opaque object. It is empty outside of such a method, as for DDP's own reducer.
-        """
-        return self._operator
 
     def start_job(self, job: int, *, checking: bool, patience: float) -> None:
         """Start a job, in which collectives are numbered anew.
@@ -97,7 +90,7 @@ class Announcer:
         those of one collective a rank waits ``patience`` seconds.
         """
         self._numbers.clear()
-        self._job, self._checking, self._patience = job, checking, patience
+        self.job, self._checking, self._patience = job, checking, patience
 
     def announce(self, group: dist.ProcessGroup, kind: str, text: str) -> None:
         """Announce that this rank is about to enter a collective of a group.
@@ -114,7 +107,7 @@ class Announcer:
         ranks = tuple(dist.get_process_group_ranks(group))
         if self._world_ranks is not None:
             ranks = tuple(self._world_ranks[one] for one in ranks)
-        entry = Announcement(self._job, self._numbers[name], name, ranks, text)
+        entry = Announcement(self.job, self._numbers[name], name, ranks, text)
         self._board.post(self._rank, entry)
         if self._checking and kind not in _POINT_TO_POINT:
             self._meet(entry)
@@ -211,7 +204,7 @@ class Announcer:
             # torch 2.13 implements the old method names with the new ones, so that calls nest: only the outermost call
             # is a collective of its own.
             if self._depth == 0:
-                self._operator = _operator_of(kind, [*args, *kwargs.values()])
+                self.operator = _operator_of(kind, [*args, *kwargs.values()])
                 if not self._recorders:
                     self.announce(group, kind, _describe(group, kind, args, kwargs))
                     if self._listener is not None:
@@ -221,7 +214,7 @@ class Announcer:
                 return method(group, *args, **kwargs)
             finally:
                 self._depth -= 1
-                self._operator = self._operator if self._depth else ""
+                self.operator = self.operator if self._depth else ""
 
         return announcing
 

@@ -32,7 +32,6 @@ class Announcement:
     Attributes:
         job: the number of the job during which it was announced.
         number: the position, from 1, among this rank's collectives on ``group`` in this job.
-        group: the name of the process group.
         ranks: the global ranks of the group.
         text: the description of the collective.
     """
@@ -46,8 +45,7 @@ class Announcement:
     def pack(self) -> bytes:
         """Encode the entry as ``_ENTRY_BYTES`` bytes; the end of a text that is too long is cut off.
 
-        Raises:
-            ValueError: the name and the ranks of the group alone are too long.
+        If the name and the ranks of the group alone are too long, that is a ValueError.
         """
         head = _SEPARATOR.join([str(self.job), str(self.number), self.group, _shorten(self.ranks), ""]).encode()
         if len(head) > _ENTRY_BYTES:
@@ -82,14 +80,9 @@ def _lengthen(text: str) -> tuple[int, ...]:
 
 
 class Board:
-    """The shared memory of one world.
+    """The shared memory of one world of ``size`` ranks, in a file that is created if it does not exist.
 
-    Args:
-        path: the file to map; created if it does not exist.
-        size: the number of ranks of the world.
-
-    Raises:
-        OSError: there is no space for the file.
+    Without space for the file it raises an OSError.
     """
 
     def __init__(self, path: pathlib.Path, size: int) -> None:

@@ -17,11 +17,10 @@ class Collective:
 
     Attributes:
         phase: the phase of the step, for example "forward", "backward", "clip" or "step".
-        kind: the kind of collective, for example "all_gather".
-        dtype: the dtype without its "torch." prefix.
-        nbytes: the bytes that the whole group gathers, reduces or moves: the output of a gather, the input of anything
-            else.
-        group: the global ranks of the process group.
+        kind: for example "all_gather".
+        dtype: without its "torch." prefix.
+        nbytes: what the whole group gathers, reduces or moves: the output of a gather, the input of anything else.
+        group: global ranks.
         unit: the label of the unit whose parameters have that many bytes; "a|b" where several units do, "" where none
             does.
     """

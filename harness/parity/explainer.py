@@ -14,7 +14,7 @@ from typing import Protocol
 
 from shardproof.harness.adapters.base import Adapter
 from shardproof.harness.parity.capture import Capture
-from shardproof.harness.verdicts.explanation import Explanation, divergent
+from shardproof.harness.verdicts.explanation import Divergent, Explanation
 from shardproof.harness.verdicts.finding import Finding
 
 
@@ -114,13 +114,16 @@ class Explainer:
         with contextlib.suppress(RuntimeError):
             also.extend(place for place in places if place.finding.location.stage == stage)
         names = dict.fromkeys(place.finding.location.name or "" for place in also)
-        found.first = divergent(
-            first.finding,
+        found.first = Divergent(
             order=(number, *first.order),
             title=compared.title,
+            location=first.finding.location,
             module=first.module,
             parameter=first.parameter,
             where=first.where,
-            also=[name for name in names if name],
+            text=first.finding.text,
+            guess=first.finding.guess,
+            numbers=first.finding.numbers,
+            also=tuple(filter(None, names)),
         )
         found.units = compared.lacking(first.parameter) if first.parameter else []

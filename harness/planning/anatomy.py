@@ -24,13 +24,9 @@ _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 def choose_units(model: nn.Module, wanted: Sequence[str] = ()) -> list[str]:
     """Return the names of the modules that become units, the root aside, in the order of the model.
 
-    Args:
-        model: the model, not sharded yet.
-        wanted: names of modules, and names of classes, of which every module becomes a unit. Without any, the units are
-            the blocks that repeat: the modules in the outermost lists of several modules of one class with parameters.
-
-    Raises:
-        ValueError: no module has such a name or class; one line, which names the classes that the model has.
+    Wanted are names of modules, and of classes of which every module becomes a unit; one that no module has is a
+    ValueError of one line with the classes of the model. Without any, the units are the blocks that repeat: the modules
+    in the outermost lists of several modules of one class with parameters.
     """
     if not wanted:
         return [name for name in _repeated(model) if name]
@@ -60,11 +56,9 @@ checkpoint_wrapper = private.take("torch.distributed.algorithms._checkpoint.chec
 
 @dataclasses.dataclass(frozen=True)
 class Anatomy:
-    """What a model consists of.
+    """What a model consists of: by the name of a unit's module the shapes of its parameters, and the module's class.
 
-    Attributes:
-        shapes: the shapes of the parameters of each unit, by the name of its module; the root's own is "".
-        classes: the class of each unit's module, by its name; without the root.
+    The root's own unit is "", and has no class here.
     """
 
     shapes: dict[str, list[torch.Size]]
@@ -88,8 +82,7 @@ class Anatomy:
 def examine(model: nn.Module, wanted: Sequence[str]) -> Anatomy:
     """Find the units of a model that is not sharded, as :func:`choose_units` does.
 
-    Raises:
-        ValueError: no module has a wanted name or class, or the model has no parameters; one line.
+    A model without parameters is a ValueError of one line, as is a name that no module has.
     """
     names = choose_units(model, wanted)
     found: dict[str, list[torch.Size]] = {name: [] for name in [*names, ""]}
@@ -106,10 +99,8 @@ def examine(model: nn.Module, wanted: Sequence[str]) -> Anatomy:
 def build(request: Request, subject: Subject, anatomy: Anatomy | None = None) -> Built:
     """Build the model of a request on the default device, in its dtype.
 
-    With an anatomy its units are recomputed in backward, if the request asks for it.
-
-    Raises:
-        ValueError: the model cannot be built; one line.
+    With an anatomy its units are recomputed in backward, if the request asks for it. A model that cannot be built is a
+    ValueError of one line.
     """
     built = subject.build(request.sequence or subject.length)
     if request.dtype != torch.float32:

@@ -29,13 +29,7 @@ from shardproof.harness.simulation.world import simulated_world
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """What the rank holds in one phase.
-
-    Attributes:
-        name: "between steps", "forward", "backward" or "step".
-        at_peak: the bytes of each kind when the rank holds most.
-        most: the most bytes of each kind, each at its own moment.
-    """
+    """What the rank holds in one phase: as in a plan file, whose fields ``shardproof.reports.plan`` describes."""
 
     name: str
     at_peak: dict[str, int]
@@ -44,18 +38,7 @@ class Phase:
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """The collectives of one kind, dtype and group in a step; bytes are sums over them.
-
-    Attributes:
-        group: the dimension of the mesh, or the ranks.
-        ranks: the number of ranks in the group.
-        kind: as in a trace.
-        dtype: the dtype without its "torch." prefix.
-        count: how many there are.
-        nbytes: the bytes of the unsharded side.
-        sent: the bytes that the rank sends.
-        across: those of them that leave a host, as the mean over the group.
-    """
+    """The collectives of one kind, dtype and group in a step; bytes are sums over them, of the unsharded side."""
 
     group: str
     ranks: int
@@ -69,15 +52,7 @@ class Traffic:
 
 @dataclasses.dataclass(frozen=True)
 class Formula:
-    """What a closed formula gives, and what was simulated.
-
-    Attributes:
-        quantity: what it is.
-        unit: "B" or "collectives".
-        text: the formula with the sizes of the dtypes.
-        value: its value.
-        simulated: the number of the simulation, once there is one.
-    """
+    """What a closed formula gives, and the number of the simulation, once there is one."""
 
     quantity: str
     unit: str
@@ -88,15 +63,7 @@ class Formula:
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """What was found for one mesh.
-
-    Attributes:
-        mesh: the name and size of each dimension.
-        hosts: how many hosts its ranks take.
-        phases: memory in each phase, in order.
-        traffic: the collectives of a step.
-        formulas: closed formulas with the simulated numbers.
-    """
+    """What was found for one mesh, with the name and the size of each of its dimensions."""
 
     mesh: tuple[tuple[str, int], ...]
     hosts: int
@@ -107,18 +74,13 @@ class World:
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """A plan.
+    """A plan, of which :mod:`shardproof.commands.plan` makes a plan file.
 
     Attributes:
-        about: what the model is; empty for the user's own.
-        numel: elements of its parameters.
         units: the number of units by the class of their module; the root's own is "root".
-        version: the implementation's.
+        version: the implementation's; ``torch`` is torch's.
         settings: what a step is, for readers.
-        worlds: one for each mesh, in the given order.
-        kinds: what the kinds of memory are.
         assumptions: under which the numbers hold.
-        torch: the version of torch.
     """
 
     about: str
@@ -133,12 +95,7 @@ class Planned:
 
 
 def plan(request: Request, wanted: Sequence[Mesh], *, node_size: int) -> Planned:
-    """Simulate a step on each mesh.
-
-    Args:
-        request: what is trained.
-        wanted: the meshes, of one kind; one at least.
-        node_size: ranks of a host, which has successive ranks.
+    """Simulate a step on each of several meshes of one kind, on hosts of ``node_size`` successive ranks.
 
     Raises:
         ValueError: the request is not valid, the model cannot be built without data, or the implementation cannot be
@@ -240,11 +197,9 @@ _PHASES = {"forward": ("inputs", "forward"), "backward": ("backward", "around"),
 
 @dataclasses.dataclass(frozen=True)
 class Simulated:
-    """What one rank does on one mesh.
+    """What one rank does on one mesh in a step.
 
     Attributes:
-        phases: the phases, in order.
-        trace: the collectives of a step.
         groups: the global ranks of its group along each dimension of the mesh.
     """
 
@@ -254,11 +209,7 @@ class Simulated:
 
 
 def examined(request: Request, subject: Subject) -> Anatomy:
-    """Build the model once, without memory, and find its units.
-
-    Raises:
-        ValueError: the model cannot be built without data, or has no such units; one line.
-    """
+    """Build the model once, without memory, and find its units; a failure is a ValueError of one line."""
     with Tensors().without_memory():
         return anatomy.examine(anatomy.build(request, subject).model, request.units)
 
@@ -274,11 +225,8 @@ def simulate(
 ) -> Simulated:
     """Train two steps on one rank of a simulated world, whose ranks all are on the mesh.
 
-    Args:
-        as_on_a_device: whether buffers live as long as on a device with streams; False is what a CPU does.
-
-    Raises:
-        ValueError: the model or the implementation cannot be simulated; one line.
+    Buffers live as long as on a device with streams, or as on a CPU. What cannot be simulated is a ValueError of one
+    line.
     """
     script = _Script(request, subject, known)
     with _in_one_line(request), simulated_world(math.prod(mesh), rank=request.rank) as world:

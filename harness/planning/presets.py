@@ -21,13 +21,10 @@ _EPSILON = 1e-5
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The sizes of a transformer.
+    """The sizes of a transformer of a family, "gpt" or "llama".
 
     Attributes:
-        family: "gpt" or "llama".
-        layers: blocks.
         dim: width.
-        heads: heads of attention.
         key_heads: heads of keys and values, which divide ``heads``.
         hidden: width of the layers behind attention.
         vocab: size of the vocabulary.
@@ -234,11 +231,7 @@ FAMILIES = frozenset(name.partition(":")[0] for name in KNOWN)
 
 
 def shape_of(name: str) -> Shape:
-    """Return the shape of this name.
-
-    Raises:
-        ValueError: there is none; the message is one line with those that are known.
-    """
+    """Return the shape of this name; another one is a ValueError of one line, with the names that are known."""
     if name in KNOWN:
         return KNOWN[name]
     near = difflib.get_close_matches(name, KNOWN, n=1, cutoff=0.7)

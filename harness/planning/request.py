@@ -37,11 +37,10 @@ class Request:
         dtype: of the parameters, and so of shards, gradients and optimizer state.
         compute: of gathered parameters and activations; None is ``dtype``.
         reduce: in which gradients are reduced; None is the implementation's default.
-        optimizer: what updates the shards.
         reshard_after_forward: as in :class:`Config`; None is the implementation's default.
         checkpointing: whether backward recomputes each unit's activations.
-        units: names of modules that are units, and of classes of which every module is one; without any, the units
-            are the repeated blocks.
+        units: names of modules that are units, and of classes of which every module is one; without any, the units are
+            the repeated blocks.
         rank: whose step it is.
     """
 
@@ -72,11 +71,7 @@ class Request:
 
 
 def check(request: Request, adapter: type[Adapter], *, dimensions: int) -> None:
-    """Refuse what an implementation cannot do on a mesh of as many dimensions.
-
-    Raises:
-        ValueError: it needs a capability that the implementation does not declare; one line.
-    """
+    """Refuse, by a ValueError of one line, what an implementation cannot do on a mesh of as many dimensions."""
     reshards = request.reshard_after_forward
     needs: list[tuple[bool, Capability, str]] = [
         (dimensions > 1, Capability.HYBRID, "a mesh of replicas and shards"),
@@ -107,11 +102,7 @@ def names_of(mesh: Mesh) -> tuple[str, ...]:
 
 
 def parse(text: str) -> Mesh:
-    """Read a mesh: ``8``, or ``64x8`` for 64 replicas of 8 shards.
-
-    Raises:
-        ValueError: the text is no mesh of one or two dimensions; one line.
-    """
+    """Read a mesh: ``8``, or ``64x8`` for 64 replicas of 8 shards; anything else is a ValueError of one line."""
     if not re.fullmatch(r"\d{1,9}(x\d{1,9})*", text):
         raise ValueError(f"--mesh {text!r} is no mesh: {_FORMS}")
     mesh = tuple(map(int, text.split("x")))
@@ -123,11 +114,7 @@ def parse(text: str) -> Mesh:
 
 
 def parse_worlds(text: str) -> list[int]:
-    """Read numbers of ranks, separated by commas.
-
-    Raises:
-        ValueError: one is no positive number; one line.
-    """
+    """Read numbers of ranks, separated by commas; anything else is a ValueError of one line."""
     wrong = [one for one in text.split(",") if not re.fullmatch(r"0*[1-9]\d{0,8}", one.strip())]
     if wrong:
         raise ValueError(f"--worlds {text!r}: {wrong[0]!r} is no number of ranks; give several as 8,64,512")
@@ -137,8 +124,7 @@ def parse_worlds(text: str) -> list[int]:
 def scaled(mesh: Mesh, ranks: int) -> Mesh:
     """Return the mesh of the same kind for another number of ranks: more shards, or with replicas more of them.
 
-    Raises:
-        ValueError: the ranks do not divide into groups of as many shards; one line.
+    Ranks that do not divide into groups of as many shards are a ValueError of one line.
     """
     if len(mesh) == 1:
         return (ranks,)
@@ -148,11 +134,7 @@ def scaled(mesh: Mesh, ranks: int) -> Mesh:
 
 
 def hosts_of(mesh: Mesh, node_size: int) -> int:
-    """Return how many hosts of ``node_size`` ranks a mesh takes.
-
-    Raises:
-        ValueError: the last host would not be full; one line.
-    """
+    """Return how many hosts of ``node_size`` ranks a mesh takes; a last one that is not full is a ValueError."""
     ranks = math.prod(mesh)
     if ranks > node_size and ranks % node_size:
         raise ValueError(f"a world of {ranks} ranks does not divide into hosts of {node_size} (--node-size)")

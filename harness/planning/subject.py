@@ -64,14 +64,11 @@ _LENGTH = 2048
 
 
 def subject_of(name: str) -> Subject:
-    """Return what ``name`` stands for; the user's module is imported.
-
-    Args:
-        name: a known shape as ``family:size``, or ``module:function``.
+    """Return what ``name`` stands for, ``family:size`` of a known shape or ``module:function``, which is imported.
 
     Raises:
-        ModelError: there is no such shape, or the module does not import or has no such function, or the function
-            needs arguments. One line.
+        ModelError: there is no such shape, or the module does not import or has no such function, or the function needs
+            arguments. One line.
     """
     module_name, colon, function_name = name.partition(":")
     if not colon or not module_name or not function_name:

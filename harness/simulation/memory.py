@@ -12,7 +12,7 @@ import dataclasses
 import enum
 import functools
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -112,13 +112,7 @@ class _Change:
 
 
 class Ledger(TorchDispatchMode):
-    """Counts storages while it is active, by step and phase.
-
-    Attributes:
-        step: the number of the current step; -1 before the first.
-        phase: the current phase.
-        is_paused: whether nothing is counted.
-    """
+    """Counts storages while it is active and not paused, by step, of which -1 is before the first, and by phase."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -275,38 +269,30 @@ class Ledger(TorchDispatchMode):
     ) -> Usage:
         """Return what was held when most bytes of some kinds were: the first such moment.
 
-        Args:
-            step: of this step alone; -1 is what comes before the first.
-            phase: in this phase alone.
-
-        Raises:
-            ValueError: nothing was allocated or freed then.
+        It is that of one step, of which -1 is what comes before the first, and of one phase, if they are given; a
+        ValueError if nothing was allocated or freed then.
         """
-        return self._most(
-            lambda change: step in (None, change.step) and phase in (None, change.phase), frozenset(kinds)
-        )
-
-    def peaks(self, *, step: int) -> dict[str, Usage]:
-        """Return the peak of each phase of a step, in the order of the phases."""
-        phases = dict.fromkeys(change.phase for change in self._changes if change.step == step)
-        return {phase: self.peak(step=step, phase=phase) for phase in phases}
-
-    def _most(self, counts: Callable[[_Change], bool], kinds: Collection[Kind]) -> Usage:
         held: dict[Kind, int] = dict.fromkeys(Kind, 0)
         total, best, found = 0, -1, None
         for change in self._changes:
             if change.block.kind not in kinds:
                 continue
-            if counts(change) and total > best:
+            counts = step in (None, change.step) and phase in (None, change.phase)
+            if counts and total > best:
                 # What was held when the phase began counts too.
                 best, found = total, Usage(change.step, change.phase, _in_order(held), "")
             held[change.block.kind] += change.delta
             total += change.delta
-            if counts(change) and total > best:
+            if counts and total > best:
                 best, found = total, Usage(change.step, change.phase, _in_order(held), change.during)
         if found is None:
             raise ValueError("nothing was allocated or freed in this phase")
         return found
+
+    def peaks(self, *, step: int) -> dict[str, Usage]:
+        """Return the peak of each phase of a step, in the order of the phases."""
+        phases = dict.fromkeys(change.phase for change in self._changes if change.step == step)
+        return {phase: self.peak(step=step, phase=phase) for phase in phases}
 
 
 @contextlib.contextmanager
@@ -359,12 +345,7 @@ def _written_and_read(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Ten
 
 @dataclasses.dataclass
 class Extreme:
-    """The most bytes in one part of a step.
-
-    Attributes:
-        at_peak: the bytes of each kind at the first moment at which most bytes were held.
-        most: the most bytes of each kind, each at its own moment.
-    """
+    """The most bytes in one part of a step: by kind when most were held, and of each kind at its own moment."""
 
     at_peak: dict[Kind, int]
     most: dict[Kind, int]
@@ -378,13 +359,9 @@ class Extreme:
 
 
 def extremes(ledger: Ledger, *, step: int, parts: Sequence[Sequence[str]]) -> list[Extreme]:
-    """Return the extremes of each part of the last step.
+    """Return the extremes of each part of the last step, of which each part is several phases, in order.
 
-    Args:
-        ledger: what counted it.
-        step: the number of the step, after which nothing was counted yet.
-        parts: the phases of each part, in the order of the step. What is held when a part begins counts in it, also if
-            nothing is allocated or freed in the part.
+    What is held when a part begins counts in it, also if nothing is allocated or freed in the part.
     """
     held = dict.fromkeys(Kind, 0)
     part_of = {phase: index for index, phases in enumerate(parts) for phase in phases}

@@ -41,19 +41,13 @@ class Simulation:
     fails. What allocates, frees and communicates runs as in a real world.
 
     Args:
-        world: the world, whose context is open.
-        implementation: the adapter class.
         build: makes the unsharded model; called with torch's default device set to that of the world.
         config: how to shard the model, on a mesh of the world.
-        optimizer: makes the optimizer; None trains without.
         prepare: changes the model before it is sharded, such as for tensor parallelism, and returns it.
         as_on_a_device: whether buffers live as long as on a device with streams; False is what a CPU does.
 
     Attributes:
-        adapter: the adapter, with the sharded model.
         units: the units of the model, the root's own last.
-        recorder: records the collectives, the phase of each included.
-        ledger: counts memory, by step and phase.
         parameters: the shape of each parameter before it was sharded, by name; without what tensor parallelism cut.
     """
 

@@ -80,11 +80,7 @@ class SimulatedWorld:
     device: torch.device
 
     def mesh(self, shape: tuple[int, ...] | None = None, names: tuple[str, ...] = ("dp",)) -> DeviceMesh:
-        """Return a mesh of all ranks, of one to four dimensions; by default of one.
-
-        Raises:
-            ValueError: the shape has not as many ranks as the world, or not as many dimensions as names.
-        """
+        """Return a mesh of all ranks, of one to four dimensions; by default of one. Other ranks are a ValueError."""
         shape = shape or (self.size,)
         check_shape(self.size, shape, names)
         return init_device_mesh(self.device.type, shape, mesh_dim_names=names)
@@ -115,15 +111,8 @@ def check_shape(size: int, shape: tuple[int, ...], names: tuple[str, ...]) -> No
 def simulated_world(size: int, *, rank: int = 0, device_type: str = "cpu") -> Iterator[SimulatedWorld]:
     """Make this process one rank of a simulated world. Collectives return at once and move nothing.
 
-    The process may be a rank of a real world, whose groups are hidden meanwhile. Worlds do not nest.
-
-    Args:
-        size: the number of ranks, 1 to 65,536.
-        rank: which of them this process is.
-        device_type: "cpu", or "cuda" where there is a device, for its streams.
-
-    Raises:
-        ValueError: there is no such rank or device; the message is one line.
+    The process may be a rank of a real world, whose groups are hidden meanwhile. Worlds do not nest. On "cuda" a device
+    must be there, for its streams. No such rank or device is a ValueError of one line.
     """
     check_world(size, rank, device_type)
     private.need("torch.testing._internal.distributed.fake_pg")  # registers the backend

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import fx, nn
@@ -133,14 +133,6 @@ def _begin_peak(what: str, device: torch.device) -> None:
 def _peak(what: str, device: torch.device) -> int:
     now = int(torch.cuda.memory_stats(device)["requested_bytes.all.peak"])
     return max(now, _earlier_peaks.get((what, device), 0))
-
-
-def peak_of(device: torch.device, action: Callable[[], object]) -> int:
-    """Run something, and return the most bytes that it requested at a time, beyond those held before, on CUDA."""
-    before = held_bytes(device)
-    forget_peak(device)
-    action()
-    return peak_bytes(device) - before
 
 
 def tensor_bytes(device: torch.device) -> int:

@@ -22,13 +22,7 @@ if TYPE_CHECKING:
 
 
 class Name(NamedTuple):
-    """A private name of torch.
-
-    Attributes:
-        path: its full path.
-        purpose: what needs it.
-        without: what happens where torch has none.
-    """
+    """A private name of torch, by its full path, with what needs it and what happens where torch has none."""
 
     path: str
     purpose: str

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from shardproof.harness.verdicts.finding import Finding, Guess, Location, Numbers, Stage, step_label
+from shardproof.harness.verdicts.finding import Guess, Location, Numbers, Stage, step_label
 from shardproof.harness.verdicts.texts import ranks_of
 
 #: The most names of other tensors that diverge at the same stage that a text lists.
@@ -20,14 +20,11 @@ class Divergent:
     Attributes:
         order: the place of the comparison among all that the case makes; it is the same on all ranks.
         title: what was compared with what.
-        location: the stage, the step, the rank, the name of the tensor and the element.
         module: the module whose forward or backward it is, or that owns the parameter; "(root)" is the root, and empty
             what belongs to no module.
         parameter: the parameter or buffer; empty for the tensors of a module, and for losses and norms.
         where: the microbatch and the call of the module, where there are several.
         text: the values and their distances; may have several lines.
-        guess: a guess at the cause, where there is one.
-        numbers: the element, where one differs.
         also: the names of all tensors that diverge at this stage of this step on this rank.
     """
 
@@ -89,7 +86,6 @@ class Explanation:
 
     Attributes:
         first: the first tensor that diverges; None if all that was compared agrees.
-        compared: the number of tensors that were compared.
         unseen: what could not be seen or compared, one line each.
         stopped: what the last step that an error interrupted had reached; empty if none did.
         expected: lines of the collectives of one phase with the marks of what a case expects; empty if its counts are
@@ -105,36 +101,6 @@ class Explanation:
     expected: list[str] = dataclasses.field(default_factory=list)
     units: list[str] = dataclasses.field(default_factory=list)
     error: str = ""
-
-
-def divergent(
-    finding: Finding,
-    *,
-    order: tuple[int, ...],
-    title: str,
-    module: str,
-    parameter: str,
-    where: str,
-    also: Sequence[str],
-) -> Divergent:
-    """Make the first divergence of a rank from what a comparison found.
-
-    Args:
-        finding: the comparison that failed.
-        order: as in :class:`Divergent`; the others too.
-    """
-    return Divergent(
-        order=order,
-        title=title,
-        location=finding.location,
-        module=module,
-        parameter=parameter,
-        where=where,
-        text=finding.text,
-        guess=finding.guess,
-        numbers=finding.numbers,
-        also=tuple(also),
-    )
 
 
 def earliest(found: Sequence[Divergent]) -> Divergent | None:

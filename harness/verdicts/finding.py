@@ -84,7 +84,6 @@ class Location:
     """Where two runs diverge. Everything but the stage may be unknown.
 
     Attributes:
-        stage: the point of the training step.
         phase: for ``Stage.COLLECTIVES``, the phase of the step: "forward", "backward", "clip" or "step".
         step: the training step, counted from 0.
         rank: the global rank.
@@ -155,14 +154,7 @@ class Numbers:
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One comparison that failed on one rank.
-
-    Attributes:
-        location: where the two sides of the comparison differ.
-        text: the numbers that differ; may have several lines.
-        guess: a guess at the cause, where there is one.
-        numbers: the numbers of the text, where an element differs.
-    """
+    """One comparison that failed on one rank: where its sides differ, and the numbers, in lines and by themselves."""
 
     location: Location
     text: str
@@ -170,10 +162,9 @@ class Finding:
     numbers: Numbers | None = None
 
     def render(self, *, title: str, others: Sequence[Finding] = (), size: int = 1) -> str:
-        """Return the message of the failure.
+        """Return the message of the failure: title and location, the numbers, the guess, and what other ranks found.
 
         Args:
-            title: what went wrong, for example "the sharded run diverges from the baseline".
             others: the findings of other ranks at the same step and stage.
             size: the number of ranks that compared.
         """

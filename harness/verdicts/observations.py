@@ -53,7 +53,7 @@ class Observations:
         distances: for each step and stage, the distance that used most of what is allowed.
         trace: the collectives of the implementation's runs, one line each.
         compares_collectives: whether the members of a group must have issued the same collectives on it.
-        expected_texts: the texts to compare with inline literals, in the order of the calls.
+        expected_texts: in the order of the calls.
         spent: the seconds of each activity of the rank.
         peak_bytes: the most bytes that a step of the implementation held at a time, beyond those before it; None where
             the device does not count them.
