@@ -236,6 +236,15 @@ def test_commands_that_do_not_exist(tmp_path, path):
     assert done.stdout.startswith("usage: shardproof COMMAND")
 
 
+def test_findings_are_in_a_clone_alone(tmp_path, path):
+    done = run("-m", "shardproof", "findings", "F-2", cwd=tmp_path, path=path)
+    if path == ROOT:
+        assert done.returncode == 0 and "clip_grad_norm_" in done.stdout, done.stderr
+    else:
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+        assert "they are in a clone of shardproof" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("command", "needs"),
     [("run", "torch and pytest"), ("plan", "torch"), ("implementations", "torch"), ("torch-names", "torch")],

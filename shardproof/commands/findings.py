@@ -187,7 +187,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "-n", dest="processes", type=_number, default=1, metavar="N", help="run N at a time (1); each has several ranks"
     )
-    parser.add_argument("--seconds", type=_number, default=120, metavar="S", help="the time limit of each (120)")
+    parser.add_argument("--seconds", type=_number, default=300, metavar="S", help="the time limit of each (300)")
     return parser
 
 
