@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import gzip
 import json
@@ -27,6 +28,22 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(warm.make_folder())
     if hasattr(config, "workerinput"):
         config.add_cleanup(_own_temporary_directory())
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """By day, run every eighth test of a file marked ``sampled``: such tests start processes and wait for deadlines.
+
+    The night runs them all, and a command line with a node id runs what it names.
+    """
+    if any("::" in argument for argument in config.args):
+        return
+    counts: collections.Counter[pathlib.Path] = collections.Counter()
+    for item in items:
+        if item.get_closest_marker("sampled") is not None:
+            if counts[item.path] % 8:
+                item.add_marker(pytest.mark.nightly)
+            counts[item.path] += 1
 
 
 def _own_temporary_directory() -> Callable[[], None]:
