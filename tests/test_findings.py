@@ -2,9 +2,11 @@
 
 import ast
 import functools
+import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -185,6 +187,28 @@ def test_a_reproducer_that_does_not_end(tmp_path, run):
     code, printed = run("--run", "--seconds", "1")
     assert code == 1
     assert printed.splitlines()[:2] == ["F-1    reproduces", "F-2    cannot judge: time limit, after 'no output'"]
+
+
+def test_what_runs_ends_with_the_command(tmp_path):
+    """SIGTERM, as Ctrl-C, ends the reproducer that runs and starts none of those that wait."""
+    for name in ("F001.py", "F002.py"):
+        noted = tmp_path / f"{name}.pid"
+        code = f"import os, pathlib, signal\npathlib.Path({str(noted)!r}).write_text(str(os.getpid()))\nsignal.pause()"
+        write(tmp_path, name, KNOWN, code)
+    script = (
+        "import functools, pathlib, shardproof.commands.findings as command, shardproof.findings as findings; "
+        f"command.load = functools.partial(findings.load, pathlib.Path({str(tmp_path)!r})); command.findings(['--run'])"
+    )
+    running = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stderr=subprocess.DEVNULL)
+    noted = tmp_path / "F001.py.pid"
+    while not (noted.exists() and noted.read_text()):
+        assert running.poll() is None
+        time.sleep(0.05)
+    running.terminate()
+    assert running.wait(60) != 0
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(noted.read_text()), 0)
+    assert not (tmp_path / "F002.py.pid").exists()
 
 
 def test_what_is_as_known_ends_with_zero(tmp_path, run):

@@ -33,6 +33,9 @@ examples:
 exit codes: 0; 1 with --run, a finding differs from what its header says of the installed torch, or cannot be judged;
 2 a finding cannot be read, or there is none of that name"""
 
+#: The reproducers that run, each the leader of a group of processes.
+_RUNNING: set[subprocess.Popen[bytes]] = set()
+
 REPRODUCES, NOT, NOT_RUN, NOT_JUDGED = "reproduces", "does not reproduce", "not run", "cannot judge"
 
 
@@ -85,13 +88,17 @@ def _run_all(chosen: Sequence[Finding], *, processes: int, seconds: int) -> int:
     """Run what can be run, some at a time; print a line for each at its end, and what differs at the end of all."""
     torch = _version("torch")
     results = []
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     with concurrent.futures.ThreadPoolExecutor(processes) as pool:
         try:
             for coming in concurrent.futures.as_completed([pool.submit(_result, one, seconds) for one in chosen]):
                 results.append(coming.result())
                 print(results[-1], flush=True)
-        finally:  # after Ctrl-C only what runs is waited for
+        finally:  # after Ctrl-C or SIGTERM nothing is started, and nothing goes on
             pool.shutdown(wait=False, cancel_futures=True)
+            for process in list(_RUNNING):
+                _end(process)
+            signal.signal(signal.SIGTERM, before)
     counts = collections.Counter(one.said for one in results)
     print(f"torch {torch}: {', '.join(f'{count} {said}' for said, count in counts.items())}")
     differ = [one for one in results if torch and _differs(one, torch)]
@@ -161,17 +168,23 @@ def _output(finding: Finding, seconds: int) -> list[str]:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+        _RUNNING.add(process)
         try:
             ended = f"exit code {process.wait(seconds)}"
         except subprocess.TimeoutExpired:
             ended = "time limit"
         finally:
-            # Its ranks too, which may wait for each other for ever, also where their parent has ended.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            _end(process)
             process.wait()
+            _RUNNING.discard(process)
         printed.seek(0)
         return [*printed.read().decode(errors="replace").splitlines(), ended]
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a reproducer and its ranks, which may wait for each other for ever, also where their parent has ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _parser() -> argparse.ArgumentParser:
