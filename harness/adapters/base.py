@@ -244,10 +244,11 @@ class Adapter(ABC):
 
     @contextlib.contextmanager
     def microbatch(self, *, is_last: bool) -> Iterator[None]:
-        """Surround one microbatch; the place for ``no_sync()`` and for a reduction after the last one of the step.
+        """Surround one microbatch; the place for ``no_sync()`` and for a reduction after the last microbatch.
 
         The context covers the microbatch's forward and backward, or its backward alone where a case runs the forwards
-        of several microbatches ahead. It may communicate on entry and on exit.
+        of several microbatches ahead. It may communicate on entry and on exit. ``is_last`` is about the backwards of a
+        step.
         """
         yield
 
@@ -285,18 +286,16 @@ class Adapter(ABC):
     ) -> torch.Tensor:
         """Clip the gradients of some parameters, or of one, by their own norm; otherwise as :meth:`clip`.
 
-        Needs :attr:`Capability.CLIP_SOME`.
-
-        Args:
-            parameters: of :meth:`held_parameters`; one need not be in a list.
-            foreach: whether kernels for lists of tensors are used.
+        They are some of :meth:`held_parameters`; one need not be in a list. ``foreach`` says whether kernels for lists
+        of tensors are used. Needs :attr:`Capability.CLIP_SOME`.
         """
         return nn.utils.clip_grad_norm_(parameters, clip.max_norm, clip.norm_type, clip.raises, foreach)
 
     def norm_value(self, norm: torch.Tensor) -> torch.Tensor:
         """Return the total norm that :meth:`clip` returned as a plain scalar tensor, equal on all ranks.
 
-        Called when the step is compared, which may be some steps later. It may communicate.
+        Called when the step is compared, which may be some steps later. It may communicate, as for a DTensor that is
+        still to be reduced.
         """
         return norm
 
@@ -413,7 +412,7 @@ class Adapter(ABC):
         raise AssertionError(f"{self.name} does not declare {Capability.MANUAL_RESHARD!r}")
 
     def unshard(self, *, waits: bool = False) -> None:
-        """Start to gather all parameters and return without waiting for them, or once all are registered whole.
+        """Start to gather all parameters, and return at once or, with ``waits``, once all are registered whole.
 
         Called between steps, also before the first forward, which then gathers nothing. Needs
         :attr:`Capability.ASYNC_UNSHARD`.
@@ -459,7 +458,7 @@ class Adapter(ABC):
     def after_step(self, event: torch.Event) -> None:
         """Make the next step's gathers wait for ``event`` instead of the whole stream of the optimizer.
 
-        Called after each optimizer step, after which the event is recorded on the current stream. Needs
+        Called after each optimizer step, with an event that was recorded on the current stream after it. Needs
         :attr:`Capability.POST_OPTIM_EVENT`.
         """
         raise AssertionError(f"{self.name} does not declare {Capability.POST_OPTIM_EVENT!r}")

@@ -59,9 +59,7 @@ class GptBlock(nn.Module):
         self.down = nn.Linear(shape.hidden, shape.dim)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        query, key, value = (
-            _split(one, self.heads) for one in self.qkv(self.attention_norm(x)).chunk(3, dim=-1)
-        )  # fmt: skip
+        query, key, value = (_split(one, self.heads) for one in self.qkv(self.attention_norm(x)).chunk(3, dim=-1))
         x = x + self.out(_attend(query, key, value))
         added: torch.Tensor = self.down(functional.gelu(self.up(self.mlp_norm(x))))
         return x + added
