@@ -22,7 +22,7 @@ from moments import line_moments
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from shardproof.reports.run import Run, load_run  # noqa: E402
+from shardproof.runfile import Run, load_run  # noqa: E402
 
 #: How ``pytest -v`` prints a verdict on a case that ran.
 VERDICT = r"^(?=.*::).*\b(PASSED|FAILED|XFAIL|ERROR)\b"
@@ -55,7 +55,7 @@ def print_chapters(run: Run) -> None:
     items: collections.Counter[str] = collections.Counter()
     seconds: collections.Counter[str] = collections.Counter()
     for record in run.cases:
-        if not record.verdict.skipped:
+        if not record.verdict.is_skip:
             chapter = pathlib.Path(record.id.partition("::")[0]).stem.removeprefix("test_")
             items[chapter] += 1
             seconds[chapter] += record.seconds  # type: ignore[assignment]

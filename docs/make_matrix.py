@@ -20,8 +20,7 @@ from generating import ROOT, between, write
 sys.path.insert(0, str(ROOT))  # a clone need not be installed
 
 from shardproof.reports.merge import MergeError, merge
-from shardproof.reports.record import CaseRecord, Verdict
-from shardproof.reports.run import Run, RunFileError, load_run, parse_run, public_version
+from shardproof.runfile import CaseRecord, Run, RunFileError, Verdict, load_run, parse_run, public_version
 
 PAGE, README, FINDINGS = ROOT / "docs/matrix.md", ROOT / "README.md", ROOT / "docs/findings.md"
 PUBLISHED = ROOT / "reports/published"
@@ -199,7 +198,7 @@ def _chapters_of(case: CaseRecord) -> list[str]:
 
 
 def _passed(cases: Iterable[CaseRecord]) -> str:
-    asked = [case for case in cases if not case.verdict.skipped]
+    asked = [case for case in cases if not case.verdict.is_skip]
     return f"{_count(asked, Verdict.PASS)} of {len(asked)}" if asked else "-"
 
 
@@ -219,7 +218,7 @@ def _failures(run: Run, known: Mapping[str, Finding]) -> list[str]:
 
 
 def _is_fine(case: CaseRecord) -> bool:
-    return case.verdict.skipped or case.verdict is Verdict.PASS
+    return case.verdict.is_skip or case.verdict is Verdict.PASS
 
 
 def _by_reason(cases: Sequence[CaseRecord]) -> dict[str, list[CaseRecord]]:

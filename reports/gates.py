@@ -3,9 +3,8 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from shardproof.reports.record import CaseRecord, Verdict
-from shardproof.reports.run import Run
-from shardproof.reports.table import printable
+from shardproof.reports.texts import printable
+from shardproof.runfile import CaseRecord, Run, Verdict
 
 #: From this number of cases on, a capability that alone keeps an implementation from them is worth a hint.
 _MANY = 10
@@ -31,7 +30,7 @@ def gates(run: Run, *, full: bool = False) -> list[list[str]]:
     blocks = []
     for name in run.implementations:
         cases = [case for case in run.cases if case.implementation == name]
-        if skipped := [case for case in cases if case.verdict.skipped]:
+        if skipped := [case for case in cases if case.verdict.is_skip]:
             title = f"{name} was kept from {len(skipped)} of {len(cases)} cases by what is missing:"
             blocks.append([printable(title), *_listed(skipped, full=full), *_hints(skipped)])
     return blocks

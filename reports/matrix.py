@@ -1,20 +1,23 @@
 """Renders a run as text: failures, skips, and a matrix of requirements or cases by implementations."""
 
+import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import PurePath
 
-from shardproof.reports import origins
-from shardproof.reports.alike import alike
+from shardproof.reports import texts
 from shardproof.reports.gates import gates
-from shardproof.reports.record import CaseRecord, Failure, Verdict
-from shardproof.reports.run import Environment, Run
-from shardproof.reports.table import indented, printable, table
+from shardproof.reports.texts import indented, printable, table
+from shardproof.runfile import CaseRecord, End, Environment, Failure, Run, Verdict
 
 _NOT_RUN = "-"  # the text of a cell without a record
 _FIRST_LINES, _LAST_LINES = 6, 10  # of a long failure text that is shortened
 _WIDTH = 100  # of the lists of cases
+_TRACEBACK = "Traceback (most recent call last)"
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
+_QUOTED = re.compile(r"'[^'\n]*'|\"[^\"\n]*\"")
+_NUMBERS = re.compile(r"-?\b\d[\d.]*(e[+-]?\d+)?\b(, -?\d+)*")
 _ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
 
 
@@ -38,7 +41,7 @@ def render_summary(run: Run, *, by_case: bool = False, full: bool = False) -> st
         *_headings(run),
         _effort(run),
         _gaps(run),
-        *_failures([case for case in run.cases if case.verdict.failed], full=full),
+        *_failures([case for case in run.cases if case.verdict.fails], full=full),
         _excused(run.cases),
         *gates(run, full=full),
         _cases(run) if by_case else _requirements(run),
@@ -50,24 +53,23 @@ def render_summary(run: Run, *, by_case: bool = False, full: bool = False) -> st
 def _headings(run: Run) -> list[list[str]]:
     """The environment of the run; of a merged one, those of its parts, each with the name of its file."""
     if not run.merged:
-        return [_heading(run.environment)]
+        return [_heading(run.environment, run.end)]
     title = f"merged from {len(run.merged)} runs:"
     parts = [
-        [f"  {printable(part.file)}{f', effort {part.effort}' if part.effort else ''}:", *_indented(part.environment)]
+        [
+            f"  {printable(part.file)}{f', effort {part.effort.name}' if part.effort else ''}:",
+            *(f"    {line}" for line in _heading(part.environment, part.end)),
+        ]
         for part in run.merged
     ]
     return [[title, *(line for part in parts for line in part)]]
 
 
-def _indented(env: Environment) -> list[str]:
-    return [f"    {line}" for line in _heading(env)]
-
-
-def _heading(env: Environment) -> list[str]:
+def _heading(env: Environment, end: End) -> list[str]:
     """The versions, the host and the time of the run, without those that the run file lacks."""
     versions = [
-        ("shardproof", origins.shardproof(env)),
-        ("torch", origins.torch(env)),
+        ("shardproof", texts.shardproof(env)),
+        ("torch", texts.torch(env)),
         ("Python", env.python),
         ("NCCL", env.nccl),
     ]
@@ -77,7 +79,7 @@ def _heading(env: Environment) -> list[str]:
     accelerators = Counter(accelerator.name for accelerator in env.accelerators)
     facts += [f"{count} x {name}" for name, count in accelerators.items()]
     when = [env.started] if env.started else []
-    when += [f"{env.seconds:.1f} s"] if env.seconds else []
+    when += [f"{end.seconds:.1f} s"] if end.seconds else []
     lines = [", ".join(line) for line in (facts, when) if line]
     return [printable(line) for line in [*lines, *(f"{part}: {what}" for part, what in env.mends.items())]]
 
@@ -89,7 +91,7 @@ def _effort(run: Run) -> list[str]:
     counts: Counter[str] = Counter()
     for files in run.effort.deselected.values():
         counts.update({PurePath(file).stem.removeprefix("test_"): count for file, count in files.items()})
-    left_out, kept = counts.total(), sum(map(len, (run.selected or {}).values()))
+    left_out, kept = counts.total(), sum(map(len, run.selected.values()))
     what = f"{left_out} of {left_out + kept} cases left out: {_by_name(counts)}" if left_out else "all cases"
     text = f"effort {run.effort.name}: {what}"
     return textwrap.wrap(printable(text), _WIDTH, subsequent_indent="  ", break_long_words=False)
@@ -149,7 +151,7 @@ def _cases(run: Run) -> list[str]:
 def _failures(failed: Sequence[CaseRecord], *, full: bool) -> list[list[str]]:
     """One block for each failure, or for those that are alike the block of the first with the others below it."""
     blocks = []
-    for first, *others in [[case] for case in failed] if full else alike(failed):
+    for first, *others in [[case] for case in failed] if full else _alike(failed):
         ids = " ".join(printable(case.id) for case in others)
         listed = (
             textwrap.wrap(
@@ -168,6 +170,31 @@ def _failures(failed: Sequence[CaseRecord], *, full: bool) -> list[list[str]]:
         command = [printable(f"  reproduce: {first.reproduction}")] if first.reproduction else []
         blocks.append([*_failure(first, full=full), *title, *listed, *command])
     return blocks
+
+
+def _alike(cases: Iterable[CaseRecord]) -> list[list[CaseRecord]]:
+    """Group the failures that are alike, in the order of their first cases.
+
+    Failures are alike if they have the same implementation, verdict and text. The numbers and names of a comparison may
+    differ, as they do from case to case; a traceback must be the same but for addresses.
+
+    Args:
+        cases: the records of failed cases.
+    """
+    groups: dict[object, list[CaseRecord]] = {}
+    for case in cases:
+        text = case.failure.text if case.failure is not None else None
+        if text is not None and case.explanation is not None:
+            # Two cases that fail alike may first diverge in different places.
+            text = text.removesuffix(case.explanation.text)
+        kind = id(case) if text is None else (case.implementation, case.verdict, _kind(text))
+        groups.setdefault(kind, []).append(case)
+    return list(groups.values())
+
+
+def _kind(text: str) -> str:
+    text = _ADDRESS.sub("0x*", text)
+    return text if _TRACEBACK in text else _NUMBERS.sub("#", _QUOTED.sub("'...'", text))
 
 
 def _failure(case: CaseRecord, *, full: bool) -> list[str]:
@@ -218,7 +245,7 @@ def _excused(cases: Iterable[CaseRecord]) -> list[str]:
 
 
 def _total(run: Run) -> str:
-    ran = [case for case in run.cases if not case.verdict.skipped]
-    failed = sum(case.verdict.failed for case in ran)
+    ran = [case for case in run.cases if not case.verdict.is_skip]
+    failed = sum(case.verdict.fails for case in ran)
     text = f"{failed} of {len(ran)} verdicts are failures; {len(run.cases) - len(ran)} more are skips"
     return text + ("; the run is INCOMPLETE" if run.incomplete else "")

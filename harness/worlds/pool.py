@@ -8,11 +8,11 @@ import dataclasses
 import threading
 from collections.abc import Sequence
 
-from shardproof.harness.verdicts.verdict import Verdict
 from shardproof.harness.worlds import forkserver, scratch
 from shardproof.harness.worlds.jobs import Job, Result, WorldKey
 from shardproof.harness.worlds.lease import Leases, device_of
 from shardproof.harness.worlds.world import Outcome, World, by_agreement
+from shardproof.runfile import Verdict
 
 Place = tuple[int, ...]
 """Which processes of a torchrun job have the ranks of a world; empty where all are children of this process."""

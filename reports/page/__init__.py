@@ -3,13 +3,10 @@
 The modules, each importing from those above it:
 
 contract: the requirements and their chapters
-labels: names that tell runs apart
-packing: text and JSON, compressed for a script element
+assets: templates, styles, scripts, the plotting library, and data compressed for a script element
 table: what the matrix needs, of all cases
 details: what a case needs when it is opened, in chunks
-assets: styles, scripts and the plotting library
-environment: the templates
-render: the page of run files
+render: the page of run files, with names that tell runs apart
 plan: the page of plan files
 """
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardproof.reports.page.contract import Contract, Requirement
-from shardproof.reports.record import CaseRecord, Verdict
-from shardproof.reports.run import Run
+from shardproof.runfile import CaseRecord, Run, Verdict
 
 NO_RECORD = "."
 """The character of a case without a record."""
@@ -113,12 +112,11 @@ def as_data(table: Table, contract: Contract, *, run_labels: Sequence[str], chun
 
 def reason(case: CaseRecord) -> str:
     """Why the verdict is not a plain pass, in one line; empty for one that is."""
-    # With --explain, a run file says where the runs first diverge.
-    why: str = getattr(case, "reason", case.why)
+    why = case.reason
     if case.verdict is Verdict.EXPECTED_FAIL:
         return case.expected or why
     if case.verdict is Verdict.UNEXPECTED_PASS:
         return case.expected or "the expected failure did not happen"
-    if case.verdict.skipped:
+    if case.verdict.is_skip:
         return ", ".join(case.missing)
-    return why if case.verdict.failed else ""
+    return why if case.verdict.fails else ""

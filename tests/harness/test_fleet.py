@@ -16,12 +16,12 @@ import pytest
 from shardproof.harness.parity.rank import Rank
 from shardproof.harness.plugin import torchrun
 from shardproof.harness.plugin.journal import Journal
-from shardproof.harness.verdicts.verdict import Verdict
 from shardproof.harness.worlds import loop
 from shardproof.harness.worlds.jobs import Result
 from shardproof.harness.worlds.torchrun import meeting, remote, roles
 from shardproof.harness.worlds.torchrun.fleet import Fleet, Seat, TooFewRanks, nodes_of
 from shardproof.harness.worlds.torchrun.remote import Link, Lost
+from shardproof.runfile import Verdict
 
 VARIABLES = {
     "TORCHELASTIC_RUN_ID": "job",

@@ -3,7 +3,7 @@
 from expecttest import assert_expected_inline
 
 from shardproof.reports.gates import gates
-from shardproof.reports.run import parse_run
+from shardproof.runfile import parse_run
 from tests.reports import samples
 
 

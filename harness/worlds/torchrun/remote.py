@@ -12,9 +12,9 @@ from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 from shardproof.harness.collectives.board import Announcement
-from shardproof.harness.verdicts.verdict import Verdict
 from shardproof.harness.worlds.jobs import RankSpec
 from shardproof.harness.worlds.torchrun.roles import Place
+from shardproof.runfile import Verdict
 
 #: Seconds in which a supervisor answers. It has nothing to compute; a stack dump takes three seconds at most.
 ANSWER_SECONDS = 10.0
