@@ -187,11 +187,7 @@ def _reader(hint: Any) -> _Read:
         return functools.partial(decode, hint)
     if isinstance(hint, type) and issubclass(hint, Enum):
         return functools.partial(_member, hint)
-    return _anything if hint is Any else lambda value, where: kind_of(value, hint, where)
-
-
-def _anything(value: object, where: str) -> object:
-    return value
+    return lambda value, where: value if hint is Any else kind_of(value, hint, where)
 
 
 def _sequence(read: _Read, value: object, where: str) -> tuple[Any, ...]:

@@ -144,18 +144,12 @@ class FirstDivergence(Location):
     """The first tensor that diverges."""
 
     module: str = written("the module of the tensor; empty if it belongs to none", default="")
-    parameter: str = written(
-        "the parameter or buffer that it is, or whose gradient or state it is; may be empty", default=""
-    )
+    parameter: str = written("the parameter or buffer that it is, or whose gradient or state; may be empty", default="")
     where: str = written("the microbatch and the call of the module, where they are not the first", default="")
-    offset: int | None = written(
-        "the flat index of the element in what the rank holds; null if no element differs", default=None
-    )
+    offset: int | None = written("its flat index in what the rank holds; null if no element differs", default=None)
     values: Mapping[str, Number] = written("the element by the name of a run", default={})
     ulps: Mapping[str, Number] = written("the distances by the name of a run, and what is allowed", default={})
-    also: Sequence[str] = written(
-        "the names of the tensors that diverge at the same stage of the step on the same rank", default=()
-    )
+    also: Sequence[str] = written("the tensors that diverge at the same stage of the step on this rank", default=())
 
 
 @described()
@@ -164,9 +158,7 @@ class Explanation:
 
     again: Verdict = says("the verdict of the second run")
     alike: bool = says("whether it failed with the same error, and with losses and distances of the same bits")
-    first: FirstDivergence | None = written(
-        "where the runs first diverge; null if all that was compared agrees", default=None
-    )
+    first: FirstDivergence | None = written("where the runs first diverge; null if they agree", default=None)
     compared: Count = written("the number of tensors that were compared", default=0)
     unseen: Sequence[str] = written("why tensors were not compared, one line each", default=())
     stopped: str = written("the last tensor of a step that an error interrupted; may be empty", default="")
@@ -227,30 +219,17 @@ class CaseRecord:
     seconds: Seconds = says("the duration on the world")
     missing: Sequence[str] = written("the capabilities and then the hardware that a skipped case lacked", default=())
     expected: str = written("the verdict and the reason of an expected failure; otherwise empty", default="")
-    known_failure: KnownFailure | None = says(
-        "of an expected failure or an unexpected pass, the entry that expects it", default=None
-    )
+    known_failure: KnownFailure | None = says("the entry that expects the failure, if one applied", default=None)
     losses: Mapping[str, Sequence[Number]] = written(
-        'the loss of each step on rank 0, by the name of a run, such as "oracle"', default={}
+        "the loss of each step on rank 0, by the name of a run", default={}
     )
-    distances: Sequence[Distance] = written(
-        "the errors against the oracle by step and stage, on the rank where they are worst", default=()
-    )
+    distances: Sequence[Distance] = written("the worst errors against the oracle by step and stage", default=())
     collectives: Sequence[Trace] = written("the traces of all ranks; ranks with the same trace share one", default=())
-    spent: Mapping[str, Seconds] = says(
-        "the seconds of each activity, without those inside of it: the mean of the ranks; empty if none ran",
-        default={},
-        is_written=True,
-    )
-    examples: Count | None = says(
-        "of a case that draws its parameter, how many examples ran until one failed, or all", default=None
-    )
+    spent: Mapping[str, Seconds] = says("seconds by activity, the mean of the ranks", default={}, is_written=True)
+    examples: Count | None = says("of a case that draws them, how many ran until one failed", default=None)
     reproduce: str = says("of a failure, the command that repeats it", default="")
     explanation: Explanation | None = says("of a failure with --explain, what a second run showed", default=None)
-    peak_bytes: Sequence[Count] = says(
-        "on CUDA, by rank, the most bytes that a step had requested at a time beyond those held before it",
-        default=(),
-    )
+    peak_bytes: Sequence[Count] = says("on CUDA, by rank, the most bytes of a step beyond those before it", default=())
     hosts: Sequence[str] = says("in a torchrun job of several hosts, the host of each rank", default=())
     failure: Failure | None = written("why the case failed; null if it did not", default=None)
     shortened: Sequence[str] = says("the fields that were emptied because the record was too large", default=())
@@ -306,9 +285,7 @@ class Implementation:
     version: str = written("the version of the implementation; may be empty", default="")
     capabilities: Sequence[str] = written("the capabilities that its adapter declares", default=())
     reads: Reads = says("how its tensors are read; gathering ones run no cases about streams", default="")
-    name: str = says(
-        "in a merged run, the name that --impl takes; the key contains what tells columns apart", default=""
-    )
+    name: str = says("in a merged run, the name that --impl takes, where the key has more", default="")
     torch: str = says("in a merged run, the version of torch beside it", default="")
     device: Device = says("in a merged run, the device type of its ranks", default="")
 
@@ -318,13 +295,9 @@ class Environment:
     """The host, versions and options of a run. In a merged run a field may have several values."""
 
     torchrun: Torchrun | None = says("the job of a run that torchrun started", default=None)
-    mends: Mapping[str, str] = says(
-        "what was left out because the installed torch lacks a private name, and why", default={}
-    )
+    mends: Mapping[str, str] = says("what was left out for a private name that torch lacks, and why", default={})
     shardproof: str = written("the version of shardproof", default="")
-    shardproof_commit: Commits = says(
-        'the commit of its code, "-dirty" if a tracked file differs; "unknown" if nothing says it', default=""
-    )
+    shardproof_commit: Commits = says('its commit, "-dirty" if a tracked file differs, or "unknown"', default="")
     python: str = written("the version of Python", default="")
     torch: str = written("the version of torch", default="")
     torch_git_version: str = says('the commit from which torch was built; "unknown" if torch does not say', default="")
@@ -335,9 +308,7 @@ class Environment:
     nccl: str | None = written("the version of NCCL; null if the run does not use it", default=None)
     started: str = written("the time at which the run started, in ISO 8601 and UTC", default="")
     command: Sequence[str] = written("the command line", default=())
-    implementations: Mapping[str, Implementation] = written(
-        "the implementations by name, in the order of the command", default={}
-    )
+    implementations: Mapping[str, Implementation] = written("by name, in the order of the command", default={})
     numerics: Mapping[str, Any] = says("the constants of the comparison", default={})
 
 
@@ -346,9 +317,7 @@ class Effort:
     """How much of what was asked for a run ran."""
 
     name: EffortName = says("the effort")
-    deselected: Mapping[str, Mapping[str, Positive]] = written(
-        "the number of cases that were left out, by implementation and file", default={}
-    )
+    deselected: Mapping[str, Mapping[str, Positive]] = written("cases left out, by implementation and file", default={})
 
 
 @described()
@@ -368,9 +337,7 @@ class End:
     reason: str = says("why the run is incomplete; empty if it is complete")
     exit_code: int = written("the exit code of the run; -1 if pytest had none", default=-1)
     seconds: Seconds = written("the duration of the run", default=0.0)
-    problems: Sequence[str] = says(
-        "what fails the run beside its cases, such as entries of known failures that match no case", default=()
-    )
+    problems: Sequence[str] = says("what fails the run beside cases, such as known failures without one", default=())
 
 
 _KILLED = End(complete=False, reason="the run is under way, or its process ended before it could write the reason")
@@ -396,24 +363,13 @@ class Run:
     run_id: RunId = says("identifies the run")
     environment: Environment = says("the environment of the run", default=Environment())
     suites: Hashes = says("a hash of the files of the cases (docs/run-files.md)", default="")
-    effort: Effort | None = says(
-        "how much of what was asked for ran; files without it are of runs of everything", default=None
-    )
-    unasked: Mapping[str, Mapping[str, str]] = says(
-        "by implementation, what is required of every one and no case asks because of --world, and its needs",
-        default={},
-    )
+    effort: Effort | None = says("how much ran of what was asked for; missing if all", default=None)
+    unasked: Mapping[str, Mapping[str, str]] = says("required and asked by no case, and its needs", default={})
     selected: Mapping[str, Sequence[str]] = says("the ids of the selected cases, by implementation", default={})
-    cases: Sequence[CaseRecord] = says(
-        "one record for each attempt of a case on an implementation, in the order in which they ended", default=()
-    )
-    left_out: Sequence[LeftOut] = says(
-        "the selected cases that pytest itself skipped, as by @pytest.mark.skip", default=(), is_written=True
-    )
+    cases: Sequence[CaseRecord] = says("one record for each attempt of a case, in the order of their ends", default=())
+    left_out: Sequence[LeftOut] = says("selected cases that pytest itself skipped", default=(), is_written=True)
     end: End = written("how the run ended; missing if its process was killed", default=_KILLED)
-    merged: Annotated[Sequence[Part], ("minItems", 1)] = says(
-        "the runs of which this one was merged; missing in that of one run", default=()
-    )
+    merged: Annotated[Sequence[Part], ("minItems", 1)] = says("the runs of which it was merged, if it was", default=())
     earlier: Sequence[CaseRecord] = field(default=(), metadata=ASIDE)
 
     @property

@@ -17,9 +17,6 @@ from shardproof.harness.worlds.world import Outcome
 from shardproof.jsonfiles import ASIDE, decode, encode
 from shardproof.runfile import CaseRecord, Distance, Failure, Trace, Verdict
 
-# Bounds on the size of a case's record, whatever a case or an implementation puts into it.
-
-
 #: Bytes of JSON that a record may have. The largest of the published runs have 61 kB, nearly all of it traces.
 MOST_BYTES = 1 << 18
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import datetime
 import functools
 import itertools
 import json
@@ -29,7 +28,7 @@ from shardproof.harness.worlds import scratch
 from shardproof.harness.worlds.pool import Pool
 from shardproof.harness.worlds.torchrun.fleet_pool import FleetPool
 from shardproof.harness.worlds.torchrun.roles import Place
-from shardproof.runfile import Effort, Environment
+from shardproof.runfile import Effort
 
 _ERRORS = "shardproof_usage_errors"
 _PROBLEMS = "shardproof_problems"
@@ -237,15 +236,13 @@ class State:
         except ValueError as error:
             raise pytest.UsageError(str(error)) from None
         command = [pathlib.Path(sys.argv[0]).name, *sys.argv[1:]]
+        fleet, started = self._config.stash.get(FLEET, None), self.journal.started
         try:
-            self.journal.describe(self._described(command, self.journal.started))
+            described = environment.describe(self.selection, command=command, started=started, fleet=fleet)
+            self.journal.describe(described)
         except pytest.UsageError as error:
             self.journal.finish(reason=str(error), exit_code=pytest.ExitCode.USAGE_ERROR)
             raise
-
-    def _described(self, command: list[str], started: datetime.datetime) -> Environment:
-        fleet = self._config.stash.get(FLEET, None)
-        return environment.describe(self.selection, command=command, started=started, fleet=fleet)
 
     def select(self, items: list[pytest.Item]) -> None:
         """Note the cases that are to run; an xdist worker leaves their list for the controller."""

@@ -2,9 +2,8 @@
 
 The modules, each importing from those above it:
 
-contract: the requirements and their chapters
 assets: templates, styles, scripts, the plotting library, and data compressed for a script element
-table: what the matrix needs, of all cases
+table: what the matrix needs, of all cases: the contract and the verdicts
 details: what a case needs when it is opened, in chunks
 render: the page of run files, with names that tell runs apart
 plan: the page of plan files

@@ -10,9 +10,8 @@ from markupsafe import Markup
 
 from shardproof.reports import texts
 from shardproof.reports.page import assets
-from shardproof.reports.page.contract import Contract
 from shardproof.reports.page.details import chunks
-from shardproof.reports.page.table import as_data, table
+from shardproof.reports.page.table import Contract, as_data, table
 from shardproof.runfile import End, Environment, Run, Verdict, public_version
 
 

@@ -2,7 +2,7 @@
 
 from expecttest import assert_expected_inline
 
-from shardproof.reports.gates import gates
+from shardproof.reports.matrix import gates
 from shardproof.runfile import parse_run
 from tests.reports import samples
 
