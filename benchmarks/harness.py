@@ -23,7 +23,7 @@ import time
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from shardproof.reports.run import Run, load_run  # noqa: E402
+from shardproof.runfile import Run, load_run  # noqa: E402
 
 #: How ``pytest -v`` prints a verdict on a case that ran.
 VERDICT = r"^(?=.*::).*\b(PASSED|FAILED|XFAIL|ERROR)\b"
@@ -69,7 +69,7 @@ def print_chapters(run: Run) -> None:
     items: collections.Counter[str] = collections.Counter()
     seconds: collections.Counter[str] = collections.Counter()
     for record in run.cases:
-        if not record.verdict.skipped:
+        if not record.verdict.is_skip:
             chapter = pathlib.Path(record.id.partition("::")[0]).stem.removeprefix("test_")
             items[chapter] += 1
             seconds[chapter] += record.seconds  # type: ignore[assignment]

@@ -22,8 +22,7 @@ sys.path.insert(0, str(ROOT))  # a clone need not be installed
 
 from shardproof.findings import Finding, load, markdown
 from shardproof.reports.merge import merge
-from shardproof.reports.record import CaseRecord, Verdict
-from shardproof.reports.run import Run, load_run, parse_run, public_version
+from shardproof.runfile import CaseRecord, Run, Verdict, load_run, parse_run, public_version
 
 PAGE, README = ROOT / "docs/matrix.md", ROOT / "README.md"
 PUBLISHED = ROOT / "reports/published"
@@ -158,7 +157,7 @@ def _chapters_of(case: CaseRecord) -> list[str]:
 
 
 def _passed(cases: Iterable[CaseRecord]) -> str:
-    asked = [case for case in cases if not case.verdict.skipped]
+    asked = [case for case in cases if not case.verdict.is_skip]
     return f"{_count(asked, Verdict.PASS)} of {len(asked)}" if asked else "-"
 
 
@@ -178,7 +177,7 @@ def _failures(run: Run, known: Mapping[str, Finding]) -> list[str]:
 
 
 def _is_fine(case: CaseRecord) -> bool:
-    return case.verdict.skipped or case.verdict is Verdict.PASS
+    return case.verdict.is_skip or case.verdict is Verdict.PASS
 
 
 def _by_reason(cases: Sequence[CaseRecord]) -> dict[str, list[CaseRecord]]:

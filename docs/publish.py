@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import pathlib
 import sys
 from typing import Any
 
@@ -17,8 +16,8 @@ from generating import ROOT
 
 sys.path.insert(0, str(ROOT))  # a clone need not be installed
 
-from shardproof.reports import files
-from shardproof.reports.run import parse_run
+from shardproof.jsonfiles import load
+from shardproof.runfile import RunFileError, parse_run
 
 _MEASURED = ("collectives", "distances", "losses", "spent")
 _EXPECTED = ("pass", "unsupported", "unmet", "expected-fail")
@@ -37,7 +36,7 @@ def slim(data: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """Write one file."""
     source, name = sys.argv[1:]
-    data = slim(json.loads(files.read(pathlib.Path(source))))
+    data = slim(load(source, lambda data: data, RunFileError))
     parse_run(data)
     target = ROOT / "reports/published" / name
     # Without the time of writing, so that equal runs are equal files.

@@ -3,8 +3,7 @@
 import json
 from collections.abc import Iterable, Sequence
 
-from shardproof.reports.record import CaseRecord, Verdict
-from shardproof.reports.run import Run
+from shardproof.runfile import CaseRecord, Run, Verdict
 
 EXCUSABLE = (Verdict.CRASH, Verdict.FAIL, Verdict.HANG)
 """The verdicts that an entry can expect."""
@@ -48,7 +47,7 @@ def _entries(cases: Sequence[CaseRecord]) -> list[tuple[str, Verdict, str]]:
     """The pattern, the verdict and the reason of each entry, in the order of the cases."""
     entries = []
     for function, items in _by_function(cases).items():
-        ran = [case for case in items if not case.verdict.skipped]
+        ran = [case for case in items if not case.verdict.is_skip]
         failed = [case for case in ran if case.verdict in EXCUSABLE]
         kinds = {(case.verdict, case.reason) for case in failed}
         if len(failed) == len(ran) > 1 and len(kinds) == 1:

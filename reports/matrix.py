@@ -1,20 +1,29 @@
 """Renders a run as text: failures, skips, and a matrix of requirements or cases by implementations."""
 
+import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import PurePath
 
-from shardproof.reports import origins
-from shardproof.reports.alike import alike
-from shardproof.reports.gates import gates
-from shardproof.reports.record import CaseRecord, Failure, Verdict
-from shardproof.reports.run import Environment, Run
-from shardproof.reports.table import indented, printable, table
+from shardproof.reports import texts
+from shardproof.reports.texts import indented, printable, table
+from shardproof.runfile import CaseRecord, End, Environment, Failure, Run, Verdict
 
 _NOT_RUN = "-"  # the text of a cell without a record
 _FIRST_LINES, _LAST_LINES = 6, 10  # of a long failure text that is shortened
 _WIDTH = 100  # of the lists of cases
+#: From this number of cases on, a capability that alone keeps an implementation from them is worth a hint.
+_MANY = 10
+
+_GATES = 8  # the most gates of an implementation that are listed without `full`
+_HINTED = 3  # the most capabilities in a hint
+_UNNAMED = "(the run file does not name what is missing)"
+
+_TRACEBACK = "Traceback (most recent call last)"
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
+_QUOTED = re.compile(r"'[^'\n]*'|\"[^\"\n]*\"")
+_NUMBERS = re.compile(r"-?\b\d[\d.]*(e[+-]?\d+)?\b(, -?\d+)*")
 _ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
 
 
@@ -38,7 +47,7 @@ def render_summary(run: Run, *, by_case: bool = False, full: bool = False) -> st
         *_headings(run),
         _effort(run),
         _gaps(run),
-        *_failures([case for case in run.cases if case.verdict.failed], full=full),
+        *_failures([case for case in run.cases if case.verdict.fails], full=full),
         _excused(run.cases),
         *gates(run, full=full),
         _cases(run) if by_case else _requirements(run),
@@ -50,24 +59,23 @@ def render_summary(run: Run, *, by_case: bool = False, full: bool = False) -> st
 def _headings(run: Run) -> list[list[str]]:
     """The environment of the run; of a merged one, those of its parts, each with the name of its file."""
     if not run.merged:
-        return [_heading(run.environment)]
+        return [_heading(run.environment, run.end)]
     title = f"merged from {len(run.merged)} runs:"
     parts = [
-        [f"  {printable(part.file)}{f', effort {part.effort}' if part.effort else ''}:", *_indented(part.environment)]
+        [
+            f"  {printable(part.file)}{f', effort {part.effort.name}' if part.effort else ''}:",
+            *(f"    {line}" for line in _heading(part.environment, part.end)),
+        ]
         for part in run.merged
     ]
     return [[title, *(line for part in parts for line in part)]]
 
 
-def _indented(env: Environment) -> list[str]:
-    return [f"    {line}" for line in _heading(env)]
-
-
-def _heading(env: Environment) -> list[str]:
+def _heading(env: Environment, end: End) -> list[str]:
     """The versions, the host and the time of the run, without those that the run file lacks."""
     versions = [
-        ("shardproof", origins.shardproof(env)),
-        ("torch", origins.torch(env)),
+        ("shardproof", texts.shardproof(env)),
+        ("torch", texts.torch(env)),
         ("Python", env.python),
         ("NCCL", env.nccl),
     ]
@@ -77,7 +85,7 @@ def _heading(env: Environment) -> list[str]:
     accelerators = Counter(accelerator.name for accelerator in env.accelerators)
     facts += [f"{count} x {name}" for name, count in accelerators.items()]
     when = [env.started] if env.started else []
-    when += [f"{env.seconds:.1f} s"] if env.seconds else []
+    when += [f"{end.seconds:.1f} s"] if end.seconds else []
     lines = [", ".join(line) for line in (facts, when) if line]
     return [printable(line) for line in [*lines, *(f"{part}: {what}" for part, what in env.mends.items())]]
 
@@ -89,7 +97,7 @@ def _effort(run: Run) -> list[str]:
     counts: Counter[str] = Counter()
     for files in run.effort.deselected.values():
         counts.update({PurePath(file).stem.removeprefix("test_"): count for file, count in files.items()})
-    left_out, kept = counts.total(), sum(map(len, (run.selected or {}).values()))
+    left_out, kept = counts.total(), sum(map(len, run.selected.values()))
     what = f"{left_out} of {left_out + kept} cases left out: {_by_name(counts)}" if left_out else "all cases"
     text = f"effort {run.effort.name}: {what}"
     return textwrap.wrap(printable(text), _WIDTH, subsequent_indent="  ", break_long_words=False)
@@ -149,7 +157,7 @@ def _cases(run: Run) -> list[str]:
 def _failures(failed: Sequence[CaseRecord], *, full: bool) -> list[list[str]]:
     """One block for each failure, or for those that are alike the block of the first with the others below it."""
     blocks = []
-    for first, *others in [[case] for case in failed] if full else alike(failed):
+    for first, *others in [[case] for case in failed] if full else _alike(failed):
         ids = " ".join(printable(case.id) for case in others)
         listed = (
             textwrap.wrap(
@@ -168,6 +176,31 @@ def _failures(failed: Sequence[CaseRecord], *, full: bool) -> list[list[str]]:
         command = [printable(f"  reproduce: {first.reproduction}")] if first.reproduction else []
         blocks.append([*_failure(first, full=full), *title, *listed, *command])
     return blocks
+
+
+def _alike(cases: Iterable[CaseRecord]) -> list[list[CaseRecord]]:
+    """Group the failures that are alike, in the order of their first cases.
+
+    Failures are alike if they have the same implementation, verdict and text. The numbers and names of a comparison may
+    differ, as they do from case to case; a traceback must be the same but for addresses.
+
+    Args:
+        cases: the records of failed cases.
+    """
+    groups: dict[object, list[CaseRecord]] = {}
+    for case in cases:
+        text = case.failure.text if case.failure is not None else None
+        if text is not None and case.explanation is not None:
+            # Two cases that fail alike may first diverge in different places.
+            text = text.removesuffix(case.explanation.text)
+        kind = id(case) if text is None else (case.implementation, case.verdict, _kind(text))
+        groups.setdefault(kind, []).append(case)
+    return list(groups.values())
+
+
+def _kind(text: str) -> str:
+    text = _ADDRESS.sub("0x*", text)
+    return text if _TRACEBACK in text else _NUMBERS.sub("#", _QUOTED.sub("'...'", text))
 
 
 def _failure(case: CaseRecord, *, full: bool) -> list[str]:
@@ -217,8 +250,72 @@ def _excused(cases: Iterable[CaseRecord]) -> list[str]:
     return [printable(f"{Verdict.EXPECTED_FAIL}, {why}: {_by_name(counts)}") for why, counts in sorted(found.items())]
 
 
+def gates(run: Run, *, full: bool = False) -> list[list[str]]:
+    """Render what kept each implementation from cases: missing capabilities and hardware, by number of cases.
+
+    A case that lacks two things counts for both. A capability that is the only thing which many cases lack is named in
+    a hint.
+
+    Args:
+        run: the run.
+        full: whether to list everything that is missing, instead of what most cases lack.
+
+    Returns:
+        One block of lines for each implementation that skipped any case.
+    """
+    blocks = []
+    for name in run.implementations:
+        cases = [case for case in run.cases if case.implementation == name]
+        if skipped := [case for case in cases if case.verdict.is_skip]:
+            title = f"{name} was kept from {len(skipped)} of {len(cases)} cases by what is missing:"
+            blocks.append([printable(title), *_listed(skipped, full=full), *_hints(skipped)])
+    return blocks
+
+
+def _listed(skipped: Iterable[CaseRecord], *, full: bool) -> list[str]:
+    counts: Counter[tuple[str, str]] = Counter()
+    alone: Counter[tuple[str, str]] = Counter()
+    for case in skipped:
+        # Not the verdict alone: an unsupported case may lack hardware as well.
+        names = case.missing or (_UNNAMED,)
+        counts.update((case.verdict, name) for name in names)
+        if len(names) == 1:
+            alone[case.verdict, names[0]] += 1
+    ordered = sorted(counts, key=lambda gate: (-counts[gate], gate))
+    shown = ordered if full or len(ordered) <= _GATES + 1 else ordered[:_GATES]
+    width = len(str(counts[ordered[0]]))
+    lines = [_line(gate, counts[gate], alone[gate], width) for gate in shown]
+    if rest := ordered[len(shown) :]:
+        lines.append(f"  {len(rest)} more, at most {_number(counts[rest[0]])} each; --full lists them")
+    return lines
+
+
+def _line(gate: tuple[str, str], count: int, alone: int, width: int) -> str:
+    verdict, name = gate
+    only = f", {'all' if alone == count else alone} of which lack nothing else" if alone else ""
+    return printable(f"  {count:{width}} {verdict}: {name}{only}")
+
+
+def _hints(skipped: Iterable[CaseRecord]) -> list[str]:
+    """Name the capabilities that are all that many cases lack, most cases first."""
+    alone = Counter(
+        case.missing[0] for case in skipped if case.verdict is Verdict.UNSUPPORTED and len(case.missing) == 1
+    )
+    many = [(name, count) for name, count in alone.most_common(_HINTED) if count >= _MANY]
+    if not many:
+        return []
+    (first, count), *others = many
+    told = "".join(f", {name} from {count}" for name, count in others)
+    text = f"{first} alone keeps it from {count} cases{told}"
+    return [printable(f"  hint: {text}; declare what the implementation has (docs/adapters.md)")]
+
+
+def _number(count: int) -> str:
+    return "1 case" if count == 1 else f"{count} cases"
+
+
 def _total(run: Run) -> str:
-    ran = [case for case in run.cases if not case.verdict.skipped]
-    failed = sum(case.verdict.failed for case in ran)
+    ran = [case for case in run.cases if not case.verdict.is_skip]
+    failed = sum(case.verdict.fails for case in ran)
     text = f"{failed} of {len(ran)} verdicts are failures; {len(run.cases) - len(ran)} more are skips"
     return text + ("; the run is INCOMPLETE" if run.incomplete else "")

@@ -4,8 +4,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shardproof.reports.record import CaseRecord, KnownFailure, Verdict
-from shardproof.reports.run import Run
+from shardproof.runfile import CaseRecord, KnownFailure, Run, Verdict
 
 _RELEASE = re.compile(r"(\d+)\.(\d+)")
 
@@ -36,7 +35,7 @@ def check(runs: Mapping[str, Run]) -> list[str]:
     unnamed, problems = [], []
     releases = {path: _release(path, run) for path, run in runs.items()}
     for path, run in sorted(runs.items(), key=lambda item: releases[item[0]]):
-        problems += [problem for problem in run.problems if problem not in problems]
+        problems += [problem for problem in run.end.problems if problem not in problems]
         for case in run.cases:
             known = case.known_failure
             if known is not None:

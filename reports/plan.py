@@ -1,13 +1,11 @@
 """Plan files: the memory and the traffic of one rank of a sharded training, simulated at one or more world sizes."""
 
-import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from shardproof.reports import files
-from shardproof.reports.fields import Fields, RecordError, integer, text
-from shardproof.reports.loading import load
+from shardproof.jsonfiles import check_version, decode, load
 
 VERSION = 1
 MARK = "plan_version"
@@ -24,12 +22,6 @@ class Dimension:
 
     name: str
     size: int
-
-    @classmethod
-    def parse(cls, data: object, where: str) -> "Dimension":
-        """Read a dimension; raises a RecordError where the data violate the schema."""
-        fields = Fields(data, where)
-        return cls(fields.required("name", str), fields.required("size", int))
 
 
 @dataclass(frozen=True)
@@ -50,12 +42,6 @@ class Phase:
     def total(self) -> int:
         """All bytes at that moment."""
         return sum(self.at_peak.values())
-
-    @classmethod
-    def parse(cls, data: object, where: str) -> "Phase":
-        """Read a phase; raises a RecordError where the data violate the schema."""
-        fields = Fields(data, where)
-        return cls(fields.required("name", str), fields.mapping("at_peak", integer), fields.mapping("most", integer))
 
 
 @dataclass(frozen=True)
@@ -82,21 +68,6 @@ class Traffic:
     sent: float
     across: float
 
-    @classmethod
-    def parse(cls, data: object, where: str) -> "Traffic":
-        """Read a row of traffic; raises a RecordError where the data violate the schema."""
-        fields = Fields(data, where)
-        return cls(
-            group=fields.required("group", str),
-            ranks=fields.required("ranks", int),
-            kind=fields.required("kind", str),
-            dtype=fields.required("dtype", str),
-            count=fields.required("count", int),
-            nbytes=fields.required("nbytes", int),
-            sent=fields.required("sent", float),
-            across=fields.required("across", float),
-        )
-
 
 @dataclass(frozen=True)
 class Formula:
@@ -116,18 +87,6 @@ class Formula:
     value: float
     simulated: int
 
-    @classmethod
-    def parse(cls, data: object, where: str) -> "Formula":
-        """Read a formula; raises a RecordError where the data violate the schema."""
-        fields = Fields(data, where)
-        return cls(
-            quantity=fields.required("quantity", str),
-            unit=fields.required("unit", str),
-            text=fields.required("text", str),
-            value=fields.required("value", float),
-            simulated=fields.required("simulated", int),
-        )
-
 
 @dataclass(frozen=True)
 class World:
@@ -141,11 +100,11 @@ class World:
         formulas: closed formulas, with the simulated numbers.
     """
 
-    mesh: tuple[Dimension, ...]
+    mesh: Annotated[Sequence[Dimension], ("minItems", 1)]
     hosts: int
-    phases: tuple[Phase, ...]
-    traffic: tuple[Traffic, ...]
-    formulas: tuple[Formula, ...]
+    phases: Annotated[Sequence[Phase], ("minItems", 1)]
+    traffic: Sequence[Traffic]
+    formulas: Sequence[Formula]
 
     @property
     def ranks(self) -> int:
@@ -159,22 +118,6 @@ class World:
     def peak(self) -> Phase:
         """The phase in which the rank holds the most bytes."""
         return max(self.phases, key=lambda phase: phase.total)
-
-    @classmethod
-    def parse(cls, data: object, where: str) -> "World":
-        """Read a world; raises a RecordError where the data violate the schema, also without mesh or phases."""
-        fields = Fields(data, where)
-        world = cls(
-            mesh=fields.items("mesh", Dimension.parse),
-            hosts=fields.required("hosts", int),
-            phases=fields.items("phases", Phase.parse),
-            traffic=fields.items("traffic", Traffic.parse),
-            formulas=fields.items("formulas", Formula.parse),
-        )
-        for name, found in (("mesh", world.mesh), ("phases", world.phases)):
-            if not found:
-                raise RecordError(f"{fields.path(name)}: it is empty")
-        return world
 
 
 @dataclass(frozen=True)
@@ -208,56 +151,30 @@ class Plan:
     settings: Mapping[str, str]
     rank: int
     node_size: int
-    worlds: tuple[World, ...]
+    worlds: Annotated[Sequence[World], ("minItems", 1)]
     kinds: Mapping[str, str]
-    assumptions: tuple[str, ...]
+    assumptions: Sequence[str]
     shardproof: str = ""
     torch: str = ""
-    command: tuple[str, ...] = ()
+    command: Sequence[str] = ()
 
 
 def parse_plan(data: object) -> Plan:
-    """Read a plan from JSON data.
-
-    Args:
-        data: the content of a plan file.
+    """Read a plan from the content of a plan file.
 
     Raises:
         RecordError: the data violate the schema or have an unknown version. The message is one line.
     """
-    fields = Fields(data, "")
-    version = fields.required(MARK, int)
-    if version != VERSION:
-        raise RecordError(f"{MARK}: {version} is not supported; supported: {VERSION}")
-    plan = Plan(
-        model=fields.required("model", str),
-        about=fields.optional("about", ""),
-        numel=fields.required("numel", int),
-        units=fields.mapping("units", integer),
-        implementation=fields.required("implementation", str),
-        version=fields.optional("version", ""),
-        settings=fields.mapping("settings", text),
-        rank=fields.required("rank", int),
-        node_size=fields.required("node_size", int),
-        worlds=fields.items("worlds", World.parse),
-        kinds=fields.mapping("kinds", text),
-        assumptions=fields.items("assumptions", text),
-        shardproof=fields.optional("shardproof", ""),
-        torch=fields.optional("torch", ""),
-        command=fields.items("command", text),
-    )
-    if not plan.worlds:
-        raise RecordError("worlds: it is empty")
-    return plan
+    check_version(data, MARK, VERSION)
+    return decode(Plan, data)
 
 
 def is_plan(path: str | Path) -> bool:
     """Whether a file is a plan file, of any version; a file that cannot be read is none."""
     try:
-        data = json.loads(files.read(Path(path)))
-    except (OSError, ValueError, RecursionError):
+        return load(path, lambda data: isinstance(data, dict) and MARK in data, PlanFileError)
+    except PlanFileError:
         return False
-    return isinstance(data, dict) and MARK in data
 
 
 def load_plan(path: str | Path) -> Plan:

@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Sequence
 
 from shardproof.reports.plan import Formula, Plan, World
-from shardproof.reports.table import printable, table
+from shardproof.reports.texts import printable, table
 
 _COLUMNS = 120
 #: Differences below this part of the value are printed in bytes.

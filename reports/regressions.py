@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from shardproof.reports.record import CaseRecord, Trace, Verdict
-from shardproof.reports.run import Run, public_version
+from shardproof.runfile import CaseRecord, Run, Trace, Verdict, public_version
 
 _COLLECTIVE = re.compile(r"\S+\s+(?P<kind>\S+)\s+\S+\s+(?P<bytes>\d+) B\b")
 
@@ -123,9 +122,9 @@ def check_comparable(base: Run, head: Run, *, allowed: Iterable[str] = ()) -> No
 
 
 def _started(run: Run) -> dict[str, str]:
-    """When a run, or each run of which it was merged, was started, by their ids; files of version 1 have none."""
-    alone = {run.run_id: run.environment.started} if run.run_id else {}
-    return {part.run_id: part.environment.started for part in run.merged} or alone
+    """When a run, or each run of which it was merged, was started, by their ids."""
+    parts = {part.run_id: part.environment.started for part in run.merged}
+    return parts or {run.run_id: run.environment.started}
 
 
 def _conditions(base: Run, head: Run) -> dict[str, tuple[str, str]]:
@@ -150,7 +149,7 @@ def compare(base: Run, head: Run, *, more_skips: int = 0, time_ratio: float | No
     """
     before, after = _by_key(base), _by_key(head)
     both = [
-        key for key in before if key in after and not before[key].verdict.skipped and not after[key].verdict.skipped
+        key for key in before if key in after and not before[key].verdict.is_skip and not after[key].verdict.is_skip
     ]
     worse = [
         *_verdicts(before, after, head),
@@ -206,18 +205,18 @@ def _verdicts(before: _Cases, after: _Cases, head: Run) -> Iterator[Worse]:
     left_out = {(item.implementation, item.id): item.reason for item in head.left_out}
     for key, now in after.items():
         then = before.get(key)
-        if now.verdict.failed and (then is None or not then.verdict.failed):
+        if now.verdict.fails and (then is None or not then.verdict.fails):
             was = f"was {then.verdict}" if then else "is new"
             yield _worse(Kind.FAILURE, now, f"{now.verdict}, {was}: {now.why}")
-        elif now.verdict.failed and then and _gravity(now.verdict) < _gravity(then.verdict):
+        elif now.verdict.fails and then and _gravity(now.verdict) < _gravity(then.verdict):
             yield _worse(Kind.GRAVER, now, f"{now.verdict}, was {then.verdict}: {now.why}")
         elif then and then.verdict is Verdict.PASS and now.verdict is Verdict.EXPECTED_FAIL:
             yield _worse(Kind.EXCUSED, now, f"passed before; {now.expected or 'the run file gives no reason'}")
-        elif then and now.verdict.skipped and not then.verdict.skipped:
+        elif then and now.verdict.is_skip and not then.verdict.is_skip:
             lacks = ", ".join(now.missing) or "the run file does not name it"
             yield _worse(Kind.SKIPPED, now, f"{now.verdict}, was {then.verdict}; missing: {lacks}")
     for key, then in before.items():
-        if key in left_out and not then.verdict.skipped:
+        if key in left_out and not then.verdict.is_skip:
             yield _worse(Kind.SKIPPED, then, f"skipped by pytest, was {then.verdict}: {left_out[key]}")
 
 
@@ -246,12 +245,12 @@ def _budget(base: Run, head: Run, more_skips: int) -> Iterator[Worse]:
 
 
 def _skips(cases: Iterable[CaseRecord]) -> Counter[str]:
-    return Counter(case.implementation for case in cases if case.verdict.skipped)
+    return Counter(case.implementation for case in cases if case.verdict.is_skip)
 
 
 def _silent(base: Run, head: Run) -> Iterator[Worse]:
     """Implementations of which no case ran: an adapter that declares nothing fails nothing."""
-    ran = {case.implementation for case in head.cases if not case.verdict.skipped}
+    ran = {case.implementation for case in head.cases if not case.verdict.is_skip}
     for name in dict.fromkeys([*base.implementations, *head.implementations]):
         if name not in ran:
             why = "all of its cases are skipped" if name in head.implementations else "HEAD does not have it"
@@ -268,7 +267,7 @@ def _new(before: _Cases, after: _Cases) -> Iterator[str]:
 def _better(before: _Cases, after: _Cases) -> Iterator[str]:
     for key, then in before.items():
         now = after.get(key)
-        if now and now.verdict is Verdict.PASS and (then.verdict.failed or then.verdict is Verdict.EXPECTED_FAIL):
+        if now and now.verdict is Verdict.PASS and (then.verdict.fails or then.verdict is Verdict.EXPECTED_FAIL):
             yield f"{key[0]} {key[1]} passes, was {then.verdict}"
 
 
@@ -322,7 +321,7 @@ def _sums(traces: Sequence[Trace]) -> dict[int, _Sum]:
     for trace in traces:
         number: Counter[str] = Counter()
         size: Counter[str] = Counter()
-        for line in trace.lines:
+        for line in trace.trace:
             if match := _COLLECTIVE.match(line):
                 number[match["kind"]] += 1
                 size[match["kind"]] += int(match["bytes"])

@@ -4,9 +4,19 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 from shardproof.reports.regressions import Kind, Outcome, Worse, cases
-from shardproof.reports.table import printable
+from shardproof.reports.texts import printable, short, torch
+from shardproof.runfile import UNKNOWN, Run
 
 _SHOWN = 50  # the most lines of one kind in a comment, which has a limited size
+
+
+def described(run: Run, name: str, path: str) -> str:
+    """Return one line about a run that is compared: its file, when it started, and what code it is of."""
+    env = run.environment
+    ours = env.shardproof if env.shardproof_commit in ("", UNKNOWN) else short(env.shardproof_commit)
+    known = [("torch", torch(env)), ("shardproof", ours), ("suites", run.suites)]
+    facts = [env.started, *(f"{word} {fact}" for word, fact in known if fact)]
+    return f"{name} {path}: {', '.join(filter(None, facts))}"
 
 
 def as_text(outcome: Outcome) -> str:

@@ -76,7 +76,7 @@ def test_a_second_name_is_noticed(tmp_path):
     assert "controller: {}" not in done.stdout
 
 
-@pytest.mark.parametrize("name", ["harness", "harness.plugin.marks", "reports", "reports.table"])
+@pytest.mark.parametrize("name", ["harness", "harness.plugin.marks", "reports", "reports.texts"])
 def test_a_folder_is_not_importable_beside_its_link(name):
     """From the root of a clone, where the folders would be packages."""
     done = subprocess.run([sys.executable, "-c", f"import {name}"], cwd=ROOT, capture_output=True, text=True)

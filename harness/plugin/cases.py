@@ -19,16 +19,16 @@ from expecttest import PositionInfo, assert_expected_inline
 
 from shardproof.harness.adapters.capability import Capability, Hardware
 from shardproof.harness.plugin import drawing
-from shardproof.harness.plugin.records import CaseRecord
+from shardproof.harness.plugin.records import MadeRecord
 from shardproof.harness.plugin.selection import MOST_DEADLINE_SECONDS, Selection, SuiteModule
 from shardproof.harness.verdicts.observations import ExpectedText
-from shardproof.harness.verdicts.verdict import Verdict
 from shardproof.harness.worlds import scratch
 from shardproof.harness.worlds.jobs import Job, WorldKey, dump_parameters
 from shardproof.harness.worlds.pool import Pool
 from shardproof.harness.worlds.torchrun.fleet import TooFewRanks
 from shardproof.harness.worlds.waiting import WaitedTooLong
 from shardproof.harness.worlds.world import WorldDied
+from shardproof.runfile import Verdict
 
 # Compares and accepts inline expected texts, once per case, in the pytest process, with expecttest.
 
@@ -181,7 +181,7 @@ def _indivisible(item: pytest.Function, size: int) -> str:
     return f"a simulated world of a multiple of {multiple} ranks ({size} is none)" if size % multiple else ""
 
 
-def skip_reason(made: CaseRecord) -> str:
+def skip_reason(made: MadeRecord) -> str:
     """Return pytest's reason for a skip: the verdict, what is missing, and whose it would have to be."""
     names = {*map(str, Capability), _READS}
     declared = [name for name in made.missing if name in names]
@@ -205,7 +205,7 @@ def run(
     *,
     numbers: Iterator[int],
     seconds: float | None = None,
-) -> CaseRecord:
+) -> MadeRecord:
     """Run or skip a case and return its record.
 
     A failure in a rank, or of a world, becomes a verdict in the record and does not raise.
@@ -228,7 +228,7 @@ def run(
     return made
 
 
-def run_again(item: pytest.Function, pool: Pool, selection: Selection, made: CaseRecord, *, number: int) -> CaseRecord:
+def run_again(item: pytest.Function, pool: Pool, selection: Selection, made: MadeRecord, *, number: int) -> MadeRecord:
     """Run a case that has run once more with capture on, with the parameters of its record, and return a new record.
 
     Args:
@@ -255,10 +255,10 @@ def _search(
     *,
     numbers: Iterator[int],
     seconds: float | None,
-) -> CaseRecord:
+) -> MadeRecord:
     """Run a case on many examples of its drawn parameter; a failure is that of the shrunk example."""
 
-    def run_example(example: Any, deadline: float | None) -> CaseRecord:
+    def run_example(example: Any, deadline: float | None) -> MadeRecord:
         one = _new_record(item, selection)
         one.parameters = {**one.parameters, name: example}
         deadline = min(deadline, _deadline(item, selection)) if deadline else None
@@ -287,7 +287,7 @@ def _run_one(
     item: pytest.Function,
     pool: Pool,
     selection: Selection,
-    made: CaseRecord,
+    made: MadeRecord,
     *,
     number: int,
     deadline: float | None = None,
@@ -305,7 +305,7 @@ def _run_on_world(
     item: pytest.Function,
     pool: Pool,
     selection: Selection,
-    made: CaseRecord,
+    made: MadeRecord,
     *,
     number: int,
     deadline: float | None,
@@ -336,14 +336,14 @@ def _run_on_world(
         _blame_a_full_directory(made)
 
 
-def _blame_a_full_directory(made: CaseRecord) -> None:
+def _blame_a_full_directory(made: MadeRecord) -> None:
     """Call a failure the host's if no space is left: the implementation is not to blame for what ranks then raise."""
     if made.verdict != Verdict.PASS and scratch.is_full():
         full = f"no space is left in {scratch.where()}; free some, or set TMPDIR to a directory with space"
         made.verdict, made.text = Verdict.HARNESS_ERROR, f"{full}\n{made.text}"
 
 
-def interrupted(item: pytest.Function, selection: Selection, why: str) -> CaseRecord:
+def interrupted(item: pytest.Function, selection: Selection, why: str) -> MadeRecord:
     """Return the record of a case that an exception in the pytest process ended, as pytest-timeout raises one.
 
     Args:
@@ -356,7 +356,7 @@ def interrupted(item: pytest.Function, selection: Selection, why: str) -> CaseRe
     return made
 
 
-def interrupted_by_a_restart(item: pytest.Function, selection: Selection) -> CaseRecord:
+def interrupted_by_a_restart(item: pytest.Function, selection: Selection) -> MadeRecord:
     """Return the record of a case during which the processes of a torchrun job ended, before torchrun restarted them.
 
     Args:
@@ -369,12 +369,12 @@ def interrupted_by_a_restart(item: pytest.Function, selection: Selection) -> Cas
     return made
 
 
-def _new_record(item: pytest.Function, selection: Selection) -> CaseRecord:
+def _new_record(item: pytest.Function, selection: Selection) -> MadeRecord:
     launch = launch_of(item)
     made_id = case_id(item)
     # Without the parameters: their combinations then train one model on the same data, and share its baseline.
     seed = zlib.crc32(made_id.partition("[")[0].encode()) & 0x3FFF_FFFF
-    return CaseRecord(
+    return MadeRecord(
         id=made_id,
         nodeid=item.nodeid,
         implementation=launch.implementation,
@@ -383,13 +383,15 @@ def _new_record(item: pytest.Function, selection: Selection) -> CaseRecord:
         device=selection.device,
         parameters=_own_parameters(item),
         seeds={"init": seed, "data": seed + 1},
+        verdict=Verdict.PASS,
+        seconds=0.0,
     )
 
 
 def _job(
     item: pytest.Function,
     selection: Selection,
-    made: CaseRecord,
+    made: MadeRecord,
     *,
     number: int,
     tmp_path: str,
@@ -401,7 +403,7 @@ def _job(
         path=str(pathlib.Path(item.module.__file__ or item.path)),
         function=item.function.__qualname__,
         implementation=made.implementation,
-        parameters=dump_parameters(made.parameters),
+        parameters=dump_parameters(dict(made.parameters)),
         init_seed=made.seeds["init"],
         data_seed=made.seeds["data"],
         tmp_path=tmp_path,

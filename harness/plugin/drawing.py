@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from shardproof.harness.adapters.capability import Capability
-from shardproof.harness.plugin.records import CaseRecord
+from shardproof.harness.plugin.records import MadeRecord
 from shardproof.harness.verdicts.texts import MOST_OF_A_RANK, bounded, gist
-from shardproof.harness.verdicts.verdict import Verdict
+from shardproof.runfile import Verdict
 
 EXAMPLES = 10
 """The examples of a case in a run without ``--fuzz``."""
@@ -35,7 +35,7 @@ _EXAMPLES_AT_ONCE = 100
 #: many seconds.
 _DEADLINE_FACTOR, _LEAST_DEADLINE = 5.0, 2.0
 
-Run = Callable[[Any, float | None], CaseRecord]
+Run = Callable[[Any, float | None], MadeRecord]
 """Runs an example with a deadline in seconds, or that of the case, and returns its record."""
 
 
@@ -86,7 +86,7 @@ class Found:
     """
 
     example: Any
-    record: CaseRecord
+    record: MadeRecord
     shrinking: int = 0
     seconds: float = 0.0
     is_out_of_time: bool = False
@@ -117,7 +117,7 @@ class Search:
         self._run = run
         self._shrink_seconds = shrink_seconds
         #: The records of the examples that failed; None of those that passed.
-        self._records: dict[Any, CaseRecord | None] = {}
+        self._records: dict[Any, MadeRecord | None] = {}
         self._longest = 0.0
         self._failed_at: float | None = None
         self._kind: tuple[str, str] | None = None
@@ -196,7 +196,7 @@ class Search:
         self._is_out_of_time = time.monotonic() > self._failed_at + self._shrink_seconds
         return self._is_out_of_time
 
-    def _judge(self, example: Any) -> CaseRecord | None:
+    def _judge(self, example: Any) -> MadeRecord | None:
         """Run an example, and return its record if it failed."""
         shrinks_a_hang = self._kind is not None and self._kind[0] == Verdict.HANG
         deadline = max(_LEAST_DEADLINE, _DEADLINE_FACTOR * self._longest) if shrinks_a_hang else None
@@ -251,7 +251,7 @@ def report(found: Found, *, examples: int, case: str) -> str:
     return "\n".join([*lines, "a case to paste into a file of its own:", "", case, ""])
 
 
-def _kind(record: CaseRecord) -> tuple[str, str]:
+def _kind(record: MadeRecord) -> tuple[str, str]:
     """The kind of a failure: its verdict, and the beginning of its one line, which names the error."""
     line = gist(record.text) if record.verdict == Verdict.FAIL else ""
     return record.verdict, line.partition(":")[0]

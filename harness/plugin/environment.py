@@ -8,7 +8,6 @@ import os
 import pathlib
 import platform
 from collections.abc import Sequence
-from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
@@ -16,6 +15,7 @@ import shardproof
 from shardproof.harness.plugin import origin
 from shardproof.harness.plugin.selection import Selection
 from shardproof.harness.worlds.torchrun.fleet import Fleet
+from shardproof.runfile import Accelerator, Environment, Implementation, Torchrun
 
 NEWEST_TORCH = (2, 15)
 """The newest release of torch with which shardproof has been tested."""
@@ -23,8 +23,8 @@ NEWEST_TORCH = (2, 15)
 
 def describe(
     selection: Selection, *, command: Sequence[str], started: datetime.datetime, fleet: Fleet | None = None
-) -> dict[str, Any]:
-    """Return the environment of a run as JSON values.
+) -> Environment:
+    """Return the environment of a run.
 
     Args:
         selection: the checked options of the run.
@@ -39,40 +39,36 @@ def describe(
 
     cuda = selection.device == "cuda"
     devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())] if cuda else []
-    job = {} if fleet is None else {"torchrun": _job(fleet)}
     package = pathlib.Path(shardproof.__file__).parent
-    mends = private.mends()
-    return (
-        job
-        | ({"mends": mends} if mends else {})
-        | {
-            "shardproof": origin.version(package),
-            "shardproof_commit": origin.commit(package),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            # A torch that was built without git calls it "Unknown".
-            "torch_git_version": str(getattr(torch.version, "git_version", None) or origin.UNKNOWN).lower(),
-            "platform": platform.platform(),
-            "cpu_count": os.cpu_count(),
-            "device": selection.device,
-            "accelerators": [{"name": d.name, "memory_bytes": d.total_memory} for d in devices],
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())) if selection.backend == "nccl" else None,
-            "started": started.isoformat(timespec="seconds"),
-            "command": list(command),
-            "implementations": {
-                name: {
-                    "version": adapter.version(),
-                    "capabilities": sorted(map(str, adapter.capabilities())),
-                    "reads": adapter.traits.reads,
-                }
-                for name, adapter in selection.implementations.items()
-            },
-            "numerics": {
-                "baseline_factor": numerics.BASELINE_FACTOR,
-                "slack_ulps": numerics.SLACK_ULPS,
-                "adam_noise_ulps": numerics.ADAM_NOISE_ULPS,
-            },
-        }
+    return Environment(
+        torchrun=None if fleet is None else _job(fleet),
+        mends=private.mends(),
+        shardproof=origin.version(package),
+        shardproof_commit=origin.commit(package),
+        python=platform.python_version(),
+        torch=torch.__version__,
+        # A torch that was built without git calls it "Unknown".
+        torch_git_version=str(getattr(torch.version, "git_version", None) or origin.UNKNOWN).lower(),
+        platform=platform.platform(),
+        cpu_count=os.cpu_count(),
+        device=selection.device,
+        accelerators=[Accelerator(name=one.name, memory_bytes=one.total_memory) for one in devices],
+        nccl=".".join(map(str, torch.cuda.nccl.version())) if selection.backend == "nccl" else None,
+        started=started.isoformat(timespec="seconds"),
+        command=command,
+        implementations={
+            name: Implementation(
+                version=adapter.version(),
+                capabilities=sorted(map(str, adapter.capabilities())),
+                reads=adapter.traits.reads,
+            )
+            for name, adapter in selection.implementations.items()
+        },
+        numerics={
+            "baseline_factor": numerics.BASELINE_FACTOR,
+            "slack_ulps": numerics.SLACK_ULPS,
+            "adam_noise_ulps": numerics.ADAM_NOISE_ULPS,
+        },
     )
 
 
@@ -91,12 +87,6 @@ def header() -> list[str]:
     return lines
 
 
-def _job(fleet: Fleet) -> dict[str, Any]:
+def _job(fleet: Fleet) -> Torchrun:
     place = fleet.place
-    return {
-        "run_id": place.run_id,
-        "attempt": place.attempt,
-        "agent": place.agent,
-        "ranks": place.size,
-        "hosts": place.nodes,
-    }
+    return Torchrun(run_id=place.run_id, attempt=place.attempt, agent=place.agent, ranks=place.size, hosts=place.nodes)

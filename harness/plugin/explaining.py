@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import pytest
 
+from shardproof import runfile
 from shardproof.harness.collectives.differences import between_ranks, between_texts
 from shardproof.harness.plugin import cases
-from shardproof.harness.plugin.records import CaseRecord
+from shardproof.harness.plugin.records import MadeRecord
 from shardproof.harness.plugin.selection import Selection
 from shardproof.harness.verdicts.explanation import Explanation, earliest
 from shardproof.harness.verdicts.texts import MOST_CHARACTERS, bounded, gist, ranks_of
-from shardproof.harness.verdicts.verdict import Verdict
 from shardproof.harness.worlds.jobs import Result
 from shardproof.harness.worlds.pool import Pool
+from shardproof.runfile import Verdict
 
 #: What a second run with capture on can say more of.
 _EXPLAINED = (Verdict.FAIL, Verdict.CRASH, Verdict.HANG)
@@ -28,7 +29,7 @@ _MOST_REASONS = 8
 
 
 def explain(
-    item: pytest.Function, pool: Pool, selection: Selection, made: CaseRecord, *, numbers: Iterator[int]
+    item: pytest.Function, pool: Pool, selection: Selection, made: MadeRecord, *, numbers: Iterator[int]
 ) -> None:
     """Run a case that has failed once more with capture on, and add what that shows to its record.
 
@@ -46,52 +47,53 @@ def explain(
     again = cases.run_again(item, pool, selection, made, number=next(numbers))
     found = _found(made, again)
     text = bounded("\n".join(_rendered(made, again, found)), _MOST_OF_AN_EXPLANATION)
-    made.explanation = found | {"text": text}
+    made.explanation = dataclasses.replace(found, text=text)
     made.text = f"{bounded(made.text.rstrip(), MOST_CHARACTERS - len(text))}\n{text}"
 
 
-def _found(made: CaseRecord, again: CaseRecord) -> dict[str, Any]:
+def _found(made: MadeRecord, again: MadeRecord) -> runfile.Explanation:
     """Return what the run file stores of an explanation, without its text."""
     seen = [result.explanation for result in again.results if result.explanation is not None]
     first = earliest([one.first for one in seen if one.first is not None])
     shown = next((one for one in seen if one.first is first), seen[0] if seen else Explanation())
-    return {
-        "again": again.verdict.value,
-        "alike": _is_alike(made, again),
-        "first": None if first is None else first.as_record(),
-        "compared": shown.compared,
-        "unseen": shown.unseen,
-        "stopped": next((one.stopped for one in seen if one.stopped), ""),
-        "collectives": _collectives(made, again, seen, shown),
-    }
+    return runfile.Explanation(
+        again=again.verdict,
+        alike=_is_alike(made, again),
+        first=None if first is None else first.as_record(),
+        compared=shown.compared,
+        unseen=shown.unseen,
+        stopped=next((one.stopped for one in seen if one.stopped), ""),
+        collectives=_collectives(made, again, seen, shown),
+        text="",
+    )
 
 
-def _is_alike(made: CaseRecord, again: CaseRecord) -> bool:
+def _is_alike(made: MadeRecord, again: MadeRecord) -> bool:
     """Whether both runs have the same verdict, the same error, and losses and distances of the same bits."""
     one, two = made.as_json(), again.as_json()
     same = all(one[name] == two[name] for name in ("verdict", "losses", "distances"))
     return same and gist(made.text) == gist(again.text)
 
 
-def _rendered(made: CaseRecord, again: CaseRecord, found: dict[str, Any]) -> list[str]:
-    lines = [_what_happened(made, again, is_alike=found["alike"])]
+def _rendered(made: MadeRecord, again: MadeRecord, found: runfile.Explanation) -> list[str]:
+    lines = [_what_happened(made, again, is_alike=found.alike)]
     seen = [result.explanation for result in again.results if result.explanation is not None]
     places = [one.first for one in seen if one.first is not None]
     if (first := earliest(places)) is not None:
         others = [place for place in places if place is not first]
         lines += first.render(others, made.world)
-        lines += [f"  compared until then: {found['compared']} tensors"]
+        lines += [f"  compared until then: {found.compared} tensors"]
     elif seen and again.verdict != Verdict.PASS:
-        lines += [f"no divergence in the {found['compared']} tensors that were compared"]
-    if found["stopped"]:
-        lines += [f"a step stopped after the {found['stopped']}"]
-    lines += [f"not seen: {reason}" for reason in found["unseen"][:_MOST_REASONS]]
+        lines += [f"no divergence in the {found.compared} tensors that were compared"]
+    if found.stopped:
+        lines += [f"a step stopped after the {found.stopped}"]
+    lines += [f"not seen: {reason}" for reason in found.unseen[:_MOST_REASONS]]
     if errors := {one.error: None for one in seen if one.error}:
         lines += [f"the explanation is incomplete: {error}" for error in errors]
-    return [*lines, *found["collectives"]]
+    return [*lines, *found.collectives]
 
 
-def _what_happened(made: CaseRecord, again: CaseRecord, *, is_alike: bool) -> str:
+def _what_happened(made: MadeRecord, again: MadeRecord, *, is_alike: bool) -> str:
     begin = "explained: the case ran once more, with capture on"
     if again.verdict == Verdict.PASS:
         return f"{begin}, and passed: the failure is not steady (flaky)"
@@ -102,14 +104,14 @@ def _what_happened(made: CaseRecord, again: CaseRecord, *, is_alike: bool) -> st
     return f"{begin}, and failed in another way: {gist(again.text)}"
 
 
-def _collectives(made: CaseRecord, again: CaseRecord, seen: Sequence[Explanation], shown: Explanation) -> list[str]:
+def _collectives(made: MadeRecord, again: MadeRecord, seen: Sequence[Explanation], shown: Explanation) -> list[str]:
     """Mark what is missing and what is extra: against what the case expects, else between ranks and between units."""
     if expected := next((one.expected for one in seen if one.expected), []):
         return expected
     results = again.results
     if texts := _expected_texts(results):
         return texts
-    traces = {rank: item["trace"] for item in again.collectives for rank in item["ranks"]}
+    traces = {rank: item.trace for item in again.collectives for rank in item.ranks}
     compares = all(result.observations.compares_collectives for result in results)
     if compares and (lines := between_ranks(traces)):
         return lines

@@ -23,11 +23,11 @@ from shardproof.harness.plugin import (
     terminal,
     torchrun,
 )
-from shardproof.harness.plugin.records import CaseRecord
+from shardproof.harness.plugin.records import MadeRecord
 from shardproof.harness.plugin.selection import SuiteModule, is_suites
 from shardproof.harness.plugin.state import STATE, State
-from shardproof.harness.verdicts.verdict import Verdict
 from shardproof.harness.worlds import forkserver, scratch
+from shardproof.runfile import LeftOut, Verdict
 
 # The exit codes of a run beyond pytest's own, which are 0 to 5; docs/run-files.md has the whole table.
 
@@ -156,7 +156,7 @@ def _is_of_other_worlds(item: pytest.Item, *, simulates: bool) -> bool:
     return cases.is_case(item) and bool(cases.launch_of(item).simulates) != simulates
 
 
-_RECORD = pytest.StashKey[CaseRecord]()
+_RECORD = pytest.StashKey[MadeRecord]()
 _SIGNALS = pytest.StashKey[EndingSignals]()
 
 #: The exit code in the journal of a run that ended before pytest had one.
@@ -274,7 +274,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-def _run(item: pytest.Function, state: State) -> CaseRecord:
+def _run(item: pytest.Function, state: State) -> MadeRecord:
     """Run a case, and compare its verdict with the known failures."""
     made = state.run(item)
     if not item.config.getoption("runxfail", default=False):
@@ -295,11 +295,8 @@ def pytest_runtest_makereport(
     made = item.stash.get(_RECORD, None)
     if case is not None and _is_left_out(report, made):
         reason = str(call.excinfo.value) if call.excinfo is not None else ""
-        vars(report)["shardproof_left_out"] = {
-            "id": cases.case_id(case),
-            "implementation": cases.launch_of(case).implementation,
-            "reason": reason,
-        }
+        name = cases.launch_of(case).implementation
+        vars(report)["shardproof_left_out"] = vars(LeftOut(id=cases.case_id(case), implementation=name, reason=reason))
     elif case is not None and report.when == "call" and (made is not None or report.failed):
         made = case.stash[_RECORD] = _in_agreement(case, report, call, made)
         if made.verdict != Verdict.PASS and not made.verdict.is_skip and not made.reproduce:
@@ -312,7 +309,7 @@ def pytest_runtest_makereport(
     return report
 
 
-def _is_left_out(report: pytest.TestReport, made: CaseRecord | None) -> bool:
+def _is_left_out(report: pytest.TestReport, made: MadeRecord | None) -> bool:
     """Whether pytest skipped a case, by a mark or another plugin, before or after the case ran."""
     if not report.skipped or report.when == "teardown":
         return False
@@ -322,8 +319,8 @@ def _is_left_out(report: pytest.TestReport, made: CaseRecord | None) -> bool:
 
 
 def _in_agreement(
-    case: pytest.Function, report: pytest.TestReport, call: pytest.CallInfo[None], made: CaseRecord | None
-) -> CaseRecord:
+    case: pytest.Function, report: pytest.TestReport, call: pytest.CallInfo[None], made: MadeRecord | None
+) -> MadeRecord:
     """Return the record of a case whose call has ended, which never passes where pytest's report fails.
 
     Args:

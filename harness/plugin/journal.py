@@ -23,10 +23,8 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-SCHEMA_VERSION = 2
-
-#: Appended to the name of a run file while it is incomplete.
-PARTIAL = ".partial"
+from shardproof.jsonfiles import PARTIAL, encode
+from shardproof.runfile import VERSION, Effort, End, Environment
 
 _GZIP = 16 + zlib.MAX_WBITS
 
@@ -63,7 +61,7 @@ class Journal:
         self._compressor = zlib.compressobj(wbits=_GZIP) if self.path.suffix == ".gz" else None
         self._fields = 0
         self._cases = -1
-        self._field("schema_version", SCHEMA_VERSION)
+        self._field("schema_version", VERSION)
         self._field("run_id", uuid.uuid4().hex)
         if self.error:
             os.close(self._descriptor)
@@ -74,7 +72,7 @@ class Journal:
         """Whether :meth:`finish` has not been called."""
         return self._descriptor >= 0
 
-    def describe(self, environment: Mapping[str, Any]) -> None:
+    def describe(self, environment: Environment) -> None:
         """Write the environment of the run."""
         self._field("environment", environment)
 
@@ -82,8 +80,7 @@ class Journal:
         self,
         selected: Mapping[str, Sequence[str]],
         *,
-        effort: str | None = None,
-        spared: Mapping[str, Mapping[str, int]] | None = None,
+        effort: Effort | None = None,
         unasked: Mapping[str, Mapping[str, str]] | None = None,
         suites: str | None = None,
     ) -> None:
@@ -92,14 +89,13 @@ class Journal:
         Args:
             selected: the ids of the selected cases, by implementation.
             effort: the effort of the run, if it is known.
-            spared: the number of cases that the effort left out, by implementation and file.
             unasked: by implementation, the requirements of every implementation that no case asks, and what each needs.
             suites: the hash of the suites, if it is known.
         """
         if suites is not None:
             self._field("suites", suites)
         if effort is not None:
-            self._field("effort", {"name": effort, "deselected": spared or {}})
+            self._field("effort", effort)
         if unasked:
             self._field("unasked", unasked)
         self._field("selected", selected)
@@ -140,16 +136,9 @@ class Journal:
             self._append("]\n")
         self._field("left_out", list(left_out))
         before_the_end = self._written
-        self._field(
-            "end",
-            {
-                "complete": not reason,
-                "reason": reason,
-                "exit_code": exit_code,
-                "seconds": round(time.monotonic() - self._clock, 3),
-            }
-            | ({"problems": list(problems)} if problems else {}),
-        )
+        seconds = round(time.monotonic() - self._clock, 3)
+        end = End(complete=not reason, reason=reason, exit_code=exit_code, seconds=seconds, problems=problems)
+        self._field("end", end)
         self._append("}\n", last=True)
         try:
             if reason or self.error:
@@ -169,7 +158,7 @@ class Journal:
         return True
 
     def _field(self, name: str, value: Any) -> None:
-        self._append(f"{',' if self._fields else '{'}{_json(name)}: {_json(value)}\n")
+        self._append(f"{',' if self._fields else '{'}{_json(name)}: {_json(encode(value))}\n")
         self._fields += 1
 
     def _append(self, text: str, *, last: bool = False) -> None:

@@ -46,10 +46,11 @@ import pytest
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import Version
 
+from shardproof import runfile
 from shardproof.harness.plugin import cases
-from shardproof.harness.plugin.records import CaseRecord
+from shardproof.harness.plugin.records import MadeRecord
 from shardproof.harness.plugin.selection import Selection, is_packaged
-from shardproof.harness.verdicts.verdict import Verdict
+from shardproof.runfile import Verdict
 
 FOLDER = "expectations"
 """The name of the directory with the files, beside the files of the cases."""
@@ -102,9 +103,9 @@ class KnownFailure:
         here = self.device in (None, device) and self.backend in (None, backend)
         return here and self.torch.contains(Version(torch_version).base_version)
 
-    def as_record(self) -> dict[str, str]:
+    def as_record(self) -> runfile.KnownFailure:
         """Return what the record of a case has of the entry."""
-        return {"source": self.source, "case": self.case, "link": self.link, "torch": str(self.torch)}
+        return runfile.KnownFailure(source=self.source, case=self.case, link=self.link, torch=str(self.torch))
 
     def has_expired(self, today: datetime.date) -> bool:
         """Return whether the last day on which the entry applies is over."""
@@ -355,7 +356,7 @@ class RunKnownFailures:
             today=datetime.date.today(),
         )
 
-    def judge(self, item: pytest.Function, made: CaseRecord) -> None:
+    def judge(self, item: pytest.Function, made: MadeRecord) -> None:
         """Apply the known failures to the record of a case, in place; those of ``--expectations`` come first."""
         beside = self._read[_key(item)]
         given = self._given.get(made.implementation)

@@ -49,7 +49,7 @@ _HELP = {
     "check-collectives": "stop ranks before they block in different collectives on one group",
     "isolate": "run each case in new rank processes, which run nothing else",
     "effort": "how much of the selected cases runs: full (default), standard (every pair of values of parameters, and "
-    "every number of ranks), pairs (those pairs in the smallest worlds) or quick (one item of each test function)",
+    "every number of ranks) or quick (one item of each test function)",
     "fuzz": "seconds in which the cases that draw models and schedules search, all together, for one that fails "
     "(default: 10 examples each, always the same)",
     "expectations": "a file of known failures besides those that are beside the cases; may be given several times",

@@ -6,7 +6,7 @@ import collections
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from shardproof.harness.verdicts.verdict import Verdict
+from shardproof.runfile import Verdict
 
 Selected = dict[str, list[str]]
 """The ids of the selected cases, by implementation."""

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from shardproof.harness.collectives.trace import rendered_difference
 from shardproof.harness.verdicts.finding import Location, Stage
 from shardproof.harness.verdicts.observations import Measured, keep_worst
 from shardproof.harness.verdicts.texts import bounded, frames_of, gist, ranks_of, without_rank
-from shardproof.harness.verdicts.verdict import Verdict, combine
 from shardproof.harness.worlds.jobs import Result
 from shardproof.harness.worlds.watchdog import ADVICE, ends_of_stacks
 from shardproof.harness.worlds.world import Outcome
-
-# Bounds on the size of a case's record, whatever a case or an implementation puts into it.
-
+from shardproof.jsonfiles import ASIDE, decode, encode
+from shardproof.runfile import CaseRecord, Distance, Failure, Trace, Verdict
 
 #: Bytes of JSON that a record may have. The largest of the published runs have 61 kB, nearly all of it traces.
 MOST_BYTES = 1 << 18
@@ -59,83 +56,37 @@ _LOST_CONNECTION = (
 _LEFT_BEHIND = "left behind: "
 
 
-@dataclasses.dataclass
-class CaseRecord:
-    """The result of one case for one implementation.
+@dataclasses.dataclass(kw_only=True)
+class MadeRecord(CaseRecord):
+    """The record of a case while it is made; only what :class:`CaseRecord` has gets into the run file.
 
     Attributes:
-        id: the id of the case, which is the same for all implementations.
-        nodeid: the node id of the pytest item.
-        implementation: the name of the implementation.
-        requirement: the requirements of the contract that the case checks, separated by commas.
-        world: the number of ranks.
-        device: the device type of the run.
-        parameters: the parameters of the case, without ``rank``.
-        seeds: the seeds of the case, "init" and "data".
-        verdict: the verdict on the case.
-        seconds: the duration on the world.
-        missing: the names of the capabilities or the hardware without which the case was skipped.
         text: the explanation of a verdict other than a pass or a skip.
         location: where two runs diverge, if that is the failure.
         failed_rank: the rank to blame where no location is known.
-        expected: for an expected failure, the verdict that it had and why it was expected.
-        known_failure: the entry that expects the case to fail, if it applied; None otherwise.
-        losses: from the name of a run, such as "oracle", to its loss in each step; those of rank 0.
-        distances: for each step and stage, the distance to the oracle that used most of what is allowed, on any rank.
-        collectives: each distinct trace, with the ranks that issued it.
-        spent: the seconds of each activity, the mean of the ranks.
-        examples: how many examples ran of a case that draws them, without those that shrink a failure; None of others.
-        reproduce: the command that repeats a case that did not pass; empty for others.
-        outputs: what each rank printed; attached to pytest's report and left out of the run file.
-        explanation: where the runs of the case first diverge, as the run file stores it; None unless it was explained.
-        peak_bytes: by rank, the most bytes that a step held at a time; empty unless all ranks measured it.
-        results: what each rank returned with capture on; left out of the run file.
-        hosts: the name of the host of each rank; empty if all are on one.
-        earlier: the record of an earlier attempt of a torchrun job, which this one repeats; None of others.
+        outputs: what each rank printed; attached to pytest's report.
+        results: what each rank returned with capture on.
+        earlier: the record of an earlier attempt of a torchrun job, as JSON values, which this one repeats.
     """
 
-    id: str
-    nodeid: str
-    implementation: str
-    requirement: str
-    world: int
-    device: str
-    parameters: dict[str, Any]
-    seeds: dict[str, int]
-    verdict: Verdict = Verdict.PASS
-    seconds: float = 0.0
-    missing: list[str] = dataclasses.field(default_factory=list)
-    text: str = ""
-    location: Location | None = None
-    failed_rank: int | None = None
-    expected: str = ""
-    known_failure: dict[str, str] | None = None
-    losses: dict[str, list[float]] = dataclasses.field(default_factory=dict)
-    distances: list[Measured] = dataclasses.field(default_factory=list)
-    collectives: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    spent: dict[str, float] = dataclasses.field(default_factory=dict)
-    examples: int | None = None
-    reproduce: str = ""
-    outputs: list[str] = dataclasses.field(default_factory=list)
-    explanation: dict[str, Any] | None = None
-    peak_bytes: list[int] = dataclasses.field(default_factory=list)
-    results: list[Result] = dataclasses.field(default_factory=list)
-    hosts: list[str] = dataclasses.field(default_factory=list)
-    earlier: dict[str, Any] | None = None
+    text: str = dataclasses.field(default="", metadata=ASIDE)
+    location: Location | None = dataclasses.field(default=None, metadata=ASIDE)
+    failed_rank: int | None = dataclasses.field(default=None, metadata=ASIDE)
+    outputs: Sequence[str] = dataclasses.field(default=(), metadata=ASIDE)
+    results: Sequence[Result] = dataclasses.field(default=(), metadata=ASIDE)
+    earlier: dict[str, Any] | None = dataclasses.field(default=None, metadata=ASIDE)
 
     @classmethod
-    def repeated(cls, earlier: dict[str, Any]) -> CaseRecord:
+    def repeated(cls, earlier: dict[str, Any]) -> MadeRecord:
         """Return the record that an earlier attempt of a torchrun job has written, as JSON values."""
-        same = ("id", "nodeid", "implementation", "requirement", "world", "device", "parameters", "seeds", "seconds")
-        made = cls(**{name: earlier[name] for name in same}, verdict=Verdict(earlier["verdict"]), earlier=earlier)
-        made.missing, made.expected = earlier["missing"], earlier["expected"]
-        made.text, made.reproduce = (earlier["failure"] or {}).get("text", ""), earlier.get("reproduce", "")
+        made = decode(cls, earlier)
+        made.text, made.earlier = made.failure.text if made.failure is not None else "", earlier
         return made
 
     def take(self, outcome: Outcome) -> None:
         """Fill in the verdict, its explanation and the measurements from the results of all ranks."""
         results = outcome.results
-        self.seconds, self.outputs, self.hosts = outcome.seconds, outcome.outputs, list(outcome.hosts)
+        self.seconds, self.outputs, self.hosts = outcome.seconds, outcome.outputs, outcome.hosts
         for skip in (Verdict.UNSUPPORTED, Verdict.UNMET):
             if missing := [result.text for result in results if result.verdict == skip]:
                 # A name that torch lacks may be used by one rank alone, for which the others then wait in vain.
@@ -185,22 +136,38 @@ class CaseRecord:
         """Return the record as plain JSON values of bounded size; non-finite numbers become strings such as "inf"."""
         if self.earlier is not None:
             return self.earlier
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        for name in ("text", "location", "failed_rank", "outputs", "results", "earlier"):
-            del fields[name]
-        for name in ("known_failure", "examples", "reproduce", "explanation", "peak_bytes", "hosts"):
-            if not fields[name] and fields[name] != 0:
-                del fields[name]
-        fields["distances"] = [item.as_record() for item in self.distances]
-        fields["failure"] = self._failure() if self.text else None
-        fields["parameters"] = {name: _shortened(value) for name, value in self.parameters.items()}
-        return bounded_record(_plain(fields))
+        self.failure = self._failure() if self.text else None
+        record = encode(self)
+        for name, value in record["parameters"].items():
+            if isinstance(value, str):
+                record["parameters"][name] = bounded(value, MOST_OF_A_PARAMETER)
+        return bounded_record(record)
 
-    def _failure(self) -> dict[str, Any]:
-        unknown = {"stage": None, "step": None, "rank": self.failed_rank, "name": None, "element": None}
-        rank = self.failed_rank if self.location is None else self.location.rank
-        host = {"host": self.hosts[rank]} if self.hosts and rank is not None else {}
-        return (unknown if self.location is None else self.location.as_record()) | {"text": self.text} | host
+    def _failure(self) -> Failure:
+        place = {"rank": self.failed_rank} if self.location is None else self.location.as_record()
+        rank = place["rank"]
+        return Failure(**place, text=self.text, host=self.hosts[rank] if self.hosts and rank is not None else "")
+
+
+def combine(verdicts: Iterable[Verdict]) -> Verdict:
+    """Combine the verdicts of all ranks to the verdict of the case.
+
+    A skip on some ranks only is a failure, because the ranks did not run the same case.
+
+    Args:
+        verdicts: the verdict of each rank, in any order.
+
+    Returns:
+        The most severe verdict; ``FAIL`` if that is a skip and any rank has a different verdict.
+
+    Raises:
+        ValueError: there are no verdicts.
+    """
+    found = set(verdicts)
+    if not found:
+        raise ValueError("no rank has a verdict")
+    worst = min(found, key=list(Verdict).index)
+    return Verdict.FAIL if worst.is_skip and len(found) > 1 else worst
 
 
 def _cause(results: Sequence[Result]) -> Result:
@@ -253,11 +220,11 @@ def _lost_connection(result: Result) -> bool:
     return result.verdict == Verdict.FAIL and any(words in gist(result.text) for words in _LOST_CONNECTION)
 
 
-def _worst(results: Sequence[Result]) -> list[Measured]:
+def _worst(results: Sequence[Result]) -> list[Distance]:
     worst: dict[tuple[int, Stage], Measured] = {}
     for result in results:
         keep_worst(worst, result.observations.distances.values())
-    return list(worst.values())
+    return [Distance(**item.as_record()) for item in worst.values()]
 
 
 def _mean_spent(results: Sequence[Result]) -> dict[str, float]:
@@ -273,33 +240,10 @@ def _different_collectives(results: Sequence[Result]) -> str | None:
     return rendered_difference({result.rank: result.observations.trace for result in results})
 
 
-def _shared_traces(results: Sequence[Result]) -> list[dict[str, Any]]:
+def _shared_traces(results: Sequence[Result]) -> list[Trace]:
     """Each distinct trace once, with the ranks that issued it."""
-    shared: list[dict[str, Any]] = []
+    ranks: dict[tuple[str, ...], list[int]] = {}
     for result in results:
-        lines = [" ".join(line.split()) for line in result.observations.trace]
-        same = next((item for item in shared if item["trace"] == lines), None)
-        if same is not None:
-            same["ranks"].append(result.rank)
-        elif lines:
-            shared.append({"ranks": [result.rank], "trace": lines})
-    return shared
-
-
-def _shortened(value: Any) -> Any:
-    plain = _plain(value)
-    return bounded(plain, MOST_OF_A_PARAMETER) if isinstance(plain, str) else plain
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _plain(part) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(part) for part in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else repr(value)
-    if isinstance(value, str):
-        return str(value)
-    if value is None or isinstance(value, (bool, int)):
-        return value
-    return getattr(value, "__qualname__", None) or repr(value)
+        if lines := tuple(" ".join(line.split()) for line in result.observations.trace):
+            ranks.setdefault(lines, []).append(result.rank)
+    return [Trace(ranks=issued, trace=lines) for lines, issued in ranks.items()]

@@ -15,7 +15,7 @@ import pytest
 
 import shardproof
 from shardproof.harness.plugin import cases, options
-from shardproof.harness.plugin.records import CaseRecord
+from shardproof.harness.plugin.records import MadeRecord
 from shardproof.harness.plugin.selection import Selection, SuiteModule
 
 #: The configuration file by which ``shardproof run`` is recognised.
@@ -55,7 +55,7 @@ class Invocation:
     names: Mapping[str, str]
     packaged: bool
 
-    def command(self, item: pytest.Function, made: CaseRecord, selection: Selection) -> str:
+    def command(self, item: pytest.Function, made: MadeRecord, selection: Selection) -> str:
         """Return the command that repeats a case of this run.
 
         Args:

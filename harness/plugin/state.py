@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import datetime
 import functools
 import itertools
 import json
@@ -21,7 +20,7 @@ from shardproof.harness.plugin import cases, environment, origin, selection
 from shardproof.harness.plugin.journal import Journal
 from shardproof.harness.plugin.known_failures import RunKnownFailures
 from shardproof.harness.plugin.progress import Progress, Selected
-from shardproof.harness.plugin.records import CaseRecord
+from shardproof.harness.plugin.records import MadeRecord
 from shardproof.harness.plugin.reproduction import Invocation, invocation_of
 from shardproof.harness.plugin.selection import is_suites, packaged_files
 from shardproof.harness.plugin.torchrun import FLEET, Ahead, Resuming
@@ -29,6 +28,7 @@ from shardproof.harness.worlds import scratch
 from shardproof.harness.worlds.pool import Pool
 from shardproof.harness.worlds.torchrun.fleet_pool import FleetPool
 from shardproof.harness.worlds.torchrun.meeting import Place
+from shardproof.runfile import Effort
 
 _ERRORS = "shardproof_usage_errors"
 _PROBLEMS = "shardproof_problems"
@@ -147,7 +147,7 @@ class State:
             self._pool = Pool(device_count=self.selection.device_count, worker=int(worker))
         return self._pool
 
-    def run(self, item: pytest.Function) -> CaseRecord:
+    def run(self, item: pytest.Function) -> MadeRecord:
         """Run or skip a case and return its record; in a torchrun job others run at the same time."""
         fleet = self._config.stash.get(FLEET, None)
         if fleet is None:
@@ -159,7 +159,7 @@ class State:
             self._ahead = Ahead(items, fleet, pool, run=self._run, may_run=lambda one: not self._is_over(one))
         return self._ahead.run(item)
 
-    def _run(self, item: pytest.Function) -> CaseRecord:
+    def _run(self, item: pytest.Function) -> MadeRecord:
         if self.resuming is not None:
             self.resuming.begin(_key(item))
         seconds = self.seconds_to_draw
@@ -236,15 +236,13 @@ class State:
         except ValueError as error:
             raise pytest.UsageError(str(error)) from None
         command = [pathlib.Path(sys.argv[0]).name, *sys.argv[1:]]
+        fleet, started = self._config.stash.get(FLEET, None), self.journal.started
         try:
-            self.journal.describe(self._described(command, self.journal.started))
+            described = environment.describe(self.selection, command=command, started=started, fleet=fleet)
+            self.journal.describe(described)
         except pytest.UsageError as error:
             self.journal.finish(reason=str(error), exit_code=pytest.ExitCode.USAGE_ERROR)
             raise
-
-    def _described(self, command: list[str], started: datetime.datetime) -> dict[str, Any]:
-        fleet = self._config.stash.get(FLEET, None)
-        return environment.describe(self.selection, command=command, started=started, fleet=fleet)
 
     def select(self, items: list[pytest.Item]) -> None:
         """Note the cases that are to run; an xdist worker leaves their list for the controller."""
@@ -286,22 +284,21 @@ class State:
         self.progress.spared = {name: collections.Counter(map(_file, ids)) for name, ids in spared.items()}
         if self.journal is not None and selected:
             suites = _hash_of_suites({name: pathlib.Path(path) for name, path in files.items()})
-            self.journal.select(
-                selected, effort=self.selection.effort, spared=self.progress.spared, unasked=found, suites=suites
-            )
+            effort = Effort(name=self.selection.effort, deselected=self.progress.spared)
+            self.journal.select(selected, effort=effort, unasked=found, suites=suites)
             if self.resuming is not None:
                 for (name, id_), record in self.resuming.records.items():
                     if id_ in selected.get(name, ()):
                         self.journal.add(record)
                 self.resuming.forget()
 
-    def earlier(self, item: pytest.Function) -> CaseRecord | None:
+    def earlier(self, item: pytest.Function) -> MadeRecord | None:
         """Return the record of a case that an earlier attempt of the torchrun job has run, or was interrupted in."""
         if self.resuming is None:
             return None
         key = _key(item)
         if key in self.resuming.records:
-            return CaseRecord.repeated(self.resuming.records[key])
+            return MadeRecord.repeated(self.resuming.records[key])
         if key in self.resuming.interrupted:
             return cases.interrupted_by_a_restart(item, self.selection)
         return None

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from shardproof.harness.plugin.records import ALIKE, CaseRecord
+from shardproof.harness.plugin.records import ALIKE, MadeRecord
 from shardproof.harness.verdicts.texts import gist, ranks_of, without_rank
 from shardproof.harness.worlds import waiting
 from shardproof.harness.worlds.watchdog import without_harness
@@ -243,7 +243,7 @@ _REPRODUCE = "\nreproduce: "
 _ALL_FAILURES = pytest.StashKey[list[Any]]()
 
 
-def fill_in(report: pytest.TestReport, made: CaseRecord) -> None:
+def fill_in(report: pytest.TestReport, made: MadeRecord) -> None:
     """Make the error itself the one line that pytest's summary and ``--junitxml`` show of a failure.
 
     Args:

@@ -8,7 +8,6 @@ import json
 import os
 import pathlib
 import threading
-import zlib
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
 from typing import Any
@@ -16,13 +15,13 @@ from typing import Any
 import pytest
 
 from shardproof.harness.plugin import cases, drawing, options
-from shardproof.harness.plugin.journal import PARTIAL
-from shardproof.harness.plugin.records import CaseRecord
+from shardproof.harness.plugin.records import MadeRecord
 from shardproof.harness.plugin.selection import is_suites
 from shardproof.harness.worlds.torchrun import meeting, supervisor
 from shardproof.harness.worlds.torchrun.fleet import Fleet
 from shardproof.harness.worlds.torchrun.fleet_pool import FleetPool
 from shardproof.harness.worlds.torchrun.meeting import Place
+from shardproof.jsonfiles import PARTIAL, content
 
 FLEET = pytest.StashKey[Fleet]()
 """The key of the job's processes in the configuration of its controller."""
@@ -138,7 +137,7 @@ class Ahead:
         fleet: Fleet,
         pool: FleetPool,
         *,
-        run: Callable[[pytest.Function], CaseRecord],
+        run: Callable[[pytest.Function], MadeRecord],
         may_run: Callable[[pytest.Function], bool],
     ) -> None:
         self._fleet = fleet
@@ -149,9 +148,9 @@ class Ahead:
         self._positions = {item.nodeid: position for position, item in enumerate(items)}
         self._next = 0
         self._threads = ThreadPoolExecutor(fleet.size, thread_name_prefix="shardproof case")
-        self._started: dict[str, tuple[int, Future[CaseRecord]]] = {}
+        self._started: dict[str, tuple[int, Future[MadeRecord]]] = {}
 
-    def run(self, item: pytest.Function) -> CaseRecord:
+    def run(self, item: pytest.Function) -> MadeRecord:
         """Return the record of the case that pytest runs next, and start further cases that can run at the same time.
 
         Raises:
@@ -182,7 +181,7 @@ class Ahead:
         self._threads.shutdown(cancel_futures=True)
 
     @property
-    def _running(self) -> list[Future[CaseRecord]]:
+    def _running(self) -> list[Future[MadeRecord]]:
         return [future for _, future in self._started.values() if not future.done()]
 
     def _abort(self) -> None:
@@ -304,18 +303,8 @@ class Resuming:
 
 
 def read(path: pathlib.Path) -> dict[str, Any] | None:
-    """Read a run file or a journal that ends after any line; None if there is none, or it is none."""
-    try:
-        content = path.read_bytes()
-    except OSError:
-        return None
-    if content.startswith(b"\x1f\x8b"):
-        # The end of what a killed process wrote is missing.
-        with contextlib.suppress(zlib.error):
-            content = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS).decompress(content)
-    lines = content.decode(errors="replace").rpartition("\n")[0]
-    for end in ("", "]}", "}"):
-        with contextlib.suppress(ValueError):
-            run = json.loads(lines + end)
-            return run if isinstance(run, dict) else None
+    """Read a run file or a journal that ends after any byte; None if there is none, or it is none."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        run = content(path, is_journal=True)
+        return run if isinstance(run, dict) else None
     return None

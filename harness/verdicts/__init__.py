@@ -6,7 +6,6 @@ process can unpickle what the ranks send.
 - ``stages``: ``Stage``, the points of a training step, in order.
 - ``finding``: ``Location``, ``Finding`` and ``Divergence``, the exception that all ranks of a world raise together.
 - ``texts``: what all texts of failures share: their bound, short names of ranks, what differs from rank to rank.
-- ``verdict``: ``Verdict``, and ``combine`` for the verdicts of several ranks.
 - ``explanation``: ``Explanation``, what a rank returns of a case that ran again with capture on.
 - ``observations``: ``Observations``, the measurements of a rank during a case, for the run file.
 """

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 from shardproof.harness.verdicts.finding import Guess, Location, Numbers, Stage, step_label
 from shardproof.harness.verdicts.texts import ranks_of
+from shardproof.runfile import FirstDivergence
 
 #: The most names of other tensors that diverge at the same stage that a text lists.
 _MOST_NAMES = 6
@@ -39,18 +39,11 @@ class Divergent:
     numbers: Numbers | None = None
     also: tuple[str, ...] = ()
 
-    def as_record(self) -> dict[str, Any]:
+    def as_record(self) -> FirstDivergence:
         """Return the place as the run file stores it."""
-        numbers = self.numbers
-        return self.location.as_record() | {
-            "module": self.module,
-            "parameter": self.parameter,
-            "where": self.where,
-            "offset": None if numbers is None else numbers.offset,
-            "values": {} if numbers is None else numbers.values,
-            "ulps": {} if numbers is None else numbers.ulps,
-            "also": list(self.also),
-        }
+        numbers = {} if self.numbers is None else vars(self.numbers)
+        place = self.location.as_record() | numbers
+        return FirstDivergence(**place, module=self.module, parameter=self.parameter, where=self.where, also=self.also)
 
     def render(self, others: Sequence[Divergent], size: int) -> list[str]:
         """Return the lines that describe the place, with those of the other ranks, of ``size`` in all."""

@@ -104,7 +104,7 @@ class Location:
         return f"{self.stage.value} in {self.phase}" if self.phase else self.stage.value
 
     def as_record(self) -> dict[str, Any]:
-        """Return the location as the run file stores it."""
+        """Return the fields of the location in the run file."""
         return {
             "stage": self.stage_label, "step": self.step, "rank": self.rank, "name": self.name, "element": self.element,
         }  # fmt: skip

@@ -40,7 +40,7 @@ class Measured:
         return self.sharded_ulps / self.allowed_ulps
 
     def as_record(self) -> dict[str, Any]:
-        """Return the distance as the run file stores it."""
+        """Return the fields of the distance in the run file."""
         return dataclasses.asdict(self) | {"stage": self.stage.value}
 
 

@@ -38,10 +38,10 @@ from shardproof.harness.tensors import memory, private
 from shardproof.harness.verdicts.explanation import Explanation
 from shardproof.harness.verdicts.finding import Divergence, ProtocolError
 from shardproof.harness.verdicts.texts import MOST_OF_A_RANK, bounded
-from shardproof.harness.verdicts.verdict import Verdict
 from shardproof.harness.worlds import gloo, leftovers
 from shardproof.harness.worlds.jobs import BOARD, DUMPED, Job, RankSpec, Result, RollCall
 from shardproof.harness.worlds.torchrun import meeting
+from shardproof.runfile import Verdict
 
 # Import of a case's module in a rank, under the controller's name and with pytest's assertion rewriting.
 

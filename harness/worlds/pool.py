@@ -7,11 +7,11 @@ import contextlib
 import dataclasses
 import threading
 
-from shardproof.harness.verdicts.verdict import Verdict
 from shardproof.harness.worlds import forkserver, scratch
 from shardproof.harness.worlds.jobs import Job, WorldKey
 from shardproof.harness.worlds.lease import Leases, device_of
 from shardproof.harness.worlds.world import Outcome, World, by_agreement
+from shardproof.runfile import Verdict
 
 Place = tuple[int, ...]
 """Which processes of a torchrun job have the ranks of a world; empty where all are children of this process."""

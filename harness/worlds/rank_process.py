@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from shardproof.harness.verdicts.verdict import Verdict
 from shardproof.harness.worlds import forkserver, waiting
 from shardproof.harness.worlds.jobs import DUMPED, RankSpec
+from shardproof.runfile import Verdict
 
 #: Held by who starts a process or looks whether one has ended: of two threads that do so at once, one would take the
 #: exit code that the other waits for.

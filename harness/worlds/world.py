@@ -15,13 +15,13 @@ from typing import Any
 from shardproof.harness.collectives.board import Announcement, Board
 from shardproof.harness.collectives.trace import without_own_bytes
 from shardproof.harness.verdicts.texts import bounded, frames_of
-from shardproof.harness.verdicts.verdict import Verdict
 from shardproof.harness.worlds import forkserver, rank_process, scratch, waiting
 from shardproof.harness.worlds.jobs import BOARD, Job, RankSpec, Result, RollCall, WorldKey
 from shardproof.harness.worlds.rank_process import RankProcess
 from shardproof.harness.worlds.torchrun.fleet import ANSWER_SECONDS, Fleet, Lost, RemoteRank, Seat, gathered, nodes_of
 from shardproof.harness.worlds.waiting import Blockers, Wait, WaitedTooLong
 from shardproof.harness.worlds.watchdog import Diagnosis, collectives, diagnose, dump_stacks, stacks
+from shardproof.runfile import Verdict
 
 # Whether the ranks of a world have done the same in a case, so that they can run another one.
 

@@ -2,14 +2,10 @@
 
 The modules, each importing from those above it:
 
-contract: the requirements and their chapters
-labels: names that tell runs apart
-packing: text and JSON, compressed for a ``<script>`` element
-table: what the matrix needs, of all cases
+assets: templates, styles, scripts, the plotting library, and data compressed for a script element
+table: what the matrix needs, of all cases: the contract and the verdicts
 details: what a case needs when it is opened, in chunks
-assets: styles, scripts and the plotting library
-environment: the templates
-render: the page of run files
+render: the page of run files, with names that tell runs apart
 plan: the page of plan files
 """
 

@@ -1,11 +1,17 @@
-"""The styles and scripts of the page, and the plotting library."""
+"""What a page is made of: its templates, styles, scripts, the plotting library, and its data, packed."""
 
 import base64
+import gzip
 import hashlib
+import json
 from collections.abc import Sequence
 from importlib import resources
+from typing import Any
 
+import jinja2
 from plotly.offline import get_plotlyjs
+
+from shardproof.jsonfiles import encode
 
 STYLES = ("colours", "layout", "matrix", "case", "plan", "print")
 """The files of style/, in the order of the cascade."""
@@ -16,6 +22,17 @@ SCRIPTS = ("dom", "verdicts", "data", "address", "filters", "matrix", "plots", "
 
 PLAN_SCRIPTS = ("dom", "data", "plots", "plan")
 """Those of a page of plans."""
+
+
+def environment() -> jinja2.Environment:
+    """The environment of the templates, which escapes every text that is no ``Markup``."""
+    return jinja2.Environment(
+        loader=jinja2.PackageLoader(__package__ or "", "templates"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
 
 
 def style() -> str:
@@ -42,6 +59,17 @@ def plotting_library() -> str:
 def content_hash(source: str) -> str:
     """The hash by which a content security policy allows one script and no other."""
     return f"sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}"
+
+
+def packed(text: str) -> str:
+    """Compress a text with gzip and write it in base64, in characters that mean nothing to HTML."""
+    # The time in the header would make two pages of the same runs differ.
+    return base64.b64encode(gzip.compress(text.encode(), compresslevel=9, mtime=0)).decode()
+
+
+def packed_json(value: Any) -> str:
+    """Write a value, as :func:`shardproof.runfile.encode` makes it, as compact JSON in ASCII, and pack it."""
+    return packed(json.dumps(encode(value), separators=(",", ":"), allow_nan=False))
 
 
 def _text(name: str) -> str:

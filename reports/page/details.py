@@ -2,18 +2,19 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from shardproof.reports.page.packing import finite, packed_json
+from shardproof.jsonfiles import encode
+from shardproof.reports.page.assets import packed_json
 from shardproof.reports.page.table import Table
-from shardproof.reports.record import CaseRecord, Trace
-from shardproof.reports.run import Run
+from shardproof.runfile import CaseRecord, Explanation, Run, Trace
 
 #: Characters of JSON from which on a new chunk begins: some milliseconds of decoding.
 _CHUNK = 1 << 19
 
 _DIGITS = 6  # of a distance
+_PLACE = ("stage", "step", "rank", "name", "element")  # where a failure is, and where runs first diverge
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,9 @@ class _Writer:
             "seeds": dict(case.seeds),
             "missing": case.missing,
             "expected": case.expected,
-            "failure": None if case.failure is None else asdict(case.failure),
-            "explanation": _explanation(case),
-            "peak_bytes": list(getattr(case, "peak_bytes", ())),
+            "failure": None if case.failure is None else {name: vars(case.failure)[name] for name in ("text", *_PLACE)},
+            "explanation": None if case.explanation is None else _explanation(case.explanation),
+            "peak_bytes": case.peak_bytes,
             "reproduce": case.reproduction,
             "losses": dict(case.losses),
             "distances": [
@@ -59,7 +60,7 @@ class _Writer:
                     one.step,
                     one.name,
                     _rounded(one.sharded_ulps),
-                    None if one.baseline_ulps is None else _rounded(one.baseline_ulps),
+                    _rounded(one.baseline_ulps),
                     _rounded(one.allowed_ulps),
                 ]
                 for one in case.distances
@@ -72,21 +73,16 @@ class _Writer:
         return {name: value for name, value in fields.items() if value not in (None, "", (), [], {})}
 
     def _trace(self, trace: Trace) -> int:
-        numbers = tuple(self.lines.setdefault(line, len(self.lines)) for line in trace.lines)
+        numbers = tuple(self.lines.setdefault(line, len(self.lines)) for line in trace.trace)
         return self.traces.setdefault(numbers, len(self.traces))
 
 
-def _explanation(case: CaseRecord) -> dict[str, Any] | None:
-    """What a second run of a failed case showed, where readers of this version know it.
-
-    Without its text: that of the failure ends with it.
-    """
-    explanation = getattr(case, "explanation", None)
-    if explanation is None:
-        return None
-    fields = asdict(explanation) | {"text": "", "first": asdict(explanation.first) if explanation.first else {}}
-    fields["first"].pop("text", None)
-    return {name: value for name, value in fields.items() if value not in (None, "", (), [], {})}
+def _explanation(explanation: Explanation) -> dict[str, Any]:
+    """What a second run of a failed case showed, without its text: that of the failure ends with it."""
+    first = {} if explanation.first is None else vars(explanation.first)
+    place = {name: first[name] for name in _PLACE if first}
+    found = vars(explanation) | {"text": "", "first": place} | {k: v for k, v in first.items() if k not in place}
+    return {name: value for name, value in found.items() if value not in (None, "", (), [], {})}
 
 
 def _rounded(value: float) -> float:
@@ -110,7 +106,7 @@ def chunks(table: Table, runs: Sequence[Run]) -> Iterator[Chunk]:
                 if before := earlier.get((column.run, column.implementation, id_)):
                     of_case[str(number)]["earlier"] = before
         records.append(of_case)
-        size += len(json.dumps(finite(of_case)))
+        size += len(json.dumps(encode(of_case)))
         if size >= _CHUNK:
             yield _chunk(first, writer, records)
             writer, records, size, first = _Writer(), [], 0, i + 1

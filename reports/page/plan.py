@@ -7,8 +7,6 @@ from markupsafe import Markup
 
 from shardproof.reports import plan_text
 from shardproof.reports.page import assets
-from shardproof.reports.page.environment import environment
-from shardproof.reports.page.packing import packed, packed_json
 from shardproof.reports.plan import Plan
 
 
@@ -27,7 +25,7 @@ def render_plans(plans: Sequence[Plan], *, title: str) -> str:
     """
     plotting, script = assets.plotting_library(), assets.script(assets.PLAN_SCRIPTS)
     return (
-        environment()
+        assets.environment()
         .get_template("plan.html")
         .render(
             title=title,
@@ -36,9 +34,9 @@ def render_plans(plans: Sequence[Plan], *, title: str) -> str:
             style=Markup(assets.style()),
             script=Markup(script),
             script_hash=assets.content_hash(script),
-            plotting=Markup(packed(plotting)),
+            plotting=Markup(assets.packed(plotting)),
             plotting_hash=assets.content_hash(plotting),
-            data=Markup(packed_json([_drawn(plan) for plan in plans])),
+            data=Markup(assets.packed_json([_drawn(plan) for plan in plans])),
         )
     )
 

@@ -1,23 +1,18 @@
 """Renders run files as one HTML page that needs nothing but itself."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
 from markupsafe import Markup
 
-from shardproof.reports import origins
+from shardproof.reports import texts
 from shardproof.reports.page import assets
-from shardproof.reports.page.contract import Contract
 from shardproof.reports.page.details import chunks
-from shardproof.reports.page.environment import environment
-from shardproof.reports.page.labels import accelerators, labels
-from shardproof.reports.page.packing import packed, packed_json
-from shardproof.reports.page.table import as_data, table
-from shardproof.reports.record import Verdict
-from shardproof.reports.run import Environment, Run
+from shardproof.reports.page.table import Contract, as_data, table
+from shardproof.runfile import End, Environment, Run, Verdict, public_version
 
 
 @dataclass(frozen=True)
@@ -43,14 +38,14 @@ def render(sources: Sequence[Source], *, title: str) -> str:
         The HTML. Of the same runs it is always the same.
     """
     runs = [source.run for source in sources]
-    names = labels([(source.path, source.run) for source in sources])
+    names = _labels([(source.path, source.run) for source in sources])
     contract = Contract()
     cases = table(runs, contract)
     parts = list(chunks(cases, runs))
     data = as_data(cases, contract, run_labels=names, chunks=[part.first for part in parts])
     plotting, script = assets.plotting_library(), assets.script()
     return (
-        environment()
+        assets.environment()
         .get_template("page.html")
         .render(
             title=title,
@@ -64,9 +59,9 @@ def render(sources: Sequence[Source], *, title: str) -> str:
             style=Markup(assets.style()),
             script=Markup(script),
             script_hash=assets.content_hash(script),
-            plotting=Markup(packed(plotting)),
+            plotting=Markup(assets.packed(plotting)),
             plotting_hash=assets.content_hash(plotting),
-            data=Markup(packed_json(data)),
+            data=Markup(assets.packed_json(data)),
             chunks=[Markup(part.packed) for part in parts],
         )
     )
@@ -90,23 +85,23 @@ def _about(source: Source, label: str) -> dict[str, Any]:
         "again": len(run.earlier),
         "effort": run.effort.name if run.effort else "",
         "counts": _verdicts([run]),
-        "facts": _facts(env, accelerators(run)),
-        "parts": [(part.file, _facts(part.environment, "")) for part in run.merged],
+        "facts": _facts(env, run.end, _accelerators(run)),
+        "parts": [(part.file, _facts(part.environment, part.end, "")) for part in run.merged],
         "implementations": [(name, _version(env, name)) for name in run.implementations],
     }
 
 
-def _facts(env: Environment, devices: str) -> list[tuple[str, str]]:
+def _facts(env: Environment, end: End, devices: str) -> list[tuple[str, str]]:
     facts = [
-        ("torch", origins.torch(env)),
+        ("torch", texts.torch(env)),
         ("NCCL", env.nccl or ""),
         ("Python", env.python),
-        ("shardproof", origins.shardproof(env)),
+        ("shardproof", texts.shardproof(env)),
         ("accelerators", devices),
         ("CPU cores", str(env.cpu_count or "")),
         ("platform", env.platform),
         ("started", env.started),
-        ("duration", f"{env.seconds:.0f} s" if env.seconds else ""),
+        ("duration", f"{end.seconds:.0f} s" if end.seconds else ""),
         ("command", " ".join(env.command)),
     ]
     return [(name, value) for name, value in facts if value]
@@ -115,3 +110,54 @@ def _facts(env: Environment, devices: str) -> list[tuple[str, str]]:
 def _version(env: Environment, name: str) -> str:
     known = env.implementations.get(name)
     return known.version if known else ""
+
+
+def _labels(runs: Sequence[tuple[str, Run]]) -> list[str]:
+    """Name each run by its device type and version of torch, and by as much more as tells it from the others.
+
+    Args:
+        runs: the path of each run file and the run.
+
+    Returns:
+        One label for each run, in the order of `runs`; no two are the same.
+    """
+    named = [_device_and_torch(run) for _, run in runs]
+    for fact in (_build, _effort, _host, _file):
+        named = _with(fact, named, runs)
+    return [f"{label}, run {i}" if named.count(label) > 1 else label for i, label in enumerate(named, start=1)]
+
+
+def _with(fact: Callable[[str, Run], str], named: list[str], runs: Sequence[tuple[str, Run]]) -> list[str]:
+    """Add a fact to the labels that several runs have, where it is not the same for all of these."""
+    facts = [fact(path, run) for path, run in runs]
+    count = Counter(named)
+    differ = {label for label in count if len({one for one, of in zip(facts, named, strict=True) if of == label}) > 1}
+    return [f"{label}, {one}" if label in differ and one else label for label, one in zip(named, facts, strict=True)]
+
+
+def _device_and_torch(run: Run) -> str:
+    device = {"cpu": "CPU", "cuda": "CUDA"}.get(run.environment.device, run.environment.device or "unknown device")
+    torch = public_version(run.environment.torch)
+    return f"{device}, torch {torch}" if torch else device
+
+
+def _build(_: str, run: Run) -> str:
+    return f"build {run.environment.torch.partition('+')[2] or 'without a name'}"
+
+
+def _effort(_: str, run: Run) -> str:
+    return f"effort {run.effort.name if run.effort else 'full'}"
+
+
+def _host(_: str, run: Run) -> str:
+    return _accelerators(run) or f"{run.environment.cpu_count or 0} cores"
+
+
+def _file(path: str, _: Run) -> str:
+    return PurePath(path).name.removesuffix(".gz").removesuffix(".json")
+
+
+def _accelerators(run: Run) -> str:
+    """The accelerators of a run's host, as in ``2 x NVIDIA H200``; empty if there are none."""
+    counts = Counter(one.name for one in run.environment.accelerators)
+    return ", ".join(f"{count} x {name}" for name, count in counts.items())

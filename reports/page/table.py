@@ -1,15 +1,61 @@
-"""What the matrix of a page needs: the verdict of each case on each implementation in each run, without the rest."""
+"""What the matrix of a page needs: the contract, and the verdict of each case on each implementation in each run."""
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from typing import Any
 
-from shardproof.reports.page.contract import Contract, Requirement
-from shardproof.reports.record import CaseRecord, Verdict
-from shardproof.reports.run import Run
+from shardproof.runfile import CaseRecord, Run, Verdict
 
 NO_RECORD = "."
 """The character of a case without a record."""
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """A requirement that some case of a page checks.
+
+    Attributes:
+        id: the chapter and the number.
+        chapter: the name of its chapter.
+        text: what is required, in Markdown; empty if the contract of this version does not have it.
+    """
+
+    id: str
+    chapter: str
+    text: str
+
+
+class Contract:
+    """The contract of this version of shardproof.
+
+    Run files of other versions, and of cases in other projects, name requirements that it does not have.
+    """
+
+    def __init__(self) -> None:
+        text = resources.files("shardproof").joinpath("contract.json").read_text(encoding="utf-8")
+        chapters: list[tuple[str, str, list[tuple[str, str, bool]]]] = json.loads(text)
+        self._subjects = {name: subject for name, subject, _ in chapters}
+        self._requirements = {id_: Requirement(id_, name, said) for name, _, rows in chapters for id_, said, _ in rows}
+
+    def subject(self, chapter: str) -> str:
+        """What a chapter is about; empty if it is unknown."""
+        return self._subjects.get(chapter, "")
+
+    def in_order(self, ids: Iterable[str]) -> list[Requirement]:
+        """Return requirements in the order of the contract, and behind them the unknown ones in the order of `ids`.
+
+        Unknown requirements of one chapter stay together, behind the known ones of their chapter if there are any.
+        """
+        wanted = dict.fromkeys(ids)
+        known = [one for id_, one in self._requirements.items() if id_ in wanted]
+        unknown = [
+            Requirement(id_, id_.rpartition("-")[0] or id_, "") for id_ in wanted if id_ not in self._requirements
+        ]
+        chapters = [*self._subjects, *dict.fromkeys(one.chapter for one in unknown)]
+        position = {name: i for i, name in enumerate(dict.fromkeys(chapters))}
+        return sorted([*known, *unknown], key=lambda one: position[one.chapter])
 
 
 @dataclass(frozen=True)
@@ -113,12 +159,11 @@ def as_data(table: Table, contract: Contract, *, run_labels: Sequence[str], chun
 
 def reason(case: CaseRecord) -> str:
     """Why the verdict is not a plain pass, in one line; empty for one that is."""
-    # With --explain, a run file says where the runs first diverge.
-    why: str = getattr(case, "reason", case.why)
+    why = case.reason
     if case.verdict is Verdict.EXPECTED_FAIL:
         return case.expected or why
     if case.verdict is Verdict.UNEXPECTED_PASS:
         return case.expected or "the expected failure did not happen"
-    if case.verdict.skipped:
+    if case.verdict.is_skip:
         return ", ".join(case.missing)
-    return why if case.verdict.failed else ""
+    return why if case.verdict.fails else ""

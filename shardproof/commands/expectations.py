@@ -4,11 +4,11 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 
+from shardproof import commands
 from shardproof.commands.report import BAD_INPUT
-from shardproof.reports import helptext
 from shardproof.reports.draft import draft
 from shardproof.reports.mended import check
-from shardproof.reports.run import Run, RunFileError, load_run
+from shardproof.runfile import Run, RunFileError, load_run
 
 TO_DO = 1
 
@@ -63,7 +63,7 @@ def _drafted(runs: Mapping[str, Run], implementation: str | None) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = helptext.parser(
+    parser = commands.parser(
         "shardproof expectations",
         description="Draft the known failures of an implementation from a run file, to be edited: each failed case "
         "with the place where it first diverges, or its error, as the reason. The place is the more exact one that the "

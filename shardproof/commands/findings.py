@@ -16,10 +16,10 @@ import sys
 import tempfile
 from collections.abc import Sequence
 
+from shardproof import commands
 from shardproof.commands.report import BAD_INPUT
 from shardproof.findings import Finding, FindingError, load
-from shardproof.reports import helptext
-from shardproof.reports.table import printable, table
+from shardproof.reports.texts import printable, table
 
 DIFFERS = 1
 
@@ -188,7 +188,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = helptext.parser(
+    parser = commands.parser(
         "shardproof findings",
         description="List what the suites found in other implementations, from the folder findings/ of a clone. With "
         "--run, run the reproducers with the installed torch, those that need GPUs or other packages only where they "

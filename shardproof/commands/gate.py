@@ -6,13 +6,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
+from shardproof import commands
 from shardproof.commands.report import BAD_INPUT
-from shardproof.reports import helptext
 from shardproof.reports.accepted import AcceptanceError, accept, load
-from shardproof.reports.origins import described
 from shardproof.reports.regressions import ALLOWED, Incomparable, check_comparable, compare
-from shardproof.reports.regressions_text import FORMATS
-from shardproof.reports.run import Run, RunFileError, load_run
+from shardproof.reports.regressions_text import FORMATS, described
+from shardproof.runfile import Run, RunFileError, load_run
 
 WORSE = 1
 
@@ -61,7 +60,7 @@ def _described(options: argparse.Namespace, base: Run, head: Run) -> tuple[str, 
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = helptext.parser(
+    parser = commands.parser(
         "shardproof gate",
         description="Compare the run file of a change with that of the commit before it. The exit code is 0 if nothing "
         "got worse, 1 if something did, and 2 if the files cannot be compared.",

@@ -8,10 +8,10 @@ import os
 import sys
 from collections.abc import Sequence
 
+from shardproof import commands
 from shardproof.harness.adapters import registry
 from shardproof.harness.adapters.capability import Capability
-from shardproof.reports import helptext
-from shardproof.reports.table import printable, table
+from shardproof.reports.texts import printable, table
 
 CANNOT_RUN = 1
 
@@ -115,7 +115,7 @@ def _has_cuda() -> bool:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = helptext.parser(
+    parser = commands.parser(
         "shardproof implementations",
         description="List the implementations that --impl can name: built-in ones and those of installed packages. Of "
         "each its version, the number of capabilities that it declares, and the device types on which it runs here.",

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from shardproof import commands
 from shardproof.commands.report import BAD_INPUT
-from shardproof.reports import helptext
 from shardproof.reports.merge import MergeError, merge
-from shardproof.reports.run import RunFileError
-from shardproof.reports.table import printable
+from shardproof.reports.texts import printable
+from shardproof.runfile import RunFileError
 
 _EPILOG = """\
 examples:
@@ -97,7 +97,7 @@ def _umask() -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = helptext.parser(
+    parser = commands.parser(
         "shardproof merge",
         description="Join the run files of several environments into one, whose report is one matrix. A column is an "
         "implementation with its version, the version of torch and the device type.",

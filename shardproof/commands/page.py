@@ -2,19 +2,18 @@
 
 import argparse
 import sys
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
+from shardproof import commands
 from shardproof.commands.report import BAD_INPUT
 from shardproof.reports.plan import Plan, is_plan, load_plan
-from shardproof.reports.run import Run, load_run
-from shardproof.reports.table import printable
+from shardproof.reports.texts import printable
+from shardproof.runfile import Run, load_run
 
 FILE = "index.html"
 """The name of the page in its folder."""
 
-_COLUMNS = 100  # of the help
 _EPILOG = """\
 examples:
   shardproof page run.json -o out/page
@@ -117,12 +116,7 @@ def _parser() -> argparse.ArgumentParser:
         "for each case its failure, losses, distances and collectives, the runs side by side. Of the plan files of "
         "'shardproof plan --json', tables and plots of memory and traffic. Needs the extra 'page'."
     )
-    parser = argparse.ArgumentParser(
-        prog="shardproof page",
-        description=textwrap.fill(description, _COLUMNS),
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = commands.parser("shardproof page", description=description, epilog=_EPILOG)
     parser.add_argument(
         "runs", nargs="+", metavar="RUN", help="a run file, the FILE.partial of an incomplete run, or a plan file"
     )

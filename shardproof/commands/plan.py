@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING
 
-from shardproof.reports import helptext
+from shardproof import commands
 from shardproof.reports.plan import MARK, VERSION, Dimension, Formula, Phase, Plan, Traffic, World
 from shardproof.reports.plan_text import render_plan
-from shardproof.reports.table import printable
+from shardproof.reports.texts import printable
 
 if TYPE_CHECKING:
     from shardproof.harness.planning import planned
@@ -179,7 +179,7 @@ def _reshard(text: str) -> bool | int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = helptext.parser(
+    parser = commands.parser(
         "shardproof plan",
         description="Simulate a training step of one rank on fake tensors, without devices and without other ranks, "
         "and print the memory that it holds by kind and phase, what it sends by group and to other hosts, and the "

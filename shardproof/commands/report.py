@@ -4,9 +4,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from shardproof.reports import helptext
+from shardproof import commands
 from shardproof.reports.matrix import render_summary
-from shardproof.reports.run import RunFileError, load_run
+from shardproof.runfile import RunFileError, load_run
 
 _EPILOG = """\
 examples:
@@ -46,7 +46,7 @@ def report(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = helptext.parser(
+    parser = commands.parser(
         "shardproof report",
         description="Print a run file: failures with the commands that repeat them, what was skipped and why, and a "
         "matrix with a row for each requirement of the contract and a column for each implementation.",

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from shardproof.reports import helptext
+from shardproof import commands
 
 MISSING = 1
 BAD_USAGE = 2
@@ -31,7 +31,7 @@ def torch_names(arguments: Sequence[str]) -> int:
     Raises:
         SystemExit: from argparse, with code 0 for ``--help``.
     """
-    parser = helptext.parser(
+    parser = commands.parser(
         "shardproof torch-names",
         description="Look for the private names of torch that shardproof uses, and print those that the installed "
         "torch lacks: what each is for, and what happens without it. A name that is missing stops no run.",

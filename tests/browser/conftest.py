@@ -2,8 +2,8 @@
 
 import pytest
 
-from shardproof.reports import parse_run
 from shardproof.reports.page import Source, render
+from shardproof.runfile import parse_run
 from tests.browser import runs
 from tests.browser.chromium import Browser
 

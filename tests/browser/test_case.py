@@ -5,7 +5,7 @@ import json
 import pytest
 from selenium.webdriver.common.keys import Keys
 
-from shardproof.reports import CaseRecord
+from shardproof.runfile import CaseRecord
 from tests.browser import runs
 from tests.reports import samples
 from tests.reports.test_page import EXPLANATION, HOSTILE, full_of

@@ -9,7 +9,7 @@ import subprocess
 import pytest
 
 from shardproof.harness.parity.rank import Rank
-from shardproof.reports.run import load_run
+from shardproof.runfile import load_run
 from shardproof.testing import world
 from tests import warm
 from tests.harness.inner import PYTHONPATH, QUIET

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from shardproof.reports.run import load_run
+from shardproof.runfile import load_run
 from tests.harness.inner import last_error
 
 SOURCE = """

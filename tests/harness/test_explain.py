@@ -130,7 +130,7 @@ def test_named(cases, row):
 
 #: A plugin with which passing cases run once more as well.
 EVERY_CASE = """
-from shardproof.harness.verdicts.verdict import Verdict
+from shardproof.runfile import Verdict
 from shardproof.harness.plugin import explaining
 explaining._EXPLAINED = (*explaining._EXPLAINED, Verdict.PASS)
 """

@@ -16,11 +16,11 @@ import pytest
 from shardproof.harness.parity.rank import Rank
 from shardproof.harness.plugin import torchrun
 from shardproof.harness.plugin.journal import Journal
-from shardproof.harness.verdicts.verdict import Verdict
 from shardproof.harness.worlds import loop
 from shardproof.harness.worlds.jobs import Result
 from shardproof.harness.worlds.torchrun import meeting
 from shardproof.harness.worlds.torchrun.fleet import Fleet, Link, Lost, Seat, TooFewRanks, gathered, nodes_of
+from shardproof.runfile import Verdict
 
 VARIABLES = {
     "TORCHELASTIC_RUN_ID": "job",

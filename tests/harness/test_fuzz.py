@@ -15,8 +15,8 @@ from shardproof.harness.adapters.base import Accumulation
 from shardproof.harness.casework.drawn import Step, Training, source_of
 from shardproof.harness.models.drawn import Block, Part, Plan
 from shardproof.harness.plugin import drawing
-from shardproof.harness.plugin.records import CaseRecord
-from shardproof.harness.verdicts.verdict import Verdict
+from shardproof.harness.plugin.records import MadeRecord
+from shardproof.runfile import Verdict
 from tests.harness.inner import PYTHONPATH, QUIET
 
 pytest.importorskip("hypothesis", reason="cases that draw need hypothesis: pip install '.[fuzz]'")
@@ -26,10 +26,11 @@ NAMES = {one.__name__: one for one in (Accumulation, Block, Part, Plan, Step, Tr
 IMPLEMENTATIONS = ["reference", "reference.flat", "torch.fully_shard", "torch.fsdp"]
 
 
-def record(verdict: Verdict = Verdict.PASS, text: str = "", seconds: float = 0.1) -> CaseRecord:
-    made = CaseRecord("f.py::test", "f.py::test", "reference", "", 2, "cpu", {}, {})
-    made.verdict, made.text, made.seconds = verdict, text, seconds
-    return made
+def record(verdict: Verdict = Verdict.PASS, text: str = "", seconds: float = 0.1) -> MadeRecord:
+    return MadeRecord(
+        id="f.py::test", implementation="reference", requirement="", world=2, device="cpu", parameters={},
+        verdict=verdict, seconds=seconds, text=text,
+    )  # fmt: skip
 
 
 class Ranks:
@@ -39,7 +40,7 @@ class Ranks:
         self._judge = judge
         self.ran: list[tuple[Any, float | None]] = []
 
-    def __call__(self, example: Any, deadline: float | None) -> CaseRecord:
+    def __call__(self, example: Any, deadline: float | None) -> MadeRecord:
         self.ran.append((example, deadline))
         return self._judge(example)
 
@@ -71,7 +72,7 @@ def test_a_failure_shrinks_and_runs_once_more():
 
 
 def test_shrinking_does_not_slip_to_another_error():
-    def judge(n: int) -> CaseRecord:
+    def judge(n: int) -> MadeRecord:
         if n > 500:
             return record(Verdict.FAIL, "ValueError: large")
         return record(Verdict.CRASH, "the rank's process ended") if n > 17 else record()
@@ -103,7 +104,7 @@ def test_what_the_harness_could_not_run_ends_the_search():
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), pytest.fail.Exception("Timeout >5s"), ValueError("a bug")])
 def test_errors_of_the_pytest_process_are_raised_as_they_are(error: BaseException):
-    def judge(n: int) -> CaseRecord:
+    def judge(n: int) -> MadeRecord:
         raise error
 
     with pytest.raises(type(error)) as raised:
@@ -114,7 +115,7 @@ def test_errors_of_the_pytest_process_are_raised_as_they_are(error: BaseExceptio
 def test_a_failure_that_depends_on_time_says_so():
     ran: set[int] = set()
 
-    def judge(n: int) -> CaseRecord:
+    def judge(n: int) -> MadeRecord:
         fails = n > 17 and n not in ran
         ran.add(n)
         return record(Verdict.FAIL, "ValueError: late") if fails else record()
@@ -153,7 +154,7 @@ def test_drawn_is_what_is_claimed(implementation: str, size: int):
     capabilities = registry.load(implementation).capabilities()
     strategy = drawing.strategy_of(Training, capabilities=capabilities, world_size=size)
 
-    def judge(training: Training) -> CaseRecord:
+    def judge(training: Training) -> MadeRecord:
         assert pickle.loads(pickle.dumps(training)) == training
         namespace: dict[str, Any] = {}
         exec(source := training.as_case(world_size=size, requirements=["DRAWN-1"]), namespace)

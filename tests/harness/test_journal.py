@@ -18,7 +18,7 @@ import pytest
 
 from shardproof.harness.plugin import hooks
 from shardproof.harness.plugin.journal import Journal
-from shardproof.reports.run import RunFileError, load_run
+from shardproof.runfile import Environment, RunFileError, load_run
 from tests import warm
 from tests.harness.inner import CASE, PYTHONPATH, QUIET, last_error
 from tests.harness.test_chaos import is_alive, started
@@ -35,10 +35,9 @@ def record(number, **changes):
     return least | changes
 
 
-ENVIRONMENT = {
-    "shardproof": "0", "python": "3", "torch": "2", "platform": "Linux", "device": "cpu", "started": "now",
-    "command": ["pytest"], "implementations": {},
-}  # fmt: skip
+ENVIRONMENT = Environment(
+    shardproof="0", python="3", torch="2", platform="Linux", device="cpu", started="now", command=["pytest"]
+)
 
 
 def begun(path):
@@ -62,7 +61,7 @@ def test_every_record_is_on_the_disk_when_its_case_has_ended(tmp_path, name):
     assert journal.finish(reason="", exit_code=0)
     assert os.listdir(tmp_path) == [name]
     run = load_run(tmp_path / name)
-    assert (run.incomplete, run.exit_code, run.run_id != "") == ("", 0, True)
+    assert (run.incomplete, run.end.exit_code, run.run_id != "") == ("", 0, True)
 
 
 @pytest.mark.parametrize("name", ["run.json", "run.json.gz"])
@@ -276,7 +275,7 @@ def test_a_run_that_ended_early_keeps_the_older_file_and_says_why(run, pytester,
     assert path.read_text() == "as it was"
     left = left_by(pytester)
     assert reason in left.incomplete
-    assert left.exit_code == code
+    assert left.end.exit_code == code
 
 
 def test_collecting_alone_writes_nothing(run, pytester):

@@ -7,7 +7,7 @@ import datetime
 import pytest
 
 from shardproof.harness.plugin.known_failures import KnownFailures, load
-from shardproof.harness.verdicts.verdict import Verdict
+from shardproof.runfile import Verdict
 
 TODAY = datetime.date(2027, 1, 31)
 CASE = "suites/test_clipping.py::test_empty_shards[w4-inf]"

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from shardproof.reports.run import load_run
+from shardproof.runfile import load_run
 from tests import warm
 from tests.harness.inner import PYTHONPATH, QUIET
 

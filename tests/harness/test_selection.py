@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shardproof.harness.plugin.records import combine
 from shardproof.harness.plugin.selection import resolve
-from shardproof.harness.verdicts.verdict import Verdict, combine
+from shardproof.runfile import Verdict
 from shardproof.testing import Capability, Hardware, deadline, needs, world
 
 

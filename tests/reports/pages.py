@@ -5,8 +5,8 @@ import gzip
 import json
 from html.parser import HTMLParser
 
-from shardproof.reports import parse_run
 from shardproof.reports.page import Source, render
+from shardproof.runfile import parse_run
 
 
 class Page(HTMLParser):

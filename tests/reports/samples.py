@@ -2,6 +2,8 @@
 
 from typing import Any
 
+ID = "0123456789abcdef0123456789abcdef"
+
 
 def case(**changes: Any) -> dict[str, Any]:
     """A passing case with only the fields that the schema demands, and what `changes` adds or replaces."""
@@ -19,8 +21,16 @@ def case(**changes: Any) -> dict[str, Any]:
 
 
 def run(*cases: dict[str, Any], **environment: Any) -> dict[str, Any]:
-    """A run of `cases`, and an environment that says what `environment` says."""
-    return {"schema_version": 1, "environment": environment, "cases": list(cases)}
+    """A complete run of `cases` without what may be missing, and an environment that says what `environment` says."""
+    end = {"complete": True, "reason": ""}
+    return {
+        "schema_version": 2,
+        "run_id": ID,
+        "environment": environment,
+        "selected": {},
+        "cases": [*cases],
+        "end": end,
+    }
 
 
 def whole_case() -> dict[str, Any]:
@@ -68,7 +78,6 @@ def whole_environment() -> dict[str, Any]:
         "accelerators": [{"name": "GPU X", "memory_bytes": 150_000_000_000}] * 4,
         "nccl": "2.28.9",
         "started": "2026-01-02T03:04:05+00:00",
-        "seconds": 61.25,
         "command": ["pytest", "suites"],
         "implementations": {"reference": {"version": "0.1.0", "capabilities": ["reshard_after_forward"]}},
         "numerics": {"slack_ulps": 8},
@@ -76,20 +85,20 @@ def whole_environment() -> dict[str, Any]:
 
 
 def journal(*cases: dict[str, Any], selected: dict[str, list[str]] | None = None, reason: str = "") -> dict[str, Any]:
-    """A run of version 2 with these records; complete unless there is a reason."""
+    """A run with all that a writer writes; complete unless there is a reason."""
     by_name: dict[str, list[str]] = {}
     for one in cases:
         by_name.setdefault(one["implementation"], []).append(one["id"])
-    # What only version 1 leaves out.
     rest = {"nodeid": "", "seeds": {}, "missing": [], "expected": "", "losses": {}, "distances": [], "collectives": []}
-    rest["failure"] = None
+    rest |= {"failure": None, "spent": {}}
+    unknown = dict.fromkeys(("stage", "step", "rank", "name", "element"))
     return {
         "schema_version": 2,
-        "run_id": "0123456789abcdef0123456789abcdef",
+        "run_id": ID,
         "environment": whole_environment(),
         "suites": "0a1b2c3d4e5f",
         "selected": by_name if selected is None else selected,
-        "cases": [rest | one for one in cases],
+        "cases": [rest | one | {"failure": one.get("failure") and unknown | one["failure"]} for one in cases],
         "left_out": [],
         "end": {"complete": not reason, "reason": reason, "exit_code": 0, "seconds": 7.5},
     }

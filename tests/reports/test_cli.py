@@ -29,7 +29,7 @@ def report(*arguments, **environment):
 def failing(tmp_path):
     """A run file with one failing case, whose text is not ASCII and not even Unicode."""
     path = tmp_path / "run.json"
-    path.write_text(json.dumps(samples.run(samples.case(verdict="fail", failure={"text": "größer \ud800"}))))
+    path.write_text(json.dumps(samples.journal(samples.case(verdict="fail", failure={"text": "größer \ud800"}))))
     return path
 
 
@@ -49,7 +49,7 @@ def test_a_row_for_each_case(failing):
 def test_a_long_text_whole_on_request(tmp_path):
     path = tmp_path / "run.json"
     text = "\n".join(f"line {i}" for i in range(40))
-    path.write_text(json.dumps(samples.run(samples.case(verdict="fail", failure={"text": text}))))
+    path.write_text(json.dumps(samples.journal(samples.case(verdict="fail", failure={"text": text}))))
     assert "    line 20\n" not in report(path).stdout
     assert "    line 20\n" in report(path, "--full").stdout
 
@@ -111,7 +111,7 @@ def test_an_unknown_option_is_exit_code_2_without_a_traceback():
 def test_a_reader_that_stops_early_is_no_error(tmp_path, cases):
     """As under `| head`: the other end of the pipe is closed."""
     path = tmp_path / "run.json"
-    path.write_text(json.dumps(samples.run(*(samples.case(id=f"case {i} {'x' * 100}") for i in range(cases)))))
+    path.write_text(json.dumps(samples.journal(*(samples.case(id=f"case {i} {'x' * 100}") for i in range(cases)))))
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "shardproof", "report", "--cases", str(path)]

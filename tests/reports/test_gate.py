@@ -342,7 +342,8 @@ def test_a_run_is_not_compared_with_itself(run):
 
 def test_merged_runs_share_none(run):
     environments = [samples.whole_environment() | {"started": f"day {day}"} for day in (1, 2, 3)]
-    parts = [{"file": "x.json", "run_id": f"{i}" * 32, "environment": e, "end": {}} for i, e in enumerate(environments)]
+    whole = {"file": "x.json", "end": samples.journal()["end"]}
+    parts = [whole | {"run_id": f"{i}" * 32, "environment": one} for i, one in enumerate(environments)]
     code, message = run([of()], [of()], base={"merged": parts[:2]}, head={"merged": parts[1:]})
     shared = "BASE and HEAD have a run in common, started day 2; no run is compared with itself"
     assert (code, message) == (2, f"shardproof: {shared}\n")

@@ -2,8 +2,8 @@
 
 from expecttest import assert_expected_inline
 
-from shardproof.reports.gates import gates
-from shardproof.reports.run import parse_run
+from shardproof.reports.matrix import gates
+from shardproof.runfile import parse_run
 from tests.reports import samples
 
 

@@ -4,8 +4,7 @@ import pytest
 from expecttest import assert_expected_inline
 
 from shardproof.reports.matrix import render_summary
-from shardproof.reports.record import Verdict
-from shardproof.reports.run import parse_run
+from shardproof.runfile import Verdict, parse_run
 from tests.reports import samples
 
 
@@ -38,7 +37,7 @@ def test_requirements_down_and_implementations_across():
         summary(*mixed_cases(), **samples.whole_environment()),
         """\
 shardproof 0.1.0 (c0ffeec), torch 2.11.0+cu130 (70d970d), Python 3.12.3, NCCL 2.28.9, cuda, 64 cores, 4 x GPU X
-2026-01-02T03:04:05+00:00, 61.2 s
+2026-01-02T03:04:05+00:00
 
 fail: torch.fully_shard suites/b.py::test_clip[w2] (CLIP-1)
   gradient, second step (step 1), rank 0, head0.weight, element [3, 4]

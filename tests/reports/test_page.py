@@ -11,10 +11,9 @@ from tests.reports import samples
 
 pytest.importorskip("plotly", reason="the page needs its extra: pip install '.[page]'")
 
-from shardproof.reports import load_run
+
 from shardproof.reports.page import Source, assets, render
-from shardproof.reports.page.packing import packed
-from shardproof.reports.record import CaseRecord, Verdict
+from shardproof.runfile import CaseRecord, Verdict, load_run
 from tests.reports.pages import Page, page
 
 ROOT = Path(__file__).parents[2]
@@ -244,7 +243,7 @@ def full_of(text):
         "implementations": {text: {"version": text, "capabilities": [text]}},
         "cpu_count": 1,
     }
-    part = {"file": text, "run_id": "1", "environment": environment, "end": {}}
+    part = {"file": text, "run_id": "1", "environment": environment, "end": {"complete": False, "reason": text}}
     return {
         "schema_version": 2,
         "run_id": "2",
@@ -336,6 +335,6 @@ def test_a_published_run_stays_small():
     (path,) = (ROOT / "reports/published").glob("cpu-references-*.json.gz")
     run = load_run(path)
     html = render([Source(str(path), run)], title="references")
-    rest = len(html) - len(packed(assets.plotting_library()))
+    rest = len(html) - len(assets.packed(assets.plotting_library()))
     assert len(Page(html).records) == len(run.cases) > 3000
     assert rest / len(run.cases) < 160

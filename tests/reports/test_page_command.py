@@ -87,7 +87,9 @@ def test_a_page_that_cannot_be_written_is_one_line(tmp_path, run):
 
 def test_texts_that_are_no_unicode_do_not_stop_it(tmp_path):
     path = tmp_path / "run.json"
-    path.write_text(json.dumps(samples.run(samples.case(id="\ud800"), torch="\ud800")))
+    data = samples.journal(samples.case(id="\ud800"))
+    data["environment"]["torch"] = "\ud800"
+    path.write_text(json.dumps(data))
     done = page(path, "-o", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     assert r"\ud800" in (tmp_path / "out/index.html").read_bytes().decode()

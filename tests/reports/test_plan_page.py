@@ -37,8 +37,9 @@ def plan_data(**changes):
         for size in (4, 8)
     ]  # fmt: skip
     return {
-        MARK: VERSION, "model": "m:build", "numel": 1024, "units": {"Block": 2, "root": 1}, "implementation": "x",
-        "version": "1", "settings": {"batch": "1 x 8 tokens"}, "rank": 0, "node_size": 1, "worlds": worlds,
+        MARK: VERSION, "model": "m:build", "about": "", "numel": 1024, "units": {"Block": 2, "root": 1},
+        "implementation": "x", "version": "1", "settings": {"batch": "1 x 8 tokens"}, "rank": 0, "node_size": 1,
+        "worlds": worlds,
         "kinds": {"shards": "what it is", "gradients": "what they are"}, "assumptions": ["a ring"],
     } | changes  # fmt: skip
 

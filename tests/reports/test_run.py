@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from shardproof.reports import files
-from shardproof.reports.fields import RecordError
-from shardproof.reports.run import Accelerator, Implementation, RunFileError, load_run, parse_run
+from shardproof import jsonfiles, runfile
+from shardproof.jsonfiles import RecordError
+from shardproof.runfile import Accelerator, Implementation, RunFileError, load_run, parse_run
 from tests.reports import samples
+from tests.reports.test_record import EXPLAINED
 
 PUBLISHED = Path(__file__).parents[2] / "reports/published"
+SCHEMA = PUBLISHED.with_name("run-file.schema.json")
+KNOWN = ("source", "case", "link", "torch")
 
 
 @pytest.fixture
@@ -30,16 +33,18 @@ def written(tmp_path):
 
 
 def test_a_whole_run_is_read(written):
-    data = samples.run(samples.whole_case(), samples.case(id="other"), **samples.whole_environment())
+    data = samples.journal(samples.whole_case(), samples.case(id="other"))
     run = load_run(written(json.dumps(data).encode()))
     assert [case.id for case in run.cases] == ["suites/test_autograd.py::test_unused[w2]", "other"]
     env = run.environment
     assert (env.shardproof, env.python, env.torch, env.nccl) == ("0.1.0", "3.12.3", "2.11.0+cu130", "2.28.9")
     assert (env.shardproof_commit, env.torch_git_version) == (f"{'c0ffee' * 6}c0ff", "70d9" * 10)
     assert (env.platform, env.cpu_count, env.device) == ("Linux", 64, "cuda")
-    assert env.accelerators == (Accelerator("GPU X", 150_000_000_000),) * 4
-    assert (env.started, env.seconds, env.command) == ("2026-01-02T03:04:05+00:00", 61.25, ("pytest", "suites"))
-    assert env.implementations == {"reference": Implementation("0.1.0", ("reshard_after_forward",))}
+    assert env.accelerators == (Accelerator(name="GPU X", memory_bytes=150_000_000_000),) * 4
+    assert (env.started, env.command) == ("2026-01-02T03:04:05+00:00", ("pytest", "suites"))
+    assert env.implementations == {
+        "reference": Implementation(version="0.1.0", capabilities=("reshard_after_forward",))
+    }
     assert env.numerics == {"slack_ulps": 8}
 
 
@@ -62,7 +67,7 @@ def test_implementations_keep_the_order_of_the_command_and_miss_none():
         ([], "the run file: [] is not an object"),
         ({}, "the run file: the field 'schema_version' is missing"),
         ({"schema_version": "1"}, "schema_version: '1' is not an integer"),
-        ({"schema_version": 3, "records": []}, "schema_version: 3 is not supported; supported: 1, 2"),
+        ({"schema_version": 3, "records": []}, "schema_version: 3 is not supported; supported: 2"),
         ({"schema_version": 2}, "the run file: the field 'run_id' is missing"),
         (samples.journal() | {"end": {"complete": 1}}, "end.complete: 1 is not true or false"),
         (samples.journal() | {"end": {"complete": False}}, "end: the field 'reason' is missing"),
@@ -74,12 +79,11 @@ def test_implementations_keep_the_order_of_the_command_and_miss_none():
             "effort.deselected.a.b: 'c' is not an integer",
         ),
         (
-            {"schema_version": 2, "run_id": "x", "end": {"complete": True}},
+            {"schema_version": 2, "run_id": "x", "end": {"complete": True, "reason": ""}},
             "the run file: the field 'environment' is missing",
         ),
-        ({"schema_version": 1, "environment": {}}, "the run file: the field 'cases' is missing"),
-        ({"schema_version": 1, "cases": []}, "the run file: the field 'environment' is missing"),
-        ({"schema_version": 1, "environment": {}, "cases": {}}, "cases: {} is not a list"),
+        (samples.run() | {"cases": {}}, "cases: {} is not a list"),
+        (samples.journal() | {"merged": []}, "merged: it is empty"),
         (samples.run(None), "cases[0]: None is not an object"),
         (samples.run(cpu_count="2"), "environment.cpu_count: '2' is not an integer"),
         (samples.run(accelerators=[{}]), "environment.accelerators[0]: the field 'name' is missing"),
@@ -113,7 +117,7 @@ def test_an_incomplete_run_names_what_did_not_run():
     data["left_out"] = [{"id": "c", "implementation": "reference", "reason": "Skipped"}]
     run = parse_run(data)
     assert (run.incomplete, run.not_run) == ("SIGTERM", [("reference", "b")])
-    assert run.environment.seconds == 7.5
+    assert run.end.seconds == 7.5
 
 
 def test_the_last_attempt_counts_and_the_earlier_ones_are_kept():
@@ -126,9 +130,17 @@ def test_the_last_attempt_counts_and_the_earlier_ones_are_kept():
             parse_run(samples.journal(*wrong))
 
 
-def test_a_file_of_version_1_has_no_attempts():
-    with pytest.raises(RecordError, match="attempts are of version 2"):
-        parse_run(samples.run(samples.case(), samples.case(attempt=2)))
+def test_the_published_schema_is_the_one_that_the_dataclasses_make():
+    """`python -m shardproof.runfile > reports/run-file.schema.json` writes it."""
+    assert json.loads(SCHEMA.read_text()) == json.loads(json.dumps(runfile.schema()))
+
+
+def test_what_is_written_is_what_was_read():
+    whole = samples.journal(samples.whole_case(), samples.case(id="b", known_failure=dict.fromkeys(KNOWN, "x")))
+    whole["cases"][0] |= {"explanation": EXPLAINED, "hosts": ["a", "b"], "examples": 0, "peak_bytes": [1, 2]}
+    whole["environment"]["torchrun"] = {"run_id": "job", "attempt": 0, "agent": "", "ranks": 2, "hosts": 1}
+    whole["unasked"] = {"reference": {"INIT-8": "4 ranks"}}
+    assert jsonfiles.encode(parse_run(whole)) == whole
 
 
 def test_what_is_no_regular_file_is_one_line(tmp_path):
@@ -140,7 +152,7 @@ def test_what_is_no_regular_file_is_one_line(tmp_path):
 
 @pytest.mark.parametrize("name", ["run.json", "run.json.gz"])
 def test_a_huge_file_is_one_line(tmp_path, name, monkeypatch):
-    monkeypatch.setattr(files, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(jsonfiles, "MOST_BYTES", 1 << 20)
     content = b" " * (1 << 22)
     tmp_path.joinpath(name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
     with pytest.raises(RunFileError, match=f"{name}: more than 1 MiB of text$"):
@@ -151,13 +163,13 @@ def test_a_huge_file_is_one_line(tmp_path, name, monkeypatch):
     "content, message",
     [
         (b"", "not a JSON file: Expecting value.*"),
-        (b'{"schema_version": 1,', "not a JSON file: .*line 1 column 22.*"),
+        (b'{"schema_version": 2,', "not a JSON file: .*line 1 column 22.*"),
         (b"\xff\xfe\xfd", "not a JSON file: .*decode.*"),
         (b"[" * 100_000, "not a JSON file: .*recursion.*"),
         (b"1" * 5000, "not a JSON file: .*digits.*"),
-        (b'{"schema_version": 7}', "schema_version: 7 is not supported; supported: 1, 2"),
+        (b'{"schema_version": 7}', "schema_version: 7 is not supported; supported: 2"),
         (
-            json.dumps(samples.run(samples.case(seconds=10**400))).encode(),
+            json.dumps(samples.journal(samples.case(seconds=10**400))).encode(),
             r"cases\[0\].seconds: 10+\.\.\. is not a number",
         ),
     ],
@@ -183,7 +195,7 @@ def test_a_missing_file_and_a_folder_are_said_so(tmp_path):
 
 
 def test_a_compressed_file_is_read_as_the_plain_one(tmp_path):
-    content = json.dumps(samples.run(samples.case())).encode()
+    content = json.dumps(samples.journal(samples.case())).encode()
     for name, written in (("run.json", content), ("run.json.gz", gzip.compress(content))):
         tmp_path.joinpath(name).write_bytes(written)
     assert load_run(tmp_path / "run.json.gz") == load_run(tmp_path / "run.json")

@@ -17,13 +17,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
-from shardproof.harness.verdicts.verdict import Verdict
 from shardproof.harness.worlds import forkserver
 from shardproof.harness.worlds.forkserver import FORK_SECONDS
 from shardproof.harness.worlds.jobs import Meeting, RankSpec
 from shardproof.harness.worlds.torchrun import meeting
 from shardproof.harness.worlds.torchrun.meeting import Place
 from shardproof.harness.worlds.waiting import Blockers, Wait, WaitedTooLong
+from shardproof.runfile import Verdict
 
 #: Seconds in which a supervisor answers. It has nothing to compute; a stack dump takes three seconds at most.
 ANSWER_SECONDS = 10.0

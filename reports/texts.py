@@ -1,6 +1,11 @@
-"""Plain text for a terminal: tables, and foreign text that is made safe to print."""
+"""Texts that several reports have: tables, foreign text that is made safe to print, and which code a run is of."""
 
+import re
 from collections.abc import Sequence
+
+from shardproof.runfile import UNKNOWN, Environment
+
+_HASH = re.compile(r"\b[0-9a-f]{40}\b")
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -43,3 +48,22 @@ def indented(text: str, spaces: int) -> list[str]:
         The lines, without trailing spaces.
     """
     return [(" " * spaces + printable(line.expandtabs())).rstrip() for line in text.splitlines()]
+
+
+def shardproof(env: Environment) -> str:
+    """Return the version of shardproof with its commit, as in ``0.1.0 (cc0c39b-dirty)``."""
+    return _with(env.shardproof, env.shardproof_commit)
+
+
+def torch(env: Environment) -> str:
+    """Return the version of torch with its commit, as in ``2.13.0+cpu (cf30153)``."""
+    return _with(env.torch, env.torch_git_version)
+
+
+def short(commit: str) -> str:
+    """Return a commit, or several, with seven digits each, as git shows them."""
+    return _HASH.sub(lambda found: found[0][:7], commit)
+
+
+def _with(version: str, commit: str) -> str:
+    return version if commit in ("", UNKNOWN) else f"{version} ({short(commit)})"

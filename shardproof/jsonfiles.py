@@ -1,0 +1,420 @@
+"""Dataclasses as files of JSON: how they are written, read and described, whatever they have.
+
+:func:`encode` makes JSON values of dataclasses, :func:`decode` reads them back or says in one line which field is
+wrong, and :func:`describe` makes their JSON Schema. A field without a default must be there; one that is
+:func:`written` always is, and may be missing in what is read; any other is left out where it has its default. Fields
+that are not known are ignored: a later writer may add some. The decoder checks types, bounds and the members of enums.
+What else the schema demands, such as names of device types, concerns writers alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import re
+import stat
+import types
+import typing
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+T = TypeVar("T")
+
+PARTIAL = ".partial"
+"""Appended to the name of a run file while it is incomplete."""
+
+Number = Annotated[float, ("type", ("number", "string")), ("pattern", "^(nan|-?inf)$")]
+"""A number, or one of the strings "nan", "inf" and "-inf": JSON has no such numbers, and diverging runs have them."""
+
+
+ASIDE = {"is_aside": True}
+"""The metadata of a field that is in no file."""
+
+
+def says(text: str, *, default: Any = dataclasses.MISSING, **metadata: bool) -> Any:
+    """Make a field of a dataclass.
+
+    Args:
+        text: its description in the schema.
+        default: its value where it is missing or null; a field without one must be there, and null is a value of it.
+        metadata: ``is_written`` where it is written even if it is the default, ``is_required`` where the schema
+            requires it as well.
+    """
+    kind = {"default_factory": dict} if default == {} else {"default": default}
+    return field(**kind, metadata={"says": text, **metadata})
+
+
+def written(text: str, *, default: Any) -> Any:
+    """Make a field with a default that is always written, and that the schema requires."""
+    return says(text, default=default, is_written=True, is_required=True)
+
+
+@typing.dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(says, written))
+def described(*, frozen: bool = True) -> Callable[[type[T]], type[T]]:
+    """Make a dataclass of fields that :func:`says` and :func:`written` make; they are given by name."""
+    return dataclass(kw_only=True, frozen=frozen)
+
+
+# Encoding: dataclasses to JSON values.
+
+
+def encode(value: Any) -> Any:
+    """Return a dataclass, or data that contain some, as plain JSON values.
+
+    Numbers that JSON lacks become the strings "nan", "inf" and "-inf"; any other object becomes its name or its
+    representation.
+    """
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        found = {one.name: (one, encode(getattr(value, one.name))) for one in _fields_of(type(value))}
+        return {name: told for name, (one, told) in found.items() if told != one.default}
+    if isinstance(value, Mapping):
+        return {str(key): encode(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [encode(part) for part in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else repr(value)
+    if isinstance(value, str):
+        return str(value)
+    if value is None or isinstance(value, (bool, int)):
+        return value
+    return getattr(value, "__qualname__", None) or repr(value)
+
+
+# Decoding: JSON values to dataclasses.
+
+_KINDS: dict[type, str] = {
+    str: "a string", int: "an integer", float: "a number", bool: "true or false", list: "a list", dict: "an object",
+}  # fmt: skip
+_NOT_FINITE = ("nan", "inf", "-inf")
+_WHOLE = "the run file"  # the place that a message names if the error is in no field
+_SHOWN = 80  # the most characters of a wrong value in a message, which must stay one line
+
+_ALWAYS = object()  # the default of a field that is always written
+_UNIONS = (types.UnionType, typing.Union)  # all of them with None
+
+_Read = Callable[[object, str], Any]
+
+
+class RecordError(ValueError):
+    """A file violates the schema. The message is one line with the field and its value."""
+
+
+def missing(name: str, where: str = "") -> RecordError:
+    """Make the error of an object, at a path in the file, without a field that must be there."""
+    return RecordError(f"{where or _WHOLE}: the field {name!r} is missing")
+
+
+@dataclass(frozen=True)
+class _Field:
+    """A field of a dataclass that is in the file.
+
+    Attributes:
+        name: its name.
+        hint: its type.
+        says: its description.
+        default: the default as JSON, with which it is left out; a field that is always written has none.
+        is_demanded: whether it must be there when it is read.
+        is_required: whether the schema requires it.
+        read: converts its JSON value, given the value and its path in the file.
+    """
+
+    name: str
+    hint: Any
+    says: str
+    default: Any
+    is_demanded: bool
+    is_required: bool
+    read: _Read
+
+
+@functools.cache
+def _fields_of(cls: Any) -> list[_Field]:
+    hints = typing.get_type_hints(cls, include_extras=True)
+    found = []
+    for one in dataclasses.fields(cls):
+        if ASIDE.keys() <= one.metadata.keys():
+            continue
+        default = {} if one.default_factory is dict else one.default
+        is_demanded = default is dataclasses.MISSING
+        is_required = is_demanded or "is_required" in one.metadata
+        default = _ALWAYS if is_demanded or "is_written" in one.metadata else encode(default)
+        hint, text = hints[one.name], one.metadata.get("says", "")
+        found.append(_Field(one.name, hint, text, default, is_demanded, is_required, _reader(hint)))
+    return found
+
+
+def decode(cls: Callable[..., T], data: object, where: str = "") -> T:
+    """Read a dataclass from a JSON object.
+
+    Args:
+        cls: the dataclass.
+        data: the object.
+        where: its path in the file, for messages; empty for the whole file.
+
+    Raises:
+        RecordError: the data violate the schema.
+    """
+    values: Mapping[str, Any] = kind_of(data, dict, where or _WHOLE)
+    prefix = f"{where}." if where else ""
+    found = {}
+    for one in _fields_of(cls):
+        value = values.get(one.name)
+        if value is not None or (one.is_demanded and one.name in values):
+            found[one.name] = one.read(value, prefix + one.name)
+        elif one.is_demanded:
+            raise missing(one.name, where)
+    return cls(**found)
+
+
+def _reader(hint: Any) -> _Read:
+    """Return what reads values of a type: it takes a value and its path, and raises a RecordError."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        return _bounded(_reader(arguments[0]), dict(hint.__metadata__))
+    if origin in _UNIONS:
+        return _reader(arguments[0])
+    if origin is Sequence:
+        return functools.partial(_sequence, _reader(arguments[0]))
+    if origin is Mapping:
+        return functools.partial(_mapping, _reader(arguments[1]))
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return functools.partial(decode, hint)
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return functools.partial(_member, hint)
+    return lambda value, where: value if hint is Any else kind_of(value, hint, where)
+
+
+def _sequence(read: _Read, value: object, where: str) -> tuple[Any, ...]:
+    elements: list[object] = kind_of(value, list, where)
+    return tuple([read(element, f"{where}[{i}]") for i, element in enumerate(elements)])
+
+
+def _mapping(read: _Read, value: object, where: str) -> dict[str, Any]:
+    values: dict[str, object] = kind_of(value, dict, where)
+    return {key: read(part, f"{where}.{key}") for key, part in values.items()}
+
+
+def _member(kind: type[Enum], value: object, where: str) -> Enum:
+    try:
+        return kind(kind_of(value, str, where))
+    except RecordError:
+        raise
+    except ValueError:
+        raise RecordError(f"{where}: {shown(value)} is not one of {', '.join(one.value for one in kind)}") from None
+
+
+def _bounded(read: _Read, rule: Mapping[str, Any]) -> _Read:
+    """Check the bounds of what is read."""
+    if not rule.keys() & {"minimum", "minItems"}:
+        return read
+
+    def read_bounded(value: object, where: str) -> Any:
+        found = read(value, where)
+        if found < rule.get("minimum", found):
+            raise RecordError(f"{where}: {shown(found)} is less than {rule['minimum']}")
+        if "minItems" in rule and not found:
+            raise RecordError(f"{where}: it is empty")
+        return found
+
+    return read_bounded
+
+
+def shown(value: object) -> str:
+    """Format a value as one short line, for a message."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+
+
+def kind_of(value: object, kind: type[T], where: str) -> T:
+    """Check the type of a JSON value.
+
+    Args:
+        value: the value.
+        kind: the expected type, one of str, int, float, bool, list and dict. A bool is not an integer. A float may be
+            written as an integer, or as one of the strings of :data:`Number`.
+        where: the path of the value in the file, for the message.
+
+    Returns:
+        The value; a float if ``kind`` is float.
+
+    Raises:
+        RecordError: the value has another type.
+    """
+    if kind is float and (type(value) is int or value in _NOT_FINITE):
+        try:
+            return float(value)  # type: ignore[return-value]
+        except OverflowError:  # an integer of 400 digits fits no float and is rejected below
+            pass
+    if isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
+        return value
+    raise RecordError(f"{where}: {shown(value)} is not {_KINDS[kind]}")
+
+
+def check_version(data: object, name: str, version: int) -> None:
+    """Check the field with the version of a file's format.
+
+    Raises:
+        RecordError: there is none, or it is another version.
+    """
+    if name not in kind_of(data, dict, _WHOLE):
+        raise missing(name)
+    if (found := kind_of(data[name], int, name)) != version:  # type: ignore[index]
+        raise RecordError(f"{name}: {found} is not supported; supported: {version}")
+
+
+# Describing: dataclasses to JSON Schema.
+
+_SCHEMA_TYPES: dict[Any, dict[str, Any]] = {
+    str: {"type": "string"}, int: {"type": "integer"}, float: {"type": "number"}, bool: {"type": "boolean"}, Any: {},
+}  # fmt: skip
+
+
+def describe(cls: type, classes: dict[type, dict[str, Any]]) -> dict[str, Any]:
+    """Describe a dataclass, and add those of its fields to ``classes``."""
+    properties = {}
+    for one in _fields_of(cls):
+        # What is left out where it is None is never null.
+        is_left_out = not one.is_required and typing.get_origin(one.hint) in _UNIONS
+        hint = typing.get_args(one.hint)[0] if is_left_out else one.hint
+        properties[one.name] = _type_of(hint, classes) | {"description": one.says}
+    required = [one.name for one in _fields_of(cls) if one.is_required]
+    summary = (cls.__doc__ or "").partition("\n")[0]
+    return {"description": summary, "type": "object", "required": required, "properties": properties}
+
+
+def _type_of(hint: Any, classes: dict[type, dict[str, Any]]) -> dict[str, Any]:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        return _type_of(arguments[0], classes) | dict(hint.__metadata__)
+    if origin in _UNIONS:
+        found = _type_of(arguments[0], classes)
+        return found | {"type": [found["type"], "null"]} if "type" in found else {"anyOf": [found, {"type": "null"}]}
+    if origin is Sequence:
+        return {"type": "array", "items": _type_of(arguments[0], classes)}
+    if origin is Mapping:
+        values = _type_of(arguments[1], classes)
+        return {"type": "object"} | ({"additionalProperties": values} if values else {})
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        if hint not in classes:
+            classes[hint] = {}
+            classes[hint] = describe(hint, classes)
+        return {"$ref": f"#/$defs/{hint.__name__}"}
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return {"enum": [one.value for one in hint]}
+    return dict(_SCHEMA_TYPES[hint])
+
+
+# The text of a file: plain or compressed, complete or the journal of a run that ended early.
+
+#: Bytes of text that a run file may have; the largest published one has 9 MB. Without a bound, a small compressed file
+#: could fill the memory.
+MOST_BYTES = 1 << 28
+
+_MAGIC = b"\x1f\x8b"
+_CASES = re.compile(rb'^,"cases": \[$', re.MULTILINE)
+_END = re.compile(rb"^\]$", re.MULTILINE)
+
+
+class _FileError(ValueError):
+    """A file is no run file, whatever its content means. The message is one line without the path."""
+
+
+def load(path: str | Path, parse: Callable[[object], T], error_type: type[ValueError]) -> T:
+    """Read and parse a file of JSON, which may be compressed or a journal. Nothing in it is executed or unpickled.
+
+    Args:
+        path: the path of the file. One that is compressed by gzip is recognised by its content.
+        parse: makes the result of the JSON data; raises a RecordError where they violate the schema.
+        error_type: what to raise.
+
+    Raises:
+        ValueError: of ``error_type``, with one line that begins with the path: the file is missing, is no regular file,
+            is too large, is not JSON, or violates the schema; or the journal of a newer, incomplete run is beside it.
+    """
+    path = Path(path)
+    try:
+        _refuse_if_a_newer_run_is_incomplete(path)
+        return parse(content(path, is_journal=path.name.endswith(PARTIAL)))
+    except OSError as error:
+        raise error_type(f"{path}: {error.strerror or error}") from error
+    except (RecordError, _FileError) as error:
+        raise error_type(f"{path}: {error}") from error
+    except (ValueError, RecursionError) as error:  # not JSON, not Unicode, a number of 5000 digits, nested too deeply
+        raise error_type(f"{path}: not a JSON file: {error}") from error
+
+
+def content(path: Path, *, is_journal: bool) -> object:
+    """Return the JSON data of a run file.
+
+    Args:
+        path: the path of the file.
+        is_journal: whether it may end after any byte, as that of a process that was killed does. It is then read up to
+            its last line.
+
+    Raises:
+        OSError: the file cannot be opened or read.
+        ValueError: it is no regular file, is too large, is not compressed although its name ends in ``.gz``, or is not
+            JSON.
+        RecursionError: it is nested too deeply.
+    """
+    status = path.stat()
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(21, "Is a directory")
+    if not stat.S_ISREG(status.st_mode):
+        raise _FileError("not a regular file")
+    with path.open("rb") as file:
+        text = file.read(MOST_BYTES + 1)
+    if text.startswith(_MAGIC):
+        text = _decompress(text, allow_cut=is_journal)
+    elif path.name.removesuffix(PARTIAL).endswith(".gz") and not (is_journal and not text):
+        raise _FileError("not compressed by gzip: its name ends in .gz, its content is something else")
+    if len(text) > MOST_BYTES:
+        raise _FileError(f"more than {MOST_BYTES >> 20} MiB of text")
+    try:
+        return json.loads(text)
+    except ValueError:
+        if not is_journal:
+            raise
+    return json.loads(_closed(text))
+
+
+def _refuse_if_a_newer_run_is_incomplete(path: Path) -> None:
+    path = path.resolve()  # a link's journal is beside the file that it leads to
+    partial = path.parent / (path.name + PARTIAL)
+    try:
+        started = partial.stat().st_mtime_ns
+    except OSError:
+        return
+    try:
+        is_newer = started >= path.stat().st_mtime_ns
+    except FileNotFoundError:
+        raise _FileError(f"there is no such file, but an incomplete run has left {partial.name}") from None
+    if is_newer:
+        raise _FileError(f"a newer run is incomplete; read {partial.name}, or delete it to read this older one")
+
+
+def _decompress(text: bytes, *, allow_cut: bool) -> bytes:
+    decompressor = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
+    try:
+        plain = decompressor.decompress(text, MOST_BYTES + 1)
+    except zlib.error as error:
+        raise _FileError(f"not compressed by gzip: {error}") from None
+    if not decompressor.eof and not allow_cut and len(plain) <= MOST_BYTES:
+        raise _FileError("not compressed by gzip: the file is cut short")
+    if decompressor.unused_data:
+        raise _FileError("not compressed by gzip: there is something after the end")
+    return plain
+
+
+def _closed(text: bytes) -> bytes:
+    """Close the brackets of a journal that ends after some line, and drop a line that is not complete."""
+    text = text[: text.rfind(b"\n") + 1]
+    began = _CASES.search(text)
+    is_open = began is not None and not _END.search(text, began.end())
+    return text + (b"]" if is_open else b"") + b"}"
