@@ -112,7 +112,7 @@ def named(name: str) -> Callable[[nn.Module, Spec, torch.device], Trained]:
 
         return fully_shard_of(package)
     if name.startswith("reference.flat"):
-        from fsdp_impl import flat as package
+        import fsdp_impl as package
     else:
         from torch.distributed import fsdp as package
     return flat_of(package, use_orig=not name.endswith(".shown"))
