@@ -2,32 +2,24 @@
 
 The names and signatures are those of ``torch.distributed.fsdp``.
 
-Read ``docs/reference.md`` first, then the files in this order. A file is one subject. What holds across files is
-written down once, under a name (``# Note: ownership``), to which the other places refer.
-
-``common/``: ``owner``, ``phase``, ``streams``, ``hooks``, ``collectives``, ``divide``, ``comm_context``; the others
-when they are met.
-
-``per_parameter/``: ``construct`` (``fully_shard``), ``param`` (how one parameter is cut, and its forms), ``layout`` and
-``shards`` (where the numbers lie), ``group`` (unshard and reshard), ``unit`` (what happens around forward and
-backward), ``reduction`` (the way of a gradient), ``lazy_init`` (who is the root), ``module`` (what a user may call and
-set), ``mesh`` and ``options``.
-
-``flat/``: as its own docstring says.
+Read ``docs/reference.md`` first, then ``per_parameter/`` and ``flat/``, each in the order that its own docstring
+states, and of ``common/`` what they need when it is met; begin there with ``owner``, ``streams``, ``hooks`` and
+``collectives``. A file is one subject. What holds across files is written down once, under a name (``# Note:
+ownership``), to which the other places refer.
 """
 
 from fsdp_impl.common.clip import clip_grad_norm_
-from fsdp_impl.flat import (
+from fsdp_impl.flat.module import FullyShardedDataParallel
+from fsdp_impl.flat.optim_state import OptimStateKeyType
+from fsdp_impl.flat.options import (
     BackwardPrefetch,
     CPUOffload,
     FullOptimStateDictConfig,
     FullStateDictConfig,
-    FullyShardedDataParallel,
     LocalOptimStateDictConfig,
     LocalStateDictConfig,
     MixedPrecision,
     OptimStateDictConfig,
-    OptimStateKeyType,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     ShardingStrategy,
@@ -35,17 +27,19 @@ from fsdp_impl.flat import (
     StateDictSettings,
     StateDictType,
 )
-from fsdp_impl.per_parameter import (
-    CPUOffloadPolicy,
-    DataParallelMeshDims,
+from fsdp_impl.per_parameter.construct import fully_shard
+from fsdp_impl.per_parameter.module import (
     FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
     UnshardHandle,
-    fully_shard,
     register_fsdp_forward_method,
     share_comm_ctx,
     validate_order,
+)
+from fsdp_impl.per_parameter.options import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
 )
 
 __all__ = [

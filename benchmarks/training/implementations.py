@@ -108,7 +108,7 @@ def named(name: str) -> Callable[[nn.Module, Spec, torch.device], Trained]:
 _PACKAGES = {
     "reference": ("fsdp_impl", fully_shard_of),
     "torch.fully_shard": ("torch.distributed.fsdp", fully_shard_of),
-    "reference.flat": ("fsdp_impl.flat", flat_of),
+    "reference.flat": ("fsdp_impl", flat_of),
     "torch.fsdp": ("torch.distributed.fsdp", flat_of),
 }
 

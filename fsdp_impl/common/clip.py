@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Partial
 
-from fsdp_impl.common.mesh import device_of
+from fsdp_impl.common.mesh import current_device
 from fsdp_impl.common.private import foreach_mul_, foreach_norm
 
 # The norm of gradients that are spread over ranks.
@@ -145,7 +145,16 @@ def scale_to(tensors: Sequence[torch.Tensor], max_norm: float, total_norm: torch
     """Scale plain ``tensors`` in place by ``min(1, max_norm / (total_norm + 1e-6))``."""
     # Clamping instead of asking whether to clip: the question would make the host wait for the device.
     coefficient = torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
-    _scale(tensors, coefficient, foreach)
+    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    for (device, _), members in by_kind.items():
+        factor = coefficient.to(device)
+        if foreach:
+            foreach_mul_(members, factor)
+        else:
+            for member in members:
+                member.mul_(factor)
 
 
 def _reduce_over(group: dist.ProcessGroup, shares: dict[Groups, torch.Tensor], p: float) -> dict[Groups, torch.Tensor]:
@@ -182,21 +191,8 @@ def _compute_device(grad: torch.Tensor) -> torch.device:
     """Where a collective over the gradient's ranks runs, which for offloaded gradients is not where they live."""
     if not isinstance(grad, DTensor) or grad.device_mesh.device_type == grad.device.type:
         return grad.device
-    return device_of(grad.device_mesh)
+    return current_device(grad.device_mesh.device_type)
 
 
 def _local(grad: torch.Tensor) -> torch.Tensor:
     return grad.to_local() if isinstance(grad, DTensor) else grad
-
-
-def _scale(tensors: Sequence[torch.Tensor], coefficient: torch.Tensor, foreach: bool) -> None:
-    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    for (device, _), members in by_kind.items():
-        factor = coefficient.to(device)
-        if foreach:
-            foreach_mul_(members, factor)
-        else:
-            for member in members:
-                member.mul_(factor)

@@ -8,7 +8,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fsdp_impl.common.containers import map_tensors, tensors_requiring_grad
-from fsdp_impl.common.private import current_graph_task_id, disable_dynamo, queue_callback
+from fsdp_impl.common.private import current_graph_task_id, disable_dynamo
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -73,11 +73,6 @@ def _hook(tensor: torch.Tensor, callback: Callable[[], None]) -> None:
     # to whatever made its base. Nothing would gather the parameters then.
     if tensor._base is not None and tensor._base.grad_fn is not None:
         tensor._base.grad_fn.register_prehook(on_base_grad)
-
-
-def call_at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call ``callback`` when the running backward has computed all gradients."""
-    queue_callback(callback)
 
 
 def call_when_accumulated(leaf: torch.Tensor, method: Callable[[], None]) -> None:

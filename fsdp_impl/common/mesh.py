@@ -39,13 +39,8 @@ def check_replicas(mesh: DeviceMesh) -> None:
         )
 
 
-def device_of(mesh: DeviceMesh) -> torch.device:
-    """The device that this rank computes on: CPU, or the current device of the mesh's type."""
-    return current_device(mesh.device_type)
-
-
 def current_device(kind: str) -> torch.device:
-    """CPU, or the current device of the type ``kind``, with its index."""
+    """The device that this rank computes on: CPU, or the current device of the type ``kind``, with its index."""
     if kind == "cpu":
         return torch.device("cpu")
     return torch.device(kind, torch.get_device_module(kind).current_device())

@@ -125,6 +125,7 @@ current_graph_task_id: Callable[[], int] = _take("torch._C._current_graph_task_i
 disable_dynamo = _take("torch._compile._disable_dynamo", torch.compiler.disable)
 preserve_version_counter = _take("torch.autograd._unsafe_preserve_version_counter")
 profiler_enabled: Callable[[], bool] = _take("torch._C._autograd._profiler_enabled", lambda: False)
+# Calls a function when the running backward has computed all gradients.
 queue_callback: Callable[[Callable[[], None]], None] = getattr(torch.autograd.graph, "queue_callback", None) or _take(
     "torch.autograd.Variable._execution_engine.queue_callback"
 )

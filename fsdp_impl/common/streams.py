@@ -26,15 +26,11 @@ def _module_of(device_type: str) -> Any:
     return torch.get_device_module(device_type)
 
 
-def _device_module(device: torch.device) -> Any:
-    return _module_of(device.type)
-
-
 def create(device: torch.device, *, priority: int = 0) -> Stream:
     """A new stream of ``device``, ``None`` on CPU."""
     if device.type == "cpu":
         return None
-    stream: torch.Stream = _device_module(device).Stream(device=device, priority=priority)
+    stream: torch.Stream = _module_of(device.type).Stream(device=device, priority=priority)
     return stream
 
 
@@ -42,7 +38,7 @@ def current(device: torch.device) -> Stream:
     """The stream that the caller's kernels go to, ``None`` on CPU."""
     if device.type == "cpu":
         return None
-    stream: torch.Stream = _device_module(device).current_stream(device)
+    stream: torch.Stream = _module_of(device.type).current_stream(device)
     return stream
 
 
@@ -50,7 +46,7 @@ def use(stream: Stream) -> AbstractContextManager[Any]:
     """Make ``stream`` current inside the block; ``None`` leaves the current stream as it is."""
     if stream is None:
         return nullcontext()
-    context: AbstractContextManager[Any] = _device_module(stream.device).stream(stream)
+    context: AbstractContextManager[Any] = _module_of(stream.device.type).stream(stream)
     return context
 
 

@@ -14,47 +14,12 @@ In the order in which to read them; imports point upward in this list alone:
 10. ``construct``: from the constructor's arguments to a unit, and at the first forward to units under one root.
 11. ``summon``: whole parameters on request.
 12. ``state_dict``: state dicts, and parameters whole or sharded by rows.
-13. ``optim_state``: state dicts of optimizers.
-14. ``module``: ``FullyShardedDataParallel``, whose methods are names for all of this.
+13. ``module``: ``FullyShardedDataParallel``, whose methods are names for all of this.
+
+An appendix, which ``module`` alone imports, for its methods, and no other file needs:
+
+14. ``optim_state``: state dicts of optimizers, and the older calls for them.
 
 Invariants that several files rely on have a name and stand where they are kept: ``Note: held by modules`` (shards),
 ``Note: window of buffers`` (group), ``Note: unreduced gradients`` (reduction), ``Note: references`` (unit).
 """
-
-from fsdp_impl.flat.module import FullyShardedDataParallel
-from fsdp_impl.flat.optim_state import OptimStateKeyType
-from fsdp_impl.flat.options import (
-    BackwardPrefetch,
-    CPUOffload,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    MixedPrecision,
-    OptimStateDictConfig,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
-
-__all__ = [
-    "BackwardPrefetch",
-    "CPUOffload",
-    "FullOptimStateDictConfig",
-    "FullStateDictConfig",
-    "FullyShardedDataParallel",
-    "LocalOptimStateDictConfig",
-    "LocalStateDictConfig",
-    "MixedPrecision",
-    "OptimStateDictConfig",
-    "OptimStateKeyType",
-    "ShardedOptimStateDictConfig",
-    "ShardedStateDictConfig",
-    "ShardingStrategy",
-    "StateDictConfig",
-    "StateDictSettings",
-    "StateDictType",
-]

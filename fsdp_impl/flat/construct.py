@@ -50,12 +50,8 @@ class Arguments:
 def build(wrapper: nn.Module, module: nn.Module, arguments: Arguments) -> FlatUnit:
     """Wrap what the policy chooses, then make a unit of the parameters that are left.
 
-    The modules hold the parameters as they were until the unit's group is registered.
-
-    Args:
-        wrapper: the wrapper of ``module``, whose unit this will be; modules inside get wrappers of the same class.
-        module: the module.
-        arguments: see ``FullyShardedDataParallel``.
+    The modules hold the parameters as they were until the unit's group is registered. Modules inside get wrappers of
+    the class of ``wrapper``.
     """
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         warnings.warn(
@@ -196,11 +192,7 @@ def _inherited(arguments: Arguments, found: Ranks, ignored: Ignored) -> dict[str
 def materialize(
     module: nn.Module, ignored: Ignored, init: Callable[[nn.Module], None] | None, device: torch.device
 ) -> None:
-    """Make parameters and buffers on the meta device real: by ``init`` for each module, else by ``reset_parameters``.
-
-    Raises:
-        ValueError: if ``init`` is not callable.
-    """
+    """Make what is on the meta device real: by ``init`` for each module, else by ``reset_parameters``."""
     if not _is_on_meta(module, ignored):
         return
     if init is not None and not callable(init):
@@ -246,11 +238,7 @@ def _parents_first(module: nn.Module, ignored: Ignored) -> Iterable[nn.Module]:
 
 
 def sync_states(tensors: Iterable[torch.Tensor], ranks: Ranks, device: torch.device) -> None:
-    """Give all ranks the values of ``tensors`` that the first one has; of a DTensor, its local part's. Collective.
-
-    Raises:
-        ValueError: if one is not where collectives run.
-    """
+    """Give all ranks the values of ``tensors`` that the first one has; of a DTensor, its local part's. Collective."""
     locals_ = [dtensor.local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach() for tensor in tensors]
     if any(local.device.type != device.type for local in locals_):
         raise ValueError(

@@ -120,7 +120,6 @@ class FlatBuffer:
             self._window().retire(self, used)
 
     def use(self, context: FlatContext) -> None:
-        """Pass the bytes through the window of ``context`` from now on."""
         self._context = ref(context)
 
     def _window(self) -> FlatContext:
@@ -162,13 +161,10 @@ class FlatGroup:
     Attributes:
         label: names the unit in seams, profiles and errors.
         names: of the parameters from the root, for messages; from the wrapped module before lazy initialisation.
-        shards: the sharded parameter.
-        device: where it is computed with.
         param_dtype: of the unsharded parameter, ``None`` for that of the sharded one.
         is_unsharded: whether the unsharded values are there, or about to be (a gather may be in flight).
         wanted_in_backward: whether backward has yet to reach this unit, as far as forward can determine.
         first_index: this group's place in the order of the first forward's gathers.
-        forward_indices: this group's places in the shared ``forward_order``.
 
     Args:
         on_gradient: a bound method, called when autograd has added up the gradient of the unsharded parameter. It is
@@ -193,7 +189,6 @@ class FlatGroup:
         self.is_unsharded = False
         self.wanted_in_backward = False
         self.first_index: int | None = None
-        self.forward_indices: list[int] = []
         self._on_gradient = WeakMethod(on_gradient)
         # Version of the shard when it was gathered last, to notice an edit while the values are kept.
         self._gathered_version = 0
@@ -214,7 +209,6 @@ class FlatGroup:
         return self._buffer.leaf if self._buffer is not None else None
 
     def share_context(self, context: FlatContext) -> None:
-        """Use the streams and the window of ``context`` from now on."""
         self.context = context
         if isinstance(self._buffer, FlatBuffer):
             self._buffer.use(context)
@@ -225,15 +219,15 @@ class FlatGroup:
         if not self.shards.use_orig:
             # Attributes that are read before the first forward have their shape and dtype, and no data yet.
             self._prepare_buffer()
-            self._make_views_without_data()
+            if isinstance(self._buffer, FlatBuffer):
+                self._buffer.allocate()  # views can only be made of memory that is there
+            self._make_views()
+            if isinstance(self._buffer, FlatBuffer):
+                self._buffer.drop()
             self.register_unsharded()
 
     def check_device(self) -> None:
-        """Refuse shards on another device than the options demand.
-
-        Raises:
-            RuntimeError: with the names of the parameters.
-        """
+        """Refuse shards on another device than the options demand: a ``RuntimeError`` that names the parameters."""
         found = self.shards.flat.device
         if self.shards.offloads and found.type != "cpu":
             raise RuntimeError(
@@ -326,14 +320,6 @@ class FlatGroup:
         assert self.leaf is not None
         with torch.enable_grad():  # also under no_grad: recomputation may use what was registered there
             self._views = self.views(self.leaf)
-
-    def _make_views_without_data(self) -> None:
-        """Views can only be made of memory that is there."""
-        if isinstance(self._buffer, FlatBuffer):
-            self._buffer.allocate()
-        self._make_views()
-        if isinstance(self._buffer, FlatBuffer):
-            self._buffer.drop()
 
     def _gather(self, shard: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         """Fill ``output`` on the current stream; returns the gather's input, which must live until it has ended."""

@@ -20,17 +20,11 @@ _ALIGNMENT_BYTES = 16
 
 @dataclass(frozen=True)
 class Piece:
-    """One parameter's place in the flat parameter.
-
-    Attributes:
-        offset: first element.
-        size: the parameter's shape.
-        stride: its strides; not always contiguous, but dense.
-    """
+    """One parameter's place in the flat parameter."""
 
     offset: int
     size: torch.Size
-    stride: tuple[int, ...]
+    stride: tuple[int, ...]  # not always contiguous, but dense
 
     @cached_property
     def numel(self) -> int:
@@ -43,41 +37,27 @@ class Piece:
 
 @dataclass(frozen=True)
 class Span:
-    """The part of one parameter that lies in one shard; empty spans have ``numel`` 0.
+    """The part of one parameter that lies in one shard; empty spans have ``numel`` 0."""
 
-    Attributes:
-        start: first element, counted from the parameter's own beginning.
-        numel: number of elements.
-        offset: first element, counted from the beginning of the shard.
-    """
-
-    start: int
+    start: int  # counted from the parameter's own beginning
     numel: int
-    offset: int
+    offset: int  # counted from the beginning of the shard
 
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """The places of a unit's parameters in its flat parameter.
-
-    Attributes:
-        pieces: in the order of the parameters.
-        numel: elements up to the end of the last parameter.
-        world: number of shards.
-    """
+    """The places of a unit's parameters in its flat parameter, in their order, and into how many shards it is cut."""
 
     pieces: tuple[Piece, ...]
-    numel: int
+    numel: int  # up to the end of the last parameter, without padding
     world: int
 
     @property
     def shard_numel(self) -> int:
-        """Elements of one shard, with padding."""
         return -(-self.numel // self.world)
 
     @property
     def padded_numel(self) -> int:
-        """Elements of all shards together."""
         return self.shard_numel * self.world
 
     def span(self, index: int, rank: int) -> Span:

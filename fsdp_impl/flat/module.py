@@ -1,7 +1,7 @@
 """The wrapper: ``FullyShardedDataParallel``. Its methods are in the other files; here are their names and contracts."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_impl.common.order import Phase
-from fsdp_impl.flat import construct, optim_state, reduction, registry, state_dict, summon
-from fsdp_impl.flat.optim_state import OptimStateKeyType
+from fsdp_impl.flat import construct, reduction, registry, state_dict, summon
+from fsdp_impl.flat.optim_state import OptimStateMethods
 from fsdp_impl.flat.options import (
     BackwardPrefetch,
     CPUOffload,
@@ -26,7 +26,7 @@ from fsdp_impl.flat.options import (
 from fsdp_impl.flat.registry import WRAPPED, without_checkpointing
 
 
-class FullyShardedDataParallel(nn.Module):
+class FullyShardedDataParallel(OptimStateMethods, nn.Module):
     """Shards the parameters of ``module`` that no wrapper inside it has taken, over the ranks of a process group.
 
     The parameters become one flat parameter of which each rank keeps a part. Forward and backward gather it for as long
@@ -174,7 +174,7 @@ class FullyShardedDataParallel(nn.Module):
             state = "SUMMONED" if self._unit.is_summoned else self._unit.phase.name
             raise ValueError(f"expected to be in states ['IDLE'] but current state is {state} in apply()")
         is_settled = self._unit.is_root is not None
-        with summon.full_params(self, recurse=False):
+        with self.summon_full_params(self, recurse=False):
             super().apply(fn)
         if not is_settled and self._unit.is_root:
             # Gathering had to decide who is the root; it may not have asked the right one.
@@ -238,7 +238,7 @@ class FullyShardedDataParallel(nn.Module):
         """
         if not self.check_is_root():
             raise RuntimeError("`clip_grad_norm_()` should only be called on the root FSDP instance")
-        groups, device = self._unit.groups(), self.compute_device
+        groups, device = self._unit.iteration.groups, self.compute_device
         return reduction.clip_grad_norm(groups, self.parameters(), device, self.rank, float(max_norm), float(norm_type))
 
     @staticmethod
@@ -266,14 +266,17 @@ class FullyShardedDataParallel(nn.Module):
                 without ``use_orig_params``; for ``offload_to_cpu`` where nothing is sharded.
             AssertionError: in the midst of forward or backward, or inside another such context.
         """
-        with summon.full_params(
-            module,
-            recurse=recurse,
-            writeback=writeback,
-            rank0_only=rank0_only,
-            offload_to_cpu=offload_to_cpu,
-            with_grads=with_grads,
-        ):
+        if recurse:
+            units = registry.units_in(module)
+        else:
+            own = registry.unit_of(module)
+            units = [own] if own is not None else []
+        with ExitStack() as stack:
+            for unit in units:
+                summon.check(unit, writeback, rank0_only, offload_to_cpu, with_grads)
+                if with_grads and unit.gradients is not None:
+                    stack.enter_context(summon.reduced_shown(unit.gradients))
+                stack.enter_context(summon.unit_full(unit, writeback, rank0_only, offload_to_cpu, with_grads))
             yield
 
     def register_comm_hook(self, state: object, hook: Callable[..., None]) -> None:
@@ -294,8 +297,10 @@ class FullyShardedDataParallel(nn.Module):
             raise ValueError(f"The communication hook must be callable but got {hook}")
         units = self._unit.iteration.units
         for unit in units:
-            if unit.strategy.is_hybrid:
-                raise AssertionError(f"Communication hook is not supported for hybrid strategies: {unit.strategy}")
+            if unit.options.strategy.is_hybrid:
+                raise AssertionError(
+                    f"Communication hook is not supported for hybrid strategies: {unit.options.strategy}"
+                )
             if unit.reducer is not None and unit.reducer.comm_hook is not None:
                 raise AssertionError("A communication hook is already registered")
         for unit in units:
@@ -379,143 +384,10 @@ class FullyShardedDataParallel(nn.Module):
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> Iterator[None]:
         """:meth:`set_state_dict_type` for as long as the context lasts."""
-        settings = settings_of(state_dict_type, state_dict_config, optim_state_dict_config)
-        before = state_dict.settings_in(module)
-        state_dict.set_settings(module, settings)
+        before = FullyShardedDataParallel.set_state_dict_type(
+            module, state_dict_type, state_dict_config, optim_state_dict_config
+        )
         try:
             yield
         finally:
             state_dict.set_settings(module, before)
-
-    # State dicts of optimizers. The older methods are what the two newer ones do.
-
-    @staticmethod
-    def optim_state_dict(
-        model: nn.Module,
-        optim: torch.optim.Optimizer,
-        optim_state_dict: dict[str, Any] | None = None,
-        group: dist.ProcessGroup | None = None,
-    ) -> dict[str, Any]:
-        """The optimizer's state dict by the names of the model without wrappers, of the type that was set. Collective.
-
-        Args:
-            model: the model, or what is around it.
-            optim: its optimizer.
-            optim_state_dict: what ``optim.state_dict()`` returned; asked for if not given.
-            group: the ranks that must agree on what the optimizer has; those of the first wrapper by default.
-
-        Returns:
-            Whole tensors, or DTensors for ``SHARDED_STATE_DICT``; nothing on other ranks than the first if so set.
-
-        Raises:
-            RuntimeError: if a rank's optimizer lacks parameters of units that the first rank's has.
-            NotImplementedError: for ``LOCAL_STATE_DICT``.
-        """
-        form = optim_state.form_of(state_dict.settings_in(model))
-        return optim_state.save(model, optim, optim_state_dict, form, group)
-
-    @staticmethod
-    def optim_state_dict_to_load(
-        model: nn.Module,
-        optim: torch.optim.Optimizer,
-        optim_state_dict: dict[str, Any],
-        is_named_optimizer: bool = False,
-        load_directly: bool = False,
-        group: dist.ProcessGroup | None = None,
-    ) -> dict[str, Any]:
-        """What ``optim.load_state_dict()`` takes of a state dict by names, from any number of ranks and any wrapping.
-
-        A collective where tensors are DTensors, or with ``rank0_only``, where the first rank's argument counts alone.
-
-        Args:
-            model: the model, or what is around it.
-            optim: its optimizer.
-            optim_state_dict: as :meth:`optim_state_dict` returns it, or an unwrapped model's by names.
-            is_named_optimizer: whether the optimizer identifies parameters by name.
-            load_directly: load it as well.
-            group: the ranks to give the first one's argument to; those of the first wrapper by default.
-
-        Raises:
-            NotImplementedError: for ``LOCAL_STATE_DICT``.
-        """
-        form = optim_state.form_of(state_dict.settings_in(model))
-        found = optim_state.load(
-            model,
-            optim,
-            optim_state_dict,
-            rank0_only=form.rank0_only,
-            by_name=is_named_optimizer,
-            process_group=group,
-        )
-        if load_directly:
-            optim.load_state_dict(found)
-        return found
-
-    @staticmethod
-    def full_optim_state_dict(
-        model: nn.Module,
-        optim: torch.optim.Optimizer,
-        optim_input: Any = None,
-        rank0_only: bool = True,
-        group: dist.ProcessGroup | None = None,
-    ) -> dict[str, Any]:
-        """:meth:`optim_state_dict` with whole tensors on the CPU, whatever was set."""
-        optim_state.warn_optim_input(optim_input)
-        form = optim_state.Form(shards=False, rank0_only=rank0_only, offload_to_cpu=True)
-        return optim_state.save(model, optim, None, form, group)
-
-    @staticmethod
-    def sharded_optim_state_dict(
-        model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
-    ) -> dict[str, Any]:
-        """:meth:`optim_state_dict` with DTensors, whatever was set."""
-        form = optim_state.Form(shards=True, rank0_only=False, offload_to_cpu=False)
-        return optim_state.save(model, optim, None, form, group)
-
-    @staticmethod
-    def shard_full_optim_state_dict(
-        full_optim_state_dict: dict[str, Any],
-        model: nn.Module,
-        optim_input: Any = None,
-        optim: torch.optim.Optimizer | None = None,
-    ) -> dict[str, Any]:
-        """:meth:`optim_state_dict_to_load` of whole tensors that every rank has."""
-        optim_state.warn_optim_input(optim_input)
-        return optim_state.load(model, optim if optim is not None else optim_input, full_optim_state_dict)
-
-    @staticmethod
-    def flatten_sharded_optim_state_dict(
-        sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
-    ) -> dict[str, Any]:
-        """:meth:`optim_state_dict_to_load` of DTensors. Collective."""
-        return optim_state.load(model, optim, sharded_optim_state_dict)
-
-    @staticmethod
-    def scatter_full_optim_state_dict(
-        full_optim_state_dict: dict[str, Any] | None,
-        model: nn.Module,
-        optim_input: Any = None,
-        optim: torch.optim.Optimizer | None = None,
-        group: dist.ProcessGroup | None = None,
-    ) -> dict[str, Any]:
-        """:meth:`optim_state_dict_to_load` of whole tensors that the first rank has. Collective."""
-        optim_state.warn_optim_input(optim_input)
-        known = optim if optim is not None else optim_input
-        return optim_state.load(model, known, full_optim_state_dict or {}, rank0_only=True, process_group=group)
-
-    @staticmethod
-    def rekey_optim_state_dict(
-        optim_state_dict: dict[str, Any],
-        optim_state_key_type: OptimStateKeyType,
-        model: nn.Module,
-        optim_input: Any = None,
-        optim: torch.optim.Optimizer | None = None,
-    ) -> dict[str, Any]:
-        """The same state dict by names or by numbers, for an optimizer of the unwrapped ``model``.
-
-        Raises:
-            ValueError: for keys of parameters that the model, or the optimizer, does not have.
-        """
-        optim_state.warn_optim_input(optim_input)
-        known = optim if optim is not None else optim_input
-        return optim_state.rekey(optim_state_dict, optim_state_key_type, model, known)

@@ -23,6 +23,7 @@ from fsdp_impl.flat.state_dict import (
     SavedUnit,
     full_size,
     local_part,
+    settings_in,
     sharded_copy,
     units_with_names,
     whole_copy,
@@ -52,11 +53,7 @@ class Form:
 
 
 def form_of(settings: StateDictSettings) -> Form:
-    """The form that a user has set.
-
-    Raises:
-        NotImplementedError: for ``LOCAL_STATE_DICT``.
-    """
+    """The form that a user has set; a ``NotImplementedError`` for ``LOCAL_STATE_DICT``."""
     if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
         raise NotImplementedError(
             "A local state dict of an optimizer is its own: save optim.state_dict(), and load it as it is"
@@ -85,12 +82,7 @@ class _LaidOut:
 
 
 class Table:
-    """The parameters of a model as optimizers have them.
-
-    Raises:
-        ValueError: if there is no wrapper in the model.
-        AssertionError: during forward or backward, and inside ``summon_full_params``.
-    """
+    """The parameters of a model as optimizers have them; a ``ValueError`` if there is no wrapper in it."""
 
     def __init__(self, model: nn.Module) -> None:
         self.units = list(units_with_names(model))
@@ -114,14 +106,10 @@ class Table:
     @property
     def process_group(self) -> dist.ProcessGroup:
         """The ranks among which states are exchanged, unless others are named."""
-        return self.units[0].unit.ranks.group
+        return self.units[0].unit.options.ranks.group
 
     def place(self, param: torch.Tensor) -> Place:
-        """Where ``param`` belongs.
-
-        Raises:
-            ValueError: if the model does not have it.
-        """
+        """Where ``param`` belongs; a ``ValueError`` if the model does not have it."""
         if id(param) not in self._places:
             raise ValueError(
                 f"The optimizer has a parameter of shape {tuple(param.shape)} that the model does not have"
@@ -138,7 +126,6 @@ class Table:
         return [name for place in places if place.saved is not None for name in place.names]
 
     def names(self, groups: ParamGroups) -> list[str]:
-        """The names of all parameters in ``groups``."""
         return [name for param in params_of(groups) for name in self.place(param).names]
 
 
@@ -171,9 +158,6 @@ def save(
     """The state dict ``given`` of ``optim``, its own by default, by names; without groups if it has none. Collective.
 
     Parameters that no unit has, and their states, are each rank's own.
-
-    Raises:
-        RuntimeError: if a rank's optimizer lacks parameters of units that the first rank's has.
     """
     table = Table(model)
     groups = groups_of(optim, model)
@@ -208,11 +192,7 @@ def save(
 
 
 def check_same_params(names: Sequence[str], process_group: dist.ProcessGroup) -> None:
-    """Every rank's optimizer must have the parameters that the first rank's has. Collective.
-
-    Raises:
-        RuntimeError: on all ranks, if one does not.
-    """
+    """Raise a ``RuntimeError`` on all ranks if one's optimizer lacks parameters of the first one's. Collective."""
     everyone: list[Any] = [None] * process_group.size()
     dist.all_gather_object(everyone, list(names), group=process_group)
     missing = [[name for name in everyone[0] if name not in set(other)] for other in everyone]
@@ -260,7 +240,8 @@ def _whole_states(saved: SavedUnit, parts: dict[int, State], *, shards: bool) ->
     }
     known = _merge(mine, group.ranks.shard_group)
     found: dict[str, State] = {saved.names[index]: {} for index in sorted(known)}
-    keys = dict.fromkeys((key, kind) for state in known.values() for key, kind in state.items() if _stands_for(kind))
+    items = [item for state in known.values() for item in state.items()]
+    keys = dict.fromkeys((key, kind) for key, kind in items if isinstance(kind, _LaidOut))
     wholes: dict[Any, list[torch.Tensor]] = {}
     for key, kind in keys:
         shard = torch.zeros_like(group.shards.flat.detach(), dtype=kind.dtype)
@@ -270,7 +251,7 @@ def _whole_states(saved: SavedUnit, parts: dict[int, State], *, shards: bool) ->
         wholes[key, kind] = whole_values(group, shard)
     for index, state in sorted(known.items()):
         for key, kind in state.items():
-            value = wholes[key, kind][index] if _stands_for(kind) else None
+            value = wholes[key, kind][index] if isinstance(kind, _LaidOut) else None
             if value is None:
                 found[saved.names[index]][key] = copy_of(kind)
             else:
@@ -278,25 +259,18 @@ def _whole_states(saved: SavedUnit, parts: dict[int, State], *, shards: bool) ->
     return found
 
 
-def _stands_for(kind: Any) -> bool:
-    return isinstance(kind, _LaidOut)
-
-
 def _merge(mine: dict[int, State], process_group: dist.ProcessGroup | None) -> dict[int, State]:
     """The states of each parameter from all ranks; where they differ, those of the first rank."""
     everyone: list[Any] = [mine]
     if process_group is not None:
         everyone = [None] * process_group.size()
-        dist.all_gather_object(everyone, _on_cpu(mine), group=process_group)
+        sent = {index: {key: to_cpu(value) for key, value in state.items()} for index, state in mine.items()}
+        dist.all_gather_object(everyone, sent, group=process_group)
     known: dict[int, State] = {}
     for states in everyone:
         for index, state in states.items():
             known[index] = {**state, **known.get(index, {})}
     return known
-
-
-def _on_cpu(states: dict[int, State]) -> dict[int, State]:
-    return {index: {key: to_cpu(value) for key, value in state.items()} for index, state in states.items()}
 
 
 def to_cpu(value: Any) -> Any:
@@ -468,24 +442,13 @@ def _options_for(names: Sequence[str], own: dict[str, Any], given: ParamGroups) 
 
 
 def rekey(given: State, kind: OptimStateKeyType, model: nn.Module, optim: Any) -> State:
-    """See ``FullyShardedDataParallel.rekey_optim_state_dict``."""
+    """See :meth:`OptimStateMethods.rekey_optim_state_dict`."""
     named = {param: clean(name) for name, param in model.named_parameters()}
     names = [named[param] for param in params_of(groups_of(optim, model))]  # type: ignore[index]
-    return _rename(given, names, kind)
-
-
-def _rename(given: State, names: Sequence[str], kind: OptimStateKeyType) -> State:
-    """By names or by numbers, where ``names`` are in the order of the numbers.
-
-    Raises:
-        ValueError: for keys that are neither.
-    """
     keys: Iterable[Any] = [*given["state"], *(key for group in given["param_groups"] for key in group["params"])]
-    to: dict[Any, Any]
-    if kind is OptimStateKeyType.PARAM_NAME:
-        to = dict(enumerate(names))
-    else:
-        to = {name: number for number, name in enumerate(names)}
+    to: dict[Any, Any] = dict(enumerate(names))
+    if kind is OptimStateKeyType.PARAM_ID:
+        to = {name: number for number, name in to.items()}
     if all(key in to.values() for key in keys):
         return given
     if unknown := [key for key in keys if key not in to]:
@@ -498,8 +461,145 @@ def _rename(given: State, names: Sequence[str], kind: OptimStateKeyType) -> Stat
     return {"state": {to[key]: state for key, state in given["state"].items()}, "param_groups": renamed}
 
 
-def warn_optim_input(optim_input: Any) -> None:
-    """Tell the caller of the wrapper's method that ``optim_input`` is deprecated, if it was given."""
+# The wrapper's methods
+
+
+class OptimStateMethods:
+    """What ``FullyShardedDataParallel`` offers for optimizers. The older methods are what the first two do."""
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any] | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """The optimizer's state dict by the names of the model without wrappers, of the type that was set. Collective.
+
+        Args:
+            model: the model, or what is around it.
+            optim: its optimizer.
+            optim_state_dict: what ``optim.state_dict()`` returned; asked for if not given.
+            group: the ranks that must agree on what the optimizer has; those of the first wrapper by default.
+
+        Returns:
+            Whole tensors, or DTensors for ``SHARDED_STATE_DICT``; nothing on other ranks than the first if so set.
+
+        Raises:
+            RuntimeError: if a rank's optimizer lacks parameters of units that the first rank's has.
+            NotImplementedError: for ``LOCAL_STATE_DICT``.
+        """
+        form = form_of(settings_in(model))
+        return save(model, optim, optim_state_dict, form, group)
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any],
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """What ``optim.load_state_dict()`` takes of a state dict by names, from any number of ranks and any wrapping.
+
+        A collective where tensors are DTensors, or with ``rank0_only``, where the first rank's argument counts alone.
+
+        Args:
+            model: the model, or what is around it.
+            optim: its optimizer.
+            optim_state_dict: as :meth:`optim_state_dict` returns it, or an unwrapped model's by names.
+            is_named_optimizer: whether the optimizer identifies parameters by name.
+            load_directly: load it as well.
+            group: the ranks to give the first one's argument to; those of the first wrapper by default.
+
+        Raises:
+            NotImplementedError: for ``LOCAL_STATE_DICT``.
+        """
+        form = form_of(settings_in(model))
+        found = load(
+            model,
+            optim,
+            optim_state_dict,
+            rank0_only=form.rank0_only,
+            by_name=is_named_optimizer,
+            process_group=group,
+        )
+        if load_directly:
+            optim.load_state_dict(found)
+        return found
+
+    @staticmethod
+    def full_optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_input: Any = None,
+        rank0_only: bool = True,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """:meth:`optim_state_dict` with whole tensors on the CPU, whatever was set."""
+        _warn_optim_input(optim_input)
+        form = Form(shards=False, rank0_only=rank0_only, offload_to_cpu=True)
+        return save(model, optim, None, form, group)
+
+    @staticmethod
+    def sharded_optim_state_dict(
+        model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
+    ) -> dict[str, Any]:
+        """:meth:`optim_state_dict` with DTensors, whatever was set."""
+        form = Form(shards=True, rank0_only=False, offload_to_cpu=False)
+        return save(model, optim, None, form, group)
+
+    @staticmethod
+    def shard_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any],
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """:meth:`optim_state_dict_to_load` of whole tensors that every rank has."""
+        _warn_optim_input(optim_input)
+        return load(model, optim if optim is not None else optim_input, full_optim_state_dict)
+
+    @staticmethod
+    def flatten_sharded_optim_state_dict(
+        sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
+    ) -> dict[str, Any]:
+        """:meth:`optim_state_dict_to_load` of DTensors. Collective."""
+        return load(model, optim, sharded_optim_state_dict)
+
+    @staticmethod
+    def scatter_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any] | None,
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: torch.optim.Optimizer | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """:meth:`optim_state_dict_to_load` of whole tensors that the first rank has. Collective."""
+        _warn_optim_input(optim_input)
+        known = optim if optim is not None else optim_input
+        return load(model, known, full_optim_state_dict or {}, rank0_only=True, process_group=group)
+
+    @staticmethod
+    def rekey_optim_state_dict(
+        optim_state_dict: dict[str, Any],
+        optim_state_key_type: OptimStateKeyType,
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """The same state dict by names or by numbers, for an optimizer of the unwrapped ``model``.
+
+        Raises:
+            ValueError: for keys of parameters that the model, or the optimizer, does not have.
+        """
+        _warn_optim_input(optim_input)
+        known = optim if optim is not None else optim_input
+        return rekey(optim_state_dict, optim_state_key_type, model, known)
+
+
+def _warn_optim_input(optim_input: Any) -> None:
     if optim_input is not None:
         warnings.warn(
             "The `optim_input` argument is deprecated: give `optim`, or nothing, in its place.",

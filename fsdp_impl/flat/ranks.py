@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_impl.common.mesh import check_replicas
+from fsdp_impl.common.mesh import check_replicas, current_device
 from fsdp_impl.flat.options import ShardingStrategy
 
 _CPU = torch.device("cpu")
@@ -22,14 +22,12 @@ class Ranks:
 
     Attributes:
         group: the process group that shards lie over; under ``NO_SHARD`` the ranks that hold replicas.
-        size: number of shards, 1 under ``NO_SHARD``.
-        rank: the shard that this rank holds.
         across: process group of the ranks that hold the same shard, ``None`` if nothing was said about replicas.
         mesh: the device mesh that the groups came from, if they came from one.
     """
 
     group: dist.ProcessGroup
-    size: int
+    size: int  # the number of shards, 1 under NO_SHARD
     rank: int
     across: dist.ProcessGroup | None = None
     mesh: DeviceMesh | None = None
@@ -46,7 +44,6 @@ class Ranks:
 
     @property
     def replicate_size(self) -> int:
-        """How many ranks hold the same shard."""
         return self.across.size() if self.across is not None else 1
 
     def replicated(self) -> "Ranks":
@@ -145,16 +142,13 @@ def _groups_by_host(device_type: str) -> tuple[dist.ProcessGroup, dist.ProcessGr
 
 
 def requested_device(device_id: int | torch.device | None, rank: int) -> torch.device | None:
-    """The device that ``device_id`` names, with an index unless it is the CPU.
-
-    Warns if the index is left to us.
-    """
+    """The device that ``device_id`` names, with an index unless it is the CPU; warns if the index is left to us."""
     if device_id is None:
         return None
     device = torch.device(device_id)
     if device.type == "cpu" or device.index is not None:
         return device
-    current = torch.device(device.type, torch.get_device_module(device.type).current_device())
+    current = current_device(device.type)
     warnings.warn(
         f"FSDP got the argument `device_id` {device_id} on rank {rank}, which does not have an explicit index. FSDP "
         f"will use the current device {current}. If this is incorrect, please explicitly call "
@@ -188,11 +182,7 @@ def device_type(params: Iterable[nn.Parameter], asked: torch.device | None, grou
 
 
 def check_single(params: Iterable[nn.Parameter], asked: torch.device | None) -> None:
-    """Refuse parameters on several devices, unless ``device_id`` is the device to which those on the CPU go.
-
-    Raises:
-        RuntimeError: if they are.
-    """
+    """Refuse several devices by a ``RuntimeError``, unless ``device_id`` is that to which parameters on the CPU go."""
     devices = {param.device for param in params}
     if len(devices) == 2 and _CPU in devices:
         if asked is None:
@@ -211,12 +201,8 @@ def compute_device(params: Iterable[nn.Parameter], asked: torch.device | None, k
         ValueError: if the parameters are on another accelerator than the one asked for.
     """
     param = next(iter(params), None)
-    if param is not None and param.device.type not in ("cpu", "meta"):
-        device = param.device
-    elif kind == "cpu":
-        device = _CPU
-    else:
-        device = torch.device(kind, torch.get_device_module(kind).current_device())
+    on_accelerator = param is not None and param.device.type not in ("cpu", "meta")
+    device = param.device if param is not None and on_accelerator else current_device(kind)
     if asked is not None and device != asked:
         raise ValueError(f"Inconsistent compute device and `device_id` on rank {rank}: {device} vs {asked}")
     return device

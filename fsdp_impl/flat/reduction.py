@@ -18,6 +18,7 @@ from fsdp_impl.common.clip import Groups, combine_over_ranks, scale_to, sharding
 from fsdp_impl.common.streams import Event
 from fsdp_impl.common.views import Views, remember
 from fsdp_impl.flat.group import FlatGroup
+from fsdp_impl.flat.options import MixedPrecision
 
 CommHook = Callable[..., None]
 
@@ -37,18 +38,11 @@ class Reducer:
             ``FullyShardedDataParallel.register_comm_hook``.
     """
 
-    def __init__(
-        self,
-        group: FlatGroup,
-        gradients: "Gradients",
-        reduce_dtype: torch.dtype | None,
-        *,
-        keep_low_precision: bool,
-    ) -> None:
+    def __init__(self, group: FlatGroup, gradients: "Gradients", precision: MixedPrecision) -> None:
         self._group = group
         self._gradients = gradients
-        self.reduce_dtype = reduce_dtype
-        self._keep_low_precision = keep_low_precision
+        self.reduce_dtype = precision.reduce_dtype or precision.param_dtype
+        self._keep_low_precision = precision.keep_low_precision_grads
         self.comm_hook: tuple[Any, CommHook] | None = None
 
     @modes.without_grad
@@ -114,7 +108,7 @@ class Reducer:
         return done
 
     def _accumulate(self, shard: torch.Tensor) -> bool:
-        """Whether a copy to the host may still be running, for which the host must wait."""
+        """Returns whether a copy to the host may still be running, for which the host must wait."""
         flat = self._group.shards.flat
         dtype = shard.dtype if self._keep_low_precision else flat.dtype
         home = shard.to(dtype)
@@ -263,16 +257,8 @@ def clip_grad_norm(
 ) -> torch.Tensor:
     """See ``FullyShardedDataParallel.clip_grad_norm_``.
 
-    Args:
-        groups: of all units under the root, in the same order on every rank.
-        params: all parameters under the root; gradients that no unit manages count as equal on all ranks.
-        device: to compute on.
-        rank: this one, for a warning.
-        max_norm: the largest norm to leave alone.
-        p: of the p-norm.
-
-    Raises:
-        ValueError: if ``p`` is negative or NaN.
+    ``groups`` are those of all units under the root, in the same order on every rank, ``params`` all parameters there:
+    gradients that no unit manages count as equal on all ranks.
     """
     if not p >= 0:
         raise ValueError(f"norm_type should be at least 0, not {p}")

@@ -41,12 +41,11 @@ class FlatShards:
     Attributes:
         names: of the parameters, from the wrapped module, without what wrappers add.
         owners: where each is registered; the first is where it was found first.
-        layout: their places.
-        flat: the sharded flat parameter: 1-D, ``layout.shard_numel``, on the device where shards live.
         offloads: whether the shard lives on the CPU wherever it is computed with.
         use_orig: whether the modules hold the original parameters, else only ``module`` holds the flat one.
         originals: the original parameters; with ``use_orig`` they live as views of the shard.
         specs: for parameters that are DTensors, how their local part is placed; else ``None``.
+        flat: 1-D, ``layout.shard_numel``, on the device where shards live.
     """
 
     def __init__(
@@ -253,7 +252,6 @@ class FlatShards:
 
 
 def set_param(owner: Owner, param: nn.Parameter) -> None:
-    """Register ``param`` at ``owner``."""
     if type(owner.module).__setattr__ is nn.Module.__setattr__:
         # The checks of nn.Module.__setattr__ cost more than all else here, and hold by construction.
         owner.module._parameters[owner.name] = param
@@ -288,13 +286,11 @@ def is_view_of(param: torch.Tensor, flat: torch.Tensor, span: Span) -> bool:
 
 
 def mark_managed(param: nn.Parameter) -> None:
-    """Note that a unit manages ``param``, so that no other takes it."""
     param._fsdp_flat_managed = True  # type: ignore[attr-defined]
     hooks.count_steps_of(param)
 
 
 def is_managed(param: torch.Tensor) -> bool:
-    """Whether a unit manages ``param``."""
     return getattr(param, "_fsdp_flat_managed", False)
 
 

@@ -40,7 +40,6 @@ def settings_in(module: nn.Module) -> StateDictSettings:
 
 
 def set_settings(module: nn.Module, settings: StateDictSettings) -> None:
-    """Set what state dicts of all wrappers in ``module`` consist of."""
     for unit in units_in(module):
         unit.state_dict_settings = settings
 
@@ -72,11 +71,7 @@ def keys_of(unit: FlatUnit) -> list[Key]:
 
 @torch.no_grad()
 def finish(unit: FlatUnit, found: dict[str, Any], prefix: str) -> None:
-    """Turn what the walk through the wrapper left under ``prefix`` into the wrapper's state dict. Collective.
-
-    Raises:
-        RuntimeError: for local state dicts of what is not sharded.
-    """
+    """Turn what the walk through the wrapper left under ``prefix`` into the wrapper's state dict. Collective."""
     settings = unit.state_dict_settings
     _rename(found, f"{prefix}{WRAPPED}.", prefix)
     if unit.group is not None:
@@ -86,12 +81,12 @@ def finish(unit: FlatUnit, found: dict[str, Any], prefix: str) -> None:
         else:
             _put_named(unit, unit.group, found, prefix, settings.state_dict_type)
     # Buffers that no policy has cast have the dtype that they were given, by a cast of the model too.
-    casts_buffers = unit.precision.buffer_dtype is not None
+    casts_buffers = unit.options.precision.buffer_dtype is not None
     for name, dtype in unit.options.buffer_dtypes.items() if casts_buffers else ():
         if isinstance(value := found.get(prefix + name), torch.Tensor) and value.dtype != dtype:
             found[prefix + name] = value.to(dtype)
     config = settings.state_dict_config
-    if isinstance(config, FullStateDictConfig) and config.rank0_only and unit.ranks.group.rank() != 0:
+    if isinstance(config, FullStateDictConfig) and config.rank0_only and unit.options.ranks.group.rank() != 0:
         for key in [key for key in found if key.startswith(prefix)]:
             del found[key]
     elif config.offload_to_cpu:
@@ -135,10 +130,8 @@ def _clean_metadata(found: Any, prefix: str) -> None:
 def load(unit: FlatUnit, given: dict[str, Any], prefix: str) -> tuple[list[str], list[str]]:
     """Take the values of the unit's parameters out of ``given``, and leave what the walk on will find in place.
 
-    A collective for sharded state dicts, and for DTensors in any.
-
-    Returns:
-        Names that were missing, and what was wrong with the others.
+    A collective for sharded state dicts, and for DTensors in any. Returns the names that were missing, and what was
+    wrong with others.
     """
     missing: list[str] = []
     errors: list[str] = []
@@ -182,7 +175,7 @@ def _take_named(
         if value.shape != expected:
             errors.append(_mismatch(prefix + name, value.shape, expected))
             continue
-        write_part(group, index, local_part(group, index, dtensor.whole(value)))
+        group.shards.put(index, local_part(group, index, dtensor.whole(value)), group.shards.flat.detach())
 
 
 def _take_local(group: FlatGroup, given: dict[str, Any], prefix: str, missing: list[str], errors: list[str]) -> None:
@@ -298,9 +291,3 @@ def local_part(group: FlatGroup, index: int, whole: torch.Tensor) -> torch.Tenso
     for dim, (length, first) in enumerate(zip(size, offset, strict=True)):
         whole = whole.narrow(dim, min(first, whole.size(dim)), length)
     return whole
-
-
-@torch.no_grad()
-def write_part(group: FlatGroup, index: int, local: torch.Tensor) -> None:
-    """Copy this rank's part of parameter ``index`` to the shard."""
-    group.shards.put(index, local, group.shards.flat.detach())

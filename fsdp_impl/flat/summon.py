@@ -5,7 +5,7 @@ Both change what modules hold, and change it back (Note: held by modules, in sha
 
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -16,37 +16,13 @@ from fsdp_impl.common import dtensor
 from fsdp_impl.flat import construct
 from fsdp_impl.flat.group import FlatGroup
 from fsdp_impl.flat.reduction import Gradients, set_grad
-from fsdp_impl.flat.registry import unit_of, units_in
+from fsdp_impl.flat.registry import units_in
 from fsdp_impl.flat.shards import FLAT_PARAM, FlatShards, is_view_of, set_param
 from fsdp_impl.flat.unit import FlatUnit
 
 
-@contextmanager
-def full_params(
-    module: nn.Module,
-    *,
-    recurse: bool = True,
-    writeback: bool = True,
-    rank0_only: bool = False,
-    offload_to_cpu: bool = False,
-    with_grads: bool = False,
-) -> Iterator[None]:
-    """See ``FullyShardedDataParallel.summon_full_params``."""
-    if recurse:
-        units = units_in(module)
-    else:
-        own = unit_of(module)
-        units = [own] if own is not None else []
-    with ExitStack() as stack:
-        for unit in units:
-            _check(unit, writeback, rank0_only, offload_to_cpu, with_grads)
-            if with_grads and unit.gradients is not None:
-                stack.enter_context(_reduced_shown(unit.gradients))
-            stack.enter_context(_unit_full(unit, writeback, rank0_only, offload_to_cpu, with_grads))
-        yield
-
-
-def _check(unit: FlatUnit, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool) -> None:
+def check(unit: FlatUnit, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool) -> None:
+    """Refuse what ``FullyShardedDataParallel.summon_full_params`` cannot do, and make the root known."""
     use_orig = unit.options.use_orig
     if with_grads and (offload_to_cpu or not use_orig):
         raise NotImplementedError(
@@ -61,16 +37,17 @@ def _check(unit: FlatUnit, writeback: bool, rank0_only: bool, offload_to_cpu: bo
             "offload_to_cpu=True and rank0_only=False may result in the unsharded parameters being redundantly copied "
             "to CPU memory for GPUs sharing the same CPU memory, which risks CPU OOM. We recommend using "
             "offload_to_cpu=True with rank0_only=True.",
-            stacklevel=6,
+            stacklevel=4,
         )
     construct.initialize(unit)
     unit.check_idle()
 
 
 @contextmanager
-def _unit_full(
+def unit_full(
     unit: FlatUnit, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool
 ) -> Iterator[None]:
+    """The part of one unit in ``FullyShardedDataParallel.summon_full_params``."""
     unit.is_summoned = True
     try:
         if unit.group is None:
@@ -109,7 +86,7 @@ def _unit_full(
 
 
 @contextmanager
-def _reduced_shown(gradients: Gradients) -> Iterator[None]:
+def reduced_shown(gradients: Gradients) -> Iterator[None]:
     """Inside, parameters show sharded gradients alone: those that are not reduced yet are each rank's own."""
     gradients.hide_unsharded()
     try:

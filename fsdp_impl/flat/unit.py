@@ -1,6 +1,6 @@
 """A unit: what happens around the forward and backward of one wrapper, and which unit to gather ahead of its use."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import ref
@@ -11,8 +11,9 @@ from torch import nn
 
 from fsdp_impl.common import hooks, modes, ranges, streams
 from fsdp_impl.common.containers import cast, map_tensors, tensors_requiring_grad
-from fsdp_impl.common.order import OrderCheck, Phase
+from fsdp_impl.common.order import Iteration, OrderCheck, Phase
 from fsdp_impl.common.owner import Owner
+from fsdp_impl.common.private import queue_callback
 from fsdp_impl.flat.group import FlatContext, FlatGroup
 from fsdp_impl.flat.options import (
     BackwardPrefetch,
@@ -33,57 +34,25 @@ from fsdp_impl.flat.shards import FlatShards
 # unit's wrapper, the units and groups of an iteration, and what the unsharded parameter calls once it has its gradient.
 
 
-class IterationContext:
+class IterationContext(Iteration["FlatUnit", FlatGroup]):
     """The state of one forward and backward of the units under one root.
 
     In backward the group whose forward came before is gathered ahead: its gather is issued before (or, to save memory,
     after) a unit's backward. In forward the host runs ahead of the device and gathers are queued early by themselves;
     where it does not, ``forward_prefetch`` gathers the group that came next in the first forward.
-
-    Args:
-        units: all units under the root, in the order of ``modules()``.
-        order: checks the order of gathers; ``None`` unless the debug level is DETAIL.
-
-    Attributes:
-        forward_root: the unit whose forward is outermost just now.
-        forward_order: groups in the order of their post-forwards since the last backward, with repeats.
-        forward_begins: how many of them ran before the outermost forward of now.
-        callback_queued: whether this backward's final callback is queued.
     """
 
-    def __init__(self, units: Sequence["FlatUnit"] = (), order: OrderCheck | None = None) -> None:
-        self.order = order
-        self.forward_root: FlatUnit | None = None
-        self.callback_queued = False
-        # Weak, all three (Note: references): a group leads to the wrappers inside its modules, and so back here.
-        self.forward_order: list[ref[FlatGroup]] = []
-        self.forward_begins = 0
-        self._units = [ref(unit) for unit in units]
-        # Groups in the order of the first training forward's gathers, each once: what forward prefetches.
+    def __init__(self, units: Iterable["FlatUnit"] = (), order: OrderCheck | None = None) -> None:
+        super().__init__(units, order)
+        # Groups in the order of the first training forward's gathers, each once: what forward prefetches. Weak, as all
+        # here (Note: references): a group leads to the wrappers inside its modules, and so back here.
         self._first_order: list[ref[FlatGroup]] = []
-
-    @property
-    def units(self) -> list["FlatUnit"]:
-        """All units under the root, in the order of ``modules()``."""
-        return [unit for held in self._units if (unit := held()) is not None]
 
     def record_first(self, group: FlatGroup) -> None:
         """Note ``group``'s first gather, once and for all."""
         if group.first_index is None:
             group.first_index = len(self._first_order)
             self._first_order.append(ref(group))
-
-    def record_forward(self, group: FlatGroup) -> None:
-        """Note that ``group`` finished a forward; one that runs twice is noted twice, as backward passes it twice."""
-        group.forward_indices.append(len(self.forward_order))
-        self.forward_order.append(ref(group))
-
-    def forget_latest_forwards(self) -> None:
-        """No backward will pass those since the outermost forward began, which runs without autograd."""
-        for held in self.forward_order[self.forward_begins :]:
-            if (group := held()) is not None:
-                group.forward_indices.pop()
-        del self.forward_order[self.forward_begins :]
 
     def prefetch_next(self, group: FlatGroup) -> None:
         """Issue the gather of the group that came after ``group`` in the first forward."""
@@ -97,8 +66,7 @@ class IterationContext:
 
         ``ahead``: before the compute of ``group`` is queued; not behind it.
         """
-        index = group.forward_indices.pop() if group.forward_indices else 0
-        previous = self.forward_order[index - 1]() if index else None
+        previous = self.pass_forward(group)
         if previous is not None and previous.wanted_in_backward:
             _prefetch(previous, ahead=ahead)
 
@@ -113,9 +81,7 @@ class UnitOptions:
     """What the constructor's arguments came to for one unit; see ``FullyShardedDataParallel``.
 
     Attributes:
-        ranks: over which the unit is sharded and replicated.
         device: to compute on.
-        ignored: what the wrapper leaves alone.
         synced: whether the first rank's values were given to all.
         use_orig: whether the original parameters stay visible.
         buffer_dtypes: of the buffers, by their names from the wrapped module, before any cast.
@@ -147,10 +113,9 @@ class FlatUnit:
         is_summoned: whether the modules hold whole parameters, inside ``summon_full_params``.
         is_exposed: whether the modules hold flat parameters instead of original ones, inside ``.to()``.
         syncs: whether backward reduces gradients; ``no_sync`` clears it.
-        state_dict_settings: what state dicts consist of.
 
     Args:
-        wrapper: the module that it belongs to, which holds it.
+        wrapper: which holds it.
         shards: the sharded parameters, if any were left.
         initialize: called with the unit before each forward; the first call under a root decides who it is.
     """
@@ -165,12 +130,7 @@ class FlatUnit:
         self._wrapper = ref(wrapper)
         self._initialize = initialize
         self.options = options
-        self.ranks = options.ranks
         self.device = options.device
-        self.strategy = options.strategy
-        self.precision = options.precision
-        self.backward_prefetch = options.backward_prefetch
-        self.forward_prefetch = options.forward_prefetch
         self.checks_order = dist.get_debug_level() == dist.DebugLevel.DETAIL
         self.state_dict_settings: StateDictSettings = settings_of()
         self.is_root: bool | None = None
@@ -188,22 +148,15 @@ class FlatUnit:
             precision = options.precision
             self.group = FlatGroup(shards, options.device, precision.param_dtype, self.context, self._on_gradient)
             self.gradients = Gradients(self.group)
-            self.reducer = Reducer(
-                self.group,
-                self.gradients,
-                precision.reduce_dtype or precision.param_dtype,
-                keep_low_precision=precision.keep_low_precision_grads,
-            )
+            self.reducer = Reducer(self.group, self.gradients, precision)
 
     @property
     def wrapper(self) -> nn.Module:
-        """The module that the unit belongs to."""
         wrapper = self._wrapper()
         assert wrapper is not None, "a unit outlived its wrapper"
         return wrapper
 
     def share(self, context: FlatContext, iteration: IterationContext) -> None:
-        """Use what all units under one root share."""
         self.context = context
         self.iteration = iteration
         if self.group is not None:
@@ -229,7 +182,7 @@ class FlatUnit:
                     self.iteration.order.before_gather(self.group.names, self.group.ranks.group)
                 self.iteration.record_first(self.group)
             self._unshard_now()
-            if self.forward_prefetch and not hooks.in_backward():
+            if self.options.forward_prefetch and not hooks.in_backward():
                 self.iteration.prefetch_next(self.group)
             if not self.group.shards.flat.requires_grad:
                 # Nothing accumulates, so there is no other sign that backward has passed.
@@ -256,7 +209,7 @@ class FlatUnit:
         self.phase = Phase.IDLE
         if self.iteration.forward_root is self:
             if self.is_root and self.iteration.order is not None:
-                self.iteration.order.end(group.ranks.group for group in self.groups())
+                self.iteration.order.end(group.ranks.group for group in self.iteration.groups)
             self._root_post_forward()
         return output
 
@@ -274,7 +227,7 @@ class FlatUnit:
                 self._root_post_forward()
             return
         if self.iteration.forward_root is self:
-            for group in self.groups():
+            for group in self.iteration.groups:
                 group.reshard()
             self._forget_order()
             self._root_post_forward()
@@ -285,15 +238,14 @@ class FlatUnit:
 
     def _root_pre_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self.recover()
-        self.iteration.forward_root = self
-        self.iteration.forward_begins = len(self.iteration.forward_order)
+        self.iteration.begin_forward(self)
         if self.is_root and self.iteration.order is not None:
             self.iteration.order.begin(training=self.wrapper.training)
         if self.options.full_in_evaluation is not None and not hooks.in_backward():
             changes = [unit.choose_precision() for unit in self.iteration.units]
             if any(changes):
                 cast_buffers(self.iteration.units)
-        for group in self.groups():
+        for group in self.iteration.groups:
             if group.is_stale():
                 # First: resharding shows the shards again, and new data that a user gave the parameters is no part yet.
                 group.shards.adopt()
@@ -306,7 +258,7 @@ class FlatUnit:
         return args, kwargs
 
     def _root_post_forward(self) -> None:
-        self.iteration.forward_root = None
+        self.iteration.end_forward()
         self.context.release_all_retired()
         if not hooks.in_backward():
             # A unit inside of a module that is recomputed is the root of that forward; backward goes on after it.
@@ -316,10 +268,10 @@ class FlatUnit:
 
     def _frees_after_forward(self) -> bool:
         """Backward begins where forward ends: the root's parameters would be freed just to be gathered again."""
-        return self.strategy.reshards_after_forward and not self.is_root
+        return self.options.strategy.reshards_after_forward and not self.is_root
 
     def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        precision = self.precision
+        precision = self.options.precision
         wanted = precision.cast_root_forward_inputs if self.is_root else False
         casts = wanted or precision.cast_forward_inputs
         if precision.param_dtype is not None and casts and not self.in_full_precision:
@@ -337,8 +289,9 @@ class FlatUnit:
             # First: resharding shows the shards again, and new data that a user gave the parameters is no part yet.
             self.group.shards.adopt()
             self.group.reshard()
-            self.group.param_dtype = None if full else self.precision.param_dtype
-            self.reducer.reduce_dtype = None if full else self.precision.reduce_dtype or self.precision.param_dtype
+            precision = MixedPrecision() if full else self.options.precision
+            self.group.param_dtype = precision.param_dtype
+            self.reducer.reduce_dtype = precision.reduce_dtype or precision.param_dtype
         return True
 
     def _unshard_now(self) -> None:
@@ -358,7 +311,7 @@ class FlatUnit:
         self.group.wanted_in_backward = False
         self._check_kept()
         self._unshard_now()
-        if self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
+        if self.options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
             # Also where there is no gather left to issue: the last unit needs no third buffer.
             self.context.release_retired(ahead=True)
             self.iteration.prefetch_previous(self.group, ahead=True)
@@ -381,12 +334,12 @@ class FlatUnit:
         self.phase = Phase.POST_BACKWARD
         if self._frees_after_backward():
             self.group.reshard()
-        if self.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
+        if self.options.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
             self.iteration.prefetch_previous(self.group, ahead=False)
 
     def _frees_after_backward(self) -> bool:
         # Without a reduction there is likely to be another microbatch: strategies that trade memory for gathers keep.
-        return self.syncs or self.strategy.reshards_after_forward
+        return self.syncs or self.options.strategy.reshards_after_forward
 
     def _reduce(self) -> None:
         assert self.group is not None and self.reducer is not None
@@ -400,18 +353,18 @@ class FlatUnit:
     def _check_kept(self) -> None:
         """Values that stayed since forward must be those that forward used."""
         assert self.group is not None
-        keeps = not self.strategy.reshards_after_forward and self.group.ranks.size > 1
+        keeps = not self.options.strategy.reshards_after_forward and self.group.ranks.size > 1
         if keeps and self.group.is_unsharded and self.group.shards.has_changed():
             raise AssertionError(
-                f"FSDP does not support changing the parameters between forward and backward for {self.strategy}: "
-                f"{self.group.label}"
+                "FSDP does not support changing the parameters between forward and backward for "
+                f"{self.options.strategy}: {self.group.label}"
             )
 
     def _queue_end_of_backward(self) -> None:
         if not self.iteration.callback_queued:
             self.iteration.callback_queued = True
             self._hide_unsharded_gradients()
-            hooks.call_at_end_of_backward(self._end_of_backward)
+            queue_callback(self._end_of_backward)
 
     @hooks.outside_graphs
     def _end_of_backward(self) -> None:
@@ -425,22 +378,8 @@ class FlatUnit:
 
     def recover(self) -> None:
         """Leave the last backward behind if it raised before its end: what it had not reduced is lost."""
-        if self.iteration.callback_queued and not hooks.in_backward():
-            self._recover()
-
-    def check_idle(self) -> None:
-        """Refuse to gather by hand in the midst of something.
-
-        Raises:
-            AssertionError: during forward or backward, or inside ``summon_full_params``.
-        """
-        self.recover()
-        if self.phase is not Phase.IDLE:
-            raise AssertionError("Cannot manually unshard parameters during forward/backward")
-        if self.is_summoned:
-            raise AssertionError("Cannot manually unshard parameters when already unsharding parameters")
-
-    def _recover(self) -> None:
+        if not self.iteration.callback_queued or hooks.in_backward():
+            return
         for unit in self.iteration.units:
             unit.phase = Phase.IDLE
             if unit.group is not None:
@@ -451,6 +390,14 @@ class FlatUnit:
         self.context.release_all_retired()
         self.context.finish_reductions()
         self.iteration.callback_queued = False
+
+    def check_idle(self) -> None:
+        """Refuse, by an ``AssertionError``, to gather by hand in forward, backward or ``summon_full_params``."""
+        self.recover()
+        if self.phase is not Phase.IDLE:
+            raise AssertionError("Cannot manually unshard parameters during forward/backward")
+        if self.is_summoned:
+            raise AssertionError("Cannot manually unshard parameters when already unsharding parameters")
 
     def _finish_backward(self) -> None:
         if self.phase is Phase.FORWARD:
@@ -478,15 +425,9 @@ class FlatUnit:
                 unit.gradients.hide_unsharded()
 
     def _forget_order(self) -> None:
-        self.iteration.forward_order.clear()
-        self.iteration.forward_begins = 0
-        for group in self.groups():
-            group.forward_indices.clear()
+        self.iteration.forget_forwards()
+        for group in self.iteration.groups:
             group.wanted_in_backward = False
-
-    def groups(self) -> Sequence[FlatGroup]:
-        """The groups of all units under the root."""
-        return [unit.group for unit in self.iteration.units if unit.group is not None]
 
 
 def cast_buffers(units: Sequence[FlatUnit]) -> None:
@@ -506,7 +447,7 @@ def cast_buffers(units: Sequence[FlatUnit]) -> None:
 
 
 def _cast_buffer(buffer: torch.Tensor, owner: Owner, unit: FlatUnit) -> None:
-    dtype = unit.precision.buffer_dtype if buffer.is_floating_point() else None
+    dtype = unit.options.precision.buffer_dtype if buffer.is_floating_point() else None
     if dtype is not None and unit.in_full_precision:
         dtype = (unit.options.full_in_evaluation or {}).get(owner)
     if buffer.device != unit.device or (dtype is not None and buffer.dtype != dtype):

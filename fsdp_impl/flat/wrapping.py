@@ -18,17 +18,11 @@ Targets = dict[nn.Module, dict[str, Any]]
 
 
 def find_ignored(module: nn.Module, modules: Any, states: Any) -> Ignored:
-    """What a wrapper of ``module`` leaves alone: what the arguments name, and what wrappers inside it leave alone.
+    """What a wrapper of ``module`` leaves alone: what its arguments name, and what wrappers inside it leave alone.
 
     Args:
-        module: the module to wrap.
         modules: ``ignored_modules``.
         states: ``ignored_states``: parameters or modules, not both.
-
-    Raises:
-        ValueError: if both arguments are given, ``states`` mixes parameters and modules (or holds other things), or a
-            module has been wrapped.
-        TypeError: if ``modules`` cannot be iterated over.
     """
     if modules is not None and states is not None:
         raise ValueError(
@@ -66,11 +60,7 @@ def managed_modules(module: nn.Module) -> dict[nn.Module, str]:
 
 
 def managed_params(module: nn.Module, ignored: Ignored) -> tuple[dict[nn.Parameter, list[Owner]], list[str]]:
-    """The parameters that a wrapper of ``module`` takes, with all places where each is registered, and their names.
-
-    Raises:
-        ValueError: if one is managed by another unit too.
-    """
+    """The parameters that a wrapper of ``module`` takes, with all places where each is registered, and their names."""
     owners: dict[nn.Parameter, list[Owner]] = {}
     names: list[str] = []
     for child, prefix in managed_modules(module).items():
@@ -126,12 +116,7 @@ def _types(values: Iterable[Any]) -> str:
 def wrap_inner(
     module: nn.Module, wrapper: Callable[..., nn.Module], arguments: dict[str, Any], policy: Any, ignored: Ignored
 ) -> None:
-    """Replace the modules inside ``module`` that ``policy`` names by wrappers of them, innermost first.
-
-    Raises:
-        ValueError: if there is a wrapper already, or a unit would have frozen parameters beside trainable ones and
-            ``use_orig_params`` is not set.
-    """
+    """Replace the modules inside ``module`` that ``policy`` names by wrappers of them, innermost first."""
     for name, child in module.named_modules():
         if unit_of(child) is not None:
             raise ValueError(

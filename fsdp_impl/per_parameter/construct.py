@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp_impl.common.mesh import device_of
+from fsdp_impl.common.mesh import current_device
 from fsdp_impl.common.owner import Owner
 from fsdp_impl.common.private import contract, is_wrapper_subclass, registry_of
 from fsdp_impl.per_parameter import lazy_init
@@ -106,7 +106,7 @@ def fully_shard(
     mesh = default_mesh() if mesh is None else mesh
     shard_mesh = data_parallel_mesh(mesh, dp_mesh_dims)
     leaves = after_forward(reshard_after_forward, shard_mesh)
-    device = device_of(mesh)
+    device = current_device(mesh.device_type)
     _check_offload(offload_policy)
 
     managed = managed_modules(modules, ignored_params or set())
@@ -215,12 +215,7 @@ def owners_of(params: Iterable[nn.Parameter], roots: Iterable[nn.Module]) -> dic
 
 
 def check_params(params: dict[nn.Parameter, str], device: torch.device) -> None:
-    """Refuse what cannot be sharded, before anything is changed.
-
-    Raises:
-        ValueError: for scalars, and for DTensors on a mesh of another device type.
-        NotImplementedError: for parameters that are not contiguous.
-    """
+    """Refuse what cannot be sharded, before anything is changed."""
     for param, name in params.items():
         if isinstance(param, DTensor):
             kind = param.device_mesh.device_type

@@ -80,17 +80,7 @@ class GatherContext(CommContext):
 
 
 class ParamGroup:
-    """Parameters that are unsharded and resharded together.
-
-    Attributes:
-        label: names the unit in seams, profiles and errors.
-        shards: the sharded parameters and their buffer.
-        mesh: the mesh that they are sharded over.
-        after_forward: what forward leaves of the unsharded parameters.
-        options: what setters change.
-        phase: see :class:`Phase`.
-        forward_indices: this group's places in the shared ``forward_order``.
-    """
+    """Parameters that are unsharded and resharded together; ``label`` names the unit in seams, profiles and errors."""
 
     def __init__(
         self,
@@ -110,10 +100,8 @@ class ParamGroup:
         self.precision = precision
         self.options = GroupOptions(reduce_group=mesh.group)
         self.shards = Shards(originals, cuts, owners, mesh, precision, offload)
-        self.phase = Phase.IDLE
         self.residence = Residence.SHARDED
         self.comm = GatherContext(device)
-        self.forward_indices: list[int] = []
         # Version of the sharded parameters when they were gathered last, to notice a step while the values are kept.
         self._gathered_version = 0
         self._pending: PendingGather | None = None
@@ -126,14 +114,13 @@ class ParamGroup:
         for param in self.shards.params:
             param.register(param.sharded)
 
-    def unshard(self, *, async_op: bool = False, phase: Phase | None = None) -> None:
+    def unshard(self, phase: Phase, *, async_op: bool) -> None:
         """Issue the gather; nothing if it is in flight or the parameters are unsharded.
 
-        ``phase`` is that of the group for whose sake this one is gathered, if it is another.
+        ``phase`` is that of the unit for whose sake the group is gathered, its own or another.
         """
         if self._pending is not None or self.residence is Residence.UNSHARDED:
             return
-        phase = phase or self.phase
         if phase is Phase.PRE_BACKWARD and not self.options.unshard_in_backward:
             return
         implicit = not async_op and phase in (Phase.FORWARD, Phase.PRE_BACKWARD)
@@ -153,12 +140,15 @@ class ParamGroup:
             source, output, work = self._gather(source, layout, mesh, async_op=async_op)
             self._pending = PendingGather(source, output, layout, streams.record(stream), work if async_op else None)
 
-    def wait_for_unshard(self) -> None:
-        """Copy the gathered parameters out and register them; nothing if no gather is in flight."""
+    def wait_for_unshard(self, phase: Phase) -> None:
+        """Copy the gathered parameters out and register them; nothing if no gather is in flight.
+
+        ``phase`` is that of the group's own unit.
+        """
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        if self.phase is Phase.FORWARD:
+        if phase is Phase.FORWARD:
             # The group before this one: this group's gather has been issued (see Note: gather memory).
             self.comm.release_output()
         current = streams.current(self.device)
@@ -169,15 +159,15 @@ class ParamGroup:
             self._copy_out(pending)
         self._register_unsharded()
         copied_out = streams.record(current)
-        if pending.work is None and self.phase is Phase.FORWARD:
+        if pending.work is None and phase is Phase.FORWARD:
             self.comm.hold_output(pending.output, copied_out)
         else:
             # `pending` dies here, and its output returns to the memory of its stream (see Note: gather memory).
             streams.wait(self.comm.gather_stream, copied_out)
 
-    def reshard(self) -> None:
+    def reshard(self, phase: Phase) -> None:
         """Free the unsharded parameters and register the sharded ones; after forward as ``after_forward`` requires."""
-        if self.phase is Phase.FORWARD:
+        if phase is Phase.FORWARD:
             if not self.after_forward.frees:
                 return
             if self.after_forward.smaller is not None:
@@ -217,12 +207,9 @@ class ParamGroup:
         if self._smaller is not None:
             self._smaller.sync_requires_grad()
         elif self.residence is Residence.UNSHARDED:
-            self._sync_unsharded()
-
-    def _sync_unsharded(self) -> None:
-        for param in self.shards.params:
-            assert param.unsharded is not None
-            param.sync_requires_grad(param.unsharded)
+            for param in self.shards.params:
+                assert param.unsharded is not None
+                param.sync_requires_grad(param.unsharded)
 
     def refresh(self) -> bool:
         """Notice sharded parameters that were moved or replaced; whether the current stream wrote a new buffer."""
@@ -251,21 +238,16 @@ class ParamGroup:
         return source, self.shards.gather_layout, self.mesh
 
     def _copy_out(self, pending: PendingGather) -> None:
-        if self._unsharded is None or self._unsharded_layout is not self.shards.gather_layout:
-            self._make_unsharded()
-        assert self._unsharded is not None
+        shards, layout = self.shards, self.shards.gather_layout
+        if self._unsharded is None or self._unsharded_layout is not layout:
+            self._unsharded = UnshardedBuffer(shards.gather_sizes, layout, self.device, apart=shards.gathers_apart)
+            self._unsharded_layout = layout
+            with torch.inference_mode(False):
+                shards.place_unsharded(self._unsharded.tensors)
         self._unsharded.allocate()
         rows = pending.output.view(pending.layout.world, -1)
         copy_out(rows, pending.layout, self._unsharded.targets(pending.layout))
         self.shards.finish_unsharded()
-
-    def _make_unsharded(self) -> None:
-        layout = self.shards.gather_layout
-        shards = self.shards
-        self._unsharded = UnshardedBuffer(shards.gather_sizes, layout, self.device, apart=shards.gathers_apart)
-        self._unsharded_layout = layout
-        with torch.inference_mode(False):
-            self.shards.place_unsharded(self._unsharded.tensors)
 
     def _register_unsharded(self) -> None:
         for param in self.shards.params:
@@ -299,12 +281,6 @@ class SmallerShards:
 
     They are laid out anew for the smaller number of ranks, so that the DTensors that the modules hold meanwhile are cut
     where a DTensor on that mesh is expected to be cut, also when the rows do not divide.
-
-    Attributes:
-        buffer: this rank's shards, the input of the gather in backward.
-        layout: their layout.
-        mesh: the mesh that they are sharded over.
-        written: event after which ``buffer`` may be read on other streams.
     """
 
     @torch.no_grad()

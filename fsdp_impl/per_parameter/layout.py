@@ -137,15 +137,8 @@ class UnshardedBuffer:
     """The memory of a group's unsharded parameters.
 
     All of them share one storage, whose bytes are allocated at unshard and freed at reshard (see Note: unsharded
-    parameters).
-
-    Each parameter has room for ``world`` padded chunks of its slot.
-
-    Args:
-        sizes: unsharded sizes of the parameters.
-        layout: the layout they are sharded with.
-        device: where they are computed with.
-        apart: indices of slots that get a storage of their own, which their tensor begins.
+    parameters), with room for ``world`` padded chunks of each slot; those in ``apart``, by the indices of their slots,
+    have storages of their own, which their tensors begin.
     """
 
     def __init__(

@@ -55,7 +55,7 @@ def check_groups(groups: Sequence[ParamGroup]) -> None:
 
 def _check_smaller(group: ParamGroup, kind: str) -> None:
     smaller = group.after_forward.smaller
-    if any(param.is_tensor_parallel for param in group.shards.params):
+    if any(param.unsharded_spec is not None for param in group.shards.params):
         kind = "DTensor parameters"
     if smaller is not None and kind:
         raise NotImplementedError(

@@ -1,7 +1,7 @@
 """Over which ranks parameters are sharded, and what of that ``reshard_after_forward`` changes until backward."""
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,47 +21,36 @@ _logger = logging.getLogger("fsdp_impl")
 _smaller_meshes: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Any, ...], ShardMesh]]" = WeakKeyDictionary()
 
 
-@dataclass(frozen=True)
 class ShardMesh:
     """The data-parallel ranks and the place of this rank among them.
 
-    Attributes:
+    Args:
         mesh: (shard,), (replicate, shard), or with ``sharded=False`` (replicate,).
         sharded: whether there is a sharded dimension; it is the last one then.
         spmd: the mesh that parameters are DTensors on already, of which ``mesh`` is a part, and which of its
             dimensions are data parallel; ``None`` if ``mesh`` stands for itself.
+
+    Attributes:
         group: process group of the sharded dimension, ``None`` without one.
-        size: number of ranks in ``group``.
-        rank: this rank's index in ``group``.
         replicas: process group of the ranks that hold the same shard, ``None`` without a replicated dimension.
-        replicate_size: number of ranks in ``replicas``.
     """
 
-    mesh: DeviceMesh
-    sharded: bool = True
-    spmd: tuple[DeviceMesh, DataParallelMeshDims] | None = None
-    group: dist.ProcessGroup | None = field(init=False, compare=False)
-    size: int = field(init=False, compare=False)
-    rank: int = field(init=False, compare=False)
-    replicas: dist.ProcessGroup | None = field(init=False, compare=False)
-    replicate_size: int = field(init=False, compare=False)
-
-    def __post_init__(self) -> None:
-        last = self.mesh.ndim - 1
-        replicated = self.mesh.ndim == 2 or not self.sharded
-        computed = {
-            "group": self.mesh.get_group(last) if self.sharded else None,
-            "size": self.mesh.size(last) if self.sharded else 1,
-            "rank": self.mesh.get_local_rank(last) if self.sharded else 0,
-            "replicas": self.mesh.get_group(0) if replicated else None,
-            "replicate_size": self.mesh.size(0) if replicated else 1,
-        }
-        for name, value in computed.items():
-            object.__setattr__(self, name, value)
+    def __init__(
+        self, mesh: DeviceMesh, *, sharded: bool = True, spmd: tuple[DeviceMesh, DataParallelMeshDims] | None = None
+    ) -> None:
+        self.mesh, self.sharded, self.spmd = mesh, sharded, spmd
+        last = mesh.ndim - 1
+        replicated = mesh.ndim == 2 or not sharded
+        self.group = mesh.get_group(last) if sharded else None
+        self.size: int = mesh.size(last) if sharded else 1
+        self.rank: int = mesh.get_local_rank(last) if sharded else 0
+        self.replicas = mesh.get_group(0) if replicated else None
+        self.replicate_size: int = mesh.size(0) if replicated else 1
 
     def shard_dim_mesh(self) -> DeviceMesh:
         """The sharded dimension alone."""
-        return self.mesh if self.mesh.ndim == 1 else self.mesh[_dim_names(self.mesh)[-1]]
+        names = self.mesh.mesh_dim_names or ()
+        return self.mesh if self.mesh.ndim == 1 else self.mesh[names[-1]]
 
     def placements(self, shard: Placement) -> tuple[Placement, ...]:
         """Placements on ``mesh`` of what is placed ``shard`` on the sharded dimension."""
@@ -79,12 +68,7 @@ def default_mesh() -> DeviceMesh:
 
 
 def check_mesh(mesh: DeviceMesh) -> None:
-    """Refuse meshes that are not (shard,) or a named (replicate, shard).
-
-    Raises:
-        ValueError: for other numbers of dimensions, and for replicas that would hold different shards.
-        AssertionError: for two dimensions without names.
-    """
+    """Refuse meshes that are not (shard,) or a named (replicate, shard), and replicas that would hold other shards."""
     if mesh.ndim not in (1, 2):
         raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
@@ -97,9 +81,6 @@ def data_parallel_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> S
     """The data-parallel part of ``mesh``: all of it, or the named ``dims`` of a mesh that has others too.
 
     Several names of one kind are flattened into one dimension, which makes a process group the first time.
-
-    Raises:
-        ValueError: if the mesh has no names or not those, or as :func:`check_mesh` does.
     """
     if dims is None:
         check_mesh(mesh)
@@ -123,11 +104,6 @@ def _one_dim(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     return flat
 
 
-def _dim_names(mesh: DeviceMesh) -> tuple[str, ...]:
-    assert mesh.mesh_dim_names is not None, mesh
-    return mesh.mesh_dim_names
-
-
 @dataclass(frozen=True)
 class AfterForward:
     """What forward leaves of the unsharded parameters until backward.
@@ -146,16 +122,7 @@ FREE = AfterForward(frees=True)
 
 
 def after_forward(reshard_after_forward: Any, mesh: ShardMesh) -> AfterForward:
-    """What ``reshard_after_forward`` means on ``mesh``.
-
-    Args:
-        reshard_after_forward: ``True`` or ``None`` to free, ``False`` to keep, an int to shard over groups of so many
-            neighbouring ranks.
-        mesh: the mesh that parameters are sharded over.
-
-    Raises:
-        ValueError: if it is neither ``None``, a bool nor an int, or an int that does not divide the shard size.
-    """
+    """What ``reshard_after_forward`` means on ``mesh``; a ``ValueError`` if it means nothing there."""
     value = True if reshard_after_forward is None else reshard_after_forward
     if not isinstance(value, (bool, int)):
         raise ValueError(

@@ -61,7 +61,7 @@ class FSDPModule:
             unit.group.drop_stale()  # an evaluation may have left values older than a step
             if unit.group.residence is Residence.SHARDED:
                 lazy_init.check_groups([unit.group])  # there may not have been a forward yet
-        unit.unshard(async_op=async_op)
+            unit.group.unshard(unit.phase, async_op=async_op)
         handle = UnshardHandle(unit)
         if async_op:
             return handle
@@ -144,9 +144,7 @@ class FSDPModule:
         for group in self._groups(recurse=recurse):
             group.options.max_reduce_inputs = max_input_buffers
         unit = self._unit()
-        under_root = [
-            other.group.options.max_reduce_inputs for other in unit.iteration.units if other.group is not None
-        ]
+        under_root = (group.options.max_reduce_inputs for group in unit.iteration.groups)
         unit.comm.max_reduce_inputs = max(under_root, default=1)
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Stream = None) -> None:

@@ -62,7 +62,7 @@ class DataParallelMeshDims:
 
     Attributes:
         shard: name or names of the dimensions to shard over; several are flattened into one.
-        replicate: name or names of the dimensions to replicate over; several are flattened into one.
+        replicate: those to replicate over, likewise.
 
     Raises:
         ValueError: if both are ``None``.

@@ -54,14 +54,7 @@ class Cut:
 
 
 def cut(param: nn.Parameter, name: str, mesh: ShardMesh, placement_fn: PlacementFn | None) -> Cut:
-    """Decide how ``param``, called ``name``, is cut over ``mesh``.
-
-    Raises:
-        ValueError: if ``placement_fn`` returns neither ``None`` nor a ``Shard``; if the mesh is one of named dimensions
-            and ``param`` is not a DTensor on it, replicated over them.
-        AssertionError: for a dimension that ``param`` does not have.
-        NotImplementedError: for a dimension other than 0 that the ranks do not divide.
-    """
+    """Decide how ``param``, called ``name``, is cut over ``mesh``, or refuse to, as ``fully_shard`` says."""
     placement = placement_fn(param) if placement_fn is not None else None
     if placement is not None and not isinstance(placement, Shard):
         raise ValueError(f"Invalid shard_placement_fn result: {placement} for parameter {name}")
@@ -172,19 +165,13 @@ _serial_numbers = itertools.count()
 
 
 class ShardedParam:
-    """One parameter of a group.
+    """One parameter of a group, cut as its :class:`Cut` says.
 
     Attributes:
         owners: where it is registered, at least once.
         fqn: its name from the root, set at lazy initialisation; before, its name in its module.
         size: the unsharded size; of a tensor-parallel parameter that of this rank's part.
-        dim: the dimension that it is cut along.
-        spec: of ``sharded``.
-        unsharded_spec: of ``unsharded``, if that is a DTensor.
-        data_parallel: the dimensions of ``unsharded_spec``'s mesh over which FSDP itself reduces gradients.
-        sharded: the sharded parameter.
         slot: the local tensor of ``sharded`` while it lies in the group's buffer, else ``None``.
-        unsharded: the unsharded parameter, ``None`` before the first unshard.
         accumulated: gradient of the unsharded parameter in the reduce dtype, of backwards that did not reduce.
         extension: what hooks of the local tensor need, if it brings any.
         serial: the same for two ShardedParams made from one original parameter, which is a mistake to report.
@@ -235,11 +222,6 @@ class ShardedParam:
         """Dtype of the unsharded parameter. Only floating-point parameters are cast."""
         return self._param_dtype if self._param_dtype is not None and self.dtype.is_floating_point else self.dtype
 
-    @property
-    def is_tensor_parallel(self) -> bool:
-        """Whether the unsharded parameter is a DTensor too."""
-        return self.unsharded_spec is not None
-
     def make_unsharded(self, data: torch.Tensor) -> None:
         """Let the unsharded parameter live in ``data`` (``size``, ``compute_dtype``)."""
         if self.unsharded_spec is not None:
@@ -273,8 +255,7 @@ class ShardedParam:
         ``load_state_dict(assign=True)`` and users replace the parameter; ``.to()`` and ``to_empty`` keep the object
         but swap its local tensor.
 
-        Raises:
-            ValueError: if it is no longer a DTensor of the same size, mesh and placements.
+        A ``ValueError`` if that is no longer a DTensor of the same size, mesh and placements.
         """
         held = self.held()
         is_same = held is self.sharded
@@ -337,11 +318,7 @@ def _serial_number(original: nn.Parameter) -> int:
 
 
 def has_hooks(local: torch.Tensor) -> bool:
-    """Whether ``local`` brings the two methods.
-
-    Raises:
-        AssertionError: if it brings one of them.
-    """
+    """Whether ``local`` brings the two methods; an ``AssertionError`` if it brings one of them."""
     before, after = hasattr(local, "fsdp_pre_all_gather"), hasattr(local, "fsdp_post_all_gather")
     if before != after:
         raise AssertionError(
@@ -373,15 +350,7 @@ class Extension:
         policy: MixedPrecisionPolicy,
         device: torch.device,
     ) -> list[torch.Tensor]:
-        """The tensors to gather, flat and in any dtypes.
-
-        Args:
-            param: the parameter.
-            padded: the size of a full chunk; every rank must give as much.
-            mesh: the sharded dimension, for the hook.
-            policy: for the hook.
-            device: where to gather.
-        """
+        """The tensors to gather, flat and in any dtypes; each rank must give as much as of ``padded``, a full chunk."""
         local: Any = param.local.to(device, non_blocking=True) if param.local.device != device else param.local
         hook = local.fsdp_pre_all_gather
         number = len(inspect.signature(hook).parameters)

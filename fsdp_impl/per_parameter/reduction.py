@@ -24,22 +24,14 @@ from fsdp_impl.per_parameter.param import ShardedParam
 
 @modes.without_grad
 def accumulate(group: ParamGroup) -> None:
-    """Keep the gradients of a backward that does not reduce, in the reduce dtype: sums in a low precision lose bits.
-
-    Raises:
-        RuntimeError: if they have a graph.
-    """
+    """Keep the gradients of a backward that does not reduce, in the reduce dtype: sums in a low precision lose bits."""
     for param in group.shards.params:
         _accumulate_one(param, _reduce_dtype(group, param))
 
 
 @modes.without_grad
 def take(group: ParamGroup) -> tuple[list[ShardedParam], list[torch.Tensor]]:
-    """Take the gradients that autograd left on unsharded parameters, and the parameters that have one.
-
-    Raises:
-        RuntimeError: if they have a graph.
-    """
+    """Take the gradients that autograd left on unsharded parameters, and the parameters that have one."""
     params: list[ShardedParam] = []
     grads: list[torch.Tensor] = []
     for param in group.shards.params:
@@ -153,9 +145,6 @@ class Reducer:
 
         Empties ``grads``, to free them as soon as they are copied in. With replicas and without
         ``options.all_reduce_grads`` the shards are kept, and added to the next ones.
-
-        Raises:
-            ValueError: if the parameters differ in dtype and the policy has no reduce dtype.
         """
         group, comm = self._group, self._group.comm
         completes_partial = self._partial is not None and group.options.all_reduce_grads
@@ -294,8 +283,7 @@ class Reducer:
 def _common_dtype(group: ParamGroup, params: Sequence[ShardedParam]) -> torch.dtype:
     """The one dtype in which the gradients of ``params`` are reduced together.
 
-    Raises:
-        ValueError: if there are several: the parameters differ in dtype and the policy has no reduce dtype.
+    Several, a ``ValueError``, if the parameters differ in dtype and the policy has no reduce dtype.
     """
     dtypes = {_reduce_dtype(group, param) for param in params}
     if len(dtypes) > 1:
@@ -358,7 +346,6 @@ class Accumulator:
         (see Note: reduction memory).
 
         Args:
-            params: what was reduced.
             layout: where each of ``params`` lies, in the parameters' dtype.
             shards: 1-D, of ``layout``.
 

@@ -27,8 +27,6 @@ class Shards:
     """The sharded parameters of one group.
 
     Attributes:
-        params: the parameters, in the order of the slots of ``layout``.
-        layout: their slots, by the dtypes they have now.
         gather_layout: the slots of the gather's input, by the dtypes of compute; ``layout`` itself if those are equal.
             With extensions, the slots of what these choose to gather.
         gather_sizes: unsharded sizes of what is gathered, in the order of the slots.
@@ -76,8 +74,7 @@ class Shards:
     def refresh(self) -> bool:
         """Notice parameters that were moved or replaced; once all were, move them into a new buffer (Note: slots).
 
-        Returns:
-            Whether it wrote to a new buffer, on the current stream.
+        Returns whether it wrote to a new buffer, on the current stream.
         """
         for param in self.params:
             param.adopt()
@@ -102,11 +99,7 @@ class Shards:
         return True
 
     def check_home(self) -> None:
-        """Check that offloaded parameters are where they live.
-
-        Raises:
-            RuntimeError: if some are not on the CPU; it names them and their devices.
-        """
+        """Raise a ``RuntimeError`` that names the offloaded parameters that are not on the CPU."""
         if not self.offloads or (self._buffer is not None and self._buffer.device.type == "cpu"):
             return
         elsewhere = [(param.fqn, param.local.device) for param in self.params if param.local.device.type != "cpu"]
@@ -124,9 +117,6 @@ class Shards:
         The buffer itself, wherever it is and of the parameters' dtype, if all parameters lie in it: it is moved and
         cast on its way into the gather's output (:mod:`fsdp_impl.common.collectives`). Else a copy, on ``device`` and
         in the memory of the current stream.
-
-        Raises:
-            RuntimeError: as :meth:`check_home`.
         """
         self.check_home()
         if self._is_extended:

@@ -6,7 +6,7 @@ that comes next, the one whose forward was the one before, is issued before this
 queue behind this group's reduction. A user may name the modules to gather instead.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_impl.common import dtensor, hooks, modes, ranges, streams
 from fsdp_impl.common.containers import cast, map_tensors, tensors_requiring_grad
 from fsdp_impl.common.order import Iteration, Phase
-from fsdp_impl.common.private import State
+from fsdp_impl.common.private import State, queue_callback
 from fsdp_impl.common.streams import Event
 from fsdp_impl.per_parameter import reduction
 from fsdp_impl.per_parameter.group import GatherContext, ParamGroup
@@ -26,20 +26,16 @@ from fsdp_impl.per_parameter.options import MixedPrecisionPolicy
 from fsdp_impl.per_parameter.reduction import Reducer
 
 
-class IterationContext(Iteration["Unit"]):
+class IterationContext(Iteration["Unit", ParamGroup]):
     """The state of one forward and backward of the units under one root.
 
     Attributes:
-        forward_order: groups in the order of their post-forwards since the last backward, with repeats.
-        forward_begins: how many of them ran before the outermost forward of now.
-        is_last_backward: whether backward ends with waiting for reductions and clearing ``forward_order``.
+        is_last_backward: whether backward ends with waiting for reductions and forgetting the order of forwards.
         post_optim_event: what the next forward's gathers wait for instead of the current stream; used once.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.forward_order: list[ParamGroup] = []
-        self.forward_begins = 0
         self.is_last_backward = True
         self.post_optim_event: Event = None
 
@@ -48,14 +44,12 @@ class Unit(State):
     """State of one ``fully_shard`` call, shared by its modules.
 
     Attributes:
-        device: where they compute.
         group: their parameters, ``None`` if no parameters were left to shard.
         auto_reshard: whether ``reshard_after_forward`` was left to us: ``True``, but for the root ``False``.
         is_root: ``None`` before lazy initialisation.
         forward_methods: methods of the modules around which the unit acts as around forward.
 
     Args:
-        policy: dtypes of inputs and outputs.
         lazy_init: called with the unit before each of its forwards: settles who the root is.
     """
 
@@ -113,7 +107,6 @@ class Unit(State):
             holder.register_load_state_dict_post_hook(self._after_load)
 
     def share_comm(self, comm: GatherContext) -> None:
-        """Use the streams and buffers of ``comm`` from now on."""
         self.comm = comm
         if self.group is not None:
             self.group.comm = comm
@@ -123,7 +116,7 @@ class Unit(State):
     @hooks.outside_graphs
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Unshard, and return the inputs to run forward with."""
-        if self.phase is Phase.PRE_BACKWARD:
+        if self._is_in_backward():
             # Activation checkpointing runs forward again inside backward, after pre-backward has unsharded. An earlier
             # post-backward may have resharded since, if the unit ran twice.
             self._unshard_now()
@@ -137,25 +130,22 @@ class Unit(State):
                 self._outermost = ref(module)
             args, kwargs = self._root_pre_forward(args, kwargs)
             self._begun_in = hooks.running_backward()
-        self.phase = Phase.FORWARD
         args, kwargs = _cast_inputs(self._policy, args, kwargs)
-        if self.group is not None:
-            entering_group = self.group.phase is not Phase.FORWARD
-            if entering_group and self.iteration.order is not None:
-                names = [param.fqn for param in self.group.shards.params]
-                self.iteration.order.before_gather(names, self.group.mesh.group)
-            self.group.phase = Phase.FORWARD
-            self._unshard_now()
-            if entering_group:
-                args, kwargs = hooks.call_after_backward(self._post_backward, (args, kwargs))
+        if entering and self.group is not None and self.iteration.order is not None:
+            names = [param.fqn for param in self.group.shards.params]
+            self.iteration.order.before_gather(names, self.group.mesh.group)
+        self.phase = Phase.FORWARD
+        self._unshard_now()
         if entering:
+            if self.group is not None:
+                args, kwargs = hooks.call_after_backward(self._post_backward, (args, kwargs))
             prefetch(self.forward_prefetch, Phase.FORWARD)
         return args, kwargs
 
     @hooks.outside_graphs
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Reshard, and return the output to give to the caller."""
-        if self.phase is not Phase.PRE_BACKWARD:
+        if not self._is_in_backward():
             self.to_run.discard(ref(module))
             if self._is_outermost(module):
                 self.to_run.clear()  # called by itself: the others do not follow
@@ -176,11 +166,10 @@ class Unit(State):
         self._lazy_init(self)
         if self.iteration.forward_root is not None:
             return args, kwargs
-        self.iteration.forward_root = self
-        self.iteration.forward_begins = len(self.iteration.forward_order)
+        self.iteration.begin_forward(self)
         if self.is_root and self.iteration.order is not None:
             self.iteration.order.begin(training=self.modules[0].training)
-        for group in _groups(self.iteration.units):
+        for group in self.iteration.groups:
             # Kept after a forward without a backward, and the optimizer has stepped since, or what trains is other.
             group.drop_stale()
             group.sync_requires_grad()
@@ -202,29 +191,27 @@ class Unit(State):
                 unit.to_run.clear()
                 unit._complete_forward(output)
         self.comm.release_output()
-        self.iteration.forward_root = None
+        self.iteration.end_forward()
         if not torch.is_grad_enabled():
-            forget_latest_forwards(self.iteration)
+            self.iteration.forget_latest_forwards()
         if self.is_root and self.iteration.order is not None:
-            self.iteration.order.end(group.mesh.group for group in _groups(self.iteration.units))
+            self.iteration.order.end(group.mesh.group for group in self.iteration.groups)
 
     def _complete_forward(self, output: Any) -> None:
-        if self.group is not None:
-            # Recomputation inside backward neither ends the life of the parameters nor is a forward to prefetch for.
-            if not hooks.in_backward():
-                self.group.reshard()
-                # Without autograd too: a re-entrant checkpoint runs forward so, and backward will pass it.
-                if not torch.is_grad_enabled() or tensors_requiring_grad(output):
-                    record_forward(self.group, self.iteration)
-            self.group.phase = Phase.IDLE
+        # Recomputation inside backward neither ends the life of the parameters nor is a forward to prefetch for.
+        if self.group is not None and not hooks.in_backward():
+            self.group.reshard(self.phase)
+            # Without autograd too: a re-entrant checkpoint runs forward so, and backward will pass it.
+            if not torch.is_grad_enabled() or tensors_requiring_grad(output):
+                self.iteration.record_forward(self.group)
         hooks.call_before_backward(self._pre_backward, output)
         self.phase = Phase.IDLE
 
     def _unshard_now(self) -> None:
         if self.group is not None:
             with modes.no_grad():
-                self.group.unshard(async_op=self.group.options.unshard_async)
-                self.group.wait_for_unshard()
+                self.group.unshard(self.phase, async_op=self.group.options.unshard_async)
+                self.group.wait_for_unshard(self.phase)
 
     # Backward
 
@@ -234,17 +221,15 @@ class Unit(State):
         self.phase = Phase.PRE_BACKWARD
         if not self.iteration.callback_queued:
             self.iteration.callback_queued = True
-            hooks.call_at_end_of_backward(self._end_of_backward)
-        if self.group is not None:
-            entering = self.group.phase is not Phase.PRE_BACKWARD
-            self.group.phase = Phase.PRE_BACKWARD
+            queue_callback(self._end_of_backward)
         if not entering:
             return
         self._unshard_now()
+        previous = self.iteration.pass_forward(self.group) if self.group is not None else None
         if self.backward_prefetch is not None:
-            prefetch_chosen(self.group, self.backward_prefetch)
-        elif self.group is not None:
-            prefetch_previous(self.group, self.iteration)
+            prefetch(self.backward_prefetch, self.phase)
+        elif previous is not None:
+            prefetch([previous], self.phase)
 
     @hooks.outside_graphs
     def _post_backward(self) -> None:
@@ -253,7 +238,8 @@ class Unit(State):
         if group is None:
             return
         assert self.reducer is not None
-        group.phase = Phase.POST_BACKWARD
+        if not self._is_computing():
+            self.phase = Phase.POST_BACKWARD
         if not group.options.reduce_grads:
             # Freed first: accumulating in another dtype makes a copy.
             self._reshard_after_backward(group)
@@ -265,7 +251,11 @@ class Unit(State):
 
     def _reshard_after_backward(self, group: ParamGroup) -> None:
         if group.options.reshard_after_backward:
-            group.reshard()
+            group.reshard(Phase.POST_BACKWARD)
+
+    def _is_in_backward(self) -> bool:
+        """Whether backward has reached the unit, so that its forwards are recomputations."""
+        return self.phase in (Phase.PRE_BACKWARD, Phase.POST_BACKWARD)
 
     def _is_computing(self) -> bool:
         """Whether its forward goes on after the backward that ends now, which it runs on its way."""
@@ -275,34 +265,26 @@ class Unit(State):
     @hooks.outside_graphs
     def _end_of_backward(self) -> None:
         if (root := self.iteration.forward_root) is not None and not root._is_computing():
-            self.iteration.forward_root = None
+            self.iteration.end_forward()
         for unit in self.iteration.units:
             if unit._is_computing():
                 continue  # its parameters are in use
             unit.to_run.clear()
-            unit.phase = Phase.IDLE
-            if unit.group is None:
-                continue
-            if unit.group.phase is not Phase.POST_BACKWARD:
+            if unit.phase is not Phase.POST_BACKWARD:
                 # None of its inputs required grad, so autograd did not pass its post-backward; or it did not take part,
                 # but forward or a prefetch left it unsharded.
                 unit._post_backward()
-            unit.group.phase = Phase.IDLE
-            if self.iteration.is_last_backward:
+            unit.phase = Phase.IDLE
+            if unit.group is not None and self.iteration.is_last_backward:
                 # A prefetch that missed: next time the values will be others.
                 unit.group.drop_pending()
-                unit.group.forward_indices.clear()
         if self.iteration.is_last_backward:
-            forget_forwards(self.iteration)
+            self.iteration.forget_forwards()
             self.comm.finish_reductions()
         self.iteration.callback_queued = False
 
     def reset(self) -> None:
-        """Recover from an exception in the midst of forward or backward; gradients not yet reduced are lost.
-
-        Raises:
-            RuntimeError: if this is not the root.
-        """
+        """See ``FSDPModule.reset_iter_state``."""
         if self.is_root is False:
             raise RuntimeError("reset_iter_state must be called on the root FSDP module")
         self.comm.release_output()
@@ -312,31 +294,24 @@ class Unit(State):
             unit.phase = Phase.IDLE
             if unit.group is not None:
                 assert unit.reducer is not None
-                unit.group.phase = Phase.IDLE
-                unit.group.forward_indices.clear()
                 unit.group.drop_pending()
                 unit.group.to_sharded()
                 reduction.drop(unit.group)
                 unit.reducer.reset()
-        forget_forwards(self.iteration)
-        self.iteration.forward_root = None
+        self.iteration.forget_forwards()
+        self.iteration.end_forward()
         self.iteration.callback_queued = False
 
     # By hand
 
-    def unshard(self, *, async_op: bool) -> None:
-        """Issue the gather."""
-        if self.group is not None:
-            self.group.unshard(async_op=async_op)
-
     def wait_for_unshard(self) -> None:
         if self.group is not None:
-            self.group.wait_for_unshard()
+            self.group.wait_for_unshard(self.phase)
 
     def reshard(self) -> None:
         if self.group is not None:
             self.group.drop_pending()
-            self.group.reshard()
+            self.group.reshard(self.phase)
 
     def refresh(self) -> None:
         """Notice parameters that ``.to()``, ``to_empty`` and the like replaced."""
@@ -376,60 +351,14 @@ def unit_of(module: nn.Module) -> "Unit | None":
     return None if reference is None else reference()
 
 
-# Prefetching
-
-
-def _groups(units: Sequence[Unit]) -> list[ParamGroup]:
-    return [unit.group for unit in units if unit.group is not None]
-
-
-def record_forward(group: ParamGroup, iteration: IterationContext) -> None:
-    """Note that ``group`` finished a forward that backward will pass; one that runs twice is noted twice."""
-    group.forward_indices.append(len(iteration.forward_order))
-    iteration.forward_order.append(group)
-
-
-def forget_forwards(iteration: IterationContext) -> None:
-    """Backward has passed them, or none will."""
-    iteration.forward_order.clear()
-    iteration.forward_begins = 0
-
-
-def forget_latest_forwards(iteration: IterationContext) -> None:
-    """No backward will pass those since the outermost forward began, which runs without autograd."""
-    for group in iteration.forward_order[iteration.forward_begins :]:
-        group.forward_indices.pop()
-    del iteration.forward_order[iteration.forward_begins :]
-
-
-def prefetch_previous(group: ParamGroup, iteration: IterationContext) -> None:
-    """Issue the gather of the group that ran forward before ``group``."""
-    index = _pop_index(group)
-    if index:
-        prefetch([iteration.forward_order[index - 1]], Phase.PRE_BACKWARD)
-
-
-def prefetch_chosen(group: ParamGroup | None, chosen: Sequence[ParamGroup]) -> None:
-    """Issue the gathers of ``chosen`` instead, in backward."""
-    if group is not None:
-        _pop_index(group)
-    prefetch(chosen, Phase.PRE_BACKWARD)
-
-
 def prefetch(targets: Iterable[ParamGroup], phase: Phase) -> None:
-    """Issue the gathers of ``targets``, in order, on the streams of ``phase``."""
+    """Issue the gathers of ``targets``, in order, for a unit in ``phase``."""
     for target in targets:
         with ranges.named("prefetch", target.label):
-            target.unshard(async_op=target.options.unshard_async, phase=phase)
-
-
-def _pop_index(group: ParamGroup) -> int | None:
-    """``group``'s last place in the order of forwards; none if this is another backward through the same graph."""
-    return group.forward_indices.pop() if group.forward_indices else None
+            target.unshard(phase, async_op=target.options.unshard_async)
 
 
 def _cast_inputs(policy: MixedPrecisionPolicy, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Cast floating-point tensors in ``args`` and ``kwargs``, in any container, as ``policy`` requires."""
     if policy.param_dtype is None or not policy.cast_forward_inputs:
         return args, kwargs
     args, kwargs = cast(policy.param_dtype, (args, kwargs))
@@ -437,5 +366,4 @@ def _cast_inputs(policy: MixedPrecisionPolicy, args: Any, kwargs: Any) -> tuple[
 
 
 def _cast_output(policy: MixedPrecisionPolicy, output: Any) -> Any:
-    """Cast floating-point tensors in ``output``, in any container, as ``policy`` requires."""
     return output if policy.output_dtype is None else cast(policy.output_dtype, output)

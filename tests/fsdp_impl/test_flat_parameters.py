@@ -23,7 +23,7 @@ def test_original_parameters_and_gradients_live_in_one_memory(rank: Rank, strate
     def check() -> None:
         for name, param in sharded.named_parameters():
             assert param is before[name.replace("_fsdp_wrapped_module.", "")]
-        for group in sharded._unit.groups() if sharded._unit.is_root else ():
+        for group in sharded._unit.iteration.groups if sharded._unit.is_root else ():
             pointer = group.shards.flat.untyped_storage().data_ptr()
             for param in group.shards.originals:
                 assert param.numel() == 0 or param.untyped_storage().data_ptr() == pointer
@@ -33,7 +33,7 @@ def test_original_parameters_and_gradients_live_in_one_memory(rank: Rank, strate
     check()
     output.sum().backward()
     check()
-    for group in sharded._unit.groups():
+    for group in sharded._unit.iteration.groups:
         grads = [p.grad for p in group.shards.originals if p.numel() and p.grad is not None]
         assert len({grad.untyped_storage().data_ptr() for grad in grads}) <= 1
 
@@ -79,7 +79,7 @@ def test_units_are_reduced_as_soon_as_they_have_their_gradients(rank: Rank, stra
     sizes: list[int] = []
     model.register_comm_hook(None, lambda _, grad, *shard: sizes.append(grad.numel()))
     model(batch(rank, 0, (3, 5))).sum().backward()
-    assert sizes == [group.shards.layout.padded_numel for group in reversed(model._unit.groups())]
+    assert sizes == [group.shards.layout.padded_numel for group in reversed(model._unit.iteration.groups)]
 
 
 @world(2)

@@ -48,7 +48,7 @@ def test_hybrid_shards_on_the_cpu(rank: Rank) -> None:
         return
     hybrid, rule = ShardingStrategy.HYBRID_SHARD, ModuleWrapPolicy({nn.Linear})
     model = wrap(tower(3), sharding_strategy=hybrid, auto_wrap_policy=rule, device_id=rank.device)
-    groups: list[Any] = [model.process_group, model._unit.ranks.across]
+    groups: list[Any] = [model.process_group, model._unit.options.ranks.across]
     assert [group.size() for group in groups] == [2, 1]
     for group in groups:
         dist.destroy_process_group(group)

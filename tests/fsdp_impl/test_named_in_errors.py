@@ -27,7 +27,7 @@ def test_units_by_the_names_of_their_modules(rank: Rank) -> None:
 def test_flat_units_by_the_names_of_their_wrappers(rank: Rank) -> None:
     model = wrap_children(tower(4, 1), device_id=rank.device)
     model(batch(rank, 0, (2, 4)))
-    names = {group.label: list(group.names) for group in model._unit.groups()}
+    names = {group.label: list(group.names) for group in model._unit.iteration.groups}
     inner = [f"1.{layer}.{name}" for layer in ("in_proj", "out_proj") for name in ("weight", "bias")]
     assert names == {"(root)": ["0.weight", "0.bias"], "1": inner}
 

@@ -20,7 +20,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_impl
-from fsdp_impl import flat
 from fsdp_impl.common import streams
 
 WORLD = 2
@@ -171,7 +170,7 @@ def test_at_most_those_of_torch(model: Callable[[int], nn.Module], depth: int, d
 HELD = {"float32": {"reference": (2, 4), "reference.flat": (2, 5)}}
 #: The same where parameters and gradients are bfloat16 and half as large, and reductions float32.
 HELD["bfloat16"] = {"reference": (1, 2.5), "reference.flat": (1, 3)}
-SHARDINGS = {"reference": per_parameter(fsdp_impl), "reference.flat": flattened(flat)}
+SHARDINGS = {"reference": per_parameter(fsdp_impl), "reference.flat": flattened(fsdp_impl)}
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "bfloat16"])

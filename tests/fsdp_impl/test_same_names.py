@@ -132,7 +132,8 @@ def test_fields_of_policies(name: str) -> None:
 
 def members_of_the_wrapper(half: Any) -> list[str]:
     """What a wrapper adds to ``nn.Module`` or changes in it, for users."""
-    return sorted(name for name in vars(half.FullyShardedDataParallel) if not name.startswith("_"))
+    added = [kind for kind in half.FullyShardedDataParallel.__mro__ if kind not in torch.nn.Module.__mro__]
+    return sorted({name for kind in added for name in vars(kind) if not name.startswith("_")})
 
 
 @pytest.mark.parametrize("name", members_of_the_wrapper(theirs))

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_impl.common import collectives, hooks
+from fsdp_impl.common.order import Phase
 from fsdp_impl.per_parameter.group import ParamGroup
 from shardproof.harness.adapters.base import Adapter, Config
 from shardproof.harness.adapters.reference import ReferenceAdapter, ReferenceFlatAdapter
@@ -34,9 +35,9 @@ class _Planted(ReferenceAdapter):
 _reshard, _gather, _reduce = ParamGroup.reshard, collectives.gather, collectives.reduce
 
 
-def _never_freed(self: ParamGroup) -> None:
+def _never_freed(self: ParamGroup, phase: Phase) -> None:
     if self.label != UNIT:
-        _reshard(self)
+        _reshard(self, phase)
 
 
 class StaleParameters(_Planted):
