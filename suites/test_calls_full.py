@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardproof.suites.apis import fsdp1
+from shardproof.suites.common import run_by_units
 from shardproof.testing import (
     FLAT,
     RESHARD,
@@ -37,8 +38,7 @@ pytestmark = needs(Capability.FLAT_PARAMETERS, Capability.WHOLE_PARAMETERS)
 @pytest.mark.parametrize("keeps_changes", [False, True])
 def test_whole_parameters_are_the_models_own(rank: Rank, keeps_changes: bool, shards: bool) -> None:
     """With original parameters, the full ones are the model's own objects, which the optimizer knows."""
-    model = models.Tower(dim=9)
-    run = rank.run(model, units=model.units(), shards=shards)
+    run = run_by_units(rank, models.Tower(dim=9), shards=shards)
     for _ in range(2):
         run.evaluate((rank.batch(0, (2, 9)),))
         held = dict(run.adapter.held_parameters())

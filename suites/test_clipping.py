@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from shardproof.suites.common import batches, checked_steps, pair_by_units, run_by_units, tokens, train_and_check
 from shardproof.testing import (
     FLAT,
     Capability,
@@ -50,11 +51,8 @@ def test_total_norm_and_clipped_gradients(rank: Rank, norm_type: float) -> None:
     """Every rank computes the norm of the full gradients and clips its share by it."""
     # Every parameter has rows for each of eight ranks: empty shards have a case of their own.
     config = models.TransformerConfig(vocabulary=15, dim=16, heads=4)
-    model = models.Transformer(config)
-    pair = rank.pair(model, units=model.units(), clip=Clip(max_norm=0.01, norm_type=norm_type))
-    for step in range(3):
-        pair.step(rank.tokens(step, (3, config.length), vocabulary=config.vocabulary))
-        pair.check()
+    pair = pair_by_units(rank, models.Transformer(config), clip=Clip(max_norm=0.01, norm_type=norm_type))
+    train_and_check(pair, tokens(rank, 3, (3, config.length), vocabulary=config.vocabulary))
 
 
 @contract("CLIPPING-1")
@@ -76,9 +74,7 @@ def test_small_and_large_gradients(rank: Rank, scale: float, norm_type: float) -
     pair = rank.pair(
         model, units=model.units(), clip=Clip(max_norm=limit, norm_type=norm_type), optimizer=optim.sgd(lr=0.05 / scale)
     )
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 10)), loss=loss)
-        pair.check()
+    train_and_check(pair, batches(rank, 2, (4, 10)), loss=loss)
 
 
 @contract("CLIPPING-1")
@@ -90,12 +86,8 @@ def test_frozen_and_unused_parameters(rank: Rank, norm_type: float) -> None:
     model = models.Branches(dim=12)
     for name in ("entry.weight", "branches.1.in_proj.bias"):
         model.get_parameter(name).requires_grad_(False)
-    pair = rank.pair(
-        model,
-        units=model.units(),
-        baseline="replicated",
-        find_unused=True,
-        clip=Clip(max_norm=0.01, norm_type=norm_type),
+    pair = pair_by_units(
+        rank, model, baseline="replicated", find_unused=True, clip=Clip(max_norm=0.01, norm_type=norm_type)
     )
     for step in range(2):
         pair.step((rank.batch(step, (4, 12)), 1))  # branches 0 and 2 are not used
@@ -108,11 +100,8 @@ def test_frozen_and_unused_parameters(rank: Rank, norm_type: float) -> None:
 def test_tied_parameter_counts_once(rank: Rank) -> None:
     """The norm counts the gradient of a parameter that two modules share once."""
     config = models.TransformerConfig(vocabulary=15, is_tied=True)
-    model = models.Transformer(config)
-    pair = rank.pair(model, units=model.units(), clip=Clip(max_norm=0.01))
-    for step in range(2):
-        pair.step(rank.tokens(step, (3, config.length), vocabulary=config.vocabulary))
-        pair.check()
+    pair = pair_by_units(rank, models.Transformer(config), clip=Clip(max_norm=0.01))
+    train_and_check(pair, tokens(rank, 2, (3, config.length), vocabulary=config.vocabulary))
 
 
 @contract("CLIPPING-1")
@@ -139,11 +128,8 @@ def test_ignored_parameter(rank: Rank, norm_type: float) -> None:
 @pytest.mark.parametrize("norm_type", NORMS)
 def test_norm_below_the_limit(rank: Rank, norm_type: float) -> None:
     """Gradients whose norm is below the limit do not change, and clipping still returns the norm."""
-    model = models.Tower(dim=10)
-    pair = rank.pair(model, units=model.units(), clip=Clip(max_norm=1e3, norm_type=norm_type), must_clip=False)
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 10)))
-        pair.check()
+    pair = pair_by_units(rank, models.Tower(dim=10), clip=Clip(max_norm=1e3, norm_type=norm_type), must_clip=False)
+    train_and_check(pair, batches(rank, 2, (4, 10)))
 
 
 @contract("CLIPPING-2")
@@ -152,10 +138,8 @@ def test_norm_below_the_limit(rank: Rank, norm_type: float) -> None:
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
 def test_norm_costs_one_reduction(rank: Rank, norm_type: float) -> None:
     """Clipping over a one-dimensional mesh communicates once, and norms only."""
-    model = models.Tower(dim=10)
-    pair = rank.pair(model, units=model.units(), clip=Clip(max_norm=0.01, norm_type=norm_type))
-    pair.step(rank.batch(0, (4, 10)))
-    pair.check()
+    pair = pair_by_units(rank, models.Tower(dim=10), clip=Clip(max_norm=0.01, norm_type=norm_type))
+    train_and_check(pair, batches(rank, 1, (4, 10)))
     if rank.implementation.traits.shards == {"optimizer"}:
         # One rank may own a parameter's full gradient and update it; the norms of the owners are then summed.
         clipping = [item.kind for item in pair.sharded.trace if item.phase == "clip"]
@@ -189,9 +173,7 @@ def test_empty_shards(rank: Rank, norm_type: float) -> None:
 def test_ranks_without_any_gradient(rank: Rank) -> None:
     """Ranks that hold no element of any parameter still take part in the norm and return it."""
     pair = rank.pair(nn.Linear(2, 1, bias=False), clip=Clip(max_norm=1e-3))
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 2)))
-        pair.check()
+    train_and_check(pair, batches(rank, 2, (4, 2)))
 
 
 @contract("CLIPPING-4")
@@ -203,18 +185,15 @@ def test_ranks_without_any_gradient(rank: Rank) -> None:
 def test_two_dimensions(rank: Rank, flat: bool, dim: int, norm_type: float) -> None:
     """The norm of gradients sharded over both dimensions, or over one, costs one reduction per dimension."""
     mesh = rank.mesh((2, 2), ("dp", "tp"))
-    model = MLPStack(dim, normed=True)
-    pair = rank.pair(
-        model,
-        units=model.units(),
+    pair = pair_by_units(
+        rank,
+        MLPStack(dim, normed=True),
         mesh=mesh["dp"],
         clip=Clip(max_norm=0.001, norm_type=norm_type),
         flat_parameters=flat,
         prepare=functools.partial(parallelize_mlps, mesh=mesh["tp"], sequence=True),
     )
-    for step in range(3):
-        pair.step(rank.batch(step, (2, 6, dim), mesh=mesh["dp"]), loss=models.ramp_square)
-        pair.check()
+    for _ in checked_steps(pair, batches(rank, 3, (2, 6, dim), mesh=mesh["dp"]), loss=models.ramp_square):
         pair.check_counts("clip", all_reduce=reductions_of_norm(rank, tensor_parallel=1))
 
 
@@ -235,9 +214,7 @@ def test_unit_that_is_cut_in_part(rank: Rank, flat: bool, norm_type: float) -> N
         flat_parameters=flat,
         prepare=functools.partial(parallelize_mlps, mesh=mesh["tp"]),
     )
-    for step in range(2):
-        pair.step(rank.batch(step, (2, 6, 17), mesh=mesh["dp"]), loss=models.ramp_square)
-        pair.check()
+    for _ in checked_steps(pair, batches(rank, 2, (2, 6, 17), mesh=mesh["dp"]), loss=models.ramp_square):
         pair.check_counts("clip", all_reduce=reductions_of_norm(rank, tensor_parallel=1))
 
 
@@ -278,9 +255,7 @@ def test_replicas(rank: Rank, norm_type: float) -> None:
     mesh = rank.mesh((2, 2), NAMES)
     pair = rank.pair(model, units=model.units(), mesh=mesh, clip=Clip(max_norm=0.01, norm_type=norm_type))
     replica = tuple(mesh["shard"].mesh.tolist())
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+    for _ in checked_steps(pair, batches(rank, 2, (4, 9))):
         if rank.implementation.traits.clips == "call":
             pair.check_counts("clip", all_reduce=reductions_of_norm(rank))
         for item in pair.last_trace():
@@ -397,8 +372,7 @@ def test_norm_that_is_not_finite_raises(rank: Rank, number: tuple[torch.dtype, f
 @pytest.mark.parametrize("norm_type", NORMS)
 def test_without_any_gradient(rank: Rank, norm_type: float) -> None:
     """Where no parameter has a gradient the norm is zero, before the first backward and after others."""
-    model = models.Tower(dim=10)
-    run = rank.run(model, units=model.units(), clip=Clip(max_norm=1, norm_type=norm_type))
+    run = run_by_units(rank, models.Tower(dim=10), clip=Clip(max_norm=1, norm_type=norm_type))
     for step in range(2):
         norm = float(run.adapter.norm_value(run.adapter.clip()))
         assert norm == 0, f"the norm is {norm} before the backward of step {step}"

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardproof.suites.common import batches, checked_steps, pair_by_units, train_and_check
 from shardproof.suites.own import Own
 from shardproof.testing import (
     RESHARD,
@@ -123,17 +124,14 @@ UNITS = DEPTH + 1  # the root has parameters of its own
 @pytest.mark.parametrize("reshard_after_forward", RESHARD_ROOT)
 def test_counts_and_bytes(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """Each unit is gathered once in forward, again in backward if it was freed, and reduced once."""
-    model = models.Tower(dim=9, depth=DEPTH)
-    pair = rank.pair(model, units=model.units(), reshard_after_forward=reshard_after_forward)
+    pair = pair_by_units(rank, models.Tower(dim=9, depth=DEPTH), reshard_after_forward=reshard_after_forward)
     kept: dict[bool | int | None, int] = {None: DEPTH, False: 0}
     in_backward = kept.get(reshard_after_forward, UNITS)
     # An int that is not a bool: backward gathers from the ranks of the group to which forward has resharded.
     size = rank.world_size if type(reshard_after_forward) is not int else reshard_after_forward
     first = rank.index - rank.index % size
     groups = {("backward", "all_gather"): tuple(range(first, first + size))}
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+    for _ in checked_steps(pair, batches(rank, 2, (4, 9))):
         pair.check_counts("forward", all_gather=UNITS)
         pair.check_counts("backward", all_gather=in_backward, reduce_scatter=UNITS)
         pair.check_counts("step")
@@ -149,11 +147,8 @@ def test_counts_and_bytes(rank: Rank, reshard_after_forward: bool | int | None) 
 @needs(Capability.SINGLE_RANK)
 def test_no_collectives_alone(rank: Rank) -> None:
     """A world of size 1 issues no collective."""
-    model = models.Tower(dim=9, depth=DEPTH)
-    pair = rank.pair(model, units=model.units())
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+    pair = pair_by_units(rank, models.Tower(dim=9, depth=DEPTH))
+    train_and_check(pair, batches(rank, 2, (4, 9)))
     for phase in ("forward", "backward", "step"):
         pair.check_counts(phase)
 
@@ -163,10 +158,8 @@ def test_no_collectives_alone(rank: Rank) -> None:
 @needs(Capability.COUNTED_UNITS, Capability.GATHER_ORDER, Capability.ROOT_RESHARD)
 def test_order(rank: Rank) -> None:
     """Forward gathers each unit when it runs; backward gathers one unit ahead of the one that it reduces."""
-    model = models.Tower(dim=9, depth=DEPTH)
-    pair = rank.pair(model, units=model.units(), reshard_after_forward=True)
-    pair.step(rank.batch(0, (4, 9)))
-    pair.check()
+    pair = pair_by_units(rank, models.Tower(dim=9, depth=DEPTH), reshard_after_forward=True)
+    train_and_check(pair, batches(rank, 1, (4, 9)))
     rank.expect(
         pair.sharded.trace.render(),
         """\
@@ -195,8 +188,7 @@ def test_backward_gathers_one_unit_ahead(rank: Rank, model: Callable[[int], mode
 
     Layers that run twice occur twice in that order. They may be freed after each of their backwards or after the last.
     """
-    tower = model(9)
-    pair = rank.pair(tower, units=tower.units(), reshard_after_forward=True)
+    pair = pair_by_units(rank, model(9), reshard_after_forward=True)
     ran: list[str] = []
     found: list[tuple[str, list[str]]] = []
 
@@ -255,8 +247,7 @@ def test_order_after_a_cast(rank: Rank) -> None:
 @needs(Capability.COUNTED_UNITS)
 def test_steps_in_evaluation_mode(rank: Rank) -> None:
     """A training step of a model in evaluation mode has the collectives of one in training mode."""
-    model = models.Tower(dim=9, depth=DEPTH)
-    pair = rank.pair(model, units=model.units())
+    pair = pair_by_units(rank, models.Tower(dim=9, depth=DEPTH))
     orders = []
     for step in range(4):
         pair.adapter.module.train(step % 2 == 0)
@@ -273,9 +264,7 @@ def test_steps_with_an_unused_output(rank: Rank) -> None:
     """Where the loss ignores the last unit's output, each step has the collectives of the first."""
     pair = rank.pair(models.TwoHeads(dim=9), units=[["head0"], ["head1"]], baseline="replicated", find_unused=True)
     orders = []
-    for step in range(3):
-        pair.step(rank.batch(step, (4, 9)), loss=models.first_head)
-        pair.check()
+    for step in checked_steps(pair, batches(rank, 3, (4, 9)), loss=models.first_head):
         orders.append([f"{item.phase}: {item.kind} of {item.unit}" for item in pair.last_trace()])
         assert orders[-1] == orders[0], f"the first step: {orders[0]}; {step_label(step)}: {orders[-1]}"
 
@@ -287,8 +276,7 @@ def test_steps_with_an_unused_output(rank: Rank) -> None:
 def test_only_ranks_of_the_mesh_take_part(rank: Rank, name: str) -> None:
     """On a mesh of half the ranks nothing is exchanged with the other half, which trains on other data."""
     mesh = rank.mesh((2, 2), ("columns", "rows"))[name]
-    model = models.Tower(dim=9, depth=DEPTH)
-    pair = rank.pair(model, units=model.units(), mesh=mesh)
+    pair = pair_by_units(rank, models.Tower(dim=9, depth=DEPTH), mesh=mesh)
     mine = tuple(mesh.mesh.tolist())
     for step in range(2):
         # Each rank has a batch of its own: the two halves share nothing.
@@ -305,12 +293,9 @@ def test_only_ranks_of_the_mesh_take_part(rank: Rank, name: str) -> None:
 def test_resharded_within_half_the_ranks(rank: Rank, shape: tuple[int, int]) -> None:
     """Of a mesh of half the ranks, resharded to groups of two, backward gathers within two neighbours on that mesh."""
     mesh = rank.mesh(shape, ("halves", "dp") if shape[0] == 2 else ("dp", "halves"))["dp"]
-    model = models.Tower(dim=9, depth=DEPTH)
-    pair = rank.pair(model, units=model.units(), mesh=mesh, reshard_after_forward=2)
+    pair = pair_by_units(rank, models.Tower(dim=9, depth=DEPTH), mesh=mesh, reshard_after_forward=2)
     mine, first = tuple(mesh.mesh.tolist()), mesh.get_local_rank() // 2 * 2
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+    for _ in checked_steps(pair, batches(rank, 2, (4, 9))):
         for item in pair.last_trace():
             again = (item.phase, item.kind) == ("backward", "all_gather")
             expected = mine[first : first + 2] if again else mine
@@ -324,9 +309,7 @@ def test_unit_of_several_modules(rank: Rank) -> None:
     """Several modules of one unit are gathered by one collective and reduced by one."""
     model = models.Tower(dim=9, depth=DEPTH)
     pair = rank.pair(model, units=[["layers.0", "layers.1"], ["layers.2"]], reshard_after_forward=True)
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+    for _ in checked_steps(pair, batches(rank, 2, (4, 9))):
         pair.check_counts("forward", all_gather=3)
         pair.check_counts("backward", all_gather=3, reduce_scatter=3)
         pair.check_bytes()
@@ -342,9 +325,7 @@ def test_unit_with_modules_that_do_not_run(rank: Rank, used: int) -> None:
     model = models.Branches(dim=9, branches=3)
     grouped = [["branches.0", "branches.1", "branches.2"]]
     pair = rank.pair(model, units=grouped, baseline="replicated", find_unused=True, reshard_after_forward=True)
-    for step in range(2):
-        pair.step((rank.batch(step, (4, 9)), used))
-        pair.check()
+    for _ in checked_steps(pair, ((rank.batch(step, (4, 9)), used) for step in range(2))):
         pair.check_counts("forward", all_gather=2)
         pair.check_counts("backward", all_gather=2, reduce_scatter=2)
 
@@ -380,9 +361,7 @@ def test_output_of_one_of_several_modules(rank: Rank, used: int, reshard_after_f
         model, units=[["1.head0", "1.head1"]], baseline="replicated", reshard_after_forward=reshard_after_forward,
         find_unused=True,
     )  # fmt: skip
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 9)), loss=lambda outputs: models.mean_square(outputs[used]))
-        pair.check()
+    train_and_check(pair, batches(rank, 2, (4, 9)), loss=lambda outputs: models.mean_square(outputs[used]))
 
 
 @contract("COLLECTIVES-4")
@@ -427,15 +406,12 @@ def test_evaluation_between_forward_and_backward(rank: Rank, kind: type[models.T
 @pytest.mark.parametrize("reshard_after_forward", RESHARD_ROOT)
 def test_bytes_of_a_step(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """A step moves each sharded parameter at most twice, and each gradient once."""
-    model = models.Tower(dim=17, depth=DEPTH)
-    pair = rank.pair(model, units=model.units(), reshard_after_forward=reshard_after_forward)
+    pair = pair_by_units(rank, models.Tower(dim=17, depth=DEPTH), reshard_after_forward=reshard_after_forward)
     gathers = 1 if reshard_after_forward is False else 2
     if "parameters" not in rank.implementation.traits.shards:
         gathers = 1  # of the parameters or gradients that an all-reduce, or the step, distributes
     full, padded = (4 * sum(sizes) for sizes in zip(*_sizes(pair), strict=True))
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 17)))
-        pair.check()
+    for step in checked_steps(pair, batches(rank, 2, (4, 17))):
         trace = pair.last_trace()
         moved = sum(item.nbytes * (2 if item.kind == "all_reduce" else 1) for item in trace)
         # A sixteenth of the parameters is allowed for flags and norms.
@@ -496,9 +472,7 @@ def test_deferred_all_reduce_is_taken_back(rank: Rank) -> None:
         return context(is_last=is_last)
 
     rank.monkeypatch.setattr(adapter, "microbatch", microbatch)
-    for step in range(3):
-        pair.step([rank.batch(step, (4, 9), microbatch=number) for number in range(2)], set_to_none=step % 2 == 0)
-        pair.check()
+    for _ in checked_steps(pair, batches(rank, 3, (4, 9), microbatches=2), set_to_none="even"):
         pair.check_counts("backward", all_gather=2 * DEPTH, reduce_scatter=2 * UNITS, all_reduce=UNITS)
 
 
@@ -512,8 +486,7 @@ def test_deferred_all_reduce_is_taken_back(rank: Rank) -> None:
 @pytest.mark.parametrize("choices", [(None, False, True, False), (True, False)], ids=["between-steps", "at-once"])
 def test_resharding_is_changed(rank: Rank, choices: tuple[bool | None, ...], unit: str, recurse: bool) -> None:
     """Whether a unit, or all of them, frees its parameters after forward can change before any step, and back."""
-    model = models.Tower(dim=9, depth=DEPTH)
-    pair = rank.pair(model, units=model.units())
+    pair = pair_by_units(rank, models.Tower(dim=9, depth=DEPTH))
     frees = {"(root)": False} | {f"layers.{index}": True for index in range(DEPTH)}
     for step, choice in enumerate(choices):
         if choice is not None:
@@ -587,9 +560,10 @@ def test_zeros_beside_tensor_parallelism(rank: Rank) -> None:
         Skipping(5), mesh=mesh["dp"], baseline="replicated", ranks_differ=True, find_unused=True,
         prepare=functools.partial(parallelize_mlps, mesh=mesh["tp"]),
     )  # fmt: skip
-    for step in range(2):
-        pair.step((rank.batch(step, (4, 5), mesh=mesh["dp"]), (mesh["dp"].get_local_rank() + step) % 3))
-        pair.check()
+    train_and_check(
+        pair,
+        ((rank.batch(step, (4, 5), mesh=mesh["dp"]), (mesh["dp"].get_local_rank() + step) % 3) for step in range(2)),
+    )
 
 
 @contract("COLLECTIVES-10")
@@ -634,13 +608,11 @@ def _sizes(pair: Pair) -> Sequence[tuple[int, int]]:
 )
 def test_settings_that_cannot_be(rank: Rank, what: str) -> None:
     """An invalid setting is refused by name on every rank, and changes nothing."""
-    model = models.Tower(dim=9)
-    pair = rank.pair(model, units=model.units())
+    pair = pair_by_units(rank, models.Tower(dim=9))
     change, words = WRONG_SETTINGS[what]
     refusal = Refusal(rank, lambda: change(pair.adapter))
     refusal.check_names(*words)
-    pair.step(rank.batch(0, (4, 9)))
-    pair.check()
+    train_and_check(pair, batches(rank, 1, (4, 9)))
 
 
 OF_THE_ROOT_NEEDS = {
@@ -657,10 +629,8 @@ OF_THE_ROOT_NEEDS = {
 @pytest.mark.parametrize("what", [pytest.param(name, marks=OF_THE_ROOT_NEEDS[name]) for name in OF_THE_ROOT])
 def test_calls_that_only_the_root_has(rank: Rank, what: str) -> None:
     """A setting of the root is refused on another unit, by every rank, and changes nothing."""
-    model = models.Tower(dim=9)
-    pair = rank.pair(model, units=model.units(), clip=Clip(1e-3) if what == "clipping" else None)
-    pair.step(rank.batch(0, (4, 9)))
-    pair.check()
+    pair = pair_by_units(rank, models.Tower(dim=9), clip=Clip(1e-3) if what == "clipping" else None)
+    train_and_check(pair, batches(rank, 1, (4, 9)))
     layer = copy.copy(pair.adapter)
     layer.module = pair.adapter.submodule("layers.1")
     refusal = Refusal(rank, lambda: OF_THE_ROOT[what](layer))
@@ -675,8 +645,7 @@ def test_calls_that_only_the_root_has(rank: Rank, what: str) -> None:
 @pytest.mark.parametrize("number", [1, 3])
 def test_inputs_of_reductions(rank: Rank, number: int) -> None:
     """Training is the same for any number of reduction inputs in flight, set for the root or for all units."""
-    model = models.Tower(dim=9)
-    pair = rank.pair(model, units=model.units())
+    pair = pair_by_units(rank, models.Tower(dim=9))
     for step, recurse in enumerate([False, True]):
         pair.adapter.change(Settings(reduce_inputs=number), recurse=recurse)
         pair.step(rank.batch(step, (4, 9)))

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
+from shardproof.suites.common import batches, checked_steps, pair_by_units, run_by_units, tokens, train_and_check
 from shardproof.testing import (
     RESHARD,
     RESHARD_CHOICES,
@@ -130,9 +131,7 @@ def test_layout_of_two_dimensions(rank: Rank, dim: int) -> None:
     mesh = rank.mesh((2,) * len(names), names)
     model = MLPStack(dim)
     full = {name: value.detach().clone() for name, value in model.named_parameters()}
-    run = rank.run(
-        model, units=model.units(), mesh=mesh["dp"], prepare=functools.partial(parallelize_mlps, mesh=mesh["tp"])
-    )
+    run = run_by_units(rank, model, mesh=mesh["dp"], prepare=functools.partial(parallelize_mlps, mesh=mesh["tp"]))
     for name, parameter in run.adapter.named_parameters().items():
         if not isinstance(parameter, DTensor):
             continue  # the layout of plain tensors is the implementation's own
@@ -175,8 +174,7 @@ def test_tensor_parallel_groups_of_ranks(rank: Rank) -> None:
         refusal.check_names("eshard")
         return
     pair = rank.pair(model, prepare=functools.partial(parallelize_mlps, mesh=mesh["tp"]), **options)
-    pair.step(rank.batch(0, (4, 5)))
-    pair.check()
+    train_and_check(pair, batches(rank, 1, (4, 5)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,9 +249,7 @@ def test_named_dimensions(rank: Rank, dimensions: str, divides: bool) -> None:
         assert not name.endswith("in_proj.weight") or found == case.weight(), f"{name} is placed {found}"
         whole: torch.Tensor = parameter.full_tensor()
         assert torch.equal(whole, full[name]), f"the shards of {name} are put together in another order"
-    for step in range(3):
-        pair.step(rank.batch(step, (4, 5), mesh=data), set_to_none=step % 2 == 0)
-        pair.check()
+    train_and_check(pair, batches(rank, 3, (4, 5), mesh=data), set_to_none="even")
 
 
 def _factors(rank: Rank, what: str) -> tuple[nn.Module, NamedDimensions]:
@@ -307,9 +303,7 @@ def test_named_replicas_in_different_orders(rank: Rank) -> None:
         refusal.check_names("mesh", "Mesh")
         return
     pair = rank.pair(model, prepare=spread, baseline="replicated", **options)
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 5)))
-        pair.check()
+    train_and_check(pair, batches(rank, 2, (4, 5)))
 
 
 @contract("COMPOSITION-4")
@@ -322,9 +316,7 @@ def test_transformer(rank: Rank, sequence: bool) -> None:
     prepare = functools.partial(parallelize_transformer, mesh=mesh["tp"], sequence=sequence)
     pair = rank.pair(model, units=model.units(), mesh=mesh["dp"], prepare=prepare)
     config = model.config
-    for step in range(3):
-        pair.step(rank.tokens(step, (3, config.length), vocabulary=config.vocabulary, mesh=mesh["dp"]))
-        pair.check()
+    for _ in checked_steps(pair, tokens(rank, 3, (3, config.length), vocabulary=config.vocabulary, mesh=mesh["dp"])):
         check_groups(pair, mesh["dp"], mesh["tp"])
         check_replicas(rank, pair, mesh["tp"])
 
@@ -338,13 +330,10 @@ def test_offloaded_tensor_parallel(rank: Rank, offload: Any) -> None:
     mesh = rank.mesh((1, rank.world_size), ("dp", "tp"))
     model = MLPStack(16)
     layers = len(model.layers)
-    pair = rank.pair(
-        model, units=model.units(), mesh=mesh["dp"], offload=offload,
-        prepare=functools.partial(parallelize_mlps, mesh=mesh["tp"]),
-    )  # fmt: skip
-    for step in range(3):
-        pair.step(rank.batch(step, (4, 16), mesh=mesh["dp"]))
-        pair.check()
+    pair = pair_by_units(
+        rank, model, mesh=mesh["dp"], offload=offload, prepare=functools.partial(parallelize_mlps, mesh=mesh["tp"])
+    )
+    for _ in checked_steps(pair, batches(rank, 3, (4, 16), mesh=mesh["dp"])):
         pair.check_counts("forward", all_reduce=layers)
         # The first layer's input needs no gradient.
         pair.check_counts("backward", all_reduce=layers - 1)
@@ -375,9 +364,7 @@ def test_parameters_of_both_kinds(
         offload=offload, reshard_after_forward=reshard_after_forward, flat_parameters=flat_parameters,
         after_backward=add_plain,
     )  # fmt: skip
-    for step in range(3):
-        pair.step(rank.batch(step, (4, 5), mesh=mesh["dp"]), set_to_none=step % 2 == 0)
-        pair.check()
+    train_and_check(pair, batches(rank, 3, (4, 5), mesh=mesh["dp"]), set_to_none="even")
 
 
 @contract("COMPOSITION-7")
@@ -393,9 +380,7 @@ def test_collectives_of_both_dimensions(rank: Rank) -> None:
     # Everything is cut or a replicated DTensor, so that user code need not sum gradients.
     model.net3 = nn.Identity()
     pair = rank.pair(model, mesh=mesh["dp"], prepare=functools.partial(parallelize_projections, mesh=mesh["tp"]))
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 5), mesh=mesh["dp"]))
-        pair.check()
+    for _ in checked_steps(pair, batches(rank, 2, (4, 5), mesh=mesh["dp"])):
         check_groups(pair, mesh["dp"], mesh["tp"])
         counts = {name: counts_within(pair, mesh[name]) for name in ("dp", "tp")}
         assert counts["dp"] == {"forward all_gather": 1, "backward reduce_scatter": 1}, counts
@@ -529,10 +514,9 @@ def train(
         cut = parallelize_mlps(plain, mesh["tp"])
         return recompute(cut, "hooks") if recomputes else cut
 
-    pair = rank.pair(
-        model, units=model.units(), mesh=parallel, prepare=prepare,
-        baseline="ddp" if len(data) == 1 else "replicated", **options,
-    )  # fmt: skip
+    pair = pair_by_units(
+        rank, model, mesh=parallel, prepare=prepare, baseline="ddp" if len(data) == 1 else "replicated", **options
+    )
     for step in range(3):
         batch = rank.batch(step, (8, dim), mesh=parallel, microbatch=stage)
         pair.step(batch, before_loss=computations.before_loss, set_to_none=step % 2 == 0)
@@ -606,10 +590,9 @@ def test_teacher_and_student(rank: Rank, reshard_after_forward: bool | int | Non
     def again() -> None:
         teach(rank.batch(0, (4, 9), microbatch=1))
 
-    pair = rank.pair(
-        student, units=student.units(), reshard_after_forward=reshard_after_forward,
-        after_backward=lambda adapter: again(),
-    )  # fmt: skip
+    pair = pair_by_units(
+        rank, student, reshard_after_forward=reshard_after_forward, after_backward=lambda adapter: again()
+    )
     pair.sharded.original_module("layers.1").register_forward_hook(lambda module, args, output: again())
     for step in range(3):
         x = rank.batch(step, (4, 9))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardproof.suites.common import batches, pair_by_units, run_by_units, train_and_check
 from shardproof.testing import (
     FLAT,
     KEEPS,
@@ -74,8 +75,7 @@ def test_two_runs(rank: Rank, reshard_after_forward: bool | None) -> None:
 def test_replicas(rank: Rank, shape: tuple[int, int]) -> None:
     """Replicas have the same bits after every step; a difference of one rounding would grow unnoticed."""
     mesh = rank.mesh(shape, ("replicate", "shard"))
-    model = models.Transformer()
-    run = rank.run(model, units=model.units(), mesh=mesh, optimizer=optim.sgd())
+    run = run_by_units(rank, models.Transformer(), mesh=mesh, optimizer=optim.sgd())
     first = int(mesh.mesh[0, mesh.get_local_rank("shard")])
     for step in range(3):
         tokens = rank.tokens(step, (3, 8), vocabulary=11)
@@ -110,9 +110,10 @@ def test_steps_with_own_hash_seeds(rank: Rank, reshard_after_forward: bool | Non
         flat_parameters=flat,
         reshard_after_forward=reshard_after_forward,
     )
-    for step in range(2):
-        pair.step([(rank.tokens(step, (3, 8), vocabulary=11, microbatch=index),) for index in range(2)])
-        pair.check()
+    train_and_check(
+        pair,
+        ([(rank.tokens(step, (3, 8), vocabulary=11, microbatch=index),) for index in range(2)] for step in range(2)),
+    )
 
 
 @contract("DETERMINISM-2")
@@ -122,18 +123,15 @@ def test_steps_with_own_hash_seeds(rank: Rank, reshard_after_forward: bool | Non
 def test_two_dimensions_with_own_hash_seeds(rank: Rank, flat: bool) -> None:
     """Ranks with different hash seeds also do so with tensor parallelism, with a norm over both mesh dimensions."""
     mesh = rank.mesh((2, 2), ("dp", "tp"))
-    model = MLPStack(17, normed=True)
-    pair = rank.pair(
-        model,
-        units=model.units(),
+    pair = pair_by_units(
+        rank,
+        MLPStack(17, normed=True),
         mesh=mesh["dp"],
         clip=Clip(max_norm=0.01),
         flat_parameters=flat,
         prepare=functools.partial(parallelize_mlps, mesh=mesh["tp"], sequence=True),
     )
-    for step in range(2):
-        pair.step(rank.batch(step, (2, 6, 17), mesh=mesh["dp"]), loss=models.ramp_square)
-        pair.check()
+    train_and_check(pair, batches(rank, 2, (2, 6, 17), mesh=mesh["dp"]), loss=models.ramp_square)
 
 
 @contract("DETERMINISM-2")
@@ -142,14 +140,13 @@ def test_two_dimensions_with_own_hash_seeds(rank: Rank, flat: bool) -> None:
 @FLAT
 def test_waiting_units_with_own_hash_seeds(rank: Rank, flat: bool) -> None:
     """Deferred reductions of units that the last backward does not reach are issued in one order on all ranks."""
-    model = models.Branches(9, 5)
-    pair = rank.pair(
-        model, units=model.units(), baseline="replicated", microbatches=5, accumulation=Accumulation(),
+    pair = pair_by_units(
+        rank, models.Branches(9, 5), baseline="replicated", microbatches=5, accumulation=Accumulation(),
         find_unused=True, flat_parameters=flat,
     )  # fmt: skip
-    for step in range(2):
-        pair.step([(rank.batch(step, (2, 9), microbatch=number), number) for number in range(5)])
-        pair.check()
+    train_and_check(
+        pair, ([(rank.batch(step, (2, 9), microbatch=number), number) for number in range(5)] for step in range(2))
+    )
 
 
 @contract("DETERMINISM-2")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardproof.suites.common import batches, checked_steps, pair_by_units, run_by_units, train_and_check
 from shardproof.testing import (
     FLAT,
     RESHARD,
@@ -84,8 +85,7 @@ def test_evaluation_between_steps(rank: Rank, mode: Any, reshard_after_forward: 
 
     An evaluation is also the model's first forward.
     """
-    model = models.Tower(dim=9, depth=DEPTH)
-    pair = rank.pair(model, units=model.units(), reshard_after_forward=reshard_after_forward)
+    pair = pair_by_units(rank, models.Tower(dim=9, depth=DEPTH), reshard_after_forward=reshard_after_forward)
     for step in range(3):
         for number in (1, 2):
             pair.evaluate(rank.batch(step, (2, 9), microbatch=number), mode=mode if step else "no_grad")
@@ -99,9 +99,8 @@ def test_evaluation_between_steps(rank: Rank, mode: Any, reshard_after_forward: 
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_evaluation_between_microbatches(rank: Rank, reshard_after_forward: bool | int | None, defers: bool) -> None:
     """An evaluation between two microbatches of a step changes no gradient of it, reduced or not."""
-    model = models.Tower(dim=9, depth=DEPTH)
-    pair = rank.pair(
-        model, units=model.units(), reshard_after_forward=reshard_after_forward, microbatches=3,
+    pair = pair_by_units(
+        rank, models.Tower(dim=9, depth=DEPTH), reshard_after_forward=reshard_after_forward, microbatches=3,
         accumulation=Accumulation() if defers else None,
     )  # fmt: skip
     context = pair.adapter.microbatch
@@ -125,12 +124,9 @@ def test_evaluation_between_microbatches(rank: Rank, reshard_after_forward: bool
 @SHARDS
 def test_first_forward_is_in_inference_mode(rank: Rank, shards: bool) -> None:
     """A model whose first forward ran in inference mode trains as any other."""
-    model = models.Tower(dim=9, depth=DEPTH)
-    pair = rank.pair(model, units=model.units(), shards=shards)
+    pair = pair_by_units(rank, models.Tower(dim=9, depth=DEPTH), shards=shards)
     pair.evaluate(rank.batch(0, (2, 9), microbatch=1), mode="inference_mode")
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+    train_and_check(pair, batches(rank, 2, (4, 9)))
 
 
 @contract("EVALUATION-2")
@@ -140,8 +136,7 @@ def test_first_forward_is_in_inference_mode(rank: Rank, shards: bool) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_evaluation_frees_what_forward_frees(rank: Rank, mode: Any, reshard_after_forward: bool | int | None) -> None:
     """After an evaluation parameters are gathered exactly if they are gathered after a training forward."""
-    model = models.Tower(dim=9, depth=DEPTH)
-    pair = rank.pair(model, units=model.units(), reshard_after_forward=reshard_after_forward)
+    pair = pair_by_units(rank, models.Tower(dim=9, depth=DEPTH), reshard_after_forward=reshard_after_forward)
     keeps = {True: reshard_after_forward in (None, False), False: reshard_after_forward is False}
     for step in range(2):
         pair.evaluate(rank.batch(step, (2, 9), microbatch=1), mode=mode if step else "no_grad")
@@ -169,9 +164,7 @@ def test_values_of_an_evaluation_do_not_outlive_the_step(rank: Rank, mode: Any) 
             adapter.forward(batch)
 
     pair = rank.pair(model, units=model.units(), reshard_after_forward=True, after_backward=evaluate)
-    for step in range(3):
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+    for _ in checked_steps(pair, batches(rank, 3, (4, 9))):
         pair.check_counts("forward", all_gather=DEPTH + 1)
         pair.check_counts("backward", all_gather=DEPTH + 1, reduce_scatter=DEPTH + 1)
 
@@ -238,8 +231,7 @@ def test_step_that_changes_nothing_on_some_ranks(rank: Rank, reshard_after_forwa
 @pytest.mark.parametrize("mode", MODES)
 def test_evaluation_gathers_each_unit_once(rank: Rank, mode: Any) -> None:
     """An evaluation gathers each unit once, and the next training step gathers the units that reshard by default."""
-    model = models.Tower(dim=9, depth=DEPTH)
-    pair = rank.pair(model, units=model.units())
+    pair = pair_by_units(rank, models.Tower(dim=9, depth=DEPTH))
     for step in range(2):
         before = len(pair.sharded.trace)
         pair.evaluate(rank.batch(step, (2, 9), microbatch=1), mode=mode if step else "no_grad")
@@ -260,8 +252,7 @@ def test_evaluation_gathers_each_unit_once(rank: Rank, mode: Any) -> None:
 @pytest.mark.parametrize("by_call", [False, pytest.param(True, marks=needs(Capability.ASYNC_UNSHARD))])
 def test_many_forwards_with_one_gather(rank: Rank, by_call: bool) -> None:
     """Units that stay gathered, by a call or after a forward, serve many forwards, and are right after a step."""
-    model = models.Tower(dim=9, depth=DEPTH)
-    pair = rank.pair(model, units=model.units(), reshard_after_forward=False)
+    pair = pair_by_units(rank, models.Tower(dim=9, depth=DEPTH), reshard_after_forward=False)
     for step in range(3):
         before = len(pair.sharded.trace)
         if by_call:
@@ -302,14 +293,11 @@ def test_a_call_shows_whole_parameters(rank: Rank, reshard_after_forward: bool |
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_gathers_in_flight_do_not_outlive_the_step(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """The next forward does not use values whose gather began between backward and the optimizer's step."""
-    model = models.Tower(dim=9, depth=DEPTH)
-    pair = rank.pair(
-        model, units=model.units(), reshard_after_forward=reshard_after_forward,
+    pair = pair_by_units(
+        rank, models.Tower(dim=9, depth=DEPTH), reshard_after_forward=reshard_after_forward,
         after_backward=lambda adapter: adapter.unshard(),
     )  # fmt: skip
-    for step in range(3):
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+    train_and_check(pair, batches(rank, 3, (4, 9)))
 
 
 @contract("EVALUATION-3")
@@ -539,8 +527,7 @@ def test_whole_gradients(rank: Rank, reshard_after_forward: bool | int | None, k
 @needs(Capability.WHOLE_PARAMETERS, Capability.DEFERRED_REDUCTION)
 def test_whole_gradients_between_microbatches(rank: Rank) -> None:
     """Full gradients can be read also where gradients are not reduced yet, and the step is the same."""
-    model = models.Tower(dim=9, depth=DEPTH)
-    pair = rank.pair(model, units=model.units(), microbatches=2, accumulation=Accumulation())
+    pair = pair_by_units(rank, models.Tower(dim=9, depth=DEPTH), microbatches=2, accumulation=Accumulation())
     context = pair.adapter.microbatch
 
     @contextlib.contextmanager
@@ -552,9 +539,7 @@ def test_whole_gradients_between_microbatches(rank: Rank) -> None:
                 pass
 
     rank.monkeypatch.setattr(pair.adapter, "microbatch", reading)
-    for step in range(2):
-        pair.step([rank.batch(step, (2, 9), microbatch=number) for number in range(2)])
-        pair.check()
+    train_and_check(pair, batches(rank, 2, (2, 9), microbatches=2))
 
 
 @contract("EVALUATION-4")
@@ -594,8 +579,7 @@ def test_whole_parameters_that_cannot_be(rank: Rank, what: str) -> None:
 
     Flat parameters have no gradients of their parts, and on the CPU full parameters are copies.
     """
-    model = models.Tower(dim=9, depth=DEPTH)
-    run = rank.run(model, units=model.units(), flat_parameters=what == "gradients-of-flat")
+    run = run_by_units(rank, models.Tower(dim=9, depth=DEPTH), flat_parameters=what == "gradients-of-flat")
     how = WholeParameters(
         keeps_changes=what == "changes-of-the-first-rank",
         first_rank_only=what in ("changes-of-the-first-rank", "in-a-forward", "gradients-on-the-cpu"),
@@ -664,8 +648,7 @@ def test_saving_where_parameters_are_whole(rank: Rank, where: str, flat: bool) -
 @needs(Capability.WHOLE_PARAMETERS)
 def test_whole_parameters_of_another_shape(rank: Rank) -> None:
     """A full parameter that user code replaces by one of another shape is refused, also of equally many elements."""
-    model = models.Tower(dim=9, depth=DEPTH)
-    run = rank.run(model, units=model.units())
+    run = run_by_units(rank, models.Tower(dim=9, depth=DEPTH))
     layer = run.original_module("layers.1.in_proj")
 
     def replace() -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from shardproof.suites.common import batches, checked_steps, train_and_check
 from shardproof.testing import (
     RESHARD,
     Capability,
@@ -192,9 +193,7 @@ def test_tensors_that_choose_what_travels(rank: Rank, kind: str, reshard_after_f
     """Weights that are sent as two halves, in one collective with biases, train as DDP does."""
     pair, calls = extended(rank, kind, reshard_after_forward)
     expected = {label or "(root)": gathered_bytes(rank.world_size, *size) for label, size in SIZES.items()}
-    for step in range(3):
-        pair.step(rank.batch(step, (4, 5)))
-        pair.check()
+    for _ in checked_steps(pair, batches(rank, 3, (4, 5))):
         found = [item.nbytes for item in pair.last_trace() if (item.phase, item.kind) == ("forward", "all_gather")]
         assert found == [expected["(root)"], expected["0"]], f"forward gathers {found} bytes instead of {expected}"
         again = {None: 1, True: 2, False: 0}[reshard_after_forward]
@@ -213,9 +212,7 @@ def test_several_tensors_of_one_unit(rank: Rank, kind: str) -> None:
     pair, calls = extended(rank, kind, None, model=model, units=[])
     biased, unbiased = (gathered_bytes(rank.world_size, *size) for size in SIZES.values())
     expected = biased + unbiased - 6 * 4
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 5)))
-        pair.check()
+    for step in checked_steps(pair, batches(rank, 2, (4, 5))):
         found = [item.nbytes for item in pair.last_trace() if item.kind == "all_gather"]
         assert found == [expected], f"step {step} gathers {found} bytes instead of {expected}"
     assert len(calls.gathered) == 8, f"in two steps the second hooks were given {len(calls.gathered)} tensors, not 8"
@@ -257,8 +254,7 @@ def test_shards_in_the_place_of_others(rank: Rank) -> None:
 def test_what_a_hook_makes_is_freed(rank: Rank, kind: str) -> None:
     """The second hook's inputs and result are freed after forward if the unit is, and made again in backward."""
     pair, calls = extended(rank, kind, True)
-    pair.step(rank.batch(0, (4, 5)))
-    pair.check()
+    train_and_check(pair, batches(rank, 1, (4, 5)))
     assert [storage.size() for storage in calls.storages] == [0, 0], "after backward the gathered weights hold bytes"
     held = sum(map(bytes_of, calls.gathered))
     assert not held, f"after backward what was gathered for the second hooks holds {held} bytes"
@@ -306,8 +302,7 @@ def test_groups_of_two(rank: Rank) -> None:
         refusal.check_names("reshard")
         return
     pair = rank.pair(model, units=[["0"]], prepare=hooked, reshard_after_forward=2)
-    pair.step(rank.batch(0, (4, 5)))
-    pair.check()
+    train_and_check(pair, batches(rank, 1, (4, 5)))
 
 
 @contract("EXTENSION-2")
@@ -327,9 +322,7 @@ def test_first_forward_is_in_inference_mode(rank: Rank, kind: str) -> None:
     """A parameter that the second hook makes in an evaluation, before any training forward, trains as DDP does."""
     pair, _ = extended(rank, kind, None)
     pair.evaluate(rank.batch(0, (2, 5), microbatch=1), mode="inference_mode")
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 5)))
-        pair.check()
+    train_and_check(pair, batches(rank, 2, (4, 5)))
 
 
 @contract("EXTENSION-1")
@@ -337,9 +330,7 @@ def test_first_forward_is_in_inference_mode(rank: Rank, kind: str) -> None:
 def test_older_form_of_a_hook(rank: Rank) -> None:
     """A first hook with the older signature, with the mesh as its only argument, trains as DDP does too."""
     pair, calls = extended(rank, "older", None)
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 5)))
-        pair.check()
+    train_and_check(pair, batches(rank, 2, (4, 5)))
     assert calls.before, "no hook was called"
 
 
@@ -349,9 +340,7 @@ def test_padding_that_a_hook_leaves(rank: Rank) -> None:
     """If the second hook leaves rows of padding in its result, the weights that modules see have none."""
     pair, calls = extended(rank, "object", True)
     calls.cuts = False
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 5)))
-        pair.check()
+    train_and_check(pair, batches(rank, 2, (4, 5)))
     found = [storage.size() for storage in calls.storages]
     assert found == [0, 0], f"after backward the gathered weights hold {found} bytes"
 
@@ -379,9 +368,7 @@ def test_hooks_beside_replicas(rank: Rank) -> None:
     """On replicas, hooks get the mesh of the ranks among which a shard is gathered."""
     mesh = rank.mesh((2, 2), ("replicate", "shard"))
     pair, calls = extended(rank, "class", None, mesh=mesh)
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 5)))
-        pair.check()
+    train_and_check(pair, batches(rank, 2, (4, 5)))
     expected = tuple(mesh["shard"].mesh.tolist())
     assert calls.ranks == {expected}, f"the first hook was given meshes of ranks {calls.ranks} instead of {expected}"
 

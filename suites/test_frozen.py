@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardproof.suites.common import batches, checked_steps, pair_by_units, train_and_check
 from shardproof.testing import (
     RESHARD,
     RESHARD_EXPLICIT,
@@ -50,8 +51,7 @@ FROZEN: dict[str, Callable[[str], bool]] = {
 @contract("FROZEN-1")
 @world(2, 4)
 @pytest.mark.parametrize(
-    ("what", "reshard_after_forward"),
-    [*((what, None) for what in FROZEN), *with_first("middle", RESHARD_EXPLICIT)],
+    ("what", "reshard_after_forward"), [*((what, None) for what in FROZEN), *with_first("middle", RESHARD_EXPLICIT)]
 )
 def test_frozen_before_sharding(rank: Rank, what: str, reshard_after_forward: bool | int | None) -> None:
     """Frozen units, and frozen parameters within units, get no gradient and keep their bits; the others train."""
@@ -97,9 +97,7 @@ def test_frozen_units_are_not_reduced(rank: Rank, what: str) -> None:
     model = models.Tower(dim=9, depth=DEPTH)
     _freeze(dict(model.named_parameters()), FROZEN[what])
     pair = rank.pair(model, units=model.units())
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+    for step in checked_steps(pair, batches(rank, 2, (4, 9))):
         reduced = sorted(item.unit for item in pair.last_trace() if item.kind == "reduce_scatter")
         expected = sorted(unit.label for unit in pair.units if not all(map(FROZEN[what], unit.names)))
         assert reduced == expected, f"{step_label(step)} reduces {reduced} with {what!r} frozen"
@@ -139,8 +137,7 @@ def test_frozen_units_are_freed_in_backward(rank: Rank, what: str) -> None:
 @needs(Capability.SHARDED, Capability.UNUSED_OUTPUT)
 def test_units_frozen_between_steps_are_freed_in_backward(rank: Rank) -> None:
     """A unit frozen between two steps is freed, once backward has passed it, in the first step that follows."""
-    model = models.Tower(dim=9, depth=DEPTH)
-    pair = rank.pair(model, units=model.units(), baseline="replicated", find_unused=True)
+    pair = pair_by_units(rank, models.Tower(dim=9, depth=DEPTH), baseline="replicated", find_unused=True)
     census = Census(pair.sharded)
     for step, freezes in enumerate([False, True, False, True]):
         for named in (
@@ -174,9 +171,7 @@ def test_frozen_unit_that_runs_twice(rank: Rank, reshard_after_forward: bool | i
     model = models.ReusedInner(9)
     _freeze(dict(model.named_parameters()), lambda name: name.startswith("inner."))
     pair = rank.pair(model, units=[["before"], ["inner"], ["outer"]], reshard_after_forward=reshard_after_forward)
-    for step in range(3):
-        pair.step(rank.batch(step, (4, 9)), set_to_none=step % 2 == 0)
-        pair.check()
+    train_and_check(pair, batches(rank, 3, (4, 9)), set_to_none="even")
 
 
 @contract("FROZEN-5")
@@ -317,9 +312,8 @@ def test_frozen_between_steps(rank: Rank, reshard_after_forward: bool | int | No
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
 def test_flat_frozen_between_steps(rank: Rank, reshard_after_forward: bool | None) -> None:
     """Freezing all or none of a flat parameter between two steps holds from the next forward on."""
-    model = models.Tower(dim=9, depth=DEPTH)
-    pair = rank.pair(
-        model, units=model.units(), baseline="replicated", reshard_after_forward=reshard_after_forward,
+    pair = pair_by_units(
+        rank, models.Tower(dim=9, depth=DEPTH), baseline="replicated", reshard_after_forward=reshard_after_forward,
         find_unused=True, flat_parameters=True,
     )  # fmt: skip
     for step, layer in enumerate(["", "layers.1.", "layers.0.", "", "layers.1."]):
@@ -396,9 +390,7 @@ def test_frozen_beside_tensor_parallelism(rank: Rank, what: str) -> None:
     mesh = rank.mesh((2, 2), ("dp", "tp"))
     model = MLPStack(5)
     _freeze(dict(model.named_parameters()), FROZEN[what])
-    pair = rank.pair(
-        model, units=model.units(), mesh=mesh["dp"], prepare=functools.partial(parallelize_mlps, mesh=mesh["tp"])
-    )
+    pair = pair_by_units(rank, model, mesh=mesh["dp"], prepare=functools.partial(parallelize_mlps, mesh=mesh["tp"]))
     for step in range(2):
         _assert_requires_grad(pair, what, f"before {step_label(step)}")
         pair.step(rank.batch(step, (4, 5), mesh=mesh["dp"]), set_to_none=step % 2 == 0)
