@@ -21,6 +21,11 @@ def pair_by_units(rank: Rank, model: Any, **options: Any) -> Pair:
     return rank.pair(model, units=model.units(), **options)
 
 
+def tower(rank: Rank, *, dim: int = 9, **options: Any) -> Pair:
+    """A pair of three layers of different sizes, each a unit, and the root's own (collective)."""
+    return pair_by_units(rank, models.Tower(dim=dim), **options)
+
+
 def run_by_units(rank: Rank, model: Any, **options: Any) -> Run:
     """:meth:`Rank.run` of a model, sharded by the units that it names (collective)."""
     return rank.run(model, units=model.units(), **options)

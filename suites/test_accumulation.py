@@ -20,6 +20,7 @@ from shardproof.suites.common import (
     run_and_plain,
     run_by_units,
     tokens,
+    tower,
     train_and_check,
     two_runs,
 )
@@ -33,7 +34,6 @@ from shardproof.testing import (
     Hardware,
     Location,
     Oracle,
-    Pair,
     Piece,
     Rank,
     Run,
@@ -96,16 +96,11 @@ def train_and_count(rank: Rank, gathers: dict[str, int], reduces: dict[str, int]
 
     Gradients are set to zeros and to None in turn, so that reductions also add to gradients that exist.
     """
-    pair = tower(rank, **options)
+    pair = tower(rank, microbatches=MICROBATCHES, **options)
     for _ in checked_steps(pair, microbatches(rank, 3), set_to_none="odd"):
         pair.check_counts("forward", all_gather=gathers["forward"])
         pair.check_counts("backward", all_gather=gathers["backward"], **reduces)
         pair.check_counts("step")
-
-
-def tower(rank: Rank, **options: Any) -> Pair:
-    """A pair that trains in three microbatches."""
-    return pair_by_units(rank, models.Tower(dim=DIM, depth=DEPTH), microbatches=MICROBATCHES, **options)
 
 
 def microbatches(rank: Rank, steps: int) -> Iterator[Any]:
@@ -200,7 +195,8 @@ DEFERRED = needs(Capability.DEFERRED_REDUCTION)
 def test_microbatches_add_up(rank: Rank, has_replicas: bool, reduces: str) -> None:
     """Gradients of several microbatches add up, whether none, some or all backwards before the last reduce."""
     mesh = rank.mesh((2, 2), ("replicate", "shard")) if has_replicas else None
-    pair = tower(rank, mesh=mesh, accumulation=None if reduces == "default" else Accumulation())
+    how = None if reduces == "default" else Accumulation()
+    pair = tower(rank, microbatches=MICROBATCHES, mesh=mesh, accumulation=how)
     if reduces != "default":
         last = iter([True, reduces == "every-backward", True] * 3)
         context = pair.adapter.microbatch
@@ -213,7 +209,7 @@ def test_microbatches_add_up(rank: Rank, has_replicas: bool, reduces: str) -> No
 @needs(Capability.SHARDED, Capability.DEFERRED_REDUCTION)
 def test_gradients_that_a_script_replaced(rank: Rank) -> None:
     """A reduction adds to the existing gradients, also if user code has replaced their tensors."""
-    pair = tower(rank, accumulation=Accumulation())
+    pair = tower(rank, microbatches=MICROBATCHES, accumulation=Accumulation())
     context = pair.adapter.microbatch
 
     def replace() -> None:
@@ -231,7 +227,7 @@ def test_gradients_that_a_script_replaced(rank: Rank) -> None:
 @needs(Capability.OWN_OPTIMIZER, Capability.SHARDED)
 def test_gradients_that_a_script_dropped_of_some(rank: Rank) -> None:
     """After user code has dropped the gradients of some parameters of each unit, later backwards add to all of them."""
-    run, whole = run_and_plain(rank, models.Tower(dim=DIM, depth=DEPTH))
+    run, whole = run_and_plain(rank, models.Tower(dim=DIM))
     for number, batch in enumerate(batches(rank, 3, (4, DIM))):
         run.forward_backward((batch,), loss=models.mean_square)
         backward_of_copies(rank, whole, loss=models.mean_square(whole(batch)))
@@ -267,7 +263,7 @@ def test_gradients_that_a_script_drops(rank: Rank, dropped: str, when: str, opti
     This holds between a forward and its backward, after a cast and back, and after user code has read full parameters,
     also if that read has raised, whether the gradients are dropped on sharded or on full parameters.
     """
-    model = models.Tower(dim=DIM, depth=DEPTH)
+    model = models.Tower(dim=DIM)
 
     def gradients(first: int, drop: str) -> dict[str, Any]:
         run = run_by_units(rank, models.copy_of(model), accumulation=Accumulation(), **options)
@@ -295,7 +291,7 @@ def test_gradients_that_a_script_drops(rank: Rank, dropped: str, when: str, opti
 @needs(Capability.FLAT_PARAMETERS, Capability.DEFERRED_REDUCTION)
 def test_gradients_that_are_not_reduced(rank: Rank) -> None:
     """Unreduced gradients on modules are full: the sums of this rank's own gradients over its microbatches."""
-    run, whole = run_and_plain(rank, models.Tower(dim=DIM, depth=DEPTH), accumulation=Accumulation())
+    run, whole = run_and_plain(rank, models.Tower(dim=DIM), accumulation=Accumulation())
     for batch in batches(rank, 2, (2, DIM)):
         with run.adapter.microbatch(is_last=False):
             run.forward_backward((batch,), loss=models.mean_square)
@@ -315,7 +311,7 @@ def test_gradients_that_are_not_reduced(rank: Rank) -> None:
 @pytest.mark.parametrize("casts", [True, False])
 def test_gradients_that_a_script_zeroes(rank: Rank, casts: bool, flat: bool) -> None:
     """Unreduced gradients that user code zeroes contribute nothing later, after a cast and back too."""
-    model = models.Tower(dim=DIM, depth=DEPTH)
+    model = models.Tower(dim=DIM)
     run, twin = two_runs(rank, model, accumulation=Accumulation(), flat_parameters=flat)
     with run.adapter.microbatch(is_last=False):
         run.forward_backward((rank.batch(0, (2, DIM)),), loss=models.mean_square)
@@ -352,7 +348,7 @@ def drop_gradients(run: Run, name: str) -> None:
 @COUNTED
 def test_contexts_nest(rank: Rank) -> None:
     """Entering and leaving a nested context that defers the reduction changes nothing."""
-    pair = tower(rank, accumulation=Accumulation())
+    pair = tower(rank, microbatches=MICROBATCHES, accumulation=Accumulation())
     context = pair.adapter.microbatch
 
     @contextlib.contextmanager
@@ -478,7 +474,7 @@ def test_forwards_run_ahead(rank: Rank, ahead: int, unshards: bool, keeps_gather
     If a call has gathered the parameters before the first forward, that forward gathers nothing.
     """
     how = Accumulation(keeps_gathered=keeps_gathered, marks_last=True)
-    pair = tower(rank, baseline="replicated", reshard_after_forward=False, accumulation=how)
+    pair = tower(rank, microbatches=MICROBATCHES, baseline="replicated", reshard_after_forward=False, accumulation=how)
     for step, batch in enumerate(microbatches(rank, 3)):
         if unshards:
             with pair.sharded.recorder.during("unshard"):
@@ -500,7 +496,7 @@ def test_forwards_run_ahead(rank: Rank, ahead: int, unshards: bool, keeps_gather
 def test_backwards_before_the_last_keep_the_order(rank: Rank, ahead: int) -> None:
     """A backward marked as not the last keeps the recorded order of forwards, by which later ones gather ahead."""
     how = Accumulation(units=(), marks_last=True)
-    pair = tower(rank, baseline="replicated", reshard_after_forward=True, accumulation=how)
+    pair = tower(rank, microbatches=MICROBATCHES, baseline="replicated", reshard_after_forward=True, accumulation=how)
     for _ in checked_steps(pair, microbatches(rank, 2), set_to_none="odd", ahead=ahead):
         backward = [(item.kind, item.unit) for item in pair.last_trace() if item.phase == "backward"]
         size = 2 * UNITS

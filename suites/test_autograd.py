@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardproof.suites.common import batches, pair_by_units, run_and_plain, train_and_check
+from shardproof.suites.common import batches, pair_by_units, run_and_plain, tower, train_and_check
 from shardproof.testing import (
     RESHARD,
     Accumulation,
@@ -391,7 +391,7 @@ def _loss_of(output: Any, *, index: int) -> torch.Tensor:
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_gradient_of_the_input(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """An input that requires a gradient gets the baseline's own, which is not averaged over the ranks."""
-    pair = pair_by_units(rank, models.Tower(dim=9), reshard_after_forward=reshard_after_forward)
+    pair = tower(rank, reshard_after_forward=reshard_after_forward)
     for step in range(3):
         batch = rank.batch(step, (4, 9)).requires_grad_()
         pair.step(batch)
@@ -440,7 +440,7 @@ def test_inputs_by_keyword_are_reduced_in_order(rank: Rank) -> None:
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_two_forwards_before_one_backward(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """One backward of the losses of two forwards of the root has the sum of both gradients."""
-    pair = pair_by_units(rank, models.Tower(dim=9), baseline="replicated", reshard_after_forward=reshard_after_forward)
+    pair = tower(rank, baseline="replicated", reshard_after_forward=reshard_after_forward)
     again = torch.linspace(-1, 1, 18, device=rank.device).view(2, 9)
 
     def loss(output: torch.Tensor, *, runs: Iterator[Run]) -> torch.Tensor:
@@ -468,9 +468,7 @@ def test_output_changed_in_place(rank: Rank) -> None:
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_dropped_forward(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """A forward whose output is dropped changes neither the next step nor, after it, what is gathered."""
-    pair = pair_by_units(
-        rank, models.Tower(dim=9), reshard_after_forward=reshard_after_forward, after_backward=_assert_nothing_gathered
-    )
+    pair = tower(rank, reshard_after_forward=reshard_after_forward, after_backward=_assert_nothing_gathered)
     for step in range(3):
         with pair.sharded.recorder.during("dropped"):
             pair.adapter.forward(rank.batch(step, (2, 9), microbatch=1))
@@ -536,7 +534,7 @@ def test_ranks_use_different_parameters(rank: Rank, replicas: int, how: Accumula
 @world(2, 4)
 def test_batches_of_different_sizes(rank: Rank) -> None:
     """Ranks may have batches of different sizes: the gradient is the mean of the ranks' gradients."""
-    pair = pair_by_units(rank, models.Tower(dim=9))
+    pair = tower(rank)
     train_and_check(pair, (rank.batch(step, ([1, 3, 2, 5][(rank.index + step) % 4], 9)) for step in range(3)))
 
 

@@ -12,7 +12,16 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from shardproof.suites.common import batches, checked_steps, pair_by_units, run_by_units, tokens, train_and_check
+from shardproof.suites.common import (
+    batches,
+    checked_steps,
+    pair_by_units,
+    pair_of_mlps,
+    run_by_units,
+    tokens,
+    tower,
+    train_and_check,
+)
 from shardproof.testing import (
     FLAT,
     Capability,
@@ -37,6 +46,7 @@ pytestmark = needs(Capability.CLIPPING)
 ANY = needs(Capability.CLIP_ANY_NORM)
 NORMS = [2.0, *(pytest.param(p, marks=ANY) for p in (1.0, math.inf))]
 NAMES = ("replicate", "shard")
+HALF, SINGLE, DOUBLE = torch.float16, torch.float32, torch.float64
 
 
 def reductions_of_norm(rank: Rank, *, tensor_parallel: int = 0) -> int:
@@ -68,12 +78,9 @@ def test_small_and_large_gradients(rank: Rank, scale: float, norm_type: float) -
     def loss(output: torch.Tensor) -> torch.Tensor:
         return models.mean_square(output) * scale
 
-    model = models.Tower(dim=10)
-    limit = 1e-2 * scale
+    clip = Clip(max_norm=1e-2 * scale, norm_type=norm_type)
     # Steps as large as those of a run whose loss is not scaled.
-    pair = rank.pair(
-        model, units=model.units(), clip=Clip(max_norm=limit, norm_type=norm_type), optimizer=optim.sgd(lr=0.05 / scale)
-    )
+    pair = tower(rank, dim=10, clip=clip, optimizer=optim.sgd(lr=0.05 / scale))
     train_and_check(pair, batches(rank, 2, (4, 10)), loss=loss)
 
 
@@ -89,9 +96,7 @@ def test_frozen_and_unused_parameters(rank: Rank, norm_type: float) -> None:
     pair = pair_by_units(
         rank, model, baseline="replicated", find_unused=True, clip=Clip(max_norm=0.01, norm_type=norm_type)
     )
-    for step in range(2):
-        pair.step((rank.batch(step, (4, 12)), 1))  # branches 0 and 2 are not used
-        pair.check()
+    train_and_check(pair, ((batch, 1) for batch in batches(rank, 2, (4, 12))))  # branches 0 and 2 are not used
 
 
 @contract("CLIPPING-1")
@@ -128,7 +133,7 @@ def test_ignored_parameter(rank: Rank, norm_type: float) -> None:
 @pytest.mark.parametrize("norm_type", NORMS)
 def test_norm_below_the_limit(rank: Rank, norm_type: float) -> None:
     """Gradients whose norm is below the limit do not change, and clipping still returns the norm."""
-    pair = pair_by_units(rank, models.Tower(dim=10), clip=Clip(max_norm=1e3, norm_type=norm_type), must_clip=False)
+    pair = tower(rank, dim=10, clip=Clip(max_norm=1e3, norm_type=norm_type), must_clip=False)
     train_and_check(pair, batches(rank, 2, (4, 10)))
 
 
@@ -138,7 +143,7 @@ def test_norm_below_the_limit(rank: Rank, norm_type: float) -> None:
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
 def test_norm_costs_one_reduction(rank: Rank, norm_type: float) -> None:
     """Clipping over a one-dimensional mesh communicates once, and norms only."""
-    pair = pair_by_units(rank, models.Tower(dim=10), clip=Clip(max_norm=0.01, norm_type=norm_type))
+    pair = tower(rank, dim=10, clip=Clip(max_norm=0.01, norm_type=norm_type))
     train_and_check(pair, batches(rank, 1, (4, 10)))
     if rank.implementation.traits.shards == {"optimizer"}:
         # One rank may own a parameter's full gradient and update it; the norms of the owners are then summed.
@@ -184,15 +189,8 @@ def test_ranks_without_any_gradient(rank: Rank) -> None:
 @FLAT
 def test_two_dimensions(rank: Rank, flat: bool, dim: int, norm_type: float) -> None:
     """The norm of gradients sharded over both dimensions, or over one, costs one reduction per dimension."""
-    mesh = rank.mesh((2, 2), ("dp", "tp"))
-    pair = pair_by_units(
-        rank,
-        MLPStack(dim, normed=True),
-        mesh=mesh["dp"],
-        clip=Clip(max_norm=0.001, norm_type=norm_type),
-        flat_parameters=flat,
-        prepare=functools.partial(parallelize_mlps, mesh=mesh["tp"], sequence=True),
-    )
+    mesh, clip = rank.mesh((2, 2), ("dp", "tp")), Clip(max_norm=0.001, norm_type=norm_type)
+    pair = pair_of_mlps(rank, mesh, MLPStack(dim, normed=True), sequence=True, clip=clip, flat_parameters=flat)
     for _ in checked_steps(pair, batches(rank, 3, (2, 6, dim), mesh=mesh["dp"]), loss=models.ramp_square):
         pair.check_counts("clip", all_reduce=reductions_of_norm(rank, tensor_parallel=1))
 
@@ -204,16 +202,10 @@ def test_two_dimensions(rank: Rank, flat: bool, dim: int, norm_type: float) -> N
 @FLAT
 def test_unit_that_is_cut_in_part(rank: Rank, flat: bool, norm_type: float) -> None:
     """A unit may have tensor-parallel layers next to a plain norm: both count once."""
-    mesh = rank.mesh((2, 2), ("dp", "tp"))
-    model = MLPStack(17, normed=True)
-    pair = rank.pair(
-        model,
-        units=[["layers.0"]],  # the other layer and the norm are the root's
-        mesh=mesh["dp"],
-        clip=Clip(max_norm=0.001, norm_type=norm_type),
-        flat_parameters=flat,
-        prepare=functools.partial(parallelize_mlps, mesh=mesh["tp"]),
-    )
+    mesh, clip = rank.mesh((2, 2), ("dp", "tp")), Clip(max_norm=0.001, norm_type=norm_type)
+    options: Any = {"mesh": mesh["dp"], "prepare": functools.partial(parallelize_mlps, mesh=mesh["tp"])}
+    units = [["layers.0"]]  # the other layer and the norm are the root's
+    pair = rank.pair(MLPStack(17, normed=True), units=units, clip=clip, flat_parameters=flat, **options)
     for _ in checked_steps(pair, batches(rank, 2, (2, 6, 17), mesh=mesh["dp"]), loss=models.ramp_square):
         pair.check_counts("clip", all_reduce=reductions_of_norm(rank, tensor_parallel=1))
 
@@ -227,19 +219,13 @@ def test_ignored_parameters_that_are_cut(rank: Rank, norm_type: float) -> None:
     mesh, model = rank.mesh((2, 2), ("dp", "tp")), MLPStack(16).double()
     batch = torch.linspace(-1, 1, 64, dtype=torch.float64, device=rank.device).view(1, 4, 16)
     plain, clip = models.copy_of(model).to(rank.device), Clip(max_norm=0.001, norm_type=norm_type)
-    run = rank.run(
-        model,
-        units=[["layers.1"]],
-        mesh=mesh["dp"],
-        clip=clip,
-        ignored=tuple(name for name, _ in model.named_parameters() if name.startswith("layers.0.")),
-        prepare=functools.partial(parallelize_mlps, mesh=mesh["tp"]),
-    )
+    ignored = tuple(name for name, _ in model.named_parameters() if name.startswith("layers.0."))
+    options: Any = {"mesh": mesh["dp"], "prepare": functools.partial(parallelize_mlps, mesh=mesh["tp"])}
+    run = rank.run(model, units=[["layers.1"]], clip=clip, ignored=ignored, **options)
     run.forward_backward((batch,), loss=models.ramp_square)
     models.ramp_square(plain(batch)).backward()
-    expected = float(
-        nn.utils.get_total_norm([one.grad for one in plain.parameters() if one.grad is not None], norm_type)
-    )
+    gradients = [one.grad for one in plain.parameters() if one.grad is not None]
+    expected = float(nn.utils.get_total_norm(gradients, norm_type))
     found = float(run.adapter.norm_value(run.adapter.clip()))
     # Another order of summation in float64 changes far less.
     assert math.isclose(found, expected, rel_tol=1e-6), f"total norm: {found} instead of {expected}"
@@ -251,9 +237,8 @@ def test_ignored_parameters_that_are_cut(rank: Rank, norm_type: float) -> None:
 @pytest.mark.parametrize("norm_type", NORMS)
 def test_replicas(rank: Rank, norm_type: float) -> None:
     """Replicas hold the same gradients: the norm counts them once, and is reduced within a replica."""
-    model = models.Tower(dim=9)
     mesh = rank.mesh((2, 2), NAMES)
-    pair = rank.pair(model, units=model.units(), mesh=mesh, clip=Clip(max_norm=0.01, norm_type=norm_type))
+    pair = tower(rank, mesh=mesh, clip=Clip(max_norm=0.01, norm_type=norm_type))
     replica = tuple(mesh["shard"].mesh.tolist())
     for _ in checked_steps(pair, batches(rank, 2, (4, 9))):
         if rank.implementation.traits.clips == "call":
@@ -268,12 +253,7 @@ def test_replicas(rank: Rank, norm_type: float) -> None:
 @pytest.mark.parametrize("norm_type", NORMS)
 @pytest.mark.parametrize(
     "dtypes",
-    [
-        (torch.float16, torch.float16),
-        (torch.float16, torch.float32),
-        (torch.float32, torch.float64),
-        (torch.float64, torch.float32),
-    ],
+    [(HALF, HALF), (HALF, SINGLE), (SINGLE, DOUBLE), (DOUBLE, SINGLE)],
     ids=["float16", "float16-32", "float32-64", "float64-32"],
 )
 def test_gradients_of_two_dtypes(rank: Rank, dtypes: tuple[torch.dtype, torch.dtype], norm_type: float) -> None:
@@ -335,7 +315,7 @@ def test_norm_of_nan(rank: Rank, norm_type: float) -> None:
     "number",
     [
         pytest.param((dtype, value), id=f"{str(dtype).removeprefix('torch.')}-{value}")
-        for dtype, value in itertools.product([torch.float32, torch.float64], [math.inf, math.nan])
+        for dtype, value in itertools.product([SINGLE, DOUBLE], [math.inf, math.nan])
     ],
 )
 def test_norm_that_is_not_finite_raises(rank: Rank, number: tuple[torch.dtype, float], norm_type: float) -> None:
@@ -349,9 +329,9 @@ def test_norm_that_is_not_finite_raises(rank: Rank, number: tuple[torch.dtype, f
             batch[row, 12] = value  # of the root's weight alone
         run.forward_backward((batch,), loss=torch.sum)
         before = {name: piece.tensor.clone() for name, piece in run.adapter.gradients().items() if piece is not None}
+        error = ""
         try:
             run.adapter.clip()
-            error = ""
         except RuntimeError as raised:
             error = str(raised)
         everyone = rank.exchange(error)
