@@ -111,11 +111,6 @@ class Fsdp1(Api):
         optimizer.step()
         return optimizer
 
-    def trained(self) -> tuple[Any, torch.optim.Optimizer]:
-        """A nested wrapper and its Adam, after one step."""
-        model = self.nested()
-        return model, self.train(model)
-
     def strategies(self) -> list[str]:
         """The strategies that wrappers report: by default, and chosen with full shards, fewer gathers and no shards."""
         kinds = self.api.ShardingStrategy
@@ -174,6 +169,13 @@ def fsdp1(rank: Rank, **options: Any) -> Fsdp1:
         **options: as for :meth:`Rank.config`.
     """
     return Fsdp1(rank, _adapter(rank, **options))
+
+
+def trained(rank: Rank) -> tuple[Fsdp1, Any, torch.optim.Optimizer]:
+    """Make the API available, with a nested wrapper and its Adam, after one step (collective)."""
+    fsdp = fsdp1(rank)
+    model = fsdp.nested()
+    return fsdp, model, fsdp.train(model)
 
 
 def hybrid(rank: Rank) -> Fsdp1:

@@ -11,6 +11,19 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardproof.suites.common import (
+    after_microbatches,
+    batches,
+    check_same_gradients,
+    checked_steps,
+    pair_by_units,
+    run_and_plain,
+    run_by_units,
+    tokens,
+    tower,
+    train_and_check,
+    two_runs,
+)
 from shardproof.testing import (
     RESHARD,
     RESHARD_CHOICES,
@@ -21,7 +34,6 @@ from shardproof.testing import (
     Hardware,
     Location,
     Oracle,
-    Pair,
     Piece,
     Rank,
     Run,
@@ -47,14 +59,9 @@ UNITS = DEPTH + 1  # the root has parameters of its own
 MICROBATCHES = 3
 
 PER_UNIT = needs(Capability.DEFERRED_PER_UNIT)
-WAITING = pytest.mark.parametrize(
-    "waiting",
-    [
-        "all",
-        pytest.param("root-only", marks=PER_UNIT),
-        pytest.param(("layers.0", "layers.1"), marks=PER_UNIT, id="some"),
-    ],
-)
+ROOT_ONLY = pytest.param("root-only", marks=PER_UNIT)
+SOME = pytest.param(("layers.0", "layers.1"), marks=PER_UNIT, id="some")
+WAITING = pytest.mark.parametrize("waiting", ["all", ROOT_ONLY, SOME])
 OFFLOADED = needs(Capability.OFFLOAD, Capability.PAGEABLE_OFFLOAD)
 PINNED = needs(Capability.OFFLOAD, Hardware.ACCELERATOR)
 #: Offloading is crossed with one way of resharding, as in the seeds.
@@ -89,20 +96,16 @@ def train_and_count(rank: Rank, gathers: dict[str, int], reduces: dict[str, int]
 
     Gradients are set to zeros and to None in turn, so that reductions also add to gradients that exist.
     """
-    model = models.Tower(dim=DIM, depth=DEPTH)
-    pair = rank.pair(model, units=model.units(), microbatches=MICROBATCHES, **options)
-    for step in range(3):
-        step_with(rank, pair, step)
-        pair.check()
+    pair = tower(rank, microbatches=MICROBATCHES, **options)
+    for _ in checked_steps(pair, microbatches(rank, 3), set_to_none="odd"):
         pair.check_counts("forward", all_gather=gathers["forward"])
         pair.check_counts("backward", all_gather=gathers["backward"], **reduces)
         pair.check_counts("step")
 
 
-def step_with(rank: Rank, pair: Pair, step: int, *, ahead: int = 0) -> None:
-    """One step on microbatches that all differ."""
-    batch = [rank.batch(step, (2, DIM), microbatch=number) for number in range(MICROBATCHES)]
-    pair.step(batch, set_to_none=step % 2 == 1, ahead=ahead)
+def microbatches(rank: Rank, steps: int) -> Iterator[Any]:
+    """Microbatches that all differ."""
+    return batches(rank, steps, (2, DIM), microbatches=MICROBATCHES)
 
 
 @contract("ACCUMULATION-1", "ACCUMULATION-2", "ACCUMULATION-8")
@@ -113,11 +116,11 @@ def step_with(rank: Rank, pair: Pair, step: int, *, ahead: int = 0) -> None:
 @WAITING
 def test_reduction_waits(rank: Rank, waiting: Any, reshard_after_forward: bool | int, offload: Any) -> None:
     """A unit whose reduction is deferred is reduced once, the others by every backward; the gathers do not change."""
-    how = Accumulation(units=waiting)
+    options: Any = {"reshard_after_forward": reshard_after_forward, "offload": offload}
+    reduces = {"reduce_scatter": reductions(waiting)}
     train_and_count(
-        rank, gathers_of(reshard_after_forward), {"reduce_scatter": reductions(waiting)},
-        reshard_after_forward=reshard_after_forward, offload=offload, accumulation=how,
-    )  # fmt: skip
+        rank, gathers_of(reshard_after_forward), reduces, accumulation=Accumulation(units=waiting), **options
+    )
 
 
 @contract("ACCUMULATION-1", "ACCUMULATION-2", "ACCUMULATION-3", "ACCUMULATION-8")
@@ -132,14 +135,20 @@ def test_hybrid_reduction_waits(
     rank: Rank, skips: Any, waiting: Any, reshard_after_forward: bool | int, offload: Any
 ) -> None:
     """Before the last microbatch a mesh with replicas reduces nothing, or only within each shard group."""
-    reduces = {"reduce_scatter": reductions(waiting), "all_reduce": reductions(waiting)}
-    if skips == "all-reduce":
-        reduces["reduce_scatter"] = UNITS * MICROBATCHES
-    train_and_count(
-        rank, gathers_of(reshard_after_forward), reduces, mesh=rank.mesh((2, 2), ("replicate", "shard")),
-        reshard_after_forward=reshard_after_forward, offload=offload,
-        accumulation=Accumulation(units=waiting, skips=skips),
-    )  # fmt: skip
+    options: Any = {"reshard_after_forward": reshard_after_forward, "offload": offload}
+    how = Accumulation(units=waiting, skips=skips)
+    train_and_count(rank, gathers_of(reshard_after_forward), reductions_of(how), **on_replicas(rank, how), **options)
+
+
+def reductions_of(how: Accumulation) -> dict[str, int]:
+    """The collectives of gradients of a step on replicas of two shards."""
+    number = reductions(how.units)
+    return {"reduce_scatter": UNITS * MICROBATCHES if how.skips == "all-reduce" else number, "all_reduce": number}
+
+
+def on_replicas(rank: Rank, how: Accumulation | None) -> dict[str, Any]:
+    """The options of accumulation on two replicas of two shards."""
+    return {"mesh": rank.mesh((2, 2), ("replicate", "shard")), "accumulation": how}
 
 
 @contract("ACCUMULATION-1", "ACCUMULATION-3")
@@ -157,10 +166,9 @@ def test_hybrid_reduction_waits(
 )
 def test_reduction_over_replicas_waits(rank: Rank, how: dict[str, Any], waiting: Any) -> None:
     """Where replicas have one shard, the all-reduce is the only collective, and the only deferred one."""
-    train_and_count(
-        rank, {"forward": 0, "backward": 0}, {"all_reduce": reductions(waiting)},
-        mesh=rank.mesh((2, 1), ("replicate", "shard")), accumulation=Accumulation(units=waiting, **how),
-    )  # fmt: skip
+    options: Any = {"mesh": rank.mesh((2, 1), ("replicate", "shard"))}
+    options["accumulation"] = Accumulation(units=waiting, **how)
+    train_and_count(rank, {"forward": 0, "backward": 0}, {"all_reduce": reductions(waiting)}, **options)
 
 
 @contract("ACCUMULATION-1", "ACCUMULATION-2")
@@ -186,17 +194,14 @@ DEFERRED = needs(Capability.DEFERRED_REDUCTION)
 )
 def test_microbatches_add_up(rank: Rank, has_replicas: bool, reduces: str) -> None:
     """Gradients of several microbatches add up, whether none, some or all backwards before the last reduce."""
-    model = models.Tower(dim=DIM, depth=DEPTH)
     mesh = rank.mesh((2, 2), ("replicate", "shard")) if has_replicas else None
     how = None if reduces == "default" else Accumulation()
-    pair = rank.pair(model, units=model.units(), microbatches=MICROBATCHES, mesh=mesh, accumulation=how)
+    pair = tower(rank, microbatches=MICROBATCHES, mesh=mesh, accumulation=how)
     if reduces != "default":
         last = iter([True, reduces == "every-backward", True] * 3)
         context = pair.adapter.microbatch
         rank.monkeypatch.setattr(pair.adapter, "microbatch", lambda *, is_last: context(is_last=next(last)))
-    for step in range(3):
-        step_with(rank, pair, step)
-        pair.check()
+    train_and_check(pair, microbatches(rank, 3), set_to_none="odd")
 
 
 @contract("ACCUMULATION-10")
@@ -204,22 +209,17 @@ def test_microbatches_add_up(rank: Rank, has_replicas: bool, reduces: str) -> No
 @needs(Capability.SHARDED, Capability.DEFERRED_REDUCTION)
 def test_gradients_that_a_script_replaced(rank: Rank) -> None:
     """A reduction adds to the existing gradients, also if user code has replaced their tensors."""
-    model = models.Tower(dim=DIM, depth=DEPTH)
-    pair = rank.pair(model, units=model.units(), microbatches=MICROBATCHES, accumulation=Accumulation())
+    pair = tower(rank, microbatches=MICROBATCHES, accumulation=Accumulation())
     context = pair.adapter.microbatch
 
-    @contextlib.contextmanager
-    def replacing(*, is_last: bool) -> Iterator[None]:
-        with context(is_last=True):
-            yield
+    def replace() -> None:
         for parameter in pair.adapter.named_parameters().values():
-            if not is_last and parameter.grad is not None:
+            if parameter.grad is not None:
                 parameter.grad = parameter.grad.clone()
 
-    rank.monkeypatch.setattr(pair.adapter, "microbatch", replacing)
-    for step in range(3):
-        step_with(rank, pair, step)
-        pair.check()
+    rank.monkeypatch.setattr(pair.adapter, "microbatch", lambda *, is_last: context(is_last=True))
+    after_microbatches(rank, pair, replace)
+    train_and_check(pair, microbatches(rank, 3), set_to_none="odd")
 
 
 @contract("ACCUMULATION-10")
@@ -227,11 +227,8 @@ def test_gradients_that_a_script_replaced(rank: Rank) -> None:
 @needs(Capability.OWN_OPTIMIZER, Capability.SHARDED)
 def test_gradients_that_a_script_dropped_of_some(rank: Rank) -> None:
     """After user code has dropped the gradients of some parameters of each unit, later backwards add to all of them."""
-    model = models.Tower(dim=DIM, depth=DEPTH)
-    whole = models.copy_of(model).to(rank.device)
-    run = rank.run(model, units=model.units())
-    for number in range(3):
-        batch = rank.batch(number, (4, DIM))
+    run, whole = run_and_plain(rank, models.Tower(dim=DIM))
+    for number, batch in enumerate(batches(rank, 3, (4, DIM))):
         run.forward_backward((batch,), loss=models.mean_square)
         backward_of_copies(rank, whole, loss=models.mean_square(whole(batch)))
         for name, parameter in run.adapter.held_parameters().items() if number == 0 else ():
@@ -256,10 +253,8 @@ def test_gradients_that_a_script_dropped_of_some(rank: Rank) -> None:
         ),
         pytest.param("layers.1.in_proj.weight", "before-forward", {}, id="one-before-forward"),
         pytest.param("all", "after-a-cast", {}, id="all-after-a-cast", marks=needs(Capability.CAST_AFTER_INIT)),
-        *(
-            pytest.param("all", how, {}, id=f"all-{how}", marks=WHOLE)
-            for how in ("after-a-look", "after-a-failed-look")
-        ),
+        pytest.param("all", "after-a-look", {}, id="all-after-a-look", marks=WHOLE),
+        pytest.param("all", "after-a-failed-look", {}, id="all-after-a-failed-look", marks=WHOLE),
     ],
 )
 def test_gradients_that_a_script_drops(rank: Rank, dropped: str, when: str, options: dict[str, Any]) -> None:
@@ -268,14 +263,11 @@ def test_gradients_that_a_script_drops(rank: Rank, dropped: str, when: str, opti
     This holds between a forward and its backward, after a cast and back, and after user code has read full parameters,
     also if that read has raised, whether the gradients are dropped on sharded or on full parameters.
     """
-    model = models.Tower(dim=DIM, depth=DEPTH)
-    batches = [rank.batch(number, (2, DIM)) for number in range(3)]
+    model = models.Tower(dim=DIM)
 
     def gradients(first: int, drop: str) -> dict[str, Any]:
-        run = rank.run(
-            models.copy_of(model), units=model.units(), accumulation=Accumulation(), **options
-        )  # fmt: skip
-        for number, batch in list(enumerate(batches))[first:]:
+        run = run_by_units(rank, models.copy_of(model), accumulation=Accumulation(), **options)
+        for number in range(first, 3):
             with run.adapter.microbatch(is_last=number != 1):
                 if when != "before-backward" and number == 2:
                     if when == "after-a-cast":
@@ -283,20 +275,15 @@ def test_gradients_that_a_script_drops(rank: Rank, dropped: str, when: str, opti
                     elif when.endswith("look"):
                         look(run, fails="failed" in when)
                     drop_gradients(run, drop)
-                loss = models.mean_square(run.adapter.forward(batch))
+                loss = models.mean_square(run.adapter.forward(rank.batch(number, (2, DIM))))
                 if when == "before-backward" and number == 2:
                     drop_gradients(run, drop)
                 run.adapter.backward(loss)
         return run.adapter.gradients()
 
     found, last, everything = gradients(0, dropped), gradients(2, ""), gradients(0, "")
-    for name, piece in found.items():
-        expected = (last if dropped in ("all", name) else everything)[name]
-        assert (piece is None) == (expected is None), f"{name} has a gradient: {piece is not None}"
-        if piece is not None:
-            # The same kernels on the same numbers, or on zeros and the same numbers.
-            difference = exact_difference(piece.tensor, expected.tensor)
-            assert difference is None, f"gradient of {name!r}: element, found and expected: {difference}"
+    # The same kernels on the same numbers, or on zeros and the same numbers.
+    check_same_gradients(found, {name: (last if dropped in ("all", name) else everything)[name] for name in found})
 
 
 @contract("ACCUMULATION-11")
@@ -304,11 +291,8 @@ def test_gradients_that_a_script_drops(rank: Rank, dropped: str, when: str, opti
 @needs(Capability.FLAT_PARAMETERS, Capability.DEFERRED_REDUCTION)
 def test_gradients_that_are_not_reduced(rank: Rank) -> None:
     """Unreduced gradients on modules are full: the sums of this rank's own gradients over its microbatches."""
-    model = models.Tower(dim=DIM, depth=DEPTH)
-    whole = models.copy_of(model).to(rank.device)
-    run = rank.run(model, units=model.units(), accumulation=Accumulation())
-    for number in range(2):
-        batch = rank.batch(number, (2, DIM))
+    run, whole = run_and_plain(rank, models.Tower(dim=DIM), accumulation=Accumulation())
+    for batch in batches(rank, 2, (2, DIM)):
         with run.adapter.microbatch(is_last=False):
             run.forward_backward((batch,), loss=models.mean_square)
         models.mean_square(whole(batch)).backward()
@@ -327,9 +311,8 @@ def test_gradients_that_are_not_reduced(rank: Rank) -> None:
 @pytest.mark.parametrize("casts", [True, False])
 def test_gradients_that_a_script_zeroes(rank: Rank, casts: bool, flat: bool) -> None:
     """Unreduced gradients that user code zeroes contribute nothing later, after a cast and back too."""
-    model = models.Tower(dim=DIM, depth=DEPTH)
-    options: dict[str, Any] = {"units": model.units(), "accumulation": Accumulation(), "flat_parameters": flat}
-    run, twin = (rank.run(models.copy_of(model), **options) for _ in range(2))
+    model = models.Tower(dim=DIM)
+    run, twin = two_runs(rank, model, accumulation=Accumulation(), flat_parameters=flat)
     with run.adapter.microbatch(is_last=False):
         run.forward_backward((rank.batch(0, (2, DIM)),), loss=models.mean_square)
     if casts:
@@ -339,14 +322,8 @@ def test_gradients_that_a_script_zeroes(rank: Rank, casts: bool, flat: bool) -> 
             parameter.grad.zero_()
     for one in (run, twin):
         one.forward_backward((rank.batch(1, (2, DIM)),), loss=models.mean_square)
-    expected = twin.adapter.gradients()
-    for name, piece in run.adapter.gradients().items():
-        other = expected[name]
-        assert (piece is None) == (other is None), f"{name} has a gradient: {piece is not None}"
-        if piece is not None and other is not None:
-            # The same kernels on the same numbers, or on zeros and the same numbers.
-            difference = exact_difference(piece.tensor, other.tensor)
-            assert difference is None, f"gradient of {name!r}: element, found and expected: {difference}"
+    # The same kernels on the same numbers, or on zeros and the same numbers.
+    check_same_gradients(run.adapter.gradients(), twin.adapter.gradients())
 
 
 def look(run: Run, *, fails: bool) -> None:
@@ -371,8 +348,7 @@ def drop_gradients(run: Run, name: str) -> None:
 @COUNTED
 def test_contexts_nest(rank: Rank) -> None:
     """Entering and leaving a nested context that defers the reduction changes nothing."""
-    model = models.Tower(dim=DIM, depth=DEPTH)
-    pair = rank.pair(model, units=model.units(), microbatches=MICROBATCHES, accumulation=Accumulation())
+    pair = tower(rank, microbatches=MICROBATCHES, accumulation=Accumulation())
     context = pair.adapter.microbatch
 
     @contextlib.contextmanager
@@ -384,9 +360,7 @@ def test_contexts_nest(rank: Rank) -> None:
             yield
 
     rank.monkeypatch.setattr(pair.adapter, "microbatch", nested)
-    for step in range(2):
-        step_with(rank, pair, step)
-        pair.check()
+    for _ in checked_steps(pair, microbatches(rank, 2), set_to_none="odd"):
         pair.check_counts("backward", all_gather=DEPTH * MICROBATCHES, reduce_scatter=UNITS)
 
 
@@ -396,10 +370,7 @@ def test_contexts_nest(rank: Rank) -> None:
 def test_deferred_all_reduce_without_replicas(rank: Rank) -> None:
     """Without replicas nothing is all-reduced, and deferring the all-reduce changes nothing."""
     model = models.Tower(dim=9)
-    runs = [
-        rank.run(models.copy_of(model), units=model.units(), accumulation=how)
-        for how in (None, Accumulation(skips="all-reduce"))
-    ]
+    runs = [run_by_units(rank, models.copy_of(model), accumulation=how) for how in (None, ALL_REDUCE_ONCE)]
     for step in range(2):
         for run in runs:
             with run.adapter.microbatch(is_last=False):
@@ -412,22 +383,17 @@ def test_deferred_all_reduce_without_replicas(rank: Rank) -> None:
             assert difference is None, f"gradient of {name!r}: element, deferred and not: {difference}"
 
 
+HYBRID = needs(Capability.HYBRID)
+ALL_REDUCE_ONCE = Accumulation(skips="all-reduce")
 #: How the gradients of microbatches are combined, on a mesh of one dimension and on replicas.
 COMBINED = pytest.mark.parametrize(
     ("replicas", "how"),
     [
         pytest.param(1, None, id="default"),
-        pytest.param(1, Accumulation(), marks=needs(Capability.DEFERRED_REDUCTION), id="deferred"),
-        pytest.param(2, None, marks=needs(Capability.HYBRID), id="replicas"),
-        pytest.param(
-            2, Accumulation(), marks=needs(Capability.HYBRID, Capability.DEFERRED_REDUCTION), id="replicas-deferred"
-        ),
-        pytest.param(
-            2,
-            Accumulation(skips="all-reduce"),
-            marks=needs(Capability.HYBRID, Capability.DEFERRED_ALL_REDUCE),
-            id="replicas-deferred-all-reduce",
-        ),
+        pytest.param(1, Accumulation(), marks=DEFERRED, id="deferred"),
+        pytest.param(2, None, marks=HYBRID, id="replicas"),
+        pytest.param(2, Accumulation(), marks=[HYBRID, DEFERRED], id="replicas-deferred"),
+        pytest.param(2, ALL_REDUCE_ONCE, marks=[HYBRID, ALL_REDUCE], id="replicas-deferred-all-reduce"),
     ],
 )
 
@@ -448,16 +414,14 @@ def test_part_used_by_one_microbatch(rank: Rank, own_units: bool, replicas: int,
 @pytest.mark.parametrize("own_units", [False, True], ids=["one-unit", "own-units"])
 def test_part_used_by_one_microbatch_of_replicas(rank: Rank, own_units: bool) -> None:
     """On replicas of one shard, a parameter of one microbatch has its gradient, all-reduced after the last one."""
-    check_part_used(rank, Accumulation(skips="all-reduce"), own_units, mesh=rank.mesh((2, 1), ("replicate", "shard")))
+    check_part_used(rank, ALL_REDUCE_ONCE, own_units, mesh=rank.mesh((2, 1), ("replicate", "shard")))
 
 
 def check_part_used(rank: Rank, how: Accumulation | None, own_units: bool, *, mesh: DeviceMesh | None) -> None:
     """Train branches, a different one in each microbatch."""
     model = models.Branches(DIM, MICROBATCHES, alike=not own_units)  # of one size, parts of a unit can be confused
-    pair = rank.pair(
-        model, units=model.units() if own_units else [], baseline="replicated", microbatches=MICROBATCHES, mesh=mesh,
-        accumulation=how, find_unused=True,
-    )  # fmt: skip
+    options: Any = {"baseline": "replicated", "microbatches": MICROBATCHES, "find_unused": True}
+    pair = rank.pair(model, units=model.units() if own_units else [], mesh=mesh, accumulation=how, **options)
     for step in range(3):
         batches = [rank.batch(step, (2, DIM), microbatch=number) for number in range(MICROBATCHES)]
         used = [(step + number) % MICROBATCHES for number in range(MICROBATCHES)]
@@ -480,10 +444,8 @@ def kept_gathers(waiting: str) -> dict[str, int]:
 @KEPT
 def test_parameters_stay_gathered(rank: Rank, waiting: Any) -> None:
     """Units that neither reduce nor free before the last microbatch are gathered once in a step."""
-    train_and_count(
-        rank, kept_gathers(waiting), {"reduce_scatter": reductions(waiting)},
-        reshard_after_forward=False, accumulation=Accumulation(units=waiting, keeps_gathered=True),
-    )  # fmt: skip
+    options: Any = {"reshard_after_forward": False, "accumulation": Accumulation(units=waiting, keeps_gathered=True)}
+    train_and_count(rank, kept_gathers(waiting), {"reduce_scatter": reductions(waiting)}, **options)
 
 
 @contract("ACCUMULATION-1", "ACCUMULATION-2", "ACCUMULATION-3", "ACCUMULATION-4")
@@ -494,23 +456,15 @@ def test_parameters_stay_gathered(rank: Rank, waiting: Any) -> None:
 @pytest.mark.parametrize("skips", ["reduction", pytest.param("all-reduce", marks=ALL_REDUCE)])
 def test_hybrid_parameters_stay_gathered(rank: Rank, skips: Any, waiting: Any) -> None:
     """On replicas, units not freed before the last microbatch are gathered once a step, reduced earlier or not."""
-    reduces = {"reduce_scatter": reductions(waiting), "all_reduce": reductions(waiting)}
-    if skips == "all-reduce":
-        reduces["reduce_scatter"] = UNITS * MICROBATCHES
-    train_and_count(
-        rank, kept_gathers(waiting), reduces, mesh=rank.mesh((2, 2), ("replicate", "shard")),
-        reshard_after_forward=False, accumulation=Accumulation(units=waiting, skips=skips, keeps_gathered=True),
-    )  # fmt: skip
+    how = Accumulation(units=waiting, skips=skips, keeps_gathered=True)
+    options = {"reshard_after_forward": False, **on_replicas(rank, how)}
+    train_and_count(rank, kept_gathers(waiting), reductions_of(how), **options)
 
 
 @contract("ACCUMULATION-5")
 @world(2)
-@needs(
-    Capability.DEFERRED_REDUCTION,
-    Capability.RESHARD_AFTER_FORWARD,
-    Capability.MARKED_LAST_BACKWARD,
-    Capability.COUNTED_UNITS,
-)
+@COUNTED
+@needs(Capability.RESHARD_AFTER_FORWARD, Capability.MARKED_LAST_BACKWARD)
 @pytest.mark.parametrize("keeps_gathered", [False, pytest.param(True, marks=needs(Capability.KEEP_AFTER_BACKWARD))])
 @pytest.mark.parametrize("unshards", [False, pytest.param(True, marks=needs(Capability.ASYNC_UNSHARD))])
 @pytest.mark.parametrize("ahead", [0, 1, 2])
@@ -519,16 +473,13 @@ def test_forwards_run_ahead(rank: Rank, ahead: int, unshards: bool, keeps_gather
 
     If a call has gathered the parameters before the first forward, that forward gathers nothing.
     """
-    model = models.Tower(dim=DIM, depth=DEPTH)
-    pair = rank.pair(
-        model, units=model.units(), baseline="replicated", microbatches=MICROBATCHES, reshard_after_forward=False,
-        accumulation=Accumulation(keeps_gathered=keeps_gathered, marks_last=True),
-    )  # fmt: skip
-    for step in range(3):
+    how = Accumulation(keeps_gathered=keeps_gathered, marks_last=True)
+    pair = tower(rank, microbatches=MICROBATCHES, baseline="replicated", reshard_after_forward=False, accumulation=how)
+    for step, batch in enumerate(microbatches(rank, 3)):
         if unshards:
             with pair.sharded.recorder.during("unshard"):
                 pair.adapter.unshard()
-        step_with(rank, pair, step, ahead=ahead)
+        pair.step(batch, set_to_none=step % 2 == 1, ahead=ahead)
         pair.check()
         # The next forward gathers the units that a backward freed, or at the end of the pipeline the next backward.
         forwards, backwards = (1, 0) if keeps_gathered else (MICROBATCHES - ahead, ahead)
@@ -544,14 +495,9 @@ def test_forwards_run_ahead(rank: Rank, ahead: int, unshards: bool, keeps_gather
 @pytest.mark.parametrize("ahead", [1, 2])
 def test_backwards_before_the_last_keep_the_order(rank: Rank, ahead: int) -> None:
     """A backward marked as not the last keeps the recorded order of forwards, by which later ones gather ahead."""
-    model = models.Tower(dim=DIM, depth=DEPTH)
-    pair = rank.pair(
-        model, units=model.units(), baseline="replicated", microbatches=MICROBATCHES, reshard_after_forward=True,
-        accumulation=Accumulation(units=(), marks_last=True),
-    )  # fmt: skip
-    for step in range(2):
-        step_with(rank, pair, step, ahead=ahead)
-        pair.check()
+    how = Accumulation(units=(), marks_last=True)
+    pair = tower(rank, microbatches=MICROBATCHES, baseline="replicated", reshard_after_forward=True, accumulation=how)
+    for _ in checked_steps(pair, microbatches(rank, 2), set_to_none="odd", ahead=ahead):
         backward = [(item.kind, item.unit) for item in pair.last_trace() if item.phase == "backward"]
         size = 2 * UNITS
         parts = [backward[start : start + size] for start in range(0, len(backward), size)]
@@ -566,18 +512,10 @@ def test_backwards_before_the_last_keep_the_order(rank: Rank, ahead: int) -> Non
 def test_tied_forwards_run_ahead(rank: Rank) -> None:
     """A backward marked as not the last keeps the recorded order of forwards, also in a model with a tied embedding."""
     config = models.TransformerConfig(is_tied=True)
-    model = models.Transformer(config)
-    pair = rank.pair(
-        model, units=model.units(), baseline="replicated", microbatches=MICROBATCHES,
-        accumulation=Accumulation(marks_last=True),
-    )  # fmt: skip
-    for step in range(3):
-        batches = [
-            rank.tokens(step, (2, config.length), vocabulary=config.vocabulary, microbatch=number)
-            for number in range(MICROBATCHES)
-        ]
-        pair.step(batches, set_to_none=step % 2 == 1, ahead=1)
-        pair.check()
+    options: Any = {"microbatches": MICROBATCHES, "accumulation": Accumulation(marks_last=True)}
+    pair = pair_by_units(rank, models.Transformer(config), baseline="replicated", **options)
+    drawn = tokens(rank, 3, (2, config.length), vocabulary=config.vocabulary, microbatches=MICROBATCHES)
+    train_and_check(pair, drawn, set_to_none="odd", ahead=1)
 
 
 @contract("ACCUMULATION-13")
@@ -593,16 +531,10 @@ def test_schedules_of_a_pipeline(rank: Rank, reshard_after_forward: bool | None,
     number = mesh["pp"].get_local_rank()
     towers = [models.Tower(dim=DIM, depth=depth) for depth in (1, 2)]
     stages = nn.Sequential(*towers).to(rank.device)
-    oracle, baseline = (
-        Oracle(stages, optimizer=optim.sgd(), clip=None, dtype=dtype) for dtype in (torch.float64, torch.float32)
-    )
-    run = rank.run(
-        models.copy_of(towers[number]),
-        units=towers[number].units(),
-        mesh=mesh["dp"],
-        optimizer=optim.sgd(),
-        reshard_after_forward=reshard_after_forward,
-    )
+    double, single = torch.float64, torch.float32
+    oracle, baseline = (Oracle(stages, optimizer=optim.sgd(), clip=None, dtype=one) for one in (double, single))
+    options: Any = {"optimizer": optim.sgd(), "reshard_after_forward": reshard_after_forward}
+    run = run_by_units(rank, models.copy_of(towers[number]), mesh=mesh["dp"], **options)
     stage = pipelining.PipelineStage(run.adapter.module, number, 2, rank.device, group=mesh["pp"].get_group())
     kind = pipelining.ScheduleGPipe if schedule == "GPipe" else pipelining.Schedule1F1B
     made = kind(stage, n_microbatches=MICROBATCHES, loss_fn=lambda output, _: models.mean_square(output))
@@ -610,10 +542,8 @@ def test_schedules_of_a_pipeline(rank: Rank, reshard_after_forward: bool | None,
         batch = rank.batch(step, (2 * MICROBATCHES, DIM), mesh=mesh["dp"])
         with run.recorder.during("backward"):
             made.step(batch) if number == 0 else made.step(target=torch.zeros_like(batch))
-        parts = rank.exchange_tensors(batch)[:2]
-        expected, plain = (
-            one.step([[(part,)] for part in parts], loss=models.mean_square) for one in (oracle, baseline)
-        )
+        parts = [[(part,)] for part in rank.exchange_tensors(batch)[:2]]
+        expected, plain = (one.step(parts, loss=models.mean_square) for one in (oracle, baseline))
         compare(rank, run.adapter.gradients(), plain.gradients, expected.gradients, Stage.GRADIENT, number, step)
         run.adapter.step()
         compare(rank, run.adapter.parameters(), plain.parameters, expected.parameters, Stage.PARAMETER, number, step)

@@ -7,21 +7,24 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardproof.suites.common import batches, pair_by_units, run_and_plain, tower, train_and_check
 from shardproof.testing import (
     RESHARD,
     Accumulation,
     Adapter,
     Capability,
     Census,
+    Pair,
     Rank,
     Run,
+    Stacked,
     backward_of_copies,
     check_exact,
     check_gradients,
@@ -40,22 +43,14 @@ from shardproof.testing import (
     world,
 )
 
-DATACLASS = pytest.param("dataclass", marks=needs(Capability.DATACLASS_OUTPUT))
-
-
-Nesting = Literal[
-    "tuple", "list", "dict", "ordered-dict", "namedtuple", "dataclass", "late-dataclass", "nested", "deep"
-]
+DATACLASS, LATE = (
+    pytest.param(name, marks=needs(Capability.DATACLASS_OUTPUT)) for name in ("dataclass", "late-dataclass")
+)
+NESTINGS = ["tuple", "list", "dict", "ordered-dict", "namedtuple", "nested", "deep", DATACLASS, LATE]
 
 
 class NamedTriple(NamedTuple):
-    """Three trained tensors.
-
-    Attributes:
-        first: a tensor.
-        second: a tensor.
-        third: a tensor.
-    """
+    """Three trained tensors."""
 
     first: torch.Tensor
     second: torch.Tensor
@@ -64,15 +59,7 @@ class NamedTriple(NamedTuple):
 
 @dataclasses.dataclass
 class RecordOfThree:
-    """Three trained tensors, with values of other kinds between them.
-
-    Attributes:
-        first: a tensor.
-        nothing: None.
-        second: a tensor.
-        count: a number.
-        third: a tensor.
-    """
+    """Three trained tensors, with values of other kinds between them."""
 
     first: torch.Tensor
     nothing: None
@@ -83,13 +70,7 @@ class RecordOfThree:
 
 @dataclasses.dataclass
 class LateRecord:
-    """Three trained tensors, of which the constructor takes none but the first.
-
-    Attributes:
-        first: a tensor.
-        second: a tensor, set later.
-        third: a tensor, set later.
-    """
+    """Three trained tensors, of which the constructor takes none but the first; the others are set later."""
 
     first: torch.Tensor
     second: torch.Tensor = dataclasses.field(init=False)
@@ -97,15 +78,12 @@ class LateRecord:
 
 
 class ThreeOutputs(nn.Module):
-    """Linear(dim, dim), then a unit ``branches`` that returns three tensors in a container.
+    """Linear(dim, dim), then a unit ``branches`` that returns three tensors in a container; see :func:`pack_three`.
 
     Each of the three depends on every parameter of the model, so that a loss of any one of them trains all.
-
-    Input: (batch, dim). Output: the container, of three (batch, dim) tensors; see :func:`pack_three`. A
-    :class:`LateRecord` becomes a tuple.
     """
 
-    def __init__(self, dim: int, nesting: Nesting) -> None:
+    def __init__(self, dim: int, nesting: str) -> None:
         super().__init__()
         self.entry = nn.Linear(dim, dim)
         self.branches = _Three(dim, nesting)
@@ -118,7 +96,7 @@ class ThreeOutputs(nn.Module):
 
 
 class _Three(nn.Module):
-    def __init__(self, dim: int, nesting: Nesting) -> None:
+    def __init__(self, dim: int, nesting: str) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(dim, dim) for _ in range(3))
         self.nesting = nesting
@@ -128,17 +106,14 @@ class _Three(nn.Module):
         return pack_three(a * b + c, a + b * c, torch.tanh(a - b - c), self.nesting)
 
 
-def pack_three(first: torch.Tensor, second: torch.Tensor, third: torch.Tensor, nesting: Nesting) -> Any:
-    """Put three tensors into a container, in this order; "nested" has containers of every kind within each other.
-
-    "deep" is twenty lists deep.
-    """
+def pack_three(first: torch.Tensor, second: torch.Tensor, third: torch.Tensor, nesting: str) -> Any:
+    """Put three tensors into a container, in this order; "nested" has several kinds, "deep" is twenty lists deep."""
     record = LateRecord(first)
     record.second, record.third = second, third
     deep: list[Any] = [third]
     for _ in range(18):
         deep = [deep]
-    packed: dict[Nesting, Any] = {
+    packed: dict[str, Any] = {
         "tuple": (first, second, third),
         "list": [first, second, third],
         "dict": {"first": first, "constant": torch.zeros(2), "second": second, "third": third},
@@ -152,7 +127,7 @@ def pack_three(first: torch.Tensor, second: torch.Tensor, third: torch.Tensor, n
     return packed[nesting]
 
 
-class InPlaceStack(nn.Module):
+class InPlaceStack(Stacked):
     """Units ``layers.N`` whose output, a view of what they computed, is changed in place by their caller.
 
     The view is of rows or, where the width of a unit is even, of every other column. Input and output: (batch, dim).
@@ -171,16 +146,11 @@ class InPlaceStack(nn.Module):
             x = out
         return x
 
-    def units(self) -> list[list[str]]:
-        """Lists of module names, one list for each unit: each layer is a unit."""
-        return [[f"layers.{index}"] for index in range(len(self.layers))]
-
 
 class _ReturnsView(nn.Module):
     def __init__(self, dim: int, width: int) -> None:
         super().__init__()
-        self.into = nn.Linear(dim, width)
-        self.back = nn.Linear(width, 2 * dim)
+        self.into, self.back = nn.Linear(dim, width), nn.Linear(width, 2 * dim)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         both: torch.Tensor = self.back(torch.tanh(self.into(x)))
@@ -197,8 +167,7 @@ class Forces(nn.Module):
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.energy = models.MLP(dim)
-        self.out = nn.Linear(dim, dim)
+        self.energy, self.out = models.MLP(dim), nn.Linear(dim, dim)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         place = x.detach().requires_grad_()
@@ -215,8 +184,7 @@ class ForcesOfUnit(nn.Module):
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.energy = _Energy(dim)
-        self.out = nn.Linear(dim, dim)
+        self.energy, self.out = _Energy(dim), nn.Linear(dim, dim)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         energy, force = self.energy(x, x.detach().requires_grad_())
@@ -245,18 +213,17 @@ def test_unused_output_keeps_other_gradients(rank: Rank, reshard_after_forward: 
     Gradients are zeroed after even steps and set to None after odd ones: the unused head then has a
     zero gradient with momentum to move it, or no gradient and does not move, as in the baseline.
     """
-    pair = rank.pair(
-        models.TwoHeads(dim=25),
-        units=[["head0"]],
-        baseline="replicated",
-        reshard_after_forward=reshard_after_forward,
-        find_unused=True,
-        after_backward=_assert_nothing_gathered,
-    )
+    pair = _pair_with_unused(rank, models.TwoHeads(dim=25), [["head0"]], reshard_after_forward)
     for step in range(6):
         loss = models.both_heads if step < 3 else models.first_head
         pair.step(rank.batch(step, (2, 25)), loss=loss, set_to_none=step % 2 == 1)
         pair.check()
+
+
+def _pair_with_unused(rank: Rank, model: nn.Module, units: list[list[str]], reshards: Any) -> Pair:
+    """A pair that need not use all outputs or modules, and has nothing gathered after a backward."""
+    options: Any = {"baseline": "replicated", "find_unused": True, "after_backward": _assert_nothing_gathered}
+    return rank.pair(model, units=units, reshard_after_forward=reshards, **options)
 
 
 @contract("AUTOGRAD-2")
@@ -265,17 +232,8 @@ def test_unused_output_keeps_other_gradients(rank: Rank, reshard_after_forward: 
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_unused_module_gets_no_gradient(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """A unit that never ran has no gradient and does not move; the others train, with gradients zeroed too."""
-    pair = rank.pair(
-        models.SkippedModule(dim=25),
-        units=[["head0"], ["head1"]],
-        baseline="replicated",
-        reshard_after_forward=reshard_after_forward,
-        find_unused=True,
-        after_backward=_assert_nothing_gathered,
-    )
-    for step in range(3):
-        pair.step(rank.batch(step, (2, 25)), set_to_none=step % 2 == 1)
-        pair.check()
+    pair = _pair_with_unused(rank, models.SkippedModule(dim=25), [["head0"], ["head1"]], reshard_after_forward)
+    train_and_check(pair, batches(rank, 3, (2, 25)), set_to_none="odd")
 
 
 @contract("AUTOGRAD-3")
@@ -284,14 +242,9 @@ def test_unused_module_gets_no_gradient(rank: Rank, reshard_after_forward: bool 
 @pytest.mark.parametrize("container", ["list", "namedtuple", "tuple", "dict", DATACLASS])
 def test_containers_between_units(rank: Rank, container: models.Container) -> None:
     """Hooks find the tensors in any container that passes between units, and keep its type."""
-    depth = 3
-    pair = rank.pair(
-        models.packed_stack(dim=25, container=container, depth=depth),
-        units=[[str(index)] for index in range(depth + 2)],
-    )
-    for step in range(3):
-        pair.step(rank.batch(step, (2, 25)))
-        pair.check()
+    model = models.packed_stack(dim=25, container=container, depth=3)
+    pair = rank.pair(model, units=[[str(index)] for index in range(5)])
+    train_and_check(pair, batches(rank, 3, (2, 25)))
 
 
 @contract("AUTOGRAD-3")
@@ -304,9 +257,7 @@ def test_containers_between_units(rank: Rank, container: models.Container) -> No
 def test_classes_of_containers(rank: Rank, container: models.Container) -> None:
     """Hooks find the tensors in subclasses of containers, and in a class that is a dict and a dataclass in one."""
     pair = rank.pair(models.packed_stack(dim=9, container=container), units=[["1"], ["2"], ["3"]])
-    for step in range(2):
-        pair.step(rank.batch(step, (2, 9)))
-        pair.check()
+    train_and_check(pair, batches(rank, 2, (2, 9)))
 
 
 @contract("AUTOGRAD-16")
@@ -317,9 +268,7 @@ def test_classes_of_containers(rank: Rank, container: models.Container) -> None:
 def test_containers_that_a_script_passes(rank: Rank, container: models.Container) -> None:
     """A container passed to a unit contains the same tensors afterwards, and can be passed to another unit."""
     pair = rank.pair(shapes.Lending(9, container), units=[["layers.0"], ["layers.1"]])
-    for step in range(2):
-        pair.step(rank.batch(step, (2, 9)))
-        pair.check()
+    train_and_check(pair, batches(rank, 2, (2, 9)))
 
 
 @contract("AUTOGRAD-4")
@@ -358,9 +307,7 @@ def test_post_accumulate_hook_runs_once(rank: Rank) -> None:
         parameter.register_post_accumulate_grad_hook(lambda parameter, name=name: again.append(name))
     assert pair.adapter.optimizer is not None
     pair.adapter.optimizer.register_step_pre_hook(compare)
-    for step in range(3):
-        pair.step(rank.batch(step, (2, 9)), set_to_none=step % 2 == 0)
-        pair.check()
+    train_and_check(pair, batches(rank, 3, (2, 9)), set_to_none="even")
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -407,21 +354,8 @@ def _schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSc
 @contract("AUTOGRAD-6")
 @world(2, 4)
 @needs(Capability.UNUSED_OUTPUT, Capability.CONTAINER_OUTPUT)
-@pytest.mark.parametrize(
-    "nesting",
-    [
-        "tuple",
-        "list",
-        "dict",
-        "ordered-dict",
-        "namedtuple",
-        "nested",
-        "deep",
-        DATACLASS,
-        pytest.param("late-dataclass", marks=needs(Capability.DATACLASS_OUTPUT)),
-    ],
-)
-def test_loss_of_any_one_output(rank: Rank, nesting: Nesting) -> None:
+@pytest.mark.parametrize("nesting", NESTINGS)
+def test_loss_of_any_one_output(rank: Rank, nesting: str) -> None:
     """The loss may use any one of a unit's outputs, the last, first or second, wherever it is in a container."""
     pair = rank.pair(ThreeOutputs(dim=9, nesting=nesting), units=[["branches"]])
     for step, used in enumerate([2, 0, 1]):
@@ -440,14 +374,7 @@ def test_loss_of_the_last_output(rank: Rank, reshard_after_forward: bool | int |
     Gradients are zeroed: momentum still moves the unit that backward does not reach, so that its values which were
     gathered ahead in vain are outdated. Nothing stays gathered for the optimizer's step.
     """
-    pair = rank.pair(
-        models.TwoHeads(dim=9),
-        units=units,
-        baseline="replicated",
-        reshard_after_forward=reshard_after_forward,
-        find_unused=True,
-        after_backward=_assert_nothing_gathered,
-    )
+    pair = _pair_with_unused(rank, models.TwoHeads(dim=9), units, reshard_after_forward)
     for step in range(4):
         loss = functools.partial(_loss_of, index=1) if step else models.both_heads
         pair.step(rank.batch(step, (2, 9)), loss=loss, set_to_none=False)
@@ -464,8 +391,7 @@ def _loss_of(output: Any, *, index: int) -> torch.Tensor:
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_gradient_of_the_input(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """An input that requires a gradient gets the baseline's own, which is not averaged over the ranks."""
-    model = models.Tower(dim=9)
-    pair = rank.pair(model, units=model.units(), reshard_after_forward=reshard_after_forward)
+    pair = tower(rank, reshard_after_forward=reshard_after_forward)
     for step in range(3):
         batch = rank.batch(step, (4, 9)).requires_grad_()
         pair.step(batch)
@@ -486,11 +412,8 @@ def test_gradient_of_the_input(rank: Rank, reshard_after_forward: bool | int | N
 @world(2, 4)
 def test_inputs_by_keyword(rank: Rank) -> None:
     """Units may get their inputs by keyword, in nested containers, next to None and a number, and one tensor twice."""
-    model = shapes.Keywords(dim=9)
-    pair = rank.pair(model, units=model.units())
-    for step in range(3):
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+    pair = pair_by_units(rank, shapes.Keywords(dim=9))
+    train_and_check(pair, batches(rank, 3, (4, 9)))
 
 
 @contract("AUTOGRAD-7")
@@ -498,8 +421,7 @@ def test_inputs_by_keyword(rank: Rank) -> None:
 @needs(Capability.COUNTED_UNITS, Capability.GATHER_ORDER)
 def test_inputs_by_keyword_are_reduced_in_order(rank: Rank) -> None:
     """The gradients of a unit whose inputs came by keyword are reduced before backward reaches the unit after next."""
-    model = shapes.Keywords(dim=9)
-    pair = rank.pair(model, units=model.units())
+    pair = pair_by_units(rank, shapes.Keywords(dim=9))
     reduced: list[list[str]] = []
 
     def note(*_: Any) -> None:
@@ -509,8 +431,7 @@ def test_inputs_by_keyword_are_reduced_in_order(rank: Rank) -> None:
         output.register_hook(note)
 
     pair.adapter.submodule("layers.0.into").register_forward_hook(hook)
-    pair.step(rank.batch(0, (4, 9)))
-    pair.check()
+    train_and_check(pair, batches(rank, 1, (4, 9)))
     assert reduced[0] == ["layers.2", "layers.1"], f"before layers.0 has all its gradients, reduced are {reduced[0]}"
 
 
@@ -519,8 +440,7 @@ def test_inputs_by_keyword_are_reduced_in_order(rank: Rank) -> None:
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_two_forwards_before_one_backward(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """One backward of the losses of two forwards of the root has the sum of both gradients."""
-    model = models.Tower(dim=9)
-    pair = rank.pair(model, units=model.units(), baseline="replicated", reshard_after_forward=reshard_after_forward)
+    pair = tower(rank, baseline="replicated", reshard_after_forward=reshard_after_forward)
     again = torch.linspace(-1, 1, 18, device=rank.device).view(2, 9)
 
     def loss(output: torch.Tensor, *, runs: Iterator[Run]) -> torch.Tensor:
@@ -539,11 +459,8 @@ def test_two_forwards_before_one_backward(rank: Rank, reshard_after_forward: boo
 @world(2, 4)
 def test_output_changed_in_place(rank: Rank) -> None:
     """A unit's output may be a view that its caller changes in place, before backward has reached the unit."""
-    model = InPlaceStack(dim=9)
-    pair = rank.pair(model, units=model.units())
-    for step in range(3):
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+    pair = pair_by_units(rank, InPlaceStack(dim=9))
+    train_and_check(pair, batches(rank, 3, (4, 9)))
 
 
 @contract("AUTOGRAD-14")
@@ -551,10 +468,7 @@ def test_output_changed_in_place(rank: Rank) -> None:
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_dropped_forward(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """A forward whose output is dropped changes neither the next step nor, after it, what is gathered."""
-    model = models.Tower(dim=9)
-    pair = rank.pair(
-        model, units=model.units(), reshard_after_forward=reshard_after_forward, after_backward=_assert_nothing_gathered
-    )
+    pair = tower(rank, reshard_after_forward=reshard_after_forward, after_backward=_assert_nothing_gathered)
     for step in range(3):
         with pair.sharded.recorder.during("dropped"):
             pair.adapter.forward(rank.batch(step, (2, 9), microbatch=1))
@@ -569,21 +483,19 @@ def test_dropped_forward(rank: Rank, reshard_after_forward: bool | int | None) -
 @pytest.mark.parametrize("order", ["first-in-first-out", "last-in-first-out", "retained-graph"])
 def test_two_backwards(rank: Rank, order: str, reshard_after_forward: bool | None) -> None:
     """The backwards of two forwards in either order, or two of one graph, have the sum of both gradients."""
-    model = models.Tower(dim=9)
-    plain = models.copy_of(model).to(rank.device)
-    run = rank.run(model, units=model.units(), optimizer=optim.sgd(), reshard_after_forward=reshard_after_forward)
+    options: Any = {"optimizer": optim.sgd(), "reshard_after_forward": reshard_after_forward}
+    run, plain = run_and_plain(rank, models.Tower(dim=9), **options)
     optimizer = optim.sgd()(plain.parameters())
 
     def in_order(losses: list[torch.Tensor]) -> list[torch.Tensor]:
         return {"first-in-first-out": losses, "last-in-first-out": losses[::-1]}.get(order, losses[:1] * 2)
 
-    for step in range(2):
-        batches = [rank.batch(step, (4, 9), microbatch=number) for number in range(2)]
+    for step, given in enumerate(batches(rank, 2, (4, 9), microbatches=2)):
         with run.recorder.during("backward"):
-            losses = [models.mean_square(run.adapter.forward(batch)) for batch in batches]
+            losses = [models.mean_square(run.adapter.forward(batch)) for batch in given]
             for number, loss in enumerate(in_order(losses)):
                 loss.backward(retain_graph=number == 0)
-        losses = [models.mean_square(plain(batch)) for batch in batches]
+        losses = [models.mean_square(plain(batch)) for batch in given]
         for number, loss in enumerate(in_order(losses)):
             backward_of_copies(rank, plain, loss=loss, retain_graph=number == 0)
         check_gradients(run, plain, step=step)
@@ -609,15 +521,12 @@ def test_two_backwards(rank: Rank, order: str, reshard_after_forward: bool | Non
 def test_ranks_use_different_parameters(rank: Rank, replicas: int, how: Accumulation | None) -> None:
     """Ranks that use different parameters of a unit train as one model: those without contribute zeros."""
     mesh = rank.mesh((2, 2), ("replicate", "shard")) if replicas > 1 else None
-    pair = rank.pair(
-        models.Branches(9, 2), baseline="replicated", mesh=mesh, microbatches=2, accumulation=how, find_unused=True,
-        ranks_differ=True,
-    )  # fmt: skip
-    for step in range(3):
+    options: Any = {"baseline": "replicated", "find_unused": True, "ranks_differ": True}
+    pair = rank.pair(models.Branches(9, 2), mesh=mesh, microbatches=2, accumulation=how, **options)
+    for step, given in enumerate(batches(rank, 3, (2, 9), microbatches=2)):
         # In the third step rank 0 uses one of the two branches alone, and the others use both.
         used = [(rank.index + step) % 2, (rank.index * (step == 2) + rank.index + step) % 2]
-        batches = [rank.batch(step, (2, 9), microbatch=number) for number in range(2)]
-        pair.step(list(zip(batches, used, strict=True)), set_to_none=step % 2 == 0)
+        pair.step(list(zip(given, used, strict=True)), set_to_none=step % 2 == 0)
         pair.check()
 
 
@@ -625,12 +534,8 @@ def test_ranks_use_different_parameters(rank: Rank, replicas: int, how: Accumula
 @world(2, 4)
 def test_batches_of_different_sizes(rank: Rank) -> None:
     """Ranks may have batches of different sizes: the gradient is the mean of the ranks' gradients."""
-    model = models.Tower(dim=9)
-    pair = rank.pair(model, units=model.units())
-    for step in range(3):
-        rows = [1, 3, 2, 5][(rank.index + step) % 4]
-        pair.step(rank.batch(step, (rows, 9)))
-        pair.check()
+    pair = tower(rank)
+    train_and_check(pair, (rank.batch(step, ([1, 3, 2, 5][(rank.index + step) % 4], 9)) for step in range(3)))
 
 
 @contract("AUTOGRAD-11")
@@ -656,9 +561,9 @@ def test_saved_tensors_are_packed(rank: Rank, recomputes: bool, reshard_after_fo
             forward(rank.batch(3, (4, 9)))
         counts.append(sum(packed))
     assert 0 < counts[1] <= counts[0], f"forward saves {counts[1]} elements, and {counts[0]} unsharded"
-    for step in range(3):
+    for batch in batches(rank, 3, (4, 9)):
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            pair.step(rank.batch(step, (4, 9)))
+            pair.step(batch)
         pair.check()
 
 
@@ -695,9 +600,7 @@ def test_gradient_of_the_input_alone(rank: Rank, reshard_after_forward: bool | N
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
 def test_gradient_penalty(rank: Rank, reshard_after_forward: bool | None) -> None:
     """A penalty on the gradient of the input trains as plain copies do, or every rank raises; no gradient is wrong."""
-    model = models.Tower(dim=9)
-    plain = models.copy_of(model).to(rank.device)
-    run = rank.run(model, units=model.units(), reshard_after_forward=reshard_after_forward)
+    run, plain = run_and_plain(rank, models.Tower(dim=9), reshard_after_forward=reshard_after_forward)
     x = rank.batch(0, (4, 9)).requires_grad_()
     losses = []
 
@@ -756,10 +659,9 @@ def test_hooks_of_a_script(rank: Rank, reshard_after_forward: bool | None) -> No
         return watched
 
     watch("plain", plain)
-    pair = rank.pair(
-        model, units=model.units(), reshard_after_forward=reshard_after_forward,
-        prepare=lambda prepared: watch("sharded", prepared),
-    )  # fmt: skip
+    pair = pair_by_units(
+        rank, model, reshard_after_forward=reshard_after_forward, prepare=lambda prepared: watch("sharded", prepared)
+    )
     for step in range(2):
         batch = rank.batch(step, (4, 9)).requires_grad_()
         pair.step(batch)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardproof.suites.apis import NAMES, Fsdp1, fsdp1
+from shardproof.suites.apis import NAMES, Fsdp1, fsdp1, trained
 from shardproof.testing import Capability, Rank, Refusal, contract, each_value, needs, private, world
 
 pytestmark = needs(Capability.FSDP1_API)
@@ -570,7 +570,6 @@ def test_warning_of_full_parameters_on_the_cpu(rank: Rank, first_rank: bool) -> 
 @world(2)
 def test_warning_of_older_arguments(rank: Rank) -> None:
     """Parameters in place of the optimizer (``optim_input``) warn that the argument is deprecated."""
-    fsdp = fsdp1(rank)
-    model, optimizer = fsdp.trained()
+    fsdp, model, optimizer = trained(rank)
     with _warns(FutureWarning, "optim_input"):
         fsdp.kind.full_optim_state_dict(model, optimizer, optim_input=[*model.parameters()])

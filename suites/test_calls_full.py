@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardproof.suites.apis import fsdp1
+from shardproof.suites.common import run_by_units, two_runs
 from shardproof.testing import (
     FLAT,
     RESHARD,
@@ -37,8 +39,7 @@ pytestmark = needs(Capability.FLAT_PARAMETERS, Capability.WHOLE_PARAMETERS)
 @pytest.mark.parametrize("keeps_changes", [False, True])
 def test_whole_parameters_are_the_models_own(rank: Rank, keeps_changes: bool, shards: bool) -> None:
     """With original parameters, the full ones are the model's own objects, which the optimizer knows."""
-    model = models.Tower(dim=9)
-    run = rank.run(model, units=model.units(), shards=shards)
+    run = run_by_units(rank, models.Tower(dim=9), shards=shards)
     for _ in range(2):
         run.evaluate((rank.batch(0, (2, 9)),))
         held = dict(run.adapter.held_parameters())
@@ -60,14 +61,16 @@ def test_attributes_after_whole_parameters(rank: Rank, shards: bool, flat: bool)
     shape = model.get_parameter("layers.1.in_proj.weight").shape
     run = rank.run(model, units=model.units(), shards=shards, flat_parameters=flat)
     layer: Any = run.original_module("layers.1.in_proj")
-    before = (type(layer.weight), layer.weight.shape, layer.weight.dtype)
+
+    def kind() -> tuple[type, torch.Size, torch.dtype]:
+        return type(layer.weight), layer.weight.shape, layer.weight.dtype
+
+    before = kind()
     run.evaluate((rank.batch(0, (4, 9)),))
-    after = (type(layer.weight), layer.weight.shape, layer.weight.dtype)
-    assert after == before, f"the weight was {before}, and is {after} after a forward"
+    assert kind() == before, f"the weight was {before}, and is {kind()} after a forward"
     with run.adapter.whole_parameters(WholeParameters()):
         assert layer.weight.shape == shape, f"the full weight has the shape {tuple(layer.weight.shape)}"
-    after = (type(layer.weight), layer.weight.shape, layer.weight.dtype)
-    assert after == before, f"the weight was {before} and is {after}"
+    assert kind() == before, f"the weight was {before} and is {kind()}"
 
 
 @contract("CALLS-3")
@@ -100,9 +103,7 @@ def test_whole_parameters_before_backward(
     rank: Rank, keeps_changes: bool, reshard_after_forward: bool | None, shards: bool
 ) -> None:
     """Full parameters that are read between forward and backward change no gradient, written back or not."""
-    model = models.Tower(dim=9)
-    options: dict[str, Any] = {"units": model.units(), "reshard_after_forward": reshard_after_forward, "shards": shards}
-    run, twin = (rank.run(models.copy_of(model), optimizer=None, **options) for _ in range(2))
+    run, twin = two_runs(rank, models.Tower(dim=9), reshard_after_forward=reshard_after_forward, shards=shards)
     for step in range(2):
         for one in (run, twin):
             output = one.adapter.forward(rank.batch(step, (4, 9)))
@@ -118,9 +119,7 @@ def test_whole_parameters_before_backward(
 @SHARDS
 def test_whole_parameters_between_two_forwards(rank: Rank, shards: bool) -> None:
     """Full parameters that are read between two forwards change no gradient of their common backward."""
-    model = models.Tower(dim=9)
-    options: dict[str, Any] = {"units": model.units(), "shards": shards, "optimizer": None}
-    run, twin = (rank.run(models.copy_of(model), **options) for _ in range(2))
+    run, twin = two_runs(rank, models.Tower(dim=9), shards=shards)
     for one in (run, twin):
         loss = models.mean_square(one.adapter.forward(rank.batch(0, (4, 9))))
         if one is run:
@@ -160,14 +159,19 @@ def test_whole_gradients_of_columns(rank: Rank, shards: bool) -> None:
             assert torch.equal(piece.tensor, piece.cut(expected[name])), f"{name} has another gradient than was written"
 
 
+def _split_run(rank: Rank, **options: Any) -> tuple[Run, DeviceMesh]:
+    """A run of a model that is cut over ``mesh["tp"]`` too, and all of the mesh (collective)."""
+    mesh = rank.mesh((2, 2), ("dp", "tp"))
+    prepare = functools.partial(mixed.split_columns, mesh=mesh["tp"])
+    return rank.run(mixed.Mixed(), units=[["low"]], mesh=mesh["dp"], prepare=prepare, **options), mesh
+
+
 @contract("CALLS-3")
 @world(4)
 @needs(Capability.TENSOR_PARALLEL)
 def test_whole_parameters_beside_tensor_parallelism(rank: Rank) -> None:
     """Writes to the full parameters and gradients of a tensor-parallel model reach the shards."""
-    mesh = rank.mesh((2, 2), ("dp", "tp"))
-    prepare = functools.partial(mixed.split_columns, mesh=mesh["tp"])
-    run = rank.run(mixed.Mixed(), units=[["low"]], mesh=mesh["dp"], prepare=prepare, optimizer=None)
+    run, mesh = _split_run(rank)
     run.forward_backward((rank.batch(0, (6, 4), mesh=mesh["dp"]),), loss=torch.sum)
 
     def values() -> dict[str, torch.Tensor]:
@@ -190,10 +194,7 @@ def test_whole_parameters_beside_tensor_parallelism(rank: Rank) -> None:
 @needs(Capability.TENSOR_PARALLEL, Capability.FULL_STATE_DICT)
 def test_whole_states_beside_tensor_parallelism(rank: Rank) -> None:
     """A full state dict has the full tensors of tensor-parallel parameters, and of their optimizer state."""
-    mesh = rank.mesh((2, 2), ("dp", "tp"))
-    model = mixed.Mixed()
-    prepare = functools.partial(mixed.split_columns, mesh=mesh["tp"])
-    run = rank.run(model, units=[["low"]], mesh=mesh["dp"], prepare=prepare, optimizer=optim.sgd(momentum=0.9))
+    run, mesh = _split_run(rank, optimizer=optim.sgd(momentum=0.9))
     run.step([(rank.batch(0, (6, 4), mesh=mesh["dp"]),)], loss=torch.sum)
     saved = run.adapter.checkpoint(form="full")
     pairs = [(name, piece, saved["model"][name]) for name, piece in run.adapter.parameters().items()]
@@ -211,9 +212,7 @@ def test_whole_states_beside_tensor_parallelism(rank: Rank) -> None:
 @needs(Capability.TENSOR_PARALLEL)
 def test_whole_frozen_parameters_beside_tensor_parallelism(rank: Rank) -> None:
     """Among full tensor-parallel parameters, exactly those are frozen that user code has frozen."""
-    mesh = rank.mesh((2, 2), ("dp", "tp"))
-    prepare = functools.partial(mixed.split_columns, mesh=mesh["tp"])
-    run = rank.run(mixed.Mixed(), units=[["low"]], mesh=mesh["dp"], prepare=prepare)
+    run, _ = _split_run(rank)
     run.adapter.held_parameters()["low.weight"].requires_grad_(False)
     with run.adapter.whole_parameters(WholeParameters()) as whole:
         frozen = [name for name, parameter in whole.items() if not parameter.requires_grad]

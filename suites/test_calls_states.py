@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardproof.suites.apis import NAMES, Fsdp1, fsdp1, hybrid
+from shardproof.suites.apis import NAMES, Fsdp1, fsdp1, hybrid, trained
 from shardproof.testing import Capability, Rank, contract, each_value, needs, world
 
 pytestmark = needs(Capability.FSDP1_API)
@@ -131,8 +131,7 @@ def test_load_after_new_data(rank: Rank) -> None:
 @pytest.mark.parametrize("has_groups", [True, False])
 def test_given_optimizer_state_is_saved(rank: Rank, has_groups: bool) -> None:
     """A state dict of the optimizer that user code passes is saved as it is and made ready to load, groups or not."""
-    fsdp = fsdp1(rank)
-    model, optimizer = fsdp.trained()
+    fsdp, model, optimizer = trained(rank)
     given = optimizer.state_dict()
     given["state"] = {
         number: {**one, "exp_avg": torch.full_like(one["exp_avg"], 3.0)} for number, one in given["state"].items()
@@ -153,8 +152,7 @@ def test_given_optimizer_state_is_saved(rank: Rank, has_groups: bool) -> None:
 @world(2)
 def test_given_options_are_saved(rank: Rank) -> None:
     """If user code has changed the learning rate in the passed state dict of an optimizer, that rate is saved."""
-    fsdp = fsdp1(rank)
-    model, optimizer = fsdp.trained()
+    fsdp, model, optimizer = trained(rank)
     given = optimizer.state_dict()
     given["param_groups"] = [{**group, "lr": 7.0} for group in given["param_groups"]]
     with fsdp.sharded_states(model):
@@ -187,8 +185,7 @@ def test_optimizer_state_keeps_its_dtype(rank: Rank, use_orig_params: bool) -> N
 @world(2)
 def test_loaded_optimizer_state_is_returned(rank: Rank) -> None:
     """A state dict that is loaded directly into the optimizer is returned too."""
-    fsdp = fsdp1(rank)
-    model, optimizer = fsdp.trained()
+    fsdp, model, optimizer = trained(rank)
     with fsdp.full_states(model):
         saved = fsdp.kind.optim_state_dict(model, optimizer)
         for state in saved["state"].values():
@@ -236,8 +233,7 @@ def test_flat_momentum_of_some_parameters(rank: Rank) -> None:
 @world(2)
 def test_parameters_instead_of_the_optimizer(rank: Rank) -> None:
     """The older call for shards of a full state takes parameters (``optim_input``), in their order, and warns."""
-    fsdp = fsdp1(rank)
-    model, optimizer = fsdp.trained()
+    fsdp, model, optimizer = trained(rank)
     full = fsdp.kind.full_optim_state_dict(model, optimizer, rank0_only=False)
     expected = fsdp.kind.shard_full_optim_state_dict(full, model, optim=optimizer)["state"]
     order = [*reversed([*model.parameters()])]
@@ -258,8 +254,7 @@ def _is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 @world(2)
 def test_full_states_are_on_every_rank_by_default(rank: Rank) -> None:
     """With full state dicts chosen and no other option, every rank has all states of the optimizer."""
-    fsdp = fsdp1(rank)
-    model, optimizer = fsdp.trained()
+    fsdp, model, optimizer = trained(rank)
     with fsdp.kind.state_dict_type(model, fsdp.api.StateDictType.FULL_STATE_DICT):
         names = sorted(fsdp.kind.optim_state_dict(model, optimizer)["state"])
     assert names == NAMES, f"this rank has the states of {names}"
@@ -283,8 +278,7 @@ def test_states_of_a_small_unit(rank: Rank) -> None:
 @world(2)
 def test_states_for_an_optimizer_with_names(rank: Rank) -> None:
     """The state to load into an optimizer with names of its own (``is_named_optimizer``) has the model's names."""
-    fsdp = fsdp1(rank)
-    model, optimizer = fsdp.trained()
+    fsdp, model, optimizer = trained(rank)
     with fsdp.sharded_states(model):
         saved = fsdp.kind.optim_state_dict(model, optimizer)
         states = fsdp.kind.optim_state_dict_to_load(model, optimizer, saved, is_named_optimizer=True)["state"]

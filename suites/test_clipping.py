@@ -12,6 +12,16 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from shardproof.suites.common import (
+    batches,
+    checked_steps,
+    pair_by_units,
+    pair_of_mlps,
+    run_by_units,
+    tokens,
+    tower,
+    train_and_check,
+)
 from shardproof.testing import (
     FLAT,
     Capability,
@@ -36,6 +46,7 @@ pytestmark = needs(Capability.CLIPPING)
 ANY = needs(Capability.CLIP_ANY_NORM)
 NORMS = [2.0, *(pytest.param(p, marks=ANY) for p in (1.0, math.inf))]
 NAMES = ("replicate", "shard")
+HALF, SINGLE, DOUBLE = torch.float16, torch.float32, torch.float64
 
 
 def reductions_of_norm(rank: Rank, *, tensor_parallel: int = 0) -> int:
@@ -50,11 +61,8 @@ def test_total_norm_and_clipped_gradients(rank: Rank, norm_type: float) -> None:
     """Every rank computes the norm of the full gradients and clips its share by it."""
     # Every parameter has rows for each of eight ranks: empty shards have a case of their own.
     config = models.TransformerConfig(vocabulary=15, dim=16, heads=4)
-    model = models.Transformer(config)
-    pair = rank.pair(model, units=model.units(), clip=Clip(max_norm=0.01, norm_type=norm_type))
-    for step in range(3):
-        pair.step(rank.tokens(step, (3, config.length), vocabulary=config.vocabulary))
-        pair.check()
+    pair = pair_by_units(rank, models.Transformer(config), clip=Clip(max_norm=0.01, norm_type=norm_type))
+    train_and_check(pair, tokens(rank, 3, (3, config.length), vocabulary=config.vocabulary))
 
 
 @contract("CLIPPING-1")
@@ -70,15 +78,10 @@ def test_small_and_large_gradients(rank: Rank, scale: float, norm_type: float) -
     def loss(output: torch.Tensor) -> torch.Tensor:
         return models.mean_square(output) * scale
 
-    model = models.Tower(dim=10)
-    limit = 1e-2 * scale
+    clip = Clip(max_norm=1e-2 * scale, norm_type=norm_type)
     # Steps as large as those of a run whose loss is not scaled.
-    pair = rank.pair(
-        model, units=model.units(), clip=Clip(max_norm=limit, norm_type=norm_type), optimizer=optim.sgd(lr=0.05 / scale)
-    )
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 10)), loss=loss)
-        pair.check()
+    pair = tower(rank, dim=10, clip=clip, optimizer=optim.sgd(lr=0.05 / scale))
+    train_and_check(pair, batches(rank, 2, (4, 10)), loss=loss)
 
 
 @contract("CLIPPING-1")
@@ -90,16 +93,10 @@ def test_frozen_and_unused_parameters(rank: Rank, norm_type: float) -> None:
     model = models.Branches(dim=12)
     for name in ("entry.weight", "branches.1.in_proj.bias"):
         model.get_parameter(name).requires_grad_(False)
-    pair = rank.pair(
-        model,
-        units=model.units(),
-        baseline="replicated",
-        find_unused=True,
-        clip=Clip(max_norm=0.01, norm_type=norm_type),
+    pair = pair_by_units(
+        rank, model, baseline="replicated", find_unused=True, clip=Clip(max_norm=0.01, norm_type=norm_type)
     )
-    for step in range(2):
-        pair.step((rank.batch(step, (4, 12)), 1))  # branches 0 and 2 are not used
-        pair.check()
+    train_and_check(pair, ((batch, 1) for batch in batches(rank, 2, (4, 12))))  # branches 0 and 2 are not used
 
 
 @contract("CLIPPING-1")
@@ -108,11 +105,8 @@ def test_frozen_and_unused_parameters(rank: Rank, norm_type: float) -> None:
 def test_tied_parameter_counts_once(rank: Rank) -> None:
     """The norm counts the gradient of a parameter that two modules share once."""
     config = models.TransformerConfig(vocabulary=15, is_tied=True)
-    model = models.Transformer(config)
-    pair = rank.pair(model, units=model.units(), clip=Clip(max_norm=0.01))
-    for step in range(2):
-        pair.step(rank.tokens(step, (3, config.length), vocabulary=config.vocabulary))
-        pair.check()
+    pair = pair_by_units(rank, models.Transformer(config), clip=Clip(max_norm=0.01))
+    train_and_check(pair, tokens(rank, 2, (3, config.length), vocabulary=config.vocabulary))
 
 
 @contract("CLIPPING-1")
@@ -139,11 +133,8 @@ def test_ignored_parameter(rank: Rank, norm_type: float) -> None:
 @pytest.mark.parametrize("norm_type", NORMS)
 def test_norm_below_the_limit(rank: Rank, norm_type: float) -> None:
     """Gradients whose norm is below the limit do not change, and clipping still returns the norm."""
-    model = models.Tower(dim=10)
-    pair = rank.pair(model, units=model.units(), clip=Clip(max_norm=1e3, norm_type=norm_type), must_clip=False)
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 10)))
-        pair.check()
+    pair = tower(rank, dim=10, clip=Clip(max_norm=1e3, norm_type=norm_type), must_clip=False)
+    train_and_check(pair, batches(rank, 2, (4, 10)))
 
 
 @contract("CLIPPING-2")
@@ -152,10 +143,8 @@ def test_norm_below_the_limit(rank: Rank, norm_type: float) -> None:
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
 def test_norm_costs_one_reduction(rank: Rank, norm_type: float) -> None:
     """Clipping over a one-dimensional mesh communicates once, and norms only."""
-    model = models.Tower(dim=10)
-    pair = rank.pair(model, units=model.units(), clip=Clip(max_norm=0.01, norm_type=norm_type))
-    pair.step(rank.batch(0, (4, 10)))
-    pair.check()
+    pair = tower(rank, dim=10, clip=Clip(max_norm=0.01, norm_type=norm_type))
+    train_and_check(pair, batches(rank, 1, (4, 10)))
     if rank.implementation.traits.shards == {"optimizer"}:
         # One rank may own a parameter's full gradient and update it; the norms of the owners are then summed.
         clipping = [item.kind for item in pair.sharded.trace if item.phase == "clip"]
@@ -189,9 +178,7 @@ def test_empty_shards(rank: Rank, norm_type: float) -> None:
 def test_ranks_without_any_gradient(rank: Rank) -> None:
     """Ranks that hold no element of any parameter still take part in the norm and return it."""
     pair = rank.pair(nn.Linear(2, 1, bias=False), clip=Clip(max_norm=1e-3))
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 2)))
-        pair.check()
+    train_and_check(pair, batches(rank, 2, (4, 2)))
 
 
 @contract("CLIPPING-4")
@@ -202,19 +189,9 @@ def test_ranks_without_any_gradient(rank: Rank) -> None:
 @FLAT
 def test_two_dimensions(rank: Rank, flat: bool, dim: int, norm_type: float) -> None:
     """The norm of gradients sharded over both dimensions, or over one, costs one reduction per dimension."""
-    mesh = rank.mesh((2, 2), ("dp", "tp"))
-    model = MLPStack(dim, normed=True)
-    pair = rank.pair(
-        model,
-        units=model.units(),
-        mesh=mesh["dp"],
-        clip=Clip(max_norm=0.001, norm_type=norm_type),
-        flat_parameters=flat,
-        prepare=functools.partial(parallelize_mlps, mesh=mesh["tp"], sequence=True),
-    )
-    for step in range(3):
-        pair.step(rank.batch(step, (2, 6, dim), mesh=mesh["dp"]), loss=models.ramp_square)
-        pair.check()
+    mesh, clip = rank.mesh((2, 2), ("dp", "tp")), Clip(max_norm=0.001, norm_type=norm_type)
+    pair = pair_of_mlps(rank, mesh, MLPStack(dim, normed=True), sequence=True, clip=clip, flat_parameters=flat)
+    for _ in checked_steps(pair, batches(rank, 3, (2, 6, dim), mesh=mesh["dp"]), loss=models.ramp_square):
         pair.check_counts("clip", all_reduce=reductions_of_norm(rank, tensor_parallel=1))
 
 
@@ -225,19 +202,11 @@ def test_two_dimensions(rank: Rank, flat: bool, dim: int, norm_type: float) -> N
 @FLAT
 def test_unit_that_is_cut_in_part(rank: Rank, flat: bool, norm_type: float) -> None:
     """A unit may have tensor-parallel layers next to a plain norm: both count once."""
-    mesh = rank.mesh((2, 2), ("dp", "tp"))
-    model = MLPStack(17, normed=True)
-    pair = rank.pair(
-        model,
-        units=[["layers.0"]],  # the other layer and the norm are the root's
-        mesh=mesh["dp"],
-        clip=Clip(max_norm=0.001, norm_type=norm_type),
-        flat_parameters=flat,
-        prepare=functools.partial(parallelize_mlps, mesh=mesh["tp"]),
-    )
-    for step in range(2):
-        pair.step(rank.batch(step, (2, 6, 17), mesh=mesh["dp"]), loss=models.ramp_square)
-        pair.check()
+    mesh, clip = rank.mesh((2, 2), ("dp", "tp")), Clip(max_norm=0.001, norm_type=norm_type)
+    options: Any = {"mesh": mesh["dp"], "prepare": functools.partial(parallelize_mlps, mesh=mesh["tp"])}
+    units = [["layers.0"]]  # the other layer and the norm are the root's
+    pair = rank.pair(MLPStack(17, normed=True), units=units, clip=clip, flat_parameters=flat, **options)
+    for _ in checked_steps(pair, batches(rank, 2, (2, 6, 17), mesh=mesh["dp"]), loss=models.ramp_square):
         pair.check_counts("clip", all_reduce=reductions_of_norm(rank, tensor_parallel=1))
 
 
@@ -250,19 +219,13 @@ def test_ignored_parameters_that_are_cut(rank: Rank, norm_type: float) -> None:
     mesh, model = rank.mesh((2, 2), ("dp", "tp")), MLPStack(16).double()
     batch = torch.linspace(-1, 1, 64, dtype=torch.float64, device=rank.device).view(1, 4, 16)
     plain, clip = models.copy_of(model).to(rank.device), Clip(max_norm=0.001, norm_type=norm_type)
-    run = rank.run(
-        model,
-        units=[["layers.1"]],
-        mesh=mesh["dp"],
-        clip=clip,
-        ignored=tuple(name for name, _ in model.named_parameters() if name.startswith("layers.0.")),
-        prepare=functools.partial(parallelize_mlps, mesh=mesh["tp"]),
-    )
+    ignored = tuple(name for name, _ in model.named_parameters() if name.startswith("layers.0."))
+    options: Any = {"mesh": mesh["dp"], "prepare": functools.partial(parallelize_mlps, mesh=mesh["tp"])}
+    run = rank.run(model, units=[["layers.1"]], clip=clip, ignored=ignored, **options)
     run.forward_backward((batch,), loss=models.ramp_square)
     models.ramp_square(plain(batch)).backward()
-    expected = float(
-        nn.utils.get_total_norm([one.grad for one in plain.parameters() if one.grad is not None], norm_type)
-    )
+    gradients = [one.grad for one in plain.parameters() if one.grad is not None]
+    expected = float(nn.utils.get_total_norm(gradients, norm_type))
     found = float(run.adapter.norm_value(run.adapter.clip()))
     # Another order of summation in float64 changes far less.
     assert math.isclose(found, expected, rel_tol=1e-6), f"total norm: {found} instead of {expected}"
@@ -274,13 +237,10 @@ def test_ignored_parameters_that_are_cut(rank: Rank, norm_type: float) -> None:
 @pytest.mark.parametrize("norm_type", NORMS)
 def test_replicas(rank: Rank, norm_type: float) -> None:
     """Replicas hold the same gradients: the norm counts them once, and is reduced within a replica."""
-    model = models.Tower(dim=9)
     mesh = rank.mesh((2, 2), NAMES)
-    pair = rank.pair(model, units=model.units(), mesh=mesh, clip=Clip(max_norm=0.01, norm_type=norm_type))
+    pair = tower(rank, mesh=mesh, clip=Clip(max_norm=0.01, norm_type=norm_type))
     replica = tuple(mesh["shard"].mesh.tolist())
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+    for _ in checked_steps(pair, batches(rank, 2, (4, 9))):
         if rank.implementation.traits.clips == "call":
             pair.check_counts("clip", all_reduce=reductions_of_norm(rank))
         for item in pair.last_trace():
@@ -293,12 +253,7 @@ def test_replicas(rank: Rank, norm_type: float) -> None:
 @pytest.mark.parametrize("norm_type", NORMS)
 @pytest.mark.parametrize(
     "dtypes",
-    [
-        (torch.float16, torch.float16),
-        (torch.float16, torch.float32),
-        (torch.float32, torch.float64),
-        (torch.float64, torch.float32),
-    ],
+    [(HALF, HALF), (HALF, SINGLE), (SINGLE, DOUBLE), (DOUBLE, SINGLE)],
     ids=["float16", "float16-32", "float32-64", "float64-32"],
 )
 def test_gradients_of_two_dtypes(rank: Rank, dtypes: tuple[torch.dtype, torch.dtype], norm_type: float) -> None:
@@ -360,7 +315,7 @@ def test_norm_of_nan(rank: Rank, norm_type: float) -> None:
     "number",
     [
         pytest.param((dtype, value), id=f"{str(dtype).removeprefix('torch.')}-{value}")
-        for dtype, value in itertools.product([torch.float32, torch.float64], [math.inf, math.nan])
+        for dtype, value in itertools.product([SINGLE, DOUBLE], [math.inf, math.nan])
     ],
 )
 def test_norm_that_is_not_finite_raises(rank: Rank, number: tuple[torch.dtype, float], norm_type: float) -> None:
@@ -374,9 +329,9 @@ def test_norm_that_is_not_finite_raises(rank: Rank, number: tuple[torch.dtype, f
             batch[row, 12] = value  # of the root's weight alone
         run.forward_backward((batch,), loss=torch.sum)
         before = {name: piece.tensor.clone() for name, piece in run.adapter.gradients().items() if piece is not None}
+        error = ""
         try:
             run.adapter.clip()
-            error = ""
         except RuntimeError as raised:
             error = str(raised)
         everyone = rank.exchange(error)
@@ -397,8 +352,7 @@ def test_norm_that_is_not_finite_raises(rank: Rank, number: tuple[torch.dtype, f
 @pytest.mark.parametrize("norm_type", NORMS)
 def test_without_any_gradient(rank: Rank, norm_type: float) -> None:
     """Where no parameter has a gradient the norm is zero, before the first backward and after others."""
-    model = models.Tower(dim=10)
-    run = rank.run(model, units=model.units(), clip=Clip(max_norm=1, norm_type=norm_type))
+    run = run_by_units(rank, models.Tower(dim=10), clip=Clip(max_norm=1, norm_type=norm_type))
     for step in range(2):
         norm = float(run.adapter.norm_value(run.adapter.clip()))
         assert norm == 0, f"the norm is {norm} before the backward of step {step}"

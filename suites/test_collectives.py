@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardproof.suites.common import batches, checked_steps, pair_by_units, tower, train_and_check
 from shardproof.suites.own import Own
 from shardproof.testing import (
     RESHARD,
@@ -23,6 +24,7 @@ from shardproof.testing import (
     Adapter,
     Capability,
     Clip,
+    Collective,
     Pair,
     Rank,
     Refusal,
@@ -63,21 +65,12 @@ class Fan(nn.Module):
         return out
 
 
-def _prefetch_of_a_layer(adapter: Adapter) -> None:
-    adapter.prefetch(forward={"layers.0": ["layers.1.in_proj"]}, backward={})
+def _prefetch(**ahead: dict[str, list[str]]) -> Callable[[Adapter], None]:
+    return lambda adapter: adapter.prefetch(**({"forward": {}, "backward": {}} | ahead))
 
 
-def _prefetch_of_a_layer_in_backward(adapter: Adapter) -> None:
-    adapter.prefetch(forward={}, backward={"layers.1": ["layers.0.in_proj"]})
-
-
-def _memory_of_another(adapter: Adapter) -> None:
-    adapter.change(Settings(reduce_scatter=Own()), unit="layers.1")
-    adapter.change(Settings(group_memory=True), unit="layers.1")
-
-
-def _memory_of_another_gather(adapter: Adapter) -> None:
-    adapter.change(Settings(gather=Own()), unit="layers.1")
+def _memory_of_another(adapter: Adapter, **own: Any) -> None:
+    adapter.change(Settings(**own), unit="layers.1")
     adapter.change(Settings(group_memory=True), unit="layers.1")
 
 
@@ -85,17 +78,18 @@ def _set(**settings: Any) -> Callable[[Adapter], None]:
     return lambda adapter: adapter.change(Settings(**settings))
 
 
+NO_UNIT = ("FSDPModule", "Linear")
 #: Settings that are invalid, each with words one of which is in the error.
 WRONG_SETTINGS: dict[str, tuple[Callable[[Adapter], object], tuple[str, ...]]] = {
     "a-size-after-forward": (_set(reshard_after_forward=2), ("bool",)),
     "no-inputs": (_set(reduce_inputs=0), ("max_input_buffers",)),
     "half-an-input": (_set(reduce_inputs=1.5), ("max_input_buffers",)),
     "a-choice-of-inputs": (_set(reduce_inputs=True), ("max_input_buffers",)),
-    "a-layer-that-is-no-unit": (_prefetch_of_a_layer, ("FSDPModule", "Linear")),
-    "a-layer-that-is-no-unit-in-backward": (_prefetch_of_a_layer_in_backward, ("FSDPModule", "Linear")),
+    "a-layer-that-is-no-unit": (_prefetch(forward={"layers.0": ["layers.1.in_proj"]}), NO_UNIT),
+    "a-layer-that-is-no-unit-in-backward": (_prefetch(backward={"layers.1": ["layers.0.in_proj"]}), NO_UNIT),
     "a-method-that-is-not-there": (lambda adapter: adapter.register_forward_method("layers.0", "absent"), ("absent",)),
-    "memory-of-another": (_memory_of_another, ("custom",)),
-    "memory-of-another-gather": (_memory_of_another_gather, ("custom",)),
+    "memory-of-another": (lambda adapter: _memory_of_another(adapter, reduce_scatter=Own()), ("custom",)),
+    "memory-of-another-gather": (lambda adapter: _memory_of_another(adapter, gather=Own()), ("custom",)),
     "a-deep-copy": (lambda adapter: copy.deepcopy(adapter.module), ("deepcopy",)),
 }
 
@@ -123,17 +117,14 @@ UNITS = DEPTH + 1  # the root has parameters of its own
 @pytest.mark.parametrize("reshard_after_forward", RESHARD_ROOT)
 def test_counts_and_bytes(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """Each unit is gathered once in forward, again in backward if it was freed, and reduced once."""
-    model = models.Tower(dim=9, depth=DEPTH)
-    pair = rank.pair(model, units=model.units(), reshard_after_forward=reshard_after_forward)
+    pair = tower(rank, reshard_after_forward=reshard_after_forward)
     kept: dict[bool | int | None, int] = {None: DEPTH, False: 0}
     in_backward = kept.get(reshard_after_forward, UNITS)
     # An int that is not a bool: backward gathers from the ranks of the group to which forward has resharded.
     size = rank.world_size if type(reshard_after_forward) is not int else reshard_after_forward
     first = rank.index - rank.index % size
     groups = {("backward", "all_gather"): tuple(range(first, first + size))}
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+    for _ in checked_steps(pair, batches(rank, 2, (4, 9))):
         pair.check_counts("forward", all_gather=UNITS)
         pair.check_counts("backward", all_gather=in_backward, reduce_scatter=UNITS)
         pair.check_counts("step")
@@ -149,11 +140,8 @@ def test_counts_and_bytes(rank: Rank, reshard_after_forward: bool | int | None) 
 @needs(Capability.SINGLE_RANK)
 def test_no_collectives_alone(rank: Rank) -> None:
     """A world of size 1 issues no collective."""
-    model = models.Tower(dim=9, depth=DEPTH)
-    pair = rank.pair(model, units=model.units())
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+    pair = tower(rank)
+    train_and_check(pair, batches(rank, 2, (4, 9)))
     for phase in ("forward", "backward", "step"):
         pair.check_counts(phase)
 
@@ -163,10 +151,8 @@ def test_no_collectives_alone(rank: Rank) -> None:
 @needs(Capability.COUNTED_UNITS, Capability.GATHER_ORDER, Capability.ROOT_RESHARD)
 def test_order(rank: Rank) -> None:
     """Forward gathers each unit when it runs; backward gathers one unit ahead of the one that it reduces."""
-    model = models.Tower(dim=9, depth=DEPTH)
-    pair = rank.pair(model, units=model.units(), reshard_after_forward=True)
-    pair.step(rank.batch(0, (4, 9)))
-    pair.check()
+    pair = tower(rank, reshard_after_forward=True)
+    train_and_check(pair, batches(rank, 1, (4, 9)))
     rank.expect(
         pair.sharded.trace.render(),
         """\
@@ -195,8 +181,7 @@ def test_backward_gathers_one_unit_ahead(rank: Rank, model: Callable[[int], mode
 
     Layers that run twice occur twice in that order. They may be freed after each of their backwards or after the last.
     """
-    tower = model(9)
-    pair = rank.pair(tower, units=tower.units(), reshard_after_forward=True)
+    pair = pair_by_units(rank, model(9), reshard_after_forward=True)
     ran: list[str] = []
     found: list[tuple[str, list[str]]] = []
 
@@ -235,7 +220,7 @@ def test_backward_gathers_one_unit_ahead(rank: Rank, model: Callable[[int], mode
 @needs(Capability.COUNTED_UNITS, Capability.CAST_AFTER_INIT)
 def test_order_after_a_cast(rank: Rank) -> None:
     """A model that is cast after an evaluation gathers and reduces in the order of one that was cast before it."""
-    model, batch = models.Tower(dim=9, depth=DEPTH), rank.batch(0, (4, 9))
+    model, batch = models.Tower(dim=9), rank.batch(0, (4, 9))
 
     def order(*, evaluates: bool) -> list[str]:
         run = rank.run(models.copy_of(model), units=model.units())
@@ -244,7 +229,7 @@ def test_order_after_a_cast(rank: Rank) -> None:
         run.adapter.module.double()
         before = len(run.trace)
         run.forward_backward((batch.double(),), loss=models.mean_square)
-        return [f"{item.phase}: {item.kind} of {item.unit}" for item in run.trace[before:]]
+        return _order(run.trace[before:])
 
     expected, found = order(evaluates=False), order(evaluates=True)
     assert found == expected, f"without an evaluation: {expected}; after one: {found}"
@@ -255,15 +240,18 @@ def test_order_after_a_cast(rank: Rank) -> None:
 @needs(Capability.COUNTED_UNITS)
 def test_steps_in_evaluation_mode(rank: Rank) -> None:
     """A training step of a model in evaluation mode has the collectives of one in training mode."""
-    model = models.Tower(dim=9, depth=DEPTH)
-    pair = rank.pair(model, units=model.units())
+    pair = tower(rank)
     orders = []
     for step in range(4):
         pair.adapter.module.train(step % 2 == 0)
         pair.step(rank.batch(step, (4, 9)))
         pair.check()
-        orders.append([f"{item.phase}: {item.kind} of {item.unit}" for item in pair.last_trace()])
+        orders.append(_order(pair.last_trace()))
         assert orders[-1] == orders[0], f"in training mode: {orders[0]}; {step_label(step)}: {orders[-1]}"
+
+
+def _order(trace: Sequence[Collective]) -> list[str]:
+    return [f"{item.phase}: {item.kind} of {item.unit}" for item in trace]
 
 
 @contract("COLLECTIVES-1", "COLLECTIVES-4")
@@ -273,10 +261,8 @@ def test_steps_with_an_unused_output(rank: Rank) -> None:
     """Where the loss ignores the last unit's output, each step has the collectives of the first."""
     pair = rank.pair(models.TwoHeads(dim=9), units=[["head0"], ["head1"]], baseline="replicated", find_unused=True)
     orders = []
-    for step in range(3):
-        pair.step(rank.batch(step, (4, 9)), loss=models.first_head)
-        pair.check()
-        orders.append([f"{item.phase}: {item.kind} of {item.unit}" for item in pair.last_trace()])
+    for step in checked_steps(pair, batches(rank, 3, (4, 9)), loss=models.first_head):
+        orders.append(_order(pair.last_trace()))
         assert orders[-1] == orders[0], f"the first step: {orders[0]}; {step_label(step)}: {orders[-1]}"
 
 
@@ -287,13 +273,10 @@ def test_steps_with_an_unused_output(rank: Rank) -> None:
 def test_only_ranks_of_the_mesh_take_part(rank: Rank, name: str) -> None:
     """On a mesh of half the ranks nothing is exchanged with the other half, which trains on other data."""
     mesh = rank.mesh((2, 2), ("columns", "rows"))[name]
-    model = models.Tower(dim=9, depth=DEPTH)
-    pair = rank.pair(model, units=model.units(), mesh=mesh)
+    pair = tower(rank, mesh=mesh)
     mine = tuple(mesh.mesh.tolist())
-    for step in range(2):
-        # Each rank has a batch of its own: the two halves share nothing.
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+    # Each rank has a batch of its own: the two halves share nothing.
+    for _ in checked_steps(pair, batches(rank, 2, (4, 9))):
         for item in pair.last_trace():
             assert item.group == mine, f"{item}: the data-parallel ranks are {mine}"
 
@@ -305,12 +288,9 @@ def test_only_ranks_of_the_mesh_take_part(rank: Rank, name: str) -> None:
 def test_resharded_within_half_the_ranks(rank: Rank, shape: tuple[int, int]) -> None:
     """Of a mesh of half the ranks, resharded to groups of two, backward gathers within two neighbours on that mesh."""
     mesh = rank.mesh(shape, ("halves", "dp") if shape[0] == 2 else ("dp", "halves"))["dp"]
-    model = models.Tower(dim=9, depth=DEPTH)
-    pair = rank.pair(model, units=model.units(), mesh=mesh, reshard_after_forward=2)
+    pair = tower(rank, mesh=mesh, reshard_after_forward=2)
     mine, first = tuple(mesh.mesh.tolist()), mesh.get_local_rank() // 2 * 2
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+    for _ in checked_steps(pair, batches(rank, 2, (4, 9))):
         for item in pair.last_trace():
             again = (item.phase, item.kind) == ("backward", "all_gather")
             expected = mine[first : first + 2] if again else mine
@@ -322,11 +302,9 @@ def test_resharded_within_half_the_ranks(rank: Rank, shape: tuple[int, int]) -> 
 @needs(Capability.COUNTED_UNITS, Capability.GROUPED_UNIT, Capability.RESHARD_AFTER_FORWARD, Capability.ROOT_RESHARD)
 def test_unit_of_several_modules(rank: Rank) -> None:
     """Several modules of one unit are gathered by one collective and reduced by one."""
-    model = models.Tower(dim=9, depth=DEPTH)
+    model = models.Tower(dim=9)
     pair = rank.pair(model, units=[["layers.0", "layers.1"], ["layers.2"]], reshard_after_forward=True)
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+    for _ in checked_steps(pair, batches(rank, 2, (4, 9))):
         pair.check_counts("forward", all_gather=3)
         pair.check_counts("backward", all_gather=3, reduce_scatter=3)
         pair.check_bytes()
@@ -339,14 +317,17 @@ def test_unit_of_several_modules(rank: Rank) -> None:
 @pytest.mark.parametrize("used", [0, 2])
 def test_unit_with_modules_that_do_not_run(rank: Rank, used: int) -> None:
     """A unit of which only the first or the last module runs is gathered once and reduced once too."""
-    model = models.Branches(dim=9, branches=3)
-    grouped = [["branches.0", "branches.1", "branches.2"]]
-    pair = rank.pair(model, units=grouped, baseline="replicated", find_unused=True, reshard_after_forward=True)
-    for step in range(2):
-        pair.step((rank.batch(step, (4, 9)), used))
-        pair.check()
+    pair = _branches(rank, 3)
+    for _ in checked_steps(pair, ((batch, used) for batch in batches(rank, 2, (4, 9)))):
         pair.check_counts("forward", all_gather=2)
         pair.check_counts("backward", all_gather=2, reduce_scatter=2)
+
+
+def _branches(rank: Rank, number: int) -> Pair:
+    """A pair with one unit of so many modules, of which a forward need not use all."""
+    options: Any = {"baseline": "replicated", "find_unused": True, "reshard_after_forward": True}
+    grouped = [f"branches.{index}" for index in range(number)]
+    return rank.pair(models.Branches(dim=9, branches=number), units=[grouped], **options)
 
 
 @contract("COLLECTIVES-7")
@@ -355,9 +336,7 @@ def test_unit_with_modules_that_do_not_run(rank: Rank, used: int) -> None:
 @needs(Capability.RESHARD_AFTER_FORWARD, Capability.ROOT_RESHARD)
 def test_modules_of_a_unit_in_another_order(rank: Rank) -> None:
     """After a forward in which one module of a unit did not run, the next gathers the unit once, in any order."""
-    model = models.Branches(dim=9, branches=2)
-    grouped = [["branches.0", "branches.1"]]
-    pair = rank.pair(model, units=grouped, baseline="replicated", find_unused=True, reshard_after_forward=True)
+    pair = _branches(rank, 2)
     for step, order in enumerate([(1, 0), (0, 1)]):
         pair.evaluate((rank.batch(step, (4, 9), microbatch=1), order[1]))
         pair.step((rank.batch(step, (4, 9)), order))
@@ -376,13 +355,9 @@ def test_output_of_one_of_several_modules(rank: Rank, used: int, reshard_after_f
     """The loss may use the output of one module of a unit alone, of the first as well as of the last."""
     # There is a layer before it: backward through an input that requires no gradient needs no parameters.
     model = torch.nn.Sequential(torch.nn.Linear(9, 9), models.TwoHeads(dim=9))
-    pair = rank.pair(
-        model, units=[["1.head0", "1.head1"]], baseline="replicated", reshard_after_forward=reshard_after_forward,
-        find_unused=True,
-    )  # fmt: skip
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 9)), loss=lambda outputs: models.mean_square(outputs[used]))
-        pair.check()
+    options: Any = {"units": [["1.head0", "1.head1"]], "reshard_after_forward": reshard_after_forward}
+    pair = rank.pair(model, baseline="replicated", find_unused=True, **options)
+    train_and_check(pair, batches(rank, 2, (4, 9)), loss=lambda outputs: models.mean_square(outputs[used]))
 
 
 @contract("COLLECTIVES-4")
@@ -427,15 +402,12 @@ def test_evaluation_between_forward_and_backward(rank: Rank, kind: type[models.T
 @pytest.mark.parametrize("reshard_after_forward", RESHARD_ROOT)
 def test_bytes_of_a_step(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """A step moves each sharded parameter at most twice, and each gradient once."""
-    model = models.Tower(dim=17, depth=DEPTH)
-    pair = rank.pair(model, units=model.units(), reshard_after_forward=reshard_after_forward)
+    pair = tower(rank, dim=17, reshard_after_forward=reshard_after_forward)
     gathers = 1 if reshard_after_forward is False else 2
     if "parameters" not in rank.implementation.traits.shards:
         gathers = 1  # of the parameters or gradients that an all-reduce, or the step, distributes
     full, padded = (4 * sum(sizes) for sizes in zip(*_sizes(pair), strict=True))
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 17)))
-        pair.check()
+    for step in checked_steps(pair, batches(rank, 2, (4, 17))):
         trace = pair.last_trace()
         moved = sum(item.nbytes * (2 if item.kind == "all_reduce" else 1) for item in trace)
         # A sixteenth of the parameters is allowed for flags and norms.
@@ -459,10 +431,9 @@ def test_ranks_issue_one_sequence(rank: Rank, number: int) -> None:
     names = ["".join(random.choices(string.ascii_lowercase, k=8)) for _ in range(6)]
     model = Fan(dim=9, names=names)
     mesh = rank.mesh((2, 2), ("replicate", "shard")) if rank.world_size == 4 and _has(rank, "HYBRID") else None
-    run = rank.run(
-        model, units=[[f"arms.{name}"] for name in names], optimizer=optim.sgd(), mesh=mesh, pictures=False,
-        microbatches=2, clip=Clip(0.01) if _has(rank, "CLIPPING") else None,
-    )  # fmt: skip
+    options: Any = {"optimizer": optim.sgd(), "clip": Clip(0.01) if _has(rank, "CLIPPING") else None}
+    options |= {"units": [[f"arms.{name}"] for name in names], "mesh": mesh, "microbatches": 2}
+    run = rank.run(model, pictures=False, **options)
     for step in range(2):
         kept.append(bytes(random.randrange(64, 4096)))
         run.step([(rank.batch(step, (2, 9), microbatch=index),) for index in range(2)], loss=models.mean_square)
@@ -485,9 +456,8 @@ def _has(rank: Rank, name: str) -> bool:
 @needs(Capability.COUNTED_UNITS, Capability.HYBRID, Capability.DEFERRED_ALL_REDUCE)
 def test_deferred_all_reduce_is_taken_back(rank: Rank) -> None:
     """After only the all-reduce was deferred, setting all gradients to be reduced restores the all-reduce too."""
-    model = models.Tower(dim=9, depth=DEPTH)
     mesh = rank.mesh((2, 2), ("replicate", "shard"))
-    pair = rank.pair(model, units=model.units(), mesh=mesh, microbatches=2, accumulation=Accumulation())
+    pair = tower(rank, mesh=mesh, microbatches=2, accumulation=Accumulation())
     adapter, context = pair.adapter, pair.adapter.microbatch
 
     def microbatch(*, is_last: bool) -> contextlib.AbstractContextManager[None]:
@@ -496,9 +466,7 @@ def test_deferred_all_reduce_is_taken_back(rank: Rank) -> None:
         return context(is_last=is_last)
 
     rank.monkeypatch.setattr(adapter, "microbatch", microbatch)
-    for step in range(3):
-        pair.step([rank.batch(step, (4, 9), microbatch=number) for number in range(2)], set_to_none=step % 2 == 0)
-        pair.check()
+    for _ in checked_steps(pair, batches(rank, 3, (4, 9), microbatches=2), set_to_none="even"):
         pair.check_counts("backward", all_gather=2 * DEPTH, reduce_scatter=2 * UNITS, all_reduce=UNITS)
 
 
@@ -512,8 +480,7 @@ def test_deferred_all_reduce_is_taken_back(rank: Rank) -> None:
 @pytest.mark.parametrize("choices", [(None, False, True, False), (True, False)], ids=["between-steps", "at-once"])
 def test_resharding_is_changed(rank: Rank, choices: tuple[bool | None, ...], unit: str, recurse: bool) -> None:
     """Whether a unit, or all of them, frees its parameters after forward can change before any step, and back."""
-    model = models.Tower(dim=9, depth=DEPTH)
-    pair = rank.pair(model, units=model.units())
+    pair = tower(rank)
     frees = {"(root)": False} | {f"layers.{index}": True for index in range(DEPTH)}
     for step, choice in enumerate(choices):
         if choice is not None:
@@ -535,9 +502,7 @@ def test_backward_gathers_a_unit_or_not(rank: Rank, unit: str) -> None:
 
     Set on the root, whose own unit stays gathered in any case, it changes nothing for the units inside.
     """
-    model = torch.nn.Sequential(
-        torch.nn.Embedding(11, 9), torch.nn.Linear(9, 12), torch.nn.Tanh(), torch.nn.Linear(12, 7)
-    )
+    model = nn.Sequential(nn.Embedding(11, 9), nn.Linear(9, 12), nn.Tanh(), nn.Linear(12, 7))
     pair = rank.pair(model, units=[["0"], ["1"]])
     for step, gathers in enumerate([None, False, True, False]):
         if gathers is not None:
@@ -583,13 +548,10 @@ def test_zeros_are_reduced_or_not(rank: Rank, unit: str, recurse: bool) -> None:
 def test_zeros_beside_tensor_parallelism(rank: Rank) -> None:
     """Zeros for an unused tensor-parallel parameter have the shape of this rank's part."""
     mesh = rank.mesh((2, 2), ("dp", "tp"))
-    pair = rank.pair(
-        Skipping(5), mesh=mesh["dp"], baseline="replicated", ranks_differ=True, find_unused=True,
-        prepare=functools.partial(parallelize_mlps, mesh=mesh["tp"]),
-    )  # fmt: skip
-    for step in range(2):
-        pair.step((rank.batch(step, (4, 5), mesh=mesh["dp"]), (mesh["dp"].get_local_rank() + step) % 3))
-        pair.check()
+    options: Any = {"mesh": mesh["dp"], "prepare": functools.partial(parallelize_mlps, mesh=mesh["tp"])}
+    pair = rank.pair(Skipping(5), baseline="replicated", ranks_differ=True, find_unused=True, **options)
+    drawn = enumerate(batches(rank, 2, (4, 5), mesh=mesh["dp"]), start=mesh["dp"].get_local_rank())
+    train_and_check(pair, ((batch, number % 3) for number, batch in drawn))
 
 
 @contract("COLLECTIVES-10")
@@ -634,13 +596,10 @@ def _sizes(pair: Pair) -> Sequence[tuple[int, int]]:
 )
 def test_settings_that_cannot_be(rank: Rank, what: str) -> None:
     """An invalid setting is refused by name on every rank, and changes nothing."""
-    model = models.Tower(dim=9)
-    pair = rank.pair(model, units=model.units())
+    pair = tower(rank)
     change, words = WRONG_SETTINGS[what]
-    refusal = Refusal(rank, lambda: change(pair.adapter))
-    refusal.check_names(*words)
-    pair.step(rank.batch(0, (4, 9)))
-    pair.check()
+    Refusal(rank, lambda: change(pair.adapter)).check_names(*words)
+    train_and_check(pair, batches(rank, 1, (4, 9)))
 
 
 OF_THE_ROOT_NEEDS = {
@@ -657,14 +616,11 @@ OF_THE_ROOT_NEEDS = {
 @pytest.mark.parametrize("what", [pytest.param(name, marks=OF_THE_ROOT_NEEDS[name]) for name in OF_THE_ROOT])
 def test_calls_that_only_the_root_has(rank: Rank, what: str) -> None:
     """A setting of the root is refused on another unit, by every rank, and changes nothing."""
-    model = models.Tower(dim=9)
-    pair = rank.pair(model, units=model.units(), clip=Clip(1e-3) if what == "clipping" else None)
-    pair.step(rank.batch(0, (4, 9)))
-    pair.check()
+    pair = tower(rank, clip=Clip(1e-3) if what == "clipping" else None)
+    train_and_check(pair, batches(rank, 1, (4, 9)))
     layer = copy.copy(pair.adapter)
     layer.module = pair.adapter.submodule("layers.1")
-    refusal = Refusal(rank, lambda: OF_THE_ROOT[what](layer))
-    refusal.check_names("root")
+    Refusal(rank, lambda: OF_THE_ROOT[what](layer)).check_names("root")
     pair.step(rank.batch(1, (4, 9)))
     pair.check()
 
@@ -675,8 +631,7 @@ def test_calls_that_only_the_root_has(rank: Rank, what: str) -> None:
 @pytest.mark.parametrize("number", [1, 3])
 def test_inputs_of_reductions(rank: Rank, number: int) -> None:
     """Training is the same for any number of reduction inputs in flight, set for the root or for all units."""
-    model = models.Tower(dim=9)
-    pair = rank.pair(model, units=model.units())
+    pair = tower(rank)
     for step, recurse in enumerate([False, True]):
         pair.adapter.change(Settings(reduce_inputs=number), recurse=recurse)
         pair.step(rank.batch(step, (4, 9)))

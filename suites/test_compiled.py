@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardproof.suites.common import checked_steps, pair_by_units, tokens
 from shardproof.testing import (
     KEEPS,
     RESHARD,
@@ -47,13 +48,11 @@ def test_compiled_units(
             made = compiled.compile_layers(plain)
             return recompute(made, means) if means else made
 
-        pair = rank.pair(
-            model, units=model.units(), reshard_after_forward=reshard_after_forward, prepare=prepare, is_traced=False
-        )
+        pair = pair_by_units(rank, model, reshard_after_forward=reshard_after_forward, prepare=prepare, is_traced=False)
         graphs = []
-        for step in range(3):
-            pair.step(rank.tokens(step, (3, config.length), vocabulary=config.vocabulary), set_to_none=step % 2 == 0)
-            pair.check()
+        for _ in checked_steps(
+            pair, tokens(rank, 3, (3, config.length), vocabulary=config.vocabulary), set_to_none="even"
+        ):
             graphs.append(compiled.graphs)
         assert graphs[0] > 0, "nothing was compiled"
         assert graphs[:1] == unsharded, f"{graphs[0]} graphs, and {unsharded[0]} unsharded: sharding breaks graphs"
@@ -115,14 +114,13 @@ def _unsharded_graphs(
 def test_root_compiled_after_sharding(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """A root that is compiled after sharding, with its units, trains as DDP does and is not recompiled."""
     config = models.TransformerConfig(layers=2)
-    model = models.Transformer(config)
-    pair = rank.pair(model, units=model.units(), reshard_after_forward=reshard_after_forward, is_traced=False)
+    pair = pair_by_units(rank, models.Transformer(config), reshard_after_forward=reshard_after_forward, is_traced=False)
     with compiler("aot_eager") as compiled:
         pair.adapter.module.compile(backend=compiled)
         graphs = []
-        for step in range(3):
-            pair.step(rank.tokens(step, (3, config.length), vocabulary=config.vocabulary), set_to_none=step % 2 == 0)
-            pair.check()
+        for _ in checked_steps(
+            pair, tokens(rank, 3, (3, config.length), vocabulary=config.vocabulary), set_to_none="even"
+        ):
             graphs.append(compiled.graphs)
         assert graphs[0] > 0, "nothing was compiled"
         assert graphs[1] == graphs[2], f"{graphs} graphs after each step: the third step was compiled again"

@@ -16,6 +16,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
+from shardproof.suites.common import (
+    batches,
+    checked_steps,
+    pair_by_units,
+    pair_of_mlps,
+    run_by_units,
+    tokens,
+    train_and_check,
+)
 from shardproof.testing import (
     RESHARD,
     RESHARD_CHOICES,
@@ -29,6 +38,7 @@ from shardproof.testing import (
     MLPStack,
     NamedDimensions,
     Pair,
+    Piece,
     Projections,
     Rank,
     Refusal,
@@ -130,9 +140,7 @@ def test_layout_of_two_dimensions(rank: Rank, dim: int) -> None:
     mesh = rank.mesh((2,) * len(names), names)
     model = MLPStack(dim)
     full = {name: value.detach().clone() for name, value in model.named_parameters()}
-    run = rank.run(
-        model, units=model.units(), mesh=mesh["dp"], prepare=functools.partial(parallelize_mlps, mesh=mesh["tp"])
-    )
+    run = run_by_units(rank, model, mesh=mesh["dp"], prepare=functools.partial(parallelize_mlps, mesh=mesh["tp"]))
     for name, parameter in run.adapter.named_parameters().items():
         if not isinstance(parameter, DTensor):
             continue  # the layout of plain tensors is the implementation's own
@@ -175,29 +183,19 @@ def test_tensor_parallel_groups_of_ranks(rank: Rank) -> None:
         refusal.check_names("eshard")
         return
     pair = rank.pair(model, prepare=functools.partial(parallelize_mlps, mesh=mesh["tp"]), **options)
-    pair.step(rank.batch(0, (4, 5)))
-    pair.check()
+    train_and_check(pair, batches(rank, 1, (4, 5)))
 
 
 @dataclasses.dataclass(frozen=True)
 class OneMesh:
-    """One mesh of all dimensions, some of which are data parallel.
-
-    Attributes:
-        shape: the sizes of its dimensions.
-        names: their names.
-        shard: over which of them parameters are sharded.
-        replicate: over which of them they are replicated.
-        axes: the dimensions on which parameters then lie; several data-parallel ones of a kind are flattened into one.
-        weight: the placements of the first projection's weight on those.
-    """
+    """One mesh of all dimensions, some of which are data parallel."""
 
     shape: tuple[int, ...]
     names: tuple[str, ...]
-    shard: tuple[str, ...]
-    replicate: tuple[str, ...]
-    axes: tuple[str, ...]
-    weight: Callable[[], tuple[Placement, ...]]
+    shard: tuple[str, ...]  # over which parameters are sharded
+    replicate: tuple[str, ...]  # over which they are replicated
+    axes: tuple[str, ...]  # on which they then lie; several data-parallel ones of a kind are flattened into one
+    weight: Callable[[], tuple[Placement, ...]]  # of the first projection, on the axes
 
     def data_parallel(self, mesh: DeviceMesh) -> DeviceMesh:
         """The data-parallel part of ``mesh``."""
@@ -235,12 +233,10 @@ def test_named_dimensions(rank: Rank, dimensions: str, divides: bool) -> None:
     model, data = MLPStack(5), case.data_parallel(mesh)
     full = {name: value.detach().clone().to(rank.device) for name, value in model.named_parameters()}
     divided = (*case.replicate, *case.shard) if divides else ()
-    pair = rank.pair(
-        model, units=model.units(), mesh=data, shards=bool(case.shard),
-        prepare=functools.partial(spread_mlps, mesh=mesh, divides=divided),
-        named_dimensions=NamedDimensions(mesh, case.shard, case.replicate),
-        baseline="ddp" if data.ndim == 1 else "replicated",
-    )  # fmt: skip
+    options: Any = {"mesh": data, "prepare": functools.partial(spread_mlps, mesh=mesh, divides=divided)}
+    options |= {"baseline": "ddp" if data.ndim == 1 else "replicated", "shards": bool(case.shard)}
+    named = NamedDimensions(mesh, case.shard, case.replicate)
+    pair = pair_by_units(rank, model, named_dimensions=named, **options)
     for name, parameter in pair.adapter.named_parameters().items():
         assert isinstance(parameter, DTensor), f"{name} is a {type(parameter)}"
         axes, found = parameter.device_mesh.mesh_dim_names, tuple(parameter.placements)
@@ -251,22 +247,16 @@ def test_named_dimensions(rank: Rank, dimensions: str, divides: bool) -> None:
         assert not name.endswith("in_proj.weight") or found == case.weight(), f"{name} is placed {found}"
         whole: torch.Tensor = parameter.full_tensor()
         assert torch.equal(whole, full[name]), f"the shards of {name} are put together in another order"
-    for step in range(3):
-        pair.step(rank.batch(step, (4, 5), mesh=data), set_to_none=step % 2 == 0)
-        pair.check()
+    train_and_check(pair, batches(rank, 3, (4, 5), mesh=data), set_to_none="even")
 
 
 def _factors(rank: Rank, what: str) -> tuple[nn.Module, NamedDimensions]:
     """Return a model of one parameter, and dimensions to shard it over, with one mistake (collective)."""
     mesh, model = rank.mesh((rank.world_size, 1), ("dp", "tp")), Factors(9).to(rank.device)
-    on = mesh
-    placements: list[Placement] = [Replicate(), Replicate()]
-    if what == "on-another-mesh":
-        on, placements = rank.mesh(), [Replicate()]
-    elif what == "cut-already":
-        placements = [Shard(0), Replicate()]
+    on = rank.mesh() if what == "on-another-mesh" else mesh
+    placements: list[Placement] = [Shard(0) if what == "cut-already" else Replicate(), Replicate()]
     if what != "a-plain-tensor":
-        model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), on, placements))
+        model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), on, placements[: on.ndim]))
     names = {"an-unknown-name": ("cp",), "no-name": ()}.get(what, ("dp",))
     return model, NamedDimensions(mesh, names)
 
@@ -289,8 +279,8 @@ WRONG_DIMENSIONS = {
 def test_wrong_dimensions(rank: Rank, what: str) -> None:
     """Parameters that do not lie on the mesh, or are cut over the named dimensions, and unknown names are refused."""
     model, named = _factors(rank, what)
-    refusal = Refusal(rank, lambda: sharded(rank, model, mesh=named.mesh["dp"], named_dimensions=named))
-    refusal.check_names(*WRONG_DIMENSIONS[what])
+    options: Any = {"mesh": named.mesh["dp"], "named_dimensions": named}
+    Refusal(rank, lambda: sharded(rank, model, **options)).check_names(*WRONG_DIMENSIONS[what])
 
 
 @contract("COMPOSITION-15")
@@ -307,9 +297,7 @@ def test_named_replicas_in_different_orders(rank: Rank) -> None:
         refusal.check_names("mesh", "Mesh")
         return
     pair = rank.pair(model, prepare=spread, baseline="replicated", **options)
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 5)))
-        pair.check()
+    train_and_check(pair, batches(rank, 2, (4, 5)))
 
 
 @contract("COMPOSITION-4")
@@ -322,9 +310,7 @@ def test_transformer(rank: Rank, sequence: bool) -> None:
     prepare = functools.partial(parallelize_transformer, mesh=mesh["tp"], sequence=sequence)
     pair = rank.pair(model, units=model.units(), mesh=mesh["dp"], prepare=prepare)
     config = model.config
-    for step in range(3):
-        pair.step(rank.tokens(step, (3, config.length), vocabulary=config.vocabulary, mesh=mesh["dp"]))
-        pair.check()
+    for _ in checked_steps(pair, tokens(rank, 3, (3, config.length), vocabulary=config.vocabulary, mesh=mesh["dp"])):
         check_groups(pair, mesh["dp"], mesh["tp"])
         check_replicas(rank, pair, mesh["tp"])
 
@@ -338,13 +324,8 @@ def test_offloaded_tensor_parallel(rank: Rank, offload: Any) -> None:
     mesh = rank.mesh((1, rank.world_size), ("dp", "tp"))
     model = MLPStack(16)
     layers = len(model.layers)
-    pair = rank.pair(
-        model, units=model.units(), mesh=mesh["dp"], offload=offload,
-        prepare=functools.partial(parallelize_mlps, mesh=mesh["tp"]),
-    )  # fmt: skip
-    for step in range(3):
-        pair.step(rank.batch(step, (4, 16), mesh=mesh["dp"]))
-        pair.check()
+    pair = pair_of_mlps(rank, mesh, model, offload=offload)
+    for _ in checked_steps(pair, batches(rank, 3, (4, 16), mesh=mesh["dp"])):
         pair.check_counts("forward", all_reduce=layers)
         # The first layer's input needs no gradient.
         pair.check_counts("backward", all_reduce=layers - 1)
@@ -370,14 +351,10 @@ def test_parameters_of_both_kinds(
             dist.all_reduce(summed, group=mesh["tp"].get_group())
             gradient.copy_(summed)
 
-    pair = rank.pair(
-        Projections(), mesh=mesh["dp"], prepare=functools.partial(parallelize_projections, mesh=mesh["tp"]),
-        offload=offload, reshard_after_forward=reshard_after_forward, flat_parameters=flat_parameters,
-        after_backward=add_plain,
-    )  # fmt: skip
-    for step in range(3):
-        pair.step(rank.batch(step, (4, 5), mesh=mesh["dp"]), set_to_none=step % 2 == 0)
-        pair.check()
+    options: Any = {"mesh": mesh["dp"], "prepare": functools.partial(parallelize_projections, mesh=mesh["tp"])}
+    options |= {"reshard_after_forward": reshard_after_forward, "flat_parameters": flat_parameters}
+    pair = rank.pair(Projections(), offload=offload, after_backward=add_plain, **options)
+    train_and_check(pair, batches(rank, 3, (4, 5), mesh=mesh["dp"]), set_to_none="even")
 
 
 @contract("COMPOSITION-7")
@@ -393,20 +370,14 @@ def test_collectives_of_both_dimensions(rank: Rank) -> None:
     # Everything is cut or a replicated DTensor, so that user code need not sum gradients.
     model.net3 = nn.Identity()
     pair = rank.pair(model, mesh=mesh["dp"], prepare=functools.partial(parallelize_projections, mesh=mesh["tp"]))
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 5), mesh=mesh["dp"]))
-        pair.check()
+    for _ in checked_steps(pair, batches(rank, 2, (4, 5), mesh=mesh["dp"])):
         check_groups(pair, mesh["dp"], mesh["tp"])
         counts = {name: counts_within(pair, mesh[name]) for name in ("dp", "tp")}
         assert counts["dp"] == {"forward all_gather": 1, "backward reduce_scatter": 1}, counts
         # The input of the first layer and the output; the gradient of the second's output.
-        assert counts["tp"] == {
-            "forward all_gather": 2,
-            "forward reduce_scatter": 1,
-            "backward all_gather": 1,
-            "backward reduce_scatter": 1,
-            "backward all_reduce": 1,
-        }, counts
+        in_forward = {"forward all_gather": 2, "forward reduce_scatter": 1}
+        in_backward = {"backward all_gather": 1, "backward reduce_scatter": 1, "backward all_reduce": 1}
+        assert counts["tp"] == in_forward | in_backward, counts
         check_replicas(rank, pair, mesh["tp"])
 
 
@@ -419,13 +390,16 @@ def test_states_of_the_first_rank(rank: Rank) -> None:
     torch.manual_seed(rank.seeds.init + mesh["dp"].get_local_rank())
     model = Buffered(8).to(rank.device)
     own = {name: value.detach().cpu() for name, value in models.copy_of(model).state_dict().items()}
-    everyone = rank.exchange(own)
-    first, last = everyone[rank.index % 2], everyone[2 + rank.index % 2]
+    first, last = rank.exchange(own)[rank.index % 2 :: 2]
     assert not any(torch.equal(first[name], last[name]) for name in own), "nothing would have to be sent"
     run = rank.run(model, mesh=mesh["dp"], sync_states=True, prepare=functools.partial(replicate, mesh=mesh["tp"]))
     (buffer,) = run.adapter.module.buffers()
-    found = {**run.adapter.parameters(), "offset": piece_of(buffer)}
-    assert found.keys() == own.keys()
+    check_values(rank, {**run.adapter.parameters(), "offset": piece_of(buffer)}, first)
+
+
+def check_values(rank: Rank, found: dict[str, Piece], first: dict[str, torch.Tensor]) -> None:
+    """Check that a rank's pieces have the values of the first rank (collective)."""
+    assert found.keys() == first.keys()
     wrong = [name for name, piece in found.items() if not torch.equal(piece.tensor.cpu(), piece.cut(first[name]))]
     by_rank = rank.exchange(wrong)
     assert not any(by_rank), f"not those of the first rank: {by_rank}"
@@ -448,11 +422,7 @@ def test_states_of_the_first_rank_everywhere(rank: Rank, replicas: bool) -> None
     buffers = [name for name, _ in model.named_buffers()]
     run = rank.run(model, units=[["0"], ["1"]], mesh=mesh, sync_states=True)
     shown = map(piece_of, run.adapter.module.buffers())
-    pieces = {**run.adapter.parameters(), **dict(zip(buffers, shown, strict=True))}
-    assert pieces.keys() == first.keys()
-    wrong = [name for name, piece in pieces.items() if not torch.equal(piece.tensor.cpu(), piece.cut(first[name]))]
-    by_rank = rank.exchange(wrong)
-    assert not any(by_rank), f"not those of the first rank: {by_rank}"
+    check_values(rank, {**run.adapter.parameters(), **dict(zip(buffers, shown, strict=True))}, first)
 
 
 @contract("COMPOSITION-9")
@@ -466,18 +436,11 @@ def test_experts(rank: Rank, router: Router, reshard_after_forward: bool | None)
     Their gradients are those of the tokens of all four ranks; some experts, or ranks, get no token.
     """
     mesh = rank.mesh((2, 2), ("dp", "ep"))
-    pair = rank.pair(
-        ExpertModel(5, router),
-        units=[["experts"]],
-        prepare=functools.partial(divide_experts, mesh=mesh["ep"]),
-        unit_meshes={"experts": mesh["dp"]},
-        divide_factors={"experts": 4},
-        reshard_after_forward=reshard_after_forward,
-    )
-    for step in range(3):
-        # Ranks have unequally many tokens.
-        pair.step(rank.batch(step, (3 + 2 * rank.index, 5)))
-        pair.check()
+    options: Any = {"prepare": functools.partial(divide_experts, mesh=mesh["ep"]), "divide_factors": {"experts": 4}}
+    options |= {"unit_meshes": {"experts": mesh["dp"]}, "reshard_after_forward": reshard_after_forward}
+    pair = rank.pair(ExpertModel(5, router), units=[["experts"]], **options)
+    # Ranks have unequally many tokens.
+    for _ in checked_steps(pair, batches(rank, 3, (3 + 2 * rank.index, 5))):
         of_units = [item for item in pair.last_trace() if item.kind in ("all_gather", "reduce_scatter")]
         groups = {item.group for item in of_units}
         assert groups == {(0, 1, 2, 3), tuple(mesh["dp"].mesh.tolist())}, f"units are gathered and reduced on {groups}"
@@ -529,10 +492,9 @@ def train(
         cut = parallelize_mlps(plain, mesh["tp"])
         return recompute(cut, "hooks") if recomputes else cut
 
-    pair = rank.pair(
-        model, units=model.units(), mesh=parallel, prepare=prepare,
-        baseline="ddp" if len(data) == 1 else "replicated", **options,
-    )  # fmt: skip
+    pair = pair_by_units(
+        rank, model, mesh=parallel, prepare=prepare, baseline="ddp" if len(data) == 1 else "replicated", **options
+    )
     for step in range(3):
         batch = rank.batch(step, (8, dim), mesh=parallel, microbatch=stage)
         pair.step(batch, before_loss=computations.before_loss, set_to_none=step % 2 == 0)
@@ -606,15 +568,10 @@ def test_teacher_and_student(rank: Rank, reshard_after_forward: bool | int | Non
     def again() -> None:
         teach(rank.batch(0, (4, 9), microbatch=1))
 
-    pair = rank.pair(
-        student, units=student.units(), reshard_after_forward=reshard_after_forward,
-        after_backward=lambda adapter: again(),
-    )  # fmt: skip
+    options: Any = {"after_backward": lambda adapter: again()}
+    pair = pair_by_units(rank, student, reshard_after_forward=reshard_after_forward, **options)
     pair.sharded.original_module("layers.1").register_forward_hook(lambda module, args, output: again())
-    for step in range(3):
-        x = rank.batch(step, (4, 9))
-        pair.step((x, teach(x)))
-        pair.check()
+    train_and_check(pair, ((x, teach(x)) for x in batches(rank, 3, (4, 9))))
 
 
 class Distilled(models.Tower):

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import copy
-import functools
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from shardproof.suites.common import (
+    batches,
+    pair_by_units,
+    pair_of_mlps,
+    run_by_units,
+    tokens,
+    train_and_check,
+    two_runs,
+)
 from shardproof.testing import (
     FLAT,
     KEEPS,
@@ -32,7 +40,6 @@ from shardproof.testing import (
     models,
     needs,
     optim,
-    parallelize_mlps,
     shapes,
     states,
     step_label,
@@ -50,18 +57,9 @@ FULL = needs(Capability.FULL_STATE_DICT)
 def test_two_runs(rank: Rank, reshard_after_forward: bool | None) -> None:
     """Two runs in one process, with the same seeds and data, have the same bits in every step."""
     model = models.Transformer()
-    runs = [
-        rank.run(
-            copy.deepcopy(model),
-            units=model.units(),
-            optimizer=optim.adamw(),
-            reshard_after_forward=reshard_after_forward,
-        )
-        for _ in range(2)
-    ]
-    for step in range(3):
-        tokens = rank.tokens(step, (3, 8), vocabulary=11)
-        pictures = [run.step([(tokens,)], loss=models.mean_square) for run in runs]
+    runs = two_runs(rank, model, optimizer=optim.adamw(), reshard_after_forward=reshard_after_forward)
+    for step, batch in enumerate(tokens(rank, 3, (3, 8), vocabulary=11)):
+        pictures = [run.step([(batch,)], loss=models.mean_square) for run in runs]
         check_exact(rank, *pictures, step=step, why=WHY)
 
 
@@ -74,13 +72,10 @@ def test_two_runs(rank: Rank, reshard_after_forward: bool | None) -> None:
 def test_replicas(rank: Rank, shape: tuple[int, int]) -> None:
     """Replicas have the same bits after every step; a difference of one rounding would grow unnoticed."""
     mesh = rank.mesh(shape, ("replicate", "shard"))
-    model = models.Transformer()
-    run = rank.run(model, units=model.units(), mesh=mesh, optimizer=optim.sgd())
+    run = run_by_units(rank, models.Transformer(), mesh=mesh, optimizer=optim.sgd())
     first = int(mesh.mesh[0, mesh.get_local_rank("shard")])
-    for step in range(3):
-        tokens = rank.tokens(step, (3, 8), vocabulary=11)
-        picture = run.settle(run.step([(tokens,)], loss=models.mean_square))
-        mine = tensors_of_step(picture)
+    for step, batch in enumerate(tokens(rank, 3, (3, 8), vocabulary=11)):
+        mine = tensors_of_step(run.settle(run.step([(batch,)], loss=models.mean_square)))
         expected = rank.exchange(mine)[first]
         finding = None
         for (stage, name), tensor in mine.items():
@@ -101,18 +96,11 @@ def test_steps_with_own_hash_seeds(rank: Rank, reshard_after_forward: bool | Non
     """Ranks with different hash seeds gather, reduce, accumulate and clip alike."""
     model = models.Transformer()
     hybrid = rank.world_size == 4 and Capability.HYBRID in rank.implementation.capabilities()
-    pair = rank.pair(
-        model,
-        units=model.units(),
-        mesh=rank.mesh((2, 2), ("replicate", "shard")) if hybrid else rank.mesh(),
-        microbatches=2,
-        clip=Clip(max_norm=0.01) if Capability.CLIPPING in rank.implementation.capabilities() else None,
-        flat_parameters=flat,
-        reshard_after_forward=reshard_after_forward,
-    )
-    for step in range(2):
-        pair.step([(rank.tokens(step, (3, 8), vocabulary=11, microbatch=index),) for index in range(2)])
-        pair.check()
+    mesh = rank.mesh((2, 2), ("replicate", "shard")) if hybrid else rank.mesh()
+    clip = Clip(max_norm=0.01) if Capability.CLIPPING in rank.implementation.capabilities() else None
+    options: Any = {"flat_parameters": flat, "reshard_after_forward": reshard_after_forward}
+    pair = pair_by_units(rank, model, mesh=mesh, microbatches=2, clip=clip, **options)
+    train_and_check(pair, tokens(rank, 2, (3, 8), vocabulary=11, microbatches=2))
 
 
 @contract("DETERMINISM-2")
@@ -122,18 +110,9 @@ def test_steps_with_own_hash_seeds(rank: Rank, reshard_after_forward: bool | Non
 def test_two_dimensions_with_own_hash_seeds(rank: Rank, flat: bool) -> None:
     """Ranks with different hash seeds also do so with tensor parallelism, with a norm over both mesh dimensions."""
     mesh = rank.mesh((2, 2), ("dp", "tp"))
-    model = MLPStack(17, normed=True)
-    pair = rank.pair(
-        model,
-        units=model.units(),
-        mesh=mesh["dp"],
-        clip=Clip(max_norm=0.01),
-        flat_parameters=flat,
-        prepare=functools.partial(parallelize_mlps, mesh=mesh["tp"], sequence=True),
-    )
-    for step in range(2):
-        pair.step(rank.batch(step, (2, 6, 17), mesh=mesh["dp"]), loss=models.ramp_square)
-        pair.check()
+    options: Any = {"clip": Clip(max_norm=0.01), "flat_parameters": flat}
+    pair = pair_of_mlps(rank, mesh, MLPStack(17, normed=True), sequence=True, **options)
+    train_and_check(pair, batches(rank, 2, (2, 6, 17), mesh=mesh["dp"]), loss=models.ramp_square)
 
 
 @contract("DETERMINISM-2")
@@ -142,14 +121,10 @@ def test_two_dimensions_with_own_hash_seeds(rank: Rank, flat: bool) -> None:
 @FLAT
 def test_waiting_units_with_own_hash_seeds(rank: Rank, flat: bool) -> None:
     """Deferred reductions of units that the last backward does not reach are issued in one order on all ranks."""
-    model = models.Branches(9, 5)
-    pair = rank.pair(
-        model, units=model.units(), baseline="replicated", microbatches=5, accumulation=Accumulation(),
-        find_unused=True, flat_parameters=flat,
-    )  # fmt: skip
-    for step in range(2):
-        pair.step([(rank.batch(step, (2, 9), microbatch=number), number) for number in range(5)])
-        pair.check()
+    options: Any = {"microbatches": 5, "accumulation": Accumulation(), "find_unused": True, "flat_parameters": flat}
+    pair = pair_by_units(rank, models.Branches(9, 5), baseline="replicated", **options)
+    drawn = batches(rank, 2, (2, 9), microbatches=5)
+    train_and_check(pair, ([(batch, number) for number, batch in enumerate(several)] for several in drawn))
 
 
 @contract("DETERMINISM-2")

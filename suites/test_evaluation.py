@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from shardproof.suites.common import (
+    after_microbatches,
+    batches,
+    checked_steps,
+    pair_by_units,
+    run_and_plain,
+    run_by_units,
+    tower,
+    train_and_check,
+)
 from shardproof.testing import (
     FLAT,
     RESHARD,
@@ -23,6 +31,7 @@ from shardproof.testing import (
     Precision,
     Rank,
     Refusal,
+    Run,
     Stacked,
     WholeParameters,
     check_exact,
@@ -38,6 +47,7 @@ from shardproof.testing import (
     world,
 )
 
+READ = needs(Capability.WHOLE_PARAMETERS)
 WHY = "the same values, gathered or not"
 MODES = ["no_grad", "inference_mode"]
 DEPTH = 3
@@ -84,8 +94,7 @@ def test_evaluation_between_steps(rank: Rank, mode: Any, reshard_after_forward: 
 
     An evaluation is also the model's first forward.
     """
-    model = models.Tower(dim=9, depth=DEPTH)
-    pair = rank.pair(model, units=model.units(), reshard_after_forward=reshard_after_forward)
+    pair = tower(rank, reshard_after_forward=reshard_after_forward)
     for step in range(3):
         for number in (1, 2):
             pair.evaluate(rank.batch(step, (2, 9), microbatch=number), mode=mode if step else "no_grad")
@@ -99,22 +108,10 @@ def test_evaluation_between_steps(rank: Rank, mode: Any, reshard_after_forward: 
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_evaluation_between_microbatches(rank: Rank, reshard_after_forward: bool | int | None, defers: bool) -> None:
     """An evaluation between two microbatches of a step changes no gradient of it, reduced or not."""
-    model = models.Tower(dim=9, depth=DEPTH)
-    pair = rank.pair(
-        model, units=model.units(), reshard_after_forward=reshard_after_forward, microbatches=3,
-        accumulation=Accumulation() if defers else None,
-    )  # fmt: skip
-    context = pair.adapter.microbatch
-
-    @contextlib.contextmanager
-    def evaluating(*, is_last: bool) -> Iterator[None]:
-        with context(is_last=is_last):
-            yield
-        if not is_last:
-            with torch.no_grad():
-                pair.adapter.forward(rank.batch(0, (2, 9), microbatch=3))
-
-    rank.monkeypatch.setattr(pair.adapter, "microbatch", evaluating)
+    how = Accumulation() if defers else None
+    pair = tower(rank, reshard_after_forward=reshard_after_forward, microbatches=3, accumulation=how)
+    batch = rank.batch(0, (2, 9), microbatch=3)
+    after_microbatches(rank, pair, lambda: evaluate(pair.adapter, batch))
     for step in range(3):
         pair.step([rank.batch(step, (2, 9), microbatch=number) for number in range(3)], set_to_none=step != 1)
         pair.check()
@@ -125,12 +122,9 @@ def test_evaluation_between_microbatches(rank: Rank, reshard_after_forward: bool
 @SHARDS
 def test_first_forward_is_in_inference_mode(rank: Rank, shards: bool) -> None:
     """A model whose first forward ran in inference mode trains as any other."""
-    model = models.Tower(dim=9, depth=DEPTH)
-    pair = rank.pair(model, units=model.units(), shards=shards)
+    pair = tower(rank, shards=shards)
     pair.evaluate(rank.batch(0, (2, 9), microbatch=1), mode="inference_mode")
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+    train_and_check(pair, batches(rank, 2, (4, 9)))
 
 
 @contract("EVALUATION-2")
@@ -140,8 +134,7 @@ def test_first_forward_is_in_inference_mode(rank: Rank, shards: bool) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_evaluation_frees_what_forward_frees(rank: Rank, mode: Any, reshard_after_forward: bool | int | None) -> None:
     """After an evaluation parameters are gathered exactly if they are gathered after a training forward."""
-    model = models.Tower(dim=9, depth=DEPTH)
-    pair = rank.pair(model, units=model.units(), reshard_after_forward=reshard_after_forward)
+    pair = tower(rank, reshard_after_forward=reshard_after_forward)
     keeps = {True: reshard_after_forward in (None, False), False: reshard_after_forward is False}
     for step in range(2):
         pair.evaluate(rank.batch(step, (2, 9), microbatch=1), mode=mode if step else "no_grad")
@@ -161,17 +154,9 @@ def test_evaluation_frees_what_forward_frees(rank: Rank, mode: Any, reshard_afte
 @pytest.mark.parametrize("mode", MODES)
 def test_values_of_an_evaluation_do_not_outlive_the_step(rank: Rank, mode: Any) -> None:
     """An evaluation between backward and the optimizer's step leaves no gathered values for the next forward."""
-    model = models.Tower(dim=9, depth=DEPTH)
-    batch = rank.batch(0, (2, 9), microbatch=1)
-
-    def evaluate(adapter: Adapter) -> None:
-        with torch.no_grad() if mode == "no_grad" else torch.inference_mode():
-            adapter.forward(batch)
-
-    pair = rank.pair(model, units=model.units(), reshard_after_forward=True, after_backward=evaluate)
-    for step in range(3):
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+    evaluates = functools.partial(evaluate, batch=rank.batch(0, (2, 9), microbatch=1), mode=mode)
+    pair = tower(rank, reshard_after_forward=True, after_backward=evaluates)
+    for _ in checked_steps(pair, batches(rank, 3, (4, 9))):
         pair.check_counts("forward", all_gather=DEPTH + 1)
         pair.check_counts("backward", all_gather=DEPTH + 1, reduce_scatter=DEPTH + 1)
 
@@ -179,17 +164,19 @@ def test_values_of_an_evaluation_do_not_outlive_the_step(rank: Rank, mode: Any) 
 def evaluate_around_steps(rank: Rank, model: Any, reshard_after_forward: bool | int | None) -> None:
     """Train, with an evaluation between backward and the step and another one after it, and compare."""
     batch = rank.batch(0, (2, 9), microbatch=1)
-
-    def evaluate(adapter: Adapter) -> None:
-        with torch.no_grad():
-            adapter.forward(batch)
-
-    pair = rank.pair(model, units=model.units(), reshard_after_forward=reshard_after_forward, after_backward=evaluate)
+    options: Any = {"after_backward": functools.partial(evaluate, batch=batch)}
+    pair = pair_by_units(rank, model, reshard_after_forward=reshard_after_forward, **options)
     for step in range(3):
         if step:
             pair.evaluate(batch)
         pair.step(rank.batch(step, (4, 9)))
         pair.check()
+
+
+def evaluate(adapter: Adapter, batch: torch.Tensor, mode: str = "no_grad") -> None:
+    """A forward that no pair compares."""
+    with torch.no_grad() if mode == "no_grad" else torch.inference_mode():
+        adapter.forward(batch)
 
 
 @contract("EVALUATION-2")
@@ -200,7 +187,7 @@ def test_second_evaluation_sees_the_step(rank: Rank, reshard_after_forward: bool
 
     Values that stay gathered after the first one, by default those of the root's own unit, are outdated.
     """
-    evaluate_around_steps(rank, models.Tower(dim=9, depth=DEPTH), reshard_after_forward)
+    evaluate_around_steps(rank, models.Tower(dim=9), reshard_after_forward)
 
 
 @contract("EVALUATION-2")
@@ -210,9 +197,7 @@ def test_second_evaluation_sees_the_step(rank: Rank, reshard_after_forward: bool
 @pytest.mark.parametrize("submodule", ["layers.1", ""], ids=["a-unit", "the-root"])
 def test_forward_after_that_of_a_unit(rank: Rank, submodule: str, reshard_after_forward: bool | None) -> None:
     """A forward uses no gathered values older than the last parameter change, whichever module was evaluated before."""
-    model = models.Tower(dim=9, depth=DEPTH)
-    plain = copy.deepcopy(model).to(rank.device)
-    run = rank.run(model, units=model.units(), reshard_after_forward=reshard_after_forward)
+    run, plain = run_and_plain(rank, models.Tower(dim=9), reshard_after_forward=reshard_after_forward)
     batch = (rank.batch(0, (2, 9)),)
     run.evaluate(batch)  # this makes it known as the root
     for _ in range(2):
@@ -238,8 +223,7 @@ def test_step_that_changes_nothing_on_some_ranks(rank: Rank, reshard_after_forwa
 @pytest.mark.parametrize("mode", MODES)
 def test_evaluation_gathers_each_unit_once(rank: Rank, mode: Any) -> None:
     """An evaluation gathers each unit once, and the next training step gathers the units that reshard by default."""
-    model = models.Tower(dim=9, depth=DEPTH)
-    pair = rank.pair(model, units=model.units())
+    pair = tower(rank)
     for step in range(2):
         before = len(pair.sharded.trace)
         pair.evaluate(rank.batch(step, (2, 9), microbatch=1), mode=mode if step else "no_grad")
@@ -260,8 +244,7 @@ def test_evaluation_gathers_each_unit_once(rank: Rank, mode: Any) -> None:
 @pytest.mark.parametrize("by_call", [False, pytest.param(True, marks=needs(Capability.ASYNC_UNSHARD))])
 def test_many_forwards_with_one_gather(rank: Rank, by_call: bool) -> None:
     """Units that stay gathered, by a call or after a forward, serve many forwards, and are right after a step."""
-    model = models.Tower(dim=9, depth=DEPTH)
-    pair = rank.pair(model, units=model.units(), reshard_after_forward=False)
+    pair = tower(rank, reshard_after_forward=False)
     for step in range(3):
         before = len(pair.sharded.trace)
         if by_call:
@@ -281,16 +264,13 @@ def test_many_forwards_with_one_gather(rank: Rank, by_call: bool) -> None:
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_a_call_shows_whole_parameters(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """An unshard that waits yields the current full parameters: first of all, after an evaluation and after a step."""
-    model = models.Tower(dim=9, depth=DEPTH)
-    plain = copy.deepcopy(model).to(rank.device)
-    run = rank.run(model, units=model.units(), reshard_after_forward=reshard_after_forward)
+    run, plain = run_and_plain(rank, models.Tower(dim=9), reshard_after_forward=reshard_after_forward)
     batch = (rank.batch(0, (2, 9)),)
     for number in range(3):
         run.adapter.unshard(waits=True)
         sharded = [name for name, gathered in run.adapter.gathered().items() if not gathered]
         assert not sharded, f"after call {number} these are not gathered: {', '.join(sharded)}"
-        shown = run.adapter.named_parameters()
-        states.check_whole(rank, WholeParameters(), shown, plain)
+        states.check_whole(rank, WholeParameters(), run.adapter.named_parameters(), plain)
         run.adapter.reshard()
         run.evaluate(batch)
         states.halve(run, plain)
@@ -302,14 +282,8 @@ def test_a_call_shows_whole_parameters(rank: Rank, reshard_after_forward: bool |
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_gathers_in_flight_do_not_outlive_the_step(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """The next forward does not use values whose gather began between backward and the optimizer's step."""
-    model = models.Tower(dim=9, depth=DEPTH)
-    pair = rank.pair(
-        model, units=model.units(), reshard_after_forward=reshard_after_forward,
-        after_backward=lambda adapter: adapter.unshard(),
-    )  # fmt: skip
-    for step in range(3):
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+    pair = tower(rank, reshard_after_forward=reshard_after_forward, after_backward=lambda adapter: adapter.unshard())
+    train_and_check(pair, batches(rank, 3, (4, 9)))
 
 
 @contract("EVALUATION-3")
@@ -317,14 +291,14 @@ def test_gathers_in_flight_do_not_outlive_the_step(rank: Rank, reshard_after_for
 @needs(Capability.ASYNC_UNSHARD, Capability.CAST_AFTER_INIT)
 def test_gathers_in_flight_do_not_outlive_a_cast(rank: Rank) -> None:
     """The next forward does not use values whose gather began before the model was cast to bfloat16 and back."""
-    model = models.Tower(dim=9, depth=DEPTH)
-    rounded = models.copy_of(model).to(rank.device).to(torch.bfloat16).to(torch.float32)
-    run, batch = rank.run(model, units=model.units()), (rank.batch(0, (4, 9)),)
+    run, plain = run_and_plain(rank, models.Tower(dim=9))
+    batch = (rank.batch(0, (4, 9)),)
     run.adapter.unshard()
-    run.adapter.module.to(torch.bfloat16).to(torch.float32)
+    for module in (run.adapter.module, plain):
+        module.to(torch.bfloat16).to(torch.float32)
     (found,) = run.evaluate(batch)
     with torch.no_grad():
-        assert torch.equal(found, rounded(*batch)), "the forward uses what was gathered before the cast"
+        assert torch.equal(found, plain(*batch)), "the forward uses what was gathered before the cast"
 
 
 @contract("EVALUATION-3")
@@ -334,11 +308,8 @@ def test_gathers_in_flight_do_not_outlive_a_cast(rank: Rank) -> None:
 @pytest.mark.parametrize(
     ("changed", "flat", "reads"),
     [
-        ("all", False, False),
-        ("all", True, False),
-        ("out_proj.weight", False, False),
-        ("out_proj.bias", False, False),
-        pytest.param("out_proj.bias", False, True, marks=needs(Capability.WHOLE_PARAMETERS)),
+        *(("all", False, False), ("all", True, False), ("out_proj.weight", False, False)),
+        *(("out_proj.bias", False, False), pytest.param("out_proj.bias", False, True, marks=READ)),
     ],
     ids=["all", "flat", "first", "last", "read"],
 )
@@ -356,10 +327,8 @@ def test_new_data_after_an_evaluation(
         pair.step(rank.batch(step, (4, 9)))
         pair.evaluate(batch)
         pair.check()
-        for name, parameter in [
-            *(shown for adapter in everyone for shown in adapter.named_parameters().items()),
-            *pair.oracle.model.named_parameters(),
-        ]:
+        shown = [one for adapter in everyone for one in adapter.named_parameters().items()]
+        for name, parameter in [*shown, *pair.oracle.model.named_parameters()]:
             if changed in ("all", name):
                 parameter.data = parameter.data * 0.5
         if reads:
@@ -374,7 +343,7 @@ def test_new_data_after_an_evaluation(
 @pytest.mark.parametrize("trains", [False, True])
 def test_new_data_after_evaluations_in_full_precision(rank: Rank, trains: bool) -> None:
     """An evaluation in full precision gathers for the next one too; new data are used, in whatever mode."""
-    model, batch = models.Tower(dim=9, depth=DEPTH), (rank.batch(0, (4, 9)),)
+    model, batch = models.Tower(dim=9), (rank.batch(0, (4, 9)),)
     precision = Precision(compute=torch.bfloat16, full_in_evaluation=True)
     options: dict[str, Any] = {"units": model.units(), "precision": precision, "reshard_after_forward": False}
     run = rank.run(models.copy_of(model), **options)
@@ -406,12 +375,10 @@ def test_whole_parameters(
     rank: Rank, reshard_after_forward: bool | int | None, how: WholeParameters, flat: bool
 ) -> None:
     """Full parameters have the unsharded names and values, and writes are retained if asked, after evaluations too."""
-    model = models.Tower(dim=9, depth=DEPTH)
+    model = models.Tower(dim=9)
     model.layers[0].register_buffer("spare", torch.zeros(2))
-    plain = copy.deepcopy(model).to(rank.device)
-    options: Any = {"units": model.units(), "optimizer": optim.sgd(), "flat_parameters": flat}
-    options["reshard_after_forward"] = reshard_after_forward
-    run = rank.run(model, **options)
+    options: Any = {"optimizer": optim.sgd(), "flat_parameters": flat, "reshard_after_forward": reshard_after_forward}
+    run, plain = run_and_plain(rank, model, **options)
     for number in range(2):
         run.evaluate((rank.batch(0, (2, 9)),))
         if number:
@@ -427,13 +394,17 @@ def test_whole_parameters(
         if how.keeps_changes:
             states.write(dict(plain.named_parameters()))
         states.check_values(run, plain)
-    twin = rank.run(plain, **options)
+    twin = run_by_units(rank, plain, **options)
     batch = (rank.batch(0, (2, 9)),)
     outputs, expected = run.evaluate(batch), twin.evaluate(batch)
     assert torch.equal(outputs[0], expected[0]), "the forward after the context has other values"
-    for step in range(2):
-        pictures = (one.step([(rank.batch(step, (4, 9)),)], loss=models.mean_square) for one in (run, twin))
-        check_exact(rank, *pictures, step=step, why=WHY)
+    check_twins(rank, run, twin, 2)
+
+
+def check_twins(rank: Rank, run: Run, twin: Run, steps: int, *, why: str = WHY) -> None:
+    """Train two runs, which have the same bits after each step (collective)."""
+    for step, batch in enumerate(batches(rank, steps, (4, 9))):
+        check_exact(rank, *(one.step([(batch,)], loss=models.mean_square) for one in (run, twin)), step=step, why=why)
 
 
 @contract("EVALUATION-4")
@@ -443,10 +414,8 @@ def test_whole_parameters(
 @SHARDS
 def test_function_for_every_module(rank: Rank, shards: bool, flat: bool) -> None:
     """A function that user code applies to every module sees full parameters, and its writes are retained."""
-    model = models.Tower(dim=9, depth=DEPTH)
-    plain = copy.deepcopy(model).to(rank.device)
-    options: Any = {"units": model.units(), "flat_parameters": flat, "shards": shards}
-    run = rank.run(model, **options)
+    options: Any = {"flat_parameters": flat, "shards": shards}
+    run, plain = run_and_plain(rank, models.Tower(dim=9), **options)
     for number in range(3):
         if number:
             run.evaluate((rank.batch(0, (2, 9)),))
@@ -457,7 +426,7 @@ def test_function_for_every_module(rank: Rank, shards: bool, flat: bool) -> None
             assert returned is part, f"apply returns a {type(returned).__name__}, not the module"
         states.check_values(run, plain)
     batch = (rank.batch(0, (2, 9)),)
-    outputs, expected = run.evaluate(batch), rank.run(plain, **options).evaluate(batch)
+    outputs, expected = run.evaluate(batch), run_by_units(rank, plain, **options).evaluate(batch)
     assert torch.equal(outputs[0], expected[0]), "the forward after the function has other values"
 
 
@@ -467,10 +436,8 @@ def test_function_for_every_module(rank: Rank, shards: bool, flat: bool) -> None
 @FLAT
 def test_whole_parameters_of_replicas(rank: Rank, flat: bool) -> None:
     """Where nothing is sharded the full parameters are those that ranks hold, and writes to them are retained."""
-    model = models.Tower(dim=9, depth=DEPTH)
-    plain = copy.deepcopy(model).to(rank.device)
-    options: Any = {"units": model.units(), "optimizer": optim.sgd(), "flat_parameters": flat, "shards": False}
-    run = rank.run(model, **options)
+    options: Any = {"optimizer": optim.sgd(), "flat_parameters": flat, "shards": False}
+    run, plain = run_and_plain(rank, models.Tower(dim=9), **options)
     for _ in range(2):
         run.evaluate((rank.batch(0, (2, 9)),))
         with run.adapter.whole_parameters(WholeParameters()) as found:
@@ -478,10 +445,7 @@ def test_whole_parameters_of_replicas(rank: Rank, flat: bool) -> None:
             states.write(found)
         states.write(dict(plain.named_parameters()))
         states.check_values(run, plain)
-    twin = rank.run(plain, **options)
-    for step in range(2):
-        pictures = (one.step([(rank.batch(step, (4, 9)),)], loss=models.mean_square) for one in (run, twin))
-        check_exact(rank, *pictures, step=step, why=WHY)
+    check_twins(rank, run, run_by_units(rank, plain, **options), 2)
 
 
 @contract("EVALUATION-4")
@@ -489,9 +453,7 @@ def test_whole_parameters_of_replicas(rank: Rank, flat: bool) -> None:
 @needs(Capability.WHOLE_PARAMETERS, Capability.TIED_PARAMETERS)
 def test_whole_tied_parameters(rank: Rank) -> None:
     """Both modules of a tied parameter have the full one, with the new data that user code has assigned to it."""
-    model = ties.TiedStack(dim=9)
-    plain = copy.deepcopy(model).to(rank.device)
-    run = rank.run(model, units=model.units())
+    run, plain = run_and_plain(rank, ties.TiedStack(dim=9))
     for parameter in [*run.adapter.named_parameters().values(), *plain.parameters()]:
         parameter.data = parameter.data * 0.5
     with run.adapter.whole_parameters(WholeParameters(keeps_changes=False)) as found:
@@ -525,13 +487,10 @@ def test_whole_gradients(rank: Rank, reshard_after_forward: bool | int | None, k
             if piece is not None and keeps_changes:
                 piece.tensor.mul_(2)
 
-    model = models.Tower(dim=9, depth=DEPTH)
-    options: Any = {"units": model.units(), "optimizer": optim.sgd(), "reshard_after_forward": reshard_after_forward}
-    twin = rank.run(copy.deepcopy(model), after_backward=double_shards, **options)
-    run = rank.run(model, after_backward=double, **options)
-    for step in range(3):
-        pictures = (one.step([(rank.batch(step, (4, 9)),)], loss=models.mean_square) for one in (run, twin))
-        check_exact(rank, *pictures, step=step, why="a product with two has no rounding")
+    model, options = models.Tower(dim=9), {"optimizer": optim.sgd(), "reshard_after_forward": reshard_after_forward}
+    twin = run_by_units(rank, models.copy_of(model), after_backward=double_shards, **options)
+    run = run_by_units(rank, model, after_backward=double, **options)
+    check_twins(rank, run, twin, 3, why="a product with two has no rounding")
 
 
 @contract("EVALUATION-4")
@@ -539,22 +498,14 @@ def test_whole_gradients(rank: Rank, reshard_after_forward: bool | int | None, k
 @needs(Capability.WHOLE_PARAMETERS, Capability.DEFERRED_REDUCTION)
 def test_whole_gradients_between_microbatches(rank: Rank) -> None:
     """Full gradients can be read also where gradients are not reduced yet, and the step is the same."""
-    model = models.Tower(dim=9, depth=DEPTH)
-    pair = rank.pair(model, units=model.units(), microbatches=2, accumulation=Accumulation())
-    context = pair.adapter.microbatch
+    pair = tower(rank, microbatches=2, accumulation=Accumulation())
 
-    @contextlib.contextmanager
-    def reading(*, is_last: bool) -> Iterator[None]:
-        with context(is_last=is_last):
-            yield
-        if not is_last:
-            with pair.adapter.whole_parameters(WholeParameters(keeps_changes=False, with_gradients=True)):
-                pass
+    def read() -> None:
+        with pair.adapter.whole_parameters(WholeParameters(keeps_changes=False, with_gradients=True)):
+            pass
 
-    rank.monkeypatch.setattr(pair.adapter, "microbatch", reading)
-    for step in range(2):
-        pair.step([rank.batch(step, (2, 9), microbatch=number) for number in range(2)])
-        pair.check()
+    after_microbatches(rank, pair, read)
+    train_and_check(pair, batches(rank, 2, (2, 9), microbatches=2))
 
 
 @contract("EVALUATION-4")
@@ -563,7 +514,7 @@ def test_whole_gradients_between_microbatches(rank: Rank) -> None:
 @FLAT
 def test_whole_frozen_parameters(rank: Rank, flat: bool) -> None:
     """Full parameters of a frozen unit are frozen, before, within and after the context."""
-    model = models.Tower(dim=9, depth=DEPTH)
+    model = models.Tower(dim=9)
     model.layers[1].requires_grad_(False)
     expected = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     run = rank.run(model, units=model.units(), flat_parameters=flat)
@@ -594,8 +545,7 @@ def test_whole_parameters_that_cannot_be(rank: Rank, what: str) -> None:
 
     Flat parameters have no gradients of their parts, and on the CPU full parameters are copies.
     """
-    model = models.Tower(dim=9, depth=DEPTH)
-    run = rank.run(model, units=model.units(), flat_parameters=what == "gradients-of-flat")
+    run = run_by_units(rank, models.Tower(dim=9), flat_parameters=what == "gradients-of-flat")
     how = WholeParameters(
         keeps_changes=what == "changes-of-the-first-rank",
         first_rank_only=what in ("changes-of-the-first-rank", "in-a-forward", "gradients-on-the-cpu"),
@@ -632,9 +582,8 @@ def test_whole_parameters_that_cannot_be(rank: Rank, what: str) -> None:
 @pytest.mark.parametrize("where", ["in-the-context", "in-a-forward", "in-a-backward"])
 def test_saving_where_parameters_are_whole(rank: Rank, where: str, flat: bool) -> None:
     """A state dict of full parameters, or within a pass, is refused or has the visible values; it changes nothing."""
-    model = models.Tower(dim=9, depth=DEPTH)
-    plain, batch = copy.deepcopy(model).to(rank.device), rank.batch(0, (2, 9))
-    run = rank.run(model, units=model.units(), flat_parameters=flat)
+    run, plain = run_and_plain(rank, models.Tower(dim=9), flat_parameters=flat)
+    batch = rank.batch(0, (2, 9))
     run.evaluate((batch,))
     attempts: list[Refusal] = []
 
@@ -664,8 +613,7 @@ def test_saving_where_parameters_are_whole(rank: Rank, where: str, flat: bool) -
 @needs(Capability.WHOLE_PARAMETERS)
 def test_whole_parameters_of_another_shape(rank: Rank) -> None:
     """A full parameter that user code replaces by one of another shape is refused, also of equally many elements."""
-    model = models.Tower(dim=9, depth=DEPTH)
-    run = rank.run(model, units=model.units())
+    run = run_by_units(rank, models.Tower(dim=9))
     layer = run.original_module("layers.1.in_proj")
 
     def replace() -> None:

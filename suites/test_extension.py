@@ -15,8 +15,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from shardproof.suites.common import batches, checked_steps, train_and_check
 from shardproof.testing import (
     RESHARD,
+    Adapter,
     Capability,
     Pair,
     Precision,
@@ -41,10 +43,9 @@ class Calls:
     """The arguments and results of the hooks of all tensors of a model.
 
     Attributes:
-        before: of each call of ``fsdp_pre_all_gather``, the mesh's size, the full size, the number of outputs of
-            the module, and the compute dtype of the policy.
-        ranks: of the meshes that ``fsdp_pre_all_gather`` received.
-        gathered: the memory of the tensors that ``fsdp_post_all_gather`` received, of each call.
+        before: of each call of the first hook: size of the mesh, full size, outputs of the module, compute dtype.
+        ranks: of the meshes that the first hook received.
+        gathered: the memory of the tensors that the second hook received, of each call.
         storages: of the full tensors that it made, in the order of the first gathers.
         filled: how often it filled a tensor that it had made before.
         pads: how many of its two outputs the first hook pads, on ranks that hold fewer rows: both, as it must.
@@ -108,7 +109,7 @@ class Halves(torch.Tensor):
         self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: torch.Tensor | None = None
     ) -> Any:
         """Add up the two halves."""
-        return after(self.calls, outputs, metadata, param_dtype, out)
+        return after(self.calls, outputs, metadata, param_dtype, out=out)
 
 
 def before(shard: torch.Tensor, calls: Calls, mesh: Any, size: torch.Size, module: Any, policy: Any) -> Any:
@@ -123,7 +124,7 @@ def before(shard: torch.Tensor, calls: Calls, mesh: Any, size: torch.Size, modul
     return tuple(half if index < calls.pads else half[: shard.size(0)] for index, half in enumerate(halves)), size
 
 
-def after(calls: Calls, outputs: Any, size: torch.Size, dtype: torch.dtype, out: torch.Tensor | None) -> Any:
+def after(calls: Calls, outputs: Any, size: torch.Size, dtype: torch.dtype, *, out: torch.Tensor | None) -> Any:
     """Add up the two halves, into a new tensor or into the one that was made before."""
     high, rest = outputs
     calls.gathered += [StorageWeakRef(output.untyped_storage()) for output in outputs]
@@ -144,12 +145,7 @@ def after(calls: Calls, outputs: Any, size: torch.Size, dtype: torch.dtype, out:
 
 
 def extend(model: nn.Module, calls: Calls) -> None:
-    """Replace the matrices of a model by tensors with hooks, in place.
-
-    Args:
-        model: the model, not sharded yet.
-        calls: records the arguments of the hooks.
-    """
+    """Replace the matrices of a model, which is not sharded yet, by tensors with hooks, in place."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.ndim == 2:
@@ -160,23 +156,18 @@ def extend_shard(parameter: DTensor, calls: Calls, *, both: bool = True, older: 
     """Give the shard of one sharded parameter the hooks.
 
     Args:
-        parameter: the parameter; the hooks are set on its local tensor, of which ``to_local`` may make an alias.
-        calls: records the arguments of the hooks.
         both: whether both hooks are set, or the first alone, which is to be refused.
         older: whether the first hook has the older signature, with the mesh as its only argument.
     """
-    shard: Any = parameter._local_tensor
-    shard.fsdp_pre_all_gather = lambda mesh, size, stride, module, policy: before(
-        shard, calls, mesh, size, module, policy
-    )
+    shard: Any = parameter._local_tensor  # of which ``to_local`` may make an alias
+    made = functools.partial(before, shard, calls)
+    shard.fsdp_pre_all_gather = lambda mesh, size, stride, module, policy: made(mesh, size, module, policy)
     if older:
         size = parameter.size()
         module, policy = types.SimpleNamespace(out_features=size[0]), types.SimpleNamespace(param_dtype=None)
-        shard.fsdp_pre_all_gather = lambda mesh: before(shard, calls, mesh, size, module, policy)
+        shard.fsdp_pre_all_gather = lambda mesh: made(mesh, size, module, policy)
     if both:
-        shard.fsdp_post_all_gather = lambda outputs, metadata, dtype, *, out=None: after(
-            calls, outputs, metadata, dtype, out
-        )
+        shard.fsdp_post_all_gather = functools.partial(after, calls, out=None)
 
 
 pytestmark = needs(Capability.GATHER_EXTENSION)
@@ -192,9 +183,7 @@ def test_tensors_that_choose_what_travels(rank: Rank, kind: str, reshard_after_f
     """Weights that are sent as two halves, in one collective with biases, train as DDP does."""
     pair, calls = extended(rank, kind, reshard_after_forward)
     expected = {label or "(root)": gathered_bytes(rank.world_size, *size) for label, size in SIZES.items()}
-    for step in range(3):
-        pair.step(rank.batch(step, (4, 5)))
-        pair.check()
+    for _ in checked_steps(pair, batches(rank, 3, (4, 5))):
         found = [item.nbytes for item in pair.last_trace() if (item.phase, item.kind) == ("forward", "all_gather")]
         assert found == [expected["(root)"], expected["0"]], f"forward gathers {found} bytes instead of {expected}"
         again = {None: 1, True: 2, False: 0}[reshard_after_forward]
@@ -213,9 +202,7 @@ def test_several_tensors_of_one_unit(rank: Rank, kind: str) -> None:
     pair, calls = extended(rank, kind, None, model=model, units=[])
     biased, unbiased = (gathered_bytes(rank.world_size, *size) for size in SIZES.values())
     expected = biased + unbiased - 6 * 4
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 5)))
-        pair.check()
+    for step in checked_steps(pair, batches(rank, 2, (4, 5))):
         found = [item.nbytes for item in pair.last_trace() if item.kind == "all_gather"]
         assert found == [expected], f"step {step} gathers {found} bytes instead of {expected}"
     assert len(calls.gathered) == 8, f"in two steps the second hooks were given {len(calls.gathered)} tensors, not 8"
@@ -257,8 +244,7 @@ def test_shards_in_the_place_of_others(rank: Rank) -> None:
 def test_what_a_hook_makes_is_freed(rank: Rank, kind: str) -> None:
     """The second hook's inputs and result are freed after forward if the unit is, and made again in backward."""
     pair, calls = extended(rank, kind, True)
-    pair.step(rank.batch(0, (4, 5)))
-    pair.check()
+    train_and_check(pair, batches(rank, 1, (4, 5)))
     assert [storage.size() for storage in calls.storages] == [0, 0], "after backward the gathered weights hold bytes"
     held = sum(map(bytes_of, calls.gathered))
     assert not held, f"after backward what was gathered for the second hooks holds {held} bytes"
@@ -273,9 +259,7 @@ def test_tensors_in_a_dtype_of_compute(rank: Rank) -> None:
     model, calls = models.two_linear((5, 7), (7, 6)), Calls()
     policy = Precision(compute=torch.bfloat16)
     runs = [rank.run(models.copy_of(model), units=[["0"]], precision=policy) for _ in range(2)]
-    for parameter in runs[1].adapter.named_parameters().values():
-        if parameter.ndim == 2:
-            extend_shard(sharded_weight(parameter), calls)
+    extend_shards(runs[1].adapter, calls)
     batch = rank.batch(0, (4, 5))
     (output, _), (found, _) = [run.forward_backward((batch,), loss=models.mean_square) for run in runs]
     assert exact_difference(found[0], output[0]) is None, "hooks that keep all bits change the output"
@@ -306,8 +290,7 @@ def test_groups_of_two(rank: Rank) -> None:
         refusal.check_names("reshard")
         return
     pair = rank.pair(model, units=[["0"]], prepare=hooked, reshard_after_forward=2)
-    pair.step(rank.batch(0, (4, 5)))
-    pair.check()
+    train_and_check(pair, batches(rank, 1, (4, 5)))
 
 
 @contract("EXTENSION-2")
@@ -316,8 +299,7 @@ def test_one_hook_alone(rank: Rank) -> None:
     """A shard with only one of the two hooks is refused, with the names of both, and nothing is sent."""
     adapter = sharded(rank, models.two_linear((5, 7), (7, 6)).to(rank.device))
     extend_shard(sharded_weight(adapter.named_parameters()["0.weight"]), Calls(), both=False)
-    refusal = Refusal(rank, lambda: adapter.forward(rank.batch(0, (4, 5))))
-    refusal.check_names("fsdp_post_all_gather")
+    Refusal(rank, lambda: adapter.forward(rank.batch(0, (4, 5)))).check_names("fsdp_post_all_gather")
 
 
 @contract("EXTENSION-1")
@@ -327,9 +309,7 @@ def test_first_forward_is_in_inference_mode(rank: Rank, kind: str) -> None:
     """A parameter that the second hook makes in an evaluation, before any training forward, trains as DDP does."""
     pair, _ = extended(rank, kind, None)
     pair.evaluate(rank.batch(0, (2, 5), microbatch=1), mode="inference_mode")
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 5)))
-        pair.check()
+    train_and_check(pair, batches(rank, 2, (4, 5)))
 
 
 @contract("EXTENSION-1")
@@ -337,9 +317,7 @@ def test_first_forward_is_in_inference_mode(rank: Rank, kind: str) -> None:
 def test_older_form_of_a_hook(rank: Rank) -> None:
     """A first hook with the older signature, with the mesh as its only argument, trains as DDP does too."""
     pair, calls = extended(rank, "older", None)
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 5)))
-        pair.check()
+    train_and_check(pair, batches(rank, 2, (4, 5)))
     assert calls.before, "no hook was called"
 
 
@@ -349,9 +327,7 @@ def test_padding_that_a_hook_leaves(rank: Rank) -> None:
     """If the second hook leaves rows of padding in its result, the weights that modules see have none."""
     pair, calls = extended(rank, "object", True)
     calls.cuts = False
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 5)))
-        pair.check()
+    train_and_check(pair, batches(rank, 2, (4, 5)))
     found = [storage.size() for storage in calls.storages]
     assert found == [0, 0], f"after backward the gathered weights hold {found} bytes"
 
@@ -379,9 +355,7 @@ def test_hooks_beside_replicas(rank: Rank) -> None:
     """On replicas, hooks get the mesh of the ranks among which a shard is gathered."""
     mesh = rank.mesh((2, 2), ("replicate", "shard"))
     pair, calls = extended(rank, "class", None, mesh=mesh)
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 5)))
-        pair.check()
+    train_and_check(pair, batches(rank, 2, (4, 5)))
     expected = tuple(mesh["shard"].mesh.tolist())
     assert calls.ranks == {expected}, f"the first hook was given meshes of ranks {calls.ranks} instead of {expected}"
 
@@ -403,19 +377,19 @@ def extended(
             extend(model, calls)
         return model
 
-    pair = rank.pair(
-        model or models.two_linear((5, 7), (7, 6)),
-        pictures=kind != "class",  # a tensor of that class has no memory of its own to copy
-        units=units,
-        prepare=prepare,
-        reshard_after_forward=reshard_after_forward,
-        **options,
-    )
+    # A tensor of that class has no memory of its own to copy.
+    options |= {"pictures": kind != "class", "units": units, "reshard_after_forward": reshard_after_forward}
+    pair = rank.pair(model or models.two_linear((5, 7), (7, 6)), prepare=prepare, **options)
     if kind != "class":
-        for parameter in pair.adapter.named_parameters().values():
-            if parameter.ndim == 2:
-                extend_shard(sharded_weight(parameter), calls, older=kind == "older")
+        extend_shards(pair.adapter, calls, older=kind == "older")
     return pair, calls
+
+
+def extend_shards(adapter: Adapter, calls: Calls, *, older: bool = False) -> None:
+    """Give the shards of all matrices the hooks."""
+    for parameter in adapter.named_parameters().values():
+        if parameter.ndim == 2:
+            extend_shard(sharded_weight(parameter), calls, older=older)
 
 
 def gathered_bytes(ranks: int, rows: int, columns: int) -> int:

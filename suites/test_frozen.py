@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from shardproof.suites.common import (
+    batches,
+    checked_steps,
+    pair_by_units,
+    pair_of_mlps,
+    run_by_units,
+    tower,
+    train_and_check,
+    two_runs,
+)
 from shardproof.testing import (
     RESHARD,
     RESHARD_EXPLICIT,
@@ -26,7 +36,6 @@ from shardproof.testing import (
     exact_difference,
     models,
     needs,
-    parallelize_mlps,
     shapes,
     step_label,
     with_first,
@@ -50,14 +59,11 @@ FROZEN: dict[str, Callable[[str], bool]] = {
 @contract("FROZEN-1")
 @world(2, 4)
 @pytest.mark.parametrize(
-    ("what", "reshard_after_forward"),
-    [*((what, None) for what in FROZEN), *with_first("middle", RESHARD_EXPLICIT)],
+    ("what", "reshard_after_forward"), [*((what, None) for what in FROZEN), *with_first("middle", RESHARD_EXPLICIT)]
 )
 def test_frozen_before_sharding(rank: Rank, what: str, reshard_after_forward: bool | int | None) -> None:
     """Frozen units, and frozen parameters within units, get no gradient and keep their bits; the others train."""
-    model = models.Tower(dim=9, depth=DEPTH)
-    _freeze(dict(model.named_parameters()), FROZEN[what])
-    pair = rank.pair(model, units=model.units(), reshard_after_forward=reshard_after_forward)
+    pair = pair_by_units(rank, _tower(what), reshard_after_forward=reshard_after_forward)
     before = _frozen_values(pair, what)
     for step in range(3):
         _assert_requires_grad(pair, what, f"before {step_label(step)}")
@@ -76,9 +82,7 @@ def test_frozen_before_sharding(rank: Rank, what: str, reshard_after_forward: bo
 @pytest.mark.parametrize("what", ["middle", "weights", "biases"])
 def test_frozen_between_microbatches(rank: Rank, what: str) -> None:
     """While reductions are deferred, frozen parameters have no gradient, and get none from the last microbatch."""
-    model = models.Tower(dim=9, depth=DEPTH)
-    _freeze(dict(model.named_parameters()), FROZEN[what])
-    run = rank.run(model, units=model.units(), microbatches=2, accumulation=Accumulation())
+    run = run_by_units(rank, _tower(what), microbatches=2, accumulation=Accumulation())
     for number in range(2):
         with run.adapter.microbatch(is_last=number == 1):
             run.forward_backward((rank.batch(0, (4, 9), microbatch=number),), loss=models.mean_square)
@@ -94,12 +98,8 @@ def test_frozen_between_microbatches(rank: Rank, what: str) -> None:
 @pytest.mark.parametrize("what", ["first", "middle", "last", "root", "all-but-one"])
 def test_frozen_units_are_not_reduced(rank: Rank, what: str) -> None:
     """A unit is reduced once in a step exactly if it has a trainable parameter; forward gathers it all the same."""
-    model = models.Tower(dim=9, depth=DEPTH)
-    _freeze(dict(model.named_parameters()), FROZEN[what])
-    pair = rank.pair(model, units=model.units())
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+    pair = pair_by_units(rank, _tower(what))
+    for step in checked_steps(pair, batches(rank, 2, (4, 9))):
         reduced = sorted(item.unit for item in pair.last_trace() if item.kind == "reduce_scatter")
         expected = sorted(unit.label for unit in pair.units if not all(map(FROZEN[what], unit.names)))
         assert reduced == expected, f"{step_label(step)} reduces {reduced} with {what!r} frozen"
@@ -125,13 +125,10 @@ def _step_and_check_freed(rank: Rank, pair: Pair, census: Census, step: int, fro
 @pytest.mark.parametrize("what", ["middle", "last"])
 def test_frozen_units_are_freed_in_backward(rank: Rank, what: str) -> None:
     """A frozen unit that backward has passed is freed before the backward of the unit before it begins."""
-    model = models.Tower(dim=9, depth=DEPTH)
-    _freeze(dict(model.named_parameters()), FROZEN[what])
-    pair = rank.pair(model, units=model.units())
+    pair = pair_by_units(rank, _tower(what))
     census = Census(pair.sharded)
-    frozen = f"layers.{1 if what == 'middle' else 2}"
     for step in range(2):
-        _step_and_check_freed(rank, pair, census, step, frozen)
+        _step_and_check_freed(rank, pair, census, step, f"layers.{1 if what == 'middle' else 2}")
 
 
 @contract("FROZEN-3", "FROZEN-4")
@@ -139,15 +136,10 @@ def test_frozen_units_are_freed_in_backward(rank: Rank, what: str) -> None:
 @needs(Capability.SHARDED, Capability.UNUSED_OUTPUT)
 def test_units_frozen_between_steps_are_freed_in_backward(rank: Rank) -> None:
     """A unit frozen between two steps is freed, once backward has passed it, in the first step that follows."""
-    model = models.Tower(dim=9, depth=DEPTH)
-    pair = rank.pair(model, units=model.units(), baseline="replicated", find_unused=True)
+    pair = tower(rank, baseline="replicated", find_unused=True)
     census = Census(pair.sharded)
     for step, freezes in enumerate([False, True, False, True]):
-        for named in (
-            pair.adapter.named_parameters(),
-            pair.baseline.adapter.named_parameters(),
-            dict(pair.oracle.model.named_parameters()),
-        ):
+        for named in _everywhere(pair):
             _freeze(named, FROZEN["middle"] if freezes else lambda name: False)
         _step_and_check_freed(rank, pair, census, step, "layers.1")
 
@@ -157,9 +149,7 @@ def test_units_frozen_between_steps_are_freed_in_backward(rank: Rank) -> None:
 @needs(Capability.SHARDED)
 def test_frozen_units_with_keywords_are_freed_in_backward(rank: Rank) -> None:
     """A frozen unit whose inputs come by keyword and in containers is freed once backward has passed it."""
-    model = shapes.Keywords(9)
-    _freeze(dict(model.named_parameters()), FROZEN["middle"])
-    pair = rank.pair(model, units=model.units())
+    pair = pair_by_units(rank, _frozen(shapes.Keywords(9), FROZEN["middle"]))
     census = Census(pair.sharded)
     for step in range(2):
         _step_and_check_freed(rank, pair, census, step, "layers.1")
@@ -171,12 +161,9 @@ def test_frozen_units_with_keywords_are_freed_in_backward(rank: Rank) -> None:
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_frozen_unit_that_runs_twice(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """A frozen unit that runs twice in a forward, and that backward passes twice, is gathered for both."""
-    model = models.ReusedInner(9)
-    _freeze(dict(model.named_parameters()), lambda name: name.startswith("inner."))
+    model = _frozen(models.ReusedInner(9), lambda name: name.startswith("inner."))
     pair = rank.pair(model, units=[["before"], ["inner"], ["outer"]], reshard_after_forward=reshard_after_forward)
-    for step in range(3):
-        pair.step(rank.batch(step, (4, 9)), set_to_none=step % 2 == 0)
-        pair.check()
+    train_and_check(pair, batches(rank, 3, (4, 9)), set_to_none="even")
 
 
 @contract("FROZEN-5")
@@ -184,9 +171,8 @@ def test_frozen_unit_that_runs_twice(rank: Rank, reshard_after_forward: bool | i
 @needs(Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD)
 def test_backward_gathers_no_unit_in_vain(rank: Rank) -> None:
     """Frozen units before the first trainable one have no backward, and are gathered in forward alone."""
-    model = models.Tower(dim=9, depth=DEPTH)
-    _freeze(dict(model.named_parameters()), lambda name: name.startswith(("layers.0.", "layers.1.")))
-    pair = rank.pair(model, units=model.units(), reshard_after_forward=True)
+    model = _frozen(models.Tower(dim=9), lambda name: name.startswith(("layers.0.", "layers.1.")))
+    pair = pair_by_units(rank, model, reshard_after_forward=True)
     for step in range(2):
         pair.step(rank.batch(step, (4, 9)))
         gathered = [item.unit for item in pair.last_trace() if (item.phase, item.kind) == ("backward", "all_gather")]
@@ -301,13 +287,9 @@ def test_trainable_of_another_dtype(rank: Rank) -> None:
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_frozen_between_steps(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """Freezing and thawing between two steps holds from the next forward on, whatever was frozen before sharding."""
-    model = models.Tower(dim=9, depth=DEPTH)
-    _freeze(dict(model.named_parameters()), FROZEN["middle"])
-    pair = rank.pair(
-        model, units=model.units(), baseline="replicated", reshard_after_forward=reshard_after_forward, find_unused=True
-    )
-    order = ["weights", "middle", "biases", "first", "all-but-one"]
-    for step, what in enumerate(order):
+    options: Any = {"baseline": "replicated", "reshard_after_forward": reshard_after_forward, "find_unused": True}
+    pair = pair_by_units(rank, _tower("middle"), **options)
+    for step, what in enumerate(["weights", "middle", "biases", "first", "all-but-one"]):
         _step_frozen(rank, pair, step, what, pair.adapter.named_parameters())
 
 
@@ -317,17 +299,10 @@ def test_frozen_between_steps(rank: Rank, reshard_after_forward: bool | int | No
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
 def test_flat_frozen_between_steps(rank: Rank, reshard_after_forward: bool | None) -> None:
     """Freezing all or none of a flat parameter between two steps holds from the next forward on."""
-    model = models.Tower(dim=9, depth=DEPTH)
-    pair = rank.pair(
-        model, units=model.units(), baseline="replicated", reshard_after_forward=reshard_after_forward,
-        find_unused=True, flat_parameters=True,
-    )  # fmt: skip
+    options: Any = {"find_unused": True, "flat_parameters": True, "reshard_after_forward": reshard_after_forward}
+    pair = tower(rank, baseline="replicated", **options)
     for step, layer in enumerate(["", "layers.1.", "layers.0.", "", "layers.1."]):
-        for named in (
-            pair.adapter.named_parameters(),
-            pair.baseline.adapter.named_parameters(),
-            dict(pair.oracle.model.named_parameters()),
-        ):
+        for named in _everywhere(pair):
             for name, parameter in named.items():
                 parameter.requires_grad_(not layer or not name.startswith(layer))
         pair.step(rank.batch(step, (4, 9)))
@@ -346,13 +321,10 @@ def test_frozen_after_an_evaluation(rank: Rank, reshard_after_forward: bool | in
 
     It holds also if user code saves the model next, which frees the units that the evaluation left gathered.
     """
-    model = models.Tower(dim=9, depth=DEPTH)
-    pair = rank.pair(
-        model, units=model.units(), baseline="replicated", reshard_after_forward=reshard_after_forward, find_unused=True
-    )
+    pair = tower(rank, baseline="replicated", reshard_after_forward=reshard_after_forward, find_unused=True)
+    adapter = pair.adapter
     for step, what in enumerate(["middle", "biases", "root", "all-but-one"]):
         pair.evaluate(rank.batch(step, (2, 9), microbatch=1))
-        adapter = pair.adapter
         named = adapter.held_parameters() if form == "held" else adapter.named_parameters()
         if form == "saved":
             _freeze(named, FROZEN[what])
@@ -366,8 +338,7 @@ def test_frozen_after_an_evaluation(rank: Rank, reshard_after_forward: bool | in
 @pytest.mark.parametrize("what", ["middle", "weights", "biases"])
 def test_frozen_after_a_microbatch(rank: Rank, what: str) -> None:
     """Parameters that user code freezes between two microbatches get no gradient of the second, and others do."""
-    model = models.Tower(dim=9, depth=DEPTH)
-    run, twin = (rank.run(models.copy_of(model), units=model.units(), microbatches=2) for _ in range(2))
+    run, twin = two_runs(rank, models.Tower(dim=9), microbatches=2)
     first: dict[str, torch.Tensor] = {}
     for number in range(2):
         for one in (run, twin):
@@ -393,12 +364,8 @@ def test_frozen_after_a_microbatch(rank: Rank, what: str) -> None:
 @pytest.mark.parametrize("what", ["middle", "biases"])
 def test_frozen_beside_tensor_parallelism(rank: Rank, what: str) -> None:
     """Tensor-parallel parameters that are frozen between two microbatches get no gradient of the second."""
-    mesh = rank.mesh((2, 2), ("dp", "tp"))
-    model = MLPStack(5)
-    _freeze(dict(model.named_parameters()), FROZEN[what])
-    pair = rank.pair(
-        model, units=model.units(), mesh=mesh["dp"], prepare=functools.partial(parallelize_mlps, mesh=mesh["tp"])
-    )
+    mesh, model = rank.mesh((2, 2), ("dp", "tp")), _frozen(MLPStack(5), FROZEN[what])
+    pair = pair_of_mlps(rank, mesh, model)
     for step in range(2):
         _assert_requires_grad(pair, what, f"before {step_label(step)}")
         pair.step(rank.batch(step, (4, 5), mesh=mesh["dp"]), set_to_none=step % 2 == 0)
@@ -411,10 +378,25 @@ def _freeze(named: dict[str, nn.Parameter], is_frozen: Callable[[str], bool]) ->
         parameter.requires_grad_(not is_frozen(name))
 
 
+def _frozen(model: Any, is_frozen: Callable[[str], bool]) -> Any:
+    """The model, with some of its parameters frozen."""
+    _freeze(dict(model.named_parameters()), is_frozen)
+    return model
+
+
+def _tower(what: str) -> Any:
+    return _frozen(models.Tower(dim=9), FROZEN[what])
+
+
+def _everywhere(pair: Pair) -> list[dict[str, nn.Parameter]]:
+    """The parameters of the run, the baseline and the oracle."""
+    runs = (pair.adapter, pair.baseline.adapter)
+    return [*(adapter.named_parameters() for adapter in runs), dict(pair.oracle.model.named_parameters())]
+
+
 def _step_frozen(rank: Rank, pair: Pair, step: int, what: str, named: dict[str, nn.Parameter]) -> None:
     """Set the ``named`` parameters of the run, the baseline and the oracle to frozen or not, and compare a step."""
-    baseline, oracle = pair.baseline.adapter.named_parameters(), dict(pair.oracle.model.named_parameters())
-    for found in (named, baseline, oracle):
+    for found in (named, *_everywhere(pair)[1:]):
         _freeze(found, FROZEN[what])
     pair.step(rank.batch(step, (4, 9)))
     pair.check()

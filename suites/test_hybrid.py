@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from torch import nn
 
+from shardproof.suites.common import batches, checked_steps, tower, train_and_check
 from shardproof.testing import (
     RESHARD_CHOICES,
     Accumulation,
@@ -51,17 +52,10 @@ def test_replicas(rank: Rank, waits: bool, dim: int, recomputes: bool, reshard_a
     def prepare(plain: nn.Module) -> nn.Module:
         return recompute(computations.watch(plain), means="hooks")
 
-    pair = rank.pair(
-        model,
-        units=[["norm"], *model.units()],
-        mesh=rank.mesh((2, 2), NAMES),
-        reshard_after_forward=reshard_after_forward,
-        microbatches=microbatches,
-        accumulation=Accumulation() if waits else None,
-        prepare=prepare if recomputes else None,
-    )
-    for step in range(3):
-        batch = [rank.batch(step, (8, dim), microbatch=number) for number in range(microbatches)]
+    options: Any = {"units": [["norm"], *model.units()], "reshard_after_forward": reshard_after_forward}
+    options |= {"microbatches": microbatches, "accumulation": Accumulation() if waits else None}
+    pair = rank.pair(model, mesh=rank.mesh((2, 2), NAMES), prepare=prepare if recomputes else None, **options)
+    for step, batch in enumerate(batches(rank, 3, (8, dim), microbatches=microbatches)):
         pair.step(batch, before_loss=computations.before_loss, set_to_none=step % 2 == 0)
         if recomputes:
             computations.check(times=microbatches)
@@ -74,15 +68,10 @@ def test_replicas(rank: Rank, waits: bool, dim: int, recomputes: bool, reshard_a
 @needs(Capability.COUNTED_UNITS)
 def test_gathers_while_reductions_wait(rank: Rank) -> None:
     """Microbatches that reduce nothing free and gather as others do, and the last one reduces every unit once."""
-    model, microbatches = models.Tower(dim=9, depth=3), 2
-    pair = rank.pair(
-        model, units=model.units(), mesh=rank.mesh((2, 2), NAMES), microbatches=microbatches,
-        accumulation=Accumulation(),
-    )  # fmt: skip
+    microbatches = 2
+    pair = tower(rank, mesh=rank.mesh((2, 2), NAMES), microbatches=microbatches, accumulation=Accumulation())
     units = len(pair.units)
-    for step in range(2):
-        pair.step([rank.batch(step, (4, 9), microbatch=number) for number in range(microbatches)])
-        pair.check()
+    for _ in checked_steps(pair, batches(rank, 2, (4, 9), microbatches=microbatches)):
         pair.check_counts("forward", all_gather=units * microbatches)
         again = (units - 1) * microbatches
         pair.check_counts("backward", all_gather=again, reduce_scatter=units, all_reduce=units)
@@ -95,12 +84,8 @@ def test_gathers_while_reductions_wait(rank: Rank) -> None:
 )
 def test_one_replica_and_one_shard(rank: Rank, shape: tuple[int, int]) -> None:
     """One replica of four shards, and four replicas of one, train as DDP over all ranks."""
-    model = models.Tower(dim=9)
-    pair = rank.pair(model, units=model.units(), mesh=rank.mesh(shape, NAMES), microbatches=2)
-    for step in range(3):
-        batch = [rank.batch(step, (4, 9), microbatch=number) for number in range(2)]
-        pair.step(batch, set_to_none=step % 2 == 0)
-        pair.check()
+    pair = tower(rank, mesh=rank.mesh(shape, NAMES), microbatches=2)
+    train_and_check(pair, batches(rank, 3, (4, 9), microbatches=2), set_to_none="even")
 
 
 @contract("HYBRID-1")
@@ -111,15 +96,9 @@ def test_one_replica_and_one_shard(rank: Rank, shape: tuple[int, int]) -> None:
 def test_replicas_of_eight(rank: Rank, shape: tuple[int, int], dim: int, reshard_after_forward: bool | None) -> None:
     """Unequal numbers of replicas and shards, which cannot be confused, train as DDP over all ranks."""
     model = models.NormedStack(dim)
-    pair = rank.pair(
-        model,
-        units=[["norm"], *model.units()],
-        mesh=rank.mesh(shape, NAMES),
-        reshard_after_forward=reshard_after_forward,
-    )
-    for step in range(3):
-        pair.step(rank.batch(step, (8, dim)), set_to_none=step % 2 == 0)
-        pair.check()
+    options: Any = {"units": [["norm"], *model.units()], "reshard_after_forward": reshard_after_forward}
+    pair = rank.pair(model, mesh=rank.mesh(shape, NAMES), **options)
+    train_and_check(pair, batches(rank, 3, (8, dim)), set_to_none="even")
 
 
 @contract("HYBRID-2")
@@ -132,17 +111,11 @@ def test_replicas_of_eight(rank: Rank, shape: tuple[int, int], dim: int, reshard
 )
 def test_counts(rank: Rank, reshard_after_forward: Any, shape: tuple[int, int]) -> None:
     """Each unit is gathered and reduced within its replica, unless that is one rank, and then over the replicas."""
-    model = models.Tower(dim=9)
-    units = len(model.units()) + 1
-    pair = rank.pair(
-        model, units=model.units(), mesh=rank.mesh(shape, NAMES), reshard_after_forward=reshard_after_forward
-    )
-    mesh = pair.adapter.config.mesh
+    pair = tower(rank, mesh=rank.mesh(shape, NAMES), reshard_after_forward=reshard_after_forward)
+    mesh, units = pair.adapter.config.mesh, len(pair.units)
     replicas, replica = (tuple(mesh[name].mesh.tolist()) for name in NAMES)
     again = {None: units - 1, False: 0}.get(reshard_after_forward, units)
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+    for _ in checked_steps(pair, batches(rank, 2, (4, 9))):
         shards = shape[1] > 1
         pair.check_counts("forward", all_gather=units * shards)
         pair.check_counts("backward", all_gather=again * shards, reduce_scatter=units * shards, all_reduce=units)
@@ -169,12 +142,9 @@ def _assert_all_reduces_follow(trace: Trace, shards: int) -> None:
 @needs(Capability.COUNTED_UNITS, Capability.RESHARD_TO_SIZE, Capability.ROOT_RESHARD)
 def test_resharded_within_a_replica(rank: Rank) -> None:
     """Resharded to groups of two of the four ranks of a replica, backward gathers within those two."""
-    model = models.Tower(dim=9)
-    pair = rank.pair(model, units=model.units(), mesh=rank.mesh((2, 4), NAMES), reshard_after_forward=2)
+    pair = tower(rank, mesh=rank.mesh((2, 4), NAMES), reshard_after_forward=2)
     first = rank.index - rank.index % 2
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+    for _ in checked_steps(pair, batches(rank, 2, (4, 9))):
         for item in pair.last_trace():
             gathers_again = (item.phase, item.kind) == ("backward", "all_gather")
             assert not gathers_again or item.group == (first, first + 1), f"{item}: its ranks should be neighbours"
@@ -191,19 +161,10 @@ def test_what_crosses_hosts(
     """With each replica on one host, hosts communicate by all-reduces only, with one rank of each host."""
     nodes = rank.nodes_or(declared)
     hosts = len(set(nodes))
-    model = models.Tower(dim=9)
-    order = tuple(sorted(range(rank.world_size), key=lambda index: (nodes[index], index)))
-    mesh = rank.mesh((hosts, rank.world_size // hosts), NAMES, order=order)
-    pair = rank.pair(
-        model,
-        units=model.units(),
-        mesh=mesh,
-        reshard_after_forward=reshard_after_forward,
-        clip=Clip(max_norm=0.01) if clips else None,
-    )
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+    mesh = rank.mesh((hosts, rank.world_size // hosts), NAMES, order=_by_host(nodes))
+    clip = Clip(max_norm=0.01) if clips else None
+    pair = tower(rank, mesh=mesh, reshard_after_forward=reshard_after_forward, clip=clip)
+    for _ in checked_steps(pair, batches(rank, 2, (4, 9))):
         crossing = [item for item in pair.last_trace() if len({nodes[index] for index in item.group}) > 1]
         for item in crossing:
             met = sorted(nodes[index] for index in item.group)
@@ -211,6 +172,11 @@ def test_what_crosses_hosts(
             assert len(set(met)) == len(met), f"{item}: one rank of each host should take part, not {met}"
             assert item.phase != "clip" or item.nbytes <= 8, f"{item}: clipping needs one number from other hosts"
         assert {item.phase for item in crossing} - {"clip"} == {"backward"}, "gradients are averaged over all hosts"
+
+
+def _by_host(nodes: tuple[int, ...]) -> tuple[int, ...]:
+    """The ranks, those of one host after another."""
+    return tuple(sorted(range(len(nodes)), key=lambda index: (nodes[index], index)))
 
 
 @contract("HYBRID-5")
@@ -221,15 +187,10 @@ def test_resharded_within_a_host(rank: Rank, declared: tuple[int, ...]) -> None:
     """Sharded over all hosts and resharded to the ranks of one host, backward gathers within a host."""
     nodes = rank.nodes_or(declared)
     here = tuple(index for index, node in enumerate(nodes) if node == nodes[rank.index])
-    model = models.Tower(dim=9)
-    units = len(model.units()) + 1
-    order = tuple(sorted(range(rank.world_size), key=lambda index: (nodes[index], index)))
-    mesh = rank.mesh((rank.world_size,), order=order)
-    pair = rank.pair(model, units=model.units(), mesh=mesh, reshard_after_forward=len(here))
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
-        pair.check_counts("backward", all_gather=units, reduce_scatter=units)
+    mesh = rank.mesh((rank.world_size,), order=_by_host(nodes))
+    pair = tower(rank, mesh=mesh, reshard_after_forward=len(here))
+    for _ in checked_steps(pair, batches(rank, 2, (4, 9))):
+        pair.check_counts("backward", all_gather=len(pair.units), reduce_scatter=len(pair.units))
         for item in pair.last_trace():
             if (item.phase, item.kind) == ("backward", "all_gather"):
                 assert item.group == here, f"{item}: its ranks should be those of this host, {here}"
@@ -250,8 +211,5 @@ def test_joined_dimensions(rank: Rank, shape: tuple[int, ...], data: Any) -> Non
     """Two dimensions that user code has flattened into one, as for data and context, shard and average over both."""
     names = ("replicate", "dp", "cp")[-len(shape) :]
     mesh = rank.mesh(shape, names, joined=("dp", "cp"))
-    model = models.Tower(dim=9)
-    pair = rank.pair(model, units=model.units(), mesh=mesh[data])
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 9)), set_to_none=step % 2 == 0)
-        pair.check()
+    pair = tower(rank, mesh=mesh[data])
+    train_and_check(pair, batches(rank, 2, (4, 9)), set_to_none="even")
