@@ -1,0 +1,110 @@
+"""What cases of many chapters do: shard a model by its own units, train step by step, compare two runs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardproof.testing import MLPStack, Pair, Piece, Rank, Run, exact_difference, models, parallelize_mlps
+
+#: After which steps, counted from 0, gradients are set to None; after the others, to zeros.
+NoneAfter = Literal["all", "even", "odd"]
+
+
+def pair_by_units(rank: Rank, model: Any, **options: Any) -> Pair:
+    """:meth:`Rank.pair` of a model, sharded by the units that it names (collective)."""
+    return rank.pair(model, units=model.units(), **options)
+
+
+def tower(rank: Rank, *, dim: int = 9, **options: Any) -> Pair:
+    """A pair of three layers of different sizes, each a unit, and the root's own (collective)."""
+    return pair_by_units(rank, models.Tower(dim=dim), **options)
+
+
+def run_by_units(rank: Rank, model: Any, **options: Any) -> Run:
+    """:meth:`Rank.run` of a model, sharded by the units that it names (collective)."""
+    return rank.run(model, units=model.units(), **options)
+
+
+def run_and_plain(rank: Rank, model: Any, **options: Any) -> tuple[Run, Any]:
+    """:func:`run_by_units`, and a plain copy of the model on the rank's device (collective)."""
+    plain = models.copy_of(model).to(rank.device)
+    return run_by_units(rank, model, **options), plain
+
+
+def two_runs(rank: Rank, model: Any, **options: Any) -> tuple[Run, Run]:
+    """Two runs of copies of a model, alike, sharded by the units that it names (collective)."""
+    first, second = (run_by_units(rank, models.copy_of(model), **options) for _ in range(2))
+    return first, second
+
+
+def pair_of_mlps(rank: Rank, mesh: DeviceMesh, model: MLPStack, *, sequence: bool = False, **options: Any) -> Pair:
+    """A pair of MLPs that are cut over ``mesh["tp"]`` and sharded over ``mesh["dp"]`` (collective)."""
+    prepare = functools.partial(parallelize_mlps, mesh=mesh["tp"], sequence=sequence)
+    return pair_by_units(rank, model, mesh=mesh["dp"], prepare=prepare, **options)
+
+
+def checked_steps(
+    pair: Pair, batches: Iterable[Any], *, set_to_none: NoneAfter = "all", **options: Any
+) -> Iterator[int]:
+    """Train a step on each batch, compare it, and yield its number (collective).
+
+    Args:
+        batches: each is drawn when its step begins.
+        set_to_none: after which steps gradients are set to None.
+        **options: of every :meth:`Pair.step`.
+    """
+    for step, batch in enumerate(batches):
+        pair.step(batch, set_to_none=set_to_none == "all" or (step % 2 == 0) == (set_to_none == "even"), **options)
+        pair.check()
+        yield step
+
+
+def batches(rank: Rank, steps: int, shape: tuple[int, ...], *, microbatches: int = 0, **options: Any) -> Iterator[Any]:
+    """:meth:`Rank.batch` of each step, or with ``microbatches`` a list of so many."""
+    return _drawn(functools.partial(rank.batch, shape=shape, **options), steps, microbatches)
+
+
+def tokens(rank: Rank, steps: int, shape: tuple[int, ...], *, microbatches: int = 0, **options: Any) -> Iterator[Any]:
+    """:meth:`Rank.tokens` of each step, or with ``microbatches`` a list of so many."""
+    return _drawn(functools.partial(rank.tokens, shape=shape, **options), steps, microbatches)
+
+
+def _drawn(draw: Callable[..., torch.Tensor], steps: int, microbatches: int) -> Iterator[Any]:
+    for step in range(steps):
+        yield [draw(step, microbatch=number) for number in range(microbatches)] if microbatches else draw(step)
+
+
+def train_and_check(pair: Pair, batches: Iterable[Any], **options: Any) -> None:
+    """Make all :func:`checked_steps` (collective)."""
+    for _ in checked_steps(pair, batches, **options):
+        pass
+
+
+def after_microbatches(rank: Rank, pair: Pair, act: Callable[[], object]) -> None:
+    """From here on, call ``act`` after each microbatch but the last of a step."""
+    context = pair.adapter.microbatch
+
+    @contextlib.contextmanager
+    def acting(*, is_last: bool) -> Iterator[None]:
+        with context(is_last=is_last):
+            yield
+        if not is_last:
+            act()
+
+    rank.monkeypatch.setattr(pair.adapter, "microbatch", acting)
+
+
+def check_same_gradients(found: Mapping[str, Piece | None], expected: Mapping[str, Piece | None]) -> None:
+    """Check that two runs have gradients of the same parameters, with the same bits."""
+    for name, piece in found.items():
+        other = expected[name]
+        assert (piece is None) == (other is None), f"{name} has a gradient: {piece is not None}"
+        if piece is not None and other is not None:
+            difference = exact_difference(piece.tensor, other.tensor)
+            assert difference is None, f"gradient of {name!r}: element, found and expected: {difference}"
