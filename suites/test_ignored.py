@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardproof.suites.apis import fsdp1
+from shardproof.suites.common import batches, tower, train_and_check
 from shardproof.testing import (
     RESHARD,
     Capability,
@@ -30,16 +31,13 @@ from shardproof.testing import (
     world,
 )
 
+pytestmark = world(2)
+
 SHAPE = (6, 4)
-IGNORED = {
-    "of-a-unit": ("low.shift",),
-    "of-the-root": ("gain",),
-    "a-whole-unit": ("high.weight", "high.shift"),
-}
+IGNORED = {"of-a-unit": ("low.shift",), "of-the-root": ("gain",), "a-whole-unit": ("high.weight", "high.shift")}
 
 
 @contract("IGNORED-1")
-@world(2)
 @needs(Capability.IGNORED_PARAMETERS)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 @pytest.mark.parametrize("ignored", IGNORED)
@@ -68,7 +66,6 @@ def test_ignored_parameters(rank: Rank, ignored: str, reshard_after_forward: boo
 
 
 @contract("IGNORED-1")
-@world(2)
 @needs(Capability.IGNORED_PARAMETERS, Capability.SHARDED)
 def test_ignored_beside_another(rank: Rank) -> None:
     """If one parameter of a module is ignored, the other is sharded, also if the module has no buffers."""
@@ -83,7 +80,6 @@ def test_ignored_beside_another(rank: Rank) -> None:
 
 
 @contract("IGNORED-1")
-@world(2)
 @needs(Capability.FSDP1_API)
 def test_ignored_modules_as_states(rank: Rank) -> None:
     """Modules that user code ignores as states keep their full parameters on every rank."""
@@ -97,7 +93,6 @@ def test_ignored_modules_as_states(rank: Rank) -> None:
 
 
 @contract("IGNORED-1")
-@world(2)
 @needs(Capability.IGNORED_MODULES, Capability.META_DEVICE, Capability.BUFFER_DTYPE)
 @pytest.mark.parametrize("own_function", [False, True], ids=["reset", "function"])
 def test_ignored_module(rank: Rank, own_function: bool) -> None:
@@ -139,7 +134,6 @@ def test_ignored_module(rank: Rank, own_function: bool) -> None:
 
 
 @contract("IGNORED-1")
-@world(2)
 @needs(Capability.IGNORED_MODULES, Capability.BUFFER_DTYPE, Capability.TIED_PARAMETERS)
 def test_ignored_inside_a_unit(rank: Rank) -> None:
     """Buffers, and a shared parameter, that one unit ignores by its own options are ignored by the root too."""
@@ -178,24 +172,19 @@ def test_replicated_module(rank: Rank, reshard_after_forward: bool | int | None)
         ignored=names,
         reshard_after_forward=reshard_after_forward,
     )
-    for step in range(3):
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+    train_and_check(pair, batches(rank, 3, (4, 9)))
     parameters = pair.adapter.named_parameters()
     divided = [name for name in names if isinstance(parameters[name], DTensor)]
     assert not divided, f"parameters of the replicated module are DTensors: {', '.join(divided)}"
 
 
 @contract("IGNORED-2")
-@world(2)
 @needs(Capability.REPLICATED_MODULES)
 @pytest.mark.parametrize("name", ["", "layers.1"], ids=["the-root", "a-unit"])
 def test_replicating_what_is_sharded(rank: Rank, name: str) -> None:
     """``replicate`` refuses a module that is sharded already, and the module trains on."""
-    model = models.Tower(dim=9)
-    pair = rank.pair(model, units=model.units())
+    pair = tower(rank)
     replicate = private.need("torch.distributed._composable.replicate.replicate")
-    refusal = Refusal(rank, lambda: replicate(pair.adapter.submodule(name)))
-    refusal.check_names("fully_shard")
+    Refusal(rank, lambda: replicate(pair.adapter.submodule(name))).check_names("fully_shard")
     pair.step(rank.batch(0, (4, 9)))
     pair.check()

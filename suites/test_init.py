@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from shardproof.suites.apis import fsdp2
+from shardproof.suites.common import batches, checked_steps, pair_by_units, tower, train_and_check
 from shardproof.testing import (
     FLAT,
     RESHARD,
@@ -48,6 +49,8 @@ from shardproof.testing import (
     ties,
     world,
 )
+
+pytestmark = world(2)
 
 
 class Named(nn.Module):
@@ -261,7 +264,6 @@ UNFIT_MARKS = {
 
 
 @contract("INIT-1")
-@world(2)
 @needs(Capability.META_DEVICE)
 @each_value("which", "own_function")
 @pytest.mark.parametrize("which", ["", "layers.1", "start"], ids=["whole-model", "one-unit", "buffers-alone"])
@@ -282,9 +284,7 @@ def test_values_made_on_the_meta_device(rank: Rank, own_function: bool, which: s
 
     pair = rank.pair(model, units=model.units(), prepare=to_meta, init=make if own_function else None)
     check_values(rank, pair.adapter, full)
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+    train_and_check(pair, batches(rank, 2, (4, 9)))
 
 
 @contract("INIT-1")
@@ -318,7 +318,6 @@ def test_values_of_the_first_rank_fill_the_meta_device(rank: Rank, replicas: boo
 
 
 @contract("INIT-2")
-@world(2)
 @needs(Capability.META_DEVICE, Capability.SHARDED, Hardware.ACCELERATOR)
 def test_shards_draw_different_values(rank: Rank) -> None:
     """Random values that are drawn on shards differ between ranks whose generators have the same seed."""
@@ -334,7 +333,6 @@ def test_shards_draw_different_values(rank: Rank) -> None:
 
 
 @contract("INIT-4")
-@world(2)
 @alone()
 @needs(Capability.SHARDED, Capability.COUNTED_UNITS, Hardware.ACCELERATOR)
 def test_memory_to_shard_a_model_on_the_cpu(rank: Rank) -> None:
@@ -358,7 +356,6 @@ def test_memory_to_shard_a_model_on_the_cpu(rank: Rank) -> None:
 
 
 @contract("INIT-5")
-@world(2)
 @each_value("what")
 @pytest.mark.parametrize("what", [pytest.param(name, marks=UNFIT_MARKS.get(name, ())) for name in UNFIT])
 def test_what_cannot_be_sharded(rank: Rank, what: str) -> None:
@@ -370,7 +367,6 @@ def test_what_cannot_be_sharded(rank: Rank, what: str) -> None:
 
 
 @contract("INIT-5")
-@world(2)
 @each_value("what")
 @pytest.mark.parametrize("what", [name for name, unfit in UNFIT.items() if unfit.repair is not None])
 def test_model_that_is_repaired_after_a_refusal(rank: Rank, what: str) -> None:
@@ -390,13 +386,10 @@ def test_model_that_is_repaired_after_a_refusal(rank: Rank, what: str) -> None:
     if Refusal(rank, lambda: pair.adapter.forward(rank.batch(0, (4, 9)))).text is None:
         return
     unfit.repair(pair.adapter.module)
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+    train_and_check(pair, batches(rank, 2, (4, 9)))
 
 
 @contract("INIT-5")
-@world(2)
 @needs(Capability.FSDP2_API)
 @each_value("grouped")
 @pytest.mark.parametrize("grouped", [False, True])
@@ -409,7 +402,6 @@ def test_refuses_a_unit_twice(rank: Rank, grouped: bool) -> None:
 
 
 @contract("INIT-5")
-@world(2)
 @needs(Capability.FSDP2_API)
 def test_refuses_a_unit_of_another_root(rank: Rank) -> None:
     """The forward of a model is refused if one of its units has run before in another model."""
@@ -422,7 +414,6 @@ def test_refuses_a_unit_of_another_root(rank: Rank) -> None:
 
 
 @contract("INIT-5")
-@world(2)
 @needs(Capability.FSDP2_API, Capability.NAMED_DIMENSIONS)
 def test_refuses_named_dimensions_of_a_mesh_without_names(rank: Rank) -> None:
     """Named data-parallel dimensions are refused for a mesh whose dimensions have no names."""
@@ -433,7 +424,6 @@ def test_refuses_named_dimensions_of_a_mesh_without_names(rank: Rank) -> None:
 
 
 @contract("INIT-5")
-@world(2)
 @needs(Capability.FSDP2_API)
 def test_refuses_replicas_on_a_mesh_without_names(rank: Rank) -> None:
     """A mesh of two dimensions, replicas and shards, is refused if these have no names."""
@@ -442,7 +432,6 @@ def test_refuses_replicas_on_a_mesh_without_names(rank: Rank) -> None:
 
 
 @contract("INIT-5")
-@world(2)
 @needs(Capability.FSDP2_API)
 def test_refuses_tensor_parallel_layers_on_a_mesh_without_names(rank: Rank) -> None:
     """A data-parallel mesh without names is refused for layers that tensor parallelism has cut."""
@@ -454,7 +443,6 @@ def test_refuses_tensor_parallel_layers_on_a_mesh_without_names(rank: Rank) -> N
 
 
 @contract("INIT-5")
-@world(2)
 @needs(Capability.FSDP2_API)
 def test_refuses_another_placement(rank: Rank) -> None:
     """A function that chooses a placement other than a shard is refused."""
@@ -463,7 +451,6 @@ def test_refuses_another_placement(rank: Rank) -> None:
 
 
 @contract("INIT-5")
-@world(2)
 @needs(Capability.FSDP2_API)
 def test_refuses_a_stream_for_replicas(rank: Rank) -> None:
     """A stream for the hook after all-reduces is refused where there are replicas, and the hook then never runs."""
@@ -476,7 +463,6 @@ def test_refuses_a_stream_for_replicas(rank: Rank) -> None:
 
 
 @contract("INIT-5")
-@world(2)
 @needs(Capability.FSDP2_API)
 def test_refuses_a_plain_parameter(rank: Rank) -> None:
     """The first forward is refused, by name, if user code has replaced a shard with a plain parameter."""
@@ -487,7 +473,6 @@ def test_refuses_a_plain_parameter(rank: Rank) -> None:
 
 
 @contract("INIT-5")
-@world(2)
 @needs(Capability.META_LOAD)
 @pytest.mark.parametrize("which", ["", "layers.1"], ids=["whole-model", "one-unit"])
 def test_forward_on_the_meta_device(rank: Rank, which: str) -> None:
@@ -504,12 +489,10 @@ def test_forward_on_the_meta_device(rank: Rank, which: str) -> None:
         refusal.check_names(*names)
     if Capability.ASYNC_UNSHARD in rank.implementation.capabilities():
         # Units before it are gathered.
-        refusal = Refusal(rank, lambda: adapter.unshard(waits=True), may_send=True)
-        refusal.check_names(*names)
+        Refusal(rank, lambda: adapter.unshard(waits=True), may_send=True).check_names(*names)
 
 
 @contract("INIT-5")
-@world(2)
 @needs(Capability.META_LOAD, Capability.OFFLOAD, Capability.PAGEABLE_OFFLOAD, Capability.FULL_STATE_DICT)
 @each_value("moved")
 @pytest.mark.parametrize("moved", ["before-sharding", "before-forward", "after-forward"])
@@ -546,17 +529,14 @@ def test_offloaded_parameters_elsewhere(rank: Rank, moved: str) -> None:
 
 
 @contract("INIT-5")
-@world(2)
 @needs(Capability.META_DEVICE, Capability.FLAT_PARAMETERS)  # there a user function is an option, and not called
 def test_function_that_cannot_be_called(rank: Rank) -> None:
     """An initialization function for the meta device that cannot be called is refused by its value."""
     model = models.Tower(dim=9).to("meta")
-    refusal = Refusal(rank, lambda: sharded(rank, model, units=model.units(), init=3))
-    refusal.check_names("Expected 3", "param_init_fn")
+    Refusal(rank, lambda: sharded(rank, model, units=model.units(), init=3)).check_names("Expected 3", "param_init_fn")
 
 
 @contract("INIT-6")
-@world(2)
 @pytest.mark.parametrize("units", [[["first"]], [["first"], ["second"]]], ids=["unit-and-root", "two-units"])
 @FLAT
 def test_parameter_of_two_units(rank: Rank, flat: bool, units: list[list[str]]) -> None:
@@ -574,9 +554,7 @@ def test_parameter_of_two_units(rank: Rank, flat: bool, units: list[list[str]]) 
 def test_other_numbers_of_ranks(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """Three and six ranks train as DDP does: uneven shapes, microbatches, and resharding to group sizes that divide."""
     pair = rank.pair(shapes.ManyShapes(), units=[["body"]], reshard_after_forward=reshard_after_forward, microbatches=2)
-    for step in range(2):
-        pair.step([rank.batch(step, (2, 3, 6, 6), microbatch=index) for index in range(2)])
-        pair.check()
+    train_and_check(pair, batches(rank, 2, (2, 3, 6, 6), microbatches=2))
 
 
 @contract("INIT-8")
@@ -586,11 +564,8 @@ def test_clipping_on_other_numbers_of_ranks(rank: Rank) -> None:
     """The total norm and the clipped gradients are those of DDP, on replicas too where the ranks can be divided."""
     replicas = rank.world_size == 6 and Capability.HYBRID in rank.implementation.capabilities()
     mesh = rank.mesh((2, 3), ("replicate", "shard")) if replicas else rank.mesh()
-    model = models.Tower(dim=7)
-    pair = rank.pair(model, units=model.units(), mesh=mesh, clip=Clip(0.01))
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 7)))
-        pair.check()
+    pair = tower(rank, dim=7, mesh=mesh, clip=Clip(0.01))
+    train_and_check(pair, batches(rank, 2, (4, 7)))
 
 
 @contract("INIT-9")
@@ -598,15 +573,11 @@ def test_clipping_on_other_numbers_of_ranks(rank: Rank) -> None:
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_nested_units(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """Units within units, three deep, train as DDP does."""
-    model = Nested(dim=9)
-    pair = rank.pair(model, units=model.units(), reshard_after_forward=reshard_after_forward)
-    for step in range(3):
-        pair.step(rank.batch(step, (4, 9)), set_to_none=step % 2 == 0)
-        pair.check()
+    pair = pair_by_units(rank, Nested(dim=9), reshard_after_forward=reshard_after_forward)
+    train_and_check(pair, batches(rank, 3, (4, 9)), set_to_none="even")
 
 
 @contract("INIT-9")
-@world(2)
 @needs(Capability.COUNTED_UNITS)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD_ROOT)
 def test_nested_units_are_gathered_apart(rank: Rank, reshard_after_forward: bool | int | None) -> None:
@@ -615,9 +586,7 @@ def test_nested_units_are_gathered_apart(rank: Rank, reshard_after_forward: bool
     pair = rank.pair(model, units=model.units(), reshard_after_forward=reshard_after_forward)
     expected = ["(root)", *(name for (name,) in model.units())]
     in_backward = len(expected) - 1 if reshard_after_forward is None else len(expected) * bool(reshard_after_forward)
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+    for _ in checked_steps(pair, batches(rank, 2, (4, 9))):
         gathered = [item.unit for item in pair.last_trace() if item.phase == "forward"]
         assert gathered == expected, f"forward gathers {gathered}"
         pair.check_counts("backward", all_gather=in_backward, reduce_scatter=len(expected))
@@ -633,17 +602,8 @@ def test_part_of_the_world_in_another_order(rank: Rank, reshard_after_forward: b
     """Ranks 3 and 1 train one model, ranks 2 and 0 another, given as a mesh or as a process group."""
     mesh = rank.mesh((2, 2), ("models", "dp"), order=(3, 1, 2, 0))
     torch.manual_seed(rank.seeds.init + rank.index % 2)
-    model = models.Tower(dim=9)
-    pair = rank.pair(
-        model,
-        units=model.units(),
-        mesh=mesh["dp"],
-        reshard_after_forward=reshard_after_forward,
-        as_groups=as_groups,
-    )
-    for step in range(3):
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+    pair = tower(rank, mesh=mesh["dp"], reshard_after_forward=reshard_after_forward, as_groups=as_groups)
+    train_and_check(pair, batches(rank, 3, (4, 9)))
     check_groups(pair.last_trace(), mesh["dp"])
 
 
@@ -655,11 +615,8 @@ def test_all_ranks_by_default(rank: Rank) -> None:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if (accelerator.type if accelerator else "cpu") != rank.device.type:
         return  # the ranks run on the CPU of a host with an accelerator
-    model = models.Tower(dim=9)
-    pair = rank.pair(model, units=model.units(), default_mesh=True)
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+    pair = tower(rank, default_mesh=True)
+    train_and_check(pair, batches(rank, 2, (4, 9)))
     check_groups(pair.last_trace(), rank.mesh())
 
 
@@ -670,11 +627,8 @@ def test_all_ranks_by_default(rank: Rank) -> None:
 def test_replicas_in_another_order(rank: Rank, as_groups: bool) -> None:
     """On a (replicate, shard) mesh of the ranks in another order, shards lie as the mesh has them."""
     mesh = rank.mesh((2, 2), ("replicate", "shard"), order=(3, 1, 2, 0))
-    model = models.Tower(dim=9)
-    pair = rank.pair(model, units=model.units(), mesh=mesh, as_groups=as_groups)
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+    pair = tower(rank, mesh=mesh, as_groups=as_groups)
+    train_and_check(pair, batches(rank, 2, (4, 9)))
     check_groups(pair.last_trace(), mesh["replicate"], mesh["shard"])
 
 
@@ -714,9 +668,7 @@ def refused_or_trained(rank: Rank, unfit: Unfit) -> None:
         assert not other, f"sharded with other strides: {other}"
         # The model computes in float32, also the gradient of a parameter in float64.
         pair = rank.pair(whole, compared_as=torch.float32, **options)
-        for step in range(2):
-            pair.step(rank.batch(step, (4, 9)))
-            pair.check()
+        train_and_check(pair, batches(rank, 2, (4, 9)))
         return
     first.check_names(*unfit.names)
     Refusal(rank, lambda: adapter.forward(batch)).check_names(*unfit.names)  # again

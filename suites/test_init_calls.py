@@ -17,14 +17,13 @@ from torch import nn
 from shardproof.suites.apis import fsdp1
 from shardproof.testing import Capability, Rank, contract, each_value, needs, world
 
-pytestmark = needs(Capability.FSDP1_API)
+pytestmark = [needs(Capability.FSDP1_API), world(2)]
 
 
 # Options and calls that are refused
 
 
 @contract("INIT-5")
-@world(2)
 def test_refuses_a_group_with_a_mesh(rank: Rank) -> None:
     """A process group together with a mesh is refused."""
     fsdp = fsdp1(rank)
@@ -32,7 +31,6 @@ def test_refuses_a_group_with_a_mesh(rank: Rank) -> None:
 
 
 @contract("INIT-5")
-@world(2)
 @each_value("option")
 @pytest.mark.parametrize("option", ["use_orig_params", "limit_all_gathers"])
 def test_refuses_units_that_differ(rank: Rank, option: str) -> None:
@@ -43,7 +41,6 @@ def test_refuses_units_that_differ(rank: Rank, option: str) -> None:
 
 
 @contract("INIT-5")
-@world(2)
 def test_second_forward_refuses_too(rank: Rank) -> None:
     """Units that differ in an option that all share are refused by the second forward as by the first."""
     fsdp = fsdp1(rank)
@@ -53,7 +50,6 @@ def test_second_forward_refuses_too(rank: Rank) -> None:
 
 
 @contract("INIT-5")
-@world(2)
 def test_refuses_a_rule_for_wrapped_modules(rank: Rank) -> None:
     """An auto-wrap policy for a module in which a module is wrapped already is refused."""
     fsdp = fsdp1(rank)
@@ -62,7 +58,6 @@ def test_refuses_a_rule_for_wrapped_modules(rank: Rank) -> None:
 
 
 @contract("INIT-5")
-@world(2)
 def test_refuses_to_ignore_a_wrapper(rank: Rank) -> None:
     """A wrapper among the ignored modules is refused."""
     fsdp = fsdp1(rank)
@@ -72,7 +67,6 @@ def test_refuses_to_ignore_a_wrapper(rank: Rank) -> None:
 
 
 @contract("INIT-5")
-@world(2)
 @each_value("how")
 @pytest.mark.parametrize("how", ["by-two-options", "of-two-kinds", "parameters-as-modules", "a-number"])
 def test_refuses_to_ignore(rank: Rank, how: str) -> None:
@@ -90,7 +84,6 @@ def test_refuses_to_ignore(rank: Rank, how: str) -> None:
 
 
 @contract("INIT-5")
-@world(2)
 def test_refuses_hybrid_shards_by_hand_without_groups(rank: Rank) -> None:
     """Hybrid shards without a mesh and without process groups are refused for a module that is wrapped by hand."""
     fsdp = fsdp1(rank)
@@ -99,7 +92,6 @@ def test_refuses_hybrid_shards_by_hand_without_groups(rank: Rank) -> None:
 
 
 @contract("INIT-5")
-@world(2)
 @each_value("half")
 @pytest.mark.parametrize("half", ["one-group", "half-a-pair", "one-dimension"])
 def test_refuses_hybrid_shards_with_one_group(rank: Rank, half: str) -> None:
@@ -117,7 +109,6 @@ def test_refuses_hybrid_shards_with_one_group(rank: Rank, half: str) -> None:
 
 
 @contract("INIT-5")
-@world(2)
 def test_refuses_forms_that_differ(rank: Rank) -> None:
     """Asking for the form of state dicts of a model whose units have two forms is refused."""
     fsdp = fsdp1(rank)
@@ -131,7 +122,6 @@ def test_refuses_forms_that_differ(rank: Rank) -> None:
 
 
 @contract("INIT-5")
-@world(2)
 @each_value("wrong")
 @pytest.mark.parametrize("wrong", ["ShardedStateDictConfig", "ShardedOptimStateDictConfig"])
 def test_refuses_a_configuration_of_another_form(rank: Rank, wrong: str) -> None:
@@ -145,7 +135,6 @@ def test_refuses_a_configuration_of_another_form(rank: Rank, wrong: str) -> None
 
 
 @contract("INIT-5")
-@world(2)
 @each_value("call")
 @pytest.mark.parametrize("call", ["hook", "no-sync", "clip"])
 def test_refuses_calls_of_the_root_on_a_unit(rank: Rank, call: str) -> None:
@@ -163,7 +152,6 @@ def test_refuses_calls_of_the_root_on_a_unit(rank: Rank, call: str) -> None:
 
 
 @contract("INIT-5")
-@world(2)
 def test_refuses_a_communication_hook_that_is_no_function(rank: Rank) -> None:
     """A communication hook that is not callable is refused."""
     fsdp = fsdp1(rank)
@@ -171,7 +159,6 @@ def test_refuses_a_communication_hook_that_is_no_function(rank: Rank) -> None:
 
 
 @contract("INIT-5")
-@world(2)
 def test_refuses_full_gradients_of_flat_parameters(rank: Rank) -> None:
     """Full gradients are refused with flat parameters, whose gradient is that of one tensor."""
     fsdp = fsdp1(rank)
@@ -180,7 +167,6 @@ def test_refuses_full_gradients_of_flat_parameters(rank: Rank) -> None:
 
 
 @contract("INIT-5")
-@world(2)
 def test_refuses_full_parameters_of_replicas_on_the_cpu(rank: Rank) -> None:
     """Full parameters on the CPU of the first rank are refused where nothing is sharded: every rank has them."""
     fsdp = fsdp1(rank)
@@ -195,7 +181,6 @@ def _enter(context: contextlib.AbstractContextManager[Any]) -> None:
 
 
 @contract("INIT-5")
-@world(2)
 def test_refuses_an_initialisation_that_is_no_function(rank: Rank) -> None:
     """A ``param_init_fn`` that cannot be called is refused."""
     fsdp = fsdp1(rank)
@@ -203,7 +188,6 @@ def test_refuses_an_initialisation_that_is_no_function(rank: Rank) -> None:
 
 
 @contract("INIT-5")
-@world(2)
 def test_refuses_a_meta_module_that_cannot_be_made(rank: Rank) -> None:
     """A module on the meta device without ``reset_parameters`` is refused if no function initializes it."""
     fsdp = fsdp1(rank)
@@ -219,7 +203,6 @@ def test_refuses_a_meta_module_that_cannot_be_made(rank: Rank) -> None:
 
 
 @contract("INIT-5")
-@world(2)
 def test_refuses_a_root_of_another_root(rank: Rank) -> None:
     """The forward of a model is refused if one of its units has run before as a root."""
     fsdp = fsdp1(rank)
@@ -229,7 +212,6 @@ def test_refuses_a_root_of_another_root(rank: Rank) -> None:
 
 
 @contract("INIT-5")
-@world(2)
 @needs(Capability.OFFLOAD, Capability.PAGEABLE_OFFLOAD)
 def test_refuses_offloaded_parameters_that_were_moved(rank: Rank) -> None:
     """Offloaded parameters on another device than the CPU are refused by a forward, the first or a later one."""
@@ -248,7 +230,6 @@ def test_refuses_offloaded_parameters_that_were_moved(rank: Rank) -> None:
 
 
 @contract("INIT-10")
-@world(2)
 def test_hybrid_shards_by_a_rule_without_groups(rank: Rank) -> None:
     """Hybrid shards of units that a rule finds, on one host, lie over all ranks, in one group that all units share."""
     fsdp, made = fsdp1(rank), list[Any]()
@@ -283,7 +264,6 @@ def test_hybrid_shards_by_a_rule_without_groups(rank: Rank) -> None:
 
 
 @contract("INIT-10")
-@world(2)
 @needs(Capability.SINGLE_RANK)
 def test_unit_of_one_rank(rank: Rank) -> None:
     """A unit whose group is one rank, in a model of all ranks, has the rank's own gradients."""

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from shardproof.suites.common import tower
 from shardproof.testing import (
     Capability,
     Rank,
@@ -23,6 +24,8 @@ from shardproof.testing import (
     needs,
     world,
 )
+
+pytestmark = world(2)
 
 
 class Notes:
@@ -190,7 +193,6 @@ class _Overwriter(_Layer):
 
 
 @contract("INPUTS-1")
-@world(2)
 @each_value("what")
 @pytest.mark.parametrize("what", FILLED)
 def test_things_that_units_fill(rank: Rank, what: str) -> None:
@@ -199,7 +201,6 @@ def test_things_that_units_fill(rank: Rank, what: str) -> None:
 
 
 @contract("INPUTS-2")
-@world(2)
 @needs(Capability.CONTAINER_OUTPUT)
 def test_things_that_are_no_tensors(rank: Rank) -> None:
     """An argument that is not a tensor reaches a unit, and is returned, as the same object, under any keyword."""
@@ -207,7 +208,6 @@ def test_things_that_are_no_tensors(rank: Rank) -> None:
 
 
 @contract("INPUTS-3")
-@world(2)
 def test_tensors_that_need_no_gradient(rank: Rank) -> None:
     """A unit gets tensors that need no gradient without a copy, in their dtype and layout."""
     evaluate_and_train(rank, Watching(9))
@@ -223,7 +223,6 @@ def evaluate_and_train(rank: Rank, model: models.Stacked) -> None:
 
 
 @contract("INPUTS-4")
-@world(2)
 @pytest.mark.parametrize("uses_again", [False, True])
 def test_input_changed_in_place(rank: Rank, uses_again: bool) -> None:
     """Units that change their input in place have the plain gradients, or every rank raises."""
@@ -247,8 +246,7 @@ def test_input_changed_in_place(rank: Rank, uses_again: bool) -> None:
 @world(2, 4)
 def test_batch_without_rows(rank: Rank) -> None:
     """A rank whose batch has no row takes part in each collective, and its gradients count as zeros."""
-    model = models.Tower(dim=9)
-    pair = rank.pair(model, units=model.units())
+    pair = tower(rank)
     for step in range(3):
         rows = 0 if rank.index == step % rank.world_size else 3
         pair.step(rank.batch(step, (rows, 9)), loss=torch.sum)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardproof.suites.common import run_by_units
 from shardproof.testing import (
     RESHARD,
     RESHARD_FREES,
@@ -38,7 +39,7 @@ DEPTH = 5
 BEHIND = 2
 LAYERS = [f"layers.{index}" for index in range(DEPTH)]
 
-pytestmark = needs(Capability.SHARDED)
+pytestmark = [needs(Capability.SHARDED), world(2)]
 
 
 @contract("MEMORY-1")
@@ -118,7 +119,6 @@ MESHES = pytest.mark.parametrize(
 
 
 @contract("MEMORY-2")
-@world(2)
 @alone()
 @needs(Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD)
 @MESHES
@@ -137,7 +137,6 @@ def test_what_is_held_between_steps(rank: Rank, mesh: str) -> None:
 
 
 @contract("MEMORY-5")
-@world(2)
 @alone()
 @needs(Hardware.ACCELERATOR, Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD)
 @MESHES
@@ -203,13 +202,11 @@ SETTLED = 3
 
 
 @contract("MEMORY-4")
-@world(2)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
 def test_fifty_steps_hold_no_more_than_the_third(rank: Rank, reshard_after_forward: bool | None) -> None:
     """From the third step on, tensors, hooks, threads and objects of Python grow no more, whatever the batch."""
-    model = models.Tower(dim=9)
-    run = rank.run(
-        model, units=model.units(), reshard_after_forward=reshard_after_forward, optimizer=optim.sgd(), pictures=False
+    run = run_by_units(
+        rank, models.Tower(dim=9), reshard_after_forward=reshard_after_forward, optimizer=optim.sgd(), pictures=False
     )
     counts = []
     for step in range(SETTLED + 50):
@@ -255,7 +252,6 @@ def held_by(adapter: Adapter, device: torch.device) -> dict[str, int]:
 
 
 @contract("MEMORY-4")
-@world(2)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
 @pytest.mark.parametrize(
     "end",

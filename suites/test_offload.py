@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from shardproof.suites.common import pair_by_units, run_by_units, tower
 from shardproof.testing import (
     DELAYED,
     DELAYS,
@@ -44,11 +45,10 @@ pytestmark = [needs(Capability.OFFLOAD), world(2, 4)]
 def test_offloaded(rank: Rank, delays: tuple[str, ...], offload: str) -> None:
     """Shards that live on the CPU train as DDP does, also when streams run at other speeds."""
     config = models.TransformerConfig(layers=3, vocabulary=61, length=16, heads=4)
-    model = models.Transformer(config)
-    pair = rank.pair(model, units=model.units(), delays=[DELAYS[name] for name in delays], offload=offload)
+    pair = pair_by_units(rank, models.Transformer(config), delays=[DELAYS[name] for name in delays], offload=offload)
     batches = [rank.tokens(step, (3, config.length), vocabulary=config.vocabulary) for step in range(3)]
-    for step, tokens in enumerate(batches):
-        pair.step(tokens, set_to_none=step % 2 == 0)
+    for step, batch in enumerate(batches):
+        pair.step(batch, set_to_none=step % 2 == 0)
     pair.check()
 
 
@@ -58,8 +58,7 @@ def test_offloaded(rank: Rank, delays: tuple[str, ...], offload: str) -> None:
 def test_offloaded_tied_parameters(rank: Rank, offload: str) -> None:
     """An offloaded tied embedding trains as DDP does, with gradients of several microbatches."""
     config = models.TransformerConfig(vocabulary=61, is_tied=True)
-    model = models.Transformer(config)
-    pair = rank.pair(model, units=model.units(), offload=offload, microbatches=2)
+    pair = pair_by_units(rank, models.Transformer(config), offload=offload, microbatches=2)
     for step in range(3):
         batch = [
             rank.tokens(step, (3, config.length), vocabulary=config.vocabulary, microbatch=number)
@@ -80,8 +79,7 @@ def test_offloaded_tied_parameters(rank: Rank, offload: str) -> None:
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_memory_of_shards(rank: Rank, microbatches: int, offload: str) -> None:
     """Between steps parameters, gradients and optimizer state are on the CPU, pinned exactly if that is configured."""
-    model = models.Tower(dim=9)
-    run = rank.run(model, units=model.units(), offload=offload, optimizer=optim.sgd(), microbatches=microbatches)
+    run = run_by_units(rank, models.Tower(dim=9), offload=offload, optimizer=optim.sgd(), microbatches=microbatches)
     is_pinned = offload == "pinned"
     for step in range(2):
         for number in range(microbatches):
@@ -134,8 +132,7 @@ def test_memory_that_cannot_be_pinned(rank: Rank) -> None:
 @KINDS
 def test_hooks_find_gradients_on_the_cpu(rank: Rank, offload: str) -> None:
     """A hook on a parameter runs once in a backward and sees there, on the CPU, the gradient that the step uses."""
-    model = models.Tower(dim=9)
-    pair = rank.pair(model, units=model.units(), offload=offload)
+    pair = tower(rank, offload=offload)
     seen: dict[str, list[torch.Tensor]] = {}
 
     def note(name: str, parameter: torch.Tensor) -> None:

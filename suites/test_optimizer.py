@@ -45,18 +45,17 @@ from shardproof.testing import (
     world,
 )
 
+pytestmark = world(2)
+
 SHAPE = (7, 5)
 UNITS = (("low",), ("high",))
 OWN_OPTIMIZER = needs(Capability.OWN_OPTIMIZER)
 FLAT = pytest.mark.parametrize(
-    "flat_parameters",
-    [False, pytest.param(True, marks=needs(Capability.FLAT_PARAMETERS))],
-    ids=["original", "flat"],
+    "flat_parameters", [False, pytest.param(True, marks=needs(Capability.FLAT_PARAMETERS))], ids=["original", "flat"]
 )
 
 
 @contract("OPTIMIZER-1")
-@world(2)
 @needs(Capability.ADAM)
 @FLAT
 @pytest.mark.parametrize("rows", [7, pytest.param(1, id="empty-shards")])
@@ -85,7 +84,6 @@ def test_ten_steps(rank: Rank, kind: optim.Kind, kernels: optim.Kernels, rows: i
 
 
 @contract("OPTIMIZER-1")
-@world(2)
 @needs(Capability.ADAM)
 @FLAT
 @pytest.mark.parametrize("kernels", ["for-loop", "foreach", "fused"])
@@ -120,7 +118,6 @@ def test_steps_after_an_evaluation(rank: Rank, others: bool, kernels: optim.Kern
 
 
 @contract("OPTIMIZER-1")
-@world(2)
 @OWN_OPTIMIZER
 @needs(Capability.RESHARD_AFTER_FORWARD)
 @each_value("how", "flat_parameters")
@@ -168,7 +165,6 @@ def test_steps_of_parameters_that_a_script_replaced(rank: Rank, how: str, flat_p
 
 
 @contract("OPTIMIZER-1")
-@world(2)
 @OWN_OPTIMIZER
 @needs(Capability.FLAT_PARAMETERS)
 @each_value("memory")
@@ -205,7 +201,6 @@ def test_gradients_of_parameters_that_a_script_replaced(rank: Rank, memory: str,
 
 
 @contract("OPTIMIZER-1")
-@world(2)
 @OWN_OPTIMIZER
 @needs(Capability.DTENSOR_PARAMETERS, Capability.REGISTERED_STATE)
 def test_steps_of_parameters_that_inference_saw_first(rank: Rank) -> None:
@@ -256,7 +251,6 @@ def _convert(rank: Rank, module: nn.Module, *, swaps: bool) -> None:
 
 
 @contract("OPTIMIZER-28")
-@world(2)
 @needs(Capability.FLAT_PARAMETERS, Capability.WHOLE_PARAMETERS, Capability.TIED_PARAMETERS)
 @each_value("what")
 @pytest.mark.parametrize("what", ["another-shape", "in-one-of-two-places", "before-backward"])
@@ -284,8 +278,7 @@ def check_refused(rank: Rank, what: str, **options: Any) -> None:
     for name in ("first",) if what == "in-one-of-two-places" else ("first", "second"):
         run.original_module(name).weight = other
     proceed = functools.partial(adapter.forward, *batch) if loss is None else functools.partial(adapter.backward, loss)
-    refusal = Refusal(rank, proceed, may_send=True)
-    refusal.check_names(REASONS[what])
+    Refusal(rank, proceed, may_send=True).check_names(REASONS[what])
 
 
 REASONS = {
@@ -296,7 +289,6 @@ REASONS = {
 
 
 @contract("OPTIMIZER-2")
-@world(2)
 @OWN_OPTIMIZER
 @needs(Capability.UNUSED_OUTPUT)  # an implementation that, like DDP, decides at construction what it reduces lacks it
 @FLAT
@@ -329,7 +321,6 @@ def test_groups_and_schedules(rank: Rank, flat_parameters: bool) -> None:
 
 
 @contract("OPTIMIZER-2")
-@world(2)
 @OWN_OPTIMIZER
 def test_group_that_is_added(rank: Rank) -> None:
     """A unit that has gradients from the start and is in no group keeps its values until a group is added for it."""
@@ -364,16 +355,12 @@ def _of_the_last_unit(owner: Trainee) -> list[nn.Parameter]:
 
 
 @contract("OPTIMIZER-3")
-@world(2)
 @OWN_OPTIMIZER
 @FLAT
 @pytest.mark.parametrize("average", ["exponential", "equal"])
 @KEEPS
 def test_averages_of_weights(
-    rank: Rank,
-    reshard_after_forward: bool | None,
-    average: Literal["exponential", "equal"],
-    flat_parameters: bool,
+    rank: Rank, reshard_after_forward: bool | None, average: Literal["exponential", "equal"], flat_parameters: bool
 ) -> None:
     """An average that each rank takes of its shards is swapped in and evaluated, and training goes on without it."""
     run, replica = run_and_replica(
@@ -420,7 +407,6 @@ def _exchange(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -
 
 
 @contract("OPTIMIZER-4")
-@world(2)
 @needs(Capability.OWN_OPTIMIZER, Capability.DTENSOR_PARAMETERS)
 def test_updates_of_whole_matrices(rank: Rank) -> None:
     """An optimizer that needs full matrices and norms finds them through the DTensors of parameters and gradients."""
@@ -479,13 +465,11 @@ CHANGES = {"scale": _scale, "set": _set, "drop": _drop, "replace": _replace, "re
 
 
 @contract("OPTIMIZER-5")
-@world(2)
 @OWN_OPTIMIZER
 @FLAT
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zeros"])
 @pytest.mark.parametrize(
-    "change",
-    ["scale", "set", "drop", "replace", pytest.param("replace-data", marks=needs(Capability.FLAT_PARAMETERS))],
+    "change", ["scale", "set", "drop", "replace", pytest.param("replace-data", marks=needs(Capability.FLAT_PARAMETERS))]
 )
 def test_gradients_that_a_script_changes(rank: Rank, change: str, set_to_none: bool, flat_parameters: bool) -> None:
     """The step uses the gradients that user code scaled, set, dropped or replaced, and the next backward its own."""
@@ -511,7 +495,6 @@ def test_gradients_that_a_script_changes(rank: Rank, change: str, set_to_none: b
 
 
 @contract("OPTIMIZER-5")
-@world(2)
 @OWN_OPTIMIZER
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zeros"])
 def test_gradients_that_the_optimizer_clears(rank: Rank, set_to_none: bool) -> None:
@@ -524,7 +507,6 @@ def test_gradients_that_the_optimizer_clears(rank: Rank, set_to_none: bool) -> N
 
 
 @contract("OPTIMIZER-7")
-@world(2)
 @needs(Capability.STEP_IN_BACKWARD)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_steps_in_backward(rank: Rank, reshard_after_forward: bool | int | None) -> None:
@@ -547,7 +529,6 @@ def test_steps_in_backward(rank: Rank, reshard_after_forward: bool | int | None)
 
 
 @contract("OPTIMIZER-7")
-@world(2)
 @needs(Capability.STEP_IN_BACKWARD, Capability.FLAT_PARAMETERS)
 @pytest.mark.parametrize("units", [[], UNITS], ids=["root-alone", "units"])
 def test_steps_in_backward_of_flat_parameters(rank: Rank, units: list[list[str]]) -> None:
@@ -555,5 +536,4 @@ def test_steps_in_backward_of_flat_parameters(rank: Rank, units: list[list[str]]
     run = rank.run(mixed.Mixed(*SHAPE), units=units, flat_parameters=True)
     flat = [parameter for parameter in run.adapter.module.parameters() if parameter.requires_grad]
     _attach(flat, {"lr": 0.05})
-    refusal = Refusal(rank, lambda: run.adapter.forward(rank.batch(0, SHAPE)))
-    refusal.check_names("optimizer in backward")
+    Refusal(rank, lambda: run.adapter.forward(rank.batch(0, SHAPE))).check_names("optimizer in backward")

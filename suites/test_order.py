@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardproof.suites.common import batches, checked_steps, tower
 from shardproof.testing import RESHARD, Capability, Pair, Rank, Run, contract, each_value, models, needs, world
 
 Layer = Literal["", "optional", "exit"]
@@ -49,10 +50,7 @@ OPTIONAL = [["optional"], ["exit"]]
 STRATEGIES = pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
 PARAMETERS = pytest.mark.parametrize(
     "flat_parameters",
-    [
-        pytest.param(False, id="original"),
-        pytest.param(True, id="flat", marks=needs(Capability.FLAT_PARAMETERS)),
-    ],
+    [pytest.param(False, id="original"), pytest.param(True, id="flat", marks=needs(Capability.FLAT_PARAMETERS))],
 )
 
 DEPARTURE = "Forward order differs"
@@ -330,8 +328,7 @@ def test_forwards_without_gradients_are_not_compared(rank: Rank, flat_parameters
 @pytest.mark.parametrize("first", [False, True], ids=["later", "first"])
 def test_a_unit_by_itself_is_not_compared(rank: Rank, first: bool) -> None:
     """Forwards of one unit between those of the root neither warn nor count as an iteration."""
-    model = models.Tower(dim=9)
-    pair = rank.pair(model, units=model.units(), baseline="replicated")
+    pair = tower(rank, baseline="replicated")
 
     def alone(number: int) -> None:
         pair.sharded.forward_backward((rank.batch(number, (4, 9)),), loss=models.mean_square, submodule="layers.1")
@@ -358,14 +355,10 @@ def test_comparing_costs_the_first_iteration_alone(
     rank: Rank, flat_parameters: bool, reshard_after_forward: bool
 ) -> None:
     """A few small collectives a unit in the first forward, none afterwards, and none in evaluation."""
-    model = models.Tower(dim=9)
-    pair = rank.pair(
-        model, units=model.units(), baseline="replicated", flat_parameters=flat_parameters,
-        reshard_after_forward=reshard_after_forward,
-    )  # fmt: skip
-    for step in range(3):
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+    pair = tower(
+        rank, baseline="replicated", flat_parameters=flat_parameters, reshard_after_forward=reshard_after_forward
+    )
+    for step in checked_steps(pair, batches(rank, 3, (4, 9))):
         extra = [item for item in pair.last_trace() if item.kind in ("all_gather", "all_reduce") and not item.unit]
         assert len(extra) <= (0 if step else MOST_EXTRA * len(pair.units)), list(map(str, extra))
         assert all(item.phase == "forward" and item.nbytes <= SMALL * rank.world_size for item in extra)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardproof.suites.common import pair_by_units, run_by_units, tower
 from shardproof.testing import (
     DELAY_MS,
     DELAYED,
@@ -49,7 +50,7 @@ OCCUPIED_MS = 1500.0
 #: A DDP bucket may outlive its model for a moment, so the models are smaller than the threshold for leaks.
 DIM = 17
 
-pytestmark = needs(Capability.SHARDED, Hardware.STREAMS)
+pytestmark = [needs(Capability.SHARDED, Hardware.STREAMS), world(2)]
 
 
 class BusyTower(Stacked):
@@ -102,9 +103,14 @@ class _Occupying(torch.autograd.Function):
 @needs(Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD)
 def test_collectives_run_beside_computation(rank: Rank) -> None:
     """Gathers end while the previous unit computes, in forward and backward, and reductions while the next one does."""
-    model = BusyTower(dim=DIM, depth=DEPTH, milliseconds=BUSY_MS)
     slow = Delay(milliseconds=SLOW_MS, collective="reduce_scatter")
-    run = rank.run(model, units=model.units(), reshard_after_forward=True, optimizer=optim.sgd(), delays=[slow])
+    run = run_by_units(
+        rank,
+        BusyTower(dim=DIM, depth=DEPTH, milliseconds=BUSY_MS),
+        reshard_after_forward=True,
+        optimizer=optim.sgd(),
+        delays=[slow],
+    )
     batches = [(rank.batch(step, (4, DIM)),) for step in range(3)]
     for batch in batches[:2]:
         run.step([batch], loss=models.mean_square)
@@ -132,7 +138,6 @@ def assert_overlaps(timeline: Timeline, moved: tuple[str, str, str], computes: s
 
 
 @contract("OVERLAP-2")
-@world(2)
 @needs(Capability.HOST_RUNS_AHEAD)
 @pytest.mark.parametrize(
     "how", ["plain", "kept", "clipped", "accumulated", pytest.param("replicas", marks=needs(Capability.SINGLE_RANK))]
@@ -146,8 +151,7 @@ def test_host_runs_ahead(rank: Rank, how: str) -> None:
         "accumulated": {"microbatches": 2, "accumulation": Accumulation()},
         "replicas": {"mesh": rank.mesh((2, 1), ("replicate", "shard"))},
     }
-    model = models.Tower(dim=DIM)
-    run = rank.run(model, units=model.units(), optimizer=optim.sgd(), pictures=False, **options[how])
+    run = run_by_units(rank, models.Tower(dim=DIM), optimizer=optim.sgd(), pictures=False, **options[how])
     microbatches = run.adapter.config.microbatches
     batches = [
         [(rank.batch(step, (4, DIM), microbatch=number),) for number in range(microbatches)] for step in range(5)
@@ -167,7 +171,6 @@ def test_host_runs_ahead(rank: Rank, how: str) -> None:
 
 
 @contract("OVERLAP-4")
-@world(2)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize(
     "kind",
@@ -182,22 +185,19 @@ def test_one_rank_is_late(rank: Rank, kind: str, when: Any) -> None:
     size = rank.world_size
     mesh = rank.mesh((size, 1), ("replicate", "shard")) if kind == "all_reduce" else rank.mesh()
     late = Delay(milliseconds=DELAY_MS, collective=kind, when=when, ranks=(size - 1,))
-    model = models.Tower(dim=DIM)
-    train(rank, rank.pair(model, units=model.units(), mesh=mesh, delays=[late]), dim=DIM)
+    train(rank, tower(rank, dim=DIM, mesh=mesh, delays=[late]), dim=DIM)
 
 
 @contract("OVERLAP-5")
-@world(2)
 @pytest.mark.parametrize("delays", DELAYED)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_memory_is_not_reused_early(
     rank: Rank, reshard_after_forward: bool | int | None, delays: tuple[str, ...]
 ) -> None:
     """Memory in which collectives and computation still read or write is not handed out again."""
-    model = BusyTower(dim=DIM, depth=3, milliseconds=SHORT_MS)
-    pair = rank.pair(
-        model,
-        units=model.units(),
+    pair = pair_by_units(
+        rank,
+        BusyTower(dim=DIM, depth=3, milliseconds=SHORT_MS),
         reshard_after_forward=reshard_after_forward,
         delays=[DELAYS[name] for name in delays],
     )
@@ -211,15 +211,15 @@ def test_memory_is_not_reused_early(
 @pytest.mark.parametrize("delays", DELAYED)
 def test_memory_of_replicas_is_not_reused_early(rank: Rank, delays: tuple[str, ...]) -> None:
     """Memory of reductions over replicas, on a stream of their own, is not reused while they read or write it."""
-    model = BusyTower(dim=DIM, depth=3, milliseconds=SHORT_MS)
     mesh = rank.mesh((rank.world_size // 2, 2), ("replicate", "shard"))
-    pair = rank.pair(model, units=model.units(), mesh=mesh, delays=[DELAYS[name] for name in delays])
+    pair = pair_by_units(
+        rank, BusyTower(dim=DIM, depth=3, milliseconds=SHORT_MS), mesh=mesh, delays=[DELAYS[name] for name in delays]
+    )
     Poison(pair.sharded, shards=2)
     train(rank, pair, dim=DIM)
 
 
 @contract("OVERLAP-7")
-@world(2)
 @needs(Capability.POST_ACCUMULATE_GRAD_HOOK)
 def test_step_waits_for_hooks(rank: Rank) -> None:
     """Work that a hook enqueues on a reduced gradient is done before the optimizer reads the gradient."""
@@ -255,12 +255,10 @@ def double_gradients(adapter: Adapter) -> None:
 
 
 @contract("OVERLAP-6")
-@world(2)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_training_on_another_stream(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """A model that trains on a stream other than the default one trains the same, also next to work on that one."""
-    model = models.Tower(dim=DIM)
-    pair = rank.pair(model, units=model.units(), reshard_after_forward=reshard_after_forward)
+    pair = tower(rank, dim=DIM, reshard_after_forward=reshard_after_forward)
     batches = [rank.batch(step, (4, DIM)) for step in range(3)]
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

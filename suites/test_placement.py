@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from shardproof.suites.common import batches, tower, train_and_check
 from shardproof.suites.places import Place, chunk, coordinate_of
 from shardproof.testing import (
     RESHARD,
@@ -95,9 +96,7 @@ def test_other_dimensions(rank: Rank, choice: str, reshard_after_forward: bool |
         clip=Clip(0.01),
     )
     check_layout(pair.adapter.named_parameters(), full, rank.mesh(), dims=dims)
-    for step in range(3):
-        pair.step(rank.batch(step, (4, 8)))
-        pair.check()
+    train_and_check(pair, batches(rank, 3, (4, 8)))
 
 
 @contract("PLACEMENT-2")
@@ -111,9 +110,7 @@ def test_other_dimensions_on_replicas(rank: Rank, choice: str) -> None:
     dims = {name: CHOICES[choice](value) or 0 for name, value in model.named_parameters()}
     pair = rank.pair(model, units=model.units(), mesh=mesh, shard_dim=CHOICES[choice])
     check_layout(pair.adapter.named_parameters(), full, mesh, dims=dims)
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 8)))
-        pair.check()
+    train_and_check(pair, batches(rank, 2, (4, 8)))
 
 
 @contract("PLACEMENT-2")
@@ -149,9 +146,7 @@ def test_three_dimensions(rank: Rank, reshard_after_forward: bool | None) -> Non
     dims = {name: chosen(value) or 0 for name, value in model.named_parameters()}
     pair = rank.pair(model, units=[["experts"]], reshard_after_forward=reshard_after_forward, shard_dim=chosen)
     check_layout(pair.adapter.named_parameters(), full, rank.mesh(), dims=dims)
-    for step in range(2):
-        pair.step(rank.batch(step, (6, even)))
-        pair.check()
+    train_and_check(pair, batches(rank, 2, (6, even)))
 
 
 @contract("PLACEMENT-2")
@@ -159,12 +154,9 @@ def test_three_dimensions(rank: Rank, reshard_after_forward: bool | None) -> Non
 @needs(Capability.SHARD_DIMENSION)
 def test_other_dimensions_after_inference_mode(rank: Rank) -> None:
     """Parameters cut along another dimension train also if the first forward ran in inference mode."""
-    model = models.Tower(dim=8)
-    pair = rank.pair(model, units=model.units(), shard_dim=last)
+    pair = tower(rank, dim=8, shard_dim=last)
     pair.evaluate(rank.batch(0, (2, 8), microbatch=1), mode="inference_mode")
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 8)))
-        pair.check()
+    train_and_check(pair, batches(rank, 2, (4, 8)))
 
 
 @contract("PLACEMENT-2")
@@ -176,9 +168,7 @@ def test_parameter_without_rows(rank: Rank) -> None:
     full = {name: value.detach().clone() for name, value in model.named_parameters()}
     pair = rank.pair(model, units=[["body"]], shard_dim=lambda parameter: 0 if parameter.numel() else 1)
     check_layout(pair.adapter.named_parameters(), full, rank.mesh(), dims=dict.fromkeys(full, 0) | {"body.empty": 1})
-    for step in range(2):
-        pair.step(rank.batch(step, (2, 3, 6, 6)))
-        pair.check()
+    train_and_check(pair, batches(rank, 2, (2, 3, 6, 6)))
 
 
 @contract("PLACEMENT-2")
@@ -210,9 +200,7 @@ def test_other_dimensions_beside_tensor_parallelism(rank: Rank, choice: str) -> 
         assert isinstance(parameter, DTensor), f"{name} is a {type(parameter).__name__}"
         found = exact_difference(parameter.full_tensor().detach(), full[name].to(rank.device))
         assert found is None, f"the shards of {name} do not make it up: element, found and expected are {found}"
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 16), mesh=mesh["dp"]))
-        pair.check()
+    train_and_check(pair, batches(rank, 2, (4, 16), mesh=mesh["dp"]))
 
 
 @contract("PLACEMENT-2")
@@ -234,9 +222,7 @@ def test_uneven_parts_of_tensor_parallelism(rank: Rank) -> None:
         refusal.check_names("weight", "[10, 15]")
         return
     pair = rank.pair(model, prepare=prepare, **options)
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 10), mesh=mesh["dp"]))
-        pair.check()
+    train_and_check(pair, batches(rank, 2, (4, 10), mesh=mesh["dp"]))
 
 
 #: The first are pipeline stages, whose ranks have parameters of their own.
@@ -249,12 +235,7 @@ FOUR_DIMENSIONS = needs(Capability.TENSOR_PARALLEL, Capability.HYBRID, Capabilit
 @FOUR_DIMENSIONS
 @pytest.mark.parametrize(
     "sizes",
-    [
-        (1, 2, 2, 2),
-        (2, 1, 2, 2),
-        pytest.param((2, 2, 1, 2), marks=needs(Capability.SINGLE_RANK)),
-        (2, 2, 2, 1),
-    ],
+    [(1, 2, 2, 2), (2, 1, 2, 2), pytest.param((2, 2, 1, 2), marks=needs(Capability.SINGLE_RANK)), (2, 2, 2, 1)],
     ids=lambda sizes: "x".join(map(str, sizes)),
 )
 def test_four_dimensions(rank: Rank, sizes: tuple[int, ...]) -> None:
@@ -276,9 +257,7 @@ def test_four_dimensions(rank: Rank, sizes: tuple[int, ...]) -> None:
         assert isinstance(parameter, DTensor)
         found = exact_difference(parameter.full_tensor().detach(), full[name].to(rank.device))
         assert found is None, f"the shards of {name} do not make it up: element, found and expected are {found}"
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 5), mesh=data, microbatch=stage))
-        pair.check()
+    train_and_check(pair, batches(rank, 2, (4, 5), mesh=data, microbatch=stage))
 
 
 @contract("PLACEMENT-3")

@@ -46,6 +46,8 @@ from shardproof.testing import (
     world,
 )
 
+pytestmark = world(2)
+
 #: The dimension of the batches.
 SHAPE = (6, 4)
 
@@ -203,7 +205,6 @@ LARGE_SUM = 81920
 
 
 @contract("PRECISION-1", "PRECISION-2")
-@world(2)
 @MIXED
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 @pytest.mark.parametrize("policy", POLICIES)
@@ -217,7 +218,6 @@ def test_training(rank: Rank, policy: str, reshard_after_forward: bool | int | N
 
 
 @contract("PRECISION-1", "PRECISION-5")
-@world(2)
 @needs(Capability.MIXED_PRECISION, Capability.RECOMPUTATION)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_recomputation(rank: Rank, policy: str) -> None:
@@ -230,7 +230,6 @@ def test_recomputation(rank: Rank, policy: str) -> None:
 
 
 @contract("PRECISION-1")
-@world(2)
 @MIXED
 @pytest.mark.parametrize("policy", ["bf16", "inputs-as-they-are"])
 def test_evaluation(rank: Rank, policy: str) -> None:
@@ -242,7 +241,6 @@ def test_evaluation(rank: Rank, policy: str) -> None:
 
 
 @contract("PRECISION-1")
-@world(2)
 @MIXED
 @pytest.mark.parametrize(("stored", "compute"), [(HALF, BRAIN), (BRAIN, HALF)], ids=["fp16-to-bf16", "bf16-to-fp16"])
 def test_dtypes_of_one_size(rank: Rank, stored: torch.dtype, compute: torch.dtype) -> None:
@@ -253,7 +251,6 @@ def test_dtypes_of_one_size(rank: Rank, stored: torch.dtype, compute: torch.dtyp
 
 
 @contract("PRECISION-1")
-@world(2)
 @needs(Capability.MIXED_PRECISION, Capability.REGISTERED_STATE)  # flat parameters have one dtype
 def test_frozen_of_another_dtype(rank: Rank) -> None:
     """Forward uses a frozen parameter of another floating-point dtype in the compute dtype; its shards keep theirs."""
@@ -265,7 +262,6 @@ def test_frozen_of_another_dtype(rank: Rank) -> None:
 
 
 @contract("PRECISION-2")
-@world(2)
 @needs(Capability.MIXED_PRECISION, Capability.CAST_AFTER_INIT)
 def test_cast_after_sharding(rank: Rank) -> None:
     """A model that is cast to a wider dtype after sharding computes and reduces in the dtype of its policy."""
@@ -277,7 +273,6 @@ def test_cast_after_sharding(rank: Rank) -> None:
 
 
 @contract("PRECISION-11")
-@world(2)
 @needs(Capability.MIXED_PRECISION, Capability.FULL_PRECISION_EVALUATION, Capability.BUFFER_DTYPE)
 @pytest.mark.parametrize("reshard_after_forward", [None, False])
 def test_evaluation_in_full_precision(rank: Rank, reshard_after_forward: bool | None) -> None:
@@ -293,7 +288,6 @@ def test_evaluation_in_full_precision(rank: Rank, reshard_after_forward: bool | 
 
 
 @contract("PRECISION-11")
-@world(2)
 @needs(Capability.MIXED_PRECISION, Capability.FULL_PRECISION_EVALUATION, Capability.BUFFER_DTYPE)
 def test_a_part_in_full_precision(rank: Rank) -> None:
     """With full precision in evaluation, a unit whose module alone is in evaluation mode is not cast; others are."""
@@ -308,7 +302,6 @@ def test_a_part_in_full_precision(rank: Rank) -> None:
 
 
 @contract("PRECISION-11")
-@world(2)
 @needs(Capability.MIXED_PRECISION, Capability.FULL_PRECISION_EVALUATION)
 @pytest.mark.parametrize("reshard_after_forward", [None, False])
 @pytest.mark.parametrize("policy", ["bf16", "fp32-bf16"])
@@ -328,7 +321,6 @@ def test_gradients_in_full_precision(rank: Rank, policy: str, reshard_after_forw
 
 
 @contract("PRECISION-11")
-@world(2)
 @needs(Capability.MIXED_PRECISION, Capability.FULL_PRECISION_EVALUATION, Capability.DEFERRED_REDUCTION)
 @pytest.mark.parametrize(
     "options",
@@ -358,7 +350,6 @@ def test_full_precision_between_microbatches(rank: Rank, options: dict[str, Any]
 
 
 @contract("PRECISION-12")
-@world(2)
 @needs(Capability.MIXED_PRECISION, Capability.LOW_PRECISION_GRADIENTS)
 @pytest.mark.parametrize("flat_parameters", [False, True], ids=["original", "flat"])
 @pytest.mark.parametrize("policy", ["bf16", "fp32-bf16", "bf16-fp32"])
@@ -386,7 +377,6 @@ def test_tensor_parallel_shards(rank: Rank, policy: str) -> None:
 
 
 @contract("PRECISION-9")
-@world(2)
 @KEEPS
 def test_autocast(rank: Rank, reshard_after_forward: bool | None) -> None:
     """Under autocast a model computes in low precision, trains its float32 parameters, and sees each of their steps."""
@@ -402,7 +392,6 @@ def test_autocast(rank: Rank, reshard_after_forward: bool | None) -> None:
 
 
 @contract("PRECISION-1")
-@world(2)
 @needs(Capability.MIXED_PRECISION, Capability.WHOLE_PARAMETERS)
 @FLAT
 def test_whole_parameters(rank: Rank, flat_parameters: bool) -> None:
@@ -417,7 +406,6 @@ def test_whole_parameters(rank: Rank, flat_parameters: bool) -> None:
 
 
 @contract("PRECISION-1")
-@world(2)
 @needs(Capability.MIXED_PRECISION, Capability.DISTRIBUTED_CHECKPOINT)
 @FLAT
 @pytest.mark.parametrize("form", ["sharded", pytest.param("full", marks=needs(Capability.FULL_STATE_DICT))])
@@ -461,7 +449,6 @@ def test_replicas(rank: Rank, policy: str) -> None:
 
 
 @contract("PRECISION-3")
-@world(2)
 @needs(Capability.MIXED_PRECISION, Capability.ACCUMULATION_DTYPES)
 @pytest.mark.parametrize("policy", ["bf16", "bf16-fp32", "fp32-bf16"])
 @pytest.mark.parametrize("defers", [False, pytest.param(True, marks=needs(Capability.DEFERRED_REDUCTION))])
@@ -473,7 +460,6 @@ def test_microbatches(rank: Rank, defers: bool, policy: str) -> None:
 
 
 @contract("PRECISION-3")
-@world(2)
 @MIXED
 @needs(Capability.ACCUMULATION_DTYPES, Capability.DEFERRED_REDUCTION, Capability.UNUSED_MODULE)
 def test_parameters_of_one_microbatch(rank: Rank) -> None:
@@ -488,7 +474,6 @@ def test_parameters_of_one_microbatch(rank: Rank) -> None:
 
 
 @contract("PRECISION-2")
-@world(2)
 @needs(Capability.MIXED_PRECISION, Capability.RANKS_DIFFER)
 def test_parameters_of_one_rank(rank: Rank) -> None:
     """Zeros that a rank contributes for parameters that it does not use have the dtype of its real gradients."""
@@ -535,7 +520,6 @@ def test_deferred_all_reduces_of_different_parameters(rank: Rank) -> None:
 
 
 @contract("PRECISION-5")
-@world(2)
 @MIXED
 @each_value("passing")
 @pytest.mark.parametrize("casts_inputs", [True, False])
@@ -561,7 +545,6 @@ def test_inputs(rank: Rank, passing: Passing, casts_inputs: bool) -> None:
 
 
 @contract("PRECISION-5", "PRECISION-6")
-@world(2)
 @needs(Capability.MIXED_PRECISION, Capability.OUTPUT_DTYPE)
 @each_value("dtype")
 @pytest.mark.parametrize("dtype", [torch.bool, torch.complex64, torch.float64], ids=lambda one: str(one)[6:])
@@ -578,7 +561,6 @@ def test_masks_and_rotations(rank: Rank, dtype: torch.dtype) -> None:
 
 
 @contract("PRECISION-5")
-@world(2)
 @MIXED
 @pytest.mark.parametrize(
     ("root", "low", "high"), [("bf16-fp32", "fp32-bf16", "fp16-fp32"), ("fp32-bf16", "bf16", "inputs-as-they-are")]
@@ -592,7 +574,6 @@ def test_policies_of_units(rank: Rank, root: str, low: str, high: str) -> None:
 
 
 @contract("PRECISION-6")
-@world(2)
 @needs(Capability.MIXED_PRECISION, Capability.OUTPUT_DTYPE)
 @pytest.mark.parametrize("recomputes", [False, pytest.param(True, marks=needs(Capability.RECOMPUTATION))])
 def test_outputs(rank: Rank, recomputes: bool) -> None:
@@ -607,7 +588,6 @@ def test_outputs(rank: Rank, recomputes: bool) -> None:
 
 
 @contract("PRECISION-5", "PRECISION-6")
-@world(2)
 @needs(Capability.MIXED_PRECISION, Capability.OUTPUT_DTYPE, Capability.FORWARD_METHOD)
 def test_casts_of_a_registered_method(rank: Rank) -> None:
     """A method that is registered in addition to forward has its inputs and its output cast as forward has."""
@@ -624,7 +604,6 @@ def test_casts_of_a_registered_method(rank: Rank) -> None:
 
 
 @contract("PRECISION-5", "PRECISION-6")
-@world(2)
 @needs(Capability.MIXED_PRECISION, Capability.OUTPUT_DTYPE, Capability.GROUPED_UNIT)
 def test_casts_of_several_modules(rank: Rank) -> None:
     """Each of several modules that form one unit has its inputs and its output cast, not just the first or last."""
@@ -640,7 +619,6 @@ def test_casts_of_several_modules(rank: Rank) -> None:
 
 
 @contract("PRECISION-7")
-@world(2)
 @needs(Capability.MIXED_PRECISION, Capability.BUFFER_DTYPE)
 @pytest.mark.parametrize("saves", [False, pytest.param(True, marks=needs(Capability.DISTRIBUTED_CHECKPOINT))])
 def test_buffers(rank: Rank, saves: bool) -> None:
@@ -659,7 +637,6 @@ def test_buffers(rank: Rank, saves: bool) -> None:
 
 
 @contract("PRECISION-7")
-@world(2)
 @MIXED
 @pytest.mark.parametrize("buffers", [None, pytest.param(BRAIN, marks=needs(Capability.BUFFER_DTYPE))], ids=str)
 def test_running_statistics(rank: Rank, buffers: torch.dtype | None) -> None:
@@ -676,7 +653,6 @@ def test_running_statistics(rank: Rank, buffers: torch.dtype | None) -> None:
 
 
 @contract("PRECISION-8")
-@world(2)
 @needs(Capability.MIXED_PRECISION, Capability.UNUSED_OUTPUT)
 @pytest.mark.parametrize("policy", ["bf16-fp32", "fp32-bf16"])
 def test_thawed_unit(rank: Rank, policy: str) -> None:
@@ -693,7 +669,6 @@ def test_thawed_unit(rank: Rank, policy: str) -> None:
 
 
 @contract("PRECISION-10")
-@world(2)
 @MIXED
 def test_small_updates(rank: Rank) -> None:
     """Updates below an ulp of the compute dtype are not lost."""

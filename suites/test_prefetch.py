@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from shardproof.suites.common import batches, checked_steps, pair_by_units, run_by_units, tokens, train_and_check
 from shardproof.testing import (
     RESHARD,
     Capability,
@@ -23,6 +24,8 @@ from shardproof.testing import (
     step_label,
     world,
 )
+
+pytestmark = world(2)
 
 AHEAD = 2
 
@@ -43,12 +46,9 @@ def two_ahead(depth: int) -> dict[str, dict[str, list[str]]]:
 def test_training(rank: Rank, reshard_after_forward: bool | int | None, is_tied: bool) -> None:
     """A transformer of eight layers that gather two ahead trains as DDP does."""
     config = models.TransformerConfig(layers=8, is_tied=is_tied)
-    model = models.Transformer(config)
-    pair = rank.pair(model, units=model.units(), reshard_after_forward=reshard_after_forward)
+    pair = pair_by_units(rank, models.Transformer(config), reshard_after_forward=reshard_after_forward)
     pair.adapter.prefetch(**two_ahead(config.layers))
-    for step in range(3):
-        pair.step(rank.tokens(step, (2, config.length), vocabulary=config.vocabulary), set_to_none=step % 2 == 0)
-        pair.check()
+    train_and_check(pair, tokens(rank, 3, (2, config.length), vocabulary=config.vocabulary), set_to_none="even")
 
 
 @contract("PREFETCH-1")
@@ -75,7 +75,6 @@ def test_more_is_gathered_before_a_layer_computes(rank: Rank) -> None:
 
 
 @contract("PREFETCH-2")
-@world(2)
 @needs(Capability.EXPLICIT_PREFETCH, Capability.COUNTED_UNITS)
 def test_prefetching_is_taken_back(rank: Rank) -> None:
     """Units whose prefetch setting user code removes gather as if it had never been set."""
@@ -119,7 +118,6 @@ def _collectives_before(run: Run, depth: int) -> dict[str, list[int]]:
 
 
 @contract("PREFETCH-2")
-@world(2)
 @needs(Capability.EXPLICIT_PREFETCH, Capability.COUNTED_UNITS, Capability.GATHER_ORDER, Capability.ROOT_RESHARD)
 def test_order(rank: Rank) -> None:
     """A unit gathers itself, unless another has, and then, before it computes, the units that it is set to prefetch.
@@ -128,8 +126,7 @@ def test_order(rank: Rank) -> None:
     another unit computes.
     """
     depth = 5
-    model = models.Tower(dim=9, depth=depth)
-    pair = rank.pair(model, units=model.units(), reshard_after_forward=True)
+    pair = pair_by_units(rank, models.Tower(dim=9, depth=depth), reshard_after_forward=True)
     pair.adapter.prefetch(**two_ahead(depth))
     units = ["(root)", *(f"layers.{index}" for index in range(depth))]
     gathered: list[list[str]] = []
@@ -180,7 +177,6 @@ backward  reduce_scatter  float32     1480 B  ranks 0-1  layers.0
 
 
 @contract("PREFETCH-1")
-@world(2)
 @needs(Capability.EXPLICIT_PREFETCH, Capability.UNUSED_OUTPUT, Capability.REGISTERED_STATE)
 def test_what_is_gathered_in_vain_is_freed(rank: Rank) -> None:
     """A unit that backward gathers ahead and does not reach is freed at its end, and gathered by the next forward."""
@@ -192,9 +188,7 @@ def test_what_is_gathered_in_vain_is_freed(rank: Rank) -> None:
     )  # fmt: skip
     census = Census(pair.sharded)
     pair.adapter.prefetch(forward={}, backward={"": ["head1"], "head0": ["head1"]})
-    for step in range(2):
-        pair.step([rank.batch(step, (2, 25), microbatch=number) for number in range(2)], loss=models.first_head)
-        pair.check()
+    for _ in checked_steps(pair, batches(rank, 2, (2, 25), microbatches=2), loss=models.first_head):
         found = [pair.last_trace().counts(phase)["all_gather"] for phase in ("forward", "backward")]
         # Each backward uses one of the two units, and gathers the other ahead.
         assert found == [4, 4], f"the gathers of forwards and of backwards are {found}"
@@ -202,7 +196,6 @@ def test_what_is_gathered_in_vain_is_freed(rank: Rank) -> None:
 
 
 @contract("PREFETCH-2")
-@world(2)
 @needs(Capability.EXPLICIT_PREFETCH, Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD)
 def test_a_unit_without_parameters(rank: Rank) -> None:
     """A unit without parameters gathers others ahead like any other; prefetching such a unit gathers nothing."""
@@ -228,7 +221,6 @@ def test_a_unit_without_parameters(rank: Rank) -> None:
 
 
 @contract("PREFETCH-2")
-@world(2)
 @needs(Capability.EXPLICIT_PREFETCH, Capability.COUNTED_UNITS, Capability.GROUPED_UNIT)
 @needs(Capability.RESHARD_AFTER_FORWARD, Capability.ROOT_RESHARD)
 def test_a_unit_of_several_modules(rank: Rank) -> None:
@@ -236,9 +228,7 @@ def test_a_unit_of_several_modules(rank: Rank) -> None:
     model = models.Tower(dim=9, depth=3)
     pair = rank.pair(model, units=[["layers.0", "layers.2"], ["layers.1"]], reshard_after_forward=True)
     pair.adapter.prefetch(forward={"layers.0": ["layers.1"]}, backward={})
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+    for _ in checked_steps(pair, batches(rank, 2, (4, 9))):
         pair.check_counts("forward", all_gather=3)
         pair.check_counts("backward", all_gather=3, reduce_scatter=3)
 
@@ -247,22 +237,18 @@ CHOICES = ["before-backward", "after-backward", "never"]
 
 
 @contract("PREFETCH-3")
-@world(2)
 @needs(Capability.GATHERS_AHEAD, Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD)
 @each_value("when")
 @pytest.mark.parametrize("when", CHOICES)
 def test_when_backward_gathers_ahead(rank: Rank, when: Any) -> None:
     """Backward gathers the next unit before the current one computes, after it and before its reduction, or never."""
     depth = 4
-    model = models.Tower(dim=9, depth=depth)
-    pair = rank.pair(model, units=model.units(), reshard_after_forward=True, gathers_ahead=when)
+    pair = pair_by_units(rank, models.Tower(dim=9, depth=depth), reshard_after_forward=True, gathers_ahead=when)
     layers = [f"layers.{index}" for index in reversed(range(depth))]
     found: dict[str, list[str]] = {}
     for name in layers:
         _watch_backward(pair, name, found)
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+    for _ in checked_steps(pair, batches(rank, 2, (4, 9))):
         for number, name in enumerate(layers):
             expected = layers[: number + (2 if when == "before-backward" else 1)]
             assert found[name] == expected, f"{name} computes its gradients when {found[name]} are gathered"
@@ -273,15 +259,17 @@ def test_when_backward_gathers_ahead(rank: Rank, when: Any) -> None:
 
 
 @contract("PREFETCH-3")
-@world(2)
 @needs(Capability.GATHERS_AHEAD, Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD)
 @pytest.mark.parametrize("ahead", [False, True])
 def test_forward_gathers_ahead(rank: Rank, ahead: bool) -> None:
     """If set, each unit gathers its successor of the first forward before it computes, from the second forward on."""
     depth = 4
-    model = models.Tower(dim=9, depth=depth)
-    pair = rank.pair(
-        model, units=model.units(), reshard_after_forward=True, gathers_ahead_in_forward=ahead, bounds_gathers=not ahead
+    pair = pair_by_units(
+        rank,
+        models.Tower(dim=9, depth=depth),
+        reshard_after_forward=True,
+        gathers_ahead_in_forward=ahead,
+        bounds_gathers=not ahead,
     )
     units = ["(root)", *(f"layers.{index}" for index in range(depth))]
     found: list[list[str]] = []
@@ -299,13 +287,13 @@ def test_forward_gathers_ahead(rank: Rank, ahead: bool) -> None:
 
 
 @contract("PREFETCH-3")
-@world(2)
 @needs(Capability.GATHERS_AHEAD, Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD)
 def test_evaluations_gather_ahead(rank: Rank) -> None:
     """Evaluations gather ahead as forwards do, also if one of them is the first forward of all."""
     depth = 4
-    model = models.Tower(dim=9, depth=depth)
-    run = rank.run(model, units=model.units(), reshard_after_forward=True, gathers_ahead_in_forward=True)
+    run = run_by_units(
+        rank, models.Tower(dim=9, depth=depth), reshard_after_forward=True, gathers_ahead_in_forward=True
+    )
     layers = [f"layers.{index}" for index in range(depth)]
     found: list[list[str]] = []
     begin = 0
@@ -330,15 +318,17 @@ def test_evaluations_gather_ahead(rank: Rank) -> None:
 @pytest.mark.parametrize("when", CHOICES)
 def test_units_that_run_twice(rank: Rank, when: Any, ahead: bool, reshard_after_forward: bool) -> None:
     """Units that run twice train as DDP does with any prefetch setting, on replicas and with bounded gathers."""
-    model = RepeatedTower(9)
     mesh = rank.mesh((2, 2), ("replicate", "shard")) if ahead else None
-    pair = rank.pair(
-        model, units=model.units(), mesh=mesh, reshard_after_forward=reshard_after_forward, gathers_ahead=when,
-        gathers_ahead_in_forward=ahead, bounds_gathers=ahead == reshard_after_forward,
-    )  # fmt: skip
-    for step in range(3):
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+    pair = pair_by_units(
+        rank,
+        RepeatedTower(9),
+        mesh=mesh,
+        reshard_after_forward=reshard_after_forward,
+        gathers_ahead=when,
+        gathers_ahead_in_forward=ahead,
+        bounds_gathers=ahead == reshard_after_forward,
+    )
+    train_and_check(pair, batches(rank, 3, (4, 9)))
 
 
 def _watch_backward(pair: Pair, name: str, found: dict[str, list[str]]) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardproof.suites.common import run_by_units
 from shardproof.testing import (
     KEEPS,
     Capability,
@@ -24,6 +25,8 @@ from shardproof.testing import (
     step_label,
     world,
 )
+
+pytestmark = world(2)
 
 SHAPE = (7, 5)
 MEANS: tuple[Means, ...] = ("hooks", "wrapper", "call", "reentrant-call")
@@ -63,7 +66,6 @@ class DroppingStack(Stacked):
 
 
 @contract("RANDOM-1")
-@world(2)
 @KEEPS
 @pytest.mark.parametrize("means", [None, *(pytest.param(one, marks=needs(Capability.RECOMPUTATION)) for one in MEANS)])
 def test_masks_of_dropout(rank: Rank, means: Means | None, reshard_after_forward: bool | None) -> None:
@@ -92,12 +94,10 @@ def test_masks_of_dropout(rank: Rank, means: Means | None, reshard_after_forward
 
 
 @contract("RANDOM-1")
-@world(2)
 @needs(Capability.DISTRIBUTED_CHECKPOINT)
 def test_state_dicts_draw_nothing(rank: Rank) -> None:
     """Taking and loading state dicts draws no random number, before the first step and between steps."""
-    model = DroppingStack(*SHAPE)
-    run = rank.run(model, units=model.units(), optimizer=optim.adamw())
+    run = run_by_units(rank, DroppingStack(*SHAPE), optimizer=optim.adamw())
     for step in range(2):
         before, after = Generator(rank.device), Generator(rank.device)
         with after.in_use():

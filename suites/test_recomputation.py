@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from shardproof.suites.common import batches, checked_steps, pair_by_units, train_and_check
 from shardproof.testing import (
     RESHARD,
     RESHARD_ROOT,
@@ -29,7 +30,7 @@ from shardproof.testing import (
     world,
 )
 
-pytestmark = needs(Capability.RECOMPUTATION)
+pytestmark = [needs(Capability.RECOMPUTATION), world(2)]
 
 MEANS = pytest.mark.parametrize("means", ["hooks", "call", "wrapper", "reentrant-call"])
 SPANS = pytest.mark.parametrize(
@@ -42,7 +43,6 @@ CONFIG = models.TransformerConfig(layers=3, vocabulary=61, length=16, heads=4)
 
 
 @contract("RECOMPUTATION-1", "RECOMPUTATION-3")
-@world(2)
 @MEANS
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
 def test_recomputed_units(rank: Rank, reshard_after_forward: bool | None, means: Means) -> None:
@@ -53,7 +53,6 @@ def test_recomputed_units(rank: Rank, reshard_after_forward: bool | None, means:
 
 
 @contract("RECOMPUTATION-2")
-@world(2)
 @COUNTS
 @MEANS
 @pytest.mark.parametrize("reshard_after_forward", RESHARD_ROOT[:3])
@@ -76,7 +75,6 @@ def test_one_gather_serves_both(
 
 
 @contract("RECOMPUTATION-2")
-@world(2)
 @COUNTS
 @needs(Capability.EXPLICIT_PREFETCH)
 @pytest.mark.parametrize("means", ["hooks", "call", "wrapper"])
@@ -92,7 +90,6 @@ def test_recomputed_units_gather_nothing_ahead(rank: Rank, means: Means) -> None
 
 
 @contract("RECOMPUTATION-2")
-@world(2)
 @COUNTS
 @needs(Capability.GATHER_ORDER)
 @MEANS
@@ -130,29 +127,22 @@ def test_recomputed_from_smaller_shards(rank: Rank, means: Means) -> None:
 
 
 @contract("RECOMPUTATION-4")
-@world(2)
 @pytest.mark.parametrize("span", [*SPANS.args[1], "part-of-a-layer-reentrant"])
 def test_recomputed_spans(rank: Rank, span: Span) -> None:
     """Several units that are recomputed together, and parts of units, train as DDP does without recomputation."""
     pair = make_spans(rank, span)
-    for step in range(3):
-        pair.step(rank.batch(step, (4, 9)), set_to_none=step % 2 == 0)
-        pair.check()
+    train_and_check(pair, batches(rank, 3, (4, 9)), set_to_none="even")
 
 
 @contract("RECOMPUTATION-4")
-@world(2)
 @needs(Capability.DEFERRED_REDUCTION)
 def test_recomputed_spans_of_microbatches(rank: Rank) -> None:
     """Spans of units that are recomputed together train as DDP does with unreduced gradients of microbatches."""
     pair = make_spans(rank, "two-layers", microbatches=2, accumulation=Accumulation())
-    for step in range(2):
-        pair.step([rank.batch(step, (4, 9), microbatch=number) for number in range(2)])
-        pair.check()
+    train_and_check(pair, batches(rank, 2, (4, 9), microbatches=2))
 
 
 @contract("RECOMPUTATION-2", "RECOMPUTATION-4")
-@world(2)
 @COUNTS
 @SPANS
 @pytest.mark.parametrize("reshard_after_forward", RESHARD_ROOT[:3])
@@ -163,14 +153,11 @@ def test_one_gather_serves_a_span(
     """Recomputing units together, or parts of units, adds no gather either, also where forward gathers ahead."""
     pair = make_spans(rank, span, reshard_after_forward=reshard_after_forward, gathers_ahead_in_forward=ahead)
     again = {None: 3, False: 0}.get(reshard_after_forward, 4)
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+    for _ in checked_steps(pair, batches(rank, 2, (4, 9))):
         pair.check_counts("backward", all_gather=again, reduce_scatter=4)
 
 
 @contract("RECOMPUTATION-2", "RECOMPUTATION-4")
-@world(2)
 @COUNTS
 @pytest.mark.parametrize("span", ["two-layers", "two-layers-reentrant"])
 @pytest.mark.parametrize(
@@ -183,16 +170,13 @@ def test_one_gather_serves_a_span(
 def test_the_unit_before_a_span_is_gathered_ahead(rank: Rank, ahead: Any, span: Span) -> None:
     """The unit that backward reaches after a span is gathered before the span's first unit is reduced, each step."""
     pair = make_spans(rank, span, gathers_ahead=ahead)
-    for step in range(3):
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+    for step in checked_steps(pair, batches(rank, 3, (4, 9))):
         order = [(item.kind, item.unit) for item in pair.last_trace() if item.phase == "backward"]
         gathered, reduced = order.index(("all_gather", "layers.0")), order.index(("reduce_scatter", "layers.1"))
         assert gathered < reduced, f"layers.0 is gathered late in the backward of {step_label(step)}: {order}"
 
 
 @contract("RECOMPUTATION-4")
-@world(2)
 @needs(Capability.UNUSED_OUTPUT)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
 def test_span_that_ends_within_a_unit(rank: Rank, reshard_after_forward: bool | None) -> None:
@@ -215,7 +199,6 @@ def test_span_that_ends_within_a_unit(rank: Rank, reshard_after_forward: bool | 
 
 
 @contract("RECOMPUTATION-5")
-@world(2)
 @needs(Capability.MULTIPLE_FORWARD)
 @pytest.mark.parametrize("means", ["call", "hooks"])
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
@@ -225,11 +208,12 @@ def test_recomputed_unit_runs_twice(rank: Rank, reshard_after_forward: bool | No
     The caller recomputes more than the unit, so that the second recomputation finds the unit freed.
     """
     computations = Computations(inside="in_proj")
-    model = RepeatedTower(dim=9)
-    pair = rank.pair(
-        model, units=model.units(), reshard_after_forward=reshard_after_forward,
+    pair = pair_by_units(
+        rank,
+        RepeatedTower(dim=9),
+        reshard_after_forward=reshard_after_forward,
         prepare=lambda plain: recompute(computations.watch(plain), means),
-    )  # fmt: skip
+    )
     for step in range(3):
         pair.step(rank.batch(step, (4, 9)), before_loss=computations.before_loss, set_to_none=step % 2 == 0)
         computations.check(times=2)
@@ -239,17 +223,15 @@ def test_recomputed_unit_runs_twice(rank: Rank, reshard_after_forward: bool | No
 def make(rank: Rank, means: Means, **options: Any) -> tuple[Pair, Computations]:
     """A transformer whose layers are units that are recomputed by ``means``."""
     computations = Computations(inside="w1")
-    model = models.Transformer(CONFIG)
-    pair = rank.pair(
-        model, units=model.units(), prepare=lambda plain: recompute(computations.watch(plain), means), **options
+    pair = pair_by_units(
+        rank, models.Transformer(CONFIG), prepare=lambda plain: recompute(computations.watch(plain), means), **options
     )
     return pair, computations
 
 
 def make_spans(rank: Rank, span: Span, **options: Any) -> Pair:
     """A tower of units in which ``span`` is recomputed."""
-    model = SpanTower(dim=9)
-    return rank.pair(model, units=model.units(), prepare=lambda plain: recompute_span(plain, span), **options)
+    return pair_by_units(rank, SpanTower(dim=9), prepare=lambda plain: recompute_span(plain, span), **options)
 
 
 def train(rank: Rank, pair: Pair, computations: Computations, step: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from shardproof.suites.common import tower
 from shardproof.testing import (
     FLAT,
     RESHARD,
@@ -41,6 +42,8 @@ from shardproof.testing import (
     states,
     world,
 )
+
+pytestmark = world(2)
 
 DIM = 9
 DEPTH = 5
@@ -98,12 +101,10 @@ def test_exception(rank: Rank, phase: str, reshard_after_forward: bool | int | N
 
 
 @contract("RECOVERY-1")
-@world(2)
 @RECOVERS
 def test_recovery_before_the_first_forward(rank: Rank) -> None:
     """User code that recovers from an error before the model has run at all, as in its data loading, trains on."""
-    model = models.Tower(dim=DIM)
-    pair = rank.pair(model, units=model.units())
+    pair = tower(rank, dim=DIM)
     for step in range(2):
         pair.adapter.recover()
         pair.step(rank.batch(step, (4, DIM)))
@@ -111,7 +112,6 @@ def test_recovery_before_the_first_forward(rank: Rank) -> None:
 
 
 @contract("RECOVERY-3")
-@world(2)
 @RECOVERS
 @pytest.mark.parametrize("phase", ["forward", "backward", "evaluation"])
 def test_interrupt(rank: Rank, phase: str) -> None:
@@ -121,7 +121,6 @@ def test_interrupt(rank: Rank, phase: str) -> None:
 
 
 @contract("RECOVERY-1")
-@world(2)
 @RECOVERS
 @needs(Capability.GROUPED_UNIT)
 @pytest.mark.parametrize("phase", ["forward", "backward"])
@@ -132,7 +131,6 @@ def test_exception_in_a_unit_of_several_modules(rank: Rank, phase: str) -> None:
 
 
 @contract("RECOVERY-1")
-@world(2)
 @RECOVERS
 @needs(Capability.UNUSED_MODULE)
 @pytest.mark.parametrize(
@@ -164,7 +162,6 @@ def test_exception_before_another_path(rank: Rank, units: list[list[str]], path:
 
 
 @contract("RECOVERY-1")
-@world(2)
 @RECOVERS
 @needs(Capability.RECOMPUTATION)
 @pytest.mark.parametrize("means", ["hooks", "call", "reentrant-call"])
@@ -199,7 +196,6 @@ def test_exception_in_a_later_microbatch(rank: Rank, defers: bool, phase: str, r
 
 
 @contract("RECOVERY-1")
-@world(2)
 @RECOVERS
 @needs(Capability.DEFERRED_REDUCTION, Capability.MIXED_PRECISION, Capability.ACCUMULATION_DTYPES)
 @pytest.mark.parametrize("phase", ["forward", "backward"])
@@ -272,7 +268,6 @@ def parts_of(member: Rank, step: int) -> list[torch.Tensor]:
 
 
 @contract("RECOVERY-3")
-@world(2)
 @RECOVERS
 @needs(Capability.UNUSED_MODULE)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
@@ -290,7 +285,6 @@ def test_exception_that_the_model_catches(rank: Rank, reshard_after_forward: boo
 
 @contract("RECOVERY-3")
 @RECOVERS
-@world(2)
 @needs(Capability.DISTRIBUTED_CHECKPOINT, Capability.FULL_STATE_DICT)
 @each_value("phase")
 @pytest.mark.parametrize("phase", ["forward", "backward"])
@@ -311,7 +305,6 @@ def test_saving_after_an_exception(rank: Rank, phase: str) -> None:
 
 @contract("RECOVERY-3")
 @RECOVERS
-@world(2)
 @needs(Capability.WHOLE_PARAMETERS)
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_function_for_every_module_after_an_exception(rank: Rank, phase: str) -> None:
@@ -327,7 +320,6 @@ def test_function_for_every_module_after_an_exception(rank: Rank, phase: str) ->
 
 
 @contract("RECOVERY-3")
-@world(2)
 @needs(Capability.WHOLE_PARAMETERS)
 @FLAT
 @SHARDS
@@ -352,7 +344,6 @@ def test_exception_where_parameters_are_whole(rank: Rank, shards: bool, flat: bo
 
 
 @contract("RECOVERY-3")
-@world(2)
 @needs(Capability.WHOLE_PARAMETERS)
 @FLAT
 @SHARDS
@@ -375,7 +366,6 @@ def test_whole_parameters_that_were_refused(rank: Rank, shards: bool, flat: bool
 
 
 @contract("RECOVERY-3")
-@world(2)
 @needs(Capability.CAST_AFTER_INIT)
 @pytest.mark.parametrize("flat", [False, pytest.param(True, marks=needs(Capability.FLAT_PARAMETERS))])
 def test_cast_that_raises(rank: Rank, flat: bool) -> None:

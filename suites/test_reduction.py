@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardproof.suites.common import run_by_units, tower
 from shardproof.suites.own import Own
 from shardproof.testing import (
     RESHARD,
@@ -123,8 +124,7 @@ def test_divide_factor_of_another_step(rank: Rank, call: str) -> None:
 @needs(Capability.UNIT_SETTINGS, Capability.RESHARD_AFTER_FORWARD)
 def test_another_collective_in_the_place_of_a_script(rank: Rank) -> None:
     """Setting a custom function, all-gather or reduce-scatter again replaces the previous one."""
-    model = models.Tower(dim=9)
-    pair = rank.pair(model, units=model.units(), reshard_after_forward=True)
+    pair = tower(rank, reshard_after_forward=True)
     owns = [(Own(), Own()) for _ in range(2)]
     calls: list[int] = []
     for step, (gather, reduce) in enumerate(owns):
@@ -204,11 +204,9 @@ def test_function_in_place_of_the_reduction(rank: Rank, shards: bool) -> None:
 @needs(Capability.REDUCTION_HOOK)
 def test_function_that_cannot_be_called(rank: Rank) -> None:
     """A reduction function that is not callable is refused with its value, and the model trains on."""
-    model = models.Tower(dim=9)
-    pair = rank.pair(model, units=model.units())
+    pair = tower(rank)
     nothing: Any = 3
-    refusal = Refusal(rank, lambda: pair.adapter.replace_reduction(nothing))
-    refusal.check_names("got 3")
+    Refusal(rank, lambda: pair.adapter.replace_reduction(nothing)).check_names("got 3")
     pair.step(rank.batch(0, (4, 9)))
     pair.check()
 
@@ -240,11 +238,9 @@ def test_what_a_function_writes_in_half_precision(rank: Rank, shards: bool) -> N
 @needs(Capability.REDUCTION_HOOK)
 def test_a_second_function(rank: Rank) -> None:
     """A second function that replaces all reductions is refused."""
-    model = models.Tower(dim=9)
-    adapter = rank.run(model, units=model.units()).adapter
+    adapter = run_by_units(rank, models.Tower(dim=9)).adapter
     adapter.replace_reduction(lambda *_: None)
-    refusal = Refusal(rank, lambda: adapter.replace_reduction(lambda *_: None))
-    refusal.check_names("hook")
+    Refusal(rank, lambda: adapter.replace_reduction(lambda *_: None)).check_names("hook")
 
 
 @contract("REDUCTION-7")
@@ -254,8 +250,7 @@ def test_function_for_shards_with_replicas(rank: Rank) -> None:
     """On a mesh of shards with replicas a function is refused, because it could not reduce over both."""
     model, mesh = models.Tower(dim=9), rank.mesh((2, 2), NAMES)
     adapter = rank.run(model, units=model.units(), mesh=mesh).adapter
-    refusal = Refusal(rank, lambda: adapter.replace_reduction(lambda *_: None))
-    refusal.check_names("hybrid")
+    Refusal(rank, lambda: adapter.replace_reduction(lambda *_: None)).check_names("hybrid")
 
 
 @contract("REDUCTION-8")
@@ -327,8 +322,7 @@ def check_collectives_of_a_script(rank: Rank, unit: str, *, mesh: DeviceMesh | N
 @needs(Capability.UNIT_SETTINGS)
 def test_memory_of_a_script(rank: Rank) -> None:
     """Memory that user code allocates for its collectives may lie inside a larger block, as in a memory pool."""
-    model = models.Tower(dim=9)
-    pair = rank.pair(model, units=model.units())
+    pair = tower(rank)
     pair.adapter.change(Settings(gather=Own(margin=8), reduce_scatter=Own(margin=8)), unit="layers.1")
     for step in range(3):
         # Zeroed gradients keep their memory, and the next are added to them.
@@ -393,8 +387,7 @@ def test_reductions_have_a_group_of_their_own_on_replicas(rank: Rank, recurse: b
 
 def check_own_groups(rank: Rank, recurse: bool, mesh: DeviceMesh) -> None:
     """Give reductions their own process groups in some steps, for all units in the root or for the root's own alone."""
-    model = models.Tower(dim=9)
-    pair = rank.pair(model, units=model.units(), mesh=mesh)
+    pair = tower(rank, mesh=mesh)
     gathers, reduces = ({name: Own() for name in ("", "layers.1")} for _ in range(2))
     for name in gathers:
         pair.adapter.change(Settings(gather=gathers[name], reduce_scatter=reduces[name]), unit=name)
@@ -529,10 +522,8 @@ def test_nan_stays_in_its_element(rank: Rank, value: float) -> None:
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_fresh_memory_is_not_read(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """Uninitialized memory reaches no gradient, no norm and no parameter."""
-    model = models.Tower(dim=9)
-    pair = rank.pair(
-        model,
-        units=model.units(),
+    pair = tower(
+        rank,
         reshard_after_forward=reshard_after_forward,
         clip=Clip(0.01) if Capability.CLIPPING in rank.implementation.capabilities() else None,
     )

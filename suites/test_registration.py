@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardproof.suites.common import batches, checked_steps, run_by_units
 from shardproof.testing import (
     RESHARD,
     RESHARD_ROOT,
@@ -39,8 +40,7 @@ UNITS = pytest.mark.parametrize("units", [[], [["layers.0"], ["layers.1"]]], ids
 @needs(Capability.MANUAL_RESHARD)
 @UNITS
 @pytest.mark.parametrize(
-    ("dim", "reshard_after_forward"),
-    [*with_first(8, RESHARD_ROOT), *with_first(5, RESHARD_UNEVEN), TO_ONE_RANK],
+    ("dim", "reshard_after_forward"), [*with_first(8, RESHARD_ROOT), *with_first(5, RESHARD_UNEVEN), TO_ONE_RANK]
 )
 def test_after_forward(rank: Rank, dim: int, units: list[list[str]], reshard_after_forward: bool | int | None) -> None:
     """After forward a unit has shards registered if it reshards, else gathered parameters; values never change.
@@ -113,8 +113,7 @@ def test_after_forward_without_gradients(rank: Rank, reshard_after_forward: bool
 @needs(Capability.UNIT_SETTINGS, Capability.RESHARD_AFTER_FORWARD, Capability.ROOT_RESHARD)
 def test_after_forwards_of_two_settings(rank: Rank) -> None:
     """Whether forward frees a unit can be set while the unit is gathered; the next forward follows the setting."""
-    model = models.Tower(dim=8, depth=2)
-    run = rank.run(model, units=model.units(), reshard_after_forward=False)
+    run = run_by_units(rank, models.Tower(dim=8, depth=2), reshard_after_forward=False)
     for choice in (False, True, False):
         run.adapter.change(Settings(reshard_after_forward=choice), recurse=True)
         with torch.no_grad():
@@ -152,9 +151,7 @@ def test_after_the_forward_of_one_module(rank: Rank, reshard_after_forward: bool
     model = models.Tower(dim=9, depth=3)
     units = [["layers.0", "layers.1"], ["layers.2"]]
     pair = rank.pair(model, units=units, baseline="replicated", reshard_after_forward=reshard_after_forward)
-    for step in range(3):
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+    for step in checked_steps(pair, batches(rank, 3, (4, 9))):
         batch = rank.batch(step, (4, 9), microbatch=1)
         pair.evaluate(batch, submodule=name)
         pair.evaluate(batch)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardproof.suites.common import batches, tower, train_and_check
 from shardproof.testing import (
     FLAT,
     SHARDS,
@@ -142,16 +143,7 @@ def test_bytes_that_a_step_adds(rank: Rank) -> None:
 )
 def test_whole_on_every_rank(rank: Rank, flat: bool) -> None:
     """Where nothing is sharded, a step all-reduces each unit once, after the last microbatch, and gathers nothing."""
-    model = models.Tower(dim=9)
-    pair = rank.pair(
-        model,
-        units=model.units(),
-        shards=False,
-        flat_parameters=flat,
-        microbatches=2,
-        accumulation=Accumulation(),
-        clip=Clip(0.01),
-    )
+    pair = tower(rank, shards=False, flat_parameters=flat, microbatches=2, accumulation=Accumulation(), clip=Clip(0.01))
     for step in range(3):
         pair.evaluate(rank.batch(step, (2, 9), microbatch=2))
         pair.step([rank.batch(step, (4, 9), microbatch=number) for number in range(2)], set_to_none=step != 1)
@@ -171,10 +163,8 @@ def test_layouts_of_both_kinds(rank: Rank, layout: tuple[str, bool | None], flat
     kind, reshard_after_forward = layout
     # Two ranks form one replica: with two replicas, each would be one rank.
     mesh = rank.mesh((rank.world_size // 2, 2), ("replicate", "shard")) if kind == "replicas" else None
-    model = models.Tower(dim=9)
-    pair = rank.pair(
-        model,
-        units=model.units(),
+    pair = tower(
+        rank,
         mesh=mesh,
         shards=kind != "replicas-alone",
         reshard_after_forward=reshard_after_forward,
@@ -183,9 +173,7 @@ def test_layouts_of_both_kinds(rank: Rank, layout: tuple[str, bool | None], flat
         accumulation=Accumulation(),
         clip=Clip(0.01),
     )
-    for step in range(3):
-        pair.step([rank.batch(step, (4, 9), microbatch=number) for number in range(2)], set_to_none=step != 1)
-        pair.check()
+    train_and_check(pair, batches(rank, 3, (4, 9), microbatches=2), set_to_none="even")
 
 
 @contract("SHARDING-2")
@@ -289,7 +277,5 @@ def test_deep_modules(rank: Rank) -> None:
     for _ in range(6):
         model = nn.Sequential(model, nn.Tanh())
     pair = rank.pair(model, units=[["0"]])
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+    train_and_check(pair, batches(rank, 2, (4, 9)))
     assert any(item.kind == "reduce_scatter" for item in pair.last_trace()), "the deep module is not sharded"

@@ -94,7 +94,7 @@ def choice(name: str, piece: Piece, before: dict[str, Any], after: dict[str, Any
     return found[0] if found else "neither"
 
 
-pytestmark = needs(Capability.DISTRIBUTED_CHECKPOINT, Capability.TIED_PARAMETERS, Capability.ADAM)
+pytestmark = [needs(Capability.DISTRIBUTED_CHECKPOINT, Capability.TIED_PARAMETERS, Capability.ADAM), world(2)]
 
 FULL = needs(Capability.FULL_STATE_DICT)
 FORMS = pytest.mark.parametrize(
@@ -106,7 +106,6 @@ Means = Literal["plain", "hooks", "wrapper", "compiled"]
 
 
 @contract("STATE-1", "STATE-4", "STATE-8")
-@world(2)
 @FORMS
 @pytest.mark.parametrize(
     "means",
@@ -131,7 +130,6 @@ def test_names_and_values(rank: Rank, means: Means, form: StateForm) -> None:
 
 
 @contract("STATE-1", "STATE-4", "STATE-8")
-@world(2)
 @FORMS
 @FLAT
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
@@ -149,7 +147,6 @@ def test_between_passes(rank: Rank, reshard_after_forward: bool | int | None, fl
 
 
 @contract("STATE-1")
-@world(2)
 @FORMS
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_before_training(rank: Rank, reshard_after_forward: bool | int | None, form: StateForm) -> None:
@@ -167,7 +164,6 @@ def test_before_training(rank: Rank, reshard_after_forward: bool | int | None, f
 
 
 @contract("STATE-1", "STATE-5")
-@world(2)
 @needs(Capability.DTENSOR_PARAMETERS)
 @pytest.mark.parametrize("how", ["copied", "assigned", pytest.param("pending", marks=needs(Capability.ASYNC_UNSHARD))])
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
@@ -195,7 +191,6 @@ def test_of_a_module_inside_a_unit(rank: Rank, reshard_after_forward: bool | int
 
 
 @contract("STATE-1", "STATE-5")
-@world(2)
 @needs(Capability.FLAT_PARAMETERS)
 @pytest.mark.parametrize("form", ["sharded", "full"])
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
@@ -219,7 +214,6 @@ def test_new_data(rank: Rank, reshard_after_forward: bool | int | None, form: St
 
 
 @contract("STATE-2")
-@world(2)
 @needs(Capability.FLAT_PARAMETERS)  # other implementations refuse such parameters
 @FORMS
 @SHARDS
@@ -255,20 +249,15 @@ def test_sharded_states_of_groups_of_replicas(rank: Rank) -> None:
 
 
 @contract("STATE-2", "STATE-3")
-@world(2)
 @pytest.mark.parametrize("form", ["sharded", pytest.param("full", marks=FULL)])
 @pytest.mark.parametrize("saver", built_in_with(Capability.DISTRIBUTED_CHECKPOINT))
 def test_from_another_implementation(rank: Rank, saver: str, form: StateForm) -> None:
     """A state dict of one implementation loads into another, or the same: values, states and options of groups."""
-    saved, loaded = (
-        states.make(rank, 0, implementation=saver, has_extra=True),
-        states.make(rank, 1, has_extra=True),
-    )
+    saved, loaded = (states.make(rank, 0, implementation=saver, has_extra=True), states.make(rank, 1, has_extra=True))
     states.check_loads(rank, saved, loaded, form)
 
 
 @contract("STATE-2", "STATE-3")
-@world(2)
 @FORMS
 @FLAT
 @pytest.mark.parametrize("units", ["other-units", "one-unit"])
@@ -291,7 +280,6 @@ def test_onto_another_number_of_ranks(rank: Rank, fewer: str) -> None:
 
 
 @contract("STATE-2", "STATE-8")
-@world(2)
 @FORMS
 def test_module_with_two_names(rank: Rank, form: StateForm) -> None:
     """A module that is registered in two places has its values under both names."""
@@ -312,7 +300,6 @@ def test_module_with_two_names(rank: Rank, form: StateForm) -> None:
 
 
 @contract("STATE-3")
-@world(2)
 @FULL
 @FLAT
 @pytest.mark.parametrize("form", ["full", "first-rank"])
@@ -323,7 +310,6 @@ def test_into_a_new_optimizer(rank: Rank, form: StateForm, flat: bool) -> None:
 
 
 @contract("STATE-3")
-@world(2)
 @FORMS
 def test_into_an_optimizer_of_fewer_parameters(rank: Rank, form: StateForm) -> None:
     """An optimizer of the trainable parameters loads the options and states that one of all parameters has saved."""
@@ -339,7 +325,6 @@ def test_into_an_optimizer_of_fewer_parameters(rank: Rank, form: StateForm) -> N
 
 
 @contract("STATE-3")
-@world(2)
 @needs(Capability.IGNORED_PARAMETERS)
 @FORMS
 def test_states_of_ignored_parameters(rank: Rank, form: StateForm) -> None:
@@ -352,7 +337,6 @@ def test_states_of_ignored_parameters(rank: Rank, form: StateForm) -> None:
 
 
 @contract("STATE-5", "STATE-8")
-@world(2)
 @FORMS
 @pytest.mark.parametrize(
     "after",
@@ -412,7 +396,6 @@ def test_loading_a_part(rank: Rank, reshard_after_forward: bool | int | None, na
 
 
 @contract("STATE-6")
-@world(2)
 @FORMS
 @FLAT
 @pytest.mark.parametrize("loads", [False, True], ids=["saves", "saves-and-loads"])
@@ -447,7 +430,6 @@ def test_saving_changes_nothing(
 
 
 @contract("STATE-7")
-@world(2)
 @needs(Capability.SHARDED)
 @each_value("flaw")
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "lenient"])
@@ -477,7 +459,6 @@ def test_entries_that_do_not_fit(rank: Rank, flaw: str, strict: bool) -> None:
 
 
 @contract("STATE-10")
-@world(2)
 @needs(Capability.SHARDED, Capability.FULL_STATE_DICT)
 @each_value("form", "shards")
 @FLAT
@@ -506,13 +487,7 @@ def test_whole_state_dicts_are_copies(rank: Rank, form: StateForm, shards: bool,
     assert not changed, f"the step changed what was saved before of {', '.join(changed)}"
     for value in named.values():
         value.fill_(7.0)
-    check_exact(
-        rank,
-        states.train(rank, run, 2),
-        states.train(rank, twin, 2),
-        step=2,
-        why="the state dict is a copy",
-    )
+    check_exact(rank, states.train(rank, run, 2), states.train(rank, twin, 2), step=2, why="the state dict is a copy")
     run.adapter.restore(state, form=form)
     states.train(rank, run, 3)
     changed = [name for name, value in named.items() if not torch.all(value == 7.0)]
@@ -520,7 +495,6 @@ def test_whole_state_dicts_are_copies(rank: Rank, form: StateForm, shards: bool,
 
 
 @contract("STATE-4")
-@world(2)
 @FORMS
 def test_parameters_of_one_element(rank: Rank, form: StateForm) -> None:
     """A scalar of an optimizer's state is saved once per parameter, also where a parameter has one element itself."""
@@ -536,7 +510,6 @@ def test_parameters_of_one_element(rank: Rank, form: StateForm) -> None:
 
 
 @contract("STATE-1")
-@world(2)
 @needs(Capability.SHARDED)
 @FORMS
 def test_versions_of_modules(rank: Rank, form: StateForm) -> None:
@@ -548,7 +521,6 @@ def test_versions_of_modules(rank: Rank, form: StateForm) -> None:
 
 
 @contract("STATE-7")
-@world(2)
 @needs(Capability.FLAT_PARAMETERS, Capability.FULL_STATE_DICT)
 def test_numbers_of_steps_that_differ(rank: Rank) -> None:
     """Numbers of steps that differ between parameters are refused where the optimizer has one parameter for them."""
@@ -557,12 +529,10 @@ def test_numbers_of_steps_that_differ(rank: Rank) -> None:
     state = run.adapter.checkpoint(form="full")
     one = state["optimizer"]["state"]["layers.0.first.bias"]
     one["step"] = one["step"] + 1
-    refusal = Refusal(rank, lambda: run.adapter.restore(state, form="full"), may_send=True)
-    refusal.check_names("step")
+    Refusal(rank, lambda: run.adapter.restore(state, form="full"), may_send=True).check_names("step")
 
 
 @contract("STATE-7")
-@world(2)
 @needs(Capability.OPTIMIZER_KEYS, Capability.FULL_STATE_DICT)
 def test_an_optimizer_without_a_parameter_on_one_rank(rank: Rank) -> None:
     """Ranks whose optimizers have different parameters all raise, with the name of a parameter and the right rank."""
@@ -580,7 +550,6 @@ def test_an_optimizer_without_a_parameter_on_one_rank(rank: Rank) -> None:
 
 
 @contract("STATE-12")
-@world(2)
 @needs(Capability.OPTIMIZER_KEYS)
 @each_value("form")
 @FLAT
@@ -599,7 +568,6 @@ def test_older_calls(rank: Rank, form: StateForm, flat: bool) -> None:
 
 
 @contract("STATE-12")
-@world(2)
 @needs(Capability.OPTIMIZER_KEYS)
 @FLAT
 def test_by_numbers(rank: Rank, flat: bool) -> None:
@@ -631,7 +599,6 @@ def test_by_numbers(rank: Rank, flat: bool) -> None:
 
 
 @contract("STATE-12")
-@world(2)
 @needs(Capability.OPTIMIZER_KEYS)
 @FLAT
 def test_an_optimizer_that_names_parameters(rank: Rank, flat: bool) -> None:
@@ -650,7 +617,6 @@ def test_an_optimizer_that_names_parameters(rank: Rank, flat: bool) -> None:
 
 
 @contract("STATE-50")
-@world(2)
 @needs(Capability.FLAT_PARAMETERS, Capability.PROCESS_GROUPS)
 @FLAT
 def test_local_states(rank: Rank, flat: bool) -> None:
@@ -664,7 +630,6 @@ def test_local_states(rank: Rank, flat: bool) -> None:
 
 
 @contract("STATE-50")
-@world(2)
 @needs(Capability.FLAT_PARAMETERS)
 @each_value("flaw")
 @pytest.mark.parametrize(

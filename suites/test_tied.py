@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardproof.suites.common import batches, checked_steps, pair_by_units, train_and_check
 from shardproof.testing import (
     RESHARD,
     RESHARD_ROOT,
@@ -29,7 +30,7 @@ from shardproof.testing import (
     world,
 )
 
-pytestmark = needs(Capability.TIED_PARAMETERS)
+pytestmark = [needs(Capability.TIED_PARAMETERS), world(2)]
 
 DIM = 9
 RECOMPUTED = needs(Capability.RECOMPUTATION)
@@ -66,7 +67,6 @@ def test_tied_embedding(rank: Rank, recomputes: bool, reshard_after_forward: boo
 
 
 @contract("TIED-1", "TIED-2")
-@world(2)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
 @pytest.mark.parametrize("modules", [2, 1], ids=["of-two-modules", "of-one-module"])
 def test_tied_inside_of_units(rank: Rank, modules: int, reshard_after_forward: bool | None) -> None:
@@ -82,7 +82,6 @@ def test_tied_inside_of_units(rank: Rank, modules: int, reshard_after_forward: b
 
 
 @contract("TIED-2")
-@world(2)
 @needs(Capability.DTENSOR_PARAMETERS, Capability.REGISTERED_STATE)
 def test_tied_after_assigning(rank: Rank) -> None:
     """A load that assigns a shared parameter, in one place or in both, leaves it shared: an optimizer has it once."""
@@ -96,7 +95,6 @@ def test_tied_after_assigning(rank: Rank) -> None:
 
 
 @contract("TIED-2")
-@world(2)
 @needs(Capability.DTENSOR_PARAMETERS, Capability.REGISTERED_STATE)
 def test_copies_of_states(rank: Rank) -> None:
     """A deep copy of a state dict copies a shared parameter too, under each of its names."""
@@ -114,7 +112,6 @@ def test_copies_of_states(rank: Rank) -> None:
 
 
 @contract("TIED-1")
-@world(2)
 @needs(Capability.SHARD_DIMENSION)  # a unit calls the shard-dimension function when it takes a parameter
 def test_parameters_in_the_place_of_others(rank: Rank) -> None:
     """New parameters at the addresses of freed ones are not taken for shared ones."""
@@ -139,30 +136,22 @@ def test_parameters_in_the_place_of_others(rank: Rank) -> None:
 
 
 @contract("TIED-2")
-@world(2)
 @needs(Capability.CLIP_BY_CALL)
 def test_tied_gradients_count_once(rank: Rank) -> None:
     """The total norm counts the gradient of a shared parameter, the sum of both, once."""
-    model = TiedStack(DIM)
-    pair = rank.pair(model, units=model.units(), clip=Clip(1e-3))
-    for step in range(3):
-        pair.step(rank.batch(step, (4, DIM)))
-        pair.check()
+    pair = pair_by_units(rank, TiedStack(DIM), clip=Clip(1e-3))
+    train_and_check(pair, batches(rank, 3, (4, DIM)))
 
 
 @contract("TIED-3")
-@world(2)
 @needs(Capability.COUNTED_UNITS)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD_ROOT[:3])
 def test_tied_parameters_move_once(rank: Rank, reshard_after_forward: bool | None) -> None:
     """The collectives of a unit have the bytes of its parameters, the shared one once."""
-    model = TiedStack(DIM)
-    pair = rank.pair(model, units=model.units(), reshard_after_forward=reshard_after_forward)
+    pair = pair_by_units(rank, TiedStack(DIM), reshard_after_forward=reshard_after_forward)
     units = len(pair.units)
     again = {None: units - 1, False: 0}.get(reshard_after_forward, units)
-    for step in range(2):
-        pair.step(rank.batch(step, (4, DIM)))
-        pair.check()
+    for _ in checked_steps(pair, batches(rank, 2, (4, DIM))):
         pair.check_counts("forward", all_gather=units)
         pair.check_counts("backward", all_gather=again, reduce_scatter=units)
         pair.check_bytes()

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from shardproof.suites.common import batches, checked_steps, pair_by_units, tokens, tower, train_and_check
 from shardproof.testing import (
     DELAY_MS,
     DELAYED,
@@ -44,6 +45,8 @@ from shardproof.testing import (
     tensors_of,
     world,
 )
+
+pytestmark = world(2)
 
 
 def chain(function: Callable[[torch.Tensor], torch.Tensor]) -> type[nn.ModuleList]:
@@ -107,9 +110,7 @@ class ThreeInputs(nn.Module):
 def test_single_unit(rank: Rank, shapes: tuple[tuple[int, int], tuple[int, int]]) -> None:
     """One unit with uneven sizes, some smaller than the world, trains as DDP does."""
     pair = rank.pair(models.two_linear(*shapes))
-    for step in range(3):
-        pair.step(rank.batch(step, (4, shapes[0][0])), set_to_none=step % 2 == 0)
-        pair.check()
+    train_and_check(pair, batches(rank, 3, (4, shapes[0][0])), set_to_none="even")
 
 
 @contract("TRAINING-1")
@@ -118,44 +119,33 @@ def test_single_unit(rank: Rank, shapes: tuple[tuple[int, int], tuple[int, int]]
 def test_many_shapes(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """Parameters of one to four dimensions, of one element and few rows, in lists and next to buffers, train."""
     pair = rank.pair(shapes.ManyShapes(), units=[["body"]], reshard_after_forward=reshard_after_forward)
-    for step in range(3):
-        pair.step(rank.batch(step, (2, 3, 6, 6)))
-        pair.check()
+    train_and_check(pair, batches(rank, 3, (2, 3, 6, 6)))
 
 
 @contract("TRAINING-1")
-@world(2)
 @FLAT
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
 def test_recurrent_module(rank: Rank, reshard_after_forward: bool | None, flat: bool) -> None:
     """A module that also keeps its parameters in a list of its own, as recurrent ones do, trains."""
     options: dict[str, Any] = {"reshard_after_forward": reshard_after_forward, "flat_parameters": flat}
     pair = rank.pair(shapes.Recurrent(dim=5), units=[["body"]], **options)
-    for step in range(3):
-        pair.step(rank.batch(step, (2, 3, 5)))
-        pair.check()
+    train_and_check(pair, batches(rank, 3, (2, 3, 5)))
 
 
 @contract("TRAINING-1")
-@world(2)
 @needs(Capability.POST_ACCUMULATE_GRAD_HOOK)  # without it, a rank that holds no element of a parameter has no gradient
 def test_parameter_without_rows(rank: Rank) -> None:
     """A parameter whose first dimension is zero trains next to others, and has an empty gradient."""
     pair = rank.pair(shapes.ManyShapes(has_empty=True), units=[["body"]])
-    for step in range(3):
-        pair.step(rank.batch(step, (2, 3, 6, 6)))
-        pair.check()
+    train_and_check(pair, batches(rank, 3, (2, 3, 6, 6)))
 
 
 @contract("TRAINING-1")
-@world(2)
 def test_list_that_computes(rank: Rank) -> None:
     """Lists of modules that have a forward of their own are units as any others, also of two classes of one name."""
     lists = [chain(function)([nn.Linear(9, 9), nn.Linear(9, 9)]) for function in (torch.tanh, torch.sin)]
     pair = rank.pair(nn.Sequential(nn.Linear(5, 9), *lists, nn.Linear(9, 5)), units=[["1"], ["2"]])
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 5)))
-        pair.check()
+    train_and_check(pair, batches(rank, 2, (4, 5)))
 
 
 @contract("TRAINING-2")
@@ -165,13 +155,12 @@ def test_list_that_computes(rank: Rank) -> None:
 def test_many_units(rank: Rank, delays: tuple[str, ...], reshard_after_forward: bool | int | None) -> None:
     """A transformer of several units trains as DDP does, also when streams run at other speeds."""
     config = models.TransformerConfig(layers=3, vocabulary=61, length=16, heads=4)
-    model = models.Transformer(config)
     chosen = [DELAYS[name] for name in delays]
-    pair = rank.pair(model, units=model.units(), delays=chosen, reshard_after_forward=reshard_after_forward)
+    pair = pair_by_units(rank, models.Transformer(config), delays=chosen, reshard_after_forward=reshard_after_forward)
     # Made in advance: copying them to the device would wait for the step before.
     batches = [rank.tokens(step, (3, config.length), vocabulary=config.vocabulary) for step in range(3)]
-    for step, tokens in enumerate(batches):
-        pair.step(tokens, set_to_none=step % 2 == 0)
+    for step, batch in enumerate(batches):
+        pair.step(batch, set_to_none=step % 2 == 0)
     pair.check()
 
 
@@ -182,9 +171,7 @@ def test_many_units_on_eight_ranks(rank: Rank, reshard_after_forward: bool | int
     """A transformer trains as DDP does on eight ranks, where groups of two and of four are both less than all."""
     model = models.Transformer()
     pair = rank.pair(model, units=model.units(), reshard_after_forward=reshard_after_forward)
-    for step in range(3):
-        pair.step(rank.tokens(step, (3, model.config.length), vocabulary=model.config.vocabulary))
-        pair.check()
+    train_and_check(pair, tokens(rank, 3, (3, model.config.length), vocabulary=model.config.vocabulary))
 
 
 @contract("TRAINING-3")
@@ -208,7 +195,6 @@ def test_unit_called_directly(rank: Rank, delays: tuple[str, ...]) -> None:
 
 
 @contract("TRAINING-3")
-@world(2)
 @needs(Capability.NON_ROOT_FORWARD)
 def test_unit_called_before_the_root(rank: Rank) -> None:
     """A root whose unit was called first trains as DDP does, or refuses its forward on every rank."""
@@ -227,7 +213,6 @@ def test_unit_called_before_the_root(rank: Rank) -> None:
 
 
 @contract("TRAINING-3")
-@world(2)
 @needs(Capability.NON_ROOT_FORWARD, Capability.GROUPED_UNIT, Capability.REGISTERED_STATE)
 def test_module_of_several_called_before_the_root(rank: Rank) -> None:
     """One module of a unit of several, called before the root, is refused, or is trained and freed again."""
@@ -249,7 +234,6 @@ def test_module_of_several_called_before_the_root(rank: Rank) -> None:
 
 
 @contract("TRAINING-3")
-@world(2)
 @needs(Capability.NON_ROOT_FORWARD)
 def test_slice_of_a_sequence(rank: Rank) -> None:
     """A slice of a sharded ``Sequential`` computes with its modules, as a slice of the unsharded one does."""
@@ -274,13 +258,10 @@ def test_unit_called_twice(
 ) -> None:
     """A unit that runs twice in a forward, in a chain or on one input, is reduced with both contributions."""
     pair = rank.pair(model(5), units=[["inner"]], reshard_after_forward=reshard_after_forward)
-    for step in range(3):
-        pair.step(rank.batch(step, (32, 5)))
-        pair.check()
+    train_and_check(pair, batches(rank, 3, (32, 5)))
 
 
 @contract("TRAINING-5")
-@world(2)
 @needs(Capability.CAST_AFTER_INIT)
 @pytest.mark.parametrize("swaps", [False, True], ids=["sets-data", "swaps-tensors"])
 def test_cast_after_sharding(rank: Rank, swaps: bool) -> None:
@@ -290,13 +271,10 @@ def test_cast_after_sharding(rank: Rank, swaps: bool) -> None:
     """
     rank.monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", swaps)
     pair = rank.pair(models.MLP(5), units=[["in_proj"], ["out_proj"]], baseline="replicated", cast=torch.float64)
-    for step in range(3):
-        pair.step(rank.batch(step, (2, 5)).double(), set_to_none=step % 2 == 0)
-        pair.check()
+    train_and_check(pair, batches(rank, 3, (2, 5)).double(), set_to_none="even")
 
 
 @contract("TRAINING-5")
-@world(2)
 @needs(Capability.CAST_AFTER_INIT)
 @pytest.mark.parametrize(
     ("reshard_after_forward", "shards"),
@@ -323,7 +301,6 @@ def test_cast_after_an_evaluation(rank: Rank, reshard_after_forward: bool | None
 
 
 @contract("TRAINING-5")
-@world(2)
 @needs(Capability.CAST_AFTER_INIT)
 @pytest.mark.parametrize(
     "when", ["before-the-step", pytest.param("after-new-data", marks=needs(Capability.FLAT_PARAMETERS))]
@@ -352,13 +329,11 @@ def test_cast_there_and_back(rank: Rank, when: str) -> None:
 
 
 @contract("TRAINING-5")
-@world(2)
 @needs(Capability.CAST_AFTER_INIT, Capability.DEFERRED_REDUCTION)
 @FLAT
 def test_cast_between_microbatches(rank: Rank, flat: bool) -> None:
     """A cast to float64 and back between two microbatches does not lose gradients that are not reduced yet."""
-    model = models.Tower(dim=9)
-    pair = rank.pair(model, units=model.units(), microbatches=2, accumulation=Accumulation(), flat_parameters=flat)
+    pair = tower(rank, microbatches=2, accumulation=Accumulation(), flat_parameters=flat)
     context = pair.adapter.microbatch
 
     @contextlib.contextmanager
@@ -369,9 +344,7 @@ def test_cast_between_microbatches(rank: Rank, flat: bool) -> None:
             pair.adapter.module.double().float()
 
     rank.monkeypatch.setattr(pair.adapter, "microbatch", casting)
-    for step in range(2):
-        pair.step([rank.batch(step, (4, 9), microbatch=number) for number in range(2)])
-        pair.check()
+    train_and_check(pair, batches(rank, 2, (4, 9), microbatches=2))
 
 
 @contract("TRAINING-11")
@@ -380,8 +353,7 @@ def test_cast_between_microbatches(rank: Rank, flat: bool) -> None:
 @pytest.mark.parametrize("how", ["in-place", pytest.param("data", marks=needs(Capability.FLAT_PARAMETERS))])
 def test_parameters_that_a_script_changes(rank: Rank, how: str) -> None:
     """The next step uses the values that user code writes to parameters between two steps, in place or as new data."""
-    model = models.Tower(dim=9)
-    pair = rank.pair(model, units=model.units())
+    pair = tower(rank)
     everyone = [pair.adapter, pair.baseline.adapter]
     for step in range(3):
         with torch.no_grad():
@@ -398,7 +370,6 @@ def test_parameters_that_a_script_changes(rank: Rank, how: str) -> None:
 
 
 @contract("TRAINING-12")
-@world(2)
 @needs(Capability.SHARDED)
 @each_value("other")
 @pytest.mark.parametrize(
@@ -435,8 +406,7 @@ def test_parameter_of_another_layout(rank: Rank, other: str) -> None:
 @pytest.mark.parametrize("kernels", ["for-loop", "foreach", "fused"])
 def test_first_step_of_adam(rank: Rank, kernels: optim.Kernels, factory: Callable[..., OptimizerFactory]) -> None:
     """Adam's state starts at step one on every shard: its first update is the baseline's, by any kernels."""
-    model = models.Tower(dim=17)
-    pair = rank.pair(model, units=model.units(), optimizer=factory(kernels=kernels))
+    pair = tower(rank, dim=17, optimizer=factory(kernels=kernels))
     pair.step(rank.batch(0, (8, 17)))
     pair.check()
 
@@ -447,13 +417,10 @@ def test_first_step_of_adam(rank: Rank, kernels: optim.Kernels, factory: Callabl
 def test_unit_of_several_modules(rank: Rank) -> None:
     """Modules that share a unit train as DDP does."""
     pair = rank.pair(models.Tower(dim=9), units=[["layers.0", "layers.1"], ["layers.2"]])
-    for step in range(3):
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+    train_and_check(pair, batches(rank, 3, (4, 9)))
 
 
 @contract("TRAINING-7")
-@world(2)
 @needs(Capability.GROUPED_UNIT, Capability.COUNTED_UNITS, Capability.REGISTERED_STATE)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_unit_of_several_modules_is_gathered_once(rank: Rank, reshard_after_forward: bool | int | None) -> None:
@@ -462,9 +429,7 @@ def test_unit_of_several_modules_is_gathered_once(rank: Rank, reshard_after_forw
     Once the last of them has run they are freed, before the next unit computes.
     """
     pair = rank.pair(
-        models.Tower(dim=9),
-        units=[["layers.0", "layers.1"], ["layers.2"]],
-        reshard_after_forward=reshard_after_forward,
+        models.Tower(dim=9), units=[["layers.0", "layers.1"], ["layers.2"]], reshard_after_forward=reshard_after_forward
     )
     shown: list[bool] = []
     pair.adapter.submodule("layers.2").register_forward_pre_hook(
@@ -483,20 +448,16 @@ def test_unit_of_several_modules_is_gathered_once(rank: Rank, reshard_after_forw
 
 
 @contract("TRAINING-7")
-@world(2)
 @needs(Capability.GROUPED_UNIT, Capability.COUNTED_UNITS, Capability.UNUSED_MODULE)
 def test_member_that_does_not_run(rank: Rank) -> None:
     """A unit of which one module does not run is gathered once, freed after forward, and reduced once."""
     pair = rank.pair(shapes.SkippedMember(dim=9), units=[["used", "skipped"]], baseline="replicated", find_unused=True)
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+    for _ in checked_steps(pair, batches(rank, 2, (4, 9))):
         pair.check_counts("forward", all_gather=2)
         pair.check_counts("backward", all_gather=1, reduce_scatter=2)
 
 
 @contract("TRAINING-7")
-@world(2)
 @needs(Capability.GROUPED_UNIT, Capability.NON_ROOT_FORWARD, Capability.AUTOGRAD_CALLS)
 def test_chunks_of_a_head(rank: Rank) -> None:
     """A head in a shared unit, which the loss calls for chunks of the output, each with a backward, trains."""
@@ -546,13 +507,10 @@ class Headless(nn.Module):
 def test_other_forward_methods(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """A registered method, called by a parent instead of forward, gathers and trains as forward does."""
     pair = _with_registered_method(rank, reshard_after_forward)
-    for step in range(3):
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+    train_and_check(pair, batches(rank, 3, (4, 9)))
 
 
 @contract("TRAINING-8")
-@world(2)
 @needs(Capability.FORWARD_METHOD)
 def test_forward_methods_of_one_class(rank: Rank) -> None:
     """A method may be registered for several units of one class, each by itself, and several for one unit."""
@@ -560,13 +518,10 @@ def test_forward_methods_of_one_class(rank: Rank) -> None:
     pair = rank.pair(model, units=[["first"], ["second"]])
     for name, method in (("first", "features"), ("second", "features"), ("second", "stretched")):
         pair.adapter.register_forward_method(name, method)
-    for step in range(3):
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+    train_and_check(pair, batches(rank, 3, (4, 9)))
 
 
 @contract("TRAINING-8")
-@world(2)
 @needs(Capability.FORWARD_METHOD)
 def test_forward_method_of_one_module(rank: Rank) -> None:
     """A registered method may be one that user code has set on the module itself, over that of its class."""
@@ -575,13 +530,10 @@ def test_forward_method_of_one_module(rank: Rank) -> None:
     model.encoder.features = doubled  # type: ignore[method-assign]
     pair = rank.pair(model, units=[["encoder"], ["projector"]])
     pair.adapter.register_forward_method("encoder", "features")
-    for step in range(3):
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+    train_and_check(pair, batches(rank, 3, (4, 9)))
 
 
 @contract("TRAINING-8")
-@world(2)
 @needs(
     Capability.FORWARD_METHOD,
     Capability.REGISTERED_STATE,
@@ -626,7 +578,6 @@ def _with_registered_method(rank: Rank, reshard_after_forward: bool | int | None
 
 
 @contract("TRAINING-9")
-@world(2)
 @needs(Capability.INPUTS_TO_DEVICE, Hardware.ACCELERATOR)
 @pytest.mark.parametrize("form", ["positional", "tuple", "list", "dict", "nested", "keyword", "keyword-nested"])
 def test_inputs_move_to_device(rank: Rank, form: str) -> None:
@@ -649,7 +600,6 @@ def test_inputs_move_to_device(rank: Rank, form: str) -> None:
 
 
 @contract("TRAINING-9")
-@world(2)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_root_without_inputs(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """A root whose forward takes nothing trains as any other."""
@@ -667,13 +617,12 @@ def test_gathers_wait_for_the_step(rank: Rank, is_tied: bool) -> None:
     """Gathers that wait for an event after the optimizer's step, instead of its stream, still see the new values."""
     pair = _with_event_after_step(rank, [DELAYS["before-step"]], is_tied=is_tied)
     batches = [rank.tokens(step, (2, 8), vocabulary=11) for step in range(3)]
-    for tokens in batches:
-        pair.step(tokens)
+    for batch in batches:
+        pair.step(batch)
     pair.check()
 
 
 @contract("TRAINING-10")
-@world(2)
 @needs(Capability.POST_OPTIM_EVENT, Capability.SHARDED, Hardware.STREAMS)
 def test_gathers_wait_for_the_event_alone(rank: Rank) -> None:
     """The first gather after the step begins while work that follows the event still occupies the step's stream."""
@@ -704,8 +653,7 @@ def test_gathers_wait_for_the_event_alone(rank: Rank) -> None:
 
 def _with_event_after_step(rank: Rank, delays: Sequence[Delay], *, is_tied: bool) -> Pair:
     """A pair that records an event after each optimizer's step and passes it on."""
-    model = models.Transformer(models.TransformerConfig(is_tied=is_tied))
-    pair = rank.pair(model, units=model.units(), delays=delays)
+    pair = pair_by_units(rank, models.Transformer(models.TransformerConfig(is_tied=is_tied)), delays=delays)
     optimizer = pair.adapter.optimizer
     assert optimizer is not None
     streams = torch.get_device_module(rank.device)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardproof.suites.common import batches, checked_steps, train_and_check
 from shardproof.testing import (
     Capability,
     Drawn,
@@ -122,7 +123,7 @@ class Normed(nn.Module):
         return out
 
 
-pytestmark = needs(Capability.WRAPPING_POLICY, Capability.COUNTED_UNITS)
+pytestmark = [needs(Capability.WRAPPING_POLICY, Capability.COUNTED_UNITS), world(2)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,9 +202,7 @@ BESIDE_IGNORED = {
     ),
     "large-enough": Rule(WrapPolicy("size", min_numel=79), BLOCKS, ignored=("blocks.1.inner",)),
     "a-block": Rule(
-        WrapPolicy("size", min_numel=42),
-        ("entry", "blocks.1.inner", "blocks.1.back"),
-        ignored=("blocks.0",),
+        WrapPolicy("size", min_numel=42), ("entry", "blocks.1.inner", "blocks.1.back"), ignored=("blocks.0",)
     ),
     "classes": Rule(WrapPolicy("classes", classes=(PartsBlock,)), ("blocks.1",), ignored=("blocks.0",)),
     "objects": Rule(WrapPolicy("objects", classes=(PartsBlock,)), ("blocks.1",), ignored=("blocks.0",)),
@@ -211,7 +210,6 @@ BESIDE_IGNORED = {
 
 
 @contract("WRAPPING-1")
-@world(2)
 @each_value("rule")
 @pytest.mark.parametrize("rule", BY_SIZE)
 def test_by_size(rank: Rank, rule: str) -> None:
@@ -220,7 +218,6 @@ def test_by_size(rank: Rank, rule: str) -> None:
 
 
 @contract("WRAPPING-2")
-@world(2)
 @each_value("rule")
 @pytest.mark.parametrize("rule", BY_CHOICE)
 def test_by_choice(rank: Rank, rule: str) -> None:
@@ -229,7 +226,6 @@ def test_by_choice(rank: Rank, rule: str) -> None:
 
 
 @contract("WRAPPING-2")
-@world(2)
 def test_by_hand_after_an_error(rank: Rank) -> None:
     """An error between the calls that make units by hand ends their context: the next one works as the first."""
 
@@ -242,7 +238,6 @@ def test_by_hand_after_an_error(rank: Rank) -> None:
 
 
 @contract("WRAPPING-2")
-@world(2)
 @each_value("rule")
 @pytest.mark.parametrize("rule", ["classes", "objects"])
 def test_module_in_two_places(rank: Rank, rule: Literal["classes", "objects"]) -> None:
@@ -250,15 +245,12 @@ def test_module_in_two_places(rank: Rank, rule: Literal["classes", "objects"]) -
     shared = nn.Linear(6, 6)
     model = nn.Sequential(nn.Linear(6, 6), shared, nn.Tanh(), shared)
     pair = rank.pair(model, units=[["0"], ["1"]], wraps=WrapPolicy(rule, classes=(nn.Linear,)))
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 6)))
-        pair.check()
+    train_and_check(pair, batches(rank, 2, (4, 6)))
     first, second = (pair.adapter.module.get_submodule(name) for name in ("1", "3"))
     assert first is second, f"in the two places of one module are {first} and {second}"
 
 
 @contract("WRAPPING-5")
-@world(2)
 def test_by_hand_within_by_hand(rank: Rank) -> None:
     """A context in which user code wraps by hand is refused within another."""
     inner = WrapPolicy("by-hand", chooses=lambda module: False)
@@ -268,22 +260,18 @@ def test_by_hand_within_by_hand(rank: Rank) -> None:
         return False
 
     outer = WrapPolicy("by-hand", chooses=nests)
-    refusal = Refusal(rank, lambda: sharded(rank, Parts().to(rank.device), wraps=outer))
-    refusal.check_names("autowrap", "enable_wrap")
+    Refusal(rank, lambda: sharded(rank, Parts().to(rank.device), wraps=outer)).check_names("autowrap", "enable_wrap")
 
 
 @contract("WRAPPING-5")
-@world(2)
 @pytest.mark.parametrize("answer", [None, 3], ids=["nothing", "a-number"])
 def test_answers_that_a_rule_cannot_give(rank: Rank, answer: Any) -> None:
     """A rule whose result is neither a bool nor the options of a unit is refused with that result."""
     policy = WrapPolicy("custom", chooses=lambda module: answer)
-    refusal = Refusal(rank, lambda: sharded(rank, Parts().to(rank.device), wraps=policy))
-    refusal.check_names(f"returned {answer}")
+    Refusal(rank, lambda: sharded(rank, Parts().to(rank.device), wraps=policy)).check_names(f"returned {answer}")
 
 
 @contract("WRAPPING-2")
-@world(2)
 @each_value("option")
 @pytest.mark.parametrize(
     "option",
@@ -340,7 +328,6 @@ def test_units_of_replicas(rank: Rank, as_groups: bool) -> None:
 
 
 @contract("WRAPPING-3")
-@world(2)
 @needs(Capability.IGNORED_MODULES)
 @each_value("rule")
 @pytest.mark.parametrize("rule", BESIDE_IGNORED)
@@ -354,7 +341,6 @@ def test_beside_ignored_modules(rank: Rank, rule: str) -> None:
 
 
 @contract("WRAPPING-4")
-@world(2)
 @needs(Capability.MIXED_PRECISION)
 def test_batch_norm_in_full_precision(rank: Rank) -> None:
     """With a compute dtype, batch normalisation becomes a unit without one; its output has its input's dtype."""
@@ -376,7 +362,6 @@ def test_batch_norm_in_full_precision(rank: Rank) -> None:
 
 
 @contract("WRAPPING-4")
-@world(2)
 @needs(Capability.MIXED_PRECISION, Capability.IGNORED_MODULES)
 def test_ignored_batch_norm(rank: Rank) -> None:
     """An ignored batch normalisation becomes no unit, with a compute dtype either."""
@@ -393,7 +378,6 @@ def test_ignored_batch_norm(rank: Rank) -> None:
 
 
 @contract("WRAPPING-4")
-@world(2)
 @needs(Capability.MIXED_PRECISION, Capability.FULL_PRECISION_EVALUATION)
 def test_batch_norm_after_a_step(rank: Rank) -> None:
     """A batch normalisation's output has its current input's dtype: after a bfloat16 step, float32 in an evaluation."""
@@ -420,9 +404,7 @@ def train(rank: Rank, rule: Rule, **options: Any) -> Pair:
     units = [[name] for name in rule.units]
     pair = rank.pair(model, units=units, wraps=rule.policy, ignored=ignored, ignored_modules=rule.ignored, **options)
     replicas = {"all_reduce": len(units) + 1} if "mesh" in options else {}
-    for step in range(2):
-        pair.step(rank.batch(step, (4, 6)))
-        pair.check()
+    for _ in checked_steps(pair, batches(rank, 2, (4, 6))):
         pair.check_counts("forward", all_gather=len(units) + 1)
         gathers = len(units) - len(rule.keeps)
         pair.check_counts("backward", all_gather=gathers, reduce_scatter=len(units) + 1, **replicas)
