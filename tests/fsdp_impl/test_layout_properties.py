@@ -8,6 +8,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from fsdp_impl.common.collectives import reshard
 from fsdp_impl.common.layout import chunk_rows, contiguous_stride, shard_rows
 from fsdp_impl.per_parameter import reduction
 from fsdp_impl.per_parameter.layout import (
@@ -96,8 +97,8 @@ def test_slots_are_aligned_and_fill_the_buffer_alike_on_every_rank(params: Param
             assert other.size == shard_size(params.sizes[index], params.world, rank, params.dims[index])
             nbytes = other.size.numel() * other.dtype.itemsize
             assert nbytes <= slot.extent * first.dtype.itemsize
-            # Cut along another dimension there is no padding.
-            assert params.dims[index] == 0 or nbytes == slot.extent * first.dtype.itemsize
+            # Rows are padded to those of the first rank; cut along another dimension there is no padding.
+            assert (params.dims[index] == 0 and rank > 0) or nbytes == slot.extent * first.dtype.itemsize
     assert taken == [1] * first.numel
     assert {layout.order for layout in layouts} == {first.order}
     assert sum(split_sizes(first)) == first.numel
@@ -174,3 +175,16 @@ def test_a_tensor_parallel_shard_is_placed_where_it_was_cut(
     for rank, claimed in enumerate(shard._split_tensor(full, world, with_padding=False)[0]):
         for other, part in enumerate(Shard(own)._split_tensor(claimed, parallel, with_padding=False)[0]):
             assert torch.equal(part, full.chunk(parallel, own)[other].chunk(world, dim)[rank])
+
+
+def test_reshard_frees_the_bytes_and_keeps_the_tensors() -> None:
+    sizes = [torch.Size(size) for size in ([5, 2], [3], [0, 3])]
+    unsharded = UnshardedBuffer(sizes, build_layout(sizes, [torch.float32] * 3, 2, 0), torch.device("cpu"))
+    first = unsharded.tensors[0]
+    unsharded.allocate()
+    assert first.untyped_storage().size() >= sum(size.numel() for size in sizes) * 4
+    reshard(unsharded, unit="layer")
+    assert first.untyped_storage().size() == 0
+    unsharded.allocate()
+    first.fill_(1.0)
+    assert unsharded.tensors[0] is first
