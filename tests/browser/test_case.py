@@ -5,7 +5,6 @@ import json
 import pytest
 from selenium.webdriver.common.keys import Keys
 
-from shardproof.reports import CaseRecord
 from tests.browser import runs
 from tests.reports import samples
 from tests.reports.test_page import EXPLANATION, HOSTILE, full_of
@@ -127,9 +126,6 @@ def test_the_plotting_library_waits_for_the_first_plot(browser, small):
     assert browser.run("return typeof window.Plotly") == "object"
 
 
-@pytest.mark.skipif(
-    not {"explanation", "peak_bytes"} <= CaseRecord.__dataclass_fields__.keys(), reason="this reader has no --explain"
-)
 def test_where_the_runs_first_diverge(browser, written):
     case = runs.failed("test_explained", explanation=EXPLANATION, peak_bytes=[1000, 2500])
     browser.open(written(samples.run(case)), "#case=suites/test_autograd.py::test_explained")

@@ -502,7 +502,7 @@ def test_what_had_ended_when_the_run_was_ended_is_in_the_journal(tmp_path, numbe
     assert verdicts.items() <= known.items() and (workers or verdicts == known)
     assert len(left.cases) + len(left.not_run) == 6
     ranks = [int(path.stem.rpartition("-")[2]) for path in tmp_path.glob("*.pid")]
-    until = time.monotonic() + 10
+    until = time.monotonic() + 5
     while any(map(is_alive, ranks)) and time.monotonic() < until:
         time.sleep(0.05)
     assert not any(map(is_alive, ranks))

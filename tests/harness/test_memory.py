@@ -1,4 +1,4 @@
-"""The census of tensors: what counts, and that garbage does not."""
+"""The census of tensors: what counts, and that garbage does not; what is freed where models are kept."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from torch import nn
 
 from shardproof.harness.tensors import memory
 
@@ -93,3 +94,20 @@ def test_each_storage_counts_once():
     assert memory.bytes_of([whole, whole]) == NUMEL * whole.element_size()
     del whole, parts
     assert memory.held_bytes(CPU) == before
+
+
+def test_all_tensors_are_freed_however_they_are_nested():
+    parameter = nn.Parameter(torch.ones(4))
+    parameter.grad = torch.ones(4)
+    state = {parameter: {"momentum": torch.ones(4), "step": 3}, "names": ["weight"]}
+    view = torch.ones(2, 4)[0]
+    memory.free([(parameter, parameter.grad, None), state, {"views": [view]}])
+    tensors = [parameter, parameter.grad, state[parameter]["momentum"], view]
+    assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [0] * 4
+
+
+def test_memory_of_others_stays():
+    """Pinned memory cannot be resized either, and there is none without a device."""
+    tensor = torch.frombuffer(bytearray(16), dtype=torch.float32)
+    memory.free([tensor])
+    assert tensor.tolist() == [0.0] * 4

@@ -101,14 +101,6 @@ def report_of(number, longrepr, **record):
     return types.SimpleNamespace(nodeid=f"a.py::test[{number}]", longrepr=longrepr, shardproof=case)
 
 
-def test_failures_that_are_alike_end_with_the_command_of_the_first():
-    reports = [report_of(number, f"fail: title: it differs\nreproduce: (cd / && pytest {number})") for number in (1, 2)]
-    (shown,) = first_of_each_kind(reports, width=80)
-    lines = shown.longrepr.splitlines()
-    assert lines[1].startswith("1 more fail alike")
-    assert lines[-1] == "reproduce: (cd / && pytest 1)"
-
-
 def test_what_explains_one_failure_does_not_tell_it_from_others():
     explained = [
         report_of(
