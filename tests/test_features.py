@@ -1,11 +1,13 @@
-"""docs/features.md and the table of README.md are those that the contract and the suites give."""
+"""docs/features.md and the table of README.md are those that the contract and the suites give, which agree."""
 
 import importlib
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from planted.table import contract_marks
 from tests import warm
 
 ROOT = Path(__file__).parents[1]
@@ -30,6 +32,19 @@ def test_the_tables_are_up_to_date():
     command = [warm.python(), "docs/make_features.py", "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_numbers_of_requirements_are_given_once():
+    ids = re.findall(r"^\| ([A-Z]+-\d+) \|", (ROOT / "docs/contract.md").read_text(), flags=re.MULTILINE)
+    assert len(ids) == len(set(ids)) > 0
+
+
+def test_every_case_names_a_requirement_of_its_chapter():
+    for case, ids in contract_marks().items():
+        # A long chapter has several files, whose names begin with it.
+        chapter = re.split("[_.]", case.partition("test_")[2])[0].upper()
+        assert ids, f"{case} names no requirement"
+        assert all(name.startswith(f"{chapter}-") for name in ids), f"{case} names {ids}"
 
 
 def test_rows(make_features):

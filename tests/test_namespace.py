@@ -40,40 +40,26 @@ CASE = f"""
 from shardproof.testing import world
 import shardproof.harness.plugin.marks, shardproof.harness.models.parallel
 
-from tests import warm
-# MORE
 @world(2)
 def test_ranks(rank):
     assert shared_files() == {{}}
 """
 
 
-def run_beside_a_suite(tmp_path, target, more=""):
-    """Run a file of cases and one case of the suites, named by `target`, with a plugin that looks at the controller."""
+@pytest.mark.parametrize("folder", ["suites", "shardproof/suites"])
+def test_one_name_for_each_file(tmp_path, folder):
+    """In a run of a file of cases and of one case of the suites, with a plugin that looks at the controller."""
     (tmp_path / "look.py").write_text(PLUGIN)
-    (tmp_path / "test_names.py").write_text(CASE.replace("# MORE", more))
+    (tmp_path / "test_names.py").write_text(CASE)
     options = ["--impl", "reference", "--device", "cpu", "--world", "2", "-p", "no:cacheprovider", "-p", "look", "-s"]
     paths = filter(None, [str(ROOT), str(tmp_path), os.environ.get("PYTHONPATH")])
     env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    cases = [str(tmp_path / "test_names.py"), target, "-k", "ranks or 16x15"]
+    cases = [str(tmp_path / "test_names.py"), str(ROOT / folder / "test_training.py"), "-k", "ranks or 16x15"]
     command = [warm.python(), "-m", "pytest", *cases, *options]
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
-
-
-@pytest.mark.parametrize("folder", ["suites", "shardproof/suites"])
-def test_one_name_for_each_file(tmp_path, folder):
-    done = run_beside_a_suite(tmp_path, str(ROOT / folder / "test_training.py"))
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "controller: {} []\n" in done.stdout
     assert "reference: 2 pass" in done.stdout
-
-
-def test_a_second_name_is_noticed(tmp_path):
-    more = "sys.modules['second.marks'] = sys.modules['shardproof.harness.plugin.marks']"
-    done = run_beside_a_suite(tmp_path, str(ROOT / "suites/test_training.py"), more=more)
-    assert done.returncode == 1
-    assert "harness/plugin/marks.py': ['second.marks', 'shardproof.harness.plugin.marks']" in done.stdout
-    assert "controller: {}" not in done.stdout
 
 
 @pytest.mark.parametrize("name", ["harness", "harness.plugin.marks", "reports", "reports.texts"])

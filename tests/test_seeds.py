@@ -66,17 +66,6 @@ def test_the_suites_have_every_combination(items):
     assert sum(test["combinations"] for test in TABLE["seeds"].values()) == 230
 
 
-@pytest.mark.parametrize("entry", TABLE["always"], ids=lambda entry: entry["case"].partition("::")[2])
-def test_a_value_that_is_deleted_from_a_case_is_noticed(items, entry):
-    case = entry["case"]
-    assert f"{case}[] has no item" in problems({"always": [{"case": case}], "seeds": {}}, {**items, case: []})
-    for pair in set().union(*effort.product({name: one for name, one in entry.items() if isinstance(one, list)})):
-        left = [item for item in items[case] if pair not in item.items()]
-        found = list(problems({"always": [entry], "seeds": TABLE["seeds"]}, {**items, case: left}))
-        assert f"{case} has no {_show([pair])}" in found
-        assert any(line.startswith(f"{case}[") and _show([pair]) in line for line in found)
-
-
 def test_a_wrong_table(items):
     (seed, ran), case = next(iter(TABLE["seeds"].items())), TABLE["always"][0]["case"]
     wrong = {"always": [{"case": case, "seed": "gone", "norm": [1]}], "seeds": {seed: ran}}

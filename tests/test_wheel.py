@@ -218,10 +218,10 @@ def test_a_failure_is_reproduced_from_another_directory(neighbour, path):
     done = run("-m", "shardproof", "run", case, *options, cwd=neighbour, path=path)
     (line,) = {line for line in done.stdout.splitlines() if line.startswith("reproduce: ")}
     line = line.removeprefix("reproduce: ")
-    assert f" -m shardproof run '{case}[wrong:Wrong-w2-16x15-15x8]' " in line
+    assert f" -m shardproof run '{case}[wrong:Wrong-w2-16x15-15x8]' --impl wrong:Wrong --device cpu)" in line
     again = subprocess.run(["bash", "-c", line], cwd="/", capture_output=True, text=True, timeout=240)
     assert again.returncode == 1 and "1 failed" in again.stdout, again.stdout + again.stderr
-    assert "gradient of " in again.stdout
+    assert "gradient of " in again.stdout and f"\nreproduce: {line}\n" in again.stdout, "it reproduces itself"
 
 
 def test_commands_that_do_not_exist(tmp_path, path):

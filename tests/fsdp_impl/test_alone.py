@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import fsdp_impl
@@ -148,20 +147,6 @@ def test_what_only_the_first_forward_can_see(
         module(batch())
 
 
-def test_meta_parameters_are_named_all_at_once_and_forward_works_after_materialising() -> None:
-    with torch.device("meta"):
-        module = two_layers()
-    fully_shard(module[0])
-    fully_shard(module)
-    with pytest.raises(RuntimeError, match=r"still on meta device: \['1.weight', '1.bias', '0.weight', '0.bias'\]"):
-        module(batch())
-    module.to_empty(device="cpu")
-    for layer in module:
-        layer.reset_parameters()
-    module(batch()).sum().backward()
-    assert all(param.grad is not None for param in module.parameters())
-
-
 @pytest.mark.parametrize("value", [1, None, "True"])
 def test_set_reshard_after_forward_takes_a_bool(value: Any) -> None:
     module = fully_shard(nn.Linear(4, 4))
@@ -176,19 +161,6 @@ def test_no_collectives_at_shard_size_one() -> None:
     with CommDebugMode() as comm:
         module(batch()).sum().backward()
     assert comm.get_total_counts() == 0
-
-
-def test_the_first_forward_moves_no_shard_so_that_an_earlier_state_dict_stays_live() -> None:
-    module = two_layers()
-    fully_shard(module[0])
-    fully_shard(module)
-    early = module.state_dict()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    module(batch()).sum().backward()
-    optimizer.step()
-    for name, param in module.named_parameters():
-        assert isinstance(param, DTensor)
-        assert early[name].to_local().data_ptr() == param.to_local().data_ptr()
 
 
 def test_a_groups_shards_share_one_storage_and_so_do_its_gradients() -> None:

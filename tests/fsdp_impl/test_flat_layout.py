@@ -1,59 +1,85 @@
-"""Where parameters lie in a flat parameter."""
+"""What holds of every flat parameter: of tensors of any sizes, in any order of their dimensions, over any world."""
+
+from typing import Any
 
 import pytest
 import torch
 
-from fsdp_impl.flat.layout import alignment_of, build_flat_layout, flattened, is_dense, stride_of
+from fsdp_impl.flat.layout import FlatLayout, alignment_of, build_flat_layout, flattened, is_dense, stride_of
+from tests.fsdp_impl.properties import given, st
 
 
-def layout_of(*sizes: tuple[int, ...], world: int = 2, alignment: int = 1):
-    tensors = [torch.empty(size) for size in sizes]
-    return build_flat_layout([t.size() for t in tensors], [t.stride() for t in tensors], world, alignment=alignment)
+@st.composite
+def tensors(draw: Any) -> torch.Tensor:
+    """With the dimensions in any order, and perhaps with gaps between the elements; no element is zero."""
+    size = draw(st.lists(st.integers(0, 5), min_size=1, max_size=3))
+    steps = draw(st.lists(st.sampled_from([1, 1, 1, 2]), min_size=len(size), max_size=len(size)))
+    order = draw(st.permutations(range(len(size))))
+    whole = torch.empty([length * step for length, step in zip(size, steps, strict=True)]).permute(order)
+    view = whole[tuple(slice(None, None, steps[dim]) for dim in order)]
+    return view.copy_((torch.arange(view.numel()) + 1).view(view.size()))
 
 
-def test_without_alignment_there_are_no_gaps():
-    layout = layout_of((3, 2), (5,), (2,))
-    assert [piece.offset for piece in layout.pieces] == [0, 6, 11]
-    assert (layout.numel, layout.shard_numel, layout.padded_numel) == (13, 7, 14)
+def lay_out(found: list[torch.Tensor], world: int, alignment: int) -> tuple[FlatLayout, torch.Tensor]:
+    """The layout of ``found``, and their flat parameter."""
+    layout = build_flat_layout([t.size() for t in found], [stride_of(t) for t in found], world, alignment=alignment)
+    flat = torch.zeros(layout.padded_numel)
+    for tensor, piece in zip(found, layout.pieces, strict=True):
+        flat[piece.offset : piece.offset + piece.numel] = flattened(tensor)
+    return layout, flat
 
 
-def test_each_parameter_is_aligned_and_the_end_is_padded_for_the_ranks_only():
-    layout = layout_of((5, 7), (7,), alignment=alignment_of(torch.float32))
-    assert [piece.offset for piece in layout.pieces] == [0, 36]
-    assert (layout.numel, layout.shard_numel) == (43, 22)
-    spans = [[layout.span(index, rank).numel for index in range(2)] for rank in range(2)]
-    assert spans == [[22, 0], [13, 7]]
+GROUPS = {
+    "found": st.lists(tensors(), min_size=1, max_size=5),
+    "world": st.integers(1, 8),
+    "alignment": st.sampled_from([1, 2, 4, 8]),
+}
 
 
-@pytest.mark.parametrize("dtype, expected", [(torch.float64, 2), (torch.float32, 4), (torch.bfloat16, 8)])
-def test_alignment_is_16_bytes(dtype, expected):
-    assert alignment_of(dtype) == expected
+@given(**GROUPS)
+def test_parameters_are_aligned_and_come_back_as_they_were(
+    found: list[torch.Tensor], world: int, alignment: int
+) -> None:
+    layout, flat = lay_out(found, world, alignment)
+    end = 0
+    for piece in layout.pieces:
+        assert piece.offset % alignment == 0
+        assert 0 <= piece.offset - end < alignment
+        end = piece.offset + piece.numel
+    assert 0 <= layout.padded_numel - layout.numel < world
+    assert layout.numel == end
+    for back, tensor in zip(layout.split(flat), found, strict=True):
+        assert torch.equal(back, tensor)
+        assert back.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+        assert not is_dense(tensor) or back.stride() == tensor.stride()
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 7, 20])
-@pytest.mark.parametrize("alignment", [1, 4])
-def test_spans_cover_every_element_once(world, alignment):
-    sizes = [(3, 2), (5,), (1, 1, 1), (4,)]
-    layout = layout_of(*sizes, world=world, alignment=alignment)
-    flat = torch.arange(layout.padded_numel)
+@given(**GROUPS)
+def test_spans_are_the_parts_that_shards_hold(found: list[torch.Tensor], world: int, alignment: int) -> None:
+    layout, flat = lay_out(found, world, alignment)
     shards = flat.view(world, layout.shard_numel)
-    for index, tensor in enumerate(layout.split(flat)):
+    held = 0
+    for index, tensor in enumerate(found):
         parts = []
         for rank in range(world):
             span = layout.span(index, rank)
-            parts.append(shards[rank][span.offset : span.offset + span.numel])
-            assert span.numel == 0 or span.start == sum(len(part) for part in parts[:-1])
-        assert torch.equal(torch.cat(parts), tensor.reshape(-1))
-        assert tensor.size() == torch.Size(sizes[index])
+            if span.numel:
+                assert span.start == sum(part.numel() for part in parts)
+                parts.append(shards[rank][span.offset : span.offset + span.numel])
+        held += sum(part.numel() for part in parts)
+        whole = torch.cat(parts) if parts else torch.empty(0)
+        assert torch.equal(whole, flattened(tensor))
+    assert held == int(flat.count_nonzero()), "padding has values"
 
 
-def test_dense_parameters_keep_their_order_of_dimensions():
+@pytest.mark.parametrize("dtype, expected", [(torch.float64, 2), (torch.float32, 4), (torch.bfloat16, 8)])
+def test_alignment_is_16_bytes(dtype: torch.dtype, expected: int) -> None:
+    assert alignment_of(dtype) == expected
+
+
+def test_dense_parameters_keep_their_order_of_dimensions() -> None:
     channels_last = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     gaps = torch.randn(4, 6)[:, ::2]
     assert is_dense(channels_last) and not is_dense(gaps)
-    for tensor in (channels_last, gaps, torch.randn(3, 4).t()):
-        layout = build_flat_layout([tensor.size()], [stride_of(tensor)], 1)
-        (back,) = layout.split(flattened(tensor))
-        assert torch.equal(back, tensor)
     assert stride_of(channels_last) == channels_last.stride()
     assert stride_of(gaps) == (3, 1)

@@ -1,83 +1,188 @@
-"""Where shards lie, checked against torch.chunk."""
+"""What holds of every layout and every cut: parameters of any sizes, dimensions and dtypes, over any world."""
 
-import pytest
+import math
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
 import torch
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdp_impl.common.collectives import reshard
 from fsdp_impl.common.layout import chunk_rows, contiguous_stride, shard_rows
-from fsdp_impl.per_parameter.layout import UnshardedBuffer, build_layout, shard_view, split_sizes
+from fsdp_impl.per_parameter import reduction
+from fsdp_impl.per_parameter.layout import (
+    Layout,
+    UnshardedBuffer,
+    build_layout,
+    copy_out,
+    shard_size,
+    shard_view,
+    split_sizes,
+)
+from fsdp_impl.per_parameter.param import _parts, _shard
+from tests.fsdp_impl.properties import given, st
 
-SIZES = [torch.Size(size) for size in ([5, 2], [3], [1, 4], [8, 1, 2], [0, 3])]
+DTYPES = [torch.uint8, torch.bfloat16, torch.float16, torch.float32, torch.float64]
+WORLDS = st.integers(1, 6)
 
 
-def cut(full: torch.Tensor, world: int, rank: int) -> torch.Tensor:
-    chunks = torch.chunk(full, world)
-    return chunks[rank] if rank < len(chunks) else full[:0]
+class Params(NamedTuple):
+    """Parameters of one group, whole: sizes, the dimensions that they are cut along, and dtypes."""
+
+    world: int
+    sizes: list[torch.Size]
+    dims: list[int]
+    dtypes: list[torch.dtype]
+
+    def layout(self, rank: int, world: int | None = None) -> Layout:
+        return build_layout(self.sizes, self.dtypes, world or self.world, rank, self.dims)
+
+    def values(self) -> list[torch.Tensor]:
+        """No element is zero, which padding is."""
+        return [
+            (torch.arange(size.numel()) % 200 + 1).view(size).to(dtype)
+            for size, dtype in zip(self.sizes, self.dtypes, strict=True)
+        ]
+
+    def part(self, tensor: torch.Tensor, index: int, rank: int, world: int | None = None) -> torch.Tensor:
+        dim = self.dims[index]
+        return tensor.narrow(dim, *shard_rows(tensor.size(dim), world or self.world, rank))
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("rows", [0, 1, 2, 5, 8, 9])
-def test_rows_are_cut_as_torch_chunk_cuts_them(rows: int, world: int) -> None:
+@st.composite
+def groups(draw: Any, *, one_dtype: bool = False, worlds: Any = WORLDS) -> Params:
+    world = draw(worlds)
+    number = draw(st.integers(1, 5))
+    sizes, dims = [], []
+    for _ in range(number):
+        size = draw(st.lists(st.integers(0, 7), min_size=1, max_size=3))
+        dim = draw(st.integers(0, len(size) - 1))
+        if dim > 0:
+            size[dim] = world * draw(st.integers(0, 3))  # what fully_shard asks for
+        sizes.append(torch.Size(size))
+        dims.append(dim)
+    same = draw(st.sampled_from(DTYPES))
+    dtypes = [same if one_dtype else draw(st.sampled_from(DTYPES)) for _ in sizes]
+    return Params(world, sizes, dims, dtypes)
+
+
+@given(rows=st.integers(0, 60), world=st.integers(1, 20))
+def test_chunks_are_those_of_torch_and_cover_the_rows(rows: int, world: int) -> None:
     full = torch.arange(rows)
-    for rank in range(world):
-        start, count = shard_rows(rows, world, rank)
-        assert torch.equal(full.narrow(0, start, count), cut(full, world, rank))
-        assert count <= chunk_rows(rows, world)
+    cut = [full.narrow(0, *shard_rows(rows, world, rank)) for rank in range(world)]
+    assert torch.equal(torch.cat(cut), full)
+    assert all(piece.numel() <= chunk_rows(rows, world) for piece in cut)
+    expected = torch.chunk(full, world) if rows else ()
+    assert [piece.tolist() for piece in cut if piece.numel()] == [piece.tolist() for piece in expected]
 
 
-@pytest.mark.parametrize("size", [[], [3], [2, 3], [4, 0, 2], [0, 3], [2, 3, 4]])
+@given(size=st.lists(st.integers(0, 6), max_size=4))
 def test_strides_are_those_of_a_new_tensor(size: list[int]) -> None:
     assert contiguous_stride(size) == torch.empty(size).stride()
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_slots_fill_the_buffer_without_gap_or_overlap(world: int) -> None:
-    layout = build_layout(SIZES, [torch.float32] * len(SIZES), world, 0)
-    covered = [layout.slots[index].offset for index in layout.order]
-    assert covered == [sum(split_sizes(layout)[:index]) for index in range(len(SIZES))]
-    assert sum(split_sizes(layout)) == layout.numel
+@given(params=groups())
+def test_slots_are_aligned_and_fill_the_buffer_alike_on_every_rank(params: Params) -> None:
+    layouts = [params.layout(rank) for rank in range(params.world)]
+    first = layouts[0]
+    taken = [0] * first.numel
+    for index, slot in enumerate(first.slots):
+        assert slot.offset * first.dtype.itemsize % slot.dtype.itemsize == 0
+        for place in range(slot.offset, slot.offset + slot.extent):
+            taken[place] += 1
+        for rank, layout in enumerate(layouts):
+            other = layout.slots[index]
+            assert (other.offset, other.extent, other.blocks) == (slot.offset, slot.extent, slot.blocks)
+            assert other.size == shard_size(params.sizes[index], params.world, rank, params.dims[index])
+            nbytes = other.size.numel() * other.dtype.itemsize
+            assert nbytes <= slot.extent * first.dtype.itemsize
+            # Rows are padded to those of the first rank; cut along another dimension there is no padding.
+            assert (params.dims[index] == 0 and rank > 0) or nbytes == slot.extent * first.dtype.itemsize
+    assert taken == [1] * first.numel
+    assert {layout.order for layout in layouts} == {first.order}
+    assert sum(split_sizes(first)) == first.numel
 
 
-def test_several_dtypes_share_a_buffer_of_bytes_with_aligned_offsets() -> None:
-    dtypes = [torch.uint8, torch.float64, torch.bfloat16, torch.float32, torch.int8]
-    layout = build_layout(SIZES, dtypes, 2, 0)
-    assert layout.dtype == torch.uint8
-    assert all(slot.offset % slot.dtype.itemsize == 0 for slot in layout.slots)
-    assert layout.numel == sum(
-        chunk_rows(size[0], 2) * size[1:].numel() * dtype.itemsize for size, dtype in zip(SIZES, dtypes, strict=True)
-    )
+@given(params=groups(), data=st.data())
+def test_a_gather_gives_the_parameters_back(params: Params, data: Any) -> None:
+    """Also one over fewer ranks, into memory that was made for all."""
+    apart = data.draw(st.sets(st.integers(0, len(params.sizes) - 1)), label="apart")
+    smaller = data.draw(st.sampled_from([n for n in range(1, params.world + 1) if params.world % n == 0]))
+    unsharded = UnshardedBuffer(params.sizes, params.layout(0), torch.device("cpu"), apart=apart)
+    values = params.values()
+    for world in (params.world, smaller):
+        unsharded.free()
+        unsharded.allocate()
+        versions = [tensor._version for tensor in unsharded.tensors]
+        rows = []
+        for rank in range(world):
+            layout = params.layout(rank, world)
+            buffer = torch.zeros(layout.numel, dtype=layout.dtype)
+            for index, (slot, value) in enumerate(zip(layout.slots, values, strict=True)):
+                view = shard_view(buffer, slot)
+                view.copy_(params.part(value, index, rank, world))
+                assert view.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+            rows.append(buffer)
+        copy_out(torch.stack(rows), layout, unsharded.targets(layout))
+        for tensor, value in zip(unsharded.tensors, values, strict=True):
+            assert torch.equal(tensor, value)
+        assert [tensor._version for tensor in unsharded.tensors] == versions
+    for index, tensor in enumerate(unsharded.tensors):
+        others = [other for place, other in enumerate(unsharded.tensors) if place != index]
+        if index in apart:
+            assert tensor.storage_offset() == 0
+            assert tensor.untyped_storage()._cdata not in {other.untyped_storage()._cdata for other in others}
 
 
-@pytest.mark.parametrize(
-    "dtypes", [[torch.float32] * 5, [torch.uint8, torch.float64, torch.half, torch.float32, torch.int8]]
-)
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_a_gather_of_all_buffers_gives_the_parameters_back(world: int, dtypes: list[torch.dtype]) -> None:
-    full = [torch.arange(size.numel()).view(size).to(dtype) for size, dtype in zip(SIZES, dtypes, strict=True)]
-    rows = []
-    for rank in range(world):
-        layout = build_layout(SIZES, dtypes, world, rank)
-        buffer = torch.zeros(layout.numel, dtype=layout.dtype)
-        for slot, tensor in zip(layout.slots, full, strict=True):
-            view = shard_view(buffer, slot)
-            view.copy_(cut(tensor, world, rank))
-            assert view.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
-        rows.append(buffer)
-    unsharded = UnshardedBuffer(SIZES, layout, torch.device("cpu"))
-    unsharded.allocate()
-    versions = [tensor._version for tensor in unsharded.tensors]
-    torch.split_with_sizes_copy(torch.stack(rows), split_sizes(layout), dim=1, out=unsharded.targets(layout))
-    for tensor, expected in zip(unsharded.tensors, full, strict=True):
-        assert torch.equal(tensor, expected)
-    assert [tensor._version for tensor in unsharded.tensors] == versions, "autograd would take the copy for a change"
+@given(params=groups(one_dtype=True))
+def test_gradients_are_packed_as_shards_are_laid_out(params: Params) -> None:
+    """Rank r's row of a reduction's input is what a buffer of rank r would hold; what was in the memory is gone."""
+    values = params.values()
+    layout = params.layout(0)
+    contributions = torch.full((params.world * layout.numel,), 99).to(layout.dtype)
+    named: Any = [SimpleNamespace(dim=dim) for dim in params.dims]
+    reduction._pack(named, values, layout, contributions)
+    for rank, row in enumerate(contributions.view(params.world, -1)):
+        own = params.layout(rank)
+        expected = torch.zeros(own.numel, dtype=own.dtype)
+        for index, (slot, value) in enumerate(zip(own.slots, values, strict=True)):
+            shard_view(expected, slot).copy_(params.part(value, index, rank))
+        assert torch.equal(row, expected)
+
+
+@given(shape=st.lists(st.integers(1, 4), min_size=1, max_size=4), data=st.data())
+def test_the_parts_of_a_dimension_are_those_of_the_mesh_that_cut_it(shape: list[int], data: Any) -> None:
+    kinds = st.sampled_from([Replicate(), Shard(0), Shard(1), _StridedShard(0, split_factor=2)])
+    placements = tuple(data.draw(kinds) for _ in shape)
+    start = data.draw(st.integers(0, len(shape)))
+    mesh: Any = SimpleNamespace(size=lambda index: shape[index])
+    for dim in (0, 1):
+        cutting = [n for n, one in zip(shape, placements, strict=True) if getattr(one, "dim", None) == dim]
+        assert _parts(mesh, placements, dim) == math.prod(cutting)
+    assert _parts(mesh, placements, 0, start=start) * _parts(mesh, placements[:start], 0) == _parts(mesh, placements, 0)
+
+
+@given(data=st.data(), parallel=st.integers(1, 4), world=WORLDS, dim=st.integers(0, 1), own=st.integers(0, 1))
+def test_a_tensor_parallel_shard_is_placed_where_it_was_cut(
+    data: Any, parallel: int, world: int, dim: int, own: int
+) -> None:
+    """Data parallelism cuts what tensor parallelism has cut before, and a DTensor lists it first."""
+    size = [parallel * world * data.draw(st.integers(1, 2)) for _ in range(2)]
+    full = torch.arange(math.prod(size)).view(size)
+    shard = _shard(dim, parallel if own == dim else 1)
+    assert isinstance(shard, Shard) == (own != dim or parallel == 1)
+    for rank, claimed in enumerate(shard._split_tensor(full, world, with_padding=False)[0]):
+        for other, part in enumerate(Shard(own)._split_tensor(claimed, parallel, with_padding=False)[0]):
+            assert torch.equal(part, full.chunk(parallel, own)[other].chunk(world, dim)[rank])
 
 
 def test_reshard_frees_the_bytes_and_keeps_the_tensors() -> None:
-    layout = build_layout(SIZES, [torch.float32] * len(SIZES), 2, 0)
-    unsharded = UnshardedBuffer(SIZES, layout, torch.device("cpu"))
+    sizes = [torch.Size(size) for size in ([5, 2], [3], [0, 3])]
+    unsharded = UnshardedBuffer(sizes, build_layout(sizes, [torch.float32] * 3, 2, 0), torch.device("cpu"))
     first = unsharded.tensors[0]
     unsharded.allocate()
-    assert first.untyped_storage().size() >= sum(size.numel() for size in SIZES) * 4
+    assert first.untyped_storage().size() >= sum(size.numel() for size in sizes) * 4
     reshard(unsharded, unit="layer")
     assert first.untyped_storage().size() == 0
     unsharded.allocate()

@@ -1,4 +1,4 @@
-"""How errors name units and parameters."""
+"""How errors and profiles name units and parameters."""
 
 from typing import Any
 
@@ -6,21 +6,13 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.profiler import ProfilerActivity, profile
 
-from fsdp_impl import CPUOffloadPolicy, fully_shard, register_fsdp_forward_method
+from fsdp_impl import CPUOffloadPolicy, fully_shard, register_fsdp_forward_method, validate_order
 from shardproof.harness.parity.rank import Rank
 from shardproof.testing import world
 from tests.fsdp_impl.flat_replicas import wrap_children
 from tests.fsdp_impl.replicas import batch, tower
-
-
-@world(1)
-def test_units_by_the_names_of_their_modules(rank: Rank) -> None:
-    model: Any = tower(4, 3)
-    for unit in (model[1], [model[2], model[3]], model):
-        fully_shard(unit, mesh=rank.mesh())
-    model(batch(rank, 0, (2, 4)))
-    assert [module._unit().group.label for module in (model[1], model[2], model)] == ["1", "2, 3", "(root)"]
 
 
 @world(2)
@@ -52,3 +44,19 @@ def test_a_forward_method_by_the_type_that_lacks_it(rank: Rank) -> None:
     module: Any = fully_shard(nn.Linear(2, 2), mesh=rank.mesh())
     with pytest.raises(ValueError, match=r"FSDPLinear.* does not have a method other"):
         register_fsdp_forward_method(module, "other")
+
+
+@world(1)
+def test_units_have_their_names_from_the_root(rank: Rank) -> None:
+    model: Any = tower(4)
+    for unit in ([model[1], model[2]], model[3], model):
+        fully_shard(unit, mesh=rank.mesh())
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        model(batch(rank, 0, (2, 4))).sum().backward()
+    found = {event.key for event in profiler.key_averages() if event.key.startswith(("FSDP::gather", "FSDP::reduce"))}
+    assert found == {f"FSDP::{what} ({unit})" for what in ("gather", "reduce") for unit in ("1, 2", "3", "(root)")}
+
+
+def test_a_model_without_units_has_no_order() -> None:
+    with pytest.raises(ValueError, match=r"Expects a model with FSDPModules but got .*Linear"):
+        validate_order(nn.Linear(2, 2))

@@ -25,7 +25,7 @@ def run(pytester, monkeypatch):
             if own_process or "-n" in options:
                 patch.setattr(sys, "executable", warm.python())
             if own_process:
-                return pytester.runpytest_subprocess(*QUIET, *options, timeout=120)
+                return pytester.runpytest_subprocess(*QUIET, *options, timeout=300)
             return pytester.runpytest_inprocess(*QUIET, *options)
 
     return run

@@ -13,22 +13,12 @@ import time
 import pytest
 import torch
 
-import shardproof.harness.adapters.replicas  # noqa: F401  (imported before inner runs, which forget what they import)
 from shardproof.harness.worlds.world import GRACE_SECONDS
 from tests import warm
-from tests.harness.inner import PYTHONPATH
+from tests.harness.inner import PYTHONPATH, QUIET
 
 DEADLINE = 3
-QUIET = (
-    "-p",
-    "no:cacheprovider",
-    "-p",
-    "shardproof.plugin",
-    "--impl",
-    "ddp",
-    "--deadline",
-    str(DEADLINE),
-)
+OPTIONS = (*QUIET, "--impl", "ddp", "--deadline", str(DEADLINE))
 
 FOLLOWED = """
 import ctypes, os, re, signal, sys, threading, time
@@ -61,7 +51,7 @@ def run(pytester, monkeypatch):
     def run(body, *options, within=DEADLINE + 5):
         body = body.strip().replace("\n", "\n    ")
         pytester.path.joinpath("test_inner.py").write_text(FOLLOWED.format(body=body))
-        result = pytester.runpytest_inprocess(*QUIET, *options)
+        result = pytester.runpytest_inprocess(*OPTIONS, *options)
         result.assert_outcomes(passed=2, failed=1)
         reports = result.reprec.getreports("pytest_runtest_logreport")
         # Of the world, without the queue for its cores.
@@ -97,12 +87,6 @@ dist.barrier()
     lines.fnmatch_lines(["fail: rank 1 of 2:", "ValueError: only here", "rank 0 of 2:", "*still waiting*"])
 
 
-def test_chaos_exception_on_all_ranks_is_told_once(run):
-    lines = run('raise RuntimeError("everywhere")')
-    lines.fnmatch_lines(["fail: every rank of 2:", "RuntimeError: everywhere"])
-    assert lines.lines.count("RuntimeError: everywhere") == 1
-
-
 def test_chaos_exception_without_a_text_that_cannot_be_pickled(run):
     lines = run(
         """
@@ -115,21 +99,6 @@ raise Odd()
 """
     )
     lines.fnmatch_lines(["fail: every rank of 2:", "*Odd*"])
-
-
-def test_chaos_exception_in_a_backward_hook(run):
-    lines = run(
-        """
-def refuse(gradient):
-    raise RuntimeError(f"hook of rank {rank.index}")
-x = torch.ones(2, requires_grad=True)
-x.register_hook(refuse)
-if rank.index == 0:
-    x.sum().backward()
-dist.barrier()
-"""
-    )
-    lines.fnmatch_lines(["fail: rank 0 of 2:", "RuntimeError: hook of rank 0"])
 
 
 def test_chaos_exception_in_another_thread(run):
@@ -145,23 +114,17 @@ thread.join()
     lines.fnmatch_lines(["fail: every rank of 2:", "RuntimeError: in a thread", "*an exception ended the worker"])
 
 
-def test_chaos_out_of_memory_on_the_host(run):
-    run("torch.empty(1 << 60, dtype=torch.uint8)").fnmatch_lines(["fail: every rank of 2:", "*allocate*"])
-
-
 # Dying
 
 
 @pytest.mark.parametrize(
     ("body", "ending"),
     [
-        ("if rank.index == 1: os._exit(7)\ndist.barrier()", "exit code 7"),
         ("if rank.index == 1: os._exit(0)\ndist.barrier()", "exit code 0"),
         ("if rank.index == 1: sys.stdout.flush(); os.abort()\ndist.barrier()", "killed by SIGABRT"),
-        ("if rank.index == 1: os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()", "killed by SIGKILL"),
         ("if rank.index == 1: ctypes.string_at(0)\ndist.barrier()", "killed by SIGSEGV"),
     ],
-    ids=["exit-7", "exit-0", "abort", "sigkill", "sigsegv"],
+    ids=["exit-0", "abort", "sigsegv"],
 )
 def test_chaos_rank_dies(run, body, ending):
     lines = run(body, within=GRACE_SECONDS + 3)
@@ -188,25 +151,6 @@ def test_chaos_rank_spins_holding_the_gil(run):
             "rank 0 is at File *test_inner.py*, line 15 in test_wrong, before any collective of the case",
         ]
     )
-
-
-def test_chaos_rank_skips_a_collective(run):
-    lines = run(
-        """
-dist.all_reduce(torch.ones(4, device=rank.device))
-if rank.index == 0:
-    dist.all_reduce(torch.ones(8, device=rank.device))
-dist.barrier()
-rank.exchange(None)
-"""
-    )
-    lines.fnmatch_lines(
-        [
-            "last collectives, and the ranks that entered them:",
-            "  2 on ranks 0-1: all_reduce sum float32 32 B, rank 0 only",
-        ]
-    )
-    assert "hang: " in lines.str()
 
 
 def test_chaos_rank_that_has_finished_is_missing(run):
@@ -359,21 +303,18 @@ def started(command, **options):
 @pytest.mark.parametrize(
     ("signals", "own_hash_seeds"),
     [
-        ([signal.SIGINT], False),
         ([signal.SIGINT, signal.SIGINT], False),
-        ([signal.SIGTERM], False),
-        ([signal.SIGKILL], False),
         ([signal.SIGINT], True),
         ([signal.SIGKILL], True),
     ],
-    ids=["ctrl-c", "ctrl-c-twice", "sigterm", "sigkill", "ctrl-c-own-hash-seeds", "sigkill-own-hash-seeds"],
+    ids=["ctrl-c-twice", "ctrl-c-own-hash-seeds", "sigkill-own-hash-seeds"],
 )
 def test_chaos_controller_ends(tmp_path, signals, own_hash_seeds):
-    """However pytest ends, no rank outlives it by 5 seconds."""
+    """However pytest ends, no rank outlives it by 5 seconds; test_journal.py has the other signals."""
     tmp_path.joinpath("test_inner.py").write_text(STUCK.format(own_hash_seeds=own_hash_seeds))
     # SIGKILL leaves no time to anybody: it is sent to pytest itself, and not to one that passes signals on.
     python = sys.executable if signal.SIGKILL in signals else warm.python()
-    command = [python, "-m", "pytest", *QUIET, "test_inner.py"]
+    command = [python, "-m", "pytest", *OPTIONS, "test_inner.py"]
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
     with started(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL) as process:
         until = time.monotonic() + 60

@@ -1,13 +1,16 @@
-"""Expectations in a run: what is excused, what fails the run, and when a run is complete enough to say so."""
+"""What is known to fail: read, matched, not one case more excused than the file says, and when a run says so."""
 
 from __future__ import annotations
 
+import datetime
 import fnmatch
 import json
 
 import pytest
 import torch
 
+from shardproof.harness.plugin.known_failures import KnownFailures, load
+from shardproof.runfile import Verdict
 from tests.harness.inner import error_lines, last_error
 
 SOURCE = """
@@ -66,13 +69,6 @@ def test_an_expected_failure_is_one_implementations_own(run, expect, pytester):
     known = found["ddp", "test_case[w1-fails]"]
     assert (known["verdict"], known["expected"]) == ("expected-fail", "fail: it is known (findings)")
     assert "AssertionError" in known["failure"]["text"], "what failed is still there to read"
-
-
-def test_a_run_of_expected_failures_succeeds(run, expect):
-    expect(entry(FAILS))
-    result = run(SOURCE)
-    result.assert_outcomes(passed=2, xfailed=1)
-    assert (result.ret, error_lines(result)) == (pytest.ExitCode.OK, [])
 
 
 def test_an_unexpected_pass_fails_and_names_the_entry(run, expect, pytester):
@@ -151,21 +147,16 @@ def test_an_entry_without_a_case_fails_a_complete_run(run, expect, pytester, wor
         ("test_inner.py::test_other", "-n", "1"),
         ("--world", "1"),
         ("--collect-only",),
+        ("test_inner.py",),
+        ("--ignore", "test_second.py"),
     ],
     ids="_".join,
 )
 def test_a_part_of_the_cases_does_not_tell(run, expect, pytester, options):
     expect(entry(FAILS), entry(STALE))
+    pytester.path.joinpath("test_second.py").write_text("def test_second():\n    pass\n")
     pytester.makeini("[pytest]\nmarkers = slow: is slow")
     result = run(SOURCE.replace("def test_other", "@pytest.mark.slow\ndef test_other"), *options)
-    assert (result.ret, error_lines(result)) == (pytest.ExitCode.OK, [])
-
-
-@pytest.mark.parametrize("options", [("test_inner.py",), ("--ignore", "test_second.py")], ids="_".join)
-def test_fewer_chapters_do_not_tell(run, expect, pytester, options):
-    expect(entry(FAILS), entry(STALE))
-    pytester.path.joinpath("test_second.py").write_text("def test_second():\n    pass\n")
-    result = run(SOURCE, *options)
     assert (result.ret, error_lines(result)) == (pytest.ExitCode.OK, [])
 
 
@@ -296,3 +287,130 @@ def test_a_file_of_expectations_that_cannot_be_used_ends_the_run(run, pytester, 
     result = run(SOURCE, "--expectations", "none.toml")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     assert fnmatch.fnmatchcase(last_error(result), f"ERROR: --expectations {told}".replace("[", "[[]"))
+
+
+# The file
+
+TODAY = datetime.date(2027, 1, 31)
+EMPTY_SHARDS = "suites/test_clipping.py::test_empty_shards[w4-inf]"
+AN_ENTRY = """
+[[expect]]
+case = "suites/test_clipping.py::test_empty_shards[w4-*]"
+verdict = "fail"
+reason = "raises"
+link = "findings/F002.py"
+"""
+
+
+@pytest.fixture
+def read(tmp_path):
+    def read(text, *, torch_version="2.13.0+cpu", device="cpu", backend="gloo", today=TODAY):
+        (tmp_path / "torch.fully_shard.toml").write_text(text)
+        entries = load(tmp_path, "torch.fully_shard")
+        return KnownFailures(entries, torch_version=torch_version, device=device, backend=backend, today=today)
+
+    return read
+
+
+def test_a_file_may_name_another_whose_entries_come_after_its_own(tmp_path):
+    own = AN_ENTRY.replace("raises", "own")
+    for name, text in {"wrapped": AN_ENTRY, "wraps": f'also = "wrapped"\n{own}'}.items():
+        (tmp_path / f"{name}.toml").write_text(text)
+    assert [entry.reason for entry in load(tmp_path, "wraps")] == ["own", "raises"]
+
+
+@pytest.mark.parametrize("other", ['"absent"', '"wraps"', "3"])
+def test_another_file_that_is_none_is_refused(tmp_path, other):
+    (tmp_path / "wraps.toml").write_text(f"also = {other}\n{AN_ENTRY}")
+    with pytest.raises(ValueError, match=r"wraps.toml: also = .* should be another implementation"):
+        load(tmp_path, "wraps")
+
+
+@pytest.mark.parametrize("skip", [Verdict.UNMET, Verdict.UNSUPPORTED])
+def test_a_skip_is_left_alone(read, skip):
+    assert read(AN_ENTRY).judge(EMPTY_SHARDS, skip) == (skip, "")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        "suites/test_clipping.py::test_empty_shards[w2-inf]",
+        "suites/test_clipping.py::test_empty_shards",
+        "suites/test_clipping.py::test_empty_shards4",
+        "suites/test_training.py::test_empty_shards[w4-inf]",
+    ],
+)
+def test_other_cases_are_not_excused(read, other):
+    assert read(AN_ENTRY).judge(other, Verdict.FAIL) == (Verdict.FAIL, "")
+
+
+@pytest.mark.parametrize(
+    ("condition", "applies"),
+    [
+        ('torch = ""', True),
+        ('torch = ">=2.11,<2.14"', True),
+        ('torch = "<2.13"', False),
+        ('torch = "==2.13.*"', True),
+        ('torch = ">=2.14"', False),
+        ('device = "cpu"', True),
+        ('device = "cuda"', False),
+        ('backend = "gloo"', True),
+        ('backend = "nccl"', False),
+    ],
+)
+def test_versions_devices_and_backends(read, condition, applies):
+    expectations = read(AN_ENTRY + condition)
+    assert (expectations.judge(EMPTY_SHARDS, Verdict.FAIL)[0] == Verdict.EXPECTED_FAIL) is applies
+    # An entry of another version, device or backend is not out of date.
+    assert bool(expectations.problems([], is_complete=True)) is applies
+
+
+def test_gloo_on_gpus(read):
+    """Ranks that share a GPU: device and backend are told apart."""
+    expectations = read(AN_ENTRY + 'device = "cuda"\nbackend = "gloo"', device="cuda")
+    assert expectations.judge(EMPTY_SHARDS, Verdict.FAIL)[0] == Verdict.EXPECTED_FAIL
+
+
+@pytest.mark.parametrize(
+    "version", ["2.16.0.dev20270101+git", "2.16.0a0+git1", "2.16.0rc1", "2.16.0+cu132", "2.16.0", "2.16.1"]
+)
+@pytest.mark.parametrize(
+    ("specifiers", "applies"), [(">=2.16", True), ("<2.16", False), (">=2.11,<2.17", True), (">2.15,<=2.16.1", True)]
+)
+def test_versions_before_a_release_count_as_the_release(read, version, specifiers, applies):
+    expectations = read(AN_ENTRY + f'torch = "{specifiers}"', torch_version=version)
+    assert (expectations.first(EMPTY_SHARDS) is not None) is applies
+
+
+def test_an_expired_entry_excuses_nothing_and_fails_the_run(read):
+    expectations = read(AN_ENTRY + "expires = 2027-01-30")
+    assert expectations.judge(EMPTY_SHARDS, Verdict.FAIL) == (Verdict.FAIL, "")
+    assert expectations.problems([EMPTY_SHARDS], is_complete=False) == [
+        "torch.fully_shard.toml entry 1 expired on 2027-01-30: "
+        "suites/test_clipping.py::test_empty_shards[w4-*] (raises)"
+    ]
+    assert read(AN_ENTRY + "expires = 2027-01-31").problems([EMPTY_SHARDS], is_complete=True) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[[expect", "torch.fully_shard.toml: "),
+        ("[expect]\ncase = 'x'", "with two brackets"),
+        ("[[expected]]\n", "unknown 'expected'"),
+        (AN_ENTRY.replace("reason", "reasons"), "entry 1: 'reason' is missing"),
+        (AN_ENTRY + "until = 2027-01-01", "entry 1: unknown 'until'"),
+        (AN_ENTRY.replace('"raises"', '" "'), r"entry 1: reason = ' ' should be a non-empty string"),
+        (AN_ENTRY.replace('"fail"', '"pass"'), "'pass' should be one of fail, hang, crash"),
+        (AN_ENTRY + 'torch = "2.13"', "torch = '2.13' should be a version specifier such as"),
+        (AN_ENTRY + "torch = 2.13", "torch = 2.13 should be a version specifier such as"),
+        (AN_ENTRY + 'backend = "mpi"', "backend = 'mpi' should be one of gloo, nccl"),
+        (AN_ENTRY + 'device = "gpu"', "device = 'gpu' should be one of cpu, cuda"),
+        (AN_ENTRY + 'expires = "2027-01-01"', "expires = '2027-01-01' should be a date"),
+        (AN_ENTRY + "expires = 2027-01-01T00:00:00", "should be a date"),
+        (AN_ENTRY + AN_ENTRY.replace("link", "url"), "entry 2: 'link' is missing"),
+    ],
+)
+def test_what_is_wrong_is_named(read, text, message):
+    with pytest.raises(ValueError, match=message):
+        read(text)

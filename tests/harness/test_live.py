@@ -75,13 +75,6 @@ def test_a_terminal_shows_how_far_the_run_is(on_terminal, options):
     assert "left" not in shown.rpartition("= FAILURES =")[2], "the line is still there"
 
 
-@pytest.mark.nightly
-def test_a_quiet_run_on_a_terminal_shows_dots(on_terminal):
-    shown = on_terminal("-q")
-    assert "left" not in shown
-    assert ".F." in shown
-
-
 def registered(*, is_terminal=True, verbose=0, capture="fd", **attributes):
     """Whether a run with these options has a line."""
     found = []

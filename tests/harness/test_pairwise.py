@@ -1,19 +1,18 @@
-"""The choice of combinations: it has every pair that exists, for whoever can run what, and is always the same."""
+"""The choices of an effort: every pair that exists, for whoever can run what, and one item of each function."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
-import pathlib
 import random
 import subprocess
 import sys
 
 import pytest
 
-from shardproof.harness.plugin.effort import WORLD, Combination, cover
-
-ROOT = pathlib.Path(__file__).parents[2]
+from shardproof.harness.plugin.effort import WORLD, Candidate, Combination, choose_quick, cover
+from tests.harness.inner import ROOT
 
 
 def grid(axes, sizes=(2,), needs=lambda values: frozenset()):
@@ -89,3 +88,68 @@ def test_the_choice_is_the_same_in_every_process():
         for seed in ("1", "2", "3")
     }
     assert len(printed) == 1
+
+
+# One item of each function
+
+
+def candidate(function="f", *requirements, file="a.py", **more):
+    return Candidate(file, function, requirements or ("A-1",), **more)
+
+
+def candidates_of(function, requirement, **axes):
+    """The product of values of parameters, in the order of their lists."""
+    rows = itertools.product(*(enumerate(values) for values in axes.values()))
+    return [
+        candidate(
+            function,
+            requirement,
+            values=dict(zip(axes, (value for _, value in row), strict=True)),
+            places=tuple(place for place, _ in row),
+        )
+        for row in rows
+    ]
+
+
+def test_each_of_different_things_has_one_item():
+    things = ["a", "b", "c"]
+    candidates = [
+        dataclasses.replace(one, apart=(one.values["what"],))
+        for one in candidates_of("f", "A-1", what=things, own=["x", "y"])
+    ]
+    chosen = [candidates[index].values for index in choose_quick(candidates)]
+    assert [values["what"] for values in chosen] == things
+    assert {values["own"] for values in chosen} == {"x", "y"}
+    cannot = [dataclasses.replace(one, runs=one.values["what"] != "b") for one in candidates]
+    assert [cannot[index].values["what"] for index in choose_quick(cannot)] == ["a", "c"]
+
+
+def test_what_can_run_comes_before_what_cannot():
+    candidates = [candidate("f", runs=False), candidate("g", runs=False), candidate("g")]
+    assert choose_quick(candidates) == [2]
+
+
+def test_a_requirement_of_which_nothing_can_run_has_one_item_all_the_same():
+    candidates = [candidate("f", runs=False), candidate("f", runs=False), candidate("g", runs=False)]
+    assert choose_quick(candidates) == [0]
+    assert choose_quick([candidate("f", "A-1", "A-2", runs=False), candidate("g", "A-2")]) == [0, 1]
+
+
+def test_the_last_values_come_first_and_the_others_in_turn():
+    norms = ["2", "1", "inf"]
+    candidates = [one for n in range(4) for one in candidates_of(f"f{n}", f"A-{n}", norm=norms, own=["plain", "odd"])]
+    chosen = [(candidates[index].values["norm"], candidates[index].values["own"]) for index in choose_quick(candidates)]
+    assert chosen == [("inf", "odd"), ("1", "plain"), ("2", "odd"), ("inf", "plain")]
+
+
+def test_of_equal_ones_the_fewest_ranks_that_mean_something():
+    assert choose_quick([candidate(size=2), candidate(size=4)]) == [0]
+    assert choose_quick([candidate(size=2, is_meant=False), candidate(size=4)]) == [1]
+    assert choose_quick([candidate(size=2, is_meant=False), candidate(size=4, runs=False)]) == [0]
+
+
+def test_the_choice_in_a_file_does_not_depend_on_other_files():
+    own = candidates_of("f", "A-1", a=["0", "1", "2"]) + candidates_of("f", "A-2", a=["0", "1", "2"])
+    other = [candidate("g", "B-1", file="b.py", values={"a": "2"})] * 3
+    alone = choose_quick(own)
+    assert [index - 3 for index in choose_quick([*other, *own]) if index >= 3] == alone

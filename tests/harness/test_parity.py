@@ -11,7 +11,6 @@ from torch import nn
 
 from shardproof.harness import models
 from shardproof.harness.adapters.base import Clip, Piece, Traits, whole
-from shardproof.harness.adapters.dtensor import cut_like
 from shardproof.harness.adapters.reference import ReferenceAdapter
 from shardproof.harness.adapters.replicas import DdpAdapter
 from shardproof.harness.collectives.units import ROOT, UnitLookup, units_of
@@ -326,17 +325,6 @@ def test_shared_modules_belong_to_the_inner_unit():
     assert [unit.label for unit in units] == ["layers.0.in_proj", "layers.0", ROOT]
 
 
-@world(4)
-@pytest.mark.parametrize("rows", [3, 5, 8])
-def test_cut_is_the_chunk_of_the_rank(rank: Rank, rows):
-    from torch.distributed.tensor import Shard
-
-    full = torch.arange(rows * 2.0).view(rows, 2)
-    mine = cut_like(full, mesh=rank.mesh(), placements=(Shard(0),))
-    assert torch.equal(torch.cat(rank.exchange(mine)), full)
-    assert mine.shape[1] == 2
-
-
 class Unsharded(DdpAdapter):
     """Claims to shard, and does not."""
 
@@ -534,18 +522,6 @@ def test_a_pair_that_is_not_checked(rank: Rank):
     with pytest.raises(AssertionError, match="an evaluation of a pair was never compared"):
         rank.assert_compared()
     pair.check()
-
-
-@world(2)
-def test_a_loss_of_nan_is_a_sentence(rank: Rank):
-    pair = rank.pair(nn.Linear(6, 6))
-    pair.step(rank.batch(0, shape=(2, 6)), loss=_nan)
-    with pytest.raises(Divergence, match=r"loss of 'microbatch 0'.*\n  is NaN in the sharded run and the baseline"):
-        pair.check()
-
-
-def _nan(output):
-    return output.sum() * float("nan")
 
 
 @world(2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 
 import pytest
@@ -10,25 +9,6 @@ import pytest
 from tests.harness.inner import CASE, last_error
 
 # What cannot exist: exit code 4 and one line
-
-
-def test_unknown_implementation_names_the_nearest(run):
-    result = run(CASE.format(body="pass"), "--impl", "torch.fully_shart")
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    assert last_error(result).startswith(
-        "ERROR: unknown implementation 'torch.fully_shart': did you mean torch.fully_shard"
-    )
-
-
-def test_adapter_module_that_does_not_import(run, pytester):
-    pytester.syspathinsert()
-    pytester.path.joinpath("broken_adapter.py").write_text("import nothing_of_that_name\n")
-    result = run(CASE.format(body="pass"), "--impl", "broken_adapter:Broken")
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    assert "module 'broken_adapter' does not import: ModuleNotFoundError" in last_error(result)
-    result = run(CASE.format(body="pass"), "--impl", "no_such_module:Adapter")
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    assert "module 'no_such_module' does not import: ModuleNotFoundError" in last_error(result)
 
 
 def test_device_that_is_not_there(run):
@@ -162,37 +142,6 @@ def test_case(rank, function):
     assert "parameter 'function' = <function <lambda>" in last_error(result)
 
 
-# What is selected
-
-
-def test_items_carry_implementation_and_world_and_worlds_filter(run, pytester):
-    source = """
-import pytest
-from shardproof.testing import world
-@world(1, 2)
-@pytest.mark.parametrize("flag", [True, False])
-def test_case(rank, flag):
-    pass
-@world(3)
-def test_other_world(rank):
-    pass
-"""
-    result = run(source, "--world", "1", "--impl", "ddp,reference", "--collect-only", "-q")
-    collected = [line.partition("::")[2] for line in result.stdout.lines if "::" in line]
-    assert collected == [
-        "test_case[ddp-w1-False]",
-        "test_case[reference-w1-False]",
-        "test_case[ddp-w1-True]",
-        "test_case[reference-w1-True]",
-    ]
-    result.assert_outcomes()
-
-
-def test_ordinary_tests_are_left_alone(run):
-    result = run("def test_plain(tmp_path):\n    assert tmp_path.exists()\n")
-    result.assert_outcomes(passed=1)
-
-
 # What is reported
 
 FAILS_ON_ONE_RANK = CASE.format(
@@ -222,12 +171,6 @@ def test_failure_shows_the_rank_its_traceback_and_every_output(run, pytester):
     )
     (case,) = json.loads(pytester.path.joinpath("out/run.json").read_text())["cases"]
     assert (case["verdict"], case["failure"]["rank"]) == ("fail", 1)
-
-
-def test_run_file_is_compressed_if_it_is_named_so(run, pytester):
-    run(CASE.format(body="pass"), "--report", "run.json.gz")
-    (case,) = json.loads(gzip.decompress(pytester.path.joinpath("run.json.gz").read_bytes()))["cases"]
-    assert case["verdict"] == "pass"
 
 
 def test_run_file_names_what_was_skipped_and_why(run, pytester):
@@ -272,32 +215,6 @@ def test_a_case_outside_of_the_root_directory_has_the_name_of_its_file(run, pyte
     run(source, "--rootdir", other, "--report", "run.json", pytester.path / "test_inner.py").assert_outcomes(passed=1)
     (case,) = json.loads(pytester.path.joinpath("run.json").read_text())["cases"]
     assert case["id"] == "test_inner.py::test_case[w2]"
-
-
-def test_xdist_gives_the_same_verdicts_and_run_file(run, pytester):
-    source = """
-import pytest
-from shardproof.testing import world
-@world(2)
-@pytest.mark.parametrize("n", range(4))
-def test_case(rank, n):
-    assert n != 2
-"""
-    for workers in ("0", "2"):
-        result = run(source, "-n", workers, "--report", f"run{workers}.json", own_process=True)
-        result.assert_outcomes(passed=3, failed=1)
-    verdicts = [
-        sorted((case["id"], case["verdict"]) for case in json.loads(pytester.path.joinpath(name).read_text())["cases"])
-        for name in ("run0.json", "run2.json")
-    ]
-    assert verdicts[0] == verdicts[1]
-    assert [verdict for _, verdict in verdicts[0]] == ["pass", "pass", "fail", "pass"]
-
-
-def test_usage_errors_reach_the_user_through_xdist(run):
-    result = run(CASE.format(body="pass"), "-n", "2", "--impl", "nobody", own_process=True)
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    assert "unknown implementation 'nobody'" in last_error(result)
 
 
 def test_collection_errors_reach_the_user_through_xdist(run):

@@ -11,7 +11,7 @@ import pytest
 
 from shardproof.harness.plugin import reproduction
 from tests import warm
-from tests.harness.inner import CASE, PYTHONPATH, ROOT
+from tests.harness.inner import PYTHONPATH, ROOT
 
 #: Fails on the second of two ranks, and shows in what.
 FAILS = """
@@ -32,9 +32,6 @@ class Broken(ReferenceAdapter):
 """
 
 NAMES_US = 'pytest_plugins = ["shardproof.plugin"]\n'
-
-#: A case of the packaged suites that takes little time.
-SUITE_CASE = "suites/test_training.py::test_single_unit"
 
 
 @pytest.fixture
@@ -95,35 +92,22 @@ def test_a_case_of_the_suites_in_a_clone_with_an_adapter_of_the_current_director
     assert "gradient of " in pasted(line)
 
 
-def test_shardproof_run_with_an_adapter_of_the_current_directory(start, tmp_path):
-    (tmp_path / "mine.py").write_text(ADAPTER)
-    options = ["-k", "16x15-15x8", "--impl", "mine:Broken", "--device", "cpu", "--world", "2"]
-    line = line_of(start("shardproof", "run", SUITE_CASE, *options))
-    assert f" -m shardproof run '{SUITE_CASE}[mine:Broken-w2-16x15-15x8]' --impl mine:Broken --device cpu)" in line
-    assert "gradient of " in pasted(line)
-
-
+#: Options of a run, and whether the line has them too.
 OPTIONS = {
-    "none": ([], []),
-    "isolate": (["--isolate"], ["--isolate"]),
-    "deadline": (["--deadline", "55.5"], ["--deadline", "55.5"]),
-    "check-collectives": (["--check-collectives"], ["--check-collectives"]),
-    "expectations": (["--expectations", "ddp.toml"], ["--expectations", "ddp.toml"]),
-    "world": (["--world", "2"], []),
-    "effort": (["--effort", "quick"], []),
-    "xdist": (["-n", "2"], []),
-    "report": (["--report", "run.json"], []),
+    "none": ([], True),
+    "kept": (["--deadline", "55.5", "--expectations", "ddp.toml", "--check-collectives", "--isolate"], True),
+    "dropped": (["--world", "2", "--effort", "quick", "-n", "2", "--report", "run.json"], False),
 }
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_options_that_mattered(start, tmp_path, name):
-    given, kept = OPTIONS[name]
+    given, are_kept = OPTIONS[name]
     (tmp_path / "ddp.toml").write_text("")
     (tmp_path / "test_own.py").write_text(FAILS)
     options = ["-p", "shardproof.plugin", "--impl", "ddp,reference", "--device", "cpu", "-k", "ddp", *given]
     line = line_of(start("pytest", "test_own.py", *options))
-    assert options_of(line) == ["--impl", "ddp", "--device", "cpu", *kept]
+    assert options_of(line) == ["--impl", "ddp", "--device", "cpu", *(given if are_kept else [])]
     assert "the failure" in pasted(line)
 
 
@@ -133,14 +117,6 @@ def test_ranks_that_share_a_gpu_do_so_again():
     options = types.SimpleNamespace(**{f"shardproof_{name}": value for name, value in asked.items()})
     names = {name.replace("_", "-"): f"--{name.replace('_', '-')}" for name in asked}
     assert reproduction._own(types.SimpleNamespace(option=options), names) == ("--ranks-per-gpu", "2")
-
-
-def test_a_case_that_fails_within_its_deadline_only(start, tmp_path):
-    """A hang: without the option it would pass."""
-    body = "import time; time.sleep(3 if rank.index else 0)"
-    (tmp_path / "test_own.py").write_text(CASE.format(body=body))
-    line = line_of(start("pytest", "-p", "shardproof.plugin", "--impl", "ddp", "--device", "cpu", "--deadline", "1"))
-    assert "hang: " in pasted(line)
 
 
 def test_options_of_pytest_that_decide_what_is_collected(start, tmp_path):

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
-import pathlib
 import subprocess
+from typing import Any
 
 import pytest
 
+from shardproof.harness.adapters.reference import ReferenceAdapter
 from tests import warm
-from tests.harness.inner import NO_HYPOTHESIS, PYTHONPATH
-
-ROOT = pathlib.Path(__file__).parents[2]
+from tests.harness.inner import NO_HYPOTHESIS, PYTHONPATH, ROOT, name_of
 
 
 def run(folder, implementations, *options, cases="tests/harness/simulated_cases.py"):
@@ -65,9 +65,20 @@ def test_ordinary_runs_leave_simulated_cases_out(tmp_path):
     assert {record["world"] for record in records} == {12}
 
 
+class Raising(ReferenceAdapter):
+    """It is known to run in simulated worlds; of the one below nothing is known."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("a bug of this implementation")
+
+
+class RaisingUntried(Raising):
+    traits = dataclasses.replace(Raising.traits, simulates=False)
+
+
 def test_error_of_what_is_known_to_run_is_a_failure(tmp_path):
     """Of what is not known to run, an error may be due to what a simulation lacks."""
-    known, untried = "tests.harness.raising:Raising", "tests.harness.raising:RaisingUntried"
+    known, untried = map(name_of, (Raising, RaisingUntried))
     chosen = ("--simulate", "8", "-k", "test_bytes_of_a_step")
     code, records, output = run(tmp_path, f"{known},{untried}", *chosen, cases="suites/test_simulation.py")
     assert code == 1, output

@@ -40,12 +40,6 @@ def test_a_summary_reads_and_does_not_judge(failing):
     assert "1 of 1 verdicts are failures" in done.stdout
 
 
-def test_a_row_for_each_case(failing):
-    done = report("--cases", failing)
-    assert done.returncode == 0
-    assert "\nsuites/test_autograd.py::test_unused[w2]  AUTOGRAD-1   fail\n" in "\n" + done.stdout
-
-
 def test_a_long_text_whole_on_request(tmp_path):
     path = tmp_path / "run.json"
     text = "\n".join(f"line {i}" for i in range(40))

@@ -1,4 +1,4 @@
-"""`shardproof expectations`: a draft of known failures excuses the failures of its run, and nothing else."""
+"""`shardproof expectations`: a draft excuses the failures of its run and no others; --check finds what passes now."""
 
 import json
 
@@ -140,3 +140,146 @@ def test_an_incomplete_run_is_refused(draft):
 def test_a_failure_without_a_text(draft):
     _, text = draft(failed("test_a[w2]", {"text": "\n", **NOWHERE}), of("test_b[w2]", verdict="fail"))
     assert text.count('reason = "no text"') == 2
+
+
+# --check: which known failures pass now, by entry, and how to bound each
+
+COMPLETE = {"complete": True, "reason": "", "exit_code": 1, "seconds": 1.0}
+
+
+def judged(id, verdict, *, entry=29, implementation="torch.fully_shard", torch="", link="findings/F037.py"):
+    """A case that an entry expects to fail: "unexpected-pass" or "expected-fail"."""
+    known = {
+        "source": f"torch.fully_shard.toml entry {entry}",
+        "case": f"suites/test_x.py::{id.partition('[')[0]}*",
+        "link": link,
+        "torch": torch,
+    }
+    return samples.case(
+        id=f"suites/test_x.py::{id}", implementation=implementation, verdict=verdict, known_failure=known
+    )
+
+
+@pytest.fixture
+def check(tmp_path, capsys):
+    """Check run files, given as (version of torch, cases) or (version, cases, what replaces fields)."""
+
+    def check(*runs):
+        paths = []
+        for number, (torch, cases, *changes) in enumerate(runs):
+            data = samples.journal(*cases) | (changes[0] if changes else {})
+            data["environment"] |= {"torch": torch}
+            paths.append(tmp_path / f"{number}.json")
+            paths[-1].write_text(json.dumps(data))
+        code = expectations(["--check", *map(str, paths)])
+        captured = capsys.readouterr()
+        return code, (captured.out + captured.err).replace(str(tmp_path), "DIR")
+
+    return check
+
+
+def test_nothing_to_do(check):
+    cases = [judged("test_a[w2]", "expected-fail"), samples.case()]
+    assert check(("2.15.0+cu132", cases)) == (0, "every known failure that ran still fails\n")
+
+
+def test_entries_that_pass_are_bounded_by_the_oldest_version_with_which_they_pass(check):
+    """Entries are told apart by pattern and finding: their numbers are others in runs of other commits."""
+    mended = [judged("test_mended[w2]", "unexpected-pass"), judged("test_mended[w4]", "unexpected-pass")]
+    before = [judged("test_mended[w2]", "expected-fail", entry=7), judged("test_mended[w4]", "expected-fail", entry=7)]
+    lately = [judged("test_lately[w2]", "expected-fail", torch=">=2.12")]
+    passes = [judged("test_lately[w2]", "unexpected-pass", torch=">=2.12", implementation="lightning.fabric")]
+    code, text = check(
+        ("2.15.0", [*mended, *passes]), ("2.13.0+cpu", [*before, *lately]), ("2.14.1", [*mended, *lately])
+    )
+    assert code == 1
+    assert_expected_inline(
+        text,
+        """\
+torch.fully_shard.toml entry 29, findings/F037.py: suites/test_x.py::test_mended*
+  torch.fully_shard: passes with torch 2.14, 2.15; fails with torch 2.13
+  bound with torch = "<2.14"
+torch.fully_shard.toml entry 29, findings/F037.py: suites/test_x.py::test_lately*
+  torch.fully_shard, lightning.fabric: passes with torch 2.15; fails with torch 2.13; fails with torch 2.14
+  bound with torch = ">=2.12,<2.15"
+""",
+    )
+
+
+def test_one_run_leaves_open_what_older_and_newer_versions_do(check):
+    code, text = check(("2.16.0.dev20270101+git", [judged("test_a[w2]", "unexpected-pass")]))
+    assert code == 1
+    assert_expected_inline(
+        text,
+        """\
+torch.fully_shard.toml entry 29, findings/F037.py: suites/test_x.py::test_a*
+  torch.fully_shard: passes with torch 2.16
+  bound with torch = "<2.16", or by an older version: no run has one
+""",
+    )
+    _, text = check(("2.14.0", [judged("test_a[w2]", "unexpected-pass")]), ("2.15.0", [samples.case()]))
+    assert text.splitlines()[-1] == (
+        '  bound with torch = "<2.14", or by an older version: no run has one; no case of it ran with torch 2.15'
+    )
+
+
+def test_entries_that_no_bound_fits(check):
+    parts = [judged("test_a[w2]", "unexpected-pass"), judged("test_a[w4]", "expected-fail")]
+    again = [judged("test_b[w2]", "unexpected-pass")], [judged("test_b[w2]", "expected-fail")]
+    code, text = check(("2.14.0", again[0]), ("2.15.0", [*parts, *again[1]]))
+    assert code == 1
+    assert_expected_inline(
+        text,
+        """\
+torch.fully_shard.toml entry 29, findings/F037.py: suites/test_x.py::test_b*
+  torch.fully_shard: passes with torch 2.14; fails with torch 2.15
+  no upper bound fits: torch 2.15 is newer than 2.14
+torch.fully_shard.toml entry 29, findings/F037.py: suites/test_x.py::test_a*
+  torch.fully_shard: with torch 2.15 passes in part: suites/test_x.py::test_a[w2] on torch.fully_shard
+  divide the entry: a bound is for all of its cases
+""",
+    )
+
+
+def test_no_bound_fits_an_entry_that_fails_before_and_again(check):
+    failing, passing = [judged("test_a[w2]", "expected-fail")], [judged("test_a[w2]", "unexpected-pass")]
+    _, text = check(("2.13.0", failing), ("2.14.0", passing), ("2.15.0", failing))
+    assert text.splitlines()[-1] == "  no upper bound fits: torch 2.15 is newer than 2.14"
+
+
+def test_what_the_run_says_of_entries(check):
+    line = "expectations/torch.fully_shard.toml entry 3 matches no case: suites/test_x.py::test_gone*"
+    assert check(("2.15.0", [samples.case()], {"end": COMPLETE | {"problems": [line]}})) == (1, f"{line}\n")
+
+
+def test_a_pass_whose_entry_is_not_in_the_file(check):
+    """A file of an older version has the text of the failure alone."""
+    failure = samples.whole_case()["failure"] | {"text": "passed, but x.toml entry 1 expects fail: raises"}
+    case = samples.case(verdict="unexpected-pass", failure=failure)
+    assert check(("2.15.0", [case])) == (
+        1,
+        "suites/test_autograd.py::test_unused[w2] passes on reference; DIR/0.json names no entry: "
+        "passed, but x.toml entry 1 expects fail: raises\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("torch", "changes", "message"),
+    [
+        ("2.15.0", {"end": COMPLETE | {"complete": False, "reason": "Ctrl-C"}}, "is incomplete (Ctrl-C): which known"),
+        ("2.13.0, 2.15.0", {"merged": [samples.journal() | {"file": "a.json"}]}, "was merged of several files"),
+        ("", {}, "has torch '', which is no version"),
+        ("2.15.0", {"schema_version": 3}, "schema_version: 3 is not supported"),
+    ],
+)
+def test_files_that_cannot_be_checked(check, torch, changes, message):
+    code, text = check((torch, [samples.case()], changes))
+    assert code == 2 and text.startswith("shardproof: DIR/0.json") and message in text and text.count("\n") == 1, text
+
+
+def test_a_draft_is_of_one_run(tmp_path, capsys):
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(samples.journal(samples.case())))
+    (tmp_path / "other.json").write_text(path.read_text())
+    assert expectations([str(path), str(tmp_path / "other.json")]) == 2
+    assert capsys.readouterr().err == "shardproof: a draft is made from one run file; --check takes several\n"
