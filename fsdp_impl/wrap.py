@@ -58,7 +58,6 @@ def size_based_auto_wrap_policy(
     """Wrap modules with at least ``min_num_params`` elements that nothing inside them has taken.
 
     Args:
-        min_num_params: the number of elements.
         force_leaf_modules: classes that are not wrapped, nor anything inside them; by default those in the function's
             attribute ``FORCE_LEAF_MODULES``, to which user code may add.
         exclude_wrap_modules: classes that are not wrapped themselves; by default those in ``EXCLUDE_WRAP_MODULES``.

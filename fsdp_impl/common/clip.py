@@ -171,11 +171,7 @@ def _reduce_over(group: dist.ProcessGroup, shares: dict[Groups, torch.Tensor], p
 
 
 def sharding_groups(grad: torch.Tensor) -> Groups:
-    """The ranks that ``grad`` is spread over.
-
-    Raises:
-        ValueError: if it is a pending sum.
-    """
+    """The ranks that ``grad`` is spread over; a ``ValueError`` if it is a pending sum."""
     if not isinstance(grad, DTensor):
         return ()
     groups = []

@@ -16,10 +16,7 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any, _depth: 
 
     Walks dicts, tuples, named tuples, lists and dataclasses, nested; sets and other objects are returned as they are.
     A container is rebuilt (same type, by shallow copy) only if something inside was replaced, so a caller that shares
-    one keeps it unchanged.
-
-    Raises:
-        RuntimeError: if containers nest deeper than 100, as a container that holds itself does.
+    one keeps it unchanged. A ``RuntimeError`` if they nest deeper than 100, as a container that holds itself does.
     """
     if isinstance(value, torch.Tensor):
         return fn(value)

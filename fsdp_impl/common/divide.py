@@ -37,9 +37,6 @@ def divide(
     """Choose the division for gradients of ``dtype`` summed over ``shard_size * replicate_size`` ranks.
 
     Args:
-        dtype: in which gradients are summed.
-        shard_size: ranks of the reduce-scatter.
-        replicate_size: ranks of the all-reduce.
         factor: divide by this instead of the number of ranks, over both collectives together.
         force_sum: sums only, for back ends whose fast path has nothing else.
     """

@@ -59,12 +59,6 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return moved.full_tensor()
 
 
-def set_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
-    """Let the DTensor ``tensor`` live in the memory of ``local``, which holds the same values."""
-    assert isinstance(tensor, DTensor), type(tensor)
-    tensor._local_tensor = local
-
-
 def at_offset_zero(tensor: DTensor) -> DTensor:
     """A DTensor with the local tensor of ``tensor``, itself at the offset 0.
 

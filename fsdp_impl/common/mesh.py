@@ -9,11 +9,7 @@ from fsdp_impl.common.private import concatenate_meshes
 
 
 def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """One mesh with the dimensions of ``meshes``, which are parts of one mesh.
-
-    Raises:
-        ValueError: if one of them has no names.
-    """
+    """One mesh with the dimensions of ``meshes``, parts of one mesh; a ``ValueError`` if one of them has no names."""
     for mesh in meshes:
         if mesh.mesh_dim_names is None:
             raise ValueError(f"FSDP with DTensor parameters needs meshes with mesh_dim_names, not {mesh}")
@@ -26,9 +22,6 @@ def check_replicas(mesh: DeviceMesh) -> None:
 
     A rank's shard is its place in the process group, which is sorted by rank. Rows of ranks in different orders would
     thus put different shards above each other, and gradients of different parameters would be averaged.
-
-    Raises:
-        ValueError: if the rows are not all in one order.
     """
     rows = mesh.mesh.tolist()
     orders = {tuple(sorted(range(len(row)), key=row.__getitem__)) for row in rows}

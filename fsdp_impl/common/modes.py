@@ -34,11 +34,7 @@ def without_grad(fn: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def check_plain(grad: torch.Tensor, name: str) -> None:
-    """Refuse a gradient of the parameter, or the parameters, ``name`` that has a graph.
-
-    Raises:
-        RuntimeError: if it has.
-    """
+    """Refuse, by a ``RuntimeError``, a gradient of the parameter, or the parameters, ``name`` that has a graph."""
     if grad.requires_grad:
         raise RuntimeError(
             f"FSDP does not support gradients of gradients, but backward(create_graph=True) made some for {name}"

@@ -20,11 +20,7 @@ import torch.distributed as dist
 
 
 class OrderCheck:
-    """The order of forwards under one root. Evaluation is not checked: it may take other paths on purpose.
-
-    Args:
-        device: where collectives of the units' process groups run.
-    """
+    """The order of forwards under one root. Evaluation is not checked: it may take other paths on purpose."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -44,8 +40,7 @@ class OrderCheck:
     def before_gather(self, names: Sequence[str], group: dist.ProcessGroup | None) -> None:
         """The unit of the parameters ``names`` is about to be gathered over ``group``, unless it still is unsharded.
 
-        Raises:
-            RuntimeError: in the first forward, if another rank gathers another unit.
+        A ``RuntimeError`` in the first forward, if another rank gathers another unit.
         """
         if not self._is_active:
             return
@@ -59,10 +54,9 @@ class OrderCheck:
             self._warn(expected, list(names))
 
     def end(self, groups: Iterable[dist.ProcessGroup | None]) -> None:
-        """The root's forward ended; ``groups`` are those of all units under the root.
+        """The root's forward ended; a ``RuntimeError`` after the first one, if another rank goes on.
 
-        Raises:
-            RuntimeError: after the first forward, if another rank goes on.
+        ``groups`` are those of all units under the root.
         """
         if not self._is_active:
             return
@@ -148,11 +142,8 @@ class Iteration(Generic[UnitT, GroupT]):
 
     Units hold it, so it refers to them and to their groups weakly (see Note: ownership).
 
-    Args:
-        units: the units under the root, in the order of ``modules()``.
-        order: checks the order of gathers; ``None`` unless that was chosen.
-
     Attributes:
+        order: checks the order of gathers; ``None`` unless that was chosen.
         callback_queued: whether this backward's final callback is queued.
     """
 

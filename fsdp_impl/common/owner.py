@@ -49,4 +49,5 @@ class Owner:
             # The checks of nn.Module.__setattr__ cost more than all else here, and hold by construction.
             module._parameters[self.name] = param
         else:
+            module.__dict__.pop(self.name, None)
             setattr(module, self.name, param)

@@ -16,7 +16,7 @@ In the order in which to read them; imports point upward in this list alone:
 12. ``state_dict``: state dicts, and parameters whole or sharded by rows.
 13. ``module``: ``FullyShardedDataParallel``, whose methods are names for all of this.
 
-An appendix, which ``module`` alone imports, for its methods, and no other file needs:
+An appendix, which of these files ``module`` alone imports, for its methods:
 
 14. ``optim_state``: state dicts of optimizers, and the older calls for them.
 

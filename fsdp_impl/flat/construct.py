@@ -21,7 +21,7 @@ from fsdp_impl.flat.group import FlatContext
 from fsdp_impl.flat.layout import flattened, is_dense
 from fsdp_impl.flat.options import BackwardPrefetch, CPUOffload, Ignored, MixedPrecision, ShardingStrategy
 from fsdp_impl.flat.ranks import Ranks
-from fsdp_impl.flat.registry import clean, module_names, units_in, without_checkpointing, wrappers
+from fsdp_impl.flat.registry import clean, units_in, without_checkpointing, wrappers
 from fsdp_impl.flat.shards import FlatShards
 from fsdp_impl.flat.unit import FlatUnit, IterationContext, UnitOptions, cast_buffers
 
@@ -70,7 +70,7 @@ def build(wrapper: nn.Module, module: nn.Module, arguments: Arguments) -> FlatUn
     if arguments.auto_wrap_policy is not None:
         inherited = _inherited(arguments, found, ignored)
         wrapping.wrap_inner(module, type(wrapper), inherited, arguments.auto_wrap_policy, ignored)
-    strategy, found = _settle(arguments.sharding_strategy, strategy, found)
+    strategy, found = _settle(strategy, found)
     device = _prepare(module, ignored, arguments, found, kind)
     precision = arguments.mixed_precision or MixedPrecision()
     options = UnitOptions(
@@ -120,23 +120,23 @@ def _shard(module: nn.Module, arguments: Arguments, options: UnitOptions) -> Fla
     )
 
 
-def _settle(asked: ShardingStrategy | None, strategy: ShardingStrategy, found: Ranks) -> tuple[ShardingStrategy, Ranks]:
+def _settle(strategy: ShardingStrategy, found: Ranks) -> tuple[ShardingStrategy, Ranks]:
     """Sharding over one rank is no sharding."""
-    if found.group.size() == 1 and strategy is not ShardingStrategy.NO_SHARD:
+    is_single = found.group.size() == 1
+    if strategy is not ShardingStrategy.NO_SHARD and not is_single:
+        return strategy, found
+    if strategy is not ShardingStrategy.NO_SHARD:
         warnings.warn(
             f"FSDP is switching to use `NO_SHARD` instead of {strategy} since the world size is 1.", stacklevel=4
         )
-        return ShardingStrategy.NO_SHARD, found.replicated()
-    if strategy is ShardingStrategy.NO_SHARD:
-        if found.group.size() > 1:
-            warnings.warn(
-                "The `NO_SHARD` sharding strategy is deprecated. If having issues, please use "
-                "`DistributedDataParallel` instead.",
-                FutureWarning,
-                stacklevel=4,
-            )
-        return strategy, found.replicated()
-    return strategy, found
+    elif not is_single:
+        warnings.warn(
+            "The `NO_SHARD` sharding strategy is deprecated. If having issues, please use "
+            "`DistributedDataParallel` instead.",
+            FutureWarning,
+            stacklevel=4,
+        )
+    return ShardingStrategy.NO_SHARD, found.replicated()
 
 
 def _device_type(module: nn.Module, ignored: Ignored, arguments: Arguments) -> str:
@@ -317,7 +317,7 @@ def _check_homogeneous(units: list[FlatUnit]) -> None:
 
 def _name(root: nn.Module, units: list[FlatUnit]) -> None:
     """Name groups and parameters from the root, for errors, profiles and seams."""
-    found = module_names(root)
+    found = {module: clean(name) or "(root)" for name, module in root.named_modules()}
     for unit in units:
         if unit.group is not None:
             label = found[unit.wrapper]

@@ -36,7 +36,6 @@ class FlatContext(CommContext):
     """Streams, and a window over the buffers whose compute may still be running (Note: window of buffers).
 
     Args:
-        device: where units compute.
         limits_gathers: whether gathers wait for compute at all, so that unsharded buffers are bounded; else bytes are
             reused only when the device is seen to be done with them, and a host that runs ahead takes more memory.
     """

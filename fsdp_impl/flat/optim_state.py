@@ -105,7 +105,6 @@ class Table:
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The ranks among which states are exchanged, unless others are named."""
         return self.units[0].unit.options.ranks.group
 
     def place(self, param: torch.Tensor) -> Place:
@@ -478,7 +477,6 @@ class OptimStateMethods:
 
         Args:
             model: the model, or what is around it.
-            optim: its optimizer.
             optim_state_dict: what ``optim.state_dict()`` returned; asked for if not given.
             group: the ranks that must agree on what the optimizer has; those of the first wrapper by default.
 
@@ -507,7 +505,6 @@ class OptimStateMethods:
 
         Args:
             model: the model, or what is around it.
-            optim: its optimizer.
             optim_state_dict: as :meth:`optim_state_dict` returns it, or an unwrapped model's by names.
             is_named_optimizer: whether the optimizer identifies parameters by name.
             load_directly: load it as well.

@@ -86,11 +86,7 @@ class Ignored:
 
 @dataclass
 class CPUOffload:
-    """Where sharded parameters live.
-
-    Attributes:
-        offload_params: on CPU, together with their gradients and the optimizer.
-    """
+    """Whether sharded parameters live on CPU, together with their gradients and the optimizer."""
 
     offload_params: bool = False
 
@@ -111,21 +107,14 @@ class StateDictType(Enum):
 
 @dataclass
 class StateDictConfig:
-    """The base of all configurations of a module's state dict.
-
-    Attributes:
-        offload_to_cpu: return tensors on the CPU.
-    """
+    """The base of all configurations of a module's state dict; ``offload_to_cpu``: return tensors on the CPU."""
 
     offload_to_cpu: bool = False
 
 
 @dataclass
 class FullStateDictConfig(StateDictConfig):
-    """
-    Attributes:
-        rank0_only: only the first rank of each group of shards returns anything.
-    """
+    """With ``rank0_only`` only the first rank of each group of shards returns anything."""
 
     rank0_only: bool = False
 
@@ -137,31 +126,21 @@ class LocalStateDictConfig(StateDictConfig):
 
 @dataclass
 class ShardedStateDictConfig(StateDictConfig):
-    """
-    Attributes:
-        _use_dtensor: accepted and not looked at: values are DTensors.
-    """
+    """``_use_dtensor`` is accepted and not looked at: values are DTensors."""
 
     _use_dtensor: bool = False
 
 
 @dataclass
 class OptimStateDictConfig:
-    """The base of all configurations of an optimizer's state dict.
-
-    Attributes:
-        offload_to_cpu: return tensors on the CPU.
-    """
+    """The base of all configurations of an optimizer's state dict; ``offload_to_cpu``: return tensors on the CPU."""
 
     offload_to_cpu: bool = True
 
 
 @dataclass
 class FullOptimStateDictConfig(OptimStateDictConfig):
-    """
-    Attributes:
-        rank0_only: only the first rank returns anything, and only its argument counts when loading.
-    """
+    """With ``rank0_only`` only the first rank returns anything, and only its argument counts when loading."""
 
     rank0_only: bool = False
 
@@ -175,10 +154,7 @@ class LocalOptimStateDictConfig(OptimStateDictConfig):
 
 @dataclass
 class ShardedOptimStateDictConfig(OptimStateDictConfig):
-    """
-    Attributes:
-        _use_dtensor: accepted and not looked at: values are DTensors.
-    """
+    """``_use_dtensor`` is accepted and not looked at: values are DTensors."""
 
     _use_dtensor: bool = False
 

@@ -23,14 +23,13 @@ class Ranks:
     Attributes:
         group: the process group that shards lie over; under ``NO_SHARD`` the ranks that hold replicas.
         across: process group of the ranks that hold the same shard, ``None`` if nothing was said about replicas.
-        mesh: the device mesh that the groups came from, if they came from one.
     """
 
     group: dist.ProcessGroup
     size: int  # the number of shards, 1 under NO_SHARD
     rank: int
     across: dist.ProcessGroup | None = None
-    mesh: DeviceMesh | None = None
+    mesh: DeviceMesh | None = None  # that the groups came from
 
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
@@ -62,12 +61,7 @@ def resolve(
     *,
     has_policy: bool,
 ) -> Ranks:
-    """The ranks that the constructor's arguments mean.
-
-    Raises:
-        ValueError: if both a process group and a mesh are given, or for hybrid strategies neither of them (or of the
-            wrong kind) without a wrapping policy; if replicas on the mesh would hold different shards.
-    """
+    """The ranks that the constructor's arguments mean."""
     if process_group is not None and device_mesh is not None:
         raise ValueError(
             "Cannot pass both process_group and device_mesh at the same time. Please just pass only one of them."
@@ -163,9 +157,6 @@ def device_type(params: Iterable[nn.Parameter], asked: torch.device | None, grou
     """The kind of device to compute on: the one asked for, else the parameters', else the accelerator.
 
     The CPU without an accelerator, and where ``group`` has no back end for the accelerator.
-
-    Raises:
-        RuntimeError: if parameters are on accelerators of several kinds.
     """
     if asked is not None:
         return asked.type
@@ -195,11 +186,7 @@ def check_single(params: Iterable[nn.Parameter], asked: torch.device | None) -> 
 
 
 def compute_device(params: Iterable[nn.Parameter], asked: torch.device | None, kind: str, rank: int) -> torch.device:
-    """The device to compute on.
-
-    Raises:
-        ValueError: if the parameters are on another accelerator than the one asked for.
-    """
+    """The device to compute on; a ``ValueError`` if parameters are on another accelerator than the one asked for."""
     param = next(iter(params), None)
     on_accelerator = param is not None and param.device.type not in ("cpu", "meta")
     device = param.device if param is not None and on_accelerator else current_device(kind)

@@ -116,7 +116,11 @@ class Reducer:
         may_overlap = False
         if home.device != flat.device:
             # Nothing on the host waits for a stream: what reads the copy before the end of backward must find it whole.
-            may_overlap = not any(param.grad is not None or _acts_on_gradient(param) for param in params)
+            is_read = (
+                param.grad is not None or hooks.post_accumulate_of(param) or hasattr(param, "_in_backward_optimizers")
+                for param in params
+            )
+            may_overlap = not any(is_read)
             pinned = torch.empty(home.size(), dtype=dtype, device=flat.device, pin_memory=True)
             home = pinned.copy_(home, non_blocking=may_overlap)
         self._gradients.add(home)
@@ -127,10 +131,6 @@ class Reducer:
 
     def _division(self, dtype: torch.dtype) -> divide.Division:
         return divide.divide(dtype, self._group.ranks.size, self._group.ranks.replicate_size)
-
-
-def _acts_on_gradient(param: torch.Tensor) -> bool:
-    return bool(hooks.post_accumulate_of(param)) or hasattr(param, "_in_backward_optimizers")
 
 
 def _step_in_backward(param: torch.Tensor) -> None:
@@ -193,7 +193,7 @@ class Gradients:
                 given.append(param)
             else:
                 param.grad.add_(view)
-        self._last = _Last(given, remember(reduced, [*map(_grad_of, given)]))
+        self._last = _Last(given, remember(reduced, [param.grad for param in given if param.grad is not None]))
 
     def show_unsharded(self) -> None:
         """Let the sharded parameters show what has accumulated unsharded; undone by :meth:`hide_unsharded`."""
@@ -239,11 +239,6 @@ def set_grad(param: nn.Parameter, grad: torch.Tensor) -> None:
     # autograd checks what is assigned to `grad`, not what its data become.
     param.grad = torch.empty_like(param)
     param.grad.data = grad
-
-
-def _grad_of(param: nn.Parameter) -> torch.Tensor:
-    assert param.grad is not None
-    return param.grad
 
 
 @torch.no_grad()

@@ -40,11 +40,6 @@ def units_in(module: nn.Module) -> list[FlatUnit]:
     return [unit for _, unit in wrappers(module)]
 
 
-def wrapped_by(unit: FlatUnit) -> nn.Module:
-    """The module that a unit's wrapper wraps."""
-    return unit.wrapper.get_submodule(WRAPPED)
-
-
 def clean(name: str) -> str:
     """``name`` of a parameter, buffer or module as it was before any wrapping."""
     return ".".join(part for part in name.split(".") if part not in (WRAPPED, _CHECKPOINTED))
@@ -54,8 +49,3 @@ def without_checkpointing(module: nn.Module) -> nn.Module:
     """The module inside a checkpointing wrapper of torch; any other as it is."""
     inner = getattr(module, _CHECKPOINTED, None)
     return inner if isinstance(inner, nn.Module) else module
-
-
-def module_names(root: nn.Module) -> dict[nn.Module, str]:
-    """The clean names of all modules in ``root``; ``"(root)"`` for ``root`` itself and what it wraps."""
-    return {module: clean(name) or "(root)" for name, module in root.named_modules()}

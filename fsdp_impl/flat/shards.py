@@ -168,7 +168,7 @@ class FlatShards:
                 if is_whole or not is_view_of(param, data, span):
                     param.data = self.part(index, data)
                 for owner in owners:
-                    set_param(owner, param)
+                    owner.hold(param)
 
     def sync_requires_grad(self) -> None:
         """Frozen originals freeze the flat parameter if all of them are."""
@@ -178,10 +178,8 @@ class FlatShards:
     def adopt(self) -> bool:
         """Take what the modules hold now for the originals, and write moved values back to the shard.
 
-        A user may have assigned another parameter, or other ``data``; the shard keeps its memory.
-
-        Returns:
-            Whether the shard was written to, on the current stream.
+        A user may have assigned another parameter, or other ``data``; the shard keeps its memory. Returns whether the
+        shard was written to, on the current stream.
 
         Raises:
             RuntimeError: if the new value has another shape than the one on this rank.
@@ -212,11 +210,7 @@ class FlatShards:
         return wrote
 
     def adopt_flat(self) -> None:
-        """Take what ``module`` holds now for the flat parameter.
-
-        Raises:
-            RuntimeError: if it has another size.
-        """
+        """Take what ``module`` holds now for the flat parameter; a ``RuntimeError`` if it has another size."""
         held = self.module._parameters.get(FLAT_PARAM)
         if held is None:
             return
@@ -249,15 +243,6 @@ class FlatShards:
         if any(other is not held[0] for other in held[1:]):
             raise NotImplementedError(f"Changing shared parameters is not supported yet: {self.names[index]}")
         return held[0]
-
-
-def set_param(owner: Owner, param: nn.Parameter) -> None:
-    if type(owner.module).__setattr__ is nn.Module.__setattr__:
-        # The checks of nn.Module.__setattr__ cost more than all else here, and hold by construction.
-        owner.module._parameters[owner.name] = param
-    else:
-        owner.module.__dict__.pop(owner.name, None)
-        setattr(owner.module, owner.name, param)
 
 
 def set_tensor(owner: Owner, tensor: torch.Tensor, *, as_param: bool) -> None:
@@ -295,12 +280,7 @@ def is_managed(param: torch.Tensor) -> bool:
 
 
 def check_uniform(names: Sequence[str], params: Sequence[nn.Parameter], *, use_orig: bool) -> None:
-    """Refuse parameters that cannot be parts of one tensor.
-
-    Raises:
-        ValueError: for scalars, integers, several dtypes or devices, or, unless ``use_orig``, for frozen parameters
-            beside trainable ones.
-    """
+    """Refuse, by a ``ValueError``, parameters that cannot be parts of one tensor."""
     first = params[0]
     for name, param in zip(names, params, strict=True):
         if param.ndim == 0:

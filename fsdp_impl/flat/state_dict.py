@@ -21,7 +21,7 @@ from fsdp_impl.common.mesh import concatenate
 from fsdp_impl.common.private import StridedShard, local_shape_and_offset
 from fsdp_impl.flat.group import FlatGroup
 from fsdp_impl.flat.options import FullStateDictConfig, StateDictSettings, StateDictType
-from fsdp_impl.flat.registry import WRAPPED, clean, unit_of, units_in, wrapped_by
+from fsdp_impl.flat.registry import WRAPPED, clean, unit_of, units_in
 from fsdp_impl.flat.shards import FLAT_PARAM
 from fsdp_impl.flat.unit import FlatUnit
 
@@ -56,7 +56,7 @@ def keys_of(unit: FlatUnit) -> list[Key]:
     if unit.group is None:
         return []
     paths: dict[nn.Module, list[str]] = defaultdict(list)
-    for path, module in wrapped_by(unit).named_modules(remove_duplicate=False):
+    for path, module in unit.wrapper.get_submodule(WRAPPED).named_modules(remove_duplicate=False):
         paths[module].append(clean(path))
     return [
         Key(f"{path}.{owner.name}" if path else owner.name, index)
@@ -251,9 +251,6 @@ def sharded_copy(group: FlatGroup, index: int, value: torch.Tensor) -> DTensor:
     """A value of :func:`whole_values` as a DTensor, of which this rank has a copy of its rows.
 
     Over the data-parallel mesh (replicas first), and behind it the mesh that the parameter is a DTensor of.
-
-    Raises:
-        ValueError: for DTensor parameters over a process group without a mesh.
     """
     ranks, spec = group.ranks, group.shards.specs[index]
     local = dtensor.local_of(value) if isinstance(value, DTensor) else value

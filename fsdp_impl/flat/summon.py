@@ -17,7 +17,7 @@ from fsdp_impl.flat import construct
 from fsdp_impl.flat.group import FlatGroup
 from fsdp_impl.flat.reduction import Gradients, set_grad
 from fsdp_impl.flat.registry import units_in
-from fsdp_impl.flat.shards import FLAT_PARAM, FlatShards, is_view_of, set_param
+from fsdp_impl.flat.shards import FLAT_PARAM, is_view_of
 from fsdp_impl.flat.unit import FlatUnit
 
 
@@ -115,7 +115,7 @@ def _register_whole(group: FlatGroup, whole: torch.Tensor) -> list[nn.Parameter]
         params.append(param)
         for owner in shards.owners[index]:
             owner.module.__dict__.pop(owner.name, None)
-            set_param(owner, param)
+            owner.hold(param)
     if not shards.use_orig:
         del shards.module._parameters[FLAT_PARAM]
     return params
@@ -138,16 +138,9 @@ def _write_back(group: FlatGroup) -> None:
     for index, value in enumerate(held):
         # Where nothing was copied to make it whole, it was changed in place. To write it onto itself would look to
         # autograd like a change of what an earlier forward saved.
-        if not _lies_in_place(shards, index, value):
+        is_in_order = value.stride() == shards.layout.pieces[index].stride
+        if shards.is_sharded or not is_in_order or not is_view_of(value, shards.flat, shards.spans[index]):
             shards.put(index, value, flat)
-
-
-def _lies_in_place(shards: FlatShards, index: int, value: torch.Tensor) -> bool:
-    return (
-        not shards.is_sharded
-        and value.stride() == shards.layout.pieces[index].stride
-        and is_view_of(value, shards.flat, shards.spans[index])
-    )
 
 
 def _register_shards(group: FlatGroup) -> None:
@@ -195,14 +188,10 @@ class WholeGradients:
             whole, param.grad = param.grad, None
             if writeback and grad is not None and whole is not None and span.numel:
                 grad.copy_(shards.like_part(index, shards.cut_one(index, dtensor.local_part(whole))))
-            self._restore(index, grad)
-
-    def _restore(self, index: int, grad: torch.Tensor | None) -> None:
-        """After the parameter is a shard again, for whose shape the gradient is."""
-        original = self._group.shards.originals[index]
-        original.grad = None
-        if grad is not None:
-            set_grad(original, grad)
+            original = shards.originals[index]
+            original.grad = None
+            if grad is not None:
+                set_grad(original, grad)
 
 
 @contextmanager

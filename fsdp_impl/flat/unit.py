@@ -81,7 +81,6 @@ class UnitOptions:
     """What the constructor's arguments came to for one unit; see ``FullyShardedDataParallel``.
 
     Attributes:
-        device: to compute on.
         synced: whether the first rank's values were given to all.
         use_orig: whether the original parameters stay visible.
         buffer_dtypes: of the buffers, by their names from the wrapped module, before any cast.
@@ -115,8 +114,6 @@ class FlatUnit:
         syncs: whether backward reduces gradients; ``no_sync`` clears it.
 
     Args:
-        wrapper: which holds it.
-        shards: the sharded parameters, if any were left.
         initialize: called with the unit before each forward; the first call under a root decides who it is.
     """
 

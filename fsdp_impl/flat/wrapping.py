@@ -20,9 +20,7 @@ Targets = dict[nn.Module, dict[str, Any]]
 def find_ignored(module: nn.Module, modules: Any, states: Any) -> Ignored:
     """What a wrapper of ``module`` leaves alone: what its arguments name, and what wrappers inside it leave alone.
 
-    Args:
-        modules: ``ignored_modules``.
-        states: ``ignored_states``: parameters or modules, not both.
+    ``modules`` are its ``ignored_modules``, ``states`` its ``ignored_states``: parameters or modules, not both.
     """
     if modules is not None and states is not None:
         raise ValueError(

@@ -120,8 +120,7 @@ def fully_shard(
         group = ParamGroup(
             list(params), cuts, list(owners.values()), shard_mesh, leaves, device, mp_policy, offload_policy
         )
-    auto_reshard = reshard_after_forward is None
-    unit = Unit(modules, device, group, mp_policy, lazy_init.ensure, auto_reshard=auto_reshard)
+    unit = Unit(modules, device, group, mp_policy, lazy_init.ensure, auto_reshard=reshard_after_forward is None)
     _mark_composable(unit)
     unit.register()
     for member in modules:

@@ -25,7 +25,6 @@ class Slot:
     Attributes:
         offset: first element, in units of the layout's dtype.
         extent: elements with padding, in units of the layout's dtype; the same on every rank.
-        dtype: the parameter's dtype.
         size: the shape of this rank's shard, without padding.
         blocks: contiguous pieces of the whole parameter that a chunk consists of; 1 if cut along dimension 0.
     """
@@ -46,8 +45,7 @@ class Layout:
     """The slots of a group of parameters, in the order of the parameters.
 
     Attributes:
-        world: number of ranks sharded over.
-        dtype: dtype of the buffer: the parameters' dtype where they share one, else ``uint8``.
+        dtype: of the buffer: the parameters' dtype where they share one, else ``uint8``.
         numel: length of one rank's buffer, in elements of ``dtype``.
         order: indices of the slots by rising offset.
     """

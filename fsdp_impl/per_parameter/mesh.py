@@ -1,5 +1,6 @@
 """Over which ranks parameters are sharded, and what of that ``reshard_after_forward`` changes until backward."""
 
+import functools
 import logging
 from dataclasses import dataclass
 from typing import Any
@@ -106,11 +107,9 @@ def _one_dim(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 
 @dataclass(frozen=True)
 class AfterForward:
-    """What forward leaves of the unsharded parameters until backward.
+    """Whether forward frees the unsharded parameters until backward.
 
-    Attributes:
-        frees: whether they are freed.
-        smaller: the mesh that they stay sharded over where they are freed, if that is not the unit's own.
+    Where it does they stay sharded over the mesh ``smaller``, if that is not the unit's own.
     """
 
     frees: bool
@@ -143,17 +142,13 @@ def after_forward(reshard_after_forward: Any, mesh: ShardMesh) -> AfterForward:
     return AfterForward(frees=True, smaller=_smaller_mesh(mesh, value))
 
 
-_warned_about_one = False
-
-
+@functools.cache
 def _warn_about_one() -> None:
-    global _warned_about_one
-    if not _warned_about_one:
-        _warned_about_one = True
-        _logger.warning(
-            "reshard_after_forward=1 (int) means resharding parameters to world size 1, "
-            "instead of reshard_after_forward=True (bool)"
-        )
+    """Once in a process."""
+    _logger.warning(
+        "reshard_after_forward=1 (int) means resharding parameters to world size 1, "
+        "instead of reshard_after_forward=True (bool)"
+    )
 
 
 def _smaller_mesh(mesh: ShardMesh, size: int) -> ShardMesh:

@@ -49,8 +49,7 @@ class OffloadPolicy:
 class CPUOffloadPolicy(OffloadPolicy):
     """Sharded parameters, gradients and optimizer state live on CPU.
 
-    Attributes:
-        pin_memory: whether they live in pinned memory, so that copies to and from the device overlap with compute.
+    With ``pin_memory`` in pinned memory, so that copies to and from the device overlap with compute.
     """
 
     pin_memory: bool = True
@@ -195,22 +194,11 @@ class SymmetricReduce(_SymmetricMemory, _Reduce):
 
 @dataclass
 class GroupOptions:
-    """What setters change about one group, at any time.
+    """What setters of ``FSDPModule``, whose docstrings explain each, change about one group, at any time.
 
     Attributes:
-        reduce_grads: reduce in backward; otherwise gradients accumulate unsharded.
-        all_reduce_grads: with replicas, all-reduce after the reduce-scatter; otherwise shards accumulate.
-        reshard_after_backward: free the unsharded parameters after backward.
-        unshard_in_backward: gather before backward, which an embedding can do without.
         unshard_async: issue gathers of forward and backward asynchronously on the current stream.
-        reduce_unused: reduce zeros for parameters without gradient, so that ranks that used others agree.
         max_reduce_inputs: reduction inputs that may be in flight; the largest of all groups holds.
-        divide_factor: divide gradients by this instead of the number of ranks.
-        force_sum: reduce by sums only.
-        all_reduce_hook: called with the reduced flat shard, after the all-reduce if there is one.
-        all_reduce_hook_stream: where the hook runs; ``None`` for the stream of all-reduces.
-        all_gather: replaces the all-gather; ``None`` for the seam.
-        reduce_scatter: replaces the reduce-scatter; ``None`` for the seam.
         reduce_group: process group of reduce-scatters, ``None`` without a sharded dimension. Another than the
             gathers' lets the two overlap on the wire.
     """

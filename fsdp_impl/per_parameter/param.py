@@ -40,7 +40,6 @@ class Cut:
 
     Attributes:
         data: what is cut: the parameter, or of a DTensor the local tensor.
-        dim: along which dimension.
         spec: of the sharded parameter.
         unsharded: of the unsharded parameter, if that is a DTensor.
         data_parallel: the dimensions of ``unsharded``'s mesh over which FSDP itself reduces gradients.
@@ -275,7 +274,7 @@ class ShardedParam:
 
     def move_to(self, slot: torch.Tensor) -> None:
         """Live in ``slot``, which holds the same values."""
-        dtensor.set_local(self.sharded, slot)
+        self.sharded._local_tensor = slot  # type: ignore[attr-defined]
         self.slot = slot
         self._slot_pointer = slot.data_ptr()
 

@@ -18,6 +18,7 @@ from fsdp_impl.common.views import Views, remember
 from fsdp_impl.per_parameter.group import ParamGroup
 from fsdp_impl.per_parameter.layout import Layout, build_layout, shard_view
 from fsdp_impl.per_parameter.param import ShardedParam
+from fsdp_impl.per_parameter.shards import Shards
 
 # Unsharded gradients
 
@@ -37,7 +38,7 @@ def take(group: ParamGroup) -> tuple[list[ShardedParam], list[torch.Tensor]]:
     for param in group.shards.params:
         grad = _take_one(param, _reduce_dtype(group, param))
         if grad is None and group.options.reduce_unused and param.sharded.requires_grad:
-            grad = zero_grad(param, group.device)
+            grad = torch.zeros(param.size, dtype=param.compute_dtype, device=group.device)
         if grad is not None:
             params.append(param)
             grads.append(grad)
@@ -98,11 +99,6 @@ def _take_one(param: ShardedParam, dtype: torch.dtype) -> torch.Tensor | None:
     return grad if param.unsharded_spec is None else _local_grad(param, grad, param.unsharded_spec, dtype)
 
 
-def zero_grad(param: ShardedParam, device: torch.device) -> torch.Tensor:
-    """A gradient of zeros, as :func:`take` returns one."""
-    return torch.zeros(param.size, dtype=param.compute_dtype, device=device)
-
-
 def _local_grad(param: ShardedParam, grad: torch.Tensor, spec: DTensorSpec, dtype: torch.dtype) -> torch.Tensor:
     assert isinstance(grad, DTensor), f"{param.fqn} is a DTensor but its gradient is a {type(grad)}"
     # What is pending over data-parallel dimensions is summed by the reduction.
@@ -134,7 +130,7 @@ class Reducer:
 
     def __init__(self, group: ParamGroup) -> None:
         self._group = group
-        self._accumulator = Accumulator(offloads=group.shards.offloads, pins=group.shards.pins)
+        self._accumulator = Accumulator(group.shards)
         # Shards that replicas have not summed yet, in the memory of the reduce stream.
         self._partial: Reduced | None = None
         self._layouts: dict[tuple[Any, ...], Layout] = {}
@@ -334,9 +330,8 @@ class GradBuffer(NamedTuple):
 class Accumulator:
     """Adds reduced shards to the gradients of one group, in the parameters' dtype and where the parameters live."""
 
-    def __init__(self, *, offloads: bool, pins: bool) -> None:
-        self._offloads = offloads
-        self._pins = pins
+    def __init__(self, shards: Shards) -> None:
+        self._shards = shards
         self._last: GradBuffer | None = None
 
     def add(self, params: Sequence[ShardedParam], layout: Layout, shards: torch.Tensor) -> bool:
@@ -345,9 +340,7 @@ class Accumulator:
         Runs on the current stream. A gradient that is made here lives in that stream's memory, or in that of ``shards``
         (see Note: reduction memory).
 
-        Args:
-            layout: where each of ``params`` lies, in the parameters' dtype.
-            shards: 1-D, of ``layout``.
+        ``shards`` is 1-D and of ``layout``: where each of ``params`` lies, in the parameters' dtype.
 
         Returns:
             Whether a copy to the host may still be running, for which the host must wait before the gradients are used.
@@ -375,11 +368,11 @@ class Accumulator:
         self._last = GradBuffer(tuple(params), remember(shards, views))
 
     def _to_home(self, params: Sequence[ShardedParam], shards: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        if not self._offloads or shards.device.type == "cpu":
+        if not self._shards.offloads or shards.device.type == "cpu":
             return shards, False
         # Nothing on the host waits for a stream: what reads the copy before the end of backward must find it finished.
         is_read = any(param.sharded.grad is not None or hooks.post_accumulate_of(param.sharded) for param in params)
-        may_overlap = self._pins and not is_read
-        home = torch.empty(shards.shape, dtype=shards.dtype, pin_memory=self._pins)
+        may_overlap = self._shards.pins and not is_read
+        home = torch.empty(shards.shape, dtype=shards.dtype, pin_memory=self._shards.pins)
         home.copy_(shards, non_blocking=may_overlap)
         return home, may_overlap

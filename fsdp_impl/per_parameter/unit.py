@@ -104,7 +104,7 @@ class Unit(State):
             # torch marks the hook, which a bound method does not allow.
             holder.register_state_dict_post_hook(partial(self._after_state_dict))
             holder.register_load_state_dict_pre_hook(self._before_state_dict)
-            holder.register_load_state_dict_post_hook(self._after_load)
+            holder.register_load_state_dict_post_hook(self.refresh)
 
     def share_comm(self, comm: GatherContext) -> None:
         self.comm = comm
@@ -313,8 +313,8 @@ class Unit(State):
             self.group.drop_pending()
             self.group.reshard(self.phase)
 
-    def refresh(self) -> None:
-        """Notice parameters that ``.to()``, ``to_empty`` and the like replaced."""
+    def refresh(self, *_: Any) -> None:
+        """Notice parameters that ``.to()``, ``to_empty`` and the like replaced, or a load with ``assign=True``."""
         if self.group is not None:
             self.group.refresh()
 
@@ -333,10 +333,6 @@ class Unit(State):
                 # With keep_vars=True it is the parameter itself.
                 if owner.find() is holder and isinstance(value, DTensor) and not isinstance(value, nn.Parameter):
                     state[prefix + owner.name] = dtensor.at_offset_zero(value)
-
-    def _after_load(self, *_: Any) -> None:
-        """With ``assign=True`` loading replaced the parameters."""
-        self.refresh()
 
 
 # From a module to its unit
