@@ -73,6 +73,7 @@ RESHARD_AND_OFFLOAD = pytest.mark.parametrize(
         pytest.param(True, "pinned", marks=[*RESHARD_CHOICES[0].marks, PINNED]),
     ],
 )
+KEPT_MARKS = RESHARD_CHOICES[1].marks
 COUNTED = needs(Capability.DEFERRED_REDUCTION, Capability.COUNTED_UNITS)
 ALL_REDUCE = needs(Capability.DEFERRED_ALL_REDUCE)
 WHOLE = needs(Capability.WHOLE_PARAMETERS)
@@ -117,10 +118,8 @@ def microbatches(rank: Rank, steps: int) -> Iterator[Any]:
 def test_reduction_waits(rank: Rank, waiting: Any, reshard_after_forward: bool | int, offload: Any) -> None:
     """A unit whose reduction is deferred is reduced once, the others by every backward; the gathers do not change."""
     options: Any = {"reshard_after_forward": reshard_after_forward, "offload": offload}
-    reduces = {"reduce_scatter": reductions(waiting)}
-    train_and_count(
-        rank, gathers_of(reshard_after_forward), reduces, accumulation=Accumulation(units=waiting), **options
-    )
+    options["accumulation"] = Accumulation(units=waiting)
+    train_and_count(rank, gathers_of(reshard_after_forward), {"reduce_scatter": reductions(waiting)}, **options)
 
 
 @contract("ACCUMULATION-1", "ACCUMULATION-2", "ACCUMULATION-3", "ACCUMULATION-8")
@@ -180,18 +179,14 @@ def test_root_keeps_its_own_while_waiting(rank: Rank) -> None:
     train_and_count(rank, gathers, {"reduce_scatter": UNITS}, accumulation=Accumulation())
 
 
-DEFERRED = needs(Capability.DEFERRED_REDUCTION)
+DEFERRED, HYBRID = needs(Capability.DEFERRED_REDUCTION), needs(Capability.HYBRID)
+REDUCES = ["default", *(pytest.param(name, marks=DEFERRED) for name in ("every-backward", "first-and-last"))]
 
 
 @contract("ACCUMULATION-1", "ACCUMULATION-6")
 @world(4)
-@pytest.mark.parametrize(
-    "reduces",
-    ["default", pytest.param("every-backward", marks=DEFERRED), pytest.param("first-and-last", marks=DEFERRED)],
-)
-@pytest.mark.parametrize(
-    "has_replicas", [False, pytest.param(True, marks=needs(Capability.HYBRID))], ids=["shards", "replicas"]
-)
+@pytest.mark.parametrize("reduces", REDUCES)
+@pytest.mark.parametrize("has_replicas", [False, pytest.param(True, marks=HYBRID)], ids=["shards", "replicas"])
 def test_microbatches_add_up(rank: Rank, has_replicas: bool, reduces: str) -> None:
     """Gradients of several microbatches add up, whether none, some or all backwards before the last reduce."""
     mesh = rank.mesh((2, 2), ("replicate", "shard")) if has_replicas else None
@@ -248,9 +243,7 @@ def test_gradients_that_a_script_dropped_of_some(rank: Rank) -> None:
         pytest.param("all", "before-backward", {}, id="all-before-backward"),
         pytest.param("all", "before-forward", {}, id="all-before-forward"),
         pytest.param("all", "before-forward", {"flat_parameters": True}, id="all-flat"),
-        pytest.param(
-            "all", "before-forward", {"reshard_after_forward": False}, id="all-kept", marks=RESHARD_CHOICES[1].marks
-        ),
+        pytest.param("all", "before-forward", {"reshard_after_forward": False}, id="all-kept", marks=KEPT_MARKS),
         pytest.param("layers.1.in_proj.weight", "before-forward", {}, id="one-before-forward"),
         pytest.param("all", "after-a-cast", {}, id="all-after-a-cast", marks=needs(Capability.CAST_AFTER_INIT)),
         pytest.param("all", "after-a-look", {}, id="all-after-a-look", marks=WHOLE),
@@ -383,7 +376,6 @@ def test_deferred_all_reduce_without_replicas(rank: Rank) -> None:
             assert difference is None, f"gradient of {name!r}: element, deferred and not: {difference}"
 
 
-HYBRID = needs(Capability.HYBRID)
 ALL_REDUCE_ONCE = Accumulation(skips="all-reduce")
 #: How the gradients of microbatches are combined, on a mesh of one dimension and on replicas.
 COMBINED = pytest.mark.parametrize(

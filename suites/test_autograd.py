@@ -46,6 +46,8 @@ from shardproof.testing import (
 DATACLASS, LATE = (
     pytest.param(name, marks=needs(Capability.DATACLASS_OUTPUT)) for name in ("dataclass", "late-dataclass")
 )
+WHY = "the same kernels on the same shards, in another order of parameters"
+CLASSES = ["ordered-dict", "list-class", "tuple-class", "frozen-dataclass", "late-dataclass", "dict-dataclass"]
 NESTINGS = ["tuple", "list", "dict", "ordered-dict", "namedtuple", "nested", "deep", DATACLASS, LATE]
 
 
@@ -251,9 +253,7 @@ def test_containers_between_units(rank: Rank, container: models.Container) -> No
 @world(2)
 @needs(Capability.CONTAINER_OUTPUT, Capability.DATACLASS_OUTPUT)
 @each_value("container")
-@pytest.mark.parametrize(
-    "container", ["ordered-dict", "list-class", "tuple-class", "frozen-dataclass", "late-dataclass", "dict-dataclass"]
-)
+@pytest.mark.parametrize("container", CLASSES)
 def test_classes_of_containers(rank: Rank, container: models.Container) -> None:
     """Hooks find the tensors in subclasses of containers, and in a class that is a dict and a dataclass in one."""
     pair = rank.pair(models.packed_stack(dim=9, container=container), units=[["1"], ["2"], ["3"]])
@@ -330,9 +330,7 @@ def test_optimizer_in_hook_equals_optimizer_after_backward(rank: Rank) -> None:
     for step in range(10):
         pictures = [run.step([(tokens,)], loss=models.mean_square) for run in (ordinary, hooked)]
         schedule.step()
-        check_exact(
-            rank, *pictures, step=step, why="the same kernels on the same shards, in another order of parameters"
-        )
+        check_exact(rank, *pictures, step=step, why=WHY)
 
 
 def _step_in_hooks(parameters: Any) -> None:

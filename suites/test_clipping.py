@@ -93,9 +93,8 @@ def test_frozen_and_unused_parameters(rank: Rank, norm_type: float) -> None:
     model = models.Branches(dim=12)
     for name in ("entry.weight", "branches.1.in_proj.bias"):
         model.get_parameter(name).requires_grad_(False)
-    pair = pair_by_units(
-        rank, model, baseline="replicated", find_unused=True, clip=Clip(max_norm=0.01, norm_type=norm_type)
-    )
+    clip = Clip(max_norm=0.01, norm_type=norm_type)
+    pair = pair_by_units(rank, model, baseline="replicated", find_unused=True, clip=clip)
     train_and_check(pair, ((batch, 1) for batch in batches(rank, 2, (4, 12))))  # branches 0 and 2 are not used
 
 

@@ -15,6 +15,7 @@ from shardproof.testing import (
     RESHARD,
     Capability,
     Means,
+    Pair,
     Rank,
     compiler,
     contract,
@@ -31,9 +32,7 @@ RECOMPUTES = needs(Capability.RECOMPUTATION)
 @world(2)
 @needs(Capability.COMPILED_MODULES)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
-@pytest.mark.parametrize(
-    "means", [None, pytest.param("call", marks=RECOMPUTES), pytest.param("wrapper", marks=RECOMPUTES)]
-)
+@pytest.mark.parametrize("means", [None, *(pytest.param(name, marks=RECOMPUTES) for name in ("call", "wrapper"))])
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
 def test_compiled_units(
     rank: Rank, backend: str, means: Means | None, reshard_after_forward: bool | int | None
@@ -49,14 +48,16 @@ def test_compiled_units(
             return recompute(made, means) if means else made
 
         pair = pair_by_units(rank, model, reshard_after_forward=reshard_after_forward, prepare=prepare, is_traced=False)
-        graphs = []
-        for _ in checked_steps(
-            pair, tokens(rank, 3, (3, config.length), vocabulary=config.vocabulary), set_to_none="even"
-        ):
-            graphs.append(compiled.graphs)
+        graphs = _graphs_of_steps(rank, pair, config, compiled)
         assert graphs[0] > 0, "nothing was compiled"
         assert graphs[:1] == unsharded, f"{graphs[0]} graphs, and {unsharded[0]} unsharded: sharding breaks graphs"
         assert graphs == graphs[:1] * 3, f"{graphs} graphs after each step: something was compiled again"
+
+
+def _graphs_of_steps(rank: Rank, pair: Pair, config: models.TransformerConfig, compiled: Any) -> list[int]:
+    """The numbers of graphs after each of three steps."""
+    drawn = tokens(rank, 3, (3, config.length), vocabulary=config.vocabulary)
+    return [compiled.graphs for _ in checked_steps(pair, drawn, set_to_none="even")]
 
 
 @contract("COMPILED-2")
@@ -71,10 +72,9 @@ def test_batches_of_other_sizes(rank: Rank, dynamic: bool | None, reshard_after_
     unsharded = _unsharded_graphs(config, rank.device, "aot_eager", None, SIZES, dynamic)
     assert unsharded[-1] == unsharded[-2], f"{unsharded} graphs unsharded: compiled for each size anew"
     with compiler("aot_eager") as compiled:
-        pair = rank.pair(
-            model, units=model.units(), reshard_after_forward=reshard_after_forward, is_traced=False,
-            prepare=functools.partial(compiled.compile_layers, dynamic=dynamic),
-        )  # fmt: skip
+        options: Any = {"reshard_after_forward": reshard_after_forward, "is_traced": False}
+        options["prepare"] = functools.partial(compiled.compile_layers, dynamic=dynamic)
+        pair = pair_by_units(rank, model, **options)
         graphs = []
         for step, size in enumerate(SIZES):
             pair.step(rank.tokens(step, size, vocabulary=config.vocabulary))
@@ -117,10 +117,6 @@ def test_root_compiled_after_sharding(rank: Rank, reshard_after_forward: bool | 
     pair = pair_by_units(rank, models.Transformer(config), reshard_after_forward=reshard_after_forward, is_traced=False)
     with compiler("aot_eager") as compiled:
         pair.adapter.module.compile(backend=compiled)
-        graphs = []
-        for _ in checked_steps(
-            pair, tokens(rank, 3, (3, config.length), vocabulary=config.vocabulary), set_to_none="even"
-        ):
-            graphs.append(compiled.graphs)
+        graphs = _graphs_of_steps(rank, pair, config, compiled)
         assert graphs[0] > 0, "nothing was compiled"
         assert graphs[1] == graphs[2], f"{graphs} graphs after each step: the third step was compiled again"

@@ -205,18 +205,15 @@ class OneMesh:
         return mesh[names if len(names) > 1 else names[0]]
 
 
+REPLICAS, TWO = ("copy", "dp"), ("one", "two")
 ONE_MESH = {
     "shard-tp": OneMesh((2, 2), ("dp", "tp"), ("dp",), (), ("dp", "tp"), lambda: (strided(), Shard(0))),
     "tp-shard": OneMesh((2, 2), ("tp", "dp"), ("dp",), (), ("tp", "dp"), lambda: (Shard(0), Shard(0))),
     "replicate-tp": OneMesh((2, 2), ("dp", "tp"), (), ("dp",), ("dp", "tp"), lambda: (Replicate(), Shard(0))),
-    "replicate-shard": OneMesh(
-        (2, 2), ("copy", "dp"), ("dp",), ("copy",), ("copy", "dp"), lambda: (Replicate(), Shard(0))
-    ),
-    "two-replicas": OneMesh((2, 2), ("one", "two"), (), ("one", "two"), ("one_two",), lambda: (Replicate(),)),
-    "two-shards": OneMesh((2, 2), ("one", "two"), ("one", "two"), (), ("one_two",), lambda: (Shard(0),)),
-    "two-shards-tp": OneMesh(
-        (1, 2, 2), ("one", "two", "tp"), ("one", "two"), (), ("one_two", "tp"), lambda: (strided(), Shard(0))
-    ),
+    "replicate-shard": OneMesh((2, 2), REPLICAS, ("dp",), ("copy",), REPLICAS, lambda: (Replicate(), Shard(0))),
+    "two-replicas": OneMesh((2, 2), TWO, (), TWO, ("one_two",), lambda: (Replicate(),)),
+    "two-shards": OneMesh((2, 2), TWO, TWO, (), ("one_two",), lambda: (Shard(0),)),
+    "two-shards-tp": OneMesh((1, 2, 2), (*TWO, "tp"), TWO, (), ("one_two", "tp"), lambda: (strided(), Shard(0))),
 }
 
 
@@ -476,10 +473,7 @@ def check_replicas(rank: Rank, pair: Pair, mesh: DeviceMesh) -> None:
 def train(
     rank: Rank, mesh: DeviceMesh, *, dim: int, recomputes: bool, data: tuple[str, ...] = ("dp",), **options: Any
 ) -> None:
-    """Three steps of an MLPStack, cut over ``mesh["tp"]`` and sharded over the dimensions ``data``.
-
-    Where the mesh has the dimension "pp", each of its stages has another model and other data.
-    """
+    """Three steps of MLPs cut over ``mesh["tp"]`` and sharded over ``data``; stages over "pp" have their own data."""
     names = mesh.mesh_dim_names or ()
     stage = mesh["pp"].get_local_rank() if "pp" in names else 0
     torch.manual_seed(rank.seeds.init + stage)
@@ -513,10 +507,9 @@ def test_generator_and_critic(rank: Rank, frees: bool) -> None:
     generator, critic = models.Tower(dim=9), models.Tower(dim=9, depth=2)
     plain = [models.copy_of(one).to(rank.device) for one in (generator, critic)]
     optimizers = [optim.sgd(lr=0.05)(one.parameters()) for one in plain]
-    runs = [
-        rank.run(one, units=one.units(), optimizer=optim.sgd(lr=0.05), reshard_after_forward=keeps == frees)
-        for one, keeps in ((generator, True), (critic, False))
-    ]
+    both_runs = ((generator, True), (critic, False))
+    options: Any = {"optimizer": optim.sgd(lr=0.05)}
+    runs = [run_by_units(rank, one, reshard_after_forward=keeps == frees, **options) for one, keeps in both_runs]
     sharded = [run.adapter.forward for run in runs]
     for step in range(3):
         noise, real = (rank.batch(step, (4, 9), microbatch=number) for number in range(2))

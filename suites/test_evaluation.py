@@ -54,10 +54,7 @@ DEPTH = 3
 
 
 class ScaledBase(nn.Module):
-    """``scale * tanh(base x)``, where ``base``, a Linear(dim, dim), is frozen and ``scale`` has one element.
-
-    Input and output: (..., dim).
-    """
+    """``scale * tanh(base x)``, where ``base``, a Linear(dim, dim), is frozen and ``scale`` has one element."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -72,8 +69,6 @@ class ScaledStack(Stacked):
     """Layers of :class:`ScaledBase`, and a parameter of one element that is all that the root has of its own.
 
     What trains has fewer elements than there are ranks, so that an optimizer changes nothing of what most ranks hold.
-
-    Input and output: (..., dim).
     """
 
     def __init__(self, dim: int, depth: int = 2) -> None:

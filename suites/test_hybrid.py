@@ -27,10 +27,9 @@ from shardproof.testing import (
 NAMES = ("replicate", "shard")
 DEFERRED = needs(Capability.DEFERRED_REDUCTION)
 DEFAULT = pytest.param(None)
+FOUR_REPLICAS = pytest.param((4, 1), marks=needs(Capability.SINGLE_RANK))
 #: (replicate, shard) sizes on four ranks; the second shards nothing.
-SHAPES = pytest.mark.parametrize(
-    "shape", [(2, 2), pytest.param((4, 1), marks=needs(Capability.SINGLE_RANK))], ids=["2x2", "4x1"]
-)
+SHAPES = pytest.mark.parametrize("shape", [(2, 2), FOUR_REPLICAS], ids=["2x2", "4x1"])
 
 pytestmark = needs(Capability.HYBRID)
 
@@ -79,9 +78,7 @@ def test_gathers_while_reductions_wait(rank: Rank) -> None:
 
 @contract("HYBRID-1")
 @world(4)
-@pytest.mark.parametrize(
-    "shape", [(1, 4), pytest.param((4, 1), marks=needs(Capability.SINGLE_RANK))], ids=["1x4", "4x1"]
-)
+@pytest.mark.parametrize("shape", [(1, 4), FOUR_REPLICAS], ids=["1x4", "4x1"])
 def test_one_replica_and_one_shard(rank: Rank, shape: tuple[int, int]) -> None:
     """One replica of four shards, and four replicas of one, train as DDP over all ranks."""
     pair = tower(rank, mesh=rank.mesh(shape, NAMES), microbatches=2)
