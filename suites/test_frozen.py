@@ -50,8 +50,7 @@ FROZEN: dict[str, Callable[[str], bool]] = {
 @contract("FROZEN-1")
 @world(2, 4)
 @pytest.mark.parametrize(
-    ("what", "reshard_after_forward"),
-    [*((what, None) for what in FROZEN), *with_first("middle", RESHARD_EXPLICIT)],
+    ("what", "reshard_after_forward"), [*((what, None) for what in FROZEN), *with_first("middle", RESHARD_EXPLICIT)]
 )
 def test_frozen_before_sharding(rank: Rank, what: str, reshard_after_forward: bool | int | None) -> None:
     """Frozen units, and frozen parameters within units, get no gradient and keep their bits; the others train."""
