@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable
 
@@ -20,13 +21,7 @@ def coordinate_of(rank: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """One rank's place on a mesh of all ranks.
-
-    Attributes:
-        sizes: the size of each dimension of the mesh.
-        names: the name of each dimension.
-        rank: the global rank.
-    """
+    """One global rank's place on a mesh of all ranks, whose dimensions have these sizes and names."""
 
     sizes: tuple[int, ...]
     names: tuple[str, ...]
@@ -48,12 +43,9 @@ class Place:
         if len(group) == 1:
             return "none"
         for count in range(1, len(self.names) + 1):
-            for first in range(len(self.names) - count + 1):
-                chosen = self.names[first : first + count]
+            for chosen in itertools.combinations(self.names, count):
                 if self.along(*chosen) == tuple(sorted(group)):
                     return "+".join(chosen)
-        if len(self.names) == 3 and self.along(self.names[0], self.names[2]) == tuple(sorted(group)):
-            return f"{self.names[0]}+{self.names[2]}"
         return ""
 
 
@@ -74,13 +66,10 @@ def is_by_rows(traits: Traits) -> bool:
 
 
 def share_numel(shapes: Iterable[tuple[int, ...]], parts: int, traits: Traits) -> int:
-    """Return the elements that each rank holds of a unit, with the padding up to equal shares.
+    """Return the elements that each of ``parts`` ranks holds of a unit, with the padding up to equal shares.
 
-    Args:
-        shapes: the shapes of the unit's parameters, as tensor parallelism has left them. In a flat parameter each of
-            them must have a multiple of four elements, so that nothing is aligned between them.
-        parts: the number of ranks that share the unit.
-        traits: those of the implementation.
+    The shapes are those that tensor parallelism has left. In a flat parameter each of them must have a multiple of four
+    elements, so that nothing is aligned between them.
     """
     shapes = list(shapes)
     if is_by_rows(traits):

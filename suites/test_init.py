@@ -119,17 +119,19 @@ class Unfit:
     """A model or options that an implementation may refuse.
 
     Attributes:
-        model: makes a model whose input and output are (batch, 9).
         names: words one of which is in the error.
         options: how it should be sharded.
+        model: makes a model whose input and output are (batch, 9).
+        needs: what has the options, if only some implementations have them.
         may_train: whether an implementation may take it.
         in_parts: whether some units are sharded before the refusal, so that the model is not restored.
         repair: removes the cause from the sharded model; None if nothing can.
     """
 
-    model: Callable[[], nn.Module]
     names: tuple[str, ...]
     options: Callable[[Rank], dict[str, Any]] = lambda rank: {}
+    model: Callable[[], nn.Module] = lambda: models.Tower(dim=9)
+    needs: Capability | None = None
     may_train: bool = True
     in_parts: bool = False
     repair: Callable[[nn.Module], Any] | None = None
@@ -139,6 +141,10 @@ def _frozen(*size: int) -> nn.Module:
     model = shapes.Spoiled(torch.randn(size))
     model.odd.requires_grad_(False)
     return model
+
+
+def _of_two_dtypes() -> nn.Module:
+    return shapes.Spoiled(torch.randn(3, dtype=torch.float64))
 
 
 IN_LAYER = tuple(f"layers.1.{name}" for name, _ in models.Tower(dim=9).layers[1].named_parameters())
@@ -153,113 +159,99 @@ OTHER_SIZES: dict[str, Callable[[Rank], dict[str, Any]]] = {
     },
 }
 UNFIT = {
-    "a-scalar": Unfit(lambda: shapes.Spoiled(torch.randn(())), ("odd",)),
-    "a-frozen-scalar": Unfit(_frozen, ("odd",)),
-    "strides": Unfit(lambda: shapes.Spoiled(torch.randn(4, 3).t()), ("odd", "[3, 4]")),
-    "two-dtypes": Unfit(
-        lambda: shapes.Spoiled(torch.randn(3, dtype=torch.float64)),
-        ("float64", "DoubleTensor"),
-        repair=lambda one: one.float(),
-    ),
+    "a-scalar": Unfit(("odd",), model=lambda: shapes.Spoiled(torch.randn(()))),
+    "a-frozen-scalar": Unfit(("odd",), model=_frozen),
+    "strides": Unfit(("odd", "[3, 4]"), model=lambda: shapes.Spoiled(torch.randn(4, 3).t())),
+    "two-dtypes": Unfit(("float64", "DoubleTensor"), model=_of_two_dtypes, repair=nn.Module.float),
     "two-dtypes-in-a-unit": Unfit(
-        lambda: nn.Sequential(shapes.Spoiled(torch.randn(3, dtype=torch.float64)), nn.Linear(9, 9)),
         ("float64", "DoubleTensor"),
         lambda rank: {"units": [["0"]]},
-        repair=lambda one: one.float(),
+        lambda: nn.Sequential(_of_two_dtypes(), nn.Linear(9, 9)),
+        repair=nn.Module.float,
     ),
     "three-dimensions": Unfit(
-        lambda: models.Tower(dim=9),
-        ("mesh", "Mesh"),
-        lambda rank: {"mesh": rank.mesh((1, 1, rank.world_size), ("a", "b", "c"))},
-        may_train=False,
+        ("mesh", "Mesh"), lambda rank: {"mesh": rank.mesh((1, 1, rank.world_size), ("a", "b", "c"))}, may_train=False
     ),
     "a-size-that-does-not-divide": Unfit(
-        lambda: models.Tower(dim=9),
         ("reshard_after_forward",),
         lambda rank: {"reshard_after_forward": rank.world_size + 1},
+        needs=Capability.RESHARD_TO_SIZE,
     ),
     **{
-        name: Unfit(lambda: models.Tower(dim=9), ("reshard_after_forward",), options, may_train=False)
+        name: Unfit(("reshard_after_forward",), options, needs=Capability.RESHARD_TO_SIZE, may_train=False)
         for name, options in OTHER_SIZES.items()
     },
-    "a-list": Unfit(lambda: models.Tower(dim=9), ("ModuleList",), lambda rank: {"units": [["layers"]]}),
-    "a-dict": Unfit(lambda: Named(9), ("ModuleDict",), lambda rank: {"units": [["layers"]]}),
+    # An implementation that wraps one module takes a list as any module.
+    "a-list": Unfit(("ModuleList",), lambda rank: {"units": [["layers"]]}, needs=Capability.GROUPED_UNIT),
+    "a-dict": Unfit(
+        ("ModuleDict",), lambda rank: {"units": [["layers"]]}, lambda: Named(9), needs=Capability.GROUPED_UNIT
+    ),
     "an-uneven-dimension": Unfit(
-        lambda: shapes.Spoiled(torch.randn(3)),
         ("weight", "[9, 9]"),
         lambda rank: {"shard_dim": lambda one: one.ndim - 1},
+        lambda: shapes.Spoiled(torch.randn(3)),
+        needs=Capability.SHARD_DIMENSION,
     ),
     "no-such-dimension": Unfit(
-        lambda: shapes.Spoiled(torch.randn(3)),
         ("weight", "[9, 9]"),
         lambda rank: {"shard_dim": lambda one: one.ndim},
+        lambda: shapes.Spoiled(torch.randn(3)),
+        needs=Capability.SHARD_DIMENSION,
         may_train=False,
     ),
     "ignored-by-two-options": Unfit(
-        lambda: models.Tower(dim=9),
         ("ignored_states", "ignored_modules"),
         lambda rank: {"ignored": ("out.weight", *IN_LAYER), "ignored_modules": ("layers.1",)},
+        needs=Capability.IGNORED_MODULES,
         may_train=False,
     ),
     "no-elements": Unfit(
-        lambda: shapes.Spoiled(torch.randn(0, 12)),
         ("odd", "Shard(1)"),
         lambda rank: {"shard_dim": lambda one: None if one.numel() else 1},
+        lambda: shapes.Spoiled(torch.randn(0, 12)),
+        needs=Capability.SHARD_DIMENSION,
     ),
     "a-placement-that-cuts-nothing": Unfit(
-        lambda: models.Tower(dim=9),
         ("shard_placement_fn",),
         lambda rank: {"shard_dim": lambda one: Replicate()},
+        needs=Capability.SHARD_DIMENSION,
         may_train=False,
     ),
     "a-module-once-more": Unfit(
-        lambda: models.Tower(dim=9),
         ("once", "already"),
         lambda rank: {"units": [["layers.1"], ["layers.1"]], "as_groups": True},  # a mesh whose dimension has no name
+        needs=Capability.PROCESS_GROUPS,
         in_parts=True,
     ),
     "a-module-twice-in-a-unit": Unfit(
-        lambda: models.Tower(dim=9), ("once", "already"), lambda rank: {"units": [["layers.1", "layers.1"]]}
+        ("once", "already"), lambda rank: {"units": [["layers.1", "layers.1"]]}, needs=Capability.GROUPED_UNIT
     ),
     "replicas-without-groups": Unfit(
-        lambda: models.Tower(dim=9),
         ("process group",),
         lambda rank: {"mesh": rank.mesh((1, rank.world_size), ("replicate", "shard")), "default_mesh": True},
+        needs=Capability.FLAT_PARAMETERS,
         may_train=False,
     ),
     "cube-of-replicas": Unfit(
-        lambda: models.Tower(dim=9),
         ("mesh", "Mesh"),
         lambda rank: {"mesh": rank.mesh((1, 1, rank.world_size), ("a", "b", "c")), "shards": False},
+        needs=Capability.FLAT_PARAMETERS,
         may_train=False,
     ),
     "integers": Unfit(
-        lambda: shapes.Permuted(9), ("integer",), lambda rank: {"units": [["inner"]]}, may_train=False, in_parts=True
+        ("integer",),
+        lambda rank: {"units": [["inner"]]},
+        lambda: shapes.Permuted(9),
+        needs=Capability.FLAT_PARAMETERS,  # other implementations allow integers next to trained ones
+        may_train=False,
+        in_parts=True,
     ),
     "frozen-beside-trainable": Unfit(
-        lambda: _frozen(3), ("requires_grad",), lambda rank: {"flat_parameters": True, "reshard_after_forward": True}
+        ("requires_grad",),
+        lambda rank: {"flat_parameters": True, "reshard_after_forward": True},
+        lambda: _frozen(3),
+        needs=Capability.FLAT_PARAMETERS,
     ),
-}
-#: Cases of options that only some implementations have.
-UNFIT_MARKS = {
-    "a-size-that-does-not-divide": needs(Capability.RESHARD_TO_SIZE),
-    "a-size-of-all-replicas": needs(Capability.RESHARD_TO_SIZE),
-    "a-negative-size": needs(Capability.RESHARD_TO_SIZE),
-    "no-size": needs(Capability.RESHARD_TO_SIZE),
-    "a-size-that-is-no-int": needs(Capability.RESHARD_TO_SIZE),
-    "a-list": needs(Capability.GROUPED_UNIT),  # an implementation that wraps one module takes a list as any module
-    "a-dict": needs(Capability.GROUPED_UNIT),
-    "an-uneven-dimension": needs(Capability.SHARD_DIMENSION),
-    "no-such-dimension": needs(Capability.SHARD_DIMENSION),
-    "ignored-by-two-options": needs(Capability.IGNORED_MODULES),
-    "no-elements": needs(Capability.SHARD_DIMENSION),
-    "a-placement-that-cuts-nothing": needs(Capability.SHARD_DIMENSION),
-    "a-module-once-more": needs(Capability.PROCESS_GROUPS),
-    "a-module-twice-in-a-unit": needs(Capability.GROUPED_UNIT),
-    "replicas-without-groups": needs(Capability.FLAT_PARAMETERS),
-    "integers": needs(Capability.FLAT_PARAMETERS),  # other implementations allow integers next to trained ones
-    "cube-of-replicas": needs(Capability.FLAT_PARAMETERS),
-    "frozen-beside-trainable": needs(Capability.FLAT_PARAMETERS),
 }
 
 
@@ -304,14 +296,14 @@ def test_values_of_the_first_rank_fill_the_meta_device(rank: Rank, replicas: boo
     mesh = rank.mesh((2, rank.world_size // 2), ("replicate", "shard")) if replicas else rank.mesh()
     model = DrawnStack(dim=9)
     full = copy.deepcopy(model)
-
-    def to_meta(plain: nn.Module) -> nn.Module:
-        return plain if rank.index == 0 else plain.to("meta")
-
-    def make(module: nn.Module) -> None:
-        module.to_empty(device=rank.device, recurse=False)
-
-    pair = rank.pair(model, units=model.units(), mesh=mesh, prepare=to_meta, init=make, sync_states=True)
+    pair = rank.pair(
+        model,
+        units=model.units(),
+        mesh=mesh,
+        prepare=lambda plain: plain if rank.index == 0 else plain.to("meta"),
+        init=lambda module: module.to_empty(device=rank.device, recurse=False),
+        sync_states=True,
+    )
     check_values(rank, pair.adapter, full)
     pair.step(rank.batch(0, (4, 9)))
     pair.check()
@@ -357,7 +349,9 @@ def test_memory_to_shard_a_model_on_the_cpu(rank: Rank) -> None:
 
 @contract("INIT-5")
 @each_value("what")
-@pytest.mark.parametrize("what", [pytest.param(name, marks=UNFIT_MARKS.get(name, ())) for name in UNFIT])
+@pytest.mark.parametrize(
+    "what", [pytest.param(name, marks=needs(one.needs) if one.needs else ()) for name, one in UNFIT.items()]
+)
 def test_what_cannot_be_sharded(rank: Rank, what: str) -> None:
     """A module that an implementation cannot shard is refused by name, on every rank, and left unchanged.
 
@@ -542,7 +536,7 @@ def test_function_that_cannot_be_called(rank: Rank) -> None:
 def test_parameter_of_two_units(rank: Rank, flat: bool, units: list[list[str]]) -> None:
     """A parameter that modules of two units share trains as one, or is refused by name; never as two."""
     options = {"units": units, "flat_parameters": flat}
-    refused_or_trained(rank, Unfit(lambda: ties.TiedMLP(9), ("weight",), lambda rank: options, in_parts=True))
+    refused_or_trained(rank, Unfit(("weight",), lambda rank: options, lambda: ties.TiedMLP(9), in_parts=True))
 
 
 @contract("INIT-8")
@@ -642,7 +636,7 @@ def test_replicas_in_different_orders(rank: Rank) -> None:
     """
     order = (3, 1, 0, 2) if rank.world_size == 4 else (0, 1, 2, 3, 5, 4)  # all replicas, or the last alone
     mesh = rank.mesh((rank.world_size // 2, 2), ("replicate", "shard"), order=order)
-    refused_or_trained(rank, Unfit(lambda: models.Tower(dim=9), ("mesh", "Mesh"), lambda _: {"mesh": mesh}))
+    refused_or_trained(rank, Unfit(("mesh", "Mesh"), lambda _: {"mesh": mesh}))
 
 
 def refused_or_trained(rank: Rank, unfit: Unfit) -> None:

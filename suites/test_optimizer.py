@@ -26,6 +26,7 @@ from shardproof.testing import (
     CastReplica,
     Rank,
     Refusal,
+    Run,
     TiedMLP,
     Trainee,
     backward_of_copies,
@@ -49,10 +50,23 @@ pytestmark = world(2)
 
 SHAPE = (7, 5)
 UNITS = (("low",), ("high",))
+KERNELS: tuple[optim.Kernels, ...] = ("for-loop", "foreach", "fused")
 OWN_OPTIMIZER = needs(Capability.OWN_OPTIMIZER)
 FLAT = pytest.mark.parametrize(
     "flat_parameters", [False, pytest.param(True, marks=needs(Capability.FLAT_PARAMETERS))], ids=["original", "flat"]
 )
+
+
+def both(rank: Rank, model: nn.Module | None = None, **options: Any) -> tuple[Run, CastReplica]:
+    """A run of a ``Mixed``, by default with SGD, and the full copies that it is compared with (collective)."""
+    return run_and_replica(rank, model or mixed.Mixed(*SHAPE), **{"units": UNITS, "optimizer": optim.sgd()} | options)
+
+
+def replace_parameters(run: Run, *places: str) -> None:
+    """Replace the parameters of modules by copies, as user code may."""
+    for owner in map(run.original_module, places):
+        for name, parameter in list(owner.named_parameters(recurse=False)):
+            setattr(owner, name, nn.Parameter(parameter.detach().clone()))
 
 
 @contract("OPTIMIZER-1")
@@ -61,23 +75,14 @@ FLAT = pytest.mark.parametrize(
 @pytest.mark.parametrize("rows", [7, pytest.param(1, id="empty-shards")])
 @pytest.mark.parametrize(
     ("kind", "kernels"),
-    [
-        ("momentum", "foreach"),
-        ("nesterov", "for-loop"),
-        ("adamw", "for-loop"),
-        ("adamw", "foreach"),
-        ("adamw", "fused"),
-        ("amsgrad", "foreach"),
-    ],
+    [("momentum", "foreach"), ("nesterov", "for-loop"), *(("adamw", one) for one in KERNELS), ("amsgrad", "foreach")],
 )
 def test_ten_steps(rank: Rank, kind: optim.Kind, kernels: optim.Kernels, rows: int, flat_parameters: bool) -> None:
     """Ten steps, for the powers of Adam's decay rates, leave the parameters and the state that full copies have."""
     # On the CPU a fused kernel rounds differently where a tensor, or a shard of it, does not fill the last vector.
     shape = (rows + 1, 64) if kernels == "fused" else (rows, 5)
     optimizer = optim.of_kind(kind, kernels)
-    run, replica = run_and_replica(
-        rank, mixed.Mixed(*shape), units=UNITS, optimizer=optimizer, flat_parameters=flat_parameters
-    )
+    run, replica = both(rank, mixed.Mixed(*shape), optimizer=optimizer, flat_parameters=flat_parameters)
     for step in range(10):
         batch = [(rank.batch(step, shape),)]
         step_and_check(rank, run, replica, batch, number=step, set_to_none=step % 2 == 0)
@@ -86,7 +91,7 @@ def test_ten_steps(rank: Rank, kind: optim.Kind, kernels: optim.Kernels, rows: i
 @contract("OPTIMIZER-1")
 @needs(Capability.ADAM)
 @FLAT
-@pytest.mark.parametrize("kernels", ["for-loop", "foreach", "fused"])
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize(
     "others",
     [pytest.param(False, id="alone"), pytest.param(True, id="beside-others", marks=needs(Capability.OWN_OPTIMIZER))],
@@ -105,10 +110,9 @@ def test_steps_after_an_evaluation(rank: Rank, others: bool, kernels: optim.Kern
         if not isinstance(owner, CastReplica):
             run.evaluate((batch,))
 
-    run, replica = run_and_replica(
+    run, replica = both(
         rank,
         mixed.Mixed(*shape),
-        units=UNITS,
         optimizer=optim.beside_its_own(optimizer) if others else optimizer,
         flat_parameters=flat_parameters,
         after_backward=evaluate,
@@ -145,9 +149,8 @@ def test_steps_of_parameters_that_a_script_replaced(rank: Rank, how: str, flat_p
         module = run.adapter.module
         if how == "assigned":
             module.load_state_dict({name: value.clone() for name, value in module.state_dict().items()}, assign=True)
-        for owner in map(run.original_module, ("in_proj", "out_proj") if how == "one-by-one" else ()):
-            for name, parameter in list(owner.named_parameters(recurse=False)):
-                setattr(owner, name, nn.Parameter(parameter.detach().clone()))
+        if how == "one-by-one":
+            replace_parameters(run, "in_proj", "out_proj")
         if how in ("converted", "swapped"):
             _convert(rank, module, swaps=how == "swapped")
         optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, fused=True)
@@ -212,9 +215,7 @@ def test_steps_of_parameters_that_inference_saw_first(rank: Rank) -> None:
 
     def last_output(*, evaluates: bool) -> torch.Tensor:
         run = rank.run(models.copy_of(model), units=[["in_proj"]])
-        for owner in map(run.original_module, ("in_proj", "out_proj")):
-            for name, parameter in list(owner.named_parameters(recurse=False)):
-                setattr(owner, name, nn.Parameter(parameter.detach().clone()))
+        replace_parameters(run, "in_proj", "out_proj")
         put = dict(run.adapter.named_parameters())
         run.adapter.module.state_dict()
         lost = [name for name, parameter in run.adapter.named_parameters().items() if parameter is not put[name]]
@@ -278,14 +279,8 @@ def check_refused(rank: Rank, what: str, **options: Any) -> None:
     for name in ("first",) if what == "in-one-of-two-places" else ("first", "second"):
         run.original_module(name).weight = other
     proceed = functools.partial(adapter.forward, *batch) if loss is None else functools.partial(adapter.backward, loss)
-    Refusal(rank, proceed, may_send=True).check_names(REASONS[what])
-
-
-REASONS = {
-    "another-shape": "shape",
-    "in-one-of-two-places": "shared",
-    "before-backward": "between forward and backward",
-}
+    reasons = {"another-shape": "shape", "in-one-of-two-places": "shared"}
+    Refusal(rank, proceed, may_send=True).check_names(reasons.get(what, "between forward and backward"))
 
 
 @contract("OPTIMIZER-2")
@@ -305,7 +300,7 @@ def test_groups_and_schedules(rank: Rank, flat_parameters: bool) -> None:
         groups = [{"params": first, "weight_decay": 0.1}, {"params": rest, "lr": 0.01}]
         return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
 
-    run, replica = run_and_replica(rank, model, units=UNITS, optimizer=in_groups, flat_parameters=flat_parameters)
+    run, replica = both(rank, model, optimizer=in_groups, flat_parameters=flat_parameters)
     owners: tuple[Trainee, ...] = (run.adapter, replica)
     schedules = [StepLR(owner.optimizer, step_size=2, gamma=0.5) for owner in owners]
     for step in range(6):
@@ -335,7 +330,7 @@ def test_group_that_is_added(rank: Rank) -> None:
         groups = [{"params": given[:1], "weight_decay": 0.1}, {"params": given[1:], "lr": 0.01}]
         return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
 
-    run, replica = run_and_replica(rank, model, units=UNITS, optimizer=of_the_others)
+    run, replica = both(rank, model, optimizer=of_the_others)
     owners: tuple[Trainee, ...] = (run.adapter, replica)
     schedules = [StepLR(owner.optimizer, step_size=2, gamma=0.5) for owner in owners]
     for step in range(5):
@@ -363,14 +358,7 @@ def test_averages_of_weights(
     rank: Rank, reshard_after_forward: bool | None, average: Literal["exponential", "equal"], flat_parameters: bool
 ) -> None:
     """An average that each rank takes of its shards is swapped in and evaluated, and training goes on without it."""
-    run, replica = run_and_replica(
-        rank,
-        mixed.Mixed(*SHAPE),
-        units=UNITS,
-        optimizer=optim.sgd(),
-        flat_parameters=flat_parameters,
-        reshard_after_forward=reshard_after_forward,
-    )
+    run, replica = both(rank, flat_parameters=flat_parameters, reshard_after_forward=reshard_after_forward)
     take = get_ema_multi_avg_fn(0.75) if average == "exponential" else get_swa_multi_avg_fn()
     tensors = _locals if average == "equal" else _parameters
     owners: tuple[Trainee, ...] = (run.adapter, replica)
@@ -410,8 +398,7 @@ def _exchange(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -
 @needs(Capability.OWN_OPTIMIZER, Capability.DTENSOR_PARAMETERS)
 def test_updates_of_whole_matrices(rank: Rank) -> None:
     """An optimizer that needs full matrices and norms finds them through the DTensors of parameters and gradients."""
-    model = mixed.Mixed(*SHAPE)
-    run, replica = run_and_replica(rank, model, units=UNITS, optimizer=optim.sgd(), step=_orthogonal_step)
+    run, replica = both(rank, step=_orthogonal_step)
     for step in range(3):
         step_and_check(rank, run, replica, [(rank.batch(step, SHAPE),)], number=step)
 
@@ -438,30 +425,20 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return full
 
 
-def _scale(parameter: nn.Parameter) -> None:
+def _change(parameter: nn.Parameter, change: str) -> None:
+    """Change a gradient as user code does."""
     assert parameter.grad is not None
-    parameter.grad *= 2
-
-
-def _set(parameter: nn.Parameter) -> None:
-    assert parameter.grad is not None
-    parameter.grad.fill_(0.25)
-
-
-def _drop(parameter: nn.Parameter) -> None:
-    parameter.grad = None
-
-
-def _replace(parameter: nn.Parameter) -> None:
-    parameter.grad = torch.full_like(parameter, 0.25)
-
-
-def _replace_data(parameter: nn.Parameter) -> None:
-    assert parameter.grad is not None
-    parameter.grad.data = parameter.grad * 3
-
-
-CHANGES = {"scale": _scale, "set": _set, "drop": _drop, "replace": _replace, "replace-data": _replace_data}
+    match change:
+        case "scale":
+            parameter.grad *= 2
+        case "set":
+            parameter.grad.fill_(0.25)
+        case "drop":
+            parameter.grad = None
+        case "replace":
+            parameter.grad = torch.full_like(parameter, 0.25)
+        case "replace-data":
+            parameter.grad.data = parameter.grad * 3
 
 
 @contract("OPTIMIZER-5")
@@ -480,16 +457,9 @@ def test_gradients_that_a_script_changes(rank: Rank, change: str, set_to_none: b
         for name, parameter in owner.held_parameters().items():
             # A rank that holds no element of a parameter may have no gradient of it.
             if name.startswith(unit) and parameter.grad is not None:
-                CHANGES[change](parameter)
+                _change(parameter, change)
 
-    run, replica = run_and_replica(
-        rank,
-        mixed.Mixed(*SHAPE),
-        units=UNITS,
-        optimizer=optim.sgd(),
-        after_backward=after_backward,
-        flat_parameters=flat_parameters,
-    )
+    run, replica = both(rank, after_backward=after_backward, flat_parameters=flat_parameters)
     for step in range(4):
         step_and_check(rank, run, replica, [(rank.batch(step, SHAPE),)], number=step, set_to_none=set_to_none)
 
@@ -499,7 +469,7 @@ def test_gradients_that_a_script_changes(rank: Rank, change: str, set_to_none: b
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zeros"])
 def test_gradients_that_the_optimizer_clears(rank: Rank, set_to_none: bool) -> None:
     """User code may clear gradients by the optimizer's own ``zero_grad``; then the next backward starts anew."""
-    run, replica = run_and_replica(rank, mixed.Mixed(*SHAPE), units=UNITS, optimizer=optim.sgd())
+    run, replica = both(rank)
     for step in range(3):
         step_and_check(rank, run, replica, [(rank.batch(step, SHAPE),)], number=step, set_to_none=False)
         assert run.adapter.optimizer is not None

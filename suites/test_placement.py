@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from shardproof.testing import (
     Clip,
     ExpertModel,
     MLPStack,
+    Pair,
     Rank,
     Refusal,
     contract,
@@ -41,6 +43,9 @@ StridedShard = private.take("torch.distributed.tensor.placement_types._StridedSh
 HYBRID = pytest.param(True, marks=needs(Capability.HYBRID))
 
 
+Choice = Callable[[nn.Parameter], int | None]
+
+
 def largest(parameter: nn.Parameter) -> int:
     """The largest dimension."""
     return max(range(parameter.ndim), key=lambda dim: parameter.shape[dim])
@@ -52,6 +57,26 @@ def last(parameter: nn.Parameter) -> int | None:
 
 
 CHOICES = {"largest": largest, "last": last}
+
+
+def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of a model's full parameters, by name."""
+    return {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
+def check_dimensions(
+    rank: Rank,
+    model: Any,
+    choose: Choice,
+    shape: tuple[int, ...],
+    steps: int = 2,
+    **options: Any,
+) -> None:
+    """Cut each parameter along the chosen dimension, or the first; check how they lie, and train."""
+    full, dims = values_of(model), {name: choose(value) or 0 for name, value in model.named_parameters()}
+    pair = rank.pair(model, shard_dim=choose, **{"units": [["body"]]} | options)
+    check_layout(pair.adapter.named_parameters(), full, options.get("mesh") or rank.mesh(), dims=dims)
+    train_and_check(pair, batches(rank, steps, shape))
 
 
 @contract("PLACEMENT-1")
@@ -68,7 +93,7 @@ def test_layout(rank: Rank, named: bool, replicas: bool) -> None:
     size = rank.world_size
     mesh = rank.mesh((2, size // 2), ("replicate", "shard")) if replicas else rank.mesh()
     model = shapes.ManyShapes()
-    full = {name: value.detach().clone() for name, value in model.named_parameters()}
+    full = values_of(model)
     pair = rank.pair(model, units=[["body"]], mesh=mesh, shard_dim=(lambda _: 0) if named else None)
     check_layout(pair.adapter.named_parameters(), full, mesh, dims=dict.fromkeys(full, 0))
     pair.step(rank.batch(0, (2, 3, 6, 6)))
@@ -86,17 +111,8 @@ def test_layout(rank: Rank, named: bool, replicas: bool) -> None:
 def test_other_dimensions(rank: Rank, choice: str, reshard_after_forward: bool | int | None) -> None:
     """Parameters cut along another dimension, between others, train and clip as DDP does."""
     model = models.Tower(dim=8)
-    full = {name: value.detach().clone() for name, value in model.named_parameters()}
-    dims = {name: CHOICES[choice](value) or 0 for name, value in model.named_parameters()}
-    pair = rank.pair(
-        model,
-        units=model.units(),
-        reshard_after_forward=reshard_after_forward,
-        shard_dim=CHOICES[choice],
-        clip=Clip(0.01),
-    )
-    check_layout(pair.adapter.named_parameters(), full, rank.mesh(), dims=dims)
-    train_and_check(pair, batches(rank, 3, (4, 8)))
+    options: dict[str, Any] = {"reshard_after_forward": reshard_after_forward, "clip": Clip(0.01)}
+    check_dimensions(rank, model, CHOICES[choice], (4, 8), 3, units=model.units(), **options)
 
 
 @contract("PLACEMENT-2")
@@ -106,11 +122,7 @@ def test_other_dimensions(rank: Rank, choice: str, reshard_after_forward: bool |
 def test_other_dimensions_on_replicas(rank: Rank, choice: str) -> None:
     """On a (replicate, shard) mesh too, parameters may be cut along another dimension, and train as DDP does."""
     model, mesh = models.Tower(dim=8), rank.mesh((2, 2), ("replicate", "shard"))
-    full = {name: value.detach().clone() for name, value in model.named_parameters()}
-    dims = {name: CHOICES[choice](value) or 0 for name, value in model.named_parameters()}
-    pair = rank.pair(model, units=model.units(), mesh=mesh, shard_dim=CHOICES[choice])
-    check_layout(pair.adapter.named_parameters(), full, mesh, dims=dims)
-    train_and_check(pair, batches(rank, 2, (4, 8)))
+    check_dimensions(rank, model, CHOICES[choice], (4, 8), units=model.units(), mesh=mesh)
 
 
 @contract("PLACEMENT-2")
@@ -141,12 +153,8 @@ def test_three_dimensions(rank: Rank, reshard_after_forward: bool | None) -> Non
     def chosen(parameter: nn.Parameter) -> int | None:
         return None if parameter.ndim < 3 else -2 if parameter.shape[-2] == even else -1
 
-    model = ExpertModel(even, "ragged")
-    full = {name: value.detach().clone() for name, value in model.named_parameters()}
-    dims = {name: chosen(value) or 0 for name, value in model.named_parameters()}
-    pair = rank.pair(model, units=[["experts"]], reshard_after_forward=reshard_after_forward, shard_dim=chosen)
-    check_layout(pair.adapter.named_parameters(), full, rank.mesh(), dims=dims)
-    train_and_check(pair, batches(rank, 2, (6, even)))
+    options: dict[str, Any] = {"units": [["experts"]], "reshard_after_forward": reshard_after_forward}
+    check_dimensions(rank, ExpertModel(even, "ragged"), chosen, (6, even), **options)
 
 
 @contract("PLACEMENT-2")
@@ -165,10 +173,7 @@ def test_other_dimensions_after_inference_mode(rank: Rank) -> None:
 def test_parameter_without_rows(rank: Rank) -> None:
     """A parameter without rows may be cut along its columns, next to others that are cut along their rows."""
     model = shapes.ManyShapes(has_empty=True)
-    full = {name: value.detach().clone() for name, value in model.named_parameters()}
-    pair = rank.pair(model, units=[["body"]], shard_dim=lambda parameter: 0 if parameter.numel() else 1)
-    check_layout(pair.adapter.named_parameters(), full, rank.mesh(), dims=dict.fromkeys(full, 0) | {"body.empty": 1})
-    train_and_check(pair, batches(rank, 2, (2, 3, 6, 6)))
+    check_dimensions(rank, model, lambda parameter: 0 if parameter.numel() else 1, (2, 3, 6, 6))
 
 
 @contract("PLACEMENT-2")
@@ -187,7 +192,7 @@ def test_other_dimensions_beside_tensor_parallelism(rank: Rank, choice: str) -> 
         return placement.dim if choice == "same" else 1 - placement.dim
 
     model = MLPStack(16)
-    full = {name: value.detach().clone() for name, value in model.named_parameters()}
+    full = values_of(model)
     pair = rank.pair(
         model,
         units=model.units(),
@@ -196,10 +201,7 @@ def test_other_dimensions_beside_tensor_parallelism(rank: Rank, choice: str) -> 
         shard_dim=chosen,
         clip=Clip(0.01),
     )
-    for name, parameter in pair.adapter.named_parameters().items():
-        assert isinstance(parameter, DTensor), f"{name} is a {type(parameter).__name__}"
-        found = exact_difference(parameter.full_tensor().detach(), full[name].to(rank.device))
-        assert found is None, f"the shards of {name} do not make it up: element, found and expected are {found}"
+    check_shards(pair, full)
     train_and_check(pair, batches(rank, 2, (4, 16), mesh=mesh["dp"]))
 
 
@@ -225,6 +227,14 @@ def test_uneven_parts_of_tensor_parallelism(rank: Rank) -> None:
     train_and_check(pair, batches(rank, 2, (4, 10), mesh=mesh["dp"]))
 
 
+def check_shards(pair: Pair, full: dict[str, torch.Tensor]) -> None:
+    """The shards of each parameter together are the full values, bit for bit (collective)."""
+    for name, parameter in pair.adapter.named_parameters().items():
+        assert isinstance(parameter, DTensor), f"{name} is a {type(parameter).__name__}"
+        found = exact_difference(parameter.full_tensor().detach(), full[name].to(parameter.device))
+        assert found is None, f"the shards of {name} do not make it up: element, found and expected are {found}"
+
+
 #: The first are pipeline stages, whose ranks have parameters of their own.
 FOUR = ("pp", "replicate", "shard", "tp")
 FOUR_DIMENSIONS = needs(Capability.TENSOR_PARALLEL, Capability.HYBRID, Capability.REGISTERED_STATE)
@@ -247,16 +257,13 @@ def test_four_dimensions(rank: Rank, sizes: tuple[int, ...]) -> None:
     stage, data = mesh["pp"].get_local_rank(), mesh["replicate", "shard"]
     torch.manual_seed(rank.seeds.init + stage)
     model = MLPStack(5)
-    full = {name: value.detach().clone() for name, value in model.named_parameters()}
+    full = values_of(model)
     pair = rank.pair(
         model, units=model.units(), mesh=data, baseline="replicated",
         prepare=functools.partial(parallelize_mlps, mesh=mesh["tp"]),
     )  # fmt: skip
     check_four_dimensions(pair.adapter.named_parameters(), full, Place(sizes, FOUR, rank.index))
-    for name, parameter in pair.adapter.named_parameters().items():
-        assert isinstance(parameter, DTensor)
-        found = exact_difference(parameter.full_tensor().detach(), full[name].to(rank.device))
-        assert found is None, f"the shards of {name} do not make it up: element, found and expected are {found}"
+    check_shards(pair, full)
     train_and_check(pair, batches(rank, 2, (4, 5), mesh=data, microbatch=stage))
 
 
@@ -284,13 +291,7 @@ def test_four_dimensions_of_many_ranks(rank: Rank) -> None:
 
 
 def check_four_dimensions(shown: dict[str, nn.Parameter], full: dict[str, torch.Tensor], place: Place) -> None:
-    """Check mesh, placements, global and local shapes of the parameters of an MLPStack on :data:`FOUR`.
-
-    Args:
-        shown: the registered parameters, by name.
-        full: tensors of their global shapes, by name.
-        place: the sizes of the dimensions, and this rank's coordinates.
-    """
+    """Check mesh, placements, global and local shapes of an MLPStack's registered parameters on :data:`FOUR`."""
     assert shown.keys() == full.keys()
     ranks = place.along(*FOUR[1:])
     own = coordinate_of(place.rank, place.sizes)
@@ -333,12 +334,7 @@ def check_layout(
 ) -> None:
     """Check the DTensors of parameters: mesh, placements, shape, stride, dtype and the full tensor (collective).
 
-    Args:
-        shown: the registered parameters, by name.
-        full: the full tensors, by name.
-        mesh: the mesh on which they should be.
-        dims: the dimension along which each is cut.
-        has_values: whether the full tensors have just these values, bit for bit.
+    ``dims`` is the dimension along which each is cut. With ``has_values`` the full tensors are equal bit for bit.
     """
     assert shown.keys() == full.keys()
     for name, parameter in shown.items():

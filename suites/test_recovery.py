@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from shardproof.suites.common import tower
+from shardproof.suites.common import run_and_plain, tower, two_runs
 from shardproof.testing import (
     FLAT,
     RESHARD,
@@ -63,12 +63,7 @@ class Interrupted(BaseException):
 
 @dataclasses.dataclass
 class Trap:
-    """Raises where one module of a run computes, once it is armed.
-
-    Attributes:
-        phase: "forward" or "backward", in which the next computation raises; "" for none.
-        error: the exception that it raises.
-    """
+    """Raises ``error`` where a module of a run computes next in a phase: "forward", "backward", or "" for none."""
 
     phase: str = ""
     error: type[BaseException] = Injected
@@ -290,11 +285,7 @@ def test_exception_that_the_model_catches(rank: Rank, reshard_after_forward: boo
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_saving_after_an_exception(rank: Rank, phase: str) -> None:
     """State dicts and full parameters that user code reads after a failed pass have the values of the last step."""
-    model = models.Tower(dim=DIM, depth=DEPTH)
-    plain = models.copy_of(model).to(rank.device)
-    run, trap = rank.run(model, units=model.units(), optimizer=None), Trap()
-    trap.lay(run, PLACE)
-    attempt(run, trap, phase, [rank.batch(0, (4, DIM))])
+    run, plain = failed(rank, phase)
     saved = run.adapter.checkpoint(form="full")["model"]
     wrong = [name for name, value in plain.state_dict().items() if not torch.equal(saved[name], value)]
     assert not wrong, f"saved after an exception with other values: {', '.join(wrong)}"
@@ -309,11 +300,7 @@ def test_saving_after_an_exception(rank: Rank, phase: str) -> None:
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_function_for_every_module_after_an_exception(rank: Rank, phase: str) -> None:
     """A function that user code applies to every module after a failed pass sees the values that the last step left."""
-    model = models.Tower(dim=DIM, depth=DEPTH)
-    plain = models.copy_of(model).to(rank.device)
-    run, trap = rank.run(model, units=model.units(), optimizer=None), Trap()
-    trap.lay(run, PLACE)
-    attempt(run, trap, phase, [rank.batch(0, (4, DIM))])
+    run, plain = failed(rank, phase)
     for one in (run.adapter.module, plain):
         one.apply(lambda module: states.write(dict(module.named_parameters(recurse=False))))
     states.check_values(run, plain)
@@ -338,9 +325,7 @@ def test_exception_where_parameters_are_whole(rank: Rank, shards: bool, flat: bo
         states.check_values(run, plain)
     twin = rank.run(plain, **options)
     for step in range(2):
-        batch = [(rank.batch(step, (4, DIM)),)]
-        pictures = (one.step(batch, loss=models.mean_square) for one in (run, twin))
-        check_exact(rank, *pictures, step=step, why="the same values")
+        check_twins(rank, run, twin, step)
 
 
 @contract("RECOVERY-3")
@@ -349,20 +334,13 @@ def test_exception_where_parameters_are_whole(rank: Rank, shards: bool, flat: bo
 @SHARDS
 def test_whole_parameters_that_were_refused(rank: Rank, shards: bool, flat: bool) -> None:
     """If user code replaces a full parameter by one of another shape, the old shards are restored, and train."""
-    model = models.Tower(dim=DIM, depth=DEPTH)
-    options: dict[str, Any] = {"units": model.units(), "flat_parameters": flat, "shards": shards}
-    options["optimizer"] = optim.sgd()
-    run, twin = (rank.run(models.copy_of(model), **options) for _ in range(2))
-    layer = run.original_module("layers.1.in_proj")
-    for step in range(2):
-        names = [name for name, _ in run.adapter.module.named_parameters()]
-        with pytest.raises(Exception, match="shape"), run.adapter.whole_parameters(WholeParameters()):
+
+    def replace(run: Run) -> None:
+        with run.adapter.whole_parameters(WholeParameters()):
+            layer = run.original_module("layers.1.in_proj")
             layer.weight = torch.nn.Parameter(torch.zeros(2, 2, device=rank.device))
-        left = [name for name, _ in run.adapter.module.named_parameters()]
-        assert left == names, f"after the refusal the parameters are {left} instead of {names}"
-        batch = [(rank.batch(step, (4, DIM)),)]
-        pictures = (one.step(batch, loss=models.mean_square) for one in (run, twin))
-        check_exact(rank, *pictures, step=step, why="the same values")
+
+    check_refused_changes(rank, 2, replace, "shape", "refusal", flat_parameters=flat, shards=shards)
 
 
 @contract("RECOVERY-3")
@@ -370,20 +348,41 @@ def test_whole_parameters_that_were_refused(rank: Rank, shards: bool, flat: bool
 @pytest.mark.parametrize("flat", [False, pytest.param(True, marks=needs(Capability.FLAT_PARAMETERS))])
 def test_cast_that_raises(rank: Rank, flat: bool) -> None:
     """A cast that fails changes nothing: the model trains on, and has the parameters that it had."""
+    options: dict[str, Any] = {"flat_parameters": True} if flat else {}
+    check_refused_changes(
+        rank, 3, lambda run: run.adapter.module.type("torch.NoSuchTensor"), "NoSuchTensor", "failed cast", **options
+    )
+
+
+def failed(rank: Rank, phase: str) -> tuple[Run, torch.nn.Module]:
+    """A run after an exception in its first pass, and a plain copy of its model (collective)."""
+    run, plain = run_and_plain(rank, models.Tower(dim=DIM, depth=DEPTH), optimizer=None)
+    trap = Trap()
+    trap.lay(run, PLACE)
+    attempt(run, trap, phase, [rank.batch(0, (4, DIM))])
+    return run, plain
+
+
+def check_refused_changes(
+    rank: Rank, steps: int, change: Callable[[Run], object], match: str, what: str, **options: Any
+) -> None:
+    """Change a run before each step, which raises and must leave no trace: it trains the bits of another run."""
     model = models.Tower(dim=DIM, depth=DEPTH)
-    options: dict[str, Any] = {"units": model.units(), "optimizer": optim.sgd()}
-    if flat:
-        options["flat_parameters"] = True
-    run, twin = rank.run(models.copy_of(model), **options), rank.run(model, **options)
-    for step in range(3):
+    run, twin = two_runs(rank, model, optimizer=optim.sgd(), **options)
+    for step in range(steps):
         names = [name for name, _ in run.adapter.module.named_parameters()]
-        with pytest.raises(Exception, match="NoSuchTensor"):
-            run.adapter.module.type("torch.NoSuchTensor")
+        with pytest.raises(Exception, match=match):
+            change(run)
         left = [name for name, _ in run.adapter.module.named_parameters()]
-        assert left == names, f"after the failed cast the parameters are {left} instead of {names}"
-        batch = [(rank.batch(step, (4, DIM)),)]
-        pictures = (one.step(batch, loss=models.mean_square) for one in (run, twin))
-        check_exact(rank, *pictures, step=step, why="the same values")
+        assert left == names, f"after the {what} the parameters are {left} instead of {names}"
+        check_twins(rank, run, twin, step)
+
+
+def check_twins(rank: Rank, run: Run, twin: Run, step: int) -> None:
+    """Let two runs make a step, and compare them bit for bit (collective)."""
+    batch = [(rank.batch(step, (4, DIM)),)]
+    pictures = (one.step(batch, loss=models.mean_square) for one in (run, twin))
+    check_exact(rank, *pictures, step=step, why="the same values")
 
 
 class Careful(torch.nn.Module):

@@ -36,6 +36,13 @@ TO_ONE_RANK = pytest.param(8, 1, marks=needs(Capability.RESHARD_TO_SIZE, Capabil
 UNITS = pytest.mark.parametrize("units", [[], [["layers.0"], ["layers.1"]]], ids=["root-only", "three-units"])
 
 
+def tower(rank: Rank, dim: int, **options: Any) -> tuple[Run, nn.Module]:
+    """A run of two layers of a width, by default each a unit, and a copy of the model (collective)."""
+    model = models.Tower(dim=dim, depth=2)
+    original = copy.deepcopy(model).to(rank.device)
+    return rank.run(model, **{"units": [["layers.0"], ["layers.1"]]} | options), original
+
+
 @contract("REGISTRATION-1")
 @needs(Capability.MANUAL_RESHARD)
 @UNITS
@@ -48,19 +55,15 @@ def test_after_forward(rank: Rank, dim: int, units: list[list[str]], reshard_aft
     By default every unit but the root's reshards; an explicit choice applies to the root's too. The sizes divide by
     the number of ranks of every group, or of none.
     """
-    model = models.Tower(dim=dim, depth=2)
-    original = copy.deepcopy(model).to(rank.device)
-    run = rank.run(model, units=units, reshard_after_forward=reshard_after_forward)
-    _assert_sharded(run, "before forward")
-    _assert_values(run, original)
+    run, original = tower(rank, dim, units=units, reshard_after_forward=reshard_after_forward)
+    _assert_sharded(run, "before forward", original)
 
     run.adapter.forward(rank.batch(0, (3, dim)))
     _assert_as_after_forward(run, reshard_after_forward, has_units=bool(units))
     _assert_values(run, original)
 
     run.adapter.reshard()
-    _assert_sharded(run, "after reshard()")
-    _assert_values(run, original)
+    _assert_sharded(run, "after reshard()", original)
 
 
 @contract("REGISTRATION-1")
@@ -83,30 +86,24 @@ def test_size_of_the_mesh(rank: Rank, replicas: bool) -> None:
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_after_backward(rank: Rank, units: list[list[str]], reshard_after_forward: bool | int | None) -> None:
     """After backward every unit has its shards registered, whatever it did after forward."""
-    model = models.Tower(dim=5, depth=2)
-    original = copy.deepcopy(model).to(rank.device)
-    run = rank.run(model, units=units, reshard_after_forward=reshard_after_forward)
+    run, original = tower(rank, 5, units=units, reshard_after_forward=reshard_after_forward)
     for step in range(2):
         run.forward_backward((rank.batch(step, (3, 5)),), loss=models.mean_square)
-        _assert_sharded(run, f"after the backward of {step_label(step)}")
-        _assert_values(run, original)
+        _assert_sharded(run, f"after the backward of {step_label(step)}", original)
 
 
 @contract("REGISTRATION-3")
 @pytest.mark.parametrize("reshard_after_forward", RESHARD_ROOT)
 def test_after_forward_without_gradients(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """A forward without gradients leaves the same parameters registered as one with gradients, between steps too."""
-    model = models.Tower(dim=8, depth=2)
-    original = copy.deepcopy(model).to(rank.device)
-    run = rank.run(model, units=[["layers.0"], ["layers.1"]], reshard_after_forward=reshard_after_forward)
+    run, original = tower(rank, 8, reshard_after_forward=reshard_after_forward)
     for step in range(2):
         with torch.no_grad():
             run.adapter.forward(rank.batch(step, (3, 8)))
         _assert_as_after_forward(run, reshard_after_forward, has_units=True)
         _assert_values(run, original)
         run.forward_backward((rank.batch(step, (3, 8)),), loss=models.mean_square)
-        _assert_sharded(run, f"after the backward of {step_label(step)}")
-        _assert_values(run, original)
+        _assert_sharded(run, f"after the backward of {step_label(step)}", original)
 
 
 @contract("REGISTRATION-3")
@@ -126,9 +123,7 @@ def test_after_forwards_of_two_settings(rank: Rank) -> None:
 @pytest.mark.parametrize("reshard_after_forward", RESHARD_ROOT)
 def test_after_partial_forward(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """A unit that is called directly leaves the others sharded, and its backward leaves itself sharded."""
-    model = models.Tower(dim=8, depth=2)
-    original = copy.deepcopy(model).to(rank.device)
-    run = rank.run(model, units=[["layers.0"], ["layers.1"]], reshard_after_forward=reshard_after_forward)
+    run, original = tower(rank, 8, reshard_after_forward=reshard_after_forward)
     run.forward_backward((rank.batch(0, (3, 8)),), loss=models.mean_square)
     for step in range(2):
         output = run.adapter.forward(rank.batch(step, (3, 8)), submodule="layers.1")
@@ -137,8 +132,7 @@ def test_after_partial_forward(rank: Rank, reshard_after_forward: bool | int | N
             assert gathered == expected, f"{name}: gathered is {gathered} after a forward of layers.1 alone"
         _assert_values(run, original)
         run.adapter.backward(models.mean_square(output))
-        _assert_sharded(run, f"after the backward of layers.1 in {step_label(step)}")
-        _assert_values(run, original)
+        _assert_sharded(run, f"after the backward of layers.1 in {step_label(step)}", original)
 
 
 @contract("REGISTRATION-4")
@@ -218,23 +212,17 @@ def test_state_dict_follows_parameters(rank: Rank, replaced: str) -> None:
 
 
 def _assert_attributes(run: Run, original: nn.Module, when: str) -> None:
-    expected = {name: _attributes(parameter) for name, parameter in original.named_parameters()}
-    found = {name: _attributes(parameter) for name, parameter in run.adapter.named_parameters().items()}
+    parameters = [dict(original.named_parameters()), run.adapter.named_parameters()]
+    expected, found = ({name: _attributes(value) for name, value in one.items()} for one in parameters)
     assert list(found) == list(expected), f"{when} the parameters have other names, or another order"
     for name in expected:
         assert found[name] == expected[name], f"{when} {name} has {found[name]}, the original {expected[name]}"
 
 
 def _attributes(parameter: torch.Tensor) -> dict[str, Any]:
-    return {
-        "shape": parameter.shape,
-        "stride": parameter.stride(),
-        "dtype": parameter.dtype,
-        "device": parameter.device,
-        "requires_grad": parameter.requires_grad,
-        "is_leaf": parameter.is_leaf,
-        "type": isinstance(parameter, nn.Parameter),
-    }
+    names = ("shape", "dtype", "device", "requires_grad", "is_leaf")
+    of_all = {"stride": parameter.stride(), "type": isinstance(parameter, nn.Parameter)}
+    return {name: getattr(parameter, name) for name in names} | of_all
 
 
 def _assert_as_after_forward(run: Run, reshard_after_forward: bool | int | None, *, has_units: bool) -> None:
@@ -246,11 +234,13 @@ def _assert_as_after_forward(run: Run, reshard_after_forward: bool | int | None,
         assert gathered == keeps[owner], f"{name}: gathered is {gathered} after forward with {reshard_after_forward!r}"
 
 
-def _assert_sharded(run: Run, when: str) -> None:
-    """Every registered parameter is sharded; if not, name the units that are gathered."""
+def _assert_sharded(run: Run, when: str, original: nn.Module | None = None) -> None:
+    """Every registered parameter is sharded, perhaps with the values of a model; if not, name the gathered units."""
     units = {name: unit.label for unit in run.units for name in unit.names}
     gathered = sorted({units[name] for name, is_gathered in run.adapter.gathered().items() if is_gathered})
     assert not gathered, f"{when} every parameter is sharded, but units are gathered: {', '.join(gathered)}"
+    if original is not None:
+        _assert_values(run, original)
 
 
 def _assert_values(run: Run, original: nn.Module) -> None:

@@ -6,9 +6,11 @@ computed, so that sizes are exact and nothing is compared with a tolerance.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -55,10 +57,22 @@ def chosen(rank: Rank) -> list[int]:
     return sorted({0, min(1, size - 1), size // 2, size - 1})
 
 
-def steps(one: Simulation) -> Trace:
+@contextlib.contextmanager
+def simulate(
+    rank: Rank, index: int, build: Any = None, *, mesh: tuple[Any, ...] = (), **options: Any
+) -> Iterator[Simulation]:
+    """One rank of a large world, by default of a model of rows with SGD, on a mesh of these sizes and names."""
+    with rank.simulated(index) as world:
+        options = {"mesh": world.mesh(*mesh), "units": UNITS, "optimizer": optim.sgd()} | options
+        one = rank.simulation(world, build or functools.partial(Rows, rank.simulates), **options)
+        yield one
+        one.close()
+
+
+def steps(one: Simulation, width: int = WIDTH) -> Trace:
     """Train two steps and return the collectives of the second, which is like all later ones."""
     for _ in range(2):
-        trace = one.step(lambda: (torch.zeros(2, WIDTH),), loss=models.mean_square)
+        trace = one.step(lambda: (torch.zeros(2, width),), loss=models.mean_square)
     return trace
 
 
@@ -75,13 +89,9 @@ def whole(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 def shares(
     one: Simulation, rank: Rank, parts: int, left: Callable[[str, tuple[int, ...]], tuple[int, ...]] = whole
 ) -> dict[str, int]:
-    """By unit, the elements that a rank holds of it, with padding.
+    """By unit, the elements that a rank holds of it, with padding, where so many parts share a unit.
 
-    Args:
-        one: the simulation.
-        rank: the rank that simulates.
-        parts: the number of ranks that share a unit.
-        left: returns the shape of a parameter's tensor-parallel part, from its name and its full shape.
+    ``left`` returns the shape of a parameter's tensor-parallel part, from its name and its full shape.
     """
     traits = rank.implementation.traits
     return {
@@ -105,14 +115,9 @@ def test_gathers_and_reductions(rank: Rank, precision: Precision, reshard_after_
     """A step gathers each unit in order, again in backward if it was freed, and reduces it once, with exact bytes."""
     size = rank.simulates
     for index in chosen(rank):
-        with rank.simulated(index) as world:
-            one = rank.simulation(
-                world, functools.partial(Rows, size), mesh=world.mesh(), units=UNITS, precision=precision,
-                reshard_after_forward=reshard_after_forward, optimizer=optim.sgd(),
-            )  # fmt: skip
+        with simulate(rank, index, precision=precision, reshard_after_forward=reshard_after_forward) as one:
             trace = steps(one)
             share = shares(one, rank, size)
-            one.close()
         compute = precision.compute or torch.float32
         reduce = precision.reduce_dtype(torch.float32, rank.implementation.traits)
         gathered = {name: size * numel * compute.itemsize for name, numel in share.items()}
@@ -143,15 +148,10 @@ def check_reduced(items: Sequence[Collective], layers: Sequence[int], root: int)
 @simulated()
 def test_bytes_of_a_step(rank: Rank) -> None:
     """A step moves each parameter at most twice and each gradient once, whatever is sharded."""
-    size = rank.simulates
     for index in chosen(rank):
-        with rank.simulated(index) as world:
-            one = rank.simulation(
-                world, functools.partial(Rows, size), mesh=world.mesh(), units=UNITS, optimizer=optim.sgd()
-            )
+        with simulate(rank, index) as one:
             trace = steps(one)
             full, padded = 4 * sum(unit.numel for unit in one.units), 4 * sum(unit.padded_numel for unit in one.units)
-            one.close()
         gathers = 2 if "parameters" in rank.implementation.traits.shards else 1
         moved = sum(item.nbytes * (2 if item.kind == "all_reduce" else 1) for item in trace)
         assert full <= moved <= (gathers + 1) * padded, (
@@ -169,14 +169,9 @@ def test_replicas(rank: Rank, reshard_after_forward: bool | None) -> None:
     shape = (rank.simulates // 8, 8)
     for index in chosen(rank):
         place = Place(shape, ("replicate", "shard"), index)
-        with rank.simulated(index) as world:
-            one = rank.simulation(
-                world, functools.partial(Rows, rank.simulates), mesh=world.mesh(shape, place.names), units=UNITS,
-                reshard_after_forward=reshard_after_forward, optimizer=optim.sgd(),
-            )  # fmt: skip
+        with simulate(rank, index, mesh=(shape, place.names), reshard_after_forward=reshard_after_forward) as one:
             trace = steps(one)
             share = shares(one, rank, 8)
-            one.close()
         check_hybrid(trace, place, share, again={None: 4, False: 0}.get(reshard_after_forward, 5))
 
 
@@ -219,14 +214,9 @@ def test_resharded_to_eight(rank: Rank) -> None:
     """Resharded to groups of eight, forward gathers from all ranks and backward from eight neighbours."""
     size = rank.simulates
     for index in chosen(rank):
-        with rank.simulated(index) as world:
-            one = rank.simulation(
-                world, functools.partial(Rows, size), mesh=world.mesh(), units=UNITS, reshard_after_forward=8,
-                optimizer=optim.sgd(),
-            )  # fmt: skip
+        with simulate(rank, index, reshard_after_forward=8) as one:
             trace = steps(one)
             share = shares(one, rank, size)
-            one.close()
         place = Place((size // 8, 8), ("groups", "neighbours"), index)
         *layers, root = share
         forward, backward = of(trace, "forward", "all_gather"), of(trace, "backward", "all_gather")
@@ -258,8 +248,7 @@ def test_tensor_parallel(rank: Rank, replicas: bool) -> None:
                 units=UNITS[:3], optimizer=optim.sgd(),
                 prepare=functools.partial(parallel.parallelize_mlps, mesh=mesh["tensor"]),
             )  # fmt: skip
-            for _ in range(2):
-                trace = one.step(lambda: (torch.zeros(2, TENSOR_WIDTH),), loss=models.mean_square)
+            trace = steps(one, TENSOR_WIDTH)
             share = shares(one, rank, place.sizes[-2], functools.partial(left_by_tensor_parallelism, index % 8))
             one.close()
         tensor = place.along("tensor")
@@ -290,14 +279,10 @@ def test_layouts(rank: Rank) -> None:
     """Each rank holds its part of every parameter and of the optimizer's state, also if some rank's part is empty."""
     size, by_rows = rank.simulates, is_by_rows(rank.implementation.traits)
     for index in chosen(rank):
-        with rank.simulated(index) as world:
-            one = rank.simulation(
-                world, functools.partial(Rows, size), mesh=world.mesh(), units=UNITS, optimizer=optim.adam()
-            )
+        with simulate(rank, index, optimizer=optim.adam()) as one:
             steps(one)
             found, state = one.layout(), one.optimizer_layout()
             documented = {name: tuple(cut.shape) for name, cut in documented_parts(one).items()}
-            one.close()
         assert found.keys() == one.parameters.keys()
         for name, layout in found.items():
             part = documented[name]
@@ -325,15 +310,11 @@ def test_held_between_steps(rank: Rank) -> None:
     """Between two steps a rank holds its shares, twice as much of Adam's state, and no buffer of any unit."""
     size = rank.simulates
     for index in chosen(rank):
-        with rank.simulated(index) as world:
-            one = rank.simulation(
-                world, functools.partial(Rows, size), mesh=world.mesh(), units=UNITS, optimizer=optim.adam()
-            )
+        with simulate(rank, index, optimizer=optim.adam()) as one:
             steps(one)
             held, share = one.held(), 4 * sum(shares(one, rank, size).values())
             scalars = sum(4 for state in one.optimizer_layout().values() for part in state.values() if not part.shape)
             local = 4 * sum(math.prod(layout.shape) for layout in one.layout().values())
-            one.close()
         # An implementation may retain gradients that user code has dropped until the next forward.
         kept = {Kind.GRADIENTS: share} if held.of(Kind.GRADIENTS) else {}
         expected = {Kind.SHARDS: share, Kind.OPTIMIZER: 2 * local + scalars} | kept
@@ -389,15 +370,11 @@ def check_units_held(rank: Rank, shape: tuple[int, ...], names: tuple[str, ...],
         peaks = {}
         for depth in (4, 8):
             units = [[f"layers.{number}"] for number in range(depth)]
-            with rank.simulated(index) as world:
-                one = rank.simulation(
-                    world, functools.partial(shapes.EqualLayers, size, depth), mesh=world.mesh(shape, names),
-                    units=units, precision=precision, optimizer=optim.sgd(),
-                )  # fmt: skip
+            layers = functools.partial(shapes.EqualLayers, size, depth)
+            with simulate(rank, index, layers, mesh=(shape, names), units=units, precision=precision) as one:
                 for _ in range(2):
                     one.step(lambda: (torch.zeros(1, size),), loss=models.mean_square)
                 peaks[depth] = {phase: one.ledger.peak(step=1, phase=phase, kinds=WHOLE) for phase in AT_A_TIME}
-                one.close()
         for phase, most in AT_A_TIME.items():
             fewer, more = peaks[4][phase], peaks[8][phase]
             assert more.by_kind == fewer.by_kind, (

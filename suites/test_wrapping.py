@@ -22,6 +22,7 @@ from shardproof.testing import (
     Precision,
     Rank,
     Refusal,
+    Run,
     WrapPolicy,
     contract,
     each_value,
@@ -143,6 +144,8 @@ class Rule:
     keeps: tuple[str, ...] = ()
 
 
+#: A rule that finds no unit.
+NOTHING = WrapPolicy("size", min_numel=10**9)
 BLOCKS = ("blocks.0", "blocks.1")
 LINEARS = ("entry", "blocks.0.inner", "blocks.0.back", "blocks.1.inner", "blocks.1.back")
 
@@ -159,41 +162,28 @@ BY_SIZE = {
     "attention": Rule(WrapPolicy("size", min_numel=100, leaves=()), (*BLOCKS, "attention")),
     "excluded": Rule(WrapPolicy("size", min_numel=42, excluded=(nn.Linear, nn.ModuleList)), BLOCKS),
 }
+
+
+def keeps_blocks(module: nn.Module) -> bool | dict[str, Any]:
+    """Choose attention, and blocks that stay gathered until backward."""
+    if isinstance(module, PartsBlock):
+        return {"reshard_after_forward": False}
+    return isinstance(module, nn.MultiheadAttention)
+
+
+OF_CLASSES: tuple[Literal["classes", "objects", "called-objects"], ...] = ("classes", "objects", "called-objects")
+BY_FUNCTION: tuple[Literal["custom", "by-hand"], ...] = ("custom", "by-hand")
 BY_CHOICE = {
-    "classes": Rule(
-        WrapPolicy("classes", classes=(PartsBase, nn.LayerNorm)), ("blocks.0.norm", "blocks.1.norm", *BLOCKS)
-    ),
-    "objects": Rule(
-        WrapPolicy("objects", classes=(PartsBase, nn.LayerNorm)), ("blocks.0.norm", "blocks.1.norm", *BLOCKS)
-    ),
-    "called-objects": Rule(
-        WrapPolicy("called-objects", classes=(PartsBase, nn.LayerNorm)), ("blocks.0.norm", "blocks.1.norm", *BLOCKS)
-    ),
+    **{
+        kind: Rule(WrapPolicy(kind, classes=(PartsBase, nn.LayerNorm)), ("blocks.0.norm", "blocks.1.norm", *BLOCKS))
+        for kind in OF_CLASSES
+    },
     "function": Rule(
         WrapPolicy("function", chooses=lambda module: getattr(module, "out_features", 0) == 5), ("heads.0", "heads.1")
     ),
-    "custom": Rule(
-        WrapPolicy(
-            "custom",
-            chooses=lambda module: (
-                isinstance(module, nn.MultiheadAttention)
-                or ({"reshard_after_forward": False} if isinstance(module, PartsBlock) else False)
-            ),
-        ),
-        (*BLOCKS, "attention"),
-        keeps=BLOCKS,
-    ),
-    "by-hand": Rule(
-        WrapPolicy(
-            "by-hand",
-            chooses=lambda module: (
-                isinstance(module, nn.MultiheadAttention)
-                or ({"reshard_after_forward": False} if isinstance(module, PartsBlock) else False)
-            ),
-        ),
-        (*BLOCKS, "attention"),
-        keeps=BLOCKS,
-    ),
+    **{
+        kind: Rule(WrapPolicy(kind, chooses=keeps_blocks), (*BLOCKS, "attention"), keeps=BLOCKS) for kind in BY_FUNCTION
+    },
 }
 BESIDE_IGNORED = {
     # A block whose first layer is ignored is left with 60 elements, and the other block with 90.
@@ -344,16 +334,8 @@ def test_beside_ignored_modules(rank: Rank, rule: str) -> None:
 @needs(Capability.MIXED_PRECISION)
 def test_batch_norm_in_full_precision(rank: Rank) -> None:
     """With a compute dtype, batch normalisation becomes a unit without one; its output has its input's dtype."""
-    model = Normed()
-    seen, bfloat16 = model.seen, torch.bfloat16
-    policy = WrapPolicy("size", min_numel=10**9)
-    run = rank.run(
-        model,
-        units=[["norm"]],
-        wraps=policy,
-        precision=Precision(compute=bfloat16),
-        unit_precision={"norm": Precision()},
-    )
+    bfloat16 = torch.bfloat16
+    run, seen = run_normed(rank, Precision(compute=bfloat16))
     for step in range(2):
         run.forward_backward((rank.batch(step, (4, 4)),), loss=torch.sum)
         assert seen == {"norm": [torch.float32, torch.float32], "around": [bfloat16, bfloat16]}, seen
@@ -368,8 +350,8 @@ def test_ignored_batch_norm(rank: Rank) -> None:
     model = Normed()
     model.norm.requires_grad_(False)
     names = ("norm.weight", "norm.bias")
-    policy, precision = WrapPolicy("size", min_numel=10**9), Precision(compute=torch.bfloat16)
-    run = rank.run(model, ignored=names, ignored_modules=("norm",), wraps=policy, precision=precision)
+    precision = Precision(compute=torch.bfloat16)
+    run = rank.run(model, ignored=names, ignored_modules=("norm",), wraps=NOTHING, precision=precision)
     found = run.adapter.submodule("")
     assert run.original_module("norm") is model.norm, f"norm was replaced by a {type(model.norm).__name__}: {found}"
     run.forward_backward((rank.batch(0, (4, 4)),), loss=torch.sum)
@@ -381,15 +363,19 @@ def test_ignored_batch_norm(rank: Rank) -> None:
 @needs(Capability.MIXED_PRECISION, Capability.FULL_PRECISION_EVALUATION)
 def test_batch_norm_after_a_step(rank: Rank) -> None:
     """A batch normalisation's output has its current input's dtype: after a bfloat16 step, float32 in an evaluation."""
-    model = Normed()
-    seen, precision = model.seen, Precision(compute=torch.bfloat16, full_in_evaluation=True)
-    policy = WrapPolicy("size", min_numel=10**9)
-    run = rank.run(model, units=[["norm"]], wraps=policy, precision=precision, unit_precision={"norm": Precision()})
+    run, seen = run_normed(rank, Precision(compute=torch.bfloat16, full_in_evaluation=True))
     run.forward_backward((rank.batch(0, (4, 4)),), loss=torch.sum)
     assert seen["around"] == [torch.bfloat16] * 2, seen
     run.adapter.module.eval()
     run.evaluate((rank.batch(0, (4, 4)),))
     assert seen["around"] == [torch.float32] * 2, f"in full precision, before and after it: {seen['around']}"
+
+
+def run_normed(rank: Rank, precision: Precision) -> tuple[Run, dict[str, list[torch.dtype]]]:
+    """A run of a :class:`Normed` whose norm is a unit in full precision, and the dtypes that the model sees."""
+    model, units = Normed(), {"norm": Precision()}
+    run = rank.run(model, units=[["norm"]], wraps=NOTHING, precision=precision, unit_precision=units)
+    return run, model.seen
 
 
 def train(rank: Rank, rule: Rule, **options: Any) -> Pair:
