@@ -271,7 +271,7 @@ def test_cast_after_sharding(rank: Rank, swaps: bool) -> None:
     """
     rank.monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", swaps)
     pair = rank.pair(models.MLP(5), units=[["in_proj"], ["out_proj"]], baseline="replicated", cast=torch.float64)
-    train_and_check(pair, batches(rank, 3, (2, 5)).double(), set_to_none="even")
+    train_and_check(pair, (batch.double() for batch in batches(rank, 3, (2, 5))), set_to_none="even")
 
 
 @contract("TRAINING-5")
