@@ -41,20 +41,12 @@ def backward_of_copies(member: Member, *models: nn.Module, loss: torch.Tensor, r
 
 
 def check_gradients(run: Run, model: nn.Module, *, step: int) -> None:
-    """Check that the run's gradients have the bits of the averaged gradients of plain copies.
-
-    Raises:
-        AssertionError: one differs, with its name, an element and both values.
-    """
+    """Check that the run's gradients have the bits of the averaged gradients of plain copies."""
     _check("gradient", run.adapter.gradients(), {n: p.grad for n, p in model.named_parameters()}, step)
 
 
 def check_parameters(run: Run, model: nn.Module, *, step: int) -> None:
-    """Check that the run's parameters have the bits of those of plain copies.
-
-    Raises:
-        AssertionError: one differs, with its name, an element and both values.
-    """
+    """Check that the run's parameters have the bits of those of plain copies."""
     _check("parameter", dict(run.adapter.parameters()), {n: p.detach() for n, p in model.named_parameters()}, step)
 
 
@@ -75,11 +67,8 @@ class Undivided:
     """Trains a model without interruption in one process, in float32 and in float64.
 
     It takes the place of baseline and oracle where no baseline of several ranks goes on from one step to the next,
-    because the ranks are others.
-
-    Args:
-        model: equal on all ranks; it is copied.
-        optimizer: of the runs that are compared; not an adaptive one.
+    because the ranks are others. The model, equal on all ranks, is copied; the optimizer, that of the runs, must not be
+    adaptive.
     """
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory) -> None:
@@ -96,10 +85,7 @@ class Undivided:
         Args:
             everyone: this rank of the world of the case: all its ranks fail together.
             member: this rank of the world of the run.
-            run: the run.
-            picture: its step.
             parts: the batch of each rank of the run, in the order of its ranks; equally many samples each.
-            loss: the loss of the step.
 
         Raises:
             Divergence: on every rank, at the first stage where a run diverges.

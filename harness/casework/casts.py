@@ -49,17 +49,10 @@ class CastReplica:
     Every rank must make the same calls, because the gradients of all ranks are exchanged.
 
     Args:
-        member: this rank.
         model: float32 and plain, equal on all ranks; it is copied.
-        config: the units with their dtypes and divisors, and what is deferred to the last microbatch.
         optimizer: updates the float32 parameters.
         traits: those of the implementation, which decide how often a gradient is rounded.
-        after_backward: called between the last backward and the step, as for ``RunOptions``.
-        step: called instead of the optimizer's step, as for ``RunOptions``.
-
-    Attributes:
-        model: the full copy.
-        optimizer: that of its parameters.
+        after_backward: as for ``RunOptions``, and so is ``step``.
     """
 
     optimizer: torch.optim.Optimizer
@@ -101,15 +94,7 @@ class CastReplica:
         return found
 
     def step(self, microbatches: Sequence[Any], *, loss: Loss = mean_square) -> StepPicture:
-        """Train one step (collective).
-
-        Args:
-            microbatches: the arguments of this rank's forwards.
-            loss: maps a forward's output to a scalar.
-
-        Returns:
-            The step, as full tensors.
-        """
+        """Train one step and return it, as full tensors (collective)."""
         kept: list[_Gradients] = []
         outputs, losses = [], []
         for index, arguments in enumerate(microbatches):
@@ -251,11 +236,7 @@ def run_and_replica(
 ) -> tuple[Run, CastReplica]:
     """The implementation alone and the baseline with its casts, from the same values (collective).
 
-    Args:
-        rank: this rank.
-        model: as for :meth:`Rank.run`.
-        optimizer: the optimizer of both.
-        **options: as for :meth:`Rank.run`; both have ``after_backward`` and ``step``.
+    The arguments are those of :meth:`Rank.run`; both have ``after_backward`` and ``step``.
     """
     plain = copy.deepcopy(model)
     run = rank.run(model, optimizer=optimizer, **options)
@@ -274,33 +255,13 @@ def step_and_check(
     loss: Loss = torch.sum,
     set_to_none: bool = True,
 ) -> None:
-    """Train one step of both and compare (collective).
-
-    Args:
-        member: this rank.
-        run: the sharded run.
-        replica: its baseline.
-        batch: the arguments of this rank's forwards.
-        number: the number of the step, for messages.
-        loss: maps a forward's output to a scalar.
-        set_to_none: whether the run's gradients are set to None after the step, or to zeros.
-
-    Raises:
-        Divergence: as :func:`check_equal`.
-    """
+    """Train step ``number`` of both and compare as :func:`check_equal` does (collective)."""
     expected = replica.step(batch, loss=loss)
     check_equal(member, run, run.step(batch, loss=loss, set_to_none=set_to_none), expected, number=number)
 
 
 def check_evaluation(member: Member, run: Run, replica: CastReplica, arguments: Any, *, number: int) -> None:
-    """Evaluate both and compare the bits and the dtypes of the outputs (collective).
-
-    Args:
-        member: this rank.
-        run: the sharded run.
-        replica: its baseline.
-        arguments: those of the forward.
-        number: the number of the step that follows, for messages.
+    """Evaluate both before step ``number``, and compare the bits and the dtypes of the outputs (collective).
 
     Raises:
         Divergence: on every rank, at the first tensor that differs.
@@ -320,13 +281,7 @@ def check_evaluation(member: Member, run: Run, replica: CastReplica, arguments: 
 
 
 def check_buffers(run: Run, replica: CastReplica, when: str) -> None:
-    """Check that the modules hold the buffers of the baseline, bit for bit, in the dtypes that they have in training.
-
-    Args:
-        run: the sharded run.
-        replica: its baseline.
-        when: the moment, for messages.
-    """
+    """Check that the modules hold the buffers of the baseline, bit for bit, in the dtypes that they train in."""
     for name, expected in replica.buffers().items():
         module, _, key = name.rpartition(".")
         found = run.original_module(module).get_buffer(key)
@@ -339,16 +294,9 @@ def check_buffers(run: Run, replica: CastReplica, when: str) -> None:
 def check_statistics(
     member: Member, run: Run, replica: CastReplica, training: Any, evaluation: Any, *, number: int, loss: Loss
 ) -> None:
-    """Train a step, evaluate, and compare both, and all buffers after each (collective).
+    """Train step ``number`` on ``training``, evaluate ``evaluation``, and compare both, and all buffers after each.
 
-    Args:
-        member: this rank.
-        run: the sharded run.
-        replica: its baseline.
-        training: the arguments of the forward of the step.
-        evaluation: the arguments of a forward in evaluation mode.
-        number: the number of the step, for messages.
-        loss: maps a forward's output to a scalar.
+    The call is collective.
     """
     step_and_check(member, run, replica, [training], number=number, loss=loss)
     check_buffers(run, replica, f"after {step_label(number)}")
@@ -361,14 +309,7 @@ def check_statistics(
 
 
 def check_equal(member: Member, run: Run, step: StepPicture, expected: StepPicture, *, number: int) -> None:
-    """Check that a step has the bits and the dtypes of the baseline's step (collective).
-
-    Args:
-        member: this rank.
-        run: the sharded run.
-        step: its step.
-        expected: the same step of :class:`CastReplica`.
-        number: the number of the step, for messages.
+    """Check that step ``number`` has the bits and the dtypes of the baseline's step (collective).
 
     Raises:
         Divergence: on every rank, at the first tensor that differs, by stage; or if the pieces do not cover the model.

@@ -29,7 +29,7 @@ class Moment:
 
     Attributes:
         phase: "forward" or "backward".
-        unit: the label of the unit that began.
+        unit: its label.
         held: the bytes in which each unit is gathered, by label; units without are absent.
     """
 
@@ -41,11 +41,8 @@ class Moment:
 class Census:
     """Notes the gathered parameters of a run's units, and counts their bytes at every unit's beginning.
 
-    Args:
-        run: a run whose model is sharded and has not computed yet.
-
-    Attributes:
-        moments: one entry whenever a unit begins its forward or its backward, in order.
+    The run's model is sharded and has not computed yet. ``moments`` gets an entry whenever a unit begins its forward or
+    its backward.
     """
 
     def __init__(self, run: Run) -> None:
@@ -107,9 +104,7 @@ class Poison:
     and after every collective, there on the stream that issues it. Memory that was freed while another stream still
     reads or writes it is allocated here, and what that stream reads is a NaN.
 
-    Args:
-        run: a run that has not trained yet.
-        shards: the number of ranks among which a unit is divided.
+    The run has not trained yet; each of its units is divided among ``shards`` ranks.
     """
 
     def __init__(self, run: Run, *, shards: int) -> None:

@@ -41,7 +41,6 @@ class Step(Described):
         evaluates: forwards without autograd that precede it, by their contexts.
         unshards: whether all parameters are gathered by a call before it.
         uses: the outputs that its loss uses.
-        set_to_none: whether gradients are set to None after it, or to zeros.
     """
 
     evaluates: tuple[EvaluationMode, ...] = ()
@@ -55,23 +54,16 @@ _PLAIN = Plan()
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Training(Described):
-    """A training.
+    """A training; what is not described here is as in ``Config`` and ``Run.step``.
 
     Attributes:
-        plan: the model.
-        steps: the steps; one under Adam.
+        steps: one under Adam.
         rows: the rows of each microbatch.
-        inputs_require_grad: whether the model's inputs require gradients.
         replicas: the number of replicas, on a mesh of (replicas, shards); 0 is a mesh of one dimension.
-        reshard_after_forward: as in ``Config``.
         microbatches: the microbatches of a step.
-        accumulation: as in ``Config``.
         ahead: the number of forwards that run before the first backward.
         clip: the type of the norm by which gradients are clipped.
-        offloads: whether the shards live on the CPU.
-        flat_parameters: whether the optimizer gets one flat parameter for each unit.
         prefetches: whether each unit gathers the next one ahead, in the order of their names.
-        optimizer: the optimizer.
         seed: seeds the parameters and the batches.
     """
 
@@ -92,13 +84,7 @@ class Training(Described):
     seed: int = 0
 
     def as_case(self, *, world_size: int, requirements: Sequence[str], deadline: float | None = None) -> str:
-        """Return a case that runs this training, as the source of a file.
-
-        Args:
-            world_size: the number of ranks.
-            requirements: the requirements that the case checks.
-            deadline: its deadline in seconds; None is that of the run.
-        """
+        """Return a case that runs this training, as the source of a file; without a deadline it has that of the run."""
         capabilities = sorted(needs_of(self, world_size=world_size))
         body = source_of(self, indent=4, used=len("    train_drawn(rank, )"))
         marks = [
@@ -224,13 +210,7 @@ def train_drawn(rank: Rank, training: Training) -> Pair:
     """Train what a training describes, beside the baseline and the oracle, and compare all of it (collective).
 
     The model is in float64 and compared in float32: a drawn sum may cancel to any degree, and what remains of it must
-    not be rounding noise.
-
-    Returns:
-        The pair.
-
-    Raises:
-        Divergence: on every rank, as :meth:`Pair.check`.
+    not be rounding noise. It raises as :meth:`Pair.check`.
     """
     rank.seeds = Seeds(training.seed, training.seed + 1)
     torch.manual_seed(training.seed)

@@ -36,13 +36,8 @@ class OtherWorlds:
     def of(self, size: int) -> Iterator[Rank]:
         """Divide the ranks, in their order, among worlds of ``size`` ranks, which do the same at once (collective).
 
-        Its process groups are destroyed when the context ends. On an accelerator they have a backend for the CPU too.
-
-        Args:
-            size: a divisor of the number of ranks.
-
-        Yields:
-            This process as a rank of its new world.
+        Yields this process as a rank of its new world, whose process groups are destroyed when the context ends. On an
+        accelerator they have a backend for the CPU too.
 
         Raises:
             ValueError: the ranks do not divide into worlds of this size.

@@ -16,11 +16,7 @@ from shardproof.harness.parity.rank import Rank
 
 
 def error_of_all(rank: Rank, attempt: Callable[[], Any]) -> str:
-    """The text of the RuntimeError that an attempt raises on every rank; empty if it raises on none (collective).
-
-    Raises:
-        AssertionError: some ranks raise, and the others do not.
-    """
+    """The text of the RuntimeError that an attempt raises on every rank; empty if it raises on none (collective)."""
     # Its text alone: the exception holds the frames of the attempt, and through them the model.
     error = ""
     try:
@@ -36,9 +32,7 @@ class Refusal:
     """One attempt to do something with a model that may be refused (collective).
 
     Args:
-        rank: this rank.
-        attempt: what may raise an error.
-        may_send: whether it may raise after collectives, as in the midst of a forward.
+        may_send: whether it may be refused after collectives, as in the midst of a forward.
 
     Attributes:
         result: what ``attempt`` returned, None if it was refused.
@@ -67,11 +61,7 @@ class Refusal:
 
 
 class Untouched:
-    """Remembers a model, to see that a refusal has left it as it was.
-
-    Args:
-        model: the model before the attempt.
-    """
+    """Remembers a model before an attempt, to see that a refusal has left it as it was."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -80,11 +70,7 @@ class Untouched:
         self._copy = copy.deepcopy(model)
 
     def check(self, batch: torch.Tensor) -> None:
-        """Check that the model has the same modules, classes and tensors, and trains as a copy of it does.
-
-        Args:
-            batch: an input of the model.
-        """
+        """Check that the model has the same modules, classes and tensors, and trains as a copy of it does."""
         model = self._model
         modules = {name: (module, type(module)) for name, module in model.named_modules()}
         changed = [name or "the root" for name, kept in self._modules.items() if modules.get(name) != kept]
@@ -106,10 +92,7 @@ class Untouched:
 def sharded(rank: Rank, model: nn.Module, *, optimizer: OptimizerFactory | None = None, **options: Any) -> Adapter:
     """Shard a model by the implementation under test, and nothing else (collective).
 
-    Args:
-        rank: this rank.
-        model: on whichever device the case wants; :meth:`Rank.run` moves it to the rank's.
-        optimizer: makes the optimizer; None trains without one.
-        **options: as for :meth:`Rank.config`.
+    The options are those of :meth:`Rank.config`. The model stays on the device on which it is, where :meth:`Rank.run`
+    moves it to the rank's.
     """
     return rank.implementation(model, optimizer=optimizer, config=rank.config(**options))

@@ -33,11 +33,6 @@ _Problem = tuple[Stage, str, str]
 def read(member: Member, run: Run, *, form: StateForm = "sharded") -> State:
     """Return a run's state dicts whole on every rank, on the CPU (collective).
 
-    Args:
-        member: this rank.
-        run: the run.
-        form: what the state dicts consist of.
-
     Raises:
         Divergence: on every rank, if the state dicts of a rank do not have this form, or whole values are not those of
             the first rank.
@@ -56,44 +51,21 @@ def read(member: Member, run: Run, *, form: StateForm = "sharded") -> State:
 def check_names(member: Member, state: State, plain: nn.Module) -> None:
     """Check that a state dict has the names, shapes and dtypes of the model without sharding (collective).
 
-    Args:
-        member: this rank.
-        state: what :func:`read` returned.
-        plain: the model, not sharded, recomputed or compiled.
-
-    Raises:
-        Divergence: on every rank, at the first name that differs.
+    The state is what :func:`read` returned; ``plain`` is not sharded, recomputed or compiled.
     """
     _agree(member, _misnamed(state, plain), title="a state dict is not that of the unsharded model")
 
 
 def check_held(member: Member, run: Run, state: State) -> None:
-    """Check that every rank holds its part of the values of a state (collective).
+    """Check that every rank holds its part of the values of a state that :func:`read` returned (collective).
 
     The parts are read where they lie, by the adapter, and not from another state dict of the run.
-
-    Args:
-        member: this rank.
-        run: the run that saved the state or has loaded it.
-        state: what :func:`read` returned, of this run or of another.
-
-    Raises:
-        Divergence: on every rank, at the first parameter, buffer or tensor of optimizer state that differs.
     """
     _agree(member, _not_held(run, state), title="what ranks hold differs from a state dict")
 
 
 def check_same(member: Member, found: State, expected: State) -> None:
-    """Check that two states have the same names, values and options of the optimizer's groups (collective).
-
-    Args:
-        member: this rank.
-        found: what :func:`read` returned of one run.
-        expected: the same of another.
-
-    Raises:
-        Divergence: on every rank, at the first difference.
-    """
+    """Check that two states have the same names, values and options of the optimizer's groups (collective)."""
     _agree(member, _differences(found, expected), title="two state dicts that should be equal differ")
 
 
@@ -354,11 +326,7 @@ def save(run: Run, directory: pathlib.Path) -> None:
 
 
 def load(run: Run, directory: pathlib.Path) -> None:
-    """Load a checkpoint into a run (collective).
-
-    Args:
-        run: a run with the sizes and the layout of the one that was saved, and with optimizer state.
-        directory: the directory that :func:`save` wrote.
+    """Load a checkpoint into a run with the sizes and the layout of the one that was saved (collective).
 
     Raises:
         AssertionError: the optimizer has no state to load into.
@@ -398,14 +366,11 @@ def plain(rank: Rank, *, number: int = 0, for_flat: bool = False, has_extra: boo
 
 
 def make(rank: Rank, number: int, *, for_flat: bool = False, has_extra: bool = False, **options: Any) -> Run:
-    """A run whose values and learning rates depend on a number.
+    """A run whose values, learning rates and decay depend on a number.
 
     Args:
-        rank: this rank.
-        number: another has other values, rates and decay.
         for_flat: whether all parameters are trainable and of one group, as those of a flat parameter are.
         has_extra: whether modules have extra state.
-        **options: of the run.
     """
     model, lr = plain(rank, number=number, for_flat=for_flat, has_extra=has_extra), LR * (1 + 2 * number)
     optimizer = optim.adamw(lr=lr) if for_flat else optim.in_two_groups("adamw", lr=lr)

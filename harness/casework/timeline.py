@@ -18,12 +18,7 @@ _BUSY = "spin_kernel"
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
-    """When one kernel ran, in microseconds of the profiler's clock.
-
-    Attributes:
-        start: when it began.
-        end: when it ended.
-    """
+    """When one kernel ran, in microseconds of the profiler's clock."""
 
     start: float
     end: float
@@ -31,21 +26,13 @@ class Interval:
 
 @dataclasses.dataclass(frozen=True)
 class Moved(Interval):
-    """When the kernel of one collective ran.
-
-    Attributes:
-        collective: the collective that the trace has at this place.
-    """
+    """When the kernel of one collective of the trace ran."""
 
     collective: Collective
 
 
 class Timeline:
-    """The kernels of one training step.
-
-    Args:
-        step: runs the step, and nothing else.
-        trace: of the run, from which the collectives of the step are taken.
+    """The kernels of one training step, which ``step`` runs.
 
     Attributes:
         busy: when layers occupied the stream, in the order of time.

@@ -18,14 +18,8 @@ from shardproof.harness.verdicts.finding import Finding, Location, Stage, raise_
 def check_exact(member: Member, first: StepPicture, second: StepPicture, *, step: int, why: str) -> None:
     """Check that losses, parameters and optimizer state of two runs are bitwise equal after a step (collective).
 
-    The state is compared where both runs have it: one whose optimizers step in hooks has none.
-
-    Args:
-        member: this rank.
-        first: the step of one run.
-        second: the same step of the other run.
-        step: the number of the step, for the message.
-        why: why the arithmetic is the same by construction, for the message.
+    The state is compared where both runs have it: one whose optimizers step in hooks has none. ``why`` says for the
+    message why the arithmetic is the same by construction.
 
     Raises:
         Divergence: on every rank, if any tensor differs on any rank; it names the first that differs, by stage and then

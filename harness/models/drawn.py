@@ -58,7 +58,6 @@ class Part(Described):
     """Parameters that a block computes with.
 
     Attributes:
-        kind: the computation and the shapes of its parameters.
         width: a size of some kinds, such as the rows of an embedding.
         frozen: which of its parameters require no gradient.
     """
@@ -70,15 +69,11 @@ class Part(Described):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Block(Described):
-    """A module: parts, then blocks inside of it, then further parts, around which the input is added.
+    """A module: parts, then blocks inside of it, then the parts ``after``, around which the input is added.
 
     Attributes:
-        parts: what it computes with first.
-        blocks: the blocks inside of it.
-        after: what it computes with after these.
         unit: whether it is a unit; the root is one in any case.
         calls: how many times in a row it is called.
-        runs: in which microbatches it runs.
         returns: what it returns its output in; "spare" is a tuple with a second output that nobody uses.
         recomputed: by which means backward computes it again.
     """
@@ -164,12 +159,7 @@ class DrawnModel(nn.Module):
 
 
 def recompute(model: nn.Module, plan: Plan) -> nn.Module:
-    """Make backward recompute the blocks of a model that is not sharded yet, by the means of each; change it in place.
-
-    Args:
-        model: the :class:`DrawnModel` of the plan.
-        plan: the plan.
-    """
+    """Make backward recompute the blocks of a plan's model, not sharded yet, by the means of each, in place."""
     # Inner blocks first: a wrapper takes the place of its block.
     for name, block in reversed(list(plan.blocks())):
         parent, _, index = name.rpartition(".")
@@ -189,7 +179,7 @@ class _Blocks(nn.ModuleList):
 
     Attributes:
         described: their descriptions, which modules that take the place of a block do not have.
-        recomputed: for each, whether its calls are recomputed.
+        recomputed: for each, the means of the call that recomputes it.
     """
 
     def __init__(self, blocks: tuple[Block, ...], dim: int) -> None:

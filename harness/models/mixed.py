@@ -20,13 +20,10 @@ class Seen(NamedTuple):
 
 
 class Scale(nn.Module):
-    """``x * weight + offset + shift``, element by element.
+    """``x * weight + offset + shift``, element by element, for inputs of (rows, columns).
 
-    Input and output: (rows, columns). ``offset`` is a floating-point buffer and ``calls`` an integer one; a third is
-    None, as that of a norm that keeps no statistics.
-
-    Attributes:
-        seen: the dtypes of each forward.
+    ``offset`` is a floating-point buffer and ``calls`` an integer one; a third is None, as that of a norm that keeps no
+    statistics. ``seen`` has the dtypes of each forward.
     """
 
     weight: nn.Parameter
@@ -52,10 +49,7 @@ class Mixed(nn.Module):
     """Two units ``low`` and ``high``, one :class:`Scale` each, and a parameter of the root.
 
     Input and output: (rows, columns). No gradient is a sum over a batch, so that none depends on the order in which a
-    kernel adds.
-
-    Args:
-        recomputes: whether backward computes ``low`` again.
+    kernel adds. With ``recomputes`` backward computes ``low`` again.
     """
 
     def __init__(self, rows: int = 6, columns: int = 4, *, recomputes: bool = False) -> None:
@@ -73,9 +67,7 @@ class Mixed(nn.Module):
 def split_columns(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Cut ``low`` and ``high`` of a :class:`Mixed` along their columns, in place; inputs and outputs stay whole.
 
-    Args:
-        model: a :class:`Mixed`.
-        mesh: the tensor-parallel mesh, of one dimension.
+    The tensor-parallel mesh has one dimension.
     """
     assert isinstance(model, Mixed)
     for unit in (model.low, model.high):
@@ -105,12 +97,7 @@ def _whole_of(module: nn.Module, output: DTensor, mesh: DeviceMesh) -> torch.Ten
 class Normed(nn.Module):
     """A :class:`Scale` and a batch norm in a unit ``inner``, a batch norm that is a unit ``norm``, and one of the root.
 
-    Input and output: (rows, columns).
-
-    Args:
-        rows: of the batch.
-        columns: of the batch.
-        momentum: of the running statistics; None averages over all batches.
+    Input and output: (rows, columns). A momentum of None averages the running statistics over all batches.
     """
 
     def __init__(self, rows: int = 7, columns: int = 5, *, momentum: float | None = 0.1) -> None:

@@ -130,8 +130,6 @@ def beside_its_own(factory: OptimizerFactory) -> OptimizerFactory:
 def in_two_groups(kind: Literal["adam", "adamw"], *, lr: float = 1e-2) -> OptimizerFactory:
     """A factory of Adam or AdamW with two groups of parameters, which take turns.
 
-    Args:
-        kind: the class of the optimizer.
-        lr: the learning rate of the first group; the second has a quarter of it, and a weight decay of its own.
+    The second has a quarter of the learning rate, and a weight decay of its own.
     """
     return functools.partial(_in_two_groups, kind=kind, lr=lr)

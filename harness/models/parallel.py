@@ -48,12 +48,9 @@ class MLPStack(Stacked):
 
 
 def parallelize_mlps(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = False) -> nn.Module:
-    """Apply tensor parallelism to an :class:`MLPStack`, in place.
+    """Apply tensor parallelism over a one-dimensional mesh to an :class:`MLPStack`, in place.
 
-    Args:
-        model: an :class:`MLPStack`.
-        mesh: a one-dimensional mesh.
-        sequence: whether activations between the layers are sharded along the sequence as well.
+    With ``sequence`` the activations between the layers are sharded along the sequence as well.
     """
     assert isinstance(model, MLPStack)
     between: dict[str, Any] = {"input_layouts": Shard(SEQUENCE)} if sequence else {}
@@ -91,7 +88,6 @@ def spread_mlps(model: nn.Module, mesh: DeviceMesh, *, divides: Sequence[str] = 
     stay plain tensors, each rank's own.
 
     Args:
-        model: an :class:`MLPStack`.
         mesh: a mesh with names.
         divides: the dimensions along which inputs count as parts of one batch, so that gradients are pending sums over
             them. Along the others they count as equal, although they are not, and gradients are each rank's own.
@@ -140,15 +136,11 @@ class Projections(nn.Module):
 
 
 def parallelize_projections(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Apply tensor parallelism to two layers of :class:`Projections`, in place.
+    """Apply tensor parallelism over a one-dimensional mesh to two layers of :class:`Projections`, in place.
 
     Before and after these layers, activations are sharded along the batch. ``net3`` stays a plain module, so its
     gradients on a rank cover that rank's part of the batch only, and a training script has to add them over the
     tensor-parallel ranks. The norm's parameters are replicated DTensors, whose gradients are added automatically.
-
-    Args:
-        model: a :class:`Projections`.
-        mesh: a one-dimensional mesh.
     """
     assert isinstance(model, Projections)
     whole, own = Replicate(), Shard(0)
@@ -164,10 +156,7 @@ def parallelize_projections(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 class Buffered(nn.Module):
-    """Adds a (dim, dim) parameter and a (dim, dim) buffer to the input.
-
-    Input and output: (dim, dim).
-    """
+    """Adds a (dim, dim) parameter and a (dim, dim) buffer to the input. Input and output: (dim, dim)."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -185,10 +174,7 @@ def replicate(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 class Factors(nn.Module):
-    """Multiplies the input by a (dim,) parameter of ones.
-
-    Input and output: (batch, dim).
-    """
+    """Multiplies the input by a (dim,) parameter of ones. Input and output: (batch, dim)."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -199,13 +185,9 @@ class Factors(nn.Module):
 
 
 def split_factors(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Let each tensor-parallel rank give :class:`Factors` rows of its own, in place.
+    """Let each rank of a one-dimensional mesh give :class:`Factors` rows of its own, in place.
 
     Its output is a DTensor, and each rank has a part of the parameter's gradient: a sum over the ranks is pending.
-
-    Args:
-        model: a :class:`Factors`.
-        mesh: a one-dimensional mesh.
     """
     own = (Shard(0),)
     style = PrepareModuleInput(input_layouts=own, desired_input_layouts=own, use_local_output=False)
@@ -238,10 +220,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Linear(dim, 4 dim), GELU, Linear(4 dim, dim).
-
-    Input and output: (..., dim).
-    """
+    """Linear(dim, 4 dim), GELU, Linear(4 dim, dim). Input and output: (..., dim)."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -299,12 +278,9 @@ class SplitTransformer(Stacked):
 
 
 def parallelize_transformer(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = False) -> nn.Module:
-    """Apply tensor parallelism to a :class:`SplitTransformer`, in place.
+    """Apply tensor parallelism over a one-dimensional mesh to a :class:`SplitTransformer`, in place.
 
-    Args:
-        model: a :class:`SplitTransformer`.
-        mesh: a one-dimensional mesh.
-        sequence: whether the residual stream is sharded along the sequence as well.
+    With ``sequence`` the residual stream is sharded along the sequence as well.
     """
     assert isinstance(model, SplitTransformer)
     between = Shard(SEQUENCE) if sequence else Replicate()
@@ -343,10 +319,8 @@ Router = Literal["ragged", "starved", "one"]
 class Experts(nn.Module):
     """``count`` experts, each of which computes ``tanh(tokens @ first[e]) @ second[e]``.
 
-    Input: tokens, (batch, dim), and for each the number of its expert, (batch,). Output: (batch, dim).
-
-    Attributes:
-        group: the ranks among which the experts are divided; None for a rank that has all.
+    Input: tokens, (batch, dim), and for each the number of its expert, (batch,). Output: (batch, dim). The experts are
+    divided among the ranks of ``group``; without a group a rank has all.
     """
 
     group: dist.ProcessGroup | None = None
@@ -393,10 +367,6 @@ class ExpertModel(nn.Module):
     """Linear(dim, dim), then four :class:`Experts` in parallel to it, then Linear(dim, dim).
 
     Input and output: (batch, dim). The first elements of the input choose the expert of each row.
-
-    Args:
-        dim: the width.
-        router: which experts get tokens.
     """
 
     def __init__(self, dim: int, router: Router) -> None:
@@ -417,12 +387,7 @@ class ExpertModel(nn.Module):
 
 
 def divide_experts(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Divide the experts of an :class:`ExpertModel` among the ranks of a mesh, in place.
-
-    Args:
-        model: an :class:`ExpertModel`.
-        mesh: a one-dimensional mesh, whose size divides the number of experts.
-    """
+    """Divide the experts of an :class:`ExpertModel` among a one-dimensional mesh whose size divides them, in place."""
     assert isinstance(model, ExpertModel)
     experts = model.experts
     for name in ("first", "second"):

@@ -36,10 +36,7 @@ class TwoHeads(nn.Module):
 
 
 class SkippedModule(nn.Module):
-    """As :class:`TwoHeads`, but ``head1`` never runs.
-
-    Input: (batch, dim). Output: tanh(head0 x), (batch, dim).
-    """
+    """As :class:`TwoHeads`, but ``head1`` never runs. Input: (batch, dim). Output: tanh(head0 x), (batch, dim)."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -51,10 +48,7 @@ class SkippedModule(nn.Module):
 
 
 class MLP(nn.Module):
-    """Linear(dim, multiplier x dim), GELU, Linear(multiplier x dim, dim), tanh.
-
-    Input and output: (..., dim).
-    """
+    """Linear(dim, multiplier x dim), GELU, Linear(multiplier x dim, dim), tanh. Input and output: (..., dim)."""
 
     def __init__(self, dim: int, multiplier: int = 4) -> None:
         super().__init__()
@@ -68,11 +62,8 @@ class MLP(nn.Module):
 class Stacked(nn.Module):
     """Base class of models with ``layers`` that are called in sequence.
 
-    Each layer is a unit; all other parameters belong to the root's own unit.
-
-    Attributes:
-        layers: the layers.
-        calls: whether backward recomputes each layer from its input; see ``shardproof.harness.models.recomputation``.
+    Each layer is a unit; all other parameters belong to the root's own unit. ``calls`` says whether backward recomputes
+    each layer from its input; see ``shardproof.harness.models.recomputation``.
     """
 
     layers: nn.ModuleList
@@ -95,9 +86,7 @@ class Stacked(nn.Module):
 class Tower(Stacked):
     """``depth`` MLPs with multipliers 2, 3, 4, ... and a Linear(dim, dim) in the root's own unit.
 
-    No two units have the same size, so that the bytes of a collective determine its unit.
-
-    Input and output: (..., dim).
+    No two units have the same size, so that the bytes of a collective determine its unit. Input and output: (..., dim).
     """
 
     def __init__(self, dim: int, depth: int = 3) -> None:
@@ -113,9 +102,7 @@ class Tower(Stacked):
 class NormedStack(Stacked):
     """A LayerNorm without bias and three MLPs.
 
-    Cases shard ``norm`` as a unit as well, so that the root has no parameters of its own.
-
-    Input and output: (..., dim).
+    Cases shard ``norm`` as a unit as well, so that the root has no parameters of its own. Input and output: (..., dim).
     """
 
     def __init__(self, dim: int) -> None:
@@ -128,21 +115,15 @@ class NormedStack(Stacked):
 
 
 def two_linear(first: tuple[int, int], second: tuple[int, int]) -> nn.Sequential:
-    """Linear(*first), GELU, Linear(*second); a single unit if only the root is sharded.
-
-    Args:
-        first: the input and output width of the first layer.
-        second: the input and output width of the second layer.
-    """
+    """Linear(*first), GELU, Linear(*second), of input and output widths; a single unit if only the root is sharded."""
     return nn.Sequential(nn.Linear(*first), nn.GELU(), nn.Linear(*second))
 
 
 class ReusedInner(nn.Module):
     """Runs ``before`` once, ``inner``, a Linear(dim, dim), twice and then ``outer``, a Linear(dim, dim + 1), once.
 
-    Backward needs the weight of ``inner`` for both of its calls: the input of the first requires a gradient too.
-
-    Input: (batch, dim). Output: (batch, dim + 1).
+    Backward needs the weight of ``inner`` for both of its calls: the input of the first requires a gradient too. Input:
+    (batch, dim). Output: (batch, dim + 1).
     """
 
     def __init__(self, dim: int) -> None:
@@ -225,9 +206,7 @@ class TwoPaths(nn.Module):
     """Linear(dim, 8), then either ``first`` or ``second``.
 
     Both paths have 64 elements, so that a collective of one has the size of a collective of the other. The model starts
-    on ``first`` with ``second`` frozen; :meth:`flip` switches the path.
-
-    Input: (batch, dim). Output: (batch, 8).
+    on ``first`` with ``second`` frozen; :meth:`flip` switches the path. Input: (batch, dim). Output: (batch, 8).
     """
 
     def __init__(self, dim: int) -> None:
@@ -265,12 +244,7 @@ Container = Literal[
 
 
 class NamedPair(NamedTuple):
-    """A namedtuple that is passed between units.
-
-    Attributes:
-        x: the activation.
-        y: a tensor that needs no gradient.
-    """
+    """A namedtuple that is passed between units; ``y`` needs no gradient, here and in the classes that follow."""
 
     x: torch.Tensor
     y: torch.Tensor
@@ -278,12 +252,7 @@ class NamedPair(NamedTuple):
 
 @dataclasses.dataclass
 class Record:
-    """A dataclass that is passed between units.
-
-    Attributes:
-        x: the activation.
-        y: a tensor that needs no gradient.
-    """
+    """A dataclass that is passed between units."""
 
     x: torch.Tensor
     y: torch.Tensor
@@ -291,12 +260,7 @@ class Record:
 
 @dataclasses.dataclass(frozen=True)
 class FrozenRecord:
-    """A dataclass whose fields cannot be set.
-
-    Attributes:
-        x: the activation.
-        y: a tensor that needs no gradient.
-    """
+    """A dataclass whose fields cannot be set."""
 
     x: torch.Tensor
     y: torch.Tensor
@@ -304,12 +268,7 @@ class FrozenRecord:
 
 @dataclasses.dataclass
 class LatePair:
-    """A dataclass whose second field is set once it is made: the constructor does not take it, and puts zeros there.
-
-    Attributes:
-        x: the activation.
-        y: a tensor that needs no gradient.
-    """
+    """A dataclass whose second field is set once it is made: the constructor does not take it, and puts zeros there."""
 
     x: torch.Tensor
     y: torch.Tensor = dataclasses.field(init=False)
@@ -328,12 +287,7 @@ class OwnTuple(tuple[torch.Tensor, ...]):
 
 @dataclasses.dataclass
 class Output(collections.OrderedDict[str, torch.Tensor]):
-    """A dict and a dataclass, whose keys and attributes are the same, as model libraries return it.
-
-    Attributes:
-        x: the activation.
-        y: a tensor that needs no gradient.
-    """
+    """A dict and a dataclass, whose keys and attributes are the same, as model libraries return it."""
 
     x: torch.Tensor
     y: torch.Tensor
@@ -439,8 +393,7 @@ class TransformerConfig:
         layers: the number of blocks.
         vocabulary: the number of different tokens.
         length: the longest sequence, in tokens.
-        dim: the width of the residual stream.
-        heads: attention heads; a divisor of ``dim``.
+        dim: the width of the residual stream; ``heads`` divides it.
         is_tied: whether the output projection shares its weight with the token embedding.
     """
 
@@ -485,10 +438,7 @@ class Block(nn.Module):
 
 
 class Transformer(Stacked):
-    """A causal language model.
-
-    Input: int64 tokens, (batch, length). Output: logits, (batch, length, vocabulary).
-    """
+    """A causal language model. Input: int64 tokens, (batch, length). Output: logits, (batch, length, vocabulary)."""
 
     def __init__(self, config: TransformerConfig | None = None) -> None:
         super().__init__()
@@ -547,14 +497,9 @@ def first_head(outputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
 class Branches(nn.Module):
     """A Linear(dim, dim) and tanh, then one of several MLPs, chosen by an argument.
 
-    The MLPs have different sizes, and dimensions that neither two nor four ranks divide for an odd ``dim``.
-
-    Input: (batch, dim), and the number of the branch, or of several to run one after the other. Output: (batch, dim).
-
-    Args:
-        dim: the size of inputs and outputs.
-        branches: the number of MLPs.
-        alike: whether all MLPs have the size of the first.
+    The MLPs have different sizes, unless they are ``alike``, and dimensions that neither two nor four ranks divide for
+    an odd ``dim``. Input: (batch, dim), and the number of the branch, or of several to run one after the other. Output:
+    (batch, dim).
     """
 
     def __init__(self, dim: int, branches: int = 3, *, alike: bool = False) -> None:

@@ -29,20 +29,13 @@ Means = Literal["hooks", "wrapper", "call", "reentrant-call"]
 
 
 def recompute(model: nn.Module, means: Means) -> nn.Module:
-    """Change a model in place so that backward recomputes each of its ``layers``.
+    """Change a :class:`Stacked` model in place, before it is sharded, so that backward recomputes its ``layers``.
 
-    Args:
-        model: a :class:`Stacked` model that is not sharded yet.
-        means: how each layer is recomputed:
-
-            - "hooks": by hooks on the layer (the composable ``checkpoint``).
-            - "wrapper": by a wrapper module in the layer's place, which is then the module that is sharded.
-            - "call": by calling it through ``torch.utils.checkpoint``, so that the hooks of the implementation that
-              shards the layer run again during the recomputation.
-            - "reentrant-call": as "call", with the re-entrant autograd function.
-
-    Returns:
-        The same model.
+    - "hooks": by hooks on the layer (the composable ``checkpoint``).
+    - "wrapper": by a wrapper module in the layer's place, which is then the module that is sharded.
+    - "call": by calling it through ``torch.utils.checkpoint``, so that the hooks of the implementation that shards the
+      layer run again during the recomputation.
+    - "reentrant-call": as "call", with the re-entrant autograd function.
     """
     assert isinstance(model, Stacked), f"{type(model).__name__} has no layers to recompute"
     if means in ("call", "reentrant-call"):
@@ -66,8 +59,7 @@ class Computations:
         pair.step(batch, before_loss=computations.before_loss)
         computations.check()
 
-    Args:
-        inside: the name, within a layer, of a module whose output backward needs.
+    ``inside`` names, within a layer, a module whose output backward needs.
     """
 
     def __init__(self, *, inside: str) -> None:
@@ -94,10 +86,7 @@ class Computations:
         self._activations.clear()
 
     def check(self, *, times: int = 1) -> None:
-        """Check that since the last call each layer computed in forward and again in backward.
-
-        Args:
-            times: the number of microbatches since the last call.
+        """Check that each layer computed ``times`` in forward and again in backward since the last call.
 
         Raises:
             AssertionError: a layer computed more or less often, or what it computed in forward was held until backward.
@@ -134,11 +123,7 @@ Span = Literal[
 
 
 class SpanTower(Tower):
-    """A :class:`Tower` that can recompute spans which are not its layers.
-
-    Attributes:
-        span: what is recomputed; None for nothing.
-    """
+    """A :class:`Tower` that can recompute spans which are not its layers; None recomputes nothing."""
 
     span: Span | None = None
 
@@ -204,14 +189,7 @@ class SpanBesideAHead(nn.Module):
 
 
 class CountingBackend:
-    """A backend of ``torch.compile`` that counts the graphs it compiles.
-
-    Args:
-        name: the registered name of the backend that compiles them.
-
-    Attributes:
-        graphs: the number of graphs so far.
-    """
+    """A backend of ``torch.compile`` that counts the graphs which the backend registered as ``name`` compiles."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -224,9 +202,8 @@ class CountingBackend:
     def compile_layers(self, model: nn.Module, *, dynamic: bool | None = None) -> nn.Module:
         """Compile each layer of a :class:`Stacked` model in place; call it before the model is sharded.
 
-        Args:
-            model: the model.
-            dynamic: whether graphs are for inputs of any size: from the start, never, or once sizes differ (None).
+        Graphs are for inputs of any size from the start if ``dynamic``, never if not, and once sizes differ if it is
+        None.
         """
         assert isinstance(model, Stacked), f"{type(model).__name__} has no layers to compile"
         for layer in model.layers:
@@ -236,11 +213,7 @@ class CountingBackend:
 
 @contextlib.contextmanager
 def compiler(name: str) -> Iterator[CountingBackend]:
-    """Provide a counting backend, and reset the compiler before and after, so that no compiled code is shared.
-
-    Args:
-        name: the registered name of a backend.
-    """
+    """Provide a counting backend, and reset the compiler before and after, so that no compiled code is shared."""
     torch.compiler.reset()
     try:
         yield CountingBackend(name)

@@ -16,12 +16,8 @@ from shardproof.harness.tensors.trees import tensors_of
 class ManyShapes(nn.Module):
     """A unit ``body`` whose parameters have one to four dimensions, one element and few rows, and a root.
 
-    ``body`` also has a :class:`torch.nn.ParameterList`, and a persistent buffer that scales its output.
-
-    Input: (batch, 3, 6, 6). Output: (batch, 4).
-
-    Args:
-        has_empty: whether ``body`` also has a parameter without rows.
+    ``body`` also has a :class:`torch.nn.ParameterList`, a persistent buffer that scales its output and, with
+    ``has_empty``, a parameter without rows. Input: (batch, 3, 6, 6). Output: (batch, 4).
     """
 
     def __init__(self, *, has_empty: bool = False) -> None:
@@ -58,7 +54,6 @@ class Recurrent(nn.Module):
     """A unit ``body``, a GRU, and a root with ``head``; both keep their parameters beside their names too.
 
     The GRU of recent versions of torch looks before each forward whether its list still is right; ``head`` does not.
-
     Input: (batch, length, dim). Output: (batch, length, dim).
     """
 
@@ -94,9 +89,7 @@ class Remembering(nn.Linear):
 class Keywords(nn.Module):
     """Three units ``layers.N`` that take their inputs by keyword, nested in containers, beside None and a number.
 
-    One tensor comes twice, as query and key of an attention do.
-
-    Input and output: (batch, dim).
+    One tensor comes twice, as query and key of an attention do. Input and output: (batch, dim).
     """
 
     def __init__(self, dim: int, depth: int = 3) -> None:
@@ -136,9 +129,7 @@ class _Keyworded(nn.Module):
 class SkippedMember(nn.Module):
     """Linear(dim, dim) as ``used``, then ``out``; a Linear(dim, dim) ``skipped`` never runs.
 
-    Cases put ``used`` and ``skipped`` into one unit.
-
-    Input and output: (batch, dim).
+    Cases put ``used`` and ``skipped`` into one unit. Input and output: (batch, dim).
     """
 
     def __init__(self, dim: int) -> None:
@@ -155,14 +146,8 @@ class SkippedMember(nn.Module):
 class TwoScales(nn.Module):
     """A unit ``low`` and a root that multiply their inputs by a weight, so that a gradient is the input itself.
 
-    ``low`` computes in the dtype of its weight, which may be another than the root's.
-
+    ``low`` computes in the dtype of its weight, which may be another than the root's, on the first ``low`` columns.
     Input: (rows, columns). Output: (rows, low + columns), in float32 or wider.
-
-    Args:
-        rows: the first dimension of both weights.
-        low: the second dimension of the weight of ``low``, at most ``columns``.
-        columns: that of the weight of the root.
     """
 
     def __init__(self, rows: int, low: int, columns: int) -> None:
@@ -187,10 +172,7 @@ class _Scale(nn.Module):
 class Spoiled(nn.Module):
     """A Linear(9, 9) whose output is scaled by one plus the sum of a parameter ``odd``, which may not be shardable.
 
-    Input and output: (batch, 9), in float32.
-
-    Args:
-        odd: the values of the parameter, of any shape and floating-point dtype.
+    It has any shape and floating-point dtype. Input and output: (batch, 9), in float32.
     """
 
     def __init__(self, odd: torch.Tensor) -> None:
@@ -220,11 +202,7 @@ class Permuted(nn.Module):
 class EqualLayers(Stacked):
     """``depth`` layers of one square weight each, with a tanh between them; the root has no parameters of its own.
 
-    Input and output: (batch, dim).
-
-    Args:
-        dim: the width; a layer has 4 x dim x dim bytes.
-        depth: the number of layers.
+    Input and output: (batch, dim). A layer has 4 x dim x dim bytes.
     """
 
     def __init__(self, dim: int, depth: int) -> None:
@@ -247,12 +225,8 @@ class Rows(Stacked):
     chunks are rounded up; of the third the last four ranks hold none, of the last layer the second half; of the root's
     own unit 12 ranks hold all. No two units have the same size, however many ranks there are.
 
-    The number of elements of every parameter is a multiple of four, so that flat parameters need no alignment.
-
-    Input and output: (batch, 12).
-
-    Args:
-        size: the number of ranks.
+    The number of elements of every parameter is a multiple of four, so that flat parameters need no alignment. Input
+    and output: (batch, 12).
     """
 
     def __init__(self, size: int) -> None:
@@ -278,14 +252,9 @@ class _MLP(nn.Module):
 
 
 class Drawn(nn.Module):
-    """``tanh(x @ weight + shift) * gain``, where ``gain`` is a buffer; an integer buffer has the seed.
+    """``tanh(x @ weight + shift) * gain``, where ``gain`` is a buffer; an integer buffer has the seed of all values.
 
     Input: (batch, rows). Output: (batch, columns).
-
-    Args:
-        rows: the first dimension of the weight.
-        columns: its second.
-        seed: the seed of all values.
     """
 
     gain: torch.Tensor
@@ -313,14 +282,7 @@ class Drawn(nn.Module):
 
 
 class Offset(nn.Module):
-    """``x + offset``; the offset is a buffer, and there is no parameter.
-
-    Input and output: (batch, columns).
-
-    Args:
-        columns: the size of the offset.
-        seed: the seed of its values.
-    """
+    """``x + offset`` for (batch, columns); the offset is a buffer of values of a seed, and there is no parameter."""
 
     offset: torch.Tensor
 
@@ -342,9 +304,8 @@ class Offset(nn.Module):
 class DrawnStack(Stacked):
     """An :class:`Offset`, three :class:`Drawn` layers, one that belongs to the root's own unit, and a factor.
 
-    The factor is a parameter of the root module itself, around the modules that make values of their own.
-
-    Input and output: (batch, dim).
+    The factor is a parameter of the root module itself, around the modules that make values of their own. Input and
+    output: (batch, dim).
     """
 
     def __init__(self, dim: int) -> None:

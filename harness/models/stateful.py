@@ -15,9 +15,8 @@ class Recorder(nn.Module):
     """Linear(dim, dim), GELU, a Linear(dim, dim) with the same weight, and what state dicts hold besides.
 
     ``gain`` is a parameter of one row, ``base`` a frozen one if the model has those. ``offset`` is a floating-point
-    buffer, ``calls`` an integer one that counts the forwards, and ``scratch`` is not saved.
-
-    Input and output: (..., dim).
+    buffer, ``calls`` an integer one that counts the forwards, and ``scratch`` is not saved. Input and output: (...,
+    dim).
     """
 
     offset: torch.Tensor
@@ -58,13 +57,7 @@ class ExtraRecorder(Recorder):
 class Stateful(Stacked):
     """Layers of :class:`Recorder`, each a unit, and a Linear(dim, dim) of the root's own.
 
-    Input and output: (..., dim).
-
-    Args:
-        dim: the width; a dimension of most parameters.
-        depth: the number of layers.
-        freezes: whether each layer has a frozen parameter.
-        has_extra: whether each layer has extra state.
+    Input and output: (..., dim). Each layer has a frozen parameter if the model ``freezes``.
     """
 
     def __init__(self, dim: int = 5, *, depth: int = 2, freezes: bool = True, has_extra: bool = False) -> None:

@@ -48,11 +48,6 @@ class TiedStack(Stacked):
     """Layers that each tie a parameter within their own unit, and a Linear(dim, dim) of the root's own.
 
     Input and output: (..., dim).
-
-    Args:
-        dim: the width.
-        depth: the number of layers.
-        layer: the class of the layers, which takes the width.
     """
 
     def __init__(self, dim: int, depth: int = 2, *, layer: Callable[[int], nn.Module] = TiedMLP) -> None:
@@ -68,9 +63,8 @@ class TiedStack(Stacked):
 class RepeatedTower(Tower):
     """A :class:`Tower` that runs its layers in turn, and then again, each within a function that ends with a sine.
 
-    A recomputation is that of the function: it begins before backward has reached the output of the layer.
-
-    Input and output: (..., dim).
+    A recomputation is that of the function: it begins before backward has reached the output of the layer. Input and
+    output: (..., dim).
     """
 
     def run_layers(self, x: torch.Tensor) -> torch.Tensor:

@@ -101,10 +101,5 @@ WHOLE = [
 
 
 def with_first(value: Any, axis: Sequence[Any]) -> list[Any]:
-    """Return the parameter sets with ``value``, for another parameter, in front of the values of each.
-
-    Args:
-        value: the value of the other parameter.
-        axis: parameter sets made by ``pytest.param``; their marks are kept.
-    """
+    """Return the parameter sets with ``value``, for another parameter, in front of the values of each."""
     return [pytest.param(value, *item.values, marks=item.marks) for item in axis]

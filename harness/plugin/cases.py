@@ -34,15 +34,10 @@ from shardproof.runfile import Verdict
 
 
 def compare(by_rank: Sequence[Sequence[ExpectedText]]) -> str | None:
-    """Compare the texts that the ranks of one case rendered with the literals at the calls.
+    """Compare the texts that the ranks of one case rendered, in the order of the calls, with the literals at the calls.
 
-    With ``EXPECTTEST_ACCEPT=1`` a literal that differs is rewritten instead.
-
-    Args:
-        by_rank: for each rank, its texts in the order of the calls.
-
-    Returns:
-        The first difference, between ranks or from a literal, or None.
+    With ``EXPECTTEST_ACCEPT=1`` a literal that differs is rewritten instead. Returns the first difference, between
+    ranks or from a literal, or None.
     """
     for rank, texts in enumerate(by_rank):
         if [item.text for item in texts] != [item.text for item in by_rank[0]]:
@@ -211,9 +206,6 @@ def run(
     A failure in a rank, or of a world, becomes a verdict in the record and does not raise.
 
     Args:
-        item: the case.
-        pool: the worlds of this process.
-        selection: the checked options of the run.
         numbers: gives each job of this process a number of its own.
         seconds: how long a case that draws its parameter draws; None for a fixed number of examples.
     """
@@ -229,15 +221,7 @@ def run(
 
 
 def run_again(item: pytest.Function, pool: Pool, selection: Selection, made: MadeRecord, *, number: int) -> MadeRecord:
-    """Run a case that has run once more with capture on, with the parameters of its record, and return a new record.
-
-    Args:
-        item: the case.
-        pool: the worlds of this process.
-        selection: the checked options of the run.
-        made: the record of the first run.
-        number: the number of the job.
-    """
+    """Run a case that has run once more with capture on, with the parameters of its record, and return a new record."""
     again = dataclasses.replace(_new_record(item, selection), parameters=made.parameters)
     # Copies take time, and nothing is taken from a cache; what hung needs no more to hang again.
     longer = 1 if made.verdict == Verdict.HANG else 2
@@ -344,25 +328,14 @@ def _blame_a_full_directory(made: MadeRecord) -> None:
 
 
 def interrupted(item: pytest.Function, selection: Selection, why: str) -> MadeRecord:
-    """Return the record of a case that an exception in the pytest process ended, as pytest-timeout raises one.
-
-    Args:
-        item: the case.
-        selection: the checked options of the run.
-        why: the exception, in one line.
-    """
+    """Return the record of a case that an exception in the pytest process ended, as pytest-timeout raises one."""
     made = _new_record(item, selection)
     made.verdict, made.text = Verdict.HARNESS_ERROR, f"the pytest process stopped waiting for the case: {why}"
     return made
 
 
 def interrupted_by_a_restart(item: pytest.Function, selection: Selection) -> MadeRecord:
-    """Return the record of a case during which the processes of a torchrun job ended, before torchrun restarted them.
-
-    Args:
-        item: the case.
-        selection: the checked options of the run.
-    """
+    """Return the record of a case during which a torchrun job ended, before torchrun restarted it."""
     made = _new_record(item, selection)
     why = "the controller of the torchrun job ended while the case ran, and torchrun restarted the job"
     made.verdict, made.text = Verdict.CRASH, f"{why}; the case is not run again"
@@ -450,10 +423,7 @@ Unasked = Mapping[str, Mapping[str, str]]
 def unasked(without_world: Sequence[pytest.Item], items: Iterable[pytest.Item], selection: Selection) -> Unasked:
     """Return the requirements marked *any* in the contract that no case of the run asks of an implementation.
 
-    Args:
-        without_world: the collected items that ``--world`` left without a world.
-        items: those that are to run.
-        selection: the checked options of the run.
+    ``without_world`` are the collected items that ``--world`` left without a world, ``items`` those that are to run.
     """
     if not without_world:  # a run without `--world` need not ask what each of its items lacks
         return {}

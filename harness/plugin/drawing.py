@@ -41,11 +41,7 @@ Run = Callable[[Any, float | None], MadeRecord]
 
 @dataclasses.dataclass(frozen=True)
 class Drawn:
-    """The value of a drawn parameter in the pytest process; in a rank, an example takes its place.
-
-    Attributes:
-        kind: the class of what is drawn.
-    """
+    """The value of a drawn parameter in the pytest process; in a rank, an example of the class takes its place."""
 
     kind: type
 
@@ -76,8 +72,6 @@ class Found:
     """A failing example, shrunk.
 
     Attributes:
-        example: the example.
-        record: its record.
         shrinking: how many examples ran after the first that failed.
         seconds: how long the shrinking took.
         is_out_of_time: whether the shrinking ended for lack of time.
@@ -103,15 +97,7 @@ class _Broken(BaseException):
 
 
 class Search:
-    """One search for an example that fails.
-
-    Args:
-        run: runs an example.
-        shrink_seconds: how long shrinking may take.
-
-    Attributes:
-        examples: how many examples have run, those of the shrinking excepted.
-    """
+    """One search for an example that fails; ``examples`` have run, those of the shrinking excepted."""
 
     def __init__(self, run: Run, *, shrink_seconds: float = SHRINK_SECONDS) -> None:
         self._run = run
@@ -128,16 +114,13 @@ class Search:
         self.examples = 0
 
     def find(self, strategy: Any, *, seed: int, examples: int = EXAMPLES, seconds: float | None = None) -> Found | None:
-        """Draw examples until one fails, and shrink it.
+        """Draw examples until one fails, and shrink it; None if no example failed.
 
         Args:
             strategy: a strategy of hypothesis; examples are hashable.
             seed: with the version of hypothesis it determines what is drawn.
             examples: how many to draw.
             seconds: how long to draw instead, however many.
-
-        Returns:
-            The shrunk failure, or None if no example failed.
 
         Raises:
             BaseException: whatever ``run`` raises.
@@ -233,10 +216,7 @@ class Search:
 def report(found: Found, *, examples: int, case: str) -> str:
     """Return the text of a failure: that of the shrunk example, how it was found, and a case to paste.
 
-    Args:
-        found: the failure.
-        examples: how many examples had run when the first failed.
-        case: the source of a case that runs the shrunk example.
+    ``examples`` had run when the first failed; ``case`` is the source of a case that runs the shrunk example.
     """
     lines = [bounded(found.record.text, MOST_OF_A_RANK).rstrip("\n")]
     if found.record.verdict == Verdict.HARNESS_ERROR:

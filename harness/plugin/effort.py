@@ -78,15 +78,10 @@ def cover(combinations: Sequence[Combination], *, always: Iterable[Part] = ()) -
     """Choose combinations that have every pair of values, and every number of ranks, that any combination has.
 
     The choice is greedy: the next combination is the one with most of what is not covered yet; of several, one with the
-    fewest ranks; of several, the first. It depends on the arguments alone.
+    fewest ranks; of several, the first. It depends on the arguments alone, and so on the order of the combinations.
 
-    Args:
-        combinations: the combinations that exist, in an order that is always the same.
-        always: further sets of values to cover, such as the combinations of a seed test. A set that no combination has
-            is ignored.
-
-    Returns:
-        The chosen positions in ``combinations``, in ascending order.
+    ``always`` has further sets of values to cover, such as the combinations of a seed test. A set that no combination
+    has is ignored. Returns the chosen positions in ascending order.
     """
     parts = {part for combination in combinations for part in combination.parts()} | set(always)
     groups = [group for part in parts for group in _easiest(combinations, part)]
@@ -198,9 +193,7 @@ class Candidate:
     """One item of an implementation.
 
     Attributes:
-        file: the file of its case.
         function: the name of its test function, in the file.
-        requirements: the requirements that it checks.
         runs: whether the host and the implementation have what it needs.
         is_meant: whether its parameters mean something of their own on so few ranks.
         values: the values of its parameters, by name, as texts.
@@ -237,7 +230,7 @@ class _Used:
 
 
 def choose_quick(candidates: Sequence[Candidate]) -> list[int]:
-    """Choose one item of each function that can run, so that every requirement has one.
+    """Choose one item of each function that can run, so that every requirement has one; return ascending positions.
 
     A function whose values name different things (``apart``) counts as one function for each of them.
 
@@ -246,12 +239,6 @@ def choose_quick(candidates: Sequence[Candidate]) -> list[int]:
     - Of a function's items it takes the one whose values were taken least often in this file, so that the cases of a
       chapter have them in turn; of several, the one whose values stand last in their lists, because lists begin with
       what is plain and end with what is special; of several, the one with the fewest ranks.
-
-    Args:
-        candidates: the items of one implementation, in an order that is always the same.
-
-    Returns:
-        The chosen positions in ``candidates``, in ascending order.
     """
     can_run = {name for candidate in candidates if candidate.runs for name in candidate.requirements}
     functions: dict[tuple[str, ...], list[int]] = {}
@@ -280,21 +267,16 @@ def _rank(one: Candidate, used: _Used) -> tuple[bool, int, tuple[int, ...], int]
 def order(items: list[pytest.Item], selection: Selection, *, first: Container[pytest.Item]) -> None:
     """Put the cases of an implementation that has worlds of its own together, and those that want to be alone last.
 
-    Of an implementation one case of each function comes before a second one of any. In the order of the
-    files a bug that the last chapter alone finds showed after the whole run, and a run that is stopped had not
+    Of an implementation one case of each function, those in ``first``, comes before a second one of any. In the order
+    of the files a bug that the last chapter alone finds showed after the whole run, and a run that is stopped had not
     looked at some chapters at all.
 
     A process keeps a few worlds. With more implementations than that, of which each needs its own, cases in the order
     of the suites start a world each: of 13 implementations on two GPUs a quarter was done in 450 s, most of it starts.
     A case that shares its devices with no other waits for all workers, which wait for it in turn; at the end none does.
 
-    Otherwise the order is that of the suites. Implementations whose worlds are shared stay side by side, because
-    they share baselines as well.
-
-    Args:
-        items: all collected items; changed in place. Those that are not cases stay where they are in a file.
-        selection: the implementations and options of the run.
-        first: the cases that come before the others of their implementation.
+    Otherwise the order is that of the suites, also of items that are not cases. Implementations whose worlds are shared
+    stay side by side, because they share baselines as well.
     """
     apart = [name for name, kind in selection.implementations.items() if kind.traits.isolation != "shared"]
 
@@ -316,9 +298,6 @@ class Shortening:
     """A plugin that deselects what the effort of the run leaves out, and puts the rest in the order in which it runs.
 
     It does so after all plugins that select.
-
-    Args:
-        state: the state of this process.
     """
 
     def __init__(self, state: State) -> None:
@@ -351,12 +330,7 @@ class Shortening:
 
 
 def summary(effort: Effort, progress: Progress) -> str:
-    """Return in one line which effort was run and what it left out.
-
-    Args:
-        effort: the effort.
-        progress: the cases that were selected and left out.
-    """
+    """Return in one line which effort was run and what it left out."""
     counts: collections.Counter[str] = collections.Counter()
     for files in progress.spared.values():
         counts.update({pathlib.PurePath(file).stem.removeprefix("test_"): count for file, count in files.items()})
@@ -367,12 +341,7 @@ def summary(effort: Effort, progress: Progress) -> str:
 
 
 def choose(items: Iterable[pytest.Function], selection: Selection, effort: Effort) -> Iterator[pytest.Function]:
-    """Return the cases that an effort keeps.
-
-    Args:
-        items: cases, in any order.
-        selection: the checked options of the run.
-        effort: any effort but ``full``.
+    """Return the cases that an effort but ``full`` keeps.
 
     Raises:
         ValueError: a table of combinations is not valid. The message is one line.

@@ -34,13 +34,6 @@ def explain(
     """Run a case that has failed once more with capture on, and add what that shows to its record.
 
     The verdict stays that of the first run. Nothing happens to a record of another verdict.
-
-    Args:
-        item: the case.
-        pool: the worlds of this process.
-        selection: the checked options of the run.
-        made: the record of the case; changed in place.
-        numbers: gives each job of this process a number of its own.
     """
     if made.verdict not in _EXPLAINED:
         return

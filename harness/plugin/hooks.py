@@ -120,10 +120,6 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
 def check_and_filter(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Refuse cases that cannot run on ranks, read the known failures, and deselect cases without a world.
 
-    Args:
-        config: pytest's configuration.
-        items: all collected items; changed in place.
-
     Raises:
         pytest.UsageError: a case cannot run on ranks, or a file of known failures cannot be read. An xdist worker does
             not raise; it sends the errors to the controller.
@@ -323,11 +319,7 @@ def _in_agreement(
 ) -> MadeRecord:
     """Return the record of a case whose call has ended, which never passes where pytest's report fails.
 
-    Args:
-        case: the case.
-        report: pytest's report of the call.
-        call: how the call ended.
-        made: the record; None if an exception kept the case from getting one.
+    There is none yet if an exception kept the case from getting one.
     """
     if made is None or (report.failed and call.excinfo is not None and not made.verdict.fails):
         # Raised in this process, by pytest-timeout or another plugin; perhaps after the ranks had answered.

@@ -38,7 +38,6 @@ def world(*sizes: int, debug_level: str = "OFF", own_hash_seeds: bool = False) -
     """Run the case once for each of these numbers of ranks.
 
     Args:
-        sizes: numbers of ranks.
         debug_level: ``TORCH_DISTRIBUTED_DEBUG`` of the world, which torch reads before groups exist.
         own_hash_seeds: give each rank a ``PYTHONHASHSEED`` of its own, so that sets of strings have other orders on
             other ranks, as under torchrun. Such a rank imports torch anew.
@@ -59,13 +58,8 @@ def simulated(*, multiple_of: int = 1) -> pytest.MarkDecorator:
     """Run the case in one process, which makes itself single ranks of a world of as many as ``--simulate`` says.
 
     Without ``--simulate`` the case is deselected, and with it every case without this mark. It takes the place of
-    :func:`world`.
-
-    Args:
-        multiple_of: a number that divides those worlds into which the case's meshes fit; on others the case is unmet.
-
-    Raises:
-        ValueError: the number is not a positive integer.
+    :func:`world`. On worlds that ``multiple_of``, a positive integer, does not divide, the case's meshes do not fit: it
+    is unmet.
     """
     _check_size(multiple_of, f"simulated(multiple_of={multiple_of!r})")
     return pytest.mark.simulated(multiple_of=multiple_of)
@@ -84,13 +78,9 @@ def needs(*names: Capability | Hardware) -> pytest.MarkDecorator:
 
 
 def meaningful_from(size: int) -> pytest.MarkDecorator:
-    """Say of one value of a parameter that on fewer ranks it means what another value does; of a case, that it means
-    less there.
+    """Say of a parameter's value that on fewer ranks it means what another does; of a case, that it means less there.
 
     ``--effort standard`` keeps pairs with the value on the fewest ranks; with this mark, also on as many as these.
-
-    Raises:
-        ValueError: the size is not a positive integer.
     """
     _check_size(size, f"meaningful_from({size!r})")
     return pytest.mark.meaningful_from(size)
@@ -100,13 +90,7 @@ def each_value(*names: str) -> pytest.MarkDecorator:
     """Say that the values of these parameters name different things that the case checks in the same way.
 
     They may be calls, errors, containers or rules. Of such a case ``--effort quick`` keeps an item of each, of others
-    one item.
-
-    Args:
-        names: of the case's parameters; of several, each combination of values counts.
-
-    Raises:
-        ValueError: no name.
+    one item; of several parameters, each combination of values counts.
     """
     if not names:
         raise ValueError("each_value() takes the names of one or more parameters of the case, and got none")
@@ -121,11 +105,7 @@ def alone() -> pytest.MarkDecorator:
 def drawn(**parameter: type) -> pytest.MarkDecorator:
     """Let the controller draw a parameter of the case, many times; the ranks run each example, and a failure shrinks.
 
-    Args:
-        **parameter: the name of the parameter, and the class of what is drawn.
-
-    Raises:
-        ValueError: not one parameter.
+    It takes the name of one parameter, and the class of what is drawn.
     """
     if len(parameter) != 1:
         raise ValueError(f"drawn() takes one parameter, name=kind, and got {len(parameter)}")
@@ -133,11 +113,7 @@ def drawn(**parameter: type) -> pytest.MarkDecorator:
 
 
 def deadline(seconds: float) -> pytest.MarkDecorator:
-    """Give the case its own deadline in seconds instead of the run's.
-
-    Raises:
-        ValueError: not a positive number of seconds, or more than a case may have.
-    """
+    """Give the case its own deadline in seconds instead of the run's."""
     check_deadline(seconds, f"deadline({seconds!r})")
     return pytest.mark.deadline(seconds)
 

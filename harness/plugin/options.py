@@ -88,10 +88,6 @@ def add_short_forms_last(parser: pytest.Parser, manager: pytest.PytestPluginMana
 
     argparse raises in the plugin that adds a name second, and a conftest file may be loaded after this plugin. No hook
     of pytest is called between the last of them and the parsing of the command line, so the parser itself is extended.
-
-    Args:
-        parser: pytest's parser.
-        manager: pytest's plugin manager.
     """
     parse = parser.parse
 

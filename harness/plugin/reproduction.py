@@ -56,13 +56,7 @@ class Invocation:
     packaged: bool
 
     def command(self, item: pytest.Function, made: MadeRecord, selection: Selection) -> str:
-        """Return the command that repeats a case of this run.
-
-        Args:
-            item: the case.
-            made: its record.
-            selection: the checked options of the run.
-        """
+        """Return the command that repeats a case of this run."""
         if made.examples is not None and selection.fuzz is not None:
             return PASTE
         impl, device, isolate = (self.names[name] for name in ("impl", "device", "isolate"))

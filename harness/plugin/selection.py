@@ -85,21 +85,18 @@ class Selection:
 
     Attributes:
         implementations: the adapters under test, by name.
-        device: "cpu" or "cuda".
         device_count: the number of CUDA devices, in a torchrun job those of all its ranks. It limits worlds on CUDA
             only, because ranks on the CPU share cores.
         worlds: the world sizes that ``--world`` selects; None selects all.
         deadline: the seconds that a case may take unless it has a deadline of its own.
         check_collectives: whether ranks compare each collective with their peers before they enter it.
         isolate: whether each case gets new rank processes, which run nothing else.
-        effort: how much of what the other options select runs.
         fuzz: how many seconds cases that draw their parameter search together; None for a fixed number of examples.
         expectations: files of known failures besides those that are beside the cases.
         explains: whether a case that fails runs once more with capture on.
         job_size: the number of ranks that torchrun started; None without torchrun.
         simulates: the sizes of the simulated worlds on which the cases marked for them run, and no others; empty runs
             the others.
-        ranks_per_gpu: how many ranks a CUDA device may have.
         not_imported: why an implementation does not import, by name: it uses a name that the installed torch lacks. A
             class without capabilities takes its adapter's place, and its cases are unmet.
     """
@@ -167,22 +164,10 @@ def resolve(
     simulate: str | None = None,
     ranks_per_gpu: int | None = None,
 ) -> Selection:
-    """Parse and check the values of the command line options.
+    """Parse and check the values of the command line options; names and sizes are separated by commas.
 
-    Args:
-        implementations: comma-separated names; None selects the default.
-        device: "auto", "cpu" or "cuda".
-        worlds: comma-separated world sizes; None selects all.
-        deadline: seconds; None selects the default of the device type.
-        check_collectives: whether ranks compare each collective with their peers before they enter it.
-        isolate: whether each case gets new rank processes, which run nothing else.
-        effort: the name of an effort.
-        fuzz: seconds; None does not search.
-        expectations: paths of files of known failures.
-        explains: whether a case that fails runs once more with capture on.
-        place: the place of this process in a torchrun job, if it is the controller of one.
-        simulate: comma-separated sizes of simulated worlds; None runs the cases of real ones.
-        ranks_per_gpu: how many ranks may share a CUDA device; None means one.
+    None selects the default of an option. ``place`` is that of this process in a torchrun job, if it is the controller
+    of one.
 
     Raises:
         ValueError: an implementation or the device is not available here, or a value is not valid. The message is one
@@ -237,9 +222,6 @@ def resolve(
 def check_names(text: str | None) -> None:
     """Refuse names that no implementation has; a typo ends the run before it has imported torch.
 
-    Args:
-        text: comma-separated names; None is the default.
-
     Raises:
         ValueError: a name is neither built-in nor registered nor of the form ``module:Class``.
     """
@@ -248,15 +230,7 @@ def check_names(text: str | None) -> None:
 
 
 def check_deadline(seconds: float, given: str) -> None:
-    """Refuse a deadline that is not a positive number of seconds below ``MOST_DEADLINE_SECONDS``.
-
-    Args:
-        seconds: the deadline.
-        given: what the user wrote, for the message.
-
-    Raises:
-        ValueError: the deadline is not valid; NaN and infinity are not.
-    """
+    """Refuse a deadline, ``given`` so by the user, that is not a positive number up to ``MOST_DEADLINE_SECONDS``."""
     if not 0 < seconds <= MOST_DEADLINE_SECONDS:
         raise ValueError(f"{given}: expected a positive number of seconds, at most {MOST_DEADLINE_SECONDS:g}")
 

@@ -31,13 +31,7 @@ _MEANS: tuple[Means, ...] = get_args(Means)
 
 
 def strategy_of(kind: type, *, capabilities: frozenset[Capability], world_size: int) -> st.SearchStrategy[Any]:
-    """Return the strategy of a kind of parameter.
-
-    Args:
-        kind: the class of what is drawn; :class:`Training` is the only one.
-        capabilities: those of the implementation under test.
-        world_size: the number of ranks.
-    """
+    """Return the strategy of a kind of parameter, of which :class:`Training` is the only one."""
     assert kind is Training, f"no strategy draws a {kind.__name__}"
     return _Trainings(capabilities, world_size).training()
 

@@ -71,11 +71,7 @@ def away(config: pytest.Config) -> Iterator[None]:
 
 
 class LiveLine:
-    """Shows how far a run is; in an xdist run, in the controller.
-
-    Args:
-        reporter: pytest's terminal reporter.
-    """
+    """Shows how far a run is; in an xdist run, in the controller."""
 
     def __init__(self, reporter: Any) -> None:
         self._reporter = reporter
@@ -196,9 +192,6 @@ def show(config: pytest.Config) -> None:
     """Show the lines of ``waiting`` on the terminal of this run, until the run ends.
 
     An xdist worker's reporter writes to nowhere. Its lines go to stderr, which it shares with the controller.
-
-    Args:
-        config: pytest's configuration.
     """
     before = waiting.tell
 
@@ -244,12 +237,7 @@ _ALL_FAILURES = pytest.StashKey[list[Any]]()
 
 
 def fill_in(report: pytest.TestReport, made: MadeRecord) -> None:
-    """Make the error itself the one line that pytest's summary and ``--junitxml`` show of a failure.
-
-    Args:
-        report: the report of the case's call; changed in place.
-        made: the record of the case.
-    """
+    """Make the error itself the one line that pytest's summary and ``--junitxml`` show of a failure."""
     crash = getattr(report.longrepr, "reprcrash", None)
     if report.failed and crash is not None:
         crash.message = f"{made.verdict}: {gist(made.text)}"[:_MOST_OF_A_MESSAGE]
@@ -258,9 +246,7 @@ def fill_in(report: pytest.TestReport, made: MadeRecord) -> None:
 def end_with_command(report: pytest.TestReport, command: str) -> None:
     """Let what pytest prints of a failure end with the command that repeats it.
 
-    Args:
-        report: the report of the case's call; changed in place. Its text may be another plugin's, as of a timeout.
-        command: the command.
+    The text of the report may be another plugin's, as of a timeout.
     """
     if not report.failed or not command:
         return
@@ -274,12 +260,7 @@ def end_with_command(report: pytest.TestReport, command: str) -> None:
 
 
 def add_outputs(item: pytest.Item, outputs: Sequence[str]) -> None:
-    """Attach what the ranks printed to the report, once where ranks printed the same.
-
-    Args:
-        item: the case.
-        outputs: what each rank printed, by rank.
-    """
+    """Attach what the ranks printed, by rank, to the report, once where ranks printed the same."""
     alike: dict[str, list[int]] = {}
     for index, output in enumerate(outputs):
         if output:
@@ -330,17 +311,11 @@ def _restore(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -
 
 
 def first_of_each_kind(reports: Sequence[Any], *, width: int) -> list[Any]:
-    """Leave one report of those that are alike, in order.
+    """Leave one report of those that are alike, in order, and those that are not of cases.
 
     Failures are alike if they have the same implementation, verdict and text, but for the numbers and names of a
-    comparison, and for the case's own frames if an error was raised below them.
-
-    Args:
-        reports: reports of failures; those that are not of cases are kept.
-        width: the width of the terminal.
-
-    Returns:
-        The reports to print. Those that stand for others are copies with the ids of the others below their texts.
+    comparison, and for the case's own frames if an error was raised below them. Reports that stand for others are
+    copies with the ids of the others below their texts.
     """
     kinds: dict[Any, list[Any]] = {}
     for report in reports:
@@ -359,12 +334,7 @@ def _kind_of(report: Any) -> Any:
 
 
 def kind_of_text(text: str, file: str) -> str:
-    """Reduce the text of a failure to what the texts of failures that are alike share.
-
-    Args:
-        text: the text of a failed case.
-        file: the name of the case's file.
-    """
+    """Reduce the text of a failure of a case in ``file`` to what the texts of failures that are alike share."""
     text = _SIZE.sub("of #", without_rank(text.replace(ALIKE, "")))
     lines = text.splitlines()
     in_case = f'{file}", line '

@@ -85,11 +85,8 @@ class _Supervisor:
 def end_for_a_restart(item: pytest.Item, *, has_journal: bool) -> None:
     """End the run after this case if a host is lost and torchrun may restart the job, which then goes on from here.
 
-    Without a restart the cases that the ranks that are left can run still run.
-
-    Args:
-        item: the case.
-        has_journal: whether the run has a journal, without which the next attempt would begin anew.
+    Without a restart the cases that the ranks that are left can run still run. Without a journal the next attempt would
+    begin anew.
     """
     fleet = item.config.stash.get(FLEET, None)
     if fleet is not None and fleet.lost and has_journal and fleet.place.may_restart:
@@ -123,12 +120,7 @@ _DECIDED_BY_PYTEST = ("skip", "skipif", "xfail", "usefixtures")
 class Ahead:
     """Runs the cases of a session, several at once where their worlds share no rank.
 
-    Args:
-        items: the items of the session, in the order in which pytest asks for them.
-        fleet: the processes of the job.
-        pool: the worlds of the job.
-        run: runs a case and returns its record; called in threads.
-        may_run: whether a case is to run at all.
+    The items come in the order in which pytest asks for them; ``run`` is called in threads.
     """
 
     def __init__(
@@ -151,11 +143,7 @@ class Ahead:
         self._started: dict[str, tuple[int, Future[MadeRecord]]] = {}
 
     def run(self, item: pytest.Function) -> MadeRecord:
-        """Return the record of the case that pytest runs next, and start further cases that can run at the same time.
-
-        Raises:
-            Exception: what running the case raised.
-        """
+        """Return the record of the case that pytest runs next, and start others that can run at the same time."""
         if item.nodeid not in self._started:  # also if a plugin runs the case once more
             self._start(item)
         # pytest may have passed others without asking, as those that were skipped in their setup.
@@ -232,10 +220,6 @@ Key = tuple[str, str]
 
 class Resuming:
     """The earlier attempts of one job, and what the next one has to know of this.
-
-    Args:
-        report: the run file of the run.
-        place: the place of this process in the job.
 
     Attributes:
         records: the records of the earlier attempts, as JSON values.
