@@ -13,6 +13,10 @@ from torch.distributed.run import get_args_parser
 from tests import warm
 from tests.installations import ROOT, build, copy_of_the_sources, install, run
 
+# Each test starts processes.
+pytestmark = pytest.mark.sampled
+
+
 TEMPLATE = ROOT / "examples/your-implementation"
 
 #: Names of its packages that shardproof's folders have too.

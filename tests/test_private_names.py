@@ -15,6 +15,10 @@ import pytest
 from fsdp_impl.common import private as private_of_the_reference
 from shardproof.harness.tensors import private
 
+# Each test starts processes.
+pytestmark = pytest.mark.sampled
+
+
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("harness", "suites", "shardproof", "benchmarks", "reports")
 

@@ -8,6 +8,10 @@ import shlex
 
 import pytest
 
+# Each test starts processes.
+pytestmark = pytest.mark.sampled
+
+
 ADAPTERS = """
 import dataclasses, threading, time
 import torch

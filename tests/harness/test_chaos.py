@@ -17,6 +17,10 @@ from shardproof.harness.worlds.world import GRACE_SECONDS
 from tests import warm
 from tests.harness.inner import PYTHONPATH, QUIET
 
+# Each test starts processes.
+pytestmark = pytest.mark.sampled
+
+
 DEADLINE = 3
 OPTIONS = (*QUIET, "--impl", "ddp", "--deadline", str(DEADLINE))
 

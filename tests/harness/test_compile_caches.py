@@ -14,6 +14,10 @@ from shardproof.testing import world
 from tests import warm
 from tests.harness.inner import PYTHONPATH, QUIET
 
+# Each test starts processes.
+pytestmark = pytest.mark.sampled
+
+
 VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR")
 
 WHERE = """

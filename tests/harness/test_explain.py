@@ -13,6 +13,10 @@ from tests import warm
 from tests.harness import explained_cases
 from tests.harness.inner import PYTHONPATH, ROOT
 
+# Each test starts processes.
+pytestmark = pytest.mark.sampled
+
+
 PLANTED, OWN = "planted.adapters:", "tests.harness.explained_bugs:"
 
 

@@ -6,6 +6,10 @@ import pytest
 import shardproof.harness.adapters.torch_fully_shard  # noqa: F401
 from tests.harness.inner import error_lines
 
+# Each test starts processes.
+pytestmark = pytest.mark.sampled
+
+
 IMPORTS = """
 import pytest
 import torch

@@ -23,6 +23,10 @@ from tests import warm
 from tests.harness.inner import CASE, PYTHONPATH, QUIET, last_error
 from tests.harness.test_chaos import is_alive, started
 
+# Each test starts processes.
+pytestmark = pytest.mark.sampled
+
+
 IDS = ["a::test[w2]", "b::test[w2]"]
 
 

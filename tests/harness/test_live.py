@@ -15,6 +15,10 @@ from shardproof.harness.plugin import terminal
 from tests import warm
 from tests.harness.inner import PYTHONPATH, QUIET
 
+# Each test starts processes.
+pytestmark = pytest.mark.sampled
+
+
 CASES = """
 from shardproof.testing import world
 @world(2)

@@ -8,6 +8,10 @@ import pytest
 
 from tests.harness.inner import CASE, last_error
 
+# Each test starts processes.
+pytestmark = pytest.mark.sampled
+
+
 # What cannot exist: exit code 4 and one line
 
 

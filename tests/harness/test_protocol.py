@@ -13,6 +13,10 @@ from shardproof.harness.adapters.replicas import DdpAdapter
 from shardproof.harness.parity import protocol
 from shardproof.harness.verdicts.finding import ProtocolError
 
+# Each test starts processes.
+pytestmark = pytest.mark.sampled
+
+
 CONFIG = Config(mesh=types.SimpleNamespace(device_type="cpu"))
 
 

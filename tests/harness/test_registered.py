@@ -12,6 +12,10 @@ from shardproof.harness.adapters.reference import ReferenceAdapter
 from tests import warm
 from tests.harness.inner import PYTHONPATH
 
+# Each test starts processes.
+pytestmark = pytest.mark.sampled
+
+
 ADAPTER = """
 from shardproof.harness.adapters.reference import ReferenceAdapter
 class Mine(ReferenceAdapter):

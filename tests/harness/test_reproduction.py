@@ -13,6 +13,10 @@ from shardproof.harness.plugin import reproduction
 from tests import warm
 from tests.harness.inner import PYTHONPATH, ROOT
 
+# Each test starts processes.
+pytestmark = pytest.mark.sampled
+
+
 #: Fails on the second of two ranks, and shows in what.
 FAILS = """
 import os

@@ -14,6 +14,10 @@ import pytest
 from shardproof.harness.worlds import waiting
 from shardproof.harness.worlds.lease import Leases
 
+# Each test starts processes.
+pytestmark = pytest.mark.sampled
+
+
 PROCESSES = multiprocessing.get_context("fork")
 
 QUICK = '''
