@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardproof.suites.common import (
     after_microbatches,
     batches,
-    check_same_gradients,
     checked_steps,
     pair_by_units,
     run_and_plain,
@@ -317,6 +316,16 @@ def test_gradients_that_a_script_zeroes(rank: Rank, casts: bool, flat: bool) -> 
         one.forward_backward((rank.batch(1, (2, DIM)),), loss=models.mean_square)
     # The same kernels on the same numbers, or on zeros and the same numbers.
     check_same_gradients(run.adapter.gradients(), twin.adapter.gradients())
+
+
+def check_same_gradients(found: Mapping[str, Piece | None], expected: Mapping[str, Piece | None]) -> None:
+    """Check that two runs have gradients of the same parameters, with the same bits."""
+    for name, piece in found.items():
+        other = expected[name]
+        assert (piece is None) == (other is None), f"{name} has a gradient: {piece is not None}"
+        if piece is not None and other is not None:
+            difference = exact_difference(piece.tensor, other.tensor)
+            assert difference is None, f"gradient of {name!r}: element, found and expected: {difference}"
 
 
 def look(run: Run, *, fails: bool) -> None:
