@@ -296,14 +296,9 @@ def test_values_of_the_first_rank_fill_the_meta_device(rank: Rank, replicas: boo
     mesh = rank.mesh((2, rank.world_size // 2), ("replicate", "shard")) if replicas else rank.mesh()
     model = DrawnStack(dim=9)
     full = copy.deepcopy(model)
-    pair = rank.pair(
-        model,
-        units=model.units(),
-        mesh=mesh,
-        prepare=lambda plain: plain if rank.index == 0 else plain.to("meta"),
-        init=lambda module: module.to_empty(device=rank.device, recurse=False),
-        sync_states=True,
-    )
+    options: dict[str, Any] = {"prepare": lambda plain: plain if rank.index == 0 else plain.to("meta")}
+    options["init"] = lambda module: module.to_empty(device=rank.device, recurse=False)
+    pair = rank.pair(model, units=model.units(), mesh=mesh, sync_states=True, **options)
     check_values(rank, pair.adapter, full)
     pair.step(rank.batch(0, (4, 9)))
     pair.check()
@@ -699,12 +694,8 @@ def test_values_of_the_first_rank(rank: Rank, on_meta: str, strict: bool) -> Non
     torch.manual_seed(rank.seeds.init + 1)
     saved, first = mixed.Mixed(), rank.index == 0
     units: Any = [["low"], ["high"]]
-    run = rank.run(
-        mixed.Mixed(),
-        units=units,
-        prepare=lambda model: model if first and on_meta == "others" else model.to("meta"),
-        materializes=False,
-    )
+    prepare: Any = None if first and on_meta == "others" else lambda model: model.to("meta")
+    run = rank.run(mixed.Mixed(), units=units, prepare=prepare, materializes=False)
     state = copy.deepcopy(saved.state_dict()) if first else {}
     if first and not strict:
         state["stray"] = torch.ones(3)

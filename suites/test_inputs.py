@@ -62,10 +62,7 @@ class _Entered(Stacked):
 class Filling(_Entered):
     """Two layers that each add an entry to an argument: the first gets it by position, the second by keyword.
 
-    Input and output: (batch, dim). A forward asserts that all entries have arrived.
-
-    Args:
-        what: a key of ``FILLED``.
+    Input and output: (batch, dim). A forward asserts that all entries have arrived in ``what``, a key of ``FILLED``.
     """
 
     def __init__(self, dim: int, *, what: str) -> None:
@@ -129,10 +126,7 @@ class _Hander(_Layer):
 
 
 class Watching(_Entered):
-    """A layer whose inputs that need no gradient must not be copied, cast or laid out anew.
-
-    Input and output: (batch, dim).
-    """
+    """A layer whose inputs that need no gradient must not be copied, cast or laid out anew."""
 
     def __init__(self, dim: int) -> None:
         super().__init__(dim, [_Watcher(dim)])
@@ -168,10 +162,7 @@ def _mark(tensor: torch.Tensor) -> tuple[Any, ...]:
 class Overwriting(_Entered):
     """Two layers that begin by changing their input in place, as ``nn.ReLU(inplace=True)`` does.
 
-    Input and output: (batch, dim).
-
-    Args:
-        uses_again: whether the input of a layer, as the layer has left it, is added to its output.
+    With ``uses_again``, the input of a layer, as the layer has left it, is added to its output.
     """
 
     def __init__(self, dim: int, *, uses_again: bool) -> None:

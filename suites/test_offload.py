@@ -28,13 +28,8 @@ from shardproof.testing import (
 
 WIDTH = 512
 
-KINDS = pytest.mark.parametrize(
-    "offload",
-    [
-        pytest.param("pageable", marks=needs(Capability.PAGEABLE_OFFLOAD)),
-        pytest.param("pinned", marks=needs(Hardware.ACCELERATOR)),
-    ],
-)
+PINNED = pytest.param("pinned", marks=needs(Hardware.ACCELERATOR))
+KINDS = pytest.mark.parametrize("offload", [pytest.param("pageable", marks=needs(Capability.PAGEABLE_OFFLOAD)), PINNED])
 
 pytestmark = [needs(Capability.OFFLOAD), world(2, 4)]
 
@@ -70,11 +65,7 @@ def test_offloaded_tied_parameters(rank: Rank, offload: str) -> None:
 
 @contract("OFFLOAD-2")
 @pytest.mark.parametrize(
-    "offload",
-    [
-        pytest.param("pageable", marks=needs(Capability.PAGEABLE_OFFLOAD, Capability.OFFLOAD_CHOICE)),
-        pytest.param("pinned", marks=needs(Hardware.ACCELERATOR)),
-    ],
+    "offload", [pytest.param("pageable", marks=needs(Capability.PAGEABLE_OFFLOAD, Capability.OFFLOAD_CHOICE)), PINNED]
 )
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_memory_of_shards(rank: Rank, microbatches: int, offload: str) -> None:

@@ -19,13 +19,7 @@ Layer = Literal["", "optional", "exit"]
 
 
 class OptionalUnits(nn.Module):
-    """Linear(dim, 8), then two layers without bias of which one may be skipped: ``optional`` and ``exit``.
-
-    Input: (batch, dim). Output: (batch, 4), or (batch, 8) without ``exit``.
-
-    Attributes:
-        skipped: the name of the layer that forward leaves out, or "".
-    """
+    """Linear(dim, 8), then two layers without bias: ``optional`` and ``exit``, of which ``skipped`` may name one."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -36,10 +30,9 @@ class OptionalUnits(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = torch.tanh(self.entry(x))
-        if self.skipped != "optional":
-            hidden = torch.tanh(self.optional(hidden))
-        if self.skipped != "exit":
-            hidden = torch.tanh(self.exit(hidden))
+        for name in ("optional", "exit"):
+            if self.skipped != name:
+                hidden = torch.tanh(self.get_submodule(name)(hidden))
         return hidden
 
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from shardproof.suites.common import batches, tower, train_and_check
+from shardproof.suites.common import batches, pair_of_mlps, tower, train_and_check
 from shardproof.suites.places import Place, chunk, coordinate_of
 from shardproof.testing import (
     RESHARD,
@@ -65,12 +65,7 @@ def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def check_dimensions(
-    rank: Rank,
-    model: Any,
-    choose: Choice,
-    shape: tuple[int, ...],
-    steps: int = 2,
-    **options: Any,
+    rank: Rank, model: Any, choose: Choice, shape: tuple[int, ...], steps: int = 2, **options: Any
 ) -> None:
     """Cut each parameter along the chosen dimension, or the first; check how they lie, and train."""
     full, dims = values_of(model), {name: choose(value) or 0 for name, value in model.named_parameters()}
@@ -193,14 +188,7 @@ def test_other_dimensions_beside_tensor_parallelism(rank: Rank, choice: str) -> 
 
     model = MLPStack(16)
     full = values_of(model)
-    pair = rank.pair(
-        model,
-        units=model.units(),
-        mesh=mesh["dp"],
-        prepare=functools.partial(parallelize_mlps, mesh=mesh["tp"]),
-        shard_dim=chosen,
-        clip=Clip(0.01),
-    )
+    pair = pair_of_mlps(rank, mesh, model, shard_dim=chosen, clip=Clip(0.01))
     check_shards(pair, full)
     train_and_check(pair, batches(rank, 2, (4, 16), mesh=mesh["dp"]))
 
@@ -316,12 +304,8 @@ def check_four_dimensions(shown: dict[str, nn.Parameter], full: dict[str, torch.
 
 
 #: How tensor parallelism places the parameters of a layer of an MLPStack.
-TENSOR_PARALLEL: dict[str, Placement] = {
-    "in_proj.weight": Shard(0),
-    "in_proj.bias": Shard(0),
-    "out_proj.weight": Shard(1),
-    "out_proj.bias": Replicate(),
-}
+TENSOR_PARALLEL: dict[str, Placement] = dict.fromkeys(("in_proj.weight", "in_proj.bias"), Shard(0))
+TENSOR_PARALLEL |= {"out_proj.weight": Shard(1), "out_proj.bias": Replicate()}
 
 
 def check_layout(

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import pytest
 import torch
@@ -90,15 +90,8 @@ class Chooser(nn.Module):
 class Choosing(nn.Module):
     """A unit ``inner``, a :class:`Chooser`, between two multiplications by a parameter of the root.
 
-    Input: ``x`` and ``choice``, (rows, columns) each. Output: (rows, columns).
-
-    Args:
-        passing: how ``inner`` gets its arguments.
-        recomputes: whether backward computes ``inner`` again.
-
-    Attributes:
-        taken: the dtypes of the arguments of ``inner`` in each of its forwards.
-        returned: the dtypes of what each call of ``inner`` returned.
+    Input: ``x`` and ``choice``, (rows, columns) each. Output: (rows, columns). The dtypes that ``inner`` has got and
+    has returned are in ``taken`` and ``returned``; with ``recomputes`` backward computes it again.
     """
 
     def __init__(self, passing: Passing = "position", *, recomputes: bool = False) -> None:
@@ -127,16 +120,13 @@ class Choosing(nn.Module):
             case "tuple":
                 found = self.inner((x, choice))
             case "list":
-                given = [x, choice]
-                found = self.inner(given)
+                found = self.inner(given := [x, choice])
                 assert given[0] is x, "the caller's list has another tensor after the call"
             case "dict":
-                named = {"x": x, "choice": choice}
-                found = self.inner(named)
+                found = self.inner(named := {"x": x, "choice": choice})
                 assert named["x"] is x, "the caller's dict has another tensor after the call"
             case "dataclass":
-                record = Arguments(x, choice)
-                found = self.inner(record)
+                found = self.inner(record := Arguments(x, choice))
                 assert record.x is x, "the caller's dataclass has another tensor after the call"
         self.returned.append((found["x"].dtype, found["choice"].dtype))
         result: torch.Tensor = found["x"]
@@ -159,14 +149,18 @@ def train(rank: Rank, run: Run, replica: CastReplica, *, first: int = 0, steps: 
         check_equal(rank, run, run.step(batch, loss=torch.sum), expected, number=step)
 
 
+def set_mode(run: Run, replica: CastReplica, *, trains: bool) -> None:
+    """Set both models to training or to evaluation."""
+    for module in (run.adapter.module, replica.model):
+        module.train(trains)
+
+
 def evaluate_and_train(rank: Rank, run: Run, replica: CastReplica, *, first: int = 0) -> None:
     """Three times, evaluate and train a step, and compare."""
     for step in range(first, first + 3):
-        for module in (run.adapter.module, replica.model):
-            module.eval()
+        set_mode(run, replica, trains=False)
         check_evaluation(rank, run, replica, rank.batch(step, SHAPE, microbatch=1), number=step)
-        for module in (run.adapter.module, replica.model):
-            module.train()
+        set_mode(run, replica, trains=True)
         train(rank, run, replica, first=step, steps=1)
 
 
@@ -310,8 +304,7 @@ def test_gradients_in_full_precision(rank: Rank, policy: str, reshard_after_forw
     precision = dataclasses.replace(POLICIES[policy], full_in_evaluation=True)
     run, replica = both(rank, mixed.Mixed(), precision=precision, reshard_after_forward=reshard_after_forward)
     for step in range(4):
-        for module in (run.adapter.module, replica.model):
-            module.train(mode=step % 2 == 0)
+        set_mode(run, replica, trains=step % 2 == 0)
         before = len(run.trace)
         train(rank, run, replica, first=step, steps=1)
         found = {item.dtype for item in run.trace[before:] if item.kind == "reduce_scatter"}
@@ -524,15 +517,7 @@ def test_deferred_all_reduces_of_different_parameters(rank: Rank) -> None:
 @each_value("passing")
 @pytest.mark.parametrize("casts_inputs", [True, False])
 @pytest.mark.parametrize(
-    "passing",
-    [
-        "position",
-        "keyword",
-        "tuple",
-        "list",
-        "dict",
-        pytest.param("dataclass", marks=needs(Capability.DATACLASS_OUTPUT)),
-    ],
+    "passing", [*get_args(Passing)[:-1], pytest.param("dataclass", marks=needs(Capability.DATACLASS_OUTPUT))]
 )
 def test_inputs(rank: Rank, passing: Passing, casts_inputs: bool) -> None:
     """A unit casts its floating-point inputs if configured to, in any container, and no integers."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardproof.suites.common import run_and_plain, tower, two_runs
+from shardproof.suites.common import run_and_plain, run_by_units, tower, two_runs
 from shardproof.testing import (
     FLAT,
     RESHARD,
@@ -238,13 +238,8 @@ def test_process_groups_made_anew(
             leaves = True if reshard_after_forward == 2 and size <= 2 else reshard_after_forward
             with worlds.of(size) as member:
                 torch.manual_seed(rank.seeds.init + number)
-                run = member.run(
-                    models.Tower(dim=DIM),
-                    units=model.units(),
-                    optimizer=optim.sgd(),
-                    reshard_after_forward=leaves,
-                    default_mesh=default_mesh,
-                )
+                options: dict[str, Any] = {"reshard_after_forward": leaves, "default_mesh": default_mesh}
+                run = run_by_units(member, models.Tower(dim=DIM), optimizer=optim.sgd(), **options)
                 if number:
                     # Other values and states, all of which the checkpoint has to replace.
                     run.step([(parts_of(member, 7)[member.index],)], loss=models.mean_square)
@@ -418,13 +413,7 @@ class Failing(torch.nn.Module):
 
 
 def check_recovery(
-    rank: Rank,
-    model: torch.nn.Module,
-    phase: str,
-    *,
-    error: type[BaseException] = Injected,
-    defers: bool = False,
-    **options: Any,
+    rank: Rank, model: Any, phase: str, *, error: type[BaseException] = Injected, defers: bool = False, **options: Any
 ) -> None:
     """Train steps that each follow an attempt that raises, the first of all and then two; then evaluate.
 

@@ -86,15 +86,8 @@ def test_divide_factors(rank: Rank, replicas: bool, factors: dict[str, float], d
     # All gradients are far from the smallest float16, so that a part of the division before the sum loses nothing.
     for value in (*model.parameters(), model.low.offset, model.high.offset):
         value.data.abs_().add_(1)
-    run, replica = run_and_replica(
-        rank,
-        model,
-        units=[["low"], ["high"]],
-        mesh=mesh,
-        optimizer=optim.sgd(lr=2.0**-10),
-        divide_factors=factors,
-        precision=Precision(reduce=dtype),
-    )
+    options: dict[str, Any] = {"mesh": mesh, "divide_factors": factors, "precision": Precision(reduce=dtype)}
+    run, replica = run_and_replica(rank, model, units=[["low"], ["high"]], optimizer=optim.sgd(lr=2.0**-10), **options)
     for step in range(2):
         batch = [(rank.batch(step, SHAPE).abs() + 1,)]
         expected = replica.step(batch, loss=torch.sum)
@@ -522,11 +515,8 @@ def test_nan_stays_in_its_element(rank: Rank, value: float) -> None:
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_fresh_memory_is_not_read(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """Uninitialized memory reaches no gradient, no norm and no parameter."""
-    pair = tower(
-        rank,
-        reshard_after_forward=reshard_after_forward,
-        clip=Clip(0.01) if Capability.CLIPPING in rank.implementation.capabilities() else None,
-    )
+    clip = Clip(0.01) if Capability.CLIPPING in rank.implementation.capabilities() else None
+    pair = tower(rank, reshard_after_forward=reshard_after_forward, clip=clip)
     for step in range(3):
         with memory_of_nan():
             pair.step(rank.batch(step, (4, 9)))

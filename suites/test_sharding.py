@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from shardproof.testing import (
     Clip,
     Precision,
     Rank,
+    Run,
     StepPicture,
     WholeParameters,
     check_exact,
@@ -163,16 +165,9 @@ def test_layouts_of_both_kinds(rank: Rank, layout: tuple[str, bool | None], flat
     kind, reshard_after_forward = layout
     # Two ranks form one replica: with two replicas, each would be one rank.
     mesh = rank.mesh((rank.world_size // 2, 2), ("replicate", "shard")) if kind == "replicas" else None
-    pair = tower(
-        rank,
-        mesh=mesh,
-        shards=kind != "replicas-alone",
-        reshard_after_forward=reshard_after_forward,
-        flat_parameters=flat,
-        microbatches=2,
-        accumulation=Accumulation(),
-        clip=Clip(0.01),
-    )
+    options: dict[str, Any] = {"mesh": mesh, "shards": kind != "replicas-alone", "flat_parameters": flat}
+    options |= {"reshard_after_forward": reshard_after_forward, "clip": Clip(0.01)}
+    pair = tower(rank, microbatches=2, accumulation=Accumulation(), **options)
     train_and_check(pair, batches(rank, 3, (4, 9), microbatches=2), set_to_none="even")
 
 
@@ -218,6 +213,15 @@ def test_changes_of_what_is_whole_in_another_dtype(rank: Rank, change: str) -> N
     assert torch.equal(found, expected), f"an evaluation after a change ({change}) uses what one before it has cast"
 
 
+def halve(run: Run, *, in_place: bool) -> None:
+    """Halve the data of all parameters, in place or by new data."""
+    for parameter in run.adapter.named_parameters().values():
+        if in_place:
+            parameter.data.mul_(0.5)
+        else:
+            parameter.data = parameter.data * 0.5
+
+
 @contract("SHARDING-5")
 @world(2)
 @needs(Capability.REPLICAS_ALONE, Capability.FLAT_PARAMETERS)
@@ -231,11 +235,7 @@ def test_new_data_of_what_is_whole(rank: Rank, flat: bool) -> None:
             models.copy_of(model), units=[["low"], ["high"]], optimizer=optim.sgd(), shards=False, flat_parameters=flat
         )
         run.step([(batch,)], loss=torch.sum)
-        for parameter in run.adapter.named_parameters().values():
-            if in_place:
-                parameter.data.mul_(0.5)
-            else:
-                parameter.data = parameter.data * 0.5
+        halve(run, in_place=in_place)
         return run.evaluate((batch,))[0]
 
     assert torch.equal(output(in_place=False), output(in_place=True)), "a forward does not use new data of parameters"
@@ -256,16 +256,11 @@ def test_steps_with_new_data(rank: Rank, shards: bool, flat: bool) -> None:
         )
         for step in range(2):
             run.step([(rank.batch(step, (4, 9)),)], loss=models.mean_square)
-            for parameter in run.adapter.named_parameters().values():
-                if in_place:
-                    parameter.data.mul_(0.5)
-                else:
-                    parameter.data = parameter.data * 0.5
+            halve(run, in_place=in_place)
         return run.step([(rank.batch(2, (4, 9)),)], loss=models.mean_square)
 
-    check_exact(
-        rank, last_step(in_place=False), last_step(in_place=True), step=2, why="the same values, given otherwise"
-    )
+    pictures = (last_step(in_place=one) for one in (False, True))
+    check_exact(rank, *pictures, step=2, why="the same values, given otherwise")
 
 
 @contract("SHARDING-1")

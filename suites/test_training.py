@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import itertools
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -13,7 +13,15 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from shardproof.suites.common import batches, checked_steps, pair_by_units, tokens, tower, train_and_check
+from shardproof.suites.common import (
+    after_microbatches,
+    batches,
+    checked_steps,
+    pair_by_units,
+    tokens,
+    tower,
+    train_and_check,
+)
 from shardproof.testing import (
     DELAY_MS,
     DELAYED,
@@ -52,8 +60,7 @@ pytestmark = world(2)
 def chain(function: Callable[[torch.Tensor], torch.Tensor]) -> type[nn.ModuleList]:
     """Define a list with a forward of its own, which runs its modules one after the other, each before ``function``.
 
-    The class has one name whatever the function, as one that is defined again in a notebook has. Input and output: as
-    of its modules.
+    The class has one name whatever the function, as one that is defined again in a notebook has.
     """
 
     class Chain(nn.ModuleList):
@@ -66,12 +73,7 @@ def chain(function: Callable[[torch.Tensor], torch.Tensor]) -> type[nn.ModuleLis
 
 
 class TwoCalls(nn.Module):
-    """Calls ``inner``, a Linear(dim, dim), twice on one input, adds both results, and calls ``outer``.
-
-    Neither call of ``inner`` gets an input that requires a gradient unless the model's own input does.
-
-    Input: (batch, dim). Output: (batch, dim + 1).
-    """
+    """Calls ``inner``, a Linear(dim, dim), twice on the input, adds both results, and calls ``outer``."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -84,11 +86,7 @@ class TwoCalls(nn.Module):
 
 
 class ThreeInputs(nn.Module):
-    """The first of three tensors, in any containers, plus the second times the third; it has no parameters.
-
-    Attributes:
-        devices: where the tensors of all calls were.
-    """
+    """The first of three tensors, in any containers, plus the second times the third; they were on ``devices``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -334,16 +332,7 @@ def test_cast_there_and_back(rank: Rank, when: str) -> None:
 def test_cast_between_microbatches(rank: Rank, flat: bool) -> None:
     """A cast to float64 and back between two microbatches does not lose gradients that are not reduced yet."""
     pair = tower(rank, microbatches=2, accumulation=Accumulation(), flat_parameters=flat)
-    context = pair.adapter.microbatch
-
-    @contextlib.contextmanager
-    def casting(*, is_last: bool) -> Iterator[None]:
-        with context(is_last=is_last):
-            yield
-        if not is_last:
-            pair.adapter.module.double().float()
-
-    rank.monkeypatch.setattr(pair.adapter, "microbatch", casting)
+    after_microbatches(rank, pair, lambda: pair.adapter.module.double().float())
     train_and_check(pair, batches(rank, 2, (4, 9), microbatches=2))
 
 
@@ -356,11 +345,9 @@ def test_parameters_that_a_script_changes(rank: Rank, how: str) -> None:
     pair = tower(rank)
     everyone = [pair.adapter, pair.baseline.adapter]
     for step in range(3):
+        named = [*(one.named_parameters() for one in everyone), dict(pair.oracle.model.named_parameters())]
         with torch.no_grad():
-            for parameter in [
-                *(parameter for adapter in everyone for parameter in adapter.named_parameters().values()),
-                *pair.oracle.model.parameters(),
-            ]:
+            for parameter in itertools.chain.from_iterable(one.values() for one in named):
                 if how == "data":
                     parameter.data = parameter.data * 0.5
                 else:
@@ -534,13 +521,8 @@ def test_forward_method_of_one_module(rank: Rank) -> None:
 
 
 @contract("TRAINING-8")
-@needs(
-    Capability.FORWARD_METHOD,
-    Capability.REGISTERED_STATE,
-    Capability.COUNTED_UNITS,
-    Capability.ROOT_RESHARD,
-    Capability.GATHER_ORDER,
-)
+@needs(Capability.FORWARD_METHOD, Capability.REGISTERED_STATE, Capability.COUNTED_UNITS)
+@needs(Capability.ROOT_RESHARD, Capability.GATHER_ORDER)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_other_forward_methods_free(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """Once a registered method has returned, its unit is freed or kept as after forward; backward gathers it.

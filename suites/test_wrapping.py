@@ -77,10 +77,7 @@ class PartsBase(nn.Module):
 
 
 class PartsBlock(PartsBase):
-    """LayerNorm, Linear(6, width), tanh and Linear(width, 6).
-
-    Input and output: (batch, 6).
-    """
+    """LayerNorm, Linear(6, width), tanh and Linear(width, 6)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -94,13 +91,7 @@ class PartsBlock(PartsBase):
 
 
 class Normed(nn.Module):
-    """Linear(4, 6), BatchNorm1d and Linear(6, 4), which record the dtypes of their inputs and weights.
-
-    Input and output: (batch, 4).
-
-    Attributes:
-        seen: by module, the dtype of its input, of its weight and of its output, in the last forward.
-    """
+    """Linear(4, 6), BatchNorm1d and Linear(6, 4), which note dtypes of the last forward around the norm in ``seen``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,11 +122,7 @@ pytestmark = [needs(Capability.WRAPPING_POLICY, Capability.COUNTED_UNITS), world
 class Rule:
     """A rule, the modules of a :class:`Parts` that it should make units, and the ignored ones.
 
-    Attributes:
-        policy: the rule.
-        units: the modules that are units, besides the root.
-        ignored: the modules that are ignored.
-        keeps: the modules of ``units`` that stay gathered until backward.
+    The modules of ``keeps`` are units that stay gathered until backward.
     """
 
     policy: WrapPolicy
