@@ -69,10 +69,8 @@ class Named(nn.Module):
 class Nested(nn.Module):
     """Units at three depths: ``blocks.N`` with ``blocks.N.attention`` in it, which has ``projection`` in it.
 
-    Each level has parameters of its own beside those of the level inside, and computes with them before and after it
-    calls that level. No two units have the same size, so that the bytes of a collective determine its unit.
-
-    Input and output: (batch, dim).
+    Each level computes with parameters of its own before and after it calls the level inside. No two units have the
+    same size, so that the bytes of a collective determine its unit.
     """
 
     def __init__(self, dim: int) -> None:

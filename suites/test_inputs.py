@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shardproof.suites.common import tower
+from shardproof.suites.common import run_and_plain, tower
 from shardproof.testing import (
     Capability,
     Rank,
@@ -217,9 +217,7 @@ def evaluate_and_train(rank: Rank, model: models.Stacked) -> None:
 @pytest.mark.parametrize("uses_again", [False, True])
 def test_input_changed_in_place(rank: Rank, uses_again: bool) -> None:
     """Units that change their input in place have the plain gradients, or every rank raises."""
-    model = Overwriting(9, uses_again=uses_again)
-    plain = models.copy_of(model).to(rank.device)
-    run = rank.run(model, units=model.units())
+    run, plain = run_and_plain(rank, Overwriting(9, uses_again=uses_again))
     x = rank.batch(0, (4, 9))
     backward_of_copies(rank, plain, loss=models.mean_square(plain(x)))
 

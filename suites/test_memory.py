@@ -244,12 +244,10 @@ def held_by(adapter: Adapter, device: torch.device) -> dict[str, int]:
 @pytest.mark.parametrize(
     "end",
     [
-        "after-a-step",
-        "after-an-evaluation",
+        *("after-a-step", "after-an-evaluation"),
         pytest.param("registration-of-a-method", marks=needs(Capability.FORWARD_METHOD)),
         pytest.param("before-a-backward", marks=needs(Capability.AUTOGRAD_CALLS)),
-        "exception-in-forward",
-        "exception-in-backward",
+        *("exception-in-forward", "exception-in-backward"),
     ],
 )
 def test_deleted_model_is_freed_at_once(rank: Rank, end: str, reshard_after_forward: bool | None) -> None:

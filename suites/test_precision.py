@@ -149,6 +149,13 @@ def train(rank: Rank, run: Run, replica: CastReplica, *, first: int = 0, steps: 
         check_equal(rank, run, run.step(batch, loss=torch.sum), expected, number=step)
 
 
+def trained(rank: Rank, model: nn.Module, **options: Any) -> Run:
+    """A run after three steps, each compared with the baseline with the same casts."""
+    run, replica = both(rank, model, **options)
+    train(rank, run, replica)
+    return run
+
+
 def set_mode(run: Run, replica: CastReplica, *, trains: bool) -> None:
     """Set both models to training or to evaluation."""
     for module in (run.adapter.module, replica.model):
@@ -177,7 +184,7 @@ def assert_collectives(run: Run, *, gathers: set[torch.dtype], reduces: set[torc
     assert len(found) == len(gathers), f"units are gathered in {', '.join(sorted(found))} alone"
 
 
-MIXED = needs(Capability.MIXED_PRECISION)
+MIXED, WHOLE = needs(Capability.MIXED_PRECISION), needs(Capability.REPLICAS_ALONE)
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 POLICIES = {
     "bf16": Precision(compute=BRAIN),
@@ -205,8 +212,7 @@ LARGE_SUM = 81920
 def test_training(rank: Rank, policy: str, reshard_after_forward: bool | int | None) -> None:
     """Compute and collectives have the dtypes of the policy; gradients, shards and optimizer state are float32."""
     precision, model = POLICIES[policy], mixed.Mixed()
-    run, replica = both(rank, model, precision=precision, reshard_after_forward=reshard_after_forward)
-    train(rank, run, replica)
+    run = trained(rank, model, precision=precision, reshard_after_forward=reshard_after_forward)
     assert_seen(model.low.seen, precision)
     assert_dtypes(run, precision)
 
@@ -217,8 +223,7 @@ def test_training(rank: Rank, policy: str, reshard_after_forward: bool | int | N
 def test_recomputation(rank: Rank, policy: str) -> None:
     """A unit that backward recomputes has the same dtypes in both computations."""
     precision, model = POLICIES[policy], mixed.Mixed(recomputes=True)
-    run, replica = both(rank, model, unit_precision={"low": precision})
-    train(rank, run, replica)
+    trained(rank, model, unit_precision={"low": precision})
     assert len(model.low.seen) == 6, f"in three steps the unit was computed {len(model.low.seen)} times, not 6"
     assert_seen(model.low.seen, precision)
 
@@ -250,8 +255,7 @@ def test_frozen_of_another_dtype(rank: Rank) -> None:
     """Forward uses a frozen parameter of another floating-point dtype in the compute dtype; its shards keep theirs."""
     precision, model = POLICIES["bf16-fp32"], mixed.Mixed()
     model.low.weight = nn.Parameter(model.low.weight.detach().half(), requires_grad=False)
-    run, replica = both(rank, model, precision=precision)
-    train(rank, run, replica)
+    trained(rank, model, precision=precision)
     assert_seen(model.low.seen, precision)
 
 
@@ -317,10 +321,7 @@ def test_gradients_in_full_precision(rank: Rank, policy: str, reshard_after_forw
 @needs(Capability.MIXED_PRECISION, Capability.FULL_PRECISION_EVALUATION, Capability.DEFERRED_REDUCTION)
 @pytest.mark.parametrize(
     "options",
-    [
-        *({}, {"reshard_after_forward": False}, {"flat_parameters": True}),
-        pytest.param({"shards": False}, marks=needs(Capability.REPLICAS_ALONE)),
-    ],
+    [*({}, {"reshard_after_forward": False}, {"flat_parameters": True}), pytest.param({"shards": False}, marks=WHOLE)],
     ids=["None", "False", "flat", "replicas-alone"],
 )
 def test_full_precision_between_microbatches(rank: Rank, options: dict[str, Any]) -> None:
@@ -352,8 +353,7 @@ def test_gradients_that_stay_low(rank: Rank, moves: bool, policy: str, flat_para
     options: dict[str, Any] = {"precision": dataclasses.replace(POLICIES[policy], keeps_gradients=True)}
     if moves:
         options["after_backward"] = lambda one: getattr(one, "module", None) and one.module.to(rank.device)
-    run, replica = both(rank, mixed.Mixed(), flat_parameters=flat_parameters, **options)
-    train(rank, run, replica)
+    trained(rank, mixed.Mixed(), flat_parameters=flat_parameters, **options)
 
 
 @contract("PRECISION-1", "PRECISION-2")
@@ -364,8 +364,7 @@ def test_tensor_parallel_shards(rank: Rank, policy: str) -> None:
     """Tensor-parallel parameters are gathered, used and reduced in the dtypes of the policy."""
     precision, mesh = POLICIES[policy], rank.mesh((2, 2), ("dp", "tp"))
     prepare = functools.partial(mixed.split_columns, mesh=mesh["tp"])
-    run, replica = both(rank, mixed.Mixed(), precision=precision, mesh=mesh["dp"], prepare=prepare)
-    train(rank, run, replica)
+    run = trained(rank, mixed.Mixed(), precision=precision, mesh=mesh["dp"], prepare=prepare)
     assert_dtypes(run, precision)
 
 
@@ -436,8 +435,7 @@ def test_replicas(rank: Rank, policy: str) -> None:
     """Replicas reduce in the same dtype as shards."""
     precision = POLICIES[policy]
     mesh = rank.mesh((2, 2), ("replicate", "shard"))
-    run, replica = both(rank, mixed.Mixed(), precision=precision, mesh=mesh)
-    train(rank, run, replica)
+    run = trained(rank, mixed.Mixed(), precision=precision, mesh=mesh)
     assert_dtypes(run, precision)
 
 
@@ -448,8 +446,7 @@ def test_replicas(rank: Rank, policy: str) -> None:
 def test_microbatches(rank: Rank, defers: bool, policy: str) -> None:
     """Reduced gradients add up in float32, and those whose reduction is deferred in the reduce dtype."""
     later = Accumulation() if defers else None
-    run, replica = both(rank, mixed.Mixed(), precision=POLICIES[policy], microbatches=4, accumulation=later)
-    train(rank, run, replica)
+    trained(rank, mixed.Mixed(), precision=POLICIES[policy], microbatches=4, accumulation=later)
 
 
 @contract("PRECISION-3")
@@ -486,8 +483,7 @@ def test_deferred_all_reduces(rank: Rank, policy: str) -> None:
     """Shards whose all-reduce is deferred add up in the reduce dtype."""
     mesh = rank.mesh((2, 2), ("replicate", "shard"))
     later = Accumulation(skips="all-reduce")
-    run, replica = both(rank, mixed.Mixed(), precision=POLICIES[policy], mesh=mesh, microbatches=4, accumulation=later)
-    train(rank, run, replica)
+    trained(rank, mixed.Mixed(), precision=POLICIES[policy], mesh=mesh, microbatches=4, accumulation=later)
 
 
 @contract("PRECISION-3")
@@ -553,8 +549,7 @@ def test_masks_and_rotations(rank: Rank, dtype: torch.dtype) -> None:
 def test_policies_of_units(rank: Rank, root: str, low: str, high: str) -> None:
     """Units of different dtypes hand each other their outputs, and each reduces in its own."""
     policies = {"low": POLICIES[low], "high": POLICIES[high]}
-    run, replica = both(rank, mixed.Mixed(), precision=POLICIES[root], unit_precision=policies)
-    train(rank, run, replica)
+    run = trained(rank, mixed.Mixed(), precision=POLICIES[root], unit_precision=policies)
     assert_dtypes(run, *(POLICIES[name] for name in (root, low, high)))
 
 
@@ -610,8 +605,7 @@ def test_buffers(rank: Rank, saves: bool) -> None:
     """Floating-point buffers have the buffer dtype while the model trains, and their own in a checkpoint."""
     model = mixed.Mixed()
     policies = {"high": Precision(compute=BRAIN, buffers=BRAIN)}
-    run, replica = both(rank, model, precision=Precision(compute=BRAIN, buffers=HALF), unit_precision=policies)
-    train(rank, run, replica)
+    run = trained(rank, model, precision=Precision(compute=BRAIN, buffers=HALF), unit_precision=policies)
     for unit, dtype in ((model.low, HALF), (model.high, BRAIN)):
         assert {one.offset for one in unit.seen} == {dtype}, f"in forward the dtypes are {set(unit.seen)}, not {dtype}"
     assert model.low.calls.dtype == torch.int64

@@ -278,11 +278,8 @@ def test_forward_gathers_ahead(rank: Rank, ahead: bool) -> None:
 @needs(Capability.GATHERS_AHEAD, Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD)
 def test_evaluations_gather_ahead(rank: Rank) -> None:
     """Evaluations gather ahead as forwards do, also if one of them is the first forward of all."""
-    depth = 4
-    run = run_by_units(
-        rank, models.Tower(dim=9, depth=depth), reshard_after_forward=True, gathers_ahead_in_forward=True
-    )
-    layers = [f"layers.{index}" for index in range(depth)]
+    model, layers = models.Tower(dim=9, depth=4), [f"layers.{index}" for index in range(4)]
+    run = run_by_units(rank, model, reshard_after_forward=True, gathers_ahead_in_forward=True)
     found: list[list[str]] = []
     begin = 0
     for name in layers:

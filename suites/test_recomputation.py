@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shardproof.suites.common import batches, checked_steps, pair_by_units, train_and_check
+from shardproof.suites.common import batches, checked_steps, pair_by_units, run_by_units, train_and_check
 from shardproof.testing import (
     RESHARD,
     RESHARD_ROOT,
@@ -97,10 +97,8 @@ def test_recomputed_units_gather_nothing_ahead(rank: Rank, means: Means) -> None
 def test_the_same_order(rank: Rank, means: Means) -> None:
     """Backward gathers and reduces in the order that it has without recomputation, units ahead of their use."""
     model = models.Tower(dim=9)
-    runs = [
-        rank.run(models.copy_of(model), units=model.units()),
-        rank.run(model, units=model.units(), prepare=lambda plain: recompute(plain, means)),
-    ]
+    prepares = (None, lambda plain: recompute(plain, means))
+    runs = [run_by_units(rank, models.copy_of(model), prepare=one) for one in prepares]
     batch = rank.batch(0, (4, 9)).requires_grad_()
     for _ in range(2):
         orders = []

@@ -121,16 +121,10 @@ def test_gradients_on_the_cpu(rank: Rank, delayed: bool, offload: str) -> None:
 def check(rank: Rank, **options: Any) -> None:
     """Train five steps, in two of which a gradient is infinite, and compare each with full copies and plain scaling."""
     scaling = Scaling(options.get("clip"))
-    run, replica = run_and_replica(
-        rank,
-        mixed.Mixed(*SHAPE),
-        units=UNITS,
-        # Powers of two, so that a kernel on the CPU and one on a device round alike.
-        optimizer=optim.sgd(lr=2.0**-5, momentum=0.5),
-        after_backward=scaling.unscale,
-        step=scaling.step,
-        **options,
-    )
+    # Powers of two, so that a kernel on the CPU and one on a device round alike.
+    optimizer = optim.sgd(lr=2.0**-5, momentum=0.5)
+    hooks: dict[str, Any] = {"after_backward": scaling.unscale, "step": scaling.step}
+    run, replica = run_and_replica(rank, mixed.Mixed(*SHAPE), units=UNITS, optimizer=optimizer, **hooks, **options)
     scaling.begin(run, replica)
     for step, expected_scale in enumerate(SCALES):
         x = rank.batch(step, SHAPE, mesh=options.get("mesh"))

@@ -35,6 +35,8 @@ from shardproof.testing import (
     world,
 )
 
+pytestmark = world(2, 4)
+
 _CHOOSES, _REPLICAS = needs(Capability.RESHARD_AFTER_FORWARD), [needs(Capability.HYBRID), meaningful_from(4)]
 #: How parameters are placed on the ranks, and whether forward frees the units that it has gathered.
 LAYOUTS = [
@@ -49,7 +51,6 @@ LAYOUTS = [
 
 
 @contract("SHARDING-1")
-@world(2, 4)
 @needs(Capability.SHARDED)
 def test_rank_holds_its_share(rank: Rank) -> None:
     """After backward and after a step with momentum, parameters, gradients and state are divided as declared."""
@@ -82,7 +83,6 @@ def test_rank_holds_its_share(rank: Rank) -> None:
 
 
 @contract("SHARDING-1")
-@world(2, 4)
 def test_state_is_divided(rank: Rank) -> None:
     """The optimizer's state is divided if the implementation declares it, and full on each rank if not."""
     model = models.Tower(dim=17)
@@ -102,7 +102,6 @@ def test_state_is_divided(rank: Rank) -> None:
 
 
 @contract("SHARDING-1")
-@world(2, 4)
 def test_bytes_that_a_step_adds(rank: Rank) -> None:
     """The bytes that backward and a first step with momentum add are a share of gradients and state, if divided.
 
@@ -138,7 +137,6 @@ def test_bytes_that_a_step_adds(rank: Rank) -> None:
 
 
 @contract("SHARDING-2")
-@world(2, 4)
 @needs(Capability.REPLICAS_ALONE, Capability.COUNTED_UNITS, Capability.DEFERRED_REDUCTION, Capability.CLIPPING)
 @pytest.mark.parametrize(
     "flat", [False, pytest.param(True, marks=needs(Capability.FLAT_PARAMETERS))], ids=["originals", "flat"]
@@ -156,7 +154,6 @@ def test_whole_on_every_rank(rank: Rank, flat: bool) -> None:
 
 
 @contract("SHARDING-3")
-@world(2, 4)
 @needs(Capability.FLAT_PARAMETERS, Capability.DEFERRED_REDUCTION, Capability.CLIPPING)
 @pytest.mark.parametrize("flat", [False, True], ids=["originals", "flat"])
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -242,7 +239,6 @@ def test_new_data_of_what_is_whole(rank: Rank, flat: bool) -> None:
 
 
 @contract("SHARDING-5")
-@world(2, 4)
 @needs(Capability.FLAT_PARAMETERS)
 @FLAT
 @SHARDS

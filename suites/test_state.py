@@ -104,6 +104,11 @@ WHY = "a state dict is read, or loaded with the values that are there"
 Means = Literal["plain", "hooks", "wrapper", "compiled"]
 
 
+def check_outputs(run: Run, twin: Run, batch: tuple[torch.Tensor, ...], message: str) -> None:
+    """Check that evaluations of two runs have the same bits."""
+    assert torch.equal(run.evaluate(batch)[0], twin.evaluate(batch)[0]), message
+
+
 def trained(rank: Rank, **options: Any) -> Run:
     """A run after one step (collective)."""
     run = states.make(rank, 0, **options)
@@ -189,8 +194,7 @@ def test_of_a_module_inside_a_unit(rank: Rank, reshard_after_forward: bool | int
         run.original_module(name).load_state_dict(doubled, assign=how != "copied")
         unsharded.get_submodule(name).load_state_dict({key: value * 2 for key, value in expected.items()})
         twin = rank.run(models.copy_of(unsharded), units=unsharded.units())
-        outputs, others = run.evaluate(batch), twin.evaluate(batch)
-        assert torch.equal(outputs[0], others[0]), f"the forward after loading {name} has other values"
+        check_outputs(run, twin, batch, f"the forward after loading {name} has other values")
 
 
 @contract("STATE-1", "STATE-5")
@@ -364,8 +368,7 @@ def test_loading_between_passes(
         run.adapter.unshard()
     state = source.adapter.checkpoint(form=form)
     run.adapter.restore(state if after != "sharding" else {"model": state["model"]}, form=form)
-    outputs, expected = run.evaluate(batch), twin.evaluate(batch)
-    assert torch.equal(outputs[0], expected[0]), "the forward after loading does not use what was loaded"
+    check_outputs(run, twin, batch, "the forward after loading does not use what was loaded")
     if after == "sharding":
         return
     run.adapter.zero_grad(set_to_none=True)
@@ -389,8 +392,7 @@ def test_loading_a_part(rank: Rank, reshard_after_forward: bool | int | None, na
     unsharded = states.plain(rank, number=1).to(rank.device)
     unsharded.load_state_dict({name: states.plain(rank).state_dict()[name]}, strict=False)
     twin = rank.run(unsharded, units=unsharded.units(), reshard_after_forward=reshard_after_forward)
-    outputs, expected = run.evaluate((batch,)), twin.evaluate((batch,))
-    assert torch.equal(outputs[0], expected[0]), f"the forward after loading {name} has other values"
+    check_outputs(run, twin, (batch,), f"the forward after loading {name} has other values")
 
 
 @contract("STATE-6")
@@ -419,8 +421,7 @@ def test_saving_changes_nothing(
     for step in range(3):
         check_exact(rank, states.train(rank, run, step), states.train(rank, twin, step), step=step, why=WHY)
         batch = (rank.batch(step, (3, states.DIM), microbatch=1),)
-        outputs, expected = run.evaluate(batch), twin.evaluate(batch)
-        assert torch.equal(outputs[0], expected[0]), f"the evaluation after {step_label(step)} differs"
+        check_outputs(run, twin, batch, f"the evaluation after {step_label(step)} differs")
         held = census.held()
         save(run.adapter)
         more = {unit: count for unit, count in census.held().items() if count > held.get(unit, 0)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -52,10 +51,7 @@ def test_tied_embedding(rank: Rank, recomputes: bool, reshard_after_forward: boo
     config = models.TransformerConfig(layers=3, vocabulary=4 * rank.world_size + 1, is_tied=True)
     model = models.Transformer(config)
     computations = Computations(inside="w1")
-
-    def prepare(plain: Any) -> Any:
-        return recompute(computations.watch(plain), "hooks") if recomputes else plain
-
+    prepare = (lambda plain: recompute(computations.watch(plain), "hooks")) if recomputes else None
     pair = rank.pair(model, units=model.units(), reshard_after_forward=reshard_after_forward, prepare=prepare)
     for step in range(3):
         check_names(pair, ["output.weight"])

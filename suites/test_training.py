@@ -18,6 +18,7 @@ from shardproof.suites.common import (
     batches,
     checked_steps,
     pair_by_units,
+    run_and_plain,
     tokens,
     tower,
     train_and_check,
@@ -196,8 +197,7 @@ def test_unit_called_directly(rank: Rank, delays: tuple[str, ...]) -> None:
 @needs(Capability.NON_ROOT_FORWARD)
 def test_unit_called_before_the_root(rank: Rank) -> None:
     """A root whose unit was called first trains as DDP does, or refuses its forward on every rank."""
-    model = models.Tower(dim=9)
-    whole, run = models.copy_of(model), rank.run(model, units=model.units())
+    run, plain = run_and_plain(rank, models.Tower(dim=9))
     batch = rank.batch(0, (4, 9))
     run.forward_backward((batch,), loss=models.mean_square, submodule="layers.0")
     run.adapter.zero_grad(set_to_none=True)
@@ -205,7 +205,6 @@ def test_unit_called_before_the_root(rank: Rank) -> None:
     if refusal.text is not None:
         return
     run.adapter.backward(models.mean_square(refusal.result))
-    plain = whole.to(rank.device)
     backward_of_copies(rank, plain, loss=models.mean_square(plain(batch)))
     check_gradients(run, plain, step=0)
 
@@ -269,7 +268,7 @@ def test_cast_after_sharding(rank: Rank, swaps: bool) -> None:
     """
     rank.monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", swaps)
     pair = rank.pair(models.MLP(5), units=[["in_proj"], ["out_proj"]], baseline="replicated", cast=torch.float64)
-    train_and_check(pair, batches(rank, 3, (2, 5)).double(), set_to_none="even")
+    train_and_check(pair, (batch.double() for batch in batches(rank, 3, (2, 5))), set_to_none="even")
 
 
 @contract("TRAINING-5")
@@ -552,9 +551,8 @@ def _note_reduced(pair: Pair, reduced: list[int], gradient: torch.Tensor) -> Non
 
 
 def _with_registered_method(rank: Rank, reshard_after_forward: bool | int | None) -> Pair:
-    pair = rank.pair(
-        models.TwoStage(dim=9), units=[["encoder"], ["projector"]], reshard_after_forward=reshard_after_forward
-    )
+    units = [["encoder"], ["projector"]]
+    pair = rank.pair(models.TwoStage(dim=9), units=units, reshard_after_forward=reshard_after_forward)
     pair.adapter.register_forward_method("encoder", "features")
     return pair
 
@@ -598,8 +596,7 @@ def test_root_without_inputs(rank: Rank, reshard_after_forward: bool | int | Non
 def test_gathers_wait_for_the_step(rank: Rank, is_tied: bool) -> None:
     """Gathers that wait for an event after the optimizer's step, instead of its stream, still see the new values."""
     pair = _with_event_after_step(rank, [DELAYS["before-step"]], is_tied=is_tied)
-    batches = [rank.tokens(step, (2, 8), vocabulary=11) for step in range(3)]
-    for batch in batches:
+    for batch in list(tokens(rank, 3, (2, 8), vocabulary=11)):
         pair.step(batch)
     pair.check()
 
@@ -620,13 +617,13 @@ def test_gathers_wait_for_the_event_alone(rank: Rank) -> None:
             begun[0].record()  # on the stream that gathers
         issue(collective)
 
-    batches = [rank.tokens(step, (2, 8), vocabulary=11) for step in range(3)]
-    pair.step(batches[0])
-    pair.step(batches[1])
+    first, second, third = tokens(rank, 3, (2, 8), vocabulary=11)
+    pair.step(first)
+    pair.step(second)
     behind_is_done = streams.Event(enable_timing=True)
     behind_is_done.record()
     pair.sharded.recorder.before = note
-    pair.step(batches[2])
+    pair.step(third)
     pair.check()
     streams.synchronize()
     early = begun[0].elapsed_time(behind_is_done)

@@ -160,7 +160,7 @@ def keeps_blocks(module: nn.Module) -> bool | dict[str, Any]:
 
 OF_CLASSES: tuple[Literal["classes", "objects", "called-objects"], ...] = ("classes", "objects", "called-objects")
 BY_FUNCTION: tuple[Literal["custom", "by-hand"], ...] = ("custom", "by-hand")
-BY_CHOICE = {
+BY_CHOICE: dict[str, Rule] = {
     **{
         kind: Rule(WrapPolicy(kind, classes=(PartsBase, nn.LayerNorm)), ("blocks.0.norm", "blocks.1.norm", *BLOCKS))
         for kind in OF_CLASSES
