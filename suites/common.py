@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardproof.testing import MLPStack, Pair, Piece, Rank, Run, exact_difference, models, parallelize_mlps
+from shardproof.testing import MLPStack, Pair, Rank, Run, models, parallelize_mlps
 
 #: After which steps, counted from 0, gradients are set to None; after the others, to zeros.
 NoneAfter = Literal["all", "even", "odd"]
@@ -98,13 +98,3 @@ def after_microbatches(rank: Rank, pair: Pair, act: Callable[[], object]) -> Non
             act()
 
     rank.monkeypatch.setattr(pair.adapter, "microbatch", acting)
-
-
-def check_same_gradients(found: Mapping[str, Piece | None], expected: Mapping[str, Piece | None]) -> None:
-    """Check that two runs have gradients of the same parameters, with the same bits."""
-    for name, piece in found.items():
-        other = expected[name]
-        assert (piece is None) == (other is None), f"{name} has a gradient: {piece is not None}"
-        if piece is not None and other is not None:
-            difference = exact_difference(piece.tensor, other.tensor)
-            assert difference is None, f"gradient of {name!r}: element, found and expected: {difference}"

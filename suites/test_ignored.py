@@ -15,8 +15,6 @@ from shardproof.suites.common import batches, tower, train_and_check
 from shardproof.testing import (
     RESHARD,
     Capability,
-    Drawn,
-    DrawnStack,
     Precision,
     Rank,
     Refusal,
@@ -28,6 +26,7 @@ from shardproof.testing import (
     optim,
     private,
     run_and_replica,
+    shapes,
     step_label,
     world,
 )
@@ -98,7 +97,7 @@ def ignoring(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("own_function", [False, True], ids=["reset", "function"])
 def test_ignored_module(rank: Rank, own_function: bool) -> None:
     """An ignored module next to one on the meta device is not materialized again, nor are its buffers cast."""
-    model = DrawnStack(dim=9)
+    model = shapes.DrawnStack(dim=9)
     ignored = model.layers[1]
     with torch.no_grad():
         for tensor in ignored.state_dict(keep_vars=True).values():
@@ -113,7 +112,7 @@ def test_ignored_module(rank: Rank, own_function: bool) -> None:
         return plain
 
     def make(module: nn.Module) -> None:
-        if isinstance(module, (Drawn, DrawnStack)):
+        if isinstance(module, (shapes.Drawn, shapes.DrawnStack)):
             module.to_empty(device=rank.device, recurse=False)
             module.reset_parameters()
 
@@ -131,7 +130,7 @@ def test_ignored_module(rank: Rank, own_function: bool) -> None:
 @needs(Capability.IGNORED_MODULES, Capability.BUFFER_DTYPE, Capability.TIED_PARAMETERS)
 def test_ignored_inside_a_unit(rank: Rank) -> None:
     """Buffers, and a shared parameter, that one unit ignores by its own options are ignored by the root too."""
-    model = nn.Sequential(DrawnStack(dim=9), DrawnStack(dim=9)).to(rank.device)
+    model = nn.Sequential(shapes.DrawnStack(dim=9), shapes.DrawnStack(dim=9)).to(rank.device)
     ignored, shared = model.get_submodule("0.layers.1"), model.get_parameter("0.layers.1.weight")
     model.get_submodule("1.out").weight = shared
     before = {name: value.dtype for name, value in ignored.named_buffers()}

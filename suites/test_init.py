@@ -23,10 +23,7 @@ from shardproof.testing import (
     Adapter,
     Capability,
     Clip,
-    Drawn,
-    DrawnStack,
     Hardware,
-    Offset,
     Pair,
     Rank,
     Refusal,
@@ -260,7 +257,7 @@ UNFIT = {
 @pytest.mark.parametrize("own_function", [False, True], ids=["reset", "function"])
 def test_values_made_on_the_meta_device(rank: Rank, own_function: bool, which: str) -> None:
     """A model that is sharded on the meta device has the values of its modules' initialization, and trains."""
-    model = DrawnStack(dim=9)
+    model = shapes.DrawnStack(dim=9)
     full = copy.deepcopy(model)
 
     def to_meta(plain: nn.Module) -> nn.Module:
@@ -268,7 +265,7 @@ def test_values_made_on_the_meta_device(rank: Rank, own_function: bool, which: s
         return plain
 
     def make(module: nn.Module) -> None:
-        if isinstance(module, (Drawn, DrawnStack, Offset)):
+        if isinstance(module, (shapes.Drawn, shapes.DrawnStack, shapes.Offset)):
             module.to_empty(device=rank.device, recurse=False)
             module.reset_parameters()
 
@@ -292,7 +289,7 @@ def test_values_made_on_the_meta_device(rank: Rank, own_function: bool, which: s
 def test_values_of_the_first_rank_fill_the_meta_device(rank: Rank, replicas: bool) -> None:
     """The first rank has the values; the other ranks have a model on the meta device, and receive them."""
     mesh = rank.mesh((2, rank.world_size // 2), ("replicate", "shard")) if replicas else rank.mesh()
-    model = DrawnStack(dim=9)
+    model = shapes.DrawnStack(dim=9)
     full = copy.deepcopy(model)
     options: dict[str, Any] = {"prepare": lambda plain: plain if rank.index == 0 else plain.to("meta")}
     options["init"] = lambda module: module.to_empty(device=rank.device, recurse=False)

@@ -59,8 +59,8 @@ FLAT = pytest.mark.parametrize(
 
 def both(rank: Rank, model: nn.Module | None = None, **options: Any) -> tuple[Run, CastReplica]:
     """A run of a ``Mixed``, by default with SGD, and the full copies that it is compared with (collective)."""
-    options = {"units": UNITS, "optimizer": optim.sgd()} | options
-    return run_and_replica(rank, model or mixed.Mixed(*SHAPE), **options)
+    chosen: dict[str, Any] = {"units": UNITS, "optimizer": optim.sgd()} | options
+    return run_and_replica(rank, model or mixed.Mixed(*SHAPE), **chosen)
 
 
 def replace_parameters(run: Run, *places: str) -> None:

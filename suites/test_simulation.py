@@ -23,7 +23,6 @@ from shardproof.testing import (
     Kind,
     Precision,
     Rank,
-    Rows,
     Simulation,
     Trace,
     contract,
@@ -64,7 +63,7 @@ def simulate(
     """One rank of a large world, by default of a model of rows with SGD, on a mesh of these sizes and names."""
     with rank.simulated(index) as world:
         options = {"mesh": world.mesh(*mesh), "units": UNITS, "optimizer": optim.sgd()} | options
-        one = rank.simulation(world, build or functools.partial(Rows, rank.simulates), **options)
+        one = rank.simulation(world, build or functools.partial(shapes.Rows, rank.simulates), **options)
         yield one
         one.close()
 
