@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,6 @@ from shardproof.suites.common import batches, tower, train_and_check
 from shardproof.testing import (
     RESHARD,
     Capability,
-    Drawn,
-    DrawnStack,
     Precision,
     Rank,
     Refusal,
@@ -27,6 +26,7 @@ from shardproof.testing import (
     optim,
     private,
     run_and_replica,
+    shapes,
     step_label,
     world,
 )
@@ -46,14 +46,8 @@ def test_ignored_parameters(rank: Rank, ignored: str, reshard_after_forward: boo
     names = IGNORED[ignored]
     model = mixed.Mixed().to(rank.device)
     objects: dict[str, nn.Parameter] = {name: model.get_parameter(name) for name in names}
-    run, replica = run_and_replica(
-        rank,
-        model,
-        units=[["low"], ["high"]],
-        optimizer=optim.sgd(),
-        ignored=names,
-        reshard_after_forward=reshard_after_forward,
-    )
+    options: dict[str, Any] = {"ignored": names, "reshard_after_forward": reshard_after_forward}
+    run, replica = run_and_replica(rank, model, units=[["low"], ["high"]], optimizer=optim.sgd(), **options)
     for step in range(3):
         batch = [(rank.batch(step, SHAPE),)]
         expected = replica.step(batch, loss=torch.sum)
@@ -92,12 +86,18 @@ def test_ignored_modules_as_states(rank: Rank) -> None:
     assert shapes == [(4, 4), (4,)], f"the ignored parameters have the shapes {shapes}"
 
 
+def ignoring(name: str) -> dict[str, Any]:
+    """Options for a model in which a ``Drawn`` is ignored, and buffers are cast."""
+    options: dict[str, Any] = {"ignored": (f"{name}.weight", f"{name}.shift"), "ignored_modules": (name,)}
+    return options | {"precision": Precision(buffers=torch.bfloat16)}
+
+
 @contract("IGNORED-1")
 @needs(Capability.IGNORED_MODULES, Capability.META_DEVICE, Capability.BUFFER_DTYPE)
 @pytest.mark.parametrize("own_function", [False, True], ids=["reset", "function"])
 def test_ignored_module(rank: Rank, own_function: bool) -> None:
     """An ignored module next to one on the meta device is not materialized again, nor are its buffers cast."""
-    model = DrawnStack(dim=9)
+    model = shapes.DrawnStack(dim=9)
     ignored = model.layers[1]
     with torch.no_grad():
         for tensor in ignored.state_dict(keep_vars=True).values():
@@ -112,19 +112,12 @@ def test_ignored_module(rank: Rank, own_function: bool) -> None:
         return plain
 
     def make(module: nn.Module) -> None:
-        if isinstance(module, (Drawn, DrawnStack)):
+        if isinstance(module, (shapes.Drawn, shapes.DrawnStack)):
             module.to_empty(device=rank.device, recurse=False)
             module.reset_parameters()
 
-    run = rank.run(
-        model,
-        units=[["layers.0"], ["layers.2"]],
-        prepare=to_meta,
-        init=make if own_function else None,
-        ignored=("layers.1.weight", "layers.1.shift"),
-        ignored_modules=("layers.1",),
-        precision=Precision(buffers=torch.bfloat16),
-    )
+    options: dict[str, Any] = {"prepare": to_meta, "init": make if own_function else None}
+    run = rank.run(model, units=[["layers.0"], ["layers.2"]], **ignoring("layers.1"), **options)
     run.forward_backward((rank.batch(0, (4, 9)),), loss=models.mean_square)
     dtype = run.original_module("layers.0").get_buffer("gain").dtype
     assert dtype == torch.bfloat16, f"a buffer of a module that is not ignored is of {dtype}"
@@ -137,18 +130,11 @@ def test_ignored_module(rank: Rank, own_function: bool) -> None:
 @needs(Capability.IGNORED_MODULES, Capability.BUFFER_DTYPE, Capability.TIED_PARAMETERS)
 def test_ignored_inside_a_unit(rank: Rank) -> None:
     """Buffers, and a shared parameter, that one unit ignores by its own options are ignored by the root too."""
-    model = nn.Sequential(DrawnStack(dim=9), DrawnStack(dim=9)).to(rank.device)
+    model = nn.Sequential(shapes.DrawnStack(dim=9), shapes.DrawnStack(dim=9)).to(rank.device)
     ignored, shared = model.get_submodule("0.layers.1"), model.get_parameter("0.layers.1.weight")
     model.get_submodule("1.out").weight = shared
     before = {name: value.dtype for name, value in ignored.named_buffers()}
-    run = rank.run(
-        model,
-        units=[["0"]],
-        ignored=("0.layers.1.weight", "0.layers.1.shift"),
-        ignored_modules=("0.layers.1",),
-        ignored_inside=True,
-        precision=Precision(buffers=torch.bfloat16),
-    )
+    run = rank.run(model, units=[["0"]], ignored_inside=True, **ignoring("0.layers.1"))
     held = run.original_module("1.out").get_parameter("weight")
     assert held is shared and shared.shape == (9, 9), f"the shared parameter is {type(held)} of {tuple(held.shape)}"
     run.forward_backward((rank.batch(0, (4, 9)),), loss=models.mean_square)
@@ -165,13 +151,8 @@ def test_replicated_module(rank: Rank, reshard_after_forward: bool | int | None)
     """A module that torch's ``replicate`` manages, amid units, keeps full parameters, and all train as DDP does."""
     model = models.Tower(dim=9)
     names = tuple(f"layers.1.{name}" for name, _ in model.layers[1].named_parameters())
-    pair = rank.pair(
-        model,
-        units=[["layers.0"], ["layers.2"]],
-        replicated=("layers.1",),
-        ignored=names,
-        reshard_after_forward=reshard_after_forward,
-    )
+    options: dict[str, Any] = {"replicated": ("layers.1",), "reshard_after_forward": reshard_after_forward}
+    pair = rank.pair(model, units=[["layers.0"], ["layers.2"]], ignored=names, **options)
     train_and_check(pair, batches(rank, 3, (4, 9)))
     parameters = pair.adapter.named_parameters()
     divided = [name for name in names if isinstance(parameters[name], DTensor)]

@@ -23,10 +23,7 @@ from shardproof.testing import (
     Adapter,
     Capability,
     Clip,
-    Drawn,
-    DrawnStack,
     Hardware,
-    Offset,
     Pair,
     Rank,
     Refusal,
@@ -69,10 +66,8 @@ class Named(nn.Module):
 class Nested(nn.Module):
     """Units at three depths: ``blocks.N`` with ``blocks.N.attention`` in it, which has ``projection`` in it.
 
-    Each level has parameters of its own beside those of the level inside, and computes with them before and after it
-    calls that level. No two units have the same size, so that the bytes of a collective determine its unit.
-
-    Input and output: (batch, dim).
+    Each level computes with parameters of its own before and after it calls the level inside. No two units have the
+    same size, so that the bytes of a collective determine its unit.
     """
 
     def __init__(self, dim: int) -> None:
@@ -262,7 +257,7 @@ UNFIT = {
 @pytest.mark.parametrize("own_function", [False, True], ids=["reset", "function"])
 def test_values_made_on_the_meta_device(rank: Rank, own_function: bool, which: str) -> None:
     """A model that is sharded on the meta device has the values of its modules' initialization, and trains."""
-    model = DrawnStack(dim=9)
+    model = shapes.DrawnStack(dim=9)
     full = copy.deepcopy(model)
 
     def to_meta(plain: nn.Module) -> nn.Module:
@@ -270,7 +265,7 @@ def test_values_made_on_the_meta_device(rank: Rank, own_function: bool, which: s
         return plain
 
     def make(module: nn.Module) -> None:
-        if isinstance(module, (Drawn, DrawnStack, Offset)):
+        if isinstance(module, (shapes.Drawn, shapes.DrawnStack, shapes.Offset)):
             module.to_empty(device=rank.device, recurse=False)
             module.reset_parameters()
 
@@ -294,16 +289,11 @@ def test_values_made_on_the_meta_device(rank: Rank, own_function: bool, which: s
 def test_values_of_the_first_rank_fill_the_meta_device(rank: Rank, replicas: bool) -> None:
     """The first rank has the values; the other ranks have a model on the meta device, and receive them."""
     mesh = rank.mesh((2, rank.world_size // 2), ("replicate", "shard")) if replicas else rank.mesh()
-    model = DrawnStack(dim=9)
+    model = shapes.DrawnStack(dim=9)
     full = copy.deepcopy(model)
-    pair = rank.pair(
-        model,
-        units=model.units(),
-        mesh=mesh,
-        prepare=lambda plain: plain if rank.index == 0 else plain.to("meta"),
-        init=lambda module: module.to_empty(device=rank.device, recurse=False),
-        sync_states=True,
-    )
+    options: dict[str, Any] = {"prepare": lambda plain: plain if rank.index == 0 else plain.to("meta")}
+    options["init"] = lambda module: module.to_empty(device=rank.device, recurse=False)
+    pair = rank.pair(model, units=model.units(), mesh=mesh, sync_states=True, **options)
     check_values(rank, pair.adapter, full)
     pair.step(rank.batch(0, (4, 9)))
     pair.check()
@@ -701,12 +691,8 @@ def test_values_of_the_first_rank(rank: Rank, on_meta: str, strict: bool) -> Non
     torch.manual_seed(rank.seeds.init + 1)
     saved, first = mixed.Mixed(), rank.index == 0
     units: Any = [["low"], ["high"]]
-    run = rank.run(
-        mixed.Mixed(),
-        units=units,
-        prepare=lambda model: model if first and on_meta == "others" else model.to("meta"),
-        materializes=False,
-    )
+    prepare: Any = None if first and on_meta == "others" else lambda model: model.to("meta")
+    run = rank.run(mixed.Mixed(), units=units, prepare=prepare, materializes=False)
     state = copy.deepcopy(saved.state_dict()) if first else {}
     if first and not strict:
         state["stray"] = torch.ones(3)

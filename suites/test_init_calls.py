@@ -248,12 +248,8 @@ def test_hybrid_shards_by_a_rule_without_groups(rank: Rank) -> None:
     noting("new_subgroups")
     # A host has as many devices as ranks.
     rank.monkeypatch.setattr(torch.get_device_module(rank.device), "device_count", lambda: rank.world_size)
-    model = fsdp.wrap(
-        fsdp.layers(),
-        device_mesh=None,
-        sharding_strategy=fsdp.api.ShardingStrategy.HYBRID_SHARD,
-        auto_wrap_policy=fsdp.api.wrap.ModuleWrapPolicy({nn.Linear}),
-    )
+    strategy, rule = fsdp.api.ShardingStrategy.HYBRID_SHARD, fsdp.api.wrap.ModuleWrapPolicy({nn.Linear})
+    model = fsdp.wrap(fsdp.layers(), device_mesh=None, sharding_strategy=strategy, auto_wrap_policy=rule)
     fsdp.forward(model).sum().backward()
     groups = [unit.process_group for unit in fsdp.kind.fsdp_modules(model)]
     for group in made:
@@ -278,6 +274,5 @@ def test_unit_of_one_rank(rank: Rank) -> None:
         one(batch).sum().backward()
     own = [parameter.grad for parameter in model.module[0].parameters()]
     # The same kernels on the same numbers.
-    assert all(map(torch.equal, own, [parameter.grad for parameter in plain[0].parameters()])), (
-        f"the gradients of the unit are {own}"
-    )
+    expected = [parameter.grad for parameter in plain[0].parameters()]
+    assert all(map(torch.equal, own, expected)), f"the gradients of the unit are {own}"

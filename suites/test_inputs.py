@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shardproof.suites.common import tower
+from shardproof.suites.common import run_and_plain, tower
 from shardproof.testing import (
     Capability,
     Rank,
@@ -62,10 +62,7 @@ class _Entered(Stacked):
 class Filling(_Entered):
     """Two layers that each add an entry to an argument: the first gets it by position, the second by keyword.
 
-    Input and output: (batch, dim). A forward asserts that all entries have arrived.
-
-    Args:
-        what: a key of ``FILLED``.
+    Input and output: (batch, dim). A forward asserts that all entries have arrived in ``what``, a key of ``FILLED``.
     """
 
     def __init__(self, dim: int, *, what: str) -> None:
@@ -129,10 +126,7 @@ class _Hander(_Layer):
 
 
 class Watching(_Entered):
-    """A layer whose inputs that need no gradient must not be copied, cast or laid out anew.
-
-    Input and output: (batch, dim).
-    """
+    """A layer whose inputs that need no gradient must not be copied, cast or laid out anew."""
 
     def __init__(self, dim: int) -> None:
         super().__init__(dim, [_Watcher(dim)])
@@ -168,10 +162,7 @@ def _mark(tensor: torch.Tensor) -> tuple[Any, ...]:
 class Overwriting(_Entered):
     """Two layers that begin by changing their input in place, as ``nn.ReLU(inplace=True)`` does.
 
-    Input and output: (batch, dim).
-
-    Args:
-        uses_again: whether the input of a layer, as the layer has left it, is added to its output.
+    With ``uses_again``, the input of a layer, as the layer has left it, is added to its output.
     """
 
     def __init__(self, dim: int, *, uses_again: bool) -> None:
@@ -226,9 +217,7 @@ def evaluate_and_train(rank: Rank, model: models.Stacked) -> None:
 @pytest.mark.parametrize("uses_again", [False, True])
 def test_input_changed_in_place(rank: Rank, uses_again: bool) -> None:
     """Units that change their input in place have the plain gradients, or every rank raises."""
-    model = Overwriting(9, uses_again=uses_again)
-    plain = models.copy_of(model).to(rank.device)
-    run = rank.run(model, units=model.units())
+    run, plain = run_and_plain(rank, Overwriting(9, uses_again=uses_again))
     x = rank.batch(0, (4, 9))
     backward_of_copies(rank, plain, loss=models.mean_square(plain(x)))
 

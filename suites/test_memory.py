@@ -64,11 +64,8 @@ def test_units_are_freed_behind_the_computation(rank: Rank, reshard_after_forwar
             for number, moment in enumerate(moments):
                 # Resharded to a subgroup, a unit may hold its shard of that subgroup until backward needs it.
                 allowed = 0 if reshard_after_forward is True or phase == "backward" else 0.75
-                kept = {
-                    unit: moment.held[unit]
-                    for unit in units[:number]
-                    if unit != ROOT and moment.held.get(unit, 0) > allowed * full[unit]
-                }
+                held = {unit: moment.held.get(unit, 0) for unit in units[:number] if unit != ROOT}
+                kept = {unit: nbytes for unit, nbytes in held.items() if nbytes > allowed * full[unit]}
                 assert len(kept) <= (0 if rank.device.type == "cpu" else BEHIND), (
                     f"when the {phase} of {moment.unit} begins in {step_label(step)}, these units are done with and "
                     f"still gathered (bytes): {kept}"
@@ -86,23 +83,17 @@ def test_everything_is_freed_when_backward_ends(rank: Rank, reshard_after_forwar
     """When backward ends nothing is gathered, not even units that ran and got no gradient, and no call helps."""
     seen: list[dict[str, int]] = []
     census: Census
-    pair = rank.pair(
-        models.TwoHeads(dim=25),
-        units=[["head0"], ["head1"]],
-        baseline="replicated",
-        reshard_after_forward=reshard_after_forward,
-        find_unused=True,
-        after_backward=lambda adapter: seen.append(census.held()),
-    )
+    options: dict[str, Any] = {"find_unused": True, "after_backward": lambda adapter: seen.append(census.held())}
+    options |= {"baseline": "replicated", "reshard_after_forward": reshard_after_forward}
+    pair = rank.pair(models.TwoHeads(dim=25), units=[["head0"], ["head1"]], **options)
     census = Census(pair.sharded)
     for step, loss in enumerate([models.both_heads, models.first_head, models.both_heads, models.first_head]):
         pair.step(rank.batch(step, (2, 25)), loss=loss)
     pair.check()
+    allowed = 0 if rank.device.type == "cpu" else BEHIND
     for step, held in enumerate(seen):
-        allowed = 0 if rank.device.type == "cpu" else BEHIND
-        assert len(held) <= allowed, (
-            f"when the backward of {step_label(step)} has ended, units are gathered (bytes): {held}"
-        )
+        ended = f"when the backward of {step_label(step)} has ended"
+        assert len(held) <= allowed, f"{ended}, units are gathered (bytes): {held}"
     assert len(seen) == 4
 
 
@@ -236,16 +227,13 @@ def held_by(adapter: Adapter, device: torch.device) -> dict[str, int]:
         "_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks",
         "_load_state_dict_post_hooks",
     )  # fmt: skip
+    of_tensors = ("_backward_hooks", "_post_accumulate_grad_hooks")
     tensors = [*adapter.module.parameters(), *adapter.module.buffers()]
     return {
         "bytes of tensors": memory.tensor_bytes(device),
         "tensors": sum(issubclass(type(one), torch.Tensor) for one in found),
         "hooks of modules": sum(len(getattr(one, name)) for one in adapter.module.modules() for name in hooks),
-        "hooks of tensors": sum(
-            len(getattr(one, name, None) or ())
-            for one in tensors
-            for name in ("_backward_hooks", "_post_accumulate_grad_hooks")
-        ),
+        "hooks of tensors": sum(len(getattr(one, name, None) or ()) for one in tensors for name in of_tensors),
         "threads": threading.active_count(),
         "objects": len(found),
     }
@@ -256,12 +244,10 @@ def held_by(adapter: Adapter, device: torch.device) -> dict[str, int]:
 @pytest.mark.parametrize(
     "end",
     [
-        "after-a-step",
-        "after-an-evaluation",
+        *("after-a-step", "after-an-evaluation"),
         pytest.param("registration-of-a-method", marks=needs(Capability.FORWARD_METHOD)),
         pytest.param("before-a-backward", marks=needs(Capability.AUTOGRAD_CALLS)),
-        "exception-in-forward",
-        "exception-in-backward",
+        *("exception-in-forward", "exception-in-backward"),
     ],
 )
 def test_deleted_model_is_freed_at_once(rank: Rank, end: str, reshard_after_forward: bool | None) -> None:

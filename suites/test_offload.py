@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardproof.suites.common import pair_by_units, run_by_units, tower
+from shardproof.suites.common import pair_by_units, run_by_units, tokens, tower, train_and_check
 from shardproof.testing import (
     DELAYED,
     DELAYS,
@@ -28,13 +28,8 @@ from shardproof.testing import (
 
 WIDTH = 512
 
-KINDS = pytest.mark.parametrize(
-    "offload",
-    [
-        pytest.param("pageable", marks=needs(Capability.PAGEABLE_OFFLOAD)),
-        pytest.param("pinned", marks=needs(Hardware.ACCELERATOR)),
-    ],
-)
+PINNED = pytest.param("pinned", marks=needs(Hardware.ACCELERATOR))
+KINDS = pytest.mark.parametrize("offload", [pytest.param("pageable", marks=needs(Capability.PAGEABLE_OFFLOAD)), PINNED])
 
 pytestmark = [needs(Capability.OFFLOAD), world(2, 4)]
 
@@ -59,22 +54,13 @@ def test_offloaded_tied_parameters(rank: Rank, offload: str) -> None:
     """An offloaded tied embedding trains as DDP does, with gradients of several microbatches."""
     config = models.TransformerConfig(vocabulary=61, is_tied=True)
     pair = pair_by_units(rank, models.Transformer(config), offload=offload, microbatches=2)
-    for step in range(3):
-        batch = [
-            rank.tokens(step, (3, config.length), vocabulary=config.vocabulary, microbatch=number)
-            for number in range(2)
-        ]
-        pair.step(batch, set_to_none=step % 2 == 0)
-        pair.check()
+    steps = tokens(rank, 3, (3, config.length), vocabulary=config.vocabulary, microbatches=2)
+    train_and_check(pair, steps, set_to_none="even")
 
 
 @contract("OFFLOAD-2")
 @pytest.mark.parametrize(
-    "offload",
-    [
-        pytest.param("pageable", marks=needs(Capability.PAGEABLE_OFFLOAD, Capability.OFFLOAD_CHOICE)),
-        pytest.param("pinned", marks=needs(Hardware.ACCELERATOR)),
-    ],
+    "offload", [pytest.param("pageable", marks=needs(Capability.PAGEABLE_OFFLOAD, Capability.OFFLOAD_CHOICE)), PINNED]
 )
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_memory_of_shards(rank: Rank, microbatches: int, offload: str) -> None:
@@ -145,9 +131,8 @@ def test_hooks_find_gradients_on_the_cpu(rank: Rank, offload: str) -> None:
 
     def compare(*_: object) -> None:
         for name, parameter in pair.adapter.named_parameters().items():
-            assert parameter.grad is not None and len(seen[name]) == 1, (
-                f"the hook of {name!r} ran {len(seen[name])} times"
-            )
+            times = len(seen[name])
+            assert parameter.grad is not None and times == 1, f"the hook of {name!r} ran {times} times"
             assert torch.equal(seen[name][0], _local(parameter.grad)), f"the hook of {name!r} saw another gradient"
 
     assert pair.adapter.optimizer is not None
@@ -164,8 +149,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 def _assert_on_cpu(what: str, tensors: Mapping[str, torch.Tensor | None], *, is_pinned: bool | None) -> None:
     for name, tensor in tensors.items():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if local is None or not local.numel():
+        if tensor is None or not (local := _local(tensor)).numel():
             continue
         assert local.device.type == "cpu", f"{what} {name} is on {local.device}"
         if is_pinned is not None and torch.accelerator.is_available():

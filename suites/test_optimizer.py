@@ -93,10 +93,7 @@ def test_ten_steps(rank: Rank, kind: optim.Kind, kernels: optim.Kernels, rows: i
 @needs(Capability.ADAM)
 @FLAT
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize(
-    "others",
-    [pytest.param(False, id="alone"), pytest.param(True, id="beside-others", marks=needs(Capability.OWN_OPTIMIZER))],
-)
+@pytest.mark.parametrize("others", [False, pytest.param(True, marks=OWN_OPTIMIZER)], ids=["alone", "beside-others"])
 def test_steps_after_an_evaluation(rank: Rank, others: bool, kernels: optim.Kernels, flat_parameters: bool) -> None:
     """The next forward uses the step that follows an evaluation, by whichever kernels it was taken.
 
@@ -111,13 +108,9 @@ def test_steps_after_an_evaluation(rank: Rank, others: bool, kernels: optim.Kern
         if not isinstance(owner, CastReplica):
             run.evaluate((batch,))
 
-    run, replica = both(
-        rank,
-        mixed.Mixed(*shape),
-        optimizer=optim.beside_its_own(optimizer) if others else optimizer,
-        flat_parameters=flat_parameters,
-        after_backward=evaluate,
-    )
+    options: dict[str, Any] = {"flat_parameters": flat_parameters, "after_backward": evaluate}
+    optimizer = optim.beside_its_own(optimizer) if others else optimizer
+    run, replica = both(rank, mixed.Mixed(*shape), optimizer=optimizer, **options)
     for step in range(3):
         step_and_check(rank, run, replica, [(rank.batch(step, shape),)], number=step)
 

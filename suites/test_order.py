@@ -19,13 +19,7 @@ Layer = Literal["", "optional", "exit"]
 
 
 class OptionalUnits(nn.Module):
-    """Linear(dim, 8), then two layers without bias of which one may be skipped: ``optional`` and ``exit``.
-
-    Input: (batch, dim). Output: (batch, 4), or (batch, 8) without ``exit``.
-
-    Attributes:
-        skipped: the name of the layer that forward leaves out, or "".
-    """
+    """Linear(dim, 8), then two layers without bias: ``optional`` and ``exit``, of which ``skipped`` may name one."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -36,14 +30,13 @@ class OptionalUnits(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = torch.tanh(self.entry(x))
-        if self.skipped != "optional":
-            hidden = torch.tanh(self.optional(hidden))
-        if self.skipped != "exit":
-            hidden = torch.tanh(self.exit(hidden))
+        for name in ("optional", "exit"):
+            if self.skipped != name:
+                hidden = torch.tanh(self.get_submodule(name)(hidden))
         return hidden
 
 
-pytestmark = needs(Capability.ORDER_VALIDATION)
+pytestmark = [needs(Capability.ORDER_VALIDATION), world(2, debug_level="DETAIL")]
 
 DIM = 5
 UNITS = [["first"], ["second"]]
@@ -78,9 +71,7 @@ def test_ranks_differ_in_the_first_iteration(
     """
     model = models.TwoPaths(dim=DIM)
     run = rank.run(model, units=UNITS, reshard_after_forward=reshard_after_forward, flat_parameters=flat_parameters)
-    rank.expect_different_collectives()
-    if rank.index:
-        model.flip()
+    differ(rank, model)
     with pytest.raises(RuntimeError, match=ACROSS_RANKS) as caught, run.recorder.during("forward"):
         run.adapter.forward(rank.batch(0, (8, DIM)))
     text = str(caught.value)
@@ -90,16 +81,13 @@ def test_ranks_differ_in_the_first_iteration(
 
 
 @contract("ORDER-1")
-@world(2, debug_level="DETAIL")
 @PARAMETERS
 @needs(Capability.REPLICAS_ALONE)
 def test_ranks_that_shard_nothing_differ(rank: Rank, flat_parameters: bool) -> None:
     """Ranks with full parameters, which would reduce the gradients of different units, all raise in forward."""
     model = models.TwoPaths(dim=DIM)
     run = rank.run(model, units=UNITS, shards=False, flat_parameters=flat_parameters)
-    rank.expect_different_collectives()
-    if rank.index:
-        model.flip()
+    differ(rank, model)
     raised_by(run, rank.batch(0, (8, DIM)))
 
 
@@ -120,16 +108,13 @@ def test_ranks_of_a_part_of_the_world_differ(rank: Rank, flat_parameters: bool) 
 
 
 @contract("ORDER-1")
-@world(2, debug_level="DETAIL")
 @PARAMETERS
 def test_ranks_of_the_second_root_differ(rank: Rank, flat_parameters: bool) -> None:
     """Ranks that differ within the second of two sharded models of a plain module all raise in forward."""
     second = models.TwoPaths(dim=DIM)
     model, units = nn.Sequential(nn.Linear(DIM, DIM), second), [["0"], ["1.first"], ["1.second"], ["1"]]
     run = rank.run(model, units=units, plain_root=True, flat_parameters=flat_parameters)
-    rank.expect_different_collectives()
-    if rank.index:
-        second.flip()
+    differ(rank, second)
     raised_by(run, rank.batch(0, (8, DIM)))
 
 
@@ -204,7 +189,6 @@ def test_a_later_iteration_differs(
 
 
 @contract("ORDER-6")
-@world(2, debug_level="DETAIL")
 @each_value("first", "later", "warning")
 @PARAMETERS
 @pytest.mark.parametrize(
@@ -240,7 +224,6 @@ def test_later_iterations_run_other_units(
 
 
 @contract("ORDER-2")
-@world(2, debug_level="DETAIL")
 @needs(Capability.RECOVERY)
 @PARAMETERS
 @pytest.mark.parametrize("cause", ["input", "order"])
@@ -284,7 +267,6 @@ def test_evaluation_is_not_compared(rank: Rank, flat_parameters: bool, reshard_a
 
 
 @contract("ORDER-3")
-@world(2, debug_level="DETAIL")
 @PARAMETERS
 def test_forwards_without_gradients_are_not_compared(rank: Rank, flat_parameters: bool) -> None:
     """Forwards in training mode without gradients, as of a validation loss, neither warn nor count as an iteration."""
@@ -302,7 +284,6 @@ def test_forwards_without_gradients_are_not_compared(rank: Rank, flat_parameters
 
 
 @contract("ORDER-3")
-@world(2, debug_level="DETAIL")
 @needs(Capability.NON_ROOT_FORWARD)
 @pytest.mark.parametrize("first", [False, True], ids=["later", "first"])
 def test_a_unit_by_itself_is_not_compared(rank: Rank, first: bool) -> None:
@@ -343,6 +324,13 @@ def test_comparing_costs_the_first_iteration_alone(
         assert all(item.phase == "forward" and item.nbytes <= SMALL * rank.world_size for item in extra)
         counts = pair.last_trace().counts("forward")
         assert sum(counts.values()) == len(pair.units) + len(extra), counts
+
+
+def differ(rank: Rank, model: models.TwoPaths) -> None:
+    """Let all ranks but the first take the other path."""
+    rank.expect_different_collectives()
+    if rank.index:
+        model.flip()
 
 
 def make(rank: Rank, **options: bool | None) -> tuple[Pair, models.TwoPaths]:

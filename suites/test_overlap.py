@@ -50,18 +50,15 @@ OCCUPIED_MS = 1500.0
 #: A DDP bucket may outlive its model for a moment, so the models are smaller than the threshold for leaks.
 DIM = 17
 
+ONE_SHARD = needs(Capability.HYBRID, Capability.SINGLE_RANK)
+
 pytestmark = [needs(Capability.SHARDED, Hardware.STREAMS), world(2)]
 
 
 class BusyTower(Stacked):
-    """``depth`` MLPs, each of which occupies the stream at the end of its forward and at the start of its backward.
+    """MLPs, each of which occupies the stream at the end of its forward and at the start of its backward.
 
     No two units have the same size, as in ``Tower``. Input and output: (batch, dim).
-
-    Args:
-        dim: the width.
-        depth: the number of layers.
-        milliseconds: how long a layer occupies the stream, each time.
     """
 
     def __init__(self, dim: int, depth: int, milliseconds: float) -> None:
@@ -104,13 +101,8 @@ class _Occupying(torch.autograd.Function):
 def test_collectives_run_beside_computation(rank: Rank) -> None:
     """Gathers end while the previous unit computes, in forward and backward, and reductions while the next one does."""
     slow = Delay(milliseconds=SLOW_MS, collective="reduce_scatter")
-    run = run_by_units(
-        rank,
-        BusyTower(dim=DIM, depth=DEPTH, milliseconds=BUSY_MS),
-        reshard_after_forward=True,
-        optimizer=optim.sgd(),
-        delays=[slow],
-    )
+    model = BusyTower(dim=DIM, depth=DEPTH, milliseconds=BUSY_MS)
+    run = run_by_units(rank, model, reshard_after_forward=True, optimizer=optim.sgd(), delays=[slow])
     batches = [(rank.batch(step, (4, DIM)),) for step in range(3)]
     for batch in batches[:2]:
         run.step([batch], loss=models.mean_square)
@@ -172,20 +164,13 @@ def test_host_runs_ahead(rank: Rank, how: str) -> None:
 
 @contract("OVERLAP-4")
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "all_gather",
-        "reduce_scatter",
-        pytest.param("all_reduce", marks=needs(Capability.HYBRID, Capability.SINGLE_RANK)),
-    ],
-)
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", pytest.param("all_reduce", marks=ONE_SHARD)])
 def test_one_rank_is_late(rank: Rank, kind: str, when: Any) -> None:
     """A collective that one rank issues late, or goes on from late, changes no number."""
     size = rank.world_size
     mesh = rank.mesh((size, 1), ("replicate", "shard")) if kind == "all_reduce" else rank.mesh()
     late = Delay(milliseconds=DELAY_MS, collective=kind, when=when, ranks=(size - 1,))
-    train(rank, tower(rank, dim=DIM, mesh=mesh, delays=[late]), dim=DIM)
+    train(rank, tower(rank, dim=DIM, mesh=mesh, delays=[late]))
 
 
 @contract("OVERLAP-5")
@@ -195,14 +180,7 @@ def test_memory_is_not_reused_early(
     rank: Rank, reshard_after_forward: bool | int | None, delays: tuple[str, ...]
 ) -> None:
     """Memory in which collectives and computation still read or write is not handed out again."""
-    pair = pair_by_units(
-        rank,
-        BusyTower(dim=DIM, depth=3, milliseconds=SHORT_MS),
-        reshard_after_forward=reshard_after_forward,
-        delays=[DELAYS[name] for name in delays],
-    )
-    Poison(pair.sharded, shards=rank.world_size)
-    train(rank, pair, dim=DIM)
+    train_poisoned(rank, delays, shards=rank.world_size, reshard_after_forward=reshard_after_forward)
 
 
 @contract("OVERLAP-5")
@@ -212,11 +190,15 @@ def test_memory_is_not_reused_early(
 def test_memory_of_replicas_is_not_reused_early(rank: Rank, delays: tuple[str, ...]) -> None:
     """Memory of reductions over replicas, on a stream of their own, is not reused while they read or write it."""
     mesh = rank.mesh((rank.world_size // 2, 2), ("replicate", "shard"))
-    pair = pair_by_units(
-        rank, BusyTower(dim=DIM, depth=3, milliseconds=SHORT_MS), mesh=mesh, delays=[DELAYS[name] for name in delays]
-    )
-    Poison(pair.sharded, shards=2)
-    train(rank, pair, dim=DIM)
+    train_poisoned(rank, delays, shards=2, mesh=mesh)
+
+
+def train_poisoned(rank: Rank, delays: tuple[str, ...], *, shards: int, **options: Any) -> None:
+    """Train layers that occupy the stream, where freed memory is overwritten at once."""
+    model = BusyTower(dim=DIM, depth=3, milliseconds=SHORT_MS)
+    pair = pair_by_units(rank, model, delays=[DELAYS[name] for name in delays], **options)
+    Poison(pair.sharded, shards=shards)
+    train(rank, pair)
 
 
 @contract("OVERLAP-7")
@@ -225,12 +207,8 @@ def test_step_waits_for_hooks(rank: Rank) -> None:
     """Work that a hook enqueues on a reduced gradient is done before the optimizer reads the gradient."""
     model, pictures = models.Tower(dim=DIM), []
     for by_hook in (True, False):
-        run = rank.run(
-            models.copy_of(model),
-            units=model.units(),
-            optimizer=optim.sgd(),
-            after_backward=None if by_hook else double_gradients,
-        )
+        double = None if by_hook else double_gradients
+        run = run_by_units(rank, models.copy_of(model), optimizer=optim.sgd(), after_backward=double)
         if by_hook:
             for parameter in run.adapter.held_parameters().values():
                 parameter.register_post_accumulate_grad_hook(double_late)
@@ -271,10 +249,10 @@ def test_training_on_another_stream(rank: Rank, reshard_after_forward: bool | in
     pair.check()
 
 
-def train(rank: Rank, pair: Pair, *, dim: int) -> None:
+def train(rank: Rank, pair: Pair) -> None:
     """Train three steps that follow each other without the host waiting, and compare them."""
     # Made in advance: copying them to the device would wait for the step before.
-    batches = [rank.batch(step, (4, dim)) for step in range(3)]
+    batches = [rank.batch(step, (4, DIM)) for step in range(3)]
     for batch in batches:
         pair.step(batch)
     pair.check()

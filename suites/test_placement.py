@@ -13,14 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from shardproof.suites.common import batches, tower, train_and_check
+from shardproof.suites.common import batches, pair_of_mlps, tower, train_and_check
 from shardproof.suites.places import Place, chunk, coordinate_of
 from shardproof.testing import (
     RESHARD,
     Capability,
     Clip,
-    ExpertModel,
-    MLPStack,
     Pair,
     Rank,
     Refusal,
@@ -29,7 +27,7 @@ from shardproof.testing import (
     models,
     needs,
     optim,
-    parallelize_mlps,
+    parallel,
     piece_of,
     private,
     shapes,
@@ -65,12 +63,7 @@ def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def check_dimensions(
-    rank: Rank,
-    model: Any,
-    choose: Choice,
-    shape: tuple[int, ...],
-    steps: int = 2,
-    **options: Any,
+    rank: Rank, model: Any, choose: Choice, shape: tuple[int, ...], steps: int = 2, **options: Any
 ) -> None:
     """Cut each parameter along the chosen dimension, or the first; check how they lie, and train."""
     full, dims = values_of(model), {name: choose(value) or 0 for name, value in model.named_parameters()}
@@ -154,7 +147,7 @@ def test_three_dimensions(rank: Rank, reshard_after_forward: bool | None) -> Non
         return None if parameter.ndim < 3 else -2 if parameter.shape[-2] == even else -1
 
     options: dict[str, Any] = {"units": [["experts"]], "reshard_after_forward": reshard_after_forward}
-    check_dimensions(rank, ExpertModel(even, "ragged"), chosen, (6, even), **options)
+    check_dimensions(rank, parallel.ExpertModel(even, "ragged"), chosen, (6, even), **options)
 
 
 @contract("PLACEMENT-2")
@@ -191,16 +184,9 @@ def test_other_dimensions_beside_tensor_parallelism(rank: Rank, choice: str) -> 
         assert isinstance(placement, Shard)
         return placement.dim if choice == "same" else 1 - placement.dim
 
-    model = MLPStack(16)
+    model = parallel.MLPStack(16)
     full = values_of(model)
-    pair = rank.pair(
-        model,
-        units=model.units(),
-        mesh=mesh["dp"],
-        prepare=functools.partial(parallelize_mlps, mesh=mesh["tp"]),
-        shard_dim=chosen,
-        clip=Clip(0.01),
-    )
+    pair = pair_of_mlps(rank, mesh, model, shard_dim=chosen, clip=Clip(0.01))
     check_shards(pair, full)
     train_and_check(pair, batches(rank, 2, (4, 16), mesh=mesh["dp"]))
 
@@ -215,9 +201,9 @@ def test_uneven_parts_of_tensor_parallelism(rank: Rank) -> None:
     def chosen(parameter: nn.Parameter) -> int | None:
         return 1 if isinstance(parameter, DTensor) and parameter.placements == (Shard(1),) else None
 
-    model = MLPStack(10)
+    model = parallel.MLPStack(10)
     options: dict[str, Any] = {"mesh": mesh["dp"], "shard_dim": chosen}
-    prepare = functools.partial(parallelize_mlps, mesh=mesh["tp"])
+    prepare = functools.partial(parallel.parallelize_mlps, mesh=mesh["tp"])
     cut = prepare(models.copy_of(model).to(rank.device))
     refusal = Refusal(rank, lambda: sharded(rank, cut, **options))
     if refusal.text is not None:
@@ -256,11 +242,11 @@ def test_four_dimensions(rank: Rank, sizes: tuple[int, ...]) -> None:
     mesh = rank.mesh(sizes, FOUR)
     stage, data = mesh["pp"].get_local_rank(), mesh["replicate", "shard"]
     torch.manual_seed(rank.seeds.init + stage)
-    model = MLPStack(5)
+    model = parallel.MLPStack(5)
     full = values_of(model)
     pair = rank.pair(
         model, units=model.units(), mesh=data, baseline="replicated",
-        prepare=functools.partial(parallelize_mlps, mesh=mesh["tp"]),
+        prepare=functools.partial(parallel.parallelize_mlps, mesh=mesh["tp"]),
     )  # fmt: skip
     check_four_dimensions(pair.adapter.named_parameters(), full, Place(sizes, FOUR, rank.index))
     check_shards(pair, full)
@@ -278,9 +264,9 @@ def test_four_dimensions_of_many_ranks(rank: Rank) -> None:
         with rank.simulated(index) as world_of_many:
             mesh = world_of_many.mesh(sizes, FOUR)
             one = rank.simulation(
-                world_of_many, functools.partial(MLPStack, 6), mesh=mesh["replicate", "shard"],
+                world_of_many, functools.partial(parallel.MLPStack, 6), mesh=mesh["replicate", "shard"],
                 units=[[f"layers.{number}"] for number in range(3)], optimizer=optim.sgd(),
-                prepare=functools.partial(parallelize_mlps, mesh=mesh["tp"]),
+                prepare=functools.partial(parallel.parallelize_mlps, mesh=mesh["tp"]),
             )  # fmt: skip
             full = {name: torch.empty(shape, device="meta") for name, shape in one.parameters.items()}
             place = Place(sizes, FOUR, index)
@@ -316,12 +302,8 @@ def check_four_dimensions(shown: dict[str, nn.Parameter], full: dict[str, torch.
 
 
 #: How tensor parallelism places the parameters of a layer of an MLPStack.
-TENSOR_PARALLEL: dict[str, Placement] = {
-    "in_proj.weight": Shard(0),
-    "in_proj.bias": Shard(0),
-    "out_proj.weight": Shard(1),
-    "out_proj.bias": Replicate(),
-}
+TENSOR_PARALLEL: dict[str, Placement] = dict.fromkeys(("in_proj.weight", "in_proj.bias"), Shard(0))
+TENSOR_PARALLEL |= {"out_proj.weight": Shard(1), "out_proj.bias": Replicate()}
 
 
 def check_layout(

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import pytest
 import torch
@@ -90,15 +90,8 @@ class Chooser(nn.Module):
 class Choosing(nn.Module):
     """A unit ``inner``, a :class:`Chooser`, between two multiplications by a parameter of the root.
 
-    Input: ``x`` and ``choice``, (rows, columns) each. Output: (rows, columns).
-
-    Args:
-        passing: how ``inner`` gets its arguments.
-        recomputes: whether backward computes ``inner`` again.
-
-    Attributes:
-        taken: the dtypes of the arguments of ``inner`` in each of its forwards.
-        returned: the dtypes of what each call of ``inner`` returned.
+    Input: ``x`` and ``choice``, (rows, columns) each. Output: (rows, columns). The dtypes that ``inner`` has got and
+    has returned are in ``taken`` and ``returned``; with ``recomputes`` backward computes it again.
     """
 
     def __init__(self, passing: Passing = "position", *, recomputes: bool = False) -> None:
@@ -127,16 +120,13 @@ class Choosing(nn.Module):
             case "tuple":
                 found = self.inner((x, choice))
             case "list":
-                given = [x, choice]
-                found = self.inner(given)
+                found = self.inner(given := [x, choice])
                 assert given[0] is x, "the caller's list has another tensor after the call"
             case "dict":
-                named = {"x": x, "choice": choice}
-                found = self.inner(named)
+                found = self.inner(named := {"x": x, "choice": choice})
                 assert named["x"] is x, "the caller's dict has another tensor after the call"
             case "dataclass":
-                record = Arguments(x, choice)
-                found = self.inner(record)
+                found = self.inner(record := Arguments(x, choice))
                 assert record.x is x, "the caller's dataclass has another tensor after the call"
         self.returned.append((found["x"].dtype, found["choice"].dtype))
         result: torch.Tensor = found["x"]
@@ -159,14 +149,25 @@ def train(rank: Rank, run: Run, replica: CastReplica, *, first: int = 0, steps: 
         check_equal(rank, run, run.step(batch, loss=torch.sum), expected, number=step)
 
 
+def trained(rank: Rank, model: nn.Module, **options: Any) -> Run:
+    """A run after three steps, each compared with the baseline with the same casts."""
+    run, replica = both(rank, model, **options)
+    train(rank, run, replica)
+    return run
+
+
+def set_mode(run: Run, replica: CastReplica, *, trains: bool) -> None:
+    """Set both models to training or to evaluation."""
+    for module in (run.adapter.module, replica.model):
+        module.train(trains)
+
+
 def evaluate_and_train(rank: Rank, run: Run, replica: CastReplica, *, first: int = 0) -> None:
     """Three times, evaluate and train a step, and compare."""
     for step in range(first, first + 3):
-        for module in (run.adapter.module, replica.model):
-            module.eval()
+        set_mode(run, replica, trains=False)
         check_evaluation(rank, run, replica, rank.batch(step, SHAPE, microbatch=1), number=step)
-        for module in (run.adapter.module, replica.model):
-            module.train()
+        set_mode(run, replica, trains=True)
         train(rank, run, replica, first=step, steps=1)
 
 
@@ -183,7 +184,7 @@ def assert_collectives(run: Run, *, gathers: set[torch.dtype], reduces: set[torc
     assert len(found) == len(gathers), f"units are gathered in {', '.join(sorted(found))} alone"
 
 
-MIXED = needs(Capability.MIXED_PRECISION)
+MIXED, WHOLE = needs(Capability.MIXED_PRECISION), needs(Capability.REPLICAS_ALONE)
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 POLICIES = {
     "bf16": Precision(compute=BRAIN),
@@ -211,8 +212,7 @@ LARGE_SUM = 81920
 def test_training(rank: Rank, policy: str, reshard_after_forward: bool | int | None) -> None:
     """Compute and collectives have the dtypes of the policy; gradients, shards and optimizer state are float32."""
     precision, model = POLICIES[policy], mixed.Mixed()
-    run, replica = both(rank, model, precision=precision, reshard_after_forward=reshard_after_forward)
-    train(rank, run, replica)
+    run = trained(rank, model, precision=precision, reshard_after_forward=reshard_after_forward)
     assert_seen(model.low.seen, precision)
     assert_dtypes(run, precision)
 
@@ -223,8 +223,7 @@ def test_training(rank: Rank, policy: str, reshard_after_forward: bool | int | N
 def test_recomputation(rank: Rank, policy: str) -> None:
     """A unit that backward recomputes has the same dtypes in both computations."""
     precision, model = POLICIES[policy], mixed.Mixed(recomputes=True)
-    run, replica = both(rank, model, unit_precision={"low": precision})
-    train(rank, run, replica)
+    trained(rank, model, unit_precision={"low": precision})
     assert len(model.low.seen) == 6, f"in three steps the unit was computed {len(model.low.seen)} times, not 6"
     assert_seen(model.low.seen, precision)
 
@@ -256,8 +255,7 @@ def test_frozen_of_another_dtype(rank: Rank) -> None:
     """Forward uses a frozen parameter of another floating-point dtype in the compute dtype; its shards keep theirs."""
     precision, model = POLICIES["bf16-fp32"], mixed.Mixed()
     model.low.weight = nn.Parameter(model.low.weight.detach().half(), requires_grad=False)
-    run, replica = both(rank, model, precision=precision)
-    train(rank, run, replica)
+    trained(rank, model, precision=precision)
     assert_seen(model.low.seen, precision)
 
 
@@ -310,8 +308,7 @@ def test_gradients_in_full_precision(rank: Rank, policy: str, reshard_after_forw
     precision = dataclasses.replace(POLICIES[policy], full_in_evaluation=True)
     run, replica = both(rank, mixed.Mixed(), precision=precision, reshard_after_forward=reshard_after_forward)
     for step in range(4):
-        for module in (run.adapter.module, replica.model):
-            module.train(mode=step % 2 == 0)
+        set_mode(run, replica, trains=step % 2 == 0)
         before = len(run.trace)
         train(rank, run, replica, first=step, steps=1)
         found = {item.dtype for item in run.trace[before:] if item.kind == "reduce_scatter"}
@@ -324,10 +321,7 @@ def test_gradients_in_full_precision(rank: Rank, policy: str, reshard_after_forw
 @needs(Capability.MIXED_PRECISION, Capability.FULL_PRECISION_EVALUATION, Capability.DEFERRED_REDUCTION)
 @pytest.mark.parametrize(
     "options",
-    [
-        *({}, {"reshard_after_forward": False}, {"flat_parameters": True}),
-        pytest.param({"shards": False}, marks=needs(Capability.REPLICAS_ALONE)),
-    ],
+    [*({}, {"reshard_after_forward": False}, {"flat_parameters": True}), pytest.param({"shards": False}, marks=WHOLE)],
     ids=["None", "False", "flat", "replicas-alone"],
 )
 def test_full_precision_between_microbatches(rank: Rank, options: dict[str, Any]) -> None:
@@ -359,8 +353,7 @@ def test_gradients_that_stay_low(rank: Rank, moves: bool, policy: str, flat_para
     options: dict[str, Any] = {"precision": dataclasses.replace(POLICIES[policy], keeps_gradients=True)}
     if moves:
         options["after_backward"] = lambda one: getattr(one, "module", None) and one.module.to(rank.device)
-    run, replica = both(rank, mixed.Mixed(), flat_parameters=flat_parameters, **options)
-    train(rank, run, replica)
+    trained(rank, mixed.Mixed(), flat_parameters=flat_parameters, **options)
 
 
 @contract("PRECISION-1", "PRECISION-2")
@@ -371,8 +364,7 @@ def test_tensor_parallel_shards(rank: Rank, policy: str) -> None:
     """Tensor-parallel parameters are gathered, used and reduced in the dtypes of the policy."""
     precision, mesh = POLICIES[policy], rank.mesh((2, 2), ("dp", "tp"))
     prepare = functools.partial(mixed.split_columns, mesh=mesh["tp"])
-    run, replica = both(rank, mixed.Mixed(), precision=precision, mesh=mesh["dp"], prepare=prepare)
-    train(rank, run, replica)
+    run = trained(rank, mixed.Mixed(), precision=precision, mesh=mesh["dp"], prepare=prepare)
     assert_dtypes(run, precision)
 
 
@@ -443,8 +435,7 @@ def test_replicas(rank: Rank, policy: str) -> None:
     """Replicas reduce in the same dtype as shards."""
     precision = POLICIES[policy]
     mesh = rank.mesh((2, 2), ("replicate", "shard"))
-    run, replica = both(rank, mixed.Mixed(), precision=precision, mesh=mesh)
-    train(rank, run, replica)
+    run = trained(rank, mixed.Mixed(), precision=precision, mesh=mesh)
     assert_dtypes(run, precision)
 
 
@@ -455,8 +446,7 @@ def test_replicas(rank: Rank, policy: str) -> None:
 def test_microbatches(rank: Rank, defers: bool, policy: str) -> None:
     """Reduced gradients add up in float32, and those whose reduction is deferred in the reduce dtype."""
     later = Accumulation() if defers else None
-    run, replica = both(rank, mixed.Mixed(), precision=POLICIES[policy], microbatches=4, accumulation=later)
-    train(rank, run, replica)
+    trained(rank, mixed.Mixed(), precision=POLICIES[policy], microbatches=4, accumulation=later)
 
 
 @contract("PRECISION-3")
@@ -493,8 +483,7 @@ def test_deferred_all_reduces(rank: Rank, policy: str) -> None:
     """Shards whose all-reduce is deferred add up in the reduce dtype."""
     mesh = rank.mesh((2, 2), ("replicate", "shard"))
     later = Accumulation(skips="all-reduce")
-    run, replica = both(rank, mixed.Mixed(), precision=POLICIES[policy], mesh=mesh, microbatches=4, accumulation=later)
-    train(rank, run, replica)
+    trained(rank, mixed.Mixed(), precision=POLICIES[policy], mesh=mesh, microbatches=4, accumulation=later)
 
 
 @contract("PRECISION-3")
@@ -524,15 +513,7 @@ def test_deferred_all_reduces_of_different_parameters(rank: Rank) -> None:
 @each_value("passing")
 @pytest.mark.parametrize("casts_inputs", [True, False])
 @pytest.mark.parametrize(
-    "passing",
-    [
-        "position",
-        "keyword",
-        "tuple",
-        "list",
-        "dict",
-        pytest.param("dataclass", marks=needs(Capability.DATACLASS_OUTPUT)),
-    ],
+    "passing", [*get_args(Passing)[:-1], pytest.param("dataclass", marks=needs(Capability.DATACLASS_OUTPUT))]
 )
 def test_inputs(rank: Rank, passing: Passing, casts_inputs: bool) -> None:
     """A unit casts its floating-point inputs if configured to, in any container, and no integers."""
@@ -568,8 +549,7 @@ def test_masks_and_rotations(rank: Rank, dtype: torch.dtype) -> None:
 def test_policies_of_units(rank: Rank, root: str, low: str, high: str) -> None:
     """Units of different dtypes hand each other their outputs, and each reduces in its own."""
     policies = {"low": POLICIES[low], "high": POLICIES[high]}
-    run, replica = both(rank, mixed.Mixed(), precision=POLICIES[root], unit_precision=policies)
-    train(rank, run, replica)
+    run = trained(rank, mixed.Mixed(), precision=POLICIES[root], unit_precision=policies)
     assert_dtypes(run, *(POLICIES[name] for name in (root, low, high)))
 
 
@@ -625,8 +605,7 @@ def test_buffers(rank: Rank, saves: bool) -> None:
     """Floating-point buffers have the buffer dtype while the model trains, and their own in a checkpoint."""
     model = mixed.Mixed()
     policies = {"high": Precision(compute=BRAIN, buffers=BRAIN)}
-    run, replica = both(rank, model, precision=Precision(compute=BRAIN, buffers=HALF), unit_precision=policies)
-    train(rank, run, replica)
+    run = trained(rank, model, precision=Precision(compute=BRAIN, buffers=HALF), unit_precision=policies)
     for unit, dtype in ((model.low, HALF), (model.high, BRAIN)):
         assert {one.offset for one in unit.seen} == {dtype}, f"in forward the dtypes are {set(unit.seen)}, not {dtype}"
     assert model.low.calls.dtype == torch.int64

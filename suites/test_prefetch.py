@@ -102,18 +102,15 @@ def _collectives_before(run: Run, depth: int) -> dict[str, list[int]]:
     def note(phase: str, layer: int) -> None:
         found[phase][layer] = sum(item.phase == phase and item.kind == "all_gather" for item in run.trace)
 
-    def before_forward(layer: int) -> Any:
-        return lambda module, args: note("forward", layer)
-
-    def before_backward(layer: int) -> Any:
-        def hook(module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
-            output.register_hook(lambda gradient: note("backward", layer))
-
-        return hook
+    def watch(layer: int) -> None:
+        first, last = (run.adapter.submodule(f"layers.{layer}.{name}") for name in ("in_proj", "out_proj"))
+        first.register_forward_pre_hook(lambda module, args: note("forward", layer))
+        last.register_forward_hook(
+            lambda module, args, output: output.register_hook(lambda gradient: note("backward", layer)) and None
+        )
 
     for layer in range(depth):
-        run.adapter.submodule(f"layers.{layer}.in_proj").register_forward_pre_hook(before_forward(layer))
-        run.adapter.submodule(f"layers.{layer}.out_proj").register_forward_hook(before_backward(layer))
+        watch(layer)
     return found
 
 
@@ -125,18 +122,17 @@ def test_order(rank: Rank) -> None:
     In an evaluation as well. In forward the order of the gathers is the same without prefetching, but each comes before
     another unit computes.
     """
-    depth = 5
-    pair = pair_by_units(rank, models.Tower(dim=9, depth=depth), reshard_after_forward=True)
+    pair, layers = layers_of(rank, depth := 5)
     pair.adapter.prefetch(**two_ahead(depth))
-    units = ["(root)", *(f"layers.{index}" for index in range(depth))]
+    units = ["(root)", *layers]
     gathered: list[list[str]] = []
     trace, begins = pair.sharded.trace, [0]
 
     def note(module: torch.nn.Module, args: Any) -> None:
         gathered.append([item.unit for item in trace[begins[-1] :] if item.kind == "all_gather"])
 
-    for index in range(depth):
-        pair.adapter.submodule(f"layers.{index}.in_proj").register_forward_pre_hook(note)
+    for name in layers:
+        pair.adapter.submodule(f"{name}.in_proj").register_forward_pre_hook(note)
     for step in range(2):
         for run, what in ((pair.evaluate, "the evaluation before "), (pair.step, "")):
             gathered.clear()
@@ -242,9 +238,8 @@ CHOICES = ["before-backward", "after-backward", "never"]
 @pytest.mark.parametrize("when", CHOICES)
 def test_when_backward_gathers_ahead(rank: Rank, when: Any) -> None:
     """Backward gathers the next unit before the current one computes, after it and before its reduction, or never."""
-    depth = 4
-    pair = pair_by_units(rank, models.Tower(dim=9, depth=depth), reshard_after_forward=True, gathers_ahead=when)
-    layers = [f"layers.{index}" for index in reversed(range(depth))]
+    pair, layers = layers_of(rank, 4, gathers_ahead=when)
+    layers.reverse()
     found: dict[str, list[str]] = {}
     for name in layers:
         _watch_backward(pair, name, found)
@@ -263,18 +258,11 @@ def test_when_backward_gathers_ahead(rank: Rank, when: Any) -> None:
 @pytest.mark.parametrize("ahead", [False, True])
 def test_forward_gathers_ahead(rank: Rank, ahead: bool) -> None:
     """If set, each unit gathers its successor of the first forward before it computes, from the second forward on."""
-    depth = 4
-    pair = pair_by_units(
-        rank,
-        models.Tower(dim=9, depth=depth),
-        reshard_after_forward=True,
-        gathers_ahead_in_forward=ahead,
-        bounds_gathers=not ahead,
-    )
-    units = ["(root)", *(f"layers.{index}" for index in range(depth))]
+    pair, layers = layers_of(rank, 4, gathers_ahead_in_forward=ahead, bounds_gathers=not ahead)
+    units = ["(root)", *layers]
     found: list[list[str]] = []
-    for index in range(depth):
-        pair.adapter.submodule(f"layers.{index}.in_proj").register_forward_pre_hook(
+    for name in layers:
+        pair.adapter.submodule(f"{name}.in_proj").register_forward_pre_hook(
             lambda module, args: found.append([item.unit for item in pair.last_trace() if item.kind == "all_gather"])
         )
     for step in range(3):
@@ -290,11 +278,8 @@ def test_forward_gathers_ahead(rank: Rank, ahead: bool) -> None:
 @needs(Capability.GATHERS_AHEAD, Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD)
 def test_evaluations_gather_ahead(rank: Rank) -> None:
     """Evaluations gather ahead as forwards do, also if one of them is the first forward of all."""
-    depth = 4
-    run = run_by_units(
-        rank, models.Tower(dim=9, depth=depth), reshard_after_forward=True, gathers_ahead_in_forward=True
-    )
-    layers = [f"layers.{index}" for index in range(depth)]
+    model, layers = models.Tower(dim=9, depth=4), [f"layers.{index}" for index in range(4)]
+    run = run_by_units(rank, model, reshard_after_forward=True, gathers_ahead_in_forward=True)
     found: list[list[str]] = []
     begin = 0
     for name in layers:
@@ -319,16 +304,16 @@ def test_evaluations_gather_ahead(rank: Rank) -> None:
 def test_units_that_run_twice(rank: Rank, when: Any, ahead: bool, reshard_after_forward: bool) -> None:
     """Units that run twice train as DDP does with any prefetch setting, on replicas and with bounded gathers."""
     mesh = rank.mesh((2, 2), ("replicate", "shard")) if ahead else None
-    pair = pair_by_units(
-        rank,
-        RepeatedTower(9),
-        mesh=mesh,
-        reshard_after_forward=reshard_after_forward,
-        gathers_ahead=when,
-        gathers_ahead_in_forward=ahead,
-        bounds_gathers=ahead == reshard_after_forward,
-    )
+    options: dict[str, Any] = {"gathers_ahead_in_forward": ahead, "bounds_gathers": ahead == reshard_after_forward}
+    options |= {"mesh": mesh, "reshard_after_forward": reshard_after_forward, "gathers_ahead": when}
+    pair = pair_by_units(rank, RepeatedTower(9), **options)
     train_and_check(pair, batches(rank, 3, (4, 9)))
+
+
+def layers_of(rank: Rank, depth: int, **options: Any) -> tuple[Pair, list[str]]:
+    """A pair of layers that are freed after forward, and their names (collective)."""
+    pair = pair_by_units(rank, models.Tower(dim=9, depth=depth), reshard_after_forward=True, **options)
+    return pair, [f"layers.{index}" for index in range(depth)]
 
 
 def _watch_backward(pair: Pair, name: str, found: dict[str, list[str]]) -> None:

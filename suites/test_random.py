@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -33,10 +35,7 @@ MEANS: tuple[Means, ...] = ("hooks", "wrapper", "call", "reentrant-call")
 
 
 class Dropping(nn.Module):
-    """``dropout(x * weight) + shift``, element by element; half of the products are dropped.
-
-    Input and output: (rows, columns).
-    """
+    """``dropout(x * weight) + shift``, element by element; half of the products are dropped."""
 
     def __init__(self, rows: int, columns: int) -> None:
         super().__init__()
@@ -50,10 +49,7 @@ class Dropping(nn.Module):
 
 
 class DroppingStack(Stacked):
-    """A parameter and a dropout of the root, and two units of :class:`Dropping`.
-
-    Input and output: (rows, columns).
-    """
+    """A parameter and a dropout of the root, and two units of :class:`Dropping`."""
 
     def __init__(self, rows: int = 7, columns: int = 5) -> None:
         super().__init__()
@@ -75,14 +71,9 @@ def test_masks_of_dropout(rank: Rank, means: Means | None, reshard_after_forward
     torch.manual_seed(rank.seeds.init + rank.index)
     generators = [Generator(rank.device), Generator(rank.device)]
     with generators[0].in_use():
-        run, replica = run_and_replica(
-            rank,
-            model,
-            units=model.units(),
-            optimizer=optim.sgd(),
-            reshard_after_forward=reshard_after_forward,
-            prepare=(lambda plain: recompute(plain, means)) if means else None,
-        )
+        prepare = functools.partial(recompute, means=means) if means else None
+        options: dict[str, Any] = {"reshard_after_forward": reshard_after_forward, "prepare": prepare}
+        run, replica = run_and_replica(rank, model, units=model.units(), optimizer=optim.sgd(), **options)
     for step in range(3):
         batch = [(rank.batch(step, SHAPE),)]
         with generators[1].in_use():

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shardproof.suites.common import batches, checked_steps, pair_by_units, train_and_check
+from shardproof.suites.common import batches, checked_steps, pair_by_units, run_by_units, train_and_check
 from shardproof.testing import (
     RESHARD,
     RESHARD_ROOT,
@@ -37,7 +37,8 @@ SPANS = pytest.mark.parametrize(
     "span", ["two-layers", "two-layers-reentrant", "to-the-end", "part-of-a-layer", "matrices-saved"]
 )
 COUNTS = needs(Capability.RECOMPUTES_GATHERED, Capability.COUNTED_UNITS)
-AHEAD = pytest.mark.parametrize("ahead", [None, pytest.param(True, marks=needs(Capability.GATHERS_AHEAD))])
+CHOOSES = needs(Capability.GATHERS_AHEAD)
+AHEAD = pytest.mark.parametrize("ahead", [None, pytest.param(True, marks=CHOOSES)])
 
 CONFIG = models.TransformerConfig(layers=3, vocabulary=61, length=16, heads=4)
 
@@ -96,10 +97,8 @@ def test_recomputed_units_gather_nothing_ahead(rank: Rank, means: Means) -> None
 def test_the_same_order(rank: Rank, means: Means) -> None:
     """Backward gathers and reduces in the order that it has without recomputation, units ahead of their use."""
     model = models.Tower(dim=9)
-    runs = [
-        rank.run(models.copy_of(model), units=model.units()),
-        rank.run(model, units=model.units(), prepare=lambda plain: recompute(plain, means)),
-    ]
+    prepares = (None, lambda plain: recompute(plain, means))
+    runs = [run_by_units(rank, models.copy_of(model), prepare=one) for one in prepares]
     batch = rank.batch(0, (4, 9)).requires_grad_()
     for _ in range(2):
         orders = []
@@ -161,11 +160,7 @@ def test_one_gather_serves_a_span(
 @COUNTS
 @pytest.mark.parametrize("span", ["two-layers", "two-layers-reentrant"])
 @pytest.mark.parametrize(
-    "ahead",
-    [
-        pytest.param(None, marks=needs(Capability.GATHER_ORDER)),
-        pytest.param("before-backward", marks=needs(Capability.GATHERS_AHEAD)),
-    ],
+    "ahead", [pytest.param(None, marks=needs(Capability.GATHER_ORDER)), pytest.param("before-backward", marks=CHOOSES)]
 )
 def test_the_unit_before_a_span_is_gathered_ahead(rank: Rank, ahead: Any, span: Span) -> None:
     """The unit that backward reaches after a span is gathered before the span's first unit is reduced, each step."""
@@ -208,12 +203,7 @@ def test_recomputed_unit_runs_twice(rank: Rank, reshard_after_forward: bool | No
     The caller recomputes more than the unit, so that the second recomputation finds the unit freed.
     """
     computations = Computations(inside="in_proj")
-    pair = pair_by_units(
-        rank,
-        RepeatedTower(dim=9),
-        reshard_after_forward=reshard_after_forward,
-        prepare=lambda plain: recompute(computations.watch(plain), means),
-    )
+    pair = make_watched(rank, RepeatedTower(dim=9), computations, means, reshard_after_forward=reshard_after_forward)
     for step in range(3):
         pair.step(rank.batch(step, (4, 9)), before_loss=computations.before_loss, set_to_none=step % 2 == 0)
         computations.check(times=2)
@@ -223,10 +213,12 @@ def test_recomputed_unit_runs_twice(rank: Rank, reshard_after_forward: bool | No
 def make(rank: Rank, means: Means, **options: Any) -> tuple[Pair, Computations]:
     """A transformer whose layers are units that are recomputed by ``means``."""
     computations = Computations(inside="w1")
-    pair = pair_by_units(
-        rank, models.Transformer(CONFIG), prepare=lambda plain: recompute(computations.watch(plain), means), **options
-    )
-    return pair, computations
+    return make_watched(rank, models.Transformer(CONFIG), computations, means, **options), computations
+
+
+def make_watched(rank: Rank, model: Any, computations: Computations, means: Means, **options: Any) -> Pair:
+    """A model whose units are recomputed by ``means``, and each computation counted."""
+    return pair_by_units(rank, model, prepare=lambda plain: recompute(computations.watch(plain), means), **options)
 
 
 def make_spans(rank: Rank, span: Span, **options: Any) -> Pair:

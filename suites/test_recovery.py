@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardproof.suites.common import run_and_plain, tower, two_runs
+from shardproof.suites.common import run_and_plain, run_by_units, tower, two_runs
 from shardproof.testing import (
     FLAT,
     RESHARD,
@@ -91,8 +91,7 @@ class Trap:
 @pytest.mark.parametrize("phase", ["forward", "backward", "evaluation"])
 def test_exception(rank: Rank, phase: str, reshard_after_forward: bool | int | None) -> None:
     """After an exception in the first or a later forward or backward, in the second of four units, training goes on."""
-    model = models.Tower(dim=DIM, depth=DEPTH)
-    check_recovery(rank, model, phase, units=model.units(), reshard_after_forward=reshard_after_forward)
+    check_recovery(rank, phase, reshard_after_forward=reshard_after_forward)
 
 
 @contract("RECOVERY-1")
@@ -111,8 +110,7 @@ def test_recovery_before_the_first_forward(rank: Rank) -> None:
 @pytest.mark.parametrize("phase", ["forward", "backward", "evaluation"])
 def test_interrupt(rank: Rank, phase: str) -> None:
     """User code that recovers from an interrupt, which ``except Exception`` does not catch, trains on."""
-    model = models.Tower(dim=DIM, depth=DEPTH)
-    check_recovery(rank, model, phase, error=Interrupted, units=model.units())
+    check_recovery(rank, phase, error=Interrupted)
 
 
 @contract("RECOVERY-1")
@@ -121,8 +119,7 @@ def test_interrupt(rank: Rank, phase: str) -> None:
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_exception_in_a_unit_of_several_modules(rank: Rank, phase: str) -> None:
     """A model recovers from an exception in a unit of which some modules have run, and others have not."""
-    model = models.Tower(dim=DIM, depth=DEPTH)
-    check_recovery(rank, model, phase, units=[["layers.1", "layers.2", "layers.3"], ["layers.4"]])
+    check_recovery(rank, phase, units=[["layers.1", "layers.2", "layers.3"], ["layers.4"]])
 
 
 @contract("RECOVERY-1")
@@ -164,7 +161,7 @@ def test_exception_in_a_recomputation(rank: Rank, means: Means) -> None:
     """A model recovers from an exception while backward computes a unit again."""
     model = models.NormedStack(dim=DIM)
     units = [["norm"], *model.units()]
-    check_recovery(rank, model, "recomputation", units=units, prepare=lambda plain: recompute(plain, means))
+    check_recovery(rank, "recomputation", model, units=units, prepare=lambda plain: recompute(plain, means))
 
 
 @contract("RECOVERY-1")
@@ -183,11 +180,9 @@ def test_exception_in_a_recomputation(rank: Rank, means: Means) -> None:
 @pytest.mark.parametrize("defers", [False, True], ids=["last", "deferred"])
 def test_exception_in_a_later_microbatch(rank: Rank, defers: bool, phase: str, replicas: int, skips: Any) -> None:
     """Recovery drops the gradients of earlier microbatches, reduced or not, and ends the deferral of the failed one."""
-    model = models.Tower(dim=DIM, depth=DEPTH)
     mesh = rank.mesh((replicas, 4 // replicas), ("replicate", "shard")) if replicas > 1 else None
-    how = Accumulation(skips=skips)
-    options: dict[str, Any] = {"units": model.units(), "mesh": mesh, "microbatches": 2, "accumulation": how}
-    check_recovery(rank, model, phase, defers=defers, **options)
+    options: dict[str, Any] = {"mesh": mesh, "microbatches": 2, "accumulation": Accumulation(skips=skips)}
+    check_recovery(rank, phase, defers=defers, **options)
 
 
 @contract("RECOVERY-1")
@@ -238,13 +233,8 @@ def test_process_groups_made_anew(
             leaves = True if reshard_after_forward == 2 and size <= 2 else reshard_after_forward
             with worlds.of(size) as member:
                 torch.manual_seed(rank.seeds.init + number)
-                run = member.run(
-                    models.Tower(dim=DIM),
-                    units=model.units(),
-                    optimizer=optim.sgd(),
-                    reshard_after_forward=leaves,
-                    default_mesh=default_mesh,
-                )
+                options: dict[str, Any] = {"reshard_after_forward": leaves, "default_mesh": default_mesh}
+                run = run_by_units(member, models.Tower(dim=DIM), optimizer=optim.sgd(), **options)
                 if number:
                     # Other values and states, all of which the checkpoint has to replace.
                     run.step([(parts_of(member, 7)[member.index],)], loss=models.mean_square)
@@ -313,17 +303,15 @@ def test_function_for_every_module_after_an_exception(rank: Rank, phase: str) ->
 def test_exception_where_parameters_are_whole(rank: Rank, shards: bool, flat: bool) -> None:
     """If user code fails while parameters are full, they are sharded again, with the values that it has written."""
     model = models.Tower(dim=DIM, depth=DEPTH)
-    plain = models.copy_of(model).to(rank.device)
-    options: dict[str, Any] = {"units": model.units(), "flat_parameters": flat, "shards": shards}
-    options["optimizer"] = optim.sgd()
-    run = rank.run(model, **options)
+    options: dict[str, Any] = {"flat_parameters": flat, "shards": shards, "optimizer": optim.sgd()}
+    run, plain = run_and_plain(rank, model, **options)
     for _ in range(2):
         with pytest.raises(Injected), run.adapter.whole_parameters(WholeParameters()) as found:
             states.write(found)
             raise Injected("whole")
         states.write(dict(plain.named_parameters()))
         states.check_values(run, plain)
-    twin = rank.run(plain, **options)
+    twin = run_by_units(rank, plain, **options)
     for step in range(2):
         check_twins(rank, run, twin, step)
 
@@ -419,8 +407,8 @@ class Failing(torch.nn.Module):
 
 def check_recovery(
     rank: Rank,
-    model: torch.nn.Module,
     phase: str,
+    model: Any = None,
     *,
     error: type[BaseException] = Injected,
     defers: bool = False,
@@ -431,8 +419,9 @@ def check_recovery(
     Each step issues the collectives of a run without failures. With ``defers`` the failing microbatch is not the last
     one of its step.
     """
-    sound = rank.run(models.copy_of(model), **options)
-    pair = rank.pair(model, **options)
+    model = model or models.Tower(dim=DIM, depth=DEPTH)
+    options = {"units": model.units()} | options
+    sound, pair = rank.run(models.copy_of(model), **options), rank.pair(model, **options)
     trap, census = Trap(error=error), Census(pair.sharded)
     trap.lay(pair.sharded, PLACE)
     for step in range(3):

@@ -86,15 +86,8 @@ def test_divide_factors(rank: Rank, replicas: bool, factors: dict[str, float], d
     # All gradients are far from the smallest float16, so that a part of the division before the sum loses nothing.
     for value in (*model.parameters(), model.low.offset, model.high.offset):
         value.data.abs_().add_(1)
-    run, replica = run_and_replica(
-        rank,
-        model,
-        units=[["low"], ["high"]],
-        mesh=mesh,
-        optimizer=optim.sgd(lr=2.0**-10),
-        divide_factors=factors,
-        precision=Precision(reduce=dtype),
-    )
+    options: dict[str, Any] = {"mesh": mesh, "divide_factors": factors, "precision": Precision(reduce=dtype)}
+    run, replica = run_and_replica(rank, model, units=[["low"], ["high"]], optimizer=optim.sgd(lr=2.0**-10), **options)
     for step in range(2):
         batch = [(rank.batch(step, SHAPE).abs() + 1,)]
         expected = replica.step(batch, loss=torch.sum)
@@ -282,8 +275,7 @@ def test_collectives_of_a_script_on_replicas(rank: Rank, unit: str) -> None:
 @OF_A_UNIT
 def test_gather_of_a_script_among_fewer_ranks(rank: Rank, unit: str) -> None:
     """Resharded to groups of two, the unit's custom all-gather also gathers it in backward, within the two."""
-    model, gather = models.Tower(dim=9), Own()
-    pair = rank.pair(model, units=model.units(), reshard_after_forward=2)
+    gather, pair = Own(), tower(rank, reshard_after_forward=2)
     pair.adapter.change(Settings(gather=gather), unit=unit)
     for step in range(2):
         gather.groups.clear()
@@ -296,8 +288,7 @@ def test_gather_of_a_script_among_fewer_ranks(rank: Rank, unit: str) -> None:
 
 def check_collectives_of_a_script(rank: Rank, unit: str, *, mesh: DeviceMesh | None = None) -> None:
     """Train a tower of which one unit has custom collectives."""
-    model, (gather, reduce) = models.Tower(dim=9), (Own(), Own())
-    pair = rank.pair(model, units=model.units(), mesh=mesh, reshard_after_forward=True)
+    gather, reduce, pair = Own(), Own(), tower(rank, mesh=mesh, reshard_after_forward=True)
     # This changes nothing where the process group has no allocator of its own.
     pair.adapter.change(Settings(group_memory=True), unit="layers.0")
     pair.adapter.change(Settings(gather=gather, reduce_scatter=reduce), unit=unit)
@@ -351,8 +342,7 @@ def check_sums_alone(rank: Rank, *, mesh: DeviceMesh | None = None) -> None:
 
     In the last step user code sets the number of ranks as the divide factor, which is the default divisor.
     """
-    model, reduces = models.Tower(dim=9), {"layers.0": Own(), "layers.1": Own()}
-    pair = rank.pair(model, units=model.units(), mesh=mesh)
+    reduces, pair = {"layers.0": Own(), "layers.1": Own()}, tower(rank, mesh=mesh)
     for name, reduce in reduces.items():
         pair.adapter.change(Settings(reduce_scatter=reduce), unit=name)
     for step, sums in enumerate([False, True, False, True]):
@@ -445,12 +435,10 @@ def compare_gradients(
     for name, piece in usual.items():
         mine = found[name]
         assert (piece is None) == (mine is None), f"only one of the runs has a gradient of {name!r}"
-        if piece is not None and mine is not None:
-            expected = piece.tensor * (times if name in doubled else 1)
-            if exact:
-                difference = exact_difference(mine.tensor, expected)
-                where = f"gradient of {name!r} in {step_label(step)}"
-                assert difference is None, f"{where}: element, found and expected: {difference}"
+        if exact and piece is not None and mine is not None:
+            difference = exact_difference(mine.tensor, piece.tensor * (times if name in doubled else 1))
+            where = f"gradient of {name!r} in {step_label(step)}"
+            assert difference is None, f"{where}: element, found and expected: {difference}"
     for run in runs:
         run.adapter.zero_grad(set_to_none=True)
 
@@ -522,11 +510,8 @@ def test_nan_stays_in_its_element(rank: Rank, value: float) -> None:
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_fresh_memory_is_not_read(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """Uninitialized memory reaches no gradient, no norm and no parameter."""
-    pair = tower(
-        rank,
-        reshard_after_forward=reshard_after_forward,
-        clip=Clip(0.01) if Capability.CLIPPING in rank.implementation.capabilities() else None,
-    )
+    clip = Clip(0.01) if Capability.CLIPPING in rank.implementation.capabilities() else None
+    pair = tower(rank, reshard_after_forward=reshard_after_forward, clip=clip)
     for step in range(3):
         with memory_of_nan():
             pair.step(rank.batch(step, (4, 9)))

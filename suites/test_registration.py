@@ -67,7 +67,6 @@ def test_after_forward(rank: Rank, dim: int, units: list[list[str]], reshard_aft
 
 
 @contract("REGISTRATION-1")
-@world(2, 4)
 @needs(Capability.MANUAL_RESHARD, Capability.RESHARD_TO_SIZE, Capability.ROOT_RESHARD)
 @pytest.mark.parametrize("replicas", [False, pytest.param(True, marks=[needs(Capability.HYBRID), meaningful_from(4)])])
 def test_size_of_the_mesh(rank: Rank, replicas: bool) -> None:

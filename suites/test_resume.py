@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, Sta
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from shardproof.suites.common import run_by_units
 from shardproof.testing import (
     FLAT,
     RESHARD,
@@ -42,14 +43,10 @@ from shardproof.testing import (
 
 
 class BackgroundSave:
-    """A save that has been asked for and is not done yet.
+    """A save that has been asked for and is not done yet; another thread issues its collectives, on a group of its own.
 
-    Args:
-        run: the run to save.
-        directory: where it is written.
-        group: for the collectives of the save alone, which another thread issues; with a backend for the CPU.
-        copies_at_once: whether the values are copied before the constructor returns, as is torch's default; otherwise
-            by :meth:`copy`, before the optimizer steps, as where a thread copies while the next forward runs.
+    With ``copies_at_once`` the values are copied before the constructor returns, as is torch's default; otherwise by
+    :meth:`copy`, before the optimizer steps, as where a thread copies while the next forward runs.
     """
 
     def __init__(self, run: Run, directory: pathlib.Path, group: dist.ProcessGroup, *, copies_at_once: bool) -> None:
@@ -72,11 +69,7 @@ class BackgroundSave:
             self._late.copy()
 
     def finish(self) -> None:
-        """Write the copied values, and wait until they are written.
-
-        Raises:
-            Exception: the error that the other thread has raised.
-        """
+        """Write the copied values, and wait until they are written; raise the error of the other thread."""
         self._may_write.set()
         self._done.result()
         self._stager.close()
@@ -93,12 +86,6 @@ def saving(rank: Rank, run: Run, directory: pathlib.Path, *, copies_at_once: boo
     """Save a run in the background while the context runs, and wait for the save at its end (collective).
 
     The world's own groups must have a backend for the CPU.
-
-    Args:
-        rank: this rank.
-        run: the run to save.
-        directory: where it is written.
-        copies_at_once: see :class:`BackgroundSave`.
     """
     group = dist.new_group(backend="gloo")
     assert isinstance(group, dist.ProcessGroup)
@@ -195,17 +182,8 @@ def test_two_dimensions(rank: Rank, sequence: bool, optimizer: Literal["adam", "
     """Model and optimizer, sharded over data- and tensor-parallel ranks, are restored bit for bit."""
     mesh = rank.mesh((2, 2), ("dp", "tp"))
 
-    def make(number: int) -> Run:
-        torch.manual_seed(rank.seeds.init + number)
-        model = SplitTransformer()
-        return rank.run(
-            model,
-            units=model.units(),
-            mesh=mesh["dp"],
-            optimizer=optim.in_two_groups(optimizer, lr=LR * (1 + 2 * number)),
-            prepare=functools.partial(parallelize_transformer, mesh=mesh["tp"], sequence=sequence),
-        )
-
+    prepare = functools.partial(parallelize_transformer, mesh=mesh["tp"], sequence=sequence)
+    make = maker(rank, SplitTransformer, optimizer, mesh=mesh["dp"], prepare=prepare)
     check_resumes(rank, make, SplitTransformer(), reuses=reuses, mesh=mesh["dp"])
 
 
@@ -219,13 +197,7 @@ def test_one_dimension_and_replicas(rank: Rank, layout: Layout, reuses: bool) ->
     """Model and optimizer on a one-dimensional mesh, and on replicas, are restored bit for bit, ties too."""
     config = models.TransformerConfig(is_tied=True)
     mesh = rank.mesh((2, 2), ("replicate", "shard")) if layout == "replicas" else rank.mesh()
-
-    def make(number: int) -> Run:
-        torch.manual_seed(rank.seeds.init + number)
-        model = models.Transformer(config)
-        optimizer = optim.in_two_groups("adamw", lr=LR * (1 + 2 * number))
-        return rank.run(model, units=model.units(), mesh=mesh, optimizer=optimizer)
-
+    make = maker(rank, functools.partial(models.Transformer, config), mesh=mesh)
     check_resumes(rank, make, models.Transformer(config), reuses=reuses, mesh=mesh)
 
 
@@ -235,15 +207,14 @@ def test_one_dimension_and_replicas(rank: Rank, layout: Layout, reuses: bool) ->
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        pytest.param("shards", "replicas", marks=HYBRID),
-        pytest.param("replicas", "shards", marks=HYBRID),
-        pytest.param("shards", "tensor", marks=TWO_DIMENSIONS),
-        pytest.param("tensor", "shards", marks=TWO_DIMENSIONS),
+        pytest.param(*layouts, marks=marks)
+        for other, marks in (("replicas", HYBRID), ("tensor", TWO_DIMENSIONS))
+        for layouts in (("shards", other), (other, "shards"))
     ],
 )
 def test_onto_another_mesh(rank: Rank, before: Layout, after: Layout) -> None:
     """A checkpoint of one mesh loads on another: all values, states and learning rates are the saved ones."""
-    (make, mesh), (make_other, other_mesh) = maker(rank, before), maker(rank, after)
+    (make, mesh), (make_other, other_mesh) = (maker_on(rank, layout) for layout in (before, after))
     saved, loaded = make(0), make_other(1)
     train_step(rank, saved, 0, mesh)
     train_step(rank, loaded, 0, other_mesh)
@@ -355,25 +326,25 @@ def check_weights(found: Mapping[str, torch.Tensor], unsharded: nn.Module, pictu
         assert torch.equal(cut, piece.tensor), f"{name} of the full weights is not the parameter after the step"
 
 
-def maker(rank: Rank, layout: Layout) -> tuple[Make, DeviceMesh]:
-    """A function that makes a run on one of the meshes, and that run's data-parallel mesh."""
-    dims: dict[Layout, tuple[str, ...]] = {
-        "shards": ("dp",),
-        "replicas": ("replicate", "shard"),
-        "tensor": ("dp", "tp"),
-    }
-    names = dims[layout]
-    mesh = rank.mesh((2, 2) if len(names) > 1 else None, names)
-    parallel = mesh["dp"] if layout == "tensor" else mesh
-    prepare = functools.partial(parallelize_transformer, mesh=mesh["tp"]) if layout == "tensor" else None
+def maker(rank: Rank, build: Callable[[], Any], optimizer: Literal["adam", "adamw"] = "adamw", **options: Any) -> Make:
+    """A function that makes a run of a model."""
 
     def make(number: int) -> Run:
         torch.manual_seed(rank.seeds.init + number)
-        model = SplitTransformer()
-        optimizer = optim.in_two_groups("adamw", lr=LR * (1 + 2 * number))
-        return rank.run(model, units=model.units(), mesh=parallel, optimizer=optimizer, prepare=prepare)
+        return run_by_units(
+            rank, build(), optimizer=optim.in_two_groups(optimizer, lr=LR * (1 + 2 * number)), **options
+        )
 
-    return make, parallel
+    return make
+
+
+def maker_on(rank: Rank, layout: Layout) -> tuple[Make, DeviceMesh]:
+    """A function that makes a run on one of the meshes, and that run's data-parallel mesh."""
+    names = {"shards": ("dp",), "replicas": ("replicate", "shard"), "tensor": ("dp", "tp")}[layout]
+    mesh = rank.mesh((2, 2) if len(names) > 1 else None, names)
+    parallel = mesh["dp"] if layout == "tensor" else mesh
+    prepare = functools.partial(parallelize_transformer, mesh=mesh["tp"]) if layout == "tensor" else None
+    return maker(rank, SplitTransformer, mesh=parallel, prepare=prepare), parallel
 
 
 def train_step(rank: Rank, run: Run, number: int, mesh: DeviceMesh) -> StepPicture:

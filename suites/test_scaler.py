@@ -32,6 +32,7 @@ from shardproof.testing import (
 pytestmark = needs(Capability.LOSS_SCALING, Capability.OWN_OPTIMIZER)
 LOW = needs(Capability.MIXED_PRECISION)
 HALF = Precision(compute=torch.float16, reduce=torch.float32)
+PINNED = pytest.param("pinned", marks=needs(Hardware.ACCELERATOR))
 SHAPE = (7, 6)
 UNITS = (("low",), ("high",))
 SCALE = 2.0**10
@@ -42,11 +43,7 @@ SCALES = [SCALE, SCALE / 2, SCALE / 2, SCALE, SCALE / 2]
 
 
 class Scaling:
-    """Scales the losses of a sharded run and of its baseline, each by a scaler of its own.
-
-    Args:
-        clip: how gradients are clipped. The sharded run clips them itself.
-    """
+    """Scales the losses of a sharded run, which clips by itself, and of its baseline, each by a scaler of its own."""
 
     def __init__(self, clip: Clip | None) -> None:
         self._scalers: dict[Trainee, torch.amp.GradScaler] = {}
@@ -113,13 +110,7 @@ def test_tensor_parallel_shards(rank: Rank, precision: Precision) -> None:
 @contract("SCALER-2")
 @world(2)
 @needs(Capability.OFFLOAD)
-@pytest.mark.parametrize(
-    "offload",
-    [
-        pytest.param("pageable", marks=needs(Capability.PAGEABLE_OFFLOAD)),
-        pytest.param("pinned", marks=needs(Hardware.ACCELERATOR)),
-    ],
-)
+@pytest.mark.parametrize("offload", [pytest.param("pageable", marks=needs(Capability.PAGEABLE_OFFLOAD)), PINNED])
 @pytest.mark.parametrize("delayed", [False, pytest.param(True, marks=needs(Hardware.STREAMS))])
 def test_gradients_on_the_cpu(rank: Rank, delayed: bool, offload: str) -> None:
     """An infinite gradient on the CPU, also a late one, makes all ranks skip the step and lower the scale."""
@@ -130,16 +121,10 @@ def test_gradients_on_the_cpu(rank: Rank, delayed: bool, offload: str) -> None:
 def check(rank: Rank, **options: Any) -> None:
     """Train five steps, in two of which a gradient is infinite, and compare each with full copies and plain scaling."""
     scaling = Scaling(options.get("clip"))
-    run, replica = run_and_replica(
-        rank,
-        mixed.Mixed(*SHAPE),
-        units=UNITS,
-        # Powers of two, so that a kernel on the CPU and one on a device round alike.
-        optimizer=optim.sgd(lr=2.0**-5, momentum=0.5),
-        after_backward=scaling.unscale,
-        step=scaling.step,
-        **options,
-    )
+    # Powers of two, so that a kernel on the CPU and one on a device round alike.
+    optimizer = optim.sgd(lr=2.0**-5, momentum=0.5)
+    hooks: dict[str, Any] = {"after_backward": scaling.unscale, "step": scaling.step}
+    run, replica = run_and_replica(rank, mixed.Mixed(*SHAPE), units=UNITS, optimizer=optimizer, **hooks, **options)
     scaling.begin(run, replica)
     for step, expected_scale in enumerate(SCALES):
         x = rank.batch(step, SHAPE, mesh=options.get("mesh"))

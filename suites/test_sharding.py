@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from shardproof.testing import (
     Clip,
     Precision,
     Rank,
+    Run,
     StepPicture,
     WholeParameters,
     check_exact,
@@ -33,6 +35,8 @@ from shardproof.testing import (
     world,
 )
 
+pytestmark = world(2, 4)
+
 _CHOOSES, _REPLICAS = needs(Capability.RESHARD_AFTER_FORWARD), [needs(Capability.HYBRID), meaningful_from(4)]
 #: How parameters are placed on the ranks, and whether forward frees the units that it has gathered.
 LAYOUTS = [
@@ -47,7 +51,6 @@ LAYOUTS = [
 
 
 @contract("SHARDING-1")
-@world(2, 4)
 @needs(Capability.SHARDED)
 def test_rank_holds_its_share(rank: Rank) -> None:
     """After backward and after a step with momentum, parameters, gradients and state are divided as declared."""
@@ -80,7 +83,6 @@ def test_rank_holds_its_share(rank: Rank) -> None:
 
 
 @contract("SHARDING-1")
-@world(2, 4)
 def test_state_is_divided(rank: Rank) -> None:
     """The optimizer's state is divided if the implementation declares it, and full on each rank if not."""
     model = models.Tower(dim=17)
@@ -100,7 +102,6 @@ def test_state_is_divided(rank: Rank) -> None:
 
 
 @contract("SHARDING-1")
-@world(2, 4)
 def test_bytes_that_a_step_adds(rank: Rank) -> None:
     """The bytes that backward and a first step with momentum add are a share of gradients and state, if divided.
 
@@ -136,7 +137,6 @@ def test_bytes_that_a_step_adds(rank: Rank) -> None:
 
 
 @contract("SHARDING-2")
-@world(2, 4)
 @needs(Capability.REPLICAS_ALONE, Capability.COUNTED_UNITS, Capability.DEFERRED_REDUCTION, Capability.CLIPPING)
 @pytest.mark.parametrize(
     "flat", [False, pytest.param(True, marks=needs(Capability.FLAT_PARAMETERS))], ids=["originals", "flat"]
@@ -154,7 +154,6 @@ def test_whole_on_every_rank(rank: Rank, flat: bool) -> None:
 
 
 @contract("SHARDING-3")
-@world(2, 4)
 @needs(Capability.FLAT_PARAMETERS, Capability.DEFERRED_REDUCTION, Capability.CLIPPING)
 @pytest.mark.parametrize("flat", [False, True], ids=["originals", "flat"])
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -163,16 +162,9 @@ def test_layouts_of_both_kinds(rank: Rank, layout: tuple[str, bool | None], flat
     kind, reshard_after_forward = layout
     # Two ranks form one replica: with two replicas, each would be one rank.
     mesh = rank.mesh((rank.world_size // 2, 2), ("replicate", "shard")) if kind == "replicas" else None
-    pair = tower(
-        rank,
-        mesh=mesh,
-        shards=kind != "replicas-alone",
-        reshard_after_forward=reshard_after_forward,
-        flat_parameters=flat,
-        microbatches=2,
-        accumulation=Accumulation(),
-        clip=Clip(0.01),
-    )
+    options: dict[str, Any] = {"mesh": mesh, "shards": kind != "replicas-alone", "flat_parameters": flat}
+    options |= {"reshard_after_forward": reshard_after_forward, "clip": Clip(0.01)}
+    pair = tower(rank, microbatches=2, accumulation=Accumulation(), **options)
     train_and_check(pair, batches(rank, 3, (4, 9), microbatches=2), set_to_none="even")
 
 
@@ -218,6 +210,15 @@ def test_changes_of_what_is_whole_in_another_dtype(rank: Rank, change: str) -> N
     assert torch.equal(found, expected), f"an evaluation after a change ({change}) uses what one before it has cast"
 
 
+def halve(run: Run, *, in_place: bool) -> None:
+    """Halve the data of all parameters, in place or by new data."""
+    for parameter in run.adapter.named_parameters().values():
+        if in_place:
+            parameter.data.mul_(0.5)
+        else:
+            parameter.data = parameter.data * 0.5
+
+
 @contract("SHARDING-5")
 @world(2)
 @needs(Capability.REPLICAS_ALONE, Capability.FLAT_PARAMETERS)
@@ -231,18 +232,13 @@ def test_new_data_of_what_is_whole(rank: Rank, flat: bool) -> None:
             models.copy_of(model), units=[["low"], ["high"]], optimizer=optim.sgd(), shards=False, flat_parameters=flat
         )
         run.step([(batch,)], loss=torch.sum)
-        for parameter in run.adapter.named_parameters().values():
-            if in_place:
-                parameter.data.mul_(0.5)
-            else:
-                parameter.data = parameter.data * 0.5
+        halve(run, in_place=in_place)
         return run.evaluate((batch,))[0]
 
     assert torch.equal(output(in_place=False), output(in_place=True)), "a forward does not use new data of parameters"
 
 
 @contract("SHARDING-5")
-@world(2, 4)
 @needs(Capability.FLAT_PARAMETERS)
 @FLAT
 @SHARDS
@@ -256,16 +252,11 @@ def test_steps_with_new_data(rank: Rank, shards: bool, flat: bool) -> None:
         )
         for step in range(2):
             run.step([(rank.batch(step, (4, 9)),)], loss=models.mean_square)
-            for parameter in run.adapter.named_parameters().values():
-                if in_place:
-                    parameter.data.mul_(0.5)
-                else:
-                    parameter.data = parameter.data * 0.5
+            halve(run, in_place=in_place)
         return run.step([(rank.batch(2, (4, 9)),)], loss=models.mean_square)
 
-    check_exact(
-        rank, last_step(in_place=False), last_step(in_place=True), step=2, why="the same values, given otherwise"
-    )
+    pictures = (last_step(in_place=one) for one in (False, True))
+    check_exact(rank, *pictures, step=2, why="the same values, given otherwise")
 
 
 @contract("SHARDING-1")

@@ -23,7 +23,6 @@ from shardproof.testing import (
     Kind,
     Precision,
     Rank,
-    Rows,
     Simulation,
     Trace,
     contract,
@@ -36,7 +35,7 @@ from shardproof.testing import (
     simulated,
 )
 
-pytestmark = deadline(900.0)
+pytestmark = [deadline(900.0), simulated()]
 
 UNITS = [[f"layers.{index}"] for index in range(4)]
 REDUCED = ("reduce_scatter", "all_reduce")
@@ -64,7 +63,7 @@ def simulate(
     """One rank of a large world, by default of a model of rows with SGD, on a mesh of these sizes and names."""
     with rank.simulated(index) as world:
         options = {"mesh": world.mesh(*mesh), "units": UNITS, "optimizer": optim.sgd()} | options
-        one = rank.simulation(world, build or functools.partial(Rows, rank.simulates), **options)
+        one = rank.simulation(world, build or functools.partial(shapes.Rows, rank.simulates), **options)
         yield one
         one.close()
 
@@ -107,7 +106,6 @@ def check_bytes(items: Sequence[Collective], expected: Sequence[int], what: str)
 
 
 @contract("SIMULATION-1", "SIMULATION-2")
-@simulated()
 @needs(Capability.COUNTED_UNITS)
 @RESHARDS
 @pytest.mark.parametrize("precision", [Precision(), pytest.param(MIXED, marks=needs(Capability.MIXED_PRECISION))])
@@ -145,7 +143,6 @@ def check_reduced(items: Sequence[Collective], layers: Sequence[int], root: int)
 
 
 @contract("SIMULATION-2")
-@simulated()
 def test_bytes_of_a_step(rank: Rank) -> None:
     """A step moves each parameter at most twice and each gradient once, whatever is sharded."""
     for index in chosen(rank):
@@ -273,7 +270,6 @@ def left_by_tensor_parallelism(index: int, name: str, shape: tuple[int, ...]) ->
 
 
 @contract("SIMULATION-4")
-@simulated()
 @needs(Capability.SHARDED, Capability.ADAM)
 def test_layouts(rank: Rank) -> None:
     """Each rank holds its part of every parameter and of the optimizer's state, also if some rank's part is empty."""
@@ -304,7 +300,6 @@ def documented_parts(one: Simulation) -> dict[str, torch.Tensor]:
 
 
 @contract("SIMULATION-4")
-@simulated()
 @needs(Capability.SHARDED, Capability.ADAM)
 def test_held_between_steps(rank: Rank) -> None:
     """Between two steps a rank holds its shares, twice as much of Adam's state, and no buffer of any unit."""
@@ -336,7 +331,6 @@ AT_A_TIME = {"forward": 3, "backward": 5}
 
 
 @contract("SIMULATION-5")
-@simulated()
 @needs(Capability.SHARDED)
 def test_units_held_at_a_time(rank: Rank) -> None:
     """A step holds few full units, however many ranks and units there are: with more of them, not one byte more."""

@@ -21,6 +21,7 @@ from shardproof.testing import (
     Piece,
     Rank,
     Refusal,
+    Run,
     StateForm,
     built_in_with,
     by_columns,
@@ -97,12 +98,22 @@ def choice(name: str, piece: Piece, before: dict[str, Any], after: dict[str, Any
 pytestmark = [needs(Capability.DISTRIBUTED_CHECKPOINT, Capability.TIED_PARAMETERS, Capability.ADAM), world(2)]
 
 FULL = needs(Capability.FULL_STATE_DICT)
-FORMS = pytest.mark.parametrize(
-    "form", ["sharded", pytest.param("full", marks=FULL), pytest.param("first-rank", marks=FULL)]
-)
+FORMS = pytest.mark.parametrize("form", ["sharded", *(pytest.param(one, marks=FULL) for one in ("full", "first-rank"))])
 WHY = "a state dict is read, or loaded with the values that are there"
 
 Means = Literal["plain", "hooks", "wrapper", "compiled"]
+
+
+def check_outputs(run: Run, twin: Run, batch: tuple[torch.Tensor, ...], message: str) -> None:
+    """Check that evaluations of two runs have the same bits."""
+    assert torch.equal(run.evaluate(batch)[0], twin.evaluate(batch)[0]), message
+
+
+def trained(rank: Rank, **options: Any) -> Run:
+    """A run after one step (collective)."""
+    run = states.make(rank, 0, **options)
+    states.train(rank, run, 0)
+    return run
 
 
 @contract("STATE-1", "STATE-4", "STATE-8")
@@ -124,8 +135,7 @@ def test_names_and_values(rank: Rank, means: Means, form: StateForm) -> None:
                 return model
             return backend.compile_layers(model) if means == "compiled" else recompute(model, means)
 
-        run = states.make(rank, 0, has_extra=True, prepare=prepare, is_traced=means != "compiled")
-        states.train(rank, run, 0)
+        run = trained(rank, has_extra=True, prepare=prepare, is_traced=means != "compiled")
         states.read_and_check(rank, run, form, states.plain(rank, has_extra=True))
 
 
@@ -151,10 +161,8 @@ def test_between_passes(rank: Rank, reshard_after_forward: bool | int | None, fl
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_before_training(rank: Rank, reshard_after_forward: bool | int | None, form: StateForm) -> None:
     """Before its first step, evaluated or not, a model has the values with which it was sharded."""
-    run, unsharded = (
-        states.make(rank, 0, optimizer=None, reshard_after_forward=reshard_after_forward),
-        states.plain(rank),
-    )
+    run = states.make(rank, 0, optimizer=None, reshard_after_forward=reshard_after_forward)
+    unsharded = states.plain(rank)
     expected = {"model": {name: value for name, value in unsharded.state_dict().items() if name in states.SAVED}}
     for evaluates in (False, True):
         if evaluates:
@@ -186,8 +194,7 @@ def test_of_a_module_inside_a_unit(rank: Rank, reshard_after_forward: bool | int
         run.original_module(name).load_state_dict(doubled, assign=how != "copied")
         unsharded.get_submodule(name).load_state_dict({key: value * 2 for key, value in expected.items()})
         twin = rank.run(models.copy_of(unsharded), units=unsharded.units())
-        outputs, others = run.evaluate(batch), twin.evaluate(batch)
-        assert torch.equal(outputs[0], others[0]), f"the forward after loading {name} has other values"
+        check_outputs(run, twin, batch, f"the forward after loading {name} has other values")
 
 
 @contract("STATE-1", "STATE-5")
@@ -196,21 +203,24 @@ def test_of_a_module_inside_a_unit(rank: Rank, reshard_after_forward: bool | int
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_new_data(rank: Rank, reshard_after_forward: bool | int | None, form: StateForm) -> None:
     """New data that user code has assigned to the parameters are saved, and loading replaces them."""
-    run = states.make(rank, 0, reshard_after_forward=reshard_after_forward)
-    states.train(rank, run, 0)
+    run = trained(rank, reshard_after_forward=reshard_after_forward)
     first = states.read_and_check(rank, run, form, states.plain(rank))
     saved = run.adapter.checkpoint(form=form)
     for halves in (1, 2):
-        for parameter in run.adapter.named_parameters().values():
-            parameter.data = parameter.data * 0.5
+        halve(run)
         found = states.read(rank, run, form=form)["model"]
         wrong = [name for name in states.TRAINED if not torch.equal(found[name], first["model"][name] * 0.5**halves)]
         assert not wrong, f"saved with other values than user code gave them: {', '.join(wrong)}"
-    for parameter in run.adapter.named_parameters().values():
-        parameter.data = parameter.data * 0.5
+    halve(run)
     run.adapter.restore(saved, form=form)
     states.check_held(rank, run, first)
     states.check_same(rank, states.read(rank, run, form=form), first)
+
+
+def halve(run: Run) -> None:
+    """Assign new data to all parameters, half of the old, as user code may."""
+    for parameter in run.adapter.named_parameters().values():
+        parameter.data = parameter.data * 0.5
 
 
 @contract("STATE-2")
@@ -219,9 +229,7 @@ def test_new_data(rank: Rank, reshard_after_forward: bool | int | None, form: St
 @SHARDS
 def test_other_strides(rank: Rank, shards: bool, form: StateForm) -> None:
     """Column-major parameters are saved and loaded by index, from and into row-major ones."""
-    runs = [
-        states.make(rank, number, prepare=prepare, shards=shards) for number, prepare in enumerate((None, by_columns))
-    ]
+    runs = [states.make(rank, number, prepare=one, shards=shards) for number, one in enumerate((None, by_columns))]
     for saved, loaded in (runs, runs[::-1]):
         states.check_loads(rank, saved, loaded, form)
 
@@ -243,8 +251,7 @@ def test_whole_states_of_replicas(rank: Rank, replicated: str) -> None:
 def test_sharded_states_of_groups_of_replicas(rank: Rank) -> None:
     """Each replica saves its own shards of the values, also with process groups instead of the mesh."""
     mesh = rank.mesh((2, 2), ("replicate", "shard"))
-    run = states.make(rank, 0, mesh=mesh, as_groups=True)
-    states.train(rank, run, 0)
+    run = trained(rank, mesh=mesh, as_groups=True)
     states.read_and_check(rank, run, "sharded", states.plain(rank))
 
 
@@ -361,19 +368,13 @@ def test_loading_between_passes(
         run.adapter.unshard()
     state = source.adapter.checkpoint(form=form)
     run.adapter.restore(state if after != "sharding" else {"model": state["model"]}, form=form)
-    outputs, expected = run.evaluate(batch), twin.evaluate(batch)
-    assert torch.equal(outputs[0], expected[0]), "the forward after loading does not use what was loaded"
+    check_outputs(run, twin, batch, "the forward after loading does not use what was loaded")
     if after == "sharding":
         return
     run.adapter.zero_grad(set_to_none=True)
     for step in (1, 2):
-        check_exact(
-            rank,
-            states.train(rank, run, step),
-            states.train(rank, twin, step),
-            step=step,
-            why="the same values and states",
-        )
+        pictures = (states.train(rank, one, step) for one in (run, twin))
+        check_exact(rank, *pictures, step=step, why="the same values and states")
 
 
 @contract("STATE-5")
@@ -391,8 +392,7 @@ def test_loading_a_part(rank: Rank, reshard_after_forward: bool | int | None, na
     unsharded = states.plain(rank, number=1).to(rank.device)
     unsharded.load_state_dict({name: states.plain(rank).state_dict()[name]}, strict=False)
     twin = rank.run(unsharded, units=unsharded.units(), reshard_after_forward=reshard_after_forward)
-    outputs, expected = run.evaluate((batch,)), twin.evaluate((batch,))
-    assert torch.equal(outputs[0], expected[0]), f"the forward after loading {name} has other values"
+    check_outputs(run, twin, (batch,), f"the forward after loading {name} has other values")
 
 
 @contract("STATE-6")
@@ -421,8 +421,7 @@ def test_saving_changes_nothing(
     for step in range(3):
         check_exact(rank, states.train(rank, run, step), states.train(rank, twin, step), step=step, why=WHY)
         batch = (rank.batch(step, (3, states.DIM), microbatch=1),)
-        outputs, expected = run.evaluate(batch), twin.evaluate(batch)
-        assert torch.equal(outputs[0], expected[0]), f"the evaluation after {step_label(step)} differs"
+        check_outputs(run, twin, batch, f"the evaluation after {step_label(step)} differs")
         held = census.held()
         save(run.adapter)
         more = {unit: count for unit, count in census.held().items() if count > held.get(unit, 0)}
@@ -498,11 +497,8 @@ def test_whole_state_dicts_are_copies(rank: Rank, form: StateForm, shards: bool,
 @FORMS
 def test_parameters_of_one_element(rank: Rank, form: StateForm) -> None:
     """A scalar of an optimizer's state is saved once per parameter, also where a parameter has one element itself."""
-    run = rank.run(
-        nn.Sequential(nn.Linear(states.DIM, 1), nn.Linear(1, states.DIM)),
-        units=[["0"]],
-        optimizer=optim.adamw(lr=states.LR),
-    )
+    model = nn.Sequential(nn.Linear(states.DIM, 1), nn.Linear(1, states.DIM))
+    run = rank.run(model, units=[["0"]], optimizer=optim.adamw(lr=states.LR))
     states.train(rank, run, 0)
     found = run.adapter.checkpoint(form=form)["optimizer"].get("state", {})
     wrong = {name: state["step"].shape for name, state in found.items() if torch.as_tensor(state["step"]).ndim}
@@ -524,8 +520,7 @@ def test_versions_of_modules(rank: Rank, form: StateForm) -> None:
 @needs(Capability.FLAT_PARAMETERS, Capability.FULL_STATE_DICT)
 def test_numbers_of_steps_that_differ(rank: Rank) -> None:
     """Numbers of steps that differ between parameters are refused where the optimizer has one parameter for them."""
-    run = states.make(rank, 0, for_flat=True, flat_parameters=True)
-    states.train(rank, run, 0)
+    run = trained(rank, for_flat=True, flat_parameters=True)
     state = run.adapter.checkpoint(form="full")
     one = state["optimizer"]["state"]["layers.0.first.bias"]
     one["step"] = one["step"] + 1
@@ -541,8 +536,7 @@ def test_an_optimizer_without_a_parameter_on_one_rank(rank: Rank) -> None:
         given = list(parameters)
         return torch.optim.AdamW(given[: len(given) - rank.index], lr=states.LR)
 
-    run = states.make(rank, 0, for_flat=True, optimizer=of_some)
-    states.train(rank, run, 0)
+    run = trained(rank, for_flat=True, optimizer=of_some)
     refusal = Refusal(rank, lambda: run.adapter.checkpoint(form="full"), may_send=True)
     refusal.check_names("out.bias")
     is_right = "rank 0 is missing" not in str(refusal.text).lower()
@@ -573,9 +567,8 @@ def test_older_calls(rank: Rank, form: StateForm, flat: bool) -> None:
 def test_by_numbers(rank: Rank, flat: bool) -> None:
     """An unsharded model's optimizer loads states by numbers, of two groups too, and its state dict loads back."""
     run = states.make(rank, 0, for_flat=flat, flat_parameters=flat)
-    model = recompute(
-        states.plain(rank, for_flat=flat).to(rank.device), "wrapper"
-    )  # other names, but not in a state dict
+    # Other names, but not in a state dict.
+    model = recompute(states.plain(rank, for_flat=flat).to(rank.device), "wrapper")
     optimizer = (optim.adamw(lr=states.LR) if flat else optim.in_two_groups("adamw", lr=states.LR))(model.parameters())
     states.train(rank, run, 0)
     state = run.adapter.checkpoint(form="full")
@@ -603,8 +596,7 @@ def test_by_numbers(rank: Rank, flat: bool) -> None:
 @FLAT
 def test_an_optimizer_that_names_parameters(rank: Rank, flat: bool) -> None:
     """The states of an optimizer whose own state dict has names instead of numbers are saved as others are."""
-    run = states.make(rank, 0, for_flat=flat, flat_parameters=flat)
-    states.train(rank, run, 0)
+    run = trained(rank, for_flat=flat, flat_parameters=flat)
     expected, optimizer = states.read(rank, run, form="full"), run.adapter.optimizer
     assert optimizer is not None
     names = {id(parameter): name for name, parameter in run.adapter.module.named_parameters()}
@@ -638,24 +630,23 @@ def test_local_states(rank: Rank, flat: bool) -> None:
 )
 def test_states_that_cannot_be_joined(rank: Rank, flaw: str) -> None:
     """States of parameters that together are not the state of a flat parameter are refused on every rank."""
-    run = states.make(rank, 0, for_flat=True, flat_parameters=True)
-    states.train(rank, run, 0)
+    run = trained(rank, for_flat=True, flat_parameters=True)
     state = run.adapter.checkpoint(form="full")
     one = state["optimizer"]["state"]["layers.1.first.bias"]
-    if flaw == "another-shape":
-        one["exp_avg"] = torch.ones(states.DIM + 1)
-    elif flaw == "shapes":
+    changed = {
+        "another-shape": {"exp_avg": torch.ones(states.DIM + 1)},
+        "another-dtype": {"exp_avg": one["exp_avg"].double()},
+        "another-step": {"step": one["step"] + 1},
+        "another-dtype-of-steps": {"step": one["step"].double()},
+    }
+    if flaw == "shapes":
         state["optimizer"]["state"] = {name: {"sums": torch.ones(2, 3)} for name in state["optimizer"]["state"]}
-    elif flaw == "another-dtype":
-        one["exp_avg"] = one["exp_avg"].double()
-    elif flaw == "another-step":
-        one["step"] = one["step"] + 1
-    elif flaw == "another-dtype-of-steps":
-        one["step"] = one["step"].double()
     elif flaw == "no-average":
         del one["exp_avg"]
-    else:
+    elif flaw == "no-state":
         del state["optimizer"]["state"]["layers.1.first.bias"]
+    else:
+        one.update(changed[flaw])
     refusal = Refusal(rank, lambda: run.adapter.restore(state, form="full"), may_send=True)
     refusal.check_names("unflattened parameter", "its parameter", "first.bias")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -19,13 +18,11 @@ from shardproof.testing import (
     Computations,
     Pair,
     Rank,
-    TiedMLP,
-    TiedStack,
-    TwoNames,
     contract,
     models,
     needs,
     recompute,
+    ties,
     with_first,
     world,
 )
@@ -52,10 +49,7 @@ def test_tied_embedding(rank: Rank, recomputes: bool, reshard_after_forward: boo
     config = models.TransformerConfig(layers=3, vocabulary=4 * rank.world_size + 1, is_tied=True)
     model = models.Transformer(config)
     computations = Computations(inside="w1")
-
-    def prepare(plain: Any) -> Any:
-        return recompute(computations.watch(plain), "hooks") if recomputes else plain
-
+    prepare = (lambda plain: recompute(computations.watch(plain), "hooks")) if recomputes else None
     pair = rank.pair(model, units=model.units(), reshard_after_forward=reshard_after_forward, prepare=prepare)
     for step in range(3):
         check_names(pair, ["output.weight"])
@@ -71,7 +65,7 @@ def test_tied_embedding(rank: Rank, recomputes: bool, reshard_after_forward: boo
 @pytest.mark.parametrize("modules", [2, 1], ids=["of-two-modules", "of-one-module"])
 def test_tied_inside_of_units(rank: Rank, modules: int, reshard_after_forward: bool | None) -> None:
     """A unit that is freed and gathered again has its shared parameter registered in both places, with one state."""
-    model = TiedStack(DIM, layer=TiedMLP if modules == 2 else TwoNames)
+    model = ties.TiedStack(DIM, layer=ties.TiedMLP if modules == 2 else ties.TwoNames)
     second = "second.weight" if modules == 2 else "second"
     pair = rank.pair(model, units=model.units(), reshard_after_forward=reshard_after_forward)
     for step in range(3):
@@ -85,7 +79,7 @@ def test_tied_inside_of_units(rank: Rank, modules: int, reshard_after_forward: b
 @needs(Capability.DTENSOR_PARAMETERS, Capability.REGISTERED_STATE)
 def test_tied_after_assigning(rank: Rank) -> None:
     """A load that assigns a shared parameter, in one place or in both, leaves it shared: an optimizer has it once."""
-    run, batch = rank.run(TiedMLP(DIM)), (rank.batch(0, (4, DIM)),)
+    run, batch = rank.run(ties.TiedMLP(DIM)), (rank.batch(0, (4, DIM)),)
     run.evaluate(batch)
     whole, expected = run.original_module(""), list(run.adapter.named_parameters())
     for module in (run.original_module("first"), whole):
@@ -98,7 +92,7 @@ def test_tied_after_assigning(rank: Rank) -> None:
 @needs(Capability.DTENSOR_PARAMETERS, Capability.REGISTERED_STATE)
 def test_copies_of_states(rank: Rank) -> None:
     """A deep copy of a state dict copies a shared parameter too, under each of its names."""
-    run = rank.run(nn.Sequential(nn.Linear(DIM, DIM), TiedMLP(DIM)))  # the shared one is not at the start
+    run = rank.run(nn.Sequential(nn.Linear(DIM, DIM), ties.TiedMLP(DIM)))  # the shared one is not at the start
     state = run.original_module("").state_dict()
     copied = copy.deepcopy(state)
     missing = {"1.first.weight", "1.second.weight"} - copied.keys()
@@ -139,7 +133,7 @@ def test_parameters_in_the_place_of_others(rank: Rank) -> None:
 @needs(Capability.CLIP_BY_CALL)
 def test_tied_gradients_count_once(rank: Rank) -> None:
     """The total norm counts the gradient of a shared parameter, the sum of both, once."""
-    pair = pair_by_units(rank, TiedStack(DIM), clip=Clip(1e-3))
+    pair = pair_by_units(rank, ties.TiedStack(DIM), clip=Clip(1e-3))
     train_and_check(pair, batches(rank, 3, (4, DIM)))
 
 
@@ -148,7 +142,7 @@ def test_tied_gradients_count_once(rank: Rank) -> None:
 @pytest.mark.parametrize("reshard_after_forward", RESHARD_ROOT[:3])
 def test_tied_parameters_move_once(rank: Rank, reshard_after_forward: bool | None) -> None:
     """The collectives of a unit have the bytes of its parameters, the shared one once."""
-    pair = pair_by_units(rank, TiedStack(DIM), reshard_after_forward=reshard_after_forward)
+    pair = pair_by_units(rank, ties.TiedStack(DIM), reshard_after_forward=reshard_after_forward)
     units = len(pair.units)
     again = {None: units - 1, False: 0}.get(reshard_after_forward, units)
     for _ in checked_steps(pair, batches(rank, 2, (4, DIM))):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import itertools
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -13,7 +13,16 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from shardproof.suites.common import batches, checked_steps, pair_by_units, tokens, tower, train_and_check
+from shardproof.suites.common import (
+    after_microbatches,
+    batches,
+    checked_steps,
+    pair_by_units,
+    run_and_plain,
+    tokens,
+    tower,
+    train_and_check,
+)
 from shardproof.testing import (
     DELAY_MS,
     DELAYED,
@@ -52,8 +61,7 @@ pytestmark = world(2)
 def chain(function: Callable[[torch.Tensor], torch.Tensor]) -> type[nn.ModuleList]:
     """Define a list with a forward of its own, which runs its modules one after the other, each before ``function``.
 
-    The class has one name whatever the function, as one that is defined again in a notebook has. Input and output: as
-    of its modules.
+    The class has one name whatever the function, as one that is defined again in a notebook has.
     """
 
     class Chain(nn.ModuleList):
@@ -66,12 +74,7 @@ def chain(function: Callable[[torch.Tensor], torch.Tensor]) -> type[nn.ModuleLis
 
 
 class TwoCalls(nn.Module):
-    """Calls ``inner``, a Linear(dim, dim), twice on one input, adds both results, and calls ``outer``.
-
-    Neither call of ``inner`` gets an input that requires a gradient unless the model's own input does.
-
-    Input: (batch, dim). Output: (batch, dim + 1).
-    """
+    """Calls ``inner``, a Linear(dim, dim), twice on the input, adds both results, and calls ``outer``."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -84,11 +87,7 @@ class TwoCalls(nn.Module):
 
 
 class ThreeInputs(nn.Module):
-    """The first of three tensors, in any containers, plus the second times the third; it has no parameters.
-
-    Attributes:
-        devices: where the tensors of all calls were.
-    """
+    """The first of three tensors, in any containers, plus the second times the third; they were on ``devices``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,8 +197,7 @@ def test_unit_called_directly(rank: Rank, delays: tuple[str, ...]) -> None:
 @needs(Capability.NON_ROOT_FORWARD)
 def test_unit_called_before_the_root(rank: Rank) -> None:
     """A root whose unit was called first trains as DDP does, or refuses its forward on every rank."""
-    model = models.Tower(dim=9)
-    whole, run = models.copy_of(model), rank.run(model, units=model.units())
+    run, plain = run_and_plain(rank, models.Tower(dim=9))
     batch = rank.batch(0, (4, 9))
     run.forward_backward((batch,), loss=models.mean_square, submodule="layers.0")
     run.adapter.zero_grad(set_to_none=True)
@@ -207,7 +205,6 @@ def test_unit_called_before_the_root(rank: Rank) -> None:
     if refusal.text is not None:
         return
     run.adapter.backward(models.mean_square(refusal.result))
-    plain = whole.to(rank.device)
     backward_of_copies(rank, plain, loss=models.mean_square(plain(batch)))
     check_gradients(run, plain, step=0)
 
@@ -334,16 +331,7 @@ def test_cast_there_and_back(rank: Rank, when: str) -> None:
 def test_cast_between_microbatches(rank: Rank, flat: bool) -> None:
     """A cast to float64 and back between two microbatches does not lose gradients that are not reduced yet."""
     pair = tower(rank, microbatches=2, accumulation=Accumulation(), flat_parameters=flat)
-    context = pair.adapter.microbatch
-
-    @contextlib.contextmanager
-    def casting(*, is_last: bool) -> Iterator[None]:
-        with context(is_last=is_last):
-            yield
-        if not is_last:
-            pair.adapter.module.double().float()
-
-    rank.monkeypatch.setattr(pair.adapter, "microbatch", casting)
+    after_microbatches(rank, pair, lambda: pair.adapter.module.double().float())
     train_and_check(pair, batches(rank, 2, (4, 9), microbatches=2))
 
 
@@ -356,11 +344,9 @@ def test_parameters_that_a_script_changes(rank: Rank, how: str) -> None:
     pair = tower(rank)
     everyone = [pair.adapter, pair.baseline.adapter]
     for step in range(3):
+        named = [*(one.named_parameters() for one in everyone), dict(pair.oracle.model.named_parameters())]
         with torch.no_grad():
-            for parameter in [
-                *(parameter for adapter in everyone for parameter in adapter.named_parameters().values()),
-                *pair.oracle.model.parameters(),
-            ]:
+            for parameter in itertools.chain.from_iterable(one.values() for one in named):
                 if how == "data":
                     parameter.data = parameter.data * 0.5
                 else:
@@ -534,13 +520,8 @@ def test_forward_method_of_one_module(rank: Rank) -> None:
 
 
 @contract("TRAINING-8")
-@needs(
-    Capability.FORWARD_METHOD,
-    Capability.REGISTERED_STATE,
-    Capability.COUNTED_UNITS,
-    Capability.ROOT_RESHARD,
-    Capability.GATHER_ORDER,
-)
+@needs(Capability.FORWARD_METHOD, Capability.REGISTERED_STATE, Capability.COUNTED_UNITS)
+@needs(Capability.ROOT_RESHARD, Capability.GATHER_ORDER)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_other_forward_methods_free(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """Once a registered method has returned, its unit is freed or kept as after forward; backward gathers it.
@@ -570,9 +551,8 @@ def _note_reduced(pair: Pair, reduced: list[int], gradient: torch.Tensor) -> Non
 
 
 def _with_registered_method(rank: Rank, reshard_after_forward: bool | int | None) -> Pair:
-    pair = rank.pair(
-        models.TwoStage(dim=9), units=[["encoder"], ["projector"]], reshard_after_forward=reshard_after_forward
-    )
+    units = [["encoder"], ["projector"]]
+    pair = rank.pair(models.TwoStage(dim=9), units=units, reshard_after_forward=reshard_after_forward)
     pair.adapter.register_forward_method("encoder", "features")
     return pair
 
@@ -616,8 +596,7 @@ def test_root_without_inputs(rank: Rank, reshard_after_forward: bool | int | Non
 def test_gathers_wait_for_the_step(rank: Rank, is_tied: bool) -> None:
     """Gathers that wait for an event after the optimizer's step, instead of its stream, still see the new values."""
     pair = _with_event_after_step(rank, [DELAYS["before-step"]], is_tied=is_tied)
-    batches = [rank.tokens(step, (2, 8), vocabulary=11) for step in range(3)]
-    for batch in batches:
+    for batch in list(tokens(rank, 3, (2, 8), vocabulary=11)):
         pair.step(batch)
     pair.check()
 
@@ -638,13 +617,13 @@ def test_gathers_wait_for_the_event_alone(rank: Rank) -> None:
             begun[0].record()  # on the stream that gathers
         issue(collective)
 
-    batches = [rank.tokens(step, (2, 8), vocabulary=11) for step in range(3)]
-    pair.step(batches[0])
-    pair.step(batches[1])
+    first, second, third = tokens(rank, 3, (2, 8), vocabulary=11)
+    pair.step(first)
+    pair.step(second)
     behind_is_done = streams.Event(enable_timing=True)
     behind_is_done.record()
     pair.sharded.recorder.before = note
-    pair.step(batches[2])
+    pair.step(third)
     pair.check()
     streams.synchronize()
     early = begun[0].elapsed_time(behind_is_done)

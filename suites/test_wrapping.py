@@ -15,9 +15,6 @@ from torch import nn
 from shardproof.suites.common import batches, checked_steps, train_and_check
 from shardproof.testing import (
     Capability,
-    Drawn,
-    DrawnStack,
-    Offset,
     Pair,
     Precision,
     Rank,
@@ -28,6 +25,7 @@ from shardproof.testing import (
     each_value,
     models,
     needs,
+    shapes,
     sharded,
     world,
 )
@@ -77,10 +75,7 @@ class PartsBase(nn.Module):
 
 
 class PartsBlock(PartsBase):
-    """LayerNorm, Linear(6, width), tanh and Linear(width, 6).
-
-    Input and output: (batch, 6).
-    """
+    """LayerNorm, Linear(6, width), tanh and Linear(width, 6)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -94,13 +89,7 @@ class PartsBlock(PartsBase):
 
 
 class Normed(nn.Module):
-    """Linear(4, 6), BatchNorm1d and Linear(6, 4), which record the dtypes of their inputs and weights.
-
-    Input and output: (batch, 4).
-
-    Attributes:
-        seen: by module, the dtype of its input, of its weight and of its output, in the last forward.
-    """
+    """Linear(4, 6), BatchNorm1d and Linear(6, 4), which note dtypes of the last forward around the norm in ``seen``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,11 +120,7 @@ pytestmark = [needs(Capability.WRAPPING_POLICY, Capability.COUNTED_UNITS), world
 class Rule:
     """A rule, the modules of a :class:`Parts` that it should make units, and the ignored ones.
 
-    Attributes:
-        policy: the rule.
-        units: the modules that are units, besides the root.
-        ignored: the modules that are ignored.
-        keeps: the modules of ``units`` that stay gathered until backward.
+    The modules of ``keeps`` are units that stay gathered until backward.
     """
 
     policy: WrapPolicy
@@ -273,7 +258,7 @@ def test_answers_that_a_rule_cannot_give(rank: Rank, answer: Any) -> None:
 )
 def test_units_have_the_options_of_the_model(rank: Rank, option: str) -> None:
     """Units that a rule finds have the model's options: what forward frees, and who initializes the values."""
-    model = DrawnStack(dim=9)
+    model = shapes.DrawnStack(dim=9)
     units = [["layers.0"], ["layers.1"], ["layers.2"], ["out"]]
     options: dict[str, Any] = {"keeps": {"reshard_after_forward": False}, "first-rank": {"sync_states": True}}.get(
         option, {"init": functools.partial(make_twice, device=rank.device), "prepare": lambda plain: plain.to("meta")}
@@ -284,7 +269,7 @@ def test_units_have_the_options_of_the_model(rank: Rank, option: str) -> None:
             parameter.mul_(rank.index + 1 if option == "first-rank" else 1)
         for parameter in full.parameters():
             parameter.mul_(2 if option == "function" else 1)
-    run = rank.run(model, units=units, wraps=WrapPolicy("classes", classes=(Drawn,)), **options)
+    run = rank.run(model, units=units, wraps=WrapPolicy("classes", classes=(shapes.Drawn,)), **options)
     expected = {name: value.detach().to(rank.device) for name, value in full.named_parameters()}
     found = run.adapter.parameters()
     wrong = [name for name, piece in found.items() if not torch.equal(piece.tensor, piece.cut(expected[name]))]
@@ -297,7 +282,7 @@ def test_units_have_the_options_of_the_model(rank: Rank, option: str) -> None:
 def make_twice(module: nn.Module, *, device: torch.device) -> None:
     """Initialize a module on a device, and double its parameters."""
     module.to_empty(device=device, recurse=False)
-    if isinstance(module, (Drawn, DrawnStack, Offset)):
+    if isinstance(module, (shapes.Drawn, shapes.DrawnStack, shapes.Offset)):
         module.reset_parameters()
     with torch.no_grad():
         for parameter in module.parameters(recurse=False):
