@@ -80,8 +80,7 @@ from shardproof.harness.models.recomputation import (
     recompute,
     recompute_span,
 )
-from shardproof.harness.models.shapes import WIDTH, Drawn, DrawnStack, Offset, Rows
-from shardproof.harness.models.stateful import Stateful, by_columns
+from shardproof.harness.models.shapes import WIDTH, Drawn, DrawnStack, Offset, Rows, Stateful, by_columns
 from shardproof.harness.models.ties import RepeatedTower, TiedMLP, TiedStack, TwoNames
 from shardproof.harness.parity.comparison import exact_difference, numbers_of
 from shardproof.harness.parity.coverage import state_numel

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from shardproof.harness import models
 from shardproof.harness.adapters.base import StateForm, WholeParameters
 from shardproof.harness.models import optim
-from shardproof.harness.models.stateful import Stateful
+from shardproof.harness.models.shapes import Stateful
 from shardproof.harness.parity.rank import Rank
 from shardproof.harness.parity.rank_state import Member
 from shardproof.harness.parity.run import Run, StepPicture
@@ -350,7 +350,6 @@ def spoil(run: Run) -> None:
 
 
 # Runs of a :class:`Stateful` model, which cases save and load.
-
 
 DIM = 5
 LR = 1e-2

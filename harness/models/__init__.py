@@ -4,11 +4,10 @@ Imports ``adapters`` (for the type of an optimizer factory) and ``tensors``. Cas
 ``shardproof.testing``; a model of one chapter lies beside its cases.
 
 - ``plain``: models and losses.
-- ``shapes``: models with unusual parameters, inputs, outputs or nesting; cases import the module.
+- ``shapes``: models with unusual parameters, inputs, outputs or state; cases import the module.
 - ``drawn``: models described by plain data.
 - ``parallel``: models for tensor parallelism, with their plans, and one with experts that are divided among ranks.
 - ``recomputation``: activation checkpointing and ``torch.compile`` of a model's layers.
-- ``stateful``: a model with all that a state dict can hold.
 - ``optim``: optimizer factories.
 """
 

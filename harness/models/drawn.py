@@ -13,17 +13,11 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import nn
-
-# Private names of torch, as in recomputation.
 from torch.utils.checkpoint import checkpoint
 
 from shardproof.harness.models.plain import Container, pack, unpack
-from shardproof.harness.models.recomputation import Means
+from shardproof.harness.models.recomputation import Means, checkpoint_by_hooks, checkpoint_wrapper
 from shardproof.harness.models.ties import TiedMLP
-from shardproof.harness.tensors import private
-
-checkpoint_by_hooks = private.take("torch.distributed._composable.checkpoint_activation.checkpoint")
-checkpoint_wrapper = private.take("torch.distributed.algorithms._checkpoint.checkpoint_wrapper.checkpoint_wrapper")
 
 Kind = Literal[
     "shift", "linear", "bias-free", "wide", "gain", "pixel", "row", "cube", "conv", "norm", "listed", "embedding",

@@ -15,16 +15,12 @@ from torch import nn
 from shardproof.harness.adapters.base import OptimizerFactory
 
 
-def _sgd(parameters: Iterable[nn.Parameter], *, lr: float, momentum: float) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=lr, momentum=momentum, foreach=False)
-
-
 def sgd(*, lr: float = 0.05, momentum: float = 0.9) -> OptimizerFactory:
     """A factory of SGD with momentum.
 
     Momentum keeps moving a parameter whose gradient is zero, but not one whose gradient is None.
     """
-    return functools.partial(_sgd, lr=lr, momentum=momentum)
+    return functools.partial(torch.optim.SGD, lr=lr, momentum=momentum, foreach=False)
 
 
 Kernels = Literal["for-loop", "foreach", "fused"]
@@ -36,42 +32,32 @@ def _options(kernels: Kernels) -> dict[str, Any]:
     return {"foreach": kernels == "foreach", "fused": kernels == "fused"}
 
 
-def _adam(parameters: Iterable[nn.Parameter], *, lr: float, kernels: Kernels) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=lr, **_options(kernels))
-
-
 def adam(*, lr: float = 1e-2, kernels: Kernels = "for-loop") -> OptimizerFactory:
     """A factory of Adam, for twins that are compared bit for bit and for comparisons after one step."""
-    return functools.partial(_adam, lr=lr, kernels=kernels)
-
-
-def _adamw(parameters: Iterable[nn.Parameter], *, lr: float, kernels: Kernels) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=lr, **_options(kernels))
+    return functools.partial(torch.optim.Adam, lr=lr, **_options(kernels))
 
 
 def adamw(*, lr: float = 1e-2, kernels: Kernels = "for-loop") -> OptimizerFactory:
     """A factory of AdamW, for twins that are compared bit for bit and for comparisons after one step."""
-    return functools.partial(_adamw, lr=lr, kernels=kernels)
+    return functools.partial(torch.optim.AdamW, lr=lr, **_options(kernels))
 
 
 Kind = Literal["momentum", "nesterov", "adamw", "amsgrad"]
 """An optimizer with its options: SGD with momentum, SGD with Nesterov's momentum and decay, AdamW, AdamW of AMSGrad."""
 
 
-def _of_kind(parameters: Iterable[nn.Parameter], *, kind: Kind, kernels: Kernels) -> torch.optim.Optimizer:
-    options = _options(kernels)
-    match kind:
-        case "momentum":
-            return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, dampening=0.25, **options)
-        case "nesterov":
-            return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1, **options)
-        case _:
-            return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1, amsgrad=kind == "amsgrad", **options)
-
-
 def of_kind(kind: Kind, kernels: Kernels) -> OptimizerFactory:
     """A factory for runs that have the bits of their baseline, so that all steps of any optimizer can be compared."""
-    return functools.partial(_of_kind, kind=kind, kernels=kernels)
+    options = _options(kernels)
+    momentum = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, **options)
+    match kind:
+        case "momentum":
+            return functools.partial(momentum, dampening=0.25)
+        case "nesterov":
+            return functools.partial(momentum, nesterov=True, weight_decay=0.1)
+        case _:
+            amsgrad = kind == "amsgrad"
+            return functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1, amsgrad=amsgrad, **options)
 
 
 class _Averages(torch.optim.Optimizer):

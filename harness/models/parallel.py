@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from shardproof.harness.models.plain import MLP, Stacked, TransformerConfig
+from shardproof.harness.models.plain import MLP, Stacked, Transformer, TransformerConfig
 
 SEQUENCE = 1
 """The dimension along which sequence parallelism shards activations of shape (batch, length, dim)."""
@@ -57,28 +57,22 @@ def parallelize_mlps(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = Fal
     plan: dict[str, Any] = {}
     for index in range(len(model.layers)):
         plan[f"layers.{index}.in_proj"] = ColwiseParallel(**between, use_local_output=False)
-        plan[f"layers.{index}.out_proj"] = RowwiseParallel(
-            output_layouts=Shard(SEQUENCE) if sequence else Replicate(),
-        )
+        plan[f"layers.{index}.out_proj"] = RowwiseParallel(output_layouts=Shard(SEQUENCE) if sequence else Replicate())
     if sequence:
         plan["norm"] = SequenceParallel()
         plan["gather"] = _gathered()
-        parallelize_module(model.layers[0], mesh, _split())
+        parallelize_module(model.layers[0], mesh, _redistributed(Replicate(), Shard(SEQUENCE)))
     return parallelize_module(model, mesh, plan)
 
 
-def _split() -> PrepareModuleInput:
-    """Redistribute a module's input from replicated to sharded along the sequence."""
-    return PrepareModuleInput(
-        input_layouts=(Replicate(),), desired_input_layouts=(Shard(SEQUENCE),), use_local_output=True
-    )
+def _redistributed(before: Placement, after: Placement) -> PrepareModuleInput:
+    """Redistribute a module's input, which it gets as a plain tensor."""
+    return PrepareModuleInput(input_layouts=(before,), desired_input_layouts=(after,), use_local_output=True)
 
 
 def _gathered() -> PrepareModuleInput:
-    """Redistribute a module's input from sharded along the sequence to replicated."""
-    return PrepareModuleInput(
-        input_layouts=(Shard(SEQUENCE),), desired_input_layouts=(Replicate(),), use_local_output=True
-    )
+    """Gather a module's input that is sharded along the sequence."""
+    return _redistributed(Shard(SEQUENCE), Replicate())
 
 
 def spread_mlps(model: nn.Module, mesh: DeviceMesh, *, divides: Sequence[str] = ()) -> nn.Module:
@@ -145,10 +139,10 @@ def parallelize_projections(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     assert isinstance(model, Projections)
     whole, own = Replicate(), Shard(0)
     plan: dict[str, Any] = {
-        "split": PrepareModuleInput(input_layouts=(whole,), desired_input_layouts=(own,), use_local_output=True),
+        "split": _redistributed(whole, own),
         "net1": ColwiseParallel(input_layouts=own),
         "net2": RowwiseParallel(output_layouts=own),
-        "gather": PrepareModuleInput(input_layouts=(own,), desired_input_layouts=(whole,), use_local_output=True),
+        "gather": _redistributed(own, whole),
     }
     if isinstance(model.norm, nn.RMSNorm):
         plan["norm"] = SequenceParallel(sequence_dim=0, use_local_output=True)
@@ -255,20 +249,16 @@ class SplitBlock(nn.Module):
 SPLIT_CONFIG = TransformerConfig(layers=2, vocabulary=11, length=8, dim=12, heads=2)
 
 
-class SplitTransformer(Stacked):
+class SplitTransformer(Transformer):
     """A causal language model as ``models.Transformer``, of separate modules that a plan can name.
 
     Input: int64 tokens, (batch, length). Output: logits, (batch, length, vocabulary).
     """
 
+    block = SplitBlock
+
     def __init__(self, config: TransformerConfig = SPLIT_CONFIG) -> None:
-        super().__init__()
-        self.config = config
-        self.tokens = nn.Embedding(config.vocabulary, config.dim)
-        self.positions = nn.Embedding(config.length, config.dim)
-        self.layers = nn.ModuleList(SplitBlock(config.dim, config.heads) for _ in range(config.layers))
-        self.norm = nn.LayerNorm(config.dim)
-        self.output = nn.Linear(config.dim, config.vocabulary, bias=False)
+        super().__init__(config)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)

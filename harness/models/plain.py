@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -35,15 +36,10 @@ class TwoHeads(nn.Module):
         return torch.tanh(self.head0(x)), torch.tanh(self.head1(x))
 
 
-class SkippedModule(nn.Module):
+class SkippedModule(TwoHeads):
     """As :class:`TwoHeads`, but ``head1`` never runs. Input: (batch, dim). Output: tanh(head0 x), (batch, dim)."""
 
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.head0 = nn.Linear(dim, dim)
-        self.head1 = nn.Linear(dim, dim)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return torch.tanh(self.head0(x))
 
 
@@ -60,14 +56,19 @@ class MLP(nn.Module):
 
 
 class Stacked(nn.Module):
-    """Base class of models with ``layers`` that are called in sequence.
+    """Base class of models with ``layers`` that are called in sequence, and then ``out`` in the root's own unit.
 
     Each layer is a unit; all other parameters belong to the root's own unit. ``calls`` says whether backward recomputes
     each layer from its input; see ``shardproof.harness.models.recomputation``.
     """
 
     layers: nn.ModuleList
+    out: nn.Module
     calls: Literal["plain", "recomputed", "recomputed-reentrant"] = "plain"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.out(self.run_layers(x))
+        return out
 
     def run_layers(self, x: torch.Tensor) -> torch.Tensor:
         """Call each layer on the output of the previous layer; the first is called on ``x``."""
@@ -93,10 +94,6 @@ class Tower(Stacked):
         super().__init__()
         self.layers = nn.ModuleList(MLP(dim, multiplier=2 + index) for index in range(depth))
         self.out = nn.Linear(dim, dim)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.out(self.run_layers(x))
-        return out
 
 
 class NormedStack(Stacked):
@@ -440,13 +437,15 @@ class Block(nn.Module):
 class Transformer(Stacked):
     """A causal language model. Input: int64 tokens, (batch, length). Output: logits, (batch, length, vocabulary)."""
 
+    block: Callable[[int, int], nn.Module] = Block
+
     def __init__(self, config: TransformerConfig | None = None) -> None:
         super().__init__()
         config = config or TransformerConfig()
         self.config = config
         self.tokens = nn.Embedding(config.vocabulary, config.dim)
         self.positions = nn.Embedding(config.length, config.dim)
-        self.layers = nn.ModuleList(Block(config.dim, config.heads) for _ in range(config.layers))
+        self.layers = nn.ModuleList(self.block(config.dim, config.heads) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.dim)
         self.output = nn.Linear(config.dim, config.vocabulary, bias=False)
         if config.is_tied:

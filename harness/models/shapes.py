@@ -1,4 +1,4 @@
-"""Models with unusual parameters, inputs, outputs, sizes or initialization: each is hard for sharding in one way."""
+"""Models with unusual parameters, inputs, outputs, sizes, state or initialization: each is hard in one way."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Remembering(nn.Linear):
         return F.linear(x, self.__dict__["latest_weight"], self.__dict__["latest_bias"])
 
 
-class Keywords(nn.Module):
+class Keywords(Stacked):
     """Three units ``layers.N`` that take their inputs by keyword, nested in containers, beside None and a number.
 
     One tensor comes twice, as query and key of an attention do. Input and output: (batch, dim).
@@ -106,10 +106,6 @@ class Keywords(nn.Module):
             hidden, skip = output, output * 0.5
         out: torch.Tensor = self.out(hidden)
         return out
-
-    def units(self) -> list[list[str]]:
-        """Lists of module names, one list for each unit: each layer is a unit."""
-        return [[f"layers.{index}"] for index in range(len(self.layers))]
 
 
 class _Keyworded(nn.Module):
@@ -235,10 +231,6 @@ class Rows(Stacked):
         self.layers = nn.ModuleList(_MLP(width - width % 4) for width in hidden)
         self.out = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.out(self.run_layers(x))
-        return out
-
 
 class _MLP(nn.Module):
     def __init__(self, hidden: int) -> None:
@@ -354,3 +346,70 @@ class Lending(nn.Module):
         changed = [index for index, tensor in enumerate(tensors_of(lent)) if tensor is not before[index]]
         assert not changed, f"a unit has replaced tensors {changed} in the {self.container} that it was given"
         return outputs[0] * outputs[1]
+
+
+# A model with all that a state dict can hold, for cases about state dicts and checkpoints.
+
+
+class Recorder(nn.Module):
+    """Linear(dim, dim), GELU, a Linear(dim, dim) with the same weight, and what state dicts hold besides.
+
+    ``gain`` is a parameter of one row, ``base`` a frozen one if the model has those. ``offset`` is a floating-point
+    buffer, ``calls`` an integer one that counts the forwards, and ``scratch`` is not saved. Input and output: (...,
+    dim).
+    """
+
+    offset: torch.Tensor
+    calls: torch.Tensor
+    scratch: torch.Tensor
+
+    def __init__(self, dim: int, *, freezes: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(dim, dim)
+        self.second = nn.Linear(dim, dim)
+        self.second.weight = self.first.weight
+        self.gain = nn.Parameter(torch.randn(1, dim))
+        self.base = nn.Parameter(torch.randn(dim, 3), requires_grad=not freezes)
+        self.register_buffer("offset", torch.randn(dim))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("scratch", torch.ones(dim), persistent=False)
+        self.runs = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.runs += 1
+        hidden = self.second(F.gelu(self.first(x))) * self.gain + self.offset * self.scratch
+        return torch.tanh(hidden + hidden @ self.base @ self.base.t())
+
+
+class ExtraRecorder(Recorder):
+    """A :class:`Recorder` whose extra state is the number of forwards, as a number."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        """The number of forwards."""
+        return {"runs": self.runs}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Count on from the number that was saved."""
+        self.runs = int(state["runs"])
+
+
+class Stateful(Stacked):
+    """Layers of :class:`Recorder`, each a unit, and a Linear(dim, dim) of the root's own.
+
+    Input and output: (..., dim). Each layer has a frozen parameter if the model ``freezes``.
+    """
+
+    def __init__(self, dim: int = 5, *, depth: int = 2, freezes: bool = True, has_extra: bool = False) -> None:
+        super().__init__()
+        kind = ExtraRecorder if has_extra else Recorder
+        self.layers = nn.ModuleList(kind(dim, freezes=freezes) for _ in range(depth))
+        self.out = nn.Linear(dim, dim)
+
+
+def by_columns(model: nn.Module) -> nn.Module:
+    """Lay the elements of each matrix column by column."""
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            parameter.data = parameter.detach().t().contiguous().t()
+    return model

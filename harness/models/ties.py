@@ -55,10 +55,6 @@ class TiedStack(Stacked):
         self.layers = nn.ModuleList(layer(dim) for _ in range(depth))
         self.out = nn.Linear(dim, dim)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.out(self.run_layers(x))
-        return out
-
 
 class RepeatedTower(Tower):
     """A :class:`Tower` that runs its layers in turn, and then again, each within a function that ends with a sine.

@@ -277,46 +277,41 @@ def _run_one(
     deadline: float | None = None,
     captures: bool = False,
 ) -> None:
-    """Run a case with the parameters of its record, and fill in the record."""
+    """Run a case with the parameters of its record, and fill in the record.
+
+    A world that does not start in time, or for lack of ranks or of space for temporary files, is the harness's error.
+    """
+    key = _world_key(item, selection, launch_of(item))
     try:
-        _run_on_world(item, pool, selection, made, number=number, deadline=deadline, captures=captures)
+        with scratch.temporary("case-") as tmp_path:
+            job = Job(
+                number=number,
+                module=item.module.__name__,
+                path=str(pathlib.Path(item.module.__file__ or item.path)),
+                function=item.function.__qualname__,
+                implementation=made.implementation,
+                parameters=dump_parameters(made.parameters),
+                init_seed=made.seeds["init"],
+                data_seed=made.seeds["data"],
+                tmp_path=tmp_path,
+                deadline=deadline or _deadline(item, selection),
+                check_collectives=selection.check_collectives,
+                simulates=launch_of(item).simulates,
+                captures=captures,
+            )
+            try:
+                outcome = pool.run(key, job, alone=item.get_closest_marker("alone") is not None)
+            finally:
+                if key.isolation == item.nodeid:
+                    pool.discard(key)
+            made.take(outcome)
+            made.results = outcome.results if captures else []
+            if made.verdict == Verdict.PASS:
+                made.fail_if(compare([result.observations.expected_texts for result in outcome.results]))
+            # While the case's own files are still there.
+            _blame_a_full_directory(made)
     except (WorldDied, WaitedTooLong, TooFewRanks, OSError) as error:
         made.verdict, made.text = Verdict.HARNESS_ERROR, str(error)
-        _blame_a_full_directory(made)
-
-
-def _run_on_world(
-    item: pytest.Function,
-    pool: Pool,
-    selection: Selection,
-    made: MadeRecord,
-    *,
-    number: int,
-    deadline: float | None,
-    captures: bool,
-) -> None:
-    """Run a case and fill in its record.
-
-    Raises:
-        WorldDied: the world could not be started.
-        WaitedTooLong: the lease or a new rank did not come in time.
-        TooFewRanks: the torchrun job has lost too many.
-        OSError: there is no space for temporary files.
-    """
-    with scratch.temporary("case-") as tmp_path:
-        job = _job(item, selection, made, number=number, tmp_path=tmp_path, deadline=deadline)
-        job = dataclasses.replace(job, captures=captures)
-        key = _world_key(item, selection, launch_of(item))
-        try:
-            outcome = pool.run(key, job, alone=item.get_closest_marker("alone") is not None)
-        finally:
-            if key.isolation == item.nodeid:
-                pool.discard(key)
-        made.take(outcome)
-        made.results = outcome.results if captures else []
-        if made.verdict == Verdict.PASS:
-            made.fail_if(compare([result.observations.expected_texts for result in outcome.results]))
-        # While the case's own files are still there.
         _blame_a_full_directory(made)
 
 
@@ -361,31 +356,6 @@ def _new_record(item: pytest.Function, selection: Selection) -> MadeRecord:
     )
 
 
-def _job(
-    item: pytest.Function,
-    selection: Selection,
-    made: MadeRecord,
-    *,
-    number: int,
-    tmp_path: str,
-    deadline: float | None,
-) -> Job:
-    return Job(
-        number=number,
-        module=item.module.__name__,
-        path=str(pathlib.Path(item.module.__file__ or item.path)),
-        function=item.function.__qualname__,
-        implementation=made.implementation,
-        parameters=dump_parameters(dict(made.parameters)),
-        init_seed=made.seeds["init"],
-        data_seed=made.seeds["data"],
-        tmp_path=tmp_path,
-        deadline=deadline or _deadline(item, selection),
-        check_collectives=selection.check_collectives,
-        simulates=launch_of(item).simulates,
-    )
-
-
 def _world_key(item: pytest.Function, selection: Selection, launch: Launch) -> WorldKey:
     isolation = "case" if selection.isolate else selection.implementations[launch.implementation].traits.isolation
     names = {"shared": "", "adapter": launch.implementation, "case": item.nodeid}
@@ -414,7 +384,6 @@ def _names(mark: pytest.Mark) -> Iterator[str]:
 
 
 # What is required of every implementation and no case of a run asks, because ``--world`` leaves those cases out.
-
 
 Unasked = Mapping[str, Mapping[str, str]]
 """By implementation, what each requirement that no case asks would need, such as "4 ranks"."""

@@ -37,7 +37,6 @@ from shardproof.harness.plugin.state import State
 # covered once for each least set of needs among the combinations that have it: whoever can run any combination with the
 # pair can run a chosen one.
 
-
 Part = frozenset[tuple[str, str]]
 """Some parameters with their values, as (name, text of the value)."""
 
@@ -124,7 +123,6 @@ def _easiest(combinations: Sequence[Combination], part: Part) -> Iterator[list[i
 # A combination without an item is no error here: ``--world`` and ``-k`` may have left the item out. For ``suites/``,
 # ``tests/test_seeds.py`` refuses it.
 
-
 TABLE = "standard.toml"
 """The name of the file."""
 
@@ -170,11 +168,7 @@ def read(folder: pathlib.Path) -> Mapping[str, list[Part]]:
 def product(axes: Mapping[str, list[Any]]) -> Iterator[Part]:
     """Return the combinations of lists of values, as the table has them, by the names of their parameters."""
     for values in itertools.product(*axes.values()):
-        yield frozenset((name, _text_of_toml(value)) for name, value in zip(axes, values, strict=True))
-
-
-def _text_of_toml(value: Any) -> str:
-    return text(_with_none(value))
+        yield frozenset((name, text(_with_none(value))) for name, value in zip(axes, values, strict=True))
 
 
 def _with_none(value: Any) -> Any:
@@ -212,21 +206,9 @@ class Candidate:
     size: int = 1
     apart: tuple[str, ...] = ()
 
-
-class _Used:
-    """How often the chosen items of a file have each value of a parameter, and each number of ranks."""
-
-    def __init__(self) -> None:
-        self._counts: collections.Counter[tuple[str, str, str]] = collections.Counter()
-
-    def add(self, one: Candidate) -> None:
-        self._counts.update(self._keys(one))
-
-    def of(self, one: Candidate) -> int:
-        return sum(self._counts[key] for key in self._keys(one))
-
-    def _keys(self, one: Candidate) -> list[tuple[str, str, str]]:
-        return [(one.file, name, value) for name, value in (*one.values.items(), (WORLD, repr(one.size)))]
+    def values_in_file(self) -> list[tuple[str, str, str]]:
+        """The values of its parameters and its number of ranks, in its file."""
+        return [(self.file, name, value) for name, value in (*self.values.items(), (WORLD, repr(self.size)))]
 
 
 def choose_quick(candidates: Sequence[Candidate]) -> list[int]:
@@ -245,20 +227,21 @@ def choose_quick(candidates: Sequence[Candidate]) -> list[int]:
     for index, candidate in enumerate(candidates):
         functions.setdefault((candidate.file, candidate.function, *candidate.apart), []).append(index)
     chosen = []
-    used = _Used()
+    used: collections.Counter[tuple[str, str, str]] = collections.Counter()
     for items in functions.values():
         asked = {name for index in items for name in candidates[index].requirements}
         choices = [index for index in items if candidates[index].runs] or ([] if asked <= can_run else items)
         if choices:
             best = min(choices, key=lambda index: _rank(candidates[index], used))
             chosen.append(best)
-            used.add(candidates[best])
+            used.update(candidates[best].values_in_file())
             can_run |= asked
     return sorted(chosen)
 
 
-def _rank(one: Candidate, used: _Used) -> tuple[bool, int, tuple[int, ...], int]:
-    return not one.is_meant, used.of(one), tuple(-place for place in one.places), one.size
+def _rank(one: Candidate, used: collections.Counter[tuple[str, str, str]]) -> tuple[bool, int, tuple[int, ...], int]:
+    times = sum(used[value] for value in one.values_in_file())
+    return not one.is_meant, times, tuple(-place for place in one.places), one.size
 
 
 # Orders cases so that a failure shows early, worlds are started seldom and workers wait for each other seldom.
@@ -350,7 +333,10 @@ def choose(items: Iterable[pytest.Function], selection: Selection, effort: Effor
     for item in sorted(items, key=_order):
         by_implementation[cases.launch_of(item).implementation].append(item)
     for same in by_implementation.values():
-        chosen = iter(_one_a_function(same, selection)) if effort == Effort.QUICK else _every_pair(same)
+        if effort == Effort.QUICK:
+            chosen = choose_quick([_candidate(item, selection) for item in same])
+        else:
+            chosen = _every_pair(same)
         yield from (same[index] for index in chosen)
 
 
@@ -369,10 +355,6 @@ def _order(item: pytest.Function) -> tuple[Any, ...]:
 
 def _function(item: pytest.Function) -> tuple[pathlib.Path, str]:
     return item.path, item.function.__name__
-
-
-def _one_a_function(items: Sequence[pytest.Function], selection: Selection) -> list[int]:
-    return choose_quick([_candidate(item, selection) for item in items])
 
 
 def _candidate(item: pytest.Function, selection: Selection) -> Candidate:
@@ -402,18 +384,16 @@ def _apart(item: pytest.Function, values: Mapping[str, str]) -> Iterator[str]:
         yield from mark.args
 
 
-def _every_pair(items: Sequence[pytest.Function]) -> Iterator[int]:
+def _every_pair(items: Sequence[pytest.Function]) -> list[int]:
     tables = {folder: read(folder) for folder in {item.path.parent for item in items}}
+    chosen: list[int] = []
     begin = 0
     for (path, name), same in itertools.groupby(items, key=_function):
-        combinations = [_combination(item) for item in same]
+        combinations = [Combination(_values(item), cases.launch_of(item).size, _needs(item)) for item in same]
         listed = tables[path.parent].get(f"{path.name}::{name}", ())
-        yield from (begin + index for index in cover(combinations, always=listed))
+        chosen += (begin + index for index in cover(combinations, always=listed))
         begin += len(combinations)
-
-
-def _combination(item: pytest.Function) -> Combination:
-    return Combination(_values(item), cases.launch_of(item).size, _needs(item))
+    return chosen
 
 
 def _values(item: pytest.Function) -> dict[str, str]:

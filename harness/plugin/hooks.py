@@ -31,7 +31,6 @@ from shardproof.runfile import LeftOut, Verdict
 
 # The exit codes of a run beyond pytest's own, which are 0 to 5; docs/run-files.md has the whole table.
 
-
 #: No case ran on some implementations of the run, because their cases were skipped or deselected; others had cases.
 ASKED_NOTHING = 6
 
@@ -40,7 +39,6 @@ INCOMPLETE = 7
 
 
 # SIGTERM and SIGHUP end a run as Ctrl-C does: worlds are stopped and the run file names the reason.
-
 
 _CAUGHT = (signal.SIGTERM, signal.SIGHUP)
 
@@ -86,12 +84,12 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 # Makes one pytest item of a case for each implementation and world, and refuses items that cannot run on ranks.
 
-
 #: The size in the ids of simulated cases in a run without ``--simulate``.
 _DEFAULT_SIZE = 1024
 
 
-def parametrize(metafunc: pytest.Metafunc) -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrize a function marked with ``@world`` by implementation and world size, before its other parameters.
 
     One marked with ``@simulated`` is parametrized by the sizes of simulated worlds.
@@ -117,7 +115,8 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(name, [drawing.Drawn(kind)], ids=[pytest.HIDDEN_PARAM])
 
 
-def check_and_filter(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Refuse cases that cannot run on ranks, read the known failures, and deselect cases without a world.
 
     Raises:
@@ -224,18 +223,6 @@ def pytest_collect_directory(path: pathlib.Path, parent: pytest.Collector) -> py
 def pytest_pycollect_makemodule(module_path: pathlib.Path, parent: pytest.Collector) -> pytest.Module | None:
     """Import a file of shardproof's own suites under its one name."""
     return SuiteModule.from_parent(parent, path=module_path) if is_suites(module_path.parent) else None
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make one item of a case for each implementation and world."""
-    parametrize(metafunc)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Refuse cases that cannot run on ranks, and deselect those that ``--world`` leaves out."""
-    check_and_filter(config, items)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 # inside the package. pytest would name a module after the path on the command line, and one file under two names would
 # be two modules.
 
-
 _PACKAGED = pathlib.Path(shardproof.__file__).parent / "suites"
 _REAL = _PACKAGED.resolve()
 
@@ -183,7 +182,7 @@ def resolve(
         raise ValueError(f"--simulate: a simulated world uses no GPU; leave out --ranks-per-gpu {ranks_per_gpu}")
     shared = _ranks_per_gpu(ranks_per_gpu, device, place)
     chosen, count = _device("cpu" if simulates else device, place, shared)
-    sizes = None if worlds is None else _worlds(worlds)
+    sizes = None if worlds is None else _sizes("--world", worlds, example="2,4")
     for size in sizes or ():
         if place is not None and size > place.size:
             raise ValueError(f"--world {size}: torchrun started {place.size} ranks; start {size} or leave it out")
@@ -271,10 +270,6 @@ def _device(asked: str, place: Place | None, ranks_per_gpu: int) -> tuple[str, i
         raise ValueError(f"--ranks-per-gpu {ranks_per_gpu}: torch finds no CUDA device here; leave it out")
     # A world of one rank shards nothing, so "auto" takes CUDA only where two ranks have a device.
     return ("cuda" if asked == "cuda" or (asked == "auto" and count * ranks_per_gpu > 1) else "cpu"), count
-
-
-def _worlds(text: str) -> tuple[int, ...]:
-    return _sizes("--world", text, example="2,4")
 
 
 def _sizes(option: str, text: str, *, example: str) -> tuple[int, ...]:

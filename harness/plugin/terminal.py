@@ -29,7 +29,6 @@ from shardproof.harness.worlds.watchdog import without_harness
 # It takes the place of pytest's dots while tests run, and is gone when the summary is printed. There is no thread: the
 # line changes when a case starts or ends. rich draws it; without rich there is no line, and pytest's dots stay.
 
-
 NAME = "shardproof-live"
 """The name under which pytest's plugin manager knows the line."""
 

@@ -109,7 +109,6 @@ def _asked_workers(config: pytest.Config) -> str:
 
 # Runs cases of a torchrun job on ranks that the current case leaves, ahead of pytest, which asks for one at a time.
 
-
 #: Seconds after which ranks that have started meanwhile are ended too.
 _ABORT_SECONDS = 0.2
 
@@ -212,7 +211,6 @@ class Ahead:
 # Torch elastic restarts all processes of a job. The new controller reads the journal that the last one left on its
 # disk, repeats the records that it finds there instead of running their cases again, and records the case that was
 # running then as interrupted. Beside the journal, ``FILE.running`` names the cases that are running.
-
 
 Key = tuple[str, str]
 """The implementation and the id of a case."""
