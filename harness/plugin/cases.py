@@ -290,7 +290,7 @@ def _run_one(
                 path=str(pathlib.Path(item.module.__file__ or item.path)),
                 function=item.function.__qualname__,
                 implementation=made.implementation,
-                parameters=dump_parameters(made.parameters),
+                parameters=dump_parameters(dict(made.parameters)),
                 init_seed=made.seeds["init"],
                 data_seed=made.seeds["data"],
                 tmp_path=tmp_path,

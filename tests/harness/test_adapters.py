@@ -194,6 +194,7 @@ def test_case(rank):
 """
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("adapter", "says"),
     [
@@ -227,6 +228,8 @@ class Declared(Undeclared):
 """
 
 
+@pytest.mark.sampled
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("adapter", "says"),
     [("Declared", "*: 2 pass"), ("Undeclared", "*the sharded run has a gradient, but no rank used the parameter")],
