@@ -6,264 +6,147 @@
 - What is trained: ``models`` and its modules ``mixed``, ``optim``, ``shapes``, ``ties``, with single models of others.
 - What is compared, counted and refused: ``check_exact``, ``Census``, ``Trace``, ``Refusal`` and the like.
 
-The docstring of each name says what it is; ``docs/cases.md`` shows them at work.
+The docstring of each name says what it is; ``docs/cases.md`` shows them at work. ``X as X`` means that ``X`` is public.
 """
 
-from shardproof.harness import models
-from shardproof.harness.adapters.base import (
-    Accumulation,
-    Adapter,
-    Clip,
-    OptimizerFactory,
-    Piece,
-    Precision,
-    Settings,
-    StateForm,
-    Trainee,
-    Traits,
-    WholeParameters,
-    WrapPolicy,
-    original_name,
-    padded_to_rows,
-    uncut,
-)
-from shardproof.harness.adapters.capability import Capability, Hardware
-from shardproof.harness.adapters.config import NamedDimensions
-from shardproof.harness.adapters.dtensor import piece_of
-from shardproof.harness.adapters.registry import built_in_with
-from shardproof.harness.casework import states
-from shardproof.harness.casework.baselines import Undivided, backward_of_copies, check_gradients, check_parameters
-from shardproof.harness.casework.casts import (
-    CastReplica,
-    check_equal,
-    check_evaluation,
-    check_statistics,
-    run_and_replica,
-    step_and_check,
-)
-from shardproof.harness.casework.device_memory import Census, Poison, bytes_of
-from shardproof.harness.casework.drawn import Step, Training, needs_of, train_drawn
-from shardproof.harness.casework.other_worlds import other_worlds
-from shardproof.harness.casework.refusals import Refusal, Untouched, error_of_all, sharded
-from shardproof.harness.casework.timeline import Interval, Timeline
-from shardproof.harness.casework.twins import check_exact
-from shardproof.harness.collectives.delays import Delay
-from shardproof.harness.collectives.trace import Collective, Trace, first_difference
-from shardproof.harness.collectives.units import ROOT
-from shardproof.harness.models import mixed, optim, parallel, shapes, ties
-from shardproof.harness.models.drawn import Block, Part, Plan
-from shardproof.harness.models.parallel import (
-    Buffered,
-    ExpertModel,
-    Factors,
-    MLPStack,
-    Projections,
-    Router,
-    Skipping,
-    SplitTransformer,
-    divide_experts,
-    parallelize_mlps,
-    parallelize_projections,
-    parallelize_transformer,
-    replicate,
-    split_factors,
-    spread_mlps,
-)
-from shardproof.harness.models.plain import Stacked
-from shardproof.harness.models.recomputation import (
-    Computations,
-    Means,
-    Span,
-    SpanBesideAHead,
-    SpanTower,
-    compiler,
-    recompute,
-    recompute_span,
-)
-from shardproof.harness.models.shapes import WIDTH, Drawn, DrawnStack, Offset, Rows, Stateful, by_columns
-from shardproof.harness.models.ties import RepeatedTower, TiedMLP, TiedStack, TwoNames
-from shardproof.harness.parity.comparison import exact_difference, numbers_of
-from shardproof.harness.parity.coverage import state_numel
-from shardproof.harness.parity.numerics import distance
-from shardproof.harness.parity.oracle import Oracle
-from shardproof.harness.parity.pair import Pair
-from shardproof.harness.parity.rank import Rank
-from shardproof.harness.parity.run import Loss, Run, StepPicture
-from shardproof.harness.plugin.axes import (
-    DELAY_MS,
-    DELAYED,
-    DELAYS,
-    FLAT,
-    KEEPS,
-    RESHARD,
-    RESHARD_CHOICES,
-    RESHARD_EXPLICIT,
-    RESHARD_FREES,
-    RESHARD_ROOT,
-    RESHARD_TO_PARTS,
-    RESHARD_UNEVEN,
-    SHARDS,
-    WHOLE,
-    with_first,
-)
-from shardproof.harness.plugin.marks import (
-    alone,
-    contract,
-    deadline,
-    drawn,
-    each_value,
-    meaningful_from,
-    needs,
-    simulated,
-    world,
-)
-from shardproof.harness.simulation.memory import Kind
-from shardproof.harness.simulation.training import Simulation
-from shardproof.harness.tensors import memory, private
-from shardproof.harness.tensors.streams import occupy
-from shardproof.harness.tensors.trees import map_leaves, map_tensors, tensors_of
-from shardproof.harness.verdicts.finding import Finding, Location, Stage, step_label
-
-__all__ = [
-    "DELAYED",
-    "DELAYS",
-    "DELAY_MS",
-    "FLAT",
-    "KEEPS",
-    "RESHARD",
-    "RESHARD_CHOICES",
-    "RESHARD_EXPLICIT",
-    "RESHARD_FREES",
-    "RESHARD_ROOT",
-    "RESHARD_TO_PARTS",
-    "RESHARD_UNEVEN",
-    "ROOT",
-    "SHARDS",
-    "WHOLE",
-    "WIDTH",
-    "Accumulation",
-    "Adapter",
-    "Block",
-    "Buffered",
-    "Capability",
-    "CastReplica",
-    "Census",
-    "Clip",
-    "Collective",
-    "Computations",
-    "Delay",
-    "Drawn",
-    "DrawnStack",
-    "ExpertModel",
-    "Factors",
-    "Finding",
-    "Hardware",
-    "Interval",
-    "Kind",
-    "Location",
-    "Loss",
-    "MLPStack",
-    "Means",
-    "NamedDimensions",
-    "Offset",
-    "OptimizerFactory",
-    "Oracle",
-    "Pair",
-    "Part",
-    "Piece",
-    "Plan",
-    "Poison",
-    "Precision",
-    "Projections",
-    "Rank",
-    "Refusal",
-    "RepeatedTower",
-    "Router",
-    "Rows",
-    "Run",
-    "Settings",
-    "Simulation",
-    "Skipping",
-    "Span",
-    "SpanBesideAHead",
-    "SpanTower",
-    "SplitTransformer",
-    "Stacked",
-    "Stage",
-    "StateForm",
-    "Stateful",
-    "Step",
-    "StepPicture",
-    "TiedMLP",
-    "TiedStack",
-    "Timeline",
-    "Trace",
-    "Trainee",
-    "Training",
-    "Traits",
-    "TwoNames",
-    "Undivided",
-    "Untouched",
-    "WholeParameters",
-    "WrapPolicy",
-    "alone",
-    "backward_of_copies",
-    "built_in_with",
-    "by_columns",
-    "bytes_of",
-    "check_equal",
-    "check_evaluation",
-    "check_exact",
-    "check_gradients",
-    "check_parameters",
-    "check_statistics",
-    "compiler",
-    "contract",
-    "deadline",
-    "distance",
-    "divide_experts",
-    "drawn",
-    "each_value",
-    "error_of_all",
-    "exact_difference",
-    "first_difference",
-    "map_leaves",
-    "map_tensors",
-    "meaningful_from",
-    "memory",
-    "mixed",
-    "models",
-    "needs",
-    "needs_of",
-    "numbers_of",
-    "occupy",
-    "optim",
-    "original_name",
-    "other_worlds",
-    "padded_to_rows",
-    "parallel",
-    "parallelize_mlps",
-    "parallelize_projections",
-    "parallelize_transformer",
-    "piece_of",
-    "private",
-    "recompute",
-    "recompute_span",
-    "replicate",
-    "run_and_replica",
-    "shapes",
-    "sharded",
-    "simulated",
-    "split_factors",
-    "spread_mlps",
-    "state_numel",
-    "states",
-    "step_and_check",
-    "step_label",
-    "tensors_of",
-    "ties",
-    "train_drawn",
-    "uncut",
-    "with_first",
-    "world",
-]
+from shardproof.harness import models as models
+from shardproof.harness.adapters.base import Accumulation as Accumulation
+from shardproof.harness.adapters.base import Adapter as Adapter
+from shardproof.harness.adapters.base import Clip as Clip
+from shardproof.harness.adapters.base import OptimizerFactory as OptimizerFactory
+from shardproof.harness.adapters.base import Piece as Piece
+from shardproof.harness.adapters.base import Precision as Precision
+from shardproof.harness.adapters.base import Settings as Settings
+from shardproof.harness.adapters.base import StateForm as StateForm
+from shardproof.harness.adapters.base import Trainee as Trainee
+from shardproof.harness.adapters.base import Traits as Traits
+from shardproof.harness.adapters.base import WholeParameters as WholeParameters
+from shardproof.harness.adapters.base import WrapPolicy as WrapPolicy
+from shardproof.harness.adapters.base import original_name as original_name
+from shardproof.harness.adapters.base import padded_to_rows as padded_to_rows
+from shardproof.harness.adapters.base import uncut as uncut
+from shardproof.harness.adapters.capability import Capability as Capability
+from shardproof.harness.adapters.capability import Hardware as Hardware
+from shardproof.harness.adapters.config import NamedDimensions as NamedDimensions
+from shardproof.harness.adapters.dtensor import piece_of as piece_of
+from shardproof.harness.adapters.registry import built_in_with as built_in_with
+from shardproof.harness.casework import states as states
+from shardproof.harness.casework.baselines import Undivided as Undivided
+from shardproof.harness.casework.baselines import backward_of_copies as backward_of_copies
+from shardproof.harness.casework.baselines import check_gradients as check_gradients
+from shardproof.harness.casework.baselines import check_parameters as check_parameters
+from shardproof.harness.casework.casts import CastReplica as CastReplica
+from shardproof.harness.casework.casts import check_equal as check_equal
+from shardproof.harness.casework.casts import check_evaluation as check_evaluation
+from shardproof.harness.casework.casts import check_statistics as check_statistics
+from shardproof.harness.casework.casts import run_and_replica as run_and_replica
+from shardproof.harness.casework.casts import step_and_check as step_and_check
+from shardproof.harness.casework.device_memory import Census as Census
+from shardproof.harness.casework.device_memory import Poison as Poison
+from shardproof.harness.casework.device_memory import bytes_of as bytes_of
+from shardproof.harness.casework.drawn import Step as Step
+from shardproof.harness.casework.drawn import Training as Training
+from shardproof.harness.casework.drawn import needs_of as needs_of
+from shardproof.harness.casework.drawn import train_drawn as train_drawn
+from shardproof.harness.casework.other_worlds import other_worlds as other_worlds
+from shardproof.harness.casework.refusals import Refusal as Refusal
+from shardproof.harness.casework.refusals import Untouched as Untouched
+from shardproof.harness.casework.refusals import error_of_all as error_of_all
+from shardproof.harness.casework.refusals import sharded as sharded
+from shardproof.harness.casework.timeline import Interval as Interval
+from shardproof.harness.casework.timeline import Timeline as Timeline
+from shardproof.harness.casework.twins import check_exact as check_exact
+from shardproof.harness.collectives.delays import Delay as Delay
+from shardproof.harness.collectives.trace import Collective as Collective
+from shardproof.harness.collectives.trace import Trace as Trace
+from shardproof.harness.collectives.trace import first_difference as first_difference
+from shardproof.harness.collectives.units import ROOT as ROOT
+from shardproof.harness.models import mixed as mixed
+from shardproof.harness.models import optim as optim
+from shardproof.harness.models import parallel as parallel
+from shardproof.harness.models import shapes as shapes
+from shardproof.harness.models import ties as ties
+from shardproof.harness.models.drawn import Block as Block
+from shardproof.harness.models.drawn import Part as Part
+from shardproof.harness.models.drawn import Plan as Plan
+from shardproof.harness.models.parallel import Buffered as Buffered
+from shardproof.harness.models.parallel import ExpertModel as ExpertModel
+from shardproof.harness.models.parallel import Factors as Factors
+from shardproof.harness.models.parallel import MLPStack as MLPStack
+from shardproof.harness.models.parallel import Projections as Projections
+from shardproof.harness.models.parallel import Router as Router
+from shardproof.harness.models.parallel import Skipping as Skipping
+from shardproof.harness.models.parallel import SplitTransformer as SplitTransformer
+from shardproof.harness.models.parallel import divide_experts as divide_experts
+from shardproof.harness.models.parallel import parallelize_mlps as parallelize_mlps
+from shardproof.harness.models.parallel import parallelize_projections as parallelize_projections
+from shardproof.harness.models.parallel import parallelize_transformer as parallelize_transformer
+from shardproof.harness.models.parallel import replicate as replicate
+from shardproof.harness.models.parallel import split_factors as split_factors
+from shardproof.harness.models.parallel import spread_mlps as spread_mlps
+from shardproof.harness.models.plain import Stacked as Stacked
+from shardproof.harness.models.recomputation import Computations as Computations
+from shardproof.harness.models.recomputation import Means as Means
+from shardproof.harness.models.recomputation import Span as Span
+from shardproof.harness.models.recomputation import SpanBesideAHead as SpanBesideAHead
+from shardproof.harness.models.recomputation import SpanTower as SpanTower
+from shardproof.harness.models.recomputation import compiler as compiler
+from shardproof.harness.models.recomputation import recompute as recompute
+from shardproof.harness.models.recomputation import recompute_span as recompute_span
+from shardproof.harness.models.shapes import WIDTH as WIDTH
+from shardproof.harness.models.shapes import Drawn as Drawn
+from shardproof.harness.models.shapes import DrawnStack as DrawnStack
+from shardproof.harness.models.shapes import Offset as Offset
+from shardproof.harness.models.shapes import Rows as Rows
+from shardproof.harness.models.shapes import Stateful as Stateful
+from shardproof.harness.models.shapes import by_columns as by_columns
+from shardproof.harness.models.ties import RepeatedTower as RepeatedTower
+from shardproof.harness.models.ties import TiedMLP as TiedMLP
+from shardproof.harness.models.ties import TiedStack as TiedStack
+from shardproof.harness.models.ties import TwoNames as TwoNames
+from shardproof.harness.parity.comparison import exact_difference as exact_difference
+from shardproof.harness.parity.comparison import numbers_of as numbers_of
+from shardproof.harness.parity.coverage import state_numel as state_numel
+from shardproof.harness.parity.numerics import distance as distance
+from shardproof.harness.parity.oracle import Oracle as Oracle
+from shardproof.harness.parity.pair import Pair as Pair
+from shardproof.harness.parity.rank import Rank as Rank
+from shardproof.harness.parity.run import Loss as Loss
+from shardproof.harness.parity.run import Run as Run
+from shardproof.harness.parity.run import StepPicture as StepPicture
+from shardproof.harness.plugin.axes import DELAY_MS as DELAY_MS
+from shardproof.harness.plugin.axes import DELAYED as DELAYED
+from shardproof.harness.plugin.axes import DELAYS as DELAYS
+from shardproof.harness.plugin.axes import FLAT as FLAT
+from shardproof.harness.plugin.axes import KEEPS as KEEPS
+from shardproof.harness.plugin.axes import RESHARD as RESHARD
+from shardproof.harness.plugin.axes import RESHARD_CHOICES as RESHARD_CHOICES
+from shardproof.harness.plugin.axes import RESHARD_EXPLICIT as RESHARD_EXPLICIT
+from shardproof.harness.plugin.axes import RESHARD_FREES as RESHARD_FREES
+from shardproof.harness.plugin.axes import RESHARD_ROOT as RESHARD_ROOT
+from shardproof.harness.plugin.axes import RESHARD_TO_PARTS as RESHARD_TO_PARTS
+from shardproof.harness.plugin.axes import RESHARD_UNEVEN as RESHARD_UNEVEN
+from shardproof.harness.plugin.axes import SHARDS as SHARDS
+from shardproof.harness.plugin.axes import WHOLE as WHOLE
+from shardproof.harness.plugin.axes import with_first as with_first
+from shardproof.harness.plugin.marks import alone as alone
+from shardproof.harness.plugin.marks import contract as contract
+from shardproof.harness.plugin.marks import deadline as deadline
+from shardproof.harness.plugin.marks import drawn as drawn
+from shardproof.harness.plugin.marks import each_value as each_value
+from shardproof.harness.plugin.marks import meaningful_from as meaningful_from
+from shardproof.harness.plugin.marks import needs as needs
+from shardproof.harness.plugin.marks import simulated as simulated
+from shardproof.harness.plugin.marks import world as world
+from shardproof.harness.simulation.memory import Kind as Kind
+from shardproof.harness.simulation.training import Simulation as Simulation
+from shardproof.harness.tensors import memory as memory
+from shardproof.harness.tensors import private as private
+from shardproof.harness.tensors.streams import occupy as occupy
+from shardproof.harness.tensors.trees import map_leaves as map_leaves
+from shardproof.harness.tensors.trees import map_tensors as map_tensors
+from shardproof.harness.tensors.trees import tensors_of as tensors_of
+from shardproof.harness.verdicts.finding import Finding as Finding
+from shardproof.harness.verdicts.finding import Location as Location
+from shardproof.harness.verdicts.finding import Stage as Stage
+from shardproof.harness.verdicts.finding import step_label as step_label
