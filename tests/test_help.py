@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 
 import shardproof.commands.run
 from shardproof.__main__ import COMMANDS, USAGE, main
+from tests import warm
+from tests.harness.inner import CASE, PYTHONPATH, QUIET
 
 ROOT = Path(__file__).parents[1]
 
@@ -68,3 +71,37 @@ def test_the_help_of_run_precedes_that_of_pytest(monkeypatch, capsys):
     assert main(["run", "--help"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("usage: shardproof run ") and printed.endswith("\npytest's\n")
+
+
+# What `shardproof run` leaves to pytest's options
+
+LISTED = ("suites/test_compiled.py", "--impl", "reference", "--device", "cpu", "--collect-only", "-q")
+
+
+@pytest.mark.parametrize("given", [["-p", "no:cacheprovider"], ["-pno:cacheprovider"]], ids=["apart", "together"])
+def test_pytest_without_its_cache(tmp_path, monkeypatch, given):
+    """The option for the place of the cache is the cache's own."""
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
+    command = [warm.python(), "-m", "shardproof", "run", *given, *LISTED]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not [*tmp_path.iterdir()], "nothing is written where the run began"
+
+
+@pytest.mark.parametrize("command", [("shardproof", "run"), ("pytest", *QUIET)], ids=["run", "pytest"])
+@pytest.mark.parametrize("device", [(), ("--simulate", "1024")], ids=["", "simulated"])
+def test_a_typo_is_answered_before_torch_is_imported(tmp_path, monkeypatch, command, device):
+    """Neither this process nor the forkserver, which would import it meanwhile, spends seconds on it."""
+    (tmp_path / "stub/torch").mkdir(parents=True)
+    imported = tmp_path / "imported"
+    stub = f"open({str(imported)!r}, 'w').close()\nraise ImportError('torch was imported')\n"
+    (tmp_path / "stub/torch/__init__.py").write_text(stub)
+    (tmp_path / "test_inner.py").write_text(CASE.format(body="pass"))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'stub'}:{PYTHONPATH}")
+    options = ["--impl", "ddp,refrence", *device]
+    done = subprocess.run(
+        [sys.executable, "-m", *command, *options], cwd=tmp_path, capture_output=True, text=True, timeout=240
+    )
+    assert not imported.exists(), "torch was imported"
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout + done.stderr
+    assert "ERROR: unknown implementation 'refrence': did you mean reference" in done.stderr

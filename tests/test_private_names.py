@@ -1,15 +1,18 @@
-"""Private names of torch: they stand in one file each of the harness and the reference, and none stops a run."""
+"""Names of torch that are taken: private ones stand in one file each of the harness and the reference, and none stops
+a run; of its peer the reference takes none.
+"""
 
 import ast
-import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from fsdp_impl.common import private as private_of_the_reference
 from shardproof.harness.tensors import private
 
 ROOT = Path(__file__).parents[1]
@@ -46,6 +49,22 @@ def imported_from_torch(tree):
     return found
 
 
+def path_of(node, bound):
+    """The path of torch that an expression reads, by what its file has bound; None if it reads none."""
+    match node:
+        case ast.Name(id=name):
+            return bound.get(name)
+        case ast.Call(func=ast.Name(id="cast"), args=[_, value]):
+            return path_of(value, bound)
+        case ast.Attribute(value=value, attr=name):
+            owner = path_of(value, bound)
+        case ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[value, ast.Constant(value=str(name)), *_]):
+            owner = path_of(value, bound)
+        case _:
+            return None
+    return None if owner is None else f"{owner}.{name}"
+
+
 def paths_of_torch(tree):
     """Each path of torch that a file imports or reads, with its line: (line, path)."""
     bound = imported_from_torch(tree)
@@ -54,13 +73,8 @@ def paths_of_torch(tree):
             yield from ((node.lineno, one.name) for one in node.names if one.name.partition(".")[0] == "torch")
         elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
             yield from ((node.lineno, f"{node.module}.{one.name}") for one in node.names)
-        elif isinstance(node, ast.Attribute):
-            parts, value = [], node
-            while isinstance(value, ast.Attribute):
-                parts.append(value.attr)
-                value = value.value
-            if isinstance(value, ast.Name) and value.id in bound:
-                yield node.lineno, ".".join([bound[value.id], *reversed(parts)])
+        elif isinstance(node, ast.Attribute | ast.Call) and (path := path_of(node, bound)) is not None:
+            yield node.lineno, path
 
 
 def is_private(path):
@@ -127,7 +141,6 @@ def test_private_names_stand_in_one_file():
     assert found_outside(trees, "harness/tensors/private.py") == []
 
 
-@pytest.mark.skipif(not (ROOT / "fsdp_impl/common/private.py").exists(), reason="the reference has no such file yet")
 def test_private_names_of_the_reference_stand_in_one_file():
     trees = trees_of("fsdp_impl")
     assert [
@@ -148,10 +161,47 @@ def test_private_names_of_the_reference_stand_in_one_file():
         "from torch.distributed import distributed_c10d as c10d\nc10d.default_pg_timeout",
         "from torch import nn\nnn.modules.batchnorm._BatchNorm",
         "def f(tensor): return tensor._is_view()",
+        "from torch._compile import _disable_dynamo",
+        "from torch.distributed import _functional_collectives",
+        "import torch\ntorch._foreach_add_([], [])",
+        "import torch\ncast(Any, torch.autograd)._unsafe_preserve_version_counter",
+        "import torch.distributed as dist\ngetattr(dist, '_world')",
+        "from torch.distributed.device_mesh import DeviceMesh as Mesh\nMesh._concatenate([])",
     ],
 )
 def test_a_private_name_elsewhere_is_found(line):
     assert found_outside({"a.py": ast.parse(line)}, "b.py")
+
+
+PEER = re.compile(r"^torch\.distributed\.(fsdp|_composable\.fsdp)\b")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import torch.distributed.fsdp",
+        "import torch.distributed.fsdp as peer",
+        "from torch.distributed import fsdp",
+        "from torch.distributed.fsdp import fully_shard",
+        "from torch.distributed.fsdp._fully_shard import _fsdp_param",
+        "from torch.distributed._composable.fsdp import fully_shard",
+        "import torch\ntorch.distributed.fsdp.fully_shard(model)",
+        "import torch.distributed as dist\ndist.fsdp.fully_shard(model)",
+    ],
+)
+def test_a_loan_from_the_peer_is_seen(line):
+    assert any(PEER.match(path) for _, path in paths_of_torch(ast.parse(line)))
+
+
+def test_the_reference_borrows_nothing_from_its_peer():
+    """import-linter sees torch as one package, so it cannot tell its parts."""
+    loans = [
+        f"{path}:{line}: {name}"
+        for path, tree in trees_of("fsdp_impl").items()
+        for line, name in paths_of_torch(tree)
+        if PEER.match(name)
+    ]
+    assert loans == []
 
 
 def test_every_name_that_is_taken_is_listed():
@@ -246,17 +296,6 @@ def check_without(path, folder, *, is_of_the_reference=False):
             assert path in "".join(case["missing"]) or "does not import" in case["missing"][0], printed
 
 
-REFERENCE = importlib.util.find_spec("fsdp_impl.common.private")
-
-
-def of_the_reference():
-    if REFERENCE is None:
-        return []
-    from fsdp_impl.common import private as table
-
-    return [name.path for name in table.NAMES]
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("path", [name.path for name in private.NAMES])
 def test_a_torch_without_a_name(tmp_path, path):
@@ -266,7 +305,7 @@ def test_a_torch_without_a_name(tmp_path, path):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("path", of_the_reference())
+@pytest.mark.parametrize("path", [name.path for name in private_of_the_reference.NAMES])
 def test_a_torch_without_a_name_of_the_reference(tmp_path, path):
     check_without(path, tmp_path, is_of_the_reference=True)
 

@@ -1,6 +1,5 @@
 """What holds for the repository as a whole: its arrows, its pins, its size, its documents."""
 
-import ast
 import configparser
 import itertools
 import re
@@ -127,48 +126,6 @@ def test_a_new_room_must_be_given_its_layer(tmp_path):
     (tmp_path / "shardproof/harness/attic/__init__.py").touch()
     done = lint_imports(tmp_path)
     assert (done.returncode, "attic" in done.stdout) == (1, True)
-
-
-def names_imported(source):
-    """Every dotted name that the source imports or reaches as an attribute of a name."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Attribute):
-            yield ast.unparse(node)
-
-
-PEER = re.compile(r"^(torch\.distributed|dist)\.(fsdp|_composable\.fsdp)\b")
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "import torch.distributed.fsdp",
-        "import torch.distributed.fsdp as peer",
-        "from torch.distributed import fsdp",
-        "from torch.distributed.fsdp import fully_shard",
-        "from torch.distributed.fsdp._fully_shard import _fsdp_param",
-        "from torch.distributed._composable.fsdp import fully_shard",
-        "torch.distributed.fsdp.fully_shard(model)",
-        "dist.fsdp.fully_shard(model)",
-    ],
-)
-def test_a_loan_from_the_peer_is_seen(line):
-    assert any(map(PEER.match, names_imported(line)))
-
-
-def test_the_reference_borrows_nothing_from_its_peer():
-    """import-linter sees torch as one package, so it cannot tell its parts."""
-    loans = [
-        f"{path.relative_to(ROOT)}: {name}"
-        for path in python_files("fsdp_impl")
-        for name in names_imported(path.read_text())
-        if PEER.match(name)
-    ]
-    assert loans == []
 
 
 def test_no_case_names_an_implementation():

@@ -2,12 +2,14 @@
 
 import json
 
-import pytest
 from selenium.webdriver.common.keys import Keys
 
+from shardproof.reports.page import render_plans
+from shardproof.reports.plan import parse_plan
 from tests.browser import runs
 from tests.reports import samples
 from tests.reports.test_page import EXPLANATION, HOSTILE, full_of
+from tests.reports.test_plan_page import plan_data
 
 CLIP = "#case=suites/test_clipping.py::test_clip%5Bw2%5D&of=other"
 
@@ -225,7 +227,15 @@ def test_a_script_that_got_into_the_page_would_not_run(browser, small):
     )
 
 
-@pytest.mark.parametrize("selector", [".plot", "#matrix"])
-def test_a_page_of_one_plain_case_has_them(browser, written, selector):
-    browser.open(written(samples.run(runs.record("test_plain"))), "#case=suites/test_autograd.py::test_plain")
-    assert browser.all(selector)
+# Plans
+
+
+def test_each_plan_has_three_plots(browser, tmp_path):
+    path = tmp_path / "index.html"
+    path.write_text(render_plans([parse_plan(plan_data()), parse_plan(plan_data(model="other"))], title="plans"))
+    browser.driver.get(path.as_uri())
+    browser.until_drawn()
+    assert browser.run("return document.querySelectorAll('.plot .main-svg').length") >= 6
+    assert browser.texts("figcaption")[:3] == [
+        "Memory in each phase, 4 ranks", "Peak by the number of ranks", "Sent by the rank in a step"
+    ]  # fmt: skip

@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.fsdp as theirs
 from torch import nn
 from torch.distributed.fsdp import wrap as policies
 from torch.distributed.fsdp._flat_param import FlatParameter
 
 import fsdp_impl as ours
+import fsdp_impl.wrap
 from shardproof.harness.parity.rank import Rank
 from shardproof.testing import world
+from tests.fsdp_impl.flat_replicas import NONE, wrap, wrap_children
 from tests.fsdp_impl.replicas import MLP, batch, tower
 
 
@@ -191,10 +194,7 @@ ERRORS: dict[str, Callable[[Any, Any, Rank], Any]] = {
 def test_errors(rank: Rank, name: str) -> None:
     found = []
     for half in (theirs, ours):
-
-        def wrap(module: nn.Module, half: Any = half, **options: Any) -> Any:
-            return half.FullyShardedDataParallel(module, device_id=rank.device, **options)
-
+        wrap = functools.partial(half.FullyShardedDataParallel, device_id=rank.device)
         with warnings.catch_warnings(), pytest.raises(Exception) as caught:
             warnings.simplefilter("ignore")
             ERRORS[name](half, wrap, rank)
@@ -216,20 +216,22 @@ WARNINGS: dict[str, Callable[[Any, Any, Rank], Any]] = {
 }
 
 
+def warned(rank: Rank, make: Callable[[Any, Any, Rank], Any]) -> list[list[tuple[Any, str]]]:
+    """The warnings of torch's and of ours."""
+    found = []
+    for half in (theirs, ours):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            make(half, functools.partial(half.FullyShardedDataParallel, device_id=rank.device), rank)
+        found.append([(warning.category, str(warning.message)) for warning in caught])
+    return found
+
+
 @world(2)
 @pytest.mark.parametrize("name", sorted(WARNINGS))
 @without_theirs_left
 def test_warnings(rank: Rank, name: str) -> None:
-    found = []
-    for half in (theirs, ours):
-
-        def wrap(module: nn.Module, half: Any = half, **options: Any) -> Any:
-            return half.FullyShardedDataParallel(module, device_id=rank.device, **options)
-
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            WARNINGS[name](half, wrap, rank)
-        found.append([(warning.category, str(warning.message)) for warning in caught])
+    found = warned(rank, WARNINGS[name])
     assert found[0] == found[1]
 
 
@@ -237,14 +239,71 @@ def test_warnings(rank: Rank, name: str) -> None:
 @pytest.mark.parametrize("strategy", [None, "FULL_SHARD", "SHARD_GRAD_OP"])
 @without_theirs_left
 def test_one_rank(rank: Rank, strategy: str | None) -> None:
-    found = []
-    for half in (theirs, ours):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            half.FullyShardedDataParallel(
-                MLP(2),
-                sharding_strategy=None if strategy is None else half.ShardingStrategy[strategy],
-                device_id=rank.device,
-            )
-        found.append([(warning.category, str(warning.message)) for warning in caught])
+    def make(half: Any, wrap: Any, rank: Rank) -> Any:
+        return wrap(MLP(2), sharding_strategy=None if strategy is None else half.ShardingStrategy[strategy])
+
+    found = warned(rank, make)
     assert found[0] == found[1] != []
+
+
+# Where ours has words of its own, or torch does something else
+
+LOCAL = ours.StateDictType.LOCAL_STATE_DICT
+
+
+@world(2)
+def test_local_states(rank: Rank) -> None:
+    """Of replicas, of which torch gives full states with a warning, and of optimizers."""
+    model = wrap(tower(3), sharding_strategy=NONE, device_id=rank.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ours.FullyShardedDataParallel.state_dict_type(model, LOCAL):
+        with pytest.raises(RuntimeError, match="``local_state_dict`` can only be used when parameters are flatten"):
+            model.state_dict()
+        with pytest.raises(NotImplementedError, match="its own"):
+            ours.FullyShardedDataParallel.optim_state_dict(model, optimizer)
+
+
+@world(2)
+def test_states_of_other_models(rank: Rank) -> None:
+    model = wrap(tower(3), device_id=rank.device)
+    stranger = torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=0.1)
+    with pytest.raises(ValueError, match=r"a parameter of shape \(3,\) that the model does not have"):
+        ours.FullyShardedDataParallel.optim_state_dict(model, stranger)
+    with pytest.raises(ValueError, match="Expects a module with FSDP modules"):
+        ours.FullyShardedDataParallel.full_optim_state_dict(nn.Linear(2, 2), stranger)
+    with pytest.raises(ValueError, match="Expects a module with FSDP modules"):
+        ours.FullyShardedDataParallel.get_state_dict_type(nn.Linear(2, 2))
+
+
+@world(2)
+def test_hybrid_shards_on_the_cpu(rank: Rank) -> None:
+    """All ranks on the CPU count as one host; torch counts by devices, of which a CPU has one."""
+    if rank.device.type != "cpu":
+        return
+    hybrid, rule = ours.ShardingStrategy.HYBRID_SHARD, ours.wrap.ModuleWrapPolicy({nn.Linear})
+    model = wrap(tower(3), sharding_strategy=hybrid, auto_wrap_policy=rule, device_id=rank.device)
+    groups: list[Any] = [model.process_group, model._unit.ranks.across]
+    assert [group.size() for group in groups] == [2, 1]
+    for group in groups:
+        dist.destroy_process_group(group)
+
+
+@world(2)
+def test_apply_while_parameters_are_gathered(rank: Rank) -> None:
+    model = wrap_children(tower(5, 1), device_id=rank.device)
+    refused = r"expected to be in states .* current state is "
+    with (
+        ours.FullyShardedDataParallel.summon_full_params(model),
+        pytest.raises(ValueError, match=refused + "SUMMONED"),
+    ):
+        model.apply(print)
+    model[1].module.register_forward_hook(lambda module, args, output: model.apply(print))
+    with pytest.raises(ValueError, match=refused + "FORWARD"):
+        model(batch(rank, 0, (2, 5)))
+
+
+@world(2)
+def test_a_number_as_ignored_modules(rank: Rank) -> None:
+    """By the name of the option; torch says only that a number is not iterable."""
+    with pytest.raises(TypeError, match=r"`ignored_modules` should be an iterable .* got <class 'int'>"):
+        wrap(tower(3), ignored_modules=3, device_id=rank.device)

@@ -3,11 +3,9 @@
 torch 2.13's own ``fully_shard`` keeps it until a collection.
 """
 
-import gc
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,19 +22,10 @@ from fsdp_impl import (
 from shardproof.harness.parity.rank import Rank
 from shardproof.testing import world
 from tests.fsdp_impl.replicas import batch, tower
+from tests.fsdp_impl.test_flat_lifetime import without_collection
 
 Make = Callable[[Rank], nn.Module]
 Use = Callable[[Rank, nn.Module], None]
-
-
-@contextmanager
-def without_collector() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 class Alive:
@@ -156,7 +145,7 @@ def checked(rank: Rank, model: nn.Module) -> None:
 
 def check(rank: Rank, make: Make, use: Use) -> None:
     use(rank, make(rank))  # what torch keeps after its first use
-    with without_collector():
+    with without_collection():
         model = make(rank)
         alive = Alive(model)
         use(rank, model)

@@ -1,4 +1,7 @@
-"""Private names of torch that the reference takes stand in one file, which says what happens without them."""
+"""The list of the private names of torch that the reference takes, and what happens without them.
+
+That no other file takes one is in tests/test_private_names.py.
+"""
 
 import ast
 import importlib.util
@@ -6,7 +9,6 @@ import itertools
 import pkgutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,64 +29,8 @@ UNLISTED = {"_parameters", "_buffers", "_modules", "_apply", "_load_from_state_d
 UNLISTED |= {"_in_backward_optimizers", "_checkpoint_wrapped_module", "_run_policy"}
 
 
-def is_private(path: str) -> bool:
-    return any(part.startswith("_") and not part.startswith("__") for part in path.split("."))
-
-
-def private_names(tree: ast.Module) -> Iterator[str]:
-    """Full paths, with a private part, of what a file imports from torch or reaches from what it imported."""
-    known: dict[str, str] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
-            known |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.Import):
-            known |= {alias.asname or "torch": alias.name for alias in node.names if alias.name.startswith("torch.")}
-            known |= {alias.asname or alias.name: alias.name for alias in node.names if alias.name == "torch"}
-            yield from (
-                alias.name for alias in node.names if alias.name.startswith("torch.") and is_private(alias.name)
-            )
-    yield from filter(is_private, known.values())
-    for node in ast.walk(tree):
-        path = _path(node, known)
-        if path is not None and is_private(path):
-            yield path
-
-
-def _path(node: ast.AST, known: dict[str, str]) -> str | None:
-    if isinstance(node, ast.Name):
-        return known.get(node.id)
-    if isinstance(node, ast.Attribute):
-        value = _path(node.value, known)
-        return None if value is None else f"{value}.{node.attr}"
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-        match node.func.id, node.args:
-            case "cast", [_, value_node]:
-                return _path(value_node, known)
-            case "getattr" | "hasattr", [value_node, ast.Constant(value=str(name)), *_]:
-                value = _path(value_node, known)
-                return None if value is None else f"{value}.{name}"
-    return None
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "from torch._compile import _disable_dynamo",
-        "from torch.distributed import _functional_collectives",
-        "import torch.distributed._symmetric_memory as memory",
-        "import torch\ntorch._foreach_add_([], [])",
-        "import torch\ncast(Any, torch.autograd)._unsafe_preserve_version_counter",
-        "import torch.distributed as dist\ngetattr(dist, '_world')",
-        "from torch.distributed.device_mesh import DeviceMesh as Mesh\nMesh._concatenate([])",
-    ],
-)
-def test_the_scan_sees(line: str) -> None:
-    assert list(private_names(ast.parse(line)))
-
-
-@pytest.mark.parametrize("path", OTHERS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_other_file_takes_private_names(path: Path) -> None:
-    assert not list(private_names(ast.parse(path.read_text()))), "take them from fsdp_impl/common/private.py"
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and "fsdp" not in name
 
 
 def test_private_attributes_of_objects_are_listed() -> None:
@@ -98,10 +44,10 @@ def test_private_attributes_of_objects_are_listed() -> None:
                     own.add(name)
                 case ast.Dict(keys=keys):  # of a class that is made by calling type
                     own |= {key.value for key in keys if isinstance(key, ast.Constant)}
-                case ast.Attribute(attr=name) if is_private(name) and "fsdp" not in name:
+                case ast.Attribute(attr=name) if is_private(name):
                     used[name] = path.name
                 case ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[_, ast.Constant(value=str(name)), *_]):
-                    if is_private(name) and "fsdp" not in name:
+                    if is_private(name):
                         used[name] = path.name
     listed = {name.path.rpartition(".")[2] for name in private.NAMES}
     assert {name: file for name, file in used.items() if name not in own | listed} == {}

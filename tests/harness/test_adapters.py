@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import pathlib
 import re
 import sys
 
@@ -21,8 +20,8 @@ from shardproof.harness.adapters.base import Adapter, Config, Traits
 from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.torch_fsdp import TorchFsdpAdapter
 from shardproof.harness.adapters.torch_fully_shard import gradient_traits
+from tests.harness.inner import ROOT
 
-ROOT = pathlib.Path(__file__).parents[2]
 DOCUMENT = (ROOT / "docs/adapters.md").read_text()
 #: By module, an implementation that needs it and the name of what brings it.
 PEERS = {

@@ -208,10 +208,8 @@ def test_a_module_that_prints_is_as_good_as_any(module, capfd):
     assert capfd.readouterr().out == "hello\n"
 
 
-@pytest.mark.parametrize("kind", ["module-exits", "availability-raises"])
-def test_a_run_ends_with_exit_code_4(nothing_imported, run, pytester, kind):
-    source = MODULES[kind][0] if kind in MODULES else source_of(BROKEN[kind][0])
-    pytester.makepyfile(broken=source)
+def test_a_run_ends_with_exit_code_4(nothing_imported, run, pytester):
+    pytester.makepyfile(broken=source_of(BROKEN["availability-exits"][0]))
     pytester.syspathinsert()
     result = run(CASE.format(body="pass"), "--impl", "broken:Broken", "--device", "cpu")
     assert result.ret == pytest.ExitCode.USAGE_ERROR

@@ -1,4 +1,4 @@
-"""Shorter runs: what they leave out, what they never leave out, and what they print of it."""
+"""Shorter runs: what they leave out, what they never leave out, and what they print of it; the order of cases."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import json
 import pytest
 
 from shardproof.reports.run import load_run
-from tests.harness.inner import last_error
+from tests.harness import explained_bugs
+from tests.harness.inner import last_error, name_of
 
 SOURCE = """
 import pytest
@@ -234,3 +235,77 @@ def test_a_known_failure_that_the_effort_leaves_out_is_no_mistake(run, pytester)
     result = run(SOURCE, "--effort=quick", "--device", "cpu")
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(["ERROR: expectations/ddp.toml entry 1 matches no case: test_inner.py::test_gone"])
+
+
+# The order: one case of each function first, worlds of an implementation together, cases that are alone last
+
+OF_SEVERAL_KINDS = """
+from shardproof.testing import alone, world
+
+@world(1)
+@alone()
+def test_alone(rank):
+    pass
+
+@world(1)
+def test_first(rank):
+    pass
+
+@world(1)
+def test_second(rank):
+    pass
+
+def test_ordinary():
+    pass
+"""
+
+
+def test_worlds_of_an_implementation_are_used_in_one_go(run):
+    # Two that have ranks of their own.
+    one, other = map(name_of, (explained_bugs.StaleParameters, explained_bugs.PaddingInShards))
+    names = ["ddp", one, "torch.fully_shard", other]
+    result = run(OF_SEVERAL_KINDS, "--device", "cpu", "--collect-only", "-q", "--impl", ",".join(names))
+    found = [line.partition("::")[2] for line in result.stdout.lines if "::" in line]
+    assert found == [
+        "test_first[ddp-w1]", "test_first[torch.fully_shard-w1]",
+        "test_second[ddp-w1]", "test_second[torch.fully_shard-w1]",
+        "test_ordinary",
+        f"test_first[{one}-w1]", f"test_second[{one}-w1]",
+        f"test_first[{other}-w1]", f"test_second[{other}-w1]",
+        "test_alone[ddp-w1]", "test_alone[torch.fully_shard-w1]", f"test_alone[{one}-w1]", f"test_alone[{other}-w1]",
+    ]  # fmt: skip
+
+
+PARAMETERS = """
+import pytest
+from shardproof.testing import world
+
+@world(1, 2)
+@pytest.mark.parametrize("one", [0, 1])
+@pytest.mark.parametrize("two", [0, 1])
+@pytest.mark.parametrize("three", [0, 1])
+def test_first(rank, one, two, three):
+    pass
+
+@world(2)
+@pytest.mark.parametrize("one", [0, 1])
+def test_second(rank, one):
+    pass
+"""
+
+
+def test_a_function_has_its_first_case_before_another_has_its_second(run):
+    result = run(PARAMETERS, "--device", "cpu", "--collect-only", "-q", "--impl", "ddp")
+    found = [line.partition("::")[2] for line in result.stdout.lines if "::" in line]
+    functions = [name.partition("[")[0] for name in found]
+    assert functions == ["test_first", "test_second", *["test_first"] * 4, "test_second", *["test_first"] * 11]
+    assert len(set(found)) == 18
+    assert all("-w1-" in name for name in found[2:6]), "four combinations on one rank have every pair of values"
+
+
+def test_all_cases_of_an_implementation_with_its_own_worlds_come_before_those_of_the_next(run):
+    """Also where the second case of a function is of a later tier: two implementations in turn start a world each."""
+    one, other = map(name_of, (explained_bugs.StaleParameters, explained_bugs.PaddingInShards))
+    result = run(PARAMETERS, "--device", "cpu", "--collect-only", "-q", "--impl", f"{one},{other}", "-k", "test_second")
+    found = [line.partition("::")[2] for line in result.stdout.lines if "::" in line]
+    assert [name.partition("[")[2].partition("-w2")[0] for name in found] == [one, one, other, other]

@@ -97,65 +97,56 @@ def fails(run, pytester):
     return fails
 
 
-def test_zeros_for_an_unused_parameter_are_explained_by_the_trait(fails):
-    fails(UNUSED, "adapters:Zeros").fnmatch_lines(
+LARGER = TIED.replace("Wide(8)", "TiedMLP(64)").replace("(4, 8)", "(4, 64)")
+ON_FROZEN = "  the sharded run has a gradient, but the parameter is frozen (requires_grad=False)"
+ZERO = f"  it is zero, as when zeros stand for a missing gradient, {TRAIT}"
+EXPLAINED = {
+    "zeros for an unused parameter": (
+        UNUSED,
+        "Zeros",
         [
             "*diverges from the baseline: gradient of 'head*",
             "  the sharded run has a gradient, but no rank used the parameter",
-            f"  it is zero, as when zeros stand for a missing gradient, {TRAIT}",
-        ]
-    )
-
-
-def test_zeros_for_a_frozen_parameter_are_explained_by_the_trait(fails):
-    fails(FROZEN, "adapters:Zeros").fnmatch_lines(
-        [
-            "  the sharded run has a gradient, but the parameter is frozen (requires_grad=False)",
-            f"  it is zero, as when zeros stand for a missing gradient, {TRAIT}",
-        ]
-    )
-
-
-def test_a_frozen_parameter_that_is_trained(fails):
-    shown = fails(FROZEN, "adapters:Trains")
-    shown.fnmatch_lines(["  the sharded run has a gradient, but the parameter is frozen (requires_grad=False)"])
-    assert "unused_gradient" not in shown.str(), "no trait allows it"
-
-
-def test_untied_parameters_with_names_of_their_own(fails):
-    fails(TIED.replace("UNITS", "[]"), "adapters:Unties").fnmatch_lines(
-        [f"*unknown are second.weight, missing are none; {UNTIED}"]
-    )
-
-
-def test_untied_parameters_whose_adapter_names_one(fails):
-    fails(TIED.replace("UNITS", "[]"), "adapters:UntiesQuietly").fnmatch_lines(
-        [
-            "*diverges from the baseline: gradient of 'first.weight' in the first step *",
-            f"  {UNTIED}",
-        ]
-    )
-
-
-def test_untied_parameters_that_take_more_memory_than_the_share(fails):
-    """The size alone would be called a model that is not sharded."""
-    case = TIED.replace("Wide(8)", "TiedMLP(64)").replace("(4, 8)", "(4, 64)").replace("UNITS", "[]")
-    fails(case, "adapters:UntiesQuietly").fnmatch_lines(
+            ZERO,
+        ],
+    ),
+    "zeros for a frozen parameter": (FROZEN, "Zeros", [ON_FROZEN, ZERO]),
+    "a frozen parameter that is trained": (FROZEN, "Trains", [ON_FROZEN]),
+    "untied with names of their own": (
+        TIED,
+        "Unties",
+        [f"*unknown are second.weight, missing are none; {UNTIED}"],
+    ),
+    "untied with one name": (
+        TIED,
+        "UntiesQuietly",
+        ["*diverges from the baseline: gradient of 'first.weight' in the first step *", f"  {UNTIED}"],
+    ),
+    # The size alone would be called a model that is not sharded.
+    "untied with more memory than the share": (
+        LARGER,
+        "UntiesQuietly",
         [
             "*the model is not sharded: sharding on rank 0",
             "  holds * bytes of parameters after sharding; its share is *",
             f"  {UNTIED}",
-        ]
-    )
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", EXPLAINED)
+def test_what_a_failure_says(fails, what):
+    source, adapter, lines = EXPLAINED[what]
+    shown = fails(source.replace("UNITS", "[]"), f"adapters:{adapter}")
+    shown.fnmatch_lines(lines)
+    assert adapter != "Trains" or "unused_gradient" not in shown.str(), "no trait allows it"
 
 
 @pytest.mark.parametrize("implementation", ["reference", "torch.fully_shard"])
 def test_an_implementation_that_refuses_ties_says_so_itself(fails, implementation):
     """Untied parameters take more memory, which the harness measures before the first forward refuses them."""
-    case = (
-        TIED.replace("UNITS", '[["first"], ["second"]]').replace("(4, 8)", "(4, 64)").replace("Wide(8)", "TiedMLP(64)")
-    )
-    shown = fails(case, implementation)
+    shown = fails(LARGER.replace("UNITS", '[["first"], ["second"]]'), implementation)
     shown.fnmatch_lines(["ValueError: *second.weight*"])
     assert "the model is not sharded" not in shown.str()
 

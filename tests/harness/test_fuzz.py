@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
 import pickle
+import subprocess
 import time
 import types
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -17,7 +20,8 @@ from shardproof.harness.models.drawn import Block, Part, Plan
 from shardproof.harness.plugin import drawing
 from shardproof.harness.plugin.records import CaseRecord
 from shardproof.harness.verdicts.verdict import Verdict
-from tests.harness.inner import PYTHONPATH, QUIET
+from tests import warm
+from tests.harness.inner import PYTHONPATH, QUIET, ROOT, run_suites
 
 pytest.importorskip("hypothesis", reason="cases that draw need hypothesis: pip install '.[fuzz]'")
 st: Any = pytest.importorskip("hypothesis.strategies")
@@ -192,3 +196,74 @@ def test_without_hypothesis_the_cases_are_unmet(pytester, monkeypatch):
     options = ("-p", "no:hypothesispytest", "--impl", "reference", "--device", "cpu", "-rs")
     result = pytester.runpytest_subprocess(*QUIET, *options, timeout=120)
     result.stdout.fnmatch_lines(["*unmet: hypothesis (the extra 'fuzz')*"])
+
+
+# Planted bugs, hangs and crashes too: found and shrunk; the case that is printed fails alike
+
+GRADIENT = "gradient of 'root.parts.0.values' in the {} step"
+TO_PASTE = "a case to paste into a file of its own:\n"
+
+
+class Shrunk(NamedTuple):
+    """The verdict on a bug, words of its message, and a part of the training to which it shrinks."""
+
+    verdict: str
+    words: str
+    training: str
+
+
+SHRUNK = {
+    "forgotten-division": Shrunk("fail", GRADIENT.format("first"), "Training()"),
+    "gradient-not-taken": Shrunk("fail", "gradient of 'root.", "Training("),
+    "buffer-replaced": Shrunk("fail", GRADIENT.format("first"), "Training(microbatches=2)"),
+    "replaced-gradient": Shrunk("fail", GRADIENT.format("first"), "microbatches=2"),
+    "unreduced-dropped": Shrunk("fail", GRADIENT.format("first"), "accumulation=Accumulation("),
+    "norm-crashes": Shrunk("crash", "SIGABRT", "clip='1'"),
+    "norm-hangs": Shrunk("hang", "rank 0 is missing from it", "Training("),
+}
+
+
+def adapter_of(bug):
+    return f"planted.adapters:{bug.replace('-', '_')}"
+
+
+EACH = pytest.mark.parametrize("bug", SHRUNK)
+
+
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory):
+    """The records of the drawn case on two ranks, by implementation."""
+    names = ["reference", *map(adapter_of, SHRUNK)]
+    found = run_suites(names, "suites/test_drawn.py::test_any_training", "w2", tmp_path_factory.mktemp("drawn"))
+    return {case["implementation"]: case for case in found}
+
+
+@pytest.mark.nightly
+def test_the_sound_reference_passes(searched):
+    assert searched["reference"]["verdict"] == "pass"
+
+
+@pytest.mark.nightly
+@EACH
+def test_bug_is_found_and_shrunk(searched, bug):
+    case, expected = searched[adapter_of(bug)], SHRUNK[bug]
+    assert case["verdict"] == expected.verdict
+    assert expected.words in case["failure"]["text"]
+    assert expected.training in case["failure"]["text"].partition(TO_PASTE)[2]
+
+
+@pytest.mark.nightly
+@EACH
+def test_the_printed_case_fails_alike(searched, bug, tmp_path):
+    expected = SHRUNK[bug]
+    name = adapter_of(bug)
+    path, report = tmp_path / "test_pasted.py", tmp_path / "run.json"
+    path.write_text(searched[name]["failure"]["text"].partition(TO_PASTE)[2])
+    command = [warm.python(), "-m", "pytest", "-p", "no:cacheprovider", "-p", "shardproof.plugin", "-q", str(path)]
+    command += ["--rootdir", str(tmp_path), "--impl", name, "--device", "cpu", "--report", str(report)]
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1, done.stdout + done.stderr
+    (case,) = json.loads(report.read_text())["cases"]
+    assert (case["verdict"], case["requirement"]) == (expected.verdict, "DRAWN-1")
+    assert expected.words in case["failure"]["text"]

@@ -364,13 +364,11 @@ def test_a_record_never_passes_where_pytest_does_not(run, pytester, before, afte
         assert "the pytest process stopped waiting for the case: TimeoutError: too slow" in case.failure.text
 
 
-@pytest.mark.parametrize(
-    ("strict", "code", "verdict"), [(True, 1, "unexpected-pass"), (False, 0, "unexpected-pass")], ids=str
-)
-def test_a_case_that_passes_against_an_xfail_mark(run, pytester, strict, code, verdict):
+@pytest.mark.parametrize(("strict", "code"), [(True, 1), (False, 0)])
+def test_a_case_that_passes_against_an_xfail_mark(run, pytester, strict, code):
     source = "import pytest\n" + PASSES.replace("@world", f"@pytest.mark.xfail(strict={strict})\n@world")
     assert run(source, "--report", "run.json").ret == code
-    assert [str(case.verdict) for case in load_run(pytester.path / "run.json").cases] == [verdict]
+    assert [str(case.verdict) for case in load_run(pytester.path / "run.json").cases] == ["unexpected-pass"]
 
 
 NOTHING_TO_ASK = """

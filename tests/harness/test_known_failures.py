@@ -147,21 +147,16 @@ def test_an_entry_without_a_case_fails_a_complete_run(run, expect, pytester, wor
         ("test_inner.py::test_other", "-n", "1"),
         ("--world", "1"),
         ("--collect-only",),
+        ("test_inner.py",),
+        ("--ignore", "test_second.py"),
     ],
     ids="_".join,
 )
 def test_a_part_of_the_cases_does_not_tell(run, expect, pytester, options):
     expect(entry(FAILS), entry(STALE))
+    pytester.path.joinpath("test_second.py").write_text("def test_second():\n    pass\n")
     pytester.makeini("[pytest]\nmarkers = slow: is slow")
     result = run(SOURCE.replace("def test_other", "@pytest.mark.slow\ndef test_other"), *options)
-    assert (result.ret, error_lines(result)) == (pytest.ExitCode.OK, [])
-
-
-@pytest.mark.parametrize("options", [("test_inner.py",), ("--ignore", "test_second.py")], ids="_".join)
-def test_fewer_chapters_do_not_tell(run, expect, pytester, options):
-    expect(entry(FAILS), entry(STALE))
-    pytester.path.joinpath("test_second.py").write_text("def test_second():\n    pass\n")
-    result = run(SOURCE, *options)
     assert (result.ret, error_lines(result)) == (pytest.ExitCode.OK, [])
 
 

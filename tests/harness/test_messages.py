@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import types
 import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from shardproof.harness.verdicts.texts import MOST_CHARACTERS, MOST_OF_A_RANK
+from shardproof.harness.plugin.records import ALIKE
+from shardproof.harness.plugin.terminal import end_with_command, first_of_each_kind, kind_of_text
+from shardproof.harness.verdicts.texts import MOST_CHARACTERS, MOST_OF_A_RANK, bounded, gist, ranks_of, without_rank
 from tests.harness.inner import CASE
 
 DEADLINE = 2
@@ -71,19 +74,6 @@ def test_a_crash_of_eight_ranks_is_short_and_shows_the_collectives(run):
     assert len(lines_of(result)) <= 40
     assert "closed by peer" not in result.stdout.str()
     assert "--check-collectives" not in result.stdout.str(), "all ranks announced the same: it would not help"
-
-
-def test_a_crash_after_different_collectives_advises_to_check_them(run):
-    body = "dist.all_reduce(torch.ones(8 if rank.index else 4)); os._exit(3)"
-    result = run("import os, torch, torch.distributed as dist\n" + CASE.format(body=body))
-    result.stdout.fnmatch_lines(
-        [
-            "crash: *",
-            "  1 on ranks 0-1: all_reduce sum float32 16 B, rank 0 only",
-            "  1 on ranks 0-1: all_reduce sum float32 32 B, rank 1 only",
-            "the ranks announced different collectives on one group: --check-collectives stops them before they enter",
-        ]
-    )
 
 
 @pytest.mark.parametrize(
@@ -185,7 +175,7 @@ def test_a_failure_of_a_hundred_megabytes_is_bounded_in_the_rank(run, pytester):
     assert len(result.stdout.str()) < 2 * MOST_CHARACTERS
 
 
-ALIKE = """
+FAIL_ALIKE = """
 import pytest
 from shardproof.testing import world
 from shardproof.harness.verdicts.finding import Finding, Location
@@ -203,7 +193,7 @@ def test_plain():
 
 @pytest.mark.parametrize("options", [(), ("-n", "2")], ids=["alone", "xdist"])
 def test_failures_that_are_alike_are_printed_once_with_their_cases(run, pytester, options):
-    result = run(ALIKE, "--report", "run.json", "--junitxml", "junit.xml", *options, own_process=bool(options))
+    result = run(FAIL_ALIKE, "--report", "run.json", "--junitxml", "junit.xml", *options, own_process=bool(options))
     result.assert_outcomes(failed=13)
     printed = result.stdout.str()
     assert printed.count("  sharded ") == 2
@@ -223,30 +213,7 @@ def test_failures_that_are_alike_are_printed_once_with_their_cases(run, pytester
 
 
 def test_every_failure_is_printed_on_request(run):
-    assert run(ALIKE, "-v").stdout.str().count("  sharded ") == 12
-
-
-def test_cases_that_one_fault_ends_are_printed_once(run, pytester):
-    """Where the error is raised below the case, it is the same from whichever case."""
-    pytester.syspathinsert()
-    pytester.path.joinpath("broken_adapter.py").write_text(BROKEN)
-    source = "from shardproof.harness import models\nfrom shardproof.testing import world\n" + "".join(
-        f"@world(2)\ndef test_{name}(rank):\n    rank.run(models.MLP({dim}))\n"
-        for name, dim in (("one", 4), ("two", 8))
-    )
-    result = run(source, "--impl", "broken_adapter:Broken")
-    result.assert_outcomes(failed=2)
-    assert result.stdout.str().count("Traceback") == 1
-    result.stdout.fnmatch_lines(["1 more fail*alike*", "  test_inner.py::test_two *"])
-
-
-BROKEN = """
-from shardproof.harness.adapters.reference import ReferenceAdapter
-class Broken(ReferenceAdapter):
-    name = "broken"
-    def __init__(self, model, *, optimizer, config):
-        raise ValueError(f"no support for {model.in_proj.in_features} features")
-"""
+    assert run(FAIL_ALIKE, "-v").stdout.str().count("  sharded ") == 12
 
 
 DIFFERENT = """
@@ -270,3 +237,116 @@ def test_a_case_fails_whose_ranks_issued_different_collectives(run, first, fails
                 "all_gather float32 4 B ranks 0-1 layers.0], rank 1 issued [[]forward all_gather float32 5 B ranks *"
             ]
         )
+
+
+# Texts: bounded, and compared without what differs between ranks and cases that fail alike
+
+
+def test_a_long_text_loses_its_middle_and_says_how_much():
+    assert bounded("short") == "short"
+    text = bounded("a" * 100 + "b" * 50 + "c" * 100, most=200)
+    assert text == f"{'a' * 100}\n... 50 characters left out ...\n{'c' * 100}"
+    assert bounded("odd \ud800") == "odd \\ud800", "a lone surrogate cannot be sent to the controller of an xdist run"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "named"),
+    [([3], "rank 3"), ([1, 0], "ranks 0-1"), ([0, 1, 2, 3, 4, 6, 7], "ranks 0-4, 6-7"), ([5, 2, 2], "ranks 2, 5")],
+)
+def test_ranks_are_named_in_runs(ranks, named):
+    assert ranks_of(ranks) == named
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("RuntimeError: rank 0 of 8 failed", "RuntimeError: rank 7 of 8 failed"),
+        ("[Rank0]: [pid 123] at 0x7f00ab", "[Rank3]: [pid 4567] at 0x55cd"),
+        ("2026-01-02 03:04:05,678 on cuda:0", "2026-01-02 03:04:06,001 on cuda:1"),
+        ("Connection closed by peer [127.0.0.1]:14048", "Connection closed by peer [127.0.0.1]:25516"),
+    ],
+)
+def test_ranks_that_fail_alike_have_one_text(first, second):
+    assert without_rank(first) == without_rank(second)
+
+
+def test_other_numbers_are_a_difference_between_ranks():
+    assert without_rank("assert 3 == 4") != without_rank("assert 3 == 5")
+
+
+TRACEBACK = """\
+every rank of 2:
+Traceback (most recent call last):
+  File "/cases/test_a.py", line {line}, in {function}
+    pair.step(batch)
+  File "/package/adapter.py", line 7, in __init__
+    raise ValueError(f"no support for {{dim}}")
+ValueError: no support for {dim}
+  and a hint
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (TRACEBACK.format(line=1, function="test_x", dim=3), "ValueError: no support for 3"),
+        (
+            "rank 1 of 2:\nthe rank's process ended: exit code 7\nmore",
+            "rank 1 of 2: the rank's process ended: exit code 7",
+        ),
+        ("the sharded run diverges: x\n  sharded 1", "the sharded run diverges: x"),
+        ("", ""),
+    ],
+)
+def test_the_gist_is_the_error_itself(text, line):
+    assert gist(text) == line
+
+
+def test_failures_are_alike_but_for_numbers_names_and_the_frames_of_the_case():
+    one = "title: gradient of 'a.w' in the first step (step 0) on rank 0 element [0, 3]\n  sharded 1.5e-07, oracle -2"
+    other = "title: gradient of 'b' in the first step (step 0) on rank 1 element [7]\n  sharded 3, oracle 0.25"
+    assert kind_of_text(one, "test_a.py") == kind_of_text(other, "test_a.py")
+    assert kind_of_text(one, "test_a.py") != kind_of_text(one.replace("gradient", "loss"), "test_a.py")
+    assert kind_of_text(one, "test_a.py") != kind_of_text(one.replace("first", "second"), "test_a.py")
+    shared = kind_of_text(TRACEBACK.format(line=1, function="test_x", dim=3), "test_a.py")
+    assert shared == kind_of_text(TRACEBACK.format(line=50, function="test_y", dim=5), "test_a.py")
+    assert shared != kind_of_text(
+        TRACEBACK.format(line=1, function="test_x", dim=3).replace("Value", "Type"), "test_a.py"
+    )
+
+
+def test_an_assertion_of_the_case_itself_is_alike_only_where_it_is_the_same():
+    lines = TRACEBACK.splitlines()
+    own = "\n".join([*lines[:3], "    assert found == {dim}", "AssertionError: assert 2 == {dim}"])
+    first = own.format(line=9, function="test_x", dim=3)
+    assert kind_of_text(first, "test_a.py") == kind_of_text(first.replace("of 2", "of 4"), "test_a.py")
+    # Whether the addresses of two ranks are equal is chance.
+    assert kind_of_text(first, "test_a.py") == kind_of_text(first.replace("of 2", f"of 2{ALIKE}"), "test_a.py")
+    for change in ({"dim": 4}, {"line": 10}, {"function": "test_y"}):
+        other = own.format(**{"line": 9, "function": "test_x", "dim": 3} | change)
+        assert kind_of_text(first, "test_a.py") != kind_of_text(other, "test_a.py")
+
+
+def report_of(number, longrepr, **record):
+    case = {"implementation": "x", "verdict": "fail", "failure": {"text": "title: it differs"}} | record
+    return types.SimpleNamespace(nodeid=f"a.py::test[{number}]", longrepr=longrepr, shardproof=case)
+
+
+def test_what_explains_one_failure_does_not_tell_it_from_others():
+    explained = [
+        report_of(
+            number, "", failure={"text": f"title: it differs\nfirst: {name}"}, explanation={"text": f"first: {name}"}
+        )
+        for number, name in ((1, "layers.0"), (2, "head"))
+    ]
+    assert len(first_of_each_kind(explained, width=80)) == 1
+
+
+def test_a_failure_ends_with_its_command_below_what_ranks_printed():
+    made = types.SimpleNamespace(failed=True, longrepr="fail: text\nreproduce: c", sections=[("output of rank 0", "x")])
+    end_with_command(made, "c")
+    assert made.longrepr == "fail: text\nreproduce: c", "not twice"
+    assert made.sections[-1] == ("reproduce", "c")
+    silent = types.SimpleNamespace(failed=True, longrepr="[XPASS(strict)]", sections=[])
+    end_with_command(silent, "c")
+    assert (silent.longrepr, silent.sections) == ("[XPASS(strict)]\nreproduce: c", [])

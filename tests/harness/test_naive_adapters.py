@@ -1,14 +1,110 @@
-"""Mistakes that implementations do not refuse: a case finds each, at the stage where it shows."""
+"""Mistakes that implementations do not refuse, as tutorials lead to them: a case finds each, at the stage of it."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
 import importlib.util
+import os
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
-from tests.harness import naive
+from shardproof.harness.adapters.base import Adapter, Config, OptimizerFactory, Piece, Traits, original_name, whole
+from shardproof.harness.adapters.capability import Capability
+from shardproof.harness.adapters.deepspeed import (
+    DeepSpeedEngineAdapter,
+    DeepSpeedZero1Adapter,
+    DeepSpeedZero2Adapter,
+    DeepSpeedZero3Adapter,
+)
+from shardproof.harness.adapters.megatron_fsdp import MegatronFsdpAdapter
+from shardproof.harness.adapters.torchtitan_simple_fsdp import TorchtitanSimpleFsdpAdapter
 from tests.harness.inner import name_of, run_suites
+
+
+class _StepsAtTheBoundary(DeepSpeedEngineAdapter):
+    """Steps the engine after the last microbatch alone, as one steps any other optimizer."""
+
+    @contextlib.contextmanager
+    def microbatch(self, *, is_last: bool) -> Iterator[None]:
+        yield
+
+
+class Zero1AtTheBoundary(_StepsAtTheBoundary, DeepSpeedZero1Adapter):
+    name = "zero1-at-the-boundary"
+
+
+class Zero2AtTheBoundary(_StepsAtTheBoundary, DeepSpeedZero2Adapter):
+    name = "zero2-at-the-boundary"
+
+
+class Zero3AtTheBoundary(_StepsAtTheBoundary, DeepSpeedZero3Adapter):
+    name = "zero3-at-the-boundary"
+
+
+class SimpleFsdpInSharedProcesses(TorchtitanSimpleFsdpAdapter):
+    """Shares rank processes between cases, so that each model after the first has the first one's mesh."""
+
+    name = "simple-fsdp-in-shared-processes"
+    traits = dataclasses.replace(TorchtitanSimpleFsdpAdapter.traits, isolation="shared")
+
+
+class MegatronClippedByTorch(MegatronFsdpAdapter):
+    """Clips by torch's function, which stacks a norm for each gradient that this rank has a row of."""
+
+    name = "megatron-clipped-by-torch"
+
+    @classmethod
+    def capabilities(cls) -> frozenset[Capability]:
+        return super().capabilities() | {Capability.CLIPPING, Capability.CLIP_BY_CALL}
+
+
+class AccelerateOnCpu(Adapter):
+    """Asks accelerate for FSDP2 on a CPU, gets ``DistributedDataParallel``, and believes that it is sharded."""
+
+    name = "accelerate-on-cpu"
+    traits = Traits(process_groups="kept", frees_models=False, isolation="case")
+
+    @classmethod
+    def availability(cls, device_type: str) -> str | None:
+        return None
+
+    @classmethod
+    def capabilities(cls) -> frozenset[Capability]:
+        return frozenset({Capability.SHARDED, Capability.CLIPPING, Capability.CLIP_BY_CALL})
+
+    @classmethod
+    def prepare(cls, device_type: str) -> None:
+        rank, size = str(dist.get_rank()), str(dist.get_world_size())
+        os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+
+    def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
+        from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+        super().__init__(model, optimizer=optimizer, config=config)
+        factory = optimizer or functools.partial(torch.optim.SGD, lr=0.0)
+        accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+        self._model = model
+        prepared: tuple[Any, Any] = accelerator.prepare(model, factory(model.parameters()))
+        self.module, theirs = prepared
+        self.optimizer = theirs.optimizer
+
+    def gradients(self) -> dict[str, Piece | None]:
+        named = self.named_parameters().items()
+        return {name: None if value.grad is None else whole(value.grad) for name, value in named}
+
+    def parameters(self) -> dict[str, Piece]:
+        return {name: whole(value.detach()) for name, value in self.named_parameters().items()}
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        return {original_name(name): value for name, value in self._model.named_parameters()}
+
 
 ACCUMULATION = "suites/test_accumulation.py::test_microbatches_add_up"
 
@@ -23,10 +119,10 @@ def needing(module):
 @pytest.mark.parametrize(
     ("adapter", "stage", "words"),
     [
-        (naive.Zero1AtTheBoundary, "gradient", "diverges from the baseline"),
+        (Zero1AtTheBoundary, "gradient", "diverges from the baseline"),
         # Stage 2 has no gradients then. It raises where they are read, and nowhere else.
-        (naive.Zero2AtTheBoundary, None, "Gradients are only available immediately after backward"),
-        (naive.Zero3AtTheBoundary, "parameter after step", "diverges from the baseline"),
+        (Zero2AtTheBoundary, None, "Gradients are only available immediately after backward"),
+        (Zero3AtTheBoundary, "parameter after step", "diverges from the baseline"),
     ],
 )
 def test_engine_that_is_stepped_at_the_boundary_alone(adapter, stage, words, tmp_path):
@@ -38,7 +134,7 @@ def test_engine_that_is_stepped_at_the_boundary_alone(adapter, stage, words, tmp
 @needing("torchtitan")
 def test_second_model_of_a_process_has_the_mesh_of_the_first(tmp_path):
     """The model with replicas comes after one without, in the same processes."""
-    names = [name_of(naive.SimpleFsdpInSharedProcesses), "torchtitan.simple_fsdp"]
+    names = [name_of(SimpleFsdpInSharedProcesses), "torchtitan.simple_fsdp"]
     cases = run_suites(names, ACCUMULATION, "default", tmp_path)
     verdicts = {(case["implementation"] == names[0], "replicas" in case["id"]): case["verdict"] for case in cases}
     assert verdicts == {
@@ -51,7 +147,7 @@ def test_second_model_of_a_process_has_the_mesh_of_the_first(tmp_path):
 def test_norm_of_gradients_of_which_a_rank_has_no_row(tmp_path):
     """F-139 of docs/findings.md: the ranks issue different collectives."""
     (case,) = run_suites(
-        [name_of(naive.MegatronClippedByTorch)],
+        [name_of(MegatronClippedByTorch)],
         "suites/test_clipping.py::test_total_norm_and_clipped_gradients",
         "w2 and 2.0",
         tmp_path,
@@ -64,9 +160,7 @@ def test_norm_of_gradients_of_which_a_rank_has_no_row(tmp_path):
 
 @needing("accelerate")
 def test_plain_ddp_that_is_taken_for_fsdp(tmp_path):
-    (case,) = run_suites(
-        [name_of(naive.AccelerateOnCpu)], "suites/test_autograd.py::test_inputs_by_keyword", "w2", tmp_path
-    )
+    (case,) = run_suites([name_of(AccelerateOnCpu)], "suites/test_autograd.py::test_inputs_by_keyword", "w2", tmp_path)
     assert case["verdict"] == "fail", case["failure"]
     assert case["failure"]["stage"] == "sharding", case["failure"]["text"]
     assert "the model is not sharded" in case["failure"]["text"]

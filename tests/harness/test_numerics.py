@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.harness.adapters.base import Clip
 from shardproof.harness.models import optim
 from shardproof.harness.parity.numerics import BASELINE_FACTOR, SLACK_ULPS, distance, ulp
 from shardproof.harness.parity.oracle import Oracle, total_norm
@@ -90,28 +89,6 @@ def test_total_norm(p, expected):
     assert float(total_norm(tensors([3.0], [[-4.0]]), p)) == expected
     assert float(total_norm([torch.zeros(0)], p)) == 0.0
     assert float(total_norm([], p)) == 0.0
-
-
-def test_oracle_averages_ranks_sums_microbatches_and_steps():
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.constant_(model.weight, 2.0)
-    oracle = Oracle(model, optimizer=optim.sgd(lr=0.5, momentum=0.0), clip=None)
-    # d(sum w x)/dw = x: rank 0 has 1 + 3 in two microbatches, rank 1 has 5 + 7; the average is 8.
-    batches = [[(torch.tensor([[x]]),) for x in row] for row in ([1.0, 3.0], [5.0, 7.0])]
-    step = oracle.step(batches, loss=torch.sum)
-    assert [gradient["weight"].item() for gradient in step.own_gradients] == [4.0, 12.0]
-    assert step.gradients["weight"].item() == 8.0
-    assert step.parameters["weight"].item() == 2.0 - 0.5 * 8.0
-    assert [[loss.item() for loss in losses] for losses in step.losses] == [[2.0, 6.0], [10.0, 14.0]]
-    assert step.parameters["weight"].dtype is torch.float64
-
-
-def test_oracle_clips_the_average_not_the_parts():
-    model = nn.Linear(1, 1, bias=False)
-    oracle = Oracle(model, optimizer=optim.sgd(), clip=Clip(max_norm=1.0))
-    step = oracle.step([[(torch.tensor([[6.0]]),)], [(torch.tensor([[-2.0]]),)]], loss=torch.sum)
-    assert step.norm.item() == 2.0
-    assert step.clipped["weight"].item() == pytest.approx(2.0 / (2.0 + 1e-6), rel=1e-15)
 
 
 def test_oracle_keeps_zeroed_gradients_apart_from_forgotten_ones():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-import pathlib
 import random
 import subprocess
 import sys
@@ -13,8 +12,7 @@ import sys
 import pytest
 
 from shardproof.harness.plugin.effort import WORLD, Candidate, Combination, choose_quick, cover
-
-ROOT = pathlib.Path(__file__).parents[2]
+from tests.harness.inner import ROOT
 
 
 def grid(axes, sizes=(2,), needs=lambda values: frozenset()):

@@ -217,12 +217,6 @@ def test_a_case_outside_of_the_root_directory_has_the_name_of_its_file(run, pyte
     assert case["id"] == "test_inner.py::test_case[w2]"
 
 
-def test_usage_errors_reach_the_user_through_xdist(run):
-    result = run(CASE.format(body="pass"), "-n", "2", "--impl", "nobody", own_process=True)
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    assert "unknown implementation 'nobody'" in last_error(result)
-
-
 def test_collection_errors_reach_the_user_through_xdist(run):
     result = run(CASE.format(body="pass").replace("(rank)", "(rank, tmp_path)"), "-n", "2", own_process=True)
     assert result.ret == pytest.ExitCode.USAGE_ERROR

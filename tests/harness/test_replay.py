@@ -63,7 +63,6 @@ def test_another_way_to_shard_takes_the_results_of_the_first(rank: Rank) -> None
 )
 def test_another_configuration_has_its_own(rank: Rank, other: dict[str, Any]) -> None:
     fresh(rank)
-    fresh(rank)
     train(rank, rank.pair(model()))
     assert train(rank, rank.pair(model(), **other)) == 2
 

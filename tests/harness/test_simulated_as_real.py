@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import pathlib
 import subprocess
 from typing import Any
 
@@ -13,9 +12,7 @@ import pytest
 
 from shardproof.harness.adapters.reference import ReferenceAdapter
 from tests import warm
-from tests.harness.inner import NO_HYPOTHESIS, PYTHONPATH, name_of
-
-ROOT = pathlib.Path(__file__).parents[2]
+from tests.harness.inner import NO_HYPOTHESIS, PYTHONPATH, ROOT, name_of
 
 
 def run(folder, implementations, *options, cases="tests/harness/simulated_cases.py"):

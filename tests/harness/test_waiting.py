@@ -1,10 +1,11 @@
-"""Waiting for what other processes have: visible after some seconds, and bounded."""
+"""Waiting for what other processes have: visible after some seconds, and bounded; for the forkserver to start alone."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import signal
+import threading
 import time
 import types
 
@@ -232,3 +233,37 @@ def test_a_rank_that_is_stopped_while_it_starts_is_named(told, monkeypatch):
         for line in told
     )
     assert waiting.look_at(pid) is None or waiting.look_at(pid).has_ended
+
+
+# The forkserver
+
+
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+
+
+def test_threads_that_start_it_together_restore_the_environment(monkeypatch):
+    """Before, the second saw the variables of the first, which the first had removed when the second did."""
+    monkeypatch.delenv(WORKSPACE, raising=False)
+    inside, most, errors = [], [], []
+    entered = threading.Event()
+
+    def running():
+        inside.append(os.environ[WORKSPACE])
+        most.append(len(inside))
+        # Time for the other thread, which is inside too unless it waits.
+        entered.wait(0.3)
+        inside.pop()
+
+    def start():
+        try:
+            forkserver.start()
+        except KeyError as error:
+            errors.append(error)
+
+    monkeypatch.setattr(forkserver.forkserver, "ensure_running", running)
+    threads = [threading.Thread(target=start) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (most, errors, WORKSPACE in os.environ) == ([1, 1], [], False)
