@@ -167,17 +167,11 @@ def _lines(folder: pathlib.Path) -> dict[str, tuple[float, set[tuple[str, int]]]
 
 @dataclasses.dataclass
 class Result:
-    """What is known of a change.
+    """What is known of a change."""
 
-    Attributes:
-        status: "found", "lives", or "unfound" if no live function has the code that it changes.
-        ran: the ids of the items that ran.
-        killer: the id of the item that failed.
-    """
-
-    status: str
-    ran: frozenset[str]
-    killer: str | None
+    status: str  # "found", "lives", or "unfound" if no live function has the code that it changes
+    ran: frozenset[str]  # the ids of the items that ran
+    killer: str | None  # the id of the item that failed
     says: str
 
 

@@ -32,17 +32,12 @@ BEGIN, END = "<!-- matrix: written by docs/make_matrix.py -->\n", "<!-- end of m
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where the runs of one table were made.
-
-    Attributes:
-        column: of README.md; places that share one have different versions of torch there.
-        files: the run files in reports/published whose implementations are its columns.
-    """
+    """Where the runs of one table were made."""
 
     title: str
-    column: str
+    column: str  # of README.md; places that share one have different versions of torch there
     torch: str
-    files: tuple[str, ...]
+    files: tuple[str, ...]  # the run files in reports/published whose implementations are its columns
 
 
 #: Those of one column of README.md follow each other, the newest torch first.

@@ -47,31 +47,21 @@ _KEYS = {
 
 @dataclasses.dataclass(frozen=True)
 class Bug:
-    """A row of a table.
+    """A row of a table."""
 
-    Attributes:
-        id: lower case words with hyphens, once in all tables.
-        requirement: the id of the requirement that the bug breaks, of the contract mark of its item.
-        place: the key ``in``. The function that is edited, as "fsdp_impl.module:name" or "fsdp_impl.module:Class.name";
-            of a bug that is no edit, its adapter, as "planted.adapters:Class".
-        old: a text that the function's source has once; None for a bug that is no edit.
-        item: the key ``found_by``. The node id of the item that finds the bug, of the implementation without it.
-        says: texts that the failure of the item contains: the stage, the parameter, the collective or the message.
-        own_ranks: the key ``ranks = "own"``: what the bug does depends on what its ranks ran before.
-        gpus: how many GPUs it needs; 0 for a CPU.
-        simulate: the size of the simulated world in which its item runs; 0 for real ranks.
-    """
-
-    id: str
-    requirement: str
+    id: str  # lower case words with hyphens, once in all tables
+    requirement: str  # the id of the requirement that the bug breaks, of the contract mark of its item
+    # The key ``in``. The function that is edited, as "fsdp_impl.module:name" or "fsdp_impl.module:Class.name"; of a bug
+    # that is no edit, its adapter, as "planted.adapters:Class".
     place: str
-    old: str | None
+    old: str | None  # a text that the function's source has once; None for a bug that is no edit
     new: str | None
-    item: str
+    item: str  # the key ``found_by``. The node id of the item that finds the bug, of the implementation without it.
+    # Texts that the failure of the item contains: the stage, the parameter, the collective or the message.
     says: tuple[str, ...]
-    own_ranks: bool = False
-    gpus: int = 0
-    simulate: int = 0
+    own_ranks: bool = False  # the key ``ranks = "own"``: what the bug does depends on what its ranks ran before
+    gpus: int = 0  # how many GPUs it needs; 0 for a CPU
+    simulate: int = 0  # the size of the simulated world in which its item runs; 0 for real ranks
 
     @property
     def implementation(self) -> str:

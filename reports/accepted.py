@@ -20,22 +20,15 @@ class AcceptanceError(ValueError):
 
 @dataclass(frozen=True)
 class Acceptance:
-    """One entry of the file.
-
-    Attributes:
-        implementation: the name of the implementation.
-        case: an ``fnmatch`` pattern for the ids of cases, in which brackets are literal; empty where a kind concerns a
-            whole implementation.
-        kind: the kind of regression.
-        reason: why it is intended.
-        where: the file and the number of the entry, for messages.
-    """
+    """One entry of the file."""
 
     implementation: str
+    # An ``fnmatch`` pattern for the ids of cases, in which brackets are literal; empty where a kind concerns a whole
+    # implementation.
     case: str
     kind: Kind
-    reason: str
-    where: str
+    reason: str  # why it is intended
+    where: str  # the file and the number of the entry, for messages
 
     def matches(self, one: Worse) -> bool:
         """Whether the entry accepts a regression."""

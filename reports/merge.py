@@ -36,19 +36,12 @@ class MergeError(ValueError):
 
 @dataclass(frozen=True)
 class Column:
-    """The subject of one column of the matrix: an implementation in one environment.
+    """The subject of one column of the matrix: an implementation in one environment."""
 
-    Attributes:
-        name: the name of the implementation, as ``--impl`` takes it.
-        torch: the version of torch, without its local part.
-        device: the device type of the ranks.
-        version: the version of the implementation; empty if it is torch's.
-    """
-
-    name: str
-    torch: str
-    device: str
-    version: str
+    name: str  # the name of the implementation, as ``--impl`` takes it
+    torch: str  # the version of torch, without its local part
+    device: str  # the device type of the ranks
+    version: str  # the version of the implementation; empty if it is torch's
 
 
 @dataclass(frozen=True)
@@ -103,14 +96,10 @@ class _Source:
 
 @dataclass(frozen=True)
 class Merged:
-    """The result of joining run files.
+    """The result of joining run files."""
 
-    Attributes:
-        data: a run file of version 2, as JSON values.
-        repeated: how many cases several files have, by the name of their column, and when these runs were started.
-    """
-
-    data: dict[str, Any]
+    data: dict[str, Any]  # a run file of version 2, as JSON values
+    # How many cases several files have, by the name of their column, and when these runs were started.
     repeated: Mapping[str, tuple[int, tuple[str, ...]]]
 
 

@@ -26,17 +26,11 @@ class Dimension:
 
 @dataclass(frozen=True)
 class Phase:
-    """The memory of the rank in one phase of a step.
+    """The memory of the rank in one phase of a step."""
 
-    Attributes:
-        name: "between steps", "forward", "backward" or "step".
-        at_peak: bytes by kind, at the moment of the most bytes.
-        most: the most bytes of each kind, each at its own moment.
-    """
-
-    name: str
-    at_peak: Mapping[str, int]
-    most: Mapping[str, int]
+    name: str  # "between steps", "forward", "backward" or "step"
+    at_peak: Mapping[str, int]  # bytes by kind, at the moment of the most bytes
+    most: Mapping[str, int]  # the most bytes of each kind, each at its own moment
 
     @property
     def total(self) -> int:
@@ -46,43 +40,24 @@ class Phase:
 
 @dataclass(frozen=True)
 class Traffic:
-    """The collectives of one kind, dtype and group in a step.
+    """The collectives of one kind, dtype and group in a step."""
 
-    Attributes:
-        group: the dimension of the mesh, or the ranks.
-        ranks: the number of ranks in the group.
-        kind: of the collectives, as in a trace.
-        dtype: the dtype without its "torch." prefix.
-        count: how many there are.
-        nbytes: the bytes that the group gathers or reduces.
-        sent: the bytes that the rank sends, by the ring algorithm.
-        across: those of them that leave a host, as the mean over the group's ranks.
-    """
-
-    group: str
-    ranks: int
+    group: str  # the dimension of the mesh, or the ranks
+    ranks: int  # the number of ranks in the group
     kind: str
-    dtype: str
-    count: int
-    nbytes: int
-    sent: float
-    across: float
+    dtype: str  # the dtype without its "torch." prefix
+    count: int  # how many there are
+    nbytes: int  # the bytes that the group gathers or reduces
+    sent: float  # the bytes that the rank sends, by the ring algorithm
+    across: float  # those of them that leave a host, as the mean over the group's ranks
 
 
 @dataclass(frozen=True)
 class Formula:
-    """A closed formula, and the simulated number to compare with its value.
-
-    Attributes:
-        quantity: the quantity that it computes.
-        unit: "B" or "collectives".
-        text: the formula.
-        value: its value.
-        simulated: the simulated number.
-    """
+    """A closed formula, and the simulated number to compare with its value."""
 
     quantity: str
-    unit: str
+    unit: str  # "B" or "collectives"
     text: str
     value: float
     simulated: int
@@ -90,21 +65,13 @@ class Formula:
 
 @dataclass(frozen=True)
 class World:
-    """One world size.
+    """One world size."""
 
-    Attributes:
-        mesh: its dimensions, in order.
-        hosts: how many hosts its ranks take.
-        phases: memory in each phase, in the order of a step.
-        traffic: the collectives of a step.
-        formulas: closed formulas, with the simulated numbers.
-    """
-
-    mesh: Annotated[Sequence[Dimension], ("minItems", 1)]
-    hosts: int
-    phases: Annotated[Sequence[Phase], ("minItems", 1)]
-    traffic: Sequence[Traffic]
-    formulas: Sequence[Formula]
+    mesh: Annotated[Sequence[Dimension], ("minItems", 1)]  # its dimensions, in order
+    hosts: int  # how many hosts its ranks take
+    phases: Annotated[Sequence[Phase], ("minItems", 1)]  # memory in each phase, in the order of a step
+    traffic: Sequence[Traffic]  # the collectives of a step
+    formulas: Sequence[Formula]  # closed formulas, with the simulated numbers
 
     @property
     def ranks(self) -> int:
@@ -122,38 +89,21 @@ class World:
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan: one model under one implementation, at one or more world sizes.
+    """A plan: one model under one implementation, at one or more world sizes."""
 
-    Attributes:
-        model: its name on the command line.
-        about: a description of the model; may be empty.
-        numel: elements of its parameters.
-        units: the number of units by the class of their module; the root's own is "root".
-        implementation: the name.
-        version: the implementation's version.
-        settings: the settings of a step, in the order in which they are printed: batch, dtypes and others.
-        rank: the rank that was simulated.
-        node_size: the ranks of a host.
-        worlds: the given mesh, and other numbers of ranks.
-        kinds: descriptions of the kinds of memory, by kind, in the order of the tables.
-        assumptions: the conditions under which the numbers hold, in sentences.
-        shardproof: the version of shardproof.
-        torch: the version of torch.
-        command: the command line.
-    """
-
-    model: str
-    about: str
-    numel: int
-    units: Mapping[str, int]
+    model: str  # its name on the command line
+    about: str  # a description of the model; may be empty
+    numel: int  # elements of its parameters
+    units: Mapping[str, int]  # the number of units by the class of their module; the root's own is "root"
     implementation: str
     version: str
+    # The settings of a step, in the order in which they are printed: batch, dtypes and others.
     settings: Mapping[str, str]
-    rank: int
-    node_size: int
-    worlds: Annotated[Sequence[World], ("minItems", 1)]
-    kinds: Mapping[str, str]
-    assumptions: Sequence[str]
+    rank: int  # the rank that was simulated
+    node_size: int  # the ranks of a host
+    worlds: Annotated[Sequence[World], ("minItems", 1)]  # the given mesh, and other numbers of ranks
+    kinds: Mapping[str, str]  # descriptions of the kinds of memory, by kind, in the order of the tables
+    assumptions: Sequence[str]  # the conditions under which the numbers hold, in sentences
     shardproof: str = ""
     torch: str = ""
     command: Sequence[str] = ()

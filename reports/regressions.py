@@ -34,57 +34,35 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Worse:
-    """One thing that got worse.
-
-    Attributes:
-        kind: the way.
-        implementation: the name of the implementation.
-        case: the id of the case; empty if it concerns the whole implementation.
-        text: what changed, in one line.
-        nodeid: the pytest item, for the place of an annotation; may be empty.
-        reproduce: the command that repeats the case; may be empty.
-    """
+    """One thing that got worse."""
 
     kind: Kind
     implementation: str
-    case: str
-    text: str
-    nodeid: str = ""
-    reproduce: str = ""
+    case: str  # the id of the case; empty if it concerns the whole implementation
+    text: str  # what changed, in one line
+    nodeid: str = ""  # the pytest item, for the place of an annotation; may be empty
+    reproduce: str = ""  # the command that repeats the case; may be empty
 
 
 @dataclass(frozen=True)
 class Accepted:
-    """A regression that is intended.
-
-    Attributes:
-        worse: the regression.
-        reason: why that is intended.
-    """
+    """A regression that is intended."""
 
     worse: Worse
-    reason: str
+    reason: str  # why that is intended
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of comparing two runs.
+    """The result of comparing two runs."""
 
-    Attributes:
-        worse: regressions by kind, without the accepted ones.
-        better: one line for each case that failed before and passes now.
-        not_compared: one line for each quantity that a file did not measure, or that only the later one has.
-        compared: the number of cases that ran in both.
-        accepted: intended regressions by kind.
-        runs: one line about each of the two runs, and one if their suites differ.
-    """
-
-    worse: tuple[Worse, ...]
-    better: tuple[str, ...]
+    worse: tuple[Worse, ...]  # regressions by kind, without the accepted ones
+    better: tuple[str, ...]  # one line for each case that failed before and passes now
+    # One line for each quantity that a file did not measure, or that only the later one has.
     not_compared: tuple[str, ...]
-    compared: int
-    accepted: tuple[Accepted, ...] = ()
-    runs: tuple[str, ...] = ()
+    compared: int  # the number of cases that ran in both
+    accepted: tuple[Accepted, ...] = ()  # intended regressions by kind
+    runs: tuple[str, ...] = ()  # one line about each of the two runs, and one if their suites differ
 
 
 class Incomparable(ValueError):

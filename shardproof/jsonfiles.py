@@ -112,25 +112,15 @@ def missing(name: str, where: str = "") -> RecordError:
 
 @dataclass(frozen=True)
 class _Field:
-    """A field of a dataclass that is in the file.
-
-    Attributes:
-        name: its name.
-        hint: its type.
-        says: its description.
-        default: the default as JSON, with which it is left out; a field that is always written has none.
-        is_demanded: whether it must be there when it is read.
-        is_required: whether the schema requires it.
-        read: converts its JSON value, given the value and its path in the file.
-    """
+    """A field of a dataclass that is in the file."""
 
     name: str
     hint: Any
-    says: str
-    default: Any
-    is_demanded: bool
-    is_required: bool
-    read: _Read
+    says: str  # the description
+    default: Any  # the default as JSON, with which it is left out; a field that is always written has none
+    is_demanded: bool  # whether it must be there when it is read
+    is_required: bool  # whether the schema requires it
+    read: _Read  # converts its JSON value, given the value and its path in the file
 
 
 @functools.cache

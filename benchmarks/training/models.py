@@ -12,28 +12,18 @@ from torch.nn import functional
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """One row of the table: a model and what a step of it is.
-
-    Attributes:
-        layers: how many units there are beside the root's.
-        vocab: size of the vocabulary; 0 for the model of small parameters.
-        batch: sequences of a microbatch, on each rank.
-        small: parameters of a unit, for the model of small parameters.
-        microbatches: of a step; only the last one reduces.
-        shape: replicas and shards of the mesh, if not one dimension of all ranks.
-        tensor_parallel: ranks among which the linear layers behind attention are divided.
-    """
+    """One row of the table: a model and what a step of it is."""
 
     name: str
-    layers: int
+    layers: int  # how many units there are beside the root's
     dim: int
-    vocab: int = 0
-    batch: int = 2
+    vocab: int = 0  # size of the vocabulary; 0 for the model of small parameters
+    batch: int = 2  # sequences of a microbatch, on each rank
     length: int = 128
-    small: int = 0
-    microbatches: int = 1
-    shape: tuple[int, int] | None = None
-    tensor_parallel: int = 1
+    small: int = 0  # parameters of a unit, for the model of small parameters
+    microbatches: int = 1  # of a step; only the last one reduces
+    shape: tuple[int, int] | None = None  # replicas and shards of the mesh, if not one dimension of all ranks
+    tensor_parallel: int = 1  # ranks among which the linear layers behind attention are divided
 
     @property
     def units(self) -> int:

@@ -27,19 +27,12 @@ _SEPARATOR = "\x1f"
 
 @dataclasses.dataclass(frozen=True)
 class Announcement:
-    """One collective that a rank was about to enter.
+    """One collective that a rank was about to enter."""
 
-    Attributes:
-        job: the number of the job during which it was announced.
-        number: the position, from 1, among this rank's collectives on ``group`` in this job.
-        ranks: the global ranks of the group.
-        text: the description of the collective.
-    """
-
-    job: int
-    number: int
+    job: int  # the number of the job during which it was announced
+    number: int  # the position, from 1, among this rank's collectives on ``group`` in this job
     group: str
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # of the group, global
     text: str
 
     def pack(self) -> bytes:

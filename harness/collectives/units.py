@@ -16,18 +16,13 @@ ROOT = "(root)"
 
 @dataclasses.dataclass(frozen=True)
 class UnitSize:
-    """The size of one unit, the parameters that one collective gathers.
+    """The size of one unit, the parameters that one collective gathers."""
 
-    Attributes:
-        label: the unit's module names, joined by commas, or :data:`ROOT`.
-        names: the names of its parameters in the unsharded model.
-        padded_numel: the most elements that a gather or a reduction of the unit may have, over all ranks and with all
-            padding that the implementation declares.
-    """
-
-    label: str
-    names: tuple[str, ...]
+    label: str  # the unit's module names, joined by commas, or :data:`ROOT`
+    names: tuple[str, ...]  # the names of its parameters in the unsharded model
     numel: int
+    # The most elements that a gather or a reduction of the unit may have, over all ranks and with all padding that the
+    # implementation declares.
     padded_numel: int
 
     def may_have(self, nbytes: int, itemsize: int) -> bool:

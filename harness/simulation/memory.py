@@ -63,34 +63,25 @@ _COPIES_INTO = ("aten::copy_", "aten::_foreach_copy_", "aten::split_with_sizes_c
 
 @dataclasses.dataclass(eq=False)
 class Block:
-    """One storage.
+    """One storage."""
 
-    Attributes:
-        nbytes: its size in bytes, as last seen; 0 once it is freed.
-        sources: of what it is a copy, where it was made or written by an operator that copies.
-    """
-
-    nbytes: int
+    nbytes: int  # its size in bytes, as last seen; 0 once it is freed
     made_by: str
     phase: str
     kind: Kind = Kind.ACTIVATIONS
+    # Of what it is a copy, where it was made or written by an operator that copies.
     sources: list[weakref.ref[Block]] = dataclasses.field(default_factory=list)
     reference: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Usage:
-    """Bytes that were held at one moment, by kind; kinds without any are absent.
+    """Bytes that were held at one moment, by kind; kinds without any are absent."""
 
-    Attributes:
-        step: the number of the step; -1 before the first.
-        during: the operator that ran.
-    """
-
-    step: int
+    step: int  # the number of the step; -1 before the first
     phase: str
     by_kind: dict[Kind, int]
-    during: str = ""
+    during: str = ""  # the operator that ran
 
     @property
     def total(self) -> int:

@@ -15,29 +15,20 @@ _MOST_NAMES = 6
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Divergent:
-    """The first tensor in which a rank's runs diverge.
+    """The first tensor in which a rank's runs diverge."""
 
-    Attributes:
-        order: the place of the comparison among all that the case makes; it is the same on all ranks.
-        title: what was compared with what.
-        module: the module whose forward or backward it is, or that owns the parameter; "(root)" is the root, and empty
-            what belongs to no module.
-        parameter: the parameter or buffer; empty for the tensors of a module, and for losses and norms.
-        where: the microbatch and the call of the module, where there are several.
-        text: the values and their distances; may have several lines.
-        also: the names of all tensors that diverge at this stage of this step on this rank.
-    """
-
-    order: tuple[int, ...]
-    title: str
+    order: tuple[int, ...]  # the place of the comparison among all that the case makes; it is the same on all ranks
+    title: str  # what was compared with what
     location: Location
+    # The module whose forward or backward it is, or that owns the parameter; "(root)" is the root, and empty what
+    # belongs to no module.
     module: str
-    parameter: str
-    where: str
-    text: str
+    parameter: str  # the parameter or buffer; empty for the tensors of a module, and for losses and norms
+    where: str  # the microbatch and the call of the module, where there are several
+    text: str  # the values and their distances; may have several lines
     guess: Guess | None = None
     numbers: Numbers | None = None
-    also: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()  # the names of all tensors that diverge at this stage of this step on this rank
 
     def as_record(self) -> FirstDivergence:
         """Return the place as the run file stores it."""
@@ -75,25 +66,18 @@ class Divergent:
 
 @dataclasses.dataclass
 class Explanation:
-    """What one rank saw of a case with capture on.
+    """What one rank saw of a case with capture on."""
 
-    Attributes:
-        first: the first tensor that diverges; None if all that was compared agrees.
-        unseen: what could not be seen or compared, one line each.
-        stopped: what the last step that an error interrupted had reached; empty if none did.
-        expected: lines of the collectives of one phase with the marks of what a case expects; empty if its counts are
-            as expected, or if it expects none.
-        units: which units lack a collective that the others have in the step that diverges.
-        error: why there is no more; empty if nothing went wrong.
-    """
-
-    first: Divergent | None = None
+    first: Divergent | None = None  # the first tensor that diverges; None if all that was compared agrees
     compared: int = 0
-    unseen: list[str] = dataclasses.field(default_factory=list)
-    stopped: str = ""
+    unseen: list[str] = dataclasses.field(default_factory=list)  # what could not be seen or compared, one line each
+    stopped: str = ""  # what the last step that an error interrupted had reached; empty if none did
+    # Lines of the collectives of one phase with the marks of what a case expects; empty if its counts are as expected,
+    # or if it expects none.
     expected: list[str] = dataclasses.field(default_factory=list)
+    # Which units lack a collective that the others have in the step that diverges.
     units: list[str] = dataclasses.field(default_factory=list)
-    error: str = ""
+    error: str = ""  # why there is no more; empty if nothing went wrong
 
 
 def earliest(found: Sequence[Divergent]) -> Divergent | None:

@@ -120,15 +120,11 @@ class Location:
 
 @dataclasses.dataclass(frozen=True)
 class Guess:
-    """A guess at why a tensor is wrong. It never decides a verdict.
+    """A guess at why a tensor is wrong. It never decides a verdict."""
 
-    Attributes:
-        seen: what holds for this rank's part of the tensor: "it is 2 times the oracle's everywhere".
-        cause: a cause that lies in all ranks, such as a missing division. One rank alone cannot tell it from a fault of
-            its own, so it is given only if every rank has the same guess. Empty if there is none.
-    """
-
-    seen: str
+    seen: str  # what holds for this rank's part of the tensor: "it is 2 times the oracle's everywhere"
+    # A cause that lies in all ranks, such as a missing division. One rank alone cannot tell it from a fault of its own,
+    # so it is given only if every rank has the same guess. Empty if there is none.
     cause: str = ""
 
     def render(self, *, is_shared: bool) -> str:
@@ -138,17 +134,12 @@ class Guess:
 
 @dataclasses.dataclass(frozen=True)
 class Numbers:
-    """The element in which two or three runs differ most.
+    """The element in which two or three runs differ most."""
 
-    Attributes:
-        offset: the flat index of the element in the tensor of this rank.
-        values: the element by the name of a run: "sharded", "baseline", "oracle".
-        ulps: the distance to the oracle by the name of a run, and under "allowed" what the sharded run may have; the
-            distance to the baseline where there is no oracle.
-    """
-
-    offset: int
-    values: dict[str, float]
+    offset: int  # the flat index of the element in the tensor of this rank
+    values: dict[str, float]  # the element by the name of a run: "sharded", "baseline", "oracle"
+    # The distance to the oracle by the name of a run, and under "allowed" what the sharded run may have; the distance
+    # to the baseline where there is no oracle.
     ulps: dict[str, float]
 
 

@@ -46,25 +46,19 @@ class Measured:
 
 @dataclasses.dataclass
 class Observations:
-    """What one rank recorded during a case; the pytest process merges the observations of all ranks.
+    """What one rank recorded during a case; the pytest process merges the observations of all ranks."""
 
-    Attributes:
-        losses: from the name of a run, such as "oracle", to its loss in each step.
-        distances: for each step and stage, the distance that used most of what is allowed.
-        trace: the collectives of the implementation's runs, one line each.
-        compares_collectives: whether the members of a group must have issued the same collectives on it.
-        expected_texts: in the order of the calls.
-        spent: the seconds of each activity of the rank.
-        peak_bytes: the most bytes that a step of the implementation held at a time, beyond those before it; None where
-            the device does not count them.
-    """
-
+    # From the name of a run, such as "oracle", to its loss in each step.
     losses: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    # For each step and stage, the distance that used most of what is allowed.
     distances: dict[tuple[int, Stage], Measured] = dataclasses.field(default_factory=dict)
+    # The collectives of the implementation's runs, one line each.
     trace: list[str] = dataclasses.field(default_factory=list)
-    compares_collectives: bool = True
-    expected_texts: list[ExpectedText] = dataclasses.field(default_factory=list)
-    spent: dict[str, float] = dataclasses.field(default_factory=dict)
+    compares_collectives: bool = True  # whether the members of a group must have issued the same collectives on it
+    expected_texts: list[ExpectedText] = dataclasses.field(default_factory=list)  # in the order of the calls
+    spent: dict[str, float] = dataclasses.field(default_factory=dict)  # the seconds of each activity of the rank
+    # The most bytes that a step of the implementation held at a time, beyond those before it; None where the device
+    # does not count them.
     peak_bytes: int | None = None
 
     def add_peak(self, nbytes: int) -> None:

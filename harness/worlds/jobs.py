@@ -20,23 +20,15 @@ DUMPED = ".dumped"
 
 @dataclasses.dataclass(frozen=True)
 class WorldKey:
-    """Identifies a world: cases with equal keys run on the same rank processes.
-
-    Attributes:
-        device: the device type, "cpu" or "cuda".
-        debug_level: the ranks' ``TORCH_DISTRIBUTED_DEBUG``.
-        isolation: the name of the adapter or the id of the case for which the world is reserved; empty if any case may
-            use it.
-        backend: the backend of the ranks' process groups, "gloo" or "nccl".
-        own_hash_seeds: each rank hashes strings with a seed of its own, as under torchrun.
-    """
+    """Identifies a world: cases with equal keys run on the same rank processes."""
 
     size: int
-    device: str
-    debug_level: str = "OFF"
+    device: str  # the device type, "cpu" or "cuda"
+    debug_level: str = "OFF"  # the ranks' ``TORCH_DISTRIBUTED_DEBUG``
+    # The name of the adapter or the id of the case for which the world is reserved; empty if any case may use it.
     isolation: str = ""
-    backend: str = "gloo"
-    own_hash_seeds: bool = False
+    backend: str = "gloo"  # the backend of the ranks' process groups, "gloo" or "nccl"
+    own_hash_seeds: bool = False  # each rank hashes strings with a seed of its own, as under torchrun
 
     def __str__(self) -> str:
         debug = "" if self.debug_level == "OFF" else f", debug level {self.debug_level}"
@@ -61,59 +53,39 @@ class Meeting:
 
 @dataclasses.dataclass(frozen=True)
 class RankSpec:
-    """The parameters with which one rank process starts.
-
-    Attributes:
-        directory: a directory private to the world, with the rendezvous file, the board and the ranks' outputs.
-        device_index: the CUDA device; ignored on the CPU.
-        nodes: the host of each rank, numbered from 0; empty if all are on one.
-        meeting: where the ranks of several hosts meet; None if all are on one.
-        search_path: the controller's ``sys.path``; None if the process was started by the controller.
-        hash_seed: ``PYTHONHASHSEED`` of the process; None if it keeps that of the forkserver.
-    """
+    """The parameters with which one rank process starts."""
 
     key: WorldKey
     index: int
-    directory: str
-    device_index: int
-    nodes: tuple[int, ...] = ()
-    meeting: Meeting | None = None
+    directory: str  # a directory private to the world, with the rendezvous file, the board and the ranks' outputs
+    device_index: int  # the CUDA device; ignored on the CPU
+    nodes: tuple[int, ...] = ()  # the host of each rank, numbered from 0; empty if all are on one
+    meeting: Meeting | None = None  # where the ranks of several hosts meet; None if all are on one
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # The controller's ``sys.path``; None if the process was started by the controller.
     search_path: tuple[str, ...] | None = None
-    hash_seed: int | None = None
+    hash_seed: int | None = None  # ``PYTHONHASHSEED`` of the process; None if it keeps that of the forkserver
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One case, as the controller sends it to every rank of a world.
+    """One case, as the controller sends it to every rank of a world."""
 
-    Attributes:
-        number: identifies the job in results and on the board.
-        module: the name under which the controller imported the case's module.
-        function: the qualified name of the case's function in the module.
-        implementation: the name of the adapter, as in ``registry``.
-        parameters: the case's parameters, pickled by :func:`dump_parameters`. A rank unpickles them after it has
-            imported the case's module under the controller's name, so that pickle finds classes of that module.
-        init_seed: the seed of ``random`` and torch at the start of the case.
-        tmp_path: a private directory of the case, shared by its ranks.
-        check_collectives: ranks compare their announcements before they enter each collective.
-        captures: ranks copy what modules compute, and explain where the runs of the case first diverge.
-        simulates: the number of ranks of the world that the one rank simulates; 0 simulates nothing.
-    """
-
-    number: int
-    module: str
+    number: int  # identifies the job in results and on the board
+    module: str  # the name under which the controller imported the case's module
     path: str
-    function: str
-    implementation: str
+    function: str  # the qualified name of the case's function in the module
+    implementation: str  # the name of the adapter, as in ``registry``
+    # The case's parameters, pickled by :func:`dump_parameters`. A rank unpickles them after it has imported the case's
+    # module under the controller's name, so that pickle finds classes of that module.
     parameters: bytes
-    init_seed: int
+    init_seed: int  # the seed of ``random`` and torch at the start of the case
     data_seed: int
-    tmp_path: str
+    tmp_path: str  # a private directory of the case, shared by its ranks
     deadline: float
-    check_collectives: bool = False
-    captures: bool = False
-    simulates: int = 0
+    check_collectives: bool = False  # ranks compare their announcements before they enter each collective
+    captures: bool = False  # ranks copy what modules compute, and explain where the runs of the case first diverge
+    simulates: int = 0  # the number of ranks of the world that the one rank simulates; 0 simulates nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,33 +104,28 @@ class Result:
     """The result of one job or roll call on one rank.
 
     Contains only built-in types and types of ``findings``, so that the controller can always unpickle it.
-
-    Attributes:
-        verdict: the value of a ``Verdict``.
-        text: the traceback or message of a failure; empty if the rank passed.
-        location: where the runs diverge, if the failure is a ``Divergence``.
-        agreed: whether all ranks raised the same failure together, so that they are still in step and the world can run
-            the next case.
-        is_worn_out: whether the process holds too many of the objects that the implementation is allowed to leave
-            behind, so that the world must be replaced.
-        left_behind: one line for each kind of state that the case changed and did not restore.
-        excused: the same for state that an implementation may change when it is first used in a process. Whether it may
-            keep what is named here, or leaks it in each case, only a second run of the case in the process tells.
-        kept: the same for state that the implementation's traits allow. The process is then no place for others.
-        explanation: where the runs of the case first diverge; None without capture, or if the rank has not ended it.
     """
 
     number: int
     rank: int
-    verdict: str
-    text: str = ""
-    location: Location | None = None
+    verdict: str  # the value of a ``Verdict``
+    text: str = ""  # the traceback or message of a failure; empty if the rank passed
+    location: Location | None = None  # where the runs diverge, if the failure is a ``Divergence``
+    # Whether all ranks raised the same failure together, so that they are still in step and the world can run the next
+    # case.
     agreed: bool = False
+    # Whether the process holds too many of the objects that the implementation is allowed to leave behind, so that the
+    # world must be replaced.
     is_worn_out: bool = False
+    # One line for each kind of state that the case changed and did not restore.
     left_behind: list[str] = dataclasses.field(default_factory=list)
+    # The same for state that an implementation may change when it is first used in a process. Whether it may keep what
+    # is named here, or leaks it in each case, only a second run of the case in the process tells.
     excused: list[str] = dataclasses.field(default_factory=list)
+    # The same for state that the implementation's traits allow. The process is then no place for others.
     kept: list[str] = dataclasses.field(default_factory=list)
     observations: Observations = dataclasses.field(default_factory=Observations)
+    # Where the runs of the case first diverge; None without capture, or if the rank has not ended it.
     explanation: Explanation | None = None
 
 

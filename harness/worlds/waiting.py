@@ -106,26 +106,19 @@ class Blockers:
 
 @dataclasses.dataclass(eq=False)
 class Wait:
-    """One wait: call :meth:`check` at each poll.
+    """One wait: call :meth:`check` at each poll."""
 
-    Attributes:
-        what: what is waited for, such as "a lease on 2 cores".
-        bound: the seconds after which the wait is given up.
-        stopped_bound: the seconds after which it is given up while only a stopped process could end it.
-        given_up: the stopped processes for which earlier waits were given up, and this one is at once, so that each
-            further case does not wait as long as the first; receives those of this wait.
-        advice: what to do when the wait is given up, or what happens then.
-        stopped_advice: the same if a stopped process was in the way; by default to continue or to end it.
-    """
-
-    what: str
+    what: str  # what is waited for, such as "a lease on 2 cores"
     _: dataclasses.KW_ONLY
-    bound: float
+    bound: float  # the seconds after which the wait is given up
     blockers: Callable[[], Blockers]
+    # The seconds after which it is given up while only a stopped process could end it.
     stopped_bound: float | None = None
+    # The stopped processes for which earlier waits were given up, and this one is at once, so that each further case
+    # does not wait as long as the first; receives those of this wait.
     given_up: set[Process] = dataclasses.field(default_factory=set)
-    advice: str = "end it if it hangs"
-    stopped_advice: str = ""
+    advice: str = "end it if it hangs"  # what to do when the wait is given up, or what happens then
+    stopped_advice: str = ""  # the same if a stopped process was in the way; by default to continue or to end it
 
     def __post_init__(self) -> None:
         self._stopped_bound = STOPPED_SECONDS if self.stopped_bound is None else self.stopped_bound

@@ -72,22 +72,15 @@ _POLL_SECONDS = 0.1
 
 @dataclasses.dataclass
 class Outcome:
-    """The outcome of a job on a world.
+    """The outcome of a job on a world."""
 
-    Attributes:
-        results: one result for each rank, in rank order.
-        outputs: the end of what each rank wrote to stdout and stderr.
-        seconds: wall-clock time of the job, without the wait for a lease and the start of the world.
-        collectives: the last collectives of the ranks, rendered, if they did not all pass or fail by agreement.
-        hosts: the name of the host of each rank; empty if all are on one.
-    """
-
-    results: list[Result]
-    outputs: list[str]
-    seconds: float
+    results: list[Result]  # one result for each rank, in rank order
+    outputs: list[str]  # the end of what each rank wrote to stdout and stderr
+    seconds: float  # wall-clock time of the job, without the wait for a lease and the start of the world
     diagnosis: Diagnosis | None = None
+    # The last collectives of the ranks, rendered, if they did not all pass or fail by agreement.
     collectives: list[str] = dataclasses.field(default_factory=list)
-    hosts: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()  # the name of the host of each rank; empty if all are on one
 
 
 class WorldDied(Exception):

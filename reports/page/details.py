@@ -19,15 +19,11 @@ _PLACE = ("stage", "step", "rank", "name", "element")  # where a failure is, and
 
 @dataclass(frozen=True)
 class Chunk:
-    """The records of successive cases.
+    """The records of successive cases."""
 
-    Attributes:
-        first: the position of the first case.
-        packed: compressed JSON. ``lines`` are the lines of all traces, ``traces`` lists of positions in them, and
-            ``records`` an object for each case, with the record of each column by its position.
-    """
-
-    first: int
+    first: int  # the position of the first case
+    # Compressed JSON. ``lines`` are the lines of all traces, ``traces`` lists of positions in them, and ``records`` an
+    # object for each case, with the record of each column by its position.
     packed: str
 
 

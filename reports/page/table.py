@@ -14,17 +14,11 @@ NO_RECORD = "."
 
 @dataclass(frozen=True)
 class Requirement:
-    """A requirement that some case of a page checks.
+    """A requirement that some case of a page checks."""
 
-    Attributes:
-        id: the chapter and the number.
-        chapter: the name of its chapter.
-        text: what is required, in Markdown; empty if the contract of this version does not have it.
-    """
-
-    id: str
+    id: str  # the chapter and the number
     chapter: str
-    text: str
+    text: str  # what is required, in Markdown; empty if the contract of this version does not have it
 
 
 class Contract:
@@ -60,34 +54,22 @@ class Contract:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the matrix.
+    """A column of the matrix."""
 
-    Attributes:
-        implementation: its name in the run.
-        version: its version; may be empty.
-        run: the position of the run.
-        records: its records by the id of the case.
-    """
-
-    implementation: str
-    version: str
-    run: int
-    records: Mapping[str, CaseRecord]
+    implementation: str  # its name in the run
+    version: str  # its version; may be empty
+    run: int  # the position of the run
+    records: Mapping[str, CaseRecord]  # its records by the id of the case
 
 
 @dataclass(frozen=True)
 class Table:
-    """The cases of all runs.
+    """The cases of all runs."""
 
-    Attributes:
-        requirements: those that the cases check, in the order of the contract.
-        cases: the id of each case with the positions of its requirements, ordered by the first of them and by id.
-        columns: ordered by implementation, then by run.
-    """
-
-    requirements: tuple[Requirement, ...]
+    requirements: tuple[Requirement, ...]  # those that the cases check, in the order of the contract
+    # The id of each case with the positions of its requirements, ordered by the first of them and by id.
     cases: tuple[tuple[str, tuple[int, ...]], ...]
-    columns: tuple[Column, ...]
+    columns: tuple[Column, ...]  # ordered by implementation, then by run
 
 
 def table(runs: Sequence[Run], contract: Contract) -> Table:

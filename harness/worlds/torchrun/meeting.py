@@ -36,34 +36,21 @@ _FOREIGN = "TORCHELASTIC_"
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """One process of a job.
+    """One process of a job."""
 
-    Attributes:
-        rank: the number of the process in the job; 0 is the controller.
-        local_rank: the number of the process on its host, and of its device.
-        node: the number of the process's host, from 0: of its torchrun.
-        master: the address of the host of rank 0.
-        port: the port of the job's store there.
-        run_id: the id of the job, as ``--rdzv-id``.
-        attempt: how often torchrun has restarted the processes.
-        most_attempts: how often it may, as ``--max-restarts``.
-        local_size: the number of processes of the job on this host.
-        agent: identifies the process of torchrun on this host, which outlives those that it restarts.
-    """
-
-    rank: int
+    rank: int  # the number of the process in the job; 0 is the controller
     size: int
-    local_rank: int
-    node: int
+    local_rank: int  # the number of the process on its host, and of its device
+    node: int  # the number of the process's host, from 0: of its torchrun
     nodes: int
-    master: str
-    port: int
-    run_id: str
-    attempt: int
-    most_attempts: int
+    master: str  # the address of the host of rank 0
+    port: int  # the port of the job's store there
+    run_id: str  # the id of the job, as ``--rdzv-id``
+    attempt: int  # how often torchrun has restarted the processes
+    most_attempts: int  # how often it may, as ``--max-restarts``
     host: str
-    local_size: int
-    agent: str
+    local_size: int  # the number of processes of the job on this host
+    agent: str  # identifies the process of torchrun on this host, which outlives those that it restarts
 
     @property
     def is_controller(self) -> bool:
