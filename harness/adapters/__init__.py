@@ -1,7 +1,7 @@
 """How is one implementation driven? The adapter protocol, and one file for each implementation.
 
-Imports no other room of the harness, and no other room imports ``fsdp_impl``. ``capability`` and ``registry``
-import no torch.
+Of the harness it imports ``tensors``; no other room imports ``fsdp_impl``. ``capability`` and ``registry`` import no
+torch.
 
 - ``base``: ``Adapter``, the class to implement, and ``Piece``; with the names of ``config`` and ``traits``.
 - ``config``: ``Config``, how a case wants its model sharded; a scaler of offloaded gradients.

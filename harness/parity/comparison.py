@@ -300,12 +300,14 @@ def _number(value: float) -> str:
 
 
 def exact_difference(first: torch.Tensor, second: torch.Tensor) -> tuple[tuple[int, ...], float, float] | None:
-    """The index and the values of the first element in which two tensors of one shape differ bitwise, or None."""
+    """The index and the values of the first element in which two tensors of one shape differ, or None.
+
+    NaN differs from everything, NaN too. Equal infinities do not differ, nor do 0.0 and -0.0.
+    """
     assert first.shape == second.shape, f"shapes {tuple(first.shape)} and {tuple(second.shape)} differ"
     if torch.equal(first, second):
         return None
-    unequal = (first != second) | (first.isnan() != second.isnan())
-    index = tuple(int(part) for part in unequal.nonzero()[0])
+    index = tuple(int(part) for part in (first != second).nonzero()[0])
     return index, float(first[index]), float(second[index])
 
 

@@ -1,6 +1,6 @@
 """What would a user's own model cost? Memory and traffic of one rank, simulated, with closed formulas beside them.
 
-Imports ``simulation``, ``collectives`` and ``adapters``. The command is ``shardproof plan``.
+Imports ``simulation``, ``collectives``, ``adapters`` and ``tensors``. The command is ``shardproof plan``.
 
 - ``request``: what is asked for (``Request``), meshes as a command line names them, and what an implementation must be
   capable of.

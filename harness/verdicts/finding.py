@@ -148,7 +148,7 @@ class Finding:
     """One comparison that failed on one rank: where its sides differ, and the numbers, in lines and by themselves."""
 
     location: Location
-    text: str
+    text: str  # a predicate of the tensor at the location, such as "has shape ..."; further lines are indented by two
     guess: Guess | None = None
     numbers: Numbers | None = None
 

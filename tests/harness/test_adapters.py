@@ -80,6 +80,7 @@ def test_what_is_missing_says_how_to_install_it(module, monkeypatch):
 def documented_as_lacking(name):
     """The capabilities in the list of an adapter's section, those of other torch versions left out."""
     section = re.search(rf"^### {re.escape(name)}$(.*?)(?=^### |\Z)", DOCUMENT, flags=re.DOTALL | re.MULTILINE)
+    assert section, f"docs/adapters.md has no section ### {name}"
     items = re.findall(r"^- (?:before torch (\S+), )?([^:]+):", section[1], flags=re.MULTILINE)
     applies = [
         names for before, names in items if not before or torch.__version__ < torch.torch_version.TorchVersion(before)
